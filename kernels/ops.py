@@ -1,0 +1,266 @@
+"""The operations a model is made of: their contracts. `reference.py` is their meaning, `cuda.py` their speed.
+
+Letters: T tokens of this step (all sequences, concatenated), B sequences, H query heads, K key/value heads (of this
+rank), D head size, C hidden size, F MLP size, V vocabulary, S batch slots, N cache blocks, P tokens of a block,
+M block-table columns. Every operation writes into `out`, never synchronises, and is safe inside CUDA graph capture;
+scratch memory belongs to the implementation and is reserved once with `reserve`. All tensors of a call lie on one
+device. Shapes, dtypes and layouts are checked before anything is launched: ShapeError, DtypeError, LayoutError
+(kernels.checks).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional, Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Norm:
+    """LayerNorm (bias given) or RMSNorm (bias None). weight, bias: (C,), the dtype of the activations."""
+
+    weight: Tensor
+    bias: Optional[Tensor]
+    eps: float
+
+
+@dataclass(frozen=True)
+class Linear:
+    """weight: (out, in), bias: (out,) or None. On CUDA the rows of weight are contiguous; on the CPU either axis may be."""
+
+    weight: Tensor
+    bias: Optional[Tensor] = None
+
+
+@dataclass(frozen=True)
+class Rope:
+    """cos, sin: (positions, size / 2) float32. The first `size` dimensions of a head are rotated, half against half
+    (LLaMA, GPT-NeoX) or, interleaved, each even dimension against the next (GPT-J)."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+
+    @property
+    def size(self) -> int:
+        return 2 * self.cos.shape[1]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Attention heads of this rank. slopes: (H,) float32 ALiBi slopes or None; scale: of the scores, 1/sqrt(D)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    rope: Optional[Rope] = None
+    slopes: Optional[Tensor] = None
+
+    @property
+    def qkv_size(self) -> int:
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
+
+
+@dataclass(frozen=True)
+class CacheLayer:
+    """One layer's paged cache. blocks: (N, 2, K, P, D), keys at [:, 0], values at [:, 1]; a slot is block * P + offset.
+
+    The tokens of one head in one block are contiguous, so that a kernel copies them whole. scales: for the 8-bit
+    caches to come, (N, 2, K, P) float32; None for a 16- or 32-bit cache.
+    """
+
+    blocks: Tensor
+    scales: Optional[Tensor] = None
+
+    @property
+    def block_tokens(self) -> int:
+        return self.blocks.shape[3]
+
+
+@dataclass
+class Batch:
+    """One step as the device sees it. Rows are sequences: the first `num_decodes` have one new token each, the others
+    (prompts, or chunks of them) have query_starts[b+1] - query_starts[b]. All index tensors are int32.
+
+    A padded row of a graph has context_lens 0, slot -1 and kv_slots -1: it reads nothing and writes nothing.
+    """
+
+    token_ids: Tensor  # (T,)
+    positions: Tensor  # (T,)
+    kv_slots: Tensor  # (T,) cache slot that each new token is written to; -1: nowhere
+    block_tables: Tensor  # (B, M)
+    context_lens: Tensor  # (B,) tokens in the cache after this step
+    query_starts: Tensor  # (B + 1,)
+    sample_tokens: Tensor  # (R,) index of each token whose logits are wanted
+    sample_slots: Tensor  # (R,) its batch slot
+    num_decodes: int
+    max_query: int  # longest prefill row, 0 if there is none
+    max_context: int  # an upper bound of context_lens
+    fresh_prompts: bool  # no prefill row has tokens in the cache from before this step
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids.shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        return self.context_lens.shape[0]
+
+
+# Columns of SamplingState.ints and .floats; csrc/sampling.cu has the same numbers.
+FLAGS, TOP_K, TOP_P_RESET_ID, END_ID, MIN_TOKENS, SEED_LOW, SEED_HIGH, NUM_BAD_WORDS = range(8)
+NUM_INTS = 8
+TEMPERATURE, TOP_P_INITIAL, TOP_P_DECAY, TOP_P_MIN, REPETITION, PRESENCE, FREQUENCY, UNUSED = range(8)
+NUM_FLOATS = 8
+
+# Bits of the FLAGS column. A row without a bit pays nothing for the feature.
+GREEDY = 1  # take the largest logit, lowest id first
+PENALTIES = 2  # repetition, presence or frequency is not neutral; `counts` of the slot is kept
+BAD_WORDS = 4
+MIN_LENGTH = 8
+LOG_PROBS = 16
+DECAY = 32  # top_p_decay < 1
+
+
+@dataclass(frozen=True)
+class SamplingState:
+    """What sampling keeps of the sequences, by batch slot. Only `sample` and the engine's slot starts write it.
+
+    ints: (S, NUM_INTS) int32 and floats: (S, NUM_FLOATS) float32, the parameters, columns as named above.
+    top_p: (S,) float32, its value now. generated: (S,) int32, tokens sampled so far, the counter of the generator.
+    last_tokens: (S,) int32. history: (S, L) int32, prompt and output; history_lens: (S,) int32.
+    counts: (S, V) int16, occurrences of each id in the history; kept only for slots with PENALTIES.
+    bad_ids, bad_ends: (S, W) int32: ids of all bad words, concatenated, and their cumulative ends.
+    """
+
+    ints: Tensor
+    floats: Tensor
+    top_p: Tensor
+    generated: Tensor
+    last_tokens: Tensor
+    history: Tensor
+    history_lens: Tensor
+    counts: Tensor
+    bad_ids: Tensor
+    bad_ends: Tensor
+
+
+class Ops(Protocol):
+    """Every operation. Activations, weights and cache share one dtype X: float32, float16 or bfloat16."""
+
+    def reserve(self, max_tokens: int, max_columns: int, max_rows: int, max_context: int, vocab_size: int) -> None:
+        """Allocate scratch for calls of up to max_tokens rows of max_columns, attention of up to max_rows sequences
+        over max_context tokens, and sampling of max_rows rows. Called once, before the first step."""
+        ...
+
+    def resolve_tokens(self, token_ids: Tensor, slots: Tensor, last_tokens: Tensor) -> None:
+        """Where token_ids[i] < 0, put last_tokens[slots[i]] (0 where slots[i] < 0), for i < len(slots): the token that
+        the last step sampled and the host has not yet seen.
+
+        token_ids: (T,) int32, changed in place. slots: (B',) int32, B' <= T. last_tokens: (S,) int32.
+        """
+        ...
+
+    def embed(
+        self,
+        token_ids: Tensor,
+        table: Tensor,
+        *,
+        positions: Optional[Tensor] = None,
+        position_table: Optional[Tensor] = None,
+        out: Tensor,
+    ) -> None:
+        """out[t] = table[token_ids[t]] (+ position_table[positions[t]]).
+
+        token_ids, positions: (T,) int32. table: (V, C) X, position_table: (positions, C) X. out: (T, C) X.
+        The sum is taken in float32. Ids are in range: the engine checks them when a request arrives.
+        """
+        ...
+
+    def norm(self, x: Tensor, norm: Norm, *, out: Tensor) -> None:
+        """LayerNorm or RMSNorm of each row, statistics in float32.
+
+        x, out: (T, C) X, rows contiguous; out may be x. LayerNorm: (x - mean) / sqrt(var + eps) * weight + bias, the
+        variance of the centred row. RMSNorm: x / sqrt(mean(x^2) + eps) * weight.
+        Sources: Ba et al. 2016; Zhang and Sennrich 2019, equation 4. Agrees with torch.nn.functional.layer_norm and
+        transformers' LlamaRMSNorm.
+        """
+        ...
+
+    def linear(
+        self,
+        x: Tensor,
+        linear: Linear,
+        *,
+        norm: Optional[Norm] = None,
+        activation: Optional[str] = None,
+        residual: Optional[Tensor] = None,
+        out: Tensor,
+    ) -> None:
+        """out = activation(norm(x) @ weight.T + bias) + residual, products and sums in float32.
+
+        x: (T, in) X. weight: (O, in) X. residual: (T, O) X, may be out. out: (T, O) X, or float32 for the language
+        model's head; it may not be x. activation: None, "gelu_tanh", "gelu" (erf), "relu", or "swiglu", where weight
+        holds O / 2 gate rows and then O / 2 up rows and out is (T, O / 2): silu(gate) * up.
+        """
+        ...
+
+    def project_qkv(
+        self, x: Tensor, linear: Linear, norm: Optional[Norm], heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor
+    ) -> None:
+        """out = norm(x) @ weight.T + bias as (T, q | k | v); q and k are rotated where heads.rope is given; k and v go
+        to the cache at batch.kv_slots (nowhere where that is -1).
+
+        x: (T, C) X. weight: ((H + 2K) * D, C) X, rows q, k, v, heads-major. out: (T, (H + 2K) * D) X, holding the
+        rotated q, the rotated k and v. Rotation in float32 at batch.positions.
+        Source: Su et al. 2021; agrees with transformers' apply_rotary_pos_emb.
+        """
+        ...
+
+    def decode_attention(self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor) -> None:
+        """Attention of the decode rows: query b, the first H * D columns of qkv[b], over the context_lens[b] cached
+        tokens of row b, itself included.
+
+        qkv: (num_decodes, (H + 2K) * D) X, rows contiguous. out: (num_decodes, H * D) X. A row with context_lens 0 gets
+        zeros. Scores are scale * q.k (+ slopes[h] * (j - position)), softmax in float32; query head h reads kv head
+        h // (H / K). Sources: Vaswani et al. 2017; Press et al. 2022 (ALiBi).
+        """
+        ...
+
+    def prefill_attention(self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor) -> None:
+        """Causal attention of the rows from num_decodes on: query i of row b stands at position
+        context_lens[b] - its query count + i and sees the cached tokens up to itself.
+
+        qkv: (T - num_decodes, (H + 2K) * D) X, its k and v columns as project_qkv left them, so that fresh prompts need
+        not read the cache back. out: (T - num_decodes, H * D) X. Otherwise as decode_attention.
+        """
+        ...
+
+    def gather_rows(self, x: Tensor, rows: Tensor, *, out: Tensor) -> None:
+        """out[i] = x[rows[i]]. x: (T, C), rows: (R,) int32, out: (R, C) of the dtype of x."""
+        ...
+
+    def sample(self, logits: Tensor, slots: Tensor, state: SamplingState, *, tokens: Tensor, log_probs: Tensor) -> None:
+        """Choose the next token of each row and remember it in the state.
+
+        logits: (R, V) float32, overwritten. slots: (R,) int32; rows with slot -1 are skipped. tokens: (R,) int32 and
+        log_probs: (R,) float32, written for every other row (log_probs only where LOG_PROBS is set, else 0).
+
+        In this order, each only where the slot's FLAGS ask for it: the last ids of matching bad words become
+        impossible; logits are divided by the temperature; ids with counts > 0 get the repetition penalty (x < 0: x * r,
+        else x / r), then minus presence, minus frequency * count; end_id is impossible while generated < min_tokens;
+        log_probs is the log-softmax, over the whole vocabulary, of what stands then. GREEDY takes the largest, lowest id
+        first. Otherwise: ids below the top_k-th largest logit are dropped (ties stay; top_k 0 drops none), then the
+        smallest set of most likely ids whose probability within what is left reaches top_p is kept (ties stay), and of
+        these the largest logit + g wins, where g = -log(-log u) and u comes from the slot's seed: word (id % 4) of
+        Philox-4x32-10 with key (SEED_LOW, SEED_HIGH) and counter (id / 4, generated, 0, 0), as (word + 0.5) / 2^32.
+        The answer thus depends on nothing but the sequence itself. If every id is impossible, end_id is taken where the
+        slot has one, else id 0.
+
+        Then, for the token t: last_tokens = t; history and history_lens grow by t; counts[t] += 1 under PENALTIES;
+        generated += 1; under DECAY top_p = its initial value if t is the reset id, else max(top_p * decay, minimum).
+        Sources: FasterTransformer's sampling layers for the order; Gumbel 1954 and Salmon et al. 2011 for the draw.
+        """
+        ...
