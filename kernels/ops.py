@@ -254,8 +254,9 @@ class Ops(Protocol):
         log_probs is the log-softmax, over the whole vocabulary, of what stands then. GREEDY takes the largest, lowest id
         first. Otherwise: ids below the top_k-th largest logit are dropped (ties stay; top_k 0 drops none), then the
         smallest set of most likely ids whose probability within what is left reaches top_p is kept (ties stay), and of
-        these the largest logit + g wins, where g = -log(-log u) and u comes from the slot's seed: word (id % 4) of
-        Philox-4x32-10 with key (SEED_LOW, SEED_HIGH) and counter (id / 4, generated, 0, 0), as (word + 0.5) / 2^32.
+        these the largest logit + g wins, where g = -log(-log1p(-u)) and u comes from the slot's seed: word (id % 4) of
+        Philox-4x32-10 with key (SEED_LOW, SEED_HIGH) and counter (id / 4, generated, 0, 0), as (word + 0.5) / 2^32 (u
+        near 0 decides who wins, and there float32 is fine).
         The answer thus depends on nothing but the sequence itself. If every id is impossible, end_id is taken where the
         slot has one, else id 0.
 
