@@ -10,8 +10,8 @@ device. Shapes, dtypes and layouts are checked before anything is launched: Shap
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Optional, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Optional, Protocol
 
 from torch import Tensor
 
@@ -99,6 +99,8 @@ class Batch:
     max_query: int  # longest prefill row, 0 if there is none
     max_context: int  # an upper bound of context_lens
     fresh_prompts: bool  # no prefill row has tokens in the cache from before this step
+    #: what an implementation derives once a step and every layer uses; the engine makes a new Batch, or clears it, a step
+    memo: dict[str, Any] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:

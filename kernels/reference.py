@@ -1,0 +1,348 @@
+"""The meaning of each operation, in plain torch: the CPU path of the engine and the oracle of the CUDA kernels.
+
+Contracts are in ops.py. Runs on any device (the engine setting `device` and TRIDECODE_OPS=reference choose it on a GPU).
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tridecode.kernels import ops as o
+from tridecode.kernels.checks import indices, match, same_dtype
+from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm, Rope, SamplingState
+from tridecode.kernels.philox import uniforms
+
+#: queries of one prefill row that are scored at a time: bounds the scores' memory
+_QUERY_CHUNK = 256
+
+
+class Reference:
+    """Every operation of kernels.ops.Ops. Stateless but for a scratch buffer."""
+
+    def __init__(self) -> None:
+        self._scratch: dict[torch.dtype, Tensor] = {}
+
+    def reserve(self, max_tokens: int, max_columns: int, max_rows: int, max_context: int, vocab_size: int) -> None:
+        """Nothing to do: torch allocates what a step needs."""
+
+    def _temporary(self, rows: int, columns: int, like: Tensor) -> Tensor:
+        """(rows, columns) of scratch, valid until the next operation."""
+        held = self._scratch.get(like.dtype)
+        if held is None or held.numel() < rows * columns or held.device != like.device:
+            held = self._scratch[like.dtype] = torch.empty(rows * columns, dtype=like.dtype, device=like.device)
+        return held[: rows * columns].view(rows, columns)
+
+    def resolve_tokens(self, token_ids: Tensor, slots: Tensor, last_tokens: Tensor) -> None:
+        indices("resolve_tokens", ("token_ids", token_ids), ("slots", slots), ("last_tokens", last_tokens))
+        head = token_ids[: slots.shape[0]]
+        known = last_tokens[slots.clamp(min=0).long()].masked_fill(slots < 0, 0)
+        torch.where(head < 0, known, head, out=head)
+
+    def embed(
+        self,
+        token_ids: Tensor,
+        table: Tensor,
+        *,
+        positions: Optional[Tensor] = None,
+        position_table: Optional[Tensor] = None,
+        out: Tensor,
+    ) -> None:
+        match("embed", ("VC", "table", table), ("TC", "out", out), ("T", "token_ids", token_ids))
+        if position_table is None or positions is None:
+            torch.index_select(table, 0, token_ids.long(), out=out)
+            return
+        match("embed", ("TC", "out", out), ("PC", "position_table", position_table), ("T", "positions", positions))
+        total = F.embedding(token_ids, table).float() + F.embedding(positions, position_table).float()
+        out.copy_(total)
+
+    def norm(self, x: Tensor, norm: Norm, *, out: Tensor) -> None:
+        match("norm", ("TC", "x", x), ("C", "weight", norm.weight), ("TC", "out", out))
+        same_dtype("norm", ("x", x), ("weight", norm.weight), ("out", out))
+        out.copy_(_normed(x, norm))
+
+    def linear(
+        self,
+        x: Tensor,
+        linear: Linear,
+        *,
+        norm: Optional[Norm] = None,
+        activation: Optional[str] = None,
+        residual: Optional[Tensor] = None,
+        out: Tensor,
+    ) -> None:
+        gated = activation == "swiglu"
+        rows, columns = x.shape[0], linear.weight.shape[0]
+        same_dtype("linear", ("x", x), ("weight", linear.weight))
+        match("linear", ("TI", "x", x), ("TO", "out", out))
+        assert out.shape[1] == (columns // 2 if gated else columns), (out.shape, linear.weight.shape)
+        if norm is not None:
+            x = _normed(x, norm)
+        if out.dtype != x.dtype or gated or (activation is not None and residual is not None):
+            product = self._temporary(rows, columns, x)
+            _product(x, linear, None, product)
+            if gated:
+                product = F.silu(product[:, : columns // 2]).mul_(product[:, columns // 2 :])
+            else:
+                _activate(product, activation)
+            out.copy_(product if residual is None else product.add_(residual))
+            return
+        _product(x, linear, residual, out)
+        _activate(out, activation)
+
+    def project_qkv(
+        self, x: Tensor, linear: Linear, norm: Optional[Norm], heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor
+    ) -> None:
+        self.linear(x, linear, norm=norm, out=out)
+        queries, keys = heads.num_heads * heads.head_size, heads.num_kv_heads * heads.head_size
+        if heads.rope is not None:
+            rotated = out[:, : queries + keys].unflatten(1, (-1, heads.head_size))
+            _rotate(rotated, heads.rope, batch)
+        k = out[:, queries : queries + keys].unflatten(1, (heads.num_kv_heads, heads.head_size))
+        v = out[:, queries + keys :].unflatten(1, (heads.num_kv_heads, heads.head_size))
+        rows, blocks, offsets = _written(batch, cache.block_tokens)
+        cache.blocks[blocks, 0, :, offsets] = k if rows is None else k[rows]
+        cache.blocks[blocks, 1, :, offsets] = v if rows is None else v[rows]
+
+    def decode_attention(self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor) -> None:
+        rows = batch.num_decodes
+        queries = heads.num_heads * heads.head_size
+        # the query heads of one kv head are taken as queries of one head: (B, K, H / K, D)
+        q = qkv[:, :queries].unflatten(1, (heads.num_kv_heads, -1, heads.head_size))
+        key_index, value_index = _decode_indices(batch, cache, heads.num_kv_heads)
+        flat = cache.blocks.view(-1, cache.block_tokens, heads.head_size)
+        k = flat[key_index].view(rows, heads.num_kv_heads, -1, heads.head_size)
+        v = flat[value_index].view(rows, heads.num_kv_heads, -1, heads.head_size)
+        mask = _decode_mask(batch, heads, k.shape[2], k.dtype)
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=heads.scale)
+        out.copy_(attended.reshape(rows, queries))
+        if (batch.context_lens[:rows] == 0).any():
+            out[batch.context_lens[:rows] == 0] = 0
+
+    def prefill_attention(self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor) -> None:
+        base = batch.num_decodes
+        queries, keys = heads.num_heads * heads.head_size, heads.num_kv_heads * heads.head_size
+        starts, lens = batch.query_starts.tolist(), batch.context_lens.tolist()
+        for row in range(base, batch.num_rows):
+            first, last = starts[row] - base, starts[row + 1] - base
+            if first == last:
+                continue
+            mine = qkv[first:last]
+            q = mine[:, :queries].unflatten(1, (-1, heads.head_size)).transpose(0, 1)  # (H, T, D)
+            if lens[row] == last - first:
+                k = mine[:, queries : queries + keys].unflatten(1, (-1, heads.head_size)).transpose(0, 1)
+                v = mine[:, queries + keys :].unflatten(1, (-1, heads.head_size)).transpose(0, 1)
+            else:
+                k, v = _cached(cache, batch.block_tables[row], lens[row])
+            attended = _causal_attention(q, k, v, heads)
+            out[first:last].copy_(attended.transpose(0, 1).reshape(last - first, queries))
+
+    def gather_rows(self, x: Tensor, rows: Tensor, *, out: Tensor) -> None:
+        match("gather_rows", ("TC", "x", x), ("RC", "out", out), ("R", "rows", rows))
+        torch.index_select(x, 0, rows.long(), out=out)
+
+    def sample(self, logits: Tensor, slots: Tensor, state: SamplingState, *, tokens: Tensor, log_probs: Tensor) -> None:
+        match("sample", ("RV", "logits", logits), ("R", "slots", slots), ("R", "tokens", tokens), ("R", "log_probs", log_probs))
+        indices("sample", ("slots", slots), ("tokens", tokens))
+        held = slots.tolist()
+        flags = state.ints[slots.clamp(min=0).long(), o.FLAGS].tolist()
+        log_probs.zero_()
+        plain = all(flag == o.GREEDY for flag in flags)
+        chosen = logits.argmax(dim=-1).tolist() if plain else []
+        for row, slot in enumerate(held):
+            if slot < 0:
+                continue
+            token = chosen[row] if plain else _choose(logits[row], slot, flags[row], state, log_probs[row])
+            tokens[row] = token
+            _remember(state, slot, flags[row], token)
+
+
+def _normed(x: Tensor, norm: Norm) -> Tensor:
+    if norm.bias is not None:
+        return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
+    x32 = x.float()
+    return (x32 * (x32.square().mean(-1, keepdim=True) + norm.eps).rsqrt()).to(x.dtype) * norm.weight
+
+
+def _product(x: Tensor, linear: Linear, residual: Optional[Tensor], out: Tensor) -> None:
+    """out = x @ weight.T (+ bias) (+ residual)."""
+    weight = linear.weight.t()
+    if residual is not None:
+        torch.addmm(residual, x, weight, out=out)
+        if linear.bias is not None:
+            out.add_(linear.bias)
+    elif linear.bias is not None:
+        torch.addmm(linear.bias, x, weight, out=out)
+    else:
+        torch.mm(x, weight, out=out)
+
+
+def _activate(x: Tensor, activation: Optional[str]) -> None:
+    if activation == "relu":
+        x.relu_()
+    elif activation is not None:
+        torch._C._nn.gelu_(x, approximate={"gelu": "none", "gelu_tanh": "tanh"}[activation])
+
+
+def _rotate(x: Tensor, rope: Rope, batch: Batch) -> None:
+    """Rotate x (T, heads, D) in place at the batch's positions, in float32."""
+    if "rope" not in batch.memo:
+        rows = batch.positions.long()
+        batch.memo["rope"] = (rope.cos[rows].unsqueeze(1), rope.sin[rows].unsqueeze(1))
+    cos, sin = batch.memo["rope"]  # (T, 1, size / 2)
+    half = rope.size // 2
+    if rope.interleaved:
+        first, second = x[..., 0 : rope.size : 2], x[..., 1 : rope.size : 2]
+    else:
+        first, second = x[..., :half], x[..., half : rope.size]
+    a, b = first.float(), second.float()
+    turned = a * cos - b * sin
+    second.copy_(b * cos + a * sin)
+    first.copy_(turned)
+
+
+def _written(batch: Batch, block_tokens: int) -> tuple[Optional[Tensor], Tensor, Tensor]:
+    """Rows that are written to the cache (None: all), their blocks and their offsets."""
+    if "written" not in batch.memo:
+        slots = batch.kv_slots.long()
+        rows = None if bool((slots >= 0).all()) else (slots >= 0).nonzero().squeeze(1)
+        slots = slots if rows is None else slots[rows]
+        batch.memo["written"] = (rows, slots // block_tokens, slots % block_tokens)
+    return batch.memo["written"]
+
+
+def _decode_indices(batch: Batch, cache: CacheLayer, num_kv_heads: int) -> tuple[Tensor, Tensor]:
+    """Rows of the cache, seen as (N * 2 * K, P, D), that hold the keys and the values of each decode row: (B, K, M)."""
+    if "decode_indices" not in batch.memo:
+        rows = batch.num_decodes
+        columns = -(-max(int(batch.context_lens[:rows].max()), 1) // cache.block_tokens)
+        tables = batch.block_tables[:rows, None, :columns].clamp(min=0).long()
+        heads = torch.arange(num_kv_heads, device=tables.device)[None, :, None]
+        keys = tables * (2 * num_kv_heads) + heads
+        batch.memo["decode_indices"] = (keys, keys + num_kv_heads)
+    return batch.memo["decode_indices"]
+
+
+def _decode_mask(batch: Batch, heads: Heads, width: int, dtype: torch.dtype) -> Tensor:
+    """(B, K or 1, H / K or 1, width): -inf beyond the context, ALiBi within."""
+    if "decode_mask" not in batch.memo:
+        lens = batch.context_lens[: batch.num_decodes].clamp(min=1)
+        positions = torch.arange(width, device=lens.device)
+        outside = positions[None, :] >= lens[:, None]
+        if heads.slopes is None:
+            mask = torch.zeros(outside.shape, device=lens.device)[:, None, None, :]
+        else:
+            distances = (positions[None, :] - (lens[:, None] - 1)).float()
+            slopes = heads.slopes.view(1, heads.num_kv_heads, -1, 1)
+            mask = slopes * distances[:, None, None, :]
+        batch.memo["decode_mask"] = mask.masked_fill(outside[:, None, None, :], -torch.inf).to(dtype)
+    return batch.memo["decode_mask"]
+
+
+def _cached(cache: CacheLayer, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Keys and values (K, length, D) of one row, from its blocks."""
+    count = -(-length // cache.block_tokens)
+    held = cache.blocks[table[:count].long()]  # (M, 2, K, P, D)
+    kv = held.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]  # (2, K, length, D)
+    return kv[0], kv[1]
+
+
+def _causal_attention(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
+    """q: (H, T, D), the last T of the positions of k, v: (K, L, D) -> (H, T, D)."""
+    tokens, length = q.shape[1], k.shape[1]
+    group = heads.num_heads // heads.num_kv_heads
+    if group > 1:
+        k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
+    if heads.slopes is None and tokens == length:
+        return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=heads.scale)[0]
+    columns = torch.arange(length, device=q.device)
+    parts = []
+    for first in range(0, tokens, _QUERY_CHUNK):
+        chunk = q[:, first : first + _QUERY_CHUNK]
+        rows = torch.arange(length - tokens + first, length - tokens + first + chunk.shape[1], device=q.device)
+        distances = columns[None, :] - rows[:, None]  # (t, L), 0 or less where visible
+        bias = torch.zeros(1, *distances.shape, device=q.device)
+        if heads.slopes is not None:
+            bias = heads.slopes[:, None, None] * distances.float()
+        mask = bias.masked_fill(distances > 0, -torch.inf).to(q.dtype)
+        parts.append(F.scaled_dot_product_attention(chunk[None], k[None], v[None], attn_mask=mask[None], scale=heads.scale)[0])
+    return torch.cat(parts, dim=1)
+
+
+def _choose(logits: Tensor, slot: int, flags: int, state: SamplingState, log_prob: Tensor) -> int:
+    """The next token of one row; logits (V,) float32 are changed in place, log_prob () is written under LOG_PROBS."""
+    ints, floats = state.ints[slot].tolist(), state.floats[slot].tolist()
+    generated = int(state.generated[slot])
+    if flags & o.BAD_WORDS:
+        _ban(logits, slot, ints[o.NUM_BAD_WORDS], state)
+    if not flags & o.GREEDY or flags & (o.PENALTIES | o.LOG_PROBS):
+        if floats[o.TEMPERATURE] not in (0.0, 1.0):
+            logits /= floats[o.TEMPERATURE]
+    if flags & o.PENALTIES:
+        counts = state.counts[slot]
+        seen = counts > 0
+        repeated = torch.where(logits < 0, logits * floats[o.REPETITION], logits / floats[o.REPETITION])
+        repeated -= floats[o.PRESENCE] + floats[o.FREQUENCY] * counts.float()
+        torch.where(seen, repeated, logits, out=logits)
+    if flags & o.MIN_LENGTH and generated < ints[o.MIN_TOKENS] and 0 <= ints[o.END_ID] < logits.shape[0]:
+        logits[ints[o.END_ID]] = -torch.inf
+    if bool(torch.isneginf(logits).all()):
+        return ints[o.END_ID] if 0 <= ints[o.END_ID] < logits.shape[0] else 0
+    if flags & o.GREEDY:
+        token = int(logits.argmax())
+    else:
+        token = _draw(logits, ints, float(state.top_p[slot]), generated)
+    if flags & o.LOG_PROBS:
+        log_prob.copy_(logits[token] - logits.logsumexp(0))
+    return token
+
+
+def _ban(logits: Tensor, slot: int, num_words: int, state: SamplingState) -> None:
+    """Make the last id of each bad word impossible whose other ids end the history."""
+    ids = state.bad_ids[slot].tolist()
+    ends = state.bad_ends[slot, :num_words].tolist()
+    length = int(state.history_lens[slot])
+    start = 0
+    for end in ends:
+        *before, last = ids[start:end]
+        start = end
+        tail = state.history[slot, max(length - len(before), 0) : length].tolist()
+        if not before or tail == before:
+            logits[last] = -torch.inf
+
+
+def _draw(logits: Tensor, ints: list[int], top_p: float, generated: int) -> int:
+    """Top-k, top-p, then the largest logit plus Gumbel noise."""
+    keep = ~torch.isneginf(logits)
+    if 0 < ints[o.TOP_K] < logits.shape[0]:
+        keep &= logits >= logits.topk(ints[o.TOP_K]).values[-1]
+    if top_p < 1.0:
+        values = logits[keep].sort(descending=True).values
+        mass = torch.softmax(values.double(), 0).cumsum(0)
+        last = min(int((mass < top_p).sum()), len(values) - 1)
+        keep &= logits >= values[last]
+    ids = keep.nonzero().squeeze(1)
+    key = (ints[o.SEED_LOW] & 0xFFFFFFFF, ints[o.SEED_HIGH] & 0xFFFFFFFF)
+    noise = torch.from_numpy(uniforms(key, ids.cpu().numpy(), generated)).to(logits.device)
+    with np.errstate(divide="ignore"):
+        gumbel = -(-torch.log1p(-noise)).log()
+    return int(ids[(logits[ids] + gumbel).argmax()])
+
+
+def _remember(state: SamplingState, slot: int, flags: int, token: int) -> None:
+    state.last_tokens[slot] = token
+    length = int(state.history_lens[slot])
+    if length < state.history.shape[1]:
+        state.history[slot, length] = token
+        state.history_lens[slot] = length + 1
+    state.generated[slot] += 1
+    if flags & o.PENALTIES:
+        state.counts[slot, token] += 1
+    if flags & o.DECAY:
+        initial, decay, least = state.floats[slot, [o.TOP_P_INITIAL, o.TOP_P_DECAY, o.TOP_P_MIN]].tolist()
+        reset = token == int(state.ints[slot, o.TOP_P_RESET_ID])
+        state.top_p[slot] = initial if reset else max(float(state.top_p[slot]) * decay, least)
