@@ -132,8 +132,8 @@ class SamplingState:
 
     ints: (S, NUM_INTS) int32 and floats: (S, NUM_FLOATS) float32, the parameters, columns as named above.
     top_p: (S,) float32, its value now. generated: (S,) int32, tokens sampled so far, the counter of the generator.
-    last_tokens: (S,) int32. history: (S, L) int32, prompt and output; history_lens: (S,) int32.
-    counts: (S, V) int16, occurrences of each id in the history; kept only for slots with PENALTIES.
+    last_tokens: (S,) int32. history: (S, L) int32, prompt and output; history_lens: (S,) int32; kept only for slots
+    with BAD_WORDS. counts: (S, V) int16, occurrences of each id in prompt and output; kept only for slots with PENALTIES.
     bad_ids, bad_ends: (S, W) int32: ids of all bad words, concatenated, and their cumulative ends.
     """
 
@@ -262,7 +262,8 @@ class Ops(Protocol):
         The answer thus depends on nothing but the sequence itself. If every id is impossible, end_id is taken where the
         slot has one, else id 0.
 
-        Then, for the token t: last_tokens = t; history and history_lens grow by t; counts[t] += 1 under PENALTIES;
+        Then, for the token t: last_tokens = t; history and history_lens grow by t under BAD_WORDS (a full history no
+        longer); counts[t] += 1 under PENALTIES;
         generated += 1; under DECAY top_p = its initial value if t is the reset id, else max(top_p * decay, minimum).
         Sources: FasterTransformer's sampling layers for the order; Gumbel 1954 and Salmon et al. 2011 for the draw.
         """

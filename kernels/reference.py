@@ -335,11 +335,12 @@ def _draw(logits: Tensor, ints: list[int], top_p: float, generated: int) -> int:
 
 def _remember(state: SamplingState, slot: int, flags: int, token: int) -> None:
     state.last_tokens[slot] = token
-    length = int(state.history_lens[slot])
-    if length < state.history.shape[1]:
-        state.history[slot, length] = token
-        state.history_lens[slot] = length + 1
     state.generated[slot] += 1
+    if flags & o.BAD_WORDS:
+        length = int(state.history_lens[slot])
+        if length < state.history.shape[1]:
+            state.history[slot, length] = token
+            state.history_lens[slot] = length + 1
     if flags & o.PENALTIES:
         state.counts[slot, token] += 1
     if flags & o.DECAY:

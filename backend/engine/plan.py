@@ -44,6 +44,8 @@ class StepPlan:
     samples: np.ndarray  # (B,) bool
     num_decodes: int
     starts: list[SlotStart] = field(default_factory=list)
+    #: (row, n): the sum of the last layer's output over the first n tokens of the row is wanted
+    embeds: list[tuple[int, int]] = field(default_factory=list)
     #: rows of the plan in the scheduler's own terms; stays on rank 0
     sequences: list = field(default_factory=list)
 
@@ -58,7 +60,11 @@ class StepPlan:
 
 @dataclass
 class StepResult:
-    """tokens: (R,) int32 and log_probs: (R,) float32 for the rows with samples set, in row order."""
+    """tokens: (R,) int32 and log_probs: (R,) float32 for the rows with samples set, in row order.
+
+    embeddings: (C,) float32, one for each of the plan's embeds.
+    """
 
     tokens: np.ndarray
     log_probs: np.ndarray
+    embeddings: list[np.ndarray] = field(default_factory=list)

@@ -1,0 +1,160 @@
+"""One rank's model, cache and sampler: takes a plan, runs it, gives the tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable, Optional, Union
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tridecode import kernels
+from tridecode.backend import models
+from tridecode.backend.config import EngineConfig, ModelConfig
+from tridecode.backend.engine.loader import DTYPES, FileWeights
+from tridecode.backend.engine.parallel import ProcessRanks, SingleRank
+from tridecode.backend.engine.plan import StepPlan, StepResult
+from tridecode.backend.engine.sampling import allocate_state, start_slots
+from tridecode.backend.engine.settings import choose_num_blocks
+from tridecode.backend.engine.step_buffers import StepBuffers
+from tridecode.backend.models.layers import Context, Weights, Workspace
+from tridecode.backend.weight_layout import stage_layers
+from tridecode.backend.weights import WeightReader
+from tridecode.kernels.ops import Batch, CacheLayer
+
+Ranks = Union[SingleRank, ProcessRanks]
+Progress = Callable[[str], None]
+
+
+@dataclass
+class Pending:
+    """A step that was launched. `wait` gives its result, once the device has it."""
+
+    tokens: Tensor
+    log_probs: Tensor
+    embeddings: list[Tensor]
+    ready: Optional[torch.cuda.Event] = None
+
+    def wait(self) -> StepResult:
+        if self.ready is not None:
+            self.ready.synchronize()
+        return StepResult(
+            self.tokens.numpy().copy(), self.log_probs.numpy().copy(), [sums.cpu().numpy() for sums in self.embeddings]
+        )
+
+
+class Engine:
+    """Owns the device: weights, cache blocks, sampling state, buffers. Used by one thread.
+
+    config is resolved (settings.resolve). `on_logits`, where set, sees the logits of each step and its plan before they
+    are sampled from: for checks against other implementations.
+    """
+
+    def __init__(self, model: ModelConfig, config: EngineConfig, weights: Weights, ranks: Ranks, device: torch.device):
+        assert config.max_sequence_tokens is not None and config.max_step_tokens is not None
+        self.model_config, self.config, self.ranks, self.device = model, config, ranks, device
+        self.dtype = DTYPES[config.data_type]
+        self.ops = kernels.select(device)
+        self.model = models.family(model.family).Model(model, weights, ranks, config.max_sequence_tokens)
+        self.is_last_stage = ranks.stage == ranks.num_stages - 1
+        self.on_logits: Optional[Callable[[StepPlan, Tensor], None]] = None
+        rows = config.max_sequences
+        self.work = Workspace.allocate(model, config.max_step_tokens, rows, ranks.tensor_size, self.dtype, device)
+        self.state = allocate_state(
+            rows, config.max_sequence_tokens, model.vocab_size, config.max_bad_word_tokens, device
+        )
+        self.ops.reserve(
+            config.max_step_tokens,
+            self._widest(),
+            rows,
+            config.max_sequence_tokens,
+            model.vocab_size,
+        )
+        columns = -(-config.max_sequence_tokens // config.block_tokens)
+        self.buffers = StepBuffers(config.max_step_tokens, rows, columns, device)
+        self._tokens = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._log_probs = torch.zeros(rows, dtype=torch.float32, device=device)
+        self.num_blocks = ranks.smallest(choose_num_blocks(config, self._block_bytes(), device))
+        self.caches = self._allocate_cache()
+
+    @classmethod
+    def load(
+        cls,
+        directory: Path,
+        model: ModelConfig,
+        config: EngineConfig,
+        ranks: Ranks,
+        device: torch.device,
+        progress: Optional[Progress] = None,
+    ) -> Engine:
+        """An engine over the weight files of `directory`. Raises WeightFileError, ConfigError, UnsupportedError."""
+        specs = models.family(model.family).weight_specs(model)
+        reader = WeightReader(directory, model)
+        weights = FileWeights(
+            reader, specs, ranks.tensor_rank, ranks.tensor_size, DTYPES[config.data_type], device, progress
+        )
+        return cls(model, config, weights, ranks, device)
+
+    def _widest(self) -> int:
+        """Columns of the widest product of this rank."""
+        model, size = self.model_config, self.ranks.tensor_size
+        qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_size // size
+        return max(qkv, 2 * model.mlp_size // size, model.hidden_size)
+
+    def _local_layers(self) -> int:
+        return len(stage_layers(self.model_config.num_layers, self.ranks.stage, self.ranks.num_stages))
+
+    def _block_shape(self) -> tuple[int, int, int, int]:
+        model = self.model_config
+        return (2, model.num_kv_heads // self.ranks.tensor_size, self.config.block_tokens, model.head_size)
+
+    def _block_bytes(self) -> int:
+        return self._local_layers() * int(np.prod(self._block_shape())) * self.dtype.itemsize
+
+    def _allocate_cache(self) -> list[CacheLayer]:
+        shape = (self.num_blocks, *self._block_shape())
+        return [
+            CacheLayer(torch.zeros(shape, dtype=self.dtype, device=self.device)) for _ in range(self._local_layers())
+        ]
+
+    def launch(self, plan: StepPlan) -> Pending:
+        """Start a step. On CUDA it returns while the device works; the next may be launched before `wait`."""
+        if plan.starts:
+            start_slots(self.state, plan.starts)
+        batch = self.buffers.load(plan)
+        embeddings = self._run(batch, plan)
+        count = batch.sample_tokens.shape[0]
+        return Pending(self._tokens[:count], self._log_probs[:count], embeddings)
+
+    @torch.inference_mode()
+    def _run(self, batch: Batch, plan: StepPlan) -> list[Tensor]:
+        """One forward of this stage and, on the last, sampling. Returns the context embeddings that were asked for."""
+        context = Context(self.ops, self.ranks, self.work, batch)
+        x = self.work.hidden[: batch.num_tokens]
+        if self.ranks.stage == 0:
+            self.ops.resolve_tokens(batch.token_ids, batch.sample_slots[: batch.num_decodes], self.state.last_tokens)
+            self.model.embed(context, x)
+        else:
+            self.ranks.receive(x)
+        self.model.forward(context, x, self.caches)
+        self.ranks.send(x)
+        sums = [
+            x[plan.query_starts[row] : plan.query_starts[row] + count].float().sum(0) for row, count in plan.embeds
+        ]
+        for part in sums:
+            self.ranks.share_sums(part)
+        count = batch.sample_tokens.shape[0]
+        tokens, log_probs = self._tokens[:count], self._log_probs[:count]
+        if count == 0:
+            return sums
+        if self.is_last_stage:
+            logits = self.model.logits(context, x)
+            if self.on_logits is not None:
+                self.on_logits(plan, logits)
+            self.ops.sample(logits, batch.sample_slots, self.state, tokens=tokens, log_probs=log_probs)
+        self.ranks.share_tokens(tokens, log_probs)
+        if not self.is_last_stage:
+            self.state.last_tokens[batch.sample_slots.long()] = tokens
+        return sums

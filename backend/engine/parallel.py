@@ -1,0 +1,109 @@
+"""This process's place among the ranks, and what crosses between them: plans, activations, partial sums.
+
+Rank r has tensor rank r % tensor_size and stage r // tensor_size (FasterTransformer's order). Rank 0 plans and every
+rank runs the same plan; the first tensor rank of the last stage has the sampled tokens.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from typing import Optional
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tridecode.backend.engine.plan import StepPlan
+
+
+class SingleRank:
+    """The whole model in one process: nothing to exchange."""
+
+    rank, world = 0, 1
+    tensor_rank, tensor_size, stage, num_stages = 0, 1, 0, 1
+
+    def all_reduce(self, x: Tensor) -> None: ...
+
+    def receive(self, x: Tensor) -> None: ...
+
+    def send(self, x: Tensor) -> None: ...
+
+    def share_tokens(self, tokens: Tensor, log_probs: Tensor) -> None: ...
+
+    def share_sums(self, sums: Tensor) -> None: ...
+
+    def smallest(self, value: int) -> int:
+        return value
+
+    def broadcast_plan(self, plan: Optional[StepPlan]) -> Optional[StepPlan]:
+        return plan
+
+    def close(self) -> None: ...
+
+
+class ProcessRanks:
+    """One process a rank, joined by torch.distributed: gloo for plans, and gloo (CPU) or NCCL (CUDA) for tensors.
+
+    init_method: a URL that torch.distributed understands, the same on all ranks. Collective: returns when all are there.
+    """
+
+    def __init__(self, rank: int, tensor_size: int, num_stages: int, init_method: str, device: torch.device):
+        self.rank, self.world = rank, tensor_size * num_stages
+        self.tensor_rank, self.tensor_size = rank % tensor_size, tensor_size
+        self.stage, self.num_stages = rank // tensor_size, num_stages
+        dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=self.world)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        groups = [
+            dist.new_group([stage * tensor_size + i for i in range(tensor_size)], backend=backend)
+            for stage in range(num_stages)
+        ]
+        self._tensor_group = groups[self.stage]
+        self._all = dist.new_group(list(range(self.world)), backend=backend)
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Sum x over the tensor group, in place; every rank gets the same bits."""
+        dist.all_reduce(x, group=self._tensor_group)
+
+    def receive(self, x: Tensor) -> None:
+        """Fill x with what the same tensor rank of the stage before sent; nothing on the first stage."""
+        if self.stage > 0:
+            dist.recv(x, self.rank - self.tensor_size, group=self._all)
+
+    def send(self, x: Tensor) -> None:
+        """Give x to the same tensor rank of the next stage; nothing on the last one."""
+        if self.stage < self.num_stages - 1:
+            dist.send(x, self.rank + self.tensor_size, group=self._all)
+
+    def share_tokens(self, tokens: Tensor, log_probs: Tensor) -> None:
+        """Give every stage what the last one sampled. One stage: the tensor ranks have sampled the same already."""
+        if self.num_stages > 1:
+            source = (self.num_stages - 1) * self.tensor_size
+            dist.broadcast(tokens, source, group=self._all)
+            dist.broadcast(log_probs, source, group=self._all)
+
+    def share_sums(self, sums: Tensor) -> None:
+        if self.num_stages > 1:
+            dist.broadcast(sums, (self.num_stages - 1) * self.tensor_size, group=self._all)
+
+    def smallest(self, value: int) -> int:
+        """The least of what the ranks give, e.g. the blocks that every rank's memory holds."""
+        held = torch.tensor([value], dtype=torch.int64)
+        dist.all_reduce(held, op=dist.ReduceOp.MIN)
+        return int(held)
+
+    def broadcast_plan(self, plan: Optional[StepPlan]) -> Optional[StepPlan]:
+        """Rank 0 gives a plan (None: the end), the others get it. The scheduler's own objects stay on rank 0."""
+        if self.rank == 0:
+            frame = pickle.dumps(None if plan is None else replace(plan, sequences=[]), pickle.HIGHEST_PROTOCOL)
+            dist.broadcast(torch.tensor([len(frame)]), 0)
+            dist.broadcast(torch.frombuffer(bytearray(frame), dtype=torch.uint8), 0)
+            return plan
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.broadcast(size, 0)
+        data = torch.zeros(int(size), dtype=torch.uint8)
+        dist.broadcast(data, 0)
+        return pickle.loads(data.numpy().tobytes())
+
+    def close(self) -> None:
+        dist.destroy_process_group()

@@ -1,0 +1,110 @@
+"""What a plan becomes on the device: one packed int32 buffer, copied at once, and a Batch of views into it.
+
+The views of a padded decode batch lie at fixed addresses, so that a captured CUDA graph reads the next plan from them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tridecode.backend.engine.plan import StepPlan
+from tridecode.kernels.ops import Batch
+
+_ALIGN = 4  # int32 words: every view starts at 16 bytes
+
+
+class _Layout:
+    """Offsets, in int32 words, of a batch's arrays in the packed buffer."""
+
+    def __init__(self, tokens: int, rows: int, samples: int, columns: int):
+        sizes = {
+            "token_ids": tokens,
+            "positions": tokens,
+            "kv_slots": tokens,
+            "context_lens": rows,
+            "query_starts": rows + 1,
+            "sample_tokens": samples,
+            "sample_slots": samples,
+            "block_tables": rows * columns,
+        }
+        self.views: dict[str, tuple[int, int]] = {}
+        offset = 0
+        for name, size in sizes.items():
+            self.views[name] = (offset, offset + size)
+            offset += -(-size // _ALIGN) * _ALIGN
+        self.total = offset
+
+
+class StepBuffers:
+    """The packed buffer on host and device. A ring of host buffers: a copy under way is never written over."""
+
+    RING = 4
+
+    def __init__(self, max_tokens: int, max_rows: int, max_columns: int, device: torch.device):
+        words = _Layout(max_tokens, max_rows, max_rows, max_columns).total
+        self.max_columns, self.device = max_columns, device
+        pinned = device.type == "cuda"
+        self._host = [torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(self.RING)]
+        self._device = torch.zeros(words, dtype=torch.int32, device=device) if pinned else None
+        self._turn = 0
+
+    def load(self, plan: StepPlan) -> Batch:
+        """The plan as it is, for a step that runs operation by operation."""
+        layout = _Layout(plan.num_tokens, plan.num_rows, int(plan.samples.sum()), plan.block_tables.shape[1])
+        packed = self._fill(layout, plan, plan.num_tokens, plan.num_rows)
+        decodes = plan.num_decodes
+        queries = np.diff(plan.query_starts[decodes:])
+        return self._batch(
+            layout,
+            packed,
+            plan.num_rows,
+            num_decodes=decodes,
+            max_query=int(queries.max(initial=0)),
+            max_context=int(plan.context_lens.max()),
+            fresh=bool((plan.context_lens[decodes:] == queries).all()),
+        )
+
+    def load_padded(self, plan: StepPlan, rows: int, max_context: int) -> Batch:
+        """A plan of decoding rows only, padded to `rows`, at the addresses that all plans of `rows` rows share."""
+        layout = _Layout(rows, rows, rows, self.max_columns)
+        packed = self._fill(layout, plan, rows, rows)
+        return self._batch(
+            layout, packed, rows, num_decodes=rows, max_query=0, max_context=max_context, fresh=False
+        )
+
+    def _fill(self, layout: _Layout, plan: StepPlan, tokens: int, rows: int) -> torch.Tensor:
+        """Write the plan into the next host buffer and start its copy; padding reads and writes nothing."""
+        host = self._host[self._turn]
+        self._turn = (self._turn + 1) % self.RING
+        words = host.numpy()
+
+        def put(name: str, values: np.ndarray, padding: int) -> None:
+            start, stop = layout.views[name]
+            words[start : start + len(values)] = values
+            words[start + len(values) : stop] = padding
+
+        put("token_ids", plan.token_ids, 0)
+        put("positions", plan.positions, 0)
+        put("kv_slots", plan.kv_slots, -1)
+        put("context_lens", plan.context_lens, 0)
+        put("query_starts", plan.query_starts, tokens)
+        put("sample_tokens", (plan.query_starts[1:] - 1)[plan.samples], 0)
+        put("sample_slots", plan.slots[plan.samples], -1)
+        start, stop = layout.views["block_tables"]
+        tables = words[start:stop].reshape(rows, -1)
+        tables[: plan.num_rows, : plan.block_tables.shape[1]] = plan.block_tables
+        tables[plan.num_rows :] = 0
+        if self._device is None:
+            return host
+        self._device[: layout.total].copy_(host[: layout.total], non_blocking=True)
+        return self._device
+
+    def _batch(
+        self, layout: _Layout, packed: torch.Tensor, rows: int, *, num_decodes: int, max_query: int, max_context: int, fresh: bool
+    ) -> Batch:
+        views = {name: packed[start:stop] for name, (start, stop) in layout.views.items()}
+        views["block_tables"] = views["block_tables"].view(rows, -1)
+        return Batch(
+            **views, num_decodes=num_decodes, max_query=max_query, max_context=max_context, fresh_prompts=fresh
+        )
