@@ -1,7 +1,7 @@
 """Reads a weight directory at any tensor-parallel degree, whatever degree it was written at.
 
-Files are checked, all of them and to the byte, before the first is read. A tensor comes from memory-mapped files: a
-view where one file holds it, else merged or cut while it is copied. `docs/weight_files.md` describes the bytes.
+Files are checked, all of them and to the byte, before the first is read. A tensor comes from memory-mapped
+files: a view where one file holds it, else merged or cut while it is copied. The bytes: docs/weight_files.md.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ManifestTensor(msgspec.Struct, frozen=True):
     name: str
     shape: list[int]
     dtype: str
-    axis: Optional[int]
+    axis: Optional[int]  # noqa: UP045  msgspec evaluates it, on Python 3.9 too
     sections: list[int]
     files: list[ManifestFile]
 
@@ -56,8 +56,8 @@ class Manifest(msgspec.Struct, frozen=True):
     tensors: list[ManifestTensor]
 
 
-def read_manifest(directory: Path) -> Optional[Manifest]:
-    """manifest.json of a weight directory, or None where there is none. Raises WeightFileError if it is damaged."""
+def read_manifest(directory: Path) -> Manifest | None:
+    """manifest.json of a directory, or None where there is none. Raises WeightFileError if it is damaged."""
     path = Path(directory) / MANIFEST_FILE
     try:
         manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
@@ -66,15 +66,18 @@ def read_manifest(directory: Path) -> Optional[Manifest]:
     except msgspec.DecodeError as error:
         raise WeightFileError(f"{path} is no manifest: {error}") from None
     if manifest.format != MANIFEST_FORMAT:
-        raise WeightFileError(f"{path} has format {manifest.format!r}; this version reads {MANIFEST_FORMAT!r}")
+        raise WeightFileError(
+            f"{path} has format {manifest.format!r}; this version reads {MANIFEST_FORMAT!r}"
+        )
     return manifest
 
 
 def weight_directory(version_directory: Path, engine: EngineConfig) -> Path:
-    """Where the weights of a `fastertransformer` model lie; version_directory is `<repository>/fastertransformer/1`.
+    """Where the weights of a `fastertransformer` model lie.
 
-    The parameter model_checkpoint_path, taken from version_directory where it is relative; without it
-    FasterTransformer's `<tensor_para_size>-gpu`, or the one `*-gpu` folder there is: it loads at any degree.
+    version_directory is `<repository>/fastertransformer/1`. The parameter model_checkpoint_path, taken from
+    there where it is relative; without it FasterTransformer's `<tensor_para_size>-gpu`, or the one `*-gpu`
+    folder there is, as it loads at any degree. Raises ConfigError where several could be meant.
     """
     named = engine.extra.get("model_checkpoint_path", "").strip()
     if named:
@@ -86,8 +89,8 @@ def weight_directory(version_directory: Path, engine: EngineConfig) -> Path:
     if len(others) == 1:
         return others[0]
     raise ConfigError(
-        f"{version_directory} has no {usual.name} but {', '.join(path.name for path in others)}; name one of them in "
-        "the parameter model_checkpoint_path of config.pbtxt"
+        f"{version_directory} has no {usual.name} but {', '.join(path.name for path in others)}; "
+        "name one of them in the parameter model_checkpoint_path of config.pbtxt"
     )
 
 
@@ -95,8 +98,8 @@ def weight_directory(version_directory: Path, engine: EngineConfig) -> Path:
 class Piece:
     """A part of one file that fills a part of one rank's shard.
 
-    path, file_shape: the file and the shape of what it holds. source: (start, stop) within the file and destination:
-    (start, stop) within the shard, both along `axis`; every other axis is taken whole.
+    path, file_shape: the file and the shape of what it holds. source: (start, stop) within the file, and
+    destination: (start, stop) within the shard, both along `axis`; every other axis is taken whole.
     """
 
     path: Path
@@ -126,16 +129,16 @@ class Piece:
 
 
 def _map_file(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    # private (copy on write), and torch keeps no descriptor open: a model on the CPU holds hundreds of files for life
+    # copy on write, and torch keeps no descriptor open: a model on the CPU holds hundreds of files for life
     return torch.from_file(str(path), shared=False, size=math.prod(shape), dtype=dtype).view(shape)
 
 
 class WeightReader:
     """The tensors of one weight directory. Reading is safe from several threads.
 
-    specs: the WeightSpecs that the directory holds, by name. stored_size: the tensor-parallel degree it was written at.
-    dtype: of the files. Raises WeightFileError, before anything is read, where a file is missing or has another length
-    than its shape needs.
+    specs: the WeightSpecs that the directory holds, by name. stored_size: the tensor-parallel degree it was
+    written at. dtype: of the files. Raises WeightFileError, before anything is read, where a file is missing
+    or has another length than its shape needs.
     """
 
     def __init__(self, directory: Path, config: ModelConfig):
@@ -162,7 +165,9 @@ class WeightReader:
         while (self.directory / split.file_name(size)).exists():
             size += 1
         if size == 0:
-            raise WeightFileError(f"{self.directory / split.file_name(0)} is missing; {self._describe(split)}")
+            raise WeightFileError(
+                f"{self.directory / split.file_name(0)} is missing; {self._describe(split)}"
+            )
         return size
 
     def _describe(self, spec: WeightSpec) -> str:
@@ -191,7 +196,7 @@ class WeightReader:
                     found.append(problem)
         return found
 
-    def _problem(self, path: Path, spec: WeightSpec, wanted: int) -> Optional[str]:
+    def _problem(self, path: Path, spec: WeightSpec, wanted: int) -> str | None:
         try:
             length = path.stat().st_size
         except FileNotFoundError:
@@ -239,8 +244,8 @@ class WeightReader:
     def read(self, spec: WeightSpec, rank: int = 0, world: int = 1) -> Tensor:
         """Rank's shard at degree `world`, spec.shard_shape(world), on the CPU in the files' dtype.
 
-        A view of the mapped file where one file suffices (strided where its columns are cut), else a new tensor.
-        Treat it as read-only.
+        A view of the mapped file where one file suffices (strided where its columns are cut), else a new
+        tensor. Treat it as read-only.
         """
         pieces = self.pieces(spec, rank, world)
         if len(pieces) == 1:
@@ -250,7 +255,7 @@ class WeightReader:
             piece.slot(shard).copy_(piece.view())
         return shard
 
-    def verify_checksums(self, progress: Optional[Callable[[int], None]] = None) -> None:
+    def verify_checksums(self, progress: Callable[[int], None] | None = None) -> None:
         """Compare every file with manifest.json. Raises WeightFileError naming the first that differs.
 
         progress: called with the number of bytes read since it was last called.
@@ -258,7 +263,7 @@ class WeightReader:
         for problem in self.checksum_problems(progress):
             raise WeightFileError(problem)
 
-    def checksum_problems(self, progress: Optional[Callable[[int], None]] = None):
+    def checksum_problems(self, progress: Callable[[int], None] | None = None):
         """Yield a sentence for each file whose bytes are not those that were written."""
         if self.manifest is None:
             yield f"{self.directory / MANIFEST_FILE} is missing; it holds the checksums"
@@ -293,7 +298,7 @@ def _join(pieces: list[Piece]) -> list[Piece]:
     return joined
 
 
-def file_sha256(path: Path, progress: Optional[Callable[[int], None]] = None) -> str:
+def file_sha256(path: Path, progress: Callable[[int], None] | None = None) -> str:
     """SHA-256 of a file in hexadecimal."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:

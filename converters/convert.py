@@ -1,0 +1,112 @@
+"""From a checkpoint to a weight directory: the family's rules, and whether its head is the word embedding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from tridecode.backend.config import DTYPES, ModelConfig
+from tridecode.backend.errors import CheckpointError, ConfigError
+from tridecode.backend.models import family
+from tridecode.backend.weights import TORCH_DTYPES, Manifest
+from tridecode.converters.checkpoint import Checkpoint
+from tridecode.converters.families import family_of
+from tridecode.converters.rules import Conversion, expand, plan_conversions
+from tridecode.converters.writer import TensorToWrite, write_weights
+
+
+@dataclass(frozen=True)
+class PlannedConversion:
+    """A conversion that fits: what will be written, checked against the checkpoint's names and shapes."""
+
+    checkpoint: Checkpoint
+    config: ModelConfig
+    conversions: list[Conversion]
+    names: dict[str, str]  # transformers' full name -> the checkpoint's own
+
+    def write(self, directory: Path, tensor_para_size: int = 1) -> Manifest:
+        """Write the weight directory; see writer.write_weights."""
+
+        def read(name: str) -> torch.Tensor:
+            return self.checkpoint.tensors.read(self.names[name])
+
+        tensors = [TensorToWrite(item.spec, partial(item.make, read)) for item in self.conversions]
+        return write_weights(directory, self.config, tensors, tensor_para_size)
+
+
+def plan_conversion(
+    checkpoint: Checkpoint, dtype: str | None = None, model_name: str | None = None
+) -> PlannedConversion:
+    """Find the family's rules and check them against the checkpoint; nothing is written.
+
+    dtype: "fp32", "fp16" or "bf16"; None: the checkpoint's own. Raises UnsupportedError for a model type or
+    setting that this version does not run, CheckpointError where a tensor is missing, unknown or misshapen.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}; wanted one of {', '.join(DTYPES)}")
+    module = family_of(checkpoint.config.model_type, checkpoint.path)
+    names = full_names(checkpoint.tensors.shapes, module)
+    tied = settle_head(checkpoint, module, names)
+    end_id = checkpoint.eos_ids[0] if checkpoint.eos_ids else -1
+    # the start id stands in for an empty prompt, so it has to be a token even where the model names none
+    start_id = next((token for token in (checkpoint.bos_id, end_id) if token is not None and token >= 0), 0)
+    config = module.model_config(
+        checkpoint.config,
+        model_name=model_name or checkpoint.name,
+        start_id=start_id,
+        end_id=end_id,
+        weight_dtype=dtype or checkpoint_dtype(checkpoint, names[module.EMBEDDING]),
+        tied_head=tied,
+    )
+    where = f"converters/{module.__name__.rpartition('.')[2]}.py"
+    ignored = expand(module.IGNORED, config.num_layers) | ({module.HEAD} if tied else set())
+    specs = [spec for spec in family(config.family).weight_specs(config) if not (spec.optional and tied)]
+    shapes = {full: checkpoint.tensors.shapes[own] for full, own in names.items()}
+    conversions = plan_conversions(module.rules(config), specs, shapes, ignored, config.num_layers, where)
+    return PlannedConversion(checkpoint, config, conversions, names)
+
+
+def full_names(shapes: dict[str, tuple[int, ...]], module: ModuleType) -> dict[str, str]:
+    """transformers' full name -> the checkpoint's own, which lacks the prefix if it is of the bare model."""
+    if any(name.startswith(module.PREFIX) for name in shapes):
+        return {name: name for name in shapes}
+    return {name if name == module.HEAD else module.PREFIX + name: name for name in shapes}
+
+
+def settle_head(checkpoint: Checkpoint, module: ModuleType, names: dict[str, str]) -> bool:
+    """Whether the head is the word embedding, as transformers 5 decides when it loads the checkpoint.
+
+    Where the config ties them and both are stored, equal tensors are tied and different ones are not; where
+    one alone is stored, it serves as both (`names` is completed then). Where the config does not tie them,
+    both must be there; equal ones need one file.
+    """
+    has_embedding, has_head = module.EMBEDDING in names, module.HEAD in names
+    ties = checkpoint.config.tie_word_embeddings
+    if has_embedding and has_head:
+        return torch.equal(
+            checkpoint.tensors.read(names[module.EMBEDDING]), checkpoint.tensors.read(names[module.HEAD])
+        )
+    if not (has_embedding or has_head) or not ties:
+        missing = module.HEAD if has_embedding else module.EMBEDDING
+        wanted = module.EMBEDDING if ties else f"{module.EMBEDDING} and {module.HEAD}"
+        raise CheckpointError(
+            f"{checkpoint.path} has no {missing}; tie_word_embeddings = {str(ties).lower()} wants {wanted}"
+        )
+    if not has_embedding:
+        names[module.EMBEDDING] = names.pop(module.HEAD)
+    return True
+
+
+def checkpoint_dtype(checkpoint: Checkpoint, name: str) -> str:
+    """The name of the dtype of the checkpoint's tensor `name`; "fp32" for what is wider."""
+    dtype = checkpoint.tensors.dtype(name)
+    if dtype == torch.float64:
+        return "fp32"
+    found = next((known for known, torch_dtype in TORCH_DTYPES.items() if torch_dtype == dtype), None)
+    if found is None:
+        raise CheckpointError(f"{name} of {checkpoint.path} is {dtype}; wanted a floating dtype")
+    return found

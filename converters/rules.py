@@ -1,0 +1,120 @@
+"""A conversion is a table of rules; here is what a rule is, and how a table is checked against a checkpoint.
+
+Everything is checked on names and shapes before a byte is written: each tensor of the target is made exactly
+once, each tensor of the source is used or listed as one to leave out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Callable
+
+import torch
+from torch import Tensor
+
+from tridecode.backend.errors import CheckpointError
+from tridecode.backend.weight_layout import WeightSpec
+
+
+def same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def transpose(weight: Tensor) -> Tensor:
+    """torch's Linear (out, in) -> (in, out)."""
+    return weight.t()
+
+
+def join_transposed(*weights: Tensor) -> Tensor:
+    """Several Linears (out, in) over one input -> (in, sum of outs)."""
+    return torch.cat([weight.t() for weight in weights], dim=1)
+
+
+def join(*biases: Tensor) -> Tensor:
+    return torch.cat(biases)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Tensor `target` of a weight directory is transform(tensors of `source`). {i} stands for every layer."""
+
+    source: str | tuple[str, ...]
+    target: str
+    transform: Callable[..., Tensor] = same
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.source,) if isinstance(self.source, str) else self.source
+
+    def of_layer(self, layer: int) -> Rule:
+        def fill(pattern: str) -> str:
+            return pattern.replace("{i}", str(layer))
+
+        return Rule(tuple(fill(name) for name in self.sources), fill(self.target), self.transform)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """One tensor to write: its spec and how to make it."""
+
+    spec: WeightSpec
+    sources: tuple[str, ...]
+    transform: Callable[..., Tensor]
+
+    def make(self, read: Callable[[str], Tensor]) -> Tensor:
+        return self.transform(*(read(name) for name in self.sources))
+
+
+def expand(patterns: Iterable[str], num_layers: int) -> set[str]:
+    return {pattern.replace("{i}", str(layer)) for pattern in patterns for layer in range(num_layers)}
+
+
+def plan_conversions(
+    rules: Iterable[Rule],
+    specs: Iterable[WeightSpec],
+    shapes: Mapping[str, tuple[int, ...]],
+    ignored: set[str],
+    num_layers: int,
+    where: str,
+) -> list[Conversion]:
+    """A Conversion for each spec. shapes: the source's tensors; ignored: those of them to leave out.
+
+    A rule whose target is no spec does not apply (a bias that the config switches off). where: their file.
+    Raises CheckpointError naming the tensor, its shape and the rules where the two sides do not fit.
+    """
+    per_layer = [
+        rule.of_layer(i) if "{i}" in rule.target else rule for rule in rules for i in range(num_layers)
+    ]
+    by_target = {rule.target: rule for rule in per_layer}
+    conversions, used = [], set(ignored)
+    for spec in specs:
+        rule = by_target.get(spec.name)
+        if rule is None:
+            raise CheckpointError(f"no rule makes {spec.name} {spec.shape}; see {where}")
+        for name in rule.sources:
+            if name not in shapes:
+                raise CheckpointError(
+                    f"the checkpoint has no {name}; {spec.name} {spec.shape} needs it; see {where}"
+                )
+        _check_shape(rule, spec, shapes, where)
+        conversions.append(Conversion(spec, rule.sources, rule.transform))
+        used.update(rule.sources)
+    for name, shape in shapes.items():
+        if name not in used:
+            raise CheckpointError(f"no rule consumed {name} {tuple(shape)}; see {where}")
+    return conversions
+
+
+def _check_shape(rule: Rule, spec: WeightSpec, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
+    found = ", ".join(f"{name} {tuple(shapes[name])}" for name in rule.sources)
+    try:
+        made = tuple(
+            rule.transform(*(torch.empty(shapes[name], device="meta") for name in rule.sources)).shape
+        )
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{found} cannot make {spec.name} {spec.shape} ({error}); see {where}"
+        ) from None
+    if made != spec.shape:
+        raise CheckpointError(f"{found} makes {spec.name} {made}; the config wants {spec.shape}; see {where}")
