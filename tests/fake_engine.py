@@ -1,0 +1,436 @@
+"""An engine and a supervisor without torch: they speak backend/messages.py over zmq, around a toy model.
+
+`FakeEngine` is rank 0 as a door sees it; `FakeSupervisor` is what answers at a control endpoint. Both run in threads
+of the test. `python -m tests.fake_engine --control ... --epoch ... --rank ... --endpoint ...` is one rank as the
+supervisor sees it: it reports progress, readiness and heartbeats, obeys Stop, and can be told to fail in each way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Callable, Optional
+
+import msgspec
+import numpy as np
+import zmq
+
+from tridecode.backend import messages as m
+
+LIMITS = m.Limits(
+    vocab_size=1000,
+    max_sequence_tokens=512,
+    max_sequences=64,
+    max_queued_requests=256,
+    max_bad_word_tokens=64,
+    max_stop_word_tokens=64,
+    start_id=1,
+    end_id=2,
+    model_name="toy",
+    hidden_size=4,
+)
+
+#: (prompt and generated ids, params, vocab_size) -> the next id
+NextToken = Callable[[list, m.SamplingParams, int], int]
+
+
+def toy_next(history: list[int], params: m.SamplingParams, vocab_size: int) -> int:
+    """The toy model: a hash of the last three ids, the length and, unless greedy, the seed. Never below 3."""
+    mixed = len(history) * 7919 + (0 if m.is_greedy(params) else params.seed * 31 + 1)
+    for weight, token in zip((3, 17, 257), reversed(history[-3:])):
+        mixed += weight * token
+    return 3 + mixed % (vocab_size - 3)
+
+
+def toy_tokens(prompt: list[int], count: int, params: m.SamplingParams, vocab_size: int) -> list[int]:
+    """`count` ids that the toy model generates after `prompt`, whatever would stop it."""
+    history = list(prompt)
+    for _ in range(count):
+        history.append(toy_next(history, params, vocab_size))
+    return history[len(prompt) :]
+
+
+def scripted(tokens: list[int]) -> NextToken:
+    """A model that says `tokens` after any prompt (its length is told from the first call) and then repeats the last."""
+    lengths: dict[int, int] = {}
+
+    def next_token(history: list[int], params: m.SamplingParams, vocab_size: int) -> int:
+        start = lengths.setdefault(id(history), len(history))
+        return tokens[min(len(history) - start, len(tokens) - 1)]
+
+    return next_token
+
+
+def toy_log_prob(token: int) -> float:
+    return -(token % 7 + 1) / 8.0  # exact in float32
+
+
+@dataclass
+class _Sequence:
+    history: list[int]
+    params: m.SamplingParams
+    generated: int = 0
+    finish: str = ""
+
+    def step(self, next_token: NextToken, vocab_size: int) -> int:
+        token = next_token(self.history, self.params, vocab_size)
+        self.history.append(token)
+        self.generated += 1
+        if token == self.params.end_id and self.generated > self.params.min_tokens:
+            self.finish = "end_id"
+        elif any(w and self.history[-len(w) :] == w for w in self.params.stop_words):
+            self.finish = "stop_word"
+        elif self.generated >= self.params.max_tokens:
+            self.finish = "length"
+        return token
+
+
+@dataclass
+class _Request:
+    door: bytes
+    submit: m.Submit
+    sequences: list[_Sequence]
+    deadline: float
+    embedded: set[int] = field(default_factory=set)
+
+
+class FakeEngine:
+    """Rank 0 on a ROUTER socket in a thread of its own: every step gives each running sequence one token."""
+
+    def __init__(
+        self,
+        endpoint: str = "",
+        epoch: int = 1,
+        limits: m.Limits = LIMITS,
+        next_token: NextToken = toy_next,
+        step_s: float = 0.0,
+        beat_s: float = m.BEAT_S,
+        chunk: int = 1,
+    ):
+        self.endpoint = endpoint or "ipc://" + tempfile.mktemp(prefix="fake-engine-", dir="/tmp")
+        self.epoch, self.limits, self.next_token = epoch, limits, next_token
+        self.step_s, self.beat_s, self.chunk = step_s, beat_s, chunk
+        self.steps = 0
+        self.submits: list[m.Submit] = []
+        self.cancels: list[int] = []
+        self.goodbyes: list[bytes] = []
+        self.hellos: list[m.Hello] = []
+        self.before_step: Callable[[int], None] = lambda step: None
+        self.answer_hello = True
+        self._doors: dict[bytes, m.Hello] = {}
+        self._running: dict[tuple[bytes, int], _Request] = {}
+        self._frozen = threading.Event()
+        self._stop = threading.Event()
+        self._bound = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="fake-engine", daemon=True)
+
+    def start(self) -> FakeEngine:
+        self._thread.start()
+        assert self._bound.wait(5), f"the fake engine did not bind {self.endpoint}"
+        return self
+
+    def stop(self) -> None:
+        """End as a killed process does: nobody is told anything."""
+        self._stop.set()
+        self._frozen.clear()
+        self._thread.join(5)
+
+    def freeze(self) -> None:
+        """Neither step, answer nor beat until thaw()."""
+        self._frozen.set()
+
+    def thaw(self) -> None:
+        self._frozen.clear()
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    def __enter__(self) -> FakeEngine:
+        return self.start()
+
+    def __exit__(self, *_) -> None:
+        self.stop()
+
+    # ------------------------------------------------------------ the thread
+
+    def _serve(self) -> None:
+        socket = zmq.Context.instance().socket(zmq.ROUTER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.bind(self.endpoint)
+        self._bound.set()
+        last_beat = 0.0
+        try:
+            while not self._stop.is_set():
+                if self._frozen.is_set():
+                    time.sleep(0.005)
+                    continue
+                while socket.poll(0 if self._running else 20):
+                    door, frame = socket.recv_multipart()
+                    self._receive(socket, door, m.decode(frame, m.ToEngine))
+                if self._running:
+                    self._step(socket)
+                if time.monotonic() - last_beat > self.beat_s:
+                    last_beat = time.monotonic()
+                    self._beat(socket)
+        finally:
+            socket.close(0)
+
+    def _receive(self, socket: zmq.Socket, door: bytes, message: m.ToEngine) -> None:
+        if isinstance(message, m.Hello):
+            self.hellos.append(message)
+            self._doors[door] = message
+            if self.answer_hello:
+                socket.send_multipart([door, m.encode(m.Welcome(epoch=self.epoch, limits=self.limits))])
+        elif door not in self._doors:
+            return  # a door that has not said Hello to this engine
+        elif isinstance(message, m.Submit):
+            self.submits.append(message)
+            self._submit(socket, door, message)
+        elif isinstance(message, m.Cancel):
+            self.cancels.append(message.request)
+            self._finish(socket, door, message.request, "cancelled", "the request was cancelled", "CANCELLED")
+        elif isinstance(message, m.Goodbye):
+            self.goodbyes.append(door)
+            self._doors.pop(door)
+            self._running = {key: value for key, value in self._running.items() if key[0] != door}
+
+    def _submit(self, socket: zmq.Socket, door: bytes, submit: m.Submit) -> None:
+        if len(self._running) >= self.limits.max_queued_requests:
+            text = f"{len(self._running)} requests are open; this engine accepts {self.limits.max_queued_requests}"
+            self._send(socket, door, [m.Event(submit.request, 0, finish="error", error=text, code="UNAVAILABLE")])
+            return
+        sequences = [_Sequence(np.frombuffer(s.prompt, "<i4").tolist(), s.params) for s in submit.sequences]
+        deadline = time.monotonic() + submit.timeout_s if submit.timeout_s else float("inf")
+        self._running[door, submit.request] = _Request(door, submit, sequences, deadline)
+
+    def _finish(self, socket, door: bytes, request: int, finish: str, error: str, code: str) -> None:
+        entry = self._running.pop((door, request), None)
+        if entry is None:
+            return
+        events = [
+            m.Event(request, index, finish=finish, error=error, code=code)
+            for index, sequence in enumerate(entry.sequences)
+            if not sequence.finish
+        ]
+        self._send(socket, door, events)
+
+    def _step(self, socket: zmq.Socket) -> None:
+        self.before_step(self.steps)
+        self.steps += 1
+        events: dict[bytes, list[m.Event]] = {}
+        for key, request in list(self._running.items()):
+            if time.monotonic() > request.deadline:
+                self._finish(socket, *key, "deadline", "the request's deadline passed", "CANCELLED")
+                continue
+            for index, sequence in enumerate(request.sequences):
+                if not sequence.finish:
+                    events.setdefault(key[0], []).append(self._advance(request, index, sequence))
+            if all(sequence.finish for sequence in request.sequences):
+                del self._running[key]
+        for door, batch in events.items():
+            self._send(socket, door, batch)
+        if self.step_s:
+            time.sleep(self.step_s)
+
+    def _advance(self, request: _Request, index: int, sequence: _Sequence) -> m.Event:
+        embedding = b""
+        if sequence.params.return_context_embedding and index not in request.embedded:
+            request.embedded.add(index)
+            total = float(sum(sequence.history))
+            embedding = np.full(self.limits.hidden_size, total, np.float32).tobytes()
+        tokens: list[int] = []
+        if sequence.params.max_tokens == 0:
+            sequence.finish = "length"
+        while not sequence.finish and len(tokens) < self.chunk:
+            tokens.append(sequence.step(self.next_token, self.limits.vocab_size))
+        log_probs = [toy_log_prob(token) for token in tokens] if sequence.params.return_log_probs else []
+        return m.Event(
+            request.submit.request,
+            index,
+            tokens=tokens,
+            log_probs=log_probs,
+            finish=sequence.finish,
+            context_embedding=embedding,
+        )
+
+    def _send(self, socket: zmq.Socket, door: bytes, events: list[m.Event]) -> None:
+        if events:
+            socket.send_multipart([door, m.encode(m.Events(self.epoch, events))])
+
+    def _beat(self, socket: zmq.Socket) -> None:
+        beat = m.EngineBeat(
+            self.epoch, 0, self.steps, 0.0, running=len(self._running), free_blocks=90, total_blocks=100
+        )
+        for door in self._doors:
+            socket.send_multipart([door, m.encode(beat)])
+
+
+class FakeSupervisor:
+    """What answers at a control endpoint: tells every door the engine's state, on Hello, on change and each beat."""
+
+    def __init__(self, engine: Optional[FakeEngine] = None, endpoint: str = "", beat_s: float = m.BEAT_S):
+        self.endpoint = endpoint or "ipc://" + tempfile.mktemp(prefix="fake-control-", dir="/tmp")
+        self.beat_s = beat_s
+        self.hellos: list[m.Hello] = []
+        self.goodbyes = 0
+        self.pings = 0
+        self._state = m.EngineState(0, "starting", "the engine is loading", "")
+        if engine is not None:
+            self._state = self._ready(engine)
+        self._changes: deque[m.EngineState] = deque()
+        self._silent = threading.Event()
+        self._stop = threading.Event()
+        self._bound = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="fake-supervisor", daemon=True)
+
+    @staticmethod
+    def _ready(engine: FakeEngine) -> m.EngineState:
+        return m.EngineState(engine.epoch, "ready", "", engine.endpoint)
+
+    def start(self) -> FakeSupervisor:
+        self._thread.start()
+        assert self._bound.wait(5), f"the fake supervisor did not bind {self.endpoint}"
+        return self
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(5)
+
+    def __enter__(self) -> FakeSupervisor:
+        return self.start()
+
+    def __exit__(self, *_) -> None:
+        self.stop()
+
+    def set_ready(self, engine: FakeEngine) -> None:
+        self._changes.append(self._ready(engine))
+
+    def set_phase(self, phase: str, detail: str) -> None:
+        self._changes.append(msgspec.structs.replace(self._state, phase=phase, detail=detail))
+
+    def silence(self, silent: bool = True) -> None:
+        """Answer and say nothing, as a frozen process does."""
+        if silent:
+            self._silent.set()
+        else:
+            self._silent.clear()
+
+    def _serve(self) -> None:
+        socket = zmq.Context.instance().socket(zmq.ROUTER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.bind(self.endpoint)
+        self._bound.set()
+        doors: set[bytes] = set()
+        last_beat = 0.0
+        try:
+            while not self._stop.is_set():
+                if self._silent.is_set():
+                    time.sleep(0.005)
+                    continue
+                while socket.poll(10):
+                    door, frame = socket.recv_multipart()
+                    message = m.decode(frame, m.ToSupervisor)
+                    if isinstance(message, m.Hello):
+                        self.hellos.append(message)
+                        doors.add(door)
+                        socket.send_multipart([door, m.encode(self._state)])
+                    elif isinstance(message, m.Goodbye):
+                        self.goodbyes += 1
+                        doors.discard(door)
+                    elif isinstance(message, m.Ping):
+                        self.pings += 1
+                changed = bool(self._changes)
+                if changed:
+                    self._state = self._changes.popleft()
+                if changed or time.monotonic() - last_beat > self.beat_s:
+                    last_beat = time.monotonic()
+                    for door in doors:
+                        socket.send_multipart([door, m.encode(self._state)])
+        finally:
+            socket.close(0)
+
+
+# ---------------------------------------------------------------- one rank as a process
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--control", required=True, help="zmq endpoint of the supervisor")
+    parser.add_argument("--endpoint", default="", help="zmq endpoint to serve doors at; rank 0 only")
+    parser.add_argument("--epoch", type=int, required=True)
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--load-s", type=float, default=0.0, help="how long loading takes")
+    parser.add_argument("--step-s", type=float, default=0.0)
+    parser.add_argument("--fail", default="", help="report this error instead of becoming ready")
+    parser.add_argument("--fatal", action="store_true", help="with --fail: a restart would fail again")
+    parser.add_argument("--exit-after-s", type=float, default=0.0, help="os._exit(9) so long after readiness")
+    parser.add_argument("--exit-at-step", type=int, default=0, help="os._exit(9) in that step")
+    parser.add_argument("--hang-at-step", type=int, default=0, help="stay busy for ever in that step, still beating")
+    parser.add_argument("--never-ready", action="store_true", help="report progress for ever")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = _arguments()
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 500)
+    socket.connect(arguments.control)
+
+    def tell(message: msgspec.Struct) -> None:
+        socket.send(m.encode(message))
+
+    tell(m.RankProgress(arguments.epoch, arguments.rank, "loading the toy model"))
+    time.sleep(arguments.load_s)
+    if arguments.fail:
+        tell(m.RankFailed(arguments.epoch, arguments.rank, arguments.fail, arguments.fatal))
+        socket.close()
+        zmq.Context.instance().term()
+        raise SystemExit(1)
+    engine = None
+    if arguments.rank == 0:
+        engine = FakeEngine(arguments.endpoint, arguments.epoch, step_s=arguments.step_s)
+        busy = _misbehave(engine, arguments)
+        engine.start()
+    else:
+        busy = lambda: 0.0  # noqa: E731
+    if not arguments.never_ready:
+        tell(m.RankReady(arguments.epoch, arguments.rank))
+    started = time.monotonic()
+    while True:
+        if socket.poll(int(m.BEAT_S * 1000)) and isinstance(m.decode(socket.recv(), m.FromSupervisor), m.Stop):
+            break
+        if arguments.exit_after_s and time.monotonic() - started > arguments.exit_after_s:
+            os._exit(9)
+        steps = engine.steps if engine else 0
+        running = engine.running if engine else 0
+        tell(m.EngineBeat(arguments.epoch, arguments.rank, steps, busy(), running=running))
+    if engine is not None:
+        engine.stop()
+    socket.close()
+
+
+def _misbehave(engine: FakeEngine, arguments: argparse.Namespace) -> Callable[[], float]:
+    """Arrange --exit-at-step and --hang-at-step; what comes back says for how long the step has been busy."""
+    began = [0.0]
+
+    def before_step(step: int) -> None:
+        if arguments.exit_at_step and step >= arguments.exit_at_step:
+            os._exit(9)
+        if arguments.hang_at_step and step >= arguments.hang_at_step:
+            began[0] = time.monotonic()
+            while True:
+                time.sleep(1)
+
+    engine.before_step = before_step
+    return lambda: time.monotonic() - began[0] if began[0] else 0.0
+
+
+if __name__ == "__main__":
+    main()
