@@ -35,11 +35,11 @@ LIMITS = m.Limits(
     hidden_size=4,
 )
 
-#: (prompt and generated ids, params, vocab_size) -> the next id
-NextToken = Callable[[list, m.SamplingParams, int], int]
+#: (prompt and generated ids, how many of them are generated, params, vocab_size) -> the next id
+NextToken = Callable[[list, int, m.SamplingParams, int], int]
 
 
-def toy_next(history: list[int], params: m.SamplingParams, vocab_size: int) -> int:
+def toy_next(history: list[int], generated: int, params: m.SamplingParams, vocab_size: int) -> int:
     """The toy model: a hash of the last three ids, the length and, unless greedy, the seed. Never below 3."""
     mixed = len(history) * 7919 + (0 if m.is_greedy(params) else params.seed * 31 + 1)
     for weight, token in zip((3, 17, 257), reversed(history[-3:])):
@@ -50,20 +50,14 @@ def toy_next(history: list[int], params: m.SamplingParams, vocab_size: int) -> i
 def toy_tokens(prompt: list[int], count: int, params: m.SamplingParams, vocab_size: int) -> list[int]:
     """`count` ids that the toy model generates after `prompt`, whatever would stop it."""
     history = list(prompt)
-    for _ in range(count):
-        history.append(toy_next(history, params, vocab_size))
+    for generated in range(count):
+        history.append(toy_next(history, generated, params, vocab_size))
     return history[len(prompt) :]
 
 
 def scripted(tokens: list[int]) -> NextToken:
-    """A model that says `tokens` after any prompt (its length is told from the first call) and then repeats the last."""
-    lengths: dict[int, int] = {}
-
-    def next_token(history: list[int], params: m.SamplingParams, vocab_size: int) -> int:
-        start = lengths.setdefault(id(history), len(history))
-        return tokens[min(len(history) - start, len(tokens) - 1)]
-
-    return next_token
+    """A model that says `tokens` after any prompt and then repeats the last of them."""
+    return lambda history, generated, params, vocab_size: tokens[min(generated, len(tokens) - 1)]
 
 
 def toy_log_prob(token: int) -> float:
@@ -78,7 +72,7 @@ class _Sequence:
     finish: str = ""
 
     def step(self, next_token: NextToken, vocab_size: int) -> int:
-        token = next_token(self.history, self.params, vocab_size)
+        token = next_token(self.history, self.generated, self.params, vocab_size)
         self.history.append(token)
         self.generated += 1
         if token == self.params.end_id and self.generated > self.params.min_tokens:
@@ -204,7 +198,9 @@ class FakeEngine:
     def _submit(self, socket: zmq.Socket, door: bytes, submit: m.Submit) -> None:
         if len(self._running) >= self.limits.max_queued_requests:
             text = f"{len(self._running)} requests are open; this engine accepts {self.limits.max_queued_requests}"
-            self._send(socket, door, [m.Event(submit.request, 0, finish="error", error=text, code="UNAVAILABLE")])
+            self._send(
+                socket, door, [m.Event(submit.request, 0, finish="error", error=text, code="UNAVAILABLE")]
+            )
             return
         sequences = [_Sequence(np.frombuffer(s.prompt, "<i4").tolist(), s.params) for s in submit.sequences]
         deadline = time.monotonic() + submit.timeout_s if submit.timeout_s else float("inf")
@@ -372,7 +368,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--fatal", action="store_true", help="with --fail: a restart would fail again")
     parser.add_argument("--exit-after-s", type=float, default=0.0, help="os._exit(9) so long after readiness")
     parser.add_argument("--exit-at-step", type=int, default=0, help="os._exit(9) in that step")
-    parser.add_argument("--hang-at-step", type=int, default=0, help="stay busy for ever in that step, still beating")
+    parser.add_argument(
+        "--hang-at-step", type=int, default=0, help="stay busy for ever in that step, still beating"
+    )
     parser.add_argument("--never-ready", action="store_true", help="report progress for ever")
     return parser.parse_args()
 
@@ -404,7 +402,9 @@ def main() -> None:
         tell(m.RankReady(arguments.epoch, arguments.rank))
     started = time.monotonic()
     while True:
-        if socket.poll(int(m.BEAT_S * 1000)) and isinstance(m.decode(socket.recv(), m.FromSupervisor), m.Stop):
+        if socket.poll(int(m.BEAT_S * 1000)) and isinstance(
+            m.decode(socket.recv(), m.FromSupervisor), m.Stop
+        ):
             break
         if arguments.exit_after_s and time.monotonic() - started > arguments.exit_after_s:
             os._exit(9)

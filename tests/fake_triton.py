@@ -1,0 +1,270 @@
+"""An honest stand-in for triton_python_backend_utils, with the manners seen on Triton 2.51 (reference/triton_server.md).
+
+`install()` puts it into sys.modules before a door is imported. A response sender refuses to send after FINAL, a
+request of a model that is not decoupled must be answered by exactly one response, and what was sent is kept as copies,
+so that a door that reuses arrays is caught. `ask()` runs one request through a door and waits for its end.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any, Callable, Optional
+
+import numpy as np
+
+TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
+
+_TYPES = {
+    "TYPE_BOOL": np.bool_,
+    "TYPE_UINT8": np.uint8,
+    "TYPE_UINT32": np.uint32,
+    "TYPE_UINT64": np.uint64,
+    "TYPE_INT32": np.int32,
+    "TYPE_INT64": np.int64,
+    "TYPE_FP16": np.float16,
+    "TYPE_FP32": np.float32,
+    "TYPE_STRING": np.object_,
+}
+
+
+def install() -> None:
+    sys.modules["triton_python_backend_utils"] = sys.modules[__name__]
+
+
+class TritonModelException(Exception):
+    pass
+
+
+class TritonError(Exception):
+    UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG = 0, 1, 2, 3
+    UNAVAILABLE, UNSUPPORTED, ALREADY_EXISTS, CANCELLED = 4, 5, 6, 7
+
+    def __init__(self, message: str, code: int = 1):
+        super().__init__(message)
+        self._message, self._code = message, code
+
+    def message(self) -> str:
+        return self._message
+
+    def code(self) -> int:
+        return self._code
+
+
+class Tensor:
+    def __init__(self, name: str, array: np.ndarray):
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"tensor {name} was given a {type(array).__name__}; wanted a numpy array")
+        if array.dtype.type not in _TYPES.values():
+            raise TypeError(f"tensor {name} has dtype {array.dtype}, which Triton does not know")
+        self._name, self._array = name, array
+
+    def name(self) -> str:
+        return self._name
+
+    def as_numpy(self) -> np.ndarray:
+        return self._array
+
+
+class InferenceResponse:
+    def __init__(self, output_tensors: Optional[list[Tensor]] = None, error: Optional[TritonError] = None):
+        self._tensors, self._error = list(output_tensors or []), error
+
+    def output_tensors(self) -> list[Tensor]:
+        return self._tensors
+
+    def has_error(self) -> bool:
+        return self._error is not None
+
+    def error(self) -> Optional[TritonError]:
+        return self._error
+
+
+@dataclass
+class Sent:
+    """One response as a client would get it."""
+
+    outputs: dict[str, np.ndarray]
+    error: Optional[TritonError]
+    final: bool
+    at: float = field(default_factory=time.monotonic)
+
+
+class ResponseSender:
+    def __init__(self, request: InferenceRequest):
+        self._request = request
+        self._closed = threading.Event()
+        self.sent: list[Sent] = []
+        self.before_send: Callable[[], None] = lambda: None
+
+    def send(self, response: Optional[InferenceResponse] = None, flags: int = 0) -> None:
+        if flags not in (0, TRITONSERVER_RESPONSE_COMPLETE_FINAL):
+            raise TritonModelException(f"flags is {flags}; wanted 0 or TRITONSERVER_RESPONSE_COMPLETE_FINAL")
+        if self._closed.is_set():
+            raise TritonModelException("Unable to send response. Response sender has been closed.")
+        if response is None and not flags:
+            raise TritonModelException(
+                "Inference Response object must be provided when the response flags is zero"
+            )
+        self.before_send()
+        if response is not None:
+            outputs = {t.name(): t.as_numpy().copy() for t in response.output_tensors()}
+            self.sent.append(Sent(outputs, response.error(), bool(flags)))
+        if flags:
+            self._closed.set()
+
+    def is_cancelled(self) -> bool:
+        return self._request.is_cancelled()
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._closed.wait(timeout_s)
+
+
+class InferenceRequest:
+    def __init__(
+        self,
+        inputs: dict[str, np.ndarray],
+        request_id: str = "",
+        parameters: Optional[dict[str, Any]] = None,
+        requested_output_names: Optional[list[str]] = None,
+        timeout_us: int = 0,
+    ):
+        self._inputs = [Tensor(name, array) for name, array in inputs.items()]
+        self._request_id, self._parameters, self._timeout_us = request_id, parameters or {}, timeout_us
+        self.outputs = requested_output_names
+        self._cancelled = False
+        self.sender = ResponseSender(self)
+
+    def inputs(self) -> list[Tensor]:
+        return self._inputs
+
+    def request_id(self) -> str:
+        return self._request_id
+
+    def parameters(self) -> str:
+        return json.dumps(self._parameters)
+
+    def requested_output_names(self) -> list[str]:
+        return list(self.outputs or [])
+
+    def timeout(self) -> int:
+        return self._timeout_us
+
+    def get_response_sender(self) -> ResponseSender:
+        return self.sender
+
+    def is_cancelled(self) -> bool:
+        return self._cancelled
+
+    def cancel(self) -> None:
+        """What the client does; not part of Triton's interface."""
+        self._cancelled = True
+
+
+class Logger:
+    """Keeps what was logged, as (level, text)."""
+
+    lines: list[tuple[str, str]] = []
+
+    @classmethod
+    def log_info(cls, text: str) -> None:
+        cls.lines.append(("info", text))
+
+    @classmethod
+    def log_warn(cls, text: str) -> None:
+        cls.lines.append(("warn", text))
+
+    @classmethod
+    def log_error(cls, text: str) -> None:
+        cls.lines.append(("error", text))
+
+
+class Metric:
+    def __init__(self, labels: dict[str, str]):
+        self.labels, self.number = labels, 0.0
+
+    def increment(self, value: float) -> None:
+        assert value >= 0
+        self.number += value
+
+    def set(self, value: float) -> None:
+        self.number = value
+
+    def value(self) -> float:
+        return self.number
+
+
+class MetricFamily:
+    COUNTER, GAUGE = 0, 1
+    registry: dict[str, MetricFamily] = {}
+
+    def __init__(self, name: str, description: str, kind: int):
+        self.name, self.description, self.kind = name, description, kind
+        self.metrics: dict[tuple, Metric] = {}
+        MetricFamily.registry[name] = self
+
+    def Metric(self, labels: Optional[dict[str, str]] = None) -> Metric:  # noqa: N802, Triton's own name
+        key = tuple(sorted((labels or {}).items()))
+        return self.metrics.setdefault(key, Metric(labels or {}))
+
+
+def get_input_tensor_by_name(request: InferenceRequest, name: str) -> Optional[Tensor]:
+    return next((tensor for tensor in request.inputs() if tensor.name() == name), None)
+
+
+def get_output_config_by_name(model_config: dict, name: str) -> Optional[dict]:
+    return next((output for output in model_config.get("output", []) if output["name"] == name), None)
+
+
+def using_decoupled_model_transaction_policy(model_config: dict) -> bool:
+    return bool(model_config.get("model_transaction_policy", {}).get("decoupled", False))
+
+
+def triton_string_to_numpy(name: str) -> type:
+    return _TYPES[name]
+
+
+# ---------------------------------------------------------------- what tests use
+
+
+def model_config(
+    name: str,
+    inputs: dict[str, str],
+    outputs: dict[str, str],
+    parameters: Optional[dict[str, str]] = None,
+    decoupled: bool = False,
+    max_batch_size: int = 64,
+) -> dict:
+    """A model configuration as a stub gets it. inputs, outputs: name -> "TYPE_FP32"."""
+    return {
+        "name": name,
+        "max_batch_size": max_batch_size,
+        "model_transaction_policy": {"decoupled": decoupled},
+        "input": [{"name": n, "data_type": t, "dims": ["-1"]} for n, t in inputs.items()],
+        "output": [{"name": n, "data_type": t, "dims": ["-1"]} for n, t in outputs.items()],
+        "parameters": {key: {"string_value": value} for key, value in (parameters or {}).items()},
+    }
+
+
+def initialize_arguments(config: dict, repository: str = "/nowhere") -> dict[str, str]:
+    return {
+        "model_config": json.dumps(config),
+        "model_instance_kind": "CPU",
+        "model_instance_name": config["name"] + "_0_0",
+        "model_instance_device_id": "0",
+        "model_repository": f"{repository}/{config['name']}",
+        "model_version": "1",
+        "model_name": config["name"],
+    }
+
+
+def ask(door: Any, request: InferenceRequest, timeout_s: float = 10.0) -> list[Sent]:
+    """Run one request through the door and wait until it ended; what was sent, in order."""
+    answer = door.execute([request])
+    if answer is not None and answer[0] is not None:
+        request.sender.send(answer[0], TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+    assert request.sender.wait(timeout_s), f"the request did not end within {timeout_s} s"
+    return request.sender.sent
