@@ -1,4 +1,4 @@
-"""The operations of a model: contracts in ops.py, meaning in reference.py, CUDA in cuda.py."""
+"""The operations of a model: contracts in ops.py, meaning in reference.py, speed in cpu.py and cuda.py."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tridecode.kernels.cpu import Cpu
 from tridecode.kernels.reference import Reference
 
 if TYPE_CHECKING:
@@ -14,12 +15,14 @@ if TYPE_CHECKING:
 
 
 def select(device: torch.device) -> Ops:
-    """The operations for a device: CUDA kernels on a GPU, plain torch elsewhere.
+    """The operations for a device: CUDA kernels on a GPU, torch's libraries on a CPU.
 
-    TRIDECODE_OPS=reference runs plain torch on the GPU too: the switch for "is it the kernel or the model?".
+    TRIDECODE_OPS=reference runs plain torch on either: the switch for "is it the kernel or the model?".
     """
-    if device.type == "cuda" and os.environ.get("TRIDECODE_OPS") != "reference":
+    if os.environ.get("TRIDECODE_OPS") == "reference":
+        return Reference()
+    if device.type == "cuda":
         from tridecode.kernels.cuda import Cuda  # needs the built library, which a CPU machine lacks
 
         return Cuda(device)
-    return Reference()
+    return Cpu()

@@ -27,7 +27,8 @@ class Norm:
 
 @dataclass(frozen=True)
 class Linear:
-    """weight: (out, in), bias: (out,) or None. On CUDA the rows of weight are contiguous; on the CPU either axis may be."""
+    """weight: (out, in), bias: (out,) or None, as `Ops.pack` returned them: on CUDA the rows of weight are contiguous,
+    on the CPU it may be in a library's own layout."""
 
     weight: Tensor
     bias: Optional[Tensor] = None
@@ -155,6 +156,13 @@ class Ops(Protocol):
     def reserve(self, max_tokens: int, max_columns: int, max_rows: int, max_context: int, vocab_size: int) -> None:
         """Allocate scratch for calls of up to max_tokens rows of max_columns, attention of up to max_rows sequences
         over max_context tokens, and sampling of max_rows rows. Called once, before the first step."""
+        ...
+
+    def pack(self, linear: Linear) -> Linear:
+        """The same product with its weight in the layout this implementation is fastest with; called once, at load.
+
+        weight: (out, in), contiguous along either axis, on the operations' device. The result may share its memory.
+        """
         ...
 
     def resolve_tokens(self, token_ids: Tensor, slots: Tensor, last_tokens: Tensor) -> None:

@@ -30,6 +30,9 @@ class Reference:
     def reserve(self, max_tokens: int, max_columns: int, max_rows: int, max_context: int, vocab_size: int) -> None:
         """Nothing to do: torch allocates what a step needs."""
 
+    def pack(self, linear: Linear) -> Linear:
+        return linear
+
     def _temporary(self, rows: int, columns: int, like: Tensor) -> Tensor:
         """(rows, columns) of scratch, valid until the next operation."""
         held = self._scratch.get(like.dtype)
@@ -84,15 +87,27 @@ class Reference:
             x = _normed(x, norm)
         if out.dtype != x.dtype or gated or (activation is not None and residual is not None):
             product = self._temporary(rows, columns, x)
-            _product(x, linear, None, product)
+            self._product(x, linear, None, product)
             if gated:
                 product = F.silu(product[:, : columns // 2]).mul_(product[:, columns // 2 :])
             else:
                 _activate(product, activation)
             out.copy_(product if residual is None else product.add_(residual))
             return
-        _product(x, linear, residual, out)
+        self._product(x, linear, residual, out)
         _activate(out, activation)
+
+    def _product(self, x: Tensor, linear: Linear, residual: Optional[Tensor], out: Tensor) -> None:
+        """out = x @ weight.T (+ bias) (+ residual)."""
+        weight = linear.weight.t()
+        if residual is not None:
+            torch.addmm(residual, x, weight, out=out)
+            if linear.bias is not None:
+                out.add_(linear.bias)
+        elif linear.bias is not None:
+            torch.addmm(linear.bias, x, weight, out=out)
+        else:
+            torch.mm(x, weight, out=out)
 
     def project_qkv(
         self, x: Tensor, linear: Linear, norm: Optional[Norm], heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor
@@ -115,8 +130,8 @@ class Reference:
         q = qkv[:, :queries].unflatten(1, (heads.num_kv_heads, -1, heads.head_size))
         key_index, value_index = _decode_indices(batch, cache, heads.num_kv_heads)
         flat = cache.blocks.view(-1, cache.block_tokens, heads.head_size)
-        k = flat[key_index].view(rows, heads.num_kv_heads, -1, heads.head_size)
-        v = flat[value_index].view(rows, heads.num_kv_heads, -1, heads.head_size)
+        k = flat.index_select(0, key_index).view(rows, heads.num_kv_heads, -1, heads.head_size)
+        v = flat.index_select(0, value_index).view(rows, heads.num_kv_heads, -1, heads.head_size)
         mask = _decode_mask(batch, heads, k.shape[2], k.dtype)
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=heads.scale)
         out.copy_(attended.reshape(rows, queries))
@@ -168,19 +183,6 @@ def _normed(x: Tensor, norm: Norm) -> Tensor:
     return (x32 * (x32.square().mean(-1, keepdim=True) + norm.eps).rsqrt()).to(x.dtype) * norm.weight
 
 
-def _product(x: Tensor, linear: Linear, residual: Optional[Tensor], out: Tensor) -> None:
-    """out = x @ weight.T (+ bias) (+ residual)."""
-    weight = linear.weight.t()
-    if residual is not None:
-        torch.addmm(residual, x, weight, out=out)
-        if linear.bias is not None:
-            out.add_(linear.bias)
-    elif linear.bias is not None:
-        torch.addmm(linear.bias, x, weight, out=out)
-    else:
-        torch.mm(x, weight, out=out)
-
-
 def _activate(x: Tensor, activation: Optional[str]) -> None:
     if activation == "relu":
         x.relu_()
@@ -216,13 +218,13 @@ def _written(batch: Batch, block_tokens: int) -> tuple[Optional[Tensor], Tensor,
 
 
 def _decode_indices(batch: Batch, cache: CacheLayer, num_kv_heads: int) -> tuple[Tensor, Tensor]:
-    """Rows of the cache, seen as (N * 2 * K, P, D), that hold the keys and the values of each decode row: (B, K, M)."""
+    """Rows of the cache, seen as (N * 2 * K, P, D), that hold the keys and the values of each decode row: (B * K * M,)."""
     if "decode_indices" not in batch.memo:
         rows = batch.num_decodes
         columns = -(-max(int(batch.context_lens[:rows].max()), 1) // cache.block_tokens)
         tables = batch.block_tables[:rows, None, :columns].clamp(min=0).long()
         heads = torch.arange(num_kv_heads, device=tables.device)[None, :, None]
-        keys = tables * (2 * num_kv_heads) + heads
+        keys = (tables * (2 * num_kv_heads) + heads).flatten()
         batch.memo["decode_indices"] = (keys, keys + num_kv_heads)
     return batch.memo["decode_indices"]
 

@@ -22,7 +22,7 @@ from tridecode.backend.engine.step_buffers import StepBuffers
 from tridecode.backend.models.layers import Context, Weights, Workspace
 from tridecode.backend.weight_layout import stage_layers
 from tridecode.backend.weights import WeightReader
-from tridecode.kernels.ops import Batch, CacheLayer
+from tridecode.kernels.ops import Batch, CacheLayer, Ops
 
 Ranks = Union[SingleRank, ProcessRanks]
 Progress = Callable[[str], None]
@@ -52,11 +52,19 @@ class Engine:
     are sampled from: for checks against other implementations.
     """
 
-    def __init__(self, model: ModelConfig, config: EngineConfig, weights: Weights, ranks: Ranks, device: torch.device):
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: EngineConfig,
+        weights: Weights,
+        ops: Ops,
+        ranks: Ranks,
+        device: torch.device,
+    ):
         assert config.max_sequence_tokens is not None and config.max_step_tokens is not None
         self.model_config, self.config, self.ranks, self.device = model, config, ranks, device
         self.dtype = DTYPES[config.data_type]
-        self.ops = kernels.select(device)
+        self.ops = ops
         self.model = models.family(model.family).Model(model, weights, ranks, config.max_sequence_tokens)
         self.is_last_stage = ranks.stage == ranks.num_stages - 1
         self.on_logits: Optional[Callable[[StepPlan, Tensor], None]] = None
@@ -92,10 +100,11 @@ class Engine:
         """An engine over the weight files of `directory`. Raises WeightFileError, ConfigError, UnsupportedError."""
         specs = models.family(model.family).weight_specs(model)
         reader = WeightReader(directory, model)
+        ops = kernels.select(device)
         weights = FileWeights(
-            reader, specs, ranks.tensor_rank, ranks.tensor_size, DTYPES[config.data_type], device, progress
+            reader, specs, ranks.tensor_rank, ranks.tensor_size, DTYPES[config.data_type], ops, device, progress
         )
-        return cls(model, config, weights, ranks, device)
+        return cls(model, config, weights, ops, ranks, device)
 
     def _widest(self) -> int:
         """Columns of the widest product of this rank."""

@@ -9,16 +9,13 @@ from torch import Tensor
 
 from tridecode.backend.weight_layout import WeightSpec
 from tridecode.backend.weights import WeightReader
-from tridecode.kernels.ops import Linear, Norm
+from tridecode.kernels.ops import Linear, Norm, Ops
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class FileWeights:
-    """backend.models.layers.Weights over a WeightReader. `progress` is told each tensor's name.
-
-    On the CPU a matrix keeps the files' (in, out) order and is handed out as a view: products with one row are faster so.
-    """
+    """backend.models.layers.Weights over a WeightReader. `progress` is told each tensor's name."""
 
     def __init__(
         self,
@@ -27,9 +24,11 @@ class FileWeights:
         tensor_rank: int,
         tensor_size: int,
         dtype: torch.dtype,
+        ops: Ops,
         device: torch.device,
         progress: Optional[Callable[[str], None]] = None,
     ):
+        self._ops = ops
         self._reader, self._specs = reader, {spec.name: spec for spec in specs}
         self._rank, self._size = tensor_rank, tensor_size
         self._dtype, self._device = dtype, device
@@ -48,8 +47,10 @@ class FileWeights:
         return self._oriented(weight, torch.cat([self.tensor(f"{name}.bias") for name in names]) if bias else None)
 
     def _oriented(self, weight: Tensor, bias: Optional[Tensor]) -> Linear:
-        turned = weight.t()
-        return Linear(turned if self._device.type == "cpu" else turned.contiguous(), bias)
+        return self._ops.pack(Linear(weight.t(), bias))
+
+    def head(self, weight: Tensor) -> Linear:
+        return self._ops.pack(Linear(weight))
 
     def norm(self, name: str, eps: float, bias: bool) -> Norm:
         return Norm(self.tensor(f"{name}.weight"), self.tensor(f"{name}.bias") if bias else None, eps)

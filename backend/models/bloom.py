@@ -56,7 +56,7 @@ class Model:
         self.heads = make_heads(config, ranks, slopes=alibi_slopes(config.num_heads).to(self.embedding.device))
         self.embedding_norm = weights.norm("model.pre_decoder_layernorm", config.norm_eps, bias=True)
         self.final_norm = weights.norm("model.final_layernorm", config.norm_eps, bias=True)
-        self.head = Linear(self.embedding if config.tied_head else weights.tensor("model.lm_head.weight"))
+        self.head = weights.head(self.embedding if config.tied_head else weights.tensor("model.lm_head.weight"))
         self.layers = [self._layer(weights, i) for i in stage_layers(config.num_layers, ranks.stage, ranks.num_stages)]
 
     def _layer(self, weights: Weights, index: int) -> Layer:

@@ -30,6 +30,10 @@ class Weights(Protocol):
         """The linears of `names` stacked along their outputs."""
         ...
 
+    def head(self, weight: Tensor) -> Linear:
+        """The language model's head over `weight` (V, C), which may be the word embedding itself."""
+        ...
+
     def norm(self, name: str, eps: float, bias: bool) -> Norm: ...
 
 

@@ -56,7 +56,7 @@ class Model:
         self.embedding = weights.tensor("model.wte")
         self.heads = make_heads(config, ranks, rope=rope_table(config.rope, num_positions, self.embedding.device))
         self.final_norm = weights.norm("model.final_layernorm", config.norm_eps, bias=False)
-        self.head = Linear(self.embedding if config.tied_head else weights.tensor("model.lm_head.weight"))
+        self.head = weights.head(self.embedding if config.tied_head else weights.tensor("model.lm_head.weight"))
         self.layers = [self._layer(weights, i) for i in stage_layers(config.num_layers, ranks.stage, ranks.num_stages)]
 
     def _layer(self, weights: Weights, index: int) -> Layer:
