@@ -1,8 +1,9 @@
 """An engine and a supervisor without torch: they speak backend/messages.py over zmq, around a toy model.
 
-`FakeEngine` is rank 0 as a door sees it; `FakeSupervisor` is what answers at a control endpoint. Both run in threads
-of the test. `python -m tests.fake_engine --control ... --epoch ... --rank ... --endpoint ...` is one rank as the
-supervisor sees it: it reports progress, readiness and heartbeats, obeys Stop, and can be told to fail in each way.
+`FakeEngine` is rank 0 as a door sees it; `FakeSupervisor` is what answers at a control endpoint. Both run in
+threads of the test. `python -m tests.fake_engine --control ... --epoch ... --rank ... --endpoint ...` is one rank
+as the supervisor sees it: it reports progress, readiness and heartbeats, obeys Stop, and can be told to fail in
+each way.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Callable, Optional
+from typing import Callable
 
 import msgspec
 import numpy as np
@@ -197,7 +198,7 @@ class FakeEngine:
 
     def _submit(self, socket: zmq.Socket, door: bytes, submit: m.Submit) -> None:
         if len(self._running) >= self.limits.max_queued_requests:
-            text = f"{len(self._running)} requests are open; this engine accepts {self.limits.max_queued_requests}"
+            text = f"{len(self._running)} requests are open; the limit is {self.limits.max_queued_requests}"
             self._send(
                 socket, door, [m.Event(submit.request, 0, finish="error", error=text, code="UNAVAILABLE")]
             )
@@ -269,9 +270,9 @@ class FakeEngine:
 
 
 class FakeSupervisor:
-    """What answers at a control endpoint: tells every door the engine's state, on Hello, on change and each beat."""
+    """Answers at a control endpoint: tells every door the engine's state on Hello, on change and each beat."""
 
-    def __init__(self, engine: Optional[FakeEngine] = None, endpoint: str = "", beat_s: float = m.BEAT_S):
+    def __init__(self, engine: FakeEngine | None = None, endpoint: str = "", beat_s: float = m.BEAT_S):
         self.endpoint = endpoint or "ipc://" + tempfile.mktemp(prefix="fake-control-", dir="/tmp")
         self.beat_s = beat_s
         self.hellos: list[m.Hello] = []
@@ -368,9 +369,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--fatal", action="store_true", help="with --fail: a restart would fail again")
     parser.add_argument("--exit-after-s", type=float, default=0.0, help="os._exit(9) so long after readiness")
     parser.add_argument("--exit-at-step", type=int, default=0, help="os._exit(9) in that step")
-    parser.add_argument(
-        "--hang-at-step", type=int, default=0, help="stay busy for ever in that step, still beating"
-    )
+    parser.add_argument("--hang-at-step", type=int, default=0, help="never end that step, still beating")
     parser.add_argument("--never-ready", action="store_true", help="report progress for ever")
     return parser.parse_args()
 

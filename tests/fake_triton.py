@@ -1,8 +1,8 @@
-"""An honest stand-in for triton_python_backend_utils, with the manners seen on Triton 2.51 (reference/triton_server.md).
+"""An honest stand-in for triton_python_backend_utils, with the manners seen on Triton 2.51.
 
-`install()` puts it into sys.modules before a door is imported. A response sender refuses to send after FINAL, a
-request of a model that is not decoupled must be answered by exactly one response, and what was sent is kept as copies,
-so that a door that reuses arrays is caught. `ask()` runs one request through a door and waits for its end.
+`install()` puts it into sys.modules before a door is imported. A response sender refuses to send after FINAL, and
+what was sent is kept as copies, so that a door that reuses arrays is caught. `ask()` runs one request through a
+door and waits for its end.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import Any, Callable, Optional
+from typing import Any, Callable
 
 import numpy as np
 
@@ -70,7 +70,7 @@ class Tensor:
 
 
 class InferenceResponse:
-    def __init__(self, output_tensors: Optional[list[Tensor]] = None, error: Optional[TritonError] = None):
+    def __init__(self, output_tensors: list[Tensor] | None = None, error: TritonError | None = None):
         self._tensors, self._error = list(output_tensors or []), error
 
     def output_tensors(self) -> list[Tensor]:
@@ -79,7 +79,7 @@ class InferenceResponse:
     def has_error(self) -> bool:
         return self._error is not None
 
-    def error(self) -> Optional[TritonError]:
+    def error(self) -> TritonError | None:
         return self._error
 
 
@@ -88,7 +88,7 @@ class Sent:
     """One response as a client would get it."""
 
     outputs: dict[str, np.ndarray]
-    error: Optional[TritonError]
+    error: TritonError | None
     final: bool
     at: float = field(default_factory=time.monotonic)
 
@@ -100,15 +100,13 @@ class ResponseSender:
         self.sent: list[Sent] = []
         self.before_send: Callable[[], None] = lambda: None
 
-    def send(self, response: Optional[InferenceResponse] = None, flags: int = 0) -> None:
+    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
         if flags not in (0, TRITONSERVER_RESPONSE_COMPLETE_FINAL):
             raise TritonModelException(f"flags is {flags}; wanted 0 or TRITONSERVER_RESPONSE_COMPLETE_FINAL")
         if self._closed.is_set():
             raise TritonModelException("Unable to send response. Response sender has been closed.")
         if response is None and not flags:
-            raise TritonModelException(
-                "Inference Response object must be provided when the response flags is zero"
-            )
+            raise TritonModelException("a response must be provided when the flags are zero")
         self.before_send()
         if response is not None:
             outputs = {t.name(): t.as_numpy().copy() for t in response.output_tensors()}
@@ -128,8 +126,8 @@ class InferenceRequest:
         self,
         inputs: dict[str, np.ndarray],
         request_id: str = "",
-        parameters: Optional[dict[str, Any]] = None,
-        requested_output_names: Optional[list[str]] = None,
+        parameters: dict[str, Any] | None = None,
+        requested_output_names: list[str] | None = None,
         timeout_us: int = 0,
     ):
         self._inputs = [Tensor(name, array) for name, array in inputs.items()]
@@ -206,16 +204,16 @@ class MetricFamily:
         self.metrics: dict[tuple, Metric] = {}
         MetricFamily.registry[name] = self
 
-    def Metric(self, labels: Optional[dict[str, str]] = None) -> Metric:  # noqa: N802, Triton's own name
+    def Metric(self, labels: dict[str, str] | None = None) -> Metric:
         key = tuple(sorted((labels or {}).items()))
         return self.metrics.setdefault(key, Metric(labels or {}))
 
 
-def get_input_tensor_by_name(request: InferenceRequest, name: str) -> Optional[Tensor]:
+def get_input_tensor_by_name(request: InferenceRequest, name: str) -> Tensor | None:
     return next((tensor for tensor in request.inputs() if tensor.name() == name), None)
 
 
-def get_output_config_by_name(model_config: dict, name: str) -> Optional[dict]:
+def get_output_config_by_name(model_config: dict, name: str) -> dict | None:
     return next((output for output in model_config.get("output", []) if output["name"] == name), None)
 
 
@@ -234,7 +232,7 @@ def model_config(
     name: str,
     inputs: dict[str, str],
     outputs: dict[str, str],
-    parameters: Optional[dict[str, str]] = None,
+    parameters: dict[str, str] | None = None,
     decoupled: bool = False,
     max_batch_size: int = 64,
 ) -> dict:
