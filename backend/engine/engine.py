@@ -66,6 +66,7 @@ class Engine:
         self.dtype = DTYPES[config.data_type]
         self.ops = ops
         self.model = models.family(model.family).Model(model, weights, ranks, config.max_sequence_tokens)
+        self.is_asynchronous = device.type == "cuda"
         self.is_last_stage = ranks.stage == ranks.num_stages - 1
         self.on_logits: Optional[Callable[[StepPlan, Tensor], None]] = None
         rows = config.max_sequences
@@ -84,6 +85,11 @@ class Engine:
         self.buffers = StepBuffers(config.max_step_tokens, rows, columns, device)
         self._tokens = torch.zeros(rows, dtype=torch.int32, device=device)
         self._log_probs = torch.zeros(rows, dtype=torch.float32, device=device)
+        # where a step's results go on the host; two steps are in flight at most
+        self._results = [
+            (torch.zeros(rows, dtype=torch.int32).pin_memory(), torch.zeros(rows).pin_memory())
+            for _ in range(4 if self.is_asynchronous else 0)
+        ]
         self.num_blocks = ranks.smallest(choose_num_blocks(config, self._block_bytes(), device))
         self.caches = self._allocate_cache()
 
@@ -135,7 +141,14 @@ class Engine:
         batch = self.buffers.load(plan)
         embeddings = self._run(batch, plan)
         count = batch.sample_tokens.shape[0]
-        return Pending(self._tokens[:count], self._log_probs[:count], embeddings)
+        if not self.is_asynchronous:
+            return Pending(self._tokens[:count], self._log_probs[:count], embeddings)
+        tokens, log_probs = self._results[plan.step % len(self._results)]
+        tokens[:count].copy_(self._tokens[:count], non_blocking=True)
+        log_probs[:count].copy_(self._log_probs[:count], non_blocking=True)
+        ready = torch.cuda.Event()
+        ready.record()
+        return Pending(tokens[:count], log_probs[:count], embeddings, ready)
 
     @torch.inference_mode()
     def _run(self, batch: Batch, plan: StepPlan) -> list[Tensor]:

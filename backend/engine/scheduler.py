@@ -21,7 +21,7 @@ from tridecode.backend import messages
 from tridecode.backend.engine.block_pool import BlockPool
 from tridecode.backend.engine.plan import SlotStart, StepPlan, StepResult
 from tridecode.backend.engine.sequence import Finish, Sequence, Stage
-from tridecode.backend.errors import CapacityError, RequestError, TridecodeError
+from tridecode.backend.errors import CapacityError, DeadlineError, RequestCancelled, RequestError, TridecodeError
 from tridecode.backend.messages import Event, Submit
 
 
@@ -169,7 +169,7 @@ class Scheduler:
         """End what is left of a request; its blocks are free at once. An unknown one has ended already."""
         for sequence in list(self._requests.get((door, request), ())):
             self.counters.cancelled += 1
-            self._end(sequence, Finish.CANCELLED)
+            self._end(sequence, Finish.CANCELLED, RequestCancelled("the request was cancelled"))
 
     def cancel_door(self, door: bytes) -> None:
         """The door has gone: end all its requests."""
@@ -206,7 +206,8 @@ class Scheduler:
         while self._deadlines and self._deadlines[0][0] <= self.clock():
             _, _, sequence = heapq.heappop(self._deadlines)
             if sequence.stage is not Stage.ENDED:
-                self._end(sequence, Finish.DEADLINE)
+                text = f"the request's deadline passed when it had {len(sequence.output)} of {sequence.params.max_tokens} tokens"
+                self._end(sequence, Finish.DEADLINE, DeadlineError(text))
 
     def _plan_decodes(self) -> list[Sequence]:
         """Every decoding sequence, each with the block its next token needs; preempts where there is none."""

@@ -1,0 +1,141 @@
+"""The decode loop of rank 0: take what arrived, plan, step, commit, hand the events on."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import asdict
+from typing import Optional, Protocol
+
+import torch
+
+from tridecode.backend import messages as m
+from tridecode.backend.engine.engine import Engine, Pending
+from tridecode.backend.engine.front import Front
+from tridecode.backend.engine.plan import StepPlan
+from tridecode.backend.engine.scheduler import Scheduler
+from tridecode.backend.errors import CapacityError, TridecodeError
+
+log = logging.getLogger("tridecode.engine")
+
+_IDLE_S = 0.25  # deadlines of waiting requests are looked at so often while nothing runs
+
+
+class Status(Protocol):
+    """What the loop tells of itself; heartbeats read it from another thread."""
+
+    steps: int
+    busy_since: float  # monotonic seconds when the step under way began; 0: none
+    running: int
+    waiting: int
+    free_blocks: int
+    total_blocks: int
+    metrics: dict[str, float]
+
+
+class DecodeLoop:
+    """Owns scheduler and engine; the only thread that touches them.
+
+    On a device that works by itself (engine.is_asynchronous) the next step is launched before the tokens of the one
+    before are read.
+    """
+
+    def __init__(self, engine: Engine, scheduler: Scheduler, front: Front, status: Status):
+        self.engine, self.scheduler, self.front, self.status = engine, scheduler, front, status
+        self._stopping = False
+        self._seconds = 0.0  # spent in steps
+
+    def stop(self) -> None:
+        """End after the step under way. For any thread."""
+        self._stopping = True
+        self.front.wake()
+
+    def run(self) -> None:
+        """Until `stop`; then every open request ends with an error. Raises what a step raises, save want of memory."""
+        pending: Optional[tuple[StepPlan, Pending]] = None
+        while not self._stopping:
+            self._take_requests(wait=pending is None and not self.scheduler.has_work)
+            launched = self._launch()
+            if pending is not None:
+                self._commit(*pending)
+            if launched is not None and not self.engine.is_asynchronous:
+                self._commit(*launched)
+                launched = None
+            pending = launched
+            self._tell()
+        self.scheduler.fail_all(CapacityError("the engine is being stopped"))
+        self.front.send(self.scheduler.take_events())
+
+    def _take_requests(self, wait: bool) -> None:
+        arrived = self.front.drain()
+        if wait and not arrived:
+            self.front.wait(_IDLE_S)
+            arrived = self.front.drain()
+        for door, message in arrived:
+            if isinstance(message, m.Submit):
+                self._submit(door, message)
+            elif isinstance(message, m.Cancel):
+                self.scheduler.cancel(door, message.request)
+            else:
+                self.scheduler.cancel_door(door)
+
+    def _submit(self, door: bytes, submit: m.Submit) -> None:
+        try:
+            self.scheduler.submit(door, submit)
+        except TridecodeError as error:
+            event = m.Event(submit.request, 0, finish="error", error=str(error), code=error.code)
+            self.front.send([(door, event)])
+
+    def _launch(self) -> Optional[tuple[StepPlan, Pending]]:
+        plan = self.scheduler.plan()
+        self.front.send(self.scheduler.take_events())  # of what was cancelled or overdue
+        if plan is None:
+            return None
+        if not self.status.busy_since:
+            self.status.busy_since = time.monotonic()
+        self.engine.ranks.broadcast_plan(plan)
+        try:
+            return plan, self.engine.launch(plan)
+        except torch.OutOfMemoryError as error:
+            log.error("a step of %d tokens did not fit in memory: %s", plan.num_tokens, error)
+            self._abandon(plan)
+            return None
+
+    def _abandon(self, plan: StepPlan) -> None:
+        torch.cuda.empty_cache()
+        self.scheduler.abandon(plan, CapacityError("the device ran out of memory for this request; try again later"))
+        self.front.send(self.scheduler.take_events())
+
+    def _commit(self, plan: StepPlan, pending: Pending) -> None:
+        self.front.send(self.scheduler.commit(plan, pending.wait()))
+        now = time.monotonic()
+        self._seconds += now - self.status.busy_since
+        self.status.steps += 1
+        self.status.busy_since = now if self.scheduler.has_work else 0.0
+
+    def _tell(self) -> None:
+        """What heartbeats and metrics say of the loop."""
+        scheduler, status = self.scheduler, self.status
+        if not scheduler.has_work:
+            status.busy_since = 0.0
+        status.running, status.waiting = scheduler.num_running, scheduler.num_requests
+        status.free_blocks, status.total_blocks = scheduler.pool.num_free, scheduler.pool.num_blocks
+        status.metrics = {
+            **asdict(scheduler.counters),
+            "requests_waiting": scheduler.num_waiting,
+            "sequences_running": scheduler.num_running,
+            "step_seconds": self._seconds,
+            "steps": status.steps,
+        }
+
+
+def follow(engine: Engine, status: Status) -> None:
+    """The loop of a rank > 0: run the plans that rank 0 broadcasts, until it sends the end."""
+    while True:
+        plan = engine.ranks.broadcast_plan(None)
+        if plan is None:
+            return
+        status.busy_since = time.monotonic()
+        engine.launch(plan).wait()
+        status.steps += 1
+        status.busy_since = 0.0
