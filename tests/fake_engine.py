@@ -1,9 +1,9 @@
 """An engine and a supervisor without torch: they speak backend/messages.py over zmq, around a toy model.
 
-`FakeEngine` is rank 0 as a door sees it; `FakeSupervisor` is what answers at a control endpoint. Both run in
-threads of the test. `python -m tests.fake_engine --control ... --epoch ... --rank ... --endpoint ...` is one rank
-as the supervisor sees it: it reports progress, readiness and heartbeats, obeys Stop, and can be told to fail in
-each way.
+`FakeEngine` is rank 0 as a door sees it; `FakeSupervisor` is what answers at a control endpoint. Both run
+in threads of the test. `python -m tests.fake_engine --control ... --epoch ... --rank ... --endpoint ...` is
+one rank as the supervisor sees it: it reports progress, readiness and heartbeats, obeys Stop, and can be
+told to fail in each way.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ class FakeEngine:
 
 
 class FakeSupervisor:
-    """Answers at a control endpoint: tells every door the engine's state on Hello, on change and each beat."""
+    """Answers at a control endpoint: tells doors the engine's state on Hello, on change and each beat."""
 
     def __init__(self, engine: FakeEngine | None = None, endpoint: str = "", beat_s: float = m.BEAT_S):
         self.endpoint = endpoint or "ipc://" + tempfile.mktemp(prefix="fake-control-", dir="/tmp")

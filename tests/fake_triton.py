@@ -1,8 +1,8 @@
 """An honest stand-in for triton_python_backend_utils, with the manners seen on Triton 2.51.
 
-`install()` puts it into sys.modules before a door is imported. A response sender refuses to send after FINAL, and
-what was sent is kept as copies, so that a door that reuses arrays is caught. `ask()` runs one request through a
-door and waits for its end.
+`install()` puts it into sys.modules before a door is imported. A response sender refuses to send after
+FINAL, and what was sent is kept as copies, so that a door that reuses arrays is caught. `ask()` runs one
+request through a door and waits for its end.
 """
 
 from __future__ import annotations
