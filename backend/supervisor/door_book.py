@@ -1,0 +1,97 @@
+"""The doors that use an engine: who they are, whether they live, and when none is left."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from tridecode.backend.messages import Hello
+from tridecode.backend.supervisor import processes
+
+FROZEN_S = 10.0  # a door that has not pinged for so long is spoken of
+GOODBYE_GRACE_S = 2.0  # the engine outlives the last door that said goodbye by so long
+LOST_GRACE_S = 60.0  # … and the last door that died: `tridecode serve` brings it back
+
+_log = logging.getLogger("tridecode.supervisor")
+
+
+@dataclass
+class Door:
+    hello: Hello
+    process: processes.ProcessId | None
+    heard_at: float
+    frozen: bool = False
+
+
+class DoorBook:
+    """Times are monotonic seconds that the caller gives."""
+
+    def __init__(self, now: float) -> None:
+        self._doors: dict[bytes, Door] = {}
+        self._known: set[tuple[int, int]] = set()  # pid and start of every door process ever seen
+        self._empty_since = now
+        self._grace = LOST_GRACE_S
+
+    def __len__(self) -> int:
+        return len(self._doors)
+
+    @property
+    def identities(self) -> list[bytes]:
+        return list(self._doors)
+
+    @property
+    def doors(self) -> list[Door]:
+        return list(self._doors.values())
+
+    def hello(self, identity: bytes, hello: Hello, now: float) -> bool:
+        """Enter a door; True if its process was not known, False if it only connects again."""
+        process = processes.identify(hello.pid)
+        for other, door in list(self._doors.items()):  # its earlier connection
+            if other != identity and door.process == process and door.hello.door == hello.door:
+                del self._doors[other]
+        self._doors[identity] = Door(hello, process, now)
+        key = (hello.pid, process.start if process else 0)
+        new = key not in self._known
+        self._known.add(key)
+        return new
+
+    def ping(self, identity: bytes, now: float) -> bool:
+        """False if we do not know the sender: it said hello to a supervisor before us."""
+        door = self._doors.get(identity)
+        if door is None:
+            return False
+        door.heard_at = now
+        if door.frozen:
+            door.frozen = False
+            _log.warning("door %s is back", door.hello.door)
+        return True
+
+    def goodbye(self, identity: bytes, now: float) -> None:
+        door = self._doors.pop(identity, None)
+        if door is not None:
+            _log.info("door %s has left", door.hello.door)
+            self._left(now, GOODBYE_GRACE_S)
+
+    def look(self, now: float) -> None:
+        """Strike out the dead, speak of the frozen."""
+        for identity, door in list(self._doors.items()):
+            if door.process is None or not processes.alive(door.process):
+                _log.warning("door %s (pid %d) died without a goodbye", door.hello.door, door.hello.pid)
+                del self._doors[identity]
+                self._left(now, LOST_GRACE_S)
+            elif not door.frozen and now - door.heard_at > FROZEN_S:
+                door.frozen = True
+                state = processes.state(door.hello.pid)
+                why = processes.STATE_WORDS.get(state, f"process state {state}")
+                _log.warning("door %s has not pinged for %.0f s (%s)", door.hello.door, FROZEN_S, why)
+
+    def forgive(self, now: float) -> None:
+        for door in self._doors.values():
+            door.heard_at = now
+
+    def abandoned(self, now: float) -> bool:
+        """Whether no door is left, and none will come back."""
+        return not self._doors and now - self._empty_since > self._grace
+
+    def _left(self, now: float, grace: float) -> None:
+        self._empty_since, self._grace = now, grace

@@ -1,0 +1,182 @@
+"""The life of the engine through its epochs. No sockets and no waiting: words and times in, a state out.
+
+starting ── all ranks ready ──> ready
+   │  ^                           │
+   │  └──── backoff ──── down <───┘   a rank died, fell silent or hung; all of its epoch are killed first
+   │                      ^
+   ├──────────────────────┘           a start failed
+   └──> failed                        it would fail again, or MAX_FAILED_STARTS in a row did;
+                                      left when a setting changes or a new door comes
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from tridecode.backend.errors import TridecodeError
+from tridecode.backend.messages import EngineState
+from tridecode.backend.supervisor.engine_settings import EngineSettings
+from tridecode.backend.supervisor.ranks import Failure, RankGroup, RankMessage
+
+MAX_FAILED_STARTS = 5  # in a row
+FIRST_BACKOFF_S = 0.5  # doubles with each failure in a row
+MAX_BACKOFF_S = 30.0
+HEALTHY_S = 30.0  # an engine that was ready for so long ends the row
+CHANGE_CHECK_S = 1.0  # how often a failed engine's settings are looked at
+SLOW_DEATH_S = 5.0  # a killed rank that lives longer is spoken of
+
+_log = logging.getLogger("tridecode.supervisor")
+
+
+class EngineLife:
+    """Times are monotonic seconds that the caller gives; nothing here sleeps or blocks.
+
+    read_settings, fingerprint: of the engine's files, now. start: starts the ranks of an epoch.
+    endpoint: address of rank 0 in an epoch. first_epoch: the epoch before the first one.
+    """
+
+    def __init__(
+        self,
+        read_settings: Callable[[], EngineSettings],
+        fingerprint: Callable[[], object],
+        start: Callable[[int, EngineSettings, float], RankGroup],
+        endpoint: Callable[[int], str],
+        first_epoch: int,
+    ) -> None:
+        self._read_settings = read_settings
+        self._fingerprint = fingerprint
+        self._start = start
+        self._endpoint = endpoint
+        self._settings = EngineSettings()
+        self._seen: object = None  # fingerprint when the epoch began
+        self._group: RankGroup | None = None
+        self._next_start = 0.0
+        self._ready_since: float | None = None
+        self._killed_at: float | None = None
+        self._next_check = 0.0
+        self._failures = 0  # in a row, for the backoff
+        self._failed_starts = 0  # in a row, for giving up
+        self.epoch = first_epoch
+        self.phase = "starting"
+        self.detail = "starting the supervisor"
+
+    @property
+    def state(self) -> EngineState:
+        return EngineState(self.epoch, self.phase, self.detail, self._endpoint(self.epoch))
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """Sequences that run and that wait."""
+        return self._group.load if self._group and self.phase == "ready" else (0, 0)
+
+    def tick(self, now: float) -> None:
+        """Look at the ranks, and go on where it is time."""
+        if self.phase == "stopping":
+            return
+        if self.phase == "failed":
+            self._look_for_change(now)
+        elif self.phase == "down" or self._group is None:
+            self._rebuild_when_due(now)
+        else:
+            self._watch(self._group, now)
+
+    def hear(self, message: RankMessage, now: float) -> None:
+        """A word of a rank; those of earlier epochs are void."""
+        if self._group is not None and message.epoch == self.epoch:
+            self._group.hear(message, now)
+
+    def forgive(self, now: float) -> None:
+        if self._group is not None:
+            self._group.forgive(now)
+
+    def new_door(self, now: float, alone: bool) -> None:
+        """A door process that was not known came. alone: no other door uses the engine."""
+        if self.phase == "failed":
+            self._retry(now, "a door has asked again")
+        elif self.phase == "ready" and self._fingerprint() != self._seen:
+            if alone:
+                self._down(now, Failure("its settings have changed"))
+                self._next_start = now
+            else:
+                _log.warning(
+                    "the settings have changed; the engine keeps its own until every door has been unloaded"
+                )
+
+    def stop(self, detail: str) -> None:
+        """No more starts. The caller ends the ranks: `kill` and `gone`."""
+        self.phase, self.detail = "stopping", detail
+
+    def kill(self) -> None:
+        if self._group is not None:
+            self._group.kill()
+
+    def gone(self) -> bool:
+        return self._group is None or self._group.gone()
+
+    def _rebuild_when_due(self, now: float) -> None:
+        if self._group is not None and not self._group.gone():
+            if self._killed_at is not None and now - self._killed_at > SLOW_DEATH_S:
+                pids = ", ".join(map(str, self._group.pids()))
+                _log.warning("killed ranks (pid %s) have not ended; the driver may hold them", pids)
+                self._killed_at = now
+            return
+        if now < self._next_start:
+            return
+        self.epoch += 1
+        self.phase, self.detail = "starting", "starting python"
+        self._seen = self._fingerprint()
+        self._ready_since = None
+        try:
+            self._settings = self._read_settings()
+            self._group = self._start(self.epoch, self._settings, now)
+        except TridecodeError as error:
+            self._group = None
+            self._down(now, Failure(str(error), fatal=True))
+        except OSError as error:
+            self._group = None
+            self._down(now, Failure(f"the ranks cannot be started: {error}"))
+
+    def _watch(self, group: RankGroup, now: float) -> None:
+        failure = group.check(now, self._settings.start_timeout_s, self._settings.step_timeout_s)
+        if failure is not None:
+            self._down(now, failure)
+        elif self.phase == "starting":
+            self.detail = group.progress()
+            if group.ready:
+                self.phase, self.detail = (
+                    "ready",
+                    f"{len(group.ranks)} rank(s), after {now - group.started_at:.1f} s",
+                )
+                self._ready_since = now
+                self._failed_starts = 0
+        elif self._failures and self._ready_since is not None and now - self._ready_since > HEALTHY_S:
+            self._failures = 0
+
+    def _down(self, now: float, failure: Failure) -> None:
+        self.kill()
+        self._killed_at = now
+        self._failures += 1
+        if self._ready_since is None:
+            self._failed_starts += 1
+        given_up = self._failed_starts >= MAX_FAILED_STARTS
+        if failure.fatal or given_up:
+            self.phase, self.detail = "failed", failure.reason
+            if given_up and not failure.fatal:
+                self.detail += f" ({self._failed_starts} starts in a row have failed)"
+        else:
+            delay = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (self._failures - 1))
+            self.phase, self.detail = "down", failure.reason
+            self._next_start = now + delay
+
+    def _look_for_change(self, now: float) -> None:
+        if now < self._next_check:
+            return
+        self._next_check = now + CHANGE_CHECK_S
+        if self._fingerprint() != self._seen:
+            self._retry(now, "its settings have changed")
+
+    def _retry(self, now: float, why: str) -> None:
+        self.phase, self.detail = "down", f"starting again, for {why}; before: {self.detail}"
+        self._failures = self._failed_starts = 0
+        self._next_start = now

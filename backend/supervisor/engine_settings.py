@@ -1,0 +1,48 @@
+"""What the supervisor needs to know of an engine before it starts it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tridecode.backend.config import read_engine_config
+from tridecode.backend.engine_config_file import FILE, read_engine_parameters
+from tridecode.backend.errors import TridecodeError
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """world: rank processes. start_timeout_s, step_timeout_s: as in EngineConfig."""
+
+    world: int = 1
+    start_timeout_s: float = 900.0
+    step_timeout_s: float = 60.0
+
+
+def read_engine_settings(engine_dir: str) -> EngineSettings:
+    """From `<engine_dir>/config.pbtxt`. Raises ConfigError or UnsupportedError."""
+    config = read_engine_config(read_engine_parameters(engine_dir), str(Path(engine_dir) / FILE))
+    return EngineSettings(
+        config.tensor_para_size * config.pipeline_para_size, config.start_timeout_s, config.step_timeout_s
+    )
+
+
+def fingerprint(engine_dir: str) -> tuple:
+    """Changes when config.pbtxt or a config.ini of the model changes: size and modification time of each."""
+    root = Path(engine_dir)
+    files = [root / FILE, *sorted(root.glob("*/config.ini")), *sorted(root.glob("*/*/config.ini"))]
+    try:
+        checkpoint = read_engine_parameters(engine_dir).get("model_checkpoint_path", "")
+    except TridecodeError:  # a broken config.pbtxt is told by its own size and time
+        checkpoint = ""
+    if checkpoint:
+        files.append(Path(checkpoint) / "config.ini")
+    return tuple((str(file), *_size_and_time(file)) for file in files)
+
+
+def _size_and_time(file: Path) -> tuple[int, int]:
+    try:
+        status = file.stat()
+    except OSError:
+        return -1, -1
+    return status.st_size, status.st_mtime_ns

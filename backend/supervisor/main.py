@@ -1,0 +1,238 @@
+"""The supervisor: one process per engine that starts the ranks, tells the doors how the engine is, and cleans
+up.
+
+It shares the life of one tritonserver: when that is gone, however it ended, the supervisor ends the ranks and
+the stubs that are left, and removes the server's shared memory, the sockets and the runtime folder.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from tridecode.backend.messages import (
+    BEAT_S,
+    EngineState,
+    Goodbye,
+    Hello,
+    Ping,
+    Stop,
+    ToSupervisor,
+    decode,
+    encode,
+)
+from tridecode.backend.supervisor import processes, ranks, runtime_dir, shared_memory, state_file
+from tridecode.backend.supervisor.door_book import DoorBook
+from tridecode.backend.supervisor.engine_life import EngineLife
+from tridecode.backend.supervisor.engine_settings import EngineSettings, fingerprint, read_engine_settings
+
+TICK_S = 0.1  # processes are looked at so often
+OWN_PAUSE_S = 1.0  # a loop that came round so much later was itself frozen
+STOP_GRACE_S = 2.0  # ranks have so long to end by themselves
+STUBS_EVERY_S = 2.0  # the server's stubs and their shared memory are listed so often
+
+_log = logging.getLogger("tridecode.supervisor")
+
+
+@dataclass
+class Place:
+    """Whom the supervisor works for and where: the arguments of its process."""
+
+    engine_dir: str
+    folder: Path
+    lock_fd: int
+    server: processes.ProcessId
+    rank_command: list[str]  # argument list before the options; tests put a rank without torch here
+
+
+def default_rank_command() -> list[str]:
+    override = os.environ.get("TRIDECODE_RANK_COMMAND")
+    return shlex.split(override) if override else [sys.executable, "-m", "tridecode.backend.engine"]
+
+
+class Supervisor:
+    """One event loop over one ROUTER socket that doors and ranks connect to."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.control = runtime_dir.endpoint(place.folder / runtime_dir.CONTROL)
+        now = time.monotonic()
+        last = runtime_dir.read_owner(place.folder)
+        self.owner = runtime_dir.owner_of(place.server)
+        self.owner.holder_pid = os.getpid()
+        self.owner.epoch = last.epoch if last else 0
+        runtime_dir.write_owner(place.lock_fd, self.owner)
+        ranks.kill_strays(self.control)
+        self.life = EngineLife(
+            lambda: read_engine_settings(place.engine_dir),
+            lambda: fingerprint(place.engine_dir),
+            self._start_ranks,
+            self._engine_endpoint,
+            self.owner.epoch,
+        )
+        self.doors = DoorBook(now)
+        self._stubs: dict[int, shared_memory.Stub] = {}
+        self._rank_identities: set[bytes] = set()
+        self._told: EngineState | None = None
+        self._told_at = -1e9
+        self._written: state_file.StateFile | None = None
+        self._touched_at = 0.0
+        self._stubs_at = -1e9
+        self._stop_reason = ""
+        self._write_state(now)  # before the socket: a door that sees the socket looks at the file
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.SNDHWM, 100)  # a frozen door loses states, it does not fill our memory
+        self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.bind(self.control)
+
+    def run(self) -> None:
+        """Serve until the server is gone, no door is left, or a signal asks to stop; then clean up."""
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
+        last = time.monotonic()
+        while not self._stop_reason:
+            self._socket.poll(int(TICK_S * 1000))
+            now = time.monotonic()
+            if now - last > TICK_S + OWN_PAUSE_S:
+                _log.warning("the supervisor itself stood still for %.1f s", now - last)
+                self.life.forgive(now)
+                self.doors.forgive(now)
+            last = now
+            self._receive(now)
+            self.life.tick(now)
+            self._tell(now)
+            self._look_around(now)
+        self._end()
+
+    def _on_signal(self, signum: int, _frame: object) -> None:
+        self._stop_reason = self._stop_reason or f"the supervisor got {signal.Signals(signum).name}"
+
+    # ------------------------------------------------------------ what comes in
+
+    def _receive(self, now: float) -> None:
+        while self._socket.poll(0):
+            identity, *frames = self._socket.recv_multipart()
+            try:
+                message = decode(frames[-1], ToSupervisor)
+            except (msgspec.DecodeError, IndexError) as error:
+                _log.warning("a message that is none of ours: %s", error)
+                continue
+            if isinstance(message, Hello):
+                self._hello(identity, message, now)
+            elif isinstance(message, Ping):
+                self.doors.ping(identity, now)
+            elif isinstance(message, Goodbye):
+                self.doors.goodbye(identity, now)
+            else:
+                self._rank_identities.add(identity)
+                self.life.hear(message, now)
+
+    def _hello(self, identity: bytes, hello: Hello, now: float) -> None:
+        alone = len(self.doors) == 0
+        if self.doors.hello(identity, hello, now):
+            _log.info("door %s (pid %d) has come", hello.door, hello.pid)
+            self.life.new_door(now, alone)
+        self._send(identity, self.life.state)
+
+    # ------------------------------------------------------------ what goes out
+
+    def _send(self, identity: bytes, message: msgspec.Struct) -> None:
+        self._socket.send_multipart([identity, encode(message)])
+
+    def _tell(self, now: float) -> None:
+        state = self.life.state
+        if state == self._told and now - self._told_at < BEAT_S:
+            return
+        if self._told is None or (state.phase, state.epoch) != (self._told.phase, self._told.epoch):
+            level = logging.WARNING if state.phase in ("down", "failed") else logging.INFO
+            _log.log(level, "engine epoch %d is %s: %s", state.epoch, state.phase, state.detail)
+        for identity in [*self.doors.identities, *self._rank_identities]:
+            self._send(identity, state)
+        self._told, self._told_at = state, now
+        self._write_state(now)
+
+    def _write_state(self, now: float) -> None:
+        running, waiting = self.life.load
+        content = state_file.StateFile(self.life.state, self.place.engine_dir, os.getpid(), running, waiting)
+        if content != self._written:
+            state_file.write(self.place.folder, content)
+            self._written, self._touched_at = content, now
+        elif now - self._touched_at > state_file.TOUCH_S:
+            state_file.touch(self.place.folder)
+            self._touched_at = now
+
+    # ------------------------------------------------------------ the ranks
+
+    def _engine_endpoint(self, epoch: int) -> str:
+        return runtime_dir.endpoint(self.place.folder / f"engine-{epoch}.sock")
+
+    def _start_ranks(self, epoch: int, settings: EngineSettings, now: float) -> ranks.RankGroup:
+        self.owner.epoch = epoch
+        runtime_dir.write_owner(self.place.lock_fd, self.owner)
+        self._rank_identities.clear()
+        for old in self.place.folder.glob("engine-*.sock"):
+            old.unlink()
+        options = ["--engine-dir", self.place.engine_dir, "--control", self.control, "--epoch", str(epoch)]
+        options += ["--world", str(settings.world), "--endpoint", self._engine_endpoint(epoch)]
+        commands = [
+            [*self.place.rank_command, *options, "--rank", str(rank)] for rank in range(settings.world)
+        ]
+        return ranks.RankGroup(commands, now)
+
+    # ------------------------------------------------------------ the server and its stubs
+
+    def _look_around(self, now: float) -> None:
+        if not processes.alive(self.place.server):
+            self._stop_reason = self._stop_reason or f"tritonserver {self.place.server.pid} is gone"
+        elif now - self._stubs_at > STUBS_EVERY_S:
+            self._stubs_at = now
+            self._stubs.update(
+                {stub.process.pid: stub for stub in shared_memory.stubs_of(self.place.server.pid)}
+            )
+            self.doors.look(now)
+            if self.doors.abandoned(now):
+                self._stop_reason = "no door is left"
+
+    def _end(self) -> None:
+        """End the ranks first by word, then by force; then leave nothing behind."""
+        _log.info("stopping: %s", self._stop_reason)
+        self.life.stop(self._stop_reason)
+        self._tell(time.monotonic())
+        for identity in self._rank_identities:
+            self._send(identity, Stop())
+        deadline = time.monotonic() + STOP_GRACE_S
+        while not self.life.gone() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self.life.kill()
+        while not self.life.gone():
+            time.sleep(0.02)
+        if not processes.alive(self.place.server):
+            self._clean_after_server()
+        self._socket.close()
+        self._context.term()
+        runtime_dir.remove(self.place.folder)
+        os.close(self.place.lock_fd)
+
+    def _clean_after_server(self) -> None:
+        """What a killed server leaves: stubs that hang, and the shared memory of all its stubs."""
+        stubs = [*self._stubs.values(), *shared_memory.stubs_of(self.place.server.pid)]
+        regions = {stub.region for stub in stubs} | {door.hello.shm_region for door in self.doors.doors}
+        victims = {stub.process for stub in stubs} | {
+            door.process for door in self.doors.doors if door.process
+        }
+        for process in victims:
+            if processes.alive(process):
+                _log.warning("killing stub %d, whose server is gone", process.pid)
+                processes.kill(process)
+        for region in regions:
+            shared_memory.unlink(region)

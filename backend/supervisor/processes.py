@@ -1,0 +1,120 @@
+"""Processes by identity: a pid together with its start time, so that a reused pid is never mistaken for the
+old one.
+
+Reads /proc only (Linux); imports nothing of ours, so a door may use it too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from typing import NamedTuple
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+STATE_WORDS = {
+    "T": "stopped by a signal",
+    "t": "stopped by a debugger",
+    "D": "waiting for the disk or a driver",
+    "R": "its interpreter is blocked by a computation",
+    "S": "its interpreter is blocked by a wait",
+}
+
+
+class ProcessId(NamedTuple):
+    """One process for all time of one boot: pid, and its start in clock ticks since boot."""
+
+    pid: int
+    start: int
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of /proc/<pid>/stat from the third (state) on; None if there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read().decode(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return text[text.rindex(")") + 2 :].split()  # the name before it may hold blanks and parentheses
+
+
+def state(pid: int) -> str:
+    """The one-letter state that ps shows (R, S, D, T, t, Z, …); "" if there is no such process."""
+    fields = _stat(pid)
+    return fields[0] if fields else ""
+
+
+def identify(pid: int) -> ProcessId | None:
+    """The identity of a living process; None if it is gone or a zombie."""
+    fields = _stat(pid)
+    if fields is None or fields[0] in "ZX":
+        return None
+    return ProcessId(pid, int(fields[19]))
+
+
+def alive(process: ProcessId) -> bool:
+    return identify(process.pid) == process
+
+
+def parent(pid: int) -> int:
+    """The parent's pid; 0 if there is no such process."""
+    fields = _stat(pid)
+    return int(fields[1]) if fields else 0
+
+
+def all_pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def children(pid: int) -> list[int]:
+    """Pids whose parent is `pid`, zombies included."""
+    return [child for child in all_pids() if parent(child) == pid]
+
+
+def command_line(pid: int) -> list[str]:
+    """The arguments of a process; empty for a zombie, or one that is gone or not ours to read."""
+    return [part.decode(errors="replace") for part in _read(pid, "cmdline").split(b"\0")[:-1]]
+
+
+def has_environment(pid: int, entry: str) -> bool:
+    """Whether the process was started with exactly `entry` ("NAME=value") in its environment."""
+    return entry.encode() in _read(pid, "environ").split(b"\0")
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        with open(f"/proc/{pid}/{name}", "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
+
+
+def kill(process: ProcessId, signum: int = signal.SIGKILL) -> None:
+    """Signal the process if it still is the same one; nothing if it is gone."""
+    if alive(process):
+        _signal(os.kill, process.pid, signum)
+
+
+def kill_group(leader: int, signum: int = signal.SIGKILL) -> None:
+    """Signal every process of the group; nothing if it is gone."""
+    _signal(os.killpg, leader, signum)
+
+
+def _signal(send, pid: int, signum: int) -> None:
+    try:
+        send(pid, signum)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def die_with_parent() -> None:
+    """For preexec_fn: the kernel kills this process when the thread that started it ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant whose own parent ends."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -1,0 +1,170 @@
+"""A rank's tie to its supervisor: beats out, stop in, and an end when the supervisor is gone. No torch."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from tridecode.backend.messages import (
+    BEAT_S,
+    EngineBeat,
+    FromSupervisor,
+    RankFailed,
+    RankProgress,
+    RankReady,
+    Stop,
+    decode,
+    encode,
+)
+
+SUPERVISOR_SILENCE_S = 5.0  # without a word for so long, the supervisor is taken for gone
+FLUSH_S = 2.0  # how long `close` waits for the last words to leave
+_POLL_S = 0.02
+
+_log = logging.getLogger("tridecode.rank")
+
+
+class RankStatus:
+    """What the engine's loop says of itself. Plain attributes, set without locks; the link reads them each
+    BEAT_S.
+
+    busy_since: time.monotonic() when the step under way began; 0.0 between steps. metrics: replaced whole,
+    never changed in place.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.busy_since = 0.0
+        self.running = 0
+        self.waiting = 0
+        self.free_blocks = 0
+        self.total_blocks = 0
+        self.metrics: dict[str, float] = {}
+
+    def begin_step(self) -> None:
+        self.busy_since = time.monotonic()
+
+    def end_step(self) -> None:
+        self.busy_since = 0.0
+        self.steps += 1
+
+
+class RankLink:
+    """A daemon thread that beats for this rank.
+
+    control: the supervisor's endpoint. epoch, rank: from the command line. on_stop: called once, in the
+    link's thread, when the supervisor asks the rank to end; two seconds later it kills. Where the supervisor
+    is gone (another parent, or silence for SUPERVISOR_SILENCE_S) the process ends with os._exit(1).
+    """
+
+    def __init__(
+        self, control: str, epoch: int, rank: int, on_stop: Callable[[], None] | None = None
+    ) -> None:
+        self.status = RankStatus()
+        self._control = control
+        self._epoch = epoch
+        self._rank = rank
+        self._on_stop = on_stop
+        self._parent = os.getppid()
+        self._outbox: queue.SimpleQueue = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rank-link", daemon=True)
+        self._thread.start()
+
+    def progress(self, what: str) -> None:
+        """Say what a starting rank is doing ("loading layer 3 of 24"); people read it."""
+        self._outbox.put(RankProgress(self._epoch, self._rank, what))
+
+    def ready(self) -> None:
+        self._outbox.put(RankReady(self._epoch, self._rank))
+
+    def failed(self, error: str, fatal: bool) -> None:
+        """Say why this rank ends, and close. fatal: a restart would fail again in the same way."""
+        self._outbox.put(RankFailed(self._epoch, self._rank, error, fatal))
+        self.close()
+
+    def close(self) -> None:
+        """Send what is left and stop beating; waits FLUSH_S at most. The process should end now."""
+        self._closing.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(FLUSH_S)
+
+    def _run(self) -> None:
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, int(FLUSH_S * 1000))
+        socket.connect(self._control)
+        try:
+            self._serve(socket)
+        finally:
+            socket.close()
+            context.term()
+
+    def _serve(self, socket: zmq.Socket) -> None:
+        heard_at = last = time.monotonic()
+        beat_at = 0.0
+        while True:
+            closing = self._closing.is_set()
+            self._send_outbox(socket)
+            now = time.monotonic()
+            if closing:
+                return
+            if now - last > 1.0:
+                heard_at = now  # we ourselves stood still
+            last = now
+            if now - beat_at >= BEAT_S:
+                socket.send(encode(self._beat(now)))
+                beat_at = now
+            if socket.poll(int(_POLL_S * 1000)):
+                self._receive(socket.recv())
+                heard_at = time.monotonic()
+            self._check_supervisor(now - heard_at)
+
+    def _send_outbox(self, socket: zmq.Socket) -> None:
+        while True:
+            try:
+                socket.send(encode(self._outbox.get_nowait()))
+            except queue.Empty:
+                return
+
+    def _beat(self, now: float) -> EngineBeat:
+        status = self.status
+        busy_since = status.busy_since
+        return EngineBeat(
+            epoch=self._epoch,
+            rank=self._rank,
+            steps=status.steps,
+            busy_s=now - busy_since if busy_since else 0.0,
+            running=status.running,
+            waiting=status.waiting,
+            free_blocks=status.free_blocks,
+            total_blocks=status.total_blocks,
+            metrics=status.metrics,
+        )
+
+    def _receive(self, frame: bytes) -> None:
+        try:
+            message = decode(frame, FromSupervisor)
+        except msgspec.DecodeError as error:
+            _log.warning("a message that is none of ours: %s", error)
+            return
+        if isinstance(message, Stop) and self._on_stop is not None:
+            on_stop, self._on_stop = self._on_stop, None
+            on_stop()
+
+    def _check_supervisor(self, silent_s: float) -> None:
+        if os.getppid() != self._parent:
+            reason = "the supervisor has ended"
+        elif silent_s > SUPERVISOR_SILENCE_S:
+            reason = f"the supervisor has been silent for {silent_s:.1f} s"
+        else:
+            return
+        _log.error("rank %d of epoch %d ends: %s", self._rank, self._epoch, reason)
+        os._exit(1)

@@ -1,0 +1,182 @@
+"""The runtime folder of one engine: its sockets, its lock, and the record of whom it belongs to.
+
+    <base>/<name>/owner          locked (flock) by whoever lives in the folder; holds an Owner as JSON
+                  control.sock   the supervisor's socket
+                  engine-N.sock  rank 0 of epoch N
+                  state.json     what the supervisor last said (state_file.py)
+
+A lock ends with its process, whatever kills it, so "locked" is what we mean by "runs". Stdlib and msgspec
+only.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+
+from tridecode.backend.errors import ConfigError
+from tridecode.backend.supervisor import shared_memory
+from tridecode.backend.supervisor.processes import ProcessId, alive, identify
+
+MAX_SOCKET_PATH = 107  # bytes that sockaddr_un.sun_path holds, less the terminating zero
+OWNER = "owner"
+CONTROL = "control.sock"
+UNWRITTEN_S = 60.0  # a folder without a record is stale after so long
+STOPPING = "stopping"  # a file of this name in the parent: the server is going, start nothing new
+
+
+class Owner(msgspec.Struct):
+    """Whose the folder is: the server process, and in which boot and pid namespace its pid means anything."""
+
+    server_pid: int
+    server_start: int
+    boot: str
+    pid_namespace: int
+    epoch: int = 0  # the last engine epoch that was started here; the next supervisor goes on from it
+    holder_pid: int = 0  # the process that holds the lock
+    shm_prefix: str = ""  # shared memory regions that go with the folder
+
+
+def owner_of(server: ProcessId) -> Owner:
+    boot, namespace = _this_host()
+    return Owner(server.pid, server.start, boot, namespace)
+
+
+def _this_host() -> tuple[str, int]:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.stat("/proc/self/ns/pid").st_ino
+
+
+def base_dir() -> Path:
+    """Where the runtime folders of this user lie: mode 0700, made if missing.
+
+    $TRIDECODE_RUNTIME_DIR (set by `tridecode serve`), else tridecode-<uid> in $XDG_RUNTIME_DIR or the folder
+    for temporary files. Raises ConfigError if it belongs to somebody else.
+    """
+    given = os.environ.get("TRIDECODE_RUNTIME_DIR")
+    if given:
+        return _private(Path(given))
+    parent = os.environ.get("XDG_RUNTIME_DIR", "")
+    if not (os.path.isdir(parent) and os.access(parent, os.W_OK)):
+        parent = tempfile.gettempdir()
+    return _private(Path(parent) / f"tridecode-{os.getuid()}")
+
+
+def _private(path: Path) -> Path:
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ConfigError(
+            f"{path} has owner {status.st_uid} and mode {status.st_mode & 0o777:o}; "
+            f"wanted owner {os.getuid()} and mode 700, for it holds the engine's sockets (set TRIDECODE_RUNTIME_DIR to another folder)"
+        )
+    return path
+
+
+def engine_dir_path(engine_dir: str, server: ProcessId) -> Path:
+    """The runtime folder of the engine of `engine_dir` (an absolute path) under that server; not made yet."""
+    key = f"{server.pid}:{server.start}:{os.path.realpath(engine_dir)}"
+    return base_dir() / hashlib.sha256(key.encode()).hexdigest()[:12]
+
+
+def endpoint(path: Path) -> str:
+    """The zmq address of a socket file. Raises ConfigError if the path is too long for a unix socket."""
+    length = len(os.fsencode(str(path)))
+    if length > MAX_SOCKET_PATH:
+        raise ConfigError(
+            f"{path} has {length} bytes; a unix socket's path holds {MAX_SOCKET_PATH} "
+            "(set TRIDECODE_RUNTIME_DIR or TMPDIR to a shorter folder)"
+        )
+    return f"ipc://{path}"
+
+
+def lock(folder: Path) -> int | None:
+    """Make the folder if need be and lock it: a file descriptor that holds the lock, or None if someone holds
+    it.
+
+    The lock belongs to the open file, so it can be handed to a child process with pass_fds.
+    """
+    while True:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            fd = os.open(str(folder / OWNER), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:  # removed between the two calls
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.stat(str(folder / OWNER)).st_ino == os.fstat(fd).st_ino:
+                return fd
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            os.close(fd)
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                return None
+            raise
+        os.close(fd)  # the lock of a folder that was just removed
+
+
+def write_owner(fd: int, owner: Owner) -> None:
+    data = msgspec.json.encode(owner)
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, data, 0)
+
+
+def read_owner(folder: Path) -> Owner | None:
+    """The record in the folder; None while there is none."""
+    try:
+        return msgspec.json.decode((folder / OWNER).read_bytes(), type=Owner)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder whose lock the caller holds."""
+    shutil.rmtree(str(folder), ignore_errors=True)
+
+
+def sweep(base: Path) -> list[Path]:
+    """Remove the folders in `base` that a killed server left, with their shared memory; returns what was
+    removed.
+
+    A folder stays while its lock is held, while its server lives, or where this cannot be told (another pid
+    namespace of the same boot).
+    """
+    removed = []
+    for folder in sorted(base.iterdir()):
+        if not (folder / OWNER).is_file():
+            continue
+        fd = lock(folder)
+        if fd is None:
+            continue
+        owner = read_owner(folder)
+        if _is_stale(folder, owner):
+            remove(folder)
+            shared_memory.unlink_prefix(owner.shm_prefix if owner else "")
+            removed.append(folder)
+        os.close(fd)
+    return removed
+
+
+def _is_stale(folder: Path, owner: Owner | None) -> bool:
+    if owner is None:  # its maker was killed before it wrote the record, or is about to
+        return time.time() - folder.stat().st_mtime > UNWRITTEN_S
+    boot, namespace = _this_host()
+    if owner.boot != boot:
+        return True
+    return owner.pid_namespace == namespace and not alive(ProcessId(owner.server_pid, owner.server_start))
+
+
+def server_identity(server_pid: int) -> ProcessId:
+    """Raises ConfigError if no such process runs."""
+    server = identify(server_pid)
+    if server is None:
+        raise ConfigError(f"the server's process id is {server_pid}; no such process runs")
+    return server

@@ -1,0 +1,63 @@
+"""What the supervisor last said, as a file: for `tridecode serve`, health probes and people.
+
+The file's modification time is the supervisor's sign of life: it is touched every TOUCH_S.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+from tridecode.backend.messages import EngineState
+
+STATE = "state.json"
+TOUCH_S = 1.0
+
+
+class StateFile(msgspec.Struct, frozen=True):
+    """state: as doors get it. running, waiting: sequences in the engine. supervisor_pid: who wrote it."""
+
+    state: EngineState
+    engine_dir: str
+    supervisor_pid: int
+    running: int = 0
+    waiting: int = 0
+
+
+def write(folder: Path, content: StateFile) -> None:
+    """Replace the file at once, so that a reader never sees half of it."""
+    draft = folder / (STATE + ".new")
+    draft.write_bytes(msgspec.json.encode(content))
+    os.replace(str(draft), str(folder / STATE))
+
+
+def touch(folder: Path) -> None:
+    os.utime(str(folder / STATE))
+
+
+def read(folder: Path) -> StateFile | None:
+    """The content; None while there is none."""
+    try:
+        return msgspec.json.decode((folder / STATE).read_bytes(), type=StateFile)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def read_all(base: Path) -> list[StateFile]:
+    """The states of all engines whose runtime folders lie in `base`."""
+    try:
+        found = [read(folder) for folder in sorted(base.iterdir())]
+    except FileNotFoundError:
+        return []
+    return [content for content in found if content is not None]
+
+
+def silent_s(folder: Path) -> float:
+    """Seconds since the supervisor's last sign of life; infinite if there never was one."""
+    try:
+        return max(0.0, time.time() - os.stat(str(folder / STATE)).st_mtime)
+    except FileNotFoundError:
+        return float("inf")
