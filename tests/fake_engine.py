@@ -116,7 +116,7 @@ class FakeEngine:
         self.goodbyes: list[bytes] = []
         self.hellos: list[m.Hello] = []
         self.before_step: Callable[[int], None] = lambda step: None
-        self.answer_hello = True
+        self.protocol = m.PROTOCOL
         self._doors: dict[bytes, m.Hello] = {}
         self._running: dict[tuple[bytes, int], _Request] = {}
         self._frozen = threading.Event()
@@ -181,8 +181,8 @@ class FakeEngine:
         if isinstance(message, m.Hello):
             self.hellos.append(message)
             self._doors[door] = message
-            if self.answer_hello:
-                socket.send_multipart([door, m.encode(m.Welcome(epoch=self.epoch, limits=self.limits))])
+            welcome = m.Welcome(self.epoch, self.limits, self.protocol)
+            socket.send_multipart([door, m.encode(welcome)])
         elif door not in self._doors:
             return  # a door that has not said Hello to this engine
         elif isinstance(message, m.Submit):

@@ -1,0 +1,307 @@
+"""The link between a door and the engine, against the fake engine and supervisor over real sockets."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from tests.backend.doors.waiting import wait_until
+from tests.fake_engine import LIMITS, FakeEngine, FakeSupervisor, toy_tokens
+from tridecode.backend import messages as m
+from tridecode.backend.doors.engine_link import EngineLink
+from tridecode.backend.errors import ConfigError, EngineDownError
+
+
+class Collector:
+    """A sink that waits for its request's end."""
+
+    def __init__(self, sequences: int = 1):
+        self.events: list[m.Event] = []
+        self._left, self._done = sequences, threading.Event()
+
+    def __call__(self, event: m.Event) -> None:
+        assert not self._done.is_set(), f"an event after the end: {event}"
+        self.events.append(event)
+        self._left -= bool(event.finish)
+        if event.finish in ("error", "cancelled", "deadline") or not self._left:
+            self._done.set()
+
+    def wait(self, timeout_s: float = 5.0) -> list[m.Event]:
+        assert self._done.wait(timeout_s), f"no end after {timeout_s} s; so far {self.events}"
+        return self.events
+
+    def tokens(self, sequence: int = 0) -> list[int]:
+        return [token for e in self.events if e.sequence == sequence for token in e.tokens]
+
+
+def sequence(prompt: list[int], **params) -> m.SequenceRequest:
+    return m.SequenceRequest(np.array(prompt, "<i4").tobytes(), m.SamplingParams(**params))
+
+
+def link_to(supervisor: FakeSupervisor, **options) -> EngineLink:
+    return EngineLink(
+        "/models/toy", "test", ensure=lambda engine_dir, pid: supervisor.endpoint, **options
+    ).start()
+
+
+@pytest.fixture()
+def engine():
+    with FakeEngine() as engine:
+        yield engine
+
+
+@pytest.fixture()
+def supervisor(engine):
+    with FakeSupervisor(engine) as supervisor:
+        yield supervisor
+
+
+@pytest.fixture()
+def link(supervisor):
+    link = link_to(supervisor)
+    link.wait_ready(5)
+    yield link
+    link.close()
+
+
+def test_limits_come_from_the_engine(link):
+    assert link.limits() == LIMITS
+    assert link.state().phase == "ready"
+
+
+def test_the_door_introduces_itself_to_supervisor_and_engine(link, engine, supervisor):
+    hello = supervisor.hellos[0]
+    assert hello.door.startswith("test:") and hello.server_pid > 0
+    assert engine.hellos == [hello]
+
+
+def test_a_request_gets_the_tokens_of_its_prompt(link):
+    done = Collector()
+    link.submit([sequence([5, 6, 7], max_tokens=9)], done)
+    done.wait()
+    assert done.tokens() == toy_tokens([5, 6, 7], 9, m.SamplingParams(), LIMITS.vocab_size)
+    assert [e.finish for e in done.events] == [""] * 8 + ["length"]
+
+
+def test_many_threads_may_submit_at_once(link):
+    collectors: dict[int, Collector] = {}
+
+    def submit(start: int) -> None:
+        for i in range(start, start + 20):
+            collectors[i] = Collector()
+            link.submit([sequence([i], max_tokens=5)], collectors[i])
+
+    threads = [threading.Thread(target=submit, args=(20 * t,)) for t in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, done in collectors.items():
+        done.wait()
+        assert done.tokens() == toy_tokens([i], 5, m.SamplingParams(), LIMITS.vocab_size)
+
+
+def test_a_cancelled_request_is_forgotten_here_and_there(link, engine):
+    engine.step_s = 0.01
+    seen = []
+    request = link.submit([sequence([4], max_tokens=400)], seen.append)
+    wait_until(lambda: seen)
+    link.cancel(request)
+    wait_until(lambda: engine.running == 0)
+    count = len(seen)
+    time.sleep(0.05)
+    assert len(seen) == count and engine.cancels == [request]
+
+
+def test_a_refusal_of_the_engine_reaches_the_sink(link, engine):
+    engine.freeze()
+    done = [Collector() for _ in range(LIMITS.max_queued_requests + 1)]
+    for collector in done:
+        link.submit([sequence([4], max_tokens=1)], collector)
+    engine.thaw()
+    assert [c.wait()[-1].finish for c in done] == ["length"] * LIMITS.max_queued_requests + ["error"]
+    assert done[-1].events[0].code == "UNAVAILABLE"
+
+
+def test_requests_of_a_dead_engine_end_with_the_supervisors_reason(link, engine, supervisor):
+    engine.step_s = 0.01
+    done = Collector(2)
+    link.submit([sequence([4], max_tokens=400), sequence([5], max_tokens=400)], done)
+    wait_until(lambda: done.events)
+    engine.stop()
+    supervisor.set_phase("down", "rank 0 was killed by signal 9")
+    last = done.wait()[-1]
+    assert (last.finish, last.code) == ("error", "UNAVAILABLE")
+    assert "rank 0 was killed by signal 9" in last.error
+
+
+def test_a_rebuilt_engine_serves_again(link, engine, supervisor):
+    engine.stop()
+    supervisor.set_phase("down", "rank 0 died")
+    wait_until(lambda: link.state().phase == "down")
+    refused = Collector()
+    link.submit([sequence([4], max_tokens=1)], refused)
+    assert "rank 0 died" in refused.wait(0.5)[0].error
+    with FakeEngine(epoch=2) as rebuilt:
+        supervisor.set_ready(rebuilt)
+        link.wait_ready(5)
+        done = Collector()
+        link.submit([sequence([4], max_tokens=2)], done)
+        done.wait()
+        assert done.tokens() == toy_tokens([4], 2, m.SamplingParams(), LIMITS.vocab_size)
+
+
+def test_a_new_epoch_without_a_word_fails_what_the_old_one_held(link, engine, supervisor):
+    engine.step_s = 0.01
+    done = Collector()
+    link.submit([sequence([4], max_tokens=400)], done)
+    wait_until(lambda: done.events)
+    with FakeEngine(epoch=2) as rebuilt:
+        supervisor.set_ready(rebuilt)
+        assert "rebuilt" in done.wait()[-1].error
+
+
+def test_a_request_waits_for_an_engine_that_is_starting():
+    with FakeSupervisor() as supervisor, FakeEngine() as engine:
+        link = link_to(supervisor, hold_s=5)
+        done = Collector()
+        link.submit([sequence([9], max_tokens=2)], done)
+        time.sleep(0.1)
+        assert not done.events
+        supervisor.set_ready(engine)
+        assert done.wait()[-1].finish == "length"
+        link.close()
+
+
+def test_a_request_does_not_wait_for_ever():
+    with FakeSupervisor() as supervisor:
+        link = link_to(supervisor, hold_s=0.1)
+        done = Collector()
+        link.submit([sequence([9], max_tokens=2)], done)
+        error = done.wait(2)[0]
+        assert error.code == "UNAVAILABLE" and "the engine is loading" in error.error
+        link.close()
+
+
+def test_waiting_for_an_engine_that_failed_tells_why():
+    with FakeSupervisor() as supervisor:
+        link = link_to(supervisor)
+        supervisor.set_phase("failed", "config.ini: section [gpt] has no head_num")
+        with pytest.raises(EngineDownError, match=r"section \[gpt\] has no head_num"):
+            link.wait_ready(5)
+        link.close()
+
+
+def test_waiting_is_bounded_and_tells_how_far_the_engine_came():
+    with FakeSupervisor() as supervisor:
+        link = link_to(supervisor)
+        with pytest.raises(EngineDownError, match="not ready after 0 s: starting"):
+            link.wait_ready(0.3)
+        link.close()
+
+
+def test_a_setting_that_no_supervisor_can_run_with_fails_at_once():
+    def ensure(engine_dir: str, server_pid: int) -> str:
+        raise ConfigError("no python3 on PATH")
+
+    link = EngineLink("/models/toy", "test", ensure=ensure).start()
+    with pytest.raises(EngineDownError, match="no python3 on PATH"):
+        link.wait_ready(5)
+    link.close()
+
+
+def test_silence_of_both_fails_what_is_open_and_looks_again(engine, supervisor):
+    calls = []
+
+    def ensure(engine_dir: str, server_pid: int) -> str:
+        calls.append(engine_dir)
+        return supervisor.endpoint
+
+    link = EngineLink("/models/toy", "test", ensure=ensure, silent_s=0.6).start()
+    link.wait_ready(5)
+    engine.freeze()
+    supervisor.silence()
+    done = Collector()
+    started = time.monotonic()
+    link.submit([sequence([4], max_tokens=4)], done)
+    assert "silent" in done.wait()[-1].error
+    assert time.monotonic() - started < 2
+    engine.thaw()
+    supervisor.silence(False)
+    link.wait_ready(5)
+    assert len(calls) >= 2
+    link.close()
+
+
+def test_a_silent_supervisor_alone_does_not_hurt_running_requests(engine, supervisor):
+    link = EngineLink("/models/toy", "test", ensure=lambda *_: supervisor.endpoint, silent_s=0.6).start()
+    link.wait_ready(5)
+    engine.step_s = 0.01
+    supervisor.silence()
+    done = Collector()
+    link.submit([sequence([4], max_tokens=120)], done)
+    assert done.wait()[-1].finish == "length"
+    link.close()
+
+
+def test_an_engine_of_another_protocol_is_refused():
+    with FakeEngine() as engine, FakeSupervisor(engine) as supervisor:
+        engine.protocol = m.PROTOCOL + 1
+        link = link_to(supervisor)
+        with pytest.raises(EngineDownError, match="protocol"):
+            link.wait_ready(5)
+        link.close()
+
+
+def test_closing_says_goodbye_and_fails_what_is_open(engine, supervisor):
+    engine.step_s = 0.01
+    link = link_to(supervisor)
+    link.wait_ready(5)
+    done = Collector()
+    link.submit([sequence([4], max_tokens=400)], done)
+    wait_until(lambda: done.events)
+    link.close()
+    assert "unloaded" in done.wait()[-1].error
+    wait_until(lambda: engine.goodbyes and supervisor.goodbyes)
+    with pytest.raises(EngineDownError):
+        link.submit([sequence([4])], done)
+
+
+def test_an_idle_link_does_not_spin(link):
+    before = time.process_time()
+    time.sleep(1.0)
+    assert time.process_time() - before < 0.3  # the fakes' own polling is in it
+
+
+def test_a_door_whose_server_is_gone_ends_itself():
+    door = textwrap.dedent(
+        """
+        import os, time
+        from tridecode.backend.doors.engine_link import EngineLink
+        link = EngineLink("/models/toy", "orphan", ensure=lambda *_: time.sleep(60)).start()
+        print(os.getpid(), flush=True)
+        time.sleep(60)
+        """
+    )
+    server = (
+        f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {door!r}]); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", server], stdout=subprocess.PIPE, text=True)
+    pid = int(process.stdout.readline())
+    process.kill()
+    process.wait()
+    wait_until(lambda: not is_alive(pid), 5)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
