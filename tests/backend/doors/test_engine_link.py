@@ -8,6 +8,7 @@ import textwrap
 import threading
 import time
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -119,14 +120,14 @@ def test_a_cancelled_request_is_forgotten_here_and_there(link, engine):
     assert len(seen) == count and engine.cancels == [request]
 
 
-def test_a_refusal_of_the_engine_reaches_the_sink(link, engine):
-    engine.freeze()
-    done = [Collector() for _ in range(LIMITS.max_queued_requests + 1)]
-    for collector in done:
-        link.submit([sequence([4], max_tokens=1)], collector)
-    engine.thaw()
-    assert [c.wait()[-1].finish for c in done] == ["length"] * LIMITS.max_queued_requests + ["error"]
-    assert done[-1].events[0].code == "UNAVAILABLE"
+def test_a_refusal_of_the_engine_reaches_the_sink():
+    full = msgspec.structs.replace(LIMITS, max_queued_requests=0)
+    with FakeEngine(limits=full) as engine, FakeSupervisor(engine) as supervisor:
+        link, done = link_to(supervisor), Collector(2)
+        link.submit([sequence([4], max_tokens=1), sequence([5], max_tokens=1)], done)
+        (event,) = done.wait()
+        assert (event.finish, event.code) == ("error", "UNAVAILABLE")
+        link.close()
 
 
 def test_requests_of_a_dead_engine_end_with_the_supervisors_reason(link, engine, supervisor):
