@@ -16,8 +16,8 @@ def read_engine_parameters(engine_dir: str) -> dict[str, str]:
     """The parameters of `<engine_dir>/config.pbtxt` by key, as read_engine_config takes them.
 
     engine_dir: the directory of the fastertransformer model, above its version folders. Fields that this
-    tritonclient does not know are skipped. Raises ConfigError naming the file and, for a syntax error, line and
-    column.
+    tritonclient does not know are skipped. Raises ConfigError naming the file and, for a syntax error, line
+    and column.
     """
     config = _read(Path(engine_dir) / FILE)
     return {key: value.string_value for key, value in config.parameters.items()}
@@ -26,10 +26,11 @@ def read_engine_parameters(engine_dir: str) -> dict[str, str]:
 def checkpoint_dir(engine_dir: str) -> str:
     """Where the model's config.ini and weights lie.
 
-    The parameter model_checkpoint_path, taken from the version folder where it is relative. Without it, in the
-    version folder: default_model_filename, or else `<tensor_para_size>-gpu`, or else the only `*-gpu` folder, for
-    a weight directory loads at any degree. Of several version folders the highest is meant, as Triton serves it.
-    Raises ConfigError where several could be meant. Source: FasterTransformer's backend, ModelState.
+    The parameter model_checkpoint_path, taken from the version folder where it is relative. Without it, in
+    the version folder: default_model_filename, or else `<tensor_para_size>-gpu`, or else the only `*-gpu`
+    folder, for a weight directory loads at any degree. Of several version folders the highest is meant, as
+    Triton serves it. Raises ConfigError where several could be meant. Source: FasterTransformer's backend,
+    ModelState.
     """
     path = Path(engine_dir) / FILE
     config = _read(path)
@@ -44,8 +45,8 @@ def checkpoint_dir(engine_dir: str) -> str:
         return str(usual)
     if len(others) > 1:
         raise ConfigError(
-            f"{version} has no {usual.name} but {', '.join(folder.name for folder in others)}; name one of them "
-            f"in the parameter model_checkpoint_path of {path}"
+            f"{version} has no {usual.name} but {', '.join(folder.name for folder in others)}; "
+            f"name one of them in the parameter model_checkpoint_path of {path}"
         )
     return str(others[0])
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tridecode.backend.config import read_engine_config
-from tridecode.backend.engine_config_file import FILE, read_engine_parameters
+from tridecode.backend.engine_config_file import FILE, checkpoint_dir, read_engine_parameters
 from tridecode.backend.errors import TridecodeError
 
 
@@ -28,15 +28,12 @@ def read_engine_settings(engine_dir: str) -> EngineSettings:
 
 
 def fingerprint(engine_dir: str) -> tuple:
-    """Changes when config.pbtxt or a config.ini of the model changes: size and modification time of each."""
-    root = Path(engine_dir)
-    files = [root / FILE, *sorted(root.glob("*/config.ini")), *sorted(root.glob("*/*/config.ini"))]
+    """Changes when config.pbtxt or the model's config.ini changes: size and modification time of each."""
+    files = [Path(engine_dir) / FILE]
     try:
-        checkpoint = read_engine_parameters(engine_dir).get("model_checkpoint_path", "")
-    except TridecodeError:  # a broken config.pbtxt is told by its own size and time
-        checkpoint = ""
-    if checkpoint:
-        files.append(Path(checkpoint) / "config.ini")
+        files.append(Path(checkpoint_dir(engine_dir)) / "config.ini")
+    except TridecodeError:
+        pass  # a broken config.pbtxt is told by its own size and time
     return tuple((str(file), *_size_and_time(file)) for file in files)
 
 

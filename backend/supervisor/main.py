@@ -180,7 +180,7 @@ class Supervisor:
         self.owner.epoch = epoch
         runtime_dir.write_owner(self.place.lock_fd, self.owner)
         self._rank_identities.clear()
-        for old in self.place.folder.glob("engine-*.sock"):
+        for old in self.place.folder.glob("engine-*"):
             old.unlink()
         options = ["--engine-dir", self.place.engine_dir, "--control", self.control, "--epoch", str(epoch)]
         options += ["--world", str(settings.world), "--endpoint", self._engine_endpoint(epoch)]
@@ -226,13 +226,9 @@ class Supervisor:
     def _clean_after_server(self) -> None:
         """What a killed server leaves: stubs that hang, and the shared memory of all its stubs."""
         stubs = [*self._stubs.values(), *shared_memory.stubs_of(self.place.server.pid)]
-        regions = {stub.region for stub in stubs} | {door.hello.shm_region for door in self.doors.doors}
-        victims = {stub.process for stub in stubs} | {
-            door.process for door in self.doors.doors if door.process
-        }
-        for process in victims:
-            if processes.alive(process):
-                _log.warning("killing stub %d, whose server is gone", process.pid)
-                processes.kill(process)
-        for region in regions:
+        for stub in stubs:
+            if processes.alive(stub.process):
+                _log.warning("killing stub %d, whose server is gone", stub.process.pid)
+                processes.kill(stub.process)
+        for region in {stub.region for stub in stubs} | {door.hello.shm_region for door in self.doors.doors}:
             shared_memory.unlink(region)

@@ -59,9 +59,10 @@ class RankStatus:
 class RankLink:
     """A daemon thread that beats for this rank.
 
-    control: the supervisor's endpoint. epoch, rank: from the command line. on_stop: called once, in the
-    link's thread, when the supervisor asks the rank to end; two seconds later it kills. Where the supervisor
-    is gone (another parent, or silence for SUPERVISOR_SILENCE_S) the process ends with os._exit(1).
+    control: the supervisor's endpoint. epoch, rank: from the command line. on_stop, which may also be set
+    later: called in the link's thread when the supervisor asks the rank to end, two seconds before it kills;
+    without one the process ends at once. Where the supervisor is gone (another parent, or silence for
+    SUPERVISOR_SILENCE_S) the process ends with os._exit(1).
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class RankLink:
         self._control = control
         self._epoch = epoch
         self._rank = rank
-        self._on_stop = on_stop
+        self.on_stop = on_stop
         self._parent = os.getppid()
         self._outbox: queue.SimpleQueue = queue.SimpleQueue()
         self._closing = threading.Event()
@@ -120,7 +121,7 @@ class RankLink:
                 heard_at = now  # we ourselves stood still
             last = now
             if now - beat_at >= BEAT_S:
-                socket.send(encode(self._beat(now)))
+                socket.send(encode(self.beat()))
                 beat_at = now
             if socket.poll(int(_POLL_S * 1000)):
                 self._receive(socket.recv())
@@ -134,8 +135,9 @@ class RankLink:
             except queue.Empty:
                 return
 
-    def _beat(self, now: float) -> EngineBeat:
-        status = self.status
+    def beat(self) -> EngineBeat:
+        """The status as it is now. For any thread: rank 0 sends it to the doors too."""
+        status, now = self.status, time.monotonic()
         busy_since = status.busy_since
         return EngineBeat(
             epoch=self._epoch,
@@ -155,9 +157,10 @@ class RankLink:
         except msgspec.DecodeError as error:
             _log.warning("a message that is none of ours: %s", error)
             return
-        if isinstance(message, Stop) and self._on_stop is not None:
-            on_stop, self._on_stop = self._on_stop, None
-            on_stop()
+        if isinstance(message, Stop):
+            if self.on_stop is None:
+                os._exit(0)
+            self.on_stop()
 
     def _check_supervisor(self, silent_s: float) -> None:
         if os.getppid() != self._parent:

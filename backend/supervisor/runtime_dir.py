@@ -75,7 +75,8 @@ def _private(path: Path) -> Path:
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ConfigError(
             f"{path} has owner {status.st_uid} and mode {status.st_mode & 0o777:o}; "
-            f"wanted owner {os.getuid()} and mode 700, for it holds the engine's sockets (set TRIDECODE_RUNTIME_DIR to another folder)"
+            f"wanted owner {os.getuid()} and mode 700, for it holds the engine's sockets "
+            "(set TRIDECODE_RUNTIME_DIR to another folder)"
         )
     return path
 
