@@ -1,8 +1,9 @@
 """Settings, read in one place and frozen after.
 
-`ModelConfig` is what `config.ini` says of a model (FasterTransformer's spellings end here), `EngineConfig` what
-`config.pbtxt` of the `fastertransformer` model says of the engine. Sources: shared contract of FasterTransformer's
-`ParallelGptTritonModel.cc` for the [gpt] section; the [llama] section is ours, in the same spelling.
+`ModelConfig` is what `config.ini` says of a model (FasterTransformer's spellings end here), `EngineConfig`
+what `config.pbtxt` of the `fastertransformer` model says of the engine. Sources: shared contract of
+FasterTransformer's `ParallelGptTritonModel.cc` for the [gpt] section; the [llama] section is ours, in the
+same spelling.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import configparser
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Callable, Optional
+from typing import Callable
 
 from tridecode.backend.errors import ConfigError, UnsupportedError
 
@@ -21,7 +22,8 @@ DEFAULT_MAX_POSITIONS = 16384
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding. size: rotated dimensions of a head; theta: base; scaling: "default", "linear" or "llama3".
+    """Rotary position embedding. size: rotated dimensions of a head; theta: base; scaling: "default",
+    "linear" or "llama3".
 
     Source: Su et al. 2021; the llama3 rule is transformers' `_compute_llama3_parameters`.
     """
@@ -54,16 +56,16 @@ class ModelConfig:
     end_id: int
     weight_dtype: str = "fp32"  # of the files; "fp32", "fp16" or "bf16"
     activation: str = "gelu_tanh"  # "gelu_tanh", "gelu" (erf), "relu" or "silu"
-    rope: Optional[RopeConfig] = None
+    rope: RopeConfig | None = None
     attention_bias: bool = True  # of query_key_value and dense
     mlp_bias: bool = True
     tied_head: bool = True  # no model.lm_head.weight.bin: the head is the word embedding
     residual_from_norm: bool = False  # BLOOM's apply_residual_connection_post_layernorm
 
 
-
 class IniSection:
-    """One section of a config.ini, with errors that name file, section and key (the INI dialect of INIReader.h)."""
+    """One section of a config.ini, with errors that name file, section and key (the INI dialect of
+    INIReader.h)."""
 
     def __init__(self, path: Path, name: str, items: dict[str, str]):
         self.path, self.name, self._items = path, name, items
@@ -75,26 +77,28 @@ class IniSection:
         text = self._items.get(key.lower())
         if text is None:
             if default is None:
-                raise ConfigError(f"{self.path}: section [{self.name}] has no {key}; wanted {key} = <{wanted}>")
+                raise ConfigError(
+                    f"{self.path}: section [{self.name}] has no {key}; wanted {key} = <{wanted}>"
+                )
             return default
         try:
             return convert(text.strip())
         except ValueError:
             raise ConfigError(f"{self.path}: [{self.name}] {key} = {text!r}; wanted {wanted}") from None
 
-    def integer(self, key: str, default: Optional[int] = None, minimum: Optional[int] = None) -> int:
+    def integer(self, key: str, default: int | None = None, minimum: int | None = None) -> int:
         value = self._convert(key, lambda text: int(text, 0), "a whole number", default)
         if minimum is not None and value < minimum:
             raise ConfigError(f"{self.path}: [{self.name}] {key} = {value}; wanted {minimum} or more")
         return value
 
-    def number(self, key: str, default: Optional[float] = None) -> float:
+    def number(self, key: str, default: float | None = None) -> float:
         return self._convert(key, float, "a number", default)
 
-    def text(self, key: str, default: Optional[str] = None) -> str:
+    def text(self, key: str, default: str | None = None) -> str:
         return self._convert(key, str, "a text", default)
 
-    def flag(self, key: str, default: Optional[bool] = None) -> bool:
+    def flag(self, key: str, default: bool | None = None) -> bool:
         return self._convert(key, _flag, "true or false", default)
 
 
@@ -110,7 +114,11 @@ def _flag(text: str) -> bool:
 def read_ini(path: Path) -> dict[str, IniSection]:
     """Sections of an INI file by lower-case name. Raises ConfigError if it is missing or cannot be parsed."""
     parser = configparser.ConfigParser(
-        strict=False, interpolation=None, delimiters=("=", ":"), comment_prefixes=("#", ";"), inline_comment_prefixes=(";",)
+        strict=False,
+        interpolation=None,
+        delimiters=("=", ":"),
+        comment_prefixes=("#", ";"),
+        inline_comment_prefixes=(";",),
     )
     try:
         parser.read_string(path.read_text(encoding="utf-8-sig"))
@@ -121,15 +129,19 @@ def read_ini(path: Path) -> dict[str, IniSection]:
     return {name.lower(): IniSection(path, name, dict(parser[name])) for name in parser.sections()}
 
 
-_ACTIVATIONS = {"gelu": "gelu_tanh", "relu": "relu", "silu": "silu"}  # FasterTransformer's Gelu is the tanh form
+_ACTIVATIONS = {
+    "gelu": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+}  # FasterTransformer's Gelu is the tanh form
 
 
-def read_model_config(path: Path, tied_head: Optional[bool] = None) -> ModelConfig:
+def read_model_config(path: Path, tied_head: bool | None = None) -> ModelConfig:
     """Read `config.ini` (a file or the directory that holds it).
 
-    tied_head: whether the head is the word embedding; None: it is where no model.lm_head.weight file lies beside
-    the config. Raises ConfigError naming the file, the key, what was found and what was wanted; UnsupportedError for
-    a known setting that this version does not run.
+    tied_head: whether the head is the word embedding; None: it is where no model.lm_head.weight file lies
+    beside the config. Raises ConfigError naming the file, the key, what was found and what was wanted;
+    UnsupportedError for a known setting that this version does not run.
     """
     path = Path(path)
     if path.is_dir():
@@ -150,7 +162,8 @@ def _common(section: IniSection) -> dict:
     dtype = next((known for known in DTYPES if known in dtype_text), None)
     if dtype is None:
         raise ConfigError(
-            f"{section.path}: [{section.name}] weight_data_type = {dtype_text!r}; wanted one of {', '.join(DTYPES)}"
+            f"{section.path}: [{section.name}] weight_data_type = {dtype_text!r}; "
+            f"wanted one of {', '.join(DTYPES)}"
         )
     return {
         "model_name": section.text("model_name", "model"),
@@ -169,21 +182,24 @@ def _read_gpt(section: IniSection, tied_head: bool) -> ModelConfig:
     common = _common(section)
     if section.text("layernorm_type", "pre_layernorm") != "pre_layernorm":
         raise UnsupportedError(
-            f"{section.path}: [gpt] layernorm_type = {section.text('layernorm_type')}; this version runs pre_layernorm"
+            f"{section.path}: [gpt] layernorm_type = {section.text('layernorm_type')}; "
+            "this version runs pre_layernorm"
         )
     for key in ("has_adapters",):
         if section.flag(key, False):
             raise UnsupportedError(f"{section.path}: [gpt] {key} = true; this version has no adapters")
     if not section.flag("has_post_decoder_layernorm", True):
         raise UnsupportedError(
-            f"{section.path}: [gpt] has_post_decoder_layernorm = false; this version runs models with a final LayerNorm"
+            f"{section.path}: [gpt] has_post_decoder_layernorm = false; "
+            "this version runs models with a final LayerNorm"
         )
     activation_text = section.text("activation_type", "Gelu").lower()
     # gelu_erf is ours: a checkpoint whose GELU is the exact one
     activation = "gelu" if activation_text == "gelu_erf" else _ACTIVATIONS.get(activation_text)
     if activation not in ("gelu_tanh", "gelu", "relu"):
         raise UnsupportedError(
-            f"{section.path}: [gpt] activation_type = {activation_text}; this version runs Gelu (tanh), gelu_erf and Relu"
+            f"{section.path}: [gpt] activation_type = {activation_text}; "
+            "this version runs Gelu (tanh), gelu_erf and Relu"
         )
     has_positions = section.flag("has_positional_encoding", True)
     alibi = section.flag("use_attention_linear_bias", False)
@@ -194,15 +210,17 @@ def _read_gpt(section: IniSection, tied_head: bool) -> ModelConfig:
         family = "bloom"
     else:
         raise UnsupportedError(
-            f"{section.path}: [gpt] has_positional_encoding, use_attention_linear_bias, has_pre_decoder_layernorm are "
-            f"{has_positions}, {alibi}, {embedding_norm}; this version runs True, False, False (GPT) and "
-            "False, True, True (BLOOM)"
+            f"{section.path}: [gpt] has_positional_encoding, use_attention_linear_bias, "
+            f"has_pre_decoder_layernorm are {has_positions}, {alibi}, {embedding_norm}; "
+            "this version runs True, False, False (GPT) and False, True, True (BLOOM)"
         )
     return ModelConfig(
         family=family,
         hidden_size=common["num_heads"] * common["head_size"],
         num_kv_heads=common["num_heads"],
-        max_positions=section.integer("max_pos_seq_len", None if has_positions else DEFAULT_MAX_POSITIONS, minimum=1),
+        max_positions=section.integer(
+            "max_pos_seq_len", None if has_positions else DEFAULT_MAX_POSITIONS, minimum=1
+        ),
         norm_eps=section.number("layernorm_eps", 1e-6),
         activation=activation,
         tied_head=tied_head,
@@ -216,7 +234,8 @@ def _read_llama(section: IniSection, tied_head: bool) -> ModelConfig:
     scaling = section.text("rope_scaling_type", "default")
     if scaling not in ("default", "linear", "llama3"):
         raise UnsupportedError(
-            f"{section.path}: [llama] rope_scaling_type = {scaling}; this version runs default, linear and llama3"
+            f"{section.path}: [llama] rope_scaling_type = {scaling}; "
+            "this version runs default, linear and llama3"
         )
     rope = RopeConfig(
         size=section.integer("rotary_embedding", common["head_size"], minimum=2),
@@ -230,7 +249,8 @@ def _read_llama(section: IniSection, tied_head: bool) -> ModelConfig:
     num_kv_heads = section.integer("kv_head_num", common["num_heads"], minimum=1)
     if common["num_heads"] % num_kv_heads:
         raise ConfigError(
-            f"{section.path}: [llama] head_num = {common['num_heads']} is no multiple of kv_head_num = {num_kv_heads}"
+            f"{section.path}: [llama] head_num = {common['num_heads']} is no multiple of "
+            f"kv_head_num = {num_kv_heads}"
         )
     return ModelConfig(
         family="llama",
@@ -299,7 +319,8 @@ def model_config_ini(config: ModelConfig, tensor_para_size: int) -> str:
 class EngineConfig:
     """How the engine runs. Read from the `parameters` of the fastertransformer model's config.pbtxt.
 
-    The first group keeps FasterTransformer's keys; the second is ours. None means "decide at start-up and say so".
+    The first group keeps FasterTransformer's keys; the second is ours. None means "decide at start-up and say
+    so".
     """
 
     tensor_para_size: int = 1
@@ -310,10 +331,10 @@ class EngineConfig:
     device: str = "auto"  # "auto", "cpu", "cuda"
     max_sequences: int = 64  # sequences that decode together
     max_queued_requests: int = 1024  # requests that wait for a place; one more is answered UNAVAILABLE
-    max_sequence_tokens: Optional[int] = None  # prompt + output; None: what the model's positions allow
-    max_step_tokens: Optional[int] = None  # tokens of one step; prompts are cut into chunks to fit
+    max_sequence_tokens: int | None = None  # prompt + output; None: what the model's positions allow
+    max_step_tokens: int | None = None  # tokens of one step; prompts are cut into chunks to fit
     block_tokens: int = 32  # KV-cache tokens of one block
-    cache_bytes: Optional[int] = None  # None: memory_fraction of what is free after loading and warm-up
+    cache_bytes: int | None = None  # None: memory_fraction of what is free after loading and warm-up
     memory_fraction: float = 0.9
     max_bad_word_tokens: int = 256  # a sequence's bad words, all ids together
     max_stop_word_tokens: int = 1024
@@ -371,7 +392,13 @@ def _check_engine_config(config: EngineConfig, where: str) -> None:
 
     demand(config.data_type in DTYPES, "data_type", "one of " + ", ".join(DTYPES))
     demand(config.device in ("auto", "cpu", "cuda"), "device", "auto, cpu or cuda")
-    for key in ("tensor_para_size", "pipeline_para_size", "max_sequences", "max_queued_requests", "block_tokens"):
+    for key in (
+        "tensor_para_size",
+        "pipeline_para_size",
+        "max_sequences",
+        "max_queued_requests",
+        "block_tokens",
+    ):
         demand(getattr(config, key) >= 1, key, "1 or more")
     for key in _OPTIONAL_INT_KEYS:
         demand(getattr(config, key) is None or getattr(config, key) >= 1, key, "1 or more, or auto")

@@ -1,6 +1,7 @@
 """Errors that an operator or a client is meant to read.
 
-Each carries the Triton status code that a client sees. The text says what was found, what was wanted, and where.
+Each carries the Triton status code that a client sees. The text says what was found, what was wanted, and
+where.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ class TridecodeError(Exception):
 
 
 class ConfigError(TridecodeError):
-    """config.ini, config.pbtxt or a setting is wrong: names the file, the key, what was found, what was wanted."""
+    """config.ini, config.pbtxt or a setting is wrong: names the file, the key, what was found, what was
+    wanted."""
 
     code = "INVALID_ARG"
 

@@ -1,12 +1,13 @@
 """The typed values that cross processes: door <-> engine, door <-> supervisor, engine <-> supervisor.
 
-All are msgspec structs, encoded as MessagePack with a tag, one message a zmq frame. Nothing here imports torch.
-A door talks to rank 0 of the engine through a DEALER socket (engine: ROUTER), and to the supervisor through another.
+All are msgspec structs, encoded as MessagePack with a tag, one message a zmq frame. Nothing here imports
+torch. A door talks to rank 0 of the engine through a DEALER socket (engine: ROUTER), and to the supervisor
+through another.
 """
 
 from __future__ import annotations
 
-from typing import Optional, Union
+from typing import Union
 
 import msgspec
 
@@ -17,8 +18,9 @@ PROTOCOL = 1
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """How one sequence chooses its tokens. One vocabulary for every door; ranges are checked by `check()`.
 
-    The order of operations is FasterTransformer's: bad words, temperature, repetition / presence / frequency penalty,
-    min_tokens, top-k, then top-p within what top-k left. `top_k == 1` or `temperature == 0` is greedy.
+    The order of operations is FasterTransformer's: bad words, temperature, repetition / presence / frequency
+    penalty, min_tokens, top-k, then top-p within what top-k left. `top_k == 1` or `temperature == 0` is
+    greedy.
     """
 
     max_tokens: int = 16  # new tokens at most, >= 0
@@ -29,7 +31,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     top_p_decay: float = 1.0  # top_p is multiplied by it after each token, in (0, 1]
     top_p_min: float = 1e-6  # the floor of the decay, in (0, 1]
     top_p_reset_id: int = -1  # a token that sets top_p back; -1: none
-    repetition_penalty: float = 1.0  # > 0; divides positive and multiplies negative logits of ids already present
+    repetition_penalty: float = (
+        1.0  # > 0; divides positive and multiplies negative logits of ids already present
+    )
     presence_penalty: float = 0.0  # subtracted once from the logit of each id already present
     frequency_penalty: float = 0.0  # subtracted once an occurrence
     seed: int = 0  # 0 .. 2**64 - 1
@@ -150,8 +154,8 @@ class EngineBeat(msgspec.Struct, frozen=True, tag="beat"):
 class EngineState(msgspec.Struct, frozen=True, tag="state"):
     """What the supervisor knows of the engine: sent to a door on Hello, on each change, and every `BEAT_S`.
 
-    phase: "starting" (detail says what), "ready", "down" (detail says why; a new one is coming), "failed" (it will
-    not come back without a change; detail says why), "stopping".
+    phase: "starting" (detail says what), "ready", "down" (detail says why; a new one is coming), "failed" (it
+    will not come back without a change; detail says why), "stopping".
     """
 
     epoch: int
@@ -224,7 +228,7 @@ def is_greedy(params: SamplingParams) -> bool:
 _MAX_SEED = 2**64 - 1
 
 
-def check(params: SamplingParams) -> Optional[str]:
+def check(params: SamplingParams) -> str | None:
     """None, or one sentence: which field is out of its range, what was found and what was wanted."""
     bounds: list[tuple[str, bool, str]] = [
         ("max_tokens", params.max_tokens >= 0, "0 or more"),

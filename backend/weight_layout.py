@@ -1,14 +1,13 @@
 """What a weight file holds: the one description that the converter writes from and the reader reads from.
 
-A weight directory has headerless, little-endian, C-order `.bin` files with FasterTransformer's names. A tensor that is
-split over tensor ranks has one file a rank, `<name>.<rank>.bin`; any other has `<name>.bin`. Matrices are stored
-(in, out). `weight_specs(config)` of a family lists its WeightSpecs.
+A weight directory has headerless, little-endian, C-order `.bin` files with FasterTransformer's names. A
+tensor that is split over tensor ranks has one file a rank, `<name>.<rank>.bin`; any other has `<name>.bin`.
+Matrices are stored (in, out). `weight_specs(config)` of a family lists its WeightSpecs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional
 
 from tridecode.backend.errors import ConfigError
 
@@ -20,18 +19,18 @@ class WeightSpec:
     name: the file's stem, e.g. "model.layers.0.attention.query_key_value.weight".
     shape: of the whole tensor; a matrix is (in, out).
     axis: the axis that is split over tensor ranks, or None for a tensor that every rank reads whole.
-    sections: sizes of consecutive parts along `axis`, each split evenly by itself. Rank r's shard is the concatenation
-        of the r-th slice of each section: the fused query_key_value of FasterTransformer, (H, 3, H/t) a file, is
-        sections (H, H, H). Empty: one section.
+    sections: sizes of consecutive parts along `axis`, each split evenly by itself. Rank r's shard is the
+        concatenation of the r-th slice of each section: the fused query_key_value of FasterTransformer, (H,
+        3, H/t) a file, is sections (H, H, H). Empty: one section.
     layer: the layer it belongs to, or None; a pipeline stage reads its own layers only.
     optional: the file may be absent (the head of a tied model).
     """
 
     name: str
     shape: tuple[int, ...]
-    axis: Optional[int] = None
+    axis: int | None = None
     sections: tuple[int, ...] = ()
-    layer: Optional[int] = None
+    layer: int | None = None
     optional: bool = False
 
     def __post_init__(self) -> None:
@@ -48,7 +47,8 @@ class WeightSpec:
         return f"{self.name}.bin" if self.axis is None else f"{self.name}.{rank}.bin"
 
     def shard_shape(self, world: int) -> tuple[int, ...]:
-        """Shape of one rank's file at tensor-parallel degree `world`. Raises ConfigError where it does not divide."""
+        """Shape of one rank's file at tensor-parallel degree `world`. Raises ConfigError where it does not
+        divide."""
         if self.axis is None:
             return self.shape
         self.check_divides(world)
@@ -65,7 +65,8 @@ class WeightSpec:
                 )
 
     def slices(self, rank: int, world: int) -> list[tuple[int, int]]:
-        """(start, stop) along `axis` of the whole tensor, a pair a section, that make up rank's shard, in order."""
+        """(start, stop) along `axis` of the whole tensor, a pair a section, that make up rank's shard, in
+        order."""
         out, start = [], 0
         for part in self.parts:
             size = part // world
@@ -75,6 +76,7 @@ class WeightSpec:
 
 
 def stage_layers(num_layers: int, stage: int, num_stages: int) -> range:
-    """Layers of a pipeline stage: contiguous blocks of ceil(num_layers / num_stages), FasterTransformer's rule."""
+    """Layers of a pipeline stage: contiguous blocks of ceil(num_layers / num_stages), FasterTransformer's
+    rule."""
     size = -(-num_layers // num_stages)
     return range(min(stage * size, num_layers), min((stage + 1) * size, num_layers))

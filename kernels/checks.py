@@ -30,15 +30,21 @@ def match(operation: str, *tensors: tuple[str, str, Tensor]) -> dict[str, int]:
     device = tensors[0][2].device
     for letters, name, tensor in tensors:
         if tensor.dim() != len(letters):
-            raise ShapeError(f"{operation}: {name} has shape {tuple(tensor.shape)}; wanted {len(letters)} axes ({letters})")
+            raise ShapeError(
+                f"{operation}: {name} has shape {tuple(tensor.shape)}; wanted {len(letters)} axes ({letters})"
+            )
         for axis, letter in enumerate(letters):
             size = tensor.shape[axis]
             if sizes.setdefault(letter, size) != size:
-                raise ShapeError(f"{operation}: {name}.shape[{axis}] is {size}, but {letter} is {sizes[letter]}")
+                raise ShapeError(
+                    f"{operation}: {name}.shape[{axis}] is {size}, but {letter} is {sizes[letter]}"
+                )
         if tensor.device != device:
             raise LayoutError(f"{operation}: {name} lies on {tensor.device}, {tensors[0][1]} on {device}")
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-            raise LayoutError(f"{operation}: the last axis of {name} is not contiguous (strides {tensor.stride()})")
+            raise LayoutError(
+                f"{operation}: the last axis of {name} is not contiguous (strides {tensor.stride()})"
+            )
     return sizes
 
 

@@ -1,17 +1,17 @@
 """The operations a model is made of: their contracts. `reference.py` is their meaning, `cuda.py` their speed.
 
-Letters: T tokens of this step (all sequences, concatenated), B sequences, H query heads, K key/value heads (of this
-rank), D head size, C hidden size, F MLP size, V vocabulary, S batch slots, N cache blocks, P tokens of a block,
-M block-table columns. Every operation writes into `out`, never synchronises, and is safe inside CUDA graph capture;
-scratch memory belongs to the implementation and is reserved once with `reserve`. All tensors of a call lie on one
-device. Shapes, dtypes and layouts are checked before anything is launched: ShapeError, DtypeError, LayoutError
-(kernels.checks).
+Letters: T tokens of this step (all sequences, concatenated), B sequences, H query heads, K key/value heads
+(of this rank), D head size, C hidden size, F MLP size, V vocabulary, S batch slots, N cache blocks, P tokens
+of a block, M block-table columns. Every operation writes into `out`, never synchronises, and is safe inside
+CUDA graph capture; scratch memory belongs to the implementation and is reserved once with `reserve`. All
+tensors of a call lie on one device. Shapes, dtypes and layouts are checked before anything is launched:
+ShapeError, DtypeError, LayoutError (kernels.checks).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Optional, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -21,23 +21,23 @@ class Norm:
     """LayerNorm (bias given) or RMSNorm (bias None). weight, bias: (C,), the dtype of the activations."""
 
     weight: Tensor
-    bias: Optional[Tensor]
+    bias: Tensor | None
     eps: float
 
 
 @dataclass(frozen=True)
 class Linear:
-    """weight: (out, in), bias: (out,) or None, as `Ops.pack` returned them: on CUDA the rows of weight are contiguous,
-    on the CPU it may be in a library's own layout."""
+    """weight: (out, in), bias: (out,) or None, as `Ops.pack` returned them: on CUDA the rows of weight are
+    contiguous, on the CPU it may be in a library's own layout."""
 
     weight: Tensor
-    bias: Optional[Tensor] = None
+    bias: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Rope:
-    """cos, sin: (positions, size / 2) float32. The first `size` dimensions of a head are rotated, half against half
-    (LLaMA, GPT-NeoX) or, interleaved, each even dimension against the next (GPT-J)."""
+    """cos, sin: (positions, size / 2) float32. The first `size` dimensions of a head are rotated, half
+    against half (LLaMA, GPT-NeoX) or, interleaved, each even dimension against the next (GPT-J)."""
 
     cos: Tensor
     sin: Tensor
@@ -50,14 +50,15 @@ class Rope:
 
 @dataclass(frozen=True)
 class Heads:
-    """Attention heads of this rank. slopes: (H,) float32 ALiBi slopes or None; scale: of the scores, 1/sqrt(D)."""
+    """Attention heads of this rank. slopes: (H,) float32 ALiBi slopes or None; scale: of the scores,
+    1/sqrt(D)."""
 
     num_heads: int
     num_kv_heads: int
     head_size: int
     scale: float
-    rope: Optional[Rope] = None
-    slopes: Optional[Tensor] = None
+    rope: Rope | None = None
+    slopes: Tensor | None = None
 
     @property
     def qkv_size(self) -> int:
@@ -66,14 +67,15 @@ class Heads:
 
 @dataclass(frozen=True)
 class CacheLayer:
-    """One layer's paged cache. blocks: (N, 2, K, P, D), keys at [:, 0], values at [:, 1]; a slot is block * P + offset.
+    """One layer's paged cache. blocks: (N, 2, K, P, D), keys at [:, 0], values at [:, 1]; a slot is block * P
+    + offset.
 
-    The tokens of one head in one block are contiguous, so that a kernel copies them whole. scales: for the 8-bit
-    caches to come, (N, 2, K, P) float32; None for a 16- or 32-bit cache.
+    The tokens of one head in one block are contiguous, so that a kernel copies them whole. scales: for the
+    8-bit caches to come, (N, 2, K, P) float32; None for a 16- or 32-bit cache.
     """
 
     blocks: Tensor
-    scales: Optional[Tensor] = None
+    scales: Tensor | None = None
 
     @property
     def block_tokens(self) -> int:
@@ -82,8 +84,9 @@ class CacheLayer:
 
 @dataclass
 class Batch:
-    """One step as the device sees it. Rows are sequences: the first `num_decodes` have one new token each, the others
-    (prompts, or chunks of them) have query_starts[b+1] - query_starts[b]. All index tensors are int32.
+    """One step as the device sees it. Rows are sequences: the first `num_decodes` have one new token each,
+    the others (prompts, or chunks of them) have query_starts[b+1] - query_starts[b]. All index tensors are
+    int32.
 
     A padded row of a graph has context_lens 0, slot -1 and kv_slots -1: it reads nothing and writes nothing.
     """
@@ -100,7 +103,7 @@ class Batch:
     max_query: int  # longest prefill row, 0 if there is none
     max_context: int  # an upper bound of context_lens
     fresh_prompts: bool  # no prefill row has tokens in the cache from before this step
-    #: what an implementation derives once a step and every layer uses; the engine makes a new Batch, or clears it, a step
+    #: what an implementation derives once a step and every layer uses; a new Batch has a new one
     memo: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -129,12 +132,15 @@ DECAY = 32  # top_p_decay < 1
 
 @dataclass(frozen=True)
 class SamplingState:
-    """What sampling keeps of the sequences, by batch slot. Only `sample` and the engine's slot starts write it.
+    """What sampling keeps of the sequences, by batch slot. Only `sample` and the engine's slot starts write
+    it.
 
     ints: (S, NUM_INTS) int32 and floats: (S, NUM_FLOATS) float32, the parameters, columns as named above.
-    top_p: (S,) float32, its value now. generated: (S,) int32, tokens sampled so far, the counter of the generator.
-    last_tokens: (S,) int32. history: (S, L) int32, prompt and output; history_lens: (S,) int32; kept only for slots
-    with BAD_WORDS. counts: (S, V) int16, occurrences of each id in prompt and output; kept only for slots with PENALTIES.
+    top_p: (S,) float32, its value now. generated: (S,) int32, tokens sampled so far, the counter of the
+    generator.
+    last_tokens: (S,) int32. history: (S, L) int32, prompt and output; history_lens: (S,) int32; kept only for
+    slots with BAD_WORDS. counts: (S, V) int16, occurrences of each id in prompt and output; kept only for
+    slots with PENALTIES.
     bad_ids, bad_ends: (S, W) int32: ids of all bad words, concatenated, and their cumulative ends.
     """
 
@@ -153,21 +159,26 @@ class SamplingState:
 class Ops(Protocol):
     """Every operation. Activations, weights and cache share one dtype X: float32, float16 or bfloat16."""
 
-    def reserve(self, max_tokens: int, max_columns: int, max_rows: int, max_context: int, vocab_size: int) -> None:
-        """Allocate scratch for calls of up to max_tokens rows of max_columns, attention of up to max_rows sequences
-        over max_context tokens, and sampling of max_rows rows. Called once, before the first step."""
+    def reserve(
+        self, max_tokens: int, max_columns: int, max_rows: int, max_context: int, vocab_size: int
+    ) -> None:
+        """Allocate scratch for calls of up to max_tokens rows of max_columns, attention of up to max_rows
+        sequences over max_context tokens, and sampling of max_rows rows. Called once, before the first
+        step."""
         ...
 
     def pack(self, linear: Linear) -> Linear:
-        """The same product with its weight in the layout this implementation is fastest with; called once, at load.
+        """The same product with its weight in the layout this implementation is fastest with; called once, at
+        load.
 
-        weight: (out, in), contiguous along either axis, on the operations' device. The result may share its memory.
+        weight: (out, in), contiguous along either axis, on the operations' device. The result may share its
+        memory.
         """
         ...
 
     def resolve_tokens(self, token_ids: Tensor, slots: Tensor, last_tokens: Tensor) -> None:
-        """Where token_ids[i] < 0, put last_tokens[slots[i]] (0 where slots[i] < 0), for i < len(slots): the token that
-        the last step sampled and the host has not yet seen.
+        """Where token_ids[i] < 0, put last_tokens[slots[i]] (0 where slots[i] < 0), for i < len(slots): the
+        token that the last step sampled and the host has not yet seen.
 
         token_ids: (T,) int32, changed in place. slots: (B',) int32, B' <= T. last_tokens: (S,) int32.
         """
@@ -178,8 +189,8 @@ class Ops(Protocol):
         token_ids: Tensor,
         table: Tensor,
         *,
-        positions: Optional[Tensor] = None,
-        position_table: Optional[Tensor] = None,
+        positions: Tensor | None = None,
+        position_table: Tensor | None = None,
         out: Tensor,
     ) -> None:
         """out[t] = table[token_ids[t]] (+ position_table[positions[t]]).
@@ -192,10 +203,10 @@ class Ops(Protocol):
     def norm(self, x: Tensor, norm: Norm, *, out: Tensor) -> None:
         """LayerNorm or RMSNorm of each row, statistics in float32.
 
-        x, out: (T, C) X, rows contiguous; out may be x. LayerNorm: (x - mean) / sqrt(var + eps) * weight + bias, the
-        variance of the centred row. RMSNorm: x / sqrt(mean(x^2) + eps) * weight.
-        Sources: Ba et al. 2016; Zhang and Sennrich 2019, equation 4. Agrees with torch.nn.functional.layer_norm and
-        transformers' LlamaRMSNorm.
+        x, out: (T, C) X, rows contiguous; out may be x. LayerNorm: (x - mean) / sqrt(var + eps) * weight +
+        bias, the variance of the centred row. RMSNorm: x / sqrt(mean(x^2) + eps) * weight.
+        Sources: Ba et al. 2016; Zhang and Sennrich 2019, equation 4. Agrees with
+        torch.nn.functional.layer_norm and transformers' LlamaRMSNorm.
         """
         ...
 
@@ -204,47 +215,60 @@ class Ops(Protocol):
         x: Tensor,
         linear: Linear,
         *,
-        norm: Optional[Norm] = None,
-        activation: Optional[str] = None,
-        residual: Optional[Tensor] = None,
+        norm: Norm | None = None,
+        activation: str | None = None,
+        residual: Tensor | None = None,
         out: Tensor,
     ) -> None:
         """out = activation(norm(x) @ weight.T + bias) + residual, products and sums in float32.
 
-        x: (T, in) X. weight: (O, in) X. residual: (T, O) X, may be out. out: (T, O) X, or float32 for the language
-        model's head; it may not be x. activation: None, "gelu_tanh", "gelu" (erf), "relu", or "swiglu", where weight
-        holds O / 2 gate rows and then O / 2 up rows and out is (T, O / 2): silu(gate) * up.
+        x: (T, in) X. weight: (O, in) X. residual: (T, O) X, may be out. out: (T, O) X, or float32 for the
+        language model's head; it may not be x. activation: None, "gelu_tanh", "gelu" (erf), "relu", or
+        "swiglu", where weight holds O / 2 gate rows and then O / 2 up rows and out is (T, O / 2): silu(gate)
+        * up.
         """
         ...
 
     def project_qkv(
-        self, x: Tensor, linear: Linear, norm: Optional[Norm], heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor
+        self,
+        x: Tensor,
+        linear: Linear,
+        norm: Norm | None,
+        heads: Heads,
+        batch: Batch,
+        cache: CacheLayer,
+        *,
+        out: Tensor,
     ) -> None:
-        """out = norm(x) @ weight.T + bias as (T, q | k | v); q and k are rotated where heads.rope is given; k and v go
-        to the cache at batch.kv_slots (nowhere where that is -1).
+        """out = norm(x) @ weight.T + bias as (T, q | k | v); q and k are rotated where heads.rope is given; k
+        and v go to the cache at batch.kv_slots (nowhere where that is -1).
 
-        x: (T, C) X. weight: ((H + 2K) * D, C) X, rows q, k, v, heads-major. out: (T, (H + 2K) * D) X, holding the
-        rotated q, the rotated k and v. Rotation in float32 at batch.positions.
+        x: (T, C) X. weight: ((H + 2K) * D, C) X, rows q, k, v, heads-major. out: (T, (H + 2K) * D) X, holding
+        the rotated q, the rotated k and v. Rotation in float32 at batch.positions.
         Source: Su et al. 2021; agrees with transformers' apply_rotary_pos_emb.
         """
         ...
 
-    def decode_attention(self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor) -> None:
-        """Attention of the decode rows: query b, the first H * D columns of qkv[b], over the context_lens[b] cached
-        tokens of row b, itself included.
+    def decode_attention(
+        self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor
+    ) -> None:
+        """Attention of the decode rows: query b, the first H * D columns of qkv[b], over the context_lens[b]
+        cached tokens of row b, itself included.
 
-        qkv: (num_decodes, (H + 2K) * D) X, rows contiguous. out: (num_decodes, H * D) X. A row with context_lens 0 gets
-        zeros. Scores are scale * q.k (+ slopes[h] * (j - position)), softmax in float32; query head h reads kv head
-        h // (H / K). Sources: Vaswani et al. 2017; Press et al. 2022 (ALiBi).
+        qkv: (num_decodes, (H + 2K) * D) X, rows contiguous. out: (num_decodes, H * D) X. A row with
+        context_lens 0 gets zeros. Scores are scale * q.k (+ slopes[h] * (j - position)), softmax in float32;
+        query head h reads kv head h // (H / K). Sources: Vaswani et al. 2017; Press et al. 2022 (ALiBi).
         """
         ...
 
-    def prefill_attention(self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor) -> None:
+    def prefill_attention(
+        self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor
+    ) -> None:
         """Causal attention of the rows from num_decodes on: query i of row b stands at position
         context_lens[b] - its query count + i and sees the cached tokens up to itself.
 
-        qkv: (T - num_decodes, (H + 2K) * D) X, its k and v columns as project_qkv left them, so that fresh prompts need
-        not read the cache back. out: (T - num_decodes, H * D) X. Otherwise as decode_attention.
+        qkv: (T - num_decodes, (H + 2K) * D) X, its k and v columns as project_qkv left them, so that fresh
+        prompts need not read the cache back. out: (T - num_decodes, H * D) X. Otherwise as decode_attention.
         """
         ...
 
@@ -252,27 +276,32 @@ class Ops(Protocol):
         """out[i] = x[rows[i]]. x: (T, C), rows: (R,) int32, out: (R, C) of the dtype of x."""
         ...
 
-    def sample(self, logits: Tensor, slots: Tensor, state: SamplingState, *, tokens: Tensor, log_probs: Tensor) -> None:
+    def sample(
+        self, logits: Tensor, slots: Tensor, state: SamplingState, *, tokens: Tensor, log_probs: Tensor
+    ) -> None:
         """Choose the next token of each row and remember it in the state.
 
-        logits: (R, V) float32, overwritten. slots: (R,) int32; rows with slot -1 are skipped. tokens: (R,) int32 and
+        logits: (R, V) float32, overwritten. slots: (R,) int32; rows with slot -1 are skipped. tokens: (R,)
+        int32 and
         log_probs: (R,) float32, written for every other row (log_probs only where LOG_PROBS is set, else 0).
 
         In this order, each only where the slot's FLAGS ask for it: the last ids of matching bad words become
-        impossible; logits are divided by the temperature; ids with counts > 0 get the repetition penalty (x < 0: x * r,
-        else x / r), then minus presence, minus frequency * count; end_id is impossible while generated < min_tokens;
-        log_probs is the log-softmax, over the whole vocabulary, of what stands then. GREEDY takes the largest, lowest id
-        first. Otherwise: ids below the top_k-th largest logit are dropped (ties stay; top_k 0 drops none), then the
-        smallest set of most likely ids whose probability within what is left reaches top_p is kept (ties stay), and of
-        these the largest logit + g wins, where g = -log(-log1p(-u)) and u comes from the slot's seed: word (id % 4) of
-        Philox-4x32-10 with key (SEED_LOW, SEED_HIGH) and counter (id / 4, generated, 0, 0), as (word + 0.5) / 2^32 (u
-        near 0 decides who wins, and there float32 is fine).
-        The answer thus depends on nothing but the sequence itself. If every id is impossible, end_id is taken where the
-        slot has one, else id 0.
+        impossible; logits are divided by the temperature; ids with counts > 0 get the repetition penalty (x <
+        0: x * r, else x / r), then minus presence, minus frequency * count; end_id is impossible while
+        generated < min_tokens; log_probs is the log-softmax, over the whole vocabulary, of what stands then.
+        GREEDY takes the largest, lowest id first. Otherwise: ids below the top_k-th largest logit are dropped
+        (ties stay; top_k 0 drops none), then the smallest set of most likely ids whose probability within
+        what is left reaches top_p is kept (ties stay), and of these the largest logit + g wins, where g =
+        -log(-log1p(-u)) and u comes from the slot's seed: word (id % 4) of Philox-4x32-10 with key (SEED_LOW,
+        SEED_HIGH) and counter (id / 4, generated, 0, 0), as (word + 0.5) / 2^32 (u near 0 decides who wins,
+        and there float32 is fine). The answer thus depends on nothing but the sequence itself. If every id is
+        impossible, end_id is taken where the slot has one, else id 0.
 
-        Then, for the token t: last_tokens = t; history and history_lens grow by t under BAD_WORDS (a full history no
-        longer); counts[t] += 1 under PENALTIES;
-        generated += 1; under DECAY top_p = its initial value if t is the reset id, else max(top_p * decay, minimum).
-        Sources: FasterTransformer's sampling layers for the order; Gumbel 1954 and Salmon et al. 2011 for the draw.
+        Then, for the token t: last_tokens = t; history and history_lens grow by t under BAD_WORDS (a full
+        history no longer); counts[t] += 1 under PENALTIES;
+        generated += 1; under DECAY top_p = its initial value if t is the reset id, else max(top_p * decay,
+        minimum).
+        Sources: FasterTransformer's sampling layers for the order; Gumbel 1954 and Salmon et al. 2011 for the
+        draw.
         """
         ...

@@ -1,11 +1,11 @@
-"""The meaning of each operation, in plain torch: the CPU path of the engine and the oracle of the CUDA kernels.
+"""The meaning of each operation, in plain torch: the CPU path of the engine and the oracle of the CUDA
+kernels.
 
-Contracts are in ops.py. Runs on any device (the engine setting `device` and TRIDECODE_OPS=reference choose it on a GPU).
+Contracts are in ops.py. Runs on any device (the engine setting `device` and TRIDECODE_OPS=reference choose it
+on a GPU).
 """
 
 from __future__ import annotations
-
-from typing import Optional
 
 import numpy as np
 import torch
@@ -27,7 +27,9 @@ class Reference:
     def __init__(self) -> None:
         self._scratch: dict[torch.dtype, Tensor] = {}
 
-    def reserve(self, max_tokens: int, max_columns: int, max_rows: int, max_context: int, vocab_size: int) -> None:
+    def reserve(
+        self, max_tokens: int, max_columns: int, max_rows: int, max_context: int, vocab_size: int
+    ) -> None:
         """Nothing to do: torch allocates what a step needs."""
 
     def pack(self, linear: Linear) -> Linear:
@@ -37,7 +39,9 @@ class Reference:
         """(rows, columns) of scratch, valid until the next operation."""
         held = self._scratch.get(like.dtype)
         if held is None or held.numel() < rows * columns or held.device != like.device:
-            held = self._scratch[like.dtype] = torch.empty(rows * columns, dtype=like.dtype, device=like.device)
+            held = self._scratch[like.dtype] = torch.empty(
+                rows * columns, dtype=like.dtype, device=like.device
+            )
         return held[: rows * columns].view(rows, columns)
 
     def resolve_tokens(self, token_ids: Tensor, slots: Tensor, last_tokens: Tensor) -> None:
@@ -51,15 +55,20 @@ class Reference:
         token_ids: Tensor,
         table: Tensor,
         *,
-        positions: Optional[Tensor] = None,
-        position_table: Optional[Tensor] = None,
+        positions: Tensor | None = None,
+        position_table: Tensor | None = None,
         out: Tensor,
     ) -> None:
         match("embed", ("VC", "table", table), ("TC", "out", out), ("T", "token_ids", token_ids))
         if position_table is None or positions is None:
             torch.index_select(table, 0, token_ids.long(), out=out)
             return
-        match("embed", ("TC", "out", out), ("PC", "position_table", position_table), ("T", "positions", positions))
+        match(
+            "embed",
+            ("TC", "out", out),
+            ("PC", "position_table", position_table),
+            ("T", "positions", positions),
+        )
         total = F.embedding(token_ids, table).float() + F.embedding(positions, position_table).float()
         out.copy_(total)
 
@@ -73,9 +82,9 @@ class Reference:
         x: Tensor,
         linear: Linear,
         *,
-        norm: Optional[Norm] = None,
-        activation: Optional[str] = None,
-        residual: Optional[Tensor] = None,
+        norm: Norm | None = None,
+        activation: str | None = None,
+        residual: Tensor | None = None,
         out: Tensor,
     ) -> None:
         gated = activation == "swiglu"
@@ -97,7 +106,7 @@ class Reference:
         self._product(x, linear, residual, out)
         _activate(out, activation)
 
-    def _product(self, x: Tensor, linear: Linear, residual: Optional[Tensor], out: Tensor) -> None:
+    def _product(self, x: Tensor, linear: Linear, residual: Tensor | None, out: Tensor) -> None:
         """out = x @ weight.T (+ bias) (+ residual)."""
         weight = linear.weight.t()
         if residual is not None:
@@ -110,7 +119,15 @@ class Reference:
             torch.mm(x, weight, out=out)
 
     def project_qkv(
-        self, x: Tensor, linear: Linear, norm: Optional[Norm], heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor
+        self,
+        x: Tensor,
+        linear: Linear,
+        norm: Norm | None,
+        heads: Heads,
+        batch: Batch,
+        cache: CacheLayer,
+        *,
+        out: Tensor,
     ) -> None:
         self.linear(x, linear, norm=norm, out=out)
         queries, keys = heads.num_heads * heads.head_size, heads.num_kv_heads * heads.head_size
@@ -123,7 +140,9 @@ class Reference:
         cache.blocks[blocks, 0, :, offsets] = k if rows is None else k[rows]
         cache.blocks[blocks, 1, :, offsets] = v if rows is None else v[rows]
 
-    def decode_attention(self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor) -> None:
+    def decode_attention(
+        self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor
+    ) -> None:
         rows = batch.num_decodes
         queries = heads.num_heads * heads.head_size
         # the query heads of one kv head are taken as queries of one head: (B, K, H / K, D)
@@ -138,7 +157,9 @@ class Reference:
         if (batch.context_lens[:rows] == 0).any():
             out[batch.context_lens[:rows] == 0] = 0
 
-    def prefill_attention(self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor) -> None:
+    def prefill_attention(
+        self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor
+    ) -> None:
         base = batch.num_decodes
         queries, keys = heads.num_heads * heads.head_size, heads.num_kv_heads * heads.head_size
         starts, lens = batch.query_starts.tolist(), batch.context_lens.tolist()
@@ -160,8 +181,16 @@ class Reference:
         match("gather_rows", ("TC", "x", x), ("RC", "out", out), ("R", "rows", rows))
         torch.index_select(x, 0, rows.long(), out=out)
 
-    def sample(self, logits: Tensor, slots: Tensor, state: SamplingState, *, tokens: Tensor, log_probs: Tensor) -> None:
-        match("sample", ("RV", "logits", logits), ("R", "slots", slots), ("R", "tokens", tokens), ("R", "log_probs", log_probs))
+    def sample(
+        self, logits: Tensor, slots: Tensor, state: SamplingState, *, tokens: Tensor, log_probs: Tensor
+    ) -> None:
+        match(
+            "sample",
+            ("RV", "logits", logits),
+            ("R", "slots", slots),
+            ("R", "tokens", tokens),
+            ("R", "log_probs", log_probs),
+        )
         indices("sample", ("slots", slots), ("tokens", tokens))
         held = slots.tolist()
         flags = state.ints[slots.clamp(min=0).long(), o.FLAGS].tolist()
@@ -183,7 +212,7 @@ def _normed(x: Tensor, norm: Norm) -> Tensor:
     return (x32 * (x32.square().mean(-1, keepdim=True) + norm.eps).rsqrt()).to(x.dtype) * norm.weight
 
 
-def _activate(x: Tensor, activation: Optional[str]) -> None:
+def _activate(x: Tensor, activation: str | None) -> None:
     if activation == "relu":
         x.relu_()
     elif activation is not None:
@@ -207,7 +236,7 @@ def _rotate(x: Tensor, rope: Rope, batch: Batch) -> None:
     first.copy_(turned)
 
 
-def _written(batch: Batch, block_tokens: int) -> tuple[Optional[Tensor], Tensor, Tensor]:
+def _written(batch: Batch, block_tokens: int) -> tuple[Tensor | None, Tensor, Tensor]:
     """Rows that are written to the cache (None: all), their blocks and their offsets."""
     if "written" not in batch.memo:
         slots = batch.kv_slots.long()
@@ -218,7 +247,8 @@ def _written(batch: Batch, block_tokens: int) -> tuple[Optional[Tensor], Tensor,
 
 
 def _decode_indices(batch: Batch, cache: CacheLayer, num_kv_heads: int) -> tuple[Tensor, Tensor]:
-    """Rows of the cache, seen as (N * 2 * K, P, D), that hold the keys and the values of each decode row: (B * K * M,)."""
+    """Rows of the cache, seen as (N * 2 * K, P, D), that hold the keys and the values of each decode row: (B
+    * K * M,)."""
     if "decode_indices" not in batch.memo:
         rows = batch.num_decodes
         columns = -(-max(int(batch.context_lens[:rows].max()), 1) // cache.block_tokens)
@@ -265,25 +295,31 @@ def _causal_attention(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
     parts = []
     for first in range(0, tokens, _QUERY_CHUNK):
         chunk = q[:, first : first + _QUERY_CHUNK]
-        rows = torch.arange(length - tokens + first, length - tokens + first + chunk.shape[1], device=q.device)
+        rows = torch.arange(
+            length - tokens + first, length - tokens + first + chunk.shape[1], device=q.device
+        )
         distances = columns[None, :] - rows[:, None]  # (t, L), 0 or less where visible
         bias = torch.zeros(1, *distances.shape, device=q.device)
         if heads.slopes is not None:
             bias = heads.slopes[:, None, None] * distances.float()
         mask = bias.masked_fill(distances > 0, -torch.inf).to(q.dtype)
-        parts.append(F.scaled_dot_product_attention(chunk[None], k[None], v[None], attn_mask=mask[None], scale=heads.scale)[0])
+        parts.append(
+            F.scaled_dot_product_attention(
+                chunk[None], k[None], v[None], attn_mask=mask[None], scale=heads.scale
+            )[0]
+        )
     return torch.cat(parts, dim=1)
 
 
 def _choose(logits: Tensor, slot: int, flags: int, state: SamplingState, log_prob: Tensor) -> int:
-    """The next token of one row; logits (V,) float32 are changed in place, log_prob () is written under LOG_PROBS."""
+    """The next token of one row; logits (V,) float32 are changed in place, log_prob () is written under
+    LOG_PROBS."""
     ints, floats = state.ints[slot].tolist(), state.floats[slot].tolist()
     generated = int(state.generated[slot])
     if flags & o.BAD_WORDS:
         _ban(logits, slot, ints[o.NUM_BAD_WORDS], state)
-    if not flags & o.GREEDY or flags & (o.PENALTIES | o.LOG_PROBS):
-        if floats[o.TEMPERATURE] not in (0.0, 1.0):
-            logits /= floats[o.TEMPERATURE]
+    if floats[o.TEMPERATURE] not in (0.0, 1.0):
+        logits /= floats[o.TEMPERATURE]
     if flags & o.PENALTIES:
         counts = state.counts[slot]
         seen = counts > 0

@@ -45,9 +45,7 @@ def make_ranks(arguments: argparse.Namespace, config: EngineConfig, device: torc
     if config.tensor_para_size * config.pipeline_para_size == 1:
         return SingleRank()
     meeting = "file://" + arguments.endpoint.removeprefix("ipc://") + ".ranks"
-    return ProcessRanks(
-        arguments.rank, config.tensor_para_size, config.pipeline_para_size, meeting, device
-    )
+    return ProcessRanks(arguments.rank, config.tensor_para_size, config.pipeline_para_size, meeting, device)
 
 
 def load(arguments: argparse.Namespace, link: RankLink) -> Engine:
@@ -123,7 +121,9 @@ def main() -> int:
         format=f"%(asctime)s %(levelname)s engine rank {arguments.rank}: %(message)s",
         stream=sys.stderr,
     )
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the server; the supervisor ends us
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C in a terminal is for the server; the supervisor ends us
     link = RankLink(arguments.control, arguments.epoch, arguments.rank)
     try:
         engine = load(arguments, link)

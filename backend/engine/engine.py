@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Optional, Union
+from typing import Callable, Union
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from tridecode import kernels
 from tridecode.backend import models
 from tridecode.backend.config import EngineConfig, ModelConfig
+from tridecode.backend.engine.graphs import DecodeGraphs, decode_plan, padded_sizes, prompt_plan
 from tridecode.backend.engine.loader import DTYPES, FileWeights
 from tridecode.backend.engine.parallel import ProcessRanks, SingleRank
 from tridecode.backend.engine.plan import StepPlan, StepResult
@@ -35,20 +36,23 @@ class Pending:
     tokens: Tensor
     log_probs: Tensor
     embeddings: list[Tensor]
-    ready: Optional[torch.cuda.Event] = None
+    ready: torch.cuda.Event | None = None
 
     def wait(self) -> StepResult:
         if self.ready is not None:
             self.ready.synchronize()
         return StepResult(
-            self.tokens.numpy().copy(), self.log_probs.numpy().copy(), [sums.cpu().numpy() for sums in self.embeddings]
+            self.tokens.numpy().copy(),
+            self.log_probs.numpy().copy(),
+            [sums.cpu().numpy() for sums in self.embeddings],
         )
 
 
 class Engine:
     """Owns the device: weights, cache blocks, sampling state, buffers. Used by one thread.
 
-    config is resolved (settings.resolve). `on_logits`, where set, sees the logits of each step and its plan before they
+    config is resolved (settings.resolve). `on_logits`, where set, sees the logits of each step and its plan
+    before they
     are sampled from: for checks against other implementations.
     """
 
@@ -68,9 +72,11 @@ class Engine:
         self.model = models.family(model.family).Model(model, weights, ranks, config.max_sequence_tokens)
         self.is_asynchronous = device.type == "cuda"
         self.is_last_stage = ranks.stage == ranks.num_stages - 1
-        self.on_logits: Optional[Callable[[StepPlan, Tensor], None]] = None
+        self.on_logits: Callable[[StepPlan, Tensor], None] | None = None
         rows = config.max_sequences
-        self.work = Workspace.allocate(model, config.max_step_tokens, rows, ranks.tensor_size, self.dtype, device)
+        self.work = Workspace.allocate(
+            model, config.max_step_tokens, rows, ranks.tensor_size, self.dtype, device
+        )
         self.state = allocate_state(
             rows, config.max_sequence_tokens, model.vocab_size, config.max_bad_word_tokens, device
         )
@@ -90,8 +96,12 @@ class Engine:
             (torch.zeros(rows, dtype=torch.int32).pin_memory(), torch.zeros(rows).pin_memory())
             for _ in range(4 if self.is_asynchronous else 0)
         ]
+        self.graphs: DecodeGraphs | None = None
+        if self.is_asynchronous:
+            self._warm_up()
         self.num_blocks = ranks.smallest(choose_num_blocks(config, self._block_bytes(), device))
-        self.caches = self._allocate_cache()
+        self.caches = self._allocate_cache(self.num_blocks)
+        self.graphs = self._capture() if self.is_asynchronous and config.cuda_graphs else None
 
     @classmethod
     def load(
@@ -101,14 +111,22 @@ class Engine:
         config: EngineConfig,
         ranks: Ranks,
         device: torch.device,
-        progress: Optional[Progress] = None,
+        progress: Progress | None = None,
     ) -> Engine:
-        """An engine over the weight files of `directory`. Raises WeightFileError, ConfigError, UnsupportedError."""
+        """An engine over the weight files of `directory`. Raises WeightFileError, ConfigError,
+        UnsupportedError."""
         specs = models.family(model.family).weight_specs(model)
         reader = WeightReader(directory, model)
         ops = kernels.select(device)
         weights = FileWeights(
-            reader, specs, ranks.tensor_rank, ranks.tensor_size, DTYPES[config.data_type], ops, device, progress
+            reader,
+            specs,
+            ranks.tensor_rank,
+            ranks.tensor_size,
+            DTYPES[config.data_type],
+            ops,
+            device,
+            progress,
         )
         return cls(model, config, weights, ops, ranks, device)
 
@@ -128,19 +146,40 @@ class Engine:
     def _block_bytes(self) -> int:
         return self._local_layers() * int(np.prod(self._block_shape())) * self.dtype.itemsize
 
-    def _allocate_cache(self) -> list[CacheLayer]:
-        shape = (self.num_blocks, *self._block_shape())
+    def _allocate_cache(self, num_blocks: int) -> list[CacheLayer]:
+        shape = (num_blocks, *self._block_shape())
         return [
-            CacheLayer(torch.zeros(shape, dtype=self.dtype, device=self.device)) for _ in range(self._local_layers())
+            CacheLayer(torch.zeros(shape, dtype=self.dtype, device=self.device))
+            for _ in range(self._local_layers())
         ]
+
+    def _warm_up(self) -> None:
+        """The largest steps, so that what libraries keep is there before the cache takes the rest of the
+        memory."""
+        self.caches = self._allocate_cache(1)
+        tokens, rows = self.work.hidden.shape[0], self.config.max_sequences
+        for plan in (prompt_plan(tokens, min(rows, 8)), prompt_plan(min(tokens, 16), 1), decode_plan(rows)):
+            self._run(self.buffers.load(plan))
+        torch.cuda.synchronize(self.device)
+
+    def _capture(self) -> DecodeGraphs:
+        """Decode graphs for every padded number of rows."""
+        longest = self.config.max_sequence_tokens
+        assert longest is not None
+
+        def load(plan: StepPlan, rows: int) -> Batch:
+            return self.buffers.load_padded(plan, rows, longest)
+
+        return DecodeGraphs(padded_sizes(self.config.max_sequences), load, self._run)
 
     def launch(self, plan: StepPlan) -> Pending:
         """Start a step. On CUDA it returns while the device works; the next may be launched before `wait`."""
         if plan.starts:
             start_slots(self.state, plan.starts)
-        batch = self.buffers.load(plan)
-        embeddings = self._run(batch, plan)
-        count = batch.sample_tokens.shape[0]
+        embeddings: list[Tensor] = []
+        count = int(np.count_nonzero(plan.samples))
+        if self.graphs is None or self.graphs.replay(plan) is None:
+            embeddings = self._run(self.buffers.load(plan), plan)
         if not self.is_asynchronous:
             return Pending(self._tokens[:count], self._log_probs[:count], embeddings)
         tokens, log_probs = self._results[plan.step % len(self._results)]
@@ -151,32 +190,40 @@ class Engine:
         return Pending(tokens[:count], log_probs[:count], embeddings, ready)
 
     @torch.inference_mode()
-    def _run(self, batch: Batch, plan: StepPlan) -> list[Tensor]:
-        """One forward of this stage and, on the last, sampling. Returns the context embeddings that were asked for."""
+    def _run(self, batch: Batch, plan: StepPlan | None = None) -> list[Tensor]:
+        """One forward of this stage and, on the last, sampling. Returns the context embeddings that the plan
+        asks for."""
         context = Context(self.ops, self.ranks, self.work, batch)
         x = self.work.hidden[: batch.num_tokens]
         if self.ranks.stage == 0:
-            self.ops.resolve_tokens(batch.token_ids, batch.sample_slots[: batch.num_decodes], self.state.last_tokens)
+            self.ops.resolve_tokens(
+                batch.token_ids, batch.sample_slots[: batch.num_decodes], self.state.last_tokens
+            )
             self.model.embed(context, x)
         else:
             self.ranks.receive(x)
         self.model.forward(context, x, self.caches)
         self.ranks.send(x)
-        sums = [
-            x[plan.query_starts[row] : plan.query_starts[row] + count].float().sum(0) for row, count in plan.embeds
-        ]
-        for part in sums:
-            self.ranks.share_sums(part)
+        sums = self._context_embeddings(x, plan) if plan is not None else []
         count = batch.sample_tokens.shape[0]
         tokens, log_probs = self._tokens[:count], self._log_probs[:count]
         if count == 0:
             return sums
         if self.is_last_stage:
             logits = self.model.logits(context, x)
-            if self.on_logits is not None:
+            if self.on_logits is not None and plan is not None:
                 self.on_logits(plan, logits)
             self.ops.sample(logits, batch.sample_slots, self.state, tokens=tokens, log_probs=log_probs)
         self.ranks.share_tokens(tokens, log_probs)
         if not self.is_last_stage:
             self.state.last_tokens[batch.sample_slots.long()] = tokens
+        return sums
+
+    def _context_embeddings(self, x: Tensor, plan: StepPlan) -> list[Tensor]:
+        """(C,) float32 sums of the last layer's output over the prompts' rows that the plan names."""
+        sums = []
+        for row, count in plan.embeds:
+            first = plan.query_starts[row]
+            sums.append(x[first : first + count].float().sum(0))
+            self.ranks.share_sums(sums[-1])
         return sums

@@ -21,7 +21,8 @@ DOOR_SILENCE_S = 10.0
 
 
 class Front:
-    """ROUTER at `endpoint`. Requests pile up in an inbox that the loop drains; events go out in the order of `send`.
+    """ROUTER at `endpoint`. Requests pile up in an inbox that the loop drains; events go out in the order of
+    `send`.
 
     drain, wait, send: for the loop's thread. A door is known by its zmq identity.
     """

@@ -1,8 +1,9 @@
-"""From weight files to a rank's tensors on the device, in the engine's dtype and in the operations' layout."""
+"""From weight files to a rank's tensors on the device, in the engine's dtype and in the operations'
+layout."""
 
 from __future__ import annotations
 
-from typing import Callable, Optional
+from typing import Callable
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ class FileWeights:
         dtype: torch.dtype,
         ops: Ops,
         device: torch.device,
-        progress: Optional[Callable[[str], None]] = None,
+        progress: Callable[[str], None] | None = None,
     ):
         self._ops = ops
         self._reader, self._specs = reader, {spec.name: spec for spec in specs}
@@ -44,9 +45,11 @@ class FileWeights:
 
     def fused_linear(self, names: list[str], bias: bool) -> Linear:
         weight = torch.cat([self.tensor(f"{name}.weight") for name in names], dim=1)
-        return self._oriented(weight, torch.cat([self.tensor(f"{name}.bias") for name in names]) if bias else None)
+        return self._oriented(
+            weight, torch.cat([self.tensor(f"{name}.bias") for name in names]) if bias else None
+        )
 
-    def _oriented(self, weight: Tensor, bias: Optional[Tensor]) -> Linear:
+    def _oriented(self, weight: Tensor, bias: Tensor | None) -> Linear:
         return self._ops.pack(Linear(weight.t(), bias))
 
     def head(self, weight: Tensor) -> Linear:

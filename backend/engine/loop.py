@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import asdict
-from typing import Optional, Protocol
+from typing import Protocol
 
 import torch
 
@@ -18,6 +18,7 @@ from tridecode.backend.errors import CapacityError, TridecodeError
 
 log = logging.getLogger("tridecode.engine")
 
+_TELL_S = 0.05  # heartbeats are rarer than steps: what they say is gathered so often
 _IDLE_S = 0.25  # deadlines of waiting requests are looked at so often while nothing runs
 
 
@@ -36,14 +37,15 @@ class Status(Protocol):
 class DecodeLoop:
     """Owns scheduler and engine; the only thread that touches them.
 
-    On a device that works by itself (engine.is_asynchronous) the next step is launched before the tokens of the one
-    before are read.
+    On a device that works by itself (engine.is_asynchronous) the next step is launched before the tokens of
+    the one before are read.
     """
 
     def __init__(self, engine: Engine, scheduler: Scheduler, front: Front, status: Status):
         self.engine, self.scheduler, self.front, self.status = engine, scheduler, front, status
         self._stopping = False
         self._seconds = 0.0  # spent in steps
+        self._told = 0.0
 
     def stop(self) -> None:
         """End after the step under way. For any thread."""
@@ -51,8 +53,9 @@ class DecodeLoop:
         self.front.wake()
 
     def run(self) -> None:
-        """Until `stop`; then every open request ends with an error. Raises what a step raises, save want of memory."""
-        pending: Optional[tuple[StepPlan, Pending]] = None
+        """Until `stop`; then every open request ends with an error. Raises what a step raises, save want of
+        memory."""
+        pending: tuple[StepPlan, Pending] | None = None
         while not self._stopping:
             self._take_requests(wait=pending is None and not self.scheduler.has_work)
             launched = self._launch()
@@ -86,7 +89,7 @@ class DecodeLoop:
             event = m.Event(submit.request, 0, finish="error", error=str(error), code=error.code)
             self.front.send([(door, event)])
 
-    def _launch(self) -> Optional[tuple[StepPlan, Pending]]:
+    def _launch(self) -> tuple[StepPlan, Pending] | None:
         plan = self.scheduler.plan()
         self.front.send(self.scheduler.take_events())  # of what was cancelled or overdue
         if plan is None:
@@ -103,7 +106,9 @@ class DecodeLoop:
 
     def _abandon(self, plan: StepPlan) -> None:
         torch.cuda.empty_cache()
-        self.scheduler.abandon(plan, CapacityError("the device ran out of memory for this request; try again later"))
+        self.scheduler.abandon(
+            plan, CapacityError("the device ran out of memory for this request; try again later")
+        )
         self.front.send(self.scheduler.take_events())
 
     def _commit(self, plan: StepPlan, pending: Pending) -> None:
@@ -115,9 +120,12 @@ class DecodeLoop:
 
     def _tell(self) -> None:
         """What heartbeats and metrics say of the loop."""
-        scheduler, status = self.scheduler, self.status
+        scheduler, status, now = self.scheduler, self.status, time.monotonic()
         if not scheduler.has_work:
             status.busy_since = 0.0
+        if now - self._told < _TELL_S and scheduler.has_work:
+            return
+        self._told = now
         status.running, status.waiting = scheduler.num_running, scheduler.num_requests
         status.free_blocks, status.total_blocks = scheduler.pool.num_free, scheduler.pool.num_blocks
         status.metrics = {

@@ -1,11 +1,11 @@
-"""The engine without a server: the scheduler and one rank in this process. For parity checks, tests and benchmarks."""
+"""The engine without a server: the scheduler and one rank in this process. For parity checks, tests and
+benchmarks."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Optional, Union
 
 import numpy as np
 import torch
@@ -17,8 +17,8 @@ from tridecode.backend.engine.parallel import SingleRank
 from tridecode.backend.engine.plan import StepPlan
 from tridecode.backend.engine.scheduler import Scheduler, SchedulerLimits
 from tridecode.backend.engine.settings import choose_device, resolve
-from tridecode.backend.messages import Event, SamplingParams, SequenceRequest, Submit
 from tridecode.backend.errors import BY_CODE, TridecodeError
+from tridecode.backend.messages import Event, SamplingParams, SequenceRequest, Submit
 
 _DOOR = b"offline"
 
@@ -48,7 +48,7 @@ class Generation:
         self.tokens: list[int] = []
         self.log_probs: list[float] = []
         self.finish = ""
-        self.embedding: Optional[np.ndarray] = None
+        self.embedding: np.ndarray | None = None
         self.logits: list[np.ndarray] = []  # (V,) float32 a generated token, where they were asked for
 
     def take(self, event: Event) -> None:
@@ -73,7 +73,7 @@ class OfflineEngine:
 
     @classmethod
     def load(
-        cls, directory: Union[str, Path], config: Optional[EngineConfig] = None, keep_logits: bool = False
+        cls, directory: str | Path, config: EngineConfig | None = None, keep_logits: bool = False
     ) -> OfflineEngine:
         """Over a weight directory; `config` as in config.pbtxt, the default: fp32 on what device there is."""
         model = read_model_config(Path(directory))
@@ -125,11 +125,17 @@ class OfflineEngine:
 
 
 def run_greedy(
-    directory: Union[str, Path], prompts: list[list[int]], new_tokens: int, config: Optional[EngineConfig] = None
+    directory: str | Path,
+    prompts: list[list[int]],
+    new_tokens: int,
+    config: EngineConfig | None = None,
 ) -> tuple[list[list[int]], list[np.ndarray]]:
-    """Greedy tokens of each prompt, exactly `new_tokens`, and their logits, (new_tokens, V) float32 a prompt."""
+    """Greedy tokens of each prompt, exactly `new_tokens`, and their logits, (new_tokens, V) float32 a
+    prompt."""
     config = config or EngineConfig(max_sequences=16)
-    offline = OfflineEngine.load(directory, replace(config, max_queued_requests=max(len(prompts), 1)), keep_logits=True)
+    offline = OfflineEngine.load(
+        directory, replace(config, max_queued_requests=max(len(prompts), 1)), keep_logits=True
+    )
     with torch.inference_mode():
         done = offline.generate(prompts, SamplingParams(max_tokens=new_tokens))
     return [generation.tokens for generation in done], [np.stack(generation.logits) for generation in done]

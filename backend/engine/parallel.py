@@ -1,14 +1,13 @@
 """This process's place among the ranks, and what crosses between them: plans, activations, partial sums.
 
-Rank r has tensor rank r % tensor_size and stage r // tensor_size (FasterTransformer's order). Rank 0 plans and every
-rank runs the same plan; the first tensor rank of the last stage has the sampled tokens.
+Rank r has tensor rank r % tensor_size and stage r // tensor_size (FasterTransformer's order). Rank 0 plans
+and every rank runs the same plan; the first tensor rank of the last stage has the sampled tokens.
 """
 
 from __future__ import annotations
 
 import pickle
 from dataclasses import replace
-from typing import Optional
 
 import torch
 import torch.distributed as dist
@@ -36,16 +35,18 @@ class SingleRank:
     def smallest(self, value: int) -> int:
         return value
 
-    def broadcast_plan(self, plan: Optional[StepPlan]) -> Optional[StepPlan]:
+    def broadcast_plan(self, plan: StepPlan | None) -> StepPlan | None:
         return plan
 
     def close(self) -> None: ...
 
 
 class ProcessRanks:
-    """One process a rank, joined by torch.distributed: gloo for plans, and gloo (CPU) or NCCL (CUDA) for tensors.
+    """One process a rank, joined by torch.distributed: gloo for plans, and gloo (CPU) or NCCL (CUDA) for
+    tensors.
 
-    init_method: a URL that torch.distributed understands, the same on all ranks. Collective: returns when all are there.
+    init_method: a URL that torch.distributed understands, the same on all ranks. Collective: returns when all
+    are there.
     """
 
     def __init__(self, rank: int, tensor_size: int, num_stages: int, init_method: str, device: torch.device):
@@ -76,7 +77,8 @@ class ProcessRanks:
             dist.send(x, self.rank + self.tensor_size, group=self._all)
 
     def share_tokens(self, tokens: Tensor, log_probs: Tensor) -> None:
-        """Give every stage what the last one sampled. One stage: the tensor ranks have sampled the same already."""
+        """Give every stage what the last one sampled. One stage: the tensor ranks have sampled the same
+        already."""
         if self.num_stages > 1:
             source = (self.num_stages - 1) * self.tensor_size
             dist.broadcast(tokens, source, group=self._all)
@@ -92,10 +94,13 @@ class ProcessRanks:
         dist.all_reduce(held, op=dist.ReduceOp.MIN)
         return int(held)
 
-    def broadcast_plan(self, plan: Optional[StepPlan]) -> Optional[StepPlan]:
-        """Rank 0 gives a plan (None: the end), the others get it. The scheduler's own objects stay on rank 0."""
+    def broadcast_plan(self, plan: StepPlan | None) -> StepPlan | None:
+        """Rank 0 gives a plan (None: the end), the others get it. The scheduler's own objects stay on rank
+        0."""
         if self.rank == 0:
-            frame = pickle.dumps(None if plan is None else replace(plan, sequences=[]), pickle.HIGHEST_PROTOCOL)
+            frame = pickle.dumps(
+                None if plan is None else replace(plan, sequences=[]), pickle.HIGHEST_PROTOCOL
+            )
             dist.broadcast(torch.tensor([len(frame)]), 0)
             dist.broadcast(torch.frombuffer(bytearray(frame), dtype=torch.uint8), 0)
             return plan

@@ -30,7 +30,8 @@ class StepPlan:
     """What one step does. Arrays are int32; T tokens, B rows; the first num_decodes rows have one token each.
 
     A token id of -1 stands for the newest sampled token of the row's slot, which only the device knows yet.
-    samples[b] says that row b's last token is one whose successor is wanted (all but the inner chunks of a prompt).
+    samples[b] says that row b's last token is one whose successor is wanted (all but the inner chunks of a
+    prompt).
     """
 
     step: int

@@ -35,7 +35,11 @@ def allocate_state(
 
 def flags_of(params: SamplingParams) -> int:
     """FLAGS of kernels.ops: what a step has to do for this sequence beyond the usual."""
-    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
+    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (
+        1.0,
+        0.0,
+        0.0,
+    )
     return (
         (o.GREEDY if is_greedy(params) else 0)
         | (o.PENALTIES if penalties else 0)
@@ -95,4 +99,6 @@ def _start_bad_words(state: SamplingState, start: SlotStart) -> None:
     ends = np.cumsum([len(word) for word in words]).astype(np.int32)
     state.bad_ids[start.slot, : len(ids)] = torch.from_numpy(ids).to(device)
     state.bad_ends[start.slot, : len(ends)] = torch.from_numpy(ends).to(device)
-    state.history[start.slot, : len(start.history)] = torch.from_numpy(np.ascontiguousarray(start.history)).to(device)
+    state.history[start.slot, : len(start.history)] = torch.from_numpy(
+        np.ascontiguousarray(start.history)
+    ).to(device)

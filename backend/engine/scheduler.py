@@ -1,19 +1,20 @@
-"""Which sequences run next: admission, chunked prefill, decoding, preemption, cancellation. Host only: no torch.
+"""Which sequences run next: admission, chunked prefill, decoding, preemption, cancellation. Host only: no
+torch.
 
-A step takes every decoding sequence and, with the tokens that are left of its budget, the next chunks of prompts. A
-sequence gets a slot and the blocks of its whole prompt when it is admitted and one block more as it grows; when none is
-left, the sequence that came last gives its blocks back and is computed again later (recompute). Order is by priority,
-then arrival; a preempted sequence keeps its place in that order.
+A step takes every decoding sequence and, with the tokens that are left of its budget, the next chunks of
+prompts. A sequence gets a slot and the blocks of its whole prompt when it is admitted and one block more as
+it grows; when none is left, the sequence that came last gives its blocks back and is computed again later
+(recompute). Order is by priority, then arrival; a preempted sequence keeps its place in that order.
 
-`plan` may run while the step before is still on the device: a decoding row then continues from a token the host has not
-seen. What that step's commit ends is dropped from the next one's results.
+`plan` may run while the step before is still on the device: a decoding row then continues from a token the
+host has not seen. What that step's commit ends is dropped from the next one's results.
 """
 
 from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from typing import Callable, Optional
+from typing import Callable
 
 import numpy as np
 
@@ -21,7 +22,13 @@ from tridecode.backend import messages
 from tridecode.backend.engine.block_pool import BlockPool
 from tridecode.backend.engine.plan import SlotStart, StepPlan, StepResult
 from tridecode.backend.engine.sequence import Finish, Sequence, Stage
-from tridecode.backend.errors import CapacityError, DeadlineError, RequestCancelled, RequestError, TridecodeError
+from tridecode.backend.errors import (
+    CapacityError,
+    DeadlineError,
+    RequestCancelled,
+    RequestError,
+    TridecodeError,
+)
 from tridecode.backend.messages import Event, Submit
 
 
@@ -69,7 +76,7 @@ class Scheduler:
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # a heap
         self._prefilling: list[Sequence] = []  # in order of admission
         self._decoding: list[Sequence] = []
-        self._decode_slots: Optional[np.ndarray] = None  # of _decoding; None: to be rebuilt
+        self._decode_slots: np.ndarray | None = None  # of _decoding; None: to be rebuilt
         self._requests: dict[tuple[bytes, int], list[Sequence]] = {}  # sequences that have not ended
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._events: list[tuple[bytes, Event]] = []
@@ -102,8 +109,8 @@ class Scheduler:
         if self._queued_requests() >= self.limits.max_queued_requests:
             self.counters.refused += 1
             raise CapacityError(
-                f"{self.limits.max_queued_requests} requests are waiting already (max_queued_requests in config.pbtxt); "
-                "try again later"
+                f"{self.limits.max_queued_requests} requests are waiting already "
+                "(max_queued_requests in config.pbtxt); try again later"
             )
         now = self.clock()
         deadline = now + (submit.timeout_s or self.limits.request_timeout_s)
@@ -112,7 +119,16 @@ class Scheduler:
             prompt = np.frombuffer(wanted.prompt, np.int32)
             self._check(prompt, wanted.params, index)
             sequences.append(
-                Sequence(door, submit.request, index, prompt, wanted.params, self._arrivals, submit.priority, deadline)
+                Sequence(
+                    door,
+                    submit.request,
+                    index,
+                    prompt,
+                    wanted.params,
+                    self._arrivals,
+                    submit.priority,
+                    deadline,
+                )
             )
             self._arrivals += 1
         self.counters.requests += 1
@@ -141,15 +157,16 @@ class Scheduler:
             fault = f"the prompt has token id {wrong}; this model has ids 0 to {limits.vocab_size - 1}"
         if fault is None and len(prompt) + params.max_tokens > limits.max_sequence_tokens:
             fault = (
-                f"the prompt has {len(prompt)} tokens and {params.max_tokens} are wanted, {len(prompt) + params.max_tokens} "
-                f"together; this model accepts {limits.max_sequence_tokens} (max_sequence_tokens in config.pbtxt)"
+                f"the prompt has {len(prompt)} tokens and {params.max_tokens} are wanted, "
+                f"{len(prompt) + params.max_tokens} together; this model accepts "
+                f"{limits.max_sequence_tokens} (max_sequence_tokens in config.pbtxt)"
             )
         if fault is None:
             needed = -(-(len(prompt) + params.max_tokens) // limits.block_tokens)
             if needed > limits.num_blocks:
                 fault = (
-                    f"the prompt and the tokens wanted need {needed} cache blocks; the cache has {limits.num_blocks} "
-                    "(cache_bytes in config.pbtxt)"
+                    f"the prompt and the tokens wanted need {needed} cache blocks; "
+                    f"the cache has {limits.num_blocks} (cache_bytes in config.pbtxt)"
                 )
         for name, words, most in (
             ("bad", params.bad_words, limits.max_bad_word_tokens),
@@ -157,7 +174,8 @@ class Scheduler:
         ):
             count = sum(len(word) for word in words)
             if fault is None and count > most:
-                fault = f"the {name} words have {count} tokens; this model accepts {most} (max_{name}_word_tokens)"
+                limit = f"{most} (max_{name}_word_tokens in config.pbtxt)"
+                fault = f"the {name} words have {count} tokens; this model accepts {limit}"
             if fault is None and any(not 0 <= token < limits.vocab_size for word in words for token in word):
                 fault = f"a {name} word has a token id outside 0 to {limits.vocab_size - 1}"
             if fault is None and name == "bad" and any(not word for word in words):
@@ -188,7 +206,7 @@ class Scheduler:
 
     # ------------------------------------------------------------ plan
 
-    def plan(self) -> Optional[StepPlan]:
+    def plan(self) -> StepPlan | None:
         """The next step, or None where there is nothing to do now."""
         self._end_overdue()
         starts: list[SlotStart] = []
@@ -206,7 +224,8 @@ class Scheduler:
         while self._deadlines and self._deadlines[0][0] <= self.clock():
             _, _, sequence = heapq.heappop(self._deadlines)
             if sequence.stage is not Stage.ENDED:
-                text = f"the request's deadline passed when it had {len(sequence.output)} of {sequence.params.max_tokens} tokens"
+                done = f"{len(sequence.output)} of {sequence.params.max_tokens} tokens"
+                text = f"the request's deadline passed when it had {done}"
                 self._end(sequence, Finish.DEADLINE, DeadlineError(text))
 
     def _plan_decodes(self) -> list[Sequence]:
@@ -245,7 +264,11 @@ class Scheduler:
                 break
             starts.append(
                 SlotStart(
-                    admitted.slot, admitted.params, admitted.known_tokens(), len(admitted.output), admitted.top_p
+                    admitted.slot,
+                    admitted.params,
+                    admitted.known_tokens(),
+                    len(admitted.output),
+                    admitted.top_p,
                 )
             )
             count = min(admitted.prefill, budget)
@@ -253,8 +276,9 @@ class Scheduler:
             budget -= count
         return chunks
 
-    def _admit(self) -> Optional[Sequence]:
-        """The first of the queue, with a slot and the blocks of all it has to compute; None where it must wait."""
+    def _admit(self) -> Sequence | None:
+        """The first of the queue, with a slot and the blocks of all it has to compute; None where it must
+        wait."""
         while self._waiting and self._waiting[0][1].stage is Stage.ENDED:
             heapq.heappop(self._waiting)
         if not self._waiting or not self._free_slots:
@@ -327,7 +351,8 @@ class Scheduler:
         return self._decode_slots
 
     def _advance_decodes(self, decoding: list[Sequence]) -> None:
-        """Each row has one more token in flight; a row that will then have all it may generate is not planned again."""
+        """Each row has one more token in flight; a row that will then have all it may generate is not planned
+        again."""
         drained = False
         for sequence in decoding:
             sequence.cached += 1
@@ -400,14 +425,21 @@ class Scheduler:
             self._events.append(
                 (
                     sequence.door,
-                    Event(sequence.request, sequence.index, [token], logs, context_embedding=_take_embedding(sequence)),
+                    Event(
+                        sequence.request,
+                        sequence.index,
+                        [token],
+                        logs,
+                        context_embedding=_take_embedding(sequence),
+                    ),
                 )
             )
         else:
             self._end(sequence, finish, tokens=[token], log_probs=logs)
 
     def abandon(self, plan: StepPlan, error: TridecodeError) -> None:
-        """A step failed for want of memory: its prompts get the error, its decoding rows are computed again."""
+        """A step failed for want of memory: its prompts get the error, its decoding rows are computed
+        again."""
         for row, sequence in enumerate(plan.sequences):
             if sequence.stage is Stage.ENDED:
                 continue
@@ -422,9 +454,9 @@ class Scheduler:
         self,
         sequence: Sequence,
         finish: Finish,
-        error: Optional[TridecodeError] = None,
-        tokens: Optional[list[int]] = None,
-        log_probs: Optional[list[float]] = None,
+        error: TridecodeError | None = None,
+        tokens: list[int] | None = None,
+        log_probs: list[float] | None = None,
     ) -> None:
         """End a sequence: its slot and blocks are free, its last event is out."""
         self._leave(sequence)
@@ -451,7 +483,8 @@ class Scheduler:
         )
 
     def _leave(self, sequence: Sequence) -> None:
-        """Give slot and blocks back. A step on the device may still write them: what reuses them runs after it."""
+        """Give slot and blocks back. A step on the device may still write them: what reuses them runs after
+        it."""
         if sequence.slot >= 0:
             heapq.heappush(self._free_slots, sequence.slot)
             self.pool.release(sequence.blocks)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Optional
 
 import numpy as np
 
@@ -32,7 +31,8 @@ class Stage(enum.Enum):
 
 @dataclass(eq=False)
 class Sequence:
-    """State of one sequence. `cached` and `in_flight` advance when a step is planned, `output` when it is committed.
+    """State of one sequence. `cached` and `in_flight` advance when a step is planned, `output` when it is
+    committed.
 
     door, request, index: whom its events are for. arrival: order of arrival, the tie-breaker of priority.
     cached: tokens whose keys and values are in the cache once the planned steps have run.
@@ -57,7 +57,7 @@ class Sequence:
     prefill: int = 0
     in_flight: int = 0
     top_p: float = 1.0
-    embedding: Optional[np.ndarray] = None  # float32 (C,), the sum so far where it was asked for
+    embedding: np.ndarray | None = None  # float32 (C,), the sum so far where it was asked for
     embedding_done: bool = False
 
     def __post_init__(self) -> None:
@@ -76,9 +76,11 @@ class Sequence:
 
     def known_tokens(self) -> np.ndarray:
         """int32: the prompt and what was generated since."""
-        return np.concatenate([self.prompt, np.asarray(self.output, np.int32)]) if self.output else self.prompt
+        return (
+            np.concatenate([self.prompt, np.asarray(self.output, np.int32)]) if self.output else self.prompt
+        )
 
-    def append(self, token: int) -> Optional[Finish]:
+    def append(self, token: int) -> Finish | None:
         """Take a new token; the reason, if it ends the sequence."""
         self.output.append(token)
         params = self.params
@@ -99,7 +101,9 @@ class Sequence:
         if len(tail) < self._longest_stop:
             missing = self._longest_stop - len(tail)
             tail = self.prompt[max(len(self.prompt) - missing, 0) :].tolist() + tail
-        return any(tail[-len(word) :] == word for word in self.params.stop_words if 0 < len(word) <= len(tail))
+        return any(
+            tail[-len(word) :] == word for word in self.params.stop_words if 0 < len(word) <= len(tail)
+        )
 
     def restart(self) -> None:
         """Give up the cache: everything known is computed again when the sequence gets a place again."""

@@ -20,7 +20,9 @@ _CPU_CACHE_SHARE = 0.25  # of the memory that is available, on a machine that ot
 def choose_device(config: EngineConfig) -> torch.device:
     """The device of `config.device`. Raises ConfigError where CUDA is asked for and absent."""
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("parameter device is cuda, but torch finds no CUDA device; wanted a GPU, or device = cpu or auto")
+        raise ConfigError(
+            "parameter device is cuda, but torch finds no CUDA device; wanted a GPU, or device = cpu or auto"
+        )
     if config.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
@@ -40,7 +42,8 @@ def resolve(config: EngineConfig, model: ModelConfig, device: torch.device) -> E
     step = config.max_step_tokens or max(_STEP_TOKENS[device.type], config.max_sequences)
     if step < config.max_sequences:
         raise ConfigError(
-            f"parameter max_step_tokens is {step}; wanted at least max_sequences = {config.max_sequences}, one token a sequence"
+            f"parameter max_step_tokens is {step}; wanted at least max_sequences = {config.max_sequences}, "
+            "one token a sequence"
         )
     if config.max_sequence_tokens is None:
         log.info("max_sequence_tokens: %d (the model's positions)", longest)
@@ -50,8 +53,9 @@ def resolve(config: EngineConfig, model: ModelConfig, device: torch.device) -> E
 
 
 def choose_num_blocks(config: EngineConfig, block_bytes: int, device: torch.device) -> int:
-    """Blocks of the cache: what `cache_bytes` holds or, undecided, a share of the free memory, but never more than the
-    longest sequences together can use. Raises ConfigError where not one sequence of the longest kind fits in cache_bytes."""
+    """Blocks of the cache: what `cache_bytes` holds or, undecided, a share of the free memory, but never more
+    than the longest sequences together can use. Raises ConfigError where not one sequence of the longest kind
+    fits in cache_bytes."""
     assert config.max_sequence_tokens is not None
     most = config.max_sequences * -(-config.max_sequence_tokens // config.block_tokens)
     if config.cache_bytes is not None:
@@ -65,8 +69,8 @@ def choose_num_blocks(config: EngineConfig, block_bytes: int, device: torch.devi
     blocks = min(most, available // block_bytes)
     if blocks < 1:
         raise ConfigError(
-            f"the cache would have {max(available, 0):,} bytes; one block of {config.block_tokens} tokens needs "
-            f"{block_bytes:,} (cache_bytes and memory_fraction in config.pbtxt)"
+            f"the cache would have {max(available, 0):,} bytes; one block of {config.block_tokens} tokens "
+            f"needs {block_bytes:,} (cache_bytes and memory_fraction in config.pbtxt)"
         )
     log.info(
         "cache: %d blocks of %d tokens, %.2f GiB", blocks, config.block_tokens, blocks * block_bytes / 2**30

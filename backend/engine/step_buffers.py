@@ -1,6 +1,7 @@
 """What a plan becomes on the device: one packed int32 buffer, copied at once, and a Batch of views into it.
 
-The views of a padded decode batch lie at fixed addresses, so that a captured CUDA graph reads the next plan from them.
+The views of a padded decode batch lie at fixed addresses, so that a captured CUDA graph reads the next plan
+from them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class _Layout:
 
 
 class StepBuffers:
-    """The packed buffer on host and device. A ring of host buffers: a copy under way is never written over."""
+    """The packed buffer on host and device. A ring of host buffers: a copy under way is never written
+    over."""
 
     RING = 4
 
@@ -66,7 +68,8 @@ class StepBuffers:
         )
 
     def load_padded(self, plan: StepPlan, rows: int, max_context: int) -> Batch:
-        """A plan of decoding rows only, padded to `rows`, at the addresses that all plans of `rows` rows share."""
+        """A plan of decoding rows only, padded to `rows`, at the addresses that all plans of `rows` rows
+        share."""
         layout = _Layout(rows, rows, rows, self.max_columns)
         packed = self._fill(layout, plan, rows, rows)
         return self._batch(
@@ -101,10 +104,22 @@ class StepBuffers:
         return self._device
 
     def _batch(
-        self, layout: _Layout, packed: torch.Tensor, rows: int, *, num_decodes: int, max_query: int, max_context: int, fresh: bool
+        self,
+        layout: _Layout,
+        packed: torch.Tensor,
+        rows: int,
+        *,
+        num_decodes: int,
+        max_query: int,
+        max_context: int,
+        fresh: bool,
     ) -> Batch:
         views = {name: packed[start:stop] for name, (start, stop) in layout.views.items()}
         views["block_tables"] = views["block_tables"].view(rows, -1)
         return Batch(
-            **views, num_decodes=num_decodes, max_query=max_query, max_context=max_context, fresh_prompts=fresh
+            **views,
+            num_decodes=num_decodes,
+            max_query=max_query,
+            max_context=max_context,
+            fresh_prompts=fresh,
         )

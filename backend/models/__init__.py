@@ -1,4 +1,5 @@
-"""Model families. A family is a module with `weight_specs(config)` and a class `Model`; this is the only registry."""
+"""Model families. A family is a module with `weight_specs(config)` and a class `Model`; this is the only
+registry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""BLOOM: ALiBi instead of positions, LayerNorm after the embedding, pre-LayerNorm, fused QKV, tanh GELU. BigScience 2022."""
+"""BLOOM: ALiBi instead of positions, LayerNorm after the embedding, pre-LayerNorm, fused QKV, tanh GELU.
+BigScience 2022."""
 
 from __future__ import annotations
 
@@ -53,11 +54,17 @@ class Model:
     def __init__(self, config: ModelConfig, weights: Weights, ranks: Ranks, num_positions: int):
         self.config = config
         self.embedding = weights.tensor("model.wte")
-        self.heads = make_heads(config, ranks, slopes=alibi_slopes(config.num_heads).to(self.embedding.device))
+        self.heads = make_heads(
+            config, ranks, slopes=alibi_slopes(config.num_heads).to(self.embedding.device)
+        )
         self.embedding_norm = weights.norm("model.pre_decoder_layernorm", config.norm_eps, bias=True)
         self.final_norm = weights.norm("model.final_layernorm", config.norm_eps, bias=True)
-        self.head = weights.head(self.embedding if config.tied_head else weights.tensor("model.lm_head.weight"))
-        self.layers = [self._layer(weights, i) for i in stage_layers(config.num_layers, ranks.stage, ranks.num_stages)]
+        self.head = weights.head(
+            self.embedding if config.tied_head else weights.tensor("model.lm_head.weight")
+        )
+        self.layers = [
+            self._layer(weights, i) for i in stage_layers(config.num_layers, ranks.stage, ranks.num_stages)
+        ]
 
     def _layer(self, weights: Weights, index: int) -> Layer:
         prefix, eps = f"model.layers.{index}", self.config.norm_eps

@@ -49,8 +49,12 @@ class Model:
         self.embedding = weights.tensor("model.wte")
         self.positions = weights.tensor("model.wpe")
         self.final_norm = weights.norm("model.final_layernorm", config.norm_eps, bias=True)
-        self.head = weights.head(self.embedding if config.tied_head else weights.tensor("model.lm_head.weight"))
-        self.layers = [self._layer(weights, i) for i in stage_layers(config.num_layers, ranks.stage, ranks.num_stages)]
+        self.head = weights.head(
+            self.embedding if config.tied_head else weights.tensor("model.lm_head.weight")
+        )
+        self.layers = [
+            self._layer(weights, i) for i in stage_layers(config.num_layers, ranks.stage, ranks.num_stages)
+        ]
 
     def _layer(self, weights: Weights, index: int) -> Layer:
         prefix, eps = f"model.layers.{index}", self.config.norm_eps

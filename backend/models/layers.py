@@ -1,14 +1,14 @@
 """What the families share: a transformer's state on one rank, attention over the paged cache, and the head.
 
-Letters as in kernels.ops. A model holds weights and calls operations; it allocates nothing in a step: every buffer comes
-from `Workspace`, so that a step can be captured in a CUDA graph.
+Letters as in kernels.ops. A model holds weights and calls operations; it allocates nothing in a step: every
+buffer comes from `Workspace`, so that a step can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Optional, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -58,7 +58,8 @@ class Ranks(Protocol):
 
 @dataclass
 class Workspace:
-    """Activations of one step, allocated once for the longest: rows of max_tokens, columns as the rank needs them."""
+    """Activations of one step, allocated once for the longest: rows of max_tokens, columns as the rank needs
+    them."""
 
     hidden: Tensor  # (T, C) the residual stream
     qkv: Tensor  # (T, (H + 2K) * D)
@@ -70,7 +71,13 @@ class Workspace:
 
     @classmethod
     def allocate(
-        cls, config: ModelConfig, max_tokens: int, max_rows: int, tensor_size: int, dtype: torch.dtype, device: torch.device
+        cls,
+        config: ModelConfig,
+        max_tokens: int,
+        max_rows: int,
+        tensor_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> Workspace:
         def empty(rows: int, columns: int, kind: torch.dtype = dtype) -> Tensor:
             return torch.zeros(rows, columns, dtype=kind, device=device)
@@ -102,7 +109,9 @@ class Context:
         return self.batch.num_tokens
 
 
-def attention(context: Context, x: Tensor, qkv: Linear, norm: Norm, heads: Heads, cache: CacheLayer) -> Tensor:
+def attention(
+    context: Context, x: Tensor, qkv: Linear, norm: Norm, heads: Heads, cache: CacheLayer
+) -> Tensor:
     """(T, H * D): causal attention of norm(x) over the cache, which it extends."""
     ops, batch, work = context.ops, context.batch, context.work
     tokens, decodes = batch.num_tokens, batch.num_decodes
@@ -138,9 +147,11 @@ def logits(context: Context, x: Tensor, norm: Norm, head: Linear) -> Tensor:
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """(num_heads,) float32 slopes of Press et al. 2022, with the two-part rule where num_heads is no power of two.
+    """(num_heads,) float32 slopes of Press et al. 2022, with the two-part rule where num_heads is no power of
+    two.
 
-    2^(-8/n), 2^(-16/n), ... for the largest power of two n <= num_heads, then every other slope of the sequence for 2n.
+    2^(-8/n), 2^(-16/n), ... for the largest power of two n <= num_heads, then every other slope of the
+    sequence for 2n.
     """
     power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
@@ -160,7 +171,8 @@ def rope_table(rope: RopeConfig, num_positions: int, device: torch.device) -> Ro
 
 
 def _llama3_frequencies(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Long wavelengths are divided by `factor`, short ones kept, those between blended (transformers' llama3 rule)."""
+    """Long wavelengths are divided by `factor`, short ones kept, those between blended (transformers' llama3
+    rule)."""
     wavelengths = 2 * math.pi / frequencies
     longest = rope.original_max_positions / rope.low_freq_factor
     shortest = rope.original_max_positions / rope.high_freq_factor
@@ -174,7 +186,7 @@ def _llama3_frequencies(frequencies: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def make_heads(
-    config: ModelConfig, ranks: Ranks, rope: Optional[Rope] = None, slopes: Optional[Tensor] = None
+    config: ModelConfig, ranks: Ranks, rope: Rope | None = None, slopes: Tensor | None = None
 ) -> Heads:
     """This rank's share of the heads; slopes are of all heads and are cut here."""
     num_heads = config.num_heads // ranks.tensor_size

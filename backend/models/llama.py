@@ -54,10 +54,16 @@ class Model:
         assert config.rope is not None
         self.config = config
         self.embedding = weights.tensor("model.wte")
-        self.heads = make_heads(config, ranks, rope=rope_table(config.rope, num_positions, self.embedding.device))
+        self.heads = make_heads(
+            config, ranks, rope=rope_table(config.rope, num_positions, self.embedding.device)
+        )
         self.final_norm = weights.norm("model.final_layernorm", config.norm_eps, bias=False)
-        self.head = weights.head(self.embedding if config.tied_head else weights.tensor("model.lm_head.weight"))
-        self.layers = [self._layer(weights, i) for i in stage_layers(config.num_layers, ranks.stage, ranks.num_stages)]
+        self.head = weights.head(
+            self.embedding if config.tied_head else weights.tensor("model.lm_head.weight")
+        )
+        self.layers = [
+            self._layer(weights, i) for i in stage_layers(config.num_layers, ranks.stage, ranks.num_stages)
+        ]
 
     def _layer(self, weights: Weights, index: int) -> Layer:
         prefix, config = f"model.layers.{index}", self.config
@@ -66,7 +72,9 @@ class Model:
             qkv=weights.linear(f"{prefix}.attention.query_key_value", bias=config.attention_bias),
             dense=weights.linear(f"{prefix}.attention.dense", bias=config.attention_bias),
             mlp_norm=weights.norm(f"{prefix}.post_attention_layernorm", config.norm_eps, bias=False),
-            gate_up=weights.fused_linear([f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"], bias=config.mlp_bias),
+            gate_up=weights.fused_linear(
+                [f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"], bias=config.mlp_bias
+            ),
             down=weights.linear(f"{prefix}.mlp.down_proj", bias=config.mlp_bias),
         )
 

@@ -14,7 +14,9 @@ def norm_specs(name: str, size: int, bias: bool, layer: int | None = None) -> li
     return specs
 
 
-def column_specs(name: str, inner: int, sections: tuple[int, ...], bias: bool, layer: int) -> list[WeightSpec]:
+def column_specs(
+    name: str, inner: int, sections: tuple[int, ...], bias: bool, layer: int
+) -> list[WeightSpec]:
     """A matrix (inner, sum(sections)) whose columns, and bias, are split over ranks section by section."""
     outer = sum(sections)
     specs = [WeightSpec(f"{name}.weight", (inner, outer), axis=1, sections=sections, layer=layer)]
@@ -37,7 +39,13 @@ def attention_specs(config: ModelConfig, layer: int) -> list[WeightSpec]:
     keys = config.num_kv_heads * config.head_size
     prefix = f"model.layers.{layer}.attention"
     return [
-        *column_specs(f"{prefix}.query_key_value", config.hidden_size, (queries, keys, keys), config.attention_bias, layer),
+        *column_specs(
+            f"{prefix}.query_key_value",
+            config.hidden_size,
+            (queries, keys, keys),
+            config.attention_bias,
+            layer,
+        ),
         *row_specs(f"{prefix}.dense", queries, config.hidden_size, config.attention_bias, layer),
     ]
 

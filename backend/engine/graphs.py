@@ -1,0 +1,91 @@
+"""Decode steps as CUDA graphs, one for each padded number of rows."""
+
+from __future__ import annotations
+
+import logging
+from typing import Callable
+
+import numpy as np
+import torch
+
+from tridecode.backend.engine.plan import StepPlan
+from tridecode.kernels.ops import Batch
+
+log = logging.getLogger("tridecode.engine")
+
+
+def padded_sizes(most: int) -> list[int]:
+    """1, 2, 4, 8, then by 8 to 128, by 16 to 256, by 32 above; the last is `most`."""
+    sizes = [1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, most + 32, 32)]
+    return [*(size for size in sizes if size < most), most]
+
+
+def decode_plan(rows: int) -> StepPlan:
+    """A plan of `rows` decoding rows that read and write nothing: what a graph is captured from."""
+    empty = np.zeros(rows, np.int32)
+    return StepPlan(
+        step=0,
+        token_ids=empty,
+        positions=empty,
+        kv_slots=np.full(rows, -1, np.int32),
+        block_tables=np.zeros((rows, 1), np.int32),
+        context_lens=empty,
+        query_starts=np.arange(rows + 1, dtype=np.int32),
+        slots=np.full(rows, -1, np.int32),
+        samples=np.ones(rows, bool),
+        num_decodes=rows,
+    )
+
+
+def prompt_plan(tokens: int, rows: int) -> StepPlan:
+    """`rows` fresh prompts of `tokens` tokens together that are written nowhere: the largest step, for
+    warming up."""
+    starts = np.linspace(0, tokens, rows + 1).astype(np.int32)
+    lens = np.diff(starts).astype(np.int32)
+    return StepPlan(
+        step=0,
+        token_ids=np.zeros(tokens, np.int32),
+        positions=np.arange(tokens, dtype=np.int32) - np.repeat(starts[:-1], lens),
+        kv_slots=np.full(tokens, -1, np.int32),
+        block_tables=np.zeros((rows, 1), np.int32),
+        context_lens=lens,
+        query_starts=starts,
+        slots=np.full(rows, -1, np.int32),
+        samples=np.ones(rows, bool),
+        num_decodes=0,
+    )
+
+
+class DecodeGraphs:
+    """Graphs of `run(batch)`. `load(plan, rows)` copies a plan of up to `rows` decoding rows to the device,
+    always to the same addresses. The graphs share one memory pool; captured from the largest down, so that
+    the smaller fit into it."""
+
+    def __init__(
+        self, sizes: list[int], load: Callable[[StepPlan, int], Batch], run: Callable[[Batch], None]
+    ):
+        self._load = load
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._size_of = {
+            rows: min(size for size in sizes if size >= rows) for rows in range(1, max(sizes) + 1)
+        }
+        pool = None
+        for size in sorted(sizes, reverse=True):
+            batch = load(decode_plan(size), size)
+            run(batch)  # what a library sets up at its first call must not happen in a capture
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                run(batch)
+            pool = pool or graph.pool()
+            self._graphs[size] = graph
+        log.info("captured %d decode graphs of up to %d rows", len(sizes), max(sizes))
+
+    def replay(self, plan: StepPlan) -> int | None:
+        """Run a plan of decoding rows; the padded size it ran at, or None where it is no such plan."""
+        if plan.num_decodes != plan.num_rows or plan.num_rows not in self._size_of:
+            return None
+        size = self._size_of[plan.num_rows]
+        self._load(plan, size)
+        self._graphs[size].replay()
+        return size

@@ -1,0 +1,53 @@
+"""An offline engine over a tiny Hugging Face model, and what transformers says of the same prompts."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tests.backend.hf_models import HfWeights, model_config
+from tridecode import kernels
+from tridecode.backend.config import EngineConfig
+from tridecode.backend.engine.engine import Engine
+from tridecode.backend.engine.loader import DTYPES
+from tridecode.backend.engine.offline import OfflineEngine
+from tridecode.backend.engine.parallel import SingleRank
+from tridecode.backend.engine.settings import resolve
+
+#: rounding in fp32 over two tiny layers with logits of the order of 10
+FP32_LOGITS = 2e-4
+
+
+def offline_engine(
+    model: torch.nn.Module, device: str = "cpu", keep_logits: bool = True, **settings
+) -> OfflineEngine:
+    """Small blocks, small steps and few slots, so that chunks, joins and reuse happen."""
+    defaults = dict(max_sequences=4, block_tokens=8, max_step_tokens=16, cache_bytes=16 << 20)
+    place, config = torch.device(device), model_config(model)
+    engine_config = resolve(EngineConfig(**{**defaults, **settings}), config, place)
+    ops = kernels.select(place)
+    weights = HfWeights(model, ops, DTYPES[engine_config.data_type], device)
+    return OfflineEngine(Engine(config, engine_config, weights, ops, SingleRank(), place), keep_logits)
+
+
+def prompts_of(lengths: list[int], vocab_size: int, seed: int = 0) -> list[list[int]]:
+    generator = np.random.default_rng(seed)
+    return [generator.integers(0, vocab_size, length).tolist() for length in lengths]
+
+
+@torch.inference_mode()
+def hf_greedy(model: torch.nn.Module, prompt: list[int], new_tokens: int) -> tuple[list[int], np.ndarray]:
+    """Tokens and (new_tokens, V) logits of transformers' generate, greedy, forced to length."""
+    ids = torch.tensor([prompt], device=model.device)
+    answer = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    logits = torch.stack([step[0].float() for step in answer.logits])
+    return answer.sequences[0, len(prompt) :].tolist(), logits.cpu().numpy()

@@ -1,0 +1,132 @@
+"""The engine on the CPU against transformers: greedy tokens, logits, log-probabilities, context
+embeddings."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.backend.engine.offline_models import FP32_LOGITS, hf_greedy, offline_engine, prompts_of
+from tests.backend.hf_models import bloom, gpt2, llama
+from tridecode.backend.messages import SamplingParams
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
+MODELS = {
+    "gpt2": lambda: gpt2(),
+    "gpt2 untied": lambda: gpt2(seed=1, heads=5, head_size=8, layers=3, tie_word_embeddings=False),
+    "gpt2 erf": lambda: gpt2(seed=2, activation_function="gelu"),
+    "gpt2 relu, own inner size": lambda: gpt2(seed=3, activation_function="relu", n_inner=52),
+    "bloom, 5 heads": lambda: bloom(),
+    "bloom, 12 heads, untied": lambda: bloom(seed=1, heads=12, head_size=8, tie_word_embeddings=False),
+    "bloom, residual from norm": lambda: bloom(
+        seed=4, heads=3, apply_residual_connection_post_layernorm=True
+    ),
+    "llama, grouped": lambda: llama(),
+    "llama, one kv head, tied": lambda: llama(seed=1, heads=7, kv_heads=1, tie_word_embeddings=True),
+    "llama, biases, wide heads": lambda: llama(seed=2, attention_bias=True, mlp_bias=True, hidden=120),
+    "llama3 rope": lambda: llama(seed=3, rope_parameters=LLAMA3),
+    "linear rope": lambda: llama(seed=4, kv_heads=6, rope_parameters=LINEAR),
+}
+LENGTHS = [1, 2, 7, 8, 9, 23, 30, 5, 17]
+NEW = 12
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+def test_greedy_tokens_and_logits_equal_transformers_in_any_company(make) -> None:
+    model = make()
+    prompts = prompts_of(LENGTHS, model.config.vocab_size)
+    wanted = [hf_greedy(model, prompt, NEW) for prompt in prompts]
+    assert len({token for tokens, _ in wanted for token in tokens}) > 8, (
+        "the model is degenerate: the test sees nothing"
+    )
+    offline = offline_engine(model)
+    params = SamplingParams(max_tokens=NEW)
+    together = offline.generate(prompts, params)
+    order = np.random.default_rng(1).permutation(len(prompts))
+    late: dict[int, int] = {}
+    for i in order:  # one by one into a running batch
+        late[i] = offline.submit(prompts[i], params)
+        offline.step()
+    offline.run()
+    for i, (tokens, logits) in enumerate(wanted):
+        for generation in (together[i], offline.generations[late[i]]):
+            assert generation.tokens == tokens
+            assert np.abs(np.stack(generation.logits) - logits).max() < FP32_LOGITS
+    alone = offline.generate(prompts[5:6], params)[0]
+    assert alone.tokens == wanted[5][0]
+
+
+@pytest.mark.parametrize("make", [gpt2, llama], ids=["gpt2", "llama"])
+def test_the_last_position_is_served(make) -> None:
+    model = make(positions=48)
+    for length in (47, 40, 1):
+        prompt = prompts_of([length], model.config.vocab_size, seed=length)[0]
+        tokens, _ = hf_greedy(model, prompt, 48 - length)
+        assert (
+            offline_engine(model).generate([prompt], SamplingParams(max_tokens=48 - length))[0].tokens
+            == tokens
+        )
+
+
+@pytest.mark.parametrize("make", [gpt2, bloom, llama], ids=["gpt2", "bloom", "llama"])
+def test_preempted_sequences_equal_undisturbed_ones(make) -> None:
+    model = make()
+    prompts = prompts_of([9, 12, 7, 10], model.config.vocab_size)
+    offline = offline_engine(model, cache_bytes=_bytes_of_blocks(model, 8))
+    done = offline.generate(prompts, SamplingParams(max_tokens=20))
+    assert offline.scheduler.counters.preemptions > 0
+    assert [generation.tokens for generation in done] == [
+        hf_greedy(model, prompt, 20)[0] for prompt in prompts
+    ]
+
+
+def _bytes_of_blocks(model: torch.nn.Module, count: int) -> int:
+    engine = offline_engine(model).engine
+    return count * engine._block_bytes()
+
+
+@pytest.mark.parametrize("make", [gpt2, bloom, llama], ids=["gpt2", "bloom", "llama"])
+@pytest.mark.parametrize("dtype, bound", [("bf16", 0.06), ("fp16", 0.008)])
+def test_sixteen_bit_logits_stay_within_bounds(make, dtype: str, bound: float) -> None:
+    """Relative to the spread of the logits: rounding of activations to 8 or 11 bits over two layers."""
+    model = make()
+    prompt = prompts_of([23], model.config.vocab_size)[0]
+    _, wanted = hf_greedy(model, prompt, 1)
+    got = offline_engine(model, data_type=dtype).generate([prompt], SamplingParams(max_tokens=1))[0].logits[0]
+    assert np.abs(got - wanted[0]).max() < bound * wanted[0].std() * 3
+
+
+def test_log_probs_are_transformers_log_softmax_of_the_chosen_token() -> None:
+    model = llama()
+    prompt = prompts_of([11], model.config.vocab_size)[0]
+    tokens, logits = hf_greedy(model, prompt, 6)
+    done = offline_engine(model).generate([prompt], SamplingParams(max_tokens=6, return_log_probs=True))[0]
+    wanted = torch.from_numpy(logits).log_softmax(-1)[torch.arange(6), torch.tensor(tokens)]
+    assert done.tokens == tokens and np.allclose(done.log_probs, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("length", [1, 13, 30])
+def test_the_context_embedding_is_the_sum_of_the_last_layers_output(length: int) -> None:
+    model = bloom()
+    prompt = prompts_of([length], model.config.vocab_size)[0]
+    seen = []
+    model.transformer.ln_f.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][0].sum(0)))
+    with torch.inference_mode():
+        model(torch.tensor([prompt]))
+    offline = offline_engine(model)
+    others = prompts_of([5, 9], model.config.vocab_size, seed=3)
+    for other in others:
+        offline.submit(other, SamplingParams(max_tokens=4))
+    number = offline.submit(prompt, SamplingParams(max_tokens=3, return_context_embedding=True))
+    offline.run()
+    embedding = offline.generations[number].embedding
+    assert embedding is not None and np.allclose(embedding, seen[0].numpy(), atol=2e-3)

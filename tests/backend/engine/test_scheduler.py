@@ -1,0 +1,315 @@
+"""The scheduler without a device: a toy model computes what the cache would hold, so that a wrong plan is
+seen."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tridecode.backend.engine.plan import StepPlan, StepResult
+from tridecode.backend.engine.scheduler import Scheduler, SchedulerLimits
+from tridecode.backend.errors import CapacityError, RequestError
+from tridecode.backend.messages import Event, SamplingParams, SequenceRequest, Submit
+
+DOOR = b"door"
+VOCAB = 50
+
+
+def limits(**changes) -> SchedulerLimits:
+    defaults = dict(
+        num_blocks=12, block_tokens=4, max_sequences=4, max_sequence_tokens=40, max_step_tokens=8,
+        max_queued_requests=100, vocab_size=VOCAB, request_timeout_s=1000.0,
+    )  # fmt: skip
+    return SchedulerLimits(**{**defaults, **changes})
+
+
+def next_token(tokens: list[int]) -> int:
+    """The toy model: depends on every token before and on their order."""
+    value = 7
+    for token in tokens:
+        value = (value * 31 + token + 1) % 1_000_003
+    return value % VOCAB
+
+
+def expected(prompt: list[int], count: int, end_id: int = -1) -> list[int]:
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < count:
+        tokens.append(next_token(tokens))
+        if tokens[-1] == end_id:
+            break
+    return tokens[len(prompt) :]
+
+
+class ToyDevice:
+    """A cache of token ids by slot. Checks each plan and computes its tokens from what the cache holds, as a
+    real
+    engine does: a stale or foreign block shows as a wrong token."""
+
+    def __init__(self, limits: SchedulerLimits):
+        self.limits = limits
+        self.cache = np.full(limits.num_blocks * limits.block_tokens, -1)
+        self.last: dict[int, int] = {}
+
+    def run(self, plan: StepPlan) -> StepResult:
+        assert 0 < plan.num_tokens <= self.limits.max_step_tokens
+        assert len(set(plan.slots.tolist())) == plan.num_rows, "a slot twice in a plan"
+        written = plan.kv_slots.tolist()
+        assert len(set(written)) == len(written), "two tokens are written to one place"
+        for start in plan.starts:
+            self.last.pop(start.slot, None)
+        tokens = []
+        for row in range(plan.num_rows):
+            first, last = plan.query_starts[row], plan.query_starts[row + 1]
+            slot = int(plan.slots[row])
+            if row < plan.num_decodes:
+                assert last - first == 1 and plan.token_ids[first] == -1
+            ids = [self.last[slot] if token < 0 else int(token) for token in plan.token_ids[first:last]]
+            length = int(plan.context_lens[row])
+            assert plan.positions[first:last].tolist() == list(range(length - len(ids), length))
+            self.cache[plan.kv_slots[first:last]] = ids
+            size = self.limits.block_tokens
+            places = [int(plan.block_tables[row, i // size]) * size + i % size for i in range(length)]
+            if plan.samples[row]:
+                self.last[slot] = next_token(self.cache[places].tolist())
+                tokens.append(self.last[slot])
+        return StepResult(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32))
+
+
+class Run:
+    """A scheduler, the toy device and what came of every request."""
+
+    def __init__(self, limits: SchedulerLimits, overlap: bool = False):
+        self.now = 0.0
+        self.scheduler = Scheduler(limits, lambda: self.now)
+        self.device, self.overlap = ToyDevice(limits), overlap
+        self.pending: tuple[StepPlan, StepResult] | None = None
+        self.tokens: dict[tuple[int, int], list[int]] = defaultdict(list)
+        self.ends: dict[tuple[int, int], list[Event]] = defaultdict(list)
+
+    def submit(self, request: int, *prompts: list[int], **params) -> None:
+        sequences = [
+            SequenceRequest(np.array(prompt, np.int32).tobytes(), SamplingParams(**params))
+            for prompt in prompts
+        ]
+        self.scheduler.submit(DOOR, Submit(request, sequences))
+        self._take(self.scheduler.take_events())
+
+    def step(self) -> None:
+        """As the engine's loop does it, one step ahead of the results where overlap is set."""
+        plan = self.scheduler.plan()
+        self._take(self.scheduler.take_events())
+        launched = (plan, self.device.run(plan)) if plan is not None else None
+        if self.pending is not None:
+            self._take(self.scheduler.commit(*self.pending))
+            self.pending = None
+        if launched is not None and not self.overlap:
+            self._take(self.scheduler.commit(*launched))
+        else:
+            self.pending = launched
+
+    def _take(self, events: list[tuple[bytes, Event]]) -> None:
+        for door, event in events:
+            assert door == DOOR
+            key = (event.request, event.sequence)
+            assert not self.ends[key], f"an event after the end of {key}"
+            self.tokens[key] += event.tokens
+            if event.finish:
+                self.ends[key].append(event)
+
+    def finish(self, steps: int = 2000) -> None:
+        for _ in range(steps):
+            if not self.scheduler.has_work and self.pending is None:
+                break
+            self.step()
+        assert not self.scheduler.has_work
+        assert self.scheduler.pool.num_free == self.scheduler.limits.num_blocks, "blocks leaked"
+        assert self.scheduler.num_running == 0, "slots leaked"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_every_request_gets_its_own_tokens_whatever_shares_the_cache(
+    overlap: bool, data: st.DataObject
+) -> None:
+    run = Run(
+        limits(
+            num_blocks=data.draw(st.integers(10, 24)),
+            max_step_tokens=data.draw(st.integers(4, 12)),
+            block_tokens=data.draw(st.sampled_from([1, 3, 4])) if data.draw(st.booleans()) else 4,
+            max_sequence_tokens=20,
+        ),
+        overlap,
+    )
+    capacity = run.scheduler.limits.num_blocks * run.scheduler.limits.block_tokens
+    wanted = {}
+    for request in range(data.draw(st.integers(1, 12))):
+        prompts = data.draw(
+            st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9), min_size=1, max_size=3)
+        )
+        count, end_id = (
+            data.draw(st.integers(0, min(10, capacity - 9))),
+            data.draw(st.sampled_from([-1, 3, 17])),
+        )
+        try:
+            run.submit(request, *prompts, max_tokens=count, end_id=end_id)
+        except RequestError as error:  # a tiny cache
+            assert "cache blocks" in str(error)
+            continue
+        wanted.update({(request, i): (prompt, count, end_id) for i, prompt in enumerate(prompts)})
+        for _ in range(data.draw(st.integers(0, 3))):
+            run.step()
+    cancelled = data.draw(st.sets(st.sampled_from(sorted({key[0] for key in wanted})))) if wanted else set()
+    for request in sorted(cancelled):
+        run.scheduler.cancel(DOOR, request)
+        run.step()
+    run.finish()
+    for key, (prompt, count, end_id) in wanted.items():
+        assert len(run.ends[key]) == 1, f"{key} ended {len(run.ends[key])} times"
+        answer = expected(prompt, count, end_id)
+        if run.ends[key][0].finish == "cancelled":
+            assert key[0] in cancelled
+            assert run.tokens[key] == answer[: len(run.tokens[key])]
+        else:
+            assert run.tokens[key] == answer
+            assert run.ends[key][0].finish == ("end_id" if answer and answer[-1] == end_id else "length")
+
+
+def test_a_request_joins_while_others_run() -> None:
+    run = Run(limits())
+    run.submit(1, [1, 2, 3], max_tokens=20)
+    for _ in range(5):
+        run.step()
+    run.submit(2, [4], max_tokens=2)
+    run.step()
+    assert len(run.tokens[2, 0]) == 1 and len(run.tokens[1, 0]) == 6, (
+        "the newcomer waited for a running request"
+    )
+
+
+def test_a_long_prompt_is_cut_into_chunks_and_does_not_stop_the_others() -> None:
+    run = Run(limits(max_step_tokens=8))
+    run.submit(1, [1, 2], max_tokens=20)
+    run.step()
+    run.submit(2, list(range(30)), max_tokens=1)
+    for step in range(4):  # 30 tokens, 7 a step beside the decoding row
+        assert not run.tokens[2, 0]
+        run.step()
+        assert len(run.tokens[1, 0]) == 2 + step
+    run.step()
+    assert run.tokens[2, 0] == expected(list(range(30)), 1)
+
+
+def test_the_last_comer_is_preempted_and_still_gets_the_right_tokens() -> None:
+    run = Run(limits(num_blocks=6, max_sequence_tokens=24))
+    run.submit(1, [1, 2, 3], max_tokens=18)
+    run.submit(2, [4, 5, 6], max_tokens=18)
+    run.finish()
+    assert run.scheduler.counters.preemptions > 0
+    assert run.tokens[1, 0] == expected([1, 2, 3], 18) and run.tokens[2, 0] == expected([4, 5, 6], 18)
+
+
+def test_a_smaller_priority_goes_first() -> None:
+    run = Run(limits(max_sequences=1, max_step_tokens=8))
+    order = []
+    for request, priority in ((1, 5), (2, 5), (3, 0)):
+        prompt = SequenceRequest(np.array([request], np.int32).tobytes(), SamplingParams(max_tokens=1))
+        run.scheduler.submit(DOOR, Submit(request, [prompt], priority=priority))
+    while run.scheduler.has_work:
+        run.step()
+        order += [key[0] for key, ends in run.ends.items() if ends and key[0] not in order]
+    assert order == [3, 1, 2]
+
+
+def test_a_cancelled_request_frees_its_blocks_at_once() -> None:
+    run = Run(limits())
+    run.submit(1, list(range(20)), max_tokens=10)
+    run.step()
+    assert run.scheduler.pool.num_free < 12
+    run.scheduler.cancel(DOOR, 1)
+    assert run.scheduler.pool.num_free == 12
+    run.step()
+    assert [event.finish for event in run.ends[1, 0]] == ["cancelled"]
+
+
+def test_a_deadline_ends_a_running_and_a_waiting_request() -> None:
+    run = Run(limits(max_sequences=1, max_step_tokens=8, request_timeout_s=5.0))
+    run.submit(1, [1], max_tokens=30)
+    run.submit(2, [2], max_tokens=30)
+    run.step()
+    run.now = 5.1
+    run.step()
+    assert [run.ends[key, 0][0].finish for key in (1, 2)] == ["deadline", "deadline"]
+    assert run.ends[1, 0][0].code == "CANCELLED" and "1 of 30 tokens" in run.ends[1, 0][0].error
+    assert run.scheduler.pool.num_free == 12
+
+
+def test_a_full_queue_is_answered_with_unavailable() -> None:
+    run = Run(limits(max_queued_requests=2))
+    run.submit(1, [1], max_tokens=1)
+    run.submit(2, [1], [2], max_tokens=1)
+    with pytest.raises(CapacityError, match="2 requests are waiting already .max_queued_requests"):
+        run.submit(3, [1], max_tokens=1)
+    run.finish()
+    assert set(run.ends) == {(1, 0), (2, 0), (2, 1)}
+
+
+def test_a_stop_word_may_begin_in_the_prompt_and_stays_in_the_output() -> None:
+    first, second = expected([1, 2, 3], 2)
+    run = Run(limits())
+    run.submit(1, [1, 2, 3], max_tokens=10, stop_words=[[40, 41, 42, 43, 44], [3, first, second]])
+    run.finish()
+    assert run.tokens[1, 0] == [first, second] and run.ends[1, 0][0].finish == "stop_word"
+
+
+@pytest.mark.parametrize(
+    "prompt, params, text",
+    [
+        ([], {}, "the prompt has no tokens"),
+        ([1, VOCAB], {}, f"token id {VOCAB}; this model has ids 0 to {VOCAB - 1}"),
+        ([-1], {}, "token id -1"),
+        ([1] * 30, {"max_tokens": 11}, "30 tokens and 11 are wanted, 41 together; this model accepts 40"),
+        ([1], {"temperature": float("nan")}, "temperature is nan; wanted a number from 0"),
+        ([1], {"top_p": 0.0}, "top_p is 0.0; wanted a number in"),
+        ([1], {"top_k": -1}, "top_k is -1"),
+        ([1], {"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
+        ([1], {"bad_words": [[1] * 257]}, "the bad words have 257 tokens; this model accepts 256"),
+        ([1], {"stop_words": [[VOCAB]]}, "a stop word has a token id outside"),
+        ([1], {"bad_words": [[]]}, "a bad word has no tokens"),
+    ],
+)
+def test_a_wrong_request_is_refused_whole_and_by_name(prompt: list[int], params: dict, text: str) -> None:
+    run = Run(limits())
+    with pytest.raises(RequestError, match=text):
+        run.submit(1, prompt, **params)
+    assert not run.scheduler.has_work and not run.scheduler.take_events()
+
+
+def test_one_wrong_sequence_refuses_its_request_and_is_named() -> None:
+    run = Run(limits())
+    with pytest.raises(RequestError, match="sequence 1: the prompt has token id 99"):
+        run.submit(1, [1], [99], max_tokens=3)
+    assert not run.scheduler.has_work
+
+
+def test_a_sequence_larger_than_the_cache_is_refused() -> None:
+    run = Run(limits(num_blocks=3))
+    with pytest.raises(RequestError, match="need 4 cache blocks; the cache has 3"):
+        run.submit(1, [1] * 10, max_tokens=6)
+
+
+def test_a_step_without_memory_fails_its_prompts_only() -> None:
+    run = Run(limits())
+    run.submit(1, [1, 2], max_tokens=6)
+    run.step()
+    run.submit(2, [3, 4], max_tokens=6)
+    plan = run.scheduler.plan()
+    assert plan is not None and plan.num_rows == 2
+    run.scheduler.abandon(plan, CapacityError("no memory"))
+    run.finish()
+    assert run.ends[2, 0][0].finish == "error" and run.ends[2, 0][0].code == "UNAVAILABLE"
+    assert run.tokens[1, 0] == expected([1, 2], 6)
