@@ -329,6 +329,7 @@ class EngineConfig:
     int8_mode: int = 0
 
     device: str = "auto"  # "auto", "cpu", "cuda"
+    weights: str = "files"  # or "random": of the model's true shape, for benchmarks without a checkpoint
     max_sequences: int = 64  # sequences that decode together
     max_queued_requests: int = 1024  # requests that wait for a place; one more is answered UNAVAILABLE
     max_sequence_tokens: int | None = None  # prompt + output; None: what the model's positions allow
@@ -391,6 +392,7 @@ def _check_engine_config(config: EngineConfig, where: str) -> None:
             raise ConfigError(f"{where}: parameter {key} is {getattr(config, key)!r}; wanted {wanted}")
 
     demand(config.data_type in DTYPES, "data_type", "one of " + ", ".join(DTYPES))
+    demand(config.weights in ("files", "random"), "weights", "files or random")
     demand(config.device in ("auto", "cpu", "cuda"), "device", "auto, cpu or cuda")
     for key in (
         "tensor_para_size",

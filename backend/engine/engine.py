@@ -17,6 +17,7 @@ from tridecode.backend.engine.graphs import DecodeGraphs, decode_plan, padded_si
 from tridecode.backend.engine.loader import DTYPES, FileWeights
 from tridecode.backend.engine.parallel import ProcessRanks, SingleRank
 from tridecode.backend.engine.plan import StepPlan, StepResult
+from tridecode.backend.engine.random_weights import RandomWeights
 from tridecode.backend.engine.sampling import allocate_state, start_slots
 from tridecode.backend.engine.settings import choose_num_blocks
 from tridecode.backend.engine.step_buffers import StepBuffers
@@ -116,18 +117,13 @@ class Engine:
         """An engine over the weight files of `directory`. Raises WeightFileError, ConfigError,
         UnsupportedError."""
         specs = models.family(model.family).weight_specs(model)
-        reader = WeightReader(directory, model)
-        ops = kernels.select(device)
-        weights = FileWeights(
-            reader,
-            specs,
-            ranks.tensor_rank,
-            ranks.tensor_size,
-            DTYPES[config.data_type],
-            ops,
-            device,
-            progress,
-        )
+        dtype, ops = DTYPES[config.data_type], kernels.select(device)
+        place = (ranks.tensor_rank, ranks.tensor_size)
+        weights: Weights
+        if config.weights == "random":
+            weights = RandomWeights(specs, 0, *place, dtype, ops, device)
+        else:
+            weights = FileWeights(WeightReader(directory, model), specs, *place, dtype, ops, device, progress)
         return cls(model, config, weights, ops, ranks, device)
 
     def _widest(self) -> int:
