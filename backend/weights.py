@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from tridecode.backend.config import EngineConfig, ModelConfig
+from tridecode.backend.config import ModelConfig
 from tridecode.backend.errors import ConfigError, WeightFileError
 from tridecode.backend.models import family
 from tridecode.backend.weight_layout import WeightSpec
@@ -70,28 +70,6 @@ def read_manifest(directory: Path) -> Manifest | None:
             f"{path} has format {manifest.format!r}; this version reads {MANIFEST_FORMAT!r}"
         )
     return manifest
-
-
-def weight_directory(version_directory: Path, engine: EngineConfig) -> Path:
-    """Where the weights of a `fastertransformer` model lie.
-
-    version_directory is `<repository>/fastertransformer/1`. The parameter model_checkpoint_path, taken from
-    there where it is relative; without it FasterTransformer's `<tensor_para_size>-gpu`, or the one `*-gpu`
-    folder there is, as it loads at any degree. Raises ConfigError where several could be meant.
-    """
-    named = engine.extra.get("model_checkpoint_path", "").strip()
-    if named:
-        return Path(version_directory) / named
-    usual = Path(version_directory) / f"{engine.tensor_para_size}-gpu"
-    others = sorted(path for path in Path(version_directory).glob("*-gpu") if path.is_dir())
-    if usual.is_dir() or not others:
-        return usual
-    if len(others) == 1:
-        return others[0]
-    raise ConfigError(
-        f"{version_directory} has no {usual.name} but {', '.join(path.name for path in others)}; "
-        "name one of them in the parameter model_checkpoint_path of config.pbtxt"
-    )
 
 
 @dataclass(frozen=True)

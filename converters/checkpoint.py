@@ -118,9 +118,9 @@ class GgufSource:
     neighbours); `read` puts them back into transformers' (halves).
     """
 
-    def __init__(self, path: Path, num_heads: int, num_kv_heads: int):
+    def __init__(self, reader: gguf.GGUFReader, num_heads: int, num_kv_heads: int):
         self._heads = {"q_proj": num_heads, "k_proj": num_kv_heads}
-        self._tensors = {_gguf_name(tensor.name): tensor for tensor in gguf.GGUFReader(path).tensors}
+        self._tensors = {_gguf_name(tensor.name): tensor for tensor in reader.tensors}
         self.shapes = {
             name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in self._tensors.items()
         }
@@ -301,7 +301,7 @@ def _open_gguf(path: Path) -> Checkpoint:
     return Checkpoint(
         path,
         config,
-        GgufSource(path, config.num_attention_heads, config.num_key_value_heads),
+        GgufSource(reader, config.num_attention_heads, config.num_key_value_heads),
         fields.get("tokenizer.ggml.bos_token_id"),
         list(dict.fromkeys(int(token) for token in end_ids if token is not None)),
         fields,

@@ -106,7 +106,7 @@ def tiny_tokenizer(adds_bos: bool = False) -> PreTrainedTokenizerFast:
 
 
 def save(model: PreTrainedModel, directory: Path, tokenizer: bool = True, **save_options) -> Path:
-    """save_pretrained of the model and a tokenizer. save_options: e.g. max_shard_size. Returns the directory."""
+    """save_pretrained of model and tokenizer, e.g. with max_shard_size. Returns the directory."""
     model.save_pretrained(directory, **save_options)
     if tokenizer:
         tiny_tokenizer(adds_bos=model.config.model_type == "llama").save_pretrained(directory)
@@ -114,7 +114,7 @@ def save(model: PreTrainedModel, directory: Path, tokenizer: bool = True, **save
 
 
 def greedy(model: PreTrainedModel, prompt: list[int], new_tokens: int) -> tuple[list[int], torch.Tensor]:
-    """transformers' greedy tokens, never stopping, and their logits (new_tokens, V), by full recomputation."""
+    """transformers' greedy tokens, never stopping, and their logits (new_tokens, V), recomputed each step."""
     ids, rows = list(prompt), []
     with torch.inference_mode():
         for _ in range(new_tokens):

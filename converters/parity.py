@@ -1,0 +1,218 @@
+"""Does the converted model say what transformers says? Greedy tokens and logits of both, on fixed prompts.
+
+The reference is transformers' model of the source checkpoint, its weights rounded to the dtype of the files
+and its arithmetic in float32 where memory allows. What is left is rounding in the arithmetic: a wrong layout,
+a lost tensor or a misread setting shows as an error a thousand times the bound.
+"""
+
+from __future__ import annotations
+
+import gc
+import platform
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from transformers import PreTrainedModel
+
+from tridecode.backend.config import EngineConfig, ModelConfig
+from tridecode.backend.engine.offline import run_greedy
+from tridecode.backend.engine.settings import choose_device
+from tridecode.backend.weights import MANIFEST_FILE, TORCH_DTYPES, file_sha256
+from tridecode.converters.checkpoint import Checkpoint
+from tridecode.converters.tokenizer import PROBES
+
+PARITY_FORMAT = "tridecode-parity-1"
+NEW_TOKENS = 8
+MAX_PROMPT_TOKENS = 64
+#: prompts of random ids: one token, a few, about a cache block, the longest
+_RANDOM_LENGTHS = (1, 5, 33, MAX_PROMPT_TOKENS)
+#: largest logit error that rounding explains, as a share of the largest logit; the coarser dtype counts
+_BOUNDS = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 1e-1}
+
+
+@dataclass(frozen=True)
+class PromptParity:
+    """One prompt. steps: how many were compared, up to and with the first whose tokens differ.
+
+    margin: the distance of transformers' two best logits at that last step, or the smallest if none differs.
+    """
+
+    prompt: str
+    tokens: int
+    steps: int
+    agrees: bool
+    logit_error: float
+    margin: float
+
+
+@dataclass
+class Parity:
+    """PARITY.json: what was compared and what came of it. Logits are absolute, shares lie in [0, 1]."""
+
+    passed: bool
+    source: str
+    family: str
+    weight_dtype: str
+    engine: dict[str, str]
+    reference: dict[str, str]
+    largest_logit_error: float
+    logit_error_bound: float
+    largest_logit: float
+    greedy_agreement: float
+    smallest_margin: float
+    tokenizer_round_trip: float
+    prompts: list[PromptParity]
+    checksums: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    format: str = PARITY_FORMAT
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+
+def fixed_prompts(tokenizer: Tokenizer, config: ModelConfig) -> list[tuple[str, list[int]]]:
+    """(description, ids): the tokenizer's probes, and random ids of a fixed seed; all fit the model."""
+    longest = min(MAX_PROMPT_TOKENS, config.max_positions - NEW_TOKENS)
+    prompts = []
+    for text in PROBES:
+        ids = [token for token in tokenizer.encode(text).ids if token < config.vocab_size][:longest]
+        if ids:
+            prompts.append((text, ids))
+    random = np.random.default_rng(20240229)
+    for length in sorted({min(length, longest) for length in _RANDOM_LENGTHS}):
+        prompts.append((f"{length} random ids", random.integers(0, config.vocab_size, length).tolist()))
+    return prompts
+
+
+def check_parity(
+    checkpoint: Checkpoint,
+    weights: Path,
+    config: ModelConfig,
+    tokenizer_file: Path,
+) -> Parity:
+    """Run both models on fixed_prompts. `passed` tells whether every difference is one of rounding."""
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    described = fixed_prompts(tokenizer, config)
+    prompts = [ids for _, ids in described]
+    device = choose_device(EngineConfig())
+    reference_dtype = _reference_dtype(checkpoint, config, device)
+    reference = _reference_greedy(checkpoint, config, prompts, reference_dtype, device)
+    # a CPU computes in float32 whatever the files hold: 16 bit is slower there
+    engine_dtype = config.weight_dtype if device.type == "cuda" else "fp32"
+    engine = EngineConfig(
+        data_type=engine_dtype, max_sequences=16, max_sequence_tokens=max(map(len, prompts)) + NEW_TOKENS
+    )
+    ours = run_greedy(weights, prompts, NEW_TOKENS, engine)
+    bound_share = max(_BOUNDS[engine_dtype], _BOUNDS[reference_dtype])
+    largest = max(float(np.abs(logits).max()) for logits in reference[1])
+    compared = [
+        compare_prompt(text, ids, *pair)
+        for (text, ids), *pair in zip(described, ours[0], ours[1], reference[0], reference[1])
+    ]
+    return judge(
+        compared,
+        bound_share * largest,
+        source=checkpoint.path.name,
+        family=config.family,
+        weight_dtype=config.weight_dtype,
+        engine={"device": device.type, "dtype": engine_dtype},
+        reference={"device": device.type, "dtype": reference_dtype},
+        largest_logit=largest,
+        tokenizer_round_trip=_round_trip(tokenizer),
+        checksums=compared_checksums(weights, tokenizer_file),
+        versions=_versions(),
+    )
+
+
+def compare_prompt(
+    text: str,
+    ids: list[int],
+    ours: list[int],
+    our_logits: np.ndarray,
+    theirs: list[int],
+    their_logits: np.ndarray,
+) -> PromptParity:
+    """Compare up to the first token that differs: what follows has another prefix."""
+    differing = next((step for step, pair in enumerate(zip(ours, theirs)) if pair[0] != pair[1]), None)
+    steps = len(theirs) if differing is None else differing + 1
+    error = float(np.abs(our_logits[:steps] - their_logits[:steps]).max())
+    best = np.sort(their_logits[:steps], axis=-1)
+    margins = best[:, -1] - best[:, -2]
+    margin = float(margins.min() if differing is None else margins[-1])
+    return PromptParity(text, len(ids), steps, differing is None, error, margin)
+
+
+def judge(compared: list[PromptParity], bound: float, **facts) -> Parity:
+    """Passed: no logit differs by more than `bound`, no token but where the two best are within 2 bounds."""
+    within = all(item.logit_error <= bound for item in compared)  # a NaN compares false
+    tokens_explained = all(item.agrees or item.margin <= 2 * bound for item in compared)
+    return Parity(
+        passed=within and tokens_explained,
+        largest_logit_error=max(item.logit_error for item in compared),
+        logit_error_bound=bound,
+        greedy_agreement=sum(item.agrees for item in compared) / len(compared),
+        smallest_margin=min(item.margin for item in compared),
+        prompts=compared,
+        **facts,
+    )
+
+
+def _reference_dtype(checkpoint: Checkpoint, config: ModelConfig, device: torch.device) -> str:
+    """fp32 where twice the model's size in it is free, else the dtype of the files."""
+    parameters = sum(int(np.prod(shape)) for shape in checkpoint.tensors.shapes.values())
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _available_memory()
+    return "fp32" if 2 * 4 * parameters < free else config.weight_dtype
+
+
+def _available_memory() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
+def _reference_greedy(
+    checkpoint: Checkpoint, config: ModelConfig, prompts: list[list[int]], dtype: str, device: torch.device
+) -> tuple[list[list[int]], list[np.ndarray]]:
+    model = checkpoint.reference_model(TORCH_DTYPES[config.weight_dtype])
+    model = model.to(device=device, dtype=TORCH_DTYPES[dtype])
+    try:
+        results = [_greedy(model, prompt, device) for prompt in prompts]
+    finally:
+        del model  # the engine needs its memory next
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return [tokens for tokens, _ in results], [logits for _, logits in results]
+
+
+@torch.inference_mode()
+def _greedy(model: PreTrainedModel, prompt: list[int], device: torch.device) -> tuple[list[int], np.ndarray]:
+    """NEW_TOKENS greedy tokens, whatever ends them, and their logits (NEW_TOKENS, V) float32."""
+    tokens, rows, cache = [], [], None
+    ids = torch.tensor([prompt], device=device)
+    for _ in range(NEW_TOKENS):
+        output = model(ids, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        rows.append(output.logits[0, -1].float().cpu().numpy())
+        tokens.append(int(rows[-1].argmax()))
+        ids = torch.tensor([tokens[-1:]], device=device)
+    return tokens, np.stack(rows)
+
+
+def _round_trip(tokenizer: Tokenizer) -> float:
+    """The share of the probes that decode to what was encoded."""
+    return sum(tokenizer.decode(tokenizer.encode(text).ids) == text for text in PROBES) / len(PROBES)
+
+
+def compared_checksums(weights: Path, tokenizer_file: Path) -> dict[str, str]:
+    """SHA-256 of what was compared; manifest.json in turn holds that of every weight file."""
+    files = (weights / "config.ini", weights / MANIFEST_FILE, tokenizer_file)
+    return {path.name: file_sha256(path) for path in files}
+
+
+def _versions() -> dict[str, str]:
+    names = ("tridecode", "torch", "transformers", "tokenizers")
+    return {"python": platform.python_version(), **{name: version(name) for name in names}}

@@ -1,0 +1,112 @@
+"""Which models a repository has, and their files, save for weights and tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from tridecode.backend.config import EngineConfig, read_engine_config
+from tridecode.backend.errors import ConfigError
+from tridecode.model_repo_templates import render
+from tridecode.model_repo_templates.pbtxt import parse_model_config
+
+ENGINE_MODEL = "fastertransformer"
+#: relative to the repository: Triton takes every folder at the top for a model, so one of the models holds it
+TOKENIZER_DIR = "preprocessing/1/tokenizer"
+ENSEMBLE_OWNERS = ("fastertransformer", "tensorrt_llm")
+
+
+@dataclass(frozen=True)
+class RepositoryModel:
+    """One model: its folder's name, its folder of templates, and their values beside the shared ones."""
+
+    name: str
+    template: str
+    values: Mapping[str, object]
+
+
+def repository_models(
+    ensemble_owner: str = "fastertransformer",
+    decoupled_fastertransformer: bool = False,
+    plain_text: bool = False,
+) -> list[RepositoryModel]:
+    """The models of a repository.
+
+    A model answers either with one response or with a stream (decoupled), so each contract has two: one under
+    the usual name, and a sibling for the other kind of client with the suffix _streaming or _plain.
+    ensemble_owner: whose contract the name `ensemble` has, "fastertransformer" or "tensorrt_llm".
+    decoupled_fastertransformer: FasterTransformer's usual names stream. plain_text: the text model's does
+    not.
+    """
+    if ensemble_owner not in ENSEMBLE_OWNERS:
+        raise ConfigError(f"ensemble_owner is {ensemble_owner!r}; wanted one of {', '.join(ENSEMBLE_OWNERS)}")
+    owns_ensemble = ensemble_owner == "fastertransformer"
+    generators = _pair(ENGINE_MODEL, decoupled_fastertransformer)
+    ensembles = _pair(
+        "ensemble" if owns_ensemble else "fastertransformer_ensemble", decoupled_fastertransformer
+    )
+    texts = _pair("tensorrt_llm_bls" if owns_ensemble else "ensemble", not plain_text)
+    return [
+        *(RepositoryModel(name, "fastertransformer", {"decoupled": flag}) for name, flag in generators),
+        RepositoryModel("preprocessing", "preprocessing", {}),
+        RepositoryModel("postprocessing", "postprocessing", {}),
+        *(
+            RepositoryModel(name, "ensemble", {"decoupled": flag, "generator": generator})
+            for (name, flag), (generator, _) in zip(ensembles, generators)
+        ),
+        *(RepositoryModel(name, "text", {"decoupled": flag}) for name, flag in texts),
+    ]
+
+
+def _pair(name: str, decoupled: bool) -> list[tuple[str, str]]:
+    """The model of the usual name and its sibling, each with protobuf's true or false for decoupled."""
+    if decoupled:
+        return [(name, "true"), (f"{name}_plain", "false")]
+    return [(name, "false"), (f"{name}_streaming", "true")]
+
+
+def engine_texts(settings: Mapping[str, object], where: str) -> dict[str, str]:
+    """The text of every engine parameter: `settings` over EngineConfig's defaults, "auto" for what is open.
+
+    Raises ConfigError for a key that EngineConfig does not have or a value it does not take.
+    """
+    known = [field for field in fields(EngineConfig) if field.name != "extra"]
+    unknown = sorted(set(settings) - {field.name for field in known})
+    if unknown:
+        raise ConfigError(
+            f"{where}: no parameter {unknown[0]}; there are {', '.join(field.name for field in known)}"
+        )
+    texts = {field.name: _text(settings.get(field.name, field.default)) for field in known}
+    read_engine_config(texts, where)
+    return texts
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return "auto"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def write_models(directory: Path, models: list[RepositoryModel], **values: object) -> None:
+    """Write every model's config.pbtxt and version folder into `directory`.
+
+    values: engine (engine_texts), model_type, checkpoint_path, pad_id, stop_ids.
+    """
+    for model in models:
+        folder = directory / model.name
+        text = render(
+            f"{model.template}/config.pbtxt",
+            name=model.name,
+            engine_model=ENGINE_MODEL,
+            tokenizer_dir=TOKENIZER_DIR,
+            **{**values, **model.values},
+        )
+        parse_model_config(text, f"{model.name}/config.pbtxt")
+        version = folder / "1"
+        version.mkdir(parents=True, exist_ok=True)
+        (folder / "config.pbtxt").write_text(text, encoding="utf-8")
+        if model.template == "ensemble":
+            (version / ".keep").touch()  # Triton wants the folder, and archives drop empty ones
+        else:
+            (version / "model.py").write_text(render(f"{model.template}/model.py"), encoding="utf-8")

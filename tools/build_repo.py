@@ -1,0 +1,184 @@
+"""From a checkpoint to a complete Triton model repository, proved against transformers before it is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from tridecode.backend.config import ModelConfig
+from tridecode.backend.errors import CheckpointError, ConfigError
+from tridecode.converters.checkpoint import Checkpoint, open_checkpoint
+from tridecode.converters.convert import PlannedConversion, plan_conversion
+from tridecode.converters.parity import Parity, check_parity
+from tridecode.converters.tokenizer import load_tokenizer, save_tokenizer, vocabulary_size
+from tridecode.model_repo_templates.repository import (
+    ENGINE_MODEL,
+    TOKENIZER_DIR,
+    engine_texts,
+    repository_models,
+    write_models,
+)
+from tridecode.tools.check_repo import PARITY_FILE, check_repo
+
+
+def build_repo(
+    model: str | Path,
+    output: str | Path,
+    *,
+    tensor_para_size: int = 1,
+    pipeline_para_size: int = 1,
+    dtype: str | None = None,
+    ensemble_owner: str = "fastertransformer",
+    decoupled_fastertransformer: bool = False,
+    plain_text: bool = False,
+    model_name: str | None = None,
+    tokenizer: str | Path | None = None,
+    parity: bool = True,
+    overwrite: bool = False,
+    engine_settings: Mapping[str, object] | None = None,
+    console: Console | None = None,
+) -> Path:
+    """Convert `model` and write the repository `output`, which appears whole or not at all. Returns its path.
+
+    model: a Hugging Face directory, a .gguf file or a hub id. dtype: of the weight files and of the engine;
+    None: the checkpoint's on a machine with a GPU, fp32 on one without. tokenizer: a directory to take it
+    from, not the model's own. ensemble_owner, decoupled_fastertransformer, plain_text: repository_models.
+    engine_settings: parameters of EngineConfig. parity: run the result against transformers and write
+    PARITY.json. overwrite: an output that is a model repository is replaced.
+
+    Raises CheckpointError, ConfigError or UnsupportedError naming what was found and wanted; nothing is left.
+    """
+    console = console or Console()
+    output = Path(output)
+    _check_output(output, overwrite)
+    models = repository_models(ensemble_owner, decoupled_fastertransformer, plain_text)
+    checkpoint = open_checkpoint(model)
+    planned = plan_conversion(checkpoint, dtype or _default_dtype(console), model_name)
+    config = planned.config
+    console.print(
+        f"{checkpoint.path}: {config.family}, {config.num_layers} layers of {config.hidden_size}, vocabulary "
+        f"{config.vocab_size}; weights as {config.weight_dtype}, tensor_para_size {tensor_para_size}",
+        highlight=False,
+    )
+    _check_stages(config, pipeline_para_size)
+    settings = {
+        "data_type": config.weight_dtype,
+        **(engine_settings or {}),
+        "tensor_para_size": tensor_para_size,
+        "pipeline_para_size": pipeline_para_size,
+    }
+    engine = engine_texts(settings, "engine settings")
+    hf_tokenizer = load_tokenizer(checkpoint, Path(tokenizer) if tokenizer is not None else None)
+    with _staged(output) as staging:
+        weights = staging / ENGINE_MODEL / "1" / f"{tensor_para_size}-gpu"
+        planned.write(weights, tensor_para_size)
+        write_models(
+            staging,
+            models,
+            engine=engine,
+            model_type="LLaMA" if config.family == "llama" else "GPT",
+            checkpoint_path=weights.name,
+            pad_id=max(config.end_id, 0),
+            stop_ids=",".join(str(token) for token in checkpoint.eos_ids[1:]),
+        )
+        source = None if checkpoint.is_gguf and tokenizer is None else Path(tokenizer or checkpoint.path)
+        written = save_tokenizer(hf_tokenizer, source, staging / TOKENIZER_DIR)
+        _check_vocabulary(written, config, console)
+        if parity:
+            _prove(planned, checkpoint, weights, staging, console)
+        _check_result(staging)
+    console.print(f"wrote {output}", highlight=False)
+    return output
+
+
+def _check_output(output: Path, overwrite: bool) -> None:
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    if not overwrite:
+        raise ConfigError(f"{output} exists and is not empty; name another output, or say overwrite")
+    if not (output / ENGINE_MODEL / "config.pbtxt").is_file():
+        raise ConfigError(f"{output} is no model repository of this tool; it is not overwritten")
+
+
+def _default_dtype(console: Console) -> str | None:
+    if torch.cuda.is_available():
+        console.print("dtype: the checkpoint's, as this machine has a GPU")
+        return None
+    console.print("dtype: fp32, as this machine has no GPU (a CPU computes in it fastest)", highlight=False)
+    return "fp32"
+
+
+def _check_stages(config: ModelConfig, pipeline_para_size: int) -> None:
+    if pipeline_para_size > config.num_layers:
+        raise ConfigError(
+            f"pipeline_para_size is {pipeline_para_size}; the model has {config.num_layers} layers to share"
+        )
+
+
+@contextmanager
+def _staged(output: Path) -> Iterator[Path]:
+    """A folder beside `output` that takes its place when the block ends, and vanishes if it fails."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    staging = output.parent / f".{output.name}.building-{os.getpid()}"
+    staging.mkdir()
+    try:
+        yield staging
+        replaced = output.parent / f".{output.name}.replaced-{os.getpid()}"
+        if output.exists():
+            output.rename(replaced)
+        try:
+            staging.rename(output)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(output)
+            raise
+        shutil.rmtree(replaced, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def _check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, console: Console) -> None:
+    base, size = vocabulary_size(tokenizer, with_added_tokens=False), vocabulary_size(tokenizer)
+    last = f"the model's vocabulary ends at {config.vocab_size - 1}"
+    if base > config.vocab_size:
+        raise CheckpointError(f"the tokenizer has ids up to {base - 1}; {last}")
+    if size > config.vocab_size:
+        found = (
+            f"the tokenizer adds ids up to {size - 1}; {last}, and a prompt with such an id will be refused"
+        )
+        console.print(f"[yellow]warning[/]: {found}", highlight=False)
+
+
+def _prove(
+    planned: PlannedConversion, checkpoint: Checkpoint, weights: Path, staging: Path, console: Console
+) -> Parity:
+    with console.status("comparing the converted model with transformers"):
+        parity = check_parity(checkpoint, weights, planned.config, staging / TOKENIZER_DIR / "tokenizer.json")
+    summary = (
+        f"largest logit error {parity.largest_logit_error:.2g} (bound {parity.logit_error_bound:.2g}), "
+        f"greedy tokens equal on {parity.greedy_agreement:.0%} of {len(parity.prompts)} prompts"
+    )
+    if not parity.passed:
+        raise CheckpointError(
+            f"the converted model is not transformers' model of {checkpoint.path}: {summary}"
+        )
+    (staging / PARITY_FILE).write_text(
+        json.dumps(parity.as_dict(), indent=1, ensure_ascii=False), encoding="utf-8"
+    )
+    console.print(f"parity with transformers: {summary}", highlight=False)
+    return parity
+
+
+def _check_result(staging: Path) -> None:
+    errors = [finding for finding in check_repo(staging) if finding.severity == "error"]
+    if errors:
+        raise ConfigError(f"the repository does not pass its own check: {errors[0]}")

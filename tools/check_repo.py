@@ -1,0 +1,335 @@
+"""Is a model repository one that will load and answer rightly? Looks at files only; nothing is started."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from tritonclient.grpc.model_config_pb2 import ModelConfig as TritonConfig
+
+from tridecode.backend.config import EngineConfig, ModelConfig, read_engine_config, read_model_config
+from tridecode.backend.engine_config_file import checkpoint_dir
+from tridecode.backend.errors import TridecodeError
+from tridecode.backend.weights import WeightReader
+from tridecode.converters.parity import PARITY_FORMAT, compared_checksums
+from tridecode.converters.progress import byte_progress
+from tridecode.converters.tokenizer import vocabulary_size
+from tridecode.model_repo_templates.pbtxt import data_type_name, parse_model_config, string_parameters
+
+PARITY_FILE = "PARITY.json"
+#: parameters of the engine's model that the engine itself does not read
+_OTHER_PARAMETERS = {"engine_model", "model_type", "model_checkpoint_path", "enable_custom_all_reduce"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """severity: "error" (it will not load, or answer wrongly) or "warning". The rest is for people."""
+
+    severity: str
+    where: str
+    found: str
+    wanted: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.where}: found {self.found}; wanted {self.wanted}. {self.fix}"
+
+
+def check_repo(path: str | Path, checksums: bool = False) -> list[Finding]:
+    """Everything that is wrong with a model repository, errors first; an empty list is a good one.
+
+    checksums: also read every weight file and compare it with manifest.json.
+    """
+    repository = Path(path)
+    if not repository.is_dir():
+        return [_error(str(path), "no directory", "a model repository", "Build one with build-repo.")]
+    models, findings = _read_models(repository)
+    for name, model in models.items():
+        findings += _check_model(repository, name, model)
+        if model.platform == "ensemble":
+            findings += _check_ensemble(name, model, models)
+    engines = {string_parameters(model).get("engine_model", "") for model in models.values()} - {""}
+    if not engines:
+        findings.append(
+            _error(str(path), "no model with a parameter engine_model", "one", "Build it with build-repo.")
+        )
+    for engine in sorted(engines):
+        if engine in models:
+            findings += _check_engine(repository, engine, models, checksums)
+        else:
+            where = ", ".join(name for name, model in models.items() if _names_engine(model, engine))
+            findings.append(
+                _error(
+                    where, f"engine_model {engine}", "a model of this repository", "Correct the parameter."
+                )
+            )
+    return sorted(findings, key=lambda finding: finding.severity)
+
+
+def _error(where: str, found: str, wanted: str, fix: str) -> Finding:
+    return Finding("error", where, found, wanted, fix)
+
+
+def _warning(where: str, found: str, wanted: str, fix: str) -> Finding:
+    return Finding("warning", where, found, wanted, fix)
+
+
+def _names_engine(model: TritonConfig, engine: str) -> bool:
+    return string_parameters(model).get("engine_model") == engine
+
+
+# ---------------------------------------------------------------- each model's config.pbtxt
+
+
+def _read_models(repository: Path) -> tuple[dict[str, TritonConfig], list[Finding]]:
+    models, findings = {}, []
+    for folder in sorted(
+        path for path in repository.iterdir() if path.is_dir() and not path.name.startswith(".")
+    ):
+        where = f"{folder.name}/config.pbtxt"
+        try:
+            models[folder.name] = parse_model_config(
+                (folder / "config.pbtxt").read_text(encoding="utf-8"), where
+            )
+        except FileNotFoundError:
+            findings.append(
+                _error(
+                    where,
+                    "no such file",
+                    "one in every folder",
+                    "Triton takes each folder for a model; move it.",
+                )
+            )
+        except TridecodeError as error:
+            findings.append(_error(where, str(error), "Triton's schema", "Correct the file."))
+    return models, findings
+
+
+def _check_model(repository: Path, name: str, model: TritonConfig) -> Iterator[Finding]:
+    where = f"{name}/config.pbtxt"
+    if model.name != name:
+        yield _error(where, f"name {model.name!r}", f"{name!r}, its folder's", "Correct the name.")
+    versions = [path for path in (repository / name).iterdir() if path.is_dir() and path.name.isdigit()]
+    if not versions:
+        yield _error(name, "no version folder", f"{name}/1", "Create it.")
+    if model.backend == "python":
+        for version in versions:
+            if not (version / (model.default_model_filename or "model.py")).is_file():
+                yield _error(
+                    f"{name}/{version.name}", "no model.py", "model.py", "Build the repository again."
+                )
+        yield from _check_traps(where, model)
+
+
+def _check_traps(where: str, model: TritonConfig) -> Iterator[Finding]:
+    """Settings that Triton takes and that spoil these models."""
+    decoupled = model.model_transaction_policy.decoupled
+    if model.HasField("dynamic_batching"):
+        yield _warning(
+            where,
+            "dynamic_batching",
+            "none",
+            "The engine forms its own batches; Triton's queue only adds delay, up to 0.5 s a request.",
+        )
+    if model.HasField("sequence_batching"):
+        yield _error(where, "sequence_batching", "none", "Every request is complete in itself; remove it.")
+    if model.response_cache.enable and decoupled:
+        yield _error(
+            where, "response_cache on a decoupled model", "one of them", "Triton refuses to load both."
+        )
+    for group in model.instance_group:
+        if group.kind != group.KIND_CPU:
+            kind = type(group).Kind.Name(group.kind)
+            yield _error(where, f"instance_group {kind}", "KIND_CPU", "These models only talk to the engine.")
+        if group.count > 1:
+            yield _warning(
+                where,
+                f"{group.count} instances",
+                "1",
+                "Each is a process more; one serves hundreds of requests.",
+            )
+    for tensor in model.input:
+        if tensor.allow_ragged_batch:
+            yield _error(where, f"input {tensor.name} with allow_ragged_batch", "none", "Remove it.")
+
+
+# ---------------------------------------------------------------- ensembles
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    type: str
+    dims: tuple[int, ...]
+    optional: bool
+
+    def __str__(self) -> str:
+        return f"{self.type} [{', '.join(map(str, self.dims))}]"
+
+    def fits(self, other: _Tensor) -> bool:
+        if self.type != other.type or len(self.dims) != len(other.dims):
+            return False
+        return all(a == b or -1 in (a, b) for a, b in zip(self.dims, other.dims))
+
+
+def _tensors(declared) -> dict[str, _Tensor]:
+    return {
+        tensor.name: _Tensor(
+            data_type_name(tensor.data_type), tuple(tensor.dims), bool(getattr(tensor, "optional", False))
+        )
+        for tensor in declared
+    }
+
+
+def _check_ensemble(name: str, model: TritonConfig, models: dict[str, TritonConfig]) -> Iterator[Finding]:
+    """Follow every tensor from step to step: names, types, dims; required inputs must always be there."""
+    where, fix = f"{name}/config.pbtxt", "Correct the ensemble or the step's model."
+    known = _tensors(model.input)  # what a step can be given, as the ensemble goes on
+    for step in model.ensemble_scheduling.step:
+        target = models.get(step.model_name)
+        at = f"{where}, step {step.model_name}"
+        if target is None:
+            yield _error(at, "no such model", "a model of this repository", fix)
+            return
+        if target.model_transaction_policy.decoupled and not model.model_transaction_policy.decoupled:
+            yield _error(at, "a decoupled step in an ensemble that is not", "both alike", fix)
+        inputs, outputs = _tensors(target.input), _tensors(target.output)
+        for key, value in step.input_map.items():
+            if key not in inputs or value not in known:
+                yield _error(
+                    at, f"input_map {key} from {value}", "an input of the step from a known tensor", fix
+                )
+            elif not inputs[key].fits(known[value]):
+                yield _error(
+                    at, f"{value} {known[value]} into {key} {inputs[key]}", "one type and shape", fix
+                )
+            elif known[value].optional and not inputs[key].optional:
+                yield _error(at, f"optional {value} into required {key}", "both alike", fix)
+        for key, tensor in inputs.items():
+            if key not in step.input_map and not tensor.optional:
+                yield _error(at, f"no input_map for {key}", "one for each required input", fix)
+        for key, value in step.output_map.items():
+            if key not in outputs:
+                yield _error(at, f"output_map {key}", "an output of the step", fix)
+            else:
+                known[value] = outputs[key]
+    for key, tensor in _tensors(model.output).items():
+        if key not in known:
+            yield _error(where, f"output {key} that no step makes", "an output_map to it", fix)
+        elif not tensor.fits(known[key]):
+            yield _error(where, f"output {key} {tensor} from {known[key]}", "one type and shape", fix)
+
+
+# ---------------------------------------------------------------- engine, weights, tokenizer, parity
+
+
+def _check_engine(
+    repository: Path, name: str, models: dict[str, TritonConfig], checksums: bool
+) -> Iterator[Finding]:
+    where = f"{name}/config.pbtxt"
+    try:
+        engine = read_engine_config(string_parameters(models[name]), where)
+        weights = Path(checkpoint_dir(str(repository / name)))
+        config = read_model_config(weights)
+        reader = WeightReader(weights, config)
+    except TridecodeError as error:
+        yield _error(
+            where, str(error), "a configuration and weights that load", "Correct it, or build again."
+        )
+        return
+    for key in sorted(set(engine.extra) - _OTHER_PARAMETERS):
+        yield _warning(where, f"parameter {key}", "one that is known", "Nothing reads it; is it misspelt?")
+    yield from _check_settings(where, engine, config, reader)
+    if checksums:
+        total = sum(reader.file_bytes(spec) * len(reader.files(spec)) for spec in reader.specs.values())
+        with byte_progress("checking weight files", total) as progress:
+            for problem in reader.checksum_problems(progress):
+                yield _error(str(weights), problem, "the bytes that were written", "Copy or build it again.")
+    folders = {
+        string_parameters(model).get("tokenizer_dir", "")
+        for model in models.values()
+        if _names_engine(model, name)
+    }
+    for folder in sorted(folders - {""}):
+        yield from _check_tokenizer(repository, folder, config)
+        yield from _check_parity(repository, weights, folder)
+
+
+def _check_settings(
+    where: str, engine: EngineConfig, config: ModelConfig, reader: WeightReader
+) -> Iterator[Finding]:
+    try:
+        for spec in reader.specs.values():
+            if spec.axis is not None:
+                spec.check_divides(engine.tensor_para_size)
+    except TridecodeError as error:
+        yield _error(
+            where, str(error), "a tensor_para_size that divides it", "Choose another tensor_para_size."
+        )
+    if engine.pipeline_para_size > config.num_layers:
+        found = f"pipeline_para_size {engine.pipeline_para_size}"
+        yield _error(where, found, f"at most the {config.num_layers} layers", "Choose a smaller one.")
+    if (engine.max_sequence_tokens or 0) > config.max_positions:
+        found = f"max_sequence_tokens {engine.max_sequence_tokens}"
+        yield _error(
+            where, found, f"at most the model's {config.max_positions} positions", "Lower it, or auto."
+        )
+    if config.weight_dtype == "bf16" and engine.data_type == "fp16":
+        yield _warning(
+            where, "data_type fp16 over bf16 weights", "bf16 or fp32", "Values beyond 65504 become infinite."
+        )
+
+
+def _check_tokenizer(repository: Path, folder: str, config: ModelConfig) -> Iterator[Finding]:
+    path = repository / folder / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises nothing else
+        yield _error(str(path), str(error), "a tokenizer.json that loads", "Build the repository again.")
+        return
+    if tokenizer.truncation is not None or tokenizer.padding is not None:
+        yield _error(
+            str(path), "truncation or padding", "none", "Prompts would be cut or filled up; remove both."
+        )
+    base, size = vocabulary_size(tokenizer, with_added_tokens=False), vocabulary_size(tokenizer)
+    wanted = f"ids below the model's vocabulary size, {config.vocab_size}"
+    if base > config.vocab_size:
+        yield _error(str(path), f"ids up to {base - 1}", wanted, "Is it another model's?")
+    elif size > config.vocab_size:
+        yield _warning(str(path), f"added ids up to {size - 1}", wanted, "Prompts with these are refused.")
+
+
+def _check_parity(repository: Path, weights: Path, tokenizer_dir: str) -> Iterator[Finding]:
+    try:
+        parity = json.loads((repository / PARITY_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        yield _warning(
+            PARITY_FILE,
+            "no such file",
+            "one",
+            "Nothing shows that the conversion is right; build with parity.",
+        )
+        return
+    except ValueError as error:
+        yield _error(PARITY_FILE, str(error), "JSON", "Build the repository again.")
+        return
+    if parity.get("format") != PARITY_FORMAT or not parity.get("passed"):
+        yield _error(
+            PARITY_FILE, "no passed comparison", f"{PARITY_FORMAT}, passed", "Build the repository again."
+        )
+        return
+    tokenizer_file = repository / tokenizer_dir / "tokenizer.json"
+    try:
+        found = compared_checksums(weights, tokenizer_file)
+    except FileNotFoundError as error:
+        yield _warning(
+            PARITY_FILE, f"no {error.filename}", "what was compared", "Build the repository again."
+        )
+        return
+    for name, checksum in found.items():
+        if parity["checksums"].get(name) != checksum:
+            yield _error(
+                name, "other bytes than were compared with transformers", "the same", "Build it again."
+            )
