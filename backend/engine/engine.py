@@ -119,12 +119,15 @@ class Engine:
         specs = models.family(model.family).weight_specs(model)
         dtype, ops = DTYPES[config.data_type], kernels.select(device)
         place = (ranks.tensor_rank, ranks.tensor_size)
-        weights: Weights
         if config.weights == "random":
-            weights = RandomWeights(specs, 0, *place, dtype, ops, device)
-        else:
-            weights = FileWeights(WeightReader(directory, model), specs, *place, dtype, ops, device, progress)
-        return cls(model, config, weights, ops, ranks, device)
+            return cls(model, config, RandomWeights(specs, 0, *place, dtype, ops, device), ops, ranks, device)
+        mine = stage_layers(model.num_layers, ranks.stage, ranks.num_stages)
+        specs = [spec for spec in specs if spec.layer is None or spec.layer in mine]
+        weights = FileWeights(WeightReader(directory, model), specs, *place, dtype, ops, device, progress)
+        try:
+            return cls(model, config, weights, ops, ranks, device)
+        finally:
+            weights.close()
 
     def _widest(self) -> int:
         """Columns of the widest product of this rank."""

@@ -3,7 +3,9 @@ layout."""
 
 from __future__ import annotations
 
-from typing import Callable
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -14,9 +16,82 @@ from tridecode.kernels.ops import Linear, Norm, Ops
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
+_THREADS = 8
+_CHUNK_BYTES = 16 << 20  # of pinned memory, two a thread: one is filled while the other is copied
+_AHEAD = 48  # tensors on the device that the model has not asked for yet
+
+
+class Uploader:
+    """Copies tensors from mapped files to a CUDA device ahead of their use, several at a time.
+
+    `read(name)` gives a tensor on the CPU; it runs in the uploader's threads.
+    """
+
+    def __init__(self, names: Iterable[str], read: Callable[[str], Tensor], device: torch.device):
+        self._read, self._device = read, device
+        self._local = threading.local()
+        self._room = threading.Semaphore(_AHEAD)
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="upload")
+        self._futures: dict[str, Future[Tensor]] = {
+            name: self._pool.submit(self._upload_ahead, name) for name in names
+        }
+
+    def take(self, name: str) -> Tensor:
+        """The tensor on the device: the one copied ahead or, where its turn has not come, copied now."""
+        future = self._futures.pop(name, None)
+        if future is None or future.cancel():
+            return self._upload(name)
+        try:
+            return future.result()
+        finally:
+            self._room.release()
+
+    def close(self) -> None:
+        """Drop what nobody asked for."""
+        for future in self._futures.values():
+            future.cancel()
+            self._room.release()
+        self._pool.shutdown(wait=True)
+
+    def _upload_ahead(self, name: str) -> Tensor:
+        self._room.acquire()
+        return self._upload(name)
+
+    def _upload(self, name: str) -> Tensor:
+        source = self._read(name).contiguous()
+        out = torch.empty(source.shape, dtype=source.dtype, device=self._device)
+        flat_in, flat_out = source.view(-1).view(torch.uint8), out.view(-1).view(torch.uint8)
+        stream, buffers, events = self._staging()
+        with torch.cuda.stream(stream):
+            for turn, start in enumerate(range(0, flat_in.numel(), _CHUNK_BYTES)):
+                part = flat_in[start : start + _CHUNK_BYTES]
+                buffer, event = buffers[turn % 2][: part.numel()], events[turn % 2]
+                event.synchronize()
+                buffer.copy_(part)
+                flat_out[start : start + part.numel()].copy_(buffer, non_blocking=True)
+                event.record(stream)
+        stream.synchronize()
+        return out
+
+    def _staging(self) -> tuple[torch.cuda.Stream, list[Tensor], list[torch.cuda.Event]]:
+        """This thread's stream and its two pinned buffers."""
+        if not hasattr(self._local, "staging"):
+            torch.cuda.set_device(self._device)
+            buffers = [torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+            self._local.staging = (
+                torch.cuda.Stream(self._device),
+                buffers,
+                [torch.cuda.Event(), torch.cuda.Event()],
+            )
+        return self._local.staging
+
 
 class FileWeights:
-    """backend.models.layers.Weights over a WeightReader. `progress` is told each tensor's name."""
+    """backend.models.layers.Weights over a WeightReader. `progress` is told each tensor's name.
+
+    On CUDA the files are read by several threads, in the order of `specs`, ahead of the model. Call `close`
+    when the model has what it needs.
+    """
 
     def __init__(
         self,
@@ -29,25 +104,35 @@ class FileWeights:
         device: torch.device,
         progress: Callable[[str], None] | None = None,
     ):
-        self._ops = ops
         self._reader, self._specs = reader, {spec.name: spec for spec in specs}
         self._rank, self._size = tensor_rank, tensor_size
-        self._dtype, self._device = dtype, device
+        self._dtype, self._ops, self._device = dtype, ops, device
         self._progress = progress or (lambda name: None)
+        self._uploader: Uploader | None = None
+        if device.type == "cuda":
+            wanted = [spec.name for spec in specs if not spec.optional or reader.files(spec)[0].exists()]
+            self._uploader = Uploader(wanted, self._read, device)
+
+    def close(self) -> None:
+        if self._uploader is not None:
+            self._uploader.close()
+
+    def _read(self, name: str) -> Tensor:
+        return self._reader.read(self._specs[name], self._rank, self._size)
 
     def tensor(self, name: str) -> Tensor:
         self._progress(name)
-        held = self._reader.read(self._specs[name], self._rank, self._size)
-        return held.to(device=self._device, dtype=self._dtype, copy=True)
+        if self._uploader is not None:
+            return self._uploader.take(name).to(self._dtype)
+        return self._read(name).to(dtype=self._dtype, copy=True)
 
     def linear(self, name: str, bias: bool) -> Linear:
         return self._oriented(self.tensor(f"{name}.weight"), self.tensor(f"{name}.bias") if bias else None)
 
     def fused_linear(self, names: list[str], bias: bool) -> Linear:
         weight = torch.cat([self.tensor(f"{name}.weight") for name in names], dim=1)
-        return self._oriented(
-            weight, torch.cat([self.tensor(f"{name}.bias") for name in names]) if bias else None
-        )
+        biases = torch.cat([self.tensor(f"{name}.bias") for name in names]) if bias else None
+        return self._oriented(weight, biases)
 
     def _oriented(self, weight: Tensor, bias: Tensor | None) -> Linear:
         return self._ops.pack(Linear(weight.t(), bias))
