@@ -63,11 +63,13 @@ def _answers(folder: Path) -> bool:
     """Whether the supervisor that holds the folder's lock serves doors; one that is frozen is killed."""
     if not (folder / runtime_dir.CONTROL).exists():
         return False  # starting, or just leaving
+    owner = runtime_dir.read_owner(folder)
+    if owner is None or processes.identify(owner.holder_pid) is None:
+        return False  # killed, and about to let go of the lock
     if state_file.silent_s(folder) < FROZEN_S:
         return True
     time.sleep(FROZEN_CHECK_S)  # all of us may have been frozen: it gets the time to speak
-    owner = runtime_dir.read_owner(folder)
-    if state_file.silent_s(folder) < FROZEN_S or owner is None:
+    if state_file.silent_s(folder) < FROZEN_S:
         return True
     holder = processes.identify(owner.holder_pid)
     if holder is not None:

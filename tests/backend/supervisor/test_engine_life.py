@@ -1,0 +1,165 @@
+"""When the engine is started again, and when it is given up: a fake clock and ranks that only answer."""
+
+from __future__ import annotations
+
+import pytest
+
+from tridecode.backend.errors import ConfigError
+from tridecode.backend.supervisor.engine_life import EngineLife
+from tridecode.backend.supervisor.engine_settings import EngineSettings
+from tridecode.backend.supervisor.ranks import Failure
+
+
+class Group:
+    """The ranks of one epoch as EngineLife sees them."""
+
+    ranks = (None,)
+    load = (5, 1)
+
+    def __init__(self, now: float) -> None:
+        self.started_at = now
+        self.ready = False
+        self.failure: Failure | None = None
+        self.killed = False
+        self.lingers = False
+
+    def progress(self) -> str:
+        return "loading"
+
+    def check(self, *_limits: float) -> Failure | None:
+        return self.failure
+
+    def kill(self) -> None:
+        self.killed = True
+
+    def gone(self) -> bool:
+        return self.killed and not self.lingers
+
+    def pids(self) -> list[int]:
+        return [4711]
+
+
+class Engine:
+    """An EngineLife with a clock of its own: seconds pass in ticks of 0.1."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.groups: list[Group] = []
+        self.settings = 0
+        self.error: ConfigError | None = None
+        self.life = EngineLife(
+            self._read, lambda: self.settings, self._start, lambda epoch: f"ipc://{epoch}", 7
+        )
+
+    def _read(self) -> EngineSettings:
+        if self.error:
+            raise self.error
+        return EngineSettings()
+
+    def _start(self, _epoch: int, _settings: EngineSettings, now: float) -> Group:
+        self.groups.append(Group(now))
+        return self.groups[-1]
+
+    def run(self, seconds: float) -> None:
+        for _ in range(round(seconds * 10)):
+            self.life.tick(self.now)
+            self.now += 0.1
+
+    def crash(self) -> None:
+        self.groups[-1].failure = Failure("rank 0 was killed by signal 9")
+        self.run(0.1)
+
+    def become_ready(self) -> None:
+        self.groups[-1].ready = True
+        self.run(0.1)
+
+
+@pytest.fixture
+def engine() -> Engine:
+    made = Engine()
+    made.run(0.1)
+    return made
+
+
+def test_epochs_go_on_from_the_last_supervisor(engine):
+    assert (engine.life.epoch, engine.life.phase) == (8, "starting")
+    engine.become_ready()
+    assert engine.life.state.phase == "ready"
+    assert engine.life.state.endpoint == "ipc://8"
+    assert engine.life.load == (5, 1)
+
+
+def test_pauses_between_failures_double_up_to_half_a_minute(engine):
+    pauses = []
+    for _ in range(10):
+        engine.become_ready()
+        engine.crash()
+        crashed = engine.now
+        while engine.life.phase == "down":
+            engine.run(0.1)
+        pauses.append(engine.now - crashed)
+    assert pauses == pytest.approx([0.5, 1, 2, 4, 8, 16, 30, 30, 30, 30], abs=0.25)
+
+
+def test_an_engine_that_was_well_for_a_while_is_rebuilt_at_once(engine):
+    for _ in range(6):
+        engine.become_ready()
+        engine.crash()
+        engine.run(20)
+    engine.become_ready()
+    engine.run(31)
+    engine.crash()
+    crashed = engine.now
+    engine.run(2)
+    assert engine.groups[-1].started_at - crashed < 0.7
+
+
+def test_five_failed_starts_in_a_row_are_enough(engine):
+    for _ in range(5):
+        assert engine.life.phase == "starting"
+        engine.crash()
+        engine.run(20)
+    assert engine.life.phase == "failed"
+    assert engine.life.detail == "rank 0 was killed by signal 9 (5 starts in a row have failed)"
+    engine.run(60)
+    assert len(engine.groups) == 5
+    engine.settings = 1
+    engine.run(1.5)
+    assert engine.life.phase == "starting" and len(engine.groups) == 6
+
+
+def test_crashes_after_ready_never_give_the_engine_up(engine):
+    for _ in range(8):
+        engine.become_ready()
+        engine.crash()
+        engine.run(31)
+    assert engine.life.phase == "starting"
+
+
+def test_a_new_epoch_waits_until_the_killed_ranks_are_gone(engine):
+    engine.become_ready()
+    engine.groups[0].lingers = True  # as one that a driver holds
+    engine.crash()
+    engine.run(20)
+    assert engine.life.phase == "down" and len(engine.groups) == 1
+    engine.groups[0].lingers = False
+    engine.run(0.2)
+    assert len(engine.groups) == 2
+
+
+def test_an_unreadable_setting_is_a_failure_until_it_changes(engine):
+    engine.error = ConfigError("config.pbtxt: parameter x")
+    engine.crash()
+    engine.run(1)
+    assert (engine.life.phase, engine.life.detail) == ("failed", "config.pbtxt: parameter x")
+    engine.error, engine.settings = None, 1
+    engine.run(1.5)
+    assert engine.life.phase == "starting"
+
+
+def test_a_door_that_finds_others_leaves_the_engine_as_it_is(engine):
+    engine.become_ready()
+    engine.settings = 1
+    engine.life.new_door(engine.now, alone=False)
+    engine.run(1)
+    assert engine.life.phase == "ready" and len(engine.groups) == 1

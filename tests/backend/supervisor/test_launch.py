@@ -1,0 +1,121 @@
+"""How doors find the one supervisor of their engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.backend.supervisor.conftest import wait_until
+from tridecode.backend.errors import ConfigError, EngineDownError
+from tridecode.backend.supervisor import launch, processes, runtime_dir
+
+
+def test_doors_that_call_at_once_start_one_supervisor(world):
+    code = "import sys; from tridecode.backend.supervisor.launch import ensure\n"
+    code += "print(ensure(sys.argv[1], int(sys.argv[2])))"
+    command = [sys.executable, "-c", code, str(world.engine_dir), str(world.server.pid)]
+    doors = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        here = set(pool.map(lambda _: world.ensure(), range(4)))
+    there = {door.stdout.readline().strip() for door in doors}
+    for door in doors:
+        door.stdout.close()
+        door.wait()
+    assert here == there == {f"ipc://{world.folder}/control.sock"}
+    assert len(world.supervisors()) == 1
+
+
+def test_a_killed_supervisor_takes_its_ranks_along_and_is_replaced_in_a_later_epoch(world):
+    door = world.door()
+    first = door.wait("ready")
+    (supervisor,) = world.supervisors()
+    os.kill(supervisor, signal.SIGKILL)
+    wait_until(lambda: not world.ranks(first.epoch), 1.0, "the end of the orphaned ranks")
+    second = world.door().wait("ready")
+    assert second.epoch > first.epoch
+    assert second.endpoint != first.endpoint
+    assert len(world.supervisors()) == 1
+
+
+def test_a_frozen_supervisor_is_replaced(world, monkeypatch):
+    monkeypatch.setattr(launch, "FROZEN_S", 1.5)
+    monkeypatch.setattr(launch, "FROZEN_CHECK_S", 0.5)
+    first = world.door().wait("ready")
+    (supervisor,) = world.supervisors()
+    os.kill(supervisor, signal.SIGSTOP)
+    wait_until(lambda: launch.state_file.silent_s(world.folder) > launch.FROZEN_S, 5, "silence")
+    second = world.door().wait("ready")
+    assert second.epoch > first.epoch
+    assert supervisor not in world.supervisors()
+
+
+def test_a_given_endpoint_is_taken_as_it_is(monkeypatch):
+    monkeypatch.setenv("TRIDECODE_CONTROL_ENDPOINT", "ipc:///somewhere")
+    assert launch.ensure("/no/such/folder", 1) == "ipc:///somewhere"
+
+
+def test_a_supervisor_that_cannot_start_is_reported_with_its_exit_code(world, monkeypatch):
+    monkeypatch.setenv("TRIDECODE_ENGINE_PYTHON", "/bin/false")
+    with pytest.raises(EngineDownError, match="exit code 1"):
+        world.ensure()
+    monkeypatch.setenv("TRIDECODE_ENGINE_PYTHON", "/no/python")
+    with pytest.raises(ConfigError, match="/no/python.*TRIDECODE_ENGINE_PYTHON"):
+        world.ensure()
+    monkeypatch.setenv("TRIDECODE_ENGINE_PYTHON", sys.executable)
+    world.door().wait("ready")
+
+
+def test_nothing_is_started_while_the_server_stops(world):
+    (world.root / "run").mkdir(mode=0o700)
+    (world.root / "run" / runtime_dir.STOPPING).touch()
+    with pytest.raises(EngineDownError, match="stopping"):
+        world.ensure()
+    (world.root / "run" / runtime_dir.STOPPING).unlink()
+
+
+def test_a_path_too_long_for_a_socket_is_refused_with_its_length():
+    path = Path("/tmp") / ("x" * 200) / "control.sock"
+    with pytest.raises(ConfigError, match=r"218 bytes.*107"):
+        runtime_dir.endpoint(path)
+
+
+def test_a_runtime_folder_open_to_others_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "open").mkdir(mode=0o755)
+    monkeypatch.setenv("TRIDECODE_RUNTIME_DIR", str(tmp_path / "open"))
+    with pytest.raises(ConfigError, match="mode 755.*mode 700"):
+        runtime_dir.base_dir()
+
+
+def test_the_engine_gets_its_own_environment_back(monkeypatch):
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/door/lib")
+    monkeypatch.setenv("TRIDECODE_ENGINE_LD_LIBRARY_PATH", "")
+    monkeypatch.setenv("TRIDECODE_ENGINE_PATH", "/engine/bin")
+    environment = launch.engine_environment()
+    assert "LD_LIBRARY_PATH" not in environment
+    assert environment["PATH"] == "/engine/bin"
+
+
+def test_folders_of_dead_servers_are_swept_and_those_of_living_ones_stay(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRIDECODE_RUNTIME_DIR", str(tmp_path / "run"))
+    base = runtime_dir.base_dir()
+    region = Path("/dev/shm") / f"tridecode_test_{os.getpid()}_1"
+    region.touch()
+    with subprocess.Popen(["sleep", "600"]) as server:
+        dead = runtime_dir.owner_of(processes.identify(server.pid))
+        server.kill()
+    dead.shm_prefix = f"tridecode_test_{os.getpid()}_"
+    alive = runtime_dir.owner_of(processes.identify(os.getpid()))
+    for name, owner in (("dead", dead), ("alive", alive), ("locked", dead)):
+        fd = runtime_dir.lock(base / name)
+        runtime_dir.write_owner(fd, owner)
+        if name != "locked":
+            os.close(fd)
+    assert runtime_dir.sweep(base) == [base / "dead"]
+    assert sorted(path.name for path in base.iterdir()) == ["alive", "locked"]
+    assert not region.exists()
