@@ -241,6 +241,8 @@ def _check_engine(
         return
     for key in sorted(set(engine.extra) - _OTHER_PARAMETERS):
         yield _warning(where, f"parameter {key}", "one that is known", "Nothing reads it; is it misspelt?")
+    if engine.weights != "files":
+        yield _warning(where, f"weights {engine.weights}", "files", "Its answers are nonsense.")
     yield from _check_settings(where, engine, config, reader)
     if checksums:
         total = sum(reader.file_bytes(spec) * len(reader.files(spec)) for spec in reader.specs.values())

@@ -1,0 +1,255 @@
+"""config.ini as FasterTransformer's converters write it, and the engine's parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tridecode.backend.config import (
+    EngineConfig,
+    ModelConfig,
+    RopeConfig,
+    model_config_ini,
+    read_engine_config,
+    read_model_config,
+)
+from tridecode.backend.errors import ConfigError, UnsupportedError
+
+# what FasterTransformer's bloom converter writes for bloom-560m: no blanks around "="
+BLOOM_560M = """[gpt]
+model_name=bigscience/bloom-560m
+head_num=16
+size_per_head=64
+inter_size=4096
+num_layer=24
+vocab_size=250880
+start_id=1
+end_id=2
+weight_data_type=fp16
+tensor_para_size=2
+model_variant=bloom-pre
+layernorm_eps=1e-05
+layernorm_type=pre_layernorm
+activation_type=Gelu
+has_positional_encoding=False
+has_pre_decoder_layernorm=True
+has_post_decoder_layernorm=True
+use_attention_linear_bias=True
+"""
+# what its Hugging Face gpt converter writes for gpt2
+GPT2 = """[gpt]
+model_name = gpt2
+head_num = 12
+size_per_head = 64
+inter_size = 3072
+max_pos_seq_len = 1024
+num_layer = 12
+vocab_size = 50257
+start_id = 50256
+end_id = 50256
+weight_data_type = fp32
+tensor_para_size = 1
+"""
+
+
+def write(directory: Path, text: str) -> Path:
+    (directory / "config.ini").write_text(text, encoding="utf-8")
+    return directory
+
+
+def test_a_bloom_directory_of_fastertransformer_is_understood(tmp_path):
+    config = read_model_config(write(tmp_path, BLOOM_560M))
+    assert config == ModelConfig(
+        family="bloom", model_name="bigscience/bloom-560m", num_layers=24, hidden_size=1024, num_heads=16,
+        num_kv_heads=16, head_size=64, mlp_size=4096, vocab_size=250880, max_positions=16384, norm_eps=1e-5,
+        start_id=1, end_id=2, weight_dtype="fp16", activation="gelu_tanh", tied_head=True,
+    )  # fmt: skip
+
+
+def test_a_gpt_directory_of_fastertransformer_is_understood(tmp_path):
+    config = read_model_config(write(tmp_path, GPT2))
+    assert (config.family, config.max_positions, config.num_layers) == ("gpt", 1024, 12)
+    assert config.norm_eps == 1e-6  # FasterTransformer's default: its gpt converter writes none
+
+
+def test_the_head_is_tied_unless_its_file_is_there(tmp_path):
+    write(tmp_path, GPT2)
+    assert read_model_config(tmp_path).tied_head
+    (tmp_path / "model.lm_head.weight.bin").touch()
+    assert not read_model_config(tmp_path).tied_head
+
+
+def test_the_ini_dialect_of_fastertransformer(tmp_path):
+    text = (
+        "\ufeff; a comment\n[GPT]\nHead_Num : 0x10\nsize_per_head = 64 ; inline\n# another\n"
+        "inter_size = 4096\nnum_layer = 24\nvocab_size = 250880\nstart_id = 1\nend_id = 2\n"
+        "weight_data_type = FP32\nhas_positional_encoding = off\nhas_pre_decoder_layernorm = 1\n"
+        "use_attention_linear_bias = YES\n"
+    )
+    config = read_model_config(write(tmp_path, text))
+    assert (config.family, config.num_heads, config.head_size) == ("bloom", 16, 64)
+
+
+@pytest.mark.parametrize(
+    "key", ["head_num", "size_per_head", "inter_size", "num_layer", "vocab_size", "start_id", "end_id",
+            "max_pos_seq_len", "weight_data_type"]
+)  # fmt: skip
+def test_a_missing_key_is_an_error_that_names_file_section_and_key(tmp_path, key):
+    lines = [line for line in GPT2.splitlines(keepends=True) if not line.startswith(key)]
+    with pytest.raises(ConfigError) as caught:
+        read_model_config(write(tmp_path, "".join(lines)))
+    assert str(tmp_path / "config.ini") in str(caught.value)
+    assert f"[gpt] has no {key}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("head_num = twelve", "head_num = 'twelve'; wanted a whole number"),
+        ("head_num = 0", "head_num = 0; wanted 1 or more"),
+        ("weight_data_type = int8", "weight_data_type = 'int8'; wanted one of fp32, fp16, bf16"),
+        ("layernorm_eps = small", "layernorm_eps = 'small'; wanted a number"),
+        ("use_attention_linear_bias = maybe", "use_attention_linear_bias = 'maybe'; wanted true or false"),
+    ],
+)
+def test_a_value_that_cannot_be_read_is_an_error_that_says_what_was_wanted(tmp_path, line, complaint):
+    key = line.split(" ")[0]
+    lines = [kept for kept in GPT2.splitlines() if not kept.startswith(key)]
+    with pytest.raises(ConfigError) as caught:
+        read_model_config(write(tmp_path, "\n".join([*lines, line])))
+    assert complaint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        (
+            "layernorm_type = post_layernorm",
+            "layernorm_type = post_layernorm; this version runs pre_layernorm",
+        ),
+        ("activation_type = GeGLU", "activation_type = geglu; this version runs"),
+        ("has_adapters = true", "has_adapters = true; this version has no adapters"),
+        ("has_post_decoder_layernorm = 0", "has_post_decoder_layernorm = false"),
+        ("use_attention_linear_bias = true", "this version runs True, False, False (GPT)"),
+    ],
+)
+def test_a_network_that_this_version_does_not_run_is_refused_by_name(tmp_path, line, complaint):
+    with pytest.raises(UnsupportedError) as caught:
+        read_model_config(write(tmp_path, GPT2 + line))
+    assert complaint in str(caught.value)
+
+
+def test_other_sections_are_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"sections found: \[gptj\]; wanted \[gpt\]"):
+        read_model_config(write(tmp_path, GPT2.replace("[gpt]", "[gptj]")))
+
+
+@pytest.mark.parametrize("text", ["head_num = 3\n", "[gpt\nx", "[gpt]\nno equals sign\n"])
+def test_a_text_that_is_no_ini_file_is_refused(tmp_path, text):
+    with pytest.raises(ConfigError, match="config.ini is no INI file"):
+        read_model_config(write(tmp_path, text))
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="config.ini is missing"):
+        read_model_config(tmp_path)
+
+
+COMMON = {
+    "num_layers": st.integers(1, 200),
+    "head_size": st.integers(1, 256).map(lambda n: 2 * n),
+    "mlp_size": st.integers(1, 10**6),
+    "vocab_size": st.integers(1, 10**6),
+    "max_positions": st.integers(1, 10**6),
+    "norm_eps": st.floats(1e-12, 1e-2),
+    "start_id": st.integers(-1, 10**6),
+    "end_id": st.integers(-1, 10**6),
+    "weight_dtype": st.sampled_from(["fp32", "fp16", "bf16"]),
+    "model_name": st.sampled_from(["model", "bigscience/bloom-7b1", "LLaMA 3", "50% off"]),
+    "tied_head": st.booleans(),
+}
+ROPE = st.builds(
+    RopeConfig,
+    size=st.integers(1, 128).map(lambda n: 2 * n),
+    theta=st.floats(1.0, 1e8),
+    scaling=st.sampled_from(["default", "linear", "llama3"]),
+    factor=st.floats(1.0, 64.0),
+    low_freq_factor=st.floats(0.5, 4.0),
+    high_freq_factor=st.floats(4.0, 16.0),
+    original_max_positions=st.integers(1, 10**6),
+)
+
+
+@st.composite
+def model_configs(draw) -> ModelConfig:
+    family = draw(st.sampled_from(["gpt", "bloom", "llama"]))
+    values = {name: draw(strategy) for name, strategy in COMMON.items()}
+    heads = draw(st.integers(1, 128))
+    if family == "llama":
+        kv_heads = draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0]))
+        return ModelConfig(
+            family=family, hidden_size=draw(st.integers(1, 20000)), num_heads=heads, num_kv_heads=kv_heads,
+            activation="silu", rope=draw(ROPE), attention_bias=draw(st.booleans()),
+            mlp_bias=draw(st.booleans()), **values,
+        )  # fmt: skip
+    activation = "gelu_tanh" if family == "bloom" else draw(st.sampled_from(["gelu_tanh", "gelu", "relu"]))
+    return ModelConfig(
+        family=family, hidden_size=heads * values["head_size"], num_heads=heads, num_kv_heads=heads,
+        activation=activation, residual_from_norm=family == "bloom" and draw(st.booleans()), **values,
+    )  # fmt: skip
+
+
+@given(config=model_configs(), ranks=st.integers(1, 8))
+def test_what_is_written_is_what_is_read(tmp_path_factory, config, ranks):
+    directory = write(tmp_path_factory.mktemp("ini"), model_config_ini(config, ranks))
+    assert read_model_config(directory, config.tied_head) == config
+
+
+# ---------------------------------------------------------------- the engine's parameters
+
+
+def test_parameters_become_settings_and_strangers_are_kept_apart():
+    config = read_engine_config(
+        {
+            "tensor_para_size": "2", "data_type": "bf16", "max_sequences": " 17 ", "memory_fraction": "0.5",
+            "cuda_graphs": "FALSE", "cache_bytes": "0x100000", "model_type": "GPT",
+        },
+        "config.pbtxt",
+    )  # fmt: skip
+    assert (config.tensor_para_size, config.data_type, config.max_sequences) == (2, "bf16", 17)
+    assert (config.memory_fraction, config.cuda_graphs, config.cache_bytes) == (0.5, False, 2**20)
+    assert config.extra == {"model_type": "GPT"}
+
+
+def test_auto_and_an_empty_text_are_the_default():
+    names = [field.name for field in dataclasses.fields(EngineConfig) if field.name != "extra"]
+    for text in ("auto", "", "  "):
+        assert read_engine_config(dict.fromkeys(names, text), "config.pbtxt") == EngineConfig()
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "wanted"),
+    [
+        ("tensor_para_size", "two", "a whole number"),
+        ("tensor_para_size", "0", "1 or more"),
+        ("max_sequence_tokens", "-5", "1 or more, or auto"),
+        ("memory_fraction", "1.5", r"a number in \(0, 1\]"),
+        ("memory_fraction", "nan", r"a number in \(0, 1\]"),
+        ("step_timeout_s", "0", "more than 0 seconds"),
+        ("cuda_graphs", "perhaps", "true or false"),
+        ("data_type", "fp8", "one of fp32, fp16, bf16"),
+        ("device", "tpu", "auto, cpu or cuda"),
+    ],
+)
+def test_a_wrong_parameter_is_an_error_with_file_key_found_and_wanted(key, text, wanted):
+    with pytest.raises(ConfigError, match=rf"the/config.pbtxt: parameter {key} is .*; wanted {wanted}"):
+        read_engine_config({key: text}, "the/config.pbtxt")
+
+
+def test_int8_weights_are_refused_by_name():
+    with pytest.raises(UnsupportedError, match="int8_mode is 1"):
+        read_engine_config({"int8_mode": "1"}, "config.pbtxt")

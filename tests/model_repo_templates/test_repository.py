@@ -1,0 +1,257 @@
+"""The rendered config.pbtxt files against the contracts of FasterTransformer's backend and TensorRT-LLM.
+
+client_contracts.json has them as [name, type, dims, optional], taken from the config.pbtxt files of
+fastertransformer_backend c6936c3 and of tensorrtllm_backend before 6a749f5.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from tritonclient.grpc.model_config_pb2 import ModelInstanceGroup
+
+from tridecode.backend.config import EngineConfig, read_engine_config
+from tridecode.backend.engine_config_file import checkpoint_dir, read_engine_parameters
+from tridecode.backend.errors import ConfigError
+from tridecode.model_repo_templates.pbtxt import data_type_name, parse_model_config, string_parameters
+from tridecode.model_repo_templates.repository import (
+    TOKENIZER_DIR,
+    engine_texts,
+    repository_models,
+    write_models,
+)
+
+CONTRACTS = json.loads((Path(__file__).parent / "client_contracts.json").read_text())
+OPTIONS = {
+    "default": {},
+    "text ensemble": {"ensemble_owner": "tensorrt_llm"},
+    "ft clients with -d": {"decoupled_fastertransformer": True},
+    "plain": {"plain_text": True},
+    "all": {"ensemble_owner": "tensorrt_llm", "decoupled_fastertransformer": True, "plain_text": True},
+}
+#: what our models take beside the contracts; all optional
+OURS = {
+    "text": {"return_num_input_tokens", "return_num_output_tokens", "min_length", "random_seed", "stop",
+             "priority", "top_p_decay", "top_p_min", "top_p_reset_ids"},
+    "fastertransformer": {"presence_penalty", "min_length", "priority"},
+    "ensemble": {"presence_penalty", "min_length"},
+    "preprocessing": set(),
+    "postprocessing": set(),
+}  # fmt: skip
+
+
+def render(directory: Path, settings: dict | None = None, checkpoint_path: str = "1-gpu", **options) -> dict:
+    """{name: (folder of templates, parsed config.pbtxt)} of a repository with these options."""
+    models = repository_models(**options)
+    write_models(
+        directory, models, engine=engine_texts(settings or {}, "test"), model_type="GPT",
+        checkpoint_path=checkpoint_path, pad_id=7, stop_ids="5,6",
+    )  # fmt: skip
+    return {
+        model.name: (
+            model.template,
+            parse_model_config((directory / model.name / "config.pbtxt").read_text(), model.name),
+        )
+        for model in models
+    }
+
+
+def table(tensors) -> dict[str, tuple]:
+    return {
+        t.name: (data_type_name(t.data_type), list(t.dims), bool(getattr(t, "optional", False)))
+        for t in tensors
+    }
+
+
+CASES = [
+    ("fastertransformer", "fastertransformer/gpt/fastertransformer"),
+    ("fastertransformer", "fastertransformer/bloom/fastertransformer"),
+    ("preprocessing", "fastertransformer/gpt/preprocessing"),
+    ("postprocessing", "fastertransformer/gpt/postprocessing"),
+    ("ensemble", "fastertransformer/gpt/ensemble"),
+    ("ensemble", "fastertransformer/bloom/ensemble"),
+    ("text", "trtllm_inflight_batcher_llm/ensemble"),
+]
+
+
+@pytest.mark.parametrize(("template", "contract"), CASES)
+def test_every_tensor_of_the_contract_is_declared_and_nothing_else_is_required(tmp_path, template, contract):
+    for name, (kind, config) in render(tmp_path).items():
+        if kind != template:
+            continue
+        inputs, outputs = table(config.input), table(config.output)
+        for tensor, dtype, dims, optional in CONTRACTS[contract]["input"]:
+            assert inputs.pop(tensor) == (dtype, dims, optional), (name, tensor)
+        assert set(inputs) == OURS[template]
+        assert all(optional for _, _, optional in inputs.values())
+        for tensor, dtype, dims, _ in CONTRACTS[contract]["output"]:
+            assert outputs.pop(tensor) == (dtype, dims, False), (name, tensor)
+        assert set(outputs) == ({"num_input_tokens", "num_output_tokens"} if template == "text" else set())
+
+
+def test_the_aliases_have_the_types_that_clients_send(tmp_path):
+    text = table(render(tmp_path)["tensorrt_llm_bls"][1].input)
+    assert text["min_length"] == text["min_tokens"] == ("INT32", [1], True)
+    assert text["random_seed"] == text["seed"] == ("UINT64", [1], True)
+    assert text["stop"] == ("BOOL", [1], True)
+
+
+def test_scalars_of_fastertransformer_reach_the_model_as_one_axis(tmp_path):
+    config = render(tmp_path)["fastertransformer"][1]
+    reshaped = {tensor.name for tensor in config.input if tensor.HasField("reshape")}
+    whole = {
+        "input_ids",
+        "request_output_len",
+        "stop_words_list",
+        "bad_words_list",
+        "request_prompt_embedding",
+    }
+    assert reshaped == {tensor.name for tensor in config.input} - whole
+    assert all(list(tensor.reshape.shape) == [] for tensor in config.input if tensor.HasField("reshape"))
+
+
+@pytest.mark.parametrize(
+    ("options", "decoupled"),
+    [
+        (
+            "default",
+            {
+                "fastertransformer": False, "fastertransformer_streaming": True, "preprocessing": False,
+                "postprocessing": False, "ensemble": False, "ensemble_streaming": True,
+                "tensorrt_llm_bls": True, "tensorrt_llm_bls_plain": False,
+            },
+        ),
+        (
+            "text ensemble",
+            {
+                "fastertransformer": False, "fastertransformer_streaming": True, "preprocessing": False,
+                "postprocessing": False, "fastertransformer_ensemble": False,
+                "fastertransformer_ensemble_streaming": True, "ensemble": True, "ensemble_plain": False,
+            },
+        ),
+        (
+            "ft clients with -d",
+            {
+                "fastertransformer": True, "fastertransformer_plain": False, "preprocessing": False,
+                "postprocessing": False, "ensemble": True, "ensemble_plain": False, "tensorrt_llm_bls": True,
+                "tensorrt_llm_bls_plain": False,
+            },
+        ),
+        (
+            "plain",
+            {
+                "fastertransformer": False, "fastertransformer_streaming": True, "preprocessing": False,
+                "postprocessing": False, "ensemble": False, "ensemble_streaming": True,
+                "tensorrt_llm_bls": False, "tensorrt_llm_bls_streaming": True,
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_each_contract_has_a_streaming_and_a_plain_model(tmp_path, options, decoupled):
+    models = render(tmp_path, **OPTIONS[options])
+    found = {name: config.model_transaction_policy.decoupled for name, (_, config) in models.items()}
+    assert found == decoupled
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_an_ensemble_streams_exactly_if_its_generator_does(tmp_path, options):
+    models = render(tmp_path, **OPTIONS[options])
+    ensembles = [config for kind, config in models.values() if kind == "ensemble"]
+    assert len(ensembles) == 2
+    for config in ensembles:
+        generator = models[config.ensemble_scheduling.step[1].model_name][1]
+        assert generator.model_transaction_policy.decoupled == config.model_transaction_policy.decoupled
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_every_model_is_one_cpu_instance_without_a_queue_of_tritons_own(tmp_path, options):
+    for name, (kind, config) in render(tmp_path, **OPTIONS[options]).items():
+        assert config.name == name
+        assert config.max_batch_size == 1024
+        assert not config.HasField("dynamic_batching") and not config.HasField("sequence_batching")
+        assert not config.batch_input and not any(tensor.allow_ragged_batch for tensor in config.input)
+        version = tmp_path / name / "1"
+        if kind == "ensemble":
+            assert config.platform == "ensemble" and version.is_dir()
+            continue
+        assert config.backend == "python"
+        assert [(group.count, group.kind) for group in config.instance_group] == [
+            (1, ModelInstanceGroup.KIND_CPU)
+        ]
+        assert (version / "model.py").read_text() == (
+            f"from tridecode.backend.doors.{kind} import TritonPythonModel  # noqa: F401\n"
+        )
+
+
+def test_every_door_names_the_engine_and_its_tokenizer(tmp_path):
+    for name, (kind, config) in render(tmp_path).items():
+        parameters = string_parameters(config)
+        if kind == "ensemble":
+            continue
+        assert parameters["engine_model"] == "fastertransformer"
+        if kind != "fastertransformer":
+            assert parameters["tokenizer_dir"] == TOKENIZER_DIR
+        if kind == "text":
+            assert (parameters["stop_ids"], parameters["exclude_input_in_output_default"]) == ("5,6", "false")
+        if kind == "preprocessing":
+            assert parameters["pad_id"] == "7"
+        if name == "fastertransformer_streaming":
+            assert set(parameters) == {"engine_model"}  # one place configures the engine
+
+
+def test_every_setting_of_the_engine_stands_in_the_file_with_its_default(tmp_path):
+    parameters = string_parameters(render(tmp_path)["fastertransformer"][1])
+    names = {field.name for field in dataclasses.fields(EngineConfig)} - {"extra"}
+    assert names <= set(parameters)
+    config = read_engine_config(parameters, "config.pbtxt")
+    assert dataclasses.replace(config, extra={}) == EngineConfig()
+    assert set(config.extra) == {
+        "engine_model", "model_type", "model_checkpoint_path", "enable_custom_all_reduce"
+    }  # fmt: skip
+
+
+def test_engine_settings_reach_the_file(tmp_path):
+    settings = {"max_sequences": 3, "cuda_graphs": False, "cache_bytes": 10**9, "device": "cpu"}
+    parameters = string_parameters(render(tmp_path, settings)["fastertransformer"][1])
+    config = read_engine_config(parameters, "config.pbtxt")
+    assert {key: getattr(config, key) for key in settings} == settings
+
+
+def test_a_setting_that_the_engine_does_not_have_is_refused_by_name():
+    with pytest.raises(ConfigError, match="no parameter max_sequence; there are .*max_sequences"):
+        engine_texts({"max_sequence": 3}, "engine settings")
+
+
+def test_an_owner_of_the_ensemble_that_is_none_is_refused():
+    with pytest.raises(
+        ConfigError, match="ensemble_owner is 'vllm'; wanted one of fastertransformer, tensorrt_llm"
+    ):
+        repository_models(ensemble_owner="vllm")
+
+
+@pytest.mark.parametrize("path", ["1-gpu", 'a "quoted" folder', "back\\slash", "ünïcode"])
+def test_any_checkpoint_path_survives_the_file(tmp_path, path):
+    render(tmp_path, checkpoint_path=path)
+    assert read_engine_parameters(str(tmp_path / "fastertransformer"))["model_checkpoint_path"] == path
+    assert checkpoint_dir(str(tmp_path / "fastertransformer")) == str(
+        tmp_path / "fastertransformer" / "1" / path
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('name: "x" colour: 3', "colour"),
+        ('name: "x', "1:7"),
+        (
+            'input { name: "a" data_type: TYPE_FP32 } input { name: "a" data_type: TYPE_FP32 }',
+            "input a is declared 2 times; wanted once",
+        ),
+    ],
+)
+def test_a_config_that_triton_would_not_take_is_refused(text, complaint):
+    with pytest.raises(ConfigError, match=f"m/config.pbtxt: .*{complaint}"):
+        parse_model_config(text, "m/config.pbtxt")
