@@ -106,22 +106,26 @@ class EngineLink:
         self._thread.start()
         return self
 
+    def reserve(self) -> int:
+        """An id for a request to come, unique within this door."""
+        return next(self._ids)
+
     def submit(
         self,
+        request: int,
         sequences: list[m.SequenceRequest],
         sink: Sink,
         *,
         priority: int = 0,
         timeout_s: float = 0.0,
         label: str = "",
-    ) -> int:
-        """Hand a request to the engine; its id within this door. EngineDownError if the link is closed."""
+    ) -> None:
+        """Hand a request to the engine, under an id from reserve(). EngineDownError if the link is closed."""
         if self._closed:
             raise EngineDownError("the model is being unloaded")
-        submit = m.Submit(next(self._ids), sequences, priority, timeout_s, label)
+        submit = m.Submit(request, sequences, priority, timeout_s, label)
         entry = _Open(submit, sink, len(sequences), time.monotonic() + self._hold_s)
         self._command(self._do_submit, entry)
-        return submit.request
 
     def cancel(self, request: int) -> None:
         """Forget the request, here and in the engine; one that has ended is passed over."""

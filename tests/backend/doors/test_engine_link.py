@@ -84,7 +84,7 @@ def test_the_door_introduces_itself_to_supervisor_and_engine(link, engine, super
 
 def test_a_request_gets_the_tokens_of_its_prompt(link):
     done = Collector()
-    link.submit([sequence([5, 6, 7], max_tokens=9)], done)
+    link.submit(link.reserve(), [sequence([5, 6, 7], max_tokens=9)], done)
     done.wait()
     assert done.tokens() == toy_tokens([5, 6, 7], 9, m.SamplingParams(), LIMITS.vocab_size)
     assert [e.finish for e in done.events] == [""] * 8 + ["length"]
@@ -96,7 +96,7 @@ def test_many_threads_may_submit_at_once(link):
     def submit(start: int) -> None:
         for i in range(start, start + 20):
             collectors[i] = Collector()
-            link.submit([sequence([i], max_tokens=5)], collectors[i])
+            link.submit(link.reserve(), [sequence([i], max_tokens=5)], collectors[i])
 
     threads = [threading.Thread(target=submit, args=(20 * t,)) for t in range(6)]
     for thread in threads:
@@ -111,7 +111,8 @@ def test_many_threads_may_submit_at_once(link):
 def test_a_cancelled_request_is_forgotten_here_and_there(link, engine):
     engine.step_s = 0.01
     seen = []
-    request = link.submit([sequence([4], max_tokens=400)], seen.append)
+    request = link.reserve()
+    link.submit(request, [sequence([4], max_tokens=400)], seen.append)
     wait_until(lambda: seen)
     link.cancel(request)
     wait_until(lambda: engine.running == 0)
@@ -124,7 +125,7 @@ def test_a_refusal_of_the_engine_reaches_the_sink():
     full = msgspec.structs.replace(LIMITS, max_queued_requests=0)
     with FakeEngine(limits=full) as engine, FakeSupervisor(engine) as supervisor:
         link, done = link_to(supervisor), Collector(2)
-        link.submit([sequence([4], max_tokens=1), sequence([5], max_tokens=1)], done)
+        link.submit(link.reserve(), [sequence([4], max_tokens=1), sequence([5], max_tokens=1)], done)
         (event,) = done.wait()
         assert (event.finish, event.code) == ("error", "UNAVAILABLE")
         link.close()
@@ -133,7 +134,7 @@ def test_a_refusal_of_the_engine_reaches_the_sink():
 def test_requests_of_a_dead_engine_end_with_the_supervisors_reason(link, engine, supervisor):
     engine.step_s = 0.01
     done = Collector(2)
-    link.submit([sequence([4], max_tokens=400), sequence([5], max_tokens=400)], done)
+    link.submit(link.reserve(), [sequence([4], max_tokens=400), sequence([5], max_tokens=400)], done)
     wait_until(lambda: done.events)
     engine.stop()
     supervisor.set_phase("down", "rank 0 was killed by signal 9")
@@ -147,13 +148,13 @@ def test_a_rebuilt_engine_serves_again(link, engine, supervisor):
     supervisor.set_phase("down", "rank 0 died")
     wait_until(lambda: link.state().phase == "down")
     refused = Collector()
-    link.submit([sequence([4], max_tokens=1)], refused)
+    link.submit(link.reserve(), [sequence([4], max_tokens=1)], refused)
     assert "rank 0 died" in refused.wait(0.5)[0].error
     with FakeEngine(epoch=2) as rebuilt:
         supervisor.set_ready(rebuilt)
         link.wait_ready(5)
         done = Collector()
-        link.submit([sequence([4], max_tokens=2)], done)
+        link.submit(link.reserve(), [sequence([4], max_tokens=2)], done)
         done.wait()
         assert done.tokens() == toy_tokens([4], 2, m.SamplingParams(), LIMITS.vocab_size)
 
@@ -161,7 +162,7 @@ def test_a_rebuilt_engine_serves_again(link, engine, supervisor):
 def test_a_new_epoch_without_a_word_fails_what_the_old_one_held(link, engine, supervisor):
     engine.step_s = 0.01
     done = Collector()
-    link.submit([sequence([4], max_tokens=400)], done)
+    link.submit(link.reserve(), [sequence([4], max_tokens=400)], done)
     wait_until(lambda: done.events)
     with FakeEngine(epoch=2) as rebuilt:
         supervisor.set_ready(rebuilt)
@@ -172,7 +173,7 @@ def test_a_request_waits_for_an_engine_that_is_starting():
     with FakeSupervisor() as supervisor, FakeEngine() as engine:
         link = link_to(supervisor, hold_s=5)
         done = Collector()
-        link.submit([sequence([9], max_tokens=2)], done)
+        link.submit(link.reserve(), [sequence([9], max_tokens=2)], done)
         time.sleep(0.1)
         assert not done.events
         supervisor.set_ready(engine)
@@ -184,7 +185,7 @@ def test_a_request_does_not_wait_for_ever():
     with FakeSupervisor() as supervisor:
         link = link_to(supervisor, hold_s=0.1)
         done = Collector()
-        link.submit([sequence([9], max_tokens=2)], done)
+        link.submit(link.reserve(), [sequence([9], max_tokens=2)], done)
         error = done.wait(2)[0]
         assert error.code == "UNAVAILABLE" and "the engine is loading" in error.error
         link.close()
@@ -230,7 +231,7 @@ def test_silence_of_both_fails_what_is_open_and_looks_again(engine, supervisor):
     supervisor.silence()
     done = Collector()
     started = time.monotonic()
-    link.submit([sequence([4], max_tokens=4)], done)
+    link.submit(link.reserve(), [sequence([4], max_tokens=4)], done)
     assert "silent" in done.wait()[-1].error
     assert time.monotonic() - started < 2
     engine.thaw()
@@ -246,7 +247,7 @@ def test_a_silent_supervisor_alone_does_not_hurt_running_requests(engine, superv
     engine.step_s = 0.01
     supervisor.silence()
     done = Collector()
-    link.submit([sequence([4], max_tokens=120)], done)
+    link.submit(link.reserve(), [sequence([4], max_tokens=120)], done)
     assert done.wait()[-1].finish == "length"
     link.close()
 
@@ -265,13 +266,13 @@ def test_closing_says_goodbye_and_fails_what_is_open(engine, supervisor):
     link = link_to(supervisor)
     link.wait_ready(5)
     done = Collector()
-    link.submit([sequence([4], max_tokens=400)], done)
+    link.submit(link.reserve(), [sequence([4], max_tokens=400)], done)
     wait_until(lambda: done.events)
     link.close()
     assert "unloaded" in done.wait()[-1].error
     wait_until(lambda: engine.goodbyes and supervisor.goodbyes)
     with pytest.raises(EngineDownError):
-        link.submit([sequence([4])], done)
+        link.submit(link.reserve(), [sequence([4])], done)
 
 
 def test_an_idle_link_does_not_spin(link):

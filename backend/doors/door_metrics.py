@@ -1,0 +1,108 @@
+"""A door's metrics on Triton's /metrics page: what it served, and what the engine's heartbeat says.
+
+Counters carry the door's name, so each door counts its own requests. What the engine reports is set, never
+added, so that any number of doors may report the same engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from tridecode.backend.doors.engine_link import EngineLink
+from tridecode.backend.messages import EngineBeat
+
+_EVERY_S = 1.0  # each value is a round trip to the server, so requests only add to a dict
+
+_log = logging.getLogger("tridecode.door")
+
+
+class DoorMetrics:
+    """Counts ended streams and publishes, once a second, on a thread of its own.
+
+    Where this Triton has no custom metrics, or was started with --allow-metrics=false, it only counts.
+    """
+
+    def __init__(self, door: str, engine: str, link: EngineLink):
+        self._door, self._engine, self._link = door, engine, link
+        self._lock = threading.Lock()
+        self._counts: Counter[tuple[str, str]] = Counter()  # (metric, outcome) -> not yet published
+        self._metrics: dict[tuple, Any] = {}
+        self._families: dict[str, Any] = {}
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+
+    def start(self) -> None:
+        if hasattr(pb_utils, "MetricFamily"):
+            self._thread.start()
+
+    def count(self, stream: Any, outcome: str) -> None:
+        tokens = stream.answer.num_output_tokens if stream.answer is not None else 0
+        with self._lock:
+            self._counts["tridecode_requests_total", outcome] += 1
+            self._counts["tridecode_output_tokens_total", ""] += tokens
+
+    def close(self) -> None:
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join(2 * _EVERY_S)
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            self._closing.wait(_EVERY_S)
+            try:
+                self.publish()
+            except Exception:
+                _log.exception("metrics are switched off: the server takes none")
+                return
+
+    def publish(self) -> None:
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+        for (name, outcome), value in counts.items():
+            labels = {"model": self._door, **({"outcome": outcome} if outcome else {})}
+            self._metric(name, labels, pb_utils.MetricFamily.COUNTER).increment(value)
+        beat = self._link.beat()
+        for name, value in (_gauges(beat) if beat else {"tridecode_engine_ready": 0.0}).items():
+            self._metric(name, {"engine": self._engine}, pb_utils.MetricFamily.GAUGE).set(value)
+
+    def _metric(self, name: str, labels: dict[str, str], kind: Any) -> Any:
+        key = (name, *sorted(labels.items()))
+        if key not in self._metrics:
+            if name not in self._families:
+                text = _HELP.get(name, name.replace("_", " "))
+                self._families[name] = pb_utils.MetricFamily(name=name, description=text, kind=kind)
+            self._metrics[key] = self._families[name].Metric(labels=labels)
+        return self._metrics[key]
+
+
+_HELP = {
+    "tridecode_requests_total": "Requests that ended, by outcome: ok, or the error's code",
+    "tridecode_output_tokens_total": "Tokens generated for ended requests of this door",
+    "tridecode_engine_ready": "1 while the engine sends heartbeats, 0 while it is being rebuilt",
+    "tridecode_engine_running": "Sequences that decode now",
+    "tridecode_engine_waiting": "Sequences that wait for a place",
+    "tridecode_engine_free_blocks": "Free blocks of the KV cache",
+    "tridecode_engine_blocks": "Blocks of the KV cache",
+    "tridecode_engine_steps": "Steps since the engine started",
+    "tridecode_engine_epoch": "How many times the engine has been built",
+}
+
+
+def _gauges(beat: EngineBeat) -> dict[str, float]:
+    values = {
+        "tridecode_engine_ready": 1.0,
+        "tridecode_engine_running": beat.running,
+        "tridecode_engine_waiting": beat.waiting,
+        "tridecode_engine_free_blocks": beat.free_blocks,
+        "tridecode_engine_blocks": beat.total_blocks,
+        "tridecode_engine_steps": beat.steps,
+        "tridecode_engine_epoch": beat.epoch,
+    }
+    for name, value in beat.metrics.items():
+        values[name if name.startswith("tridecode_") else f"tridecode_engine_{name}"] = value
+    return {name: float(value) for name, value in values.items()}

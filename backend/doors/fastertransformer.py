@@ -1,0 +1,218 @@
+"""The FasterTransformer contract: token ids in, token ids out.
+
+Source: config.pbtxt and run-time behaviour of the FasterTransformer backend for GPT. Kept from it: prompt
+padding is removed from output_ids, and rows are filled with their end_id to the full width. Chosen otherwise:
+log-prob tensors always come (zeros if not asked for, and after a row's end), a row gets exactly its
+request_output_len tokens, sequence_length is the row's own length plus its new tokens, any empty row starts
+from its start_id, and every bad value is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tridecode.backend.doors import fields
+from tridecode.backend.doors.door import EngineDoor, Outputs
+from tridecode.backend.doors.fields import FASTERTRANSFORMER, Inputs
+from tridecode.backend.doors.senders import Stream
+from tridecode.backend.doors.word_lists import read_word_list
+from tridecode.backend.errors import RequestError
+from tridecode.backend.messages import Event, Limits, SamplingParams, SequenceRequest
+
+
+class TritonPythonModel(EngineDoor):
+    """Model `fastertransformer`. One request of B rows becomes one engine request of B sequences."""
+
+    table = FASTERTRANSFORMER
+
+    def accept(self, request: Any, stream: Stream) -> None:
+        inputs, parameters = self.read(request)
+        limits = self.limits()
+        prompts = read_prompts(inputs, limits)
+        sequences = read_sequences(inputs, prompts, limits)
+        stream.answer = Answer(
+            prompts,
+            [sequence.params.max_tokens for sequence in sequences],
+            Outputs(self.settings.outputs, request.requested_output_names()),
+            limits.hidden_size if inputs.flag("is_return_context_embeddings") else 0,
+            self.settings.decoupled,
+        )
+        stream.requests = [self.link.reserve()]
+        self.link.submit(
+            stream.requests[0], sequences, stream.put, **self.schedule(request, inputs, parameters)
+        )
+
+
+@dataclass
+class Prompts:
+    """ids: (B, W) int64 as sent; lengths: real tokens of each row; fill: the id after a row's end."""
+
+    ids: np.ndarray
+    lengths: list[int]
+    start_ids: list[int]
+    fill: list[int]
+
+    @property
+    def batch(self) -> int:
+        return len(self.lengths)
+
+    def tokens(self, row: int) -> np.ndarray:
+        """What the engine is given: an empty row starts from its start_id, which is no part of the answer."""
+        length = self.lengths[row]
+        return self.ids[row, :length] if length else np.array([self.start_ids[row]], np.int64)
+
+
+def read_prompts(inputs: Inputs, limits: Limits) -> Prompts:
+    ids = inputs.arrays["input_ids"]
+    if ids.ndim == 1:
+        ids = ids[None]
+    if ids.ndim != 2 or ids.shape[0] == 0:
+        raise RequestError(f"input_ids has shape {list(ids.shape)}; wanted [B, W] with B of 1 or more")
+    batch, width = ids.shape
+    lengths = inputs.rows("input_lengths", batch)
+    for row, length in enumerate(lengths):
+        if not 0 <= length <= width:
+            raise RequestError(f"input_lengths of row {row} is {length}; input_ids has a width of {width}")
+    end_ids = inputs.rows("end_id", batch, limits.end_id)
+    prompts = Prompts(
+        ids.astype(np.int64),
+        lengths,
+        inputs.rows("start_id", batch, limits.start_id),
+        [max(0, end_id) for end_id in end_ids],
+    )
+    for row in range(batch):
+        _check_ids(prompts.tokens(row), row, limits.vocab_size)
+    return prompts
+
+
+def _check_ids(ids: np.ndarray, row: int, vocab_size: int) -> None:
+    wrong = ids[(ids < 0) | (ids >= vocab_size)]
+    if wrong.size:
+        found = f"row {row} of input_ids has the token id {wrong[0]}"
+        raise RequestError(f"{found}; wanted ids below {vocab_size:,}, the size of the vocabulary")
+
+
+def read_sequences(inputs: Inputs, prompts: Prompts, limits: Limits) -> list[SequenceRequest]:
+    batch = prompts.batch
+    counts = inputs.rows("request_output_len", batch)
+    stop_words = _words(inputs, "stop_words_list", batch, limits, limits.max_stop_word_tokens)
+    bad_words = _words(inputs, "bad_words_list", batch, limits, limits.max_bad_word_tokens)
+    end_ids = inputs.rows("end_id", batch, limits.end_id)
+    log_probs = inputs.rows("is_return_log_probs", batch, False)
+    embedding = inputs.flag("is_return_context_embeddings")
+    names = fields.client_names(FASTERTRANSFORMER, inputs)
+    sequences = []
+    for row, named in enumerate(inputs.params(batch, FASTERTRANSFORMER)):
+        tokens = prompts.tokens(row)
+        fields.check_length(len(tokens), counts[row], limits, f"row {row} of input_ids", "request_output_len")
+        fields.check_one_penalty(named)
+        end_id = end_ids[row] if 0 <= end_ids[row] < limits.vocab_size else -1  # one that cannot be said
+        named.update(
+            max_tokens=counts[row],
+            end_id=end_id,
+            stop_words=stop_words[row],
+            bad_words=bad_words[row],
+            return_log_probs=bool(log_probs[row]),
+            return_context_embedding=embedding,
+        )
+        params: SamplingParams = fields.sampling_params(named, limits, names)
+        sequences.append(SequenceRequest(tokens.astype("<i4").tobytes(), params))
+    return sequences
+
+
+def _words(inputs: Inputs, name: str, batch: int, limits: Limits, limit: int) -> list[list[list[int]]]:
+    if name not in inputs:
+        return [[]] * batch
+    rows = read_word_list(inputs.arrays[name], batch, name, limits.vocab_size)
+    for words in rows:
+        fields.check_word_tokens(name, words, limit)
+    return rows
+
+
+@dataclass
+class _Row:
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    ended: bool = False
+
+
+class Answer:
+    """Builds responses in FasterTransformer's shapes: all tensors have the full width from the first on.
+
+    Not decoupled: one response, when every row has ended. Decoupled: one for each generated position of the
+    longest row, in order and never merged, because clients count them.
+    """
+
+    def __init__(
+        self, prompts: Prompts, counts: list[int], outputs: Outputs, hidden_size: int, decoupled: bool
+    ):
+        batch, width, most = prompts.batch, prompts.ids.shape[1], max(counts)
+        self.finished = False
+        self.num_output_tokens = 0
+        self._outputs, self._decoupled = outputs, decoupled
+        self._rows = [_Row() for _ in range(batch)]
+        self._position = 0  # generated positions that are in the arrays
+        self._sent = 0  # responses made
+        self._lengths = prompts.lengths
+        self._ids = np.empty((batch, 1, width + most), np.int64)
+        self._ids[:, 0] = np.array(prompts.fill)[:, None]
+        for row, length in enumerate(prompts.lengths):
+            self._ids[row, 0, :length] = prompts.ids[row, :length]
+        self._sequence_length = np.array(prompts.lengths, np.int64)[:, None]
+        self._log_probs = np.zeros((batch, 1, most), np.float32)
+        self._cum_log_probs = np.zeros((batch, 1), np.float64)
+        self._embeddings = np.zeros((batch, 1, hidden_size), np.float32)  # hidden_size 0: not asked for
+
+    def take(self, events: list[tuple[int, Event]]) -> list[list]:
+        for row, event in events:
+            self._take(self._rows[row], row, event)
+        responses = []
+        all_ended = all(row.ended for row in self._rows)
+        longest = max(len(row.tokens) for row in self._rows)
+        ready = longest if all_ended else min(len(row.tokens) for row in self._rows if not row.ended)
+        if self._decoupled:
+            while self._position < ready:
+                self._advance(self._position + 1)
+                responses.append(self._response())
+        elif all_ended:
+            self._advance(longest)
+        self.finished = all_ended
+        if all_ended and self._sent == 0:
+            responses.append(self._response())
+        return responses
+
+    def _take(self, state: _Row, row: int, event: Event) -> None:
+        state.tokens += event.tokens
+        state.log_probs += event.log_probs
+        state.ended = state.ended or bool(event.finish)
+        self.num_output_tokens += len(event.tokens)
+        if event.context_embedding and self._embeddings.size:
+            self._embeddings[row, 0] = np.frombuffer(event.context_embedding, np.float32)
+
+    def _advance(self, position: int) -> None:
+        """Put the tokens up to `position` into the arrays."""
+        for row, state in enumerate(self._rows):
+            tokens = state.tokens[self._position : position]
+            log_probs = state.log_probs[self._position : position]
+            start = self._lengths[row] + self._position
+            self._ids[row, 0, start : start + len(tokens)] = tokens
+            self._log_probs[row, 0, self._position : self._position + len(log_probs)] = log_probs
+            self._cum_log_probs[row] += sum(log_probs)
+            self._sequence_length[row] += len(tokens)
+        self._position = position
+
+    def _response(self) -> list:
+        self._sent += 1
+        arrays = {
+            "output_ids": self._ids,
+            "sequence_length": self._sequence_length,
+            "response_input_lengths": np.array(self._lengths)[:, None],
+            "cum_log_probs": self._cum_log_probs,
+            "output_log_probs": self._log_probs,
+        }
+        if self._embeddings.size:
+            arrays["context_embeddings"] = self._embeddings
+        return self._outputs.tensors(arrays)

@@ -1,0 +1,243 @@
+"""Responses leave a door here: a few threads that send, and one that asks now and then who has left.
+
+A send costs about 120 us, most of it spent waiting for the server (Triton 2.51, one response at a time), so
+neither the engine nor the link's thread ever sends. A stream is pinned to one sender, which keeps its order.
+A sender takes everything that has piled up for a stream and lets the door make of it what its contract
+allows: one merged response, or one for each step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from typing import Callable, Protocol
+
+import triton_python_backend_utils as pb_utils
+
+from tridecode.backend.doors.engine_link import EngineLink
+from tridecode.backend.errors import BY_CODE, DeadlineError, RequestCancelled, TridecodeError
+from tridecode.backend.messages import Event
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+#: asking a stream whether it is cancelled is a round trip of 55 us; the sweep rests nine times as long
+_SWEEP_S = 0.075
+_SWEEP_SHARE = 0.1
+_SWEEP_CHUNK = 8
+
+_log = logging.getLogger("tridecode.door")
+
+
+class Answer(Protocol):
+    """What a door makes of a request's events. Used by the stream's sender thread only."""
+
+    finished: bool  # every row has ended; set by take()
+    num_output_tokens: int  # so far, of all rows
+
+    def take(self, events: list[tuple[int, Event]]) -> list[list]:
+        """The responses that these (row, event) pairs give, each a list of tensors; none is an error."""
+
+
+class Stream:
+    """One Triton request from acceptance to its end, which happens exactly once, with one FINAL flag."""
+
+    def __init__(self, senders: Senders, sender, label: str = ""):
+        self.label = label
+        self.answer: Answer | None = None
+        self.requests: list[int] = []  # ids in the engine link, one a row or one for all rows
+        self.started = time.monotonic()
+        self._senders, self._sender = senders, sender
+        self._events: deque[tuple[int, Event]] = deque()
+        self._error: TridecodeError | None = None
+        self._queued = False
+        self._ended = False
+        self._inbox = senders.assign()
+
+    # ------------------------------------------------------------ any thread
+
+    def put(self, event: Event) -> None:
+        """An event of a request whose sequences are the rows."""
+        self.put_row(event.sequence, event)
+
+    def put_row(self, row: int, event: Event) -> None:
+        self._events.append((row, event))
+        self._wake()
+
+    def fail(self, error: TridecodeError) -> None:
+        """End the stream with this error, unless it has ended."""
+        self._error = self._error or error
+        self._wake()
+
+    def is_cancelled(self) -> bool:
+        return not self._ended and self._sender.is_cancelled()
+
+    def cancel_rows(self) -> None:
+        """Forget, in link and engine, whatever of this stream still runs there."""
+        for request in self.requests:
+            self._senders.link.cancel(request)
+
+    def cancel_row(self, row: int) -> None:
+        self._senders.link.cancel(self.requests[row])
+
+    def _wake(self) -> None:
+        if not self._queued:
+            self._queued = True
+            self._inbox.put(self)
+
+    # ------------------------------------------------------------ the stream's sender thread
+
+    def serve(self) -> None:
+        self._queued = False  # before the buffer is read: what comes later wakes us again
+        if self._ended:
+            return
+        try:
+            self._serve()
+        except TridecodeError as error:
+            self._end_with(error)
+        except Exception as error:
+            _log.exception("request %s: the answer failed", self.label)
+            self._end_with(TridecodeError(f"the door failed: {type(error).__name__}: {error}"))
+
+    def _serve(self) -> None:
+        events: list[tuple[int, Event]] = []
+        error = self._error
+        while self._events and error is None:
+            row, event = self._events.popleft()
+            if event.finish in _FAILURES:
+                error = error_of(event)
+            else:
+                events.append((row, event))
+        if events and self.answer is not None:
+            self._send(self.answer.take(events), self.answer.finished)
+        if error is not None and not self._ended:
+            raise error
+
+    def _send(self, responses: list[list], finished: bool) -> None:
+        for index, tensors in enumerate(responses):
+            last = finished and index == len(responses) - 1
+            self._sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL if last else 0)
+        if finished:
+            if not responses:
+                self._sender.send(flags=FINAL)
+            self._end("ok")
+
+    def _end_with(self, error: TridecodeError) -> None:
+        self.cancel_rows()
+        code = getattr(pb_utils.TritonError, error.code)
+        response = pb_utils.InferenceResponse([], error=pb_utils.TritonError(str(error), code))
+        self._end(error.code.lower())
+        try:
+            self._sender.send(response, flags=FINAL)
+        except Exception:
+            _log.exception("request %s: its error could not be sent: %s", self.label, error)
+
+    def _end(self, outcome: str) -> None:
+        self._ended = True
+        self._senders.ended(self, outcome)
+        self.answer = None  # it holds us
+
+
+_FAILURES = ("error", "cancelled", "deadline")
+
+
+def error_of(event: Event) -> TridecodeError:
+    """The error that an engine's event stands for."""
+    if event.finish == "cancelled":
+        return RequestCancelled(event.error or "the request was cancelled")
+    if event.finish == "deadline":
+        return DeadlineError(event.error or "the request's deadline passed")
+    return BY_CODE.get(event.code, TridecodeError)(event.error or "the engine gave no reason")
+
+
+class Senders:
+    """The sender threads of one door and its sweep for cancelled streams."""
+
+    def __init__(
+        self,
+        link: EngineLink,
+        num_senders: int = 4,
+        on_end: Callable[[Stream, str], None] = lambda stream, outcome: None,
+    ):
+        """on_end(stream, outcome): called once a stream; outcome is "ok" or an error's code in lower case."""
+        self.link, self._on_end = link, on_end
+        self._inboxes = [queue.SimpleQueue() for _ in range(num_senders)]
+        self._turn = itertools.count()
+        self._open: set[Stream] = set()
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._some_open = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._send_loop, args=(inbox,), name=f"sender-{index}", daemon=True)
+            for index, inbox in enumerate(self._inboxes)
+        ]
+        self._threads.append(threading.Thread(target=self._sweep_loop, name="cancel-sweep", daemon=True))
+
+    def start(self) -> Senders:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def open(self, sender, label: str = "") -> Stream:
+        """A stream for the request whose response sender this is; it must be answered or failed."""
+        stream = Stream(self, sender, label)
+        with self._lock:
+            self._open.add(stream)
+        self._some_open.set()
+        return stream
+
+    def open_streams(self) -> list[Stream]:
+        with self._lock:
+            return list(self._open)
+
+    def assign(self) -> queue.SimpleQueue:
+        return self._inboxes[next(self._turn) % len(self._inboxes)]
+
+    def ended(self, stream: Stream, outcome: str) -> None:
+        with self._lock:
+            self._open.discard(stream)
+            if not self._open:
+                self._some_open.clear()
+        self._on_end(stream, outcome)
+
+    def close(self, error: TridecodeError, timeout_s: float = 5.0) -> None:
+        """Fail what is open, wait until that is sent, end the threads."""
+        for stream in self.open_streams():
+            stream.fail(error)
+        self._closing.set()
+        self._some_open.set()
+        for inbox in self._inboxes:
+            inbox.put(None)
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    @staticmethod
+    def _send_loop(inbox: queue.SimpleQueue) -> None:
+        while True:
+            stream = inbox.get()
+            if stream is None:
+                return
+            stream.serve()
+
+    def _sweep_loop(self) -> None:
+        while not self._closing.is_set():
+            self._some_open.wait()
+            streams = self.open_streams()
+            for start in range(0, len(streams), _SWEEP_CHUNK):
+                self._sweep(streams[start : start + _SWEEP_CHUNK], len(streams))
+                if self._closing.is_set():
+                    return
+
+    def _sweep(self, streams: list[Stream], total: int) -> None:
+        began = time.monotonic()
+        for stream in streams:
+            try:
+                if stream.is_cancelled():
+                    stream.fail(RequestCancelled("the client has cancelled the request"))
+            except Exception:
+                _log.exception("request %s: asking whether it is cancelled failed", stream.label)
+        spent = time.monotonic() - began
+        self._closing.wait(max(_SWEEP_S * len(streams) / total, spent / _SWEEP_SHARE))

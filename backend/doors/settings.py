@@ -1,0 +1,139 @@
+"""What a door reads from its config.pbtxt, once, when Triton initialises it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable
+
+import triton_python_backend_utils as pb_utils
+from tokenizers import Tokenizer
+
+from tridecode.backend.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class DoorSettings:
+    """Triton's own settings of the model, then ours from `parameters`.
+
+    outputs: declared output -> numpy type. engine_dir: the model folder whose config.pbtxt is the engine's.
+    """
+
+    name: str
+    repository: Path
+    decoupled: bool
+    max_batch_size: int
+    outputs: Mapping[str, Any]
+
+    engine_dir: Path
+    tokenizer_dir: Path
+    stop_ids: tuple[int, ...] = ()  # ids that end a text beside end_id, and are not shown
+    exclude_input_in_output: bool = False  # for requests that do not say
+    add_special_tokens: bool = False  # when a prompt is tokenised
+    skip_special_tokens: bool = True  # when an answer is written
+    num_senders: int = 4
+    wait_for_engine: bool = True  # the model is not ready before the engine is
+    start_timeout_s: float = 900.0
+    hold_s: float = 2.0  # how long a request waits for an engine that is being rebuilt
+    allowed_parameters: tuple[str, ...] = ()  # request parameters to pass over, patterns allowed
+
+    @property
+    def config_file(self) -> Path:
+        return self.repository / self.name / "config.pbtxt"
+
+
+def read_settings(arguments: Mapping[str, str]) -> DoorSettings:
+    """DoorSettings from the arguments of initialize(). ConfigError names file, key, found and wanted."""
+    config = json.loads(arguments["model_config"])
+    folder = Path(arguments["model_repository"])
+    reader = _Parameters(config, folder / "config.pbtxt")
+    return DoorSettings(
+        name=config["name"],
+        repository=folder.parent,
+        decoupled=bool(pb_utils.using_decoupled_model_transaction_policy(config)),
+        max_batch_size=int(config.get("max_batch_size", 0)),
+        outputs={
+            o["name"]: pb_utils.triton_string_to_numpy(o["data_type"]) for o in config.get("output", [])
+        },
+        engine_dir=folder.parent / reader.read("engine_model", str, "a folder's name", "fastertransformer"),
+        tokenizer_dir=folder.parent / reader.read("tokenizer_dir", str, "a folder's name", "."),
+        stop_ids=reader.read("stop_ids", _ids, "token ids with commas between", ()),
+        exclude_input_in_output=reader.read("exclude_input_in_output", _flag, "true or false", False),
+        add_special_tokens=reader.read("add_special_tokens", _flag, "true or false", False),
+        skip_special_tokens=reader.read("skip_special_tokens", _flag, "true or false", True),
+        num_senders=reader.read("num_senders", _count, "a number from 1 to 64", 4),
+        wait_for_engine=reader.read("wait_for_engine", _flag, "true or false", True),
+        start_timeout_s=reader.read("start_timeout_s", _seconds, "more than 0 seconds", 900.0),
+        hold_s=reader.read("hold_s", float, "a number of seconds", 2.0),
+        allowed_parameters=reader.read("allowed_parameters", _names, "names with commas between", ()),
+    )
+
+
+def load_tokenizer(settings: DoorSettings) -> Tokenizer:
+    """The tokenizer in `tokenizer_dir`, without truncation and padding that its file may ask for."""
+    path = settings.tokenizer_dir / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # `tokenizers` raises bare Exception
+        where = f"parameter tokenizer_dir in {settings.config_file}"
+        raise ConfigError(f"{path} is no tokenizer: {error} ({where})") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def end_token_id(settings: DoorSettings, tokenizer: Tokenizer) -> int:
+    """The id of eos_token in tokenizer_config.json or special_tokens_map.json; -1 if neither names one."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        path = settings.tokenizer_dir / name
+        if path.exists():
+            token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+            token = token.get("content") if isinstance(token, dict) else token
+            found = tokenizer.token_to_id(token) if token else None
+            if found is not None:
+                return found
+    return -1
+
+
+class _Parameters:
+    def __init__(self, config: Mapping[str, Any], path: Path):
+        self._parameters, self._path = config.get("parameters") or {}, path
+
+    def read(self, key: str, convert: Callable[[str], Any], wanted: str, default: Any) -> Any:
+        text = self._parameters.get(key, {}).get("string_value", "").strip()
+        if text in ("", "auto"):
+            return default
+        try:
+            return convert(text)
+        except ValueError:
+            raise ConfigError(f"{self._path}: parameter {key} is {text!r}; wanted {wanted}") from None
+
+
+def _flag(text: str) -> bool:
+    if text.lower() in ("true", "yes", "on", "1"):
+        return True
+    if text.lower() in ("false", "no", "off", "0"):
+        return False
+    raise ValueError(text)
+
+
+def _count(text: str) -> int:
+    if not 1 <= int(text) <= 64:
+        raise ValueError(text)
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    if not float(text) > 0:
+        raise ValueError(text)
+    return float(text)
+
+
+def _ids(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(",") if part.strip())
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())

@@ -1,0 +1,59 @@
+"""A door in this process, as Triton would run it, in front of a fake engine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from tests import fake_triton
+from tests.fake_engine import FakeEngine, FakeSupervisor
+
+ERROR_NAMES = {
+    fake_triton.TritonError.INVALID_ARG: "INVALID_ARG",
+    fake_triton.TritonError.UNSUPPORTED: "UNSUPPORTED",
+    fake_triton.TritonError.UNAVAILABLE: "UNAVAILABLE",
+    fake_triton.TritonError.CANCELLED: "CANCELLED",
+    fake_triton.TritonError.INTERNAL: "INTERNAL",
+}
+
+
+@contextlib.contextmanager
+def door_at(model_class: type, config: dict, control: str, repository: str = "/nowhere") -> Iterator[Any]:
+    """The door, initialized against the control endpoint."""
+    door = model_class()
+    with mock.patch.dict(os.environ, TRIDECODE_CONTROL_ENDPOINT=control):
+        door.initialize(fake_triton.initialize_arguments(config, str(repository)))
+    try:
+        yield door
+    finally:
+        door.finalize()
+
+
+@contextlib.contextmanager
+def running(
+    model_class: type, config: dict, engine: FakeEngine, repository: str = "/nowhere"
+) -> Iterator[Any]:
+    """The door with an engine and a supervisor of its own, which are its attributes for the test."""
+    with engine, FakeSupervisor(engine) as supervisor:
+        with door_at(model_class, config, supervisor.endpoint, repository) as door:
+            door.test_engine, door.test_supervisor = engine, supervisor
+            yield door
+
+
+def only(sent: list[fake_triton.Sent]) -> dict[str, np.ndarray]:
+    """The outputs of the one response, which must be no error and final."""
+    assert len(sent) == 1, f"{len(sent)} responses"
+    assert sent[0].error is None, sent[0].error
+    assert sent[0].final
+    return sent[0].outputs
+
+
+def refusal(sent: list[fake_triton.Sent]) -> tuple[str, str]:
+    """(code, text) of the one response, which must be an error and final."""
+    assert len(sent) == 1 and sent[0].final and sent[0].error is not None, sent
+    return ERROR_NAMES[sent[0].error.code()], sent[0].error.message()

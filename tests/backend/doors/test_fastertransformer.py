@@ -1,0 +1,540 @@
+"""The FasterTransformer contract at the door, with a toy model behind it whose tokens are known."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+
+import numpy as np
+import pytest
+
+from tests import fake_triton
+from tests.backend.doors.running import door_at, only, refusal, running
+from tests.backend.doors.waiting import wait_until
+from tests.fake_engine import LIMITS, FakeEngine, FakeSupervisor, scripted, toy_log_prob, toy_tokens
+from tridecode.backend.doors.fastertransformer import TritonPythonModel
+from tridecode.backend.messages import SamplingParams
+
+INPUTS = {
+    "input_ids": "TYPE_UINT32",
+    "input_lengths": "TYPE_UINT32",
+    "request_output_len": "TYPE_UINT32",
+    "runtime_top_k": "TYPE_UINT32",
+    "runtime_top_p": "TYPE_FP32",
+    "random_seed": "TYPE_UINT64",
+}
+OUTPUTS = {
+    "output_ids": "TYPE_UINT32",
+    "sequence_length": "TYPE_UINT32",
+    "response_input_lengths": "TYPE_INT32",
+    "cum_log_probs": "TYPE_FP32",
+    "output_log_probs": "TYPE_FP32",
+    "context_embeddings": "TYPE_FP32",
+}
+DTYPES = {
+    "runtime_top_k": np.uint32,
+    "runtime_top_p": np.float32,
+    "beam_search_diversity_rate": np.float32,
+    "temperature": np.float32,
+    "len_penalty": np.float32,
+    "repetition_penalty": np.float32,
+    "presence_penalty": np.float32,
+    "random_seed": np.uint64,
+    "is_return_log_probs": np.bool_,
+    "is_return_context_embeddings": np.bool_,
+    "is_return_context_cum_log_probs": np.bool_,
+    "beam_width": np.uint32,
+    "start_id": np.uint32,
+    "end_id": np.uint32,
+    "min_length": np.int32,
+    "prompt_learning_task_name_ids": np.uint32,
+    "request_prompt_lengths": np.uint32,
+    "request_prompt_type": np.uint32,
+    "top_p_decay": np.float32,
+    "top_p_min": np.float32,
+    "top_p_reset_ids": np.uint32,
+}
+
+
+def config(decoupled: bool = False, **parameters: str) -> dict:
+    return fake_triton.model_config("fastertransformer", INPUTS, OUTPUTS, parameters, decoupled)
+
+
+@contextlib.contextmanager
+def serving(decoupled: bool = False, **engine):
+    with running(TritonPythonModel, config(decoupled), FakeEngine(**engine)) as door:
+        yield door
+
+
+@pytest.fixture(scope="module")
+def door():
+    with serving() as door:
+        yield door
+
+
+@pytest.fixture(scope="module")
+def streaming():
+    with serving(decoupled=True) as door:
+        yield door
+
+
+def tensors(prompts: list[list[int]], output_len, pad: int = 0, **others) -> dict[str, np.ndarray]:
+    """A request's inputs as FasterTransformer's clients shape them; other scalars one value or one a row."""
+    batch, width = len(prompts), max(map(len, prompts))
+    ids = np.full((batch, width), pad, np.uint32)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = prompt
+    arrays = {
+        "input_ids": ids,
+        "input_lengths": np.array([[len(prompt)] for prompt in prompts], np.uint32),
+        "request_output_len": column(output_len, batch, np.uint32),
+    }
+    for name, value in others.items():
+        arrays[name] = value if isinstance(value, np.ndarray) else column(value, batch, DTYPES[name])
+    return arrays
+
+
+def column(value, batch: int, dtype) -> np.ndarray:
+    values = value if isinstance(value, list) else [value] * batch
+    return np.array(values, dtype)[:, None]
+
+
+def ask(door, arrays: dict[str, np.ndarray], **request) -> list[fake_triton.Sent]:
+    return fake_triton.ask(door, fake_triton.InferenceRequest(arrays, **request))
+
+
+def said(prompt: list[int], count: int, **params) -> list[int]:
+    return toy_tokens(prompt, count, SamplingParams(**params), LIMITS.vocab_size)
+
+
+def last_params(door) -> SamplingParams:
+    return door.test_engine.submits[-1].sequences[0].params
+
+
+# ---------------------------------------------------------------- answers
+
+
+def test_rows_come_without_prompt_padding_and_filled_with_their_end_id(door):
+    prompts = [[11, 12, 13, 14], [21, 22]]
+    out = only(ask(door, tensors(prompts, [3, 5], pad=7, end_id=[90, 91])))
+    first, second = said(prompts[0], 3), said(prompts[1], 5)
+    assert out["output_ids"].dtype == np.uint32 and out["output_ids"].shape == (2, 1, 4 + 5)
+    assert out["output_ids"][0, 0].tolist() == prompts[0] + first + [90, 90]
+    assert out["output_ids"][1, 0].tolist() == prompts[1] + second + [91, 91]
+    assert out["sequence_length"].tolist() == [[7], [7]] and out["sequence_length"].dtype == np.uint32
+    assert out["response_input_lengths"].tolist() == [[4], [2]]
+    assert out["response_input_lengths"].dtype == np.int32
+
+
+def test_log_probs_are_zero_unless_asked_for_and_after_the_end(door):
+    prompts = [[11, 12], [21, 22]]
+    out = only(ask(door, tensors(prompts, [2, 4])))
+    assert out["cum_log_probs"].tolist() == [[0.0], [0.0]]
+    assert out["output_log_probs"].shape == (2, 1, 4) and not out["output_log_probs"].any()
+    out = only(ask(door, tensors(prompts, [2, 4], is_return_log_probs=True)))
+    first, second = ([toy_log_prob(token) for token in said(p, n)] for p, n in zip(prompts, (2, 4)))
+    assert out["output_log_probs"][:, 0].tolist() == [[*first, 0.0, 0.0], second]
+    assert out["cum_log_probs"].tolist() == [[sum(first)], [sum(second)]]
+    assert out["cum_log_probs"].dtype == out["output_log_probs"].dtype == np.float32
+
+
+def test_an_early_end_keeps_the_full_width():
+    with serving(next_token=scripted([50, 51, 2, 99])) as door:
+        out = only(ask(door, tensors([[5]], 6)))
+        assert out["output_ids"][0, 0].tolist() == [5, 50, 51, 2, 2, 2, 2]
+        assert out["sequence_length"].tolist() == [[4]]
+
+
+def test_context_embeddings_come_when_asked_for(door):
+    prompts = [[10, 20], [30, 40]]
+    out = only(ask(door, tensors(prompts, 2, is_return_context_embeddings=True)))
+    assert out["context_embeddings"].shape == (2, 1, LIMITS.hidden_size)
+    assert out["context_embeddings"][:, 0, 0].tolist() == [30.0, 70.0]
+    assert "context_embeddings" not in only(ask(door, tensors(prompts, 2)))
+
+
+def test_no_output_tokens_give_the_prompt_back(door):
+    out = only(ask(door, tensors([[3, 4, 5]], 0)))
+    assert out["output_ids"].tolist() == [[[3, 4, 5]]]
+    assert out["sequence_length"].tolist() == [[3]]
+
+
+def test_an_empty_row_starts_from_its_start_id_which_is_not_shown(door):
+    out = only(ask(door, tensors([[], [8, 9]], 3, start_id=[77, 1])))
+    assert out["output_ids"][0, 0].tolist() == [*said([77], 3), 2, 2]
+    assert out["sequence_length"].tolist() == [[3], [5]]
+    out = only(ask(door, tensors([[]], 3)))
+    assert out["output_ids"].tolist() == [[said([LIMITS.start_id], 3)]]
+
+
+def test_scalars_may_come_without_their_batch_dimension(door):
+    arrays = {name: array.reshape(-1) for name, array in tensors([[5, 6]], 3, random_seed=4).items()}
+    out = only(ask(door, arrays))
+    assert out["output_ids"].tolist() == [[[5, 6, *said([5, 6], 3)]]]
+
+
+def test_only_requested_outputs_are_made(door):
+    out = only(ask(door, tensors([[5]], 2), requested_output_names=["output_ids"]))
+    assert list(out) == ["output_ids"]
+
+
+def test_the_sixteen_inputs_of_the_identity_test_are_served(door):
+    batch = 8
+    prompts = [[9915 % 900 + i for i in range(8)] for _ in range(batch)]
+    arrays = tensors(
+        prompts,
+        24,
+        runtime_top_k=1,
+        runtime_top_p=0.0,
+        beam_search_diversity_rate=0.0,
+        temperature=1.0,
+        len_penalty=1.0,
+        repetition_penalty=1.0,
+        random_seed=0,
+        is_return_log_probs=True,
+        beam_width=1,
+        start_id=50256,
+        end_id=50256,
+        bad_words_list=np.tile(np.array([[[0], [-1]]], np.int32), (batch, 1, 1)),
+        stop_words_list=np.tile(np.array([[[0], [-1]]], np.int32), (batch, 1, 1)),
+    )
+    out = only(ask(door, arrays))
+    assert out["output_ids"].shape == (batch, 1, 32)
+    assert out["output_ids"][3, 0, 8:].tolist() == said(prompts[3], 24)
+
+
+# ---------------------------------------------------------------- streaming
+
+
+def test_a_stream_gives_one_response_for_each_position(streaming):
+    prompts = [[11, 12, 13], [21]]
+    sent = ask(streaming, tensors(prompts, [4, 6], is_return_log_probs=True))
+    whole = said(prompts[1], 6)
+    assert len(sent) == 6
+    assert [s.final for s in sent] == [False] * 5 + [True]
+    for position, response in enumerate(sent, start=1):
+        out = response.outputs
+        assert out["output_ids"].shape == (2, 1, 3 + 6)
+        assert out["output_ids"][1, 0].tolist() == [21, *whole[:position], *[2] * (8 - position)]
+        assert out["sequence_length"].tolist() == [[3 + min(4, position)], [1 + position]]
+        cum = sum(map(toy_log_prob, whole[:position]))
+        assert out["cum_log_probs"][1, 0] == pytest.approx(cum)
+    assert len(sent[-1].outputs["output_ids"][0, 0]) == 9
+
+
+def test_a_stream_is_not_merged_when_the_client_is_slow(streaming):
+    request = fake_triton.InferenceRequest(tensors([[5, 6]], 40))
+    gate = threading.Event()
+    request.sender.before_send = lambda: gate.wait(5)
+    streaming.execute([request])
+    wait_until(lambda: streaming.test_engine.running == 0)
+    gate.set()
+    assert request.sender.wait(5)
+    assert [s.outputs["sequence_length"].item() for s in request.sender.sent] == list(range(3, 43))
+
+
+def test_a_stream_that_stops_early_ends_with_its_last_token():
+    with serving(decoupled=True, next_token=scripted([50, 51, 2])) as door:
+        sent = ask(door, tensors([[5]], 9))
+        assert [s.outputs["sequence_length"].item() for s in sent] == [2, 3, 4]
+        assert sent[-1].final
+
+
+def test_several_tokens_of_one_event_still_give_a_response_each():
+    with serving(decoupled=True, chunk=3) as door:
+        assert len(ask(door, tensors([[5]], 7))) == 7
+
+
+def test_a_stream_of_no_tokens_is_one_response(streaming):
+    assert only(ask(streaming, tensors([[5, 6]], 0)))["sequence_length"].tolist() == [[2]]
+
+
+# ---------------------------------------------------------------- sampling
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        ({}, {"top_k": 1, "top_p": 1.0}),
+        ({"runtime_top_k": 0, "runtime_top_p": 0.0}, {"top_k": 1, "top_p": 1.0}),
+        ({"runtime_top_k": 5}, {"top_k": 5, "top_p": 1.0}),
+        ({"runtime_top_k": 5, "runtime_top_p": 0.0}, {"top_k": 5, "top_p": 1.0}),
+        ({"runtime_top_k": 5, "runtime_top_p": 1.5}, {"top_k": 5, "top_p": 1.0}),
+        ({"runtime_top_k": 5, "runtime_top_p": 0.5}, {"top_k": 5, "top_p": 0.5}),
+        ({"runtime_top_k": 0, "runtime_top_p": 0.5}, {"top_k": 0, "top_p": 0.5}),
+        ({"runtime_top_p": 1.0}, {"top_k": 0, "top_p": 1.0}),
+        ({"runtime_top_k": 5000}, {"top_k": LIMITS.vocab_size}),
+        ({"temperature": 0.0}, {"temperature": 0.0}),
+        ({"random_seed": 2**64 - 1}, {"seed": 2**64 - 1}),
+        ({"repetition_penalty": 1.25, "presence_penalty": 0.0}, {"repetition_penalty": 1.25}),
+        ({"repetition_penalty": 1.0, "presence_penalty": 0.5}, {"presence_penalty": 0.5}),
+        ({"min_length": 3}, {"min_tokens": 3}),
+        (
+            {"runtime_top_p": 0.5, "top_p_min": 0.0, "top_p_decay": 0.0},
+            {"top_p_min": 1e-6, "top_p_decay": 1.0},
+        ),
+        (
+            {"runtime_top_p": 0.5, "top_p_min": 0.25, "top_p_decay": 0.5},
+            {"top_p_min": 0.25, "top_p_decay": 0.5},
+        ),
+        ({"runtime_top_k": 4, "runtime_top_p": 0.5, "top_p_decay": 0.5}, {"top_p_decay": 1.0}),
+        ({"runtime_top_p": 0.5, "top_p_reset_ids": 2**32 - 1}, {"top_p_reset_id": -1}),
+        ({"runtime_top_p": 0.5, "top_p_reset_ids": 9}, {"top_p_reset_id": 9}),
+        ({"len_penalty": 0.0}, {}),
+        ({"len_penalty": 1.0}, {}),
+        ({"end_id": 50256}, {"end_id": -1}),
+        ({"end_id": 7}, {"end_id": 7}),
+    ],
+)
+def test_sampling_inputs_mean_what_fastertransformer_made_of_them(door, sent, expected):
+    only(ask(door, tensors([[5, 6]], 1, **sent)))
+    params = last_params(door)
+    assert {name: getattr(params, name) for name in expected} == expected
+
+
+def test_each_row_has_its_own_sampling(door):
+    only(ask(door, tensors([[5], [6]], 2, runtime_top_k=[1, 2], random_seed=[7, 8])))
+    first, second = (s.params for s in door.test_engine.submits[-1].sequences)
+    assert (first.top_k, first.seed, second.top_k, second.seed) == (1, 7, 2, 8)
+
+
+def word_list(ids: list[int], offsets: list[int]) -> np.ndarray:
+    return np.array([[ids, offsets]], np.int32)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        (word_list([10, 20, 21], [1, 3, -1]), [[10], [20, 21]]),
+        (word_list([0], [-1]), []),
+        (word_list([32], [0]), []),  # an item of no ids
+        (word_list([0, 5], [1, 2]), [[0], [5]]),  # id 0 counts too
+        (word_list([32094, 6], [1, 2]), [[6]]),  # beyond the vocabulary: can never be said
+        (np.zeros((1, 2, 0), np.int32), []),
+    ],
+)
+def test_word_lists_are_read_by_their_offsets(door, tensor, words):
+    only(ask(door, tensors([[5]], 1, stop_words_list=tensor, bad_words_list=tensor)))
+    assert last_params(door).stop_words == last_params(door).bad_words == words
+
+
+# ---------------------------------------------------------------- bad requests
+
+
+def without(arrays: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
+    return {key: value for key, value in arrays.items() if key != name}
+
+
+BAD = {
+    "no lengths": (without(tensors([[5]], 1), "input_lengths"), "INVALID_ARG", "input_lengths is missing"),
+    "length beyond the width": (
+        {**tensors([[5]], 1), "input_lengths": np.array([[2]], np.uint32)},
+        "INVALID_ARG",
+        "input_lengths of row 0 is 2; input_ids has a width of 1",
+    ),
+    "id beyond the vocabulary": (
+        tensors([[5, 1000]], 1),
+        "INVALID_ARG",
+        "token id 1000; wanted ids below 1,000",
+    ),
+    "too long": (
+        tensors([[5] * 500], 13),
+        "INVALID_ARG",
+        "500 tokens and request_output_len asks for 13 more",
+    ),
+    "absurd output": (tensors([[5]], 2**32 - 1), "INVALID_ARG", "4,294,967,295 more; this model accepts 512"),
+    "several output lengths a row": (
+        {**tensors([[5], [6]], 1), "request_output_len": np.ones((2, 2), np.uint32)},
+        "INVALID_ARG",
+        r"request_output_len has shape \[2, 2\]; wanted \[2, 1\]",
+    ),
+    "negative temperature": (
+        tensors([[5]], 1, temperature=-1.0),
+        "INVALID_ARG",
+        "temperature is -1.0; wanted",
+    ),
+    "nan temperature": (tensors([[5]], 1, temperature=np.nan), "INVALID_ARG", "temperature is nan"),
+    "nan top_p": (tensors([[5]], 1, runtime_top_p=np.nan), "INVALID_ARG", "runtime_top_p is nan"),
+    "negative top_p": (tensors([[5]], 1, runtime_top_p=-0.5), "INVALID_ARG", "runtime_top_p is -0.5"),
+    "infinite top_p": (tensors([[5]], 1, runtime_top_p=np.inf), "INVALID_ARG", "runtime_top_p is inf"),
+    "zero repetition penalty": (
+        tensors([[5]], 1, repetition_penalty=0.0),
+        "INVALID_ARG",
+        "repetition_penalty",
+    ),
+    "two penalties": (
+        tensors([[5]], 1, repetition_penalty=1.5, presence_penalty=0.5),
+        "INVALID_ARG",
+        "repetition_penalty is 1.5 and presence_penalty is 0.5",
+    ),
+    "decay above 1": (
+        tensors([[5]], 1, runtime_top_p=0.5, top_p_decay=1.5),
+        "INVALID_ARG",
+        "top_p_decay is 1.5",
+    ),
+    "reset id beyond the vocabulary": (
+        tensors([[5]], 1, runtime_top_p=0.5, top_p_reset_ids=5000),
+        "INVALID_ARG",
+        "top_p_reset_ids is 5000",
+    ),
+    "beams": (tensors([[5]], 1, beam_width=4), "UNSUPPORTED", "beam_width is 4"),
+    "no beam": (tensors([[5]], 1, beam_width=0), "UNSUPPORTED", "beam_width is 0"),
+    "beam diversity": (
+        tensors([[5]], 1, beam_search_diversity_rate=0.5),
+        "UNSUPPORTED",
+        "beam_search_diversity_rate",
+    ),
+    "task id": (
+        tensors([[5]], 1, prompt_learning_task_name_ids=0),
+        "UNSUPPORTED",
+        "prompt_learning_task_name_ids",
+    ),
+    "prompt embedding": (
+        tensors([[5]], 1, request_prompt_embedding=np.ones((1, 2, 4), np.float16)),
+        "UNSUPPORTED",
+        "request_prompt_embedding",
+    ),
+    "prompt log-probs": (
+        tensors([[5]], 1, is_return_context_cum_log_probs=True),
+        "UNSUPPORTED",
+        "is_return_context_cum_log_probs is True",
+    ),
+    "falling offsets": (
+        tensors([[5]], 1, stop_words_list=word_list([1, 2, 3], [2, 1, 3])),
+        "INVALID_ARG",
+        "stop_words_list has the offset 1 after 2",
+    ),
+    "offset beyond the ids": (
+        tensors([[5]], 1, bad_words_list=word_list([1, 2], [1, 3])),
+        "INVALID_ARG",
+        "bad_words_list has the offset 3 after 1; wanted offsets that rise, up to its 2 ids",
+    ),
+    "negative word id": (
+        tensors([[5]], 1, bad_words_list=word_list([-4], [1])),
+        "INVALID_ARG",
+        "token id -4",
+    ),
+    "word list of another shape": (
+        tensors([[5]], 1, bad_words_list=np.zeros((1, 3, 2), np.int32)),
+        "INVALID_ARG",
+        r"bad_words_list has shape \[1, 3, 2\]",
+    ),
+    "too many bad words": (
+        tensors([[5]], 1, bad_words_list=word_list([4] * 65, list(range(1, 66)))),
+        "INVALID_ARG",
+        "bad_words_list has 65 token ids; this model accepts 64",
+    ),
+    "no rows": (
+        {name: array[:0] for name, array in tensors([[5]], 1).items()},
+        "INVALID_ARG",
+        "input_ids has shape",
+    ),
+    "empty row with a start id beyond the vocabulary": (
+        tensors([[]], 1, start_id=4000),
+        "INVALID_ARG",
+        "token id 4000",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_request_is_refused_by_name_and_reaches_no_engine(door, case):
+    arrays, code, text = BAD[case]
+    before = len(door.test_engine.submits)
+    found_code, found_text = refusal(ask(door, arrays))
+    assert found_code == code
+    assert re.search(text, found_text), found_text
+    assert len(door.test_engine.submits) == before
+
+
+def test_an_unknown_request_parameter_is_refused_and_the_likely_input_named(door):
+    code, text = refusal(ask(door, tensors([[5]], 1), parameters={"runtime_topk": 4}))
+    assert (
+        code == "INVALID_ARG" and "runtime_topk" in text and "did you mean the input runtime_top_k?" in text
+    )
+    code, text = refusal(ask(door, tensors([[5]], 1), parameters={"temperature": 4}))
+    assert "it is an input tensor" in text
+
+
+def test_parameters_that_clients_add_themselves_pass(door):
+    only(
+        ask(
+            door, tensors([[5]], 1), parameters={"triton_enable_empty_final_response": True, "sequence_id": 4}
+        )
+    )
+
+
+# ---------------------------------------------------------------- life
+
+
+def test_deadline_priority_and_label_reach_the_engine(door):
+    only(ask(door, tensors([[5]], 1), request_id="abc", timeout_us=2_500_000, parameters={"priority": 3}))
+    submit = door.test_engine.submits[-1]
+    assert (submit.timeout_s, submit.priority, submit.label) == (2.5, 3, "abc")
+
+
+def test_a_cancelled_client_ends_the_request_everywhere():
+    with serving(decoupled=True, step_s=0.005) as door:
+        request = fake_triton.InferenceRequest(tensors([[5]], 400))
+        door.execute([request])
+        wait_until(lambda: request.sender.sent)
+        request.cancel()
+        assert request.sender.wait(2)
+        assert request.sender.sent[-1].error.code() == fake_triton.TritonError.CANCELLED
+        wait_until(lambda: door.test_engine.running == 0)
+
+
+def test_a_deadline_ends_the_request_with_an_error():
+    with serving(step_s=0.005) as door:
+        code, text = refusal(ask(door, tensors([[5]], 400), timeout_us=50_000))
+        assert code == "CANCELLED" and "deadline" in text
+
+
+def test_a_dead_engine_ends_every_open_request_once():
+    with serving(decoupled=True, step_s=0.005) as door:
+        requests = [fake_triton.InferenceRequest(tensors([[i]], 400)) for i in range(20)]
+        door.execute(requests)
+        wait_until(lambda: all(request.sender.sent for request in requests))
+        door.test_engine.stop()
+        door.test_supervisor.set_phase("down", "rank 1 did not finish its step")
+        for request in requests:
+            assert request.sender.wait(3)
+            last = request.sender.sent[-1]
+            assert last.error.code() == fake_triton.TritonError.UNAVAILABLE
+            assert "rank 1 did not finish its step" in last.error.message()
+
+
+def test_unloading_ends_what_is_open():
+    with FakeEngine(step_s=0.005) as engine, FakeSupervisor(engine) as supervisor:
+        with door_at(TritonPythonModel, config(True), supervisor.endpoint) as door:
+            request = fake_triton.InferenceRequest(tensors([[5]], 400))
+            door.execute([request])
+            wait_until(lambda: request.sender.sent)
+        assert request.sender.wait(0)
+        assert "unloaded" in request.sender.sent[-1].error.message()
+        wait_until(lambda: engine.running == 0)
+
+
+def test_loading_fails_with_the_engines_own_words():
+    with FakeSupervisor() as supervisor:
+        supervisor.set_phase("failed", "model.wte.weight.bin holds 8 bytes; wanted 16")
+        with pytest.raises(fake_triton.TritonModelException, match="holds 8 bytes; wanted 16"):
+            with door_at(TritonPythonModel, config(), supervisor.endpoint):
+                pass
+
+
+def test_a_wrong_parameter_fails_the_load_by_name():
+    with pytest.raises(
+        fake_triton.TritonModelException, match="parameter num_senders is 'many'; wanted a number"
+    ):
+        with door_at(TritonPythonModel, config(num_senders="many"), "ipc:///nowhere"):
+            pass
+
+
+def test_many_requests_at_once_get_their_own_tokens(door):
+    requests = {i: fake_triton.InferenceRequest(tensors([[i, i + 1]], 8)) for i in range(100, 160)}
+    door.execute(list(requests.values()))
+    for i, request in requests.items():
+        assert request.sender.wait(10)
+        assert only(request.sender.sent)["output_ids"][0, 0, 2:].tolist() == said([i, i + 1], 8)
