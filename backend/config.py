@@ -315,6 +315,22 @@ def model_config_ini(config: ModelConfig, tensor_para_size: int) -> str:
     return f"[{section}]\n" + "".join(f"{key} = {value}\n" for key, value in lines)
 
 
+def check_tensor_size(config: ModelConfig, tensor_para_size: int) -> None:
+    """Raises ConfigError where so many tensor ranks cannot share the heads and the MLP evenly.
+
+    The columns of a matrix may still divide where the heads do not: 3 heads of 16 over 2 ranks.
+    """
+    for key, size in (
+        ("head_num", config.num_heads),
+        ("kv_head_num", config.num_kv_heads),
+        ("inter_size", config.mlp_size),
+    ):
+        if size % tensor_para_size:
+            raise ConfigError(
+                f"tensor_para_size = {tensor_para_size} does not divide {key} = {size} of {config.model_name}"
+            )
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """How the engine runs. Read from the `parameters` of the fastertransformer model's config.pbtxt.

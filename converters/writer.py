@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from tridecode.backend.config import ModelConfig, model_config_ini
+from tridecode.backend.config import ModelConfig, check_tensor_size, model_config_ini
 from tridecode.backend.errors import CheckpointError
 from tridecode.backend.weight_layout import WeightSpec
 from tridecode.backend.weights import (
@@ -47,6 +47,7 @@ def write_weights(
     The directory is created. Raises ConfigError where a tensor cannot be split so, before anything is
     written, and CheckpointError where a value is not finite or does not fit the dtype.
     """
+    check_tensor_size(config, tensor_para_size)
     tensors = list(tensors)
     for item in tensors:
         if item.spec.axis is not None:

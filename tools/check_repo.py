@@ -10,7 +10,13 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from tritonclient.grpc.model_config_pb2 import ModelConfig as TritonConfig
 
-from tridecode.backend.config import EngineConfig, ModelConfig, read_engine_config, read_model_config
+from tridecode.backend.config import (
+    EngineConfig,
+    ModelConfig,
+    check_tensor_size,
+    read_engine_config,
+    read_model_config,
+)
 from tridecode.backend.engine_config_file import checkpoint_dir
 from tridecode.backend.errors import TridecodeError
 from tridecode.backend.weights import WeightReader
@@ -243,7 +249,7 @@ def _check_engine(
         yield _warning(where, f"parameter {key}", "one that is known", "Nothing reads it; is it misspelt?")
     if engine.weights != "files":
         yield _warning(where, f"weights {engine.weights}", "files", "Its answers are nonsense.")
-    yield from _check_settings(where, engine, config, reader)
+    yield from _check_settings(where, engine, config)
     if checksums:
         total = sum(reader.file_bytes(spec) * len(reader.files(spec)) for spec in reader.specs.values())
         with byte_progress("checking weight files", total) as progress:
@@ -259,17 +265,11 @@ def _check_engine(
         yield from _check_parity(repository, weights, folder)
 
 
-def _check_settings(
-    where: str, engine: EngineConfig, config: ModelConfig, reader: WeightReader
-) -> Iterator[Finding]:
+def _check_settings(where: str, engine: EngineConfig, config: ModelConfig) -> Iterator[Finding]:
     try:
-        for spec in reader.specs.values():
-            if spec.axis is not None:
-                spec.check_divides(engine.tensor_para_size)
+        check_tensor_size(config, engine.tensor_para_size)
     except TridecodeError as error:
-        yield _error(
-            where, str(error), "a tensor_para_size that divides it", "Choose another tensor_para_size."
-        )
+        yield _error(where, str(error), "one that divides it", "Choose another tensor_para_size.")
     if engine.pipeline_para_size > config.num_layers:
         found = f"pipeline_para_size {engine.pipeline_para_size}"
         yield _error(where, found, f"at most the {config.num_layers} layers", "Choose a smaller one.")

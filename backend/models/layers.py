@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tridecode.backend.config import ModelConfig, RopeConfig
+from tridecode.backend.config import ModelConfig, RopeConfig, check_tensor_size
 from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm, Ops, Rope
 
 
@@ -188,7 +188,9 @@ def _llama3_frequencies(frequencies: Tensor, rope: RopeConfig) -> Tensor:
 def make_heads(
     config: ModelConfig, ranks: Ranks, rope: Rope | None = None, slopes: Tensor | None = None
 ) -> Heads:
-    """This rank's share of the heads; slopes are of all heads and are cut here."""
+    """This rank's share of the heads; slopes are of all heads and are cut here. ConfigError if they cannot be
+    shared."""
+    check_tensor_size(config, ranks.tensor_size)
     num_heads = config.num_heads // ranks.tensor_size
     if slopes is not None:
         slopes = slopes[ranks.tensor_rank * num_heads : (ranks.tensor_rank + 1) * num_heads].contiguous()

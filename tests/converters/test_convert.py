@@ -1,0 +1,475 @@
+"""Conversions put back: files read with numpy by FasterTransformer's layout, compared with transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.checkpoints import (
+    FAMILIES,
+    LLAMA3_ROPE,
+    TINY_VOCAB,
+    greedy,
+    save,
+    tiny_bloom,
+    tiny_gpt2,
+    tiny_llama,
+)
+from tridecode.backend.config import RopeConfig, read_model_config
+from tridecode.backend.engine.offline import run_greedy
+from tridecode.backend.errors import CheckpointError, ConfigError, UnsupportedError
+from tridecode.converters.checkpoint import open_checkpoint
+from tridecode.converters.convert import plan_conversion
+
+VARIANTS = {
+    "gpt2": lambda: tiny_gpt2(),
+    "gpt2-5x16-relu": lambda: tiny_gpt2(n_embd=80, n_head=5, n_inner=60, activation_function="relu"),
+    "gpt2-erf-untied": lambda: tiny_gpt2(activation_function="gelu", tie_word_embeddings=False),
+    "bloom": lambda: tiny_bloom(),
+    "bloom-3x16-residual": lambda: tiny_bloom(
+        hidden_size=48, n_head=3, apply_residual_connection_post_layernorm=True
+    ),
+    "bloom-6x8-untied": lambda: tiny_bloom(hidden_size=48, n_head=6, tie_word_embeddings=False),
+    "llama": lambda: tiny_llama(),
+    "llama-biases-tied": lambda: tiny_llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "llama-wide-heads": lambda: tiny_llama(head_dim=16, num_key_value_heads=3),
+    "llama-one-kv": lambda: tiny_llama(hidden_size=40, num_attention_heads=5, num_key_value_heads=1),
+    "llama-linear": lambda: tiny_llama(
+        rope_parameters={"rope_type": "linear", "rope_theta": 20000.0, "factor": 4.0}
+    ),
+    "llama-llama3": lambda: tiny_llama(rope_parameters=LLAMA3_ROPE),
+}
+
+
+def convert(source: Path, directory: Path, ranks: int = 1, dtype: str | None = None):
+    planned = plan_conversion(open_checkpoint(source), dtype)
+    planned.write(directory, ranks)
+    return planned.config
+
+
+def read_files(directory: Path, name: str, ranks: int, columns: int, join: int | None) -> np.ndarray:
+    """All ranks' files of a tensor, `columns` columns a rank, joined along axis `join`; None: one file."""
+    if join is None:
+        return np.fromfile(directory / f"{name}.bin", np.float32).reshape(-1, columns)
+    files = [np.fromfile(directory / f"{name}.{rank}.bin", np.float32) for rank in range(ranks)]
+    return np.concatenate([file.reshape(-1, columns) for file in files], axis=join)
+
+
+def read_qkv(directory: Path, name: str, ranks: int, queries: int, keys: int) -> tuple[np.ndarray, ...]:
+    """q (in, H * D), k, v (in, K * D): a rank's file has its share of each, side by side."""
+    width = (queries + 2 * keys) // ranks
+    parts: list[list[np.ndarray]] = [[], [], []]
+    for rank in range(ranks):
+        file = np.fromfile(directory / f"{name}.{rank}.bin", np.float32).reshape(-1, width)
+        cuts = np.split(file, [queries // ranks, (queries + keys) // ranks], axis=1)
+        for part, cut in zip(parts, cuts):
+            part.append(cut)
+    return tuple(np.concatenate(part, axis=1) for part in parts)
+
+
+def put_back(directory: Path, model, ranks: int) -> dict[str, np.ndarray]:
+    """transformers' state dict from the files alone; sizes come from transformers' config."""
+    hf, kind = model.config, model.config.model_type
+    hidden = hf.hidden_size
+    heads = hf.num_attention_heads
+    size = getattr(hf, "head_dim", None) or hidden // heads
+    kv_heads = getattr(hf, "num_key_value_heads", heads)
+    inner = {
+        "gpt2": lambda: hf.n_inner or 4 * hidden,
+        "bloom": lambda: 4 * hidden,
+        "llama": lambda: hf.intermediate_size,
+    }
+    width = inner[kind]() // ranks
+    out: dict[str, np.ndarray] = {}
+
+    def vector(target: str, name: str) -> None:
+        out[target] = np.fromfile(directory / f"{name}.bin", np.float32)
+
+    def norm(target: str, name: str) -> None:
+        vector(f"{target}.weight", f"{name}.weight")
+        if kind != "llama":
+            vector(f"{target}.bias", f"{name}.bias")
+
+    def table(target: str, name: str) -> None:
+        out[target] = read_files(directory, name, ranks, hidden, None)
+
+    def linear(target: str, name: str, columns: int, join: int) -> None:
+        weight = read_files(directory, f"{name}.weight", ranks, columns, join)
+        out[f"{target}.weight"] = (
+            weight if kind == "gpt2" else weight.T
+        )  # Conv1D is (in, out), Linear (out, in)
+        if (directory / f"{name}.bias.bin").exists():
+            vector(f"{target}.bias", f"{name}.bias")
+        elif (directory / f"{name}.bias.0.bin").exists():
+            out[f"{target}.bias"] = read_files(directory, f"{name}.bias", ranks, columns, 1)[0]
+
+    def interleave(parts: tuple[np.ndarray, ...]) -> np.ndarray:
+        """BLOOM: columns by head, then q, k, v."""
+        by_head = [part.reshape(-1, heads, 1, size) for part in parts]
+        return np.concatenate(by_head, axis=2).reshape(parts[0].shape[0], -1)
+
+    base = "model" if kind == "llama" else "transformer"
+    names = {
+        "gpt2": ("wte", "ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj", "ln_f", "h"),
+        "bloom": (
+            "word_embeddings", "input_layernorm", "self_attention.query_key_value", "self_attention.dense",
+            "post_attention_layernorm", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", "ln_f", "h",
+        ),
+        "llama": (
+            "embed_tokens", "input_layernorm", "", "self_attn.o_proj", "post_attention_layernorm", "",
+            "mlp.down_proj", "norm", "layers",
+        ),
+    }[kind]  # fmt: skip
+    embedding, norm_1, fused, dense, norm_2, up, down, norm_f, layers = names
+    table(f"{base}.{embedding}.weight", "model.wte")
+    if kind == "gpt2":
+        table(f"{base}.wpe.weight", "model.wpe")
+    if kind == "bloom":
+        norm(f"{base}.word_embeddings_layernorm", "model.pre_decoder_layernorm")
+    for i in range(hf.num_hidden_layers):
+        to, at = f"{base}.{layers}.{i}", f"model.layers.{i}"
+        norm(f"{to}.{norm_1}", f"{at}.input_layernorm")
+        norm(f"{to}.{norm_2}", f"{at}.post_attention_layernorm")
+        linear(f"{to}.{dense}", f"{at}.attention.dense", hidden, 0)
+        down_file = "mlp.down_proj" if kind == "llama" else "mlp.dense_4h_to_h"
+        linear(f"{to}.{down}", f"{at}.{down_file}", hidden, 0)
+        if kind == "llama":
+            for column in ("gate_proj", "up_proj"):
+                linear(f"{to}.mlp.{column}", f"{at}.mlp.{column}", width, 1)
+        else:
+            linear(f"{to}.{up}", f"{at}.mlp.dense_h_to_4h", width, 1)
+        fused_name = f"{at}.attention.query_key_value"
+        for suffix in ("weight", "bias"):
+            if not (directory / f"{fused_name}.{suffix}.0.bin").exists():
+                continue
+            parts = read_qkv(directory, f"{fused_name}.{suffix}", ranks, heads * size, kv_heads * size)
+            if kind == "llama":
+                for letter, part in zip("qkv", parts):
+                    out[f"{to}.self_attn.{letter}_proj.{suffix}"] = part.T if suffix == "weight" else part[0]
+            else:
+                joined = interleave(parts) if kind == "bloom" else np.concatenate(parts, axis=1)
+                turned = joined.T if kind == "bloom" else joined
+                out[f"{to}.{fused}.{suffix}"] = turned if suffix == "weight" else joined[0]
+    norm(f"{base}.{norm_f}", "model.final_layernorm")
+    if (directory / "model.lm_head.weight.bin").exists():
+        table("lm_head.weight", "model.lm_head.weight")
+    return out
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_files_put_back_are_transformers_tensors(tmp_path, variant):
+    model = VARIANTS[variant]()
+    save(model, tmp_path / "hf", tokenizer=False)
+    for ranks in (ranks for ranks in (1, 2, 3) if _divides(model.config, ranks)):
+        convert(tmp_path / "hf", tmp_path / f"w{ranks}", ranks, "fp32")
+        back = put_back(tmp_path / f"w{ranks}", model, ranks)
+        state = model.state_dict()
+        if model.config.tie_word_embeddings:
+            assert "lm_head.weight" not in back
+            state.pop("lm_head.weight")
+        assert set(back) == set(state)
+        for name, tensor in state.items():
+            np.testing.assert_array_equal(back[name], tensor.numpy(), err_msg=f"{name} of {ranks} ranks")
+
+
+def _divides(hf, ranks: int) -> bool:
+    kv_heads = getattr(hf, "num_key_value_heads", hf.num_attention_heads)
+    inner = getattr(hf, "intermediate_size", None) or getattr(hf, "n_inner", None) or 4 * hf.hidden_size
+    return all(part % ranks == 0 for part in (hf.num_attention_heads, kv_heads, inner))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_engine_over_the_files_says_what_transformers_says(tmp_path, variant):
+    model = VARIANTS[variant]()
+    save(model, tmp_path / "hf", tokenizer=False)
+    convert(tmp_path / "hf", tmp_path / "w")
+    prompts = [[5], [7, 9, 11], list(range(20, 60))]
+    tokens, logits = run_greedy(tmp_path / "w", prompts, 6)
+    for prompt, ours, our_logits in zip(prompts, tokens, logits):
+        theirs, their_logits = greedy(model, prompt, 6)
+        assert ours == theirs
+        np.testing.assert_allclose(our_logits, their_logits.numpy(), atol=1e-3, rtol=0)
+
+
+def test_the_config_that_is_written_is_the_one_that_is_read(tmp_path):
+    for variant, make in VARIANTS.items():
+        save(make(), tmp_path / variant, tokenizer=False)
+        config = convert(tmp_path / variant, tmp_path / f"{variant}-w")
+        assert read_model_config(tmp_path / f"{variant}-w") == config
+
+
+# ---------------------------------------------------------------- names and prefixes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_of_the_bare_model_lacks_the_prefix_and_converts_alike(tmp_path, family):
+    model = FAMILIES[family](tie_word_embeddings=True)
+    save(model, tmp_path / "full", tokenizer=False)
+    model.base_model.save_pretrained(tmp_path / "bare")
+    assert set(load_file(tmp_path / "bare" / "model.safetensors")).isdisjoint(model.state_dict())
+    convert(tmp_path / "full", tmp_path / "w1")
+    convert(tmp_path / "bare", tmp_path / "w2")
+    assert_same_files(tmp_path / "w1", tmp_path / "w2")
+
+
+def assert_same_files(first: Path, second: Path) -> None:
+    names = sorted(path.name for path in first.glob("*.bin"))
+    assert names == sorted(path.name for path in second.glob("*.bin"))
+    for name in names:
+        assert (first / name).read_bytes() == (second / name).read_bytes(), name
+
+
+def rewrite(directory: Path, change) -> None:
+    """Apply `change` to the state dict of a checkpoint on disk."""
+    state = load_file(directory / "model.safetensors")
+    change(state)
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, directory / "model.safetensors")
+
+
+def test_the_buffers_of_old_checkpoints_are_left_out(tmp_path):
+    save(tiny_gpt2(), tmp_path / "gpt2", tokenizer=False)
+    rewrite(
+        tmp_path / "gpt2",
+        lambda state: state.update(
+            {
+                f"transformer.h.{i}.attn.{name}": torch.zeros(1, 1)
+                for i in (0, 1)
+                for name in ("bias", "masked_bias")
+            }
+        ),
+    )
+    convert(tmp_path / "gpt2", tmp_path / "w1")
+    save(tiny_llama(), tmp_path / "llama", tokenizer=False)
+    rewrite(
+        tmp_path / "llama",
+        lambda state: state.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}),
+    )
+    convert(tmp_path / "llama", tmp_path / "w2")
+
+
+def test_a_tensor_that_no_rule_knows_is_named_with_its_shape(tmp_path):
+    save(tiny_llama(), tmp_path / "hf", tokenizer=False)
+    rewrite(
+        tmp_path / "hf", lambda state: state.update({"model.layers.1.mlp.router.weight": torch.zeros(4, 48)})
+    )
+    with pytest.raises(CheckpointError) as caught:
+        plan_conversion(open_checkpoint(tmp_path / "hf"))
+    assert str(caught.value) == (
+        "no rule consumed model.layers.1.mlp.router.weight (4, 48); see converters/llama.py"
+    )
+
+
+def test_a_bias_that_the_config_denies_is_not_dropped_in_silence(tmp_path):
+    save(tiny_llama(), tmp_path / "hf", tokenizer=False)
+    name = "model.layers.0.self_attn.q_proj.bias"
+    rewrite(tmp_path / "hf", lambda state: state.update({name: torch.zeros(48)}))
+    with pytest.raises(CheckpointError, match=rf"no rule consumed {name} \(48,\)"):
+        plan_conversion(open_checkpoint(tmp_path / "hf"))
+
+
+def test_a_missing_tensor_is_named(tmp_path):
+    save(tiny_bloom(), tmp_path / "hf", tokenizer=False)
+    rewrite(tmp_path / "hf", lambda state: state.pop("transformer.h.1.mlp.dense_4h_to_h.bias"))
+    with pytest.raises(CheckpointError) as caught:
+        plan_conversion(open_checkpoint(tmp_path / "hf"))
+    assert str(caught.value) == (
+        "the checkpoint has no transformer.h.1.mlp.dense_4h_to_h.bias; "
+        "model.layers.1.mlp.dense_4h_to_h.bias (40,) needs it; see converters/bloom.py"
+    )
+
+
+@pytest.mark.parametrize("shape", [(24, 73), (72, 24), (24,), (0, 72)])
+def test_a_tensor_of_a_wrong_shape_is_named_with_both_shapes(tmp_path, shape):
+    save(tiny_gpt2(), tmp_path / "hf", tokenizer=False)
+    name = "transformer.h.0.attn.c_attn.weight"
+    rewrite(tmp_path / "hf", lambda state: state.update({name: torch.zeros(shape)}))
+    with pytest.raises(CheckpointError) as caught:
+        plan_conversion(open_checkpoint(tmp_path / "hf"))
+    assert f"{name} {shape}" in str(caught.value)
+    assert "model.layers.0.attention.query_key_value.weight" in str(caught.value)
+    assert "(24, 72)" in str(caught.value)
+
+
+# ---------------------------------------------------------------- the head
+
+
+@pytest.mark.parametrize("ties", [True, False])
+@pytest.mark.parametrize("stored", ["equal", "different", "head only", "embedding only"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_head_is_the_one_that_transformers_uses(tmp_path, family, stored, ties):
+    model = FAMILIES[family](tie_word_embeddings=ties)
+    save(model, tmp_path / "hf", tokenizer=False)
+    embedding = next(name for name, value in model.named_parameters() if value.shape[0] == TINY_VOCAB)
+    weight = model.get_input_embeddings().weight.detach().clone()
+
+    def change(state: dict) -> None:
+        state["lm_head.weight"] = weight.clone() + (0.25 if stored == "different" else 0.0)
+        state[embedding] = weight.clone()
+        if stored == "head only":
+            state.pop(embedding)
+        if stored == "embedding only":
+            state.pop("lm_head.weight")
+
+    rewrite(tmp_path / "hf", change)
+    if not ties and stored in ("head only", "embedding only"):
+        missing = embedding if stored == "head only" else "lm_head.weight"
+        with pytest.raises(CheckpointError, match=f"has no {missing}; tie_word_embeddings = false wants"):
+            plan_conversion(open_checkpoint(tmp_path / "hf"))
+        return
+    convert(tmp_path / "hf", tmp_path / "w")
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    head_file = tmp_path / "w" / "model.lm_head.weight.bin"
+    assert head_file.exists() == (stored == "different")
+    head = np.fromfile(head_file if head_file.exists() else tmp_path / "w" / "model.wte.bin", np.float32)
+    np.testing.assert_array_equal(head.reshape(TINY_VOCAB, -1), reference.lm_head.weight.detach().numpy())
+    table = np.fromfile(tmp_path / "w" / "model.wte.bin", np.float32).reshape(TINY_VOCAB, -1)
+    np.testing.assert_array_equal(table, reference.get_input_embeddings().weight.detach().numpy())
+
+
+# ---------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    ("activation", "ours"),
+    [
+        ("gelu_new", "gelu_tanh"),
+        ("gelu_pytorch_tanh", "gelu_tanh"),
+        ("gelu_fast", "gelu_tanh"),
+        ("gelu", "gelu"),
+        ("relu", "relu"),
+    ],
+)
+def test_an_activation_computes_what_transformers_computes(tmp_path, activation, ours):
+    model = tiny_gpt2(activation_function=activation)
+    save(model, tmp_path / "hf", tokenizer=False)
+    assert plan_conversion(open_checkpoint(tmp_path / "hf")).config.activation == ours
+    x = torch.linspace(-6, 6, 101)
+    formula = {
+        "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+        "gelu": torch.nn.functional.gelu,
+        "relu": torch.relu,
+    }[ours]
+    torch.testing.assert_close(model.transformer.h[0].mlp.act(x), formula(x), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("scale_attn_weights", False),
+        ("scale_attn_by_inverse_layer_idx", True),
+        ("reorder_and_upcast_attn", True),
+        ("add_cross_attention", True),
+    ],
+)
+def test_a_gpt2_that_this_version_does_not_run_is_refused_by_name(tmp_path, setting, value):
+    save(tiny_gpt2(**{setting: value}), tmp_path / "hf", tokenizer=False)
+    with pytest.raises(
+        UnsupportedError, match=f"GPT-2 with {setting} = {value}; this version runs {not value}"
+    ):
+        plan_conversion(open_checkpoint(tmp_path / "hf"))
+
+
+def test_other_activations_are_refused_by_name(tmp_path):
+    save(tiny_gpt2(activation_function="silu"), tmp_path / "gpt2", tokenizer=False)
+    with pytest.raises(UnsupportedError, match="activation_function = silu; this version runs gelu_new, "):
+        plan_conversion(open_checkpoint(tmp_path / "gpt2"))
+    save(tiny_llama(hidden_act="gelu"), tmp_path / "llama", tokenizer=False)
+    with pytest.raises(UnsupportedError, match="hidden_act = gelu; this version runs silu"):
+        plan_conversion(open_checkpoint(tmp_path / "llama"))
+
+
+def edit_config(directory: Path, **changes) -> None:
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    for key, value in changes.items():
+        if value is None:
+            config.pop(key, None)
+        else:
+            config[key] = value
+    path.write_text(json.dumps(config))
+
+
+ROPES = {
+    "transformers 5": ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e3}}, RopeConfig(8, 5e3)),
+    "a top-level rope_theta": ({"rope_parameters": None, "rope_theta": 5000.0}, RopeConfig(8, 5000.0)),
+    "none at all": ({"rope_parameters": None}, RopeConfig(8, 10000.0)),
+    "the oldest linear": (
+        {"rope_parameters": None, "rope_theta": 7000.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        RopeConfig(8, 7000.0, "linear", 2.0),
+    ),
+    "LLaMA 3.1 as released": (
+        {
+            "rope_parameters": None, "rope_theta": 500000.0,
+            "rope_scaling": {
+                "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192, "rope_type": "llama3",
+            },
+        },
+        RopeConfig(8, 500000.0, "llama3", 8.0, 1.0, 4.0, 8192),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spelling", ROPES)
+def test_every_spelling_of_the_rotary_embedding_is_understood(tmp_path, spelling):
+    changes, wanted = ROPES[spelling]
+    save(tiny_llama(), tmp_path / "hf", tokenizer=False)
+    edit_config(tmp_path / "hf", **changes)
+    assert plan_conversion(open_checkpoint(tmp_path / "hf")).config.rope == wanted
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "yarn"])
+def test_another_rope_scaling_is_refused_by_name(tmp_path, kind):
+    save(tiny_llama(), tmp_path / "hf", tokenizer=False)
+    edit_config(tmp_path / "hf", rope_parameters={"rope_type": kind, "rope_theta": 1e4, "factor": 2.0})
+    with pytest.raises(
+        UnsupportedError, match=f"rope scaling {kind}; this version runs default, linear and llama3"
+    ):
+        plan_conversion(open_checkpoint(tmp_path / "hf"))
+
+
+def test_the_first_end_id_is_the_models_and_generation_config_comes_first(tmp_path):
+    save(tiny_llama(), tmp_path / "hf", tokenizer=False)
+    (tmp_path / "hf" / "generation_config.json").write_text('{"bos_token_id": 4, "eos_token_id": [9, 2, 7]}')
+    checkpoint = open_checkpoint(tmp_path / "hf")
+    assert checkpoint.eos_ids == [9, 2, 7]
+    config = plan_conversion(checkpoint).config
+    assert (config.start_id, config.end_id) == (4, 9)
+
+
+def test_a_model_without_special_ids_has_no_end_and_starts_at_0(tmp_path):
+    save(tiny_llama(), tmp_path / "hf", tokenizer=False)
+    (tmp_path / "hf" / "generation_config.json").unlink()
+    edit_config(tmp_path / "hf", bos_token_id=None, eos_token_id=None)
+    checkpoint = open_checkpoint(tmp_path / "hf")
+    checkpoint.bos_id, checkpoint.eos_ids = None, []  # transformers' defaults stand in otherwise
+    config = plan_conversion(checkpoint).config
+    assert (config.start_id, config.end_id) == (0, -1)
+
+
+# ---------------------------------------------------------------- dtypes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"), [(torch.float16, "fp16"), (torch.bfloat16, "bf16"), (torch.float64, "fp32")]
+)
+def test_the_files_take_the_checkpoints_dtype_unless_told(tmp_path, dtype, name):
+    model = tiny_llama().to(dtype)
+    save(model, tmp_path / "hf", tokenizer=False)
+    assert convert(tmp_path / "hf", tmp_path / "w").weight_dtype == name
+    wte = (tmp_path / "w" / "model.wte.bin").read_bytes()
+    kind = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[name]
+    held = torch.frombuffer(bytearray(wte), dtype=kind).view(TINY_VOCAB, 48)
+    assert torch.equal(held, model.model.embed_tokens.weight.detach().to(kind))
+
+
+def test_a_dtype_that_is_none_is_refused(tmp_path):
+    save(tiny_gpt2(), tmp_path / "hf", tokenizer=False)
+    with pytest.raises(ConfigError, match="dtype is 'int8'; wanted one of fp32, fp16, bf16"):
+        plan_conversion(open_checkpoint(tmp_path / "hf"), "int8")
