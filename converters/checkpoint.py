@@ -257,7 +257,8 @@ def _transformers_config(path: Path, **kwargs) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, **kwargs)
     except Exception as error:  # transformers checks configs with errors of its own and of huggingface_hub
-        raise CheckpointError(f"transformers cannot read the config of {path}: {error}") from None
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"transformers cannot read the config of {path}: {reason}") from None
 
 
 def _tensor_files(path: Path) -> TensorSource:
@@ -294,7 +295,7 @@ def _open_gguf(path: Path) -> Checkpoint:
         # transformers' reader drops both: long prompts would silently be answered by another model
         what = "rope_freqs.weight" if "rope_freqs.weight" in names else f"llama.rope.scaling.type = {scaling}"
         raise UnsupportedError(
-            f"{path} has {what}: its rope scaling is lost in GGUF; convert the safetensors checkpoint"
+            f"{path} has {what}: its rope scaling would be lost; convert the safetensors checkpoint"
         )
     config = _transformers_config(path.parent, gguf_file=path.name)
     end_ids = [fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot")]
