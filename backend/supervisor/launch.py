@@ -44,11 +44,12 @@ def ensure(engine_dir: str, server_pid: int) -> str:
     control = runtime_dir.endpoint(folder / runtime_dir.CONTROL)
     deadline = time.monotonic() + START_S
     while True:
-        if (folder.parent / runtime_dir.STOPPING).exists():
-            raise EngineDownError("the server is stopping; no engine is started")
         fd = runtime_dir.lock(folder)
         if fd is not None:
             try:
+                if (folder.parent / runtime_dir.STOPPING).exists():
+                    runtime_dir.remove(folder)
+                    raise EngineDownError("the server is stopping; no engine is started")
                 return _start(folder, fd, engine_dir, server, control, deadline)
             finally:
                 os.close(fd)

@@ -7,6 +7,7 @@ Reads /proc only (Linux); imports nothing of ours, so a door may use it too.
 from __future__ import annotations
 
 import ctypes
+import glob
 import os
 import signal
 from typing import NamedTuple
@@ -71,7 +72,17 @@ def all_pids() -> list[int]:
 
 def children(pid: int) -> list[int]:
     """Pids whose parent is `pid`, zombies included."""
-    return [child for child in all_pids() if parent(child) == pid]
+    lists = glob.glob(f"/proc/{pid}/task/*/children")
+    if not lists and os.path.exists(f"/proc/{pid}"):  # a kernel without CONFIG_PROC_CHILDREN
+        return [child for child in all_pids() if parent(child) == pid]
+    found: list[int] = []
+    for path in lists:
+        try:
+            with open(path) as file:
+                found += map(int, file.read().split())
+        except OSError:
+            pass  # a thread that has just ended
+    return sorted(found)
 
 
 def command_line(pid: int) -> list[str]:

@@ -36,7 +36,8 @@ def stub_of(pid: int) -> Stub | None:
 
 def stubs_of(server_pid: int) -> list[Stub]:
     """The living stubs of a server, also after the server itself has gone."""
-    found = (stub_of(pid) for pid in processes.all_pids())
+    pids = processes.children(server_pid) if processes.identify(server_pid) else processes.all_pids()
+    found = (stub_of(pid) for pid in pids)
     return [stub for stub in found if stub is not None and stub.server_pid == server_pid]
 
 

@@ -1,0 +1,119 @@
+"""Brings dead doors back: Triton never restarts a python stub that died, and shows the model as ready all the
+same.
+
+A dead stub stays a zombie of tritonserver. A stub that is stopped (SIGSTOP) is killed first: if it came to
+life again, it would take the whole server down (measured on Triton 2.51). Either way the model is then
+unloaded and loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tridecode.backend.supervisor import processes, shared_memory
+from tridecode.tools.triton_http import TritonHttp, TritonHttpError
+
+STOPPED_S = 2.0  # a stub stopped for so long is killed
+CONFIRM_S = 0.4  # a stub is a zombie for a moment when its model is unloaded; only a longer death counts
+FIRST_PAUSE_S = 1.0  # before a second attempt; doubles up to
+MAX_PAUSE_S = 30.0
+CALM_S = 60.0  # a door that lived so long starts with a first attempt again
+
+_log = logging.getLogger("tridecode.serve")
+
+
+@dataclass
+class _Watched:
+    model: str
+    process: processes.ProcessId
+    dead_since: float | None = None
+    stopped_since: float | None = None
+
+
+@dataclass
+class _Reload:
+    """Attempts to bring one model back."""
+
+    attempts: int = 0
+    last: float = 0.0
+    next: float = 0.0
+    needed: bool = False
+    running: bool = False
+    unloaded: bool = False  # by us, and not loaded again yet
+
+
+class DoorWatch:
+    """Looks at the stubs of one tritonserver whenever `tick` is called; loads in threads of its own."""
+
+    def __init__(self, server_pid: int, http: TritonHttp) -> None:
+        self._server_pid = server_pid
+        self._http = http
+        self._watched: dict[int, _Watched] = {}
+        self._reloads: dict[str, _Reload] = {}
+
+    def tick(self, now: float) -> None:
+        """now: monotonic seconds."""
+        for stub in shared_memory.stubs_of(self._server_pid):
+            if stub.process.pid not in self._watched:
+                model = Path(stub.model_file).parent.parent.name
+                self._watched[stub.process.pid] = _Watched(model, stub.process)
+        for pid, door in list(self._watched.items()):
+            if self._look(pid, door, now):
+                del self._watched[pid]
+        for model, reload in self._reloads.items():
+            if reload.needed and not reload.running and now >= reload.next:
+                self._start(model, reload, now)
+
+    def _look(self, pid: int, door: _Watched, now: float) -> bool:
+        """Whether there is no more to watch: the door was unloaded, or its reload is under way."""
+        state = processes.state(pid)
+        if state == "":
+            return True
+        if state == "T":
+            door.stopped_since = door.stopped_since or now
+            if now - door.stopped_since > STOPPED_S:
+                _log.warning("door %s (pid %d) is stopped by a signal: killing it", door.model, pid)
+                processes.kill(door.process)
+            return False
+        door.stopped_since = None
+        if state != "Z":
+            return False
+        door.dead_since = door.dead_since or now
+        if now - door.dead_since < CONFIRM_S:
+            return False
+        _log.warning("door %s (pid %d) has died: loading it again", door.model, pid)
+        reload = self._reloads.setdefault(door.model, _Reload())
+        if now - reload.last > CALM_S:
+            reload.attempts = 0
+        reload.needed = True
+        return True
+
+    def _start(self, model: str, reload: _Reload, now: float) -> None:
+        reload.needed, reload.running = False, True
+        pause = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2**reload.attempts)
+        reload.attempts, reload.last, reload.next = reload.attempts + 1, now, now + pause
+        threading.Thread(
+            target=self._reload, args=(model, reload), name=f"reload-{model}", daemon=True
+        ).start()
+
+    def _reload(self, model: str, reload: _Reload) -> None:
+        start = time.monotonic()
+        try:
+            if not reload.unloaded:
+                if all(row.state != "READY" for row in self._http.index() if row.name == model):
+                    _log.info("door %s is not loaded: leaving it so", model)
+                    return
+                self._http.unload(model)
+                reload.unloaded = True
+            self._http.load(model)
+            reload.unloaded = False
+            _log.info("door %s is back after %.1f s", model, time.monotonic() - start)
+        except TritonHttpError as error:
+            _log.error("door %s could not be loaded again: %s", model, error)
+            reload.needed = True
+        finally:
+            reload.running = False

@@ -1,0 +1,153 @@
+"""Starts tritonserver under its guard (server_guard.py) and tells how it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from tridecode.backend.errors import TridecodeError
+from tridecode.backend.supervisor import runtime_dir
+from tridecode.tools import server_guard, triton_install
+
+START_S = 30.0  # a guard starts the server within so long
+SHM_PREFIX = "triton_python_backend_shm_region"  # Triton's own; our mark comes after it
+
+
+class GuardedServer:
+    """A tritonserver with a runtime folder, a shared memory prefix and a guard of its own.
+
+    folder: the runtime folder, which holds the backend directory and the runtime folders of the engines. pid:
+    of tritonserver. Leaving the context kills whatever still runs and waits until nothing is left of it.
+    """
+
+    def __init__(self, arguments: Sequence[str], door_python: str | None = None) -> None:
+        name = uuid.uuid4().hex[:8]
+        self.folder: Path = runtime_dir.base_dir() / f"serve-{name}"
+        self.shm_prefix = f"{SHM_PREFIX}_{name}_"
+        self._lock_fd = runtime_dir.lock(self.folder)
+        try:
+            install = triton_install.prepare(self.folder, door_python)
+        except BaseException:
+            self._give_up()
+            raise
+        self._reports = b""
+        self._read_fd, write_fd = os.pipe()
+        self._guard = self._start_guard(write_fd)
+        os.close(write_fd)
+        self._returncode: int | None = None
+        self._cleaned = False
+        self._order(
+            json.dumps(
+                {
+                    "command": [
+                        str(install.binary),
+                        *install.arguments,
+                        f"--backend-config=python,shm-region-prefix-name={self.shm_prefix}",
+                        *arguments,
+                    ],
+                    "environment": {**install.environment, "TRIDECODE_RUNTIME_DIR": str(self.folder)},
+                }
+            )
+        )
+        self.pid = self._wait_started()
+
+    def _start_guard(self, write_fd: int) -> subprocess.Popen:
+        command = [sys.executable, "-m", "tridecode.tools.server_guard", "--runtime-dir", str(self.folder)]
+        command += ["--shm-prefix", self.shm_prefix, "--report-fd", str(write_fd)]
+        command += ["--lock-fd", str(self._lock_fd)]
+        guard = subprocess.Popen(
+            command, stdin=subprocess.PIPE, pass_fds=(write_fd, self._lock_fd), start_new_session=True
+        )
+        owner = runtime_dir.owner_of(runtime_dir.server_identity(guard.pid))
+        owner.shm_prefix = self.shm_prefix
+        runtime_dir.write_owner(self._lock_fd, owner)
+        return guard
+
+    def _wait_started(self) -> int:
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            line = self._next_report(0.1)
+            if line.startswith("started "):
+                return int(line.split()[1])
+            if self._guard.poll() is not None:
+                break
+        self.close()
+        raise TridecodeError("tritonserver could not be started; what its guard wrote above says why")
+
+    def _next_report(self, timeout_s: float) -> str:
+        """The next line of the guard; "" if there is none within timeout_s."""
+        if b"\n" not in self._reports and select.select([self._read_fd], [], [], timeout_s)[0]:
+            self._reports += os.read(self._read_fd, 4096)
+        if b"\n" not in self._reports:
+            return ""
+        line, self._reports = self._reports.split(b"\n", 1)
+        return line.decode()
+
+    def _order(self, line: str) -> None:
+        assert self._guard.stdin is not None
+        try:
+            self._guard.stdin.write(line.encode() + b"\n")
+            self._guard.stdin.flush()
+        except OSError:
+            pass  # the guard has ended; `running` will say so
+
+    def running(self) -> bool:
+        """Whether tritonserver runs; without its guard it does not."""
+        line = self._next_report(0.0)
+        if line.startswith("ended "):
+            self._returncode = int(line.split()[1])
+        return self._returncode is None and self._guard.poll() is None
+
+    def ending(self) -> str:
+        """How tritonserver ended, in words."""
+        if self._returncode is None:
+            return "was killed together with its guard"
+        if self._returncode < 0:
+            return f"was killed by {signal.Signals(-self._returncode).name}"
+        return f"ended with exit code {self._returncode}"
+
+    def terminate(self) -> None:
+        """SIGTERM to tritonserver."""
+        self._order("term")
+
+    def kill(self) -> None:
+        """SIGKILL to tritonserver and all that it started."""
+        self._order("kill")
+
+    def wait_cleaned(self) -> None:
+        """Until the server has ended and nothing is left of it."""
+        self._guard.wait()
+        if self.folder.exists():  # the guard was killed
+            server_guard.clean(self.folder, self.shm_prefix, 0.0)
+
+    def close(self) -> None:
+        if self._cleaned:
+            return
+        self._cleaned = True
+        self.kill()
+        self.wait_cleaned()
+        assert self._guard.stdin is not None
+        try:
+            self._guard.stdin.close()
+        except OSError:
+            pass  # an order that the guard did not live to read
+        os.close(self._read_fd)
+        os.close(self._lock_fd)
+
+    def _give_up(self) -> None:
+        runtime_dir.remove(self.folder)
+        os.close(self._lock_fd)
+
+    def __enter__(self) -> GuardedServer:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
