@@ -172,7 +172,10 @@ class Engine:
         return DecodeGraphs(padded_sizes(self.config.max_sequences), load, self._run)
 
     def launch(self, plan: StepPlan) -> Pending:
-        """Start a step. On CUDA it returns while the device works; the next may be launched before `wait`."""
+        """Start a step, on rank 0 for all ranks. On CUDA it returns while the device works; the next may be
+        launched before `wait`."""
+        if self.ranks.rank == 0:
+            self.ranks.broadcast_plan(plan)
         if plan.starts:
             start_slots(self.state, plan.starts)
         embeddings: list[Tensor] = []

@@ -96,7 +96,6 @@ class DecodeLoop:
             return None
         if not self.status.busy_since:
             self.status.busy_since = time.monotonic()
-        self.engine.ranks.broadcast_plan(plan)
         try:
             return plan, self.engine.launch(plan)
         except torch.OutOfMemoryError as error:

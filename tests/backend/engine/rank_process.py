@@ -1,0 +1,36 @@
+"""One rank of a test: a module of its own, so that its processes start without transformers."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+from tridecode.backend.config import EngineConfig, read_model_config
+from tridecode.backend.engine.engine import Engine
+from tridecode.backend.engine.loop import follow
+from tridecode.backend.engine.offline import OfflineEngine
+from tridecode.backend.engine.parallel import ProcessRanks
+from tridecode.backend.engine.settings import resolve
+from tridecode.backend.messages import SamplingParams
+from tridecode.backend.supervisor.rank_link import RankStatus
+
+
+def run_rank(rank: int, tensor: int, stages: int, directory: Path, meeting: str, prompts, queue) -> None:
+    """One rank's process; rank 0 puts the tokens of every prompt into the queue."""
+    torch.set_num_threads(1)
+    cpu = torch.device("cpu")
+    ranks = ProcessRanks(rank, tensor, stages, meeting, cpu)
+    model = read_model_config(directory)
+    settings = EngineConfig(max_sequences=4, block_tokens=8, max_step_tokens=16, cache_bytes=4 << 20)
+    engine = Engine.load(directory, model, resolve(settings, model, cpu), ranks, cpu)
+    if rank > 0:
+        follow(engine, RankStatus())
+    else:
+        offline = OfflineEngine(engine)
+        done = offline.generate(prompts, SamplingParams(max_tokens=8, return_context_embedding=True))
+        ranks.broadcast_plan(None)
+        queue.put([generation.tokens for generation in done])
+        time.sleep(0.2)
+    ranks.close()

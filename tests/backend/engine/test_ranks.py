@@ -1,0 +1,49 @@
+"""Tensor and pipeline ranks: processes over gloo give the tokens of transformers, from one and the same directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.multiprocessing as mp
+
+from tests.backend.engine.offline_models import hf_greedy, prompts_of
+from tests.backend.engine.rank_process import run_rank
+from tests.checkpoints import save, tiny_bloom, tiny_gpt2, tiny_llama
+from tridecode.converters.checkpoint import open_checkpoint
+from tridecode.converters.convert import plan_conversion
+
+
+@pytest.mark.parametrize(
+    "make, tensor, stages",
+    [
+        (lambda: tiny_llama(num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3), 2, 1),
+        (lambda: tiny_gpt2(n_head=4, n_layer=3), 2, 2),
+        (lambda: tiny_bloom(n_head=4, n_layer=3), 1, 2),
+    ],
+    ids=["llama, tp 2", "gpt2, tp 2 x pp 2", "bloom, pp 2"],
+)
+def test_ranks_together_give_the_tokens_of_transformers(
+    make, tensor: int, stages: int, tmp_path: Path
+) -> None:
+    model = make()
+    checkpoint = save(model, tmp_path / "hf")
+    directory = tmp_path / "weights"
+    plan_conversion(open_checkpoint(str(checkpoint))).write(directory)
+    prompts = prompts_of([5, 1, 20, 9, 13], model.config.vocab_size)
+    context = mp.get_context("spawn")
+    queue = context.Queue()
+    meeting = f"file://{tmp_path / 'meeting'}"
+    processes = [
+        context.Process(target=run_rank, args=(rank, tensor, stages, directory, meeting, prompts, queue))
+        for rank in range(tensor * stages)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        tokens = queue.get(timeout=60)
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
+    assert tokens == [hf_greedy(model, prompt, 8)[0] for prompt in prompts]
