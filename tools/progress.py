@@ -1,12 +1,24 @@
-"""One line that says what is going on: a spinner on a terminal, a line for each change elsewhere."""
+"""What a person sees while something takes longer than a moment: a spinner or a bar on a terminal, plain
+lines elsewhere. All of it goes to stderr."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Callable
 
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.progress import Progress as RichProgress
 from rich.status import Status
 
 QUIET_S = 2.0  # without a terminal, lines come no closer together
@@ -15,7 +27,7 @@ _log = logging.getLogger("tridecode.serve")
 
 
 class Progress:
-    """A context manager; `show` may be called as often as one likes."""
+    """A context manager; `show` may be called as often as one likes. Elsewhere than on a terminal it logs."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
@@ -39,3 +51,29 @@ class Progress:
         elif text != self._last and time.monotonic() - self._logged_at > QUIET_S:
             _log.info("%s", text)
             self._last, self._logged_at = text, time.monotonic()
+
+
+@contextmanager
+def spinner(title: str) -> Iterator[Callable[[str], None]]:
+    """Show `title` and the seconds gone while the block runs; the value puts another title in its place.
+
+    Elsewhere than on a terminal each title is one plain line.
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        console.print(title, highlight=False, markup=False)
+        yield lambda text: console.print(text, highlight=False, markup=False)
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with RichProgress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda text: bar.update(task, description=text)
+
+
+@contextmanager
+def counter(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show how many of `total` are done while the block runs; the value is called with that number."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with RichProgress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda done: bar.update(task, completed=done)

@@ -1,0 +1,1 @@
+"""Benchmarks: the engine alone, a server under load, and other engines on the same shapes."""

@@ -1,0 +1,80 @@
+"""The load generator: several processes of load_worker, one spec, all their records."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any, Callable
+
+from tridecode.backend.errors import EngineDownError, TridecodeError
+from tridecode.tools.bench.load_worker import LoadSpec, Record, clock, work
+
+_USERS_A_PROCESS = 16  # one process reads some thousand responses a second
+_HEAD_START_S = 0.2  # from the last process' readiness to the first request
+_LOOK_S = 0.1
+
+Progress = Callable[[int], None]
+
+
+def choose_processes(concurrency: int, cores: int | None = None) -> int:
+    """As many as the streams need, at most half the cores: the server lives on the others."""
+    cores = cores or os.cpu_count() or 1
+    return max(1, min(cores // 2, -(-concurrency // _USERS_A_PROCESS)))
+
+
+def run_load(spec: LoadSpec, progress: Progress | None = None) -> list[Record]:
+    """Send every request of the spec; their records in order of the requests' numbers.
+
+    progress: called with the number of requests that have ended. A request that fails is a record with its
+    error. Raises EngineDownError where no server answers.
+    """
+    spec = replace(spec, processes=max(1, min(spec.processes, spec.concurrency, spec.num_requests)))
+    context = multiprocessing.get_context("spawn")  # gRPC does not survive a fork
+    taken, done = context.Value("q", 0), context.Value("q", 0)
+    with _processes(context, spec, (taken, done)) as pipes:
+        for pipe in pipes:
+            said = _receive(pipe)
+            if said != "ready":
+                raise EngineDownError(said)
+        start = clock() + _HEAD_START_S
+        for pipe in pipes:
+            pipe.send(start)
+        while not all(pipe.poll() for pipe in pipes):
+            if progress is not None:
+                progress(done.value)
+            time.sleep(_LOOK_S)
+        records = [record for pipe in pipes for record in _receive(pipe)]
+    return sorted(records, key=lambda record: record.index)
+
+
+@contextmanager
+def _processes(context: Any, spec: LoadSpec, counters: tuple) -> Iterator[list[Connection]]:
+    """The pipes to spec.processes workers, which are gone when the block ends."""
+    pipes, started = [], []
+    try:
+        for number in range(spec.processes):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=work, args=(number, spec, *counters, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(mine)
+            started.append(process)
+        yield pipes
+        for process in started:
+            process.join(5.0)
+    finally:
+        for process in started:
+            process.kill()
+            process.join()
+
+
+def _receive(pipe: Connection) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError:
+        raise TridecodeError("a process of the load generator died; its error is above") from None

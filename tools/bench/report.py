@@ -1,0 +1,104 @@
+"""What every report says beside its figures: on what, with what and by which command they were measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+_PACKAGES = (
+    "tridecode",
+    "torch",
+    "transformers",
+    "vllm",
+    "numpy",
+    "tokenizers",
+    "tritonclient",
+    "grpcio",
+    "nvidia-pytriton",
+)
+
+
+def environment() -> dict[str, Any]:
+    """Machine, versions and command, as a JSON object."""
+    return {
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "commit": _commit(),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "gpus": _gpus(),
+        "python": platform.python_version(),
+        "versions": {name: version for name in _PACKAGES if (version := _version(name))},
+    }
+
+
+def write_report(path: Path, kind: str, settings: Mapping[str, Any], results: Any) -> Path:
+    """Write {"kind", "environment", "settings", "results"} to `path`, whose folder is made. Returns it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    report = {"kind": kind, "environment": environment(), "settings": dict(settings), "results": results}
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
+    """A table for a terminal: numbers to three significant places or more, None as a dash."""
+    out = Table(title=title)
+    for column in columns:
+        out.add_column(column, justify="right")
+    for row in rows:
+        out.add_row(*(_cell(value) for value in row))
+    return out
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return str(value)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _run(*command: str) -> str:
+    """The output of a program, empty where it is absent or fails."""
+    if shutil.which(command[0]) is None:
+        return ""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _commit() -> str:
+    return _run("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")
+
+
+def _gpus() -> list[dict[str, str]]:
+    fields = ("name", "driver_version", "memory.total")
+    lines = _run("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader").splitlines()
+    return [dict(zip(fields, (part.strip() for part in line.split(",")))) for line in lines]
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

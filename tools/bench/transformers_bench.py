@@ -1,0 +1,75 @@
+"""The same job through transformers' generate, as it comes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tridecode.backend.config import EngineConfig
+from tridecode.backend.engine.loader import DTYPES
+from tridecode.backend.engine.settings import choose_device
+from tridecode.tools.bench.hf_config import hf_config
+from tridecode.tools.bench.measure import Job, Say, answer, measure
+
+
+def bench_transformers(job: Job, say: Say = lambda text: None) -> dict[str, Any]:
+    """measure() of transformers. job.directory: a Hugging Face checkpoint."""
+    say("loading")
+    device = choose_device(EngineConfig(device=job.device))
+    model = _model(job, device)
+
+    def generate(prompts: Sequence[Sequence[int]], output_tokens: int) -> float:
+        size = len(prompts) if not job.prompts else job.batches[0]
+        started = time.perf_counter()
+        for first in range(0, len(prompts), size):
+            _generate(model, prompts[first : first + size], output_tokens)
+        return time.perf_counter() - started
+
+    found = measure(generate, job, model.config.vocab_size, say)
+    return {
+        "engine": f"transformers {transformers.__version__}",
+        "model": job.directory or job.preset,
+        "device": str(device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        **found,
+    }
+
+
+def _model(job: Job, device: torch.device) -> PreTrainedModel:
+    if job.directory:
+        dtype = DTYPES[job.dtype] if job.dtype else "auto"
+        return AutoModelForCausalLM.from_pretrained(job.directory, dtype=dtype).to(device).eval()
+    torch.manual_seed(job.seed)
+    with device:
+        model = AutoModelForCausalLM.from_config(hf_config(job.shape), dtype=DTYPES[job.chosen_dtype])
+    return model.eval()
+
+
+@torch.inference_mode()
+def _generate(model: PreTrainedModel, prompts: Sequence[Sequence[int]], output_tokens: int) -> None:
+    """Exactly output_tokens greedy tokens after each prompt; shorter prompts are padded on the left."""
+    width = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), width, dtype=torch.long)
+    mask = torch.zeros(len(prompts), width, dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    out = model.generate(
+        input_ids=ids.to(model.device),
+        attention_mask=mask.to(model.device),
+        do_sample=False,
+        min_new_tokens=output_tokens,
+        max_new_tokens=output_tokens,
+        pad_token_id=0,
+    )
+    assert out.shape == (len(prompts), width + output_tokens), out.shape
+    out.cpu()  # waits for the device
+
+
+if __name__ == "__main__":
+    answer(bench_transformers)

@@ -1,0 +1,234 @@
+"""Sends what FasterTransformer's JSON request files describe, and shows every tensor that comes back.
+
+A file is {"config": {...}, "request": [{"name", "data", "dtype"}, ...]}. config: protocol (http, grpc), url,
+model_name, verbose, stream_api. data: a number, a text or nested lists; dtype: numpy's name, or bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Callable
+
+import numpy as np
+import tritonclient.grpc as grpc_client
+from rich.console import Console
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+
+from tridecode.backend.errors import ConfigError, TridecodeError
+
+_PORTS = {"http": 8000, "grpc": 8001}
+_HTTP_TIMEOUT_S = 600.0  # the client cannot wait without one
+_TEXT_DTYPES = ("bytes", "object", "str", "string")
+
+
+@dataclass(frozen=True)
+class RequestFile:
+    """A request as a file and --params give it. tensors: name -> array with its batch axis."""
+
+    protocol: str = "http"
+    url: str = "localhost:8000"
+    model_name: str = "fastertransformer"
+    verbose: bool = False
+    stream_api: bool = False
+    tensors: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One response: its outputs by name, and seconds since the request was sent."""
+
+    outputs: dict[str, np.ndarray]
+    elapsed_s: float
+
+
+def read_request(path: str | Path | None, params: str | None = None) -> RequestFile:
+    """The request of a file, of `params` (a JSON text that is merged over it, object by object), or of both.
+
+    Raises ConfigError naming the file, the tensor, what was found and what was wanted.
+    """
+    where = str(path) if path is not None else "--params"
+    merged: dict[str, Any] = {}
+    for source, text in ((where, _read(path)), ("--params", params)):
+        if text is not None:
+            merged = _merge(merged, _parse(text, source))
+    if not merged.get("request"):
+        raise ConfigError(f'{where} has no "request"; wanted a list of {{"name", "data", "dtype"}}')
+    config = merged.get("config", {})
+    protocol = config.get("protocol", "http")
+    if protocol not in _PORTS:
+        raise ConfigError(f"{where}: config.protocol is {protocol!r}; wanted http or grpc")
+    if config.get("stream_api") and protocol != "grpc":
+        raise ConfigError(f"{where}: config.stream_api needs config.protocol grpc; found {protocol}")
+    return RequestFile(
+        protocol=protocol,
+        url=config.get("url", f"localhost:{_PORTS[protocol]}"),
+        model_name=config.get("model_name", "fastertransformer"),
+        verbose=bool(config.get("verbose", False)),
+        stream_api=bool(config.get("stream_api", False)),
+        tensors=dict(_tensor(entry, where) for entry in merged["request"]),
+    )
+
+
+def send_request(request: RequestFile, timeout_s: float | None = None) -> Iterator[Answer]:
+    """The responses to a request: one, or as many as a stream has. timeout_s: the longest silence.
+
+    Raises TridecodeError with the server's text.
+    """
+    try:
+        yield from (_stream if request.stream_api else _infer)(request, timeout_s)
+    except InferenceServerException as error:
+        raise TridecodeError(f"{request.model_name} at {request.url}: {error.message()}") from None
+
+
+def show(answer: Answer, console: Console) -> None:
+    """Print every output with its shape and dtype."""
+    console.print(f"[bold]{answer.elapsed_s * 1000:.1f} ms[/]", highlight=False)
+    for name, value in answer.outputs.items():
+        console.print(f"  {name} {list(value.shape)} {value.dtype}", highlight=False, markup=False)
+        console.print(_readable(value), highlight=False, markup=False)
+
+
+def show_streamed(answer: Answer, console: Console) -> None:
+    """One line a response of FasterTransformer's stream: time, probability so far, tokens of the first
+    sequence; every output where the response is another model's."""
+    outputs = answer.outputs
+    if not {"output_ids", "sequence_length"} <= set(outputs):
+        show(answer, console)
+        return
+    length = int(outputs["sequence_length"].reshape(-1)[0])
+    tokens = outputs["output_ids"].reshape(-1, outputs["output_ids"].shape[-1])[0, :length].tolist()
+    likely = ""
+    if "cum_log_probs" in outputs:
+        likely = f"  probability {np.exp(float(outputs['cum_log_probs'].reshape(-1)[0])):.4g}"
+    line = f"{answer.elapsed_s:8.3f} s{likely}  {length} tokens {tokens}"
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _readable(value: np.ndarray) -> str:
+    if value.dtype == object:
+        texts = [
+            item.decode("utf-8", errors="replace") if isinstance(item, bytes) else str(item)
+            for item in value.reshape(-1)
+        ]
+        return "\n".join(f"  {text!r}" for text in texts)
+    return "  " + np.array2string(value, threshold=4096, separator=", ", prefix="  ")
+
+
+def _read(path: str | Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); wanted a JSON request file") from None
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{where} is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f'{where} holds a {type(value).__name__}; wanted an object with "request"')
+    return value
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` wins; objects are merged key by key, lists of named tensors name by name."""
+    merged = dict(base)
+    for key, value in over.items():
+        held = merged.get(key)
+        if isinstance(held, dict) and isinstance(value, dict):
+            merged[key] = _merge(held, value)
+        elif key == "request" and isinstance(held, list) and isinstance(value, list):
+            named = {entry.get("name"): entry for entry in held}
+            for entry in value:
+                named[entry.get("name")] = {**named.get(entry.get("name"), {}), **entry}
+            merged[key] = list(named.values())
+        else:
+            merged[key] = value
+    return merged
+
+
+def _tensor(entry: Mapping[str, Any], where: str) -> tuple[str, np.ndarray]:
+    missing = [key for key in ("name", "data", "dtype") if key not in entry]
+    if missing:
+        raise ConfigError(f"{where}: tensor {entry.get('name', '?')} has no {missing[0]}")
+    name, dtype = entry["name"], str(entry["dtype"]).removeprefix("np.").removeprefix("numpy.")
+    try:
+        if dtype in _TEXT_DTYPES:
+            return name, _texts(entry["data"])
+        return name, np.array(entry["data"], dtype=np.dtype(dtype))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"{where}: tensor {name}: data does not fit dtype {dtype}: {error}") from None
+
+
+def _texts(data: Any) -> np.ndarray:
+    found = np.array(data, dtype=object)
+    encoded = [item if isinstance(item, bytes) else str(item).encode() for item in found.reshape(-1)]
+    return np.array(encoded, dtype=object).reshape(found.shape)
+
+
+def _inputs(request: RequestFile, make: Callable) -> list:
+    inputs = []
+    for name, value in request.tensors.items():
+        tensor = make(name, list(value.shape), np_to_triton_dtype(value.dtype))
+        tensor.set_data_from_numpy(value)
+        inputs.append(tensor)
+    return inputs
+
+
+def _infer(request: RequestFile, timeout_s: float | None) -> Iterator[Answer]:
+    started = time.perf_counter()
+    if request.protocol == "grpc":
+        with grpc_client.InferenceServerClient(request.url, verbose=request.verbose) as client:
+            inputs = _inputs(request, grpc_client.InferInput)
+            result = client.infer(request.model_name, inputs, client_timeout=timeout_s)
+        names = [output.name for output in result.get_response().outputs]
+    else:
+        import tritonclient.http as http_client  # it brings gevent, which gRPC does without
+
+        patience = timeout_s or _HTTP_TIMEOUT_S
+        with http_client.InferenceServerClient(
+            request.url, verbose=request.verbose, network_timeout=patience
+        ) as client:
+            result = client.infer(request.model_name, _inputs(request, http_client.InferInput))
+        names = [output["name"] for output in result.get_response().get("outputs", ())]
+    elapsed = time.perf_counter() - started
+    yield Answer({name: result.as_numpy(name) for name in names}, elapsed)
+
+
+def _stream(request: RequestFile, timeout_s: float | None) -> Iterator[Answer]:
+    answers: queue.Queue = queue.Queue()
+    client = grpc_client.InferenceServerClient(request.url, verbose=request.verbose)
+    started = time.perf_counter()
+    client.start_stream(callback=lambda result, error: answers.put((result, error)))
+    try:
+        inputs = _inputs(request, grpc_client.InferInput)
+        client.async_stream_infer(request.model_name, inputs, enable_empty_final_response=True)
+        while True:
+            result, error = _next(answers, request, timeout_s)
+            if error is not None:
+                raise error
+            response = result.get_response()
+            if response.outputs:
+                outputs = {output.name: result.as_numpy(output.name) for output in response.outputs}
+                yield Answer(outputs, time.perf_counter() - started)
+            final = response.parameters.get("triton_final_response")
+            if final is None or final.bool_param:  # a model that is not decoupled says nothing of an end
+                return
+    finally:
+        client.stop_stream(cancel_requests=True)
+        client.close()
+
+
+def _next(answers: queue.Queue, request: RequestFile, timeout_s: float | None) -> tuple[Any, Any]:
+    try:
+        return answers.get(timeout=timeout_s)
+    except queue.Empty:
+        raise TridecodeError(f"{request.model_name} has been silent for {timeout_s:g} s") from None
