@@ -120,6 +120,7 @@ class FakeEngine:
         self._doors: dict[bytes, m.Hello] = {}
         self._running: dict[tuple[bytes, int], _Request] = {}
         self._frozen = threading.Event()
+        self._is_frozen = threading.Event()
         self._stop = threading.Event()
         self._bound = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="fake-engine", daemon=True)
@@ -137,7 +138,9 @@ class FakeEngine:
 
     def freeze(self) -> None:
         """Neither step, answer nor beat until thaw()."""
+        self._is_frozen.clear()
         self._frozen.set()
+        assert self._is_frozen.wait(5), "the fake engine did not freeze"
 
     def thaw(self) -> None:
         self._frozen.clear()
@@ -164,9 +167,10 @@ class FakeEngine:
         try:
             while not self._stop.is_set():
                 if self._frozen.is_set():
+                    self._is_frozen.set()
                     time.sleep(0.005)
                     continue
-                while socket.poll(0 if self._running else 20):
+                while socket.poll(0 if self._running else 20) and not self._frozen.is_set():
                     door, frame = socket.recv_multipart()
                     self._receive(socket, door, m.decode(frame, m.ToEngine))
                 if self._running:

@@ -52,7 +52,7 @@ def _byte_ids(tokenizer: Tokenizer) -> list[int]:
 class StreamDecoder:
     """Turns a growing list of ids into pieces of text; put together they are the decoding of the whole list.
 
-    context: ids of the prompt; the pieces then continue its text (the space before a first word stays).
+    context: ids of the prompt, a whole text; the pieces continue it (the space before a first word stays).
     A character whose bytes are not all there yet is held back, and so is a run of byte tokens, which the
     decoders of SentencePiece models accept or refuse as a whole; only a malformed run of more than 32 byte
     tokens may come out otherwise than it would in one go. A push decodes at most 64 tokens and its own.
@@ -61,24 +61,20 @@ class StreamDecoder:
     def __init__(self, tokens: TokenizerView, context: list[int] = ()):  # type: ignore[assignment]
         self._tokens = tokens
         self._window = self._context(tokens.shown(list(context[-_MAX_WINDOW_TOKENS:])))
-        text = tokens.decode(self._window)
-        self._emitted = len(text) - text.endswith(BROKEN)  # characters of the window's text that are out
+        self._emitted = len(tokens.decode(self._window))  # characters of the window's text that are out
 
     def push(self, ids: list[int]) -> str:
         """The text that is certain after these ids too; may be empty."""
         self._window += self._tokens.shown(ids)
         stable = self._stable_count()
         text = self._tokens.decode(self._window[:stable])
-        whole = stable == len(self._window)
-        clean = whole and not text.endswith(BROKEN)
-        end = len(text) - text.endswith(BROKEN)
-        piece = text[self._emitted : end]
-        self._emitted = max(self._emitted, end)
-        if clean and len(self._window) > _TRIM_TOKENS:
-            self._window = self._context(self._window)
-            self._emitted = len(self._tokens.decode(self._window))
-        elif whole and len(self._window) > _MAX_WINDOW_TOKENS:
-            self._split(text)
+        broken = text.endswith(BROKEN)
+        piece = text[self._emitted : len(text) - broken]
+        self._emitted = max(self._emitted, len(text) - broken)
+        if stable > _TRIM_TOKENS and not broken:
+            self._trim(stable)
+        elif len(self._window) > _MAX_WINDOW_TOKENS:
+            self._split()
         return piece
 
     def flush(self) -> str:
@@ -89,12 +85,18 @@ class StreamDecoder:
         return piece
 
     def _stable_count(self) -> int:
-        """How many tokens of the window stand before the run of byte tokens at its end."""
+        """How many tokens of the window stand before the run of byte tokens at its end.
+
+        Of a run that is too long to be held, the part that ends with a whole character counts as well.
+        """
         byte_ids, count = self._tokens.byte_ids, len(self._window)
         start = count
         while start and count - start <= _MAX_BYTE_RUN and self._window[start - 1] in byte_ids:
             start -= 1
-        return start if count - start <= _MAX_BYTE_RUN else count
+        if count - start <= _MAX_BYTE_RUN:
+            return start
+        places = range(count, count - 4, -1)
+        return next((p for p in places if not self._tokens.decode(self._window[:p]).endswith(BROKEN)), count)
 
     def _context(self, ids: list[int]) -> list[int]:
         """The last tokens of `ids`, a few more or less where the cut would tear a run of byte tokens."""
@@ -105,9 +107,15 @@ class StreamDecoder:
             start = self._clean_cut(ids, self._tokens.decode(ids)) or start
         return ids[start:]
 
-    def _split(self, text: str) -> None:
+    def _trim(self, stable: int) -> None:
+        """Keep a little of the stable tokens, whose text is out, and what stands after them."""
+        context = self._context(self._window[:stable])
+        self._window = context + self._window[stable:]
+        self._emitted = len(self._tokens.decode(context))
+
+    def _split(self) -> None:
         """Drop the front of a window whose end is broken."""
-        place = self._clean_cut(self._window, text)
+        place = self._clean_cut(self._window, self._tokens.decode(self._window))
         self._emitted = max(0, self._emitted - len(self._tokens.decode(self._window[:place])))
         self._window = self._window[place:]
 

@@ -1,4 +1,4 @@
-"""What the doors that talk to the engine share: life cycle, acceptance, making of output tensors."""
+"""What doors share: life cycle, acceptance of requests, making of output tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tridecode.backend.doors.door_metrics import DoorMetrics
 from tridecode.backend.doors.engine_link import EngineLink
 from tridecode.backend.doors.fields import Field, Inputs, check_parameters
 from tridecode.backend.doors.senders import Senders, Stream
-from tridecode.backend.doors.settings import DoorSettings, read_settings
+from tridecode.backend.doors.settings import DoorSettings, end_token_id, load_tokenizer, read_settings
 from tridecode.backend.errors import EngineDownError, RequestError, TridecodeError
 from tridecode.backend.messages import Limits
 
@@ -106,6 +106,36 @@ class EngineDoor:
             "timeout_s": max(0, request.timeout()) / 1e6,
             "label": request.request_id(),
         }
+
+
+class UnaryDoor:
+    """Base of the two unary models around the engine: tokenizer in initialize(), one response a request."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        try:
+            self.settings = read_settings(args)
+            self.tokenizer = load_tokenizer(self.settings)
+            self.end_id = end_token_id(self.settings, self.tokenizer)
+        except TridecodeError as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+
+    def execute(self, requests: Sequence[Any]) -> list:
+        return [self._respond(request) for request in requests]
+
+    def _respond(self, request: Any) -> Any:
+        try:
+            arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+            outputs = Outputs(self.settings.outputs, request.requested_output_names())
+            return pb_utils.InferenceResponse(outputs.tensors(self.answer(arrays, request.parameters())))
+        except TridecodeError as error:
+            code = getattr(pb_utils.TritonError, error.code)
+            return pb_utils.InferenceResponse([], error=pb_utils.TritonError(str(error), code))
+        except Exception as error:
+            _log.exception("request %s: the door failed", request.request_id())
+            return pb_utils.InferenceResponse([], error=pb_utils.TritonError(f"the door failed: {error!r}"))
+
+    def answer(self, arrays: Mapping[str, np.ndarray], parameters: str) -> dict[str, Any]:
+        raise NotImplementedError
 
 
 class Outputs:

@@ -37,6 +37,7 @@ class DoorSettings:
     wait_for_engine: bool = True  # the model is not ready before the engine is
     start_timeout_s: float = 900.0
     hold_s: float = 2.0  # how long a request waits for an engine that is being rebuilt
+    probe_timeout_s: float = 5.0  # how long the health model waits for its token
     allowed_parameters: tuple[str, ...] = ()  # request parameters to pass over, patterns allowed
 
     @property
@@ -67,6 +68,7 @@ def read_settings(arguments: Mapping[str, str]) -> DoorSettings:
         wait_for_engine=reader.read("wait_for_engine", _flag, "true or false", True),
         start_timeout_s=reader.read("start_timeout_s", _seconds, "more than 0 seconds", 900.0),
         hold_s=reader.read("hold_s", float, "a number of seconds", 2.0),
+        probe_timeout_s=reader.read("probe_timeout_s", _seconds, "more than 0 seconds", 5.0),
         allowed_parameters=reader.read("allowed_parameters", _names, "names with commas between", ()),
     )
 

@@ -1,0 +1,51 @@
+"""Model `postprocessing` of FasterTransformer's ensemble: token ids in, texts out.
+
+Source: the FasterTransformer backend's postprocessing models. Kept: the whole row is decoded, prompt
+included, rows first and beams inside, one flat array of bytes, over which its clients iterate. Chosen
+otherwise: the fill after the end and (unless skip_special_tokens says no) special tokens are not shown, and
+an id that the tokenizer does not know is passed over instead of failing the request.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tridecode.backend.doors.detokenizer import TokenizerView
+from tridecode.backend.doors.door import UnaryDoor
+from tridecode.backend.doors.fields import Field, Inputs, check_parameters
+from tridecode.backend.errors import RequestError
+
+FIELDS = (
+    Field("TOKENS_BATCH", required=True),
+    Field("RESPONSE_INPUT_LENGTHS"),  # FasterTransformer's model asks for it and reads it not
+    Field("sequence_length"),  # of GPT-NeoX: the tokens of a row that count
+    Field("SEQUENCE_LENGTH", alias_of="sequence_length"),
+)
+
+
+class TritonPythonModel(UnaryDoor):
+    def initialize(self, args: Mapping[str, str]) -> None:
+        super().initialize(args)
+        self.view = TokenizerView(self.tokenizer, self.settings.skip_special_tokens)
+
+    def answer(self, arrays: Mapping[str, np.ndarray], parameters: str) -> dict[str, Any]:
+        """OUTPUT: (B * K,) UTF-8 bytes of TOKENS_BATCH (B, K, L)."""
+        check_parameters(parameters, FIELDS, self.settings.allowed_parameters)
+        inputs = Inputs(arrays, FIELDS)
+        tokens = inputs.arrays["TOKENS_BATCH"]
+        if tokens.ndim not in (2, 3):
+            raise RequestError(f"TOKENS_BATCH has shape {list(tokens.shape)}; wanted [B, K, L]")
+        rows = tokens.reshape(math.prod(tokens.shape[:-1]), -1 if tokens.size else 0).tolist()
+        ends = inputs.rows("sequence_length", len(rows))
+        texts = [self._decode(row[:end]) for row, end in zip(rows, ends)]
+        return {"OUTPUT": np.array(texts, dtype=object)}
+
+    def _decode(self, ids: list[int]) -> bytes:
+        end = len(ids)
+        while self.settings.skip_special_tokens and end and ids[end - 1] == self.end_id:
+            end -= 1
+        return self.view.decode(self.view.shown(ids[:end])).encode("utf-8")

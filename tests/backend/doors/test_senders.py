@@ -1,0 +1,175 @@
+"""Streams, senders and the sweep for cancelled streams, without an engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from tests import fake_triton
+from tests.backend.doors.waiting import wait_until
+from tridecode.backend.doors.senders import Senders
+from tridecode.backend.errors import CapacityError, RequestError
+from tridecode.backend.messages import Event
+
+
+class Link:
+    """Remembers what was cancelled."""
+
+    def __init__(self):
+        self.cancelled: list[int] = []
+
+    def cancel(self, request: int) -> None:
+        self.cancelled.append(request)
+
+
+class Echo:
+    """One response for each event; ends with the event that has a finish."""
+
+    def __init__(self):
+        self.finished, self.num_output_tokens = False, 0
+
+    def take(self, events):
+        self.num_output_tokens += len(events)
+        self.finished = any(event.finish for _, event in events)
+        return [
+            [fake_triton.Tensor("X", np.array(event.tokens, np.int32))] for _, event in events if event.tokens
+        ]
+
+
+@pytest.fixture()
+def ended():
+    return []
+
+
+@pytest.fixture()
+def senders(ended):
+    senders = Senders(Link(), 3, lambda stream, outcome: ended.append((stream.label, outcome))).start()
+    yield senders
+    senders.close(RequestError("closing"))
+
+
+def open_stream(senders, label=""):
+    request = fake_triton.InferenceRequest({})
+    stream = senders.open(request.get_response_sender(), label)
+    stream.answer, stream.requests = Echo(), [7]
+    return request, stream
+
+
+def test_the_last_data_response_carries_the_final_flag(senders, ended):
+    request, stream = open_stream(senders, "a")
+    for token in range(5):
+        stream.put(Event(7, 0, [token], finish="length" if token == 4 else ""))
+    assert request.sender.wait(2)
+    assert [s.outputs["X"].item() for s in request.sender.sent] == [0, 1, 2, 3, 4]
+    assert [s.final for s in request.sender.sent] == [False] * 4 + [True]
+    wait_until(lambda: ended == [("a", "ok")])
+
+
+def test_an_end_without_data_sends_the_flag_alone(senders):
+    request, stream = open_stream(senders)
+    stream.put(Event(7, 0, [1]))
+    wait_until(lambda: request.sender.sent)
+    stream.put(Event(7, 0, finish="end_id"))
+    assert request.sender.wait(2)
+    assert len(request.sender.sent) == 1
+
+
+def test_an_error_ends_the_stream_once_and_what_it_ran(senders, ended):
+    request, stream = open_stream(senders, "a")
+    stream.fail(CapacityError("full"))
+    stream.fail(RequestError("too late"))
+    stream.put(Event(7, 0, [1]))
+    assert request.sender.wait(2)
+    wait_until(lambda: ended)
+    time.sleep(0.02)
+    (sent,) = request.sender.sent
+    assert (sent.error.code(), sent.error.message()) == (fake_triton.TritonError.UNAVAILABLE, "full")
+    assert senders.link.cancelled == [7]
+    assert ended == [("a", "unavailable")]
+
+
+def test_tokens_before_an_engines_error_still_go_out(senders):
+    request, stream = open_stream(senders)
+    stream.put(Event(7, 0, [1]))
+    stream.put(Event(7, 0, finish="error", error="out of blocks", code="UNAVAILABLE"))
+    assert request.sender.wait(2)
+    first, last = request.sender.sent
+    assert first.outputs["X"].tolist() == [1]
+    assert last.error.message() == "out of blocks"
+
+
+def test_an_answer_that_fails_ends_its_stream_only(senders):
+    request, stream = open_stream(senders)
+    other, healthy = open_stream(senders)
+
+    def fail(events):
+        raise ValueError("broken")
+
+    stream.answer.take = fail
+    stream.put(Event(7, 0, [1]))
+    healthy.put(Event(7, 0, [2], finish="length"))
+    assert request.sender.wait(2) and other.sender.wait(2)
+    assert request.sender.sent[0].error.code() == fake_triton.TritonError.INTERNAL
+    assert "ValueError: broken" in request.sender.sent[0].error.message()
+    assert other.sender.sent[0].error is None
+
+
+def test_a_server_that_takes_no_more_ends_the_generation(senders, ended):
+    request, stream = open_stream(senders, "a")
+
+    def refuse():
+        raise fake_triton.TritonModelException("shared memory is full")
+
+    request.sender.before_send = refuse
+    stream.put(Event(7, 0, [1]))
+    wait_until(lambda: ended == [("a", "internal")])
+    assert senders.link.cancelled == [7]
+
+
+def test_order_is_kept_while_many_threads_put(senders):
+    streams = [open_stream(senders) for _ in range(16)]
+
+    def feed(stream):
+        for token in range(200):
+            stream.put(Event(7, 0, [token], finish="length" if token == 199 else ""))
+
+    threads = [threading.Thread(target=feed, args=(stream,)) for _, stream in streams]
+    for thread in threads:
+        thread.start()
+    for request, _ in streams:
+        assert request.sender.wait(10)
+        assert [s.outputs["X"].item() for s in request.sender.sent] == list(range(200))
+
+
+def test_a_slow_stream_does_not_hold_up_streams_of_other_senders(senders):
+    slow_request, slow = open_stream(senders)
+    gate = threading.Event()
+    slow_request.sender.before_send = lambda: gate.wait(5)
+    slow.put(Event(7, 0, [1], finish="length"))
+    request, stream = open_stream(senders)
+    stream.put(Event(7, 0, [1], finish="length"))
+    assert request.sender.wait(2)
+    gate.set()
+
+
+def test_cancelled_streams_are_found_within_a_fraction_of_a_second(senders, ended):
+    streams = [open_stream(senders, str(i)) for i in range(40)]
+    for request, _ in streams[::2]:
+        request.cancel()
+    started = time.monotonic()
+    for request, _ in streams[::2]:
+        assert request.sender.wait(2)
+        assert request.sender.sent[0].error.code() == fake_triton.TritonError.CANCELLED
+    assert time.monotonic() - started < 1
+    assert not any(request.sender.sent for request, _ in streams[1::2])
+
+
+def test_closing_ends_every_open_stream(ended):
+    senders = Senders(Link(), 2, lambda stream, outcome: ended.append(outcome)).start()
+    streams = [open_stream(senders) for _ in range(10)]
+    senders.close(CapacityError("unloading"))
+    assert ended == ["unavailable"] * 10
+    assert all(request.sender.wait(0) for request, _ in streams)

@@ -1,0 +1,449 @@
+"""The TensorRT-LLM ensemble's contract at the text door, with a model behind it that says what it is told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests import fake_triton
+from tests.backend.doors.running import only, refusal, running
+from tests.backend.doors.tokenizers_at_hand import byte_level, metaspace_unigram
+from tests.backend.doors.waiting import wait_until
+from tests.fake_engine import LIMITS, FakeEngine, scripted, toy_log_prob
+from tridecode.backend.doors.text import TritonPythonModel
+
+INPUTS = {"text_input": "TYPE_STRING", "max_tokens": "TYPE_INT32"}
+OUTPUTS = {
+    "text_output": "TYPE_STRING",
+    "cum_log_probs": "TYPE_FP32",
+    "output_log_probs": "TYPE_FP32",
+    "num_input_tokens": "TYPE_INT32",
+    "num_output_tokens": "TYPE_INT32",
+    "batch_index": "TYPE_INT32",
+    "sequence_index": "TYPE_INT32",
+}
+DTYPES = {
+    "max_tokens": np.int32,
+    "min_tokens": np.int32,
+    "min_length": np.int32,
+    "top_k": np.int32,
+    "top_p": np.float32,
+    "temperature": np.float32,
+    "length_penalty": np.float32,
+    "repetition_penalty": np.float32,
+    "presence_penalty": np.float32,
+    "frequency_penalty": np.float32,
+    "seed": np.uint64,
+    "random_seed": np.uint64,
+    "end_id": np.int32,
+    "pad_id": np.int32,
+    "beam_width": np.int32,
+    "num_return_sequences": np.int32,
+    "lora_task_id": np.uint64,
+}
+ANSWER = " world, hello streaming 東京 text! 😀 A stop word"
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory):
+    """tokenizers of two kinds as sibling folders of the model."""
+    root = tmp_path_factory.mktemp("repository")
+    for name, tokenizer, end in (
+        ("bytes", byte_level(), "<|endoftext|>"),
+        ("metaspace", metaspace_unigram(), "</s>"),
+    ):
+        (root / name).mkdir()
+        tokenizer.save(str(root / name / "tokenizer.json"))
+        (root / name / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+    return root
+
+
+def ids_of(text: str, tokenizer=None) -> list[int]:
+    return (tokenizer or byte_level()).encode(text, add_special_tokens=False).ids
+
+
+EOS = byte_level().token_to_id("<|endoftext|>")
+
+
+@contextlib.contextmanager
+def serving(
+    repository, says=None, decoupled=True, tokenizer="bytes", max_batch_size=64, config=None, **engine
+):
+    """says: the ids the model generates, whatever the prompt; by default ANSWER, then the end."""
+    tokens = [*ids_of(ANSWER), EOS] if says is None else says
+    limits = msgspec.structs.replace(LIMITS, vocab_size=600, end_id=EOS, start_id=EOS)
+    settings = fake_triton.model_config(
+        "text", INPUTS, OUTPUTS, {"tokenizer_dir": tokenizer, **(config or {})}, decoupled, max_batch_size
+    )
+    fake = FakeEngine(limits=limits, next_token=scripted(tokens), **engine)
+    with running(TritonPythonModel, settings, fake, repository) as door:
+        yield door
+
+
+@pytest.fixture(scope="module")
+def door(repository):
+    with serving(repository) as door:
+        yield door
+
+
+def tensors(text="Hello", max_tokens=100, **others) -> dict[str, np.ndarray]:
+    texts = text if isinstance(text, list) else [text]
+    batch = len(texts)
+    arrays = {"text_input": strings([[t] for t in texts])}
+    for name, value in {"max_tokens": max_tokens, **others}.items():
+        if isinstance(value, np.ndarray):
+            arrays[name] = value
+        elif isinstance(value, bool):
+            arrays[name] = np.full((batch, 1), value)
+        elif name in ("stop_words", "bad_words", "embedding_bias_words"):
+            arrays[name] = strings([value] * batch)
+        elif isinstance(value, str):
+            arrays[name] = strings([[value]] * batch)
+        else:
+            arrays[name] = np.full((batch, 1), value, DTYPES[name])
+    return arrays
+
+
+def strings(rows: list[list]) -> np.ndarray:
+    encoded = [[v.encode() if isinstance(v, str) else v for v in row] for row in rows]
+    array = np.empty((len(rows), len(rows[0])), dtype=object)
+    for i, row in enumerate(encoded):
+        array[i] = row
+    return array
+
+
+def ask(door, arrays, **request):
+    return fake_triton.ask(door, fake_triton.InferenceRequest(arrays, **request))
+
+
+def text_of(outputs) -> str:
+    assert outputs["text_output"].shape == (1,)
+    return outputs["text_output"][0].decode()
+
+
+def last_params(door):
+    return door.test_engine.submits[-1].sequences[0].params
+
+
+# ---------------------------------------------------------------- whole answers
+
+
+def test_a_request_that_does_not_stream_gets_one_response_even_when_decoupled(door):
+    out = only(ask(door, tensors("Hello")))
+    assert text_of(out) == "Hello" + ANSWER
+    assert out["num_input_tokens"].tolist() == [[len(ids_of("Hello"))]]
+    assert out["num_output_tokens"].tolist() == [[len(ids_of(ANSWER)) + 1]]
+    assert out["batch_index"].tolist() == out["sequence_index"].tolist() == [[0]]
+    assert out["num_output_tokens"].dtype == np.int32
+    assert "cum_log_probs" not in out
+
+
+def test_the_prompt_is_left_out_when_asked(door):
+    assert text_of(only(ask(door, tensors("Hello", exclude_input_in_output=True)))) == ANSWER
+
+
+def test_the_model_can_leave_the_prompt_out_by_default(repository):
+    with serving(repository, config={"exclude_input_in_output": "true"}) as door:
+        assert text_of(only(ask(door, tensors("Hello")))) == ANSWER
+        assert text_of(only(ask(door, tensors("Hello", exclude_input_in_output=False)))) == "Hello" + ANSWER
+
+
+def test_max_tokens_cuts_the_answer(door):
+    out = only(ask(door, tensors("Hello", 2, exclude_input_in_output=True)))
+    assert text_of(out) == byte_level().decode(ids_of(ANSWER)[:2])
+    assert out["num_output_tokens"].tolist() == [[2]]
+
+
+def test_no_tokens_give_the_prompt_back(door):
+    assert text_of(only(ask(door, tensors("Hello", 0)))) == "Hello"
+
+
+def test_a_prompt_without_text_starts_from_the_start_id(door):
+    assert text_of(only(ask(door, tensors("")))) == ANSWER
+    assert np.frombuffer(door.test_engine.submits[-1].sequences[0].prompt, "<i4").tolist() == [EOS]
+
+
+def test_several_texts_in_one_request_get_an_answer_each(door):
+    out = only(ask(door, tensors(["Hello", "the quick brown fox"], exclude_input_in_output=True)))
+    assert [text.decode() for text in out["text_output"]] == [ANSWER, ANSWER]
+    assert out["num_input_tokens"].tolist() == [[len(ids_of("Hello"))], [len(ids_of("the quick brown fox"))]]
+    assert out["batch_index"].tolist() == [[0], [1]]
+
+
+def test_log_probs_belong_to_the_tokens(door):
+    out = only(ask(door, tensors("Hello", return_log_probs=True)))
+    expected = [toy_log_prob(token) for token in [*ids_of(ANSWER), EOS]]
+    assert out["output_log_probs"].tolist() == [[expected]]
+    assert out["cum_log_probs"].tolist() == [[sum(expected)]]
+
+
+def test_a_model_without_batch_dimension_takes_and_gives_flat_tensors(repository):
+    with serving(repository, max_batch_size=0) as door:
+        arrays = {"text_input": np.array([b"Hello"], object), "max_tokens": np.array([4], np.int32)}
+        out = only(ask(door, {**arrays, "stop_words": np.array([b"zzz"], object)}))
+        assert out["num_output_tokens"].tolist() == [4]
+        assert out["text_output"].shape == (1,)
+
+
+def test_the_space_of_a_sentencepiece_word_is_kept_after_the_prompt(repository):
+    tokenizer = metaspace_unigram()
+    says = [*ids_of("streaming text", tokenizer), tokenizer.token_to_id("</s>")]
+    with serving(repository, says, tokenizer="metaspace") as door:
+        end = tokenizer.token_to_id("</s>")
+        assert text_of(only(ask(door, tensors("Hello", end_id=end)))) == "Hello streaming text"
+
+
+# ---------------------------------------------------------------- streaming
+
+
+def test_streamed_pieces_are_the_answer_without_the_prompt(door):
+    sent = ask(door, tensors("Hello", stream=True, return_log_probs=True))
+    assert "".join(text_of(s.outputs) for s in sent) == ANSWER
+    assert [s.final for s in sent] == [False] * (len(sent) - 1) + [True]
+    assert sum(s.outputs["num_output_tokens"].item() for s in sent) == len(ids_of(ANSWER)) + 1
+    log_probs = [value for s in sent for value in s.outputs["output_log_probs"].reshape(-1).tolist()]
+    assert log_probs == [toy_log_prob(token) for token in [*ids_of(ANSWER), EOS]]
+    assert sent[-1].outputs["cum_log_probs"].item() == pytest.approx(sum(log_probs))
+    assert not any("\ufffd" in text_of(s.outputs) for s in sent)
+
+
+def test_a_client_that_falls_behind_gets_merged_pieces(door):
+    request = fake_triton.InferenceRequest(tensors("Hello", stream=True))
+    gate = threading.Event()
+    request.sender.before_send = lambda: gate.wait(5)
+    door.execute([request])
+    wait_until(lambda: door.test_engine.running == 0)
+    gate.set()
+    assert request.sender.wait(5)
+    sent = request.sender.sent
+    assert len(sent) <= 3
+    assert "".join(text_of(s.outputs) for s in sent) == ANSWER
+    assert sum(s.outputs["num_output_tokens"].item() for s in sent) == len(ids_of(ANSWER)) + 1
+
+
+def test_several_streamed_texts_are_told_apart_by_batch_index(door):
+    sent = ask(door, tensors(["Hello", "fox"], stream=True))
+    for row in (0, 1):
+        mine = [s.outputs for s in sent if s.outputs["batch_index"].item() == row]
+        assert "".join(map(text_of, mine)) == ANSWER
+    assert [s.final for s in sent].count(True) == 1
+
+
+def test_counts_can_be_left_out(door):
+    flags = {"return_num_output_tokens": False, "return_num_input_tokens": False}
+    for response in ask(door, tensors("Hello", stream=True, **flags)):
+        assert not {"num_output_tokens", "num_input_tokens"} & set(response.outputs)
+
+
+def test_only_requested_outputs_are_made(door):
+    (response,) = ask(door, tensors("Hello"), requested_output_names=["text_output"])
+    assert list(response.outputs) == ["text_output"]
+
+
+def test_a_model_that_is_not_decoupled_refuses_to_stream(repository):
+    with serving(repository, decoupled=False) as door:
+        code, text = refusal(ask(door, tensors("Hello", stream=True)))
+        assert code == "INVALID_ARG" and "decoupled" in text
+        assert text_of(only(ask(door, tensors("Hello")))) == "Hello" + ANSWER
+
+
+# ---------------------------------------------------------------- stops
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("chunk", [1, 5])
+@pytest.mark.parametrize("stop", ["streaming", "llo str", "!", "京 t", "text! 😀 A"])
+def test_a_stop_word_ends_the_text_before_it_and_the_generation(repository, stop, chunk, stream):
+    with serving(repository, step_s=0.002, chunk=chunk) as door:
+        arrays = tensors(
+            "Hello", stop_words=[stop, "never said"], stream=stream, exclude_input_in_output=True
+        )
+        sent = ask(door, arrays)
+        assert "".join(text_of(s.outputs) for s in sent) == ANSWER[: ANSWER.index(stop)]
+        assert sent[-1].final
+        decoded = [byte_level().decode(ids_of(ANSWER)[:n]) for n in range(len(ids_of(ANSWER)) + 1)]
+        complete = next(n for n, text in enumerate(decoded) if stop in text)
+        assert sum(s.outputs["num_output_tokens"].item() for s in sent) == complete
+        wait_until(lambda: door.test_engine.running == 0)
+
+
+def test_a_stop_word_of_one_text_leaves_the_others_alone(door):
+    stops = strings([["streaming"], ["never said"]])
+    out = only(ask(door, tensors(["Hello", "fox"], stop_words=stops, exclude_input_in_output=True)))
+    assert [t.decode() for t in out["text_output"]] == [ANSWER[: ANSWER.index("streaming")], ANSWER]
+
+
+def test_empty_words_mean_none(door):
+    out = only(ask(door, tensors("Hello", stop_words=[""], bad_words=[""])))
+    assert text_of(out) == "Hello" + ANSWER
+    assert last_params(door).bad_words == []
+
+
+def test_stop_ids_end_the_text_and_are_not_shown(repository):
+    comma = ids_of("!")[0]
+    with serving(repository, config={"stop_ids": f"{comma}, 599"}) as door:
+        assert text_of(only(ask(door, tensors("")))) == ANSWER[: ANSWER.index("!")]
+        assert last_params(door).stop_words == [[comma], [599]]
+
+
+def test_an_end_id_that_is_no_special_token_is_not_shown(door):
+    end = ids_of(ANSWER)[3]
+    out = only(ask(door, tensors("", end_id=end)))
+    assert text_of(out) == byte_level().decode(ids_of(ANSWER)[:3])
+    assert out["num_output_tokens"].item() == 4
+
+
+def test_bad_words_are_forbidden_with_and_without_a_space_before(door):
+    only(ask(door, tensors("Hello", bad_words=["fox", "dog"])))
+    assert last_params(door).bad_words == [ids_of("fox"), ids_of(" fox"), ids_of("dog"), ids_of(" dog")]
+
+
+def test_a_stop_request_ends_the_running_request_of_the_same_id(repository):
+    with serving(repository, says=ids_of("abcd ") * 90, step_s=0.005) as door:
+        requests = [
+            fake_triton.InferenceRequest(tensors("Hello", 400, stream=True), request_id=name)
+            for name in ("mine", "other")
+        ]
+        door.execute(requests)
+        wait_until(lambda: all(r.sender.sent for r in requests))
+        answer = only(ask(door, tensors("", 1, stop=True), request_id="mine"))
+        assert text_of(answer) == ""
+        assert requests[0].sender.wait(2)
+        assert requests[0].sender.sent[-1].error.code() == fake_triton.TritonError.CANCELLED
+        assert not requests[1].sender.wait(0.05)
+        wait_until(lambda: door.test_engine.running == 1)
+
+
+def test_a_stop_request_needs_an_id(door):
+    code, text = refusal(ask(door, tensors("", 1, stop=True)))
+    assert code == "INVALID_ARG" and "request id" in text
+
+
+def test_a_client_that_leaves_ends_the_generation(repository):
+    with serving(repository, says=ids_of("abcd ") * 90, step_s=0.005) as door:
+        request = fake_triton.InferenceRequest(tensors("Hello", 400))
+        door.execute([request])
+        wait_until(lambda: door.test_engine.running == 1)
+        request.cancel()
+        assert request.sender.wait(2)
+        wait_until(lambda: door.test_engine.running == 0)
+
+
+# ---------------------------------------------------------------- inputs
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        ({}, {"top_k": 1, "top_p": 1.0, "temperature": 1.0, "seed": 0}),
+        ({"top_p": 1.0, "temperature": 0.5}, {"top_k": 0, "top_p": 1.0, "temperature": 0.5}),
+        ({"top_p": 0.0, "top_k": 5}, {"top_k": 5, "top_p": 1.0}),
+        ({"min_length": 3}, {"min_tokens": 3}),
+        ({"min_tokens": 3}, {"min_tokens": 3}),
+        ({"min_tokens": 3, "min_length": 3}, {"min_tokens": 3}),
+        ({"random_seed": 9}, {"seed": 9}),
+        ({"seed": 2**64 - 1}, {"seed": 2**64 - 1}),
+        (
+            {"repetition_penalty": 1.5, "presence_penalty": 0.5},
+            {"repetition_penalty": 1.5, "presence_penalty": 0.5},
+        ),
+        ({"frequency_penalty": -0.5}, {"frequency_penalty": -0.5}),
+        ({"beam_width": 1, "length_penalty": 2.0, "pad_id": 5, "num_return_sequences": 1}, {"top_k": 1}),
+        ({"end_id": 7}, {"end_id": 7}),
+        ({"end_id": -1}, {"end_id": -1}),
+        ({"embedding_bias_words": [""]}, {}),
+        ({"top_k": np.array([[3]], np.uint32)}, {"top_k": 3}),
+    ],
+)
+def test_sampling_inputs_under_all_their_names(door, sent, expected):
+    only(ask(door, tensors("Hello", 1, **sent)))
+    params = last_params(door)
+    assert {name: getattr(params, name) for name in expected} == expected
+
+
+def test_the_models_end_id_is_the_default(door):
+    only(ask(door, tensors("Hello", 1)))
+    assert last_params(door).end_id == EOS
+
+
+BAD = {
+    "no max_tokens": ({"text_input": strings([["a"]])}, "INVALID_ARG", "max_tokens is missing"),
+    "no text": ({"max_tokens": np.array([[1]], np.int32)}, "INVALID_ARG", "text_input is missing"),
+    "negative max_tokens": (tensors("a", -1), "INVALID_ARG", "max_tokens is -1; wanted 0 or more"),
+    "too much": (
+        tensors("a", 512),
+        "INVALID_ARG",
+        "text_input has 1 tokens and max_tokens asks for 512 more",
+    ),
+    "negative top_k": (tensors("a", top_k=-1), "INVALID_ARG", "top_k is -1"),
+    "seeds that differ": (tensors("a", seed=1, random_seed=2), "INVALID_ARG", "seed and random_seed"),
+    "no UTF-8": (tensors([b"ab\xff"]), "INVALID_ARG", "text_input of row 0 is no UTF-8: byte 2 is 0xff"),
+    "no UTF-8 in a word": (tensors("a", stop_words=[b"\x80"]), "INVALID_ARG", "stop_words of row 0"),
+    "several texts a row": (
+        {"text_input": strings([["a", "b"]]), "max_tokens": np.array([[1]], np.int32)},
+        "INVALID_ARG",
+        "text_input has shape",
+    ),
+    "many stop words": (
+        tensors("a", stop_words=[f"w{i}" for i in range(100_000)]),
+        "INVALID_ARG",
+        "stop_words has 100,000 words",
+    ),
+    "many bad words": (
+        tensors("a", bad_words=[f"word{i}" for i in range(64)]),
+        "INVALID_ARG",
+        "bad_words has",
+    ),
+    "beams": (tensors("a", beam_width=2), "UNSUPPORTED", "beam_width is 2"),
+    "several sequences": (tensors("a", num_return_sequences=2), "UNSUPPORTED", "num_return_sequences is 2"),
+    "LoRA": (tensors("a", lora_task_id=1), "UNSUPPORTED", "lora_task_id is 1"),
+    "guided decoding": (
+        tensors("a", guided_decoding_guide_type="json_schema", guided_decoding_guide="{}"),
+        "UNSUPPORTED",
+        "guided_decoding_guide_type is 'json_schema'",
+    ),
+    "logits": (tensors("a", return_context_logits=True), "UNSUPPORTED", "return_context_logits is True"),
+    "decoder text": (tensors("a", decoder_text_input="x"), "UNSUPPORTED", "decoder_text_input is 'x'"),
+    "bias": (tensors("a", embedding_bias_words=["x"]), "UNSUPPORTED", "embedding_bias_words is 'x'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_request_is_refused_by_name_and_reaches_no_engine(door, case):
+    arrays, code, text = BAD[case]
+    before = len(door.test_engine.submits)
+    found_code, found_text = refusal(ask(door, arrays))
+    assert (found_code, text in found_text) == (code, True), found_text
+    assert len(door.test_engine.submits) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("topk", "top_k"), ("temprature", "temperature"), ("stop_word", "stop_words")]
+)
+def test_a_misspelt_field_is_refused_with_the_field_that_was_meant(door, name, meant):
+    code, text = refusal(ask(door, tensors("a"), parameters={name: 1}))
+    assert code == "INVALID_ARG" and f"did you mean the input {meant}?" in text
+
+
+def test_parameters_that_the_operator_allows_pass(repository):
+    with serving(repository, config={"allowed_parameters": "x-*, tenant"}) as door:
+        only(ask(door, tensors("a"), parameters={"tenant": "t", "x-trace": "1"}))
+
+
+def test_a_missing_tokenizer_fails_the_load_and_names_the_parameter(repository):
+    with pytest.raises(fake_triton.TritonModelException, match="parameter tokenizer_dir"):
+        with serving(repository, tokenizer="nothing-here"):
+            pass
+
+
+def test_a_tokenizer_of_another_model_is_noticed(repository):
+    limits = msgspec.structs.replace(LIMITS, vocab_size=30)
+    settings = fake_triton.model_config("text", INPUTS, OUTPUTS, {"tokenizer_dir": "bytes"}, True)
+    with running(TritonPythonModel, settings, FakeEngine(limits=limits), repository) as door:
+        code, text = refusal(ask(door, tensors("Hello")))
+        assert code == "INVALID_ARG" and "do not belong together" in text
