@@ -14,6 +14,7 @@ from tridecode.model_repo_templates.pbtxt import parse_model_config
 ENGINE_MODEL = "fastertransformer"
 #: relative to the repository: Triton takes every folder at the top for a model, so one of the models holds it
 TOKENIZER_DIR = "preprocessing/1/tokenizer"
+HEALTH_MODEL = "tridecode_health"
 ENSEMBLE_OWNERS = ("fastertransformer", "tensorrt_llm")
 
 
@@ -30,6 +31,7 @@ def repository_models(
     ensemble_owner: str = "fastertransformer",
     decoupled_fastertransformer: bool = False,
     plain_text: bool = False,
+    unbatched_text: bool = False,
 ) -> list[RepositoryModel]:
     """The models of a repository.
 
@@ -37,7 +39,8 @@ def repository_models(
     the usual name, and a sibling for the other kind of client with the suffix _streaming or _plain.
     ensemble_owner: whose contract the name `ensemble` has, "fastertransformer" or "tensorrt_llm".
     decoupled_fastertransformer: FasterTransformer's usual names stream. plain_text: the text model's does
-    not.
+    not. unbatched_text: also a plain text model, with the suffix _unbatched, that takes shapes without a
+    batch axis (LiteLLM's /infer sends [1] where others send [1, 1]).
     """
     if ensemble_owner not in ENSEMBLE_OWNERS:
         raise ConfigError(f"ensemble_owner is {ensemble_owner!r}; wanted one of {', '.join(ENSEMBLE_OWNERS)}")
@@ -46,7 +49,10 @@ def repository_models(
     ensembles = _pair(
         "ensemble" if owns_ensemble else "fastertransformer_ensemble", decoupled_fastertransformer
     )
-    texts = _pair("tensorrt_llm_bls" if owns_ensemble else "ensemble", not plain_text)
+    text = "tensorrt_llm_bls" if owns_ensemble else "ensemble"
+    texts = [(*each, True) for each in _pair(text, not plain_text)]
+    if unbatched_text:
+        texts.append((f"{text}_unbatched", "false", False))
     return [
         *(RepositoryModel(name, "fastertransformer", {"decoupled": flag}) for name, flag in generators),
         RepositoryModel("preprocessing", "preprocessing", {}),
@@ -55,7 +61,11 @@ def repository_models(
             RepositoryModel(name, "ensemble", {"decoupled": flag, "generator": generator})
             for (name, flag), (generator, _) in zip(ensembles, generators)
         ),
-        *(RepositoryModel(name, "text", {"decoupled": flag}) for name, flag in texts),
+        *(
+            RepositoryModel(name, "text", {"decoupled": flag, "batched": batched})
+            for name, flag, batched in texts
+        ),
+        RepositoryModel(HEALTH_MODEL, "health", {}),
     ]
 
 
@@ -91,7 +101,7 @@ def _text(value: object) -> str:
 def write_models(directory: Path, models: list[RepositoryModel], **values: object) -> None:
     """Write every model's config.pbtxt and version folder into `directory`.
 
-    values: engine (engine_texts), model_type, checkpoint_path, pad_id, stop_ids.
+    values: engine (engine_texts), model_type, checkpoint_path, stop_ids.
     """
     for model in models:
         folder = directory / model.name

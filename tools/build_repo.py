@@ -39,6 +39,7 @@ def build_repo(
     ensemble_owner: str = "fastertransformer",
     decoupled_fastertransformer: bool = False,
     plain_text: bool = False,
+    unbatched_text: bool = False,
     model_name: str | None = None,
     tokenizer: str | Path | None = None,
     parity: bool = True,
@@ -50,16 +51,16 @@ def build_repo(
 
     model: a Hugging Face directory, a .gguf file or a hub id. dtype: of the weight files and of the engine;
     None: the checkpoint's on a machine with a GPU, fp32 on one without. tokenizer: a directory to take it
-    from, not the model's own. ensemble_owner, decoupled_fastertransformer, plain_text: repository_models.
-    engine_settings: parameters of EngineConfig. parity: run the result against transformers and write
-    PARITY.json. overwrite: an output that is a model repository is replaced.
+    from, not the model's own. ensemble_owner, decoupled_fastertransformer, plain_text, unbatched_text: see
+    repository_models. engine_settings: parameters of EngineConfig. parity: compare the result with transformers
+    and write PARITY.json. overwrite: an output that is a model repository is replaced.
 
     Raises CheckpointError, ConfigError or UnsupportedError naming what was found and wanted; nothing is left.
     """
     console = console or Console()
     output = Path(output)
     _check_output(output, overwrite)
-    models = repository_models(ensemble_owner, decoupled_fastertransformer, plain_text)
+    models = repository_models(ensemble_owner, decoupled_fastertransformer, plain_text, unbatched_text)
     checkpoint = open_checkpoint(model)
     planned = plan_conversion(checkpoint, dtype or _default_dtype(console), model_name)
     config = planned.config
@@ -86,7 +87,6 @@ def build_repo(
             engine=engine,
             model_type="LLaMA" if config.family == "llama" else "GPT",
             checkpoint_path=weights.name,
-            pad_id=max(config.end_id, 0),
             stop_ids=",".join(str(token) for token in checkpoint.eos_ids[1:]),
         )
         source = None if checkpoint.is_gguf and tokenizer is None else Path(tokenizer or checkpoint.path)

@@ -168,6 +168,16 @@ def test_pieces_fill_a_shard_exactly_once(tmp_path_factory, data):
         np.testing.assert_array_equal(shard.numpy(), share(rank, world))
 
 
+def test_every_file_of_every_family_is_documented():
+    text = (Path(__file__).parents[2] / "docs" / "weight_files.md").read_text(encoding="utf-8")
+    for config in CONFIGS.values():
+        biased = ModelConfig(**{**vars(config), "attention_bias": True, "mlp_bias": True})
+        for spec in family(config.family).weight_specs(biased):
+            stem, _, kind = spec.name.replace(".0.", ".{l}.").replace(".1.", ".{l}.").rpartition(".")
+            row = next((line for line in text.splitlines() if line.startswith(f"| `{stem}.")), "")
+            assert f".{kind}`" in row or f"| `{stem}.{kind}`" in text, spec.name
+
+
 # ---------------------------------------------------------------- wrong directories
 
 

@@ -30,8 +30,11 @@ OPTIONS = {
     "text ensemble": {"ensemble_owner": "tensorrt_llm"},
     "ft clients with -d": {"decoupled_fastertransformer": True},
     "plain": {"plain_text": True},
-    "all": {"ensemble_owner": "tensorrt_llm", "decoupled_fastertransformer": True, "plain_text": True},
-}
+    "all": {
+        "ensemble_owner": "tensorrt_llm", "decoupled_fastertransformer": True, "plain_text": True,
+        "unbatched_text": True,
+    },
+}  # fmt: skip
 #: what our models take beside the contracts; all optional
 OURS = {
     "text": {"return_num_input_tokens", "return_num_output_tokens", "min_length", "random_seed", "stop",
@@ -40,6 +43,7 @@ OURS = {
     "ensemble": {"presence_penalty", "min_length"},
     "preprocessing": set(),
     "postprocessing": set(),
+    "health": {"PROBE"},
 }  # fmt: skip
 
 
@@ -48,7 +52,7 @@ def render(directory: Path, settings: dict | None = None, checkpoint_path: str =
     models = repository_models(**options)
     write_models(
         directory, models, engine=engine_texts(settings or {}, "test"), model_type="GPT",
-        checkpoint_path=checkpoint_path, pad_id=7, stop_ids="5,6",
+        checkpoint_path=checkpoint_path, stop_ids="5,6",
     )  # fmt: skip
     return {
         model.name: (
@@ -153,7 +157,14 @@ def test_scalars_of_fastertransformer_reach_the_model_as_one_axis(tmp_path):
 def test_each_contract_has_a_streaming_and_a_plain_model(tmp_path, options, decoupled):
     models = render(tmp_path, **OPTIONS[options])
     found = {name: config.model_transaction_policy.decoupled for name, (_, config) in models.items()}
-    assert found == decoupled
+    assert found == {**decoupled, "tridecode_health": False}
+
+
+def test_callers_without_a_batch_axis_get_a_model_of_their_own_if_asked_for(tmp_path):
+    _, config = render(tmp_path, unbatched_text=True)["tensorrt_llm_bls_unbatched"]
+    assert config.max_batch_size == 0 and not config.model_transaction_policy.decoupled
+    usual = render(tmp_path / "usual")["tensorrt_llm_bls"][1]
+    assert table(config.input) == table(usual.input) and table(config.output) == table(usual.output)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -170,7 +181,7 @@ def test_an_ensemble_streams_exactly_if_its_generator_does(tmp_path, options):
 def test_every_model_is_one_cpu_instance_without_a_queue_of_tritons_own(tmp_path, options):
     for name, (kind, config) in render(tmp_path, **OPTIONS[options]).items():
         assert config.name == name
-        assert config.max_batch_size == 1024
+        assert config.max_batch_size == (0 if kind == "health" or name.endswith("_unbatched") else 1024)
         assert not config.HasField("dynamic_batching") and not config.HasField("sequence_batching")
         assert not config.batch_input and not any(tensor.allow_ragged_batch for tensor in config.input)
         version = tmp_path / name / "1"
@@ -192,12 +203,12 @@ def test_every_door_names_the_engine_and_its_tokenizer(tmp_path):
         if kind == "ensemble":
             continue
         assert parameters["engine_model"] == "fastertransformer"
-        if kind != "fastertransformer":
+        if kind in ("text", "preprocessing", "postprocessing"):
             assert parameters["tokenizer_dir"] == TOKENIZER_DIR
+        if kind in ("text", "preprocessing"):
+            assert parameters["add_special_tokens"] == "true"
         if kind == "text":
-            assert (parameters["stop_ids"], parameters["exclude_input_in_output_default"]) == ("5,6", "false")
-        if kind == "preprocessing":
-            assert parameters["pad_id"] == "7"
+            assert (parameters["stop_ids"], parameters["exclude_input_in_output"]) == ("5,6", "false")
         if name == "fastertransformer_streaming":
             assert set(parameters) == {"engine_model"}  # one place configures the engine
 

@@ -1,0 +1,167 @@
+"""The parity check passes what is right and fails what is wrong, however small the wrong is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from tests.checkpoints import FAMILIES, save, tiny_gpt2, tiny_llama, tiny_tokenizer
+from tridecode.backend.config import ModelConfig
+from tridecode.converters.checkpoint import open_checkpoint
+from tridecode.converters.convert import plan_conversion
+from tridecode.converters.parity import (
+    NEW_TOKENS,
+    Parity,
+    PromptParity,
+    check_parity,
+    compare_prompt,
+    fixed_prompts,
+    judge,
+)
+
+
+def prove(source: Path, directory: Path, dtype: str = "fp32", spoil=None) -> Parity:
+    """Convert, let `spoil` touch the weight directory, compare."""
+    checkpoint = open_checkpoint(source)
+    planned = plan_conversion(checkpoint, dtype)
+    planned.write(directory)
+    if spoil is not None:
+        spoil(directory)
+    return check_parity(checkpoint, directory, planned.config, source / "tokenizer.json")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_right_conversion_passes(tmp_path, family, dtype):
+    parity = prove(save(FAMILIES[family](), tmp_path / "hf"), tmp_path / "w", dtype)
+    assert parity.passed
+    assert parity.largest_logit_error < 5e-4 < parity.logit_error_bound
+    assert parity.greedy_agreement == 1.0
+    assert len(parity.prompts) >= 10
+    assert {prompt.steps for prompt in parity.prompts} == {NEW_TOKENS}
+    assert set(parity.checksums) == {"config.ini", "manifest.json", "tokenizer.json"}
+
+
+def swap(first: str, second: str):
+    def change(directory: Path) -> None:
+        a, b = (directory / first).read_bytes(), (directory / second).read_bytes()
+        (directory / first).write_bytes(b)
+        (directory / second).write_bytes(a)
+
+    return change
+
+
+def edit_ini(old: str, new: str):
+    def change(directory: Path) -> None:
+        text = (directory / "config.ini").read_text()
+        assert old in text
+        (directory / "config.ini").write_text(text.replace(old, new))
+
+    return change
+
+
+def shift_one_bias(directory: Path) -> None:
+    path = directory / "model.layers.1.attention.dense.bias.bin"
+    values = np.fromfile(path, np.float32)
+    values[3] += 0.1
+    values.tofile(path)
+
+
+MISTAKES = {
+    "gate and up exchanged": (
+        "llama",
+        swap("model.layers.1.mlp.gate_proj.weight.0.bin", "model.layers.1.mlp.up_proj.weight.0.bin"),
+    ),
+    "two norms exchanged": (
+        "gpt2",
+        swap(
+            "model.layers.0.input_layernorm.weight.bin", "model.layers.0.post_attention_layernorm.weight.bin"
+        ),
+    ),
+    "rope_theta lost": ("llama", edit_ini("rope_theta = 10000.0", "rope_theta = 500000.0")),
+    "another GELU": ("gpt2", edit_ini("activation_type = Gelu", "activation_type = gelu_erf")),
+    "one bias value off by 0.1": ("bloom", shift_one_bias),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wrong_conversion_fails(tmp_path, mistake):
+    family, spoil = MISTAKES[mistake]
+    parity = prove(save(FAMILIES[family](), tmp_path / "hf"), tmp_path / "w", spoil=spoil)
+    assert not parity.passed
+    assert parity.largest_logit_error > parity.logit_error_bound
+
+
+def test_prompts_are_the_same_every_time_and_fit_the_model():
+    config = ModelConfig("gpt", "g", 1, 8, 2, 2, 4, 12, 331, 20, 1e-5, 0, 0)
+    tokenizer = tiny_tokenizer().backend_tokenizer
+    prompts = fixed_prompts(tokenizer, config)
+    assert prompts == fixed_prompts(tokenizer, config)
+    lengths = {len(ids) for _, ids in prompts}
+    assert {1, 5} <= lengths and max(lengths) == 20 - NEW_TOKENS
+    assert all(0 <= token < 331 for _, ids in prompts for token in ids)
+
+
+def test_ids_beyond_the_models_vocabulary_are_not_asked_of_it():
+    config = ModelConfig("gpt", "g", 1, 8, 2, 2, 4, 12, 300, 128, 1e-5, 0, 0)
+    tokenizer: Tokenizer = tiny_tokenizer().backend_tokenizer
+    assert all(token < 300 for _, ids in fixed_prompts(tokenizer, config) for token in ids)
+
+
+# ---------------------------------------------------------------- judging, on logits made by hand
+
+
+def logits(*rows: tuple[float, ...]) -> np.ndarray:
+    return np.array(rows, np.float32)
+
+
+def test_tokens_are_compared_up_to_the_first_that_differs():
+    theirs = logits((0, 1, 5), (3, 2.99, 0), (9, 0, 0))
+    ours = logits((0, 1, 5), (2.985, 2.99, 0), (0, 0, 777))  # the third step has another prefix
+    item = compare_prompt("p", [1], [2, 1, 2], ours, [2, 0, 0], theirs)
+    assert (item.steps, item.agrees) == (2, False)
+    assert item.logit_error == pytest.approx(0.015, abs=1e-6)
+    assert item.margin == pytest.approx(0.01, abs=1e-6)
+
+
+def test_without_a_difference_the_smallest_margin_is_kept():
+    theirs = logits((0, 1, 5), (3, 2.5, 0))
+    item = compare_prompt("p", [1], [2, 0], theirs, [2, 0], theirs)
+    assert (item.steps, item.agrees, item.logit_error, item.margin) == (2, True, 0.0, 0.5)
+
+
+FACTS = {
+    "source": "s", "family": "gpt", "weight_dtype": "fp32", "engine": {}, "reference": {},
+    "largest_logit": 1.0, "tokenizer_round_trip": 1.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("agrees", "error", "margin", "passes"),
+    [
+        (True, 0.5, 3.0, True),
+        (True, 1.1, 3.0, False),  # beyond rounding
+        (False, 0.9, 1.9, True),  # a near tie: rounding may turn it
+        (False, 0.9, 2.1, False),  # no tie: the token is wrong
+        (True, float("nan"), 3.0, False),
+    ],
+)
+def test_only_rounding_is_forgiven(agrees, error, margin, passes):
+    good = PromptParity("good", 3, 8, True, 0.0, 1.0)
+    parity = judge([good, PromptParity("p", 3, 8, agrees, error, margin)], bound=1.0, **FACTS)
+    assert parity.passed == passes
+    assert parity.greedy_agreement == (1.0 if agrees else 0.5)
+
+
+def test_an_untied_head_is_compared_too(tmp_path):
+    source = save(tiny_gpt2(tie_word_embeddings=False), tmp_path / "hf")
+    assert prove(source, tmp_path / "a").passed
+    assert not prove(source, tmp_path / "b", spoil=lambda d: (d / "model.lm_head.weight.bin").unlink()).passed
+
+
+def test_grouped_heads_and_scaled_rope_pass(tmp_path):
+    model = tiny_llama(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0})
+    assert prove(save(model, tmp_path / "hf"), tmp_path / "w").passed

@@ -1,0 +1,264 @@
+"""A repository appears whole, proved and self-consistent, or not at all."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+from tests.checkpoints import FAMILIES, greedy, save, tiny_bloom, tiny_gpt2, tiny_llama
+from tridecode.backend.config import read_engine_config, read_model_config
+from tridecode.backend.engine.offline import run_greedy
+from tridecode.backend.engine_config_file import checkpoint_dir, read_engine_parameters
+from tridecode.backend.errors import CheckpointError, ConfigError
+from tridecode.converters import parity as parity_module
+from tridecode.converters import writer
+from tridecode.tools import build_repo as build_repo_module
+from tridecode.tools.build_repo import build_repo
+from tridecode.tools.check_repo import check_repo
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("sources")
+    return {family: save(make(), directory / family) for family, make in FAMILIES.items()}
+
+
+def everything(directory: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_becomes_a_repository_that_passes_every_check(sources, family, tmp_path):
+    repository = build_repo(sources[family], tmp_path / "repo")
+    assert repository == tmp_path / "repo"
+    assert check_repo(repository, checksums=True) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["repo"]
+    engine_dir = str(repository / "fastertransformer")
+    engine = read_engine_config(read_engine_parameters(engine_dir), "config.pbtxt")
+    assert (engine.tensor_para_size, engine.data_type) == (1, "fp32")
+    assert engine.extra["model_type"] == ("LLaMA" if family == "llama" else "GPT")
+    weights = Path(checkpoint_dir(engine_dir))
+    assert weights == repository / "fastertransformer" / "1" / "1-gpu"
+    assert read_model_config(weights).model_name == family
+    parity = json.loads((repository / "PARITY.json").read_text())
+    assert parity["passed"] and parity["greedy_agreement"] == 1.0
+    tokenizer = Tokenizer.from_file(str(repository / "preprocessing/1/tokenizer/tokenizer.json"))
+    text = "Größer: 1234 🙂"
+    assert tokenizer.encode(text).ids == AutoTokenizer.from_pretrained(sources[family])(text).input_ids
+
+
+def test_a_repository_can_be_moved(sources, tmp_path):
+    build_repo(sources["gpt2"], tmp_path / "here", parity=False)
+    moved = shutil.move(tmp_path / "here", tmp_path / "there")
+    weights = checkpoint_dir(str(moved / "fastertransformer"))
+    assert weights == str(tmp_path / "there" / "fastertransformer" / "1" / "1-gpu")
+    model = tiny_gpt2()
+    tokens, _ = run_greedy(weights, [[7, 9, 11]], 6)
+    assert tokens == [greedy(model, [7, 9, 11], 6)[0]]
+    assert not any(str(tmp_path) in path.read_text() for path in moved.rglob("config.pbtxt"))
+
+
+def test_ranks_stages_dtype_and_settings_reach_the_repository(sources, tmp_path):
+    build_repo(
+        sources["llama"], tmp_path / "repo", tensor_para_size=2, pipeline_para_size=2, dtype="bf16",
+        model_name="my-llama", engine_settings={"max_sequences": 5, "device": "cpu"},
+    )  # fmt: skip
+    engine_dir = str(tmp_path / "repo" / "fastertransformer")
+    engine = read_engine_config(read_engine_parameters(engine_dir), "config.pbtxt")
+    assert (engine.tensor_para_size, engine.pipeline_para_size, engine.data_type) == (2, 2, "bf16")
+    assert (engine.max_sequences, engine.device) == (5, "cpu")
+    weights = Path(checkpoint_dir(engine_dir))
+    assert weights.name == "2-gpu"
+    config = read_model_config(weights)
+    assert (config.model_name, config.weight_dtype) == ("my-llama", "bf16")
+    assert (weights / "model.layers.0.attention.query_key_value.weight.1.bin").stat().st_size == 48 * (
+        80 // 2
+    ) * 2
+    assert json.loads((tmp_path / "repo" / "PARITY.json").read_text())["weight_dtype"] == "bf16"
+    assert check_repo(tmp_path / "repo", checksums=True) == []
+
+
+def test_names_follow_the_options(sources, tmp_path):
+    build_repo(
+        sources["gpt2"], tmp_path / "repo", parity=False, ensemble_owner="tensorrt_llm", plain_text=True
+    )
+    models = sorted(path.name for path in (tmp_path / "repo").iterdir() if path.is_dir())
+    assert models == [
+        "ensemble", "ensemble_streaming", "fastertransformer", "fastertransformer_ensemble",
+        "fastertransformer_ensemble_streaming", "fastertransformer_streaming", "postprocessing",
+        "preprocessing", "tridecode_health",
+    ]  # fmt: skip
+
+
+def test_further_end_ids_become_the_text_models_stop_ids(sources, tmp_path):
+    source = shutil.copytree(sources["llama"], tmp_path / "hf")
+    (source / "generation_config.json").write_text('{"eos_token_id": [7, 2, 9]}')
+    build_repo(source, tmp_path / "repo", parity=False)
+    text = read_engine_parameters(str(tmp_path / "repo" / "tensorrt_llm_bls"))
+    assert text["stop_ids"] == "2,9"
+    assert read_model_config(tmp_path / "repo/fastertransformer/1/1-gpu").end_id == 7
+
+
+def test_the_dtype_it_chooses_is_said_aloud(sources, tmp_path, monkeypatch):
+    said = io.StringIO()
+    build_repo(sources["gpt2"], tmp_path / "a", parity=False, console=Console(file=said, width=200))
+    assert "dtype: fp32, as this machine has no GPU" in said.getvalue()
+    half = save(tiny_gpt2().to(torch.float16), tmp_path / "half")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    build_repo(half, tmp_path / "b", parity=False, console=Console(file=said, width=200))
+    assert "dtype: the checkpoint's, as this machine has a GPU" in said.getvalue()
+    assert read_model_config(tmp_path / "b/fastertransformer/1/1-gpu").weight_dtype == "fp16"
+
+
+def test_a_tokenizer_from_elsewhere_is_taken(sources, tmp_path):
+    source = save(tiny_gpt2(), tmp_path / "hf", tokenizer=False)
+    build_repo(source, tmp_path / "repo", parity=False, tokenizer=sources["llama"])
+    tokenizer = Tokenizer.from_file(str(tmp_path / "repo/preprocessing/1/tokenizer/tokenizer.json"))
+    assert tokenizer.encode("The").ids[0] == 1  # LLaMA's adds a BOS
+
+
+# ---------------------------------------------------------------- failures leave nothing
+
+
+def fail(*args, **kwargs):
+    raise OSError("the disk is gone")
+
+
+def interrupt(*args, **kwargs):
+    raise KeyboardInterrupt
+
+
+BREAKS = {
+    "while a tensor is written": (writer, "_shard", fail),
+    "while the tokenizer is written": (build_repo_module, "save_tokenizer", fail),
+    "while the models are written": (build_repo_module, "write_models", fail),
+    "in the parity check": (build_repo_module, "check_parity", fail),
+    "by the user": (build_repo_module, "check_parity", interrupt),
+}
+
+
+@pytest.mark.parametrize("moment", BREAKS)
+def test_a_run_that_breaks_off_leaves_nothing(sources, tmp_path, moment, monkeypatch):
+    module, name, replacement = BREAKS[moment]
+    monkeypatch.setattr(module, name, replacement)
+    with pytest.raises((OSError, KeyboardInterrupt)):
+        build_repo(sources["bloom"], tmp_path / "repo")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("moment", BREAKS)
+def test_a_run_that_breaks_off_leaves_the_old_repository_as_it_was(sources, tmp_path, moment, monkeypatch):
+    build_repo(sources["gpt2"], tmp_path / "repo", parity=False)
+    before = everything(tmp_path)
+    module, name, replacement = BREAKS[moment]
+    monkeypatch.setattr(module, name, replacement)
+    with pytest.raises((OSError, KeyboardInterrupt)):
+        build_repo(sources["bloom"], tmp_path / "repo", overwrite=True)
+    assert everything(tmp_path) == before
+
+
+def test_the_old_repository_comes_back_if_the_new_one_cannot_take_its_place(sources, tmp_path, monkeypatch):
+    build_repo(sources["gpt2"], tmp_path / "repo", parity=False)
+    before = everything(tmp_path)
+    rename = Path.rename
+
+    def rename_once(path: Path, target: Path):
+        if "building" in path.name:
+            raise OSError("no permission")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename_once)
+    with pytest.raises(OSError, match="no permission"):
+        build_repo(sources["bloom"], tmp_path / "repo", overwrite=True, parity=False)
+    assert everything(tmp_path) == before
+
+
+def test_a_model_that_disagrees_with_transformers_is_not_delivered(sources, tmp_path, monkeypatch):
+    real = parity_module.run_greedy
+
+    def wrong(*args, **kwargs):
+        tokens, logits = real(*args, **kwargs)
+        return tokens, [row + 0.5 for row in logits]
+
+    monkeypatch.setattr(parity_module, "run_greedy", wrong)
+    with pytest.raises(CheckpointError, match="is not transformers' model of .*: largest logit error 0.5"):
+        build_repo(sources["bloom"], tmp_path / "repo")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_output_that_exists_is_left_alone_unless_told(sources, tmp_path):
+    build_repo(sources["gpt2"], tmp_path / "repo", parity=False)
+    before = everything(tmp_path)
+    with pytest.raises(ConfigError, match="repo exists and is not empty"):
+        build_repo(sources["bloom"], tmp_path / "repo", parity=False)
+    assert everything(tmp_path) == before
+    build_repo(sources["bloom"], tmp_path / "repo", parity=False, overwrite=True)
+    assert read_model_config(tmp_path / "repo/fastertransformer/1/1-gpu").family == "bloom"
+    assert [path.name for path in tmp_path.iterdir()] == ["repo"]
+
+
+def test_an_empty_output_folder_is_used(sources, tmp_path):
+    (tmp_path / "repo").mkdir()
+    assert check_repo(build_repo(sources["gpt2"], tmp_path / "repo")) == []
+
+
+def test_a_folder_that_is_no_repository_is_never_overwritten(sources, tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConfigError, match="is no model repository of this tool; it is not overwritten"):
+        build_repo(sources["gpt2"], tmp_path / "home", overwrite=True)
+    assert (tmp_path / "home" / "thesis.tex").read_text() == "years of work"
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"tensor_para_size": 2}, "tensor_para_size = 2 does not divide head_num = 5"),
+        ({"pipeline_para_size": 3}, "pipeline_para_size is 3; the model has 2 layers"),
+        ({"dtype": "int4"}, "dtype is 'int4'; wanted one of fp32, fp16, bf16"),
+        ({"ensemble_owner": "me"}, "ensemble_owner is 'me'"),
+        ({"engine_settings": {"max_sequnces": 3}}, "no parameter max_sequnces; there are "),
+        ({"engine_settings": {"memory_fraction": 2}}, "memory_fraction is 2.0; wanted"),
+    ],
+)
+def test_a_wrong_option_is_refused_and_leaves_nothing(tmp_path, options, complaint):
+    source = save(tiny_bloom(), tmp_path / "hf")
+    with pytest.raises(ConfigError, match=complaint):
+        build_repo(source, tmp_path / "repo", **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
+    source = save(tiny_llama(), tmp_path / "hf")
+    small = tiny_gpt2()
+    small.resize_token_embeddings(300)
+    save(small, tmp_path / "small", tokenizer=False)
+    with pytest.raises(
+        CheckpointError, match="the tokenizer has ids up to 330; the model's vocabulary ends at 299"
+    ):
+        build_repo(tmp_path / "small", tmp_path / "repo", tokenizer=source, parity=False)
+    assert not (tmp_path / "repo").exists()
+
+
+def test_an_added_token_beyond_the_vocabulary_is_only_warned_of(tmp_path):
+    source = save(tiny_gpt2(), tmp_path / "hf")
+    path = source / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_special_tokens(["<pad>"])
+    tokenizer.save(str(path))
+    said = io.StringIO()
+    build_repo(source, tmp_path / "repo", console=Console(file=said, width=200))
+    assert "the tokenizer adds ids up to 331; the model's vocabulary ends at 330" in said.getvalue()
+    findings = check_repo(tmp_path / "repo")
+    assert [finding.severity for finding in findings] == ["warning"]
+    assert "added ids up to 331" in findings[0].found

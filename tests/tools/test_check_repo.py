@@ -1,0 +1,254 @@
+"""Each way to spoil a repository is found, named, and comes with what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from tests.checkpoints import save, tiny_llama
+from tridecode.tools.build_repo import build_repo
+from tridecode.tools.check_repo import Finding, check_repo
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("built")
+    return build_repo(save(tiny_llama(), directory / "hf"), directory / "repo")
+
+
+@pytest.fixture
+def repository(built, tmp_path) -> Path:
+    return shutil.copytree(built, tmp_path / "repo")
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+def the_finding(repository: Path, **options) -> Finding:
+    findings = check_repo(repository, **options)
+    assert len(findings) == 1, [str(finding) for finding in findings]
+    assert all((findings[0].where, findings[0].found, findings[0].wanted, findings[0].fix))
+    return findings[0]
+
+
+def test_a_fresh_repository_has_nothing_wrong(repository):
+    assert check_repo(repository, checksums=True) == []
+
+
+def test_no_directory_is_a_finding(tmp_path):
+    assert the_finding(tmp_path / "absent").found == "no directory"
+
+
+def test_an_empty_directory_has_no_engine(tmp_path):
+    assert the_finding(tmp_path).found == "no model with a parameter engine_model"
+
+
+def value(key: str, text: str) -> str:
+    return f'"{key}" value: {{ string_value: "{text}"'
+
+
+FT, BEFORE = "fastertransformer", "instance_group"
+#: fault: (model, what stands in its config.pbtxt, what it becomes, severity, what is found)
+CONFIG_EDITS = {
+    "another name": ("ensemble", 'name: "ensemble"', 'name: "other"', "error", "name 'other'"),
+    "a typing error": ("preprocessing", "max_batch_size", "max_batchsize", "error", "max_batchsize"),
+    "dynamic batching": (FT, BEFORE, f"dynamic_batching {{ }} {BEFORE}", "warning", "dynamic_batching"),
+    "a cached stream": (
+        "tensorrt_llm_bls", BEFORE, f"response_cache {{ enable: true }} {BEFORE}", "error",
+        "response_cache on a decoupled model",
+    ),
+    "a GPU instance": ("postprocessing", "KIND_CPU", "KIND_GPU", "error", "instance_group KIND_GPU"),
+    "four instances": ("tensorrt_llm_bls_plain", "count: 1", "count: 4", "warning", "4 instances"),
+    "ragged input": (
+        FT, "dims: [ -1 ]", "dims: [ -1 ] allow_ragged_batch: true", "error",
+        "input input_ids with allow_ragged_batch",
+    ),
+    "sequence batching": (
+        "fastertransformer_streaming", BEFORE, f"sequence_batching {{ }} {BEFORE}", "error",
+        "sequence_batching",
+    ),
+    "a misspelt setting": (
+        FT, 'key: "max_sequences"', 'key: "max_sequence"', "warning", "parameter max_sequence",
+    ),
+    "a setting out of range": (
+        FT, value("memory_fraction", "0.9"), value("memory_fraction", "9"), "error",
+        "parameter memory_fraction is 9.0; wanted",
+    ),
+    "more positions than the model has": (
+        FT, value("max_sequence_tokens", "auto"), value("max_sequence_tokens", "4096"), "error",
+        "max_sequence_tokens 4096",
+    ),
+    "ranks that cut the heads": (
+        FT, value("tensor_para_size", "1"), value("tensor_para_size", "4"), "error",
+        "does not divide head_num = 6",
+    ),
+    "more stages than layers": (
+        FT, value("pipeline_para_size", "1"), value("pipeline_para_size", "3"), "error",
+        "pipeline_para_size 3",
+    ),
+    "invented weights": (
+        FT, value("weights", "files"), value("weights", "random"), "warning", "weights random",
+    ),
+    "an engine that is not there": (
+        "tensorrt_llm_bls", value("engine_model", FT), value("engine_model", "slow"), "error",
+        "engine_model slow",
+    ),
+    "a wrong type on the way": (
+        "preprocessing", '"INPUT_ID" data_type: TYPE_UINT32', '"INPUT_ID" data_type: TYPE_INT32', "error",
+        "_INPUT_ID INT32 [-1] into input_ids UINT32 [-1]",
+    ),
+    "a wrong shape on the way": (
+        "postprocessing", "TYPE_UINT32 dims: [ -1, -1 ]", "TYPE_UINT32 dims: [ -1 ]", "error",
+        "into TOKENS_BATCH UINT32 [-1]",
+    ),
+    "an input that the ensemble does not feed": (
+        "postprocessing", "output {", 'input { name: "MORE" data_type: TYPE_FP32 dims: [ 1 ] } output {',
+        "error", "no input_map for MORE",
+    ),
+    "an input that the step lost": (
+        FT, 'input { name: "end_id"', 'input { name: "eos"', "error", "input_map end_id from end_id",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", CONFIG_EDITS)
+def test_a_fault_in_a_config_is_found(repository, fault):
+    model, old, new, severity, found = CONFIG_EDITS[fault]
+    edit(repository / model / "config.pbtxt", old, new)
+    findings = check_repo(repository)
+    assert any(found in finding.found and finding.severity == severity for finding in findings), [
+        str(finding) for finding in findings
+    ]
+
+
+def test_an_optional_input_cannot_feed_a_required_one(repository):
+    path = repository / "fastertransformer" / "config.pbtxt"
+    edit(path, '"temperature" data_type: TYPE_FP32 dims: [ 1 ] reshape: { shape: [ ] } optional: true',
+         '"temperature" data_type: TYPE_FP32 dims: [ 1 ] reshape: { shape: [ ] }')  # fmt: skip
+    assert the_finding(repository).found == "optional temperature into required temperature"
+
+
+def test_an_ensemble_over_a_stream_must_stream(repository):
+    path = repository / "ensemble_streaming" / "config.pbtxt"
+    edit(path, "model_transaction_policy { decoupled: true }", "")
+    assert the_finding(repository).found == "a decoupled step in an ensemble that is not"
+
+
+def test_an_output_that_nothing_makes_is_found(repository):
+    path = repository / "ensemble" / "config.pbtxt"
+    edit(path, 'output_map { key: "cum_log_probs" value: "cum_log_probs" }', "")
+    assert the_finding(repository).found == "output cum_log_probs that no step makes"
+
+
+def test_a_missing_step_is_found(repository):
+    shutil.rmtree(repository / "postprocessing")
+    findings = check_repo(repository)
+    assert {finding.where for finding in findings} == {
+        "ensemble/config.pbtxt, step postprocessing", "ensemble_streaming/config.pbtxt, step postprocessing"
+    }  # fmt: skip
+
+
+def test_a_folder_that_triton_would_take_for_a_model_is_found(repository):
+    (repository / "notes").mkdir()
+    assert the_finding(repository).where == "notes/config.pbtxt"
+
+
+def test_a_model_without_code_or_version_is_found(repository):
+    (repository / "tensorrt_llm_bls" / "1" / "model.py").unlink()
+    shutil.rmtree(repository / "ensemble" / "1")
+    assert {finding.found for finding in check_repo(repository)} == {"no model.py", "no version folder"}
+
+
+WEIGHTS = "fastertransformer/1/1-gpu"
+
+
+def test_a_truncated_weight_file_is_found(repository):
+    path = repository / WEIGHTS / "model.wte.bin"
+    path.write_bytes(path.read_bytes()[:-4])
+    finding = the_finding(repository)
+    assert "model.wte.bin holds 63,548 bytes; model.wte (331, 48) fp32 needs 63,552" in finding.found
+
+
+def test_missing_weights_are_found(repository):
+    shutil.rmtree(repository / WEIGHTS)
+    assert "1-gpu is missing" in the_finding(repository).found
+
+
+def test_a_flipped_bit_is_found_by_reading_checksums_only(repository):
+    path = repository / WEIGHTS / "model.wte.bin"
+    data = bytearray(path.read_bytes())
+    data[100] ^= 4
+    path.write_bytes(data)
+    assert check_repo(repository) == []
+    assert "model.wte.bin has SHA-256" in the_finding(repository, checksums=True).found
+
+
+def test_a_config_ini_edited_after_the_comparison_is_found(repository):
+    edit(repository / WEIGHTS / "config.ini", "layernorm_eps = 1e-06", "layernorm_eps = 1e-05")
+    finding = the_finding(repository)
+    assert (finding.where, finding.severity) == ("config.ini", "error")
+
+
+def test_half_precision_over_bf16_weights_is_warned_of(tmp_path):
+    source = save(tiny_llama(), tmp_path / "hf")
+    settings = {"data_type": "fp16"}
+    repository = build_repo(source, tmp_path / "repo", dtype="bf16", engine_settings=settings)
+    assert the_finding(repository).found == "data_type fp16 over bf16 weights"
+
+
+TOKENIZER = "preprocessing/1/tokenizer/tokenizer.json"
+
+
+def test_a_missing_tokenizer_is_found(repository):
+    (repository / TOKENIZER).unlink()
+    findings = check_repo(repository)
+    assert [finding.severity for finding in findings] == ["error", "warning"]
+    assert TOKENIZER in findings[0].where
+
+
+def test_a_tokenizer_that_cuts_prompts_is_found(repository):
+    tokenizer = Tokenizer.from_file(str(repository / TOKENIZER))
+    tokenizer.enable_truncation(512)
+    tokenizer.save(str(repository / TOKENIZER))
+    assert {finding.found for finding in check_repo(repository)} == {
+        "truncation or padding", "other bytes than were compared with transformers"
+    }  # fmt: skip
+
+
+def test_a_repository_without_proof_is_warned_of(repository):
+    (repository / "PARITY.json").unlink()
+    finding = the_finding(repository)
+    assert (finding.severity, finding.where) == ("warning", "PARITY.json")
+
+
+@pytest.mark.parametrize("change", [{"passed": False}, {"format": "another"}])
+def test_a_proof_that_did_not_pass_is_an_error(repository, change):
+    path = repository / "PARITY.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    assert the_finding(repository).found == "no passed comparison"
+
+
+def test_a_proof_that_is_no_json_is_an_error(repository):
+    (repository / "PARITY.json").write_text("{")
+    assert the_finding(repository).severity == "error"
+
+
+def test_errors_come_before_warnings(repository):
+    (repository / "PARITY.json").unlink()
+    edit(repository / "preprocessing" / "config.pbtxt", "KIND_CPU", "KIND_GPU")
+    assert [finding.severity for finding in check_repo(repository)] == ["error", "warning"]
+
+
+def test_a_finding_reads_as_a_sentence(repository):
+    edit(repository / "preprocessing" / "config.pbtxt", "KIND_CPU", "KIND_GPU")
+    assert str(the_finding(repository)) == (
+        "error: preprocessing/config.pbtxt: found instance_group KIND_GPU; wanted KIND_CPU. "
+        "These models only talk to the engine."
+    )
