@@ -72,7 +72,7 @@ class StreamDecoder:
         piece = text[self._emitted : len(text) - broken]
         self._emitted = max(self._emitted, len(text) - broken)
         if stable > _TRIM_TOKENS and not broken:
-            self._trim(stable)
+            self._trim(stable, len(text))
         elif len(self._window) > _MAX_WINDOW_TOKENS:
             self._split()
         return piece
@@ -107,11 +107,11 @@ class StreamDecoder:
             start = self._clean_cut(ids, self._tokens.decode(ids)) or start
         return ids[start:]
 
-    def _trim(self, stable: int) -> None:
-        """Keep a little of the stable tokens, whose text is out, and what stands after them."""
+    def _trim(self, stable: int, length: int) -> None:
+        """Keep a little of the stable tokens, whose text has `length` characters, and what stands behind."""
         context = self._context(self._window[:stable])
         self._window = context + self._window[stable:]
-        self._emitted = len(self._tokens.decode(context))
+        self._emitted += len(self._tokens.decode(context)) - length
 
     def _split(self) -> None:
         """Drop the front of a window whose end is broken."""
