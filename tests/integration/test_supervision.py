@@ -1,0 +1,304 @@
+"""The real tritonserver under `tridecode serve`: who is killed, what clients see, and that nothing is left.
+
+The engine is tests/fake_engine.py behind the real supervisor, the doors are real.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import tritonclient.grpc as grpcclient
+
+from tridecode.tools.running_server import ServerProcess
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
+SHM = Path("/dev/shm")
+ERROR_S = 5.0  # an open request ends with an error within so long
+
+CONFIG = """
+name: "{name}"
+backend: "python"
+max_batch_size: 1024
+model_transaction_policy {{ decoupled: true }}
+instance_group {{ count: 1 kind: KIND_CPU }}
+input {{ name: "input_ids" data_type: TYPE_UINT32 dims: [ -1 ] }}
+input {{ name: "input_lengths" data_type: TYPE_UINT32 dims: [ 1 ] reshape: {{ shape: [ ] }} }}
+input {{ name: "request_output_len" data_type: TYPE_UINT32 dims: [ -1 ] }}
+output {{ name: "output_ids" data_type: TYPE_UINT32 dims: [ -1, -1 ] }}
+output {{ name: "sequence_length" data_type: TYPE_UINT32 dims: [ -1 ] }}
+parameters {{ key: "engine_model" value: {{ string_value: "fastertransformer" }} }}
+"""
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float, what: str) -> float:
+    """Seconds until the condition held; fails after timeout_s."""
+    start = time.monotonic()
+    while not condition():
+        waited = time.monotonic() - start
+        assert waited < timeout_s, f"{what}: not within {timeout_s} s"
+        time.sleep(0.02)
+    return time.monotonic() - start
+
+
+class Request:
+    """One streamed request over a gRPC stream of its own."""
+
+    def __init__(self, server: ServerProcess, model: str, tokens: int) -> None:
+        self.responses = 0
+        self.error = ""
+        self.ended_at = 0.0
+        self.done = threading.Event()
+        self._client = grpcclient.InferenceServerClient(server.grpc_url)
+        self._client.start_stream(self._on_response)
+        arrays = {"input_ids": [[5, 6, 7]], "input_lengths": [[3]], "request_output_len": [[tokens]]}
+        inputs = []
+        for name, rows in arrays.items():
+            array = np.array(rows, np.uint32)
+            inputs.append(grpcclient.InferInput(name, list(array.shape), "UINT32"))
+            inputs[-1].set_data_from_numpy(array)
+        self._client.async_stream_infer(model, inputs, enable_empty_final_response=True)
+
+    def _on_response(self, result, error) -> None:
+        if self.done.is_set():
+            return  # the end of the connection, after the end of the request
+        if error is not None:
+            self.error = str(error)
+        elif not result.get_response().parameters["triton_final_response"].bool_param:
+            self.responses += 1
+            return
+        self.ended_at = time.monotonic()
+        self.done.set()
+
+    def close(self) -> None:
+        self._client.stop_stream(cancel_requests=True)
+
+
+class Service:
+    """A running server, and what belongs to it by a mark in the environment of all that it starts."""
+
+    def __init__(self, root: Path, mark: str, drain_s: float = 20.0) -> None:
+        self.root = root
+        self._mark = mark
+        self._regions = set(os.listdir(SHM))
+        self._requests: list[Request] = []
+        self.server = ServerProcess(root / "repo", root / "serve.log", drain_s=drain_s)
+        self.server.wait_ready()
+        self.triton = psutil.Process(self.server.server_pid)
+
+    def request(self, model: str = "fastertransformer", tokens: int = 5) -> Request:
+        self._requests.append(Request(self.server, model, tokens))
+        return self._requests[-1]
+
+    def streaming(self, model: str = "fastertransformer", tokens: int = 450) -> Request:
+        """A long request whose first tokens have come."""
+        request = self.request(model, tokens)
+        wait_until(lambda: request.responses > 2, 10, f"a stream of {model}; error: {request.error}")
+        return request
+
+    def answers(self, model: str = "fastertransformer") -> bool:
+        """Whether a new request succeeds."""
+        request = self.request(model)
+        return request.done.wait(10) and not request.error and request.responses > 0
+
+    def wait_reloaded(self, times: int = 1) -> float:
+        """Seconds until so many doors have been brought back."""
+        return wait_until(lambda: self.server.log().count("is back after") == times, 8, "the reload")
+
+    def door(self, model: str) -> psutil.Process:
+        for stub in self.triton.children():
+            if stub.status() != psutil.STATUS_ZOMBIE and f"/{model}/1/model.py" in " ".join(stub.cmdline()):
+                return stub
+        raise AssertionError(f"no door {model}")
+
+    def process(self, argument: str) -> psutil.Process:
+        """The one process of ours with that argument."""
+        (found,) = [one for one in self.processes() if argument in one.cmdline()]
+        return found
+
+    @property
+    def engine(self) -> psutil.Process:
+        return self.process(str(Path(__file__).with_name("fake_rank.py")))
+
+    def processes(self) -> list[psutil.Process]:
+        """Living processes that carry our mark, the test itself excepted."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.pid != os.getpid() and process.environ().get("TRIDECODE_TEST_MARK") == self._mark:
+                    process.cmdline()
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def left(self) -> list[str]:
+        """Processes, shared memory and runtime files that exist and did not before."""
+        regions = [
+            name for name in os.listdir(SHM) if name.startswith("triton") and name not in self._regions
+        ]
+        files = [str(path) for path in (self.root / "run").iterdir()]
+        return [str(process.cmdline()) for process in self.processes()] + regions + files
+
+    def close(self) -> None:
+        for request in self._requests:
+            request.close()
+        self.server.stop()
+
+
+@pytest.fixture
+def repository(monkeypatch) -> Iterator[Callable[..., Service]]:
+    """Starts services on a repository of two doors that share one engine."""
+    root = Path(tempfile.mkdtemp(prefix="tdserve"))
+    mark = uuid.uuid4().hex
+    for name in ("fastertransformer", "second"):
+        (root / "repo" / name / "1").mkdir(parents=True)
+        (root / "repo" / name / "config.pbtxt").write_text(CONFIG.format(name=name))
+        (root / "repo" / name / "1" / "model.py").write_text(
+            "from tridecode.backend.doors.fastertransformer import TritonPythonModel  # noqa: F401\n"
+        )
+    monkeypatch.setenv("TRIDECODE_RUNTIME_DIR", str(root / "run"))
+    monkeypatch.setenv("TRIDECODE_TEST_MARK", mark)
+    rank = [sys.executable, str(Path(__file__).with_name("fake_rank.py"))]
+    monkeypatch.setenv("TRIDECODE_RANK_COMMAND", shlex.join(rank))
+    services: list[Service] = []
+
+    def start(**options) -> Service:
+        services.append(Service(root, mark, **options))
+        return services[-1]
+
+    yield start
+    for service in services:
+        service.close()
+    left = services[-1].left() if services else []
+    print((root / "serve.log").read_text()[-6000:])
+    shutil.rmtree(root)
+    assert not left
+
+
+def test_a_killed_door_is_brought_back_and_harms_nothing_else(repository):
+    service = repository()
+    other = service.streaming("second", tokens=200)
+    service.door("fastertransformer").kill()
+    seconds = service.wait_reloaded()
+    assert service.answers("fastertransformer")
+    assert other.done.wait(10) and not other.error
+    assert service.server.server_pid == service.triton.pid
+    print(f"a killed door was back after {seconds:.1f} s")
+
+
+def test_a_door_killed_under_load_is_brought_back(repository):
+    service = repository()
+    service.streaming("fastertransformer")
+    for times in (1, 2):
+        service.door("fastertransformer").kill()
+        service.wait_reloaded(times)
+        assert service.answers()
+    assert service.server.server_pid == service.triton.pid
+
+
+def test_a_stopped_door_does_not_take_the_server_along(repository):
+    service = repository()
+    other = service.streaming("second", tokens=300)
+    service.door("fastertransformer").suspend()
+    service.wait_reloaded()
+    assert service.answers("fastertransformer")
+    assert other.done.wait(10) and not other.error
+    assert service.server.server_pid == service.triton.pid
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_requests_of_a_dead_or_frozen_engine_end_with_its_reason_and_service_returns(repository, how):
+    service = repository()
+    streams = [service.streaming(model) for model in ("fastertransformer", "second") for _ in range(8)]
+    start = time.monotonic()
+    service.engine.send_signal(how)
+    for stream in streams:
+        assert stream.done.wait(ERROR_S + 1)
+        assert stream.ended_at - start < ERROR_S
+        assert ("killed by signal 9" if how == signal.SIGKILL else "silent for 3") in stream.error
+    wait_until(lambda: service.answers() and service.answers("second"), 10, "answers")
+    assert service.server.server_pid == service.triton.pid
+
+
+def test_a_killed_supervisor_is_replaced_by_a_door(repository):
+    service = repository()
+    stream = service.streaming()
+    start = time.monotonic()
+    service.process("tridecode.backend.supervisor").kill()
+    assert stream.done.wait(10) and stream.error
+    wait_until(service.answers, 15, "answers")
+    print(f"a killed supervisor: error after {stream.ended_at - start:.1f} s")
+    assert service.server.server_pid == service.triton.pid
+
+
+def test_nothing_is_left_of_a_killed_server(repository):
+    service = repository()
+    service.streaming()
+    service.triton.kill()
+    assert service.server.process.wait(15) == 1, "so that the platform starts it anew"
+    assert "was killed by SIGKILL" in service.server.log()
+    assert not service.left()
+
+
+def test_nothing_is_left_when_serve_is_killed(repository):
+    service = repository()
+    service.streaming()
+    service.server.process.kill()
+    service.server.process.wait()
+    print(f"nothing left after {wait_until(lambda: not service.left(), 10, 'an end of everything'):.1f} s")
+
+
+def test_nothing_is_left_when_the_guard_is_killed(repository):
+    service = repository()
+    service.streaming()
+    service.triton.parent().kill()
+    assert service.server.process.wait(15) == 1
+    assert not service.left()
+
+
+def test_sigterm_lets_requests_finish(repository):
+    service = repository()
+    stream = service.streaming(tokens=100)
+    service.server.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: not service.server.ready(), 2, "readiness false")
+    late = service.request()
+    assert late.done.wait(5) and late.error, "new requests are refused while the server drains"
+    assert stream.done.wait(10) and not stream.error
+    assert service.server.process.wait(10) == 0
+    assert not service.left()
+
+
+def test_sigterm_ends_requests_that_take_too_long_with_a_reason(repository):
+    service = repository(drain_s=2)
+    stream = service.streaming()
+    start = time.monotonic()
+    assert service.server.stop() == 0
+    assert time.monotonic() - start < 2 + 6
+    assert stream.done.wait(1) and "SIGTERM" in stream.error
+    assert not service.left()
+
+
+def test_a_second_sigterm_kills(repository):
+    service = repository()
+    service.streaming()
+    service.server.process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    start = time.monotonic()
+    service.server.process.send_signal(signal.SIGTERM)
+    assert service.server.process.wait(5) == 1
+    assert time.monotonic() - start < 2
+    assert not service.left()
