@@ -52,8 +52,8 @@ def build_repo(
     model: a Hugging Face directory, a .gguf file or a hub id. dtype: of the weight files and of the engine;
     None: the checkpoint's on a machine with a GPU, fp32 on one without. tokenizer: a directory to take it
     from, not the model's own. ensemble_owner, decoupled_fastertransformer, plain_text, unbatched_text: see
-    repository_models. engine_settings: parameters of EngineConfig. parity: compare the result with transformers
-    and write PARITY.json. overwrite: an output that is a model repository is replaced.
+    repository_models. engine_settings: parameters of EngineConfig. parity: compare with transformers and
+    write PARITY.json. overwrite: an output that is a model repository is replaced.
 
     Raises CheckpointError, ConfigError or UnsupportedError naming what was found and wanted; nothing is left.
     """
