@@ -1,0 +1,147 @@
+"""Compile kernels/csrc into kernels/lib: `python -m tridecode.kernels.build [--arch 90|all|native]`. Needs nvcc alone.
+
+Every file is compiled on its own, as many at a time as there are processors, and kept under the hash of its sources and
+flags. The compiler's report is read: a kernel that spills registers fails the build unless SPILLS names it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Optional
+
+HERE = Path(__file__).resolve().parent
+SOURCES, OBJECTS, LIBRARY = HERE / "csrc", HERE / "lib" / "obj", HERE / "lib" / "libtridecode_kernels.so"
+
+#: what a toolkit's nvcc can target and we ship; the last one also as PTX, for cards to come
+ARCHITECTURES = (75, 80, 86, 89, 90, 100, 103, 120)
+FLAGS = ["-O3", "-std=c++17", "-Xfatbin", "-compress-all", "-Xptxas", "-v", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+#: spilled bytes that are known and lie outside the loops that matter, by file and template
+SPILLS = {
+    "linear.cu": 240,
+    "decode_attention.cu": 160,
+    "prefill_attention.cu": 160,
+}
+
+
+class BuildError(RuntimeError):
+    """A file does not compile, or a kernel spills registers."""
+
+
+def nvcc() -> str:
+    """The compiler's path: $NVCC, $CUDA_HOME/bin/nvcc or the one on the PATH. Raises BuildError."""
+    candidates = [os.environ.get("NVCC"), os.path.join(os.environ.get("CUDA_HOME", ""), "bin", "nvcc"), "nvcc"]
+    candidates.append("/usr/local/cuda/bin/nvcc")
+    for candidate in candidates:
+        found = shutil.which(candidate) if candidate else None
+        if found:
+            return found
+    raise BuildError("nvcc is neither in $NVCC, $CUDA_HOME/bin nor on the PATH; it builds the kernels (CUDA 13)")
+
+
+def targets(arch: str) -> list[str]:
+    """nvcc's -gencode arguments for "all", "native" or a number such as "90"."""
+    if arch == "native":
+        import torch
+
+        major, minor = torch.cuda.get_device_capability()
+        arch = f"{major}{minor}"
+    if arch != "all":
+        return [f"-gencode=arch=compute_{arch},code=sm_{arch}"]
+    codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
+    return [*codes, f"-gencode=arch=compute_{ARCHITECTURES[-1]},code=compute_{ARCHITECTURES[-1]}"]
+
+
+def build(arch: str = "all", jobs: Optional[int] = None) -> Path:
+    """Compile what has changed, link, and return the library's path. Raises BuildError with the compiler's text."""
+    started = time.monotonic()
+    compiler, codes = nvcc(), targets(arch)
+    OBJECTS.mkdir(parents=True, exist_ok=True)
+    files = sorted(SOURCES.glob("*.cu"))
+    headers = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.*h")))
+    info = f"arch {arch}, {_version(compiler)}, sources {source_hash()}"
+    objects = {}
+    with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
+        work = {pool.submit(_compile, compiler, path, codes, headers, info): path for path in files}
+        for count, done in enumerate(as_completed(work), 1):
+            objects[work[done]] = done.result()
+            _progress(count, len(files), work[done].name, time.monotonic() - started)
+    command = [compiler, "-shared", *codes, "-o", str(LIBRARY), *(str(objects[path]) for path in files)]
+    _run(command, "link")
+    for stale in set(OBJECTS.iterdir()) - set(objects.values()):
+        stale.unlink()
+    print(f"{LIBRARY}: {LIBRARY.stat().st_size / 1e6:.1f} MB, {info}, {time.monotonic() - started:.0f} s")
+    return LIBRARY
+
+
+def source_hash() -> str:
+    """Twelve hex digits over everything in csrc: library.py compares it with the library's own."""
+    digest = hashlib.sha256()
+    for path in sorted(SOURCES.iterdir()):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _compile(compiler: str, path: Path, codes: list[str], headers: bytes, info: str) -> Path:
+    """The object file of one source, compiled unless it is there already."""
+    flags = [*FLAGS, *codes]
+    if path.name.endswith("_sm90a.cu"):
+        flags = [*FLAGS, "-gencode=arch=compute_90a,code=sm_90a"]
+    if path.name == "runtime.cu":
+        flags.append(f'-DTRIDECODE_BUILD_INFO="{info}"')
+    digest = hashlib.sha256(headers + path.read_bytes() + repr(flags).encode()).hexdigest()[:16]
+    made = OBJECTS / f"{path.stem}-{digest}.o"
+    if not made.exists():
+        partial = made.with_suffix(f".{os.getpid()}.tmp.o")
+        report = _run([compiler, *flags, "-c", str(path), "-o", str(partial)], path.name)
+        _check_spills(path.name, report)
+        partial.rename(made)
+    return made
+
+
+def _check_spills(name: str, report: str) -> None:
+    """Raise BuildError where ptxas reports more spilled bytes than SPILLS allows."""
+    for kernel, stored in re.findall(r"Compiling entry function '(\S+)'.*?(\d+) bytes spill stores", report, re.DOTALL):
+        if int(stored) > SPILLS.get(name, 0):
+            raise BuildError(f"{name}: {kernel} spills {stored} bytes of registers; allowed {SPILLS.get(name, 0)}")
+
+
+def _run(command: list[str], what: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise BuildError(f"{what}: {' '.join(command)}\n{done.stdout}{done.stderr}")
+    return done.stdout + done.stderr
+
+
+def _version(compiler: str) -> str:
+    found = re.search(r"release ([\d.]+)", _run([compiler, "--version"], "nvcc"))
+    return f"nvcc {found.group(1)}" if found else "nvcc"
+
+
+def _progress(done: int, total: int, name: str, seconds: float) -> None:
+    bar = "#" * (30 * done // total)
+    end = "\n" if done == total or not sys.stderr.isatty() else ""
+    print(f"\r[{bar:<30}] {done}/{total} {name:<28} {seconds:5.0f} s", end=end, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", default="all", help="all (default), native, or a number such as 90")
+    parser.add_argument("--jobs", type=int, help="files compiled at a time; default: the number of processors")
+    arguments = parser.parse_args()
+    try:
+        build(arguments.arch, arguments.jobs)
+    except BuildError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,309 @@
+// What every kernel file shares: dtypes, 16-byte vectors, reductions, matrix instructions, launches and errors.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <math_constants.h>
+#include <stdint.h>
+
+#include "api.h"
+
+namespace tridecode {
+
+using half = __half;
+using bfloat16 = __nv_bfloat16;
+
+enum Dtype { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2 };
+enum Activation { kNone = 0, kGeluTanh = 1, kGelu = 2, kRelu = 3, kSwiglu = 4 };
+
+// ---------------------------------------------------------------- host: errors, device, launches
+
+// Keeps the text for tridecode_error and returns a status that is not 0.
+int fail(const char* format, ...);
+int check(cudaError_t status, const char* what);
+
+struct Device {
+  int multiprocessors = 0;
+  int capability = 0;  // 10 * major + minor
+  int shared_bytes = 0;
+  bool dependent_launch = false;
+};
+const Device& device();
+
+// Launches with programmatic dependent launch where the device has it: the kernel may start while its predecessor still
+// runs, and must call wait_for_predecessor() before it touches anything that a kernel before it writes or reads.
+template <typename... Parameters, typename... Arguments>
+int launch(const char* what, void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared, void* stream,
+           Arguments... arguments) {
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return 0;
+  if (shared > 32 * 1024) {  // beyond 48 KiB, static shared memory counted in, a kernel has to ask for it
+    int status = check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared), what);
+    if (status) return status;
+  }
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &attribute;
+  config.numAttrs = device().dependent_launch ? 1 : 0;
+  return check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...), what);
+}
+
+// Calls body with a value of the dtype's C++ type.
+template <typename Body>
+int for_dtype(int dtype, const char* what, Body body) {
+  if (dtype == kFloat32) return body(float());
+  if (dtype == kFloat16) return body(half());
+  if (dtype == kBfloat16) {
+    if (device().capability < 80) return fail("%s: bfloat16 needs compute capability 8.0", what);
+    return body(bfloat16());
+  }
+  return fail("%s: dtype code %d is none of 0, 1, 2", what, dtype);
+}
+
+template <typename Body>
+int for_16_bit_dtype(int dtype, const char* what, Body body) {
+  if (dtype == kFloat32) return fail("%s: float32 has no such kernel", what);
+  return for_dtype(dtype, what, [&](auto x) {
+    if constexpr (sizeof(x) == 2) return body(x);
+    return 0;
+  });
+}
+
+inline int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
+
+// ---------------------------------------------------------------- device: order between kernels
+
+// Blocks until every kernel before this one in the stream has finished and its writes are visible, then lets the next
+// one start. In this order, when a kernel runs, all but its direct predecessor have finished: before the wait it may
+// read what they wrote, and constants. Every block of every kernel calls it, first thing or after such reads.
+__device__ __forceinline__ void wait_for_predecessor() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// ---------------------------------------------------------------- device: numbers
+
+template <typename X>
+__device__ __forceinline__ float to_float(X x) {
+  if constexpr (sizeof(X) == 4) {
+    return x;
+  } else if constexpr (std::is_same<X, half>::value) {
+    return __half2float(x);
+  } else {
+    return __bfloat162float(x);
+  }
+}
+
+template <typename X>
+__device__ __forceinline__ X from_float(float x) {
+  if constexpr (sizeof(X) == 4) {
+    return x;
+  } else if constexpr (std::is_same<X, half>::value) {
+    return __float2half_rn(x);
+  } else {
+    return __float2bfloat16_rn(x);
+  }
+}
+
+// Two 16-bit numbers in a word, the first in the low half.
+template <typename X>
+__device__ __forceinline__ uint32_t pack(float first, float second) {
+  if constexpr (std::is_same<X, half>::value) {
+    __half2 both = __floats2half2_rn(first, second);
+    return *reinterpret_cast<uint32_t*>(&both);
+  } else {
+    __nv_bfloat162 both = __floats2bfloat162_rn(first, second);
+    return *reinterpret_cast<uint32_t*>(&both);
+  }
+}
+
+template <typename X>
+__device__ __forceinline__ float2 unpack(uint32_t word) {
+  if constexpr (std::is_same<X, half>::value) {
+    return __half22float2(*reinterpret_cast<__half2*>(&word));
+  } else {
+    return __bfloat1622float2(*reinterpret_cast<__nv_bfloat162*>(&word));
+  }
+}
+
+__device__ __forceinline__ void put(uint4& words, int i, uint32_t word) { reinterpret_cast<uint32_t*>(&words)[i] = word; }
+__device__ __forceinline__ uint32_t get(const uint4& words, int i) { return reinterpret_cast<const uint32_t*>(&words)[i]; }
+
+// Eight consecutive numbers, at an address that is a multiple of 16 bytes.
+template <typename X>
+__device__ __forceinline__ void load8(const X* from, float (&values)[8]) {
+  if constexpr (sizeof(X) == 4) {
+    float4 a = reinterpret_cast<const float4*>(from)[0], b = reinterpret_cast<const float4*>(from)[1];
+    values[0] = a.x, values[1] = a.y, values[2] = a.z, values[3] = a.w;
+    values[4] = b.x, values[5] = b.y, values[6] = b.z, values[7] = b.w;
+  } else {
+    uint4 words = *reinterpret_cast<const uint4*>(from);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float2 both = unpack<X>(get(words, i));
+      values[2 * i] = both.x, values[2 * i + 1] = both.y;
+    }
+  }
+}
+
+template <typename X>
+__device__ __forceinline__ void store8(X* to, const float (&values)[8]) {
+  if constexpr (sizeof(X) == 4) {
+    reinterpret_cast<float4*>(to)[0] = make_float4(values[0], values[1], values[2], values[3]);
+    reinterpret_cast<float4*>(to)[1] = make_float4(values[4], values[5], values[6], values[7]);
+  } else {
+    uint4 words;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) put(words, i, pack<X>(values[2 * i], values[2 * i + 1]));
+    *reinterpret_cast<uint4*>(to) = words;
+  }
+}
+
+// WIDTH consecutive numbers: 8 at once, or one.
+template <int WIDTH, typename X>
+__device__ __forceinline__ void load_some(const X* from, float (&values)[WIDTH]) {
+  if constexpr (WIDTH == 8) {
+    load8(from, values);
+  } else {
+    values[0] = to_float(*from);
+  }
+}
+
+template <int WIDTH, typename X>
+__device__ __forceinline__ void store_some(X* to, const float (&values)[WIDTH]) {
+  if constexpr (WIDTH == 8) {
+    store8(to, values);
+  } else {
+    *to = from_float<X>(values[0]);
+  }
+}
+
+inline bool aligned16(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+__device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
+
+__device__ __forceinline__ float activate(float x, int activation) {
+  if (activation == kGeluTanh) {
+    // 0.5 x (1 + tanh(u)) = x * sigmoid(2 u)
+    float u = 0.7978845608028654f * (x + 0.044715f * x * x * x);
+    return x / (1.0f + __expf(-2.0f * u));
+  }
+  if (activation == kGelu) return 0.5f * x * (1.0f + erff(x * 0.7071067811865476f));
+  if (activation == kRelu) return fmaxf(x, 0.0f);
+  return x;
+}
+
+// ---------------------------------------------------------------- device: reductions
+
+constexpr unsigned kAll = 0xffffffffu;
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(kAll, x, offset);
+  return x;
+}
+
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(kAll, x, offset));
+  return x;
+}
+
+// The sum over the block, in every thread. shared: one float a warp; free to be used again after the next barrier.
+__device__ __forceinline__ float block_sum(float x, float* shared) {
+  const int warps = (blockDim.x + 31) / 32;
+  x = warp_sum(x);
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
+  __syncthreads();
+  x = threadIdx.x % 32 < warps ? shared[threadIdx.x % 32] : 0.0f;
+  return warp_sum(x);
+}
+
+// ---------------------------------------------------------------- device: copies and matrix instructions
+
+// Reads 16 bytes that no kernel writes and that are read once: past the L1 cache.
+__device__ __forceinline__ uint4 load_stream(const void* from) {
+  uint4 words;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "l"(from));
+  return words;
+}
+
+__device__ __forceinline__ void prefetch_l2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
+// 16 bytes from global to shared memory; zeros where not `valid`.
+__device__ __forceinline__ void copy16_async(void* to, const void* from, bool valid) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(valid ? 16 : 0)
+               : "memory");
+#else
+  *static_cast<uint4*>(to) = valid ? *static_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
+#endif
+}
+
+__device__ __forceinline__ void commit_copies() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+template <int PENDING>
+__device__ __forceinline__ void wait_copies() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+#endif
+}
+
+// c (16 x 8, float32) += a (16 x 16) * b (16 x 8). With g = lane / 4 and t = lane % 4 the lane holds of a the pairs
+// (row g, columns 2t), (row g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8); of b the pairs (rows 2t, column g),
+// (rows 2t + 8, g); of c (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
+template <typename X>
+__device__ __forceinline__ void multiply_add(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                                             uint32_t b0, uint32_t b1) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  if constexpr (std::is_same<X, half>::value) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  }
+#else
+  if constexpr (std::is_same<X, half>::value) {  // sm_75: twice 8 columns of a
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(b0));
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a2), "r"(a3), "r"(b1));
+  } else {
+    __trap();  // for_dtype refuses bfloat16 there
+  }
+#endif
+}
+
+// The transpose of an 8 x 8 matrix of 16-bit numbers: the lane holds row lane / 4, columns 2 * (lane % 4) and the next.
+__device__ __forceinline__ uint32_t transpose8x8(uint32_t word) {
+  uint32_t out;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(word));
+  return out;
+}
+
+}  // namespace tridecode

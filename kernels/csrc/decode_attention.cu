@@ -1,0 +1,443 @@
+// One query token a row over its paged cache: multi-head, grouped and multi-query, with or without ALiBi.
+//
+// The cache is cut into tiles of 16 tokens of one kv head. All tiles of the batch, ordered by row and head, are dealt out
+// to warps in contiguous runs of equal length, from context_lens, on the device: every warp streams the same number of
+// bytes whatever the lengths are, and the grid does not depend on them. Where a row and head is cut, each part leaves its
+// running maximum, sum and output in scratch memory, and the warp that arrives last adds them up.
+//
+// A tile goes from memory straight to the registers of the matrix instruction: keys (16 tokens x dims) times queries
+// (dims x 8 heads), then values (dims x 16 tokens) times probabilities (16 tokens x 8 heads). The next tile's keys are in
+// flight during the softmax, the next values during the next scores. Queries beyond the group's size are zeros: the time
+// goes to memory. Softmax in base 2 and float32.
+//
+// Bytes moved: 2 * tokens * kv_heads * head_size * sizeof(X).   Bench: python -m tridecode.kernels.bench decode_attention
+#include "common.cuh"
+
+namespace tridecode {
+namespace {
+
+constexpr int kTile = 16;        // tokens
+constexpr int kGroup = 8;        // query heads that share a warp's pass over the keys and values
+constexpr int kWarps = 4;        // of a block
+constexpr int kMaxBlocks = 1024; // of the grid
+constexpr float kLog2e = 1.4426950408889634f;
+
+struct Task {
+  void* out;
+  const void* qkv;
+  const void* cache;
+  const int* block_tables;
+  const int* context_lens;
+  const float* slopes;
+  float scale;
+  int num_rows, heads, kv_heads, block_tokens;
+  int64_t qkv_stride, out_stride, table_stride;
+  float* scratch;
+  unsigned int* counters;
+  int group, groups;  // query heads of a kv head; passes of kGroup heads over it
+};
+
+__host__ __device__ constexpr int slot_floats(int head_size) { return kGroup * (head_size + 2); }
+
+// Tiles of all rows before each row, prefix[num_rows] their total; also zeroes the rows without context.
+template <typename X>
+__device__ __forceinline__ void scan_rows(const Task& task, int* prefix, int* warp_totals) {
+  const int threads = blockDim.x, each = (task.num_rows + threads - 1) / threads;
+  const int first = threadIdx.x * each, last = min(first + each, task.num_rows);
+  int sum = 0;
+  for (int row = first; row < last; ++row) {
+    prefix[row] = sum;
+    sum += (task.context_lens[row] + kTile - 1) / kTile;
+  }
+  int inclusive = sum;
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const int other = __shfl_up_sync(kAll, inclusive, offset);
+    if (threadIdx.x % 32 >= offset) inclusive += other;
+  }
+  if (threadIdx.x % 32 == 31) warp_totals[threadIdx.x / 32] = inclusive;
+  __syncthreads();
+  int before = inclusive - sum;
+  for (int warp = 0; warp < int(threadIdx.x) / 32; ++warp) before += warp_totals[warp];
+  for (int row = first; row < last; ++row) prefix[row] += before;
+  if (threadIdx.x == threads - 1) prefix[task.num_rows] = before + sum;
+  __syncthreads();
+}
+
+template <typename X, int D>
+__global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2) decode_attention(const __grid_constant__ Task task) {
+  constexpr int KC = (D + 31) / 32;  // chunks of 32 dims of a key
+  constexpr int VC = (D + 63) / 64;  // chunks of 64 dims of a value
+  extern __shared__ int prefix[];
+  __shared__ int warp_totals[kWarps];
+
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  scan_rows<X>(task, prefix, warp_totals);
+
+  const int per_row = task.kv_heads * task.groups;  // passes of a row
+  const int total = prefix[task.num_rows] * per_row;
+  const int warps = gridDim.x * kWarps, warp = blockIdx.x * kWarps + threadIdx.x / 32;
+  const int quota = total / warps, extra = total % warps;
+  auto start_of = [&](int w) { return w * quota + min(w, extra); };
+  auto owner_of = [&](int tile) {
+    return tile < extra * (quota + 1) ? tile / (quota + 1) : extra + (tile - extra * (quota + 1)) / quota;
+  };
+  const int begin = start_of(warp), end = start_of(warp + 1);
+
+  uint4 keys[KC][2], values[VC][4];
+  int row = 0, pass = 0, tiles = 0, first_tile = 0, last_tile = 0;  // the part in hand: tiles first_tile .. last_tile
+  int item_begin = 0;                                                // of (row, pass), in the order of all tiles
+  int ids = 0, ids_base = 0;                                         // 32 entries of the block table, one a lane
+  const X* const cache = static_cast<const X*>(task.cache);
+  const int64_t head_stride = int64_t(task.block_tokens) * D;
+
+  auto find = [&](int at) {  // the part that begins with tile `at`
+    const int target = at / per_row;
+    int low = 0, high = task.num_rows;  // prefix[low] <= target < prefix[high]
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (prefix[middle] <= target) low = middle; else high = middle;
+    }
+    row = low;
+    tiles = prefix[row + 1] - prefix[row];
+    const int within = at - prefix[row] * per_row;
+    pass = within / tiles;
+    first_tile = within - pass * tiles;
+    last_tile = min(tiles, first_tile + (end - at));
+    item_begin = at - first_tile;
+  };
+  auto load_ids = [&](int tile) {
+    ids_base = tile * kTile / task.block_tokens;
+    const int entries = (tiles * kTile + task.block_tokens - 1) / task.block_tokens;
+    const int entry = min(ids_base + lane, entries - 1);
+    ids = task.block_tables[row * task.table_stride + entry];
+  };
+  auto tile_address = [&](int tile) {  // of the tile's first key
+    const int token = tile * kTile, entry = token / task.block_tokens;
+    if (entry - ids_base >= 32) load_ids(tile);
+    const int64_t id = __shfl_sync(kAll, ids, entry - ids_base);
+    return cache + (id * 2 * task.kv_heads + pass / task.groups) * head_stride + token % task.block_tokens * D;
+  };
+  auto load_keys = [&](const X* from) {
+#pragma unroll
+    for (int c = 0; c < KC; ++c) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int d = c * 32 + t * 8;
+        keys[c][i] = D % 32 == 0 || d < D ? load_stream(from + (g + 8 * i) * D + d) : make_uint4(0, 0, 0, 0);
+      }
+    }
+  };
+  // tokens 2t, 2t + 1, 2t + 8, 2t + 9; those beyond the context are zeros, for they may hold anything
+  auto load_values = [&](const X* from, int valid) {
+#pragma unroll
+    for (int c = 0; c < VC; ++c) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int token = 2 * t + i % 2 + i / 2 * 8, d = c * 64 + g * 8;
+        values[c][i] = token < valid && (D % 64 == 0 || d < D) ? load_stream(from + token * D + d)
+                                                               : make_uint4(0, 0, 0, 0);
+      }
+    }
+  };
+
+  bool waited = false;
+  int at = begin;
+  while (at < end) {
+    find(at);
+    load_ids(first_tile);
+    const int context = task.context_lens[row];
+    const X* address = tile_address(first_tile);
+    const int64_t to_values = task.kv_heads * head_stride;
+    // The newest token is written by the kernel before this one; all others may be read ahead of it.
+    if (!waited && last_tile == tiles && first_tile == tiles - 1) {
+      wait_for_predecessor();
+      waited = true;
+    }
+    load_keys(address);
+    load_values(address + to_values, context - first_tile * kTile);
+    if (!waited) {
+      wait_for_predecessor();
+      waited = true;
+    }
+
+    const int kv_head = pass / task.groups, first_head = pass % task.groups * kGroup;
+    const int heads = min(kGroup, task.group - first_head);  // of this pass
+    const int head = kv_head * task.group + first_head;      // the first of them
+    uint4 q[KC];
+#pragma unroll
+    for (int c = 0; c < KC; ++c) {
+      const int d = c * 32 + t * 8;
+      const X* from = static_cast<const X*>(task.qkv) + row * task.qkv_stride + (head + g) * D + d;
+      q[c] = g < heads && (D % 32 == 0 || d < D) ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
+    }
+    float slope[2] = {};
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (task.slopes && 2 * t + i < heads) slope[i] = task.slopes[head + 2 * t + i] * kLog2e;
+    const float scale = task.scale * kLog2e;
+
+    float output[VC][4][4] = {};  // [chunk][two dims][dim, head]
+    float most[2] = {-CUDART_INF_F, -CUDART_INF_F}, sum[2] = {};
+    for (int tile = first_tile; tile < last_tile; ++tile) {
+      float scores[2][4] = {};
+#pragma unroll
+      for (int c = 0; c < KC; ++c) {
+        multiply_add<X>(scores[0], keys[c][0].x, keys[c][1].x, keys[c][0].y, keys[c][1].y, q[c].x, q[c].y);
+        multiply_add<X>(scores[1], keys[c][0].z, keys[c][1].z, keys[c][0].w, keys[c][1].w, q[c].z, q[c].w);
+      }
+      const bool more = tile + 1 < last_tile;
+      if (more) {
+        address = tile_address(tile + 1);
+        load_keys(address);
+      }
+      float p[4];  // tokens g and g + 8, heads 2t and 2t + 1
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int token = tile * kTile + g + i / 2 * 8;
+        const float score = (scores[0][i] + scores[1][i]) * scale + slope[i % 2] * float(token - (context - 1));
+        p[i] = token < context ? score : -CUDART_INF_F;
+      }
+      float high[2] = {fmaxf(p[0], p[2]), fmaxf(p[1], p[3])};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        high[i] = fmaxf(high[i], __shfl_xor_sync(kAll, high[i], 4));
+        high[i] = fmaxf(high[i], __shfl_xor_sync(kAll, high[i], 8));
+        high[i] = fmaxf(high[i], __shfl_xor_sync(kAll, high[i], 16));
+      }
+      if (__any_sync(kAll, high[0] > most[0] || high[1] > most[1])) {
+        float shrink[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float now = fmaxf(most[i], high[i]);
+          shrink[i] = exp2f(most[i] - now);
+          most[i] = now;
+          sum[i] *= shrink[i];
+        }
+#pragma unroll
+        for (int c = 0; c < VC; ++c) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) output[c][j][i] *= shrink[i % 2];
+          }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        p[i] = exp2f(p[i] - most[i % 2]);
+        sum[i % 2] += p[i];
+      }
+      const uint32_t p0 = transpose8x8(pack<X>(p[0], p[1])), p1 = transpose8x8(pack<X>(p[2], p[3]));
+#pragma unroll
+      for (int c = 0; c < VC; ++c) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          uint32_t words[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) words[i] = get(values[c][i], j);
+          multiply_add<X>(output[c][j], __byte_perm(words[0], words[1], 0x5410),
+                          __byte_perm(words[0], words[1], 0x7632), __byte_perm(words[2], words[3], 0x5410),
+                          __byte_perm(words[2], words[3], 0x7632), p0, p1);
+        }
+      }
+      if (more) load_values(address + to_values, context - (tile + 1) * kTile);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      sum[i] += __shfl_xor_sync(kAll, sum[i], 4);
+      sum[i] += __shfl_xor_sync(kAll, sum[i], 8);
+      sum[i] += __shfl_xor_sync(kAll, sum[i], 16);
+    }
+
+    X* const out = static_cast<X*>(task.out) + row * task.out_stride + head * D;
+    if (first_tile == 0 && last_tile == tiles) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (2 * t + i >= heads) continue;
+        const float scale_out = 1.0f / sum[i];
+#pragma unroll
+        for (int c = 0; c < VC; ++c) {
+          const int d = c * 64 + g * 8;
+          if (D % 64 != 0 && d >= D) continue;
+          float eight[8];
+#pragma unroll
+          for (int j = 0; j < 8; ++j) eight[j] = output[c][j / 2][j % 2 * 2 + i] * scale_out;
+          store8(out + (2 * t + i) * D + d, eight);
+        }
+      }
+    } else {
+      // a warp leaves at most two parts: of the row and head it began with, and of the one it ended with
+      auto slot_of = [&](int w) {
+        return task.scratch + int64_t(2 * w + (start_of(w) >= item_begin ? 0 : 1)) * slot_floats(D);
+      };
+      float* const slot = slot_of(warp);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (2 * t + i >= heads) continue;
+        float* const mine = slot + (2 * t + i) * (D + 2);
+        if (g == 0) __stcg(reinterpret_cast<float2*>(mine + D), make_float2(most[i], sum[i]));
+#pragma unroll
+        for (int c = 0; c < VC; ++c) {
+          const int d = c * 64 + g * 8;
+          if (D % 64 != 0 && d >= D) continue;
+#pragma unroll
+          for (int j = 0; j < 4; ++j)
+            __stcg(reinterpret_cast<float2*>(mine + d + 2 * j), make_float2(output[c][j][i], output[c][j][2 + i]));
+        }
+      }
+      __threadfence();
+      __syncwarp();
+      unsigned arrived = 0;
+      const int item = row * per_row + pass;
+      if (lane == 0) arrived = atomicAdd(task.counters + item, unsigned(last_tile - first_tile));
+      arrived = __shfl_sync(kAll, arrived, 0) + (last_tile - first_tile);
+      if (arrived == unsigned(tiles)) {
+        if (lane == 0) task.counters[item] = 0;  // for the next launch
+        __threadfence();
+        const int from = owner_of(item_begin), to = owner_of(item_begin + tiles - 1);
+        for (int h = 0; h < heads; ++h) {
+          // lane w holds the maximum and the sum of part w; more than 32 parts take turns
+          float peak = -CUDART_INF_F;
+          for (int w = from + lane; w <= to; w += 32)
+            peak = fmaxf(peak, __ldcg(slot_of(w) + h * (D + 2) + D));
+          peak = warp_max(peak);
+          float all = 0.0f;
+          float together[(D + 63) / 64][2] = {};
+          for (int first = from; first <= to; first += 32) {
+            const int count = min(32, to - first + 1);
+            float weight = 0.0f;
+            if (lane < count) {
+              const float2 part = __ldcg(reinterpret_cast<const float2*>(slot_of(first + lane) + h * (D + 2) + D));
+              weight = exp2f(part.x - peak);
+              all += weight * part.y;
+            }
+#pragma unroll 8
+            for (int w = 0; w < count; ++w) {
+              const float share = __shfl_sync(kAll, weight, w);
+              const float* part = slot_of(first + w) + h * (D + 2);
+#pragma unroll
+              for (int c = 0; c < VC; ++c) {
+                const int d = c * 64 + lane * 2;
+                if (D % 64 != 0 && d >= D) continue;
+                const float2 two = __ldcg(reinterpret_cast<const float2*>(part + d));
+                together[c][0] += share * two.x, together[c][1] += share * two.y;
+              }
+            }
+          }
+          const float scale_out = 1.0f / warp_sum(all);
+#pragma unroll
+          for (int c = 0; c < VC; ++c) {
+            const int d = c * 64 + lane * 2;
+            if (D % 64 != 0 && d >= D) continue;
+            *reinterpret_cast<uint32_t*>(out + h * D + d) =
+                pack<X>(together[c][0] * scale_out, together[c][1] * scale_out);
+          }
+        }
+      }
+    }
+    at += last_tile - first_tile;
+  }
+  if (!waited) wait_for_predecessor();
+
+  for (int b = blockIdx.x; b < task.num_rows; b += gridDim.x) {  // padding
+    if (prefix[b + 1] > prefix[b]) continue;
+    X* const out = static_cast<X*>(task.out) + b * task.out_stride;
+    for (int i = threadIdx.x; i < task.heads * D; i += blockDim.x) out[i] = from_float<X>(0.0f);
+  }
+}
+
+// Any head size and dtype, no tuning: a warp takes one row and head and goes through its context token by token.
+template <typename X, int DIMS>  // dims a lane
+__global__ void decode_attention_any(const __grid_constant__ Task task, int head_size) {
+  wait_for_predecessor();
+  const int lane = threadIdx.x % 32;
+  const int index = blockIdx.x * kWarps + threadIdx.x / 32;
+  const int row = index / task.heads, head = index % task.heads;
+  if (row >= task.num_rows) return;
+  const int context = task.context_lens[row], kv_head = head / task.group;
+  const X* const q = static_cast<const X*>(task.qkv) + row * task.qkv_stride + head * head_size;
+  X* const out = static_cast<X*>(task.out) + row * task.out_stride + head * head_size;
+  const float slope = task.slopes ? task.slopes[head] * kLog2e : 0.0f, scale = task.scale * kLog2e;
+  const int64_t head_stride = int64_t(task.block_tokens) * head_size;
+  float query[DIMS] = {}, output[DIMS] = {}, most = -CUDART_INF_F, sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < DIMS; ++i)
+    if (lane + 32 * i < head_size) query[i] = to_float(q[lane + 32 * i]);
+  for (int token = 0; token < context; ++token) {
+    const int64_t id = task.block_tables[row * task.table_stride + token / task.block_tokens];
+    const X* const key = static_cast<const X*>(task.cache) + (id * 2 * task.kv_heads + kv_head) * head_stride +
+                         int64_t(token % task.block_tokens) * head_size;
+    const X* const value = key + task.kv_heads * head_stride;
+    float score = 0.0f;
+#pragma unroll
+    for (int i = 0; i < DIMS; ++i)
+      if (lane + 32 * i < head_size) score += query[i] * to_float(key[lane + 32 * i]);
+    score = warp_sum(score) * scale + slope * float(token - (context - 1));
+    const float now = fmaxf(most, score), shrink = exp2f(most - now), p = exp2f(score - now);
+    most = now;
+    sum = sum * shrink + p;
+#pragma unroll
+    for (int i = 0; i < DIMS; ++i)
+      if (lane + 32 * i < head_size) output[i] = output[i] * shrink + p * to_float(value[lane + 32 * i]);
+  }
+#pragma unroll
+  for (int i = 0; i < DIMS; ++i)
+    if (lane + 32 * i < head_size) out[lane + 32 * i] = from_float<X>(context ? output[i] / sum : 0.0f);
+}
+
+template <typename X, int D>
+int run(const Task& task, int num_counters, void* stream) {
+  const int blocks = device().multiprocessors * (D <= 128 ? 3 : 2);
+  if (task.num_rows * task.kv_heads * task.groups > num_counters)
+    return fail("decode_attention: %d rows of %d kv heads need more than %d counters", task.num_rows, task.kv_heads,
+                num_counters);
+  return launch("decode_attention", decode_attention<X, D>, blocks < kMaxBlocks ? blocks : kMaxBlocks, 32 * kWarps,
+                (task.num_rows + 1) * sizeof(int), stream, task);
+}
+
+template <typename X>
+int run_any(const Task& task, int head_size, void* stream) {
+  const auto kernel = head_size <= 64 ? decode_attention_any<X, 2> : head_size <= 128 ? decode_attention_any<X, 4>
+                                                                                      : decode_attention_any<X, 8>;
+  return launch("decode_attention", kernel, ceil_div(int64_t(task.num_rows) * task.heads, kWarps), 32 * kWarps, 0,
+                stream, task, head_size);
+}
+
+}  // namespace
+}  // namespace tridecode
+
+using namespace tridecode;
+
+int64_t tridecode_decode_attention_scratch(int head_size) {
+  return int64_t(kMaxBlocks) * kWarps * 2 * slot_floats(head_size) * sizeof(float);
+}
+
+int tridecode_decode_attention(void* out, const void* qkv, const void* cache, const int* block_tables,
+                               const int* context_lens, const float* slopes, float scale, int num_rows, int heads,
+                               int kv_heads, int head_size, int block_tokens, int64_t qkv_stride, int64_t out_stride,
+                               int64_t table_stride, void* scratch, unsigned int* counters, int num_counters, int dtype,
+                               void* stream) {
+  Task task = {out,        qkv,        cache,        block_tables,
+               context_lens, slopes,   scale,        num_rows,
+               heads,      kv_heads,   block_tokens, qkv_stride,
+               out_stride, table_stride, static_cast<float*>(scratch), counters,
+               heads / kv_heads, ceil_div(heads / kv_heads, kGroup)};
+  return for_dtype(dtype, "decode_attention", [&](auto zero) {
+    using X = decltype(zero);
+    if (head_size > 256) return fail("decode_attention: head size %d; at most 256", head_size);
+    if constexpr (sizeof(X) == 2) {
+      const bool aligned = aligned16(out) && aligned16(qkv) && aligned16(cache) && qkv_stride % 8 == 0 &&
+                           out_stride % 8 == 0 && block_tokens % kTile == 0;
+      if (aligned && scratch) {
+        if (head_size == 64) return run<X, 64>(task, num_counters, stream);
+        if (head_size == 80) return run<X, 80>(task, num_counters, stream);
+        if (head_size == 96) return run<X, 96>(task, num_counters, stream);
+        if (head_size == 112) return run<X, 112>(task, num_counters, stream);
+        if (head_size == 128) return run<X, 128>(task, num_counters, stream);
+        if (head_size == 256) return run<X, 256>(task, num_counters, stream);
+      }
+    }
+    return run_any<X>(task, head_size, stream);
+  });
+}

@@ -1,0 +1,340 @@
+// out = activation(norm(x) @ weight.T + bias) + residual for 1 to 16 tokens, each weight read once.
+//
+// The weights are the 16-row operand of the matrix instruction and go straight from memory to its registers: the order
+// of the inner axis is free as long as both operands agree, so a lane takes 8 consecutive weights of a row with one
+// 16-byte load, and x lies in shared memory in the matching order. A warp always has RING loads of every row in flight,
+// also across tiles, and fills that ring before it waits for the kernel that computes x.
+//
+// One block a multiprocessor. A unit of work is a tile of 16 * MT * WM rows times one slice of the inputs: the part of
+// x that fits in shared memory. WK warps share the inputs of a slice, WM * MT tiles of 16 rows stand side by side. The
+// units, ordered by slice, are dealt out in contiguous runs, so that a block loads x once or twice. Sums of the WK warps
+// meet in shared memory; those of several slices in scratch memory, where the last block to arrive adds them up in order.
+//
+// Bytes moved: outputs * inputs * sizeof(X), once.   Bench: python -m tridecode.kernels.bench linear
+#include "linear.cuh"
+
+namespace tridecode {
+namespace {
+
+using Task = LinearTask;
+
+template <int NT, int WK, int WM, int MT, int RING>
+struct Shape {
+  static constexpr int kThreads = 32 * WK * WM;
+  static constexpr int kRows = 16 * MT * WM;                   // of a tile
+  static constexpr int kBuffers = NT <= 4 ? 2 : 1;             // of the warps' sums
+  static constexpr int kSums = WK * NT * kRows * 8;            // floats of a buffer
+  static constexpr int kChunkStep = WK * RING;                 // chunks of 32 inputs that the block takes at once
+  static constexpr bool kCanNorm = NT <= 2 && WK * WM == 16;
+};
+
+template <typename X, int MODE, int NT, int WK, int WM, int MT, int RING>
+__global__ void __launch_bounds__(32 * WK * WM, 1) linear(const __grid_constant__ Task task) {
+  using S = Shape<NT, WK, WM, MT, RING>;
+  extern __shared__ uint4 shared[];
+  float* const sums = reinterpret_cast<float*>(shared);
+  uint4* const xs = shared + S::kBuffers * S::kSums / 4;
+  __shared__ float partial[S::kCanNorm ? 16 : 1][17];
+  __shared__ float totals[2][16];
+  __shared__ bool is_last;
+
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int g = lane / 4, t = lane % 4;
+  const int wk = warp % WK, wm = warp / WK;
+  const int tokens = task.tokens, warp_chunks = task.warp_chunks;
+  const int64_t units = int64_t(task.slices) * task.tiles;
+  const int begin = int(units * blockIdx.x / gridDim.x), end = int(units * (blockIdx.x + 1) / gridDim.x);
+
+  // ---- the ring of weights
+  const uint4* const weights = static_cast<const uint4*>(task.weight);
+  uint4 ring[RING][MT][2];
+  unsigned rows[MT][2];  // offsets in units of 8 weights, so that 32 bits suffice
+  int limit = 0;  // inputs of the slice that lie after this lane's first
+  auto aim = [&](int unit) {
+    if (unit >= end) {
+      limit = 0;
+      return;
+    }
+    const int slice = unit / task.tiles, tile = unit % task.tiles;
+    const int first_input = slice * task.slice_inputs, lane_input = wk * 64 + t * 8;
+    limit = min(task.slice_inputs, task.inputs - first_input) - lane_input;
+#pragma unroll
+    for (int m = 0; m < MT; ++m) {
+      const int pair = ((tile * WM + wm) * MT + m) * 8 + g;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = row_of<MODE>(task, pair, i);
+        const int64_t offset = (is_row<MODE>(task, pair, row) ? row : 0) * task.weight_stride + first_input + lane_input;
+        rows[m][i] = unsigned(offset / 8);
+      }
+    }
+  };
+  auto fetch = [&](int slot, int chunk_base) {
+    const int offset = chunk_base * 32 * WK + slot / 2 * 64 * WK + slot % 2 * 32;
+#pragma unroll
+    for (int m = 0; m < MT; ++m) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        ring[slot][m][i] = offset < limit ? load_stream(weights + rows[m][i] + offset / 8) : make_uint4(0, 0, 0, 0);
+    }
+  };
+  int ahead = begin, ahead_chunk = 0;  // what the ring takes next
+  auto advance = [&]() {
+    ahead_chunk += RING;
+    if (ahead_chunk == warp_chunks) {
+      ahead_chunk = 0;
+      aim(++ahead);
+    }
+  };
+  aim(begin);
+#pragma unroll
+  for (int slot = 0; slot < RING; ++slot) fetch(slot, 0);
+  advance();
+  if (S::kCanNorm && task.norm_weight) {
+    for (int k = threadIdx.x * 64; k < task.inputs; k += S::kThreads * 64) {
+      prefetch_l2(static_cast<const X*>(task.norm_weight) + k);
+      if (task.norm_bias) prefetch_l2(static_cast<const X*>(task.norm_bias) + k);
+    }
+  }
+  wait_for_predecessor();
+
+  // ---- x in shared memory: piece ((chunk * tokens) + token) * 4 + t holds inputs chunk * 32 + t * 8 ..
+  const int pieces = warp_chunks * WK * 4;
+  auto load_x = [&](int slice) {
+    const int first_input = slice * task.slice_inputs;
+    const int inputs = min(task.slice_inputs, task.inputs - first_input);
+    const X* x = static_cast<const X*>(task.x) + first_input;
+    for (int token = 0; token < tokens; ++token) {
+      for (int p = threadIdx.x; p < pieces; p += S::kThreads) {
+        const bool valid = p * 8 < inputs;
+        copy16_async(xs + (p / 4 * tokens + token) * 4 + p % 4, valid ? x + token * task.x_stride + p * 8 : x, valid);
+      }
+    }
+    commit_copies();
+    wait_copies<0>();
+  };
+  auto normalize = [&]() {
+    if constexpr (S::kCanNorm) {
+      // every thread works on the pieces that it copied itself
+      auto piece_of = [&](int p, int token) { return reinterpret_cast<X*>(xs + (p / 4 * tokens + token) * 4 + p % 4); };
+      // totals[which][token] = the sum of f over the token's inputs
+      auto sum_over_inputs = [&](int which, auto f) {
+#pragma unroll 4
+        for (int token = 0; token < tokens; ++token) {
+          float sum = 0.0f;
+          for (int p = threadIdx.x; p * 8 < task.inputs; p += S::kThreads) {
+            float values[8];
+            load8(piece_of(p, token), values);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) sum += f(values[i], token);
+          }
+          sum = warp_sum(sum);
+          if (lane == 0) partial[token][warp] = sum;
+        }
+        __syncthreads();
+        if (warp < tokens) {
+          const float total = warp_sum(lane < 16 ? partial[warp][lane] : 0.0f);
+          if (lane == 0) totals[which][warp] = total;
+        }
+        __syncthreads();
+      };
+      const bool centred = task.norm_bias != nullptr;
+      const float each = 1.0f / task.inputs;
+      if (centred) sum_over_inputs(0, [](float x, int) { return x; });
+      sum_over_inputs(1, [&](float x, int token) {
+        const float difference = x - (centred ? totals[0][token] * each : 0.0f);
+        return difference * difference;
+      });
+      for (int p = threadIdx.x; p * 8 < task.inputs; p += S::kThreads) {
+        float w[8], b[8] = {};
+        load8(static_cast<const X*>(task.norm_weight) + p * 8, w);
+        if (centred) load8(static_cast<const X*>(task.norm_bias) + p * 8, b);
+#pragma unroll 1
+        for (int token = 0; token < tokens; ++token) {
+          const float mean = centred ? totals[0][token] * each : 0.0f;
+          const float scale = rsqrtf(totals[1][token] * each + task.eps);
+          float values[8];
+          load8(piece_of(p, token), values);
+#pragma unroll
+          for (int i = 0; i < 8; ++i) values[i] = (values[i] - mean) * scale * w[i] + b[i];
+          store8(piece_of(p, token), values);
+        }
+      }
+    }
+  };
+
+  int loaded = -1;
+  int slice = begin / task.tiles, tile = begin % task.tiles - 1;
+  for (int unit = begin; unit < end; ++unit) {
+    if (++tile == task.tiles) tile = 0, ++slice;
+    if (slice != loaded) {
+      load_x(slice);
+      if (task.norm_weight) normalize();
+      __syncthreads();
+      loaded = slice;
+    }
+
+    // ---- products
+    float c[MT][NT][4] = {};
+    for (int chunk_base = 0; chunk_base < warp_chunks; chunk_base += RING) {
+#pragma unroll
+      for (int slot = 0; slot < RING; ++slot) {
+        const int chunk = (chunk_base + slot / 2 * 2) * WK + wk * 2 + slot % 2;
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+          const int token = n * 8 + g;
+          const uint4 b = token < tokens ? xs[(chunk * tokens + token) * 4 + t] : make_uint4(0, 0, 0, 0);
+#pragma unroll
+          for (int m = 0; m < MT; ++m) {
+            const uint4& a0 = ring[slot][m][0];
+            const uint4& a1 = ring[slot][m][1];
+            multiply_add<X>(c[m][n], a0.x, a1.x, a0.y, a1.y, b.x, b.y);
+            multiply_add<X>(c[m][n], a0.z, a1.z, a0.w, a1.w, b.z, b.w);
+          }
+        }
+        fetch(slot, ahead_chunk);
+      }
+      advance();
+    }
+
+    // ---- the WK warps' sums; a row's 8 tokens are rotated so that neither side meets a bank conflict
+    float* const mine = sums + unit % S::kBuffers * S::kSums;
+    if (S::kBuffers == 1) __syncthreads();
+#pragma unroll
+    for (int m = 0; m < MT; ++m) {
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int row = (wm * MT + m) * 16 + g + 8 * i;
+          const int at = ((wk * NT + n) * S::kRows + row) * 8 + (t ^ (row / 4 % 4)) * 2;
+          *reinterpret_cast<float2*>(mine + at) = make_float2(c[m][n][2 * i], c[m][n][2 * i + 1]);
+        }
+      }
+    }
+    // an item: two rows and two tokens
+    const int items = S::kRows / 2 * ((tokens + 1) / 2);
+    auto pair_of = [&](int item) { return tile * (S::kRows / 2) + item % (S::kRows / 2); };
+    auto token_of = [&](int item) { return item / (S::kRows / 2) * 2; };
+    auto sum_of = [&](int item, float(&values)[2][2]) {
+      const int pair = item % (S::kRows / 2), token = token_of(item);
+      const int row = pair / 8 * 16 + pair % 8;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int at = (token / 8 * S::kRows + row + 8 * i) * 8 + (token / 2 % 4 ^ ((row + 8 * i) / 4 % 4)) * 2;
+        float2 total = make_float2(0.0f, 0.0f);
+#pragma unroll 4
+        for (int k = 0; k < WK; ++k) {
+          const float2 part = *reinterpret_cast<const float2*>(mine + k * NT * S::kRows * 8 + at);
+          total.x += part.x, total.y += part.y;
+        }
+        values[0][i] = total.x, values[1][i] = total.y;
+      }
+    };
+    float4* const tile_partials = task.partials + int64_t(tile) * task.slices * items;
+    const bool whole = task.slices == 1;
+    Extra extra = {};
+    if (whole && threadIdx.x < items) extra = load_extra<X, MODE>(task, pair_of(threadIdx.x), token_of(threadIdx.x));
+    __syncthreads();
+    if (!whole) {
+      for (int item = threadIdx.x; item < items; item += S::kThreads) {
+        float values[2][2];
+        sum_of(item, values);
+        const float4 part = make_float4(values[0][0], values[0][1], values[1][0], values[1][1]);
+        __stcg(tile_partials + slice * items + item, part);
+      }
+      __threadfence();
+      __syncthreads();
+      if (threadIdx.x == 0) {
+        is_last = atomicAdd(task.counters + tile, 1u) == unsigned(task.slices - 1);
+        if (is_last) task.counters[tile] = 0;  // for the next launch
+      }
+      __syncthreads();
+      if (!is_last) continue;
+      __threadfence();
+    }
+    for (int item = threadIdx.x; item < items; item += S::kThreads) {
+      if (!whole || item != threadIdx.x) extra = load_extra<X, MODE>(task, pair_of(item), token_of(item));
+      float values[2][2] = {};
+      if (whole) {
+        sum_of(item, values);
+      } else {
+        for (int s = 0; s < task.slices; ++s) {
+          const float4 part = __ldcg(tile_partials + s * items + item);
+          values[0][0] += part.x, values[0][1] += part.y, values[1][0] += part.z, values[1][1] += part.w;
+        }
+      }
+      finish<X, MODE>(task, pair_of(item), token_of(item), values, extra);
+    }
+  }
+}
+
+// ---------------------------------------------------------------- host
+
+// How a product is cut: the fewest slices whose x fits in shared memory.
+template <typename S>
+bool divide(Task& task, int64_t scratch_bytes, int num_counters, int ring, int warps_k, size_t* shared) {
+  const int64_t budget = device().shared_bytes - 3 * 1024 - int64_t(S::kBuffers) * S::kSums * 4;
+  for (task.slices = 1; task.slices <= 64; ++task.slices) {
+    task.slice_inputs = ceil_div(ceil_div(task.inputs, 32), task.slices) * 32;
+    task.warp_chunks = ceil_div(task.slice_inputs / 32, S::kChunkStep) * ring;
+    const int64_t x_bytes = int64_t(task.warp_chunks) * warps_k * 64 * task.tokens;
+    if (x_bytes > budget) continue;
+    *shared = S::kBuffers * S::kSums * 4 + x_bytes;
+    task.tiles = ceil_div(task.outputs, S::kRows);
+    if (task.slices == 1) return true;
+    const int64_t needed = int64_t(task.tiles) * task.slices * (S::kRows / 2) * ((task.tokens + 1) / 2) * 16;
+    return needed <= scratch_bytes && task.tiles <= num_counters;
+  }
+  return false;
+}
+
+template <typename X, int NT, int WK, int WM, int MT, int RING>
+int run(Task task, int mode, int64_t scratch_bytes, int num_counters, void* stream) {
+  using S = Shape<NT, WK, WM, MT, RING>;
+  size_t shared = 0;
+  if (!divide<S>(task, scratch_bytes, num_counters, RING, WK, &shared))
+    return fail("linear: %d tokens, %d inputs, %d outputs do not fit in %lld bytes of scratch and %d counters",
+                task.tokens, task.inputs, task.outputs, (long long)scratch_bytes, num_counters);
+  if (task.norm_weight && (!S::kCanNorm || task.slices > 1))
+    return fail("linear: the norm of %d tokens of %d inputs cannot be fused", task.tokens, task.inputs);
+  const int units = task.slices * task.tiles;
+  const int blocks = units < device().multiprocessors ? units : device().multiprocessors;
+  const auto kernel = mode == kGated ? linear<X, kGated, NT, WK, WM, MT, RING>
+                      : mode == kQkv ? linear<X, kQkv, NT, WK, WM, MT, RING>
+                                     : linear<X, kPlain, NT, WK, WM, MT, RING>;
+  return launch("linear", kernel, blocks, S::kThreads, shared, stream, task);
+}
+
+}  // namespace
+}  // namespace tridecode
+
+using namespace tridecode;
+
+int tridecode_linear(void* out, const void* x, const void* weight, const void* bias, const void* norm_weight,
+                     const void* norm_bias, float eps, const void* residual, int num_tokens, int inputs, int outputs,
+                     int64_t x_stride, int64_t weight_stride, int64_t residual_stride, int64_t out_stride, int mode,
+                     int activation, int out_float32, const float* cos, const float* sin, const int* positions,
+                     const int* kv_slots, void* cache, int heads, int kv_heads, int head_size, int rotary_size,
+                     int interleaved, int block_tokens, void* scratch, int64_t scratch_bytes, unsigned int* counters,
+                     int num_counters, int variant, int dtype, void* stream) {
+  Task task = {};
+  task.out = out, task.x = x, task.weight = weight, task.bias = bias, task.residual = residual;
+  task.norm_weight = norm_weight, task.norm_bias = norm_bias, task.eps = eps;
+  task.x_stride = x_stride, task.weight_stride = weight_stride;
+  task.residual_stride = residual_stride, task.out_stride = out_stride;
+  task.tokens = num_tokens, task.inputs = inputs, task.outputs = outputs;
+  task.activation = activation, task.out_float32 = out_float32;
+  task.cos = cos, task.sin = sin, task.positions = positions, task.kv_slots = kv_slots, task.cache = cache;
+  task.heads = heads, task.kv_heads = kv_heads, task.head_size = head_size, task.rotary_size = rotary_size;
+  task.interleaved = interleaved, task.block_tokens = block_tokens;
+  task.partials = static_cast<float4*>(scratch), task.counters = counters;
+  if (variant >= 0 && hopper_linear_takes(task, mode, scratch_bytes, num_counters))
+    return hopper_linear(task, mode, variant, dtype, stream);
+  return for_16_bit_dtype(dtype, "linear", [&](auto zero) {
+    using X = decltype(zero);
+    if (num_tokens <= 8) return run<X, 1, 16, 1, 1, 8>(task, mode, scratch_bytes, num_counters, stream);
+    if (num_tokens <= 16) return run<X, 2, 16, 1, 1, 8>(task, mode, scratch_bytes, num_counters, stream);
+    return fail("linear: %d tokens; this kernel takes 1 to 16", num_tokens);
+  });
+}

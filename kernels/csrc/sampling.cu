@@ -1,0 +1,557 @@
+// The next token of each row, in one launch: bad words, temperature, penalties, minimum length, log-probability, then the
+// largest logit or a draw after top-k and top-p, and what the sequence's slot remembers of it.
+//
+// Several blocks sweep a row once, in chunks of 2048 ids whose results do not depend on how many blocks there are; the
+// last of them to arrive finishes the row. Greedy rows and rows that draw from the whole vocabulary (the largest logit
+// plus Gumbel noise) are then done but for the comparison of the blocks' winners. For top-k and top-p the sweep leaves the
+// maximum of every 64 ids: the k-th largest maximum is a lower bound of the k-th largest logit, so that only few ids are
+// read again. The thresholds are found by a radix search over the order of float32; probabilities are added up as
+// integers, so that no order of additions matters. Where the few do not suffice, the search reads the whole row.
+//
+// Bytes moved: 4 * R * V, and 2 * R * V more under penalties.   Bench: python -m tridecode.kernels.bench sample
+#include "common.cuh"
+
+namespace tridecode {
+namespace {
+
+// Columns and flags as in kernels/ops.py.
+enum { kFlags, kTopK, kTopPResetId, kEndId, kMinTokens, kSeedLow, kSeedHigh, kNumBadWords, kNumInts };
+enum { kTemperature, kTopPInitial, kTopPDecay, kTopPMin, kRepetition, kPresence, kFrequency, kNumFloats = 8 };
+enum { kGreedy = 1, kPenalties = 2, kBadWords = 4, kMinLength = 8, kLogProbs = 16, kDecay = 32 };
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kChunk = 8 * kThreads;   // ids
+constexpr int kSegment = 64;           // ids
+constexpr int kCandidates = 4096;
+constexpr int kTopPSegments = 256;     // where top-p stands alone, the ids of so many segments are tried first
+constexpr float kMostGumbel = 22.9f;   // no draw is larger: -log(2^-33) is 22.87
+
+using u64 = unsigned long long;
+
+struct Task {
+  float* logits;
+  const int* slots;
+  const int* ints;
+  const float* floats;
+  float* top_p;
+  int* generated;
+  int* last_tokens;
+  int* history;
+  int* history_lens;
+  int16_t* counts;
+  const int* bad_ids;
+  const int* bad_ends;
+  int* tokens;
+  float* log_probs;
+  int vocab, history_size, bad_size;
+  int64_t stride;
+  int chunks, segments, chunks_each;  // of a row, of a row, of a block
+  char* scratch;
+  int64_t row_bytes;
+  unsigned int* counters;
+};
+
+// The order of float32 as that of integers; larger is larger.
+__device__ __forceinline__ unsigned order_of(float x) {
+  const unsigned bits = __float_as_uint(x);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+__device__ __forceinline__ float from_order(unsigned order) {
+  return __uint_as_float(order & 0x80000000u ? order & 0x7fffffffu : ~order);
+}
+// Compares by value, then by the lower id.
+__device__ __forceinline__ u64 rank_of(float x, int id) { return u64(order_of(x)) << 32 | (0xffffffffu - unsigned(id)); }
+__device__ __forceinline__ int id_of(u64 rank) { return int(0xffffffffu - unsigned(rank)); }
+__device__ __forceinline__ float value_of(u64 rank) { return from_order(unsigned(rank >> 32)); }
+
+__device__ __forceinline__ u64 warp_largest(u64 rank) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    const u64 other = __shfl_xor_sync(kAll, rank, offset);
+    rank = other > rank ? other : rank;
+  }
+  return rank;
+}
+
+__device__ __forceinline__ u64 block_largest(u64 rank, u64* shared) {
+  rank = warp_largest(rank);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = rank;
+  __syncthreads();
+  return warp_largest(shared[threadIdx.x % kWarps]);
+}
+
+// Philox-4x32-10, Salmon et al. 2011.
+__device__ __forceinline__ uint4 philox(unsigned k0, unsigned k1, unsigned c0, unsigned c1) {
+  unsigned c2 = 0, c3 = 0;
+#pragma unroll
+  for (int round = 0; round < 10; ++round) {
+    const unsigned high0 = __umulhi(c0, 0xD2511F53u), low0 = c0 * 0xD2511F53u;
+    const unsigned high1 = __umulhi(c2, 0xCD9E8D57u), low1 = c2 * 0xCD9E8D57u;
+    c0 = high1 ^ c1 ^ k0, c1 = low1, c2 = high0 ^ c3 ^ k1, c3 = low0;
+    k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+  }
+  return make_uint4(c0, c1, c2, c3);
+}
+
+__device__ __forceinline__ float gumbel(unsigned word) {
+  const float u = float((double(word) + 0.5) * 2.3283064365386963e-10);
+  return -logf(-log1pf(-u));
+}
+
+// log-sum-exp in parts: a maximum and the sum relative to it.
+struct Sum {
+  float most, sum;
+};
+__device__ __forceinline__ Sum merge(Sum a, Sum b) {
+  const float most = fmaxf(a.most, b.most);
+  if (most == -CUDART_INF_F) return {most, 0.0f};
+  return {most, a.sum * expf(a.most - most) + b.sum * expf(b.most - most)};
+}
+__device__ __forceinline__ Sum warp_merge(Sum mine) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    Sum other;
+    other.most = __shfl_xor_sync(kAll, mine.most, offset);
+    other.sum = __shfl_xor_sync(kAll, mine.sum, offset);
+    mine = merge(mine, other);
+  }
+  return mine;
+}
+
+// One row: its parameters, and its logits as they stand after temperature, penalties and minimum length.
+struct Row {
+  const float* logits;
+  const int16_t* counts;  // nullptr: no penalties
+  float temperature, repetition, presence, frequency;
+  int flags, top_k, banned, generated, vocab;
+  float top_p;
+  unsigned seed_low, seed_high;
+  bool wide;  // float4 loads
+
+  __device__ __forceinline__ bool greedy() const { return flags & kGreedy; }
+  __device__ __forceinline__ bool limited() const { return !greedy() && (top_k > 0 || top_p < 1.0f); }
+  __device__ __forceinline__ bool drawn_at_once() const { return !greedy() && !limited(); }
+  __device__ __forceinline__ bool summed() const {
+    return (flags & kLogProbs) || (limited() && top_k == 0);
+  }
+
+  __device__ __forceinline__ float adjust(float x, int id) const {
+    if (temperature != 1.0f) x = x / temperature;
+    if (counts) {
+      const int count = counts[id];
+      if (count > 0) {
+        x = x < 0.0f ? x * repetition : x / repetition;
+        x = __fsub_rn(x, __fadd_rn(presence, __fmul_rn(frequency, float(count))));
+      }
+    }
+    return id == banned ? -CUDART_INF_F : x;
+  }
+  // Ids first .. first + 3, first a multiple of 4; -inf beyond the vocabulary.
+  __device__ __forceinline__ void load4(int first, float (&x)[4]) const {
+    if (wide && first < vocab) {
+      const float4 four = *reinterpret_cast<const float4*>(logits + first);
+      x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = first + i < vocab ? logits[first + i] : -CUDART_INF_F;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (first + i < vocab) x[i] = adjust(x[i], first + i);
+  }
+  __device__ __forceinline__ float noise(int id) const {
+    const uint4 words = philox(seed_low, seed_high, unsigned(id) / 4, unsigned(generated));
+    return gumbel(id % 4 == 0 ? words.x : id % 4 == 1 ? words.y : id % 4 == 2 ? words.z : words.w);
+  }
+};
+
+__device__ __forceinline__ Row row_at(const Task& task, int index, int slot) {
+  const int* const ints = task.ints + int64_t(slot) * kNumInts;
+  const float* const floats = task.floats + int64_t(slot) * kNumFloats;
+  Row row;
+  row.logits = task.logits + index * task.stride;
+  row.flags = ints[kFlags];
+  row.vocab = task.vocab;
+  row.generated = task.generated[slot];
+  const bool scaled = !row.greedy() || (row.flags & (kPenalties | kLogProbs));
+  row.temperature = scaled && floats[kTemperature] != 0.0f ? floats[kTemperature] : 1.0f;
+  row.counts = row.flags & kPenalties ? task.counts + int64_t(slot) * task.vocab : nullptr;
+  row.repetition = floats[kRepetition], row.presence = floats[kPresence], row.frequency = floats[kFrequency];
+  row.banned = (row.flags & kMinLength) && row.generated < ints[kMinTokens] ? ints[kEndId] : -1;
+  row.top_k = ints[kTopK] > 0 && ints[kTopK] < task.vocab ? ints[kTopK] : 0;
+  row.top_p = row.greedy() ? 1.0f : task.top_p[slot];
+  row.seed_low = unsigned(ints[kSeedLow]), row.seed_high = unsigned(ints[kSeedHigh]);
+  row.wide = task.vocab % 4 == 0 && task.stride % 4 == 0;
+  return row;
+}
+
+// Makes the last id of each matching bad word impossible, for last ids in first .. end.
+__device__ __forceinline__ void ban_words(const Task& task, int index, int slot, int first, int end) {
+  const int* const ids = task.bad_ids + int64_t(slot) * task.bad_size;
+  const int* const ends = task.bad_ends + int64_t(slot) * task.bad_size;
+  const int* const history = task.history + int64_t(slot) * task.history_size;
+  const int length = task.history_lens[slot], words = task.ints[int64_t(slot) * kNumInts + kNumBadWords];
+  for (int word = threadIdx.x; word < words; word += kThreads) {
+    const int begin = word ? ends[word - 1] : 0, before = ends[word] - begin - 1;
+    if (before < 0 || before > length) continue;
+    const int last = ids[begin + before];
+    if (last < first || last >= end) continue;
+    bool matches = true;
+    for (int i = 0; i < before && matches; ++i) matches = history[length - before + i] == ids[begin + i];
+    if (matches) task.logits[index * task.stride + last] = -CUDART_INF_F;
+  }
+  __syncthreads();
+}
+
+struct Shared {
+  u64 ranks[kWarps];
+  Sum sums[2][kWarps];
+  u64 masses[256];
+  unsigned histogram[256];
+  unsigned prefix, count, listed;
+  u64 above;
+  float values[kCandidates];
+  int ids[kCandidates];
+};
+
+// Finds the bits of a threshold from the top: `add(prefix, mask, shift)` fills the histogram of the next 8 bits of all
+// values whose upper bits are `prefix`. Bins are taken from the largest while less than `wanted` lies in those above.
+// Returns the smallest order_of that is kept.
+template <typename Weight, typename Add>
+__device__ unsigned radix_threshold(Shared& shared, Weight* bins, u64 wanted, Add add) {
+  unsigned prefix = 0;
+  u64 above = 0;
+  for (int shift = 24; shift >= 0; shift -= 8) {
+    __syncthreads();
+    bins[threadIdx.x] = 0;
+    __syncthreads();
+    add(prefix, shift == 24 ? 0u : ~0u << (shift + 8), shift);
+    __syncthreads();
+    if (threadIdx.x < 32) {  // lane l owns bins 255 - 8 l downwards
+      u64 mine = 0;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) mine += bins[255 - 8 * threadIdx.x - i];
+      u64 before = mine;
+#pragma unroll
+      for (int offset = 1; offset < 32; offset *= 2) {
+        const u64 other = __shfl_up_sync(kAll, before, offset);
+        if (int(threadIdx.x) >= offset) before += other;
+      }
+      before += above - mine;
+      const bool here = before < wanted && before + mine >= wanted;
+      const unsigned found = __ballot_sync(kAll, here);
+      if (here) {
+        int bin = 255 - 8 * threadIdx.x;
+        while (before + bins[bin] < wanted) before += bins[bin--];
+        shared.prefix = prefix | unsigned(bin) << shift;
+        shared.above = before;
+      } else if (found == 0 && threadIdx.x == 0) {
+        shared.prefix = prefix;  // all of it is not enough: keep all
+        shared.above = above;
+      }
+    }
+    __syncthreads();
+    prefix = shared.prefix, above = shared.above;
+  }
+  return prefix;
+}
+
+__device__ __forceinline__ u64 mass_of(float x, float most) {
+  return u64(expf(x - most) * 1099511627776.0f);  // 2^40
+}
+
+// The draw of a row under top-k or top-p. each(body) calls body(value, id) for all ids that may be kept.
+template <typename Each>
+__device__ int draw(Shared& shared, const Row& row, float most, double total, bool total_given, Each each) {
+  unsigned threshold = order_of(-CUDART_INF_F) + 1;  // what is impossible is never kept
+  if (row.top_k > 0) {
+    const unsigned kth = radix_threshold(shared, shared.histogram, u64(row.top_k), [&](unsigned prefix, unsigned mask, int shift) {
+      each([&](float x, int) {
+        const unsigned order = order_of(x);
+        if ((order & mask) == prefix) atomicAdd(shared.histogram + (order >> shift & 255), 1u);
+      });
+    });
+    threshold = kth > threshold ? kth : threshold;
+  }
+  if (row.top_p < 1.0f) {
+    u64 wanted = 1;
+    if (!total_given) {
+      __syncthreads();
+      if (threadIdx.x == 0) shared.above = 0;
+      __syncthreads();
+      u64 mine = 0;
+      each([&](float x, int) {
+        if (order_of(x) >= threshold) mine += mass_of(x, most);
+      });
+      atomicAdd(&shared.above, mine);
+      __syncthreads();
+      total = double(shared.above);
+    }
+    const double share = ceil(double(row.top_p) * total);
+    if (share > 1.0) wanted = u64(share);
+    const unsigned least = threshold;
+    const unsigned nucleus = radix_threshold(shared, shared.masses, wanted, [&](unsigned prefix, unsigned mask, int shift) {
+      each([&](float x, int) {
+        const unsigned order = order_of(x);
+        if (order >= least && (order & mask) == prefix) atomicAdd(shared.masses + (order >> shift & 255), mass_of(x, most));
+      });
+    });
+    threshold = nucleus > threshold ? nucleus : threshold;
+  }
+  u64 best = 0;
+  each([&](float x, int id) {
+    if (order_of(x) < threshold || (best && x + kMostGumbel <= value_of(best))) return;
+    const u64 rank = rank_of(x + row.noise(id), id);
+    best = rank > best ? rank : best;
+  });
+  return id_of(block_largest(best, shared.ranks));
+}
+
+__device__ int draw_limited(Shared& shared, const Row& row, const float* maxima, int segments, float most, Sum sum) {
+  const bool alone = row.top_k == 0;  // top-p without top-k
+  const double total = alone ? double(sum.sum) * exp(double(sum.most) - most) * 1099511627776.0 : 0.0;
+  const int tried = alone ? kTopPSegments : row.top_k;
+  if (tried <= segments) {
+    const unsigned bound = radix_threshold(shared, shared.histogram, u64(tried), [&](unsigned prefix, unsigned mask, int shift) {
+      for (int i = threadIdx.x; i < segments; i += kThreads) {
+        const unsigned order = order_of(__ldcg(maxima + i));
+        if ((order & mask) == prefix) atomicAdd(shared.histogram + (order >> shift & 255), 1u);
+      }
+    });
+    if (threadIdx.x == 0) shared.count = shared.listed = 0;
+    __syncthreads();
+    // the ids of these segments lie in shared.ids until the candidates replace them
+    int* const list = reinterpret_cast<int*>(shared.values);
+    for (int i = threadIdx.x; i < segments; i += kThreads) {
+      if (order_of(__ldcg(maxima + i)) < bound) continue;
+      const unsigned at = atomicAdd(&shared.listed, 1u);
+      if (at < kCandidates / 4) list[at] = i;
+    }
+    __syncthreads();
+    const int listed = shared.listed;
+    if (listed <= kCandidates / 4) {
+      // a quarter of the values holds the list; the candidates start behind it
+      float* const values = shared.values + kCandidates / 4;
+      int* const ids = shared.ids;
+      constexpr int kRoom = kCandidates - kCandidates / 4;
+      for (int item = threadIdx.x; item < listed * (kSegment / 4); item += kThreads) {
+        const int first = list[item / (kSegment / 4)] * kSegment + item % (kSegment / 4) * 4;
+        float x[4];
+        row.load4(first, x);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (order_of(x[i]) < bound || x[i] == -CUDART_INF_F) continue;
+          const unsigned at = atomicAdd(&shared.count, 1u);
+          if (at < kRoom) values[at] = x[i], ids[at] = first + i;
+        }
+      }
+      __syncthreads();
+      const int count = shared.count;
+      bool enough = count <= kRoom;
+      auto each = [&](auto body) {
+        for (int i = threadIdx.x; i < count; i += kThreads) body(values[i], ids[i]);
+      };
+      if (enough && alone) {
+        __syncthreads();
+        if (threadIdx.x == 0) shared.above = 0;
+        __syncthreads();
+        u64 mine = 0;
+        each([&](float x, int) { mine += mass_of(x, most); });
+        atomicAdd(&shared.above, mine);
+        __syncthreads();
+        enough = double(shared.above) >= ceil(double(row.top_p) * total);
+      }
+      if (enough) return draw(shared, row, most, total, alone, each);
+    }
+  }
+  return draw(shared, row, most, total, alone, [&](auto body) {
+    for (int first = threadIdx.x * 4; first < row.vocab; first += kThreads * 4) {
+      float x[4];
+      row.load4(first, x);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (first + i < row.vocab && x[i] != -CUDART_INF_F) body(x[i], first + i);
+    }
+  });
+}
+
+__global__ void __launch_bounds__(kThreads) sample(const __grid_constant__ Task task) {
+  __shared__ Shared shared;
+  __shared__ bool is_last;
+  wait_for_predecessor();
+  const int index = blockIdx.y, slot = task.slots[index];
+  if (slot < 0) return;
+  const Row row = row_at(task, index, slot);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+
+  // scratch of a row: two ranks a block, a Sum a chunk, a maximum a segment
+  u64* const ranks = reinterpret_cast<u64*>(task.scratch + index * task.row_bytes);
+  Sum* const sums = reinterpret_cast<Sum*>(ranks + 2 * task.chunks);
+  float* const maxima = reinterpret_cast<float*>(sums + task.chunks);
+
+  // ---- the sweep
+  const int first_chunk = blockIdx.x * task.chunks_each, last_chunk = min(first_chunk + task.chunks_each, task.chunks);
+  if (row.flags & kBadWords) ban_words(task, index, slot, first_chunk * kChunk, last_chunk * kChunk);
+  const bool summed = row.summed(), limited = row.limited(), drawn = row.drawn_at_once();
+  u64 largest = 0, winner = 0;
+  for (int chunk = first_chunk; chunk < last_chunk; ++chunk) {
+    const int first = chunk * kChunk + threadIdx.x * 4;
+    float x[2][4];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) row.load4(first + half * (kChunk / 2), x[half]);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int id = first + half * (kChunk / 2);
+      float most = x[half][0];
+      int at = 0;
+#pragma unroll
+      for (int i = 1; i < 4; ++i)
+        if (x[half][i] > most) most = x[half][i], at = i;
+      if (id < task.vocab) {
+        const u64 rank = rank_of(most, id + at);
+        largest = rank > largest ? rank : largest;
+      }
+      if (drawn && most > -CUDART_INF_F && (!winner || most + kMostGumbel > value_of(winner))) {
+        const uint4 words = philox(row.seed_low, row.seed_high, unsigned(id) / 4, unsigned(row.generated));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (x[half][i] == -CUDART_INF_F || (winner && x[half][i] + kMostGumbel <= value_of(winner))) continue;
+          const u64 rank = rank_of(x[half][i] + gumbel(get(words, i)), id + i);
+          winner = rank > winner ? rank : winner;
+        }
+      }
+      if (limited) {
+        float segment = most;
+#pragma unroll
+        for (int offset = 1; offset < kSegment / 4; offset *= 2)
+          segment = fmaxf(segment, __shfl_xor_sync(kAll, segment, offset));
+        if (lane % (kSegment / 4) == 0 && id < task.vocab) __stcg(maxima + id / kSegment, segment);
+      }
+    }
+    if (summed) {
+      Sum mine = {-CUDART_INF_F, 0.0f};
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) mine.most = fmaxf(mine.most, x[half][i]);
+      }
+      if (mine.most > -CUDART_INF_F) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) mine.sum += expf(x[half][i] - mine.most);
+        }
+      }
+      mine = warp_merge(mine);
+      if (lane == 0) shared.sums[chunk % 2][warp] = mine;
+      __syncthreads();
+      if (threadIdx.x == 0) {
+        for (int w = 1; w < kWarps; ++w) mine = merge(mine, shared.sums[chunk % 2][w]);
+        sums[chunk] = mine;
+      }
+    }
+  }
+  largest = block_largest(largest, shared.ranks);
+  if (drawn) winner = block_largest(winner, shared.ranks);
+  if (threadIdx.x == 0) {
+    __stcg(ranks + 2 * blockIdx.x, largest);
+    __stcg(ranks + 2 * blockIdx.x + 1, winner);
+  }
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    is_last = atomicAdd(task.counters + index, 1u) == gridDim.x - 1;
+    if (is_last) task.counters[index] = 0;  // for the next launch
+  }
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence();
+
+  // ---- the last block of the row
+  largest = winner = 0;
+  for (int i = threadIdx.x; i < int(gridDim.x); i += kThreads) {
+    const u64 a = __ldcg(ranks + 2 * i), b = __ldcg(ranks + 2 * i + 1);
+    largest = a > largest ? a : largest;
+    winner = b > winner ? b : winner;
+  }
+  largest = block_largest(largest, shared.ranks);
+  if (drawn) winner = block_largest(winner, shared.ranks);
+  Sum sum = {-CUDART_INF_F, 0.0f};
+  if (summed) {  // every warp alike
+    for (int i = lane; i < task.chunks; i += 32)
+      sum = merge(sum, {__ldcg(&sums[i].most), __ldcg(&sums[i].sum)});
+    sum = warp_merge(sum);
+    sum.most = __shfl_sync(kAll, sum.most, 0), sum.sum = __shfl_sync(kAll, sum.sum, 0);  // the same bits everywhere
+  }
+  const int* const ints = task.ints + int64_t(slot) * kNumInts;
+  const float most = value_of(largest);
+  const bool impossible = most == -CUDART_INF_F;
+  int token;
+  if (impossible) {
+    const int end_id = ints[kEndId];
+    token = end_id >= 0 && end_id < task.vocab ? end_id : 0;
+  } else if (row.greedy()) {
+    token = id_of(largest);
+  } else if (drawn) {
+    token = id_of(winner);
+  } else {
+    token = draw_limited(shared, row, maxima, task.segments, most, sum);
+  }
+
+  // ---- what the slot remembers
+  if (threadIdx.x != 0) return;
+  float log_prob = 0.0f;
+  if ((row.flags & kLogProbs) && !impossible)
+    log_prob = row.adjust(row.logits[token], token) - (sum.most + logf(sum.sum));
+  task.tokens[index] = token;
+  task.log_probs[index] = log_prob;
+  task.last_tokens[slot] = token;
+  task.generated[slot] = row.generated + 1;
+  if (row.flags & kBadWords) {
+    const int length = task.history_lens[slot];
+    if (length < task.history_size) {
+      task.history[int64_t(slot) * task.history_size + length] = token;
+      task.history_lens[slot] = length + 1;
+    }
+  }
+  if (row.counts) task.counts[int64_t(slot) * task.vocab + token] += 1;
+  if (row.flags & kDecay) {
+    const float* const floats = task.floats + int64_t(slot) * kNumFloats;
+    const float now = task.top_p[slot];
+    task.top_p[slot] = token == ints[kTopPResetId] ? floats[kTopPInitial] : fmaxf(now * floats[kTopPDecay], floats[kTopPMin]);
+  }
+}
+
+int64_t row_bytes(int vocab) {
+  const int64_t chunks = ceil_div(vocab, kChunk), segments = ceil_div(vocab, kSegment);
+  return (chunks * (2 * sizeof(u64) + sizeof(Sum)) + segments * sizeof(float) + 15) / 16 * 16;
+}
+
+}  // namespace
+}  // namespace tridecode
+
+using namespace tridecode;
+
+int64_t tridecode_sample_scratch(int max_rows, int vocab_size) { return max_rows * row_bytes(vocab_size); }
+
+int tridecode_sample(float* logits, const int* slots, const int* ints, const float* floats, float* top_p,
+                     int* generated, int* last_tokens, int* history, int* history_lens, int16_t* counts,
+                     const int* bad_ids, const int* bad_ends, int* tokens, float* log_probs, int num_rows,
+                     int vocab_size, int history_size, int bad_size, int64_t logits_stride, void* scratch,
+                     unsigned int* counters, void* stream) {
+  Task task = {logits,   slots,  ints,      floats,     top_p,        generated, last_tokens,   history,
+               history_lens, counts, bad_ids, bad_ends, tokens,       log_probs, vocab_size, history_size,
+               bad_size, logits_stride};
+  if (!aligned16(logits)) return fail("sample: the logits do not begin at a multiple of 16 bytes");
+  task.chunks = ceil_div(vocab_size, kChunk);
+  task.segments = ceil_div(vocab_size, kSegment);
+  const int blocks = 16 * device().multiprocessors / (num_rows > 0 ? num_rows : 1);  // of a row, about
+  const int splits = blocks < 1 ? 1 : blocks < task.chunks ? blocks : task.chunks;
+  task.chunks_each = ceil_div(task.chunks, splits);
+  task.scratch = static_cast<char*>(scratch);
+  task.row_bytes = row_bytes(vocab_size);
+  task.counters = counters;
+  return launch("sample", sample, dim3(ceil_div(task.chunks, task.chunks_each), num_rows), kThreads, 0, stream, task);
+}

@@ -1,0 +1,380 @@
+"""The operations on an NVIDIA GPU: check, then launch. Contracts are in ops.py, the kernels in csrc/.
+
+Products of up to SMALL_TOKENS tokens, attention, norms and sampling are kernels of ours; larger products are cuBLAS's,
+through torch. Weights, norms, biases and rope tables are constants: kernels read them ahead of the kernels before them,
+so whoever changes one in place synchronises the device before the next operation.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from tridecode.kernels.checks import DtypeError, LayoutError, ShapeError, indices, match, same_dtype
+from tridecode.kernels.library import KernelError, Library, current_stream
+from tridecode.kernels.ops import NUM_FLOATS, NUM_INTS, Batch, CacheLayer, Heads, Linear, Norm, SamplingState
+
+#: above this many tokens a product is cuBLAS's
+SMALL_TOKENS = 64
+#: up to this many tokens a small product normalises its input itself
+FUSED_NORM_TOKENS = 16
+_ACTIVATIONS = {None: 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "swiglu": 4}
+_PLAIN, _GATED, _QKV = 0, 1, 2
+_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+#: partial sums of small products, and the widest of them in tiles of 16 rows
+_SUM_BYTES = 64 << 20
+_NUM_COUNTERS = 1 << 17
+
+
+class Cuda:
+    """Every operation of kernels.ops.Ops. Used by one thread, for tensors of `device`.
+
+    dependent_launch: let a kernel start before its predecessor ends (programmatic dependent launch, compute capability
+    9.0). None: on, unless TRIDECODE_DEPENDENT_LAUNCH=0.
+    """
+
+    def __init__(
+        self, device: torch.device, dependent_launch: Optional[bool] = None, small_tokens: Optional[int] = None
+    ):
+        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        if dependent_launch is None:
+            dependent_launch = os.environ.get("TRIDECODE_DEPENDENT_LAUNCH", "1") != "0"
+        self.library = Library()
+        torch.zeros(1, device=self.device)  # torch's context before ours
+        properties = torch.zeros(3, dtype=torch.int32)
+        self.library.initialize(self.device.index, int(dependent_launch), properties.data_ptr())
+        self.multiprocessors, self.capability, self.shared_bytes = properties.tolist()
+        hopper = self.capability == 90
+        self.small_tokens = (SMALL_TOKENS if hopper else FUSED_NORM_TOKENS) if small_tokens is None else small_tokens
+        self._sums = self._bytes(_SUM_BYTES)
+        self._counters = torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=self.device)
+        self._attention = self._bytes(self.library.decode_attention_scratch(256))
+        self._sample: Optional[Tensor] = None
+        self._arenas: dict[str, Tensor] = {}
+
+    def reserve(self, max_tokens: int, max_columns: int, max_rows: int, max_context: int, vocab_size: int) -> None:
+        self._arena("product", 2 * max_tokens * max_columns)
+        self._arena("normed", 2 * max_tokens * max_columns // 2)
+        self._sample = self._bytes(self.library.sample_scratch(max_rows, vocab_size))
+
+    def _bytes(self, count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.uint8, device=self.device)
+
+    def _arena(self, name: str, size: int) -> Tensor:
+        """A buffer of at least `size` bytes; it grows outside of graph capture only."""
+        held = self._arenas.get(name)
+        if held is None or held.numel() < size:
+            if torch.cuda.is_current_stream_capturing():
+                raise KernelError(f"the {name} buffer needs {size:,} bytes within a capture; call reserve first")
+            held = self._arenas[name] = self._bytes(size)
+        return held
+
+    def _temporary(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        size = rows * columns * dtype.itemsize
+        return self._arena(name, size)[:size].view(dtype).view(rows, columns)
+
+    def resolve_tokens(self, token_ids: Tensor, slots: Tensor, last_tokens: Tensor) -> None:
+        indices("resolve_tokens", ("token_ids", token_ids), ("slots", slots), ("last_tokens", last_tokens))
+        if slots.shape[0] > token_ids.shape[0]:
+            raise ShapeError(f"resolve_tokens: {slots.shape[0]} slots, but {token_ids.shape[0]} tokens")
+        self.library.resolve_tokens(
+            token_ids.data_ptr(), slots.data_ptr(), last_tokens.data_ptr(), slots.shape[0], current_stream(self.device)
+        )
+
+    def embed(
+        self,
+        token_ids: Tensor,
+        table: Tensor,
+        *,
+        positions: Optional[Tensor] = None,
+        position_table: Optional[Tensor] = None,
+        out: Tensor,
+    ) -> None:
+        sizes = match("embed", ("VC", "table", table), ("TC", "out", out), ("T", "token_ids", token_ids))
+        indices("embed", ("token_ids", token_ids))
+        dtype = same_dtype("embed", ("table", table), ("out", out))
+        _contiguous("embed", ("table", table), ("out", out))
+        if position_table is not None and positions is not None:
+            match("embed", ("TC", "out", out), ("PC", "position_table", position_table), ("T", "positions", positions))
+            indices("embed", ("positions", positions))
+            same_dtype("embed", ("table", table), ("position_table", position_table))
+            _contiguous("embed", ("position_table", position_table))
+        else:
+            positions = position_table = None
+        self.library.embed(
+            out.data_ptr(), token_ids.data_ptr(), table.data_ptr(), _pointer(positions), _pointer(position_table),
+            sizes["T"], sizes["C"], _DTYPES[dtype], current_stream(self.device),
+        )  # fmt: skip
+
+    def norm(self, x: Tensor, norm: Norm, *, out: Tensor) -> None:
+        sizes = match("norm", ("TC", "x", x), ("C", "weight", norm.weight), ("TC", "out", out))
+        dtype = same_dtype("norm", ("x", x), ("weight", norm.weight), ("out", out))
+        if norm.bias is not None:
+            match("norm", ("TC", "x", x), ("C", "bias", norm.bias))
+            same_dtype("norm", ("x", x), ("bias", norm.bias))
+        self.library.norm(
+            out.data_ptr(), x.data_ptr(), norm.weight.data_ptr(), _pointer(norm.bias), norm.eps,
+            sizes["T"], sizes["C"], x.stride(0), out.stride(0), _DTYPES[dtype], current_stream(self.device),
+        )  # fmt: skip
+
+    def linear(
+        self,
+        x: Tensor,
+        linear: Linear,
+        *,
+        norm: Optional[Norm] = None,
+        activation: Optional[str] = None,
+        residual: Optional[Tensor] = None,
+        out: Tensor,
+    ) -> None:
+        gated = activation == "swiglu"
+        _check_linear("linear", x, linear, residual, out, gated)
+        if x.shape[0] == 0:
+            return
+        if self._is_small(x, linear.weight):
+            self._small_linear(x, linear, norm, _GATED if gated else _PLAIN, activation, residual, out)
+        else:
+            self._library_linear(x, linear, norm, activation, residual, out)
+
+    def project_qkv(
+        self, x: Tensor, linear: Linear, norm: Optional[Norm], heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor
+    ) -> None:
+        _check_linear("project_qkv", x, linear, None, out, False)
+        if out.shape[1] != heads.qkv_size:
+            raise ShapeError(f"project_qkv: out has {out.shape[1]} columns; the heads need {heads.qkv_size}")
+        _check_cache("project_qkv", heads, cache, out)
+        indices("project_qkv", ("kv_slots", batch.kv_slots), ("positions", batch.positions))
+        rope = heads.rope
+        rotation = (
+            0 if rope is None else rope.cos.data_ptr(), 0 if rope is None else rope.sin.data_ptr(),
+            batch.positions.data_ptr(), batch.kv_slots.data_ptr(), cache.blocks.data_ptr(),
+        )  # fmt: skip
+        shape = (
+            heads.num_heads, heads.num_kv_heads, heads.head_size, 0 if rope is None else rope.size,
+            int(rope is not None and rope.interleaved), cache.block_tokens,
+        )  # fmt: skip
+        if x.shape[0] == 0:
+            return
+        if self._is_small(x, linear.weight):
+            self._small_linear(x, linear, norm, _QKV, None, None, out, rotation, shape)
+            return
+        self._library_linear(x, linear, norm, None, None, out)
+        cos, sin, positions, kv_slots, blocks = rotation
+        self.library.rotate_and_cache(
+            out.data_ptr(), cos, sin, positions, kv_slots, blocks, x.shape[0], *shape, out.stride(0),
+            _DTYPES[out.dtype], current_stream(self.device),
+        )  # fmt: skip
+
+    def _is_small(self, x: Tensor, weight: Tensor) -> bool:
+        """Whether csrc/linear.cu takes the product: few tokens, 16-bit, every row at a multiple of 16 bytes."""
+        aligned = (x.shape[1] | x.stride(0) | weight.stride(0)) % 8 == 0 and (x.data_ptr() | weight.data_ptr()) % 16 == 0
+        return x.shape[0] <= self.small_tokens and x.dtype != torch.float32 and aligned
+
+    def _small_linear(
+        self,
+        x: Tensor,
+        linear: Linear,
+        norm: Optional[Norm],
+        mode: int,
+        activation: Optional[str],
+        residual: Optional[Tensor],
+        out: Tensor,
+        rotation: tuple[int, ...] = (0, 0, 0, 0, 0),
+        shape: tuple[int, ...] = (0, 0, 1, 0, 0, 1),
+        variant: int = 0,
+    ) -> None:
+        tokens, inputs = x.shape
+        if norm is not None and (tokens > FUSED_NORM_TOKENS or not self._fits(tokens, inputs)):
+            normed = self._temporary("normed", tokens, inputs, x.dtype)
+            self.norm(x, norm, out=normed)
+            x, norm = normed, None
+        weight, bias = linear.weight, linear.bias
+        self.library.linear(
+            out.data_ptr(), x.data_ptr(), weight.data_ptr(), _pointer(bias),
+            0 if norm is None else norm.weight.data_ptr(), 0 if norm is None else _pointer(norm.bias),
+            0.0 if norm is None else norm.eps, _pointer(residual), tokens, inputs, weight.shape[0],
+            x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0), out.stride(0), mode,
+            _ACTIVATIONS[activation], int(out.dtype == torch.float32), *rotation, *shape,
+            self._sums.data_ptr(), _SUM_BYTES, self._counters.data_ptr(), _NUM_COUNTERS, variant, _DTYPES[x.dtype],
+            current_stream(self.device),
+        )  # fmt: skip
+
+    def _fits(self, tokens: int, inputs: int) -> bool:
+        """Whether the whole input of a small product, padded as csrc/linear.cu pads it, fits in shared memory."""
+        sums = 16 * 16 * 8 * 4 * 2 * (1 if tokens <= 8 else 2)
+        return -(-inputs // 4096) * 4096 * 2 * tokens + sums + 3072 <= self.shared_bytes
+
+    def _library_linear(
+        self,
+        x: Tensor,
+        linear: Linear,
+        norm: Optional[Norm],
+        activation: Optional[str],
+        residual: Optional[Tensor],
+        out: Tensor,
+    ) -> None:
+        """The product by cuBLAS; what its epilogues cannot do follows in one kernel."""
+        tokens, columns = x.shape[0], linear.weight.shape[0]
+        if norm is not None:
+            normed = self._temporary("normed", tokens, x.shape[1], x.dtype)
+            self.norm(x, norm, out=normed)
+            x = normed
+        weight, bias = linear.weight.t(), linear.bias
+        if out.dtype == x.dtype and residual is None and activation in (None, "gelu_tanh", "relu"):
+            if bias is None and activation is None:
+                torch.mm(x, weight, out=out)
+                return
+            if bias is not None and activation is None:
+                torch.addmm(bias, x, weight, out=out)
+                return
+            if bias is not None and x.dtype != torch.float32:
+                torch._addmm_activation(bias, x, weight, use_gelu=activation == "gelu_tanh", out=out)
+                return
+        if out.dtype == x.dtype and residual is not None and activation is None:
+            torch.addmm(residual, x, weight, out=out)
+            if bias is not None:
+                self._finish(out, bias, None, None, out, x.dtype)
+            return
+        if out.dtype == x.dtype and activation != "swiglu":
+            product = out if residual is None else self._temporary("product", tokens, columns, x.dtype)
+            torch.mm(x, weight, out=product)
+        elif out.dtype == x.dtype:
+            product = self._temporary("product", tokens, columns, x.dtype)
+            torch.mm(x, weight, out=product)
+        else:
+            product = out if activation != "swiglu" else self._temporary("product", tokens, columns, out.dtype)
+            torch.mm(x, weight, out_dtype=out.dtype, out=product)
+        if product is not out or bias is not None or activation is not None or residual is not None:
+            self._finish(product, bias, activation, residual, out, x.dtype)
+
+    def _finish(
+        self,
+        product: Tensor,
+        bias: Optional[Tensor],
+        activation: Optional[str],
+        residual: Optional[Tensor],
+        out: Tensor,
+        dtype: torch.dtype,
+    ) -> None:
+        self.library.finish_linear(
+            out.data_ptr(), product.data_ptr(), _pointer(bias), _pointer(residual), out.shape[0], out.shape[1],
+            out.stride(0), product.stride(0), 0 if residual is None else residual.stride(0),
+            _ACTIVATIONS[activation], int(product.dtype == torch.float32), int(out.dtype == torch.float32),
+            _DTYPES[dtype], current_stream(self.device),
+        )  # fmt: skip
+
+    def decode_attention(self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor) -> None:
+        rows = batch.num_decodes
+        _check_attention("decode_attention", qkv, heads, batch, cache, out, rows)
+        if rows == 0:
+            return
+        self.library.decode_attention(
+            out.data_ptr(), qkv.data_ptr(), cache.blocks.data_ptr(), batch.block_tables.data_ptr(),
+            batch.context_lens.data_ptr(), _pointer(heads.slopes), heads.scale, rows, heads.num_heads,
+            heads.num_kv_heads, heads.head_size, cache.block_tokens, qkv.stride(0), out.stride(0),
+            batch.block_tables.stride(0), self._attention.data_ptr(), self._counters.data_ptr(), _NUM_COUNTERS,
+            _DTYPES[qkv.dtype], current_stream(self.device),
+        )  # fmt: skip
+
+    def prefill_attention(self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor) -> None:
+        tokens = batch.num_tokens - batch.num_decodes
+        _check_attention("prefill_attention", qkv, heads, batch, cache, out, tokens)
+        if tokens == 0:
+            return
+        self.library.prefill_attention(
+            out.data_ptr(), qkv.data_ptr(), cache.blocks.data_ptr(), batch.block_tables.data_ptr(),
+            batch.context_lens.data_ptr(), batch.query_starts.data_ptr(), _pointer(heads.slopes), heads.scale,
+            batch.num_decodes, batch.num_rows, batch.max_query, heads.num_heads, heads.num_kv_heads, heads.head_size,
+            cache.block_tokens, qkv.stride(0), out.stride(0), batch.block_tables.stride(0),
+            _DTYPES[qkv.dtype], current_stream(self.device),
+        )  # fmt: skip
+
+    def gather_rows(self, x: Tensor, rows: Tensor, *, out: Tensor) -> None:
+        match("gather_rows", ("TC", "x", x), ("RC", "out", out), ("R", "rows", rows))
+        indices("gather_rows", ("rows", rows))
+        same_dtype("gather_rows", ("x", x), ("out", out))
+        size = x.element_size()
+        self.library.gather_rows(
+            out.data_ptr(), x.data_ptr(), rows.data_ptr(), out.shape[0], out.shape[1] * size, x.stride(0) * size,
+            out.stride(0) * size, current_stream(self.device),
+        )  # fmt: skip
+
+    def sample(self, logits: Tensor, slots: Tensor, state: SamplingState, *, tokens: Tensor, log_probs: Tensor) -> None:
+        sizes = match(
+            "sample", ("RV", "logits", logits), ("R", "slots", slots), ("R", "tokens", tokens), ("R", "log_probs", log_probs)
+        )
+        indices("sample", ("slots", slots), ("tokens", tokens))
+        if logits.dtype != torch.float32 or log_probs.dtype != torch.float32:
+            raise DtypeError(f"sample: logits are {logits.dtype}, log_probs {log_probs.dtype}; wanted float32")
+        if state.ints.shape[1] != NUM_INTS or state.floats.shape[1] != NUM_FLOATS:
+            raise ShapeError(f"sample: ints has {state.ints.shape[1]} columns, floats {state.floats.shape[1]}")
+        needed = self.library.sample_scratch(sizes["R"], sizes["V"])
+        if self._sample is None or self._sample.numel() < needed:
+            raise KernelError(f"sample: {sizes['R']} rows of {sizes['V']} logits need {needed:,} bytes; call reserve first")
+        self.library.sample(
+            logits.data_ptr(), slots.data_ptr(), state.ints.data_ptr(), state.floats.data_ptr(), state.top_p.data_ptr(),
+            state.generated.data_ptr(), state.last_tokens.data_ptr(), state.history.data_ptr(),
+            state.history_lens.data_ptr(), state.counts.data_ptr(), state.bad_ids.data_ptr(), state.bad_ends.data_ptr(),
+            tokens.data_ptr(), log_probs.data_ptr(), sizes["R"], sizes["V"], state.history.shape[1],
+            state.bad_ids.shape[1], logits.stride(0), self._sample.data_ptr(), self._counters.data_ptr(),
+            current_stream(self.device),
+        )  # fmt: skip
+
+
+def _pointer(tensor: Optional[Tensor]) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _contiguous(operation: str, *tensors: tuple[str, Tensor]) -> None:
+    for name, tensor in tensors:
+        if not tensor.is_contiguous():
+            raise LayoutError(f"{operation}: {name} is not contiguous (strides {tensor.stride()})")
+
+
+def _check_linear(
+    operation: str, x: Tensor, linear: Linear, residual: Optional[Tensor], out: Tensor, gated: bool
+) -> None:
+    sizes = match(operation, ("TI", "x", x), ("WI", "weight", linear.weight), ("TO", "out", out))
+    dtype = same_dtype(operation, ("x", x), ("weight", linear.weight))
+    wanted = sizes["W"] // 2 if gated else sizes["W"]
+    if sizes["O"] != wanted:
+        raise ShapeError(f"{operation}: out has {sizes['O']} columns; {sizes['W']} weight rows give {wanted}")
+    if out.dtype not in (dtype, torch.float32):
+        raise DtypeError(f"{operation}: out is {out.dtype}; wanted {dtype} or float32")
+    if linear.bias is not None:
+        match(operation, ("WI", "weight", linear.weight), ("W", "bias", linear.bias))
+        same_dtype(operation, ("x", x), ("bias", linear.bias))
+    if residual is not None:
+        match(operation, ("TO", "out", out), ("TO", "residual", residual))
+        same_dtype(operation, ("x", x), ("residual", residual))
+    if x.data_ptr() == out.data_ptr():
+        raise LayoutError(f"{operation}: out may not be x")
+
+
+def _check_cache(operation: str, heads: Heads, cache: CacheLayer, like: Tensor) -> None:
+    sizes = match(operation, ("NTKPD", "cache.blocks", cache.blocks))
+    if (sizes["T"], sizes["K"], sizes["D"]) != (2, heads.num_kv_heads, heads.head_size):
+        raise ShapeError(
+            f"{operation}: cache.blocks is {tuple(cache.blocks.shape)}; wanted (N, 2, {heads.num_kv_heads}, P, {heads.head_size})"
+        )
+    same_dtype(operation, ("activations", like), ("cache.blocks", cache.blocks))
+    _contiguous(operation, ("cache.blocks", cache.blocks))
+
+
+def _check_attention(
+    operation: str, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, out: Tensor, tokens: int
+) -> None:
+    if qkv.shape != (tokens, heads.qkv_size):
+        raise ShapeError(f"{operation}: qkv is {tuple(qkv.shape)}; wanted ({tokens}, {heads.qkv_size})")
+    if out.shape != (tokens, heads.num_heads * heads.head_size):
+        raise ShapeError(f"{operation}: out is {tuple(out.shape)}; wanted ({tokens}, {heads.num_heads * heads.head_size})")
+    match(operation, ("TQ", "qkv", qkv), ("TO", "out", out), ("BM", "block_tables", batch.block_tables))
+    same_dtype(operation, ("qkv", qkv), ("out", out))
+    indices(
+        operation,
+        ("block_tables", batch.block_tables), ("context_lens", batch.context_lens), ("query_starts", batch.query_starts),
+    )  # fmt: skip
+    _check_cache(operation, heads, cache, qkv)
