@@ -93,11 +93,13 @@ class Service:
     def __init__(self, root: Path, mark: str, drain_s: float = 20.0) -> None:
         self.root = root
         self._mark = mark
-        self._regions = set(os.listdir(SHM))
         self._requests: list[Request] = []
         self.server = ServerProcess(root / "repo", root / "serve.log", drain_s=drain_s)
         self.server.wait_ready()
         self.triton = psutil.Process(self.server.server_pid)
+        (setting,) = [part for part in self.triton.cmdline() if "shm-region-prefix-name=" in part]
+        self._shm_prefix = setting.split("=")[-1]
+        assert [name for name in os.listdir(SHM) if name.startswith(self._shm_prefix)]
 
     def request(self, model: str = "fastertransformer", tokens: int = 5) -> Request:
         self._requests.append(Request(self.server, model, tokens))
@@ -146,10 +148,8 @@ class Service:
         return found
 
     def left(self) -> list[str]:
-        """Processes, shared memory and runtime files that exist and did not before."""
-        regions = [
-            name for name in os.listdir(SHM) if name.startswith("triton") and name not in self._regions
-        ]
+        """Processes, shared memory and runtime files that are ours and still exist."""
+        regions = [name for name in os.listdir(SHM) if name.startswith(self._shm_prefix)]
         files = [str(path) for path in (self.root / "run").iterdir()]
         return [str(process.cmdline()) for process in self.processes()] + regions + files
 
@@ -191,7 +191,7 @@ def repository(monkeypatch) -> Iterator[Callable[..., Service]]:
 
 def test_a_killed_door_is_brought_back_and_harms_nothing_else(repository):
     service = repository()
-    other = service.streaming("second", tokens=200)
+    other = service.streaming("second", tokens=80)
     service.door("fastertransformer").kill()
     seconds = service.wait_reloaded()
     assert service.answers("fastertransformer")
@@ -212,7 +212,7 @@ def test_a_door_killed_under_load_is_brought_back(repository):
 
 def test_a_stopped_door_does_not_take_the_server_along(repository):
     service = repository()
-    other = service.streaming("second", tokens=300)
+    other = service.streaming("second", tokens=150)
     service.door("fastertransformer").suspend()
     service.wait_reloaded()
     assert service.answers("fastertransformer")
