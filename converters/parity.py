@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from transformers import PreTrainedModel
+from torch.nn import Module
 
 from tridecode.backend.config import EngineConfig, ModelConfig
 from tridecode.backend.engine.offline import run_greedy
@@ -110,8 +110,10 @@ def check_parity(
     bound_share = max(_BOUNDS[engine_dtype], _BOUNDS[reference_dtype])
     largest = max(float(np.abs(logits).max()) for logits in reference[1])
     compared = [
-        compare_prompt(text, ids, *pair)
-        for (text, ids), *pair in zip(described, ours[0], ours[1], reference[0], reference[1])
+        compare_prompt(text, ids, our_tokens, our_logits, their_tokens, their_logits)
+        for (text, ids), our_tokens, our_logits, their_tokens, their_logits in zip(
+            described, *ours, *reference
+        )
     ]
     return judge(
         compared,
@@ -176,10 +178,11 @@ def _available_memory() -> int:
 def _reference_greedy(
     checkpoint: Checkpoint, config: ModelConfig, prompts: list[list[int]], dtype: str, device: torch.device
 ) -> tuple[list[list[int]], list[np.ndarray]]:
-    model = checkpoint.reference_model(TORCH_DTYPES[config.weight_dtype])
+    model: Module = checkpoint.reference_model(TORCH_DTYPES[config.weight_dtype])
     model = model.to(device=device, dtype=TORCH_DTYPES[dtype])
     try:
-        results = [_greedy(model, prompt, device) for prompt in prompts]
+        with torch.inference_mode():
+            results = [_greedy(model, prompt, device) for prompt in prompts]
     finally:
         del model  # the engine needs its memory next
         gc.collect()
@@ -188,8 +191,7 @@ def _reference_greedy(
     return [tokens for tokens, _ in results], [logits for _, logits in results]
 
 
-@torch.inference_mode()
-def _greedy(model: PreTrainedModel, prompt: list[int], device: torch.device) -> tuple[list[int], np.ndarray]:
+def _greedy(model: Module, prompt: list[int], device: torch.device) -> tuple[list[int], np.ndarray]:
     """NEW_TOKENS greedy tokens, whatever ends them, and their logits (NEW_TOKENS, V) float32."""
     tokens, rows, cache = [], [], None
     ids = torch.tensor([prompt], device=device)

@@ -80,7 +80,7 @@ def _write_tensor(
     files = []
     for rank in range(1 if spec.axis is None else ranks):
         shard = tensor if spec.axis is None else _shard(tensor, spec, rank, ranks)
-        data = memoryview(shard.contiguous().view(torch.uint8).numpy()).cast("B")
+        data = shard.contiguous().view(torch.uint8).flatten().numpy().data
         (directory / spec.file_name(rank)).write_bytes(data)
         files.append(ManifestFile(spec.file_name(rank), data.nbytes, hashlib.sha256(data).hexdigest()))
         progress(data.nbytes)

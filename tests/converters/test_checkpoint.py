@@ -70,6 +70,7 @@ def test_safetensors_come_before_pickles_as_in_transformers(tmp_path, model):
     assert open_checkpoint(tmp_path).tensors.shapes
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(tmp_path):
     save(tiny_gpt2(), tmp_path, tokenizer=False)
     (tmp_path / "model.safetensors").unlink()
