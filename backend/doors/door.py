@@ -83,14 +83,15 @@ class EngineDoor:
             raise EngineDownError(f"the engine is not ready ({state.phase}): {state.detail}")
         return limits
 
-    def read(self, request: Any) -> tuple[Inputs, dict[str, Any]]:
-        """Inputs and parameters of the request, checked by the door's table."""
+    def read(self, request: Any, stream: Stream) -> tuple[Inputs, dict[str, Any]]:
+        """Inputs and parameters of the request, checked by the door's table; labels the stream."""
         parameters = check_parameters(request.parameters(), self.table, self.settings.allowed_parameters)
+        stream.label = stream.label or str(parameters.get("id", ""))
         arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         return Inputs(arrays, self.table), parameters
 
     def schedule(self, request: Any, inputs: Inputs, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Priority, deadline and label of a request, as EngineLink.submit takes them.
+        """Priority and deadline of a request, as EngineLink.submit takes them.
 
         Triton tells a model a request's time-out but not its priority: that is an input or a parameter.
         """
@@ -104,7 +105,6 @@ class EngineDoor:
         return {
             "priority": priority,
             "timeout_s": max(0, request.timeout()) / 1e6,
-            "label": request.request_id(),
         }
 
 

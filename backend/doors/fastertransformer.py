@@ -29,7 +29,7 @@ class TritonPythonModel(EngineDoor):
     table = FASTERTRANSFORMER
 
     def accept(self, request: Any, stream: Stream) -> None:
-        inputs, parameters = self.read(request)
+        inputs, parameters = self.read(request, stream)
         limits = self.limits()
         prompts = read_prompts(inputs, limits)
         sequences = read_sequences(inputs, prompts, limits)
@@ -41,9 +41,8 @@ class TritonPythonModel(EngineDoor):
             self.settings.decoupled,
         )
         stream.requests = [self.link.reserve()]
-        self.link.submit(
-            stream.requests[0], sequences, stream.put, **self.schedule(request, inputs, parameters)
-        )
+        schedule = self.schedule(request, inputs, parameters)
+        self.link.submit(stream.requests[0], sequences, stream.put, label=stream.label, **schedule)
 
 
 @dataclass

@@ -147,6 +147,7 @@ TENSORRT_LLM = (
 #: request parameters that Triton, its clients and its front ends add on their own
 HARMLESS_PARAMETERS = (
     "triton_*",
+    "id",  # HTTP's generate endpoint hands the request id over as a parameter
     "sequence_id",
     "sequence_start",
     "sequence_end",

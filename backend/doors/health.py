@@ -27,7 +27,7 @@ class TritonPythonModel(EngineDoor):
     table = (Field("PROBE", FLAG),)  # a placeholder: a model of Triton's has at least one input
 
     def accept(self, request: Any, stream: Stream) -> None:
-        inputs, parameters = self.read(request)
+        inputs, parameters = self.read(request, stream)
         start_id = self.limits().start_id
         stream.answer = _Ready(self, Outputs(self.settings.outputs, request.requested_output_names()))
         stream.requests = [self.link.reserve()]

@@ -44,7 +44,7 @@ class TritonPythonModel(EngineDoor):
         self.tokenizer_end_id = end_token_id(settings, self.tokenizer)
 
     def accept(self, request: Any, stream: Stream) -> None:
-        inputs, parameters = self.read(request)
+        inputs, parameters = self.read(request, stream)
         outputs = Outputs(self.settings.outputs, request.requested_output_names())
         if inputs.flag("stop"):
             self._stop(stream, outputs)
@@ -70,7 +70,7 @@ class TritonPythonModel(EngineDoor):
         stream.requests = [self.link.reserve() for _ in rows]
         schedule = self.schedule(request, inputs, parameters)
         for row, (number, sequence) in enumerate(zip(stream.requests, sequences)):
-            self.link.submit(number, [sequence], _sink(stream, row), **schedule)
+            self.link.submit(number, [sequence], _sink(stream, row), label=stream.label, **schedule)
 
     def _stop(self, stream: Stream, outputs: Outputs) -> None:
         """Cancel the running requests of the same request id; the stop request itself gets an empty text."""

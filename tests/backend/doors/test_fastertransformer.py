@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -227,8 +228,10 @@ def test_a_stream_is_not_merged_when_the_client_is_slow(streaming):
     request = fake_triton.InferenceRequest(tensors([[5, 6]], 40))
     gate = threading.Event()
     request.sender.before_send = lambda: gate.wait(5)
+    before = len(streaming.test_engine.submits)
     streaming.execute([request])
-    wait_until(lambda: streaming.test_engine.running == 0)
+    wait_until(lambda: len(streaming.test_engine.submits) > before and streaming.test_engine.running == 0)
+    time.sleep(0.1)  # the last events are on their way to the door
     gate.set()
     assert request.sender.wait(5)
     assert [s.outputs["sequence_length"].item() for s in request.sender.sent] == list(range(3, 43))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import time
 
 import msgspec
 import numpy as np
@@ -216,8 +217,10 @@ def test_a_client_that_falls_behind_gets_merged_pieces(door):
     request = fake_triton.InferenceRequest(tensors("Hello", stream=True))
     gate = threading.Event()
     request.sender.before_send = lambda: gate.wait(5)
+    before = len(door.test_engine.submits)
     door.execute([request])
-    wait_until(lambda: door.test_engine.running == 0)
+    wait_until(lambda: len(door.test_engine.submits) > before and door.test_engine.running == 0)
+    time.sleep(0.1)  # the last events are on their way to the door
     gate.set()
     assert request.sender.wait(5)
     sent = request.sender.sent
@@ -303,15 +306,19 @@ def test_bad_words_are_forbidden_with_and_without_a_space_before(door):
     assert last_params(door).bad_words == [ids_of("fox"), ids_of(" fox"), ids_of("dog"), ids_of(" dog")]
 
 
-def test_a_stop_request_ends_the_running_request_of_the_same_id(repository):
+@pytest.mark.parametrize("over_http", [False, True])  # HTTP's generate sends the id as a parameter
+def test_a_stop_request_ends_the_running_request_of_the_same_id(repository, over_http):
+    def named(name: str) -> dict:
+        return {"parameters": {"id": name}} if over_http else {"request_id": name}
+
     with serving(repository, says=ids_of("abcd ") * 90, step_s=0.005) as door:
         requests = [
-            fake_triton.InferenceRequest(tensors("Hello", 400, stream=True), request_id=name)
+            fake_triton.InferenceRequest(tensors("Hello", 400, stream=True), **named(name))
             for name in ("mine", "other")
         ]
         door.execute(requests)
         wait_until(lambda: all(r.sender.sent for r in requests))
-        answer = only(ask(door, tensors("", 1, stop=True), request_id="mine"))
+        answer = only(ask(door, tensors("", 1, stop=True), **named("mine")))
         assert text_of(answer) == ""
         assert requests[0].sender.wait(2)
         assert requests[0].sender.sent[-1].error.code() == fake_triton.TritonError.CANCELLED

@@ -1,0 +1,119 @@
+"""The real tritonserver with our doors in its stubs and a fake engine in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from tests.backend.doors.tokenizers_at_hand import byte_level
+from tests.fake_engine import LIMITS, FakeEngine, FakeSupervisor, scripted
+from tridecode.model_repo_templates.repository import (
+    TOKENIZER_DIR,
+    RepositoryModel,
+    engine_texts,
+    write_models,
+)
+from tridecode.tools.triton_install import prepare
+
+ANSWER = " world, hello streaming 東京 text! 😀 A stop word"
+EOS = byte_level().token_to_id("<|endoftext|>")
+ANSWER_IDS = byte_level().encode(ANSWER, add_special_tokens=False).ids
+
+
+@dataclass
+class RealServer:
+    http: str
+    grpc: str
+    metrics: str
+    log: Path
+    process: subprocess.Popen
+    engine: FakeEngine
+    supervisor: FakeSupervisor
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def write_repository(root: Path, models: list[RepositoryModel]) -> Path:
+    repository = root / "repository"
+    repository.mkdir()
+    write_models(
+        repository,
+        models,
+        engine=engine_texts({}, "test"),
+        model_type="GPT",
+        checkpoint_path="/nowhere",
+        stop_ids="",
+    )
+    tokenizer = repository / TOKENIZER_DIR
+    tokenizer.mkdir(parents=True)
+    byte_level().save(str(tokenizer / "tokenizer.json"))
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    return repository
+
+
+@contextlib.contextmanager
+def real_server(root: Path, models: list[RepositoryModel], step_s: float = 0.0) -> Iterator[RealServer]:
+    """A server that is ready; it and everything it started are gone afterwards."""
+    limits = msgspec.structs.replace(LIMITS, vocab_size=600, start_id=EOS, end_id=EOS)
+    engine = FakeEngine(limits=limits, next_token=scripted([*ANSWER_IDS, EOS]), step_s=step_s)
+    with engine, FakeSupervisor(engine) as supervisor:
+        http, grpc, metrics = free_ports(3)
+        install = prepare(root)
+        log = root / "server.log"
+        command = [str(install.binary), *install.arguments]
+        command += ["--model-repository", str(write_repository(root, models))]
+        command += ["--disable-auto-complete-config", "--exit-timeout-secs=5", "--model-load-thread-count=8"]
+        command += [f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
+        environment = {**install.environment, "TRIDECODE_CONTROL_ENDPOINT": supervisor.endpoint}
+        with open(log, "wb") as file:
+            process = subprocess.Popen(
+                command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        try:
+            _wait_ready(f"http://127.0.0.1:{http}/v2/health/ready", process, log)
+            yield RealServer(
+                f"127.0.0.1:{http}",
+                f"127.0.0.1:{grpc}",
+                f"127.0.0.1:{metrics}",
+                log,
+                process,
+                engine,
+                supervisor,
+            )
+        finally:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(15)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _wait_ready(url: str, process: subprocess.Popen, log: Path) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            if urllib.request.urlopen(url, timeout=2).status == 200:
+                return
+        except OSError:
+            time.sleep(0.1)
+    raise AssertionError(f"the server is not ready:\n{log.read_text()[-4000:]}")
