@@ -147,10 +147,7 @@ class Engine:
 
     def _allocate_cache(self, num_blocks: int) -> list[CacheLayer]:
         shape = (num_blocks, *self._block_shape())
-        return [
-            CacheLayer(torch.zeros(shape, dtype=self.dtype, device=self.device))
-            for _ in range(self._local_layers())
-        ]
+        return [CacheLayer(_zeros(shape, self.dtype, self.device)) for _ in range(self._local_layers())]
 
     def _warm_up(self) -> None:
         """The largest steps, so that what libraries keep is there before the cache takes the rest of the
@@ -229,3 +226,11 @@ class Engine:
             sums.append(x[first : first + count].float().sum(0))
             self.ranks.share_sums(sums[-1])
         return sums
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on the CPU as pages that take no memory before they are written, which torch.zeros would touch."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    words = np.zeros(shape, np.int32 if dtype.itemsize == 4 else np.int16)
+    return torch.from_numpy(words).view(dtype)
