@@ -182,6 +182,8 @@ class Worker:
             channel = grpc.aio.insecure_channel(self.spec.url, options=_CHANNEL_OPTIONS)
             self._channels.append(channel)
             await asyncio.wait_for(channel.channel_ready(), _CONNECT_S)
+            stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+            await stub.ServerLive(service_pb2.ServerLiveRequest())  # the first call of a channel is slower
 
     async def closed_loop(self, users: int) -> None:
         """`users` requests under way at a time, until there are no more to take."""

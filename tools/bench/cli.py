@@ -1,0 +1,226 @@
+"""`tridecode bench`: tables on the terminal, JSON and pictures in a folder."""
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from tridecode.backend.errors import ConfigError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Measure the engine, a server, or other engines.",
+    epilog="Start with:  tridecode bench engine --preset toy",
+)
+
+_Preset = Annotated[
+    str,
+    typer.Option(
+        help="Random weights of a true shape: bloom-7b1, bloom-560m, llama-3-8b, smollm2-135m, gpt2, toy."
+    ),
+]
+_Dtype = Annotated[Optional[str], typer.Option(help="fp32, fp16 or bf16; default: the preset's.")]
+_Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+_Batches = Annotated[str, typer.Option(help="Sequences at a time, separated by commas.")]
+_PromptTokens = Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")]
+_OutputTokens = Annotated[int, typer.Option(min=2, help="New tokens of each, always so many.")]
+_Repeats = Annotated[int, typer.Option(min=1, help="Runs; the median counts.")]
+_Tp = Annotated[int, typer.Option(min=1, help="GPUs that share each layer.")]
+_Output = Annotated[Path, typer.Option(help="Folder for the JSON and the picture.")]
+_Prompts = Annotated[
+    Optional[Path], typer.Option(help='Answer these instead: a JSON-lines file with "text" in each line.')
+]
+_Tokenizer = Annotated[
+    Optional[Path], typer.Option(help="A tokenizer.json, its folder, or a repository that has one.")
+]
+_DoorPython = Annotated[Optional[str], typer.Option(help="Python of the server's models: numpy < 2.")]
+_RESULTS = Path("build/bench")
+
+
+@app.command()
+def engine(
+    preset: _Preset = "smollm2-135m",
+    model: Annotated[
+        Optional[Path], typer.Option(help="A repository or weight directory in place of the preset.")
+    ] = None,
+    dtype: _Dtype = None,
+    device: _Device = "auto",
+    batches: _Batches = "1,8,64,256",
+    prompt_tokens: _PromptTokens = 512,
+    output_tokens: _OutputTokens = 128,
+    repeats: _Repeats = 3,
+    tp: _Tp = 1,
+    prompts: _Prompts = None,
+    tokenizer: _Tokenizer = None,
+    requests: Annotated[Optional[int], typer.Option(help="The first so many of --prompts.")] = None,
+    output: _Output = _RESULTS,
+) -> None:
+    """The engine alone, without a server.
+
+    First token of the batch, milliseconds a step, tokens a second; forced lengths, greedy.
+
+    \b
+    Example:
+      tridecode bench engine --preset bloom-7b1 --batches 1,8,64,256
+    """
+    from tridecode.tools.bench import commands
+
+    job = commands.make_job(
+        preset, model, dtype, device, _numbers(batches), prompt_tokens, output_tokens, repeats, tp
+    )
+    if prompts is not None:
+        job = commands.with_prompts(job, prompts, tokenizer or model, requests)
+    commands.run_engine(job, output)
+
+
+@app.command()
+def server(
+    preset: _Preset = "smollm2-135m",
+    repository: Annotated[
+        Optional[Path], typer.Option(help="A model repository in place of the preset.")
+    ] = None,
+    dtype: _Dtype = None,
+    device: _Device = "auto",
+    streams: Annotated[str, typer.Option(help="Streams at a time, separated by commas.")] = "1,64,256",
+    prompt_tokens: _PromptTokens = 512,
+    output_tokens: _OutputTokens = 128,
+    repeats: _Repeats = 3,
+    tp: _Tp = 1,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Token ids through fastertransformer_streaming, not text.")
+    ] = False,
+    door_python: _DoorPython = None,
+    output: _Output = _RESULTS,
+) -> None:
+    """What the server costs: through Triton, and the engine alone.
+
+    Both in one run on this machine; the server is asked over gRPC streams.
+
+    \b
+    Example:
+      tridecode bench server --preset bloom-7b1 --streams 1,64,256
+    """
+    from tridecode.tools.bench import commands
+
+    job = commands.make_job(
+        preset, repository, dtype, device, _numbers(streams), prompt_tokens, output_tokens, repeats, tp
+    )
+    commands.run_server(job, output, tokens_in=tokens, door_python=door_python)
+
+
+@app.command()
+def compare(
+    preset: _Preset = "smollm2-135m",
+    dtype: _Dtype = None,
+    device: _Device = "auto",
+    batches: _Batches = "1,8,64",
+    prompt_tokens: _PromptTokens = 512,
+    output_tokens: _OutputTokens = 128,
+    repeats: _Repeats = 3,
+    prompts: _Prompts = None,
+    tokenizer: _Tokenizer = None,
+    requests: Annotated[Optional[int], typer.Option(help="The first so many of --prompts.")] = None,
+    output: _Output = _RESULTS,
+) -> None:
+    """The same prompts through our engine, transformers and vLLM.
+
+    Each in a process of its own; vLLM where it is installed.
+
+    \b
+    Example:
+      tridecode bench compare --preset llama-3-8b --batches 1,8,64
+    """
+    from tridecode.tools.bench import commands
+
+    job = commands.make_job(
+        preset, None, dtype, device, _numbers(batches), prompt_tokens, output_tokens, repeats, 1
+    )
+    if prompts is not None:
+        job = commands.with_prompts(job, prompts, tokenizer, requests)
+    commands.run_compare(job, output)
+
+
+@app.command()
+def load(
+    url: Annotated[
+        str, typer.Option("--url", "-u", help="host:port of the server's gRPC.")
+    ] = "localhost:8001",
+    model: Annotated[
+        Optional[str], typer.Option("--model", "-m", help="Default: the text model that streams.")
+    ] = None,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Token ids through fastertransformer_streaming, not text.")
+    ] = False,
+    concurrency: Annotated[str, typer.Option(help="Requests under way; several: one run each.")] = "1",
+    request_rate: Annotated[
+        Optional[str], typer.Option(help="Requests a second, at random times, in place of --concurrency.")
+    ] = None,
+    requests: Annotated[Optional[int], typer.Option(help="How many; default: 4 times concurrency.")] = None,
+    prompt_tokens: _PromptTokens = 512,
+    output_tokens: _OutputTokens = 128,
+    prompts: _Prompts = None,
+    tokenizer: _Tokenizer = None,
+    vocab_size: Annotated[int, typer.Option(help="With --tokens: ids are below it.")] = 1000,
+    natural_ends: Annotated[
+        bool, typer.Option("--natural-ends", help="Let the model end a text before --output-tokens.")
+    ] = False,
+    processes: Annotated[
+        Optional[int], typer.Option(help="Of the load generator; default: what it needs.")
+    ] = None,
+    timeout_s: Annotated[float, typer.Option(help="Of one request.")] = 600.0,
+    seed: Annotated[int, typer.Option(help="Of prompts and arrival times.")] = 0,
+    output: _Output = _RESULTS,
+) -> None:
+    """A running server under load.
+
+    First token, time between tokens, tokens and requests a second, over gRPC streams.
+
+    \b
+    Example:
+      tridecode bench load --tokenizer models --concurrency 1,16,64
+      tridecode bench load --prompts lambada_test.jsonl --requests 512 --concurrency 16
+    """
+    from tridecode.tools.bench.load_command import LoadPlan, run_load_plan
+
+    plan = LoadPlan(
+        url=url,
+        model=model,
+        tokens_in=tokens,
+        concurrencies=_numbers(concurrency),
+        request_rates=tuple(_rates(request_rate)),
+        requests=requests,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        prompts=prompts,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        forced_length=not natural_ends,
+        processes=processes,
+        timeout_s=timeout_s,
+        seed=seed,
+    )
+    if run_load_plan(plan, output):
+        raise typer.Exit(1)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise ConfigError(f"{text!r} is no list of whole numbers of 1 or more, as 1,8,64")
+    return numbers
+
+
+def _rates(text: Optional[str]) -> list[float]:
+    if text is None:
+        return []
+    try:
+        rates = [float(part) for part in text.split(",")]
+    except ValueError:
+        rates = []
+    if not rates or min(rates) <= 0:
+        raise ConfigError(f"{text!r} is no list of requests a second, as 0.5,2,8")
+    return rates

@@ -1,0 +1,141 @@
+"""What `tridecode bench engine`, `server` and `compare` do: run, print a table, write JSON and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from tridecode.backend.errors import ConfigError, TridecodeError
+from tridecode.tools.bench.engine import bench_engine
+from tridecode.tools.bench.measure import Job, run_apart
+from tridecode.tools.bench.plots import plot_batches
+from tridecode.tools.bench.presets import preset as find_preset
+from tridecode.tools.bench.prompts import find_tokenizer, read_prompts
+from tridecode.tools.bench.report import table, write_report
+from tridecode.tools.bench.server import compare_with_engine
+from tridecode.tools.progress import spinner
+
+_BATCH_COLUMNS = ("sequences", "first token ms", "ms/step", "tokens/s decoding", "tokens/s in all")
+_WORKLOAD_COLUMNS = ("requests", "at a time", "prompt tokens", "output tokens", "seconds", "tokens/s")
+_MODULES = {
+    "tridecode": "tridecode.tools.bench.engine",
+    "transformers": "tridecode.tools.bench.transformers_bench",
+    "vLLM": "tridecode.tools.bench.vllm_bench",
+}
+
+
+def make_job(
+    preset: str,
+    directory: Path | None,
+    dtype: str | None,
+    device: str,
+    batches: tuple[int, ...],
+    prompt_tokens: int,
+    output_tokens: int,
+    repeats: int,
+    tensor_para_size: int,
+) -> Job:
+    """Raises ConfigError for a preset that does not exist or sequences longer than it."""
+    job = Job(
+        preset="" if directory else preset,
+        directory=str(directory or ""),
+        dtype=dtype or "",
+        device=device,
+        batches=batches,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        repeats=repeats,
+        tensor_para_size=tensor_para_size,
+    )
+    if not directory and job.longest > find_preset(preset).model.max_positions:
+        found = f"prompts of {prompt_tokens} and outputs of {output_tokens} tokens"
+        raise ConfigError(f"{found}; {preset} has {job.shape.max_positions} positions")
+    return job
+
+
+def with_prompts(job: Job, path: Path, tokenizer: Path | None, limit: int | None) -> Job:
+    """The job with the lines of a file in place of random prompts; those without a token are left out."""
+    if tokenizer is None:
+        raise ConfigError("--prompts needs --tokenizer: a tokenizer.json, its folder, or a repository")
+    encode = find_tokenizer(tokenizer).encode
+    ids = tuple(tuple(encode(text).ids) for text in read_prompts(path, limit))
+    job = replace(job, prompts=tuple(prompt for prompt in ids if prompt))
+    if job.preset and max(map(max, job.prompts)) >= job.shape.vocab_size:
+        raise ConfigError(f"the tokenizer has ids beyond the {job.shape.vocab_size} of {job.preset}")
+    return job
+
+
+def run_engine(job: Job, output: Path) -> None:
+    with spinner("the engine alone") as say:
+        result = bench_engine(job, say)
+    _conclude("engine", job, {"tridecode": result}, output)
+
+
+def run_compare(job: Job, output: Path) -> None:
+    """Each engine in a process of its own; one that fails or is absent is a line."""
+    results = {}
+    for name, module in _MODULES.items():
+        with spinner(f"{name}: {job.preset}"):
+            results[name] = run_apart(module, job)
+    _conclude("compare", job, results, output)
+    if "error" in results["tridecode"]:
+        raise TridecodeError(results["tridecode"]["error"])
+
+
+def run_server(job: Job, output: Path, *, tokens_in: bool, door_python: str | None) -> None:
+    with spinner("the engine alone, then the server") as say:
+        result = compare_with_engine(job, tokens_in=tokens_in, door_python=door_python, say=say)
+    rows = [
+        (
+            alone["batch"],
+            alone["step_ms"],
+            served["step_ms"],
+            f"{cost['step_percent']:+.1f} %",
+            alone["first_token_ms"],
+            served["first_token_ms"],
+        )
+        for alone, served, cost in zip(
+            result["engine"]["batches"], result["server"]["batches"], result["overhead"]
+        )
+    ]
+    columns = ("streams", "engine ms/step", "server ms/step", "cost", "engine first ms", "server first ms")
+    Console().print(table(_title("what the server costs", job), columns, rows))
+    engines = {name: result[name]["batches"] for name in ("engine", "server")}
+    picture = plot_batches(output / "server.png", _title("engine alone and behind Triton", job), engines)
+    _wrote(write_report(output / "server.json", "server", asdict(job), result), picture)
+
+
+def _conclude(kind: str, job: Job, results: Mapping[str, Mapping[str, Any]], output: Path) -> None:
+    console, curves = Console(), {}
+    for name, result in results.items():
+        label = result.get("engine", name)
+        if "error" in result:
+            console.print(f"{name}: {result['error']}", highlight=False, markup=False)
+        elif "workload" in result:
+            load = result["workload"]
+            keys = ("requests", "at_a_time", "prompt_tokens", "output_tokens", "seconds", "tokens_per_s")
+            console.print(table(_title(label, job), _WORKLOAD_COLUMNS, [[load[key] for key in keys]]))
+        else:
+            curves[label] = result["batches"]
+            keys = ("batch", "first_token_ms", "step_ms", "tokens_per_s", "total_tokens_per_s")
+            rows = [[row[key] for key in keys] for row in result["batches"]]
+            console.print(table(_title(label, job), _BATCH_COLUMNS, rows))
+    settings = asdict(replace(job, prompts=()))
+    written = [write_report(output / f"{kind}.json", kind, settings, dict(results))]
+    if curves:
+        written.append(plot_batches(output / f"{kind}.png", _title("decoding", job), curves))
+    _wrote(*written)
+
+
+def _title(what: str, job: Job) -> str:
+    model = Path(job.directory).name if job.directory else f"{job.preset} {job.chosen_dtype}, random weights"
+    lengths = f"prompts of {job.prompt_tokens} tokens, " if not job.prompts else ""
+    return f"{what}: {model}, {lengths}{job.output_tokens} new tokens"
+
+
+def _wrote(*paths: Path) -> None:
+    Console().print("wrote " + ", ".join(map(str, paths)), highlight=False)

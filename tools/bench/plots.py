@@ -1,0 +1,71 @@
+"""Pictures of the figures, as PNG files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+from tridecode.tools.bench.load_report import first_token_seconds, token_gaps
+from tridecode.tools.bench.load_worker import Record
+
+matplotlib.use("Agg")  # before pyplot: there may be no screen
+from matplotlib import pyplot
+
+_SIZE = (11, 4.2)
+_DPI = 110
+
+
+def plot_batches(path: Path, title: str, engines: Mapping[str, Sequence[Mapping[str, Any]]]) -> Path:
+    """Milliseconds a step and tokens a second over the batch size. engines: name -> Timings as dicts."""
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=_SIZE)
+    for name, rows in engines.items():
+        batches = [row["batch"] for row in rows]
+        left.plot(batches, [row["step_ms"] for row in rows], marker="o", label=name)
+        right.plot(batches, [row["tokens_per_s"] for row in rows], marker="o", label=name)
+    for axes, label in ((left, "ms a step"), (right, "tokens a second, decoding")):
+        axes.set(xlabel="sequences", ylabel=label, xscale="log", yscale="log")
+        _plain_ticks(axes, sorted({row["batch"] for rows in engines.values() for row in rows}))
+        axes.legend(fontsize=8)
+    return _save(figure, title, path)
+
+
+def plot_load(path: Path, title: str, runs: Mapping[str, Sequence[Record]]) -> Path:
+    """The share of requests whose first token, and of tokens whose gap, took at most so long. runs: label ->
+    records."""
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=_SIZE)
+    for name, records in runs.items():
+        answered = [record for record in records if record.came and not record.error]
+        _shares(left, [first_token_seconds(record) for record in answered], name)
+        gaps = [np.repeat(*token_gaps(record)) for record in answered]
+        _shares(right, np.concatenate(gaps) if gaps else [], name)
+    left.set(xlabel="ms to the first token", ylabel="share of requests")
+    right.set(xlabel="ms between tokens", ylabel="share of tokens")
+    for axes in (left, right):
+        axes.set_ylim(0, 1.02)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    return _save(figure, title, path)
+
+
+def _shares(axes: Any, seconds: Sequence[float] | np.ndarray, name: str) -> None:
+    values = np.sort(np.asarray(seconds) * 1000.0)
+    axes.step(values, np.arange(1, len(values) + 1) / max(len(values), 1), where="post", label=name)
+
+
+def _plain_ticks(axes: Any, batches: Sequence[int]) -> None:
+    axes.set_xticks(batches, [str(batch) for batch in batches])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+
+
+def _save(figure: Any, title: str, path: Path) -> Path:
+    figure.suptitle(title, fontsize=10)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=_DPI)
+    pyplot.close(figure)
+    return path
