@@ -27,6 +27,7 @@ from tridecode.tools.progress import Progress
 from tridecode.tools.triton_http import TritonHttp, TritonHttpError
 
 TICK_S = 0.1
+WATCH_S = 0.25  # the doors are looked at so often
 IDLE_S = 1.0  # an engine without work for so long has drained
 TOLD_S = 1.0  # doors have so long to send the error of requests that were cut
 END_S = 3.0  # tritonserver has so long to end after SIGTERM: an open gRPC stream would hold it for ever
@@ -133,10 +134,9 @@ class _Serving:
     def run(self) -> int:
         ready = self._wait_ready()
         while ready and self._goes_on():
-            now = time.monotonic()
-            self._watch.tick(now)
+            self._watch.tick(time.monotonic())
             self._look_at_server()
-            time.sleep(TICK_S)
+            time.sleep(WATCH_S)
         if self._signals.count == 0:
             _log.error("tritonserver %s; it was not asked to", self._server.ending())
             return 1

@@ -8,6 +8,7 @@ import os
 import signal
 from pathlib import Path
 
+from tridecode.backend.supervisor import runtime_dir
 from tridecode.backend.supervisor.main import Place, Supervisor, default_rank_command
 from tridecode.backend.supervisor.processes import ProcessId
 
@@ -24,6 +25,7 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Triton's threads block signals, and a mask is inherited
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     os.set_inheritable(arguments.lock_fd, False)  # the ranks must not hold the lock
+    runtime_dir.sweep(arguments.runtime_dir.parent)
     pid, start = arguments.server.split(":")
     server = ProcessId(int(pid), int(start))
     Supervisor(

@@ -11,7 +11,6 @@ only.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import os
@@ -99,8 +98,7 @@ def endpoint(path: Path) -> str:
 
 
 def lock(folder: Path) -> int | None:
-    """Make the folder if need be and lock it: a file descriptor that holds the lock, or None if someone holds
-    it.
+    """Make the folder if need be and lock it: a file descriptor with the lock, or None if another has it.
 
     The lock belongs to the open file, so it can be handed to a child process with pass_fds.
     """
@@ -110,18 +108,40 @@ def lock(folder: Path) -> int | None:
             fd = os.open(str(folder / OWNER), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:  # removed between the two calls
             continue
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.stat(str(folder / OWNER)).st_ino == os.fstat(fd).st_ino:
-                return fd
-        except FileNotFoundError:
-            pass
-        except OSError as error:
+        if not _flock(fd):
             os.close(fd)
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                return None
-            raise
-        os.close(fd)  # the lock of a folder that was just removed
+            return None
+        if _is_still(folder, fd):
+            return fd
+        os.close(fd)
+
+
+def _lock_existing(folder: Path) -> int | None:
+    """As lock, but None also if there is no such folder any more."""
+    try:
+        fd = os.open(str(folder / OWNER), os.O_RDWR | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if _flock(fd) and _is_still(folder, fd):
+        return fd
+    os.close(fd)
+    return None
+
+
+def _flock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_still(folder: Path, fd: int) -> bool:
+    """Whether the folder's record is still the file that was opened, not a new one of the same name."""
+    try:
+        return os.stat(str(folder / OWNER)).st_ino == os.fstat(fd).st_ino
+    except FileNotFoundError:
+        return False
 
 
 def write_owner(fd: int, owner: Owner) -> None:
@@ -152,9 +172,7 @@ def sweep(base: Path) -> list[Path]:
     """
     removed = []
     for folder in sorted(base.iterdir()):
-        if not (folder / OWNER).is_file():
-            continue
-        fd = lock(folder)
+        fd = _lock_existing(folder)
         if fd is None:
             continue
         owner = read_owner(folder)

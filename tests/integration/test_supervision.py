@@ -9,6 +9,7 @@ import os
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -22,7 +23,10 @@ import psutil
 import pytest
 import tritonclient.grpc as grpcclient
 
-from tridecode.tools.running_server import ServerProcess
+from tridecode.backend.supervisor import shared_memory
+from tridecode.tools import triton_install
+from tridecode.tools.running_server import ServerProcess, free_ports
+from tridecode.tools.triton_http import TritonHttp
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
@@ -87,6 +91,19 @@ class Request:
         self._client.stop_stream(cancel_requests=True)
 
 
+def marked_processes(mark: str) -> list[psutil.Process]:
+    """Living processes that carry the mark in their environment, the test itself excepted."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get("TRIDECODE_TEST_MARK") == mark:
+                process.cmdline()  # raises for a zombie
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
 class Service:
     """A running server, and what belongs to it by a mark in the environment of all that it starts."""
 
@@ -136,16 +153,7 @@ class Service:
         return self.process(str(Path(__file__).with_name("fake_rank.py")))
 
     def processes(self) -> list[psutil.Process]:
-        """Living processes that carry our mark, the test itself excepted."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.pid != os.getpid() and process.environ().get("TRIDECODE_TEST_MARK") == self._mark:
-                    process.cmdline()
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
+        return marked_processes(self._mark)
 
     def left(self) -> list[str]:
         """Processes, shared memory and runtime files that are ours and still exist."""
@@ -184,7 +192,7 @@ def repository(monkeypatch) -> Iterator[Callable[..., Service]]:
     for service in services:
         service.close()
     left = services[-1].left() if services else []
-    print((root / "serve.log").read_text()[-6000:])
+    print((root / "serve.log").read_text()[-6000:])  # pytest shows it where a test failed
     shutil.rmtree(root)
     assert not left
 
@@ -302,3 +310,24 @@ def test_a_second_sigterm_kills(repository):
     assert service.server.process.wait(5) == 1
     assert time.monotonic() - start < 2
     assert not service.left()
+
+
+def test_nothing_is_left_of_a_killed_server_that_runs_without_serve(repository):
+    root = Path(os.environ["TRIDECODE_RUNTIME_DIR"]).parent
+    install = triton_install.prepare(root / "triton")
+    http, grpc, metrics = free_ports(3)
+    command = [install.binary, *install.arguments, f"--model-repository={root / 'repo'}"]
+    command += [f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
+    before = set(os.listdir(SHM))
+    with (root / "serve.log").open("wb") as log:
+        server = subprocess.Popen(command, env=install.environment, stdout=log, stderr=log)
+    try:
+        wait_until(TritonHttp(f"127.0.0.1:{http}").ready, 30, "readiness")
+        regions = {stub.region for stub in shared_memory.stubs_of(server.pid)}
+        assert len(regions) == 2 and regions <= set(os.listdir(SHM)) - before
+    finally:
+        server.kill()
+        server.wait()
+    wait_until(lambda: not marked_processes(os.environ["TRIDECODE_TEST_MARK"]), 10, "an end of everything")
+    assert not regions & set(os.listdir(SHM))
+    assert not list((root / "run").iterdir())

@@ -1,0 +1,341 @@
+"""What `tridecode serve` is made of, without tritonserver; see integration/test_supervision.py for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tridecode.backend.errors import ConfigError, TridecodeError
+from tridecode.backend.supervisor import processes
+from tridecode.tools import door_watch, serve, triton_install
+from tridecode.tools.door_watch import DoorWatch
+from tridecode.tools.guarded_server import GuardedServer
+from tridecode.tools.running_server import ServerProcess, free_ports
+from tridecode.tools.triton_http import TritonHttp, TritonHttpError
+from tridecode.tools.triton_install import TritonInstall
+
+
+def wait_until(condition, timeout_s: float, what: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
+        time.sleep(0.02)
+
+
+def executable(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+# ---------------------------------------------------------------- finding and laying out Triton
+
+
+def fake_python(path: Path, **differences) -> str:
+    """A python that answers triton_install's questions as told."""
+    answer = {
+        "path": str(path),
+        "version": "3.11",
+        "libdir": None,
+        "numpy": "1.26.4",
+        "missing": [],
+        "pytriton": None,
+        **differences,
+    }
+    return str(executable(path, f"#!/bin/sh\ncat <<'END'\n{json.dumps(answer)}\nEND\n"))
+
+
+@pytest.fixture
+def no_server_on_path(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", f"{tmp_path / 'nothing'}:/usr/bin:/bin")
+
+
+def test_the_wheel_is_laid_out_for_this_python(tmp_path, no_server_on_path):
+    install = triton_install.prepare(tmp_path / "run")
+    assert os.access(install.binary, os.X_OK) and install.binary.name == "tritonserver"
+    backend = Path(install.arguments[install.arguments.index("--backend-directory") + 1]) / "python"
+    stub = backend / "triton_python_backend_stub"
+    assert stub.is_symlink(), "a copied stub does not find its libraries"
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert stub.resolve().parent.name == version
+    assert (backend / "libtriton_python.so").exists()
+    assert (backend / "triton_python_backend_utils.py").exists()
+    first = install.environment["PATH"].split(os.pathsep)[0]
+    assert os.path.realpath(f"{first}/python3") == os.path.realpath(sys.executable)
+
+
+def test_the_engine_keeps_its_own_python_and_paths(tmp_path, no_server_on_path, monkeypatch):
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/engine/lib")
+    environment = triton_install.prepare(tmp_path / "run").environment
+    assert environment["TRIDECODE_ENGINE_PYTHON"] == sys.executable
+    assert environment["TRIDECODE_ENGINE_PATH"] == os.environ["PATH"]
+    assert environment["TRIDECODE_ENGINE_LD_LIBRARY_PATH"] == "/engine/lib"
+    assert environment["LD_LIBRARY_PATH"].endswith("/engine/lib")
+
+
+def test_a_python_without_a_python3_beside_it_gets_a_link(tmp_path, no_server_on_path):
+    python = fake_python(tmp_path / "bin" / "python-of-doors")
+    environment = triton_install.prepare(tmp_path / "run", python).environment
+    first = environment["PATH"].split(os.pathsep)[0]
+    assert (Path(first) / "python3").resolve() == Path(python)
+
+
+@pytest.mark.parametrize(
+    ("differences", "said"),
+    [
+        ({"numpy": "2.1.0"}, r"numpy 2\.1\.0.*numpy < 2.*python3\.11 -m venv.*--door-python"),
+        ({"version": "3.7"}, r"stubs for 3\.10, 3\.11.*is 3\.7"),
+        ({"missing": ["tridecode.backend"]}, "cannot import tridecode.backend.*pip install tridecode"),
+    ],
+)
+def test_an_unfit_door_python_is_refused_with_the_fix(tmp_path, no_server_on_path, differences, said):
+    python = fake_python(tmp_path / "python", **differences)
+    with pytest.raises(ConfigError, match=said):
+        triton_install.prepare(tmp_path / "run", python)
+
+
+def test_a_door_python_that_does_not_exist_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRIDECODE_DOOR_PYTHON", "/no/such/python")
+    with pytest.raises(ConfigError, match="/no/such/python cannot be run.*TRIDECODE_DOOR_PYTHON"):
+        triton_install.prepare(tmp_path / "run")
+
+
+def test_a_server_on_path_is_used_with_its_own_backends_if_its_stub_fits(tmp_path, monkeypatch):
+    binary = executable(tmp_path / "triton" / "bin" / "tritonserver", "#!/bin/sh\n")
+    stub = executable(
+        tmp_path / "triton" / "backends" / "python" / "triton_python_backend_stub", "\0libpython3.10.so.1.0\0"
+    )
+    monkeypatch.setenv("PATH", f"{binary.parent}:/usr/bin:/bin")
+    fitting = fake_python(tmp_path / "a" / "python3", version="3.10", numpy="2.1.0")
+    install = triton_install.prepare(tmp_path / "run", fitting)
+    assert install.binary == binary
+    assert install.arguments == ("--backend-directory", str(stub.parent.parent))
+    with pytest.raises(ConfigError, match=r"built for python 3\.10.*is 3\.11"):
+        triton_install.prepare(tmp_path / "run", fake_python(tmp_path / "b" / "python3"))
+
+
+# ---------------------------------------------------------------- dead doors
+
+
+class FakeTriton:
+    """Answers the repository calls and keeps them."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.state = "READY"
+        self.failing_loads = 0
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                status, body = fake.answer(self.path)
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_arguments) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def answer(self, path: str) -> tuple[int, bytes]:
+        if path == "/v2/repository/index":
+            return 200, json.dumps([{"name": "toy", "version": "1", "state": self.state}]).encode()
+        self.calls.append(path.rsplit("/", 2)[-2] + " " + path.rsplit("/", 1)[-1])
+        if path.endswith("/load") and self.failing_loads:
+            self.failing_loads -= 1
+            return 400, b'{"error": "failed to load toy"}'
+        self.state = "READY" if path.endswith("/load") else "UNAVAILABLE"
+        return 200, b""
+
+    @property
+    def http(self) -> TritonHttp:
+        return TritonHttp(f"127.0.0.1:{self.server.server_port}")
+
+
+@pytest.fixture
+def triton() -> Iterator[FakeTriton]:
+    fake = FakeTriton()
+    yield fake
+    fake.server.shutdown()
+    fake.server.server_close()
+
+
+@pytest.fixture
+def stub(tmp_path) -> Iterator[subprocess.Popen]:
+    """A child of ours that looks like a python stub of a server with our pid."""
+    script = tmp_path / "repo" / "toy" / "1" / "model.py"
+    script.parent.mkdir(parents=True)
+    script.write_text("import time; time.sleep(600)")
+    arguments = [str(tmp_path / "triton_python_backend_stub"), str(script), "region", "1", "1"]
+    arguments += [str(os.getpid()), str(tmp_path), "1", "toy_0_0", "DEFAULT"]
+    process = subprocess.Popen(arguments, executable=sys.executable)
+    wait_until(lambda: processes.command_line(process.pid) == arguments, 5, "exec")
+    yield process
+    process.kill()
+    process.wait()
+
+
+def watch(watcher: DoorWatch, condition, timeout_s: float = 5.0) -> None:
+    def tick() -> bool:
+        watcher.tick(time.monotonic())
+        return condition()
+
+    wait_until(tick, timeout_s, "the watch's work")
+
+
+def test_a_dead_door_is_unloaded_and_loaded(triton, stub):
+    watcher = DoorWatch(os.getpid(), triton.http)
+    watcher.tick(time.monotonic())
+    assert triton.calls == []
+    stub.kill()
+    watch(watcher, lambda: len(triton.calls) == 2)
+    assert triton.calls == ["toy unload", "toy load"]
+
+
+def test_a_stopped_door_is_killed_before_it_can_wake(triton, stub, monkeypatch):
+    monkeypatch.setattr(door_watch, "STOPPED_S", 0.3)
+    watcher = DoorWatch(os.getpid(), triton.http)
+    watcher.tick(time.monotonic())
+    stub.send_signal(signal.SIGSTOP)
+    watch(watcher, lambda: len(triton.calls) == 2)
+    assert stub.wait(1) == -signal.SIGKILL
+
+
+def test_a_door_that_cannot_be_loaded_is_tried_again(triton, stub, monkeypatch):
+    monkeypatch.setattr(door_watch, "FIRST_PAUSE_S", 0.05)
+    triton.failing_loads = 2
+    watcher = DoorWatch(os.getpid(), triton.http)
+    watcher.tick(time.monotonic())
+    stub.kill()
+    watch(watcher, lambda: len(triton.calls) == 4)
+    assert triton.calls == ["toy unload", "toy load", "toy load", "toy load"]
+    assert triton.state == "READY"
+
+
+def test_a_door_that_was_unloaded_stays_so(triton, stub):
+    watcher = DoorWatch(os.getpid(), triton.http)
+    watcher.tick(time.monotonic())
+    triton.state = "UNLOADING"
+    stub.kill()
+    end = time.monotonic() + 1.0
+    watch(watcher, lambda: time.monotonic() > end)
+    assert triton.calls == []
+
+
+def test_the_server_s_text_is_part_of_an_error(triton):
+    triton.failing_loads = 1
+    with pytest.raises(TritonHttpError, match="400 failed to load toy"):
+        triton.http.load("toy")
+    with pytest.raises(TritonHttpError, match="refused"):
+        TritonHttp(f"127.0.0.1:{free_ports(1)[0]}").index()
+
+
+# ---------------------------------------------------------------- the guard
+
+
+FAKE_SERVER = f"""#!{sys.executable}
+import os, pathlib, subprocess, sys, time
+prefix = [a for a in sys.argv if "shm-region-prefix-name" in a][0].split("=")[-1]
+pathlib.Path("/dev/shm/" + prefix + "toy").touch()
+subprocess.Popen(["sleep", "600"], start_new_session=True)
+pathlib.Path(os.environ["FAKE_READY"]).touch()
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def fake_install(tmp_path, monkeypatch) -> Path:
+    """The runtime base; tritonserver is a program that leaves a region and a process of another session."""
+    base = Path(tempfile.mkdtemp(prefix="tdguard"))
+    binary = executable(tmp_path / "tritonserver", FAKE_SERVER)
+    environment = {**os.environ, "FAKE_READY": str(tmp_path / "ready")}
+    monkeypatch.setenv("TRIDECODE_RUNTIME_DIR", str(base))
+    monkeypatch.setattr(
+        triton_install, "prepare", lambda folder, python=None: TritonInstall(binary, (), environment)
+    )
+    return base
+
+
+def traces(server: GuardedServer) -> list[str]:
+    mark = f"TRIDECODE_RUNTIME_DIR={server.folder}"
+    left = [str(pid) for pid in processes.all_pids() if processes.has_environment(pid, mark)]
+    regions = [name for name in os.listdir("/dev/shm") if name.startswith(server.shm_prefix)]
+    return left + regions + [str(path) for path in server.folder.parent.iterdir()]
+
+
+@pytest.mark.parametrize("victim", ["server", "guard"])
+def test_the_guard_leaves_nothing_of_a_killed_server(fake_install, tmp_path, victim):
+    with GuardedServer([]) as server:
+        wait_until((tmp_path / "ready").exists, 5, "the fake server")
+        assert len(traces(server)) == 4  # server, its orphan to be, region, folder
+        guard = processes.parent(server.pid)
+        os.kill(server.pid if victim == "server" else guard, signal.SIGKILL)
+        wait_until(lambda: not server.running(), 5, "the end of the server")
+        expected = "was killed by SIGKILL" if victim == "server" else "was killed together with its guard"
+        assert server.ending() == expected
+    assert traces(server) == []
+    fake_install.rmdir()
+
+
+def test_leaving_the_context_kills_everything(fake_install, tmp_path):
+    with GuardedServer([]) as server:
+        wait_until((tmp_path / "ready").exists, 5, "the fake server")
+    assert traces(server) == []
+    fake_install.rmdir()
+
+
+def test_a_server_that_cannot_be_started_is_an_error_and_leaves_nothing(fake_install, monkeypatch):
+    monkeypatch.setattr(
+        triton_install, "prepare", lambda folder, python=None: TritonInstall(Path("/no/tritonserver"), (), {})
+    )
+    with pytest.raises(TridecodeError, match="could not be started"):
+        GuardedServer([])
+    fake_install.rmdir()
+
+
+# ---------------------------------------------------------------- serve
+
+
+def test_a_missing_repository_is_an_error(tmp_path):
+    assert serve.main([str(tmp_path / "none")]) == 1
+    with pytest.raises(ConfigError, match="none is no directory"):
+        serve.serve(tmp_path / "none")
+
+
+def test_arguments_of_triton_come_after_ours(tmp_path):
+    options = serve.ServeOptions(tmp_path, drain_s=7.4, triton_args=("--log-verbose=1",))
+    arguments = options.server_arguments()
+    assert arguments[0] == f"--model-repository={tmp_path}"
+    assert arguments[-1] == "--log-verbose=1"
+    assert "--exit-timeout-secs=7" in arguments
+    assert "--model-control-mode=explicit" in arguments, "without it a dead door cannot be brought back"
+
+
+def test_a_server_that_ends_by_itself_is_reported_with_its_log(tmp_path, monkeypatch):
+    base = Path(tempfile.mkdtemp(prefix="tdserve"))
+    binary = executable(tmp_path / "bin" / "tritonserver", "#!/bin/sh\necho no models; exit 3\n")
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    executable(tmp_path / "backends" / "python" / "triton_python_backend_stub", f"libpython{version}.so")
+    monkeypatch.setenv("PATH", f"{binary.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("TRIDECODE_RUNTIME_DIR", str(base))
+    server = ServerProcess(tmp_path, tmp_path / "log")
+    with pytest.raises(TridecodeError, match="(?s)serve ended with 1:.*no models.*ended with exit code 3"):
+        server.wait_ready(20)
+    base.rmdir()
