@@ -1,0 +1,63 @@
+"""Every numeric test runs on Reference, on the CPU, and, where a GPU and the built library are, on Cuda."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from tridecode.kernels.ops import Ops
+from tridecode.kernels.reference import Reference
+
+
+@dataclass
+class Place:
+    """The operations under test and where their tensors live; inputs are drawn from a fixed seed."""
+
+    ops: Ops
+    device: torch.device
+    generator: torch.Generator
+
+    def normal(self, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=self.generator) * scale).to(dtype).to(self.device)
+
+    def poison(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """A tensor of NaN: what an operation does not write stays visible, what it should not read spreads."""
+        return torch.full(shape, float("nan"), dtype=dtype, device=self.device)
+
+    def ints(self, values: object) -> Tensor:
+        return torch.as_tensor(values, dtype=torch.int32).to(self.device)
+
+    def settle(self) -> None:
+        """Kernels read constants ahead of the kernels before them: a test has just written these constants."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+_cuda: list[Ops] = []
+
+
+def _cuda_ops() -> Ops:
+    if not _cuda:
+        from tridecode.kernels.cuda import Cuda
+
+        made = Cuda(torch.device("cuda", 0))
+        made.reserve(4096, 8192, 64, 8192, 262144)
+        _cuda.append(made)
+    return _cuda[0]
+
+
+@pytest.fixture(params=["reference", pytest.param("cuda", marks=pytest.mark.gpu)])
+def place(request: pytest.FixtureRequest) -> Place:
+    generator = torch.Generator().manual_seed(len(request.node.name))
+    if request.param == "reference":
+        return Place(Reference(), torch.device("cpu"), generator)
+    return Place(_cuda_ops(), torch.device("cuda", 0), generator)
+
+
+@pytest.fixture
+def cuda_place() -> Place:
+    """For what only the kernels promise, such as graph capture; its tests carry the marker gpu."""
+    return Place(_cuda_ops(), torch.device("cuda", 0), torch.Generator().manual_seed(1))

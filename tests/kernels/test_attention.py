@@ -1,0 +1,74 @@
+"""decode_attention and prefill_attention against float64, token by token, over a poisoned cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.batches import attend, context_of, make_batch, make_cache, make_heads
+from tests.kernels.conftest import Place
+from tests.kernels.numeric import assert_close
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+HEADS = [(4, 4, 64), (6, 3, 80), (8, 2, 96), (4, 1, 112), (8, 2, 128), (19, 1, 64), (2, 2, 256), (5, 5, 40)]
+
+
+def decode_and_compare(place: Place, heads_shape, contexts, block_tokens, alibi, dtype) -> None:
+    heads = make_heads(place, *heads_shape, alibi=alibi)
+    batch = make_batch(place, contexts, [1] * len(contexts), block_tokens)
+    cache = make_cache(place, batch, heads, block_tokens, dtype)
+    if place.device.type == "cpu":
+        cache.blocks.nan_to_num_()  # the reference masks, and torch's attention spreads NaN through a mask
+    qkv = place.normal(len(contexts), heads.qkv_size, dtype=dtype)
+    out = place.poison(len(contexts), heads.num_heads * heads.head_size, dtype=dtype)
+    place.settle()
+    place.ops.decode_attention(qkv, heads, batch, cache, out=out)
+    q = qkv[:, : heads.num_heads * heads.head_size].unflatten(1, (-1, heads.head_size))
+    for row, context in enumerate(contexts):
+        if context == 0:
+            assert (out[row] == 0).all()
+            continue
+        k, v = context_of(cache, batch, row)
+        assert_close("attention", out[row : row + 1], attend(q[row : row + 1], k, v, heads))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("heads", HEADS)
+def test_decoding_rows_see_their_context(place: Place, heads, alibi: bool, dtype: torch.dtype):
+    decode_and_compare(place, heads, [1, 0, 33, 16, 200, 15], 16, alibi, dtype)
+
+
+@pytest.mark.parametrize("block_tokens", [16, 32, 64])
+@pytest.mark.parametrize("contexts", [[1], [31, 32, 33], [0, 0, 2049, 0], [63, 64, 65, 1] * 6, [300] * 19])
+def test_any_lengths_share_a_step(place: Place, contexts: list[int], block_tokens: int):
+    decode_and_compare(place, (8, 2, 128), contexts, block_tokens, True, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("fresh", [True, False])
+def test_prompts_see_what_is_before_them(place: Place, fresh: bool, heads, alibi: bool, dtype: torch.dtype):
+    shape = make_heads(place, *heads, alibi=alibi)
+    queries = [1, 1, 2, 129, 40, 17]
+    contexts = [5, 70, *queries[2:]] if fresh else [5, 70, 2, 150, 64 + 40, 17 + 300]
+    batch = make_batch(place, contexts, queries, 16)
+    cache = make_cache(place, batch, shape, 16, dtype)
+    decodes = batch.num_decodes
+    assert decodes == 2
+    qkv = place.normal(sum(queries[decodes:]), shape.qkv_size, dtype=dtype)
+    starts = [start - decodes for start in batch.query_starts.tolist()]
+    width = shape.num_heads * shape.head_size
+    for row in range(decodes, len(queries)):  # the new tokens' keys and values are in the cache already
+        mine = qkv[starts[row] : starts[row + 1], width:].unflatten(1, (2, shape.num_kv_heads, shape.head_size))
+        for i, position in enumerate(range(contexts[row] - queries[row], contexts[row])):
+            cache.blocks[int(batch.block_tables[row, position // 16]), :, :, position % 16] = mine[i]
+    out = place.poison(qkv.shape[0], width, dtype=dtype)
+    place.settle()
+    place.ops.prefill_attention(qkv, shape, batch, cache, out=out)
+    q = qkv[:, :width].unflatten(1, (-1, shape.head_size))
+    for row in range(decodes, len(queries)):
+        k, v = context_of(cache, batch, row)
+        part = slice(starts[row], starts[row + 1])
+        assert_close("attention", out[part], attend(q[part], k, v, shape))

@@ -1,0 +1,163 @@
+"""linear and project_qkv against float64, with all that is fused into them."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.kernels.batches import make_batch
+from tests.kernels.conftest import Place
+from tests.kernels.numeric import assert_close
+from tridecode.kernels.checks import ShapeError
+from tridecode.kernels.ops import CacheLayer, Heads, Linear, Norm, Rope
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+TOKENS = [1, 2, 8, 9, 17, 33, 64, 65, 111]
+SHAPES = [(64, 96), (104, 72), (300, 257), (768, 1000), (2048, 130)]
+
+
+def make_linear(place: Place, inputs: int, outputs: int, dtype: torch.dtype, bias: bool = True) -> Linear:
+    weight = place.normal(outputs, inputs, dtype=dtype, scale=inputs**-0.5)
+    return Linear(weight, place.normal(outputs, dtype=dtype) if bias else None)
+
+
+def product64(x: Tensor, linear: Linear) -> Tensor:
+    wanted = x.double() @ linear.weight.double().t()
+    return wanted if linear.bias is None else wanted + linear.bias.double()
+
+
+def norm64(x: Tensor, norm: Norm) -> Tensor:
+    """The normalised rows, rounded as the product reads them."""
+    x64 = x.double()
+    if norm.bias is not None:
+        normed = F.layer_norm(x64, x.shape[-1:], norm.weight.double(), norm.bias.double(), norm.eps)
+    else:
+        normed = x64 * (x64.square().mean(-1, keepdim=True) + norm.eps).rsqrt() * norm.weight.double()
+    return normed.to(x.dtype).double()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_residual_and_bias_are_added(place: Place, tokens: int, shape: tuple[int, int], dtype: torch.dtype):
+    linear = make_linear(place, *shape, dtype)
+    x, out = place.normal(tokens, shape[0], dtype=dtype), place.normal(tokens, shape[1], dtype=dtype)
+    wanted = product64(x, linear) + out.double()
+    place.settle()
+    place.ops.linear(x, linear, residual=out, out=out)  # in place
+    assert_close("linear", out, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", [None, "gelu_tanh", "gelu", "relu"])
+@pytest.mark.parametrize("norm_bias", [True, False])
+@pytest.mark.parametrize("tokens", [1, 7, 16, 40, 130])
+def test_norm_and_activation_are_fused(
+    place: Place, tokens: int, norm_bias: bool, activation: Optional[str], dtype: torch.dtype
+):
+    inputs, outputs = 520, 136
+    linear = make_linear(place, inputs, outputs, dtype)
+    norm = Norm(place.normal(inputs, dtype=dtype), place.normal(inputs, dtype=dtype) if norm_bias else None, 1e-5)
+    x, out = place.normal(tokens, inputs, dtype=dtype), place.poison(tokens, outputs, dtype=dtype)
+    place.settle()
+    place.ops.linear(x, linear, norm=norm, activation=activation, out=out)
+    wanted = product64(norm64(x, norm), linear)
+    if activation is not None:
+        wanted = {"gelu": F.gelu, "gelu_tanh": lambda v: F.gelu(v, approximate="tanh"), "relu": F.relu}[activation](wanted)
+    assert_close("linear", out, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("tokens", [1, 5, 33, 100])
+def test_swiglu_pairs_gate_and_up_rows(place: Place, tokens: int, bias: bool, dtype: torch.dtype):
+    linear = make_linear(place, 256, 2 * 88, dtype, bias)
+    x, residual = place.normal(tokens, 256, dtype=dtype), place.normal(tokens, 88, dtype=dtype)
+    out = place.poison(tokens, 88, dtype=dtype)
+    place.settle()
+    place.ops.linear(x, linear, activation="swiglu", residual=residual, out=out)
+    both = product64(x, linear)
+    assert_close("linear", out, F.silu(both[:, :88]) * both[:, 88:] + residual.double())
+
+
+@pytest.mark.gpu  # the CPU path rounds logits to 16 bits first
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("tokens", [1, 3, 20, 70])
+def test_logits_are_float32(cuda_place: Place, tokens: int, dtype: torch.dtype):
+    place = cuda_place
+    linear = make_linear(place, 512, 1003, dtype, bias=False)
+    x, out = place.normal(tokens, 512, dtype=dtype), place.poison(tokens, 1003, dtype=torch.float32)
+    place.settle()
+    place.ops.linear(x, linear, out=out)
+    assert_close("logits", out, product64(x, linear))
+
+
+def test_rows_may_lie_apart(place: Place):
+    dtype = torch.float32 if place.device.type == "cpu" else torch.float16
+    linear = make_linear(place, 64, 48, dtype)
+    wide, out = place.normal(5, 200, dtype=dtype), place.poison(5, 80, dtype=dtype)
+    place.settle()
+    place.ops.linear(wide[:, 8:72], linear, out=out[:, :48])
+    assert_close("linear", out[:, :48], product64(wide[:, 8:72], linear))
+    assert torch.isnan(out[:, 48:]).all()
+
+
+def rotate64(x: Tensor, rope: Rope, positions: Tensor) -> Tensor:
+    """Su et al. 2021 by complex multiplication: x (T, heads, D) float64."""
+    size, out = rope.size, x.clone()
+    angle = torch.complex(rope.cos.double().cpu(), rope.sin.double().cpu())[positions.long().cpu()][:, None, :]
+    part = x[..., :size]
+    pairs = part.unflatten(-1, (-1, 2)) if rope.interleaved else part.unflatten(-1, (2, -1)).transpose(-1, -2)
+    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * angle)
+    out[..., :size] = turned.flatten(-2) if rope.interleaved else turned.transpose(-1, -2).flatten(-2)
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "heads", [(4, 4, 64, 0, False), (8, 2, 128, 128, False), (4, 2, 80, 32, False), (2, 2, 256, 64, True), (3, 3, 12, 4, True), (2, 1, 96, 24, False)]
+)
+@pytest.mark.parametrize("tokens", [1, 5, 16, 40, 90])
+def test_queries_and_keys_are_rotated_and_kept(
+    place: Place, tokens: int, heads: tuple[int, int, int, int, bool], dtype: torch.dtype
+):
+    num_heads, num_kv_heads, size, rotary, interleaved = heads
+    rope = None
+    if rotary:
+        angles = torch.rand(300, rotary // 2, generator=place.generator) * 6.28
+        rope = Rope(angles.cos().to(place.device), angles.sin().to(place.device), interleaved)
+    shape = Heads(num_heads, num_kv_heads, size, size**-0.5, rope)
+    linear = make_linear(place, 64, shape.qkv_size, dtype)
+    batch = make_batch(place, [tokens + 3], [tokens], 16)
+    unwritten = tokens // 2
+    slots = batch.kv_slots.clone()
+    batch.kv_slots[unwritten] = -1
+    cache = CacheLayer(place.poison(batch.block_tables.numel(), 2, num_kv_heads, 16, size, dtype=dtype))
+    x, out = place.normal(tokens, 64, dtype=dtype), place.poison(tokens, shape.qkv_size, dtype=dtype)
+    place.settle()
+    place.ops.project_qkv(x, linear, None, shape, batch, cache, out=out)
+
+    wanted = product64(x, linear).cpu().unflatten(1, (-1, size))
+    if rope is not None:
+        turned = wanted[:, : num_heads + num_kv_heads]
+        wanted = torch.cat([rotate64(turned, rope, batch.positions), wanted[:, num_heads + num_kv_heads :]], dim=1)
+    assert_close("linear", out, wanted.flatten(1))
+    written = torch.zeros(cache.blocks.shape[0], 16, dtype=torch.bool)
+    for token in range(tokens):
+        block, offset = divmod(int(slots[token]), 16)
+        if token == unwritten:
+            continue
+        written[block, offset] = True
+        held = cache.blocks[block, :, :, offset].flatten(0, 1)
+        assert torch.equal(held, out[token].unflatten(0, (-1, size))[num_heads:])
+    assert torch.isnan(cache.blocks.transpose(1, 3)[~written]).all()
+
+
+def test_a_linear_of_another_width_is_refused_by_name(place: Place):
+    linear = make_linear(place, 64, 32, torch.float32)
+    with pytest.raises((ShapeError, AssertionError)):
+        place.ops.linear(place.normal(2, 64, dtype=torch.float32), linear, out=place.poison(2, 48, dtype=torch.float32))

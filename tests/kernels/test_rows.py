@@ -1,0 +1,67 @@
+"""resolve_tokens, embed, gather_rows and norm."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.conftest import Place
+from tests.kernels.numeric import assert_close
+from tridecode.kernels.checks import DtypeError, ShapeError
+from tridecode.kernels.ops import Norm
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def test_unknown_tokens_become_the_newest_of_their_slot(place: Place):
+    tokens = place.ints([7, -1, -1, -1, 5, -1])
+    place.ops.resolve_tokens(tokens, place.ints([0, 3, -1, 1]), place.ints([10, 11, 12, 13]))
+    assert tokens.tolist() == [7, 13, 0, 11, 5, -1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [64, 111, 768])
+def test_embed_adds_the_position(place: Place, columns: int, dtype: torch.dtype):
+    table, places = place.normal(50, columns, dtype=dtype), place.normal(9, columns, dtype=dtype)
+    ids, positions = place.ints([3, 49, 0, 3, 17]), place.ints([8, 0, 1, 2, 3])
+    out = place.poison(5, columns, dtype=dtype)
+    place.settle()
+    place.ops.embed(ids, table, positions=positions, position_table=places, out=out)
+    assert_close("embed", out, table.double()[ids.long()] + places.double()[positions.long()])
+    place.ops.embed(ids, table, out=out)
+    assert torch.equal(out, table[ids.long()])
+
+
+@pytest.mark.parametrize("columns", [1, 8, 19, 256])
+def test_gather_rows_takes_rows_in_any_order(place: Place, columns: int):
+    x = place.normal(40, 300, dtype=torch.float16)[:, :columns]
+    rows = place.ints([39, 0, 7, 7])
+    out = place.poison(4, columns, dtype=torch.float16)
+    place.ops.gather_rows(x, rows, out=out)
+    assert torch.equal(out, x[rows.long()])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("columns", [8, 64, 111, 768, 4096])
+@pytest.mark.parametrize("tokens", [1, 19, 257])
+def test_norm_matches_float64(place: Place, tokens: int, columns: int, bias: bool, dtype: torch.dtype):
+    x = place.normal(tokens, columns, dtype=dtype, scale=3.0) + 2.0
+    norm = Norm(place.normal(columns, dtype=dtype), place.normal(columns, dtype=dtype) if bias else None, 1e-5)
+    x64, weight = x.double(), norm.weight.double()
+    if norm.bias is not None:
+        centred = x64 - x64.mean(-1, keepdim=True)
+        wanted = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight + norm.bias.double()
+    else:
+        wanted = x64 / (x64.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    place.settle()
+    place.ops.norm(x, norm, out=x)  # in place
+    assert_close("norm", x, wanted)
+
+
+def test_a_norm_of_another_width_is_refused_by_name(place: Place):
+    x = place.normal(2, 64, dtype=torch.float32)
+    with pytest.raises(ShapeError, match="weight.shape.0. is 32"):
+        place.ops.norm(x, Norm(place.normal(32, dtype=torch.float32), None, 1e-5), out=x)
+    with pytest.raises(DtypeError, match="weight is torch.float16"):
+        place.ops.norm(x, Norm(place.normal(64, dtype=torch.float16), None, 1e-5), out=x)
