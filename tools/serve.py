@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -130,10 +130,11 @@ class _Serving:
         self._http = options.http()
         self._watch = DoorWatch(server.pid, self._http)
         self._frozen = False
+        self._was_ready = False
 
     def run(self) -> int:
-        ready = self._wait_ready()
-        while ready and self._goes_on():
+        self._wait_ready()
+        while self._goes_on():
             self._watch.tick(time.monotonic())
             self._look_at_server()
             time.sleep(WATCH_S)
@@ -145,7 +146,7 @@ class _Serving:
     def _goes_on(self) -> bool:
         return self._server.running() and self._signals.count == 0
 
-    def _wait_ready(self) -> bool:
+    def _wait_ready(self) -> None:
         start = time.monotonic()
         with Progress() as progress:
             while self._goes_on():
@@ -153,10 +154,12 @@ class _Serving:
                 late = [state for state in states if state.phase != "ready"]
                 if not late and self._http.ready():
                     break
+                self._watch.tick(time.monotonic())
                 progress.show(f"engine {late[0].phase}: {late[0].detail}" if late else "loading models")
                 time.sleep(TICK_S)
         if not self._goes_on():
-            return False
+            return
+        self._was_ready = True
         host, seconds = self._options.address, time.monotonic() - start
         _log.info(
             "ready after %.1f s: HTTP %s:%d, gRPC %s:%d",
@@ -166,7 +169,6 @@ class _Serving:
             host,
             self._options.grpc_port,
         )
-        return True
 
     def _look_at_server(self) -> None:
         frozen = processes.state(self._server.pid) == "T"
@@ -180,13 +182,8 @@ class _Serving:
 
     def _stop(self) -> int:
         """Readiness off, finish what is under way, end the rest with an error, end the server."""
-        _log.info("%s: draining for %g s at most", self._signals.name, self._options.drain_s)
-        deadline = time.monotonic() + self._options.drain_s
-        if self._unload_all():
-            drained = self._wait_drained(deadline)
-        else:
-            self._server.terminate()  # it drains by itself, as far as it can
-            drained = self._wait(deadline, lambda: False)
+        _log.info("%s: stopping", self._signals.name)
+        drained = self._drain(self._options.drain_s) if self._was_ready else True
         if self._hurried():
             return 1
         if not drained:
@@ -197,6 +194,15 @@ class _Serving:
         self._server.wait_cleaned()
         _log.info("stopped")
         return 0
+
+    def _drain(self, seconds: float) -> bool:
+        """Whether all that was under way has ended in time."""
+        _log.info("requests under way have %g s", seconds)
+        deadline = time.monotonic() + seconds
+        if self._unload_all():
+            return self._wait_drained(deadline)
+        self._server.terminate()  # it drains by itself, as far as it can
+        return self._wait(deadline, lambda: False)
 
     def _hurried(self) -> bool:
         if self._signals.count < 2:
@@ -235,7 +241,7 @@ class _Serving:
         except TritonHttpError:
             return False
 
-    def _wait(self, deadline: float, condition) -> bool:
+    def _wait(self, deadline: float, condition: Callable[[], bool]) -> bool:
         """True when the condition held or the server had ended; False at the deadline or a second signal."""
         while self._server.running():
             if condition():
@@ -259,7 +265,9 @@ class _Serving:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line of `python -m tridecode.tools.serve`; `tridecode serve` offers the same options."""
     parser = argparse.ArgumentParser(
-        prog="tridecode serve", description="Serve a model repository with tritonserver."
+        prog="tridecode serve",
+        description="Serve a model repository with tritonserver.",
+        epilog="What follows -- is passed to tritonserver.",
     )
     parser.add_argument("repository")
     parser.add_argument("--http-port", type=int, default=8000)

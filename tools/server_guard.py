@@ -16,12 +16,14 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 from tridecode.backend.supervisor import processes, runtime_dir, shared_memory
 
 LEAVE_S = 4.0  # the supervisors see that the server is gone and clean up within so long; then they are killed
+DEATH_S = 20.0  # killed processes are waited for so long; a driver may hold one
 _POLL_S = 0.1
 
 
@@ -40,12 +42,13 @@ def marked(folder: Path) -> list[processes.ProcessId]:
 
 def clean(folder: Path, shm_prefix: str, leave_s: float = LEAVE_S) -> None:
     """After the server's end: processes leave or are killed, shared memory and folder are removed."""
-    deadline = time.monotonic() + leave_s
-    while True:
-        left = marked(folder)
-        if not left:
+    start = time.monotonic()
+    while left := marked(folder):
+        waited = time.monotonic() - start
+        if waited > leave_s + DEATH_S:
+            print(f"processes that do not die: {[process.pid for process in left]}", file=sys.stderr)
             break
-        if time.monotonic() >= deadline:
+        if waited >= leave_s:
             for process in left:
                 processes.kill(process)
         time.sleep(0.02)

@@ -186,11 +186,12 @@ class RankGroup:
 
 
 def _signal_hint(signum: int) -> str:
-    return {
+    hints: dict[int, str] = {
         signal.SIGSEGV: " (segmentation fault)",
         signal.SIGABRT: " (abort)",
         signal.SIGBUS: " (bus error; is /dev/shm or a weight file truncated?)",
-    }.get(signum, "")
+    }
+    return hints.get(signum, "")
 
 
 def kill_strays(control: str) -> None:

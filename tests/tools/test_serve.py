@@ -328,14 +328,29 @@ def test_arguments_of_triton_come_after_ours(tmp_path):
     assert "--model-control-mode=explicit" in arguments, "without it a dead door cannot be brought back"
 
 
-def test_a_server_that_ends_by_itself_is_reported_with_its_log(tmp_path, monkeypatch):
+@pytest.fixture
+def fake_triton_on_path(tmp_path, monkeypatch) -> Iterator[Path]:
+    """Where to write a shell script that `serve` takes for tritonserver."""
     base = Path(tempfile.mkdtemp(prefix="tdserve"))
-    binary = executable(tmp_path / "bin" / "tritonserver", "#!/bin/sh\necho no models; exit 3\n")
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     executable(tmp_path / "backends" / "python" / "triton_python_backend_stub", f"libpython{version}.so")
-    monkeypatch.setenv("PATH", f"{binary.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("TRIDECODE_RUNTIME_DIR", str(base))
+    yield tmp_path / "bin" / "tritonserver"
+    base.rmdir()
+
+
+def test_a_server_that_ends_by_itself_is_reported_with_its_log(tmp_path, fake_triton_on_path):
+    executable(fake_triton_on_path, "#!/bin/sh\necho no models; exit 3\n")
     server = ServerProcess(tmp_path, tmp_path / "log")
     with pytest.raises(TridecodeError, match="(?s)serve ended with 1:.*no models.*ended with exit code 3"):
         server.wait_ready(20)
-    base.rmdir()
+
+
+def test_a_server_that_hangs_while_it_loads_is_not_waited_for(tmp_path, fake_triton_on_path):
+    executable(fake_triton_on_path, "#!/bin/sh\ntrap '' TERM\necho loading\nwhile :; do sleep 1; done\n")
+    server = ServerProcess(tmp_path, tmp_path / "log", drain_s=60)
+    wait_until(lambda: "loading\n" in server.log(), 10, "the start")
+    start = time.monotonic()
+    assert server.stop() == 0
+    assert time.monotonic() - start < serve.END_S + 2
