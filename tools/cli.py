@@ -2,19 +2,14 @@
 
 import logging
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import Annotated, Any, Optional
 
 import typer
 from typer.core import TyperGroup
 
 from tridecode.backend.errors import ConfigError, TridecodeError
 from tridecode.tools.bench.cli import app as bench_app
-
-if TYPE_CHECKING:
-    from tridecode.tools.generate import Piece
 
 
 class _Group(TyperGroup):
@@ -181,7 +176,7 @@ def generate(
     Example:
       tridecode generate --prompt "The capital of France is" --temperature 0.7 --top-k 50
     """
-    from tridecode.tools.generate import infer_text, stream_text
+    from tridecode.tools.generate import infer_text, print_stream, stream_text
 
     sampling = {
         "max_tokens": max_tokens,
@@ -200,29 +195,8 @@ def generate(
     if not stream:
         print(infer_text(url, model, text, **sampling).text)
         return
-    if not show_stream(stream_text(url, model, text, timeout_s=timeout_s, **sampling)):
+    if not print_stream(stream_text(url, model, text, timeout_s=timeout_s, **sampling)):
         raise typer.Exit(130)
-
-
-def show_stream(pieces: "Iterator[Piece]") -> bool:
-    """Write pieces to stdout as they come, and what they took to stderr. False: Ctrl-C ended them early."""
-    started, first, last, tokens, early = time.perf_counter(), 0.0, 0.0, 0, 0
-    whole = True
-    try:
-        for piece in pieces:
-            last = time.perf_counter()
-            first, early = (first, early) if first else (last, piece.tokens)
-            tokens += piece.tokens
-            print(piece.text, end="", flush=True)
-    except KeyboardInterrupt:
-        whole = False
-    print(flush=True)
-    if first:
-        rate = f", {(tokens - early) / (last - first):.1f} tokens/s after it" if tokens > early else ""
-        cut = "" if whole else ", cancelled"
-        took = f"first token {(first - started) * 1000:.0f} ms{rate}, {tokens} tokens{cut}"
-        typer.secho(took, dim=True, err=True)
-    return whole
 
 
 @app.command("send-request")

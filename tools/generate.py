@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import tritonclient.grpc as triton
+import typer
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from tridecode.backend.errors import BY_CODE, EngineDownError, RequestError, TridecodeError
@@ -118,6 +120,29 @@ def infer_text(url: str, model: str | None, prompt: str, **sampling: Any) -> Pie
         return Piece("".join(piece.text for piece in pieces), sum(piece.tokens for piece in pieces))
     with _client(url) as client:
         return _piece(client.infer(found.name, _inputs(prompt, sampling)))
+
+
+def print_stream(pieces: Iterator[Piece]) -> bool:
+    """Write pieces to stdout as they come and, to stderr, first-token time and tokens a second. False: Ctrl-C
+    ended them early."""
+    started, first, last, early, tokens = time.perf_counter(), 0.0, 0.0, 0, 0
+    whole = True
+    try:
+        for piece in pieces:
+            last = time.perf_counter()
+            if not first:
+                first, early = last, piece.tokens
+            tokens += piece.tokens
+            print(piece.text, end="", flush=True)
+    except KeyboardInterrupt:
+        whole = False
+    print(flush=True)
+    if first:
+        rate = f", then {(tokens - early) / (last - first):.1f} tokens/s" if tokens > early else ""
+        cut = "" if whole else "; cancelled"
+        told = f"first token {(first - started) * 1000:.0f} ms{rate}; {tokens} tokens{cut}"
+        typer.secho(told, dim=True, err=True)
+    return whole
 
 
 def _pieces(answers: queue.Queue, model: TextModel, timeout_s: float | None) -> Iterator[Piece]:

@@ -51,6 +51,9 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.cancelled = threading.Event()
         self.url = ""
 
+    async def ServerLive(self, request, context):
+        return service_pb2.ServerLiveResponse(live=True)
+
     async def RepositoryIndex(self, request, context):
         index = service_pb2.RepositoryIndexResponse()
         for name in self.models:

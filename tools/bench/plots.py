@@ -27,8 +27,12 @@ def plot_batches(path: Path, title: str, engines: Mapping[str, Sequence[Mapping[
         left.plot(batches, [row["step_ms"] for row in rows], marker="o", label=name)
         right.plot(batches, [row["tokens_per_s"] for row in rows], marker="o", label=name)
     for axes, label in ((left, "ms a step"), (right, "tokens a second, decoding")):
-        axes.set(xlabel="sequences", ylabel=label, xscale="log", yscale="log")
-        _plain_ticks(axes, sorted({row["batch"] for rows in engines.values() for row in rows}))
+        batches = sorted({row["batch"] for rows in engines.values() for row in rows})
+        axes.set(xlabel="sequences", ylabel=label, xscale="log")
+        axes.set_xticks(batches, [str(batch) for batch in batches])
+        axes.set_ylim(bottom=0)
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     return _save(figure, title, path)
 
@@ -54,12 +58,6 @@ def plot_load(path: Path, title: str, runs: Mapping[str, Sequence[Record]]) -> P
 def _shares(axes: Any, seconds: Sequence[float] | np.ndarray, name: str) -> None:
     values = np.sort(np.asarray(seconds) * 1000.0)
     axes.step(values, np.arange(1, len(values) + 1) / max(len(values), 1), where="post", label=name)
-
-
-def _plain_ticks(axes: Any, batches: Sequence[int]) -> None:
-    axes.set_xticks(batches, [str(batch) for batch in batches])
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
 
 
 def _save(figure: Any, title: str, path: Path) -> Path:
