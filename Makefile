@@ -1,0 +1,87 @@
+# `make help` lists the targets. All of them work in .venv, which the first one makes.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+GPU := $(shell command -v nvidia-smi)
+# torch and the server's python stubs both run on these versions only
+PYTHONS := python3.11 python3.12 python3.10 python3 python
+PYTHON ?= $(shell for python in $(PYTHONS); do \
+  $$python -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
+  && { echo $$python; break; }; done)
+TORCH ?= $(if $(GPU),torch,torch==2.13.0)
+# what is installed follows pyproject.toml and the choice of torch: another key, another installation
+KEY := $(shell (cat pyproject.toml; echo '$(TORCH)') | sha256sum | cut -c1-16)
+READY := $(VENV)/.ready-$(KEY)
+READY_DEV := $(VENV)/.ready-dev-$(KEY)
+ARCH ?= $(if $(GPU),native,all)
+CSRC = $(wildcard kernels/csrc/*.cu kernels/csrc/*.cuh kernels/csrc/*.h)
+CLANG_STYLE := {BasedOnStyle: Google, ColumnLimit: 100}
+PACKAGES := backend converters kernels model_repo_templates tools
+BENCH ?= $(if $(GPU),server --preset bloom-7b1,server --preset smollm2-135m --streams 1,4 --prompt-tokens 64)
+
+export MODEL PROMPT
+
+.PHONY: help demo test test-gpu lint format typecheck kernels bench install clean distclean
+
+help: ## this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo "  make demo MODEL=<directory, hub id or .gguf> PROMPT='...'     make test ARGS='-k text'"
+	@echo "  make bench BENCH='engine --preset llama-3-8b'                 make kernels ARCH=90"
+
+demo: $(READY) ## convert, serve and ask a small model; MODEL=, PROMPT=
+	@$(BIN)/tridecode demo $${MODEL:+--model "$$MODEL"} $${PROMPT:+--prompt "$$PROMPT"}
+
+test: $(READY) ## every test but those for a GPU, the real server included; ARGS=
+	@$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+test-gpu: $(READY) kernels ## the tests that need a GPU; ARGS=
+	@$(BIN)/python -m pytest -m gpu $(ARGS)
+
+lint: $(READY_DEV) ## ruff and clang-format, nothing is changed
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(if $(CSRC),$(BIN)/clang-format --style='$(CLANG_STYLE)' --dry-run --Werror $(CSRC))
+
+format: $(READY_DEV) ## let ruff and clang-format put the files in order
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+	@$(if $(CSRC),$(BIN)/clang-format --style='$(CLANG_STYLE)' -i $(CSRC))
+
+typecheck: $(READY_DEV) ## mypy
+	@mkdir -p .typing && ln -sfn .. .typing/tridecode
+	@MYPYPATH=.typing $(BIN)/mypy $(PACKAGES:%=-p tridecode.%)
+
+kernels: $(READY) ## compile the CUDA kernels, with nvcc alone; ARCH=90, native or all
+	@$(BIN)/python -m tridecode.kernels.build --arch $(ARCH)
+
+bench: $(READY) $(if $(GPU),kernels) ## what the server costs over the engine alone; BENCH=
+	@$(BIN)/tridecode bench $(BENCH)
+
+install: $(READY) ## make .venv with everything that runs and tests the project
+
+$(VENV)/bin/python:
+	@[ -n "$(PYTHON)" ] || { echo "no Python 3.10, 3.11 or 3.12 on PATH ($(PYTHONS)); name one: make PYTHON=..."; exit 1; }
+	@echo "making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(READY): | $(VENV)/bin/python
+	@echo "installing into $(VENV) ($(TORCH); 1.5 GB without a GPU, about 5 GB with one)"
+	@$(BIN)/python -m pip install '$(TORCH)' -e '.[engine,server,test]'
+	@rm -f $(VENV)/.ready-*
+	@touch $@
+
+$(READY_DEV): $(READY)
+	@$(BIN)/python -m pip install -e '.[dev]'
+	@touch $@
+
+clean: ## remove what tests, tools and the demonstration left
+	@rm -rf build dist *.egg-info .typing .pytest_cache .mypy_cache .ruff_cache .hypothesis demo
+	@find $(PACKAGES) tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## and .venv and the compiled kernels
+	@rm -rf $(VENV) kernels/lib/obj kernels/lib/*.so
