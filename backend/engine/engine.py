@@ -229,7 +229,8 @@ class Engine:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on the CPU as pages that take no memory before they are written, which torch.zeros would touch."""
+    """Zeros; on the CPU as pages that take no memory before they are written, which torch.zeros would
+    touch."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     words = np.zeros(shape, np.int32 if dtype.itemsize == 4 else np.int16)

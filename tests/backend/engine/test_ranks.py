@@ -1,4 +1,5 @@
-"""Tensor and pipeline ranks: processes over gloo give the tokens of transformers, from one and the same directory."""
+"""Tensor and pipeline ranks: processes over gloo give the tokens of transformers, from one and the same
+directory."""
 
 from __future__ import annotations
 
