@@ -1,0 +1,261 @@
+"""From a checkpoint to streamed text: generator, real tritonserver, real engine, real clients."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from tritonclient.utils import InferenceServerException
+
+from tests.backend.engine.offline_models import hf_greedy
+from tests.checkpoints import save, tiny_bloom, tiny_gpt2, tiny_llama
+from tests.integration.clients import infer, standard_inputs, stream, text_inputs, token_inputs
+from tridecode.tools.build_repo import build_repo
+from tridecode.tools.running_server import ServerProcess, running_server
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
+MAKERS = {"gpt2": tiny_gpt2, "bloom": tiny_bloom, "llama": tiny_llama}
+PROMPTS = [[5, 9, 11, 3], [7], [4, 4, 8, 12, 9, 30, 21], [13, 2]]
+
+
+@dataclass
+class Stack:
+    server: ServerProcess
+    repository: Path
+    model: object  # the Hugging Face model that was converted
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        return hf_greedy(self.model, prompt, count)[0]
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def stack(request, tmp_path_factory) -> Iterator[Stack]:
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    model = MAKERS[request.param]()
+    repository = build_repo(
+        str(save(model, folder / "hf")), folder / "repo", engine_settings={"cache_bytes": "67108864"}
+    )
+    assert json.loads((repository / "PARITY.json").read_text())["passed"]
+    with running_server(repository) as server:
+        yield Stack(server, repository, model)
+
+
+def url_of(server: ServerProcess, protocol: str) -> str:
+    return server.http_url if protocol == "http" else server.grpc_url
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_the_identity_clients_request_gets_transformers_tokens(stack: Stack, protocol: str) -> None:
+    answer = infer(
+        protocol, url_of(stack.server, protocol), "fastertransformer", standard_inputs(PROMPTS, [6] * 4)
+    )
+    ids, lengths = answer.as_numpy("output_ids"), answer.as_numpy("sequence_length")
+    assert ids.shape == (4, 1, 7 + 6) and ids.dtype == np.uint32
+    for row, prompt in enumerate(PROMPTS):
+        end = len(prompt) + 6
+        assert lengths[row].tolist() == [end]
+        assert ids[row, 0, :end].tolist() == prompt + stack.greedy(prompt, 6)
+        assert (ids[row, 0, end:] == 50256).all()
+    assert answer.as_numpy("response_input_lengths").tolist() == [[4], [1], [7], [2]]
+    log_probs, total = answer.as_numpy("output_log_probs"), answer.as_numpy("cum_log_probs")
+    assert (
+        log_probs.shape == (4, 1, 6)
+        and np.allclose(log_probs.sum(-1), total, atol=1e-4)
+        and (total < 0).all()
+    )
+
+
+def test_the_streaming_door_sends_one_response_a_token(stack: Stack) -> None:
+    seen = list(
+        stream(stack.server.grpc_url, "fastertransformer_streaming", standard_inputs(PROMPTS[:1], [9]))
+    )
+    assert len(seen) == 9
+    wanted = stack.greedy(PROMPTS[0], 9)
+    for count, answer in enumerate(seen, start=1):
+        assert answer.as_numpy("sequence_length").tolist() == [[4 + count]]
+        assert answer.as_numpy("output_ids")[0, 0, : 4 + count].tolist() == PROMPTS[0] + wanted[:count]
+
+
+@pytest.mark.parametrize("model", ["ensemble", "ensemble_streaming"])
+def test_the_ensembles_text_is_the_tokenizers_decoding_of_prompt_and_answer(stack: Stack, model: str) -> None:
+    inputs = {
+        "INPUT_0": np.array([["the cat sat"]], object),
+        "INPUT_1": np.array([[5]], np.uint32),
+        "INPUT_2": np.array([[""]], object),
+        "INPUT_3": np.array([[""]], object),
+        "is_return_log_probs": np.array([[True]]),
+    }
+    if model == "ensemble":
+        answers = [infer("http", stack.server.http_url, model, inputs)]
+    else:
+        answers = list(stream(stack.server.grpc_url, model, inputs))
+        assert len(answers) == 5
+    plain = infer("grpc", stack.server.grpc_url, "tensorrt_llm_bls_plain", text_inputs("the cat sat", 5))
+    texts = [answer.as_numpy("OUTPUT_0").flatten()[0].decode() for answer in answers]
+    assert texts[-1] == plain.as_numpy("text_output").flatten()[0].decode()
+    assert texts[-1].startswith("the cat sat") and len(texts[-1]) > len("the cat sat")
+
+
+def post(server: ServerProcess, path: str, body: dict) -> tuple[int, str]:
+    request = urllib.request.Request(f"http://{server.http_url}/v2/models/{path}", json.dumps(body).encode())
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_streamed_pieces_make_the_one_shot_text_over_every_door(stack: Stack) -> None:
+    body = {"text_input": "the cat", "max_tokens": 24, "exclude_input_in_output": True}
+    status, whole = post(stack.server, "tensorrt_llm_bls/generate", {**body, "stream": False})
+    assert status == 200
+    text = json.loads(whole)["text_output"]
+    status, events = post(stack.server, "tensorrt_llm_bls/generate_stream", {**body, "stream": True})
+    pieces = [json.loads(line[6:]) for line in events.splitlines() if line.startswith("data: ")]
+    assert "".join(piece["text_output"] for piece in pieces) == text
+    assert sum(piece["num_output_tokens"] for piece in pieces) == 24
+    inputs = text_inputs("the cat", 24, exclude_input_in_output=True)
+    for model in ("tensorrt_llm_bls", "tensorrt_llm_bls_plain"):  # not streaming: exactly one response
+        answers = list(stream(stack.server.grpc_url, model, inputs))
+        assert [answer.as_numpy("text_output").flatten()[0].decode() for answer in answers] == [text]
+
+
+@pytest.mark.parametrize(
+    "changes, text",
+    [
+        ({"input_lengths": np.array([[9]], np.uint32)}, "input_lengths"),
+        (
+            {"input_ids": np.array([[5, 70000, 1]], np.uint32), "input_lengths": np.array([[3]], np.uint32)},
+            "70000",
+        ),
+        ({"request_output_len": np.array([[2**31]], np.uint32)}, "request_output_len|tokens"),
+        ({"temperature": np.array([[-1]], np.float32)}, "temperature"),
+        ({"temperature": np.array([[np.nan]], np.float32)}, "temperature"),
+        ({"repetition_penalty": np.array([[0]], np.float32)}, "repetition_penalty"),
+        ({"beam_width": np.array([[4]], np.uint32)}, "beam_width"),
+        ({"bad_words_list": np.array([[[5, 6], [9, -1]]], np.int32)}, "bad_words_list"),
+        ({"prompt_learning_task_name_ids": np.array([[3]], np.uint32)}, "prompt_learning_task_name_ids"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_bad_input_gets_an_error_that_names_it_and_the_server_lives(
+    stack: Stack, changes: dict, text: str
+) -> None:
+    inputs = {**token_inputs([[5, 9, 11]], [4]), **changes}
+    for model, call in (("fastertransformer", infer), ("fastertransformer_streaming", None)):
+        with pytest.raises(InferenceServerException, match=text):
+            if call is not None:
+                call("grpc", stack.server.grpc_url, model, inputs)
+            else:
+                list(stream(stack.server.grpc_url, model, inputs))
+    good = infer("grpc", stack.server.grpc_url, "fastertransformer", standard_inputs([[5, 9, 11]], [4]))
+    assert good.as_numpy("output_ids")[0, 0].tolist() == [5, 9, 11, *stack.greedy([5, 9, 11], 4)]
+
+
+def test_sixty_four_streams_at_once_each_end_once_with_their_own_tokens(stack: Stack) -> None:
+    generator = np.random.default_rng(5)
+    prompts = [generator.integers(3, 60, generator.integers(1, 12)).tolist() for _ in range(64)]
+    answers: list = [None] * 64
+
+    def run(i: int) -> None:
+        seen = list(
+            stream(stack.server.grpc_url, "fastertransformer_streaming", standard_inputs([prompts[i]], [10]))
+        )
+        answers[i] = (len(seen), seen[-1].as_numpy("output_ids")[0, 0].tolist())
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(64)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    for prompt, answer in zip(prompts, answers):
+        assert answer == (10, prompt + stack.greedy(prompt, 10))
+
+
+def engine_process(repository: Path) -> psutil.Process:
+    """Rank 0 of the engine, found by the repository on its command line."""
+    for process in psutil.process_iter(["cmdline"]):
+        line = process.info["cmdline"] or []
+        if "tridecode.backend.engine" in line and any(str(repository) in part for part in line):
+            return process
+    raise AssertionError("no engine process found")
+
+
+def health(server: ServerProcess) -> tuple[bool, str]:
+    """What the health model says: ready, or the error of its probe."""
+    try:
+        answer = infer("http", server.http_url, "tridecode_health", {"PROBE": np.array([True])})
+    except InferenceServerException as error:
+        return False, str(error)
+    return bool(answer.as_numpy("READY").flatten()[0]), ""
+
+
+class Load:
+    """Clients that send one request after the other until `stop`; each one's end and error are kept."""
+
+    def __init__(self, stack: Stack, clients: int):
+        self._stack, self._stopping = stack, False
+        self.errors: list[tuple[float, str]] = []  # (when, text)
+        self.longest = 0.0  # seconds from a request's start to its end
+        self._threads = [threading.Thread(target=self._run) for _ in range(clients)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            start = time.monotonic()
+            try:
+                list(
+                    stream(
+                        self._stack.server.grpc_url,
+                        "fastertransformer_streaming",
+                        standard_inputs([[5, 9]], [50]),
+                    )
+                )
+            except InferenceServerException as error:
+                self.errors.append((time.monotonic(), str(error)))
+                time.sleep(0.1)
+            self.longest = max(self.longest, time.monotonic() - start)
+
+    def stop(self) -> None:
+        self._stopping = True
+        for thread in self._threads:
+            thread.join(60)
+
+
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_a_lost_engine_under_load_is_an_error_within_five_seconds_and_comes_back(
+    stack: Stack, blow: int
+) -> None:
+    server_pid = stack.server.server_pid
+    load = Load(stack, clients=8)
+    time.sleep(1.0)
+    assert not load.errors
+    struck = time.monotonic()
+    os.kill(engine_process(stack.repository).pid, blow)
+    while len(load.errors) < 8:
+        assert time.monotonic() - struck < 5.0, f"{len(load.errors)} of 8 requests have ended"
+        time.sleep(0.01)
+    assert not health(stack.server)[0]
+    while not health(stack.server)[0]:
+        assert time.monotonic() - struck < 60, "the engine did not come back"
+        time.sleep(0.2)
+    load.stop()
+    assert load.longest < 5.0, "a request was left hanging"
+    wanted = "killed by signal 9" if blow == signal.SIGKILL else "silent for"
+    assert wanted in load.errors[0][1], load.errors[0][1]
+    assert stack.server.server_pid == server_pid
+    good = infer("grpc", stack.server.grpc_url, "fastertransformer", standard_inputs([[5, 9, 11]], [4]))
+    assert good.as_numpy("output_ids")[0, 0].tolist() == [5, 9, 11, *stack.greedy([5, 9, 11], 4)]
