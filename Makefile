@@ -70,7 +70,7 @@ $(VENV)/bin/python:
 	@$(PYTHON) -m venv $(VENV)
 
 $(READY): | $(VENV)/bin/python
-	@echo "installing into $(VENV) ($(TORCH); 1.5 GB without a GPU, about 5 GB with one)"
+	@echo "installing into $(VENV): $(TORCH) and the rest, a gigabyte or more the first time"
 	@$(BIN)/python -m pip install '$(TORCH)' -e '.[engine,server,test]'
 	@rm -f $(VENV)/.ready-*
 	@touch $@

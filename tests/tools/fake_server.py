@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 
@@ -48,6 +49,7 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):
     def __init__(self, models: list[FakeModel]):
         self.models = {model.name: model for model in models}
         self.requests: list[service_pb2.ModelInferRequest] = []
+        self.arrived: list[float] = []  # seconds of time.monotonic, for streamed requests
         self.cancelled = threading.Event()
         self.url = ""
 
@@ -82,6 +84,7 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):
     ) -> AsyncIterator[service_pb2.ModelStreamInferResponse]:
         try:
             async for request in requests:
+                self.arrived.append(time.monotonic())
                 self.requests.append(request)
                 async for message in self._answer(self.models[request.model_name], request):
                     yield message

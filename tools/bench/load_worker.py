@@ -25,7 +25,6 @@ _CHANNEL_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),  # or all channels of a process would share one connection
 ]
 _STREAMS_A_CHANNEL = 32
-_CONNECT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class LoadSpec:
     tokens_in: prompts are token ids for FasterTransformer's streaming model, else texts for a text model.
     concurrency: requests under way at a time; or, where request_rate (a second) is given, requests arrive by
     a Poisson process of that rate, however many are under way. forced_length: the end token is impossible
-    before output_tokens. timeout_s: of one request.
+    before output_tokens. timeout_s: of one request; connect_s: until the server answers at all.
     """
 
     url: str
@@ -49,6 +48,7 @@ class LoadSpec:
     forced_length: bool = True
     processes: int = 1
     timeout_s: float = 600.0
+    connect_s: float = 30.0
     seed: int = 0
 
 
@@ -181,7 +181,7 @@ class Worker:
         for _ in range(-(-streams // _STREAMS_A_CHANNEL)):
             channel = grpc.aio.insecure_channel(self.spec.url, options=_CHANNEL_OPTIONS)
             self._channels.append(channel)
-            await asyncio.wait_for(channel.channel_ready(), _CONNECT_S)
+            await asyncio.wait_for(channel.channel_ready(), self.spec.connect_s)
             stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
             await stub.ServerLive(service_pb2.ServerLiveRequest())  # the first call of a channel is slower
 
