@@ -27,6 +27,7 @@ _TYPES = {
     "TYPE_INT64": np.int64,
     "TYPE_FP16": np.float16,
     "TYPE_FP32": np.float32,
+    "TYPE_FP64": np.float64,
     "TYPE_STRING": np.object_,
 }
 

@@ -71,11 +71,18 @@ def write_repository(root: Path, models: list[RepositoryModel]) -> Path:
 
 
 @contextlib.contextmanager
-def real_server(root: Path, models: list[RepositoryModel], step_s: float = 0.0) -> Iterator[RealServer]:
-    """A server that is ready; it and everything it started are gone afterwards."""
+def real_server(
+    root: Path, models: list[RepositoryModel], step_s: float = 0.0, failure: str = ""
+) -> Iterator[RealServer]:
+    """A server that is ready; it and everything it started are gone afterwards.
+
+    failure: why the engine cannot start, if it cannot. AssertionError with the log if the server gives up.
+    """
     limits = msgspec.structs.replace(LIMITS, vocab_size=600, start_id=EOS, end_id=EOS)
     engine = FakeEngine(limits=limits, next_token=scripted([*ANSWER_IDS, EOS]), step_s=step_s)
     with engine, FakeSupervisor(engine) as supervisor:
+        if failure:
+            supervisor.set_phase("failed", failure)
         http, grpc, metrics = free_ports(3)
         install = prepare(root)
         log = root / "server.log"
@@ -90,15 +97,8 @@ def real_server(root: Path, models: list[RepositoryModel], step_s: float = 0.0) 
             )
         try:
             _wait_ready(f"http://127.0.0.1:{http}/v2/health/ready", process, log)
-            yield RealServer(
-                f"127.0.0.1:{http}",
-                f"127.0.0.1:{grpc}",
-                f"127.0.0.1:{metrics}",
-                log,
-                process,
-                engine,
-                supervisor,
-            )
+            urls = [f"127.0.0.1:{port}" for port in (http, grpc, metrics)]
+            yield RealServer(*urls, log, process, engine, supervisor)
         finally:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -116,4 +116,4 @@ def _wait_ready(url: str, process: subprocess.Popen, log: Path) -> None:
                 return
         except OSError:
             time.sleep(0.1)
-    raise AssertionError(f"the server is not ready:\n{log.read_text()[-4000:]}")
+    raise AssertionError(f"the server is not ready:\n{log.read_text(errors='replace')}")

@@ -1,0 +1,127 @@
+"""Any tensors at all: one clean answer, never an internal error, and the next request is served as before."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests import fake_triton
+from tests.backend.doors.running import ERROR_NAMES, running
+from tests.backend.doors.tokenizers_at_hand import byte_level
+from tests.fake_engine import LIMITS, FakeEngine
+from tridecode.backend.doors import fastertransformer, text
+from tridecode.backend.doors.fields import FASTERTRANSFORMER, TENSORRT_LLM, Field
+
+EDGES = [0, 1, 2, 3, -1, 7, 999, 1000, 1023, 1025, 50256, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**64 - 1]
+REALS = [0.0, -0.0, 1.0, 0.5, -0.5, 1e-30, 1e30, float("nan"), float("inf"), float("-inf"), 65504.0]
+TEXTS = [b"", b"hello", b"\xff\xfe", b"a,b", b'"', "東京😀".encode(), b"\0", b"x" * 5000, b"<|endoftext|>"]
+SHAPES = [(1, 1), (1,), (2, 1), (2,), (1, 2), (2, 2, 3), (1, 2, 1), (0,), (1, 0), (2, 2, 0), (3, 1), ()]
+
+
+@st.composite
+def array_for(draw, field: Field, sensible: np.ndarray | None):
+    if sensible is not None and draw(st.integers(0, 2)):
+        return sensible
+    shape = draw(st.sampled_from(SHAPES))
+    dtype = np.dtype(draw(st.sampled_from(field.dtypes)))
+    count = int(np.prod(shape))
+    if dtype.kind == "O":
+        values = draw(st.lists(st.sampled_from(TEXTS), min_size=count, max_size=count))
+        array = np.empty(count, object)
+        array[:] = values
+        return array.reshape(shape)
+    if dtype.kind == "f":
+        values = draw(st.lists(st.sampled_from(REALS), min_size=count, max_size=count))
+        with np.errstate(over="ignore"):
+            return np.array(values, np.float64).astype(dtype).reshape(shape)
+    values = draw(st.lists(st.sampled_from(EDGES), min_size=count, max_size=count))
+    bits = 8 * dtype.itemsize
+    wrapped = [value % 2**bits for value in values]
+    if dtype.kind == "b":
+        return np.array([bool(value % 2) for value in values]).reshape(shape)
+    return np.array(wrapped, np.dtype(f"u{dtype.itemsize}")).view(dtype).reshape(shape)
+
+
+def requests(table: tuple[Field, ...], sensible: dict[str, np.ndarray]):
+    @st.composite
+    def build(draw):
+        optional = [field for field in table if field.name not in sensible]
+        chosen = draw(st.lists(st.sampled_from(optional), unique=True, max_size=5))
+        needed = [field for field in table if field.name in sensible and draw(st.integers(0, 9))]
+        return {field.name: draw(array_for(field, sensible.get(field.name))) for field in [*needed, *chosen]}
+
+    return build()
+
+
+FT = {
+    "input_ids": np.array([[5, 6], [7, 8]], np.uint32),
+    "input_lengths": np.array([[2], [1]], np.uint32),
+    "request_output_len": np.array([[3], [2]], np.uint32),
+}
+LLM = {
+    "text_input": np.array([[b"hello"], [b"fox"]], object),
+    "max_tokens": np.array([[3], [2]], np.int32),
+}
+
+
+@pytest.fixture(scope="module")
+def doors(tmp_path_factory):
+    root = tmp_path_factory.mktemp("repository")
+    byte_level().save(str(root / "tokenizer.json"))
+    (root / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    limits = msgspec.structs.replace(LIMITS, vocab_size=600, start_id=1, end_id=2)
+    ft_outputs = {name: "TYPE_UINT32" for name in ("output_ids", "sequence_length")}
+    ft_outputs |= {name: "TYPE_FP32" for name in ("cum_log_probs", "output_log_probs", "context_embeddings")}
+    llm_outputs = {
+        "text_output": "TYPE_STRING",
+        "output_log_probs": "TYPE_FP32",
+        "cum_log_probs": "TYPE_FP32",
+    }
+    ft = fake_triton.model_config("fastertransformer", {}, ft_outputs, {}, True)
+    llm = fake_triton.model_config("text", {}, llm_outputs, {"tokenizer_dir": "."}, True)
+    with contextlib.ExitStack() as stack:
+        yield {
+            name: stack.enter_context(
+                running(module.TritonPythonModel, config, FakeEngine(limits=limits), root)
+            )
+            for name, module, config in (("ft", fastertransformer, ft), ("llm", text, llm))
+        }
+
+
+def check(door, arrays, sensible) -> None:
+    sent = fake_triton.ask(door, fake_triton.InferenceRequest(arrays))
+    assert sum(response.final for response in sent) == 1
+    errors = [response.error for response in sent if response.error]
+    if errors:
+        assert len(sent) == 1
+        assert ERROR_NAMES[errors[0].code()] in ("INVALID_ARG", "UNSUPPORTED"), errors[0].message()
+        assert "the door failed" not in errors[0].message()
+    after = fake_triton.ask(door, fake_triton.InferenceRequest(sensible))
+    assert not any(response.error for response in after)
+
+
+SETTINGS = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@SETTINGS
+@given(arrays=requests(FASTERTRANSFORMER, FT))
+def test_any_fastertransformer_tensors_get_one_clean_answer(doors, arrays):
+    check(doors["ft"], arrays, FT)
+
+
+@SETTINGS
+@given(arrays=requests(TENSORRT_LLM, LLM))
+def test_any_text_tensors_get_one_clean_answer(doors, arrays):
+    check(doors["llm"], arrays, LLM)
+
+
+@settings(max_examples=100, deadline=None)
+@given(prompt=st.binary(max_size=200))
+def test_any_bytes_as_a_prompt_get_one_clean_answer(doors, prompt):
+    check(doors["llm"], {**LLM, "text_input": np.array([[prompt], [b"x"]], object)}, LLM)
