@@ -246,7 +246,7 @@ def check(
         colour = typer.colors.RED if finding.severity == "error" else typer.colors.YELLOW
         typer.secho(str(finding), fg=colour)
     errors = sum(finding.severity == "error" for finding in findings)
-    typer.echo(f"{repository}: {errors} errors, {len(findings) - errors} warnings")
+    typer.echo(f"{repository}: errors: {errors}, warnings: {len(findings) - errors}")
     if errors:
         raise typer.Exit(1)
 

@@ -71,7 +71,7 @@ def packaged_model() -> Path:
 
 def demo_repository(model: str, cache: Path) -> Path:
     """The repository made from `model`, built where the cache has none of the same key."""
-    name = re.sub(r"[^A-Za-z0-9]+", "-", Path(model).stem).strip("-").lower()
+    name = re.sub(r"[^A-Za-z0-9]+", "-", Path(model).name.removesuffix(".gguf")).strip("-").lower()
     repository = cache / f"{name}-{content_key(model)}"
     if repository.is_dir():
         _tell(f"repository: {repository} (made before)")
@@ -79,8 +79,8 @@ def demo_repository(model: str, cache: Path) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     _tell(f"making the repository {repository}; the next run finds it there")
     build_repo(model, repository)
-    for stale in cache.glob(f"{name}-*"):
-        if stale != repository:
+    for stale in cache.iterdir():
+        if stale != repository and re.fullmatch(re.escape(name) + "-[0-9a-f]{12}", stale.name):
             shutil.rmtree(stale)
     return repository
 

@@ -57,11 +57,11 @@ def test_times_are_those_of_the_server() -> None:
     with fake_server(text_model([1] * 11, first_s=0.2, gap_s=0.05)) as server:
         report = summarise(load(server, num_requests=8, concurrency=4, processes=2))
     assert (report.requests, report.failed, report.output_tokens) == (8, 0, 88)
-    assert 200 <= report.first_token_ms["min"] and report.first_token_ms["p50"] < 240
-    assert 49 <= report.inter_token_ms["mean"] < 58
-    assert 49 <= report.token_ms["p50"] < 58
-    assert 700 <= report.request_ms["min"] and report.request_ms["p50"] < 800
-    assert 1.4 <= report.seconds < 1.8  # two rounds of four
+    assert report.first_token_ms["min"] >= 200 and report.first_token_ms["p50"] < 300
+    assert 49 <= report.inter_token_ms["mean"] < 75
+    assert 49 <= report.token_ms["p50"] < 75
+    assert report.request_ms["min"] >= 700 and report.request_ms["p50"] < 1100
+    assert 1.4 <= report.seconds < 2.4  # two rounds of four
     assert report.tokens_per_s == pytest.approx(88 / report.seconds, rel=1e-3)
     assert report.requests_per_s == pytest.approx(8 / report.seconds, rel=1e-2)
 
@@ -71,8 +71,8 @@ def test_a_response_with_several_tokens_counts_as_several() -> None:
         report = summarise(load(server, output_tokens=10))
     assert report.output_tokens == 10 and report.tokens_counted
     assert report.tokens_per_response == pytest.approx(10 / 3, abs=1e-3)
-    assert 49 <= report.inter_token_ms["mean"] < 60  # 200 ms for 4 tokens
-    assert 49 <= report.token_ms["mean"] < 60
+    assert 49 <= report.inter_token_ms["mean"] < 75  # 200 ms for 4 tokens
+    assert 49 <= report.token_ms["mean"] < 75
 
 
 def test_tokens_of_fastertransformers_stream_are_counted_from_its_lengths() -> None:
@@ -303,9 +303,8 @@ def test_bench_load_prints_a_table_and_writes_json_and_picture(tmp_path) -> None
     report = json.loads((tmp_path / "out" / "load.json").read_text())
     assert report["results"]["2 at a time"]["output_tokens"] == 12
     environment = report["environment"]
-    assert (
-        environment["cpu"] and environment["cores"] and environment["versions"]["torch"] == torch.__version__
-    )
+    assert environment["cpu"] and environment["cores"]
+    assert environment["versions"]["torch"] == torch.__version__
     assert environment["python"] == ".".join(map(str, sys.version_info[:3]))
     assert ink(tmp_path / "out" / "load.png") > 0.01
 
@@ -313,19 +312,9 @@ def test_bench_load_prints_a_table_and_writes_json_and_picture(tmp_path) -> None
 def test_bench_load_fails_where_requests_fail(tmp_path) -> None:
     model = FakeModel("tensorrt_llm_bls", TEXT, text_responses([("x", 1)]), error_after=0, error="full")
     with fake_server(model) as server:
-        prompts = tmp_path / "p.jsonl"
-        prompts.write_text('{"text": "hello"}\n')
-        arguments = [
-            "bench",
-            "load",
-            "--url",
-            server.url,
-            "--prompts",
-            str(prompts),
-            "--output",
-            str(tmp_path),
-        ]
-        done = CliRunner().invoke(app, arguments)
+        (tmp_path / "p.jsonl").write_text('{"text": "hello"}\n')
+        arguments = ["bench", "load", "--url", server.url, "--output", str(tmp_path)]
+        done = CliRunner().invoke(app, [*arguments, "--prompts", str(tmp_path / "p.jsonl")])
     assert done.exit_code == 1
     assert "4 requests failed: full" in done.output
 

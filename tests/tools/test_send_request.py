@@ -1,4 +1,4 @@
-"""FasterTransformer's JSON request files: read as its issue_request.py read them, sent over both protocols."""
+"""FasterTransformer's JSON request files: read as its own client reads them, sent over both protocols."""
 
 from __future__ import annotations
 
