@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -18,10 +17,11 @@ from tridecode.tools import demo
 from tridecode.tools.cli import app
 
 ROOT = Path(__file__).parents[2]
-CHATML = """{% for message in messages %}{{ '<|' + message['role'] + '|>\n' + message['content'] + '\n' }}{% endfor %}
+CHATML = """{% for message in messages %}
+{{ '<|' + message['role'] + '|>\n' + message['content'] + '\n' }}{% endfor %}
 {% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"""
 WITH_BOS = """{{ bos_token }}{% for message in messages %}
-  {% if message['role'] not in ('user', 'assistant') %}{{ raise_exception('roles are user and assistant') }}{% endif %}
+  {% if message['role'] not in ('user', 'assistant') %}{{ raise_exception('no such role') }}{% endif %}
 [{{ message['role'] }}] {{ message['content'] | trim }}{{ eos_token }}{% if loop.last %}{% break %}{% endif %}
 {% endfor %}
 {%- if add_generation_prompt %}[assistant]{% endif %}"""
@@ -60,9 +60,7 @@ def test_a_template_that_does_not_run_is_named(tmp_path) -> None:
 
 
 def test_the_packaged_model_is_found_without_importing_its_package() -> None:
-    code = (
-        "import sys; from tridecode.tools.demo import packaged_model as p; print(p(), 'llm' in sys.modules)"
-    )
+    code = "import sys; from tridecode.tools import demo; print(demo.packaged_model(), 'llm' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     path, imported = done.stdout.rsplit(maxsplit=1)
     assert imported == "False"
@@ -81,7 +79,7 @@ def test_the_repository_is_made_once_and_again_when_the_model_changes(tmp_path, 
     model, cache = tmp_path / "My Model 1.5B", tmp_path / "cache"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    other = cache / "another-model-0123456789ab"
+    other = cache / "my-model-1-5b-instruct-0123456789ab"
     other.mkdir(parents=True)
     first = demo.demo_repository(str(model), cache)
     assert demo.demo_repository(str(model), cache) == first and built == [first]
@@ -108,10 +106,7 @@ def test_the_demonstration_streams_an_answer_and_leaves_nothing_running(tmp_path
 
 
 def test_make_help_lists_every_target() -> None:
-    environment = {**os.environ, "PYTHON": "absent"}
-    done = subprocess.run(
-        ["make", "help"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
     phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     listed = set(re.findall(r"^  make (\S+) ", done.stdout, re.MULTILINE))
     assert set(phony.group(1).split()) == listed
