@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from tridecode.backend.errors import ConfigError, TridecodeError
 from tridecode.tools.bench.engine import bench_engine
@@ -19,8 +20,22 @@ from tridecode.tools.bench.report import table, write_report
 from tridecode.tools.bench.server import compare_with_engine
 from tridecode.tools.progress import spinner
 
-_BATCH_COLUMNS = ("sequences", "first token ms", "ms/step", "tokens/s decoding", "tokens/s in all")
-_WORKLOAD_COLUMNS = ("requests", "at a time", "prompt tokens", "output tokens", "seconds", "tokens/s")
+#: key of a row -> its title
+_BATCH_COLUMNS = {
+    "batch": "sequences",
+    "first_token_ms": "first token ms",
+    "step_ms": "ms/step",
+    "tokens_per_s": "tokens/s decoding",
+    "total_tokens_per_s": "tokens/s in all",
+}
+_WORKLOAD_COLUMNS = {
+    "requests": "requests",
+    "at_a_time": "at a time",
+    "prompt_tokens": "prompt tokens",
+    "output_tokens": "output tokens",
+    "seconds": "seconds",
+    "tokens_per_s": "tokens/s",
+}
 _MODULES = {
     "tridecode": "tridecode.tools.bench.engine",
     "transformers": "tridecode.tools.bench.transformers_bench",
@@ -116,19 +131,19 @@ def _conclude(kind: str, job: Job, results: Mapping[str, Mapping[str, Any]], out
         if "error" in result:
             console.print(f"{name}: {result['error']}", highlight=False, markup=False)
         elif "workload" in result:
-            load = result["workload"]
-            keys = ("requests", "at_a_time", "prompt_tokens", "output_tokens", "seconds", "tokens_per_s")
-            console.print(table(_title(label, job), _WORKLOAD_COLUMNS, [[load[key] for key in keys]]))
+            console.print(_table(_title(label, job), _WORKLOAD_COLUMNS, [result["workload"]]))
         else:
             curves[label] = result["batches"]
-            keys = ("batch", "first_token_ms", "step_ms", "tokens_per_s", "total_tokens_per_s")
-            rows = [[row[key] for key in keys] for row in result["batches"]]
-            console.print(table(_title(label, job), _BATCH_COLUMNS, rows))
+            console.print(_table(_title(label, job), _BATCH_COLUMNS, result["batches"]))
     settings = asdict(replace(job, prompts=()))
     written = [write_report(output / f"{kind}.json", kind, settings, dict(results))]
     if curves:
         written.append(plot_batches(output / f"{kind}.png", _title("decoding", job), curves))
     _wrote(*written)
+
+
+def _table(title: str, columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> Table:
+    return table(title, list(columns.values()), [[row[key] for key in columns] for row in rows])
 
 
 def _title(what: str, job: Job) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import BloomConfig, GPT2Config, LlamaConfig, PretrainedConfig
 
 from tridecode.backend.config import ModelConfig
@@ -10,7 +12,7 @@ from tridecode.backend.errors import UnsupportedError
 
 def hf_config(model: ModelConfig) -> PretrainedConfig:
     """Raises UnsupportedError for a shape that the class of its family cannot have."""
-    ids = {"bos_token_id": model.start_id, "eos_token_id": model.end_id}
+    ids: dict[str, Any] = {"bos_token_id": model.start_id, "eos_token_id": model.end_id}
     if model.family == "bloom":
         return BloomConfig(
             vocab_size=model.vocab_size,

@@ -32,7 +32,7 @@ def find_tokenizer(path: str | Path) -> Tokenizer:
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[str]:
     """The field "text" of each line of a JSON-lines file, the first `limit` of them."""
-    texts = []
+    texts: list[str] = []
     with open(path, encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if limit is not None and len(texts) >= limit:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from tridecode.backend.config import EngineConfig
 from tridecode.backend.engine.loader import DTYPES
@@ -40,10 +40,11 @@ def bench_transformers(job: Job, say: Say = lambda text: None) -> dict[str, Any]
     }
 
 
-def _model(job: Job, device: torch.device) -> PreTrainedModel:
+def _model(job: Job, device: torch.device) -> Any:
     if job.directory:
         dtype = DTYPES[job.dtype] if job.dtype else "auto"
-        return AutoModelForCausalLM.from_pretrained(job.directory, dtype=dtype).to(device).eval()
+        loaded: Any = AutoModelForCausalLM.from_pretrained(job.directory, dtype=dtype)
+        return loaded.to(device).eval()
     torch.manual_seed(job.seed)
     with device:
         model = AutoModelForCausalLM.from_config(hf_config(job.shape), dtype=DTYPES[job.chosen_dtype])
@@ -51,7 +52,7 @@ def _model(job: Job, device: torch.device) -> PreTrainedModel:
 
 
 @torch.inference_mode()
-def _generate(model: PreTrainedModel, prompts: Sequence[Sequence[int]], output_tokens: int) -> None:
+def _generate(model: Any, prompts: Sequence[Sequence[int]], output_tokens: int) -> None:
     """Exactly output_tokens greedy tokens after each prompt; shorter prompts are padded on the left."""
     width = max(map(len, prompts))
     ids = torch.zeros(len(prompts), width, dtype=torch.long)
