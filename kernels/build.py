@@ -28,7 +28,8 @@ FLAGS = ["-O3", "-std=c++17", "-Xfatbin", "-compress-all", "-Xptxas", "-v", "-Xc
 SPILLS = {
     "linear.cu": 240,
     "decode_attention.cu": 160,
-    "prefill_attention.cu": 160,
+    "linear_sm90a.cu": 64,
+    "sampling.cu": 32,
 }
 
 

@@ -1,7 +1,6 @@
 """The operations on an NVIDIA GPU: check, then launch. Contracts are in ops.py, the kernels in csrc/.
 
-Products of up to SMALL_TOKENS tokens, attention, norms and sampling are kernels of ours; larger products are cuBLAS's,
-through torch. Weights, norms, biases and rope tables are constants: kernels read them ahead of the kernels before them,
+Products of few tokens, attention, norms and sampling are kernels of ours; larger products are cuBLAS's, through torch. Weights, norms, biases and rope tables are constants: kernels read them ahead of the kernels before them,
 so whoever changes one in place synchronises the device before the next operation.
 """
 
@@ -17,10 +16,10 @@ from tridecode.kernels.checks import DtypeError, LayoutError, ShapeError, indice
 from tridecode.kernels.library import KernelError, Library, current_stream
 from tridecode.kernels.ops import NUM_FLOATS, NUM_INTS, Batch, CacheLayer, Heads, Linear, Norm, SamplingState
 
-#: above this many tokens a product is cuBLAS's
-SMALL_TOKENS = 64
-#: up to this many tokens a small product normalises its input itself
-FUSED_NORM_TOKENS = 16
+#: above this many tokens a product is always cuBLAS's
+SMALL_TOKENS = 16
+#: up to this many tokens a small product normalises its input itself: more would take every block longer than a kernel
+FUSED_NORM_TOKENS = 2
 _ACTIVATIONS = {None: 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "swiglu": 4}
 _PLAIN, _GATED, _QKV = 0, 1, 2
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -37,7 +36,7 @@ class Cuda:
     """
 
     def __init__(
-        self, device: torch.device, dependent_launch: Optional[bool] = None, small_tokens: Optional[int] = None
+        self, device: torch.device, dependent_launch: Optional[bool] = None, small_tokens: int = SMALL_TOKENS
     ):
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         if dependent_launch is None:
@@ -47,8 +46,7 @@ class Cuda:
         properties = torch.zeros(3, dtype=torch.int32)
         self.library.initialize(self.device.index, int(dependent_launch), properties.data_ptr())
         self.multiprocessors, self.capability, self.shared_bytes = properties.tolist()
-        hopper = self.capability == 90
-        self.small_tokens = (SMALL_TOKENS if hopper else FUSED_NORM_TOKENS) if small_tokens is None else small_tokens
+        self.small_tokens = small_tokens
         self._sums = self._bytes(_SUM_BYTES)
         self._counters = torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=self.device)
         self._attention = self._bytes(self.library.decode_attention_scratch(256))
@@ -169,9 +167,17 @@ class Cuda:
         )  # fmt: skip
 
     def _is_small(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether csrc/linear.cu takes the product: few tokens, 16-bit, every row at a multiple of 16 bytes."""
-        aligned = (x.shape[1] | x.stride(0) | weight.stride(0)) % 8 == 0 and (x.data_ptr() | weight.data_ptr()) % 16 == 0
-        return x.shape[0] <= self.small_tokens and x.dtype != torch.float32 and aligned
+        """Whether csrc/linear.cu takes the product: 16-bit, every row at a multiple of 16 bytes, and few tokens.
+
+        Up to FUSED_NORM_TOKENS always; above, where it measured faster than cuBLAS on an H200: matrices that cuBLAS
+        does not spread over the chip, and those so wide that nothing but their bytes counts.
+        """
+        tokens, inputs, outputs = x.shape[0], x.shape[1], weight.shape[0]
+        aligned = (inputs | x.stride(0) | weight.stride(0)) % 8 == 0 and (x.data_ptr() | weight.data_ptr()) % 16 == 0
+        if not aligned or x.dtype == torch.float32 or tokens > self.small_tokens:
+            return False
+        few = tokens <= FUSED_NORM_TOKENS
+        return few or (self.capability == 90 and (outputs > 20480 or outputs * inputs <= 1 << 25))
 
     def _small_linear(
         self,
@@ -184,7 +190,6 @@ class Cuda:
         out: Tensor,
         rotation: tuple[int, ...] = (0, 0, 0, 0, 0),
         shape: tuple[int, ...] = (0, 0, 1, 0, 0, 1),
-        variant: int = 0,
     ) -> None:
         tokens, inputs = x.shape
         if norm is not None and (tokens > FUSED_NORM_TOKENS or not self._fits(tokens, inputs)):
@@ -198,7 +203,7 @@ class Cuda:
             0.0 if norm is None else norm.eps, _pointer(residual), tokens, inputs, weight.shape[0],
             x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0), out.stride(0), mode,
             _ACTIVATIONS[activation], int(out.dtype == torch.float32), *rotation, *shape,
-            self._sums.data_ptr(), _SUM_BYTES, self._counters.data_ptr(), _NUM_COUNTERS, variant, _DTYPES[x.dtype],
+            self._sums.data_ptr(), _SUM_BYTES, self._counters.data_ptr(), _NUM_COUNTERS, _DTYPES[x.dtype],
             current_stream(self.device),
         )  # fmt: skip
 

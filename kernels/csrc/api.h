@@ -49,15 +49,15 @@ int tridecode_rotate_and_cache(void* qkv, const float* cos, const float* sin, co
                                int head_size, int rotary_size, int interleaved, int block_tokens, int64_t qkv_stride,
                                int dtype, void* stream);
 
-// The product of a few tokens (1 to 64) with a weight matrix that is read once, see linear.cu. scratch: partial sums,
-// counters: zeroed once. mode: 0 one output a row, 1 SwiGLU, 2 query, key and value. slices: parts of the input axis.
+// The product of 1 to 16 tokens with a weight matrix that is read once, see linear.cu. scratch: partial sums; counters:
+// zeroed once. mode: 0 one output a row, 1 SwiGLU, 2 query, key and value.
 int tridecode_linear(void* out, const void* x, const void* weight, const void* bias, const void* norm_weight,
                      const void* norm_bias, float eps, const void* residual, int num_tokens, int inputs, int outputs,
                      int64_t x_stride, int64_t weight_stride, int64_t residual_stride, int64_t out_stride, int mode,
                      int activation, int out_float32, const float* cos, const float* sin, const int* positions,
                      const int* kv_slots, void* cache, int heads, int kv_heads, int head_size, int rotary_size,
                      int interleaved, int block_tokens, void* scratch, int64_t scratch_bytes, unsigned int* counters,
-                     int num_counters, int variant, int dtype, void* stream);
+                     int num_counters, int dtype, void* stream);
 
 // scratch: see decode_attention.cu; tridecode_decode_attention_scratch gives the bytes for any batch.
 int64_t tridecode_decode_attention_scratch(int head_size);

@@ -1,9 +1,9 @@
 // One query token a row over its paged cache: multi-head, grouped and multi-query, with or without ALiBi.
 //
 // The cache is cut into tiles of 16 tokens of one kv head. All tiles of the batch, ordered by row and head, are dealt out
-// to warps in contiguous runs of equal length, from context_lens, on the device: every warp streams the same number of
-// bytes whatever the lengths are, and the grid does not depend on them. Where a row and head is cut, each part leaves its
-// running maximum, sum and output in scratch memory, and the warp that arrives last adds them up.
+// to teams in contiguous runs of equal length, from context_lens, on the device: every team streams the same number of
+// bytes whatever the lengths are, and the grid does not depend on them. A team is a warp or, where rows are few, a block. Where a row and head is cut, each part leaves its
+// running maximum, sum and output in scratch memory, and the team that arrives last adds them up.
 //
 // A tile goes from memory straight to the registers of the matrix instruction: keys (16 tokens x dims) times queries
 // (dims x 8 heads), then values (dims x 16 tokens) times probabilities (16 tokens x 8 heads). The next tile's keys are in
@@ -20,6 +20,7 @@ constexpr int kTile = 16;        // tokens
 constexpr int kGroup = 8;        // query heads that share a warp's pass over the keys and values
 constexpr int kWarps = 4;        // of a block
 constexpr int kMaxBlocks = 1024; // of the grid
+constexpr int kLeastTiles = 2;   // of a warp, where there are few
 constexpr float kLog2e = 1.4426950408889634f;
 
 struct Task {
@@ -64,25 +65,31 @@ __device__ __forceinline__ void scan_rows(const Task& task, int* prefix, int* wa
   __syncthreads();
 }
 
-template <typename X, int D>
+template <typename X, int D, int TEAM>
 __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2) decode_attention(const __grid_constant__ Task task) {
   constexpr int KC = (D + 31) / 32;  // chunks of 32 dims of a key
   constexpr int VC = (D + 63) / 64;  // chunks of 64 dims of a value
   extern __shared__ int prefix[];
   __shared__ int warp_totals[kWarps];
+  __shared__ float sums[TEAM == 1 ? 1 : TEAM * slot_floats(D)];
+  __shared__ unsigned arrivals[kWarps];
 
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   scan_rows<X>(task, prefix, warp_totals);
 
   const int per_row = task.kv_heads * task.groups;  // passes of a row
   const int total = prefix[task.num_rows] * per_row;
-  const int warps = gridDim.x * kWarps, warp = blockIdx.x * kWarps + threadIdx.x / 32;
-  const int quota = total / warps, extra = total % warps;
+  // few tiles go to fewer teams: every team more is a part more to add up
+  const int available = gridDim.x * (kWarps / TEAM), useful = (total + kLeastTiles * TEAM - 1) / (kLeastTiles * TEAM);
+  const int teams = max(1, min(available, useful));
+  const int member = TEAM == 1 ? 0 : threadIdx.x / 32;
+  const int team = TEAM == 1 ? blockIdx.x * kWarps + threadIdx.x / 32 : blockIdx.x;
+  const int quota = total / teams, extra = total % teams;
   auto start_of = [&](int w) { return w * quota + min(w, extra); };
   auto owner_of = [&](int tile) {
     return tile < extra * (quota + 1) ? tile / (quota + 1) : extra + (tile - extra * (quota + 1)) / quota;
   };
-  const int begin = start_of(warp), end = start_of(warp + 1);
+  const int begin = team < teams ? start_of(team) : 0, end = team < teams ? start_of(team + 1) : 0;
 
   uint4 keys[KC][2], values[VC][4];
   int row = 0, pass = 0, tiles = 0, first_tile = 0, last_tile = 0;  // the part in hand: tiles first_tile .. last_tile
@@ -145,17 +152,20 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2) decode_attentio
   int at = begin;
   while (at < end) {
     find(at);
-    load_ids(first_tile);
+    const int my_tile = first_tile + member;  // this warp takes every TEAM-th
+    load_ids(min(my_tile, tiles - 1));
     const int context = task.context_lens[row];
-    const X* address = tile_address(first_tile);
+    const X* address = tile_address(min(my_tile, tiles - 1));
     const int64_t to_values = task.kv_heads * head_stride;
     // The newest token is written by the kernel before this one; all others may be read ahead of it.
-    if (!waited && last_tile == tiles && first_tile == tiles - 1) {
+    if (!waited && my_tile >= tiles - 1) {
       wait_for_predecessor();
       waited = true;
     }
-    load_keys(address);
-    load_values(address + to_values, context - first_tile * kTile);
+    if (my_tile < last_tile) {
+      load_keys(address);
+      load_values(address + to_values, context - my_tile * kTile);
+    }
     if (!waited) {
       wait_for_predecessor();
       waited = true;
@@ -179,16 +189,16 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2) decode_attentio
 
     float output[VC][4][4] = {};  // [chunk][two dims][dim, head]
     float most[2] = {-CUDART_INF_F, -CUDART_INF_F}, sum[2] = {};
-    for (int tile = first_tile; tile < last_tile; ++tile) {
+    for (int tile = my_tile; tile < last_tile; tile += TEAM) {
       float scores[2][4] = {};
 #pragma unroll
       for (int c = 0; c < KC; ++c) {
         multiply_add<X>(scores[0], keys[c][0].x, keys[c][1].x, keys[c][0].y, keys[c][1].y, q[c].x, q[c].y);
         multiply_add<X>(scores[1], keys[c][0].z, keys[c][1].z, keys[c][0].w, keys[c][1].w, q[c].z, q[c].w);
       }
-      const bool more = tile + 1 < last_tile;
+      const bool more = tile + TEAM < last_tile;
       if (more) {
-        address = tile_address(tile + 1);
+        address = tile_address(tile + TEAM);
         load_keys(address);
       }
       float p[4];  // tokens g and g + 8, heads 2t and 2t + 1
@@ -241,7 +251,7 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2) decode_attentio
                           __byte_perm(words[2], words[3], 0x7632), p0, p1);
         }
       }
-      if (more) load_values(address + to_values, context - (tile + 1) * kTile);
+      if (more) load_values(address + to_values, context - (tile + TEAM) * kTile);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -251,7 +261,13 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2) decode_attentio
     }
 
     X* const out = static_cast<X*>(task.out) + row * task.out_stride + head * D;
-    if (first_tile == 0 && last_tile == tiles) {
+    const bool whole = first_tile == 0 && last_tile == tiles;
+    // a team leaves at most two parts: of the row and head it began with, and of the one it ended with
+    auto slot_of = [&](int w) {
+      return task.scratch + int64_t(2 * w + (start_of(w) >= item_begin ? 0 : 1)) * slot_floats(D);
+    };
+    float* const slot = TEAM == 1 ? slot_of(team) : sums + member * slot_floats(D);
+    if (TEAM == 1 && whole) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (2 * t + i >= heads) continue;
@@ -267,43 +283,65 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2) decode_attentio
         }
       }
     } else {
-      // a warp leaves at most two parts: of the row and head it began with, and of the one it ended with
-      auto slot_of = [&](int w) {
-        return task.scratch + int64_t(2 * w + (start_of(w) >= item_begin ? 0 : 1)) * slot_floats(D);
-      };
-      float* const slot = slot_of(warp);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (2 * t + i >= heads) continue;
         float* const mine = slot + (2 * t + i) * (D + 2);
-        if (g == 0) __stcg(reinterpret_cast<float2*>(mine + D), make_float2(most[i], sum[i]));
+        if (g == 0) *reinterpret_cast<float2*>(mine + D) = make_float2(most[i], sum[i]);
 #pragma unroll
         for (int c = 0; c < VC; ++c) {
           const int d = c * 64 + g * 8;
           if (D % 64 != 0 && d >= D) continue;
 #pragma unroll
           for (int j = 0; j < 4; ++j)
-            __stcg(reinterpret_cast<float2*>(mine + d + 2 * j), make_float2(output[c][j][i], output[c][j][2 + i]));
+            *reinterpret_cast<float2*>(mine + d + 2 * j) = make_float2(output[c][j][i], output[c][j][2 + i]);
         }
       }
+      if (TEAM > 1) {  // the warps' parts become the team's
+        __syncthreads();
+        float* const part = slot_of(team);
+        for (int i = threadIdx.x; i < heads * D; i += 32 * TEAM) {
+          const int h = i / D, d = i % D;
+          float peak = -CUDART_INF_F, all = 0.0f, together = 0.0f;
+#pragma unroll
+          for (int w = 0; w < TEAM; ++w) peak = fmaxf(peak, sums[w * slot_floats(D) + h * (D + 2) + D]);
+#pragma unroll
+          for (int w = 0; w < TEAM; ++w) {
+            const float* const theirs = sums + w * slot_floats(D) + h * (D + 2);
+            const float share = exp2f(theirs[D] - peak);
+            all += share * theirs[D + 1], together += share * theirs[d];
+          }
+          if (whole) {
+            out[i] = from_float<X>(together / all);
+          } else {
+            __stcg(part + h * (D + 2) + d, together);
+            if (d == 0) __stcg(reinterpret_cast<float2*>(part + h * (D + 2) + D), make_float2(peak, all));
+          }
+        }
+        __syncthreads();
+      }
+    }
+    if (!whole) {
       __threadfence();
-      __syncwarp();
-      unsigned arrived = 0;
+      if (TEAM == 1) __syncwarp(); else __syncthreads();
       const int item = row * per_row + pass;
-      if (lane == 0) arrived = atomicAdd(task.counters + item, unsigned(last_tile - first_tile));
-      arrived = __shfl_sync(kAll, arrived, 0) + (last_tile - first_tile);
+      if (TEAM == 1 ? lane == 0 : threadIdx.x == 0)
+        arrivals[TEAM == 1 ? threadIdx.x / 32 : 0] =
+            atomicAdd(task.counters + item, unsigned(last_tile - first_tile)) + (last_tile - first_tile);
+      if (TEAM == 1) __syncwarp(); else __syncthreads();
+      const unsigned arrived = arrivals[TEAM == 1 ? threadIdx.x / 32 : 0];
       if (arrived == unsigned(tiles)) {
-        if (lane == 0) task.counters[item] = 0;  // for the next launch
+        if (TEAM == 1 ? lane == 0 : threadIdx.x == 0) task.counters[item] = 0;  // for the next launch
         __threadfence();
         const int from = owner_of(item_begin), to = owner_of(item_begin + tiles - 1);
-        for (int h = 0; h < heads; ++h) {
+        for (int h = member; h < heads; h += TEAM) {
           // lane w holds the maximum and the sum of part w; more than 32 parts take turns
           float peak = -CUDART_INF_F;
           for (int w = from + lane; w <= to; w += 32)
             peak = fmaxf(peak, __ldcg(slot_of(w) + h * (D + 2) + D));
           peak = warp_max(peak);
           float all = 0.0f;
-          float together[(D + 63) / 64][2] = {};
+          float together[VC][2] = {};
           for (int first = from; first <= to; first += 32) {
             const int count = min(32, to - first + 1);
             float weight = 0.0f;
@@ -335,6 +373,7 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2) decode_attentio
           }
         }
       }
+      if (TEAM > 1) __syncthreads();  // before `arrivals` is written again
     }
     at += last_tile - first_tile;
   }
@@ -392,7 +431,9 @@ int run(const Task& task, int num_counters, void* stream) {
   if (task.num_rows * task.kv_heads * task.groups > num_counters)
     return fail("decode_attention: %d rows of %d kv heads need more than %d counters", task.num_rows, task.kv_heads,
                 num_counters);
-  return launch("decode_attention", decode_attention<X, D>, blocks < kMaxBlocks ? blocks : kMaxBlocks, 32 * kWarps,
+  // few rows and heads: a block's warps work on one together, and leave one part
+  const bool few = task.num_rows * task.kv_heads * task.groups < 8 * blocks;
+  return launch("decode_attention", few ? decode_attention<X, D, kWarps> : decode_attention<X, D, 1>, blocks < kMaxBlocks ? blocks : kMaxBlocks, 32 * kWarps,
                 (task.num_rows + 1) * sizeof(int), stream, task);
 }
 

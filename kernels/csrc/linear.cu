@@ -20,22 +20,22 @@ using Task = LinearTask;
 
 template <int NT, int WK, int WM, int MT, int RING>
 struct Shape {
+  static constexpr int kWarps = WK * WM;
   static constexpr int kThreads = 32 * WK * WM;
   static constexpr int kRows = 16 * MT * WM;                   // of a tile
   static constexpr int kBuffers = NT <= 4 ? 2 : 1;             // of the warps' sums
   static constexpr int kSums = WK * NT * kRows * 8;            // floats of a buffer
   static constexpr int kChunkStep = WK * RING;                 // chunks of 32 inputs that the block takes at once
-  static constexpr bool kCanNorm = NT <= 2 && WK * WM == 16;
 };
 
-template <typename X, int MODE, int NT, int WK, int WM, int MT, int RING>
-__global__ void __launch_bounds__(32 * WK * WM, 1) linear(const __grid_constant__ Task task) {
+template <typename X, int MODE, int NT, int WK, int WM, int MT, int RING, int BLOCKS>
+__global__ void __launch_bounds__(32 * WK * WM, BLOCKS) linear(const __grid_constant__ Task task) {
   using S = Shape<NT, WK, WM, MT, RING>;
   extern __shared__ uint4 shared[];
   float* const sums = reinterpret_cast<float*>(shared);
   uint4* const xs = shared + S::kBuffers * S::kSums / 4;
-  __shared__ float partial[S::kCanNorm ? 16 : 1][17];
-  __shared__ float totals[2][16];
+  __shared__ float partial[8 * NT][S::kWarps];
+  __shared__ float totals[2][8 * NT];
   __shared__ bool is_last;
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(32 * WK * WM, 1) linear(const __grid_constant_
 #pragma unroll
   for (int slot = 0; slot < RING; ++slot) fetch(slot, 0);
   advance();
-  if (S::kCanNorm && task.norm_weight) {
+  if (task.norm_weight) {
     for (int k = threadIdx.x * 64; k < task.inputs; k += S::kThreads * 64) {
       prefetch_l2(static_cast<const X*>(task.norm_weight) + k);
       if (task.norm_bias) prefetch_l2(static_cast<const X*>(task.norm_bias) + k);
@@ -114,7 +114,6 @@ __global__ void __launch_bounds__(32 * WK * WM, 1) linear(const __grid_constant_
     wait_copies<0>();
   };
   auto normalize = [&]() {
-    if constexpr (S::kCanNorm) {
       // every thread works on the pieces that it copied itself
       auto piece_of = [&](int p, int token) { return reinterpret_cast<X*>(xs + (p / 4 * tokens + token) * 4 + p % 4); };
       // totals[which][token] = the sum of f over the token's inputs
@@ -132,9 +131,9 @@ __global__ void __launch_bounds__(32 * WK * WM, 1) linear(const __grid_constant_
           if (lane == 0) partial[token][warp] = sum;
         }
         __syncthreads();
-        if (warp < tokens) {
-          const float total = warp_sum(lane < 16 ? partial[warp][lane] : 0.0f);
-          if (lane == 0) totals[which][warp] = total;
+        for (int token = warp; token < tokens; token += S::kWarps) {
+          const float total = warp_sum(lane < S::kWarps ? partial[token][lane] : 0.0f);
+          if (lane == 0) totals[which][token] = total;
         }
         __syncthreads();
       };
@@ -160,7 +159,6 @@ __global__ void __launch_bounds__(32 * WK * WM, 1) linear(const __grid_constant_
           store8(piece_of(p, token), values);
         }
       }
-    }
   };
 
   int loaded = -1;
@@ -274,12 +272,14 @@ __global__ void __launch_bounds__(32 * WK * WM, 1) linear(const __grid_constant_
 // How a product is cut: the fewest slices whose x fits in shared memory.
 template <typename S>
 bool divide(Task& task, int64_t scratch_bytes, int num_counters, int ring, int warps_k, size_t* shared) {
-  const int64_t budget = device().shared_bytes - 3 * 1024 - int64_t(S::kBuffers) * S::kSums * 4;
+  // two blocks a multiprocessor at least, so that one streams while the other adds up
+  const int64_t budget = device().shared_bytes / 2 - 2 * 1024 - int64_t(S::kBuffers) * S::kSums * 4;
   for (task.slices = 1; task.slices <= 64; ++task.slices) {
     task.slice_inputs = ceil_div(ceil_div(task.inputs, 32), task.slices) * 32;
     task.warp_chunks = ceil_div(task.slice_inputs / 32, S::kChunkStep) * ring;
     const int64_t x_bytes = int64_t(task.warp_chunks) * warps_k * 64 * task.tokens;
-    if (x_bytes > budget) continue;
+    const bool last_try = task.norm_weight != nullptr;  // a norm wants the whole row
+    if (x_bytes > (last_try ? device().shared_bytes - 3 * 1024 - S::kBuffers * S::kSums * 4 : budget)) continue;
     *shared = S::kBuffers * S::kSums * 4 + x_bytes;
     task.tiles = ceil_div(task.outputs, S::kRows);
     if (task.slices == 1) return true;
@@ -289,21 +289,22 @@ bool divide(Task& task, int64_t scratch_bytes, int num_counters, int ring, int w
   return false;
 }
 
-template <typename X, int NT, int WK, int WM, int MT, int RING>
+template <typename X, int NT, int WK, int WM, int MT, int RING, int BLOCKS>
 int run(Task task, int mode, int64_t scratch_bytes, int num_counters, void* stream) {
   using S = Shape<NT, WK, WM, MT, RING>;
   size_t shared = 0;
   if (!divide<S>(task, scratch_bytes, num_counters, RING, WK, &shared))
     return fail("linear: %d tokens, %d inputs, %d outputs do not fit in %lld bytes of scratch and %d counters",
                 task.tokens, task.inputs, task.outputs, (long long)scratch_bytes, num_counters);
-  if (task.norm_weight && (!S::kCanNorm || task.slices > 1))
+  if (task.norm_weight && task.slices > 1)
     return fail("linear: the norm of %d tokens of %d inputs cannot be fused", task.tokens, task.inputs);
   const int units = task.slices * task.tiles;
-  const int blocks = units < device().multiprocessors ? units : device().multiprocessors;
-  const auto kernel = mode == kGated ? linear<X, kGated, NT, WK, WM, MT, RING>
-                      : mode == kQkv ? linear<X, kQkv, NT, WK, WM, MT, RING>
-                                     : linear<X, kPlain, NT, WK, WM, MT, RING>;
-  return launch("linear", kernel, blocks, S::kThreads, shared, stream, task);
+  const int fit = int(device().shared_bytes / (shared + 2048));
+  const int room = device().multiprocessors * (fit < 1 ? 1 : fit < BLOCKS ? fit : BLOCKS);
+  const auto kernel = mode == kGated ? linear<X, kGated, NT, WK, WM, MT, RING, BLOCKS>
+                      : mode == kQkv ? linear<X, kQkv, NT, WK, WM, MT, RING, BLOCKS>
+                                     : linear<X, kPlain, NT, WK, WM, MT, RING, BLOCKS>;
+  return launch("linear", kernel, units < room ? units : room, S::kThreads, shared, stream, task);
 }
 
 }  // namespace
@@ -317,7 +318,7 @@ int tridecode_linear(void* out, const void* x, const void* weight, const void* b
                      int activation, int out_float32, const float* cos, const float* sin, const int* positions,
                      const int* kv_slots, void* cache, int heads, int kv_heads, int head_size, int rotary_size,
                      int interleaved, int block_tokens, void* scratch, int64_t scratch_bytes, unsigned int* counters,
-                     int num_counters, int variant, int dtype, void* stream) {
+                     int num_counters, int dtype, void* stream) {
   Task task = {};
   task.out = out, task.x = x, task.weight = weight, task.bias = bias, task.residual = residual;
   task.norm_weight = norm_weight, task.norm_bias = norm_bias, task.eps = eps;
@@ -329,12 +330,14 @@ int tridecode_linear(void* out, const void* x, const void* weight, const void* b
   task.heads = heads, task.kv_heads = kv_heads, task.head_size = head_size, task.rotary_size = rotary_size;
   task.interleaved = interleaved, task.block_tokens = block_tokens;
   task.partials = static_cast<float4*>(scratch), task.counters = counters;
-  if (variant >= 0 && hopper_linear_takes(task, mode, scratch_bytes, num_counters))
-    return hopper_linear(task, mode, variant, dtype, stream);
   return for_16_bit_dtype(dtype, "linear", [&](auto zero) {
     using X = decltype(zero);
-    if (num_tokens <= 8) return run<X, 1, 16, 1, 1, 8>(task, mode, scratch_bytes, num_counters, stream);
-    if (num_tokens <= 16) return run<X, 2, 16, 1, 1, 8>(task, mode, scratch_bytes, num_counters, stream);
+    // what measured fastest on an H200, by shape; bench: python -m tridecode.kernels.bench linear
+    const bool wide = outputs > 20480;
+    if ((num_tokens > 2 || wide) && hopper_linear_takes(task, mode)) return hopper_linear(task, mode, dtype, stream);
+    if (outputs > 8192 && few_linear_takes(task)) return few_linear(task, mode, dtype, stream);
+    if (num_tokens <= 8) return run<X, 1, 8, 1, 1, 8, 2>(task, mode, scratch_bytes, num_counters, stream);
+    if (num_tokens <= 16) return run<X, 2, 8, 1, 1, 8, 2>(task, mode, scratch_bytes, num_counters, stream);
     return fail("linear: %d tokens; this kernel takes 1 to 16", num_tokens);
   });
 }

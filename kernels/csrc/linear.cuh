@@ -1,4 +1,4 @@
-// What the two kernels of a small product share: what is to be done, which rows make a pair, and how a pair is finished.
+// What the three kernels of a small product share: what is to be done, which rows make a pair, and how a pair is finished.
 #pragma once
 #include "common.cuh"
 
@@ -135,8 +135,12 @@ __device__ __forceinline__ void finish(const LinearTask& task, int pair, int fir
   }
 }
 
+// linear_few.cu: the same product for 1 or 2 tokens. mode: LinearMode.
+bool few_linear_takes(const LinearTask& task);
+int few_linear(const LinearTask& task, int mode, int dtype, void* stream);
+
 // linear_sm90a.cu: the same product with Hopper's bulk copies and matrix instructions. mode: LinearMode.
-bool hopper_linear_takes(const LinearTask& task, int mode, int64_t scratch_bytes, int num_counters);
-int hopper_linear(const LinearTask& task, int mode, int variant, int dtype, void* stream);
+bool hopper_linear_takes(const LinearTask& task, int mode);
+int hopper_linear(const LinearTask& task, int mode, int dtype, void* stream);
 
 }  // namespace tridecode

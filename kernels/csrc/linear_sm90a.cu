@@ -1,11 +1,11 @@
-// The product of linear.cu with Hopper's own instructions: a warp keeps a ring of bulk copies of the weights in flight,
-// and two warp groups multiply them with wgmma, 64 rows each, the tokens being the 8 to 64 columns.
+// The product of linear.cu with Hopper's own instructions: one warp keeps a ring of bulk copies of the weights in flight,
+// which fills the multiprocessor's shared memory, and two warp groups take turns to multiply them with wgmma. The tokens, 16 at most,
+// are the 64 rows of that instruction: up to 8 stand in all eights of them at once, for what the other rows hold is never
+// looked at. The weights are its columns, so that a block takes 32 to 256 rows of the matrix, as many as give every
+// multiprocessor the same, over all inputs: no sum is shared between blocks.
 //
-// The blocks of 64 inputs of all tiles of 128 rows are dealt out in contiguous runs of equal length, one run a block of
-// threads. A tile that a run does not cover whole is added up by the last of its blocks to arrive, from scratch memory.
-// The ring holds weights before the wait for the kernel that computes x; the next kernel may start, and fill its own
-// ring, once this one has asked for its last weights. With a norm, x is normalised into shared memory once, else its
-// blocks travel with the weights.
+// The ring fills before the wait for the kernel that computes x, in the shared memory that the kernel before has just
+// left. With a norm, x is normalised into shared memory first, else its blocks travel with the weights.
 //
 // Bytes moved: outputs * inputs * sizeof(X), once.   Bench: python -m tridecode.kernels.bench linear
 #include <cuda.h>
@@ -17,19 +17,21 @@ namespace {
 
 using Task = LinearTask;
 
-constexpr int kGroups = 2;                       // warp groups that multiply
+constexpr int kGroups = 2;                       // warp groups that multiply, each every other stage
 constexpr int kConsumers = 128 * kGroups;
 constexpr int kThreads = kConsumers + 32;        // and a warp that copies
-constexpr int kTileRows = 64 * kGroups;
+constexpr int kMaxTokens = 16;
 constexpr int kBlockInputs = 64;                 // 128 bytes: the width of the swizzle
-constexpr int kWeightBytes = kTileRows * kBlockInputs * 2;
+constexpr int kStageBytes = 16 * 1024;           // of weights, at least
 constexpr int kMaxStages = 16;
 
 struct Division {
   int blocks;        // of 64 inputs
-  int tiles;         // of 128 rows
-  int total;         // blocks * tiles
+  int tiles;         // of 32 * N32 rows
+  int stage_blocks;  // blocks of a stage of the ring
+  int steps;         // stages of a tile
   int stages;        // of the ring
+  int x_rows;        // 8 or 16: tokens in a block of x
   bool resident;     // x is normalised and stays
 };
 
@@ -88,60 +90,41 @@ __device__ __forceinline__ uint64_t evict_last() {
   return policy;
 }
 
-// A matrix of rows of 128 bytes in the 128-byte swizzle: 16 bytes a unit, groups of 8 rows 1024 bytes apart.
-__device__ __forceinline__ uint64_t descriptor(const void* pointer) {
-  return uint64_t((shared_address(pointer) & 0x3ffff) >> 4) | uint64_t(1) << 16 | uint64_t(64) << 32 | uint64_t(1) << 62;
+// A matrix of rows of 128 bytes in the 128-byte swizzle; groups of 8 rows lie `group_bytes` apart.
+__device__ __forceinline__ uint64_t descriptor(const void* pointer, int group_bytes) {
+  return uint64_t((shared_address(pointer) & 0x3ffff) >> 4) | uint64_t(1) << 16 | uint64_t(group_bytes >> 4) << 32 |
+         uint64_t(1) << 62;
 }
 
-// c += a (64 rows x 16 inputs) * b (16 inputs x 8 * NT tokens), both in shared memory; c = where not `add`.
-template <typename X, int NT>
-__device__ __forceinline__ void group_multiply_add(float (&c)[NT][4], uint64_t a, uint64_t b, int add) {
-#define TRIDECODE_C(n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
-#define TRIDECODE_WGMMA(columns, type, registers, first, second, third, ...)                                      \
-  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " third ", 0;\n"                                             \
-               "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." type "." type " {" registers "}, " first    \
-               ", " second ", add, 1, 1, 0, 0;\n}\n"                                                              \
-               : __VA_ARGS__                                                                                      \
-               : "l"(a), "l"(b), "r"(add))
-#define TRIDECODE_BOTH(columns, registers, first, second, third, ...)                             \
-  if constexpr (std::is_same<X, half>::value) {                                                   \
-    TRIDECODE_WGMMA(columns, "f16", registers, first, second, third, __VA_ARGS__);                \
-  } else {                                                                                        \
-    TRIDECODE_WGMMA(columns, "bf16", registers, first, second, third, __VA_ARGS__);               \
-  }
-  if constexpr (NT == 1) {
-    TRIDECODE_BOTH("8", "%0, %1, %2, %3", "%4", "%5", "%6", TRIDECODE_C(0))
-  } else if constexpr (NT == 2) {
-    TRIDECODE_BOTH("16", "%0, %1, %2, %3, %4, %5, %6, %7", "%8", "%9", "%10", TRIDECODE_C(0), TRIDECODE_C(1))
-  } else if constexpr (NT == 4) {
-    TRIDECODE_BOTH("32", "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15", "%16", "%17", "%18",
-                   TRIDECODE_C(0), TRIDECODE_C(1), TRIDECODE_C(2), TRIDECODE_C(3))
+// c (64 x 32) += a (64 x 16 inputs) * b (16 inputs x 32), both in shared memory; c = where not `add`.
+template <typename X>
+__device__ __forceinline__ void group_multiply_add(float (&c)[4][4], uint64_t a, uint64_t b, int add) {
+#define TRIDECODE_WGMMA(type)                                                                                        \
+  asm volatile(                                                                                                      \
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %18, 0;\n"                                                               \
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type                                                     \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, add, 1, 1, 0, 0;\n}\n"     \
+      : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]),      \
+        "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]),      \
+        "+f"(c[3][2]), "+f"(c[3][3])                                                                                 \
+      : "l"(a), "l"(b), "r"(add))
+  if constexpr (std::is_same<X, half>::value) {
+    TRIDECODE_WGMMA("f16");
   } else {
-    static_assert(NT == 8, "");
-    TRIDECODE_BOTH("64",
-                   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "
-                   "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31",
-                   "%32", "%33", "%34", TRIDECODE_C(0), TRIDECODE_C(1), TRIDECODE_C(2), TRIDECODE_C(3), TRIDECODE_C(4),
-                   TRIDECODE_C(5), TRIDECODE_C(6), TRIDECODE_C(7))
+    TRIDECODE_WGMMA("bf16");
   }
-#undef TRIDECODE_BOTH
 #undef TRIDECODE_WGMMA
-#undef TRIDECODE_C
 }
 
 __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(kConsumers) : "memory"); }
-__device__ __forceinline__ void group_sync(int group) {
-  asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory");
-}
-
 // x, normalised, as 64 inputs after 64 inputs of all tokens, each in the swizzle that wgmma reads.
-template <typename X, int NT>
-__device__ __forceinline__ void normalize(const Task& task, char* xs, float (*partial)[kConsumers / 32],
-                                          float (*totals)[16]) {
+template <typename X>
+__device__ __forceinline__ void normalize(const Task& task, char* xs, int x_rows, float (*partial)[kConsumers / 32],
+                                          float (*totals)[kMaxTokens]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, tokens = task.tokens;
   const int pieces = (task.inputs + kBlockInputs - 1) / kBlockInputs * 8;
   auto piece_of = [&](int p, int token) {
-    return reinterpret_cast<X*>(xs + p / 8 * (NT * 8 * 128) + token * 128 + ((p ^ token) % 8) * 16);
+    return reinterpret_cast<X*>(xs + p / 8 * (x_rows * 128) + token * 128 + ((p ^ token) % 8) * 16);
   };
   auto add_up = [&](int which) {
     consumers_sync();
@@ -205,32 +188,30 @@ __device__ __forceinline__ void normalize(const Task& task, char* xs, float (*pa
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
-template <typename X, int MODE, int NT>
+template <typename X, int MODE, int N32>
 __global__ void __launch_bounds__(kThreads, 1)
     linear_sm90a(const __grid_constant__ CUtensorMap weight_map, const __grid_constant__ CUtensorMap x_map,
                  const __grid_constant__ Task task, const __grid_constant__ Division division) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  constexpr int kXBytes = NT * 8 * kBlockInputs * 2;
+  constexpr int kRows = 32 * N32;
+  constexpr int kBlockBytes = kRows * 128;  // of weights
   extern __shared__ char raw[];
   char* const base = raw + (1024 - shared_address(raw) % 1024) % 1024;
   __shared__ uint64_t full[kMaxStages], empty[kMaxStages];
-  __shared__ float partial[NT <= 2 ? 16 : 1][kConsumers / 32], totals[2][16];
-  __shared__ bool is_last[kGroups];
-  const int stages = division.stages, stage_bytes = kWeightBytes + (division.resident ? 0 : kXBytes);
+  __shared__ float partial[kMaxTokens][kConsumers / 32], totals[2][kMaxTokens];
+  const int x_bytes = division.x_rows * 128, stages = division.stages, stage_blocks = division.stage_blocks;
+  const int stage_bytes = stage_blocks * (kBlockBytes + (division.resident ? 0 : x_bytes));
   char* const xs = base + stages * stage_bytes;  // where x is resident
+  float* const sums = reinterpret_cast<float*>(xs + (division.resident ? division.blocks * x_bytes : 0));
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int quota = division.total / gridDim.x, extra = division.total % gridDim.x;
-  auto start_of = [&](int block) { return block * quota + min(block, extra); };
-  auto owner_of = [&](int at) {
-    return at < extra * (quota + 1) ? at / (quota + 1) : extra + (at - extra * (quota + 1)) / quota;
-  };
-  const int begin = start_of(blockIdx.x), end = start_of(blockIdx.x + 1);
-
+  // Blocks begin at different inputs: rows lie a power of two apart, and their beginnings on few memory channels.
+  const int shift = int(int64_t(blockIdx.x) * division.steps / gridDim.x);
+  auto turned = [&](int step) { return step + shift < division.steps ? step + shift : step + shift - division.steps; };
   if (threadIdx.x == kConsumers) {
     for (int i = 0; i < stages; ++i) {
       barrier_init(full + i, 1);
-      barrier_init(empty + i, kConsumers / 32);
+      barrier_init(empty + i, 4);  // the warps of a group
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -238,128 +219,129 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   if (warp == kConsumers / 32) {
     // ---- the warp that copies
-    if (lane != 0) return;
+    if (lane != 0) {
+      wait_for_predecessor();
+      return;
+    }
     const uint64_t once = evict_first(), often = evict_last();
-    auto copy_weights = [&](int at, int stage) {
-      const int tile = at / division.blocks, input = at % division.blocks * kBlockInputs;
+    auto copy_weights = [&](int tile, int step, int stage) {
       char* const to = base + stage * stage_bytes;
       barrier_expect(full + stage, stage_bytes);
-      if (MODE == kPlain || (MODE == kQkv && task.rotary_size == 0)) {
-        copy_box(to, &weight_map, input, tile * kTileRows, full + stage, once);
-      } else {
+      for (int i = 0; i < stage_blocks; ++i) {  // beyond the inputs a copy writes zeros
+        const int input = (turned(step) * stage_blocks + i) * kBlockInputs;
+        if (MODE == kPlain || (MODE == kQkv && task.rotary_size == 0)) {
+          copy_box(to + i * kBlockBytes, &weight_map, input, tile * kRows, full + stage, once);
+        } else {
 #pragma unroll 4
-        for (int i = 0; i < kTileRows / 8; ++i) {  // 8 first rows of pairs, 8 second rows, and so on
-          const int row = row_of<MODE>(task, tile * (kTileRows / 2) + i / 2 * 8, i % 2);
-          copy_box(to + i * 1024, &weight_map, input, row, full + stage, once);
+          for (int j = 0; j < kRows / 8; ++j) {  // 8 first rows of pairs, 8 second rows, and so on
+            const int row = row_of<MODE>(task, tile * (kRows / 2) + j / 2 * 8, j % 2);
+            copy_box(to + i * kBlockBytes + j * 1024, &weight_map, input, row, full + stage, once);
+          }
         }
       }
     };
-    auto copy_x = [&](int at, int stage) {
+    auto copy_x = [&](int step, int stage) {
       if (division.resident) return;
-      const int input = at % division.blocks * kBlockInputs;
-      copy_box(base + stage * stage_bytes + kWeightBytes, &x_map, input, 0, full + stage, often);
+      char* const to = base + stage * stage_bytes + stage_blocks * kBlockBytes;
+      for (int i = 0; i < stage_blocks; ++i)
+        copy_box(to + i * x_bytes, &x_map, (turned(step) * stage_blocks + i) * kBlockInputs, 0, full + stage, often);
     };
-    const int ahead = min(stages, end - begin);
-    for (int i = 0; i < ahead; ++i) copy_weights(begin + i, i);
-#if defined(__CUDA_ARCH__)
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-    for (int i = 0; i < ahead; ++i) copy_x(begin + i, i);
-    int stage = 0, parity = 0;
-    for (int at = begin + ahead; at < end; ++at) {
-      barrier_wait(empty + stage, parity);
-      copy_weights(at, stage);
-      copy_x(at, stage);
-      if (++stage == stages) stage = 0, parity ^= 1;
+    asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(&weight_map)) : "memory");
+    asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(&x_map)) : "memory");
+    const int ahead = min(stages, division.steps);  // of the first tile
+    for (int step = 0; step < ahead; ++step) copy_weights(blockIdx.x, step, step);
+    wait_for_predecessor();
+    for (int step = 0; step < ahead; ++step) copy_x(step, step);
+    int tile = blockIdx.x, step = ahead;
+    for (int index = ahead;; ++index, ++step) {
+      if (step == division.steps) step = 0, tile += gridDim.x;
+      if (tile >= division.tiles) break;
+      const int stage = index % stages;
+      if (index >= stages) barrier_wait(empty + stage, (index / stages - 1) % 2);
+      copy_weights(tile, step, stage);
+      copy_x(step, stage);
     }
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     return;
   }
 
   // ---- the warp groups that multiply
-  const int group = warp / 4, g = lane / 4, t = lane % 4, thread = threadIdx.x % 128;
-  if (NT <= 2 && division.resident) {
+  const int g = lane / 4, t = lane % 4;
+  if (division.resident) {
     for (int k = threadIdx.x * 64; k < task.inputs; k += kConsumers * 64) {
       prefetch_l2(static_cast<const X*>(task.norm_weight) + k);
       if (task.norm_bias) prefetch_l2(static_cast<const X*>(task.norm_bias) + k);
     }
   }
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  if constexpr (NT <= 2) {
-    if (division.resident) normalize<X, NT>(task, xs, partial, totals);
-  }
+  wait_for_predecessor();
+  if (division.resident) normalize<X>(task, xs, division.x_rows, partial, totals);
 
-  int stage = 0, parity = 0;
-  for (int at = begin; at < end;) {
-    const int tile = at / division.blocks, first = at % division.blocks;
-    const int last = min(division.blocks, first + (end - at));  // this block's part of the tile: first .. last
-    float c[NT][4];
+  // an item: two rows and two tokens
+  const int items = kRows / 2 * ((task.tokens + 1) / 2);
+  const int x_group_bytes = division.x_rows == 8 ? 0 : 1024;  // 0: the same 8 tokens again
+  const int group = warp / 4;
+  int begun = 0;  // stages of the tiles before
+  for (int tile = blockIdx.x; tile < division.tiles; tile += gridDim.x, begun += division.steps) {
+    auto pair_of = [&](int item) { return tile * (kRows / 2) + item % (kRows / 2); };
+    auto token_of = [&](int item) { return item / (kRows / 2) * 2; };
+    Extra extra = {};
+    if (threadIdx.x < items) extra = load_extra<X, MODE>(task, pair_of(threadIdx.x), token_of(threadIdx.x));
+    float c[N32][4][4];
     int held = -1;  // the stage that the running products still read
-    for (int block = first; block < last; ++block) {
-      barrier_wait(full + stage, parity);
-      char* const a = base + stage * stage_bytes + group * (64 * 128);
-      char* const b = division.resident ? xs + block * kXBytes : base + stage * stage_bytes + kWeightBytes;
-      const uint64_t a_descriptor = descriptor(a), b_descriptor = descriptor(b);
+    const int first_step = (group + begun) % kGroups;
+    for (int step = first_step; step < division.steps; step += kGroups) {
+      const int index = begun + step, stage = index % stages;
+      barrier_wait(full + stage, index / stages % 2);
+      char* const weights = base + stage * stage_bytes;
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+      for (int i = 0; i < stage_blocks; ++i) {
+        const int block = min(turned(step) * stage_blocks + i, division.blocks - 1);
+        char* const x = division.resident ? xs + block * x_bytes : weights + stage_blocks * kBlockBytes + i * x_bytes;
+        const uint64_t a = descriptor(x, x_group_bytes), b = descriptor(weights + i * kBlockBytes, 1024);
 #pragma unroll
-      for (int k = 0; k < kBlockInputs / 16; ++k)  // 32 bytes on: 2 units of 16
-        group_multiply_add<X, NT>(c, a_descriptor + 2 * k, b_descriptor + 2 * k, block > first || k > 0);
+        for (int k = 0; k < kBlockInputs / 16; ++k) {  // 32 bytes on: 2 units of 16
+#pragma unroll
+          for (int n = 0; n < N32; ++n)  // 32 rows on: 4096 bytes
+            group_multiply_add<X>(c[n], a + 2 * k, b + 2 * k + n * 256, step > first_step || i > 0 || k > 0);
+        }
+      }
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
       asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
       if (held >= 0 && lane == 0) barrier_arrive(empty + held);
       held = stage;
-      if (++stage == stages) stage = 0, parity ^= 1;
     }
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
-    for (int n = 0; n < NT; ++n)
-      asm volatile("" : "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])::"memory");
-    if (lane == 0) barrier_arrive(empty + held);
-
-    const bool whole = first == 0 && last == division.blocks;
-    const int tile_begin = at - first;
-    at += last - first;
-    if (!whole) {
-      // a block leaves at most two parts: of the tile it began with, and of the one it ended with
-      auto slot_of = [&](int block) {
-        const int slot = 2 * block + (start_of(block) >= tile_begin ? 0 : 1);
-        return task.partials + int64_t(slot * kGroups + group) * (NT * 128) + thread;
-      };
-      float4* const mine = slot_of(blockIdx.x);
+    for (int n = 0; n < N32; ++n) {
 #pragma unroll
-      for (int n = 0; n < NT; ++n) __stcg(mine + n * 128, make_float4(c[n][0], c[n][1], c[n][2], c[n][3]));
-      __threadfence();
-      group_sync(group);
-      if (thread == 0) {
-        unsigned int* const counter = task.counters + tile * kGroups + group;
-        is_last[group] = atomicAdd(counter, unsigned(last - first)) + (last - first) == unsigned(division.blocks);
-        if (is_last[group]) *counter = 0;  // for the next launch
-      }
-      group_sync(group);
-      if (!is_last[group]) continue;
-      __threadfence();
-      const int from = owner_of(tile_begin), to = owner_of(tile_begin + division.blocks - 1);
+      for (int j = 0; j < 4; ++j)
+        asm volatile("" : "+f"(c[n][j][0]), "+f"(c[n][j][1]), "+f"(c[n][j][2]), "+f"(c[n][j][3])::"memory");
+    }
+    if (held >= 0 && lane == 0) barrier_arrive(empty + held);
+    if (warp % 4 == 0) {  // it holds the first 16 rows: the tokens
 #pragma unroll
-      for (int n = 0; n < NT; ++n) c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0.0f;
-#pragma unroll 2
-      for (int block = from; block <= to; ++block) {
-        const float4* const part = slot_of(block);
+      for (int n = 0; n < N32; ++n) {
 #pragma unroll
-        for (int n = 0; n < NT; ++n) {
-          const float4 sums = __ldcg(part + n * 128);
-          c[n][0] += sums.x, c[n][1] += sums.y, c[n][2] += sums.z, c[n][3] += sums.w;
+        for (int j = 0; j < 4; ++j) {
+          float* const to = sums + group * task.tokens * kRows + n * 32 + j * 8 + 2 * t;
+          if (held < 0) c[n][j][0] = c[n][j][1] = c[n][j][2] = c[n][j][3] = 0.0f;
+          if (g < task.tokens) *reinterpret_cast<float2*>(to + g * kRows) = make_float2(c[n][j][0], c[n][j][1]);
+          if (g + 8 < task.tokens)
+            *reinterpret_cast<float2*>(to + (g + 8) * kRows) = make_float2(c[n][j][2], c[n][j][3]);
         }
       }
     }
-    const int pair = tile * (kTileRows / 2) + (group * 4 + warp % 4) * 8 + g;
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-      const int token = n * 8 + 2 * t;
-      if (token >= task.tokens) continue;
-      const Extra rest = load_extra<X, MODE>(task, pair, token);
-      float values[2][2] = {{c[n][0], c[n][2]}, {c[n][1], c[n][3]}};
-      finish<X, MODE>(task, pair, token, values, rest);
+    consumers_sync();
+    for (int item = threadIdx.x; item < items; item += kConsumers) {
+      const int pair = item % (kRows / 2), token = token_of(item);
+      if (item != threadIdx.x) extra = load_extra<X, MODE>(task, pair_of(item), token);
+      const float* const from = sums + token * kRows + pair / 8 * 16 + pair % 8;
+      const int next = token + 1 < task.tokens ? kRows : 0;
+      const float* const more = from + task.tokens * kRows;  // of the other group
+      float values[2][2] = {{from[0] + more[0], from[8] + more[8]},
+                            {from[next] + more[next], from[next + 8] + more[next + 8]}};
+      finish<X, MODE>(task, pair_of(item), token, values, extra);
     }
+    consumers_sync();
   }
 #endif
 }
@@ -392,61 +374,72 @@ int encode(CUtensorMap* map, const void* matrix, int64_t rows, int64_t columns, 
   return status == CUDA_SUCCESS ? 0 : fail("linear: cuTensorMapEncodeTiled gave %d", int(status));
 }
 
-template <typename X, int NT>
-int run(const Task& task, int mode, const Division& division, const CUtensorMap& weight_map, const CUtensorMap& x_map,
-        void* stream) {
-  const int stage_bytes = kWeightBytes + (division.resident ? 0 : NT * 8 * 128);
-  const size_t shared = 1024 + size_t(division.stages) * stage_bytes +
-                        (division.resident ? size_t(division.blocks) * NT * 8 * 128 : 0);
-  const auto kernel = mode == kGated ? linear_sm90a<X, kGated, NT>
-                      : mode == kQkv ? linear_sm90a<X, kQkv, NT>
-                                     : linear_sm90a<X, kPlain, NT>;
-  const int blocks = division.total < device().multiprocessors ? division.total : device().multiprocessors;
+template <typename X, int N32>
+int run(const Task& task, int mode, const Division& division, size_t shared, const CUtensorMap& weight_map,
+        const CUtensorMap& x_map, void* stream) {
+  const auto kernel = mode == kGated ? linear_sm90a<X, kGated, N32>
+                      : mode == kQkv ? linear_sm90a<X, kQkv, N32>
+                                     : linear_sm90a<X, kPlain, N32>;
+  const int blocks = division.tiles < device().multiprocessors ? division.tiles : device().multiprocessors;
   return launch("linear", kernel, blocks, kThreads, shared, stream, weight_map, x_map, task, division);
 }
 
-int columns_of(int tokens) { return tokens <= 8 ? 8 : tokens <= 16 ? 16 : tokens <= 32 ? 32 : 64; }
+// The tile, in units of 32 rows, that gives the fullest multiprocessor the least; of equals the largest.
+int choose_rows(int outputs) {
+  int best = 8, least = 1 << 30;
+  for (int n = 8; n >= 1; --n) {
+    const int most = ceil_div(ceil_div(outputs, 32 * n), device().multiprocessors) * n;
+    if (most < least) best = n, least = most;
+  }
+  return best;
+}
 
 }  // namespace
 
-bool hopper_linear_takes(const LinearTask& task, int mode, int64_t scratch_bytes, int num_counters) {
-  if (device().capability != 90 || task.tokens > 64) return false;
+bool hopper_linear_takes(const LinearTask& task, int mode) {
+  if (device().capability != 90 || task.tokens > kMaxTokens) return false;
   const bool rotated = mode == kQkv && task.rotary_size > 0;
   if (rotated && (task.interleaved || task.rotary_size % 16 || task.head_size % 16)) return false;
   if (mode == kGated && task.outputs / 2 % 8) return false;
-  const int64_t blocks = ceil_div(task.inputs, kBlockInputs);
-  if (task.norm_weight && (task.tokens > 16 || blocks * columns_of(task.tokens) * 128 > 128 * 1024)) return false;
-  const int64_t parts = int64_t(device().multiprocessors) * 2 * kGroups * columns_of(task.tokens) / 8 * 128 * 16;
-  return parts <= scratch_bytes && ceil_div(task.outputs, kTileRows) * kGroups <= num_counters;
+  const int x_rows = task.tokens <= 8 ? 8 : 16;
+  return !task.norm_weight || ceil_div(task.inputs, kBlockInputs) * x_rows * 128 <= 128 * 1024;
 }
 
-int hopper_linear(const LinearTask& task, int mode, int variant, int dtype, void* stream) {
-  const int columns = columns_of(task.tokens);
+int hopper_linear(const LinearTask& task, int mode, int dtype, void* stream) {
+  const int n32 = choose_rows(task.outputs), rows = 32 * n32;
   Division division;
   division.blocks = ceil_div(task.inputs, kBlockInputs);
-  division.tiles = ceil_div(task.outputs, kTileRows);
-  division.total = division.blocks * division.tiles;
+  division.tiles = ceil_div(task.outputs, rows);
+  division.stage_blocks = rows * 128 >= kStageBytes ? 1 : kStageBytes / (rows * 128);
+  division.steps = ceil_div(division.blocks, division.stage_blocks);
+  division.x_rows = task.tokens <= 8 ? 8 : 16;
   division.resident = task.norm_weight != nullptr;
-  const int resident_bytes = division.resident ? division.blocks * columns * 128 : 0;
-  const int stage_bytes = kWeightBytes + (division.resident ? 0 : columns * 128);
-  // half of the shared memory, so that the next kernel's block finds room beside this one; at least 3 stages
-  int budget = device().shared_bytes / 2 - 4096 - resident_bytes;
-  if (variant == 1 || budget < 3 * stage_bytes) budget = device().shared_bytes - 4096 - resident_bytes;
-  division.stages = budget / stage_bytes;
+  const int x_bytes = division.x_rows * 128;
+  const int stage_bytes = division.stage_blocks * (rows * 128 + (division.resident ? 0 : x_bytes));
+  // 1 KiB to begin at a multiple of it; 8 KiB behind the last x, whose rows 16 to 63 are read and ignored
+  const int rest = 1024 + (division.resident ? division.blocks * x_bytes : 0) + kGroups * task.tokens * rows * 4 + 8 * 1024;
+  division.stages = (device().shared_bytes - 2048 - rest) / stage_bytes;
   if (division.stages > kMaxStages) division.stages = kMaxStages;
-  if (variant >= 2 && division.stages > variant) division.stages = variant;
+  const size_t shared = size_t(division.stages) * stage_bytes + rest;
 
   const bool paired = mode == kGated || (mode == kQkv && task.rotary_size > 0);
   CUtensorMap weight_map, x_map;
-  int status = encode(&weight_map, task.weight, task.outputs, task.inputs, task.weight_stride, paired ? 8 : kTileRows, dtype);
-  if (!status) status = encode(&x_map, task.x, task.tokens, task.inputs, task.x_stride, columns, dtype);
+  int status = encode(&weight_map, task.weight, task.outputs, task.inputs, task.weight_stride, paired ? 8 : rows, dtype);
+  if (!status) status = encode(&x_map, task.x, task.tokens, task.inputs, task.x_stride, division.x_rows, dtype);
   if (status) return status;
   return for_16_bit_dtype(dtype, "linear", [&](auto zero) {
     using X = decltype(zero);
-    if (columns == 8) return run<X, 1>(task, mode, division, weight_map, x_map, stream);
-    if (columns == 16) return run<X, 2>(task, mode, division, weight_map, x_map, stream);
-    if (columns == 32) return run<X, 4>(task, mode, division, weight_map, x_map, stream);
-    return run<X, 8>(task, mode, division, weight_map, x_map, stream);
+    const auto call = [&](auto kernel) { return kernel(task, mode, division, shared, weight_map, x_map, stream); };
+    switch (n32) {
+      case 1: return call(run<X, 1>);
+      case 2: return call(run<X, 2>);
+      case 3: return call(run<X, 3>);
+      case 4: return call(run<X, 4>);
+      case 5: return call(run<X, 5>);
+      case 6: return call(run<X, 6>);
+      case 7: return call(run<X, 7>);
+      default: return call(run<X, 8>);
+    }
   });
 }
 

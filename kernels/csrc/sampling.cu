@@ -262,6 +262,18 @@ __device__ __forceinline__ u64 mass_of(float x, float most) {
   return u64(expf(x - most) * 1099511627776.0f);  // 2^40
 }
 
+// bins[bin] += mass. The lanes of a warp that meet in a bin add up first: 64-bit sums in shared memory are slow to contend for.
+__device__ __forceinline__ void add_mass(u64* bins, unsigned bin, u64 mass) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  const unsigned peers = __match_any_sync(__activemask(), bin);
+  const unsigned low = __reduce_add_sync(peers, unsigned(mass) & 0xfffffu);
+  const unsigned high = __reduce_add_sync(peers, unsigned(mass >> 20));
+  if (int(threadIdx.x % 32) == __ffs(peers) - 1) atomicAdd(bins + bin, u64(low) + (u64(high) << 20));
+#else
+  atomicAdd(bins + bin, mass);
+#endif
+}
+
 // The draw of a row under top-k or top-p. each(body) calls body(value, id) for all ids that may be kept.
 template <typename Each>
 __device__ int draw(Shared& shared, const Row& row, float most, double total, bool total_given, Each each) {
@@ -295,7 +307,7 @@ __device__ int draw(Shared& shared, const Row& row, float most, double total, bo
     const unsigned nucleus = radix_threshold(shared, shared.masses, wanted, [&](unsigned prefix, unsigned mask, int shift) {
       each([&](float x, int) {
         const unsigned order = order_of(x);
-        if (order >= least && (order & mask) == prefix) atomicAdd(shared.masses + (order >> shift & 255), mass_of(x, most));
+        if (order >= least && (order & mask) == prefix) add_mass(shared.masses, order >> shift & 255, mass_of(x, most));
       });
     });
     threshold = nucleus > threshold ? nucleus : threshold;

@@ -17,7 +17,7 @@ from tridecode.kernels.ops import CacheLayer, Heads, Linear, Norm, Rope
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TOKENS = [1, 2, 8, 9, 17, 33, 64, 65, 111]
-SHAPES = [(64, 96), (104, 72), (300, 257), (768, 1000), (2048, 130)]
+SHAPES = [(64, 96), (104, 72), (300, 257), (768, 1000), (2048, 130), (72, 9001), (128, 21003)]
 
 
 def make_linear(place: Place, inputs: int, outputs: int, dtype: torch.dtype, bias: bool = True) -> Linear:
@@ -73,15 +73,16 @@ def test_norm_and_activation_are_fused(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("tokens", [1, 5, 33, 100])
-def test_swiglu_pairs_gate_and_up_rows(place: Place, tokens: int, bias: bool, dtype: torch.dtype):
-    linear = make_linear(place, 256, 2 * 88, dtype, bias)
-    x, residual = place.normal(tokens, 256, dtype=dtype), place.normal(tokens, 88, dtype=dtype)
-    out = place.poison(tokens, 88, dtype=dtype)
+@pytest.mark.parametrize("inner", [88, 5000, 11008])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 33, 100])
+def test_swiglu_pairs_gate_and_up_rows(place: Place, tokens: int, inner: int, bias: bool, dtype: torch.dtype):
+    linear = make_linear(place, 256, 2 * inner, dtype, bias)
+    x, residual = place.normal(tokens, 256, dtype=dtype), place.normal(tokens, inner, dtype=dtype)
+    out = place.poison(tokens, inner, dtype=dtype)
     place.settle()
     place.ops.linear(x, linear, activation="swiglu", residual=residual, out=out)
     both = product64(x, linear)
-    assert_close("linear", out, F.silu(both[:, :88]) * both[:, 88:] + residual.double())
+    assert_close("linear", out, F.silu(both[:, :inner]) * both[:, inner:] + residual.double())
 
 
 @pytest.mark.gpu  # the CPU path rounds logits to 16 bits first
@@ -119,7 +120,7 @@ def rotate64(x: Tensor, rope: Rope, positions: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "heads", [(4, 4, 64, 0, False), (8, 2, 128, 128, False), (4, 2, 80, 32, False), (2, 2, 256, 64, True), (3, 3, 12, 4, True), (2, 1, 96, 24, False)]
+    "heads", [(4, 4, 64, 0, False), (8, 2, 128, 128, False), (4, 2, 80, 32, False), (2, 2, 256, 64, True), (3, 3, 12, 4, True), (2, 1, 96, 24, False), (56, 8, 128, 128, False)]
 )
 @pytest.mark.parametrize("tokens", [1, 5, 16, 40, 90])
 def test_queries_and_keys_are_rotated_and_kept(

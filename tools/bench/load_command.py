@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,19 +43,6 @@ class LoadPlan:
     seed: int
 
 
-_LOAD_COLUMNS = (
-    "load",
-    "requests",
-    "failed",
-    "first token ms p50",
-    "p99",
-    "ms/token mean",
-    "p50",
-    "p90",
-    "p99",
-    "tokens/s",
-    "requests/s",
-)
 _RATE_USERS = 64  # connections and processes are made for so many, where requests come at a rate
 _MOST_PROMPTS = 1024  # different ones; more requests use them again
 
@@ -73,7 +60,7 @@ def run_load_plan(plan: LoadPlan, output: Path) -> int:
         with counter(label, spec.num_requests) as progress:
             runs[label] = run_load(replace(spec, prompts=prompts), progress)
     reports = {label: summarise(records) for label, records in runs.items()}
-    Console().print(table(f"{model} at {plan.url}", _LOAD_COLUMNS, [_row(*item) for item in reports.items()]))
+    Console().print(table(f"{model} at {plan.url}", ["", *reports], _rows(list(reports.values()))))
     _tell_faults(reports.values(), Console())
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(plan).items()}
     results = {label: asdict(report) for label, report in reports.items()}
@@ -126,17 +113,20 @@ def _prompts(plan: LoadPlan, requests: int) -> list[Prompt]:
     return list(text_prompts(tokenizer, count, plan.prompt_tokens, plan.seed))
 
 
-def _row(label: str, report: LoadReport) -> list[Any]:
-    first, token = report.first_token_ms, report.inter_token_ms
-    return [
-        label,
-        report.requests,
-        report.failed,
-        *(first.get(key) for key in ("p50", "p99")),
-        *(token.get(key) for key in ("mean", "p50", "p90", "p99")),
-        report.tokens_per_s,
-        report.requests_per_s,
-    ]
+def _rows(reports: Sequence[LoadReport]) -> list[list[Any]]:
+    """A line a figure, a column a run: a terminal is seldom wide enough for the other way round."""
+    lines: dict[str, list[Any]] = {
+        "requests": [report.requests for report in reports],
+        "failed": [report.failed for report in reports],
+    }
+    for key in ("p50", "p90", "p99"):
+        lines[f"first token, ms {key}"] = [report.first_token_ms.get(key) for report in reports]
+    for key in ("mean", "p50", "p90", "p99"):
+        lines[f"between tokens, ms {key}"] = [report.inter_token_ms.get(key) for report in reports]
+    lines["tokens/s"] = [report.tokens_per_s for report in reports]
+    lines["requests/s"] = [report.requests_per_s for report in reports]
+    lines["tokens a response"] = [report.tokens_per_response for report in reports]
+    return [[name, *values] for name, values in lines.items()]
 
 
 def _tell_faults(reports: Iterable[LoadReport], console: Console) -> None:

@@ -1,0 +1,22 @@
+"""`python -m tridecode.kernels.bench [operation ...]`: microseconds, rate and share of the roof, beside cuBLAS or torch."""
+
+from __future__ import annotations
+
+import argparse
+
+from tridecode.kernels.bench.cases import Bench
+
+OPERATIONS = ("norm", "linear", "decode_attention", "prefill_attention", "sample", "step")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tridecode.kernels.bench", description=__doc__)
+    parser.add_argument("operations", nargs="*", choices=[*OPERATIONS, []], help="all, where none is given")
+    bench = Bench()
+    for operation in parser.parse_args().operations or OPERATIONS:
+        for result in getattr(bench, operation)():
+            print(result.line(), flush=True)
+
+
+if __name__ == "__main__":
+    main()

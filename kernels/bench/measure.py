@@ -1,0 +1,74 @@
+"""Timing on the device: chains of operations in a CUDA graph, replayed, as decoding runs them."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict, dataclass
+from typing import Callable, Optional
+
+import torch
+
+#: what one sweep of an H200's memory reads a second, and its 16-bit matrix rate, both measured (docs/benchmarks)
+ROOF_BYTES, ROOF_FLOPS = 4.46e12, 790e12
+
+
+@dataclass
+class Result:
+    """One measured case. microseconds: of one call; peer: the same by cuBLAS or torch, None where it has no such thing."""
+
+    operation: str
+    case: str
+    microseconds: float
+    bytes: float = 0.0
+    flops: float = 0.0
+    peer: Optional[float] = None
+
+    @property
+    def share(self) -> float:
+        """Of the bound that the case runs into: memory or matrix units."""
+        return max(self.bytes / ROOF_BYTES, self.flops / ROOF_FLOPS) / (self.microseconds * 1e-6)
+
+    def line(self) -> str:
+        if self.flops / ROOF_FLOPS > self.bytes / ROOF_BYTES:
+            rate = f"{self.flops / self.microseconds / 1e6:7.0f} TFLOP/s"
+        else:
+            rate = f"{self.bytes / self.microseconds / 1e6:7.2f} TB/s   "
+        peer = "" if self.peer is None else f"   peer {self.peer:9.1f} us"
+        return f"{self.operation:18} {self.case:44} {self.microseconds:9.1f} us {rate} {100 * self.share:4.0f} %{peer}"
+
+    def record(self) -> dict[str, object]:
+        return {**asdict(self), "share_of_roof": self.share}
+
+
+def capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """`run`, once to warm up, then captured."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def microseconds(run: Callable[[], None], calls: int, replays: int = 5, repeats: int = 5) -> float:
+    """Of one of the `calls` calls that `run` makes: the median over repeats of replays of the captured chain.
+
+    The tensors of the chain must exceed the cache together, or it is the cache that is measured.
+    """
+    graph = capture(run)
+    graph.replay()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(replays):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / replays / calls)
+    return statistics.median(times)
