@@ -33,10 +33,10 @@ help: ## this list
 	@echo "  make demo MODEL=<directory, hub id or .gguf> PROMPT='...'     make test ARGS='-k text'"
 	@echo "  make bench BENCH='engine --preset llama-3-8b'                 make kernels ARCH=90"
 
-demo: $(READY) ## convert, serve and ask a small model; MODEL=, PROMPT=
+demo: $(READY) $(if $(GPU),kernels) ## convert, serve and ask a small model; MODEL=, PROMPT=
 	@$(BIN)/tridecode demo $${MODEL:+--model "$$MODEL"} $${PROMPT:+--prompt "$$PROMPT"}
 
-test: $(READY) ## every test but those for a GPU, the real server included; ARGS=
+test: $(READY) $(if $(GPU),kernels) ## every test but those for a GPU, the real server included; ARGS=
 	@$(BIN)/python -m pytest -m "not gpu" $(ARGS)
 
 test-gpu: $(READY) kernels ## the tests that need a GPU; ARGS=

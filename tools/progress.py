@@ -72,8 +72,16 @@ def spinner(title: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def counter(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show how many of `total` are done while the block runs; the value is called with that number."""
+    """Show how many of `total` are done while the block runs; the value is called with that number.
+
+    Elsewhere than on a terminal the title is one plain line.
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        console.print(f"{title}: {total} to do", highlight=False, markup=False)
+        yield lambda done: None
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with RichProgress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with RichProgress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=total)
         yield lambda done: bar.update(task, completed=done)

@@ -53,10 +53,11 @@ def write_report(path: Path, kind: str, settings: Mapping[str, Any], results: An
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
-    """A table for a terminal: numbers to three significant places or more, None as a dash."""
+    """A table for a terminal: numbers to four significant places, None as a dash; a column without a title
+    holds names."""
     out = Table(title=title)
     for column in columns:
-        out.add_column(column, justify="right")
+        out.add_column(column, justify="right" if column else "left")
     for row in rows:
         out.add_row(*(_cell(value) for value in row))
     return out
