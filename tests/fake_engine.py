@@ -36,7 +36,7 @@ LIMITS = m.Limits(
     hidden_size=4,
 )
 
-#: (prompt and generated ids, how many of them are generated, params, vocab_size) -> the next id
+#: (prompt and generated ids, how many are generated, params, vocab_size) -> the next id; -1: a failure
 NextToken = Callable[[list, int, m.SamplingParams, int], int]
 
 
@@ -251,6 +251,9 @@ class FakeEngine:
             sequence.finish = "length"
         while not sequence.finish and len(tokens) < self.chunk:
             tokens.append(sequence.step(self.next_token, self.limits.vocab_size))
+        if tokens and tokens[-1] < 0:
+            sequence.finish, text = "error", "the toy model failed"
+            return m.Event(request.submit.request, index, finish="error", error=text, code="INTERNAL")
         log_probs = [toy_log_prob(token) for token in tokens] if sequence.params.return_log_probs else []
         return m.Event(
             request.submit.request,

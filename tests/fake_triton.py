@@ -95,9 +95,13 @@ class Sent:
 
 
 class ResponseSender:
+    #: what would have crashed the real server: it frees a request's factory with FINAL
+    crashes: list[str] = []
+
     def __init__(self, request: InferenceRequest):
         self._request = request
         self._closed = threading.Event()
+        self._asked = 0  # is_cancelled() calls under way
         self.sent: list[Sent] = []
         self.before_send: Callable[[], None] = lambda: None
 
@@ -109,6 +113,8 @@ class ResponseSender:
         if response is None and not flags:
             raise TritonModelException("a response must be provided when the flags are zero")
         self.before_send()
+        if flags and self._asked:
+            ResponseSender.crashes.append("FINAL was sent while is_cancelled() was asked")
         if response is not None:
             outputs = {t.name(): t.as_numpy().copy() for t in response.output_tensors()}
             self.sent.append(Sent(outputs, response.error(), bool(flags)))
@@ -116,6 +122,11 @@ class ResponseSender:
             self._closed.set()
 
     def is_cancelled(self) -> bool:
+        if self._closed.is_set():
+            ResponseSender.crashes.append("is_cancelled() was asked after FINAL")
+        self._asked += 1
+        time.sleep(5e-5)  # what a round trip to the server takes
+        self._asked -= 1
         return self._request.is_cancelled()
 
     def wait(self, timeout_s: float) -> bool:

@@ -6,6 +6,7 @@ added, so that any number of doors may report the same engine.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 from collections import Counter
@@ -75,9 +76,16 @@ class DoorMetrics:
         if key not in self._metrics:
             if name not in self._families:
                 text = _HELP.get(name, name.replace("_", " "))
-                self._families[name] = pb_utils.MetricFamily(name=name, description=text, kind=kind)
-            self._metrics[key] = self._families[name].Metric(labels=labels)
+                family = pb_utils.MetricFamily(name=name, description=text, kind=kind)
+                self._families[name] = _immortal(family)
+            self._metrics[key] = _immortal(self._families[name].Metric(labels=labels))
         return self._metrics[key]
+
+
+def _immortal(thing: Any) -> Any:
+    """Never destroy it: a metric that ends with its stub takes stub or server along (seen on Triton 2.51)."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+    return thing
 
 
 _HELP = {

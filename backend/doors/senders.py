@@ -14,12 +14,12 @@ import queue
 import threading
 import time
 from collections import deque
-from typing import Callable, Protocol
+from typing import Any, Callable, Protocol
 
 import triton_python_backend_utils as pb_utils
 
 from tridecode.backend.doors.engine_link import EngineLink
-from tridecode.backend.errors import BY_CODE, DeadlineError, RequestCancelled, TridecodeError
+from tridecode.backend.errors import BY_CODE, RequestCancelled, TridecodeError
 from tridecode.backend.messages import Event
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
@@ -51,9 +51,12 @@ class Stream:
         self.started = time.monotonic()
         self._senders, self._sender = senders, sender
         self._events: deque[tuple[int, Event]] = deque()
-        self._error: TridecodeError | None = None
+        #: code and text: an exception's traceback would keep the request and its shared memory alive
+        self._failure: tuple[str, str] | None = None
         self._queued = False
         self._ended = False
+        #: asking whether a request is cancelled while its FINAL is sent, or after, crashes the server (2.51)
+        self._ending = threading.Lock()
         self._inbox = senders.assign()
 
     # ------------------------------------------------------------ any thread
@@ -68,11 +71,12 @@ class Stream:
 
     def fail(self, error: TridecodeError) -> None:
         """End the stream with this error, unless it has ended."""
-        self._error = self._error or error
+        self._failure = self._failure or (error.code, str(error))
         self._wake()
 
     def is_cancelled(self) -> bool:
-        return not self._ended and self._sender.is_cancelled()
+        with self._ending:
+            return not self._ended and self._sender.is_cancelled()
 
     def cancel_rows(self) -> None:
         """Forget, in link and engine, whatever of this stream still runs there."""
@@ -94,62 +98,71 @@ class Stream:
         if self._ended:
             return
         try:
-            self._serve()
+            failure = self._serve()
         except TridecodeError as error:
-            self._end_with(error)
+            failure = error.code, str(error)
         except Exception as error:
             _log.exception("request %s: the answer failed", self.label)
-            self._end_with(TridecodeError(f"the door failed: {type(error).__name__}: {error}"))
+            failure = TridecodeError.code, f"the door failed: {type(error).__name__}: {error}"
+        if failure is not None:
+            self._end_with(*failure)
 
-    def _serve(self) -> None:
+    def _serve(self) -> tuple[str, str] | None:
+        """Send what has piled up; code and text of the error to end with, if there is one."""
         events: list[tuple[int, Event]] = []
-        error = self._error
-        while self._events and error is None:
+        failure = self._failure
+        while self._events and failure is None:
             row, event = self._events.popleft()
             if event.finish in _FAILURES:
-                error = error_of(event)
+                failure = _failure_of(event)
             else:
                 events.append((row, event))
         if events and self.answer is not None:
             self._send(self.answer.take(events), self.answer.finished)
-        if error is not None and not self._ended:
-            raise error
+        return failure
 
     def _send(self, responses: list[list], finished: bool) -> None:
-        for index, tensors in enumerate(responses):
-            last = finished and index == len(responses) - 1
-            self._sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL if last else 0)
+        last = responses.pop() if finished and responses else None
+        for tensors in responses:
+            self._sender.send(pb_utils.InferenceResponse(tensors))
         if finished:
-            if not responses:
-                self._sender.send(flags=FINAL)
-            self._end("ok")
+            self._end("ok", None if last is None else pb_utils.InferenceResponse(last))
 
-    def _end_with(self, error: TridecodeError) -> None:
+    def _end_with(self, code: str, text: str) -> None:
         self.cancel_rows()
-        code = getattr(pb_utils.TritonError, error.code)
-        response = pb_utils.InferenceResponse([], error=pb_utils.TritonError(str(error), code))
-        self._end(error.code.lower())
+        if self._ended:  # before the error came, or because the last response could not be sent
+            return
+        error = pb_utils.TritonError(text, getattr(pb_utils.TritonError, code))
         try:
-            self._sender.send(response, flags=FINAL)
+            self._end(code.lower(), pb_utils.InferenceResponse([], error=error))
         except Exception:
-            _log.exception("request %s: its error could not be sent: %s", self.label, error)
+            _log.exception("request %s: its error could not be sent: %s", self.label, text)
 
-    def _end(self, outcome: str) -> None:
-        self._ended = True
-        self._senders.ended(self, outcome)
-        self.answer = None  # it holds us
+    def _end(self, outcome: str, response: Any) -> None:
+        """Send the last response, or the FINAL flag alone."""
+        with self._ending:
+            self._ended = True
+            try:
+                if response is None:
+                    self._sender.send(flags=FINAL)
+                else:
+                    self._sender.send(response, flags=FINAL)
+            finally:
+                self._senders.ended(self, outcome)
+                self.answer = self._sender = None
 
 
-_FAILURES = ("error", "cancelled", "deadline")
+#: how an event tells that its request failed, with the code and text for one that has none of its own
+_FAILURES = {
+    "error": ("INTERNAL", "the engine gave no reason"),
+    "cancelled": ("CANCELLED", "the request was cancelled"),
+    "deadline": ("CANCELLED", "the request's deadline passed"),
+}
 
 
-def error_of(event: Event) -> TridecodeError:
-    """The error that an engine's event stands for."""
-    if event.finish == "cancelled":
-        return RequestCancelled(event.error or "the request was cancelled")
-    if event.finish == "deadline":
-        return DeadlineError(event.error or "the request's deadline passed")
-    return BY_CODE.get(event.code, TridecodeError)(event.error or "the engine gave no reason")
+def _failure_of(event: Event) -> tuple[str, str]:
+    code, text = _FAILURES[event.finish]
+    return (event.code if event.code in BY_CODE else code), event.error or text
 
 
 class Senders:

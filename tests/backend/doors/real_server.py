@@ -99,6 +99,8 @@ def real_server(
             _wait_ready(f"http://127.0.0.1:{http}/v2/health/ready", process, log)
             urls = [f"127.0.0.1:{port}" for port in (http, grpc, metrics)]
             yield RealServer(*urls, log, process, engine, supervisor)
+            code = process.poll()
+            assert code is None, f"the server ended with code {code}:\n{log.read_text(errors='replace')}"
         finally:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -106,6 +108,9 @@ def real_server(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        assert "Signal (11)" not in log.read_text(errors="replace"), (
+            f"the server crashed at its end; see {log}"
+        )
 
 
 def _wait_ready(url: str, process: subprocess.Popen, log: Path) -> None:

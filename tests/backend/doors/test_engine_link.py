@@ -131,6 +131,27 @@ def test_a_refusal_of_the_engine_reaches_the_sink():
         link.close()
 
 
+def test_one_failed_sequence_ends_its_request_and_the_other_sequences():
+    def fails_for_five(history: list[int], *_) -> int:
+        return -1 if history[0] == 5 else 7
+
+    with FakeEngine(next_token=fails_for_five, step_s=0.005) as engine, FakeSupervisor(engine) as supervisor:
+        link, done = link_to(supervisor), Collector(2)
+        link.submit(link.reserve(), [sequence([4], max_tokens=400), sequence([5], max_tokens=400)], done)
+        assert done.wait()[-1].error == "the toy model failed"
+        wait_until(lambda: engine.running == 0, 1)  # 400 steps would take 2 s
+        link.close()
+
+
+def test_events_of_another_epoch_are_void(link, engine):
+    seen = []
+    engine.epoch = 9
+    link.submit(link.reserve(), [sequence([4], max_tokens=3)], seen.append)
+    wait_until(lambda: engine.submits and engine.running == 0)
+    time.sleep(0.1)
+    assert not seen
+
+
 def test_requests_of_a_dead_engine_end_with_the_supervisors_reason(link, engine, supervisor):
     engine.step_s = 0.01
     done = Collector(2)

@@ -176,6 +176,11 @@ def test_a_row_can_be_cut_by_its_sequence_length(post):
     assert run(post, arrays)["OUTPUT"].tolist() == [b"fox"]
 
 
+def test_special_tokens_inside_a_row_are_not_shown(post):
+    row = [*ids("fox"), TOKENIZER.token_to_id("<pad>"), EOS, *ids(" dog")]
+    assert run(post, {"TOKENS_BATCH": tokens([row])})["OUTPUT"].tolist() == [b"fox dog"]
+
+
 def test_special_tokens_show_where_that_is_wanted(repository):
     door = load(
         postprocessing, "postprocessing", {"OUTPUT": "TYPE_STRING"}, repository, skip_special_tokens="false"

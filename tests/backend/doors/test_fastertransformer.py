@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -541,3 +543,20 @@ def test_many_requests_at_once_get_their_own_tokens(door):
     for i, request in requests.items():
         assert request.sender.wait(10)
         assert only(request.sender.sent)["output_ids"][0, 0, 2:].tolist() == said([i, i + 1], 8)
+
+
+@pytest.mark.parametrize("case", ["served", "beams", "no lengths", "negative temperature"])
+def test_a_request_is_let_go_when_it_has_ended(door, case):
+    """Triton's request holds shared memory, and a stub that exits with one in its garbage crashes."""
+    arrays = tensors([[5]], 1) if case == "served" else BAD[case][0]
+    request = fake_triton.InferenceRequest({name: array.copy() for name, array in arrays.items()})
+    held = weakref.ref(request.inputs()[0])
+    gc.collect()
+    gc.disable()  # what only the collector would free counts as held
+    try:
+        fake_triton.ask(door, request)
+        request.sender._request = None  # a cycle of the stand-in itself
+        del request
+        wait_until(lambda: held() is None, 1)
+    finally:
+        gc.enable()

@@ -173,3 +173,14 @@ def test_closing_ends_every_open_stream(ended):
     senders.close(CapacityError("unloading"))
     assert ended == ["unavailable"] * 10
     assert all(request.sender.wait(0) for request, _ in streams)
+
+
+def test_streams_that_end_while_the_sweep_asks_do_not_crash_the_server(senders, monkeypatch):
+    monkeypatch.setattr("tridecode.backend.doors.senders._SWEEP_S", 0.0)
+    monkeypatch.setattr("tridecode.backend.doors.senders._SWEEP_SHARE", 1.0)
+    for _ in range(30):
+        streams = [open_stream(senders) for _ in range(20)]
+        for _, stream in streams:
+            stream.put(Event(7, 0, [1], finish="length"))
+        assert all(request.sender.wait(2) for request, _ in streams)
+    assert fake_triton.ResponseSender.crashes == []

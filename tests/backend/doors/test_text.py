@@ -260,7 +260,7 @@ def test_a_model_that_is_not_decoupled_refuses_to_stream(repository):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("chunk", [1, 5])
-@pytest.mark.parametrize("stop", ["streaming", "llo str", "!", "京 t", "text! 😀 A"])
+@pytest.mark.parametrize("stop", ["streaming", "llo str", "東", "京 t", ", h"])
 def test_a_stop_word_ends_the_text_before_it_and_the_generation(repository, stop, chunk, stream):
     with serving(repository, step_s=0.002, chunk=chunk) as door:
         arrays = tensors(
@@ -272,7 +272,7 @@ def test_a_stop_word_ends_the_text_before_it_and_the_generation(repository, stop
         decoded = [byte_level().decode(ids_of(ANSWER)[:n]) for n in range(len(ids_of(ANSWER)) + 1)]
         complete = next(n for n, text in enumerate(decoded) if stop in text)
         assert sum(s.outputs["num_output_tokens"].item() for s in sent) == complete
-        wait_until(lambda: door.test_engine.running == 0)
+        wait_until(lambda: door.test_engine.cancels)
 
 
 def test_a_stop_word_of_one_text_leaves_the_others_alone(door):
