@@ -1,6 +1,8 @@
-"""Compile kernels/csrc into kernels/lib: `python -m tridecode.kernels.build [--arch 90|all|native]`. Needs nvcc alone.
+"""Compile kernels/csrc into kernels/lib: `python -m tridecode.kernels.build [--arch 90|all|native]`. Needs
+nvcc alone.
 
-Every file is compiled on its own, as many at a time as there are processors, and kept under the hash of its sources and
+Every file is compiled on its own, as many at a time as there are processors, and kept under the hash of its
+sources and
 flags. The compiler's report is read: a kernel that spills registers fails the build unless SPILLS names it.
 """
 
@@ -16,14 +18,22 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Optional
 
 HERE = Path(__file__).resolve().parent
 SOURCES, OBJECTS, LIBRARY = HERE / "csrc", HERE / "lib" / "obj", HERE / "lib" / "libtridecode_kernels.so"
 
 #: what a toolkit's nvcc can target and we ship; the last one also as PTX, for cards to come
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 103, 120)
-FLAGS = ["-O3", "-std=c++17", "-Xfatbin", "-compress-all", "-Xptxas", "-v", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+FLAGS = [
+    "-O3",
+    "-std=c++17",
+    "-Xfatbin",
+    "-compress-all",
+    "-Xptxas",
+    "-v",
+    "-Xcompiler",
+    "-fPIC,-fvisibility=hidden",
+]
 #: spilled bytes that are known and lie outside the loops that matter, by file and template
 SPILLS = {
     "linear.cu": 240,
@@ -39,13 +49,19 @@ class BuildError(RuntimeError):
 
 def nvcc() -> str:
     """The compiler's path: $NVCC, $CUDA_HOME/bin/nvcc or the one on the PATH. Raises BuildError."""
-    candidates = [os.environ.get("NVCC"), os.path.join(os.environ.get("CUDA_HOME", ""), "bin", "nvcc"), "nvcc"]
+    candidates = [
+        os.environ.get("NVCC"),
+        os.path.join(os.environ.get("CUDA_HOME", ""), "bin", "nvcc"),
+        "nvcc",
+    ]
     candidates.append("/usr/local/cuda/bin/nvcc")
     for candidate in candidates:
         found = shutil.which(candidate) if candidate else None
         if found:
             return found
-    raise BuildError("nvcc is neither in $NVCC, $CUDA_HOME/bin nor on the PATH; it builds the kernels (CUDA 13)")
+    raise BuildError(
+        "nvcc is neither in $NVCC, $CUDA_HOME/bin nor on the PATH; it builds the kernels (CUDA 13)"
+    )
 
 
 def targets(arch: str) -> list[str]:
@@ -61,8 +77,9 @@ def targets(arch: str) -> list[str]:
     return [*codes, f"-gencode=arch=compute_{ARCHITECTURES[-1]},code=compute_{ARCHITECTURES[-1]}"]
 
 
-def build(arch: str = "all", jobs: Optional[int] = None) -> Path:
-    """Compile what has changed, link, and return the library's path. Raises BuildError with the compiler's text."""
+def build(arch: str = "all", jobs: int | None = None) -> Path:
+    """Compile what has changed, link, and return the library's path. Raises BuildError with the compiler's
+    text."""
     started = time.monotonic()
     compiler, codes = nvcc(), targets(arch)
     OBJECTS.mkdir(parents=True, exist_ok=True)
@@ -110,9 +127,13 @@ def _compile(compiler: str, path: Path, codes: list[str], headers: bytes, info: 
 
 def _check_spills(name: str, report: str) -> None:
     """Raise BuildError where ptxas reports more spilled bytes than SPILLS allows."""
-    for kernel, stored in re.findall(r"Compiling entry function '(\S+)'.*?(\d+) bytes spill stores", report, re.DOTALL):
+    for kernel, stored in re.findall(
+        r"Compiling entry function '(\S+)'.*?(\d+) bytes spill stores", report, re.DOTALL
+    ):
         if int(stored) > SPILLS.get(name, 0):
-            raise BuildError(f"{name}: {kernel} spills {stored} bytes of registers; allowed {SPILLS.get(name, 0)}")
+            raise BuildError(
+                f"{name}: {kernel} spills {stored} bytes of registers; allowed {SPILLS.get(name, 0)}"
+            )
 
 
 def _run(command: list[str], what: str) -> str:
@@ -136,7 +157,9 @@ def _progress(done: int, total: int, name: str, seconds: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", default="all", help="all (default), native, or a number such as 90")
-    parser.add_argument("--jobs", type=int, help="files compiled at a time; default: the number of processors")
+    parser.add_argument(
+        "--jobs", type=int, help="files compiled at a time; default: the number of processors"
+    )
     arguments = parser.parse_args()
     try:
         build(arguments.arch, arguments.jobs)

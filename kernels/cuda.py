@@ -1,13 +1,14 @@
 """The operations on an NVIDIA GPU: check, then launch. Contracts are in ops.py, the kernels in csrc/.
 
-Products of few tokens, attention, norms and sampling are kernels of ours; larger products are cuBLAS's, through torch. Weights, norms, biases and rope tables are constants: kernels read them ahead of the kernels before them,
+Products of few tokens, attention, norms and sampling are kernels of ours; larger products are cuBLAS's,
+through torch. Weights, norms, biases and rope tables are constants: kernels read them ahead of the kernels
+before them,
 so whoever changes one in place synchronises the device before the next operation.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ from tridecode.kernels.ops import NUM_FLOATS, NUM_INTS, Batch, CacheLayer, Heads
 
 #: above this many tokens a product is always cuBLAS's
 SMALL_TOKENS = 16
-#: up to this many tokens a small product normalises its input itself: more would take every block longer than a kernel
+#: up to this many tokens a small product normalises its input itself: more would take every block longer
+#: than a kernel
 FUSED_NORM_TOKENS = 2
 _ACTIVATIONS = {None: 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "swiglu": 4}
 _PLAIN, _GATED, _QKV = 0, 1, 2
@@ -31,14 +33,17 @@ _NUM_COUNTERS = 1 << 17
 class Cuda:
     """Every operation of kernels.ops.Ops. Used by one thread, for tensors of `device`.
 
-    dependent_launch: let a kernel start before its predecessor ends (programmatic dependent launch, compute capability
+    dependent_launch: let a kernel start before its predecessor ends (programmatic dependent launch, compute
+    capability
     9.0). None: on, unless TRIDECODE_DEPENDENT_LAUNCH=0.
     """
 
     def __init__(
-        self, device: torch.device, dependent_launch: Optional[bool] = None, small_tokens: int = SMALL_TOKENS
+        self, device: torch.device, dependent_launch: bool | None = None, small_tokens: int = SMALL_TOKENS
     ):
-        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self.device = torch.device(
+            "cuda", torch.cuda.current_device() if device.index is None else device.index
+        )
         if dependent_launch is None:
             dependent_launch = os.environ.get("TRIDECODE_DEPENDENT_LAUNCH", "1") != "0"
         self.library = Library()
@@ -50,13 +55,19 @@ class Cuda:
         self._sums = self._bytes(_SUM_BYTES)
         self._counters = torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=self.device)
         self._attention = self._bytes(self.library.decode_attention_scratch(256))
-        self._sample: Optional[Tensor] = None
+        self._sample: Tensor | None = None
         self._arenas: dict[str, Tensor] = {}
 
-    def reserve(self, max_tokens: int, max_columns: int, max_rows: int, max_context: int, vocab_size: int) -> None:
+    def reserve(
+        self, max_tokens: int, max_columns: int, max_rows: int, max_context: int, vocab_size: int
+    ) -> None:
         self._arena("product", 2 * max_tokens * max_columns)
         self._arena("normed", 2 * max_tokens * max_columns // 2)
         self._sample = self._bytes(self.library.sample_scratch(max_rows, vocab_size))
+
+    def pack(self, linear: Linear) -> Linear:
+        """Rows of the weight contiguous, as both cuBLAS and the kernels read them."""
+        return Linear(linear.weight.contiguous(), linear.bias)
 
     def _bytes(self, count: int) -> Tensor:
         return torch.empty(count, dtype=torch.uint8, device=self.device)
@@ -66,7 +77,9 @@ class Cuda:
         held = self._arenas.get(name)
         if held is None or held.numel() < size:
             if torch.cuda.is_current_stream_capturing():
-                raise KernelError(f"the {name} buffer needs {size:,} bytes within a capture; call reserve first")
+                raise KernelError(
+                    f"the {name} buffer needs {size:,} bytes within a capture; call reserve first"
+                )
             held = self._arenas[name] = self._bytes(size)
         return held
 
@@ -79,7 +92,11 @@ class Cuda:
         if slots.shape[0] > token_ids.shape[0]:
             raise ShapeError(f"resolve_tokens: {slots.shape[0]} slots, but {token_ids.shape[0]} tokens")
         self.library.resolve_tokens(
-            token_ids.data_ptr(), slots.data_ptr(), last_tokens.data_ptr(), slots.shape[0], current_stream(self.device)
+            token_ids.data_ptr(),
+            slots.data_ptr(),
+            last_tokens.data_ptr(),
+            slots.shape[0],
+            current_stream(self.device),
         )
 
     def embed(
@@ -87,8 +104,8 @@ class Cuda:
         token_ids: Tensor,
         table: Tensor,
         *,
-        positions: Optional[Tensor] = None,
-        position_table: Optional[Tensor] = None,
+        positions: Tensor | None = None,
+        position_table: Tensor | None = None,
         out: Tensor,
     ) -> None:
         sizes = match("embed", ("VC", "table", table), ("TC", "out", out), ("T", "token_ids", token_ids))
@@ -96,16 +113,28 @@ class Cuda:
         dtype = same_dtype("embed", ("table", table), ("out", out))
         _contiguous("embed", ("table", table), ("out", out))
         if position_table is not None and positions is not None:
-            match("embed", ("TC", "out", out), ("PC", "position_table", position_table), ("T", "positions", positions))
+            match(
+                "embed",
+                ("TC", "out", out),
+                ("PC", "position_table", position_table),
+                ("T", "positions", positions),
+            )
             indices("embed", ("positions", positions))
             same_dtype("embed", ("table", table), ("position_table", position_table))
             _contiguous("embed", ("position_table", position_table))
         else:
             positions = position_table = None
         self.library.embed(
-            out.data_ptr(), token_ids.data_ptr(), table.data_ptr(), _pointer(positions), _pointer(position_table),
-            sizes["T"], sizes["C"], _DTYPES[dtype], current_stream(self.device),
-        )  # fmt: skip
+            out.data_ptr(),
+            token_ids.data_ptr(),
+            table.data_ptr(),
+            _pointer(positions),
+            _pointer(position_table),
+            sizes["T"],
+            sizes["C"],
+            _DTYPES[dtype],
+            current_stream(self.device),
+        )
 
     def norm(self, x: Tensor, norm: Norm, *, out: Tensor) -> None:
         sizes = match("norm", ("TC", "x", x), ("C", "weight", norm.weight), ("TC", "out", out))
@@ -114,31 +143,48 @@ class Cuda:
             match("norm", ("TC", "x", x), ("C", "bias", norm.bias))
             same_dtype("norm", ("x", x), ("bias", norm.bias))
         self.library.norm(
-            out.data_ptr(), x.data_ptr(), norm.weight.data_ptr(), _pointer(norm.bias), norm.eps,
-            sizes["T"], sizes["C"], x.stride(0), out.stride(0), _DTYPES[dtype], current_stream(self.device),
-        )  # fmt: skip
+            out.data_ptr(),
+            x.data_ptr(),
+            norm.weight.data_ptr(),
+            _pointer(norm.bias),
+            norm.eps,
+            sizes["T"],
+            sizes["C"],
+            x.stride(0),
+            out.stride(0),
+            _DTYPES[dtype],
+            current_stream(self.device),
+        )
 
     def linear(
         self,
         x: Tensor,
         linear: Linear,
         *,
-        norm: Optional[Norm] = None,
-        activation: Optional[str] = None,
-        residual: Optional[Tensor] = None,
+        norm: Norm | None = None,
+        activation: str | None = None,
+        residual: Tensor | None = None,
         out: Tensor,
     ) -> None:
         gated = activation == "swiglu"
         _check_linear("linear", x, linear, residual, out, gated)
         if x.shape[0] == 0:
             return
-        if self._is_small(x, linear.weight):
+        if self._is_small(x, linear):
             self._small_linear(x, linear, norm, _GATED if gated else _PLAIN, activation, residual, out)
         else:
             self._library_linear(x, linear, norm, activation, residual, out)
 
     def project_qkv(
-        self, x: Tensor, linear: Linear, norm: Optional[Norm], heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor
+        self,
+        x: Tensor,
+        linear: Linear,
+        norm: Norm | None,
+        heads: Heads,
+        batch: Batch,
+        cache: CacheLayer,
+        *,
+        out: Tensor,
     ) -> None:
         _check_linear("project_qkv", x, linear, None, out, False)
         if out.shape[1] != heads.qkv_size:
@@ -147,46 +193,69 @@ class Cuda:
         indices("project_qkv", ("kv_slots", batch.kv_slots), ("positions", batch.positions))
         rope = heads.rope
         rotation = (
-            0 if rope is None else rope.cos.data_ptr(), 0 if rope is None else rope.sin.data_ptr(),
-            batch.positions.data_ptr(), batch.kv_slots.data_ptr(), cache.blocks.data_ptr(),
-        )  # fmt: skip
+            0 if rope is None else rope.cos.data_ptr(),
+            0 if rope is None else rope.sin.data_ptr(),
+            batch.positions.data_ptr(),
+            batch.kv_slots.data_ptr(),
+            cache.blocks.data_ptr(),
+        )
         shape = (
-            heads.num_heads, heads.num_kv_heads, heads.head_size, 0 if rope is None else rope.size,
-            int(rope is not None and rope.interleaved), cache.block_tokens,
-        )  # fmt: skip
+            heads.num_heads,
+            heads.num_kv_heads,
+            heads.head_size,
+            0 if rope is None else rope.size,
+            int(rope is not None and rope.interleaved),
+            cache.block_tokens,
+        )
         if x.shape[0] == 0:
             return
-        if self._is_small(x, linear.weight):
+        if self._is_small(x, linear, rope is not None):
             self._small_linear(x, linear, norm, _QKV, None, None, out, rotation, shape)
             return
         self._library_linear(x, linear, norm, None, None, out)
         cos, sin, positions, kv_slots, blocks = rotation
         self.library.rotate_and_cache(
-            out.data_ptr(), cos, sin, positions, kv_slots, blocks, x.shape[0], *shape, out.stride(0),
-            _DTYPES[out.dtype], current_stream(self.device),
-        )  # fmt: skip
+            out.data_ptr(),
+            cos,
+            sin,
+            positions,
+            kv_slots,
+            blocks,
+            x.shape[0],
+            *shape,
+            out.stride(0),
+            _DTYPES[out.dtype],
+            current_stream(self.device),
+        )
 
-    def _is_small(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether csrc/linear.cu takes the product: 16-bit, every row at a multiple of 16 bytes, and few tokens.
+    def _is_small(self, x: Tensor, linear: Linear, rotated: bool = False) -> bool:
+        """Whether csrc/linear.cu takes the product: 16-bit, every row at a multiple of 16 bytes, and few
+        tokens.
 
-        Up to FUSED_NORM_TOKENS always; above, where it measured faster than cuBLAS on an H200: matrices that cuBLAS
-        does not spread over the chip, and those so wide that nothing but their bytes counts.
+        By what measured faster on an H200, all that is fused counted in. One or two tokens are ours, save
+        long sums
+        without a bias; up to small_tokens are matrices that cuBLAS does not spread over the chip, and the
+        widest.
         """
+        weight = linear.weight
         tokens, inputs, outputs = x.shape[0], x.shape[1], weight.shape[0]
-        aligned = (inputs | x.stride(0) | weight.stride(0)) % 8 == 0 and (x.data_ptr() | weight.data_ptr()) % 16 == 0
+        aligned = (inputs | x.stride(0) | weight.stride(0)) % 8 == 0 and (
+            x.data_ptr() | weight.data_ptr()
+        ) % 16 == 0
         if not aligned or x.dtype == torch.float32 or tokens > self.small_tokens:
             return False
-        few = tokens <= FUSED_NORM_TOKENS
-        return few or (self.capability == 90 and (outputs > 20480 or outputs * inputs <= 1 << 25))
+        if tokens <= FUSED_NORM_TOKENS:
+            return linear.bias is not None or not outputs <= 8192 < inputs
+        return self.capability == 90 and not rotated and (outputs > 20480 or outputs * inputs <= 1 << 24)
 
     def _small_linear(
         self,
         x: Tensor,
         linear: Linear,
-        norm: Optional[Norm],
+        norm: Norm | None,
         mode: int,
-        activation: Optional[str],
-        residual: Optional[Tensor],
+        activation: str | None,
+        residual: Tensor | None,
         out: Tensor,
         rotation: tuple[int, ...] = (0, 0, 0, 0, 0),
         shape: tuple[int, ...] = (0, 0, 1, 0, 0, 1),
@@ -198,17 +267,37 @@ class Cuda:
             x, norm = normed, None
         weight, bias = linear.weight, linear.bias
         self.library.linear(
-            out.data_ptr(), x.data_ptr(), weight.data_ptr(), _pointer(bias),
-            0 if norm is None else norm.weight.data_ptr(), 0 if norm is None else _pointer(norm.bias),
-            0.0 if norm is None else norm.eps, _pointer(residual), tokens, inputs, weight.shape[0],
-            x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0), out.stride(0), mode,
-            _ACTIVATIONS[activation], int(out.dtype == torch.float32), *rotation, *shape,
-            self._sums.data_ptr(), _SUM_BYTES, self._counters.data_ptr(), _NUM_COUNTERS, _DTYPES[x.dtype],
+            out.data_ptr(),
+            x.data_ptr(),
+            weight.data_ptr(),
+            _pointer(bias),
+            0 if norm is None else norm.weight.data_ptr(),
+            0 if norm is None else _pointer(norm.bias),
+            0.0 if norm is None else norm.eps,
+            _pointer(residual),
+            tokens,
+            inputs,
+            weight.shape[0],
+            x.stride(0),
+            weight.stride(0),
+            0 if residual is None else residual.stride(0),
+            out.stride(0),
+            mode,
+            _ACTIVATIONS[activation],
+            int(out.dtype == torch.float32),
+            *rotation,
+            *shape,
+            self._sums.data_ptr(),
+            _SUM_BYTES,
+            self._counters.data_ptr(),
+            _NUM_COUNTERS,
+            _DTYPES[x.dtype],
             current_stream(self.device),
-        )  # fmt: skip
+        )
 
     def _fits(self, tokens: int, inputs: int) -> bool:
-        """Whether the whole input of a small product, padded as csrc/linear.cu pads it, fits in shared memory."""
+        """Whether the whole input of a small product, padded as csrc/linear.cu pads it, fits in shared
+        memory."""
         sums = 16 * 16 * 8 * 4 * 2 * (1 if tokens <= 8 else 2)
         return -(-inputs // 4096) * 4096 * 2 * tokens + sums + 3072 <= self.shared_bytes
 
@@ -216,9 +305,9 @@ class Cuda:
         self,
         x: Tensor,
         linear: Linear,
-        norm: Optional[Norm],
-        activation: Optional[str],
-        residual: Optional[Tensor],
+        norm: Norm | None,
+        activation: str | None,
+        residual: Tensor | None,
         out: Tensor,
     ) -> None:
         """The product by cuBLAS; what its epilogues cannot do follows in one kernel."""
@@ -250,7 +339,9 @@ class Cuda:
             product = self._temporary("product", tokens, columns, x.dtype)
             torch.mm(x, weight, out=product)
         else:
-            product = out if activation != "swiglu" else self._temporary("product", tokens, columns, out.dtype)
+            product = (
+                out if activation != "swiglu" else self._temporary("product", tokens, columns, out.dtype)
+            )
             torch.mm(x, weight, out_dtype=out.dtype, out=product)
         if product is not out or bias is not None or activation is not None or residual is not None:
             self._finish(product, bias, activation, residual, out, x.dtype)
@@ -258,44 +349,88 @@ class Cuda:
     def _finish(
         self,
         product: Tensor,
-        bias: Optional[Tensor],
-        activation: Optional[str],
-        residual: Optional[Tensor],
+        bias: Tensor | None,
+        activation: str | None,
+        residual: Tensor | None,
         out: Tensor,
         dtype: torch.dtype,
     ) -> None:
         self.library.finish_linear(
-            out.data_ptr(), product.data_ptr(), _pointer(bias), _pointer(residual), out.shape[0], out.shape[1],
-            out.stride(0), product.stride(0), 0 if residual is None else residual.stride(0),
-            _ACTIVATIONS[activation], int(product.dtype == torch.float32), int(out.dtype == torch.float32),
-            _DTYPES[dtype], current_stream(self.device),
-        )  # fmt: skip
+            out.data_ptr(),
+            product.data_ptr(),
+            _pointer(bias),
+            _pointer(residual),
+            out.shape[0],
+            out.shape[1],
+            out.stride(0),
+            product.stride(0),
+            0 if residual is None else residual.stride(0),
+            _ACTIVATIONS[activation],
+            int(product.dtype == torch.float32),
+            int(out.dtype == torch.float32),
+            _DTYPES[dtype],
+            current_stream(self.device),
+        )
 
-    def decode_attention(self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor) -> None:
+    def decode_attention(
+        self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor
+    ) -> None:
         rows = batch.num_decodes
         _check_attention("decode_attention", qkv, heads, batch, cache, out, rows)
         if rows == 0:
             return
         self.library.decode_attention(
-            out.data_ptr(), qkv.data_ptr(), cache.blocks.data_ptr(), batch.block_tables.data_ptr(),
-            batch.context_lens.data_ptr(), _pointer(heads.slopes), heads.scale, rows, heads.num_heads,
-            heads.num_kv_heads, heads.head_size, cache.block_tokens, qkv.stride(0), out.stride(0),
-            batch.block_tables.stride(0), self._attention.data_ptr(), self._counters.data_ptr(), _NUM_COUNTERS,
-            _DTYPES[qkv.dtype], current_stream(self.device),
-        )  # fmt: skip
+            out.data_ptr(),
+            qkv.data_ptr(),
+            cache.blocks.data_ptr(),
+            batch.block_tables.data_ptr(),
+            batch.context_lens.data_ptr(),
+            _pointer(heads.slopes),
+            heads.scale,
+            rows,
+            heads.num_heads,
+            heads.num_kv_heads,
+            heads.head_size,
+            cache.block_tokens,
+            qkv.stride(0),
+            out.stride(0),
+            batch.block_tables.stride(0),
+            self._attention.data_ptr(),
+            self._counters.data_ptr(),
+            _NUM_COUNTERS,
+            _DTYPES[qkv.dtype],
+            current_stream(self.device),
+        )
 
-    def prefill_attention(self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor) -> None:
+    def prefill_attention(
+        self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor
+    ) -> None:
         tokens = batch.num_tokens - batch.num_decodes
         _check_attention("prefill_attention", qkv, heads, batch, cache, out, tokens)
         if tokens == 0:
             return
         self.library.prefill_attention(
-            out.data_ptr(), qkv.data_ptr(), cache.blocks.data_ptr(), batch.block_tables.data_ptr(),
-            batch.context_lens.data_ptr(), batch.query_starts.data_ptr(), _pointer(heads.slopes), heads.scale,
-            batch.num_decodes, batch.num_rows, batch.max_query, heads.num_heads, heads.num_kv_heads, heads.head_size,
-            cache.block_tokens, qkv.stride(0), out.stride(0), batch.block_tables.stride(0),
-            _DTYPES[qkv.dtype], current_stream(self.device),
-        )  # fmt: skip
+            out.data_ptr(),
+            qkv.data_ptr(),
+            cache.blocks.data_ptr(),
+            batch.block_tables.data_ptr(),
+            batch.context_lens.data_ptr(),
+            batch.query_starts.data_ptr(),
+            _pointer(heads.slopes),
+            heads.scale,
+            batch.num_decodes,
+            batch.num_rows,
+            batch.max_query,
+            heads.num_heads,
+            heads.num_kv_heads,
+            heads.head_size,
+            cache.block_tokens,
+            qkv.stride(0),
+            out.stride(0),
+            batch.block_tables.stride(0),
+            _DTYPES[qkv.dtype],
+            current_stream(self.device),
+        )
 
     def gather_rows(self, x: Tensor, rows: Tensor, *, out: Tensor) -> None:
         match("gather_rows", ("TC", "x", x), ("RC", "out", out), ("R", "rows", rows))
@@ -303,33 +438,67 @@ class Cuda:
         same_dtype("gather_rows", ("x", x), ("out", out))
         size = x.element_size()
         self.library.gather_rows(
-            out.data_ptr(), x.data_ptr(), rows.data_ptr(), out.shape[0], out.shape[1] * size, x.stride(0) * size,
-            out.stride(0) * size, current_stream(self.device),
-        )  # fmt: skip
+            out.data_ptr(),
+            x.data_ptr(),
+            rows.data_ptr(),
+            out.shape[0],
+            out.shape[1] * size,
+            x.stride(0) * size,
+            out.stride(0) * size,
+            current_stream(self.device),
+        )
 
-    def sample(self, logits: Tensor, slots: Tensor, state: SamplingState, *, tokens: Tensor, log_probs: Tensor) -> None:
+    def sample(
+        self, logits: Tensor, slots: Tensor, state: SamplingState, *, tokens: Tensor, log_probs: Tensor
+    ) -> None:
         sizes = match(
-            "sample", ("RV", "logits", logits), ("R", "slots", slots), ("R", "tokens", tokens), ("R", "log_probs", log_probs)
+            "sample",
+            ("RV", "logits", logits),
+            ("R", "slots", slots),
+            ("R", "tokens", tokens),
+            ("R", "log_probs", log_probs),
         )
         indices("sample", ("slots", slots), ("tokens", tokens))
         if logits.dtype != torch.float32 or log_probs.dtype != torch.float32:
-            raise DtypeError(f"sample: logits are {logits.dtype}, log_probs {log_probs.dtype}; wanted float32")
+            raise DtypeError(
+                f"sample: logits are {logits.dtype}, log_probs {log_probs.dtype}; wanted float32"
+            )
         if state.ints.shape[1] != NUM_INTS or state.floats.shape[1] != NUM_FLOATS:
-            raise ShapeError(f"sample: ints has {state.ints.shape[1]} columns, floats {state.floats.shape[1]}")
+            raise ShapeError(
+                f"sample: ints has {state.ints.shape[1]} columns, floats {state.floats.shape[1]}"
+            )
         needed = self.library.sample_scratch(sizes["R"], sizes["V"])
         if self._sample is None or self._sample.numel() < needed:
-            raise KernelError(f"sample: {sizes['R']} rows of {sizes['V']} logits need {needed:,} bytes; call reserve first")
+            raise KernelError(
+                f"sample: {sizes['R']} rows of {sizes['V']} logits need {needed:,} bytes; call reserve first"
+            )
         self.library.sample(
-            logits.data_ptr(), slots.data_ptr(), state.ints.data_ptr(), state.floats.data_ptr(), state.top_p.data_ptr(),
-            state.generated.data_ptr(), state.last_tokens.data_ptr(), state.history.data_ptr(),
-            state.history_lens.data_ptr(), state.counts.data_ptr(), state.bad_ids.data_ptr(), state.bad_ends.data_ptr(),
-            tokens.data_ptr(), log_probs.data_ptr(), sizes["R"], sizes["V"], state.history.shape[1],
-            state.bad_ids.shape[1], logits.stride(0), self._sample.data_ptr(), self._counters.data_ptr(),
+            logits.data_ptr(),
+            slots.data_ptr(),
+            state.ints.data_ptr(),
+            state.floats.data_ptr(),
+            state.top_p.data_ptr(),
+            state.generated.data_ptr(),
+            state.last_tokens.data_ptr(),
+            state.history.data_ptr(),
+            state.history_lens.data_ptr(),
+            state.counts.data_ptr(),
+            state.bad_ids.data_ptr(),
+            state.bad_ends.data_ptr(),
+            tokens.data_ptr(),
+            log_probs.data_ptr(),
+            sizes["R"],
+            sizes["V"],
+            state.history.shape[1],
+            state.bad_ids.shape[1],
+            logits.stride(0),
+            self._sample.data_ptr(),
+            self._counters.data_ptr(),
             current_stream(self.device),
-        )  # fmt: skip
+        )
 
 
-def _pointer(tensor: Optional[Tensor]) -> int:
+def _pointer(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
@@ -340,7 +509,7 @@ def _contiguous(operation: str, *tensors: tuple[str, Tensor]) -> None:
 
 
 def _check_linear(
-    operation: str, x: Tensor, linear: Linear, residual: Optional[Tensor], out: Tensor, gated: bool
+    operation: str, x: Tensor, linear: Linear, residual: Tensor | None, out: Tensor, gated: bool
 ) -> None:
     sizes = match(operation, ("TI", "x", x), ("WI", "weight", linear.weight), ("TO", "out", out))
     dtype = same_dtype(operation, ("x", x), ("weight", linear.weight))
@@ -363,7 +532,8 @@ def _check_cache(operation: str, heads: Heads, cache: CacheLayer, like: Tensor) 
     sizes = match(operation, ("NTKPD", "cache.blocks", cache.blocks))
     if (sizes["T"], sizes["K"], sizes["D"]) != (2, heads.num_kv_heads, heads.head_size):
         raise ShapeError(
-            f"{operation}: cache.blocks is {tuple(cache.blocks.shape)}; wanted (N, 2, {heads.num_kv_heads}, P, {heads.head_size})"
+            f"{operation}: cache.blocks is {tuple(cache.blocks.shape)}; "
+            f"wanted (N, 2, {heads.num_kv_heads}, P, {heads.head_size})"
         )
     same_dtype(operation, ("activations", like), ("cache.blocks", cache.blocks))
     _contiguous(operation, ("cache.blocks", cache.blocks))
@@ -375,11 +545,15 @@ def _check_attention(
     if qkv.shape != (tokens, heads.qkv_size):
         raise ShapeError(f"{operation}: qkv is {tuple(qkv.shape)}; wanted ({tokens}, {heads.qkv_size})")
     if out.shape != (tokens, heads.num_heads * heads.head_size):
-        raise ShapeError(f"{operation}: out is {tuple(out.shape)}; wanted ({tokens}, {heads.num_heads * heads.head_size})")
+        raise ShapeError(
+            f"{operation}: out is {tuple(out.shape)}; wanted ({tokens}, {heads.num_heads * heads.head_size})"
+        )
     match(operation, ("TQ", "qkv", qkv), ("TO", "out", out), ("BM", "block_tables", batch.block_tables))
     same_dtype(operation, ("qkv", qkv), ("out", out))
     indices(
         operation,
-        ("block_tables", batch.block_tables), ("context_lens", batch.context_lens), ("query_starts", batch.query_starts),
-    )  # fmt: skip
+        ("block_tables", batch.block_tables),
+        ("context_lens", batch.context_lens),
+        ("query_starts", batch.query_starts),
+    )
     _check_cache(operation, heads, cache, qkv)

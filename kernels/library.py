@@ -1,6 +1,7 @@
 """The compiled kernels as Python functions: argument types come from csrc/api.h, the one declaration.
 
-Bound with ctypes.PyDLL: a launch takes microseconds, and giving up the interpreter lock for it costs ten times more
+Bound with ctypes.PyDLL: a launch takes microseconds, and giving up the interpreter lock for it costs ten
+times more
 when another thread is busy.
 """
 
@@ -28,7 +29,8 @@ class KernelError(RuntimeError):
 
 
 class Library:
-    """Every function of api.h without its prefix, e.g. `library.norm(...)`; a status that is not 0 raises KernelError."""
+    """Every function of api.h without its prefix, e.g. `library.norm(...)`; a status that is not 0 raises
+    KernelError."""
 
     def __init__(self, path: Path = LIBRARY):
         rebuild = "build it with: python -m tridecode.kernels.build"
@@ -71,7 +73,9 @@ def prototypes(header: str) -> list[tuple[Any, str, list[Any]]]:
     """(result type, name, argument types) of each function that a C header declares."""
     code = re.sub(r"//[^\n]*", "", header)
     found = []
-    for result, name, arguments in re.findall(r"^([\w ]+\*?)\s*\b(tridecode_\w+)\(([^)]*)\);", code, re.MULTILINE):
+    for result, name, arguments in re.findall(
+        r"^([\w ]+\*?)\s*\b(tridecode_\w+)\(([^)]*)\);", code, re.MULTILINE
+    ):
         names = [] if arguments.strip() == "void" else [part.strip() for part in arguments.split(",")]
         found.append((_TYPES[result.strip()], name, [_argument_type(part) for part in names]))
     return found
@@ -84,5 +88,6 @@ def _argument_type(declaration: str) -> Any:
 
 
 def current_stream(device: torch.device) -> int:
-    """The stream to launch on, read at each launch: a stream kept from before would escape a graph's capture."""
+    """The stream to launch on, read at each launch: a stream kept from before would escape a graph's
+    capture."""
     return torch._C._cuda_getCurrentRawStream(device.index)

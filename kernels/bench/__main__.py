@@ -1,4 +1,5 @@
-"""`python -m tridecode.kernels.bench [operation ...]`: microseconds, rate and share of the roof, beside cuBLAS or torch."""
+"""`python -m tridecode.kernels.bench [operation ...]`: microseconds, rate, share of the roof, and a
+peer's."""
 
 from __future__ import annotations
 

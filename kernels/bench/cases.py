@@ -1,9 +1,10 @@
-"""The cases of each operation: shapes of BLOOM-7B1 and LLaMA-3-8B, beside cuBLAS or torch where these have the same."""
+"""The cases of each operation: shapes of BLOOM-7B1 and LLaMA-3-8B, beside cuBLAS or torch."""
+
+# ruff: noqa: B023  every closure below is called before its loop goes on
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Optional
 
 import torch
 import torch.nn.functional as F
@@ -34,14 +35,27 @@ class Bench:
 
     def norm(self) -> Iterator[Result]:
         for tokens, columns in ((1, 4096), (64, 4096), (4096, 4096)):
-            xs = [self.normal(tokens, columns) for _ in range(max(2, 2**27 // (tokens * columns * 2)) % 65 + 2)]
+            xs = [
+                self.normal(tokens, columns) for _ in range(max(2, 2**27 // (tokens * columns * 2)) % 65 + 2)
+            ]
             norm, out = Norm(self.normal(columns), self.normal(columns), 1e-5), self.normal(tokens, columns)
-            mine = microseconds(lambda: [self.ops.norm(x, norm, out=out) for x in xs], len(xs))  # noqa: B023
-            peer = microseconds(lambda: [F.layer_norm(x, (columns,), norm.weight, norm.bias) for x in xs], len(xs))  # noqa: B023
+            mine = microseconds(lambda: [self.ops.norm(x, norm, out=out) for x in xs], len(xs))
+            peer = microseconds(
+                lambda: [F.layer_norm(x, (columns,), norm.weight, norm.bias) for x in xs], len(xs)
+            )
             yield Result("norm", f"layer norm {tokens}x{columns}", mine, 4 * tokens * columns, peer=peer)
 
     def linear(self) -> Iterator[Result]:
-        shapes = [(12288, 4096), (4096, 4096), (16384, 4096), (4096, 16384), (6144, 4096), (28672, 4096), (4096, 14336), (250880, 4096)]
+        shapes = [
+            (12288, 4096),
+            (4096, 4096),
+            (16384, 4096),
+            (4096, 16384),
+            (6144, 4096),
+            (28672, 4096),
+            (4096, 14336),
+            (250880, 4096),
+        ]
         for outputs, inputs in shapes:
             count = max(2, min(40, int(3e9 // (outputs * inputs * 2))))
             weights = [self.normal(outputs, inputs, scale=inputs**-0.5) for _ in range(count)]
@@ -55,88 +69,158 @@ class Bench:
                         product(a[:, :inputs], weight, b[:, :outputs])
                         a, b = b, a
 
-                peer = microseconds(lambda: chain(lambda x, w, y: torch.mm(x, w.t(), out=y)), count)  # noqa: B023
+                peer = microseconds(lambda: chain(lambda x, w, y: torch.mm(x, w.t(), out=y)), count)
                 for label, first in (("", None), (" with norm", norm)):
                     mine = microseconds(
-                        lambda: chain(lambda x, w, y: self.ops.linear(x, Linear(w), norm=first, out=y)),  # noqa: B023
+                        lambda: chain(lambda x, w, y: self.ops.linear(x, Linear(w), norm=first, out=y)),
                         count,
                     )
                     case = f"{outputs}x{inputs} tokens {tokens}{label}"
-                    yield Result("linear", case, mine, outputs * inputs * 2, 2.0 * outputs * inputs * tokens, peer)
-            del weights
+                    yield Result(
+                        "linear", case, mine, outputs * inputs * 2, 2.0 * outputs * inputs * tokens, peer
+                    )
+            weights.clear()
 
     def _batch(self, contexts: list[int], queries: list[int], tables: Tensor, decodes: int) -> Batch:
         starts = [sum(queries[:row]) for row in range(len(queries) + 1)]
         tokens = starts[-1]
         return Batch(
-            token_ids=self.ints([0] * tokens), positions=self.ints([0] * tokens), kv_slots=self.ints([-1] * tokens),
-            block_tables=tables, context_lens=self.ints(contexts), query_starts=self.ints(starts),
-            sample_tokens=self.ints([0]), sample_slots=self.ints([0]), num_decodes=decodes,
-            max_query=max(queries) if decodes == 0 else 0, max_context=max(contexts), fresh_prompts=decodes == 0,
-        )  # fmt: skip
+            token_ids=self.ints([0] * tokens),
+            positions=self.ints([0] * tokens),
+            kv_slots=self.ints([-1] * tokens),
+            block_tables=tables,
+            context_lens=self.ints(contexts),
+            query_starts=self.ints(starts),
+            sample_tokens=self.ints([0]),
+            sample_slots=self.ints([0]),
+            num_decodes=decodes,
+            max_query=max(queries) if decodes == 0 else 0,
+            max_context=max(contexts),
+            fresh_prompts=decodes == 0,
+        )
 
     def decode_attention(self) -> Iterator[Result]:
         block = 32
         for label, heads, kv_heads, alibi in (("BLOOM", 32, 32, True), ("LLaMA", 32, 8, False)):
-            shape = Heads(heads, kv_heads, 128, 128**-0.5, None, torch.rand(heads, device=self.device) if alibi else None)
-            for rows, context in ((1, 512), (1, 2048), (8, 512), (16, 512), (64, 512), (256, 512), (16, 2048), (64, 2048)):
+            shape = Heads(
+                heads,
+                kv_heads,
+                128,
+                128**-0.5,
+                None,
+                torch.rand(heads, device=self.device) if alibi else None,
+            )
+            for rows, context in (
+                (1, 512),
+                (1, 2048),
+                (8, 512),
+                (16, 512),
+                (64, 512),
+                (256, 512),
+                (16, 2048),
+                (64, 2048),
+            ):
                 columns = context // block + 1
                 size = rows * columns * 2 * kv_heads * block * 128 * 2
                 layers = max(2, min(30, int(2e9 // size)))
-                caches = [CacheLayer(self.normal(rows * columns, 2, kv_heads, block, 128)) for _ in range(layers)]
-                tables = torch.randperm(rows * columns, device=self.device).to(torch.int32).view(rows, columns)
+                caches = [
+                    CacheLayer(self.normal(rows * columns, 2, kv_heads, block, 128)) for _ in range(layers)
+                ]
+                tables = (
+                    torch.randperm(rows * columns, device=self.device).to(torch.int32).view(rows, columns)
+                )
                 batch = self._batch([context] * rows, [1] * rows, tables, rows)
                 qkv, out = self.normal(rows, shape.qkv_size), self.normal(rows, heads * 128)
                 mine = microseconds(
-                    lambda: [self.ops.decode_attention(qkv, shape, batch, c, out=out) for c in caches], layers  # noqa: B023
+                    lambda: [self.ops.decode_attention(qkv, shape, batch, c, out=out) for c in caches],
+                    layers,
                 )
-                yield Result("decode_attention", f"{label} rows {rows} context {context}", mine, rows * context * kv_heads * 512)
-                del caches
+                yield Result(
+                    "decode_attention",
+                    f"{label} rows {rows} context {context}",
+                    mine,
+                    rows * context * kv_heads * 512,
+                )
+                caches.clear()
 
     def prefill_attention(self) -> Iterator[Result]:
         for label, heads, kv_heads, alibi in (("BLOOM", 32, 32, True), ("LLaMA", 32, 8, False)):
-            shape = Heads(heads, kv_heads, 128, 128**-0.5, None, torch.rand(heads, device=self.device) if alibi else None)
+            shape = Heads(
+                heads,
+                kv_heads,
+                128,
+                128**-0.5,
+                None,
+                torch.rand(heads, device=self.device) if alibi else None,
+            )
             cache = CacheLayer(self.normal(2, 2, kv_heads, 32, 128))
             for rows, length in ((1, 512), (16, 512), (1, 2048), (4, 4096)):
                 batch = self._batch([length] * rows, [length] * rows, self.ints([[0]] * rows), 0)
                 qkv, out = self.normal(rows * length, shape.qkv_size), self.normal(rows * length, heads * 128)
-                mine = microseconds(lambda: self.ops.prefill_attention(qkv, shape, batch, cache, out=out), 1)  # noqa: B023
+                mine = microseconds(lambda: self.ops.prefill_attention(qkv, shape, batch, cache, out=out), 1)
                 flops = 4.0 * 128 * heads * rows * length * (length + 1) / 2
-                yield Result("prefill_attention", f"{label} {rows} prompts of {length}", mine, flops=flops, peer=self._flash(qkv, shape, rows, length))
+                yield Result(
+                    "prefill_attention",
+                    f"{label} {rows} prompts of {length}",
+                    mine,
+                    flops=flops,
+                    peer=self._flash(qkv, shape, rows, length),
+                )
 
-    def _flash(self, qkv: Tensor, shape: Heads, rows: int, length: int) -> Optional[float]:
+    def _flash(self, qkv: Tensor, shape: Heads, rows: int, length: int) -> float | None:
         """torch's own attention over the same ragged prompts, without ALiBi, which it has not."""
         from torch.nn.attention.varlen import varlen_attn  # torch 2.10 and newer
 
         sizes = [shape.num_heads * 128, shape.num_kv_heads * 128, shape.num_kv_heads * 128]
         q, k, v = (part.unflatten(1, (-1, 128)) for part in qkv.split(sizes, dim=1))
         starts = self.ints([row * length for row in range(rows + 1)])
-        return microseconds(lambda: varlen_attn(q, k, v, starts, starts, length, length, window_size=(-1, 0)), 1)
+        return microseconds(
+            lambda: varlen_attn(q, k, v, starts, starts, length, length, window_size=(-1, 0)), 1
+        )
 
     def sample(self) -> Iterator[Result]:
         vocab = 250880
         kinds = {
-            "greedy": (o.GREEDY, 0, 1.0), "greedy, log-probs": (o.GREEDY | o.LOG_PROBS, 0, 1.0), "whole vocabulary": (0, 0, 1.0),
-            "top-k 50": (0, 50, 1.0), "top-k 50, top-p 0.9": (0, 50, 0.9), "top-p 0.9": (0, 0, 0.9),
+            "greedy": (o.GREEDY, 0, 1.0),
+            "greedy, log-probs": (o.GREEDY | o.LOG_PROBS, 0, 1.0),
+            "whole vocabulary": (0, 0, 1.0),
+            "top-k 50": (0, 50, 1.0),
+            "top-k 50, top-p 0.9": (0, 50, 0.9),
+            "top-p 0.9": (0, 0, 0.9),
             "greedy, penalties": (o.GREEDY | o.PENALTIES, 0, 1.0),
-        }  # fmt: skip
+        }
         for rows in (1, 8, 64, 256):
             state = self._state(rows, vocab)
             slots = self.ints(range(rows))
             tokens, log_probs = slots.clone(), torch.zeros(rows, device=self.device)
             # a language model's logits: a few far above the many
-            logits = [torch.randn(rows, vocab, device=self.device) * 2 for _ in range(max(2, min(40, 128 // rows)))]
+            logits = [
+                torch.randn(rows, vocab, device=self.device) * 2 for _ in range(max(2, min(40, 128 // rows)))
+            ]
             for each in logits:
-                each.scatter_add_(1, torch.randint(0, vocab, (rows, 64), device=self.device), torch.rand(rows, 64, device=self.device) * 18)
-            peer = microseconds(lambda: [each.argmax(-1) for each in logits], len(logits))  # noqa: B023
+                each.scatter_add_(
+                    1,
+                    torch.randint(0, vocab, (rows, 64), device=self.device),
+                    torch.rand(rows, 64, device=self.device) * 18,
+                )
+            peer = microseconds(lambda: [each.argmax(-1) for each in logits], len(logits))
             for name, (flags, top_k, top_p) in kinds.items():
                 state.ints[:, o.FLAGS], state.ints[:, o.TOP_K] = flags, top_k
                 state.top_p.fill_(top_p)
                 mine = microseconds(
-                    lambda: [self.ops.sample(each, slots, state, tokens=tokens, log_probs=log_probs) for each in logits],  # noqa: B023
+                    lambda: [
+                        self.ops.sample(each, slots, state, tokens=tokens, log_probs=log_probs)
+                        for each in logits
+                    ],
                     len(logits),
                 )
-                yield Result("sample", f"{rows} rows of {vocab}, {name}", mine, 4 * rows * vocab, peer=peer if flags == o.GREEDY else None)
+                yield Result(
+                    "sample",
+                    f"{rows} rows of {vocab}, {name}",
+                    mine,
+                    4 * rows * vocab,
+                    peer=peer if flags == o.GREEDY else None,
+                )
 
     def _state(self, slots: int, vocab: int) -> SamplingState:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -144,10 +228,17 @@ class Bench:
 
         floats = zeros(slots, o.NUM_FLOATS, dtype=torch.float32) + 1
         return SamplingState(
-            ints=zeros(slots, o.NUM_INTS), floats=floats, top_p=zeros(slots, dtype=torch.float32), generated=zeros(slots),
-            last_tokens=zeros(slots), history=zeros(slots, 8), history_lens=zeros(slots),
-            counts=zeros(slots, vocab, dtype=torch.int16), bad_ids=zeros(slots, 8), bad_ends=zeros(slots, 8),
-        )  # fmt: skip
+            ints=zeros(slots, o.NUM_INTS),
+            floats=floats,
+            top_p=zeros(slots, dtype=torch.float32),
+            generated=zeros(slots),
+            last_tokens=zeros(slots),
+            history=zeros(slots, 8),
+            history_lens=zeros(slots),
+            counts=zeros(slots, vocab, dtype=torch.int16),
+            bad_ids=zeros(slots, 8),
+            bad_ends=zeros(slots, 8),
+        )
 
     def step(self) -> Iterator[Result]:
         """A whole decoding step of random weights, sampling included: what a graph of the engine replays."""
@@ -158,46 +249,65 @@ class Bench:
         self, label: str, num_layers: int, heads: int, kv_heads: int, inner: int, vocab: int, gated: bool
     ) -> Iterator[Result]:
         hidden, block, context = 4096, 32, 544
-        shape = Heads(heads, kv_heads, 128, 128**-0.5, None, None if gated else torch.rand(heads, device=self.device))
+        shape = Heads(
+            heads, kv_heads, 128, 128**-0.5, None, None if gated else torch.rand(heads, device=self.device)
+        )
         if gated:
             angles = torch.rand(1024, 64, device=self.device)
             shape = Heads(heads, kv_heads, 128, 128**-0.5, o.Rope(angles.cos(), angles.sin()))
 
         def linear(outputs: int, inputs: int) -> Linear:
-            return Linear(self.normal(outputs, inputs, scale=0.01), None if gated else self.normal(outputs, scale=0.1))
+            return Linear(
+                self.normal(outputs, inputs, scale=0.01), None if gated else self.normal(outputs, scale=0.1)
+            )
 
         def norm() -> Norm:
             return Norm(self.normal(hidden), None if gated else self.normal(hidden), 1e-5)
 
         layers = [
-            (linear(shape.qkv_size, hidden), linear(hidden, hidden), linear(inner * (1 + gated), hidden), linear(hidden, inner), norm(), norm())
+            (
+                linear(shape.qkv_size, hidden),
+                linear(hidden, hidden),
+                linear(inner * (1 + gated), hidden),
+                linear(hidden, inner),
+                norm(),
+                norm(),
+            )
             for _ in range(num_layers)
-        ]  # fmt: skip
+        ]
         head, last_norm = Linear(self.normal(vocab, hidden, scale=0.01)), norm()
-        weight_bytes = 2 * (sum(part.weight.numel() for layer in layers for part in layer[:4]) + vocab * hidden)
+        weight_bytes = 2 * (
+            sum(part.weight.numel() for layer in layers for part in layer[:4]) + vocab * hidden
+        )
         for rows in (1, 8, 32, 64, 128, 256):
             columns = context // block + 1
             caches = [CacheLayer(self.normal(rows * columns, 2, kv_heads, block, 128)) for _ in layers]
             tables = torch.randperm(rows * columns, device=self.device).to(torch.int32).view(rows, columns)
             batch = self._batch([context] * rows, [1] * rows, tables, rows)
             batch.kv_slots.copy_(tables[:, (context - 1) // block] * block + (context - 1) % block)
-            x, qkv, attended = self.normal(rows, hidden), self.normal(rows, shape.qkv_size), self.normal(rows, heads * 128)
+            x, qkv, attended = (
+                self.normal(rows, hidden),
+                self.normal(rows, shape.qkv_size),
+                self.normal(rows, heads * 128),
+            )
             mlp, logits = self.normal(rows, inner), torch.zeros(rows, vocab, device=self.device)
             state, slots = self._state(rows, vocab), self.ints(range(rows))
             state.ints[:, o.FLAGS] = o.GREEDY
             tokens, log_probs = slots.clone(), torch.zeros(rows, device=self.device)
 
             def run() -> None:
-                for (project, dense, up, down, first, second), cache in zip(layers, caches):  # noqa: B023
-                    self.ops.project_qkv(x, project, first, shape, batch, cache, out=qkv)  # noqa: B023
-                    self.ops.decode_attention(qkv, shape, batch, cache, out=attended)  # noqa: B023
-                    self.ops.linear(attended, dense, residual=x, out=x)  # noqa: B023
-                    self.ops.linear(x, up, norm=second, activation="swiglu" if gated else "gelu_tanh", out=mlp)  # noqa: B023
-                    self.ops.linear(mlp, down, residual=x, out=x)  # noqa: B023
-                self.ops.linear(x, head, norm=last_norm, out=logits)  # noqa: B023
-                self.ops.sample(logits, slots, state, tokens=tokens, log_probs=log_probs)  # noqa: B023
+                for (project, dense, up, down, first, second), cache in zip(layers, caches):
+                    self.ops.project_qkv(x, project, first, shape, batch, cache, out=qkv)
+                    self.ops.decode_attention(qkv, shape, batch, cache, out=attended)
+                    self.ops.linear(attended, dense, residual=x, out=x)
+                    self.ops.linear(
+                        x, up, norm=second, activation="swiglu" if gated else "gelu_tanh", out=mlp
+                    )
+                    self.ops.linear(mlp, down, residual=x, out=x)
+                self.ops.linear(x, head, norm=last_norm, out=logits)
+                self.ops.sample(logits, slots, state, tokens=tokens, log_probs=log_probs)
 
             moved = weight_bytes + num_layers * rows * context * kv_heads * 512
             flops = weight_bytes * float(rows)
             yield Result("step", f"{label} rows {rows} context {context}", microseconds(run, 1), moved, flops)
-            del caches
+            caches.clear()

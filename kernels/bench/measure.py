@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import asdict, dataclass
-from typing import Callable, Optional
+from typing import Callable
 
 import torch
 
-#: what one sweep of an H200's memory reads a second, and its 16-bit matrix rate, both measured (docs/benchmarks)
+#: what one sweep of an H200's memory reads a second, and its 16-bit matrix rate, both measured
+#: (docs/benchmarks)
 ROOF_BYTES, ROOF_FLOPS = 4.46e12, 790e12
 
 
 @dataclass
 class Result:
-    """One measured case. microseconds: of one call; peer: the same by cuBLAS or torch, None where it has no such thing."""
+    """One measured case. microseconds: of one call; peer: the same by cuBLAS or torch, None where it has no
+    such thing."""
 
     operation: str
     case: str
     microseconds: float
     bytes: float = 0.0
     flops: float = 0.0
-    peer: Optional[float] = None
+    peer: float | None = None
 
     @property
     def share(self) -> float:
@@ -34,7 +36,8 @@ class Result:
         else:
             rate = f"{self.bytes / self.microseconds / 1e6:7.2f} TB/s   "
         peer = "" if self.peer is None else f"   peer {self.peer:9.1f} us"
-        return f"{self.operation:18} {self.case:44} {self.microseconds:9.1f} us {rate} {100 * self.share:4.0f} %{peer}"
+        share = 100 * self.share
+        return f"{self.operation:18} {self.case:44} {self.microseconds:9.1f} us {rate} {share:4.0f} %{peer}"
 
     def record(self) -> dict[str, object]:
         return {**asdict(self), "share_of_roof": self.share}

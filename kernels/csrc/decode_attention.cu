@@ -40,15 +40,15 @@ struct Task {
 
 __host__ __device__ constexpr int slot_floats(int head_size) { return kGroup * (head_size + 2); }
 
-// Tiles of all rows before each row, prefix[num_rows] their total; also zeroes the rows without context.
-template <typename X>
-__device__ __forceinline__ void scan_rows(const Task& task, int* prefix, int* warp_totals) {
+// Tiles of all rows before each row, those of a row rounded up to a multiple of `unit`; prefix[num_rows]: their total.
+__device__ __forceinline__ void scan_rows(const Task& task, int unit, int* prefix, int* warp_totals) {
+  __syncthreads();
   const int threads = blockDim.x, each = (task.num_rows + threads - 1) / threads;
   const int first = threadIdx.x * each, last = min(first + each, task.num_rows);
   int sum = 0;
   for (int row = first; row < last; ++row) {
     prefix[row] = sum;
-    sum += (task.context_lens[row] + kTile - 1) / kTile;
+    sum += (task.context_lens[row] + kTile * unit - 1) / (kTile * unit) * unit;
   }
   int inclusive = sum;
 #pragma unroll
@@ -75,12 +75,19 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2) decode_attentio
   __shared__ unsigned arrivals[kWarps];
 
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  scan_rows<X>(task, prefix, warp_totals);
-
   const int per_row = task.kv_heads * task.groups;  // passes of a row
+  const int available = gridDim.x * (kWarps / TEAM);
+  // Where tiles are few, every team takes kLeast tiles of one row and head: what it waits for is latency, and each part
+  // more, or a second row in the same run, is latency more.
+  constexpr int kLeast = kLeastTiles * TEAM;
+  int unit = TEAM == 1 ? 1 : kLeast;
+  scan_rows(task, unit, prefix, warp_totals);
+  if (unit > 1 && prefix[task.num_rows] / unit * per_row > available) {
+    unit = 1;
+    scan_rows(task, unit, prefix, warp_totals);
+  }
   const int total = prefix[task.num_rows] * per_row;
-  // few tiles go to fewer teams: every team more is a part more to add up
-  const int available = gridDim.x * (kWarps / TEAM), useful = (total + kLeastTiles * TEAM - 1) / (kLeastTiles * TEAM);
+  const int useful = (total + kLeast - 1) / kLeast;
   const int teams = max(1, min(available, useful));
   const int member = TEAM == 1 ? 0 : threadIdx.x / 32;
   const int team = TEAM == 1 ? blockIdx.x * kWarps + threadIdx.x / 32 : blockIdx.x;
@@ -92,7 +99,7 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2) decode_attentio
   const int begin = team < teams ? start_of(team) : 0, end = team < teams ? start_of(team + 1) : 0;
 
   uint4 keys[KC][2], values[VC][4];
-  int row = 0, pass = 0, tiles = 0, first_tile = 0, last_tile = 0;  // the part in hand: tiles first_tile .. last_tile
+  int row = 0, pass = 0, tiles = 0, rounded = 0, first_tile = 0, last_tile = 0;  // the part in hand: tiles first_tile .. last_tile
   int item_begin = 0;                                                // of (row, pass), in the order of all tiles
   int ids = 0, ids_base = 0;                                         // 32 entries of the block table, one a lane
   const X* const cache = static_cast<const X*>(task.cache);
@@ -106,10 +113,11 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2) decode_attentio
       if (prefix[middle] <= target) low = middle; else high = middle;
     }
     row = low;
-    tiles = prefix[row + 1] - prefix[row];
+    tiles = (task.context_lens[row] + kTile - 1) / kTile;
+    rounded = prefix[row + 1] - prefix[row];
     const int within = at - prefix[row] * per_row;
-    pass = within / tiles;
-    first_tile = within - pass * tiles;
+    pass = within / rounded;
+    first_tile = within - pass * rounded;
     last_tile = min(tiles, first_tile + (end - at));
     item_begin = at - first_tile;
   };
@@ -375,7 +383,7 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2) decode_attentio
       }
       if (TEAM > 1) __syncthreads();  // before `arrivals` is written again
     }
-    at += last_tile - first_tile;
+    at = last_tile == tiles ? item_begin + rounded : at + last_tile - first_tile;
   }
   if (!waited) wait_for_predecessor();
 

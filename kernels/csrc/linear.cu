@@ -69,7 +69,11 @@ __global__ void __launch_bounds__(32 * WK * WM, BLOCKS) linear(const __grid_cons
       }
     }
   };
-  auto fetch = [&](int slot, int chunk_base) {
+  // Blocks begin at different inputs: rows lie a power of two apart, and their beginnings on few memory channels.
+  const int shift = blockIdx.x % (warp_chunks / RING) * RING;
+  auto turned = [&](int chunk_base) { return (chunk_base + shift) % warp_chunks; };
+  auto fetch = [&](int slot, int step_base) {
+    const int chunk_base = turned(step_base);
     const int offset = chunk_base * 32 * WK + slot / 2 * 64 * WK + slot % 2 * 32;
 #pragma unroll
     for (int m = 0; m < MT; ++m) {
@@ -177,7 +181,7 @@ __global__ void __launch_bounds__(32 * WK * WM, BLOCKS) linear(const __grid_cons
     for (int chunk_base = 0; chunk_base < warp_chunks; chunk_base += RING) {
 #pragma unroll
       for (int slot = 0; slot < RING; ++slot) {
-        const int chunk = (chunk_base + slot / 2 * 2) * WK + wk * 2 + slot % 2;
+        const int chunk = (turned(chunk_base) + slot / 2 * 2) * WK + wk * 2 + slot % 2;
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
           const int token = n * 8 + g;

@@ -37,6 +37,10 @@ struct Division {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
+// Without leave for the next kernel to start: its blocks would find no room beside this one's, and those that took the few
+// free multiprocessors would make the others late.
+__device__ __forceinline__ void wait_alone() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
@@ -220,7 +224,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (warp == kConsumers / 32) {
     // ---- the warp that copies
     if (lane != 0) {
-      wait_for_predecessor();
+      wait_alone();
       return;
     }
     const uint64_t once = evict_first(), often = evict_last();
@@ -229,14 +233,12 @@ __global__ void __launch_bounds__(kThreads, 1)
       barrier_expect(full + stage, stage_bytes);
       for (int i = 0; i < stage_blocks; ++i) {  // beyond the inputs a copy writes zeros
         const int input = (turned(step) * stage_blocks + i) * kBlockInputs;
-        if (MODE == kPlain || (MODE == kQkv && task.rotary_size == 0)) {
-          copy_box(to + i * kBlockBytes, &weight_map, input, tile * kRows, full + stage, once);
+        if (MODE == kGated) {  // gate rows, then up rows
+          copy_box(to + i * kBlockBytes, &weight_map, input, tile * (kRows / 2), full + stage, once);
+          copy_box(to + i * kBlockBytes + kBlockBytes / 2, &weight_map, input, task.outputs / 2 + tile * (kRows / 2),
+                   full + stage, once);
         } else {
-#pragma unroll 4
-          for (int j = 0; j < kRows / 8; ++j) {  // 8 first rows of pairs, 8 second rows, and so on
-            const int row = row_of<MODE>(task, tile * (kRows / 2) + j / 2 * 8, j % 2);
-            copy_box(to + i * kBlockBytes + j * 1024, &weight_map, input, row, full + stage, once);
-          }
+          copy_box(to + i * kBlockBytes, &weight_map, input, tile * kRows, full + stage, once);
         }
       }
     };
@@ -250,7 +252,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(&x_map)) : "memory");
     const int ahead = min(stages, division.steps);  // of the first tile
     for (int step = 0; step < ahead; ++step) copy_weights(blockIdx.x, step, step);
-    wait_for_predecessor();
+    wait_alone();
     for (int step = 0; step < ahead; ++step) copy_x(step, step);
     int tile = blockIdx.x, step = ahead;
     for (int index = ahead;; ++index, ++step) {
@@ -272,7 +274,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (task.norm_bias) prefetch_l2(static_cast<const X*>(task.norm_bias) + k);
     }
   }
-  wait_for_predecessor();
+  wait_alone();
   if (division.resident) normalize<X>(task, xs, division.x_rows, partial, totals);
 
   // an item: two rows and two tokens
@@ -334,11 +336,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int item = threadIdx.x; item < items; item += kConsumers) {
       const int pair = item % (kRows / 2), token = token_of(item);
       if (item != threadIdx.x) extra = load_extra<X, MODE>(task, pair_of(item), token);
-      const float* const from = sums + token * kRows + pair / 8 * 16 + pair % 8;
+      const float* const from = sums + token * kRows + (MODE == kGated ? pair : pair / 8 * 16 + pair % 8);
+      constexpr int kSecond = MODE == kGated ? kRows / 2 : 8;  // from the first row of a pair
       const int next = token + 1 < task.tokens ? kRows : 0;
       const float* const more = from + task.tokens * kRows;  // of the other group
-      float values[2][2] = {{from[0] + more[0], from[8] + more[8]},
-                            {from[next] + more[next], from[next + 8] + more[next + 8]}};
+      float values[2][2] = {{from[0] + more[0], from[kSecond] + more[kSecond]},
+                            {from[next] + more[next], from[next + kSecond] + more[next + kSecond]}};
       finish<X, MODE>(task, pair_of(item), token, values, extra);
     }
     consumers_sync();
@@ -398,9 +401,7 @@ int choose_rows(int outputs) {
 
 bool hopper_linear_takes(const LinearTask& task, int mode) {
   if (device().capability != 90 || task.tokens > kMaxTokens) return false;
-  const bool rotated = mode == kQkv && task.rotary_size > 0;
-  if (rotated && (task.interleaved || task.rotary_size % 16 || task.head_size % 16)) return false;
-  if (mode == kGated && task.outputs / 2 % 8) return false;
+  if (mode == kQkv && task.rotary_size > 0) return false;  // its pairs lie in too small pieces
   const int x_rows = task.tokens <= 8 ? 8 : 16;
   return !task.norm_weight || ceil_div(task.inputs, kBlockInputs) * x_rows * 128 <= 128 * 1024;
 }
@@ -422,9 +423,9 @@ int hopper_linear(const LinearTask& task, int mode, int dtype, void* stream) {
   if (division.stages > kMaxStages) division.stages = kMaxStages;
   const size_t shared = size_t(division.stages) * stage_bytes + rest;
 
-  const bool paired = mode == kGated || (mode == kQkv && task.rotary_size > 0);
   CUtensorMap weight_map, x_map;
-  int status = encode(&weight_map, task.weight, task.outputs, task.inputs, task.weight_stride, paired ? 8 : rows, dtype);
+  int status = encode(&weight_map, task.weight, task.outputs, task.inputs, task.weight_stride,
+                      mode == kGated ? rows / 2 : rows, dtype);
   if (!status) status = encode(&x_map, task.x, task.tokens, task.inputs, task.x_stride, division.x_rows, dtype);
   if (status) return status;
   return for_16_bit_dtype(dtype, "linear", [&](auto zero) {

@@ -175,8 +175,7 @@ __device__ __forceinline__ Row row_at(const Task& task, int index, int slot) {
   row.flags = ints[kFlags];
   row.vocab = task.vocab;
   row.generated = task.generated[slot];
-  const bool scaled = !row.greedy() || (row.flags & (kPenalties | kLogProbs));
-  row.temperature = scaled && floats[kTemperature] != 0.0f ? floats[kTemperature] : 1.0f;
+  row.temperature = floats[kTemperature] != 0.0f ? floats[kTemperature] : 1.0f;
   row.counts = row.flags & kPenalties ? task.counts + int64_t(slot) * task.vocab : nullptr;
   row.repetition = floats[kRepetition], row.presence = floats[kPresence], row.frequency = floats[kFrequency];
   row.banned = (row.flags & kMinLength) && row.generated < ints[kMinTokens] ? ints[kEndId] : -1;

@@ -1,4 +1,5 @@
-"""Batches and caches for attention tests: rows of given lengths, blocks in random order, poison wherever nothing is."""
+"""Batches and caches for attention tests: rows of given lengths, blocks in random order, poison wherever
+nothing is."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ def make_heads(place: Place, num_heads: int, num_kv_heads: int, head_size: int, 
 
 
 def make_batch(place: Place, contexts: list[int], queries: list[int], block_tokens: int) -> Batch:
-    """Rows with contexts[b] tokens in the cache after the step, queries[b] of them new; rows of one query come first
+    """Rows with contexts[b] tokens in the cache after the step, queries[b] of them new; rows of one query
+    come first
     and count as decoding."""
     num_decodes = next((b for b, count in enumerate(queries) if count != 1), len(queries))
     columns = max(-(-max(contexts) // block_tokens), 1) + 1
@@ -55,7 +57,9 @@ def make_cache(place: Place, batch: Batch, heads: Heads, block_tokens: int, dtyp
         for column in range(-(-context // block_tokens)):
             held = min(block_tokens, context - column * block_tokens)
             block = int(batch.block_tables[row, column])
-            blocks[block, :, :, :held] = place.normal(2, heads.num_kv_heads, held, heads.head_size, dtype=dtype)
+            blocks[block, :, :, :held] = place.normal(
+                2, heads.num_kv_heads, held, heads.head_size, dtype=dtype
+            )
     return CacheLayer(blocks)
 
 
@@ -63,18 +67,22 @@ def context_of(cache: CacheLayer, batch: Batch, row: int) -> tuple[Tensor, Tenso
     """(K, L, D) float64 keys and values of a row, read token by token."""
     size, length = cache.block_tokens, int(batch.context_lens[row])
     held = [
-        cache.blocks[int(batch.block_tables[row, j // size]), :, :, j % size].double().cpu() for j in range(length)
+        cache.blocks[int(batch.block_tables[row, j // size]), :, :, j % size].double().cpu()
+        for j in range(length)
     ]
     both = torch.stack(held, dim=2)  # (2, K, L, D)
     return both[0], both[1]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
-    """Vaswani et al. 2017 with Press et al. 2022, in float64: q (T, H, D), the last T positions of k, v (K, L, D)."""
+    """Vaswani et al. 2017 with Press et al. 2022, in float64: q (T, H, D), the last T positions of k, v (K,
+    L, D)."""
     group = heads.num_heads // heads.num_kv_heads
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
     scores = torch.einsum("thd,hld->htl", q.double().cpu(), k) * heads.scale
-    distance = torch.arange(k.shape[1])[None, :] - (torch.arange(q.shape[0]) + k.shape[1] - q.shape[0])[:, None]
+    distance = (
+        torch.arange(k.shape[1])[None, :] - (torch.arange(q.shape[0]) + k.shape[1] - q.shape[0])[:, None]
+    )
     if heads.slopes is not None:
         scores = scores + heads.slopes.double().cpu()[:, None, None] * distance
     weights = scores.masked_fill(distance > 0, -torch.inf).softmax(-1)

@@ -24,14 +24,16 @@ class Place:
         return (torch.randn(*shape, generator=self.generator) * scale).to(dtype).to(self.device)
 
     def poison(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """A tensor of NaN: what an operation does not write stays visible, what it should not read spreads."""
+        """A tensor of NaN: what an operation does not write stays visible, what it should not read
+        spreads."""
         return torch.full(shape, float("nan"), dtype=dtype, device=self.device)
 
     def ints(self, values: object) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int32).to(self.device)
 
     def settle(self) -> None:
-        """Kernels read constants ahead of the kernels before them: a test has just written these constants."""
+        """Kernels read constants ahead of the kernels before them: a test has just written these
+        constants."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 

@@ -1,8 +1,10 @@
 """How far an operation may be from float64, in units of the output dtype's epsilon.
 
 A 16-bit result is rounded once (half a unit); products and sums are taken in float32. What else is allowed:
-probabilities are rounded to 16 bits before they weigh the values (attention), a normalised row is rounded to 16 bits
-before its product, and large products round once more before an activation. float32 results differ by the order of
+probabilities are rounded to 16 bits before they weigh the values (attention), a normalised row is rounded to
+16 bits
+before its product, and large products round once more before an activation. float32 results differ by the
+order of
 their sums.
 """
 
@@ -22,14 +24,17 @@ BUDGETS = {
 
 
 def assert_close(operation: str, actual: Tensor, expected: Tensor) -> None:
-    """Every element within the budget: |actual - expected| <= units * epsilon * (|expected| + mean |expected|).
+    """Every element within the budget: |actual - expected| <= units * epsilon * (|expected| + mean
+    |expected|).
 
     actual: any float dtype, whose epsilon counts; expected: float64. A NaN or an infinity fails.
     """
     units = BUDGETS[operation][actual.dtype == torch.float32]
     found, wanted = actual.detach().double().cpu(), expected.double().cpu()
     assert found.shape == wanted.shape, (tuple(found.shape), tuple(wanted.shape))
-    assert torch.isfinite(found).all(), f"{operation}: {int((~torch.isfinite(found)).sum())} elements are not finite"
+    assert torch.isfinite(found).all(), (
+        f"{operation}: {int((~torch.isfinite(found)).sum())} elements are not finite"
+    )
     allowed = torch.finfo(actual.dtype).eps * (wanted.abs() + wanted.abs().mean())
     worst = ((found - wanted).abs() / allowed.clamp_min(1e-30)).max().item() if wanted.numel() else 0.0
     assert worst <= units, f"{operation}: off by {worst:.1f} units of {actual.dtype} epsilon; allowed {units}"

@@ -61,7 +61,9 @@ def test_prompts_see_what_is_before_them(place: Place, fresh: bool, heads, alibi
     starts = [start - decodes for start in batch.query_starts.tolist()]
     width = shape.num_heads * shape.head_size
     for row in range(decodes, len(queries)):  # the new tokens' keys and values are in the cache already
-        mine = qkv[starts[row] : starts[row + 1], width:].unflatten(1, (2, shape.num_kv_heads, shape.head_size))
+        mine = qkv[starts[row] : starts[row + 1], width:].unflatten(
+            1, (2, shape.num_kv_heads, shape.head_size)
+        )
         for i, position in enumerate(range(contexts[row] - queries[row], contexts[row])):
             cache.blocks[int(batch.block_tables[row, position // 16]), :, :, position % 16] = mine[i]
     out = place.poison(qkv.shape[0], width, dtype=dtype)

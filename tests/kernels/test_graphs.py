@@ -1,4 +1,5 @@
-"""Operations captured in a CUDA graph and replayed over changed inputs: nothing of the captured step may stick."""
+"""Operations captured in a CUDA graph and replayed over changed inputs: nothing of the captured step may
+stick."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def test_a_chain_of_products_follows_its_input(cuda_place: Place, tokens: int):
         graph.replay()
         wanted = x.clone()
         for linear in linears:
-            inner = torch.nn.functional.gelu(product64(norm64(wanted, norm), linear), approximate="tanh").to(dtype)
+            inner = torch.nn.functional.gelu(product64(norm64(wanted, norm), linear), approximate="tanh").to(
+                dtype
+            )
             wanted = (product64(inner, linear) + wanted.double()).to(dtype)
         error = (out.double() - wanted.double()).norm() / wanted.double().norm()
         assert error < 2e-3
@@ -98,7 +101,13 @@ def test_sampling_follows_slots_and_state(cuda_place: Place):
         torch.cuda.synchronize()
         graph.replay()
         wanted = [
-            expected_draw(source[row].double().cpu().numpy(), 20 * (slot // 4), float(state.top_p[slot]), slot, before[slot])
+            expected_draw(
+                source[row].double().cpu().numpy(),
+                20 * (slot // 4),
+                float(state.top_p[slot]),
+                slot,
+                before[slot],
+            )
             for row, slot in enumerate(held)
         ]
         assert tokens.tolist() == wanted, step

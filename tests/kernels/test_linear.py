@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Optional
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -57,17 +55,21 @@ def test_residual_and_bias_are_added(place: Place, tokens: int, shape: tuple[int
 @pytest.mark.parametrize("norm_bias", [True, False])
 @pytest.mark.parametrize("tokens", [1, 7, 16, 40, 130])
 def test_norm_and_activation_are_fused(
-    place: Place, tokens: int, norm_bias: bool, activation: Optional[str], dtype: torch.dtype
+    place: Place, tokens: int, norm_bias: bool, activation: str | None, dtype: torch.dtype
 ):
     inputs, outputs = 520, 136
     linear = make_linear(place, inputs, outputs, dtype)
-    norm = Norm(place.normal(inputs, dtype=dtype), place.normal(inputs, dtype=dtype) if norm_bias else None, 1e-5)
+    norm = Norm(
+        place.normal(inputs, dtype=dtype), place.normal(inputs, dtype=dtype) if norm_bias else None, 1e-5
+    )
     x, out = place.normal(tokens, inputs, dtype=dtype), place.poison(tokens, outputs, dtype=dtype)
     place.settle()
     place.ops.linear(x, linear, norm=norm, activation=activation, out=out)
     wanted = product64(norm64(x, norm), linear)
     if activation is not None:
-        wanted = {"gelu": F.gelu, "gelu_tanh": lambda v: F.gelu(v, approximate="tanh"), "relu": F.relu}[activation](wanted)
+        wanted = {"gelu": F.gelu, "gelu_tanh": lambda v: F.gelu(v, approximate="tanh"), "relu": F.relu}[
+            activation
+        ](wanted)
     assert_close("linear", out, wanted)
 
 
@@ -110,7 +112,9 @@ def test_rows_may_lie_apart(place: Place):
 def rotate64(x: Tensor, rope: Rope, positions: Tensor) -> Tensor:
     """Su et al. 2021 by complex multiplication: x (T, heads, D) float64."""
     size, out = rope.size, x.clone()
-    angle = torch.complex(rope.cos.double().cpu(), rope.sin.double().cpu())[positions.long().cpu()][:, None, :]
+    angle = torch.complex(rope.cos.double().cpu(), rope.sin.double().cpu())[positions.long().cpu()][
+        :, None, :
+    ]
     part = x[..., :size]
     pairs = part.unflatten(-1, (-1, 2)) if rope.interleaved else part.unflatten(-1, (2, -1)).transpose(-1, -2)
     turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * angle)
@@ -120,7 +124,16 @@ def rotate64(x: Tensor, rope: Rope, positions: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "heads", [(4, 4, 64, 0, False), (8, 2, 128, 128, False), (4, 2, 80, 32, False), (2, 2, 256, 64, True), (3, 3, 12, 4, True), (2, 1, 96, 24, False), (56, 8, 128, 128, False)]
+    "heads",
+    [
+        (4, 4, 64, 0, False),
+        (8, 2, 128, 128, False),
+        (4, 2, 80, 32, False),
+        (2, 2, 256, 64, True),
+        (3, 3, 12, 4, True),
+        (2, 1, 96, 24, False),
+        (56, 8, 128, 128, False),
+    ],
 )
 @pytest.mark.parametrize("tokens", [1, 5, 16, 40, 90])
 def test_queries_and_keys_are_rotated_and_kept(
@@ -145,7 +158,9 @@ def test_queries_and_keys_are_rotated_and_kept(
     wanted = product64(x, linear).cpu().unflatten(1, (-1, size))
     if rope is not None:
         turned = wanted[:, : num_heads + num_kv_heads]
-        wanted = torch.cat([rotate64(turned, rope, batch.positions), wanted[:, num_heads + num_kv_heads :]], dim=1)
+        wanted = torch.cat(
+            [rotate64(turned, rope, batch.positions), wanted[:, num_heads + num_kv_heads :]], dim=1
+        )
     assert_close("linear", out, wanted.flatten(1))
     written = torch.zeros(cache.blocks.shape[0], 16, dtype=torch.bool)
     for token in range(tokens):
@@ -161,4 +176,6 @@ def test_queries_and_keys_are_rotated_and_kept(
 def test_a_linear_of_another_width_is_refused_by_name(place: Place):
     linear = make_linear(place, 64, 32, torch.float32)
     with pytest.raises((ShapeError, AssertionError)):
-        place.ops.linear(place.normal(2, 64, dtype=torch.float32), linear, out=place.poison(2, 48, dtype=torch.float32))
+        place.ops.linear(
+            place.normal(2, 64, dtype=torch.float32), linear, out=place.poison(2, 48, dtype=torch.float32)
+        )

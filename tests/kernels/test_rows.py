@@ -47,11 +47,15 @@ def test_gather_rows_takes_rows_in_any_order(place: Place, columns: int):
 @pytest.mark.parametrize("tokens", [1, 19, 257])
 def test_norm_matches_float64(place: Place, tokens: int, columns: int, bias: bool, dtype: torch.dtype):
     x = place.normal(tokens, columns, dtype=dtype, scale=3.0) + 2.0
-    norm = Norm(place.normal(columns, dtype=dtype), place.normal(columns, dtype=dtype) if bias else None, 1e-5)
+    norm = Norm(
+        place.normal(columns, dtype=dtype), place.normal(columns, dtype=dtype) if bias else None, 1e-5
+    )
     x64, weight = x.double(), norm.weight.double()
     if norm.bias is not None:
         centred = x64 - x64.mean(-1, keepdim=True)
-        wanted = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight + norm.bias.double()
+        wanted = (
+            centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight + norm.bias.double()
+        )
     else:
         wanted = x64 / (x64.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
     place.settle()

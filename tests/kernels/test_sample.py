@@ -15,11 +15,18 @@ from tridecode.kernels.ops import SamplingState
 from tridecode.kernels.philox import philox, uniforms
 
 COLUMNS = {
-    "top_k": (o.TOP_K, int), "top_p_reset_id": (o.TOP_P_RESET_ID, int), "end_id": (o.END_ID, int),
-    "min_tokens": (o.MIN_TOKENS, int), "seed": (o.SEED_LOW, int), "temperature": (o.TEMPERATURE, float),
-    "top_p_decay": (o.TOP_P_DECAY, float), "top_p_min": (o.TOP_P_MIN, float), "repetition": (o.REPETITION, float),
-    "presence": (o.PRESENCE, float), "frequency": (o.FREQUENCY, float),
-}  # fmt: skip
+    "top_k": (o.TOP_K, int),
+    "top_p_reset_id": (o.TOP_P_RESET_ID, int),
+    "end_id": (o.END_ID, int),
+    "min_tokens": (o.MIN_TOKENS, int),
+    "seed": (o.SEED_LOW, int),
+    "temperature": (o.TEMPERATURE, float),
+    "top_p_decay": (o.TOP_P_DECAY, float),
+    "top_p_min": (o.TOP_P_MIN, float),
+    "repetition": (o.REPETITION, float),
+    "presence": (o.PRESENCE, float),
+    "frequency": (o.FREQUENCY, float),
+}
 
 
 def make_state(place: Place, slots: int, vocab: int, history: int = 32) -> SamplingState:
@@ -27,11 +34,17 @@ def make_state(place: Place, slots: int, vocab: int, history: int = 32) -> Sampl
         return torch.zeros(*shape, dtype=dtype, device=place.device)
 
     state = SamplingState(
-        ints=zeros(slots, o.NUM_INTS), floats=zeros(slots, o.NUM_FLOATS, dtype=torch.float32),
-        top_p=zeros(slots, dtype=torch.float32) + 1, generated=zeros(slots), last_tokens=zeros(slots),
-        history=zeros(slots, history), history_lens=zeros(slots), counts=zeros(slots, vocab, dtype=torch.int16),
-        bad_ids=zeros(slots, 8), bad_ends=zeros(slots, 8),
-    )  # fmt: skip
+        ints=zeros(slots, o.NUM_INTS),
+        floats=zeros(slots, o.NUM_FLOATS, dtype=torch.float32),
+        top_p=zeros(slots, dtype=torch.float32) + 1,
+        generated=zeros(slots),
+        last_tokens=zeros(slots),
+        history=zeros(slots, history),
+        history_lens=zeros(slots),
+        counts=zeros(slots, vocab, dtype=torch.int16),
+        bad_ids=zeros(slots, 8),
+        bad_ends=zeros(slots, 8),
+    )
     state.floats[:, o.TEMPERATURE] = 1
     state.floats[:, o.REPETITION] = 1
     state.ints[:, o.END_ID] = -1
@@ -47,15 +60,19 @@ def configure(state: SamplingState, slot: int, flags: int = 0, top_p: float = 1.
         (state.ints if kind is int else state.floats)[slot, column] = value
 
 
-def run(place: Place, logits: Tensor, slots: list[int], state: SamplingState) -> tuple[list[int], list[float]]:
+def run(
+    place: Place, logits: Tensor, slots: list[int], state: SamplingState
+) -> tuple[list[int], list[float]]:
     tokens, log_probs = place.ints([-7] * len(slots)), torch.full((len(slots),), -7.0, device=place.device)
     place.settle()
-    place.ops.sample(logits.to(place.device).clone(), place.ints(slots), state, tokens=tokens, log_probs=log_probs)
+    place.ops.sample(
+        logits.to(place.device).clone(), place.ints(slots), state, tokens=tokens, log_probs=log_probs
+    )
     return tokens.tolist(), log_probs.tolist()
 
 
 def expected_draw(logits: np.ndarray, top_k: int, top_p: float, seed: int, generated: int) -> int:
-    """The contract's draw: top-k with ties, top-p with ties within it, then the largest logit plus Gumbel noise."""
+    """The contract's draw: top-k and top-p with their ties, then the largest logit plus Gumbel noise."""
     keep = np.isfinite(logits)
     if 0 < top_k < len(logits):
         keep &= logits >= np.sort(logits)[-top_k]
@@ -96,7 +113,18 @@ def test_greedy_takes_the_largest_and_of_equals_the_lowest(place: Place, vocab: 
 @pytest.mark.parametrize("vocab", [7, 1000, 50257, 128256])
 @pytest.mark.parametrize("scale", [1.0, 6.0])
 def test_draws_are_those_of_the_contract(place: Place, vocab: int, scale: float):
-    settings = [(0, 1.0), (1, 1.0), (40, 1.0), (0, 0.9), (50, 0.8), (0, 0.05), (3, 0.5), (vocab, 0.3), (1000, 0.999), (0, 0.0)]
+    settings = [
+        (0, 1.0),
+        (1, 1.0),
+        (40, 1.0),
+        (0, 0.9),
+        (50, 0.8),
+        (0, 0.05),
+        (3, 0.5),
+        (vocab, 0.3),
+        (1000, 0.999),
+        (0, 0.0),
+    ]
     logits = torch.randn(len(settings), vocab, generator=place.generator) * scale
     state = make_state(place, len(settings), vocab)
     for slot, (top_k, top_p) in enumerate(settings):
@@ -117,7 +145,15 @@ def test_a_draw_does_not_depend_on_its_neighbours(place: Place):
     crowd = make_state(place, 40, vocab)
     for state in (alone, crowd):
         for slot in range(40):
-            configure(state, slot, o.LOG_PROBS, 0.7 if slot % 2 else 1.0, top_k=slot % 3 * 20, seed=slot, temperature=0.8)
+            configure(
+                state,
+                slot,
+                o.LOG_PROBS,
+                0.7 if slot % 2 else 1.0,
+                top_k=slot % 3 * 20,
+                seed=slot,
+                temperature=0.8,
+            )
     together = run(place, logits.expand(40, vocab), list(range(40)), crowd)
     for slot in (0, 1, 2, 3, 17):
         assert run(place, logits, [slot], alone) == ([together[0][slot]], [together[1][slot]])
@@ -142,7 +178,13 @@ def test_penalties_follow_temperature_and_count_occurrences(place: Place):
     logits = torch.randn(1, vocab, generator=place.generator)
     state = make_state(place, 2, vocab)
     configure(
-        state, 1, o.GREEDY | o.PENALTIES | o.LOG_PROBS, temperature=0.5, repetition=1.3, presence=0.4, frequency=0.2
+        state,
+        1,
+        o.GREEDY | o.PENALTIES | o.LOG_PROBS,
+        temperature=0.5,
+        repetition=1.3,
+        presence=0.4,
+        frequency=0.2,
     )
     seen = torch.randint(0, vocab, (120,), generator=place.generator)
     seen = torch.cat([seen, logits[0].topk(20).indices])
@@ -210,7 +252,17 @@ def test_log_probs_are_over_the_whole_vocabulary(place: Place):
     logits = torch.randn(4, 30011, generator=place.generator) * 4
     state = make_state(place, 4, 30011)
     for slot, flags in enumerate((o.GREEDY, 0, 0, o.GREEDY)):
-        configure(state, slot, flags | o.LOG_PROBS, 0.9 if slot == 2 else 1.0, top_k=20 * (slot == 1), temperature=0.7, seed=3)
+        configure(
+            state,
+            slot,
+            flags | o.LOG_PROBS,
+            0.9 if slot == 2 else 1.0,
+            top_k=20 * (slot == 1),
+            temperature=0.7,
+            seed=3,
+        )
     tokens, log_probs = run(place, logits, [0, 1, 2, 3], state)
     wanted = (logits.double() / 0.7).log_softmax(-1)
-    assert log_probs == pytest.approx([float(wanted[row, token]) for row, token in enumerate(tokens)], abs=1e-4)
+    assert log_probs == pytest.approx(
+        [float(wanted[row, token]) for row, token in enumerate(tokens)], abs=1e-4
+    )

@@ -1,8 +1,8 @@
-"""Everything that needs a GPU, in one run: the tests marked gpu, then the kernels' benchmarks, written as one JSON file.
+"""Everything that needs a GPU, in one run: the tests marked gpu, then the benchmarks, as one JSON file.
 
     python tools/bench/gpu_report.py --name h200 [--out DIR] [operation ...]
 
-CI has no GPU: the file it writes under tools/bench/results is the evidence, committed with the change it speaks for.
+CI has no GPU: the file under tools/bench/results is the evidence, committed with the change it speaks for.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ def run_tests() -> dict[str, object]:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     lines = done.stdout.strip().splitlines()
     print("\n".join(lines[-12:]), flush=True)
-    return {"command": " ".join(command[1:]), "status": done.returncode, "summary": lines[-1] if lines else done.stderr[-500:]}
+    return {
+        "command": " ".join(command[1:]),
+        "status": done.returncode,
+        "summary": lines[-1] if lines else done.stderr[-500:],
+    }
 
 
 def run_benchmarks(operations: list[str]) -> list[dict[str, object]]:
@@ -60,12 +64,17 @@ def describe() -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--name", default="gpu", help="of the result file, after the date")
     parser.add_argument("--out", type=Path, default=ROOT / "tools" / "bench" / "results")
     parser.add_argument("operations", nargs="*", default=list(OPERATIONS), help=f"of {', '.join(OPERATIONS)}")
     arguments = parser.parse_args()
-    report: dict[str, object] = {"command": "python tools/bench/gpu_report.py " + " ".join(sys.argv[1:]), **describe()}
+    report: dict[str, object] = {
+        "command": "python tools/bench/gpu_report.py " + " ".join(sys.argv[1:]),
+        **describe(),
+    }
     report["tests"] = run_tests()
     report["benchmarks"] = run_benchmarks(arguments.operations)
     path = arguments.out / f"{datetime.date.today().isoformat()}-{arguments.name}.json"

@@ -1,0 +1,74 @@
+"""The binding: what is read from api.h, and what the build says of itself. No GPU needed."""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import re
+
+import pytest
+
+from tridecode.kernels.build import SOURCES, BuildError, _check_spills, targets
+from tridecode.kernels.library import prototypes
+from tridecode.kernels.ops import Ops
+from tridecode.kernels.reference import Reference
+
+
+def test_every_function_of_the_header_is_read():
+    header = (SOURCES / "api.h").read_text()
+    code = re.sub(r"//[^\n]*", "", header)
+    found = prototypes(header)
+    assert len(found) == len(re.findall(r"\btridecode_\w+\(", code))
+    kinds = {name: types for _, name, types in found}
+    assert kinds["tridecode_norm"] == [
+        *[ctypes.c_void_p] * 4,
+        ctypes.c_float,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int64,
+        ctypes.c_int64,
+        ctypes.c_int,
+        ctypes.c_void_p,
+    ]
+
+
+def test_every_function_of_the_header_is_defined_once():
+    declared = {name for _, name, _ in prototypes((SOURCES / "api.h").read_text())}
+    defined: list[str] = []
+    for path in SOURCES.glob("*.cu"):
+        defined += re.findall(r"^[\w ]+\*?\s*(tridecode_\w+)\(", path.read_text(), re.MULTILINE)
+    assert sorted(defined) == sorted(declared)
+
+
+def test_every_kernel_file_waits_for_the_kernel_before_it():
+    """A kernel without the wait would let the one after it read before the one before it has written."""
+    for path in SOURCES.glob("*.cu"):
+        text = path.read_text()
+        waits = len(re.findall(r"wait_for_predecessor\(\);|wait_alone\(\);", text))
+        assert waits >= text.count("__global__"), path.name
+
+
+def test_cuda_has_the_signatures_of_the_contract():
+    from tridecode.kernels.cuda import Cuda
+
+    for name, method in inspect.getmembers(Ops, inspect.isfunction):
+        if name.startswith("_"):
+            continue
+        wanted = list(inspect.signature(method).parameters)
+        assert list(inspect.signature(getattr(Cuda, name)).parameters) == wanted
+        assert list(inspect.signature(getattr(Reference, name)).parameters) == wanted
+
+
+def test_a_kernel_that_spills_fails_the_build():
+    report = "ptxas info : Compiling entry function '_Z5otherv' for 'sm_90'\n"
+    report += " 8 bytes stack frame, 12 bytes spill stores, 4 bytes spill loads"
+    with pytest.raises(BuildError, match="norm.cu: _Z5otherv spills 12 bytes"):
+        _check_spills("norm.cu", report)
+    _check_spills("norm.cu", report.replace("12 bytes", "0 bytes"))
+
+
+def test_all_means_every_chip_and_ptx_for_those_to_come():
+    codes = targets("all")
+    assert codes[0] == "-gencode=arch=compute_75,code=sm_75"
+    assert codes[-1] == "-gencode=arch=compute_120,code=compute_120"
+    assert targets("90") == ["-gencode=arch=compute_90,code=sm_90"]
