@@ -339,7 +339,7 @@ int tridecode_linear(void* out, const void* x, const void* weight, const void* b
     // what measured fastest on an H200, by shape; bench: python -m tridecode.kernels.bench linear
     const bool wide = outputs > 20480;
     if ((num_tokens > 2 || wide) && hopper_linear_takes(task, mode)) return hopper_linear(task, mode, dtype, stream);
-    if (outputs > 8192 && few_linear_takes(task)) return few_linear(task, mode, dtype, stream);
+    if (outputs > 5120 && few_linear_takes(task)) return few_linear(task, mode, dtype, stream);
     if (num_tokens <= 8) return run<X, 1, 8, 1, 1, 8, 2>(task, mode, scratch_bytes, num_counters, stream);
     if (num_tokens <= 16) return run<X, 2, 8, 1, 1, 8, 2>(task, mode, scratch_bytes, num_counters, stream);
     return fail("linear: %d tokens; this kernel takes 1 to 16", num_tokens);

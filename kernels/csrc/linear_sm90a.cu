@@ -37,10 +37,6 @@ struct Division {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Without leave for the next kernel to start: its blocks would find no room beside this one's, and those that took the few
-// free multiprocessors would make the others late.
-__device__ __forceinline__ void wait_alone() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
@@ -224,7 +220,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (warp == kConsumers / 32) {
     // ---- the warp that copies
     if (lane != 0) {
-      wait_alone();
+      wait_for_predecessor();
       return;
     }
     const uint64_t once = evict_first(), often = evict_last();
@@ -252,7 +248,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(&x_map)) : "memory");
     const int ahead = min(stages, division.steps);  // of the first tile
     for (int step = 0; step < ahead; ++step) copy_weights(blockIdx.x, step, step);
-    wait_alone();
+    wait_for_predecessor();
     for (int step = 0; step < ahead; ++step) copy_x(step, step);
     int tile = blockIdx.x, step = ahead;
     for (int index = ahead;; ++index, ++step) {
@@ -274,7 +270,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (task.norm_bias) prefetch_l2(static_cast<const X*>(task.norm_bias) + k);
     }
   }
-  wait_alone();
+  wait_for_predecessor();
   if (division.resident) normalize<X>(task, xs, division.x_rows, partial, totals);
 
   // an item: two rows and two tokens
