@@ -14,7 +14,7 @@ from typing import Any, Callable
 
 import torch
 
-from tridecode.kernels.build import LIBRARY, SOURCES
+from tridecode.kernels.build import LIBRARY, SOURCES, source_hash
 
 _TYPES = {
     "int": ctypes.c_int,
@@ -47,6 +47,8 @@ class Library:
         found = self.abi_version()
         if found != wanted:
             raise KernelError(f"{path} has binary interface {found}; api.h wants {wanted}; {rebuild}")
+        if source_hash() not in self.info:
+            raise KernelError(f"{path} was built from other sources ({self.info}); {rebuild}")
 
     def __getattr__(self, name: str) -> Any:  # what setattr above has added; for type checkers
         raise AttributeError(name)
