@@ -177,7 +177,7 @@ class Engine:
             start_slots(self.state, plan.starts)
         embeddings: list[Tensor] = []
         count = int(np.count_nonzero(plan.samples))
-        if self.graphs is None or self.graphs.replay(plan) is None:
+        if self.graphs is None or self.on_logits is not None or self.graphs.replay(plan) is None:
             embeddings = self._run(self.buffers.load(plan), plan)
         if not self.is_asynchronous:
             return Pending(self._tokens[:count], self._log_probs[:count], embeddings)

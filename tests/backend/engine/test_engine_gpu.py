@@ -1,0 +1,85 @@
+"""The engine on a GPU against transformers in fp32: tokens, logits, graphs, company. Run by
+tools/bench/gpu_report.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.backend.engine.offline_models import hf_greedy, offline_engine, prompts_of
+from tests.backend.hf_models import bloom, gpt2, llama
+from tridecode.backend.messages import SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+MODELS = {
+    "gpt2": lambda: gpt2(head_size=64, heads=3, vocab=331),
+    "bloom": lambda: bloom(head_size=64, heads=6, vocab=500),
+    "llama": lambda: llama(head_size=64, heads=8, kv_heads=2, inner=344, vocab=512),
+    "llama, head 128": lambda: llama(
+        seed=3, head_size=128, heads=4, kv_heads=1, inner=520, vocab=640, hidden=512
+    ),
+}
+LENGTHS = [1, 2, 7, 30, 33, 9, 40, 5, 17, 12, 3, 21]
+NEW = 16
+#: of the standard deviation of the logits: rounding of activations over two layers
+BOUNDS = {"fp32": 2e-3, "fp16": 0.03, "bf16": 0.25}
+
+
+def gpu_engine(model, **settings):
+    defaults = dict(max_sequences=8, block_tokens=16, max_step_tokens=64, cache_bytes=64 << 20)
+    return offline_engine(model, device="cuda", **{**defaults, **settings})
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_first_logits_of_every_prompt_are_those_of_transformers(make, dtype: str) -> None:
+    model = make()
+    prompts = prompts_of(LENGTHS, model.config.vocab_size)
+    done = gpu_engine(model, data_type=dtype).generate(prompts, SamplingParams(max_tokens=2))
+    for prompt, generation in zip(prompts, done):
+        _, wanted = hf_greedy(model, prompt, 1)
+        assert np.abs(generation.logits[0] - wanted[0]).max() < BOUNDS[dtype] * wanted[0].std()
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+def test_fp32_greedy_tokens_equal_transformers_in_any_company(make) -> None:
+    model = make()
+    prompts = prompts_of(LENGTHS, model.config.vocab_size)
+    offline = gpu_engine(model, keep_logits=False)
+    together = [generation.tokens for generation in offline.generate(prompts, SamplingParams(max_tokens=NEW))]
+    wanted = [hf_greedy(model, prompt, NEW)[0] for prompt in prompts]
+    assert together == wanted
+    assert offline.generate(prompts[3:4], SamplingParams(max_tokens=NEW))[0].tokens == wanted[3]
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_the_same_request_gives_the_same_tokens_alone_and_in_a_full_batch(dtype: str) -> None:
+    """Products of other batch sizes round otherwise; a token may differ only where the two best are within
+    rounding."""
+    model = llama(head_size=64, heads=8, kv_heads=2, inner=344, vocab=512)
+    prompts = prompts_of([9, 30, 5, 17, 12, 3, 21, 8], model.config.vocab_size)
+    full = gpu_engine(model, data_type=dtype).generate(prompts, SamplingParams(max_tokens=NEW))
+    for prompt, generation in zip(prompts, full):
+        alone = gpu_engine(model, data_type=dtype).generate([prompt], SamplingParams(max_tokens=NEW))[0]
+        for step, (one, other) in enumerate(zip(alone.tokens, generation.tokens)):
+            if one != other:
+                best = np.sort(alone.logits[step])[-2:]
+                assert best[1] - best[0] < BOUNDS[dtype] * alone.logits[step].std()
+                break
+
+
+def test_sampling_is_the_same_alone_and_in_company() -> None:
+    model = gpt2(head_size=64, heads=3, vocab=331)
+    prompts = prompts_of([9, 12, 7, 10], model.config.vocab_size)
+    params = [
+        SamplingParams(max_tokens=NEW, top_k=0, top_p=0.9, temperature=1.5, seed=seed, repetition_penalty=1.1)
+        for seed in range(4)
+    ]
+    alone = [gpu_engine(model).generate([prompt], p)[0].tokens for prompt, p in zip(prompts, params)]
+    offline = gpu_engine(model, cache_bytes=64 << 20)
+    numbers = [offline.submit(prompt, p) for prompt, p in zip(prompts, params)]
+    offline.run()
+    assert [offline.generations[number].tokens for number in numbers] == alone
+    again = gpu_engine(model).generate(prompts[:1], params[1])[0].tokens
+    assert again != alone[0]
