@@ -1,26 +1,31 @@
-// One query token a row over its paged cache: multi-head, grouped and multi-query, with or without ALiBi.
+// One query token a row over its paged cache: multi-head, grouped and multi-query, with or without
+// ALiBi.
 //
-// The cache is cut into tiles of 16 tokens of one kv head. All tiles of the batch, ordered by row and head, are dealt out
-// to teams in contiguous runs of equal length, from context_lens, on the device: every team streams the same number of
-// bytes whatever the lengths are, and the grid does not depend on them. A team is a warp or, where rows are few, a block. Where a row and head is cut, each part leaves its
-// running maximum, sum and output in scratch memory, and the team that arrives last adds them up.
+// The cache is cut into tiles of 16 tokens of one kv head. All tiles of the batch, ordered by row
+// and head, are dealt out to teams in contiguous runs of equal length, from context_lens, on the
+// device: every team streams the same number of bytes whatever the lengths are, and the grid does
+// not depend on them. A team is a warp or, where rows are few, a block. Where a row and head is
+// cut, each part leaves its running maximum, sum and output in scratch memory, and the team that
+// arrives last adds them up.
 //
-// A tile goes from memory straight to the registers of the matrix instruction: keys (16 tokens x dims) times queries
-// (dims x 8 heads), then values (dims x 16 tokens) times probabilities (16 tokens x 8 heads). The next tile's keys are in
-// flight during the softmax, the next values during the next scores. Queries beyond the group's size are zeros: the time
-// goes to memory. Softmax in base 2 and float32.
+// A tile goes from memory straight to the registers of the matrix instruction: keys (16 tokens x
+// dims) times queries (dims x 8 heads), then values (dims x 16 tokens) times probabilities (16
+// tokens x 8 heads). The next tile's keys are in flight during the softmax, the next values during
+// the next scores. Queries beyond the group's size are zeros: the time goes to memory. Softmax in
+// base 2 and float32.
 //
-// Bytes moved: 2 * tokens * kv_heads * head_size * sizeof(X).   Bench: python -m tridecode.kernels.bench decode_attention
+// Bytes moved: 2 * tokens * kv_heads * head_size * sizeof(X).
+// Bench: python -m tridecode.kernels.bench decode_attention
 #include "common.cuh"
 
 namespace tridecode {
 namespace {
 
-constexpr int kTile = 16;        // tokens
-constexpr int kGroup = 8;        // query heads that share a warp's pass over the keys and values
-constexpr int kWarps = 4;        // of a block
-constexpr int kMaxBlocks = 1024; // of the grid
-constexpr int kLeastTiles = 2;   // of a warp, where there are few
+constexpr int kTile = 16;         // tokens
+constexpr int kGroup = 8;         // query heads that share a warp's pass over the keys and values
+constexpr int kWarps = 4;         // of a block
+constexpr int kMaxBlocks = 1024;  // of the grid
+constexpr int kLeastTiles = 2;    // of a warp, where there are few
 constexpr float kLog2e = 1.4426950408889634f;
 
 struct Task {
@@ -40,8 +45,10 @@ struct Task {
 
 __host__ __device__ constexpr int slot_floats(int head_size) { return kGroup * (head_size + 2); }
 
-// Tiles of all rows before each row, those of a row rounded up to a multiple of `unit`; prefix[num_rows]: their total.
-__device__ __forceinline__ void scan_rows(const Task& task, int unit, int* prefix, int* warp_totals) {
+// Tiles of all rows before each row, those of a row rounded up to a multiple of `unit`;
+// prefix[num_rows]: their total.
+__device__ __forceinline__ void scan_rows(const Task& task, int unit, int* prefix,
+                                          int* warp_totals) {
   __syncthreads();
   const int threads = blockDim.x, each = (task.num_rows + threads - 1) / threads;
   const int first = threadIdx.x * each, last = min(first + each, task.num_rows);
@@ -66,7 +73,8 @@ __device__ __forceinline__ void scan_rows(const Task& task, int unit, int* prefi
 }
 
 template <typename X, int D, int TEAM>
-__global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2) decode_attention(const __grid_constant__ Task task) {
+__global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
+    decode_attention(const __grid_constant__ Task task) {
   constexpr int KC = (D + 31) / 32;  // chunks of 32 dims of a key
   constexpr int VC = (D + 63) / 64;  // chunks of 64 dims of a value
   extern __shared__ int prefix[];
@@ -77,8 +85,8 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2) decode_attentio
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int per_row = task.kv_heads * task.groups;  // passes of a row
   const int available = gridDim.x * (kWarps / TEAM);
-  // Where tiles are few, every team takes kLeast tiles of one row and head: what it waits for is latency, and each part
-  // more, or a second row in the same run, is latency more.
+  // Where tiles are few, every team takes kLeast tiles of one row and head: what it waits for is
+  // latency, and each part more, or a second row in the same run, is latency more.
   constexpr int kLeast = kLeastTiles * TEAM;
   int unit = TEAM == 1 ? 1 : kLeast;
   scan_rows(task, unit, prefix, warp_totals);
@@ -94,14 +102,16 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2) decode_attentio
   const int quota = total / teams, extra = total % teams;
   auto start_of = [&](int w) { return w * quota + min(w, extra); };
   auto owner_of = [&](int tile) {
-    return tile < extra * (quota + 1) ? tile / (quota + 1) : extra + (tile - extra * (quota + 1)) / quota;
+    return tile < extra * (quota + 1) ? tile / (quota + 1)
+                                      : extra + (tile - extra * (quota + 1)) / quota;
   };
   const int begin = team < teams ? start_of(team) : 0, end = team < teams ? start_of(team + 1) : 0;
 
   uint4 keys[KC][2], values[VC][4];
-  int row = 0, pass = 0, tiles = 0, rounded = 0, first_tile = 0, last_tile = 0;  // the part in hand: tiles first_tile .. last_tile
-  int item_begin = 0;                                                // of (row, pass), in the order of all tiles
-  int ids = 0, ids_base = 0;                                         // 32 entries of the block table, one a lane
+  // the part in hand: tiles first_tile .. last_tile
+  int row = 0, pass = 0, tiles = 0, rounded = 0, first_tile = 0, last_tile = 0;
+  int item_begin = 0;         // of (row, pass), in the order of all tiles
+  int ids = 0, ids_base = 0;  // 32 entries of the block table, one a lane
   const X* const cache = static_cast<const X*>(task.cache);
   const int64_t head_stride = int64_t(task.block_tokens) * D;
 
@@ -110,7 +120,10 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2) decode_attentio
     int low = 0, high = task.num_rows;  // prefix[low] <= target < prefix[high]
     while (high - low > 1) {
       const int middle = (low + high) / 2;
-      if (prefix[middle] <= target) low = middle; else high = middle;
+      if (prefix[middle] <= target)
+        low = middle;
+      else
+        high = middle;
     }
     row = low;
     tiles = (task.context_lens[row] + kTile - 1) / kTile;
@@ -131,7 +144,8 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2) decode_attentio
     const int token = tile * kTile, entry = token / task.block_tokens;
     if (entry - ids_base >= 32) load_ids(tile);
     const int64_t id = __shfl_sync(kAll, ids, entry - ids_base);
-    return cache + (id * 2 * task.kv_heads + pass / task.groups) * head_stride + token % task.block_tokens * D;
+    return cache + (id * 2 * task.kv_heads + pass / task.groups) * head_stride +
+           token % task.block_tokens * D;
   };
   auto load_keys = [&](const X* from) {
 #pragma unroll
@@ -139,11 +153,13 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2) decode_attentio
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int d = c * 32 + t * 8;
-        keys[c][i] = D % 32 == 0 || d < D ? load_stream(from + (g + 8 * i) * D + d) : make_uint4(0, 0, 0, 0);
+        keys[c][i] =
+            D % 32 == 0 || d < D ? load_stream(from + (g + 8 * i) * D + d) : make_uint4(0, 0, 0, 0);
       }
     }
   };
-  // tokens 2t, 2t + 1, 2t + 8, 2t + 9; those beyond the context are zeros, for they may hold anything
+  // tokens 2t, 2t + 1, 2t + 8, 2t + 9; those beyond the context are zeros, for they may hold
+  // anything
   auto load_values = [&](const X* from, int valid) {
 #pragma unroll
     for (int c = 0; c < VC; ++c) {
@@ -165,7 +181,8 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2) decode_attentio
     const int context = task.context_lens[row];
     const X* address = tile_address(min(my_tile, tiles - 1));
     const int64_t to_values = task.kv_heads * head_stride;
-    // The newest token is written by the kernel before this one; all others may be read ahead of it.
+    // The newest token is written by the kernel before this one; all others may be read ahead of
+    // it.
     if (!waited && my_tile >= tiles - 1) {
       wait_for_predecessor();
       waited = true;
@@ -187,7 +204,8 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2) decode_attentio
     for (int c = 0; c < KC; ++c) {
       const int d = c * 32 + t * 8;
       const X* from = static_cast<const X*>(task.qkv) + row * task.qkv_stride + (head + g) * D + d;
-      q[c] = g < heads && (D % 32 == 0 || d < D) ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
+      q[c] = g < heads && (D % 32 == 0 || d < D) ? *reinterpret_cast<const uint4*>(from)
+                                                 : make_uint4(0, 0, 0, 0);
     }
     float slope[2] = {};
 #pragma unroll
@@ -201,8 +219,10 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2) decode_attentio
       float scores[2][4] = {};
 #pragma unroll
       for (int c = 0; c < KC; ++c) {
-        multiply_add<X>(scores[0], keys[c][0].x, keys[c][1].x, keys[c][0].y, keys[c][1].y, q[c].x, q[c].y);
-        multiply_add<X>(scores[1], keys[c][0].z, keys[c][1].z, keys[c][0].w, keys[c][1].w, q[c].z, q[c].w);
+        multiply_add<X>(scores[0], keys[c][0].x, keys[c][1].x, keys[c][0].y, keys[c][1].y, q[c].x,
+                        q[c].y);
+        multiply_add<X>(scores[1], keys[c][0].z, keys[c][1].z, keys[c][0].w, keys[c][1].w, q[c].z,
+                        q[c].w);
       }
       const bool more = tile + TEAM < last_tile;
       if (more) {
@@ -213,7 +233,8 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2) decode_attentio
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int token = tile * kTile + g + i / 2 * 8;
-        const float score = (scores[0][i] + scores[1][i]) * scale + slope[i % 2] * float(token - (context - 1));
+        const float score =
+            (scores[0][i] + scores[1][i]) * scale + slope[i % 2] * float(token - (context - 1));
         p[i] = token < context ? score : -CUDART_INF_F;
       }
       float high[2] = {fmaxf(p[0], p[2]), fmaxf(p[1], p[3])};
@@ -255,7 +276,8 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2) decode_attentio
 #pragma unroll
           for (int i = 0; i < 4; ++i) words[i] = get(values[c][i], j);
           multiply_add<X>(output[c][j], __byte_perm(words[0], words[1], 0x5410),
-                          __byte_perm(words[0], words[1], 0x7632), __byte_perm(words[2], words[3], 0x5410),
+                          __byte_perm(words[0], words[1], 0x7632),
+                          __byte_perm(words[2], words[3], 0x5410),
                           __byte_perm(words[2], words[3], 0x7632), p0, p1);
         }
       }
@@ -270,7 +292,8 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2) decode_attentio
 
     X* const out = static_cast<X*>(task.out) + row * task.out_stride + head * D;
     const bool whole = first_tile == 0 && last_tile == tiles;
-    // a team leaves at most two parts: of the row and head it began with, and of the one it ended with
+    // a team leaves at most two parts: of the row and head it began with, and of the one it ended
+    // with
     auto slot_of = [&](int w) {
       return task.scratch + int64_t(2 * w + (start_of(w) >= item_begin ? 0 : 1)) * slot_floats(D);
     };
@@ -302,7 +325,8 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2) decode_attentio
           if (D % 64 != 0 && d >= D) continue;
 #pragma unroll
           for (int j = 0; j < 4; ++j)
-            *reinterpret_cast<float2*>(mine + d + 2 * j) = make_float2(output[c][j][i], output[c][j][2 + i]);
+            *reinterpret_cast<float2*>(mine + d + 2 * j) =
+                make_float2(output[c][j][i], output[c][j][2 + i]);
         }
       }
       if (TEAM > 1) {  // the warps' parts become the team's
@@ -312,7 +336,8 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2) decode_attentio
           const int h = i / D, d = i % D;
           float peak = -CUDART_INF_F, all = 0.0f, together = 0.0f;
 #pragma unroll
-          for (int w = 0; w < TEAM; ++w) peak = fmaxf(peak, sums[w * slot_floats(D) + h * (D + 2) + D]);
+          for (int w = 0; w < TEAM; ++w)
+            peak = fmaxf(peak, sums[w * slot_floats(D) + h * (D + 2) + D]);
 #pragma unroll
           for (int w = 0; w < TEAM; ++w) {
             const float* const theirs = sums + w * slot_floats(D) + h * (D + 2);
@@ -323,7 +348,8 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2) decode_attentio
             out[i] = from_float<X>(together / all);
           } else {
             __stcg(part + h * (D + 2) + d, together);
-            if (d == 0) __stcg(reinterpret_cast<float2*>(part + h * (D + 2) + D), make_float2(peak, all));
+            if (d == 0)
+              __stcg(reinterpret_cast<float2*>(part + h * (D + 2) + D), make_float2(peak, all));
           }
         }
         __syncthreads();
@@ -331,15 +357,23 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2) decode_attentio
     }
     if (!whole) {
       __threadfence();
-      if (TEAM == 1) __syncwarp(); else __syncthreads();
+      if (TEAM == 1)
+        __syncwarp();
+      else
+        __syncthreads();
       const int item = row * per_row + pass;
       if (TEAM == 1 ? lane == 0 : threadIdx.x == 0)
         arrivals[TEAM == 1 ? threadIdx.x / 32 : 0] =
-            atomicAdd(task.counters + item, unsigned(last_tile - first_tile)) + (last_tile - first_tile);
-      if (TEAM == 1) __syncwarp(); else __syncthreads();
+            atomicAdd(task.counters + item, unsigned(last_tile - first_tile)) +
+            (last_tile - first_tile);
+      if (TEAM == 1)
+        __syncwarp();
+      else
+        __syncthreads();
       const unsigned arrived = arrivals[TEAM == 1 ? threadIdx.x / 32 : 0];
       if (arrived == unsigned(tiles)) {
-        if (TEAM == 1 ? lane == 0 : threadIdx.x == 0) task.counters[item] = 0;  // for the next launch
+        if (TEAM == 1 ? lane == 0 : threadIdx.x == 0)
+          task.counters[item] = 0;  // for the next launch
         __threadfence();
         const int from = owner_of(item_begin), to = owner_of(item_begin + tiles - 1);
         for (int h = member; h < heads; h += TEAM) {
@@ -354,7 +388,8 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2) decode_attentio
             const int count = min(32, to - first + 1);
             float weight = 0.0f;
             if (lane < count) {
-              const float2 part = __ldcg(reinterpret_cast<const float2*>(slot_of(first + lane) + h * (D + 2) + D));
+              const float2 part =
+                  __ldcg(reinterpret_cast<const float2*>(slot_of(first + lane) + h * (D + 2) + D));
               weight = exp2f(part.x - peak);
               all += weight * part.y;
             }
@@ -394,7 +429,8 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2) decode_attentio
   }
 }
 
-// Any head size and dtype, no tuning: a warp takes one row and head and goes through its context token by token.
+// Any head size and dtype, no tuning: a warp takes one row and head and goes through its context
+// token by token.
 template <typename X, int DIMS>  // dims a lane
 __global__ void decode_attention_any(const __grid_constant__ Task task, int head_size) {
   wait_for_predecessor();
@@ -413,7 +449,8 @@ __global__ void decode_attention_any(const __grid_constant__ Task task, int head
     if (lane + 32 * i < head_size) query[i] = to_float(q[lane + 32 * i]);
   for (int token = 0; token < context; ++token) {
     const int64_t id = task.block_tables[row * task.table_stride + token / task.block_tokens];
-    const X* const key = static_cast<const X*>(task.cache) + (id * 2 * task.kv_heads + kv_head) * head_stride +
+    const X* const key = static_cast<const X*>(task.cache) +
+                         (id * 2 * task.kv_heads + kv_head) * head_stride +
                          int64_t(token % task.block_tokens) * head_size;
     const X* const value = key + task.kv_heads * head_stride;
     float score = 0.0f;
@@ -426,31 +463,36 @@ __global__ void decode_attention_any(const __grid_constant__ Task task, int head
     sum = sum * shrink + p;
 #pragma unroll
     for (int i = 0; i < DIMS; ++i)
-      if (lane + 32 * i < head_size) output[i] = output[i] * shrink + p * to_float(value[lane + 32 * i]);
+      if (lane + 32 * i < head_size)
+        output[i] = output[i] * shrink + p * to_float(value[lane + 32 * i]);
   }
 #pragma unroll
   for (int i = 0; i < DIMS; ++i)
-    if (lane + 32 * i < head_size) out[lane + 32 * i] = from_float<X>(context ? output[i] / sum : 0.0f);
+    if (lane + 32 * i < head_size)
+      out[lane + 32 * i] = from_float<X>(context ? output[i] / sum : 0.0f);
 }
 
 template <typename X, int D>
 int run(const Task& task, int num_counters, void* stream) {
   const int blocks = device().multiprocessors * (D <= 128 ? 3 : 2);
   if (task.num_rows * task.kv_heads * task.groups > num_counters)
-    return fail("decode_attention: %d rows of %d kv heads need more than %d counters", task.num_rows, task.kv_heads,
-                num_counters);
+    return fail("decode_attention: %d rows of %d kv heads need more than %d counters",
+                task.num_rows, task.kv_heads, num_counters);
   // few rows and heads: a block's warps work on one together, and leave one part
   const bool few = task.num_rows * task.kv_heads * task.groups < 8 * blocks;
-  return launch("decode_attention", few ? decode_attention<X, D, kWarps> : decode_attention<X, D, 1>, blocks < kMaxBlocks ? blocks : kMaxBlocks, 32 * kWarps,
+  return launch("decode_attention",
+                few ? decode_attention<X, D, kWarps> : decode_attention<X, D, 1>,
+                blocks < kMaxBlocks ? blocks : kMaxBlocks, 32 * kWarps,
                 (task.num_rows + 1) * sizeof(int), stream, task);
 }
 
 template <typename X>
 int run_any(const Task& task, int head_size, void* stream) {
-  const auto kernel = head_size <= 64 ? decode_attention_any<X, 2> : head_size <= 128 ? decode_attention_any<X, 4>
-                                                                                      : decode_attention_any<X, 8>;
-  return launch("decode_attention", kernel, ceil_div(int64_t(task.num_rows) * task.heads, kWarps), 32 * kWarps, 0,
-                stream, task, head_size);
+  const auto kernel = head_size <= 64    ? decode_attention_any<X, 2>
+                      : head_size <= 128 ? decode_attention_any<X, 4>
+                                         : decode_attention_any<X, 8>;
+  return launch("decode_attention", kernel, ceil_div(int64_t(task.num_rows) * task.heads, kWarps),
+                32 * kWarps, 0, stream, task, head_size);
 }
 
 }  // namespace
@@ -462,22 +504,36 @@ int64_t tridecode_decode_attention_scratch(int head_size) {
   return int64_t(kMaxBlocks) * kWarps * 2 * slot_floats(head_size) * sizeof(float);
 }
 
-int tridecode_decode_attention(void* out, const void* qkv, const void* cache, const int* block_tables,
-                               const int* context_lens, const float* slopes, float scale, int num_rows, int heads,
-                               int kv_heads, int head_size, int block_tokens, int64_t qkv_stride, int64_t out_stride,
-                               int64_t table_stride, void* scratch, unsigned int* counters, int num_counters, int dtype,
-                               void* stream) {
-  Task task = {out,        qkv,        cache,        block_tables,
-               context_lens, slopes,   scale,        num_rows,
-               heads,      kv_heads,   block_tokens, qkv_stride,
-               out_stride, table_stride, static_cast<float*>(scratch), counters,
-               heads / kv_heads, ceil_div(heads / kv_heads, kGroup)};
+int tridecode_decode_attention(void* out, const void* qkv, const void* cache,
+                               const int* block_tables, const int* context_lens,
+                               const float* slopes, float scale, int num_rows, int heads,
+                               int kv_heads, int head_size, int block_tokens, int64_t qkv_stride,
+                               int64_t out_stride, int64_t table_stride, void* scratch,
+                               unsigned int* counters, int num_counters, int dtype, void* stream) {
+  Task task = {out,
+               qkv,
+               cache,
+               block_tables,
+               context_lens,
+               slopes,
+               scale,
+               num_rows,
+               heads,
+               kv_heads,
+               block_tokens,
+               qkv_stride,
+               out_stride,
+               table_stride,
+               static_cast<float*>(scratch),
+               counters,
+               heads / kv_heads,
+               ceil_div(heads / kv_heads, kGroup)};
   return for_dtype(dtype, "decode_attention", [&](auto zero) {
     using X = decltype(zero);
     if (head_size > 256) return fail("decode_attention: head size %d; at most 256", head_size);
     if constexpr (sizeof(X) == 2) {
-      const bool aligned = aligned16(out) && aligned16(qkv) && aligned16(cache) && qkv_stride % 8 == 0 &&
-                           out_stride % 8 == 0 && block_tokens % kTile == 0;
+      const bool aligned = aligned16(out) && aligned16(qkv) && aligned16(cache) &&
+                           qkv_stride % 8 == 0 && out_stride % 8 == 0 && block_tokens % kTile == 0;
       if (aligned && scratch) {
         if (head_size == 64) return run<X, 64>(task, num_counters, stream);
         if (head_size == 80) return run<X, 80>(task, num_counters, stream);

@@ -1,16 +1,19 @@
 // out = activation(norm(x) @ weight.T + bias) + residual for 1 to 16 tokens, each weight read once.
 //
-// The weights are the 16-row operand of the matrix instruction and go straight from memory to its registers: the order
-// of the inner axis is free as long as both operands agree, so a lane takes 8 consecutive weights of a row with one
-// 16-byte load, and x lies in shared memory in the matching order. A warp always has RING loads of every row in flight,
-// also across tiles, and fills that ring before it waits for the kernel that computes x.
+// The weights are the 16-row operand of the matrix instruction and go straight from memory to its
+// registers: the order of the inner axis is free as long as both operands agree, so a lane takes 8
+// consecutive weights of a row with one 16-byte load, and x lies in shared memory in the matching
+// order. A warp always has RING loads of every row in flight, also across tiles, and fills that
+// ring before it waits for the kernel that computes x.
 //
-// One block a multiprocessor. A unit of work is a tile of 16 * MT * WM rows times one slice of the inputs: the part of
-// x that fits in shared memory. WK warps share the inputs of a slice, WM * MT tiles of 16 rows stand side by side. The
-// units, ordered by slice, are dealt out in contiguous runs, so that a block loads x once or twice. Sums of the WK warps
-// meet in shared memory; those of several slices in scratch memory, where the last block to arrive adds them up in order.
+// One block a multiprocessor. A unit of work is a tile of 16 * MT * WM rows times one slice of the
+// inputs: the part of x that fits in shared memory. WK warps share the inputs of a slice, WM * MT
+// tiles of 16 rows stand side by side. The units, ordered by slice, are dealt out in contiguous
+// runs, so that a block loads x once or twice. Sums of the WK warps meet in shared memory; those of
+// several slices in scratch memory, where the last block to arrive adds them up in order.
 //
-// Bytes moved: outputs * inputs * sizeof(X), once.   Bench: python -m tridecode.kernels.bench linear
+// Bytes moved: outputs * inputs * sizeof(X), once.
+// Bench: python -m tridecode.kernels.bench linear
 #include "linear.cuh"
 
 namespace tridecode {
@@ -22,10 +25,10 @@ template <int NT, int WK, int WM, int MT, int RING>
 struct Shape {
   static constexpr int kWarps = WK * WM;
   static constexpr int kThreads = 32 * WK * WM;
-  static constexpr int kRows = 16 * MT * WM;                   // of a tile
-  static constexpr int kBuffers = NT <= 4 ? 2 : 1;             // of the warps' sums
-  static constexpr int kSums = WK * NT * kRows * 8;            // floats of a buffer
-  static constexpr int kChunkStep = WK * RING;                 // chunks of 32 inputs that the block takes at once
+  static constexpr int kRows = 16 * MT * WM;         // of a tile
+  static constexpr int kBuffers = NT <= 4 ? 2 : 1;   // of the warps' sums
+  static constexpr int kSums = WK * NT * kRows * 8;  // floats of a buffer
+  static constexpr int kChunkStep = WK * RING;  // chunks of 32 inputs that the block takes at once
 };
 
 template <typename X, int MODE, int NT, int WK, int WM, int MT, int RING, int BLOCKS>
@@ -43,13 +46,14 @@ __global__ void __launch_bounds__(32 * WK * WM, BLOCKS) linear(const __grid_cons
   const int wk = warp % WK, wm = warp / WK;
   const int tokens = task.tokens, warp_chunks = task.warp_chunks;
   const int64_t units = int64_t(task.slices) * task.tiles;
-  const int begin = int(units * blockIdx.x / gridDim.x), end = int(units * (blockIdx.x + 1) / gridDim.x);
+  const int begin = int(units * blockIdx.x / gridDim.x),
+            end = int(units * (blockIdx.x + 1) / gridDim.x);
 
   // ---- the ring of weights
   const uint4* const weights = static_cast<const uint4*>(task.weight);
   uint4 ring[RING][MT][2];
   unsigned rows[MT][2];  // offsets in units of 8 weights, so that 32 bits suffice
-  int limit = 0;  // inputs of the slice that lie after this lane's first
+  int limit = 0;         // inputs of the slice that lie after this lane's first
   auto aim = [&](int unit) {
     if (unit >= end) {
       limit = 0;
@@ -64,12 +68,14 @@ __global__ void __launch_bounds__(32 * WK * WM, BLOCKS) linear(const __grid_cons
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int row = row_of<MODE>(task, pair, i);
-        const int64_t offset = (is_row<MODE>(task, pair, row) ? row : 0) * task.weight_stride + first_input + lane_input;
+        const int64_t offset = (is_row<MODE>(task, pair, row) ? row : 0) * task.weight_stride +
+                               first_input + lane_input;
         rows[m][i] = unsigned(offset / 8);
       }
     }
   };
-  // Blocks begin at different inputs: rows lie a power of two apart, and their beginnings on few memory channels.
+  // Blocks begin at different inputs: rows lie a power of two apart, and their beginnings on few
+  // memory channels.
   const int shift = blockIdx.x % (warp_chunks / RING) * RING;
   auto turned = [&](int chunk_base) { return (chunk_base + shift) % warp_chunks; };
   auto fetch = [&](int slot, int step_base) {
@@ -79,7 +85,8 @@ __global__ void __launch_bounds__(32 * WK * WM, BLOCKS) linear(const __grid_cons
     for (int m = 0; m < MT; ++m) {
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        ring[slot][m][i] = offset < limit ? load_stream(weights + rows[m][i] + offset / 8) : make_uint4(0, 0, 0, 0);
+        ring[slot][m][i] = offset < limit ? load_stream(weights + rows[m][i] + offset / 8)
+                                          : make_uint4(0, 0, 0, 0);
     }
   };
   int ahead = begin, ahead_chunk = 0;  // what the ring takes next
@@ -102,7 +109,8 @@ __global__ void __launch_bounds__(32 * WK * WM, BLOCKS) linear(const __grid_cons
   }
   wait_for_predecessor();
 
-  // ---- x in shared memory: piece ((chunk * tokens) + token) * 4 + t holds inputs chunk * 32 + t * 8 ..
+  // ---- x in shared memory: piece ((chunk * tokens) + token) * 4 + t holds inputs
+  // chunk * 32 + t * 8 ..
   const int pieces = warp_chunks * WK * 4;
   auto load_x = [&](int slice) {
     const int first_input = slice * task.slice_inputs;
@@ -111,58 +119,61 @@ __global__ void __launch_bounds__(32 * WK * WM, BLOCKS) linear(const __grid_cons
     for (int token = 0; token < tokens; ++token) {
       for (int p = threadIdx.x; p < pieces; p += S::kThreads) {
         const bool valid = p * 8 < inputs;
-        copy16_async(xs + (p / 4 * tokens + token) * 4 + p % 4, valid ? x + token * task.x_stride + p * 8 : x, valid);
+        copy16_async(xs + (p / 4 * tokens + token) * 4 + p % 4,
+                     valid ? x + token * task.x_stride + p * 8 : x, valid);
       }
     }
     commit_copies();
     wait_copies<0>();
   };
   auto normalize = [&]() {
-      // every thread works on the pieces that it copied itself
-      auto piece_of = [&](int p, int token) { return reinterpret_cast<X*>(xs + (p / 4 * tokens + token) * 4 + p % 4); };
-      // totals[which][token] = the sum of f over the token's inputs
-      auto sum_over_inputs = [&](int which, auto f) {
+    // every thread works on the pieces that it copied itself
+    auto piece_of = [&](int p, int token) {
+      return reinterpret_cast<X*>(xs + (p / 4 * tokens + token) * 4 + p % 4);
+    };
+    // totals[which][token] = the sum of f over the token's inputs
+    auto sum_over_inputs = [&](int which, auto f) {
 #pragma unroll 4
-        for (int token = 0; token < tokens; ++token) {
-          float sum = 0.0f;
-          for (int p = threadIdx.x; p * 8 < task.inputs; p += S::kThreads) {
-            float values[8];
-            load8(piece_of(p, token), values);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) sum += f(values[i], token);
-          }
-          sum = warp_sum(sum);
-          if (lane == 0) partial[token][warp] = sum;
-        }
-        __syncthreads();
-        for (int token = warp; token < tokens; token += S::kWarps) {
-          const float total = warp_sum(lane < S::kWarps ? partial[token][lane] : 0.0f);
-          if (lane == 0) totals[which][token] = total;
-        }
-        __syncthreads();
-      };
-      const bool centred = task.norm_bias != nullptr;
-      const float each = 1.0f / task.inputs;
-      if (centred) sum_over_inputs(0, [](float x, int) { return x; });
-      sum_over_inputs(1, [&](float x, int token) {
-        const float difference = x - (centred ? totals[0][token] * each : 0.0f);
-        return difference * difference;
-      });
-      for (int p = threadIdx.x; p * 8 < task.inputs; p += S::kThreads) {
-        float w[8], b[8] = {};
-        load8(static_cast<const X*>(task.norm_weight) + p * 8, w);
-        if (centred) load8(static_cast<const X*>(task.norm_bias) + p * 8, b);
-#pragma unroll 1
-        for (int token = 0; token < tokens; ++token) {
-          const float mean = centred ? totals[0][token] * each : 0.0f;
-          const float scale = rsqrtf(totals[1][token] * each + task.eps);
+      for (int token = 0; token < tokens; ++token) {
+        float sum = 0.0f;
+        for (int p = threadIdx.x; p * 8 < task.inputs; p += S::kThreads) {
           float values[8];
           load8(piece_of(p, token), values);
 #pragma unroll
-          for (int i = 0; i < 8; ++i) values[i] = (values[i] - mean) * scale * w[i] + b[i];
-          store8(piece_of(p, token), values);
+          for (int i = 0; i < 8; ++i) sum += f(values[i], token);
         }
+        sum = warp_sum(sum);
+        if (lane == 0) partial[token][warp] = sum;
       }
+      __syncthreads();
+      for (int token = warp; token < tokens; token += S::kWarps) {
+        const float total = warp_sum(lane < S::kWarps ? partial[token][lane] : 0.0f);
+        if (lane == 0) totals[which][token] = total;
+      }
+      __syncthreads();
+    };
+    const bool centred = task.norm_bias != nullptr;
+    const float each = 1.0f / task.inputs;
+    if (centred) sum_over_inputs(0, [](float x, int) { return x; });
+    sum_over_inputs(1, [&](float x, int token) {
+      const float difference = x - (centred ? totals[0][token] * each : 0.0f);
+      return difference * difference;
+    });
+    for (int p = threadIdx.x; p * 8 < task.inputs; p += S::kThreads) {
+      float w[8], b[8] = {};
+      load8(static_cast<const X*>(task.norm_weight) + p * 8, w);
+      if (centred) load8(static_cast<const X*>(task.norm_bias) + p * 8, b);
+#pragma unroll 1
+      for (int token = 0; token < tokens; ++token) {
+        const float mean = centred ? totals[0][token] * each : 0.0f;
+        const float scale = rsqrtf(totals[1][token] * each + task.eps);
+        float values[8];
+        load8(piece_of(p, token), values);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) values[i] = (values[i] - mean) * scale * w[i] + b[i];
+        store8(piece_of(p, token), values);
+      }
+    }
   };
 
   int loaded = -1;
@@ -185,7 +196,8 @@ __global__ void __launch_bounds__(32 * WK * WM, BLOCKS) linear(const __grid_cons
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
           const int token = n * 8 + g;
-          const uint4 b = token < tokens ? xs[(chunk * tokens + token) * 4 + t] : make_uint4(0, 0, 0, 0);
+          const uint4 b =
+              token < tokens ? xs[(chunk * tokens + token) * 4 + t] : make_uint4(0, 0, 0, 0);
 #pragma unroll
           for (int m = 0; m < MT; ++m) {
             const uint4& a0 = ring[slot][m][0];
@@ -199,7 +211,8 @@ __global__ void __launch_bounds__(32 * WK * WM, BLOCKS) linear(const __grid_cons
       advance();
     }
 
-    // ---- the WK warps' sums; a row's 8 tokens are rotated so that neither side meets a bank conflict
+    // ---- the WK warps' sums; a row's 8 tokens are rotated so that neither side meets a bank
+    // conflict
     float* const mine = sums + unit % S::kBuffers * S::kSums;
     if (S::kBuffers == 1) __syncthreads();
 #pragma unroll
@@ -218,12 +231,13 @@ __global__ void __launch_bounds__(32 * WK * WM, BLOCKS) linear(const __grid_cons
     const int items = S::kRows / 2 * ((tokens + 1) / 2);
     auto pair_of = [&](int item) { return tile * (S::kRows / 2) + item % (S::kRows / 2); };
     auto token_of = [&](int item) { return item / (S::kRows / 2) * 2; };
-    auto sum_of = [&](int item, float(&values)[2][2]) {
+    auto sum_of = [&](int item, float (&values)[2][2]) {
       const int pair = item % (S::kRows / 2), token = token_of(item);
       const int row = pair / 8 * 16 + pair % 8;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int at = (token / 8 * S::kRows + row + 8 * i) * 8 + (token / 2 % 4 ^ ((row + 8 * i) / 4 % 4)) * 2;
+        const int at = (token / 8 * S::kRows + row + 8 * i) * 8 +
+                       (token / 2 % 4 ^ ((row + 8 * i) / 4 % 4)) * 2;
         float2 total = make_float2(0.0f, 0.0f);
 #pragma unroll 4
         for (int k = 0; k < WK; ++k) {
@@ -236,7 +250,8 @@ __global__ void __launch_bounds__(32 * WK * WM, BLOCKS) linear(const __grid_cons
     float4* const tile_partials = task.partials + int64_t(tile) * task.slices * items;
     const bool whole = task.slices == 1;
     Extra extra = {};
-    if (whole && threadIdx.x < items) extra = load_extra<X, MODE>(task, pair_of(threadIdx.x), token_of(threadIdx.x));
+    if (whole && threadIdx.x < items)
+      extra = load_extra<X, MODE>(task, pair_of(threadIdx.x), token_of(threadIdx.x));
     __syncthreads();
     if (!whole) {
       for (int item = threadIdx.x; item < items; item += S::kThreads) {
@@ -256,14 +271,16 @@ __global__ void __launch_bounds__(32 * WK * WM, BLOCKS) linear(const __grid_cons
       __threadfence();
     }
     for (int item = threadIdx.x; item < items; item += S::kThreads) {
-      if (!whole || item != threadIdx.x) extra = load_extra<X, MODE>(task, pair_of(item), token_of(item));
+      if (!whole || item != threadIdx.x)
+        extra = load_extra<X, MODE>(task, pair_of(item), token_of(item));
       float values[2][2] = {};
       if (whole) {
         sum_of(item, values);
       } else {
         for (int s = 0; s < task.slices; ++s) {
           const float4 part = __ldcg(tile_partials + s * items + item);
-          values[0][0] += part.x, values[0][1] += part.y, values[1][0] += part.z, values[1][1] += part.w;
+          values[0][0] += part.x, values[0][1] += part.y, values[1][0] += part.z,
+              values[1][1] += part.w;
         }
       }
       finish<X, MODE>(task, pair_of(item), token_of(item), values, extra);
@@ -275,7 +292,8 @@ __global__ void __launch_bounds__(32 * WK * WM, BLOCKS) linear(const __grid_cons
 
 // How a product is cut: the fewest slices whose x fits in shared memory.
 template <typename S>
-bool divide(Task& task, int64_t scratch_bytes, int num_counters, int ring, int warps_k, size_t* shared) {
+bool divide(Task& task, int64_t scratch_bytes, int num_counters, int ring, int warps_k,
+            size_t* shared) {
   // two blocks a multiprocessor at least, so that one streams while the other adds up
   const int64_t budget = device().shared_bytes / 2 - 2 * 1024 - int64_t(S::kBuffers) * S::kSums * 4;
   for (task.slices = 1; task.slices <= 64; ++task.slices) {
@@ -283,11 +301,14 @@ bool divide(Task& task, int64_t scratch_bytes, int num_counters, int ring, int w
     task.warp_chunks = ceil_div(task.slice_inputs / 32, S::kChunkStep) * ring;
     const int64_t x_bytes = int64_t(task.warp_chunks) * warps_k * 64 * task.tokens;
     const bool last_try = task.norm_weight != nullptr;  // a norm wants the whole row
-    if (x_bytes > (last_try ? device().shared_bytes - 3 * 1024 - S::kBuffers * S::kSums * 4 : budget)) continue;
+    if (x_bytes >
+        (last_try ? device().shared_bytes - 3 * 1024 - S::kBuffers * S::kSums * 4 : budget))
+      continue;
     *shared = S::kBuffers * S::kSums * 4 + x_bytes;
     task.tiles = ceil_div(task.outputs, S::kRows);
     if (task.slices == 1) return true;
-    const int64_t needed = int64_t(task.tiles) * task.slices * (S::kRows / 2) * ((task.tokens + 1) / 2) * 16;
+    const int64_t needed =
+        int64_t(task.tiles) * task.slices * (S::kRows / 2) * ((task.tokens + 1) / 2) * 16;
     return needed <= scratch_bytes && task.tiles <= num_counters;
   }
   return false;
@@ -298,10 +319,13 @@ int run(Task task, int mode, int64_t scratch_bytes, int num_counters, void* stre
   using S = Shape<NT, WK, WM, MT, RING>;
   size_t shared = 0;
   if (!divide<S>(task, scratch_bytes, num_counters, RING, WK, &shared))
-    return fail("linear: %d tokens, %d inputs, %d outputs do not fit in %lld bytes of scratch and %d counters",
-                task.tokens, task.inputs, task.outputs, (long long)scratch_bytes, num_counters);
+    return fail(
+        "linear: %d tokens, %d inputs, %d outputs do not fit in %lld bytes of scratch and %d "
+        "counters",
+        task.tokens, task.inputs, task.outputs, (long long)scratch_bytes, num_counters);
   if (task.norm_weight && task.slices > 1)
-    return fail("linear: the norm of %d tokens of %d inputs cannot be fused", task.tokens, task.inputs);
+    return fail("linear: the norm of %d tokens of %d inputs cannot be fused", task.tokens,
+                task.inputs);
   const int units = task.slices * task.tiles;
   const int fit = int(device().shared_bytes / (shared + 2048));
   const int room = device().multiprocessors * (fit < 1 ? 1 : fit < BLOCKS ? fit : BLOCKS);
@@ -316,13 +340,15 @@ int run(Task task, int mode, int64_t scratch_bytes, int num_counters, void* stre
 
 using namespace tridecode;
 
-int tridecode_linear(void* out, const void* x, const void* weight, const void* bias, const void* norm_weight,
-                     const void* norm_bias, float eps, const void* residual, int num_tokens, int inputs, int outputs,
-                     int64_t x_stride, int64_t weight_stride, int64_t residual_stride, int64_t out_stride, int mode,
-                     int activation, int out_float32, const float* cos, const float* sin, const int* positions,
-                     const int* kv_slots, void* cache, int heads, int kv_heads, int head_size, int rotary_size,
-                     int interleaved, int block_tokens, void* scratch, int64_t scratch_bytes, unsigned int* counters,
-                     int num_counters, int dtype, void* stream) {
+int tridecode_linear(void* out, const void* x, const void* weight, const void* bias,
+                     const void* norm_weight, const void* norm_bias, float eps,
+                     const void* residual, int num_tokens, int inputs, int outputs,
+                     int64_t x_stride, int64_t weight_stride, int64_t residual_stride,
+                     int64_t out_stride, int mode, int activation, int out_float32,
+                     const float* cos, const float* sin, const int* positions, const int* kv_slots,
+                     void* cache, int heads, int kv_heads, int head_size, int rotary_size,
+                     int interleaved, int block_tokens, void* scratch, int64_t scratch_bytes,
+                     unsigned int* counters, int num_counters, int dtype, void* stream) {
   Task task = {};
   task.out = out, task.x = x, task.weight = weight, task.bias = bias, task.residual = residual;
   task.norm_weight = norm_weight, task.norm_bias = norm_bias, task.eps = eps;
@@ -330,18 +356,23 @@ int tridecode_linear(void* out, const void* x, const void* weight, const void* b
   task.residual_stride = residual_stride, task.out_stride = out_stride;
   task.tokens = num_tokens, task.inputs = inputs, task.outputs = outputs;
   task.activation = activation, task.out_float32 = out_float32;
-  task.cos = cos, task.sin = sin, task.positions = positions, task.kv_slots = kv_slots, task.cache = cache;
-  task.heads = heads, task.kv_heads = kv_heads, task.head_size = head_size, task.rotary_size = rotary_size;
+  task.cos = cos, task.sin = sin, task.positions = positions, task.kv_slots = kv_slots,
+  task.cache = cache;
+  task.heads = heads, task.kv_heads = kv_heads, task.head_size = head_size,
+  task.rotary_size = rotary_size;
   task.interleaved = interleaved, task.block_tokens = block_tokens;
   task.partials = static_cast<float4*>(scratch), task.counters = counters;
   return for_16_bit_dtype(dtype, "linear", [&](auto zero) {
     using X = decltype(zero);
     // what measured fastest on an H200, by shape; bench: python -m tridecode.kernels.bench linear
     const bool wide = outputs > 20480;
-    if ((num_tokens > 2 || wide) && hopper_linear_takes(task, mode)) return hopper_linear(task, mode, dtype, stream);
+    if ((num_tokens > 2 || wide) && hopper_linear_takes(task, mode))
+      return hopper_linear(task, mode, dtype, stream);
     if (outputs > 5120 && few_linear_takes(task)) return few_linear(task, mode, dtype, stream);
-    if (num_tokens <= 8) return run<X, 1, 8, 1, 1, 8, 2>(task, mode, scratch_bytes, num_counters, stream);
-    if (num_tokens <= 16) return run<X, 2, 8, 1, 1, 8, 2>(task, mode, scratch_bytes, num_counters, stream);
+    if (num_tokens <= 8)
+      return run<X, 1, 8, 1, 1, 8, 2>(task, mode, scratch_bytes, num_counters, stream);
+    if (num_tokens <= 16)
+      return run<X, 2, 8, 1, 1, 8, 2>(task, mode, scratch_bytes, num_counters, stream);
     return fail("linear: %d tokens; this kernel takes 1 to 16", num_tokens);
   });
 }

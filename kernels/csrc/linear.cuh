@@ -1,4 +1,5 @@
-// What the three kernels of a small product share: what is to be done, which rows make a pair, and how a pair is finished.
+// What the three kernels of a small product share: what is to be done, which rows make a pair, and
+// how a pair is finished.
 #pragma once
 #include "common.cuh"
 
@@ -31,7 +32,8 @@ struct LinearTask {
   unsigned int* counters;
 };
 
-// Rows come in pairs that one thread finishes together: gate and up, or the two halves of a rotation.
+// Rows come in pairs that one thread finishes together: gate and up, or the two halves of a
+// rotation.
 template <int MODE>
 __device__ __forceinline__ int row_of(const LinearTask& task, int pair, int second) {
   if (MODE == kGated) return pair + second * (task.outputs / 2);
@@ -70,13 +72,15 @@ __device__ __forceinline__ Extra load_extra(const LinearTask& task, int pair, in
 #pragma unroll
     for (int j = 0; j < 2; ++j)
       if (token + j < task.tokens)
-        extra.residual[j][i] = to_float(static_cast<const X*>(task.residual)[(token + j) * task.residual_stride + row]);
+        extra.residual[j][i] = to_float(
+            static_cast<const X*>(task.residual)[(token + j) * task.residual_stride + row]);
   }
   return extra;
 }
 
 template <typename X>
-__device__ __forceinline__ void store_out(const LinearTask& task, int token, int column, float value) {
+__device__ __forceinline__ void store_out(const LinearTask& task, int token, int column,
+                                          float value) {
   const int64_t at = token * task.out_stride + column;
   if (task.out_float32) {
     static_cast<float*>(task.out)[at] = value;
@@ -86,21 +90,24 @@ __device__ __forceinline__ void store_out(const LinearTask& task, int token, int
 }
 
 template <typename X>
-__device__ __forceinline__ void store_cached(const LinearTask& task, int token, int row, float value) {
+__device__ __forceinline__ void store_cached(const LinearTask& task, int token, int row,
+                                             float value) {
   const int head = row / task.head_size;
   const int slot = task.kv_slots[token];
   if (head < task.heads || slot < 0) return;
   const int is_value = head >= task.heads + task.kv_heads;
   const int kv_head = head - task.heads - is_value * task.kv_heads;
   const int64_t block = slot / task.block_tokens, offset = slot % task.block_tokens;
-  const int64_t at = (((block * 2 + is_value) * task.kv_heads + kv_head) * task.block_tokens + offset) * task.head_size;
+  const int64_t at =
+      (((block * 2 + is_value) * task.kv_heads + kv_head) * task.block_tokens + offset) *
+      task.head_size;
   static_cast<X*>(task.cache)[at + row % task.head_size] = from_float<X>(value);
 }
 
 // values: [token][row], the finished products.
 template <typename X, int MODE>
-__device__ __forceinline__ void finish(const LinearTask& task, int pair, int first_token, float (&values)[2][2],
-                                       const Extra& extra) {
+__device__ __forceinline__ void finish(const LinearTask& task, int pair, int first_token,
+                                       float (&values)[2][2], const Extra& extra) {
   const int row0 = row_of<MODE>(task, pair, 0), row1 = row_of<MODE>(task, pair, 1);
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
@@ -108,13 +115,15 @@ __device__ __forceinline__ void finish(const LinearTask& task, int pair, int fir
     if (token >= task.tokens) continue;
     float a = values[j][0] + extra.bias[0], b = values[j][1] + extra.bias[1];
     if (MODE == kGated) {
-      if (pair < task.outputs / 2) store_out<X>(task, token, pair, silu(a) * b + extra.residual[j][0]);
+      if (pair < task.outputs / 2)
+        store_out<X>(task, token, pair, silu(a) * b + extra.residual[j][0]);
       continue;
     }
     if (MODE == kQkv) {
       const int d = row0 % task.head_size;
       if (d < task.rotary_size && row0 / task.head_size < task.heads + task.kv_heads) {
-        const int64_t angle = int64_t(task.positions[token]) * (task.rotary_size / 2) + (task.interleaved ? d / 2 : d);
+        const int64_t angle = int64_t(task.positions[token]) * (task.rotary_size / 2) +
+                              (task.interleaved ? d / 2 : d);
         const float cosine = task.cos[angle], sine = task.sin[angle];
         const float turned = a * cosine - b * sine;
         b = b * cosine + a * sine;
@@ -139,7 +148,8 @@ __device__ __forceinline__ void finish(const LinearTask& task, int pair, int fir
 bool few_linear_takes(const LinearTask& task);
 int few_linear(const LinearTask& task, int mode, int dtype, void* stream);
 
-// linear_sm90a.cu: the same product with Hopper's bulk copies and matrix instructions. mode: LinearMode.
+// linear_sm90a.cu: the same product with Hopper's bulk copies and matrix instructions. mode:
+// LinearMode.
 bool hopper_linear_takes(const LinearTask& task, int mode);
 int hopper_linear(const LinearTask& task, int mode, int dtype, void* stream);
 

@@ -1,10 +1,13 @@
-// out = activation(norm(x) @ weight.T + bias) + residual for 1 or 2 tokens: every warp takes two rows of the matrix.
+// out = activation(norm(x) @ weight.T + bias) + residual for 1 or 2 tokens: every warp takes two
+// rows of the matrix.
 //
-// Many small blocks that share nothing: as one ends the next takes its place, also across kernels, so that memory never
-// waits for a slow one. The first weights are in registers before the wait for the kernel that computes x; each block
-// then normalises x for itself, which costs less than a kernel more.
+// Many small blocks that share nothing: as one ends the next takes its place, also across kernels,
+// so that memory never waits for a slow one. The first weights are in registers before the wait for
+// the kernel that computes x; each block then normalises x for itself, which costs less than a
+// kernel more.
 //
-// Bytes moved: outputs * inputs * sizeof(X), once.   Bench: python -m tridecode.kernels.bench linear
+// Bytes moved: outputs * inputs * sizeof(X), once.
+// Bench: python -m tridecode.kernels.bench linear
 #include "linear.cuh"
 
 namespace tridecode {
@@ -25,8 +28,10 @@ __global__ void __launch_bounds__(kThreads) linear_few(const __grid_constant__ T
   const int pair = blockIdx.x * kWarps + warp;
   const int row0 = row_of<MODE>(task, pair, 0), row1 = row_of<MODE>(task, pair, 1);
   const X* const weight = static_cast<const X*>(task.weight);
-  const uint4* const w0 = reinterpret_cast<const uint4*>(weight + (is_row<MODE>(task, pair, row0) ? row0 : 0) * task.weight_stride);
-  const uint4* const w1 = reinterpret_cast<const uint4*>(weight + (is_row<MODE>(task, pair, row1) ? row1 : 0) * task.weight_stride);
+  const uint4* const w0 = reinterpret_cast<const uint4*>(
+      weight + (is_row<MODE>(task, pair, row0) ? row0 : 0) * task.weight_stride);
+  const uint4* const w1 = reinterpret_cast<const uint4*>(
+      weight + (is_row<MODE>(task, pair, row1) ? row1 : 0) * task.weight_stride);
   uint4 ring[kAhead][2];
 #pragma unroll
   for (int i = 0; i < kAhead; ++i) {
@@ -40,10 +45,12 @@ __global__ void __launch_bounds__(kThreads) linear_few(const __grid_constant__ T
   const uint4* rows[TOKENS];
 #pragma unroll
   for (int token = 0; token < TOKENS; ++token)
-    rows[token] = reinterpret_cast<const uint4*>(static_cast<const X*>(task.x) + min(token, task.tokens - 1) * task.x_stride);
+    rows[token] = reinterpret_cast<const uint4*>(static_cast<const X*>(task.x) +
+                                                 min(token, task.tokens - 1) * task.x_stride);
   for (int p = threadIdx.x; p < pieces; p += kThreads) {
 #pragma unroll
-    for (int token = 0; token < TOKENS; ++token) copy16_async(xs + token * pieces + p, rows[token] + p, true);
+    for (int token = 0; token < TOKENS; ++token)
+      copy16_async(xs + token * pieces + p, rows[token] + p, true);
   }
   Extra extra[(TOKENS + 1) / 2];
 #pragma unroll
@@ -55,7 +62,7 @@ __global__ void __launch_bounds__(kThreads) linear_few(const __grid_constant__ T
     const float each = 1.0f / task.inputs;
     float mean[TOKENS] = {}, scale[TOKENS];
     // every thread works on the pieces that it copied itself
-    auto sum_over_inputs = [&](int which, float(&totals)[TOKENS], auto f) {
+    auto sum_over_inputs = [&](int which, float (&totals)[TOKENS], auto f) {
       float mine[TOKENS] = {};
       for (int p = threadIdx.x; p < pieces; p += kThreads) {
 #pragma unroll
@@ -84,7 +91,8 @@ __global__ void __launch_bounds__(kThreads) linear_few(const __grid_constant__ T
 #pragma unroll
       for (int token = 0; token < TOKENS; ++token) mean[token] *= each;
     }
-    sum_over_inputs(1, scale, [&](float x, int token) { return (x - mean[token]) * (x - mean[token]); });
+    sum_over_inputs(1, scale,
+                    [&](float x, int token) { return (x - mean[token]) * (x - mean[token]); });
     for (int p = threadIdx.x; p < pieces; p += kThreads) {
       float w[8], b[8] = {};
       load8(static_cast<const X*>(task.norm_weight) + p * 8, w);
@@ -129,7 +137,8 @@ __global__ void __launch_bounds__(kThreads) linear_few(const __grid_constant__ T
     }
   }
 #pragma unroll
-  for (int token = 0; token < TOKENS; ++token) c[token][0] = warp_sum(c[token][0]), c[token][1] = warp_sum(c[token][1]);
+  for (int token = 0; token < TOKENS; ++token)
+    c[token][0] = warp_sum(c[token][0]), c[token][1] = warp_sum(c[token][1]);
   if (lane != 0) return;
 #pragma unroll
   for (int i = 0; i < (TOKENS + 1) / 2; ++i) {
@@ -145,7 +154,9 @@ int run(const Task& task, int mode, void* stream) {
   const auto kernel = mode == kGated ? linear_few<X, kGated, TOKENS>
                       : mode == kQkv ? linear_few<X, kQkv, TOKENS>
                                      : linear_few<X, kPlain, TOKENS>;
-  const int pairs = mode == kPlain || (mode == kQkv && task.rotary_size == 0) ? ceil_div(task.outputs, 16) * 8 : task.outputs / 2;
+  const int pairs = mode == kPlain || (mode == kQkv && task.rotary_size == 0)
+                        ? ceil_div(task.outputs, 16) * 8
+                        : task.outputs / 2;
   const size_t shared = size_t(TOKENS) * task.inputs * sizeof(X);
   return launch("linear", kernel, ceil_div(pairs, kWarps), kThreads, shared, stream, task);
 }

@@ -1,6 +1,7 @@
-// out[t, :] = LayerNorm(x[t, :]) or, without a bias, RMSNorm(x[t, :]).  One block a row, which stays in registers; the
-// variance is that of the centred row.
-// Bytes moved: 2 * T * C * sizeof(X) + 2 * C * sizeof(X).   Bench: python -m tridecode.kernels.bench norm
+// out[t, :] = LayerNorm(x[t, :]) or, without a bias, RMSNorm(x[t, :]).  One block a row, which
+// stays in registers; the variance is that of the centred row.
+// Bytes moved: 2 * T * C * sizeof(X) + 2 * C * sizeof(X).
+// Bench: python -m tridecode.kernels.bench norm
 #include "common.cuh"
 
 namespace tridecode {
@@ -9,14 +10,15 @@ namespace {
 constexpr int kItems = 2;  // vectors of 8 a thread
 
 template <typename X>
-__global__ void norm_row(X* out, const X* x, const X* weight, const X* bias, float eps, int columns, int64_t x_stride,
-                         int64_t out_stride) {
+__global__ void norm_row(X* out, const X* x, const X* weight, const X* bias, float eps, int columns,
+                         int64_t x_stride, int64_t out_stride) {
   __shared__ float sums[2][32];
   const int first = threadIdx.x * 8, step = blockDim.x * 8;
   float w[kItems][8], v[kItems][8];
 #pragma unroll
   for (int i = 0; i < kItems; ++i)
-    if (first + i * step < columns) load8(weight + first + i * step, w[i]);  // constant: before the wait
+    if (first + i * step < columns)
+      load8(weight + first + i * step, w[i]);  // constant: before the wait
   wait_for_predecessor();
   const X* row = x + blockIdx.x * x_stride;
   float sum = 0.0f;
@@ -54,8 +56,8 @@ __global__ void norm_row(X* out, const X* x, const X* weight, const X* bias, flo
 
 // Any number of columns at any address: the row is read three times.
 template <typename X>
-__global__ void norm_row_any(X* out, const X* x, const X* weight, const X* bias, float eps, int columns,
-                             int64_t x_stride, int64_t out_stride) {
+__global__ void norm_row_any(X* out, const X* x, const X* weight, const X* bias, float eps,
+                             int columns, int64_t x_stride, int64_t out_stride) {
   __shared__ float sums[2][32];
   wait_for_predecessor();
   const X* row = x + blockIdx.x * x_stride;
@@ -71,7 +73,8 @@ __global__ void norm_row_any(X* out, const X* x, const X* weight, const X* bias,
   }
   const float scale = rsqrtf(block_sum(squares, sums[1]) / columns + eps);
   for (int c = threadIdx.x; c < columns; c += blockDim.x) {
-    float value = (to_float(row[c]) - mean) * scale * to_float(weight[c]) + (bias ? to_float(bias[c]) : 0.0f);
+    float value =
+        (to_float(row[c]) - mean) * scale * to_float(weight[c]) + (bias ? to_float(bias[c]) : 0.0f);
     out[blockIdx.x * out_stride + c] = from_float<X>(value);
   }
 }
@@ -81,14 +84,17 @@ __global__ void norm_row_any(X* out, const X* x, const X* weight, const X* bias,
 
 using namespace tridecode;
 
-int tridecode_norm(void* out, const void* x, const void* weight, const void* bias, float eps, int num_tokens,
-                   int columns, int64_t x_stride, int64_t out_stride, int dtype, void* stream) {
+int tridecode_norm(void* out, const void* x, const void* weight, const void* bias, float eps,
+                   int num_tokens, int columns, int64_t x_stride, int64_t out_stride, int dtype,
+                   void* stream) {
   return for_dtype(dtype, "norm", [&](auto zero) {
     using X = decltype(zero);
-    const bool wide = columns % 8 == 0 && columns <= 1024 * 8 * kItems && x_stride % 8 == 0 && out_stride % 8 == 0 &&
-                      aligned16(out) && aligned16(x) && aligned16(weight) && aligned16(bias);
+    const bool wide = columns % 8 == 0 && columns <= 1024 * 8 * kItems && x_stride % 8 == 0 &&
+                      out_stride % 8 == 0 && aligned16(out) && aligned16(x) && aligned16(weight) &&
+                      aligned16(bias);
     const int threads = wide ? ceil_div(columns, 8 * kItems * 32) * 32 : 256;
-    return launch("norm", wide ? norm_row<X> : norm_row_any<X>, num_tokens, threads, 0, stream, (X*)out, (const X*)x,
-                  (const X*)weight, (const X*)bias, eps, columns, x_stride, out_stride);
+    return launch("norm", wide ? norm_row<X> : norm_row_any<X>, num_tokens, threads, 0, stream,
+                  (X*)out, (const X*)x, (const X*)weight, (const X*)bias, eps, columns, x_stride,
+                  out_stride);
   });
 }

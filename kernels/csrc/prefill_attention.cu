@@ -1,9 +1,10 @@
-// Causal attention of many query tokens a row, ragged, with or without ALiBi: fresh prompts read keys and values from the
-// projection's output, prompts with tokens in the cache from their pages.
+// Causal attention of many query tokens a row, ragged, with or without ALiBi: fresh prompts read
+// keys and values from the projection's output, prompts with tokens in the cache from their pages.
 //
-// A block takes 128 queries of one head, 16 a warp, and passes over the keys that they see in tiles, two of which are in
-// shared memory at a time: one in use, one on its way. Scores and output stay in registers, softmax online, in base 2 and
-// float32. Tiles that no query sees are never read.
+// A block takes 128 queries of one head, 16 a warp, and passes over the keys that they see in
+// tiles, two of which are in shared memory at a time: one in use, one on its way. Scores and output
+// stay in registers, softmax online, in base 2 and float32. Tiles that no query sees are never
+// read.
 //
 // FLOP: 2 * 2 * head_size * heads * sum over queries of visible keys.
 // Bench: python -m tridecode.kernels.bench prefill_attention
@@ -33,8 +34,8 @@ struct Task {
 // Where the keys and values of a row lie.
 template <typename X>
 struct Source {
-  const X* keys;       // of fresh prompts: the row's first token
-  const X* cache;      // otherwise
+  const X* keys;   // of fresh prompts: the row's first token
+  const X* cache;  // otherwise
   const int* table;
   int64_t stride, head_stride;
   int kv_heads, kv_head, block_tokens, head_size;
@@ -43,7 +44,8 @@ struct Source {
   __device__ __forceinline__ const X* key(int token) const {
     if (fresh) return keys + token * stride;
     const int64_t id = table[token / block_tokens];
-    return cache + (id * 2 * kv_heads + kv_head) * head_stride + int64_t(token % block_tokens) * head_size;
+    return cache + (id * 2 * kv_heads + kv_head) * head_stride +
+           int64_t(token % block_tokens) * head_size;
   }
   __device__ __forceinline__ int64_t to_value() const {
     return fresh ? int64_t(kv_heads) * head_size : kv_heads * head_stride;
@@ -51,9 +53,11 @@ struct Source {
 };
 
 template <typename X>
-__device__ __forceinline__ Source<X> source_of(const Task& task, int row, int head, int start, bool fresh) {
+__device__ __forceinline__ Source<X> source_of(const Task& task, int row, int head, int start,
+                                               bool fresh) {
   const int kv_head = head / (task.heads / task.kv_heads);
-  return {static_cast<const X*>(task.qkv) + start * task.qkv_stride + int64_t(task.heads + kv_head) * task.head_size,
+  return {static_cast<const X*>(task.qkv) + start * task.qkv_stride +
+              int64_t(task.heads + kv_head) * task.head_size,
           static_cast<const X*>(task.cache),
           task.block_tables + row * task.table_stride,
           task.qkv_stride,
@@ -83,14 +87,16 @@ __device__ __forceinline__ void load_transposed(uint32_t (&words)[4], const void
 
 template <int D, int KEYS>
 struct Layout {
-  static constexpr int kPitch = D + 8;  // numbers of a row: 8 rows meet 8 different banks of 16 bytes
+  // numbers of a row: 8 rows meet 8 different banks of 16 bytes
+  static constexpr int kPitch = D + 8;
   static constexpr int kTile = KEYS * kPitch;
   static constexpr size_t kBytes = (size_t(kQueries) * kPitch + 4 * kTile) * 2;
   static constexpr bool kKeepQueries = D <= 128;  // in registers
 };
 
 template <typename X, int D, int KEYS>
-__global__ void __launch_bounds__(kThreads, 1) prefill_attention(const __grid_constant__ Task task) {
+__global__ void __launch_bounds__(kThreads, 1)
+    prefill_attention(const __grid_constant__ Task task) {
   using L = Layout<D, KEYS>;
   constexpr int kSteps = D / 16;
   extern __shared__ uint4 shared[];
@@ -100,13 +106,16 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_attention(const __grid_co
   wait_for_predecessor();
   const int row = task.first_row + blockIdx.z, head = blockIdx.y;
   const int first_token = task.query_starts[task.first_row];
-  const int start = task.query_starts[row] - first_token, queries = task.query_starts[row + 1] - first_token - start;
+  const int start = task.query_starts[row] - first_token,
+            queries = task.query_starts[row + 1] - first_token - start;
   const int first_query = (gridDim.x - 1 - blockIdx.x) * kQueries;  // the longest first
   if (first_query >= queries) return;
-  const int context = task.context_lens[row], before = context - queries;  // tokens from earlier steps
+  const int context = task.context_lens[row];
+  const int before = context - queries;  // tokens from earlier steps
   const Source<X> source = source_of<X>(task, row, head, start, before == 0);
   const int64_t to_value = source.to_value();
-  const int visible = min(context, before + first_query + kQueries);  // keys that any of the queries sees
+  // keys that any of the queries sees
+  const int visible = min(context, before + first_query + kQueries);
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   auto load_tile = [&](int first_key, int stage) {
@@ -124,11 +133,13 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_attention(const __grid_co
   };
   {
     constexpr int kPieces = D / 8;
-    const X* const q = static_cast<const X*>(task.qkv) + (start + first_query) * task.qkv_stride + head * D;
+    const X* const q =
+        static_cast<const X*>(task.qkv) + (start + first_query) * task.qkv_stride + head * D;
     for (int i = threadIdx.x; i < kQueries * kPieces; i += kThreads) {
       const int token = i / kPieces, d = i % kPieces * 8;
       const bool valid = first_query + token < queries;
-      copy16_async(qs + token * L::kPitch + d, q + (valid ? token * task.qkv_stride + d : 0), valid);
+      copy16_async(qs + token * L::kPitch + d, q + (valid ? token * task.qkv_stride + d : 0),
+                   valid);
     }
   }
   load_tile(0, 0);
@@ -164,7 +175,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_attention(const __grid_co
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
         if (!L::kKeepQueries) load_matrices(q[0], q_row + k * 16);
-        const uint32_t(&a)[4] = q[L::kKeepQueries ? k : 0];
+        const uint32_t (&a)[4] = q[L::kKeepQueries ? k : 0];
 #pragma unroll
         for (int n = 0; n < KEYS / 16; ++n) {
           uint32_t b[4];
@@ -187,7 +198,8 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_attention(const __grid_co
       for (int i = 0; i < 2; ++i) {
         float high = -CUDART_INF_F;
 #pragma unroll
-        for (int n = 0; n < KEYS / 8; ++n) high = fmaxf(high, fmaxf(scores[n][2 * i], scores[n][2 * i + 1]));
+        for (int n = 0; n < KEYS / 8; ++n)
+          high = fmaxf(high, fmaxf(scores[n][2 * i], scores[n][2 * i + 1]));
         high = fmaxf(high, __shfl_xor_sync(kAll, high, 1));
         high = fmaxf(high, __shfl_xor_sync(kAll, high, 2));
         const float now = fmaxf(most[i], high);
@@ -236,19 +248,22 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_attention(const __grid_co
   }
 }
 
-// Any head size and dtype, no tuning: a warp takes one query of one head and goes through its keys one by one.
+// Any head size and dtype, no tuning: a warp takes one query of one head and goes through its keys
+// one by one.
 template <typename X, int DIMS>  // dims a lane
 __global__ void prefill_attention_any(const __grid_constant__ Task task) {
   wait_for_predecessor();
   const int lane = threadIdx.x % 32, head = blockIdx.y, row = task.first_row + blockIdx.z;
   const int first_token = task.query_starts[task.first_row];
-  const int start = task.query_starts[row] - first_token, queries = task.query_starts[row + 1] - first_token - start;
+  const int start = task.query_starts[row] - first_token,
+            queries = task.query_starts[row + 1] - first_token - start;
   const int query = blockIdx.x * kWarps + threadIdx.x / 32;
   if (query >= queries) return;
   const int before = task.context_lens[row] - queries, size = task.head_size;
   const Source<X> source = source_of<X>(task, row, head, start, before == 0);
   const int64_t to_value = source.to_value();
-  const X* const q = static_cast<const X*>(task.qkv) + (start + query) * task.qkv_stride + head * size;
+  const X* const q =
+      static_cast<const X*>(task.qkv) + (start + query) * task.qkv_stride + head * size;
   X* const out = static_cast<X*>(task.out) + (start + query) * task.out_stride + head * size;
   const float scale = task.scale * kLog2e, slope = task.slopes ? task.slopes[head] * kLog2e : 0.0f;
   float mine[DIMS] = {}, output[DIMS] = {}, most = -CUDART_INF_F, sum = 0.0f;
@@ -267,7 +282,8 @@ __global__ void prefill_attention_any(const __grid_constant__ Task task) {
     sum = sum * shrink + p;
 #pragma unroll
     for (int i = 0; i < DIMS; ++i)
-      if (lane + 32 * i < size) output[i] = output[i] * shrink + p * to_float(key[to_value + lane + 32 * i]);
+      if (lane + 32 * i < size)
+        output[i] = output[i] * shrink + p * to_float(key[to_value + lane + 32 * i]);
   }
 #pragma unroll
   for (int i = 0; i < DIMS; ++i)
@@ -281,9 +297,11 @@ int run(const Task& task, int rows, int max_query, void* stream, bool* launched)
   *launched = true;
   const size_t available = device().shared_bytes;
   if (Layout<D, 64>::kBytes <= available)
-    return launch("prefill_attention", prefill_attention<X, D, 64>, grid, kThreads, Layout<D, 64>::kBytes, stream, task);
+    return launch("prefill_attention", prefill_attention<X, D, 64>, grid, kThreads,
+                  Layout<D, 64>::kBytes, stream, task);
   if (Layout<D, 32>::kBytes <= available)
-    return launch("prefill_attention", prefill_attention<X, D, 32>, grid, kThreads, Layout<D, 32>::kBytes, stream, task);
+    return launch("prefill_attention", prefill_attention<X, D, 32>, grid, kThreads,
+                  Layout<D, 32>::kBytes, stream, task);
   *launched = false;
   return 0;
 }
@@ -293,8 +311,8 @@ int run_any(const Task& task, int rows, int max_query, void* stream) {
   const auto kernel = task.head_size <= 64    ? prefill_attention_any<X, 2>
                       : task.head_size <= 128 ? prefill_attention_any<X, 4>
                                               : prefill_attention_any<X, 8>;
-  return launch("prefill_attention", kernel, dim3(ceil_div(max_query, kWarps), task.heads, rows), kThreads, 0, stream,
-                task);
+  return launch("prefill_attention", kernel, dim3(ceil_div(max_query, kWarps), task.heads, rows),
+                kThreads, 0, stream, task);
 }
 
 }  // namespace
@@ -302,27 +320,33 @@ int run_any(const Task& task, int rows, int max_query, void* stream) {
 
 using namespace tridecode;
 
-int tridecode_prefill_attention(void* out, const void* qkv, const void* cache, const int* block_tables,
-                                const int* context_lens, const int* query_starts, const float* slopes, float scale,
-                                int first_row, int num_rows, int max_query, int heads, int kv_heads, int head_size,
-                                int block_tokens, int64_t qkv_stride, int64_t out_stride, int64_t table_stride,
-                                int dtype, void* stream) {
-  const Task task = {out,   qkv,       cache, block_tables, context_lens, query_starts, slopes,     scale,
-                     first_row, heads, kv_heads, head_size, block_tokens, qkv_stride,   out_stride, table_stride};
+int tridecode_prefill_attention(void* out, const void* qkv, const void* cache,
+                                const int* block_tables, const int* context_lens,
+                                const int* query_starts, const float* slopes, float scale,
+                                int first_row, int num_rows, int max_query, int heads, int kv_heads,
+                                int head_size, int block_tokens, int64_t qkv_stride,
+                                int64_t out_stride, int64_t table_stride, int dtype, void* stream) {
+  const Task task = {out,          qkv,        cache,      block_tables, context_lens, query_starts,
+                     slopes,       scale,      first_row,  heads,        kv_heads,     head_size,
+                     block_tokens, qkv_stride, out_stride, table_stride};
   const int rows = num_rows - first_row;
   return for_dtype(dtype, "prefill_attention", [&](auto zero) {
     using X = decltype(zero);
     if (head_size > 256) return fail("prefill_attention: head size %d; at most 256", head_size);
     if constexpr (sizeof(X) == 2) {
-      const bool aligned = aligned16(out) && aligned16(qkv) && aligned16(cache) && qkv_stride % 8 == 0 && out_stride % 8 == 0;
+      const bool aligned = aligned16(out) && aligned16(qkv) && aligned16(cache) &&
+                           qkv_stride % 8 == 0 && out_stride % 8 == 0;
       bool launched = false;
       int status = 0;
       if (aligned && head_size == 64) status = run<X, 64>(task, rows, max_query, stream, &launched);
       if (aligned && head_size == 80) status = run<X, 80>(task, rows, max_query, stream, &launched);
       if (aligned && head_size == 96) status = run<X, 96>(task, rows, max_query, stream, &launched);
-      if (aligned && head_size == 112) status = run<X, 112>(task, rows, max_query, stream, &launched);
-      if (aligned && head_size == 128) status = run<X, 128>(task, rows, max_query, stream, &launched);
-      if (aligned && head_size == 256) status = run<X, 256>(task, rows, max_query, stream, &launched);
+      if (aligned && head_size == 112)
+        status = run<X, 112>(task, rows, max_query, stream, &launched);
+      if (aligned && head_size == 128)
+        status = run<X, 128>(task, rows, max_query, stream, &launched);
+      if (aligned && head_size == 256)
+        status = run<X, 256>(task, rows, max_query, stream, &launched);
       if (launched) return status;
     }
     return run_any<X>(task, rows, max_query, stream);

@@ -1,5 +1,6 @@
-// The tail of the query, key and value projection: rotates q and k in place and writes k and v to the cache.
-// One block a token. Bytes moved: 2 * (q + k) read and written where rotated, and k + v written, times sizeof(X).
+// The tail of the query, key and value projection: rotates q and k in place and writes k and v to
+// the cache. One block a token.
+// Bytes moved: 2 * (q + k) read and written where rotated, and k + v written, times sizeof(X).
 // Bench: python -m tridecode.kernels.bench rotate_and_cache
 #include "common.cuh"
 
@@ -23,10 +24,11 @@ __device__ __forceinline__ void turn(float& a, float& b, float cosine, float sin
   a = first;
 }
 
-// WIDTH 8 needs head_size % 8 == 0 and, rotated by halves, rotary.size % 16 == 0; interleaved pairs need WIDTH 8.
+// WIDTH 8 needs head_size % 8 == 0 and, rotated by halves, rotary.size % 16 == 0; interleaved pairs
+// need WIDTH 8.
 template <typename X, int WIDTH>
-__global__ void rotate_and_cache(X* qkv, Rotary rotary, const int* kv_slots, X* cache, int heads, int kv_heads,
-                                 int head_size, int block_tokens, int64_t stride) {
+__global__ void rotate_and_cache(X* qkv, Rotary rotary, const int* kv_slots, X* cache, int heads,
+                                 int kv_heads, int head_size, int block_tokens, int64_t stride) {
   wait_for_predecessor();
   const int64_t token = blockIdx.x;
   X* row = qkv + token * stride;
@@ -42,12 +44,14 @@ __global__ void rotate_and_cache(X* qkv, Rotary rotary, const int* kv_slots, X* 
     const int is_value = head >= heads + kv_heads;
     const int kv_head = head - heads - is_value * kv_heads;
     const int64_t block = slot / block_tokens, offset = slot % block_tokens;
-    X* to = cache + (((block * 2 + is_value) * kv_heads + kv_head) * block_tokens + offset) * head_size + d;
+    X* to = cache +
+            (((block * 2 + is_value) * kv_heads + kv_head) * block_tokens + offset) * head_size + d;
     store_some<WIDTH>(to, values);
   };
 
   const int first_head = rotary.size ? 0 : heads;  // unrotated queries stay as they are
-  for (int i = first_head * groups + threadIdx.x; i < (heads + 2 * kv_heads) * groups; i += kThreads) {
+  for (int i = first_head * groups + threadIdx.x; i < (heads + 2 * kv_heads) * groups;
+       i += kThreads) {
     const int head = i / groups, d = i % groups * WIDTH;
     float a[WIDTH];
     load_some<WIDTH>(row + head * head_size + d, a);
@@ -83,15 +87,16 @@ __global__ void rotate_and_cache(X* qkv, Rotary rotary, const int* kv_slots, X* 
 using namespace tridecode;
 
 int tridecode_rotate_and_cache(void* qkv, const float* cos, const float* sin, const int* positions,
-                               const int* kv_slots, void* cache, int num_tokens, int heads, int kv_heads,
-                               int head_size, int rotary_size, int interleaved, int block_tokens, int64_t qkv_stride,
-                               int dtype, void* stream) {
+                               const int* kv_slots, void* cache, int num_tokens, int heads,
+                               int kv_heads, int head_size, int rotary_size, int interleaved,
+                               int block_tokens, int64_t qkv_stride, int dtype, void* stream) {
   return for_dtype(dtype, "rotate_and_cache", [&](auto zero) {
     using X = decltype(zero);
-    const bool wide = head_size % 8 == 0 && (interleaved || rotary_size % 16 == 0) && qkv_stride % 8 == 0 &&
-                      aligned16(qkv) && aligned16(cache);
-    return launch("rotate_and_cache", wide ? rotate_and_cache<X, 8> : rotate_and_cache<X, 1>, num_tokens, kThreads, 0,
-                  stream, (X*)qkv, Rotary{cos, sin, positions, rotary_size, interleaved != 0}, kv_slots, (X*)cache,
+    const bool wide = head_size % 8 == 0 && (interleaved || rotary_size % 16 == 0) &&
+                      qkv_stride % 8 == 0 && aligned16(qkv) && aligned16(cache);
+    return launch("rotate_and_cache", wide ? rotate_and_cache<X, 8> : rotate_and_cache<X, 1>,
+                  num_tokens, kThreads, 0, stream, (X*)qkv,
+                  Rotary{cos, sin, positions, rotary_size, interleaved != 0}, kv_slots, (X*)cache,
                   heads, kv_heads, head_size, block_tokens, qkv_stride);
   });
 }

@@ -1,4 +1,5 @@
-// Rows moved by index: token ids that only the device knows, embeddings, and the rows whose logits are wanted.
+// Rows moved by index: token ids that only the device knows, embeddings, and the rows whose logits
+// are wanted.
 // Bytes moved: twice the rows.   Bench: python -m tridecode.kernels.bench embed
 #include "common.cuh"
 
@@ -7,7 +8,8 @@ namespace {
 
 constexpr int kThreads = 256;
 
-__global__ void resolve_tokens(int* token_ids, const int* slots, const int* last_tokens, int count) {
+__global__ void resolve_tokens(int* token_ids, const int* slots, const int* last_tokens,
+                               int count) {
   wait_for_predecessor();
   int i = blockIdx.x * kThreads + threadIdx.x;
   if (i < count && token_ids[i] < 0) token_ids[i] = slots[i] < 0 ? 0 : last_tokens[slots[i]];
@@ -15,12 +17,13 @@ __global__ void resolve_tokens(int* token_ids, const int* slots, const int* last
 
 // One block a token.
 template <typename X, int WIDTH>
-__global__ void embed(X* out, const int* token_ids, const X* table, const int* positions, const X* position_table,
-                      int columns) {
+__global__ void embed(X* out, const int* token_ids, const X* table, const int* positions,
+                      const X* position_table, int columns) {
   wait_for_predecessor();
   const int64_t token = blockIdx.x;
   const X* row = table + int64_t(token_ids[token]) * columns;
-  const X* position_row = position_table ? position_table + int64_t(positions[token]) * columns : nullptr;
+  const X* position_row =
+      position_table ? position_table + int64_t(positions[token]) * columns : nullptr;
   for (int c = threadIdx.x * WIDTH; c < columns; c += kThreads * WIDTH) {
     float values[WIDTH];
     load_some<WIDTH>(row + c, values);
@@ -36,8 +39,8 @@ __global__ void embed(X* out, const int* token_ids, const X* table, const int* p
 
 // One block a row. Word: what is copied at once.
 template <typename Word>
-__global__ void gather_rows(char* out, const char* x, const int* rows, int64_t words, int64_t x_stride,
-                            int64_t out_stride) {
+__global__ void gather_rows(char* out, const char* x, const int* rows, int64_t words,
+                            int64_t x_stride, int64_t out_stride) {
   wait_for_predecessor();
   const Word* from = reinterpret_cast<const Word*>(x + rows[blockIdx.x] * x_stride);
   Word* to = reinterpret_cast<Word*>(out + blockIdx.x * out_stride);
@@ -49,26 +52,32 @@ __global__ void gather_rows(char* out, const char* x, const int* rows, int64_t w
 
 using namespace tridecode;
 
-int tridecode_resolve_tokens(int* token_ids, const int* slots, const int* last_tokens, int count, void* stream) {
-  return launch("resolve_tokens", resolve_tokens, ceil_div(count, kThreads), kThreads, 0, stream, token_ids, slots,
-                last_tokens, count);
+int tridecode_resolve_tokens(int* token_ids, const int* slots, const int* last_tokens, int count,
+                             void* stream) {
+  return launch("resolve_tokens", resolve_tokens, ceil_div(count, kThreads), kThreads, 0, stream,
+                token_ids, slots, last_tokens, count);
 }
 
 int tridecode_embed(void* out, const int* token_ids, const void* table, const int* positions,
-                    const void* position_table, int num_tokens, int columns, int dtype, void* stream) {
+                    const void* position_table, int num_tokens, int columns, int dtype,
+                    void* stream) {
   return for_dtype(dtype, "embed", [&](auto x) {
     using X = decltype(x);
-    const bool wide = columns % 8 == 0 && aligned16(out) && aligned16(table) && aligned16(position_table);
-    return launch("embed", wide ? embed<X, 8> : embed<X, 1>, num_tokens, kThreads, 0, stream, (X*)out, token_ids,
-                  (const X*)table, positions, (const X*)position_table, columns);
+    const bool wide =
+        columns % 8 == 0 && aligned16(out) && aligned16(table) && aligned16(position_table);
+    return launch("embed", wide ? embed<X, 8> : embed<X, 1>, num_tokens, kThreads, 0, stream,
+                  (X*)out, token_ids, (const X*)table, positions, (const X*)position_table,
+                  columns);
   });
 }
 
-int tridecode_gather_rows(void* out, const void* x, const int* rows, int num_rows, int64_t row_bytes,
-                          int64_t x_stride_bytes, int64_t out_stride_bytes, void* stream) {
-  const bool wide = row_bytes % 16 == 0 && x_stride_bytes % 16 == 0 && out_stride_bytes % 16 == 0 && aligned16(out) &&
-                    aligned16(x);
+int tridecode_gather_rows(void* out, const void* x, const int* rows, int num_rows,
+                          int64_t row_bytes, int64_t x_stride_bytes, int64_t out_stride_bytes,
+                          void* stream) {
+  const bool wide = row_bytes % 16 == 0 && x_stride_bytes % 16 == 0 && out_stride_bytes % 16 == 0 &&
+                    aligned16(out) && aligned16(x);
   const int64_t words = wide ? row_bytes / 16 : row_bytes / 2;
-  return launch("gather_rows", wide ? gather_rows<uint4> : gather_rows<uint16_t>, num_rows, kThreads, 0, stream,
-                (char*)out, (const char*)x, rows, words, x_stride_bytes, out_stride_bytes);
+  return launch("gather_rows", wide ? gather_rows<uint4> : gather_rows<uint16_t>, num_rows,
+                kThreads, 0, stream, (char*)out, (const char*)x, rows, words, x_stride_bytes,
+                out_stride_bytes);
 }

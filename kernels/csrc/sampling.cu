@@ -1,31 +1,54 @@
-// The next token of each row, in one launch: bad words, temperature, penalties, minimum length, log-probability, then the
-// largest logit or a draw after top-k and top-p, and what the sequence's slot remembers of it.
+// The next token of each row, in one launch: bad words, temperature, penalties, minimum length,
+// log-probability, then the largest logit or a draw after top-k and top-p, and what the sequence's
+// slot remembers of it.
 //
-// Several blocks sweep a row once, in chunks of 2048 ids whose results do not depend on how many blocks there are; the
-// last of them to arrive finishes the row. Greedy rows and rows that draw from the whole vocabulary (the largest logit
-// plus Gumbel noise) are then done but for the comparison of the blocks' winners. For top-k and top-p the sweep leaves the
-// maximum of every 64 ids: the k-th largest maximum is a lower bound of the k-th largest logit, so that only few ids are
-// read again. The thresholds are found by a radix search over the order of float32; probabilities are added up as
-// integers, so that no order of additions matters. Where the few do not suffice, the search reads the whole row.
+// Several blocks sweep a row once, in chunks of 2048 ids whose results do not depend on how many
+// blocks there are; the last of them to arrive finishes the row. Greedy rows and rows that draw
+// from the whole vocabulary (the largest logit plus Gumbel noise) are then done but for the
+// comparison of the blocks' winners. For top-k and top-p the sweep leaves the maximum of every 64
+// ids: the k-th largest maximum is a lower bound of the k-th largest logit, so that only few ids
+// are read again. The thresholds are found by a radix search over the order of float32;
+// probabilities are added up as integers, so that no order of additions matters. Where the few do
+// not suffice, the search reads the whole row.
 //
-// Bytes moved: 4 * R * V, and 2 * R * V more under penalties.   Bench: python -m tridecode.kernels.bench sample
+// Bytes moved: 4 * R * V, and 2 * R * V more under penalties.
+// Bench: python -m tridecode.kernels.bench sample
 #include "common.cuh"
 
 namespace tridecode {
 namespace {
 
 // Columns and flags as in kernels/ops.py.
-enum { kFlags, kTopK, kTopPResetId, kEndId, kMinTokens, kSeedLow, kSeedHigh, kNumBadWords, kNumInts };
-enum { kTemperature, kTopPInitial, kTopPDecay, kTopPMin, kRepetition, kPresence, kFrequency, kNumFloats = 8 };
+enum {
+  kFlags,
+  kTopK,
+  kTopPResetId,
+  kEndId,
+  kMinTokens,
+  kSeedLow,
+  kSeedHigh,
+  kNumBadWords,
+  kNumInts
+};
+enum {
+  kTemperature,
+  kTopPInitial,
+  kTopPDecay,
+  kTopPMin,
+  kRepetition,
+  kPresence,
+  kFrequency,
+  kNumFloats = 8
+};
 enum { kGreedy = 1, kPenalties = 2, kBadWords = 4, kMinLength = 8, kLogProbs = 16, kDecay = 32 };
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kChunk = 8 * kThreads;   // ids
-constexpr int kSegment = 64;           // ids
+constexpr int kChunk = 8 * kThreads;  // ids
+constexpr int kSegment = 64;          // ids
 constexpr int kCandidates = 4096;
-constexpr int kTopPSegments = 256;     // where top-p stands alone, the ids of so many segments are tried first
-constexpr float kMostGumbel = 22.9f;   // no draw is larger: -log(2^-33) is 22.87
+constexpr int kTopPSegments = 256;    // whose ids are tried first where top-p stands alone
+constexpr float kMostGumbel = 22.9f;  // no draw is larger: -log(2^-33) is 22.87
 
 using u64 = unsigned long long;
 
@@ -61,7 +84,9 @@ __device__ __forceinline__ float from_order(unsigned order) {
   return __uint_as_float(order & 0x80000000u ? order & 0x7fffffffu : ~order);
 }
 // Compares by value, then by the lower id.
-__device__ __forceinline__ u64 rank_of(float x, int id) { return u64(order_of(x)) << 32 | (0xffffffffu - unsigned(id)); }
+__device__ __forceinline__ u64 rank_of(float x, int id) {
+  return u64(order_of(x)) << 32 | (0xffffffffu - unsigned(id));
+}
 __device__ __forceinline__ int id_of(u64 rank) { return int(0xffffffffu - unsigned(rank)); }
 __device__ __forceinline__ float value_of(u64 rank) { return from_order(unsigned(rank >> 32)); }
 
@@ -120,7 +145,8 @@ __device__ __forceinline__ Sum warp_merge(Sum mine) {
   return mine;
 }
 
-// One row: its parameters, and its logits as they stand after temperature, penalties and minimum length.
+// One row: its parameters, and its logits as they stand after temperature, penalties and minimum
+// length.
 struct Row {
   const float* logits;
   const int16_t* counts;  // nullptr: no penalties
@@ -131,7 +157,9 @@ struct Row {
   bool wide;  // float4 loads
 
   __device__ __forceinline__ bool greedy() const { return flags & kGreedy; }
-  __device__ __forceinline__ bool limited() const { return !greedy() && (top_k > 0 || top_p < 1.0f); }
+  __device__ __forceinline__ bool limited() const {
+    return !greedy() && (top_k > 0 || top_p < 1.0f);
+  }
   __device__ __forceinline__ bool drawn_at_once() const { return !greedy() && !limited(); }
   __device__ __forceinline__ bool summed() const {
     return (flags & kLogProbs) || (limited() && top_k == 0);
@@ -177,7 +205,8 @@ __device__ __forceinline__ Row row_at(const Task& task, int index, int slot) {
   row.generated = task.generated[slot];
   row.temperature = floats[kTemperature] != 0.0f ? floats[kTemperature] : 1.0f;
   row.counts = row.flags & kPenalties ? task.counts + int64_t(slot) * task.vocab : nullptr;
-  row.repetition = floats[kRepetition], row.presence = floats[kPresence], row.frequency = floats[kFrequency];
+  row.repetition = floats[kRepetition], row.presence = floats[kPresence],
+  row.frequency = floats[kFrequency];
   row.banned = (row.flags & kMinLength) && row.generated < ints[kMinTokens] ? ints[kEndId] : -1;
   row.top_k = ints[kTopK] > 0 && ints[kTopK] < task.vocab ? ints[kTopK] : 0;
   row.top_p = row.greedy() ? 1.0f : task.top_p[slot];
@@ -187,18 +216,21 @@ __device__ __forceinline__ Row row_at(const Task& task, int index, int slot) {
 }
 
 // Makes the last id of each matching bad word impossible, for last ids in first .. end.
-__device__ __forceinline__ void ban_words(const Task& task, int index, int slot, int first, int end) {
+__device__ __forceinline__ void ban_words(const Task& task, int index, int slot, int first,
+                                          int end) {
   const int* const ids = task.bad_ids + int64_t(slot) * task.bad_size;
   const int* const ends = task.bad_ends + int64_t(slot) * task.bad_size;
   const int* const history = task.history + int64_t(slot) * task.history_size;
-  const int length = task.history_lens[slot], words = task.ints[int64_t(slot) * kNumInts + kNumBadWords];
+  const int length = task.history_lens[slot],
+            words = task.ints[int64_t(slot) * kNumInts + kNumBadWords];
   for (int word = threadIdx.x; word < words; word += kThreads) {
     const int begin = word ? ends[word - 1] : 0, before = ends[word] - begin - 1;
     if (before < 0 || before > length) continue;
     const int last = ids[begin + before];
     if (last < first || last >= end) continue;
     bool matches = true;
-    for (int i = 0; i < before && matches; ++i) matches = history[length - before + i] == ids[begin + i];
+    for (int i = 0; i < before && matches; ++i)
+      matches = history[length - before + i] == ids[begin + i];
     if (matches) task.logits[index * task.stride + last] = -CUDART_INF_F;
   }
   __syncthreads();
@@ -215,9 +247,9 @@ struct Shared {
   int ids[kCandidates];
 };
 
-// Finds the bits of a threshold from the top: `add(prefix, mask, shift)` fills the histogram of the next 8 bits of all
-// values whose upper bits are `prefix`. Bins are taken from the largest while less than `wanted` lies in those above.
-// Returns the smallest order_of that is kept.
+// Finds the bits of a threshold from the top: `add(prefix, mask, shift)` fills the histogram of the
+// next 8 bits of all values whose upper bits are `prefix`. Bins are taken from the largest while
+// less than `wanted` lies in those above. Returns the smallest order_of that is kept.
 template <typename Weight, typename Add>
 __device__ unsigned radix_threshold(Shared& shared, Weight* bins, u64 wanted, Add add) {
   unsigned prefix = 0;
@@ -261,29 +293,34 @@ __device__ __forceinline__ u64 mass_of(float x, float most) {
   return u64(expf(x - most) * 1099511627776.0f);  // 2^40
 }
 
-// bins[bin] += mass. The lanes of a warp that meet in a bin add up first: 64-bit sums in shared memory are slow to contend for.
+// bins[bin] += mass. The lanes of a warp that meet in a bin add up first: 64-bit sums in shared
+// memory are slow to contend for.
 __device__ __forceinline__ void add_mass(u64* bins, unsigned bin, u64 mass) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   const unsigned peers = __match_any_sync(__activemask(), bin);
   const unsigned low = __reduce_add_sync(peers, unsigned(mass) & 0xfffffu);
   const unsigned high = __reduce_add_sync(peers, unsigned(mass >> 20));
-  if (int(threadIdx.x % 32) == __ffs(peers) - 1) atomicAdd(bins + bin, u64(low) + (u64(high) << 20));
+  if (int(threadIdx.x % 32) == __ffs(peers) - 1)
+    atomicAdd(bins + bin, u64(low) + (u64(high) << 20));
 #else
   atomicAdd(bins + bin, mass);
 #endif
 }
 
-// The draw of a row under top-k or top-p. each(body) calls body(value, id) for all ids that may be kept.
+// The draw of a row under top-k or top-p. each(body) calls body(value, id) for all ids that may be
+// kept.
 template <typename Each>
-__device__ int draw(Shared& shared, const Row& row, float most, double total, bool total_given, Each each) {
+__device__ int draw(Shared& shared, const Row& row, float most, double total, bool total_given,
+                    Each each) {
   unsigned threshold = order_of(-CUDART_INF_F) + 1;  // what is impossible is never kept
   if (row.top_k > 0) {
-    const unsigned kth = radix_threshold(shared, shared.histogram, u64(row.top_k), [&](unsigned prefix, unsigned mask, int shift) {
-      each([&](float x, int) {
-        const unsigned order = order_of(x);
-        if ((order & mask) == prefix) atomicAdd(shared.histogram + (order >> shift & 255), 1u);
-      });
-    });
+    const unsigned kth = radix_threshold(
+        shared, shared.histogram, u64(row.top_k), [&](unsigned prefix, unsigned mask, int shift) {
+          each([&](float x, int) {
+            const unsigned order = order_of(x);
+            if ((order & mask) == prefix) atomicAdd(shared.histogram + (order >> shift & 255), 1u);
+          });
+        });
     threshold = kth > threshold ? kth : threshold;
   }
   if (row.top_p < 1.0f) {
@@ -303,12 +340,14 @@ __device__ int draw(Shared& shared, const Row& row, float most, double total, bo
     const double share = ceil(double(row.top_p) * total);
     if (share > 1.0) wanted = u64(share);
     const unsigned least = threshold;
-    const unsigned nucleus = radix_threshold(shared, shared.masses, wanted, [&](unsigned prefix, unsigned mask, int shift) {
-      each([&](float x, int) {
-        const unsigned order = order_of(x);
-        if (order >= least && (order & mask) == prefix) add_mass(shared.masses, order >> shift & 255, mass_of(x, most));
-      });
-    });
+    const unsigned nucleus = radix_threshold(
+        shared, shared.masses, wanted, [&](unsigned prefix, unsigned mask, int shift) {
+          each([&](float x, int) {
+            const unsigned order = order_of(x);
+            if (order >= least && (order & mask) == prefix)
+              add_mass(shared.masses, order >> shift & 255, mass_of(x, most));
+          });
+        });
     threshold = nucleus > threshold ? nucleus : threshold;
   }
   u64 best = 0;
@@ -320,17 +359,20 @@ __device__ int draw(Shared& shared, const Row& row, float most, double total, bo
   return id_of(block_largest(best, shared.ranks));
 }
 
-__device__ int draw_limited(Shared& shared, const Row& row, const float* maxima, int segments, float most, Sum sum) {
+__device__ int draw_limited(Shared& shared, const Row& row, const float* maxima, int segments,
+                            float most, Sum sum) {
   const bool alone = row.top_k == 0;  // top-p without top-k
-  const double total = alone ? double(sum.sum) * exp(double(sum.most) - most) * 1099511627776.0 : 0.0;
+  const double total =
+      alone ? double(sum.sum) * exp(double(sum.most) - most) * 1099511627776.0 : 0.0;
   const int tried = alone ? kTopPSegments : row.top_k;
   if (tried <= segments) {
-    const unsigned bound = radix_threshold(shared, shared.histogram, u64(tried), [&](unsigned prefix, unsigned mask, int shift) {
-      for (int i = threadIdx.x; i < segments; i += kThreads) {
-        const unsigned order = order_of(__ldcg(maxima + i));
-        if ((order & mask) == prefix) atomicAdd(shared.histogram + (order >> shift & 255), 1u);
-      }
-    });
+    const unsigned bound = radix_threshold(
+        shared, shared.histogram, u64(tried), [&](unsigned prefix, unsigned mask, int shift) {
+          for (int i = threadIdx.x; i < segments; i += kThreads) {
+            const unsigned order = order_of(__ldcg(maxima + i));
+            if ((order & mask) == prefix) atomicAdd(shared.histogram + (order >> shift & 255), 1u);
+          }
+        });
     if (threadIdx.x == 0) shared.count = shared.listed = 0;
     __syncthreads();
     // the ids of these segments lie in shared.ids until the candidates replace them
@@ -403,8 +445,10 @@ __global__ void __launch_bounds__(kThreads) sample(const __grid_constant__ Task 
   float* const maxima = reinterpret_cast<float*>(sums + task.chunks);
 
   // ---- the sweep
-  const int first_chunk = blockIdx.x * task.chunks_each, last_chunk = min(first_chunk + task.chunks_each, task.chunks);
-  if (row.flags & kBadWords) ban_words(task, index, slot, first_chunk * kChunk, last_chunk * kChunk);
+  const int first_chunk = blockIdx.x * task.chunks_each,
+            last_chunk = min(first_chunk + task.chunks_each, task.chunks);
+  if (row.flags & kBadWords)
+    ban_words(task, index, slot, first_chunk * kChunk, last_chunk * kChunk);
   const bool summed = row.summed(), limited = row.limited(), drawn = row.drawn_at_once();
   u64 largest = 0, winner = 0;
   for (int chunk = first_chunk; chunk < last_chunk; ++chunk) {
@@ -425,10 +469,13 @@ __global__ void __launch_bounds__(kThreads) sample(const __grid_constant__ Task 
         largest = rank > largest ? rank : largest;
       }
       if (drawn && most > -CUDART_INF_F && (!winner || most + kMostGumbel > value_of(winner))) {
-        const uint4 words = philox(row.seed_low, row.seed_high, unsigned(id) / 4, unsigned(row.generated));
+        const uint4 words =
+            philox(row.seed_low, row.seed_high, unsigned(id) / 4, unsigned(row.generated));
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          if (x[half][i] == -CUDART_INF_F || (winner && x[half][i] + kMostGumbel <= value_of(winner))) continue;
+          if (x[half][i] == -CUDART_INF_F ||
+              (winner && x[half][i] + kMostGumbel <= value_of(winner)))
+            continue;
           const u64 rank = rank_of(x[half][i] + gumbel(get(words, i)), id + i);
           winner = rank > winner ? rank : winner;
         }
@@ -494,7 +541,8 @@ __global__ void __launch_bounds__(kThreads) sample(const __grid_constant__ Task 
     for (int i = lane; i < task.chunks; i += 32)
       sum = merge(sum, {__ldcg(&sums[i].most), __ldcg(&sums[i].sum)});
     sum = warp_merge(sum);
-    sum.most = __shfl_sync(kAll, sum.most, 0), sum.sum = __shfl_sync(kAll, sum.sum, 0);  // the same bits everywhere
+    sum.most = __shfl_sync(kAll, sum.most, 0);  // the same bits everywhere
+    sum.sum = __shfl_sync(kAll, sum.sum, 0);
   }
   const int* const ints = task.ints + int64_t(slot) * kNumInts;
   const float most = value_of(largest);
@@ -531,7 +579,9 @@ __global__ void __launch_bounds__(kThreads) sample(const __grid_constant__ Task 
   if (row.flags & kDecay) {
     const float* const floats = task.floats + int64_t(slot) * kNumFloats;
     const float now = task.top_p[slot];
-    task.top_p[slot] = token == ints[kTopPResetId] ? floats[kTopPInitial] : fmaxf(now * floats[kTopPDecay], floats[kTopPMin]);
+    task.top_p[slot] = token == ints[kTopPResetId]
+                           ? floats[kTopPInitial]
+                           : fmaxf(now * floats[kTopPDecay], floats[kTopPMin]);
   }
 }
 
@@ -545,24 +595,29 @@ int64_t row_bytes(int vocab) {
 
 using namespace tridecode;
 
-int64_t tridecode_sample_scratch(int max_rows, int vocab_size) { return max_rows * row_bytes(vocab_size); }
+int64_t tridecode_sample_scratch(int max_rows, int vocab_size) {
+  return max_rows * row_bytes(vocab_size);
+}
 
-int tridecode_sample(float* logits, const int* slots, const int* ints, const float* floats, float* top_p,
-                     int* generated, int* last_tokens, int* history, int* history_lens, int16_t* counts,
-                     const int* bad_ids, const int* bad_ends, int* tokens, float* log_probs, int num_rows,
-                     int vocab_size, int history_size, int bad_size, int64_t logits_stride, void* scratch,
-                     unsigned int* counters, void* stream) {
-  Task task = {logits,   slots,  ints,      floats,     top_p,        generated, last_tokens,   history,
-               history_lens, counts, bad_ids, bad_ends, tokens,       log_probs, vocab_size, history_size,
-               bad_size, logits_stride};
+int tridecode_sample(float* logits, const int* slots, const int* ints, const float* floats,
+                     float* top_p, int* generated, int* last_tokens, int* history,
+                     int* history_lens, int16_t* counts, const int* bad_ids, const int* bad_ends,
+                     int* tokens, float* log_probs, int num_rows, int vocab_size, int history_size,
+                     int bad_size, int64_t logits_stride, void* scratch, unsigned int* counters,
+                     void* stream) {
+  Task task = {logits,      slots,     ints,         floats,       top_p,    generated,
+               last_tokens, history,   history_lens, counts,       bad_ids,  bad_ends,
+               tokens,      log_probs, vocab_size,   history_size, bad_size, logits_stride};
   if (!aligned16(logits)) return fail("sample: the logits do not begin at a multiple of 16 bytes");
   task.chunks = ceil_div(vocab_size, kChunk);
   task.segments = ceil_div(vocab_size, kSegment);
-  const int blocks = 16 * device().multiprocessors / (num_rows > 0 ? num_rows : 1);  // of a row, about
+  // of a row, about
+  const int blocks = 16 * device().multiprocessors / (num_rows > 0 ? num_rows : 1);
   const int splits = blocks < 1 ? 1 : blocks < task.chunks ? blocks : task.chunks;
   task.chunks_each = ceil_div(task.chunks, splits);
   task.scratch = static_cast<char*>(scratch);
   task.row_bytes = row_bytes(vocab_size);
   task.counters = counters;
-  return launch("sample", sample, dim3(ceil_div(task.chunks, task.chunks_each), num_rows), kThreads, 0, stream, task);
+  return launch("sample", sample, dim3(ceil_div(task.chunks, task.chunks_each), num_rows), kThreads,
+                0, stream, task);
 }
