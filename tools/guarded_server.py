@@ -32,7 +32,7 @@ class GuardedServer:
         name = uuid.uuid4().hex[:8]
         self.folder: Path = runtime_dir.base_dir() / f"serve-{name}"
         self.shm_prefix = f"{SHM_PREFIX}_{name}_"
-        self._lock_fd = runtime_dir.lock(self.folder)
+        self._lock_fd = runtime_dir.lock_new(self.folder)
         try:
             install = triton_install.prepare(self.folder, door_python)
         except BaseException:

@@ -29,6 +29,7 @@ MAX_SOCKET_PATH = 107  # bytes that sockaddr_un.sun_path holds, less the termina
 OWNER = "owner"
 CONTROL = "control.sock"
 UNWRITTEN_S = 60.0  # a folder without a record is stale after so long
+SWEEP_S = 10.0  # no sweep looks at one folder for so long
 STOPPING = "stopping"  # a file of this name in the parent: the server is going, start nothing new
 
 
@@ -114,6 +115,19 @@ def lock(folder: Path) -> int | None:
         if _is_still(folder, fd):
             return fd
         os.close(fd)
+
+
+def lock_new(folder: Path) -> int:
+    """As lock, of a folder whose name nobody else uses; a sweep that looks into it may hold it for a moment.
+
+    Raises ConfigError if somebody does use it.
+    """
+    deadline = time.monotonic() + SWEEP_S
+    while (fd := lock(folder)) is None:
+        if time.monotonic() > deadline:
+            raise ConfigError(f"{folder} is locked by another process; wanted a folder of our own")
+        time.sleep(0.01)
+    return fd
 
 
 def _lock_existing(folder: Path) -> int | None:

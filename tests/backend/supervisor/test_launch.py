@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -99,6 +100,14 @@ def test_the_engine_gets_its_own_environment_back(monkeypatch):
     environment = launch.engine_environment()
     assert "LD_LIBRARY_PATH" not in environment
     assert environment["PATH"] == "/engine/bin"
+
+
+def test_a_new_folder_that_a_sweep_looks_into_is_locked_a_moment_later(tmp_path):
+    looking = runtime_dir.lock(tmp_path / "new")
+    timer = threading.Timer(0.2, os.close, (looking,))
+    timer.start()
+    os.close(runtime_dir.lock_new(tmp_path / "new"))
+    timer.join()
 
 
 def test_folders_of_dead_servers_are_swept_and_those_of_living_ones_stay(tmp_path, monkeypatch):
