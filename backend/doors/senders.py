@@ -48,7 +48,6 @@ class Stream:
         self.label = label
         self.answer: Answer | None = None
         self.requests: list[int] = []  # ids in the engine link, one a row or one for all rows
-        self.started = time.monotonic()
         self._senders, self._sender = senders, sender
         self._events: deque[tuple[int, Event]] = deque()
         #: code and text: an exception's traceback would keep the request and its shared memory alive
