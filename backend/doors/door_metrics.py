@@ -68,8 +68,8 @@ class DoorMetrics:
             labels = {"model": self._door, **({"outcome": outcome} if outcome else {})}
             self._metric(name, labels, pb_utils.MetricFamily.COUNTER).increment(value)
         beat = self._link.beat()
-        for name, value in (_gauges(beat) if beat else {"tridecode_engine_ready": 0.0}).items():
-            self._metric(name, {"engine": self._engine}, pb_utils.MetricFamily.GAUGE).set(value)
+        for name, gauge in (_gauges(beat) if beat else {"tridecode_engine_ready": 0.0}).items():
+            self._metric(name, {"engine": self._engine}, pb_utils.MetricFamily.GAUGE).set(gauge)
 
     def _metric(self, name: str, labels: dict[str, str], kind: Any) -> Any:
         key = (name, *sorted(labels.items()))

@@ -89,7 +89,7 @@ class EngineLink:
         self._limits: m.Limits | None = None  # of the last engine that was ready
         self._beat: m.EngineBeat | None = None
         # what follows belongs to the link's thread
-        self._context = zmq.Context.instance()
+        self._context: zmq.Context = zmq.Context.instance()
         self._poller = zmq.Poller()
         self._supervisor: zmq.Socket | None = None
         self._engine: zmq.Socket | None = None

@@ -175,7 +175,9 @@ class Senders:
     ):
         """on_end(stream, outcome): called once a stream; outcome is "ok" or an error's code in lower case."""
         self.link, self._on_end = link, on_end
-        self._inboxes = [queue.SimpleQueue() for _ in range(num_senders)]
+        self._inboxes: list[queue.SimpleQueue[Stream | None]] = [
+            queue.SimpleQueue() for _ in range(num_senders)
+        ]
         self._turn = itertools.count()
         self._open: set[Stream] = set()
         self._lock = threading.Lock()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Callable
 
 import numpy as np
@@ -128,7 +129,7 @@ class TritonPythonModel(EngineDoor):
         for words in stop_words:
             _check_stop_words(words)
         return [
-            Row(prompt, self.view, words, lambda row=row: stream.cancel_row(row))
+            Row(prompt, self.view, words, partial(stream.cancel_row, row))
             for row, (prompt, words) in enumerate(zip(prompts, stop_words))
         ]
 
@@ -256,7 +257,7 @@ class Shape:
         """rows: index -> (row, its text, number of tokens, their log-probs)."""
         longest = max(len(log_probs) for _, _, _, log_probs in rows.values())
         padded = [log_probs + [0.0] * (longest - len(log_probs)) for _, _, _, log_probs in rows.values()]
-        columns = {
+        columns: dict[str, list[Any]] = {
             "cum_log_probs": [row.cum_log_prob for row, _, _, _ in rows.values()],
             "output_log_probs": padded,
             "num_input_tokens": [len(row.prompt.ids) for row, _, _, _ in rows.values()],
@@ -282,13 +283,13 @@ class WholeAnswer:
         self._rows, self._shape, self._exclude_input = rows, shape, exclude_input
 
     def take(self, events: list[tuple[int, Event]]) -> list[list]:
-        for row, event in events:
-            self._rows[row].take(event)
+        for index, event in events:
+            self._rows[index].take(event)
         self.num_output_tokens = sum(row.num_tokens for row in self._rows)
         self.finished = all(row.ended for row in self._rows)
         if not self.finished:
             return []
-        reports = {}
+        reports: dict[int, tuple[Row, str, int, list[float]]] = {}
         for index, row in enumerate(self._rows):
             text, count, log_probs = row.report()
             reports[index] = (row, text if self._exclude_input else row.prompt.text + text, count, log_probs)
@@ -304,8 +305,8 @@ class StreamedAnswer:
         self._rows, self._shape = rows, shape
 
     def take(self, events: list[tuple[int, Event]]) -> list[list]:
-        for row, event in events:
-            self._rows[row].take(event)
+        for index, event in events:
+            self._rows[index].take(event)
         responses = []
         for index in dict(events):
             row = self._rows[index]

@@ -33,7 +33,7 @@ class Front:
         self._arrived = threading.Event()
         self._outbox: deque[list[tuple[bytes, m.Event]]] = deque()
         self._doors: dict[bytes, float] = {}  # identity -> when it was last heard of
-        context = zmq.Context.instance()
+        context: zmq.Context = zmq.Context.instance()
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.SNDHWM, 0)

@@ -62,7 +62,7 @@ class DecodeGraphs:
     the smaller fit into it."""
 
     def __init__(
-        self, sizes: list[int], load: Callable[[StepPlan, int], Batch], run: Callable[[Batch], None]
+        self, sizes: list[int], load: Callable[[StepPlan, int], Batch], run: Callable[[Batch], object]
     ):
         self._load = load
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}

@@ -251,7 +251,7 @@ class Scheduler:
 
     def _plan_chunks(self, budget: int, starts: list[SlotStart]) -> list[tuple[Sequence, int]]:
         """(sequence, tokens) of the prompts' chunks of this step; admits from the queue."""
-        chunks = []
+        chunks: list[tuple[Sequence, int]] = []
         for sequence in self._prefilling:
             if budget <= 0:
                 return chunks

@@ -6,6 +6,8 @@ from them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -114,7 +116,7 @@ class StepBuffers:
         max_context: int,
         fresh: bool,
     ) -> Batch:
-        views = {name: packed[start:stop] for name, (start, stop) in layout.views.items()}
+        views: dict[str, Any] = {name: packed[start:stop] for name, (start, stop) in layout.views.items()}
         views["block_tables"] = views["block_tables"].view(rows, -1)
         return Batch(
             **views,

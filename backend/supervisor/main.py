@@ -123,7 +123,7 @@ class Supervisor:
         while self._socket.poll(0):
             identity, *frames = self._socket.recv_multipart()
             try:
-                message = decode(frames[-1], ToSupervisor)
+                message: ToSupervisor = decode(frames[-1], ToSupervisor)
             except (msgspec.DecodeError, IndexError) as error:
                 _log.warning("a message that is none of ours: %s", error)
                 continue

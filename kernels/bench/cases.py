@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tridecode.kernels import ops as o
-from tridecode.kernels.bench.measure import Result, microseconds
+from tridecode.kernels.bench.measure import Result, microseconds, over
 from tridecode.kernels.cuda import Cuda
 from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm, SamplingState
 
@@ -39,9 +39,9 @@ class Bench:
                 self.normal(tokens, columns) for _ in range(max(2, 2**27 // (tokens * columns * 2)) % 65 + 2)
             ]
             norm, out = Norm(self.normal(columns), self.normal(columns), 1e-5), self.normal(tokens, columns)
-            mine = microseconds(lambda: [self.ops.norm(x, norm, out=out) for x in xs], len(xs))
+            mine = microseconds(over(xs, lambda x: self.ops.norm(x, norm, out=out)), len(xs))
             peer = microseconds(
-                lambda: [F.layer_norm(x, (columns,), norm.weight, norm.bias) for x in xs], len(xs)
+                over(xs, lambda x: F.layer_norm(x, (columns,), norm.weight, norm.bias)), len(xs)
             )
             yield Result("norm", f"layer norm {tokens}x{columns}", mine, 4 * tokens * columns, peer=peer)
 
@@ -132,7 +132,7 @@ class Bench:
                 batch = self._batch([context] * rows, [1] * rows, tables, rows)
                 qkv, out = self.normal(rows, shape.qkv_size), self.normal(rows, heads * 128)
                 mine = microseconds(
-                    lambda: [self.ops.decode_attention(qkv, shape, batch, c, out=out) for c in caches],
+                    over(caches, lambda c: self.ops.decode_attention(qkv, shape, batch, c, out=out)),
                     layers,
                 )
                 yield Result(
@@ -203,15 +203,15 @@ class Bench:
                     torch.randint(0, vocab, (rows, 64), device=self.device),
                     torch.rand(rows, 64, device=self.device) * 18,
                 )
-            peer = microseconds(lambda: [each.argmax(-1) for each in logits], len(logits))
+            peer = microseconds(over(logits, lambda each: each.argmax(-1)), len(logits))
             for name, (flags, top_k, top_p) in kinds.items():
                 state.ints[:, o.FLAGS], state.ints[:, o.TOP_K] = flags, top_k
                 state.top_p.fill_(top_p)
                 mine = microseconds(
-                    lambda: [
-                        self.ops.sample(each, slots, state, tokens=tokens, log_probs=log_probs)
-                        for each in logits
-                    ],
+                    over(
+                        logits,
+                        lambda each: self.ops.sample(each, slots, state, tokens=tokens, log_probs=log_probs),
+                    ),
                     len(logits),
                 )
                 yield Result(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Callable
+from typing import Callable, TypeVar
 
 import torch
 
+T = TypeVar("T")
 #: what one sweep of an H200's memory reads a second, and its 16-bit matrix rate, both measured
 #: (docs/benchmarks)
 ROOF_BYTES, ROOF_FLOPS = 4.46e12, 790e12
@@ -43,7 +45,7 @@ class Result:
         return {**asdict(self), "share_of_roof": self.share}
 
 
-def capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     """`run`, once to warm up, then captured."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -57,7 +59,17 @@ def capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def microseconds(run: Callable[[], None], calls: int, replays: int = 5, repeats: int = 5) -> float:
+def over(items: Iterable[T], call: Callable[[T], object]) -> Callable[[], None]:
+    """A chain: `call` with each of the items."""
+
+    def run() -> None:
+        for item in items:
+            call(item)
+
+    return run
+
+
+def microseconds(run: Callable[[], object], calls: int, replays: int = 5, repeats: int = 5) -> float:
     """Of one of the `calls` calls that `run` makes: the median over repeats of replays of the captured chain.
 
     The tensors of the chain must exceed the cache together, or it is the cache that is measured.
