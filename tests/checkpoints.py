@@ -58,8 +58,8 @@ def _settle(model: PreTrainedModel, seed: int) -> PreTrainedModel:
 
 def tiny_gpt2(seed: int = 2, **overrides) -> GPT2LMHeadModel:
     """3 heads of 8, hidden 24, 2 layers, 128 positions."""
-    settings = {"n_embd": 24, "n_head": 3, "n_layer": 2, "n_positions": 128, **overrides}
-    config = GPT2Config(vocab_size=TINY_VOCAB, bos_token_id=0, eos_token_id=0, **settings)
+    settings = {"vocab_size": TINY_VOCAB, "n_embd": 24, "n_head": 3, "n_layer": 2, "n_positions": 128}
+    config = GPT2Config(bos_token_id=0, eos_token_id=0, **{**settings, **overrides})
     return _settle(GPT2LMHeadModel(config), seed)
 
 

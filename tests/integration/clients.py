@@ -14,7 +14,7 @@ from tritonclient.utils import np_to_triton_dtype
 TEXT = object  # numpy's dtype of strings
 
 
-def _fill(module: Any, arrays: dict[str, np.ndarray]) -> list:
+def fill(module: Any, arrays: dict[str, np.ndarray]) -> list:
     inputs = []
     for name, array in arrays.items():
         inputs.append(module.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype)))
@@ -26,7 +26,7 @@ def infer(protocol: str, url: str, model: str, arrays: dict[str, np.ndarray], **
     """One plain call over "http" or "grpc"."""
     module = httpclient if protocol == "http" else grpcclient
     with module.InferenceServerClient(url) as client:
-        return client.infer(model, _fill(module, arrays), **options)
+        return client.infer(model, fill(module, arrays), **options)
 
 
 def stream(
@@ -37,7 +37,7 @@ def stream(
     with grpcclient.InferenceServerClient(url) as client:
         client.start_stream(lambda result, error: answers.put((result, error)))
         client.async_stream_infer(
-            model, _fill(grpcclient, arrays), enable_empty_final_response=True, **options
+            model, fill(grpcclient, arrays), enable_empty_final_response=True, **options
         )
         while True:
             result, error = answers.get(timeout=timeout_s)

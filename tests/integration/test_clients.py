@@ -1,0 +1,290 @@
+"""Public clients, unmodified: what they put on the wire, recorded, and the ways of calling that tritonclient has.
+
+client_requests.json holds requests as FasterTransformer's programs, genai-perf and perf_analyzer sent them to a
+served SmolLM2; docs/clients.md has the commands. A value that all elements of a tensor share stands there once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+import torch
+import tritonclient.grpc as grpcclient
+import tritonclient.grpc.aio as grpcaio
+import tritonclient.http as httpclient
+import tritonclient.http.aio as httpaio
+from tritonclient.grpc import service_pb2 as kserve
+from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
+from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor, triton_to_np_dtype
+
+from tests.backend.engine.offline_models import hf_greedy
+from tests.checkpoints import TINY_VOCAB, save, tiny_gpt2
+from tests.integration.clients import fill, infer, standard_inputs, stream, text_inputs
+from tridecode.tools.build_repo import build_repo
+from tridecode.tools.running_server import ServerProcess, running_server
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
+RECORDED = {
+    (entry["client"], entry["model"]): entry
+    for entry in json.loads(Path(__file__).with_name("client_requests.json").read_text(encoding="utf-8"))
+}
+FT = "FasterTransformer "
+VOCABULARY = 30_000  # above the ids that the clients send, below their end id, as SmolLM2's is
+
+
+@dataclass
+class Stack:
+    server: ServerProcess
+    model: torch.nn.Module
+
+    @property
+    def grpc(self) -> str:
+        return self.server.grpc_url
+
+    @property
+    def http(self) -> str:
+        return self.server.http_url
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        return hf_greedy(self.model, prompt, count)[0]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory) -> Iterator[Stack]:
+    folder: Path = tmp_path_factory.mktemp("clients")
+    model = tiny_gpt2(vocab_size=VOCABULARY, n_positions=256)
+    with torch.no_grad():  # answers are of ids that the tokenizer has, so that they have text
+        model.get_input_embeddings().weight[TINY_VOCAB:] *= 0.2
+    settings = {"cache_bytes": "67108864"}
+    repository = build_repo(
+        str(save(model, folder / "hf")), folder / "repo", parity=False, engine_settings=settings
+    )
+    with running_server(repository) as server:
+        yield Stack(server, model)
+
+
+# ---------------------------------------------------------------- recorded requests
+
+
+def request_of(entry: dict) -> kserve.ModelInferRequest:
+    request = kserve.ModelInferRequest(model_name=entry["model"], id=entry["id"])
+    for name, value in entry["parameters"].items():
+        request.parameters[name].bool_param = value
+    for name in entry["outputs"]:
+        request.outputs.add(name=name)
+    for tensor in entry["inputs"]:
+        name, datatype, shape = tensor["name"], tensor["datatype"], tensor["shape"]
+        request.inputs.add(name=name, datatype=datatype, shape=shape)
+        count = int(np.prod(shape))
+        values = tensor["data"] * (count if len(tensor["data"]) == 1 else 1)
+        array = np.array(values, triton_to_np_dtype(datatype)).reshape(shape)
+        raw = serialize_byte_tensor(array).item() if datatype == "BYTES" else array.tobytes()
+        request.raw_input_contents.append(raw)
+    return request
+
+
+def replay(stack: Stack, client: str, model: str) -> list[dict[str, np.ndarray]]:
+    """The outputs of each response to a recorded request; empty ones, which only say "final", are left out."""
+    entry = RECORDED[client, model]
+    with grpc.insecure_channel(stack.grpc) as channel:
+        stub = GRPCInferenceServiceStub(channel)
+        if not entry["stream"]:
+            return [arrays(stub.ModelInfer(request_of(entry), timeout=60))]
+        answers = list(stub.ModelStreamInfer(iter([request_of(entry)]), timeout=60))
+    assert [answer.error_message for answer in answers if answer.error_message] == []
+    if entry["parameters"].get("triton_enable_empty_final_response"):
+        finals = [answer.infer_response.parameters["triton_final_response"].bool_param for answer in answers]
+        assert finals == [False] * (len(answers) - 1) + [True]
+    return [arrays(answer.infer_response) for answer in answers if answer.infer_response.outputs]
+
+
+def arrays(response: kserve.ModelInferResponse) -> dict[str, np.ndarray]:
+    found = {}
+    for output, raw in zip(response.outputs, response.raw_output_contents):
+        if output.datatype == "BYTES":
+            values = deserialize_bytes_tensor(raw)
+        else:
+            values = np.frombuffer(raw, triton_to_np_dtype(output.datatype))
+        found[output.name] = values.reshape(list(output.shape))
+    return found
+
+
+def sent(client: str, model: str, name: str) -> np.ndarray:
+    (tensor,) = [tensor for tensor in RECORDED[client, model]["inputs"] if tensor["name"] == name]
+    return np.array(tensor["data"]).reshape(tensor["shape"])
+
+
+def text(answer: dict[str, np.ndarray], name: str = "text_output") -> str:
+    return answer[name].reshape(-1)[0].decode()
+
+
+def test_fastertransformers_identity_test(stack: Stack) -> None:
+    client = FT + "identity_test.py"
+    (answer,) = replay(stack, client, "fastertransformer")
+    prompts = sent(client, "fastertransformer", "input_ids").tolist()
+    assert answer["output_ids"].shape == (8, 1, 8 + 24)
+    for prompt, row in zip(prompts, answer["output_ids"][:, 0].tolist()):
+        assert row == prompt + stack.greedy(prompt, 24)
+
+
+def test_fastertransformers_streaming_request_sender(stack: Stack) -> None:
+    client = FT + "issue_request.py, sample_request_stream.json"
+    answers = replay(stack, client, "fastertransformer_streaming")
+    prompts = sent(client, "fastertransformer_streaming", "input_ids").tolist()
+    wanted = stack.greedy(prompts[0], 40)
+    for count, answer in enumerate(answers, start=1):
+        length = answer["sequence_length"][0, 0]
+        assert length == 8 + count and answer["cum_log_probs"][0, 0] < 0
+        assert answer["output_ids"][0, 0, :length].tolist() == prompts[0] + wanted[:count]
+    assert len(answers) == 40
+
+
+def test_an_empty_stop_word_of_a_sample_request_stops_nothing(stack: Stack) -> None:
+    client = FT + "issue_request.py, sample_request_single.json"
+    (answer,) = replay(stack, client, "fastertransformer")
+    assert answer["sequence_length"].tolist() == [[8 + 128]]
+
+
+def test_fastertransformers_end_to_end_test_agrees_with_itself(stack: Stack) -> None:
+    client = FT + "end_to_end_test.py"
+    (whole,) = replay(stack, client + ", ensemble", "ensemble")
+    (tokens,) = replay(stack, client + ", preprocessing", "preprocessing")
+    rows = len(tokens["INPUT_ID"])
+
+    def column(value: float, kind: type) -> np.ndarray:
+        return np.full((rows, 1), value, kind)
+
+    inputs = {
+        "input_ids": tokens["INPUT_ID"],
+        "input_lengths": tokens["REQUEST_INPUT_LEN"],
+        "request_output_len": tokens["REQUEST_OUTPUT_LEN"],
+        "bad_words_list": tokens["BAD_WORDS_IDS"],
+        "stop_words_list": tokens["STOP_WORDS_IDS"],
+        "start_id": column(220, np.uint32),
+        "end_id": column(50256, np.uint32),
+        "is_return_log_probs": column(True, bool),
+    }
+    ids = infer("http", stack.http, "fastertransformer", inputs)
+    inputs = {
+        "TOKENS_BATCH": ids.as_numpy("output_ids"),
+        "RESPONSE_INPUT_LENGTHS": ids.as_numpy("response_input_lengths"),
+    }
+    texts = infer("http", stack.http, "postprocessing", inputs).as_numpy("OUTPUT")
+    assert texts.shape == (8,) and texts.tolist() == whole["OUTPUT_0"].tolist()
+    assert whole["sequence_length"].tolist() == ids.as_numpy("sequence_length").tolist()
+    assert np.allclose(whole["cum_log_probs"], ids.as_numpy("cum_log_probs"), atol=1e-4)
+    prompts = sent(client + ", ensemble", "ensemble", "INPUT_0").reshape(-1)
+    assert all(text.decode().startswith(prompt) for text, prompt in zip(texts, prompts))
+
+
+def test_genai_perf_streaming_gets_as_many_tokens_as_it_wants(stack: Stack) -> None:
+    options = " --streaming --output-tokens-mean-deterministic"
+    answers = replay(stack, "genai-perf --backend tensorrtllm" + options, "tensorrt_llm_bls")
+    assert sum(int(answer["num_output_tokens"].sum()) for answer in answers) == 16
+    (whole,) = replay(stack, "genai-perf --backend tensorrtllm", "tensorrt_llm_bls_plain")
+    assert "".join(map(text, answers)) == text(whole) != ""
+
+
+def test_perf_analyzers_streams_and_plain_calls_agree(stack: Stack) -> None:
+    pieces = replay(stack, "perf_analyzer --streaming, text", "tensorrt_llm_bls")
+    (whole,) = replay(stack, "perf_analyzer, text", "tensorrt_llm_bls_plain")
+    prompt = "Once upon a time"
+    assert text(whole) == prompt + "".join(map(text, pieces))
+    (ensemble,) = replay(stack, "perf_analyzer, ensemble", "ensemble")
+    assert text(ensemble, "OUTPUT_0") == text(whole)
+
+
+def test_perf_analyzer_streams_token_ids(stack: Stack) -> None:
+    client = "perf_analyzer --streaming, token ids"
+    answers = replay(stack, client, "fastertransformer_streaming")
+    prompt = sent(client, "fastertransformer_streaming", "input_ids")[0].tolist()
+    lengths = [int(answer["sequence_length"][0, 0]) for answer in answers]
+    assert lengths == list(range(5, 5 + len(answers))) and 1 <= len(answers) <= 16
+    row = answers[-1]["output_ids"][0, 0, : lengths[-1]].tolist()
+    assert row == prompt + stack.greedy(prompt, len(answers))
+
+
+# ---------------------------------------------------------------- tritonclient's ways of calling
+
+PROMPT = [5, 9, 11, 3]
+
+
+def ids_of(result) -> list[int]:
+    return result.as_numpy("output_ids")[0, 0].tolist()
+
+
+def test_asynchronous_calls_with_a_callback(stack: Stack) -> None:
+    answers: queue.Queue = queue.Queue()
+    wanted = PROMPT + stack.greedy(PROMPT, 5)
+    with grpcclient.InferenceServerClient(stack.grpc) as client:
+        inputs = fill(grpcclient, standard_inputs([PROMPT], [5]))
+        for _ in range(4):
+            client.async_infer(
+                "fastertransformer", inputs, callback=lambda result, error: answers.put((result, error))
+            )
+        for _ in range(4):
+            result, error = answers.get(timeout=60)
+            assert error is None and ids_of(result) == wanted
+
+
+def test_asynchronous_calls_over_http(stack: Stack) -> None:
+    wanted = PROMPT + stack.greedy(PROMPT, 5)
+    with httpclient.InferenceServerClient(stack.http, concurrency=4) as client:
+        inputs = fill(httpclient, standard_inputs([PROMPT], [5]))
+        waiting = [client.async_infer("fastertransformer", inputs) for _ in range(4)]
+        assert [ids_of(one.get_result()) for one in waiting] == [wanted] * 4
+
+
+def test_coroutines_over_both_protocols(stack: Stack) -> None:
+    wanted = PROMPT + stack.greedy(PROMPT, 5)
+
+    async def ask() -> list[list[int]]:
+        arrays = standard_inputs([PROMPT], [5])
+        async with grpcaio.InferenceServerClient(stack.grpc) as client:
+            calls = [client.infer("fastertransformer", fill(grpcaio, arrays)) for _ in range(4)]
+            answers = await asyncio.gather(*calls)
+        async with httpaio.InferenceServerClient(stack.http) as client:
+            answers.append(await client.infer("fastertransformer", fill(httpaio, arrays)))
+        return [ids_of(answer) for answer in answers]
+
+    assert asyncio.run(ask()) == [wanted] * 5
+
+
+def test_a_coroutines_stream(stack: Stack) -> None:
+    async def ask() -> list[list[int]]:
+        async def requests():
+            yield {
+                "model_name": "fastertransformer_streaming",
+                "inputs": fill(grpcaio, standard_inputs([PROMPT], [5])),
+            }
+
+        async with grpcaio.InferenceServerClient(stack.grpc) as client:
+            seen = []
+            async for result, error in client.stream_infer(requests()):
+                assert error is None
+                seen.append(ids_of(result)[: int(result.as_numpy("sequence_length")[0, 0])])
+            return seen
+
+    wanted = PROMPT + stack.greedy(PROMPT, 5)
+    assert asyncio.run(ask()) == [wanted[: 4 + count] for count in range(1, 6)]
+
+
+def test_a_stream_that_is_cancelled_leaves_the_next_one_whole(stack: Stack) -> None:
+    answers: queue.Queue = queue.Queue()
+    with grpcclient.InferenceServerClient(stack.grpc) as client:
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        inputs = text_inputs("the cat", 200, stream=True)
+        client.async_stream_infer("tensorrt_llm_bls", fill(grpcclient, inputs))
+        answers.get(timeout=60)
+        client.stop_stream(cancel_requests=True)
+    seen = list(stream(stack.grpc, "fastertransformer_streaming", standard_inputs([PROMPT], [5])))
+    assert ids_of(seen[-1]) == PROMPT + stack.greedy(PROMPT, 5)
