@@ -1,7 +1,8 @@
-"""Public clients, unmodified: what they put on the wire, recorded, and the ways of calling that tritonclient has.
+"""Public clients, unmodified: what they put on the wire, recorded, and tritonclient's ways of calling.
 
-client_requests.json holds requests as FasterTransformer's programs, genai-perf and perf_analyzer sent them to a
-served SmolLM2; docs/clients.md has the commands. A value that all elements of a tensor share stands there once.
+client_requests.json holds requests as FasterTransformer's programs, genai-perf and perf_analyzer sent them to
+a served SmolLM2; docs/clients.md has the commands. A value that all elements of a tensor share stands there
+once.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def request_of(entry: dict) -> kserve.ModelInferRequest:
 
 
 def replay(stack: Stack, client: str, model: str) -> list[dict[str, np.ndarray]]:
-    """The outputs of each response to a recorded request; empty ones, which only say "final", are left out."""
+    """The outputs of each response to a recorded request, without empty ones, which only say "final"."""
     entry = RECORDED[client, model]
     with grpc.insecure_channel(stack.grpc) as channel:
         stub = GRPCInferenceServiceStub(channel)

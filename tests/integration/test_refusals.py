@@ -1,0 +1,304 @@
+"""What made FasterTransformer's backend read past its buffers, hang or die is here an error that names it, or
+an answer with a meaning, and the server goes on. With the real server and a real engine.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable
+
+import numpy as np
+import pytest
+import torch
+from tritonclient.utils import InferenceServerException
+
+from tests.backend.engine.offline_models import hf_greedy
+from tests.checkpoints import TINY_VOCAB, save, tiny_gpt2
+from tests.integration.clients import infer, stream, token_inputs
+from tridecode.backend.errors import TridecodeError
+from tridecode.tools.build_repo import build_repo
+from tridecode.tools.running_server import ServerProcess, running_server
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
+POSITIONS = 128
+PROMPTS = [[5, 9, 11], [7, 4]]
+
+
+def column(*values: float, kind: type = np.uint32) -> np.ndarray:
+    return np.array(values, kind)[:, None]
+
+
+def words(*rows: list[list[int]]) -> np.ndarray:
+    """[B, 2, n]: each row is [ids, offsets]."""
+    return np.array(rows, np.int32)
+
+
+# ---------------------------------------------------------------- requests
+
+
+@dataclass
+class Stack:
+    server: ServerProcess
+    repository: Path
+    model: torch.nn.Module
+
+    def ask(self, **changes: np.ndarray):
+        inputs = token_inputs(PROMPTS, [4, 4])
+        return infer("grpc", self.server.grpc_url, "fastertransformer", {**inputs, **changes})
+
+    def lives(self) -> bool:
+        row = self.ask().as_numpy("output_ids")[0, 0].tolist()
+        return row == PROMPTS[0] + hf_greedy(self.model, PROMPTS[0], 4)[0]
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("refusals")
+    settings = {"cache_bytes": "16777216", "max_bad_word_tokens": "1024"}
+    checkpoint = save(tiny_gpt2(n_positions=POSITIONS), folder / "hf")
+    return build_repo(str(checkpoint), folder / "repo", parity=False, engine_settings=settings)
+
+
+@pytest.fixture(scope="module")
+def stack(repository: Path) -> Iterator[Stack]:
+    with running_server(repository) as server:
+        yield Stack(server, repository, tiny_gpt2(n_positions=POSITIONS))
+
+
+REFUSED: dict[str, tuple[dict[str, np.ndarray], str, str]] = {
+    "a length beyond the width": ({"input_lengths": column(3, 4)}, "INVALID", "input_lengths of row 1 is 4"),
+    "lengths of another batch": ({"input_lengths": column(3, 2, 1)}, "INVALID", "input_lengths|batch"),
+    "an id beyond the vocabulary": (
+        {"input_ids": np.array([[5, 9, 11], [7, TINY_VOCAB, 0]], np.uint32)},
+        "INVALID",
+        f"row 1 of input_ids has the token id {TINY_VOCAB}",
+    ),
+    "a prompt id, as of prompt learning": (
+        {"input_ids": np.array([[2**31, 9, 11], [7, 4, 0]], np.uint32)},
+        "INVALID",
+        f"token id {2**31}",
+    ),
+    "2^31 new tokens": ({"request_output_len": column(4, 2**31)}, "INVALID", "request_output_len"),
+    "2^32 - 1 new tokens": ({"request_output_len": column(2**32 - 1, 4)}, "INVALID", "request_output_len"),
+    "one token more than there are positions": (
+        {"request_output_len": column(POSITIONS - 2, 4)},
+        "INVALID",
+        f"request_output_len asks for {POSITIONS - 2} more",
+    ),
+    "several output lengths a row": (
+        {"request_output_len": np.full((2, 3), 4, np.uint32)},
+        "INVALID",
+        "request_output_len has shape",
+    ),
+    "a negative temperature": ({"temperature": column(1, -1, kind=np.float32)}, "INVALID", "temperature"),
+    "a temperature of NaN": ({"temperature": column(np.nan, 1, kind=np.float32)}, "INVALID", "temperature"),
+    "an infinite temperature": (
+        {"temperature": column(np.inf, 1, kind=np.float32)},
+        "INVALID",
+        "temperature",
+    ),
+    "a repetition penalty of 0": (
+        {"repetition_penalty": column(0, 1, kind=np.float32)},
+        "INVALID",
+        "repetition_penalty",
+    ),
+    "a negative repetition penalty": (
+        {"repetition_penalty": column(1, -2, kind=np.float32)},
+        "INVALID",
+        "repetition_penalty",
+    ),
+    "a top_p of NaN": ({"runtime_top_p": column(np.nan, 0, kind=np.float32)}, "INVALID", "runtime_top_p"),
+    "a negative top_p": ({"runtime_top_p": column(-0.5, 0, kind=np.float32)}, "INVALID", "runtime_top_p"),
+    "no beams": ({"beam_width": column(0, 0)}, "UNIMPLEMENTED", "beam_width is 0"),
+    "too many beams": ({"beam_width": column(65, 65)}, "UNIMPLEMENTED", "beam_width is 65"),
+    "beams in one row only": ({"beam_width": column(1, 4)}, "UNIMPLEMENTED", "beam_width is 4"),
+    "both penalties": (
+        {
+            "repetition_penalty": column(1.2, 1.2, kind=np.float32),
+            "presence_penalty": column(0.5, 0.5, kind=np.float32),
+        },
+        "INVALID",
+        "repetition_penalty is 1.2.* and presence_penalty is 0.5",
+    ),
+    "an offset beyond the words": (
+        {"bad_words_list": words([[5, 6], [9, -1]], [[0, 0], [-1, -1]])},
+        "INVALID",
+        "bad_words_list has the offset 9",
+    ),
+    "offsets that fall": (
+        {"stop_words_list": words([[5, 6], [2, 1]], [[0, 0], [-1, -1]])},
+        "INVALID",
+        "stop_words_list has the offset 1 after 2",
+    ),
+    "a negative id in a word": (
+        {"stop_words_list": words([[-5, 6], [2, -1]], [[0, 0], [-1, -1]])},
+        "INVALID",
+        "stop_words_list has the token id -5",
+    ),
+    "words of another batch": (
+        {"bad_words_list": np.tile(words([[5], [1]]), (3, 1, 1))},
+        "INVALID",
+        "bad_words_list|batch",
+    ),
+    "more stop words than there is room for": (
+        {"stop_words_list": words(*[[[3] * 1025, [1025] + [-1] * 1024]] * 2)},
+        "INVALID",
+        "stop_words_list has 1,025 token ids",
+    ),
+    "a task of prompt learning": (
+        {"prompt_learning_task_name_ids": column(3, 3)},
+        "UNIMPLEMENTED",
+        "prompt_learning_task_name_ids",
+    ),
+    "seeds of another batch": (
+        {"random_seed": column(1, 2, 3, kind=np.uint64)},
+        "INVALID",
+        "random_seed|batch",
+    ),
+    "another dtype": ({"random_seed": column(1, 2, kind=np.int32)}, "INVALID", "random_seed"),
+    "an input that there is not": ({"session_len": column(9, 9)}, "INVALID", "session_len"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_bad_request_gets_its_status_and_a_text_and_the_server_lives(stack: Stack, name: str) -> None:
+    changes, status, text = REFUSED[name]
+    with pytest.raises(InferenceServerException, match=text) as caught:
+        stack.ask(**changes)
+    assert status in caught.value.status()
+    inputs = {**token_inputs(PROMPTS, [4, 4]), **changes}
+    with pytest.raises(InferenceServerException, match=text):
+        list(stream(stack.server.grpc_url, "fastertransformer_streaming", inputs))
+    assert stack.lives()
+
+
+def test_no_new_tokens_give_the_prompt_back(stack: Stack) -> None:
+    answer = stack.ask(request_output_len=column(0, 0), is_return_log_probs=column(1, 1, kind=bool))
+    assert answer.as_numpy("output_ids").tolist() == [[[5, 9, 11]], [[7, 4, 0]]]
+    assert answer.as_numpy("output_log_probs").shape == (2, 1, 0)
+    assert answer.as_numpy("cum_log_probs").tolist() == [[0.0], [0.0]]
+    inputs = {**token_inputs(PROMPTS, [0, 0])}
+    seen = list(stream(stack.server.grpc_url, "fastertransformer_streaming", inputs))
+    assert len(seen) == 1 and seen[0].as_numpy("sequence_length").tolist() == [[3], [2]]
+
+
+def test_an_empty_row_goes_on_from_its_start_id(stack: Stack) -> None:
+    answer = stack.ask(input_lengths=column(0, 2), start_id=column(9, 9))
+    wanted = hf_greedy(stack.model, [9], 4)[0]
+    assert answer.as_numpy("output_ids")[0, 0, :4].tolist() == wanted
+    assert answer.as_numpy("sequence_length").tolist() == [[4], [6]]
+
+
+def test_a_sequence_may_fill_every_position(stack: Stack) -> None:
+    answer = stack.ask(request_output_len=column(POSITIONS - 3, 4))
+    wanted = PROMPTS[0] + hf_greedy(stack.model, PROMPTS[0], POSITIONS - 3)[0]
+    length = answer.as_numpy("sequence_length")[0, 0]
+    assert answer.as_numpy("output_ids")[0, 0, :length].tolist() == wanted[:length]
+    assert length == POSITIONS or wanted[length - 1] == 0  # 0 ends a text
+
+
+def test_a_temperature_of_0_is_greedy_beside_rows_that_are_not(stack: Stack) -> None:
+    answer = stack.ask(temperature=column(0, 1, kind=np.float32), runtime_top_k=column(40, 40))
+    assert (
+        answer.as_numpy("output_ids")[0, 0].tolist() == PROMPTS[0] + hf_greedy(stack.model, PROMPTS[0], 4)[0]
+    )
+
+
+def test_log_probabilities_are_each_rows_own_choice(stack: Stack) -> None:
+    answer = stack.ask(is_return_log_probs=column(0, 1, kind=bool))
+    log_probs = answer.as_numpy("output_log_probs")
+    assert (log_probs[0] == 0).all() and (log_probs[1] < 0).all()
+
+
+def test_where_every_token_is_banned_the_text_ends(stack: Stack) -> None:
+    every = np.arange(TINY_VOCAB, dtype=np.int32)
+    banned = np.stack([every, every + 1])[None]
+    answer = stack.ask(bad_words_list=np.tile(banned, (2, 1, 1)))
+    assert answer.as_numpy("sequence_length").tolist() == [[4], [3]]  # the end id alone
+    assert stack.lives()
+
+
+# ---------------------------------------------------------------- repositories
+
+
+def test_stop_words_end_a_text_on_pipeline_stages_too(repository: Path, stack: Stack, tmp_path) -> None:
+    copy = tmp_path / "repo"
+    shutil.copytree(repository, copy)
+    _parameter("pipeline_para_size", "2")(copy)
+    rows = [hf_greedy(stack.model, prompt, 6)[0] for prompt in PROMPTS]
+    lists = words(*[[[row[2]], [1]] for row in rows])
+    wanted = [[len(prompt) + row.index(row[2]) + 1] for prompt, row in zip(PROMPTS, rows)]
+    with running_server(copy) as server:
+        staged = Stack(server, copy, stack.model)
+        for one in (stack, staged):
+            answer = one.ask(request_output_len=column(6, 6), stop_words_list=lists)
+            assert answer.as_numpy("sequence_length").tolist() == wanted
+
+
+def _parameter(name: str, value: str) -> Callable[[Path], None]:
+    def edit(repository: Path) -> None:
+        path = repository / "fastertransformer" / "config.pbtxt"
+        pattern = rf'(key: "{name}" value: {{ string_value: )"[^"]*"'
+        text, count = re.subn(pattern, rf'\1"{value}"', path.read_text())
+        assert count == 1
+        path.write_text(text)
+
+    return edit
+
+
+def _ini(key: str, value: str | None) -> Callable[[Path], None]:
+    def edit(repository: Path) -> None:
+        path = repository / "fastertransformer" / "1" / "1-gpu" / "config.ini"
+        line = "" if value is None else f"{key} = {value}"
+        text, count = re.subn(rf"(?m)^{key} *=.*$", line, path.read_text())
+        assert count == 1
+        path.write_text(text)
+
+    return edit
+
+
+_FILE = "model.layers.1.mlp.dense_h_to_4h.weight.0.bin"
+
+
+def _no_file(repository: Path) -> None:
+    (repository / "fastertransformer" / "1" / "1-gpu" / _FILE).unlink()
+
+
+def _short_file(repository: Path) -> None:
+    path = repository / "fastertransformer" / "1" / "1-gpu" / _FILE
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no tensor ranks": (_parameter("tensor_para_size", "0"), "tensor_para_size is 0; wanted 1 or more"),
+    "no pipeline stages": (
+        _parameter("pipeline_para_size", "0"),
+        "pipeline_para_size is 0; wanted 1 or more",
+    ),
+    "an unknown data type": (_parameter("data_type", "fp8"), "data_type is 'fp8'; wanted one of fp32, fp16"),
+    "more ranks than heads": (_parameter("tensor_para_size", "2"), "tensor_para_size = 2 does not divide"),
+    "a missing key": (_ini("head_num", None), r"section \[gpt\] has no head_num"),
+    "a layer too many": (_ini("num_layer", "3"), r"model\.layers\.2\..*(missing|no such|not found)"),
+    "another width": (_ini("inter_size", "100"), "holds [0-9,]+ bytes; .* needs"),
+    "a missing file": (_no_file, re.escape(_FILE)),
+    "a short file": (_short_file, re.escape(_FILE) + " holds [0-9,]+ bytes; .* needs"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_repository_is_refused_at_once_with_the_reason(repository: Path, tmp_path, name) -> None:
+    break_it, text = BROKEN[name]
+    copy = tmp_path / "repo"
+    shutil.copytree(repository, copy)
+    break_it(copy)
+    started = time.monotonic()
+    with pytest.raises(TridecodeError, match=text):
+        with running_server(copy):
+            pass
+    assert time.monotonic() - started < 40
