@@ -142,6 +142,35 @@ def compare(
 
 
 @app.command()
+def beside(
+    model: Annotated[
+        Optional[str], typer.Option(help="Hugging Face directory or .gguf; default: SmolLM2-135M.")
+    ] = None,
+    streams: Annotated[str, typer.Option(help="Streams at a time, separated by commas.")] = "1,16,64",
+    prompt_tokens: _PromptTokens = 64,
+    output_tokens: _OutputTokens = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="Every engine runs once a round; medians count.")] = 5,
+    cache: Annotated[Path, typer.Option(help="Where the repository is kept.")] = Path("demo"),
+    output: _Output = _RESULTS,
+    name: Annotated[str, typer.Option(help="Of the files that are written.")] = "beside",
+) -> None:
+    """A checkpoint on this CPU, beside transformers and ctranslate2.
+
+    Our engine alone and behind Triton, transformers' generate, and ctranslate2 where it is installed, all in
+    fp32, in turns; forced lengths, greedy.
+
+    \b
+    Example:
+      tridecode bench beside --streams 1,16,64
+    """
+    from tridecode.tools.bench.beside import run_beside
+    from tridecode.tools.bench.measure import Job
+
+    job = Job(batches=_numbers(streams), prompt_tokens=prompt_tokens, output_tokens=output_tokens, repeats=1)
+    run_beside(model, job, rounds, cache, output, name)
+
+
+@app.command()
 def load(
     url: Annotated[
         str, typer.Option("--url", "-u", help="host:port of the server's gRPC.")

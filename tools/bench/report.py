@@ -22,6 +22,7 @@ _PACKAGES = (
     "torch",
     "transformers",
     "vllm",
+    "ctranslate2",
     "numpy",
     "tokenizers",
     "tritonclient",

@@ -13,15 +13,16 @@ from transformers import AutoModelForCausalLM
 from tridecode.backend.config import EngineConfig
 from tridecode.backend.engine.loader import DTYPES
 from tridecode.backend.engine.settings import choose_device
+from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.tools.bench.hf_config import hf_config
 from tridecode.tools.bench.measure import Job, Say, answer, measure
 
 
 def bench_transformers(job: Job, say: Say = lambda text: None) -> dict[str, Any]:
-    """measure() of transformers. job.directory: a Hugging Face checkpoint."""
+    """measure() of transformers. job.directory: a Hugging Face checkpoint or a .gguf file."""
     say("loading")
     device = choose_device(EngineConfig(device=job.device))
-    model = _model(job, device)
+    model = load_model(job, device)
 
     def generate(prompts: Sequence[Sequence[int]], output_tokens: int) -> float:
         size = len(prompts) if not job.prompts else job.batches[0]
@@ -40,7 +41,11 @@ def bench_transformers(job: Job, say: Say = lambda text: None) -> dict[str, Any]
     }
 
 
-def _model(job: Job, device: torch.device) -> Any:
+def load_model(job: Job, device: torch.device) -> Any:
+    """transformers' model of a job, in evaluation mode."""
+    if job.directory.endswith(".gguf"):
+        plain: Any = open_checkpoint(job.directory).reference_model(DTYPES[job.dtype or "fp32"])
+        return plain.to(device)
     if job.directory:
         dtype = DTYPES[job.dtype] if job.dtype else "auto"
         loaded: Any = AutoModelForCausalLM.from_pretrained(job.directory, dtype=dtype)

@@ -1,0 +1,143 @@
+"""`tridecode bench beside`: one checkpoint on one CPU, by our engine, our server, transformers, ctranslate2.
+
+Somebody else may use the machine meanwhile, so the engines take turns: each runs once a round, a figure is
+its median over the rounds, and a ratio is the median of the rounds' own ratios.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from tridecode.backend.errors import TridecodeError
+from tridecode.tools.bench.measure import Job, run_apart
+from tridecode.tools.bench.plots import plot_batches
+from tridecode.tools.bench.report import table, write_report
+from tridecode.tools.bench.server import bench_server
+from tridecode.tools.demo import demo_repository, packaged_model
+from tridecode.tools.progress import spinner
+
+ENGINE, SERVER, TRANSFORMERS, CTRANSLATE2 = "engine", "behind Triton", "transformers", "ctranslate2"
+_MODULES = {
+    ENGINE: "tridecode.tools.bench.engine",
+    TRANSFORMERS: "tridecode.tools.bench.transformers_bench",
+    CTRANSLATE2: "tridecode.tools.bench.ctranslate2_bench",
+}
+_MOST_OF_OTHERS = 16  # transformers would take minutes for 64 sequences
+_FIGURES = ("first_token_ms", "step_ms", "tokens_per_s", "total_tokens_per_s")
+Round = Mapping[str, Mapping[str, Any]]  # of each engine what measure() says, or its error
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times the tokens a second, prompts included: (engine, sequences) over another such."""
+
+    over: tuple[str, int]
+    under: tuple[str, int]
+
+    def __str__(self) -> str:
+        names = [f"{name} with {count}" for name, count in (self.over, self.under)]
+        return " over ".join(names)
+
+    def of(self, one: Round) -> float | None:
+        over, under = _rate(one, *self.over), _rate(one, *self.under)
+        return over / under if over and under else None
+
+
+def run_beside(model: str | None, job: Job, rounds: int, cache: Path, output: Path, name: str) -> None:
+    """Measure, print, and write `name`.json and `name`.png.
+
+    model: a Hugging Face directory or .gguf file, None: SmolLM2-135M-Instruct; its repository is kept under
+    `cache`. job.batches: streams; the others are asked for those up to 16. Raises TridecodeError where our
+    engine fails or a stream through the server loses a token.
+    """
+    checkpoint = model or str(packaged_model())
+    repository = demo_repository(checkpoint, cache)
+    ours = replace(job, directory=str(repository), device="cpu")
+    few = tuple(batch for batch in job.batches if batch <= _MOST_OF_OTHERS)
+    others = replace(ours, directory=checkpoint, dtype="fp32", batches=few or (1,))
+    done: list[Round] = []
+    with spinner("four engines in turns") as say:
+        for number in range(1, rounds + 1):
+            found: dict[str, Mapping[str, Any]] = {}
+            for engine, module in _MODULES.items():
+                say(f"round {number} of {rounds}: {engine}")
+                found[engine] = run_apart(module, ours if engine == ENGINE else others)
+                if engine == ENGINE:
+                    if "error" in found[ENGINE]:
+                        raise TridecodeError(found[ENGINE]["error"])
+                    say(f"round {number} of {rounds}: {SERVER}")
+                    found[SERVER] = bench_server(ours)
+            done.append(found)
+    medians = {engine: _medians(done, engine) for engine in done[0]}
+    ratios = {str(ratio): _median(ratio, done) for ratio in _ratios(job.batches)}
+    title = f"{Path(checkpoint).name.removesuffix('.gguf')} fp32, {job.prompt_tokens} tokens in, "
+    title += f"{job.output_tokens} out, {rounds} rounds"
+    _show(title, done[0], medians, ratios)
+    settings = {**asdict(replace(job, device="cpu")), "rounds": rounds, "model": Path(checkpoint).name}
+    results = {"medians": medians, "ratios": ratios, "rounds": [_without_paths(one) for one in done]}
+    written = write_report(output / f"{name}.json", "beside", settings, results)
+    picture = plot_batches(output / f"{name}.png", title, {k: v for k, v in medians.items() if v})
+    Console().print(f"wrote {written}, {picture}", highlight=False)
+
+
+def _rows(one: Round, engine: str) -> Sequence[Mapping[str, Any]]:
+    return one.get(engine, {}).get("batches", ())
+
+
+def _rate(one: Round, engine: str, batch: int) -> float | None:
+    return next((row["total_tokens_per_s"] for row in _rows(one, engine) if row["batch"] == batch), None)
+
+
+def _medians(rounds: Sequence[Round], engine: str) -> list[dict[str, Any]]:
+    """A row a batch; none of an engine that failed in any round."""
+    tables = [_rows(one, engine) for one in rounds]
+    if not all(tables):
+        return []
+    return [
+        {"batch": rows[0]["batch"], **{key: _middle([row[key] for row in rows]) for key in _FIGURES}}
+        for rows in zip(*tables)
+    ]
+
+
+def _middle(values: Sequence[float]) -> float:
+    return round(statistics.median(values), 3)
+
+
+def _ratios(batches: Sequence[int]) -> list[Ratio]:
+    pairs = [Ratio((ENGINE, batch), (ENGINE, batches[0])) for batch in batches[1:]]
+    pairs += [Ratio((SERVER, batch), (SERVER, batches[0])) for batch in batches[1:]]
+    pairs += [Ratio((SERVER, batch), (ENGINE, batch)) for batch in batches]
+    few = [batch for batch in batches if batch <= _MOST_OF_OTHERS]
+    return pairs + [Ratio((ENGINE, b), (other, b)) for other in (TRANSFORMERS, CTRANSLATE2) for b in few]
+
+
+def _median(ratio: Ratio, rounds: Sequence[Round]) -> float | None:
+    found = [ratio.of(one) for one in rounds]
+    values = [value for value in found if value is not None]
+    return _middle(values) if values else None
+
+
+def _without_paths(one: Round) -> dict[str, Any]:
+    return {engine: {k: v for k, v in found.items() if k != "model"} for engine, found in one.items()}
+
+
+def _show(
+    title: str, first: Round, medians: Mapping[str, Sequence], ratios: Mapping[str, float | None]
+) -> None:
+    console = Console()
+    columns = ["", "sequences", "first token ms", "ms/step", "tokens/s decoding", "tokens/s in all"]
+    rows = [
+        [engine, row["batch"], *(row[key] for key in _FIGURES)]
+        for engine, table_rows in medians.items()
+        for row in table_rows
+    ]
+    console.print(table(title, columns, rows))
+    for engine, found in first.items():
+        console.print(f"{engine}: {found.get('error', found.get('engine'))}", highlight=False, markup=False)
+    console.print(table("tokens/s in all", ["", "times"], [[name, ratio] for name, ratio in ratios.items()]))
