@@ -117,7 +117,7 @@ def _clear(folder: Path) -> None:
     """Remove what a killed supervisor left, save the record of its epochs."""
     for entry in folder.iterdir():
         if entry.name != runtime_dir.OWNER:
-            entry.unlink()
+            entry.unlink(missing_ok=True)  # its last rank may be at the same work
 
 
 def engine_python() -> str:

@@ -23,6 +23,7 @@ import psutil
 import pytest
 import tritonclient.grpc as grpcclient
 
+from tests.waiting import wait_until
 from tridecode.backend.supervisor import shared_memory
 from tridecode.tools import triton_install
 from tridecode.tools.running_server import ServerProcess, free_ports
@@ -32,6 +33,7 @@ pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 SHM = Path("/dev/shm")
 ERROR_S = 5.0  # an open request ends with an error within so long
+END_S = 20.0  # a killed server's guard and supervisor clean up within so long, on a slow machine
 
 CONFIG = """
 name: "{name}"
@@ -46,16 +48,6 @@ output {{ name: "output_ids" data_type: TYPE_UINT32 dims: [ -1, -1 ] }}
 output {{ name: "sequence_length" data_type: TYPE_UINT32 dims: [ -1 ] }}
 parameters {{ key: "engine_model" value: {{ string_value: "fastertransformer" }} }}
 """
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float, what: str) -> float:
-    """Seconds until the condition held; fails after timeout_s."""
-    start = time.monotonic()
-    while not condition():
-        waited = time.monotonic() - start
-        assert waited < timeout_s, f"{what}: not within {timeout_s} s"
-        time.sleep(0.02)
-    return time.monotonic() - start
 
 
 class Request:
@@ -97,11 +89,19 @@ def marked_processes(mark: str) -> list[psutil.Process]:
     for process in psutil.process_iter():
         try:
             if process.pid != os.getpid() and process.environ().get("TRIDECODE_TEST_MARK") == mark:
-                process.cmdline()  # raises for a zombie
                 found.append(process)
         except psutil.Error:
             continue
-    return found
+    return [process for process in found if command_line(process)]
+
+
+def command_line(process: psutil.Process) -> list[str]:
+    """The arguments of a process; empty where it has ended. A zombie has: its parent may never reap it, as
+    the first process of a container does not."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
 
 
 class Service:
@@ -112,7 +112,11 @@ class Service:
         self._mark = mark
         self._requests: list[Request] = []
         self.server = ServerProcess(root / "repo", root / "serve.log", drain_s=drain_s)
-        self.server.wait_ready()
+        try:
+            self.server.wait_ready()
+        except BaseException:
+            self.server.stop()
+            raise
         self.triton = psutil.Process(self.server.server_pid)
         (setting,) = [part for part in self.triton.cmdline() if "shm-region-prefix-name=" in part]
         self._shm_prefix = setting.split("=")[-1]
@@ -139,13 +143,13 @@ class Service:
 
     def door(self, model: str) -> psutil.Process:
         for stub in self.triton.children():
-            if stub.status() != psutil.STATUS_ZOMBIE and f"/{model}/1/model.py" in " ".join(stub.cmdline()):
+            if any(part.endswith(f"/{model}/1/model.py") for part in command_line(stub)):
                 return stub
         raise AssertionError(f"no door {model}")
 
     def process(self, argument: str) -> psutil.Process:
         """The one process of ours with that argument."""
-        (found,) = [one for one in self.processes() if argument in one.cmdline()]
+        (found,) = [one for one in self.processes() if argument in command_line(one)]
         return found
 
     @property
@@ -159,12 +163,14 @@ class Service:
         """Processes, shared memory and runtime files that are ours and still exist."""
         regions = [name for name in os.listdir(SHM) if name.startswith(self._shm_prefix)]
         files = [str(path) for path in (self.root / "run").iterdir()]
-        return [str(process.cmdline()) for process in self.processes()] + regions + files
+        lines = [command_line(process) for process in self.processes()]
+        return [str(line) for line in lines if line] + regions + files
 
     def close(self) -> None:
         for request in self._requests:
             request.close()
-        self.server.stop()
+        if self.server.stop() == -signal.SIGKILL:  # its guard goes on without it
+            wait_until(lambda: not self.left(), END_S, "an end of everything")
 
 
 @pytest.fixture
@@ -191,10 +197,22 @@ def repository(monkeypatch) -> Iterator[Callable[..., Service]]:
     yield start
     for service in services:
         service.close()
-    left = services[-1].left() if services else []
+    left = [trace for service in services for trace in service.left()]
     print((root / "serve.log").read_text()[-6000:])  # pytest shows it where a test failed
     shutil.rmtree(root)
     assert not left
+
+
+def test_a_zombie_counts_as_gone(monkeypatch):
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv("TRIDECODE_TEST_MARK", mark)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        wait_until(lambda: marked_processes(mark), what="exec")
+        (seen,) = marked_processes(mark)
+        assert seen.pid == process.pid
+        process.kill()
+        wait_until(lambda: seen.status() == psutil.STATUS_ZOMBIE)
+        assert command_line(seen) == [] and marked_processes(mark) == []
 
 
 def test_a_killed_door_is_brought_back_and_harms_nothing_else(repository):
@@ -267,7 +285,7 @@ def test_nothing_is_left_when_serve_is_killed(repository):
     service.streaming()
     service.server.process.kill()
     service.server.process.wait()
-    print(f"nothing left after {wait_until(lambda: not service.left(), 10, 'an end of everything'):.1f} s")
+    print(f"nothing left after {wait_until(lambda: not service.left(), END_S, 'an end of everything'):.1f} s")
 
 
 def test_nothing_is_left_when_the_guard_is_killed(repository):
@@ -295,7 +313,7 @@ def test_sigterm_ends_requests_that_take_too_long_with_a_reason(repository):
     stream = service.streaming()
     start = time.monotonic()
     assert service.server.stop() == 0
-    assert time.monotonic() - start < 2 + 6
+    assert time.monotonic() - start < 2 + 10, "of the twenty seconds that tritonserver would wait"
     assert stream.done.wait(1) and "SIGTERM" in stream.error
     assert not service.left()
 
@@ -305,10 +323,8 @@ def test_a_second_sigterm_kills(repository):
     service.streaming()
     service.server.process.send_signal(signal.SIGTERM)
     time.sleep(0.5)
-    start = time.monotonic()
     service.server.process.send_signal(signal.SIGTERM)
-    assert service.server.process.wait(5) == 1
-    assert time.monotonic() - start < 2
+    assert service.server.process.wait(5) == 1, "before the requests have ended"
     assert not service.left()
 
 
@@ -328,6 +344,6 @@ def test_nothing_is_left_of_a_killed_server_that_runs_without_serve(repository):
     finally:
         server.kill()
         server.wait()
-    wait_until(lambda: not marked_processes(os.environ["TRIDECODE_TEST_MARK"]), 10, "an end of everything")
+    wait_until(lambda: not marked_processes(os.environ["TRIDECODE_TEST_MARK"]), END_S, "an end of everything")
     assert not regions & set(os.listdir(SHM))
     assert not list((root / "run").iterdir())

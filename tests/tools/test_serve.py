@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import wait_until
 from tridecode.backend.errors import ConfigError, TridecodeError
 from tridecode.backend.supervisor import processes
 from tridecode.tools import door_watch, serve, triton_install
@@ -25,13 +26,6 @@ from tridecode.tools.guarded_server import GuardedServer
 from tridecode.tools.running_server import ServerProcess, free_ports
 from tridecode.tools.triton_http import TritonHttp, TritonHttpError
 from tridecode.tools.triton_install import TritonInstall
-
-
-def wait_until(condition, timeout_s: float, what: str) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
-        time.sleep(0.02)
 
 
 def executable(path: Path, text: str) -> Path:
@@ -215,7 +209,7 @@ def test_a_stopped_door_is_killed_before_it_can_wake(triton, stub, monkeypatch):
     watcher.tick(time.monotonic())
     stub.send_signal(signal.SIGSTOP)
     watch(watcher, lambda: len(triton.calls) == 2)
-    assert stub.wait(1) == -signal.SIGKILL
+    assert stub.wait(5) == -signal.SIGKILL
 
 
 def test_a_door_that_cannot_be_loaded_is_tried_again(triton, stub, monkeypatch):
@@ -284,7 +278,7 @@ def traces(server: GuardedServer) -> list[str]:
 def test_the_guard_leaves_nothing_of_a_killed_server(fake_install, tmp_path, victim):
     with GuardedServer([]) as server:
         wait_until((tmp_path / "ready").exists, 5, "the fake server")
-        assert len(traces(server)) == 4  # server, its orphan to be, region, folder
+        wait_until(lambda: len(traces(server)) == 4, what="server, its orphan to be, region, folder")
         guard = processes.parent(server.pid)
         os.kill(server.pid if victim == "server" else guard, signal.SIGKILL)
         wait_until(lambda: not server.running(), 5, "the end of the server")
@@ -353,4 +347,4 @@ def test_a_server_that_hangs_while_it_loads_is_not_waited_for(tmp_path, fake_tri
     wait_until(lambda: "loading\n" in server.log(), 10, "the start")
     start = time.monotonic()
     assert server.stop() == 0
-    assert time.monotonic() - start < serve.END_S + 2
+    assert time.monotonic() - start < serve.END_S + 10, "of the sixty seconds for requests"

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -24,6 +23,7 @@ from tridecode.model_repo_templates.repository import (
     engine_texts,
     write_models,
 )
+from tridecode.tools.running_server import free_ports
 from tridecode.tools.triton_install import prepare
 
 ANSWER = " world, hello streaming 東京 text! 😀 A stop word"
@@ -40,16 +40,6 @@ class RealServer:
     process: subprocess.Popen
     engine: FakeEngine
     supervisor: FakeSupervisor
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def write_repository(root: Path, models: list[RepositoryModel]) -> Path:

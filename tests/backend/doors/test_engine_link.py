@@ -12,11 +12,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.backend.doors.waiting import wait_until
 from tests.fake_engine import LIMITS, FakeEngine, FakeSupervisor, toy_tokens
+from tests.waiting import wait_until
 from tridecode.backend import messages as m
 from tridecode.backend.doors.engine_link import EngineLink
 from tridecode.backend.errors import ConfigError, EngineDownError
+from tridecode.backend.supervisor.processes import identify
 
 
 class Collector:
@@ -319,12 +320,4 @@ def test_a_door_whose_server_is_gone_ends_itself():
     pid = int(process.stdout.readline())
     process.kill()
     process.wait()
-    wait_until(lambda: not is_alive(pid), 5)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    wait_until(lambda: identify(pid) is None, what="the end of the door")

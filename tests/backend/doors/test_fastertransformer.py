@@ -14,8 +14,8 @@ import pytest
 
 from tests import fake_triton
 from tests.backend.doors.running import door_at, only, refusal, running
-from tests.backend.doors.waiting import wait_until
 from tests.fake_engine import LIMITS, FakeEngine, FakeSupervisor, scripted, toy_log_prob, toy_tokens
+from tests.waiting import wait_until
 from tridecode.backend.doors.fastertransformer import TritonPythonModel
 from tridecode.backend.messages import SamplingParams
 

@@ -7,8 +7,8 @@ import pytest
 
 from tests import fake_triton
 from tests.backend.doors.running import only, refusal, running
-from tests.backend.doors.waiting import wait_until
 from tests.fake_engine import FakeEngine
+from tests.waiting import wait_until
 from tridecode.backend.doors import fastertransformer, health
 
 OUTPUTS = {"READY": "TYPE_BOOL", "PHASE": "TYPE_STRING", "DETAIL": "TYPE_STRING"}
@@ -58,7 +58,9 @@ def registry():
 
 
 def value(registry, name, **labels) -> float:
-    return registry[name].metrics[tuple(sorted(labels.items()))].value()
+    """0 as long as nothing was published."""
+    metric = registry[name].metrics.get(tuple(sorted(labels.items()))) if name in registry else None
+    return metric.value() if metric else 0.0
 
 
 def test_metrics_equal_what_the_clients_saw(registry):
@@ -74,10 +76,13 @@ def test_metrics_equal_what_the_clients_saw(registry):
             only(fake_triton.ask(door, fake_triton.InferenceRequest(arrays)))
         refusal(fake_triton.ask(door, fake_triton.InferenceRequest({"input_ids": arrays["input_ids"]})))
         wait_until(lambda: door.link.beat())
-        door.metrics.publish()
         model = {"model": "fastertransformer"}
-        assert value(registry, "tridecode_requests_total", outcome="ok", **model) == 2
-        assert value(registry, "tridecode_requests_total", outcome="invalid_arg", **model) == 1
+
+        def count(outcome: str) -> float:
+            door.metrics.publish()
+            return value(registry, "tridecode_requests_total", outcome=outcome, **model)
+
+        wait_until(lambda: (count("ok"), count("invalid_arg")) == (2, 1))  # after the answer has been sent
         assert value(registry, "tridecode_output_tokens_total", **model) == 2 * (3 + 4)
         engine = {"engine": "fastertransformer"}
         assert value(registry, "tridecode_engine_ready", **engine) == 1

@@ -15,8 +15,8 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from tests.backend.doors.real_server import ANSWER, ANSWER_IDS, EOS, RealServer, real_server
 from tests.backend.doors.tokenizers_at_hand import byte_level
-from tests.backend.doors.waiting import wait_until
 from tests.fake_engine import FakeEngine
+from tests.waiting import wait_until
 from tridecode.model_repo_templates.repository import repository_models
 
 pytestmark = pytest.mark.server

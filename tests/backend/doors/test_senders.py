@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests import fake_triton
-from tests.backend.doors.waiting import wait_until
+from tests.waiting import wait_until
 from tridecode.backend.doors.senders import Senders
 from tridecode.backend.errors import CapacityError, RequestError
 from tridecode.backend.messages import Event

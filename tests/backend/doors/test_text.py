@@ -14,8 +14,8 @@ import pytest
 from tests import fake_triton
 from tests.backend.doors.running import only, refusal, running
 from tests.backend.doors.tokenizers_at_hand import byte_level, metaspace_unigram
-from tests.backend.doors.waiting import wait_until
 from tests.fake_engine import LIMITS, FakeEngine, scripted, toy_log_prob
+from tests.waiting import wait_until
 from tridecode.backend.doors.text import TritonPythonModel
 
 INPUTS = {"text_input": "TYPE_STRING", "max_tokens": "TYPE_INT32"}

@@ -10,26 +10,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import zmq
 
+from tests.waiting import wait_until
 from tridecode.backend import messages as m
 from tridecode.backend.supervisor import launch, processes
 
 FAKE_RANK = Path(__file__).with_name("fake_rank.py")
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float, what: str) -> float:
-    """Seconds until the condition held; fails after timeout_s."""
-    start = time.monotonic()
-    while not condition():
-        waited = time.monotonic() - start
-        assert waited < timeout_s, f"{what}: not within {timeout_s} s"
-        time.sleep(0.02)
-    return time.monotonic() - start
 
 
 def pids_with(argument: str) -> list[int]:
@@ -147,8 +138,9 @@ class World:
 
 
 def _option(pid: int, name: str) -> int:
+    """The option's number; -1 for a process that has just ended."""
     arguments = processes.command_line(pid)
-    return int(arguments[arguments.index(name) + 1])
+    return int(arguments[arguments.index(name) + 1]) if name in arguments else -1
 
 
 @pytest.fixture

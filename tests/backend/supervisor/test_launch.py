@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.backend.supervisor.conftest import wait_until
+from tests.waiting import wait_until
 from tridecode.backend.errors import ConfigError, EngineDownError
 from tridecode.backend.supervisor import launch, processes, runtime_dir
 
@@ -37,7 +37,7 @@ def test_a_killed_supervisor_takes_its_ranks_along_and_is_replaced_in_a_later_ep
     first = door.wait("ready")
     (supervisor,) = world.supervisors()
     os.kill(supervisor, signal.SIGKILL)
-    wait_until(lambda: not world.ranks(first.epoch), 1.0, "the end of the orphaned ranks")
+    wait_until(lambda: not world.ranks(first.epoch), 5.0, "the end of the orphaned ranks")
     second = world.door().wait("ready")
     assert second.epoch > first.epoch
     assert second.endpoint != first.endpoint

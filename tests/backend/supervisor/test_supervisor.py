@@ -9,7 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from tests.backend.supervisor.conftest import pids_with, wait_until
+from tests.backend.supervisor.conftest import pids_with
+from tests.waiting import wait_until
 from tridecode.backend import messages as m
 from tridecode.backend.supervisor import state_file
 
@@ -22,7 +23,7 @@ def test_an_engine_is_ready_when_all_its_ranks_are(world):
     assert ready.endpoint == f"ipc://{world.folder}/engine-{ready.epoch}.sock"
     details = [state.detail for state in door.states if state.phase == "starting"]
     assert any("rank 1: loading weights" in detail for detail in details), details
-    wait_until(lambda: state_file.read(world.folder).running == 3, 2, "the load in the state file")
+    wait_until(lambda: state_file.read(world.folder).running == 3, 5, "the load in the state file")
     content = state_file.read(world.folder)
     assert (content.state.phase, content.waiting) == ("ready", 2)
 
@@ -34,9 +35,9 @@ def test_a_killed_rank_is_reported_and_the_engine_rebuilt(world):
     start = time.monotonic()
     os.kill(world.ranks(ready.epoch)[1], signal.SIGKILL)
     down = door.wait("down")
-    assert time.monotonic() - start < 1.0
+    assert time.monotonic() - start < m.SILENCE_S, "an exit is seen at once, not by its silence"
     assert down.detail == "rank 1 was killed by signal 9"
-    wait_until(lambda: not world.ranks(ready.epoch), 1, "the end of rank 0, which shared the epoch")
+    wait_until(lambda: not world.ranks(ready.epoch), 5, "the end of rank 0, which shared the epoch")
     assert door.wait("ready", ready.epoch + 1).epoch == ready.epoch + 1
 
 
@@ -46,7 +47,7 @@ def test_a_stopped_rank_is_reported_and_the_engine_rebuilt(world):
     start = time.monotonic()
     os.kill(world.ranks()[0], signal.SIGSTOP)
     down = door.wait("down")
-    assert m.SILENCE_S - m.BEAT_S - 0.1 < time.monotonic() - start < m.SILENCE_S + 1.0
+    assert m.SILENCE_S - m.BEAT_S - 0.1 < time.monotonic() - start < 5.0
     assert down.detail.startswith("rank 0 has been silent for 3.") and "(stopped by a signal)" in down.detail
     door.wait("ready", ready.epoch + 1)
     assert not world.ranks(ready.epoch)
@@ -152,7 +153,7 @@ def test_nothing_is_left_of_a_killed_server(world, tmp_path):
     world.server.kill()
     world.server.wait()
     wait_until(lambda: not pids_with(str(world.root / "run")), 5, "the end of supervisor and rank")
-    assert stub.wait(1) == -signal.SIGKILL
+    assert stub.wait(5) == -signal.SIGKILL
     assert not region.exists() and not known.exists()
     assert not folder.exists()
 
@@ -163,4 +164,4 @@ def test_a_supervisor_that_is_asked_to_end_tells_the_doors(world):
     (supervisor,) = world.supervisors()
     os.kill(supervisor, signal.SIGTERM)
     assert "SIGTERM" in door.wait("stopping").detail
-    wait_until(lambda: not world.ranks(), 3, "the end of the rank")
+    wait_until(lambda: not world.ranks(), 5, "the end of the rank")
