@@ -18,11 +18,14 @@ import numpy as np
 
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 
-_TYPES = {
+_TYPES = {  # all that Triton's own table has
     "TYPE_BOOL": np.bool_,
     "TYPE_UINT8": np.uint8,
+    "TYPE_UINT16": np.uint16,
     "TYPE_UINT32": np.uint32,
     "TYPE_UINT64": np.uint64,
+    "TYPE_INT8": np.int8,
+    "TYPE_INT16": np.int16,
     "TYPE_INT32": np.int32,
     "TYPE_INT64": np.int64,
     "TYPE_FP16": np.float16,
