@@ -68,6 +68,7 @@ def build_repo(
         f"{checkpoint.path}: {config.family}, {config.num_layers} layers of {config.hidden_size}, vocabulary "
         f"{config.vocab_size}; weights as {config.weight_dtype}, tensor_para_size {tensor_para_size}",
         highlight=False,
+        soft_wrap=True,
     )
     _check_stages(config, pipeline_para_size)
     settings = {
@@ -95,7 +96,7 @@ def build_repo(
         if parity:
             _prove(planned, checkpoint, weights, staging, console)
         _check_result(staging)
-    console.print(f"wrote {output}", highlight=False)
+    console.print(f"wrote {output}", highlight=False, soft_wrap=True)
     return output
 
 
@@ -174,7 +175,7 @@ def _prove(
     (staging / PARITY_FILE).write_text(
         json.dumps(parity.as_dict(), indent=1, ensure_ascii=False), encoding="utf-8"
     )
-    console.print(f"parity with transformers: {summary}", highlight=False)
+    console.print(f"parity with transformers: {summary}", highlight=False, soft_wrap=True)
     return parity
 
 

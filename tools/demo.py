@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import os
 import re
 import shutil
+import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,8 +22,10 @@ from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from tridecode.backend.errors import CheckpointError
-from tridecode.model_repo_templates.repository import TOKENIZER_DIR
+from tridecode.backend.config import read_model_config
+from tridecode.backend.engine_config_file import checkpoint_dir
+from tridecode.backend.errors import CheckpointError, TridecodeError
+from tridecode.model_repo_templates.repository import ENGINE_MODEL, TOKENIZER_DIR
 from tridecode.tools.build_repo import build_repo
 from tridecode.tools.generate import print_stream, stream_text
 from tridecode.tools.progress import spinner
@@ -47,15 +51,24 @@ def run_demo(
     """
     repository = demo_repository(model or str(packaged_model()), cache)
     text = chat_prompt(repository / TOKENIZER_DIR, prompt or PROMPT)
+    room = room_after(text, repository)
     log_file, started = cache / "serve.log", time.perf_counter()
+    whole, failure = False, None
     with ExitStack() as running:
         with spinner(f"starting tritonserver; its log is {log_file}"):
             server = running.enter_context(running_server(repository, _READY_S, log_file=log_file))
-        _tell(f"ready after {time.perf_counter() - started:.1f} s: {server.http_url}, gRPC {server.grpc_url}")
+        ready = f"ready after {time.perf_counter() - started:.1f} s"
+        _tell(f"{ready}: HTTP {server.http_url}, gRPC {server.grpc_url}")
         _tell(f"prompt: {prompt or PROMPT}\n")
-        whole = print_stream(stream_text(server.grpc_url, None, text, max_tokens=max_tokens))
+        try:
+            whole = print_stream(stream_text(server.grpc_url, None, text, max_tokens=min(max_tokens, room)))
+        except TridecodeError as error:  # of the request: the server's log has nothing to say of it
+            failure = error
         with spinner("stopping the server"):
             running.close()
+    if failure is not None:
+        raise failure
+    _tell(f"to serve it: {_command()} serve {repository}")
     return 0 if whole else 130
 
 
@@ -162,6 +175,21 @@ def _without_second_bos(text: str, tokenizer_dir: Path, bos: str) -> str:
     if bos and text.startswith(bos) and added[:1] == [tokenizer.token_to_id(bos)]:
         return text[len(bos) :]
     return text
+
+
+def room_after(text: str, repository: Path) -> int:
+    """How many new tokens fit into the model's positions after a prompt; 1 or more."""
+    prompt = len(Tokenizer.from_file(str(repository / TOKENIZER_DIR / "tokenizer.json")).encode(text).ids)
+    positions = read_model_config(Path(checkpoint_dir(str(repository / ENGINE_MODEL)))).max_positions
+    return max(1, positions - prompt)
+
+
+def _command() -> str:
+    """How to call `tridecode`: by its name where it is on the PATH, else by where it lies."""
+    if shutil.which("tridecode"):
+        return "tridecode"
+    beside = Path(sys.executable).with_name("tridecode")
+    return os.path.relpath(beside) if beside.exists() else f"{sys.executable} -m tridecode.tools.cli"
 
 
 def _tell(text: str) -> None:

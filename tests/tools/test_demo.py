@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from tests.checkpoints import save, tiny_llama, tiny_tokenizer
 from tridecode.backend.errors import CheckpointError
 from tridecode.tools import demo
+from tridecode.tools.build_repo import build_repo
 from tridecode.tools.cli import app
 
 ROOT = Path(__file__).parents[2]
@@ -90,6 +91,14 @@ def test_the_repository_is_made_once_and_again_when_the_model_changes(tmp_path, 
     assert second.name.startswith("my-model-1-5b-")
 
 
+def test_an_answer_is_not_asked_to_be_longer_than_the_models_positions(tmp_path) -> None:
+    checkpoint = save(tiny_llama(max_position_embeddings=32), tmp_path / "tiny")
+    repository = build_repo(str(checkpoint), tmp_path / "repo", parity=False)
+    tokens = len(tiny_tokenizer(adds_bos=True)("The history").input_ids)
+    assert demo.room_after("The history", repository) == 32 - tokens > 1
+    assert demo.room_after("The history " * 50, repository) == 1  # the server says how long is too long
+
+
 @pytest.mark.server
 def test_the_demonstration_streams_an_answer_and_leaves_nothing_running(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -99,6 +108,7 @@ def test_the_demonstration_streams_an_answer_and_leaves_nothing_running(tmp_path
     for done in (first, second):
         assert done.exit_code == 0, done.output
         assert re.search(r"first token \d+ ms.*; 5 tokens", done.stderr)
+        assert re.search(r"to serve it: .* serve demo/tiny-", done.stderr)
     assert "(made before)" in second.stderr and "(made before)" not in first.stderr
     assert len(second.stdout.strip()) > 0 and first.stdout.endswith(second.stdout)
     log = (tmp_path / "demo" / "serve.log").read_text()
