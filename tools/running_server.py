@@ -49,14 +49,11 @@ class ServerProcess:
         command += ["--http-port", str(self.http_port), "--grpc-port", str(self.grpc_port)]
         command += ["--metrics-port", str(self.metrics_port), "--drain-s", str(drain_s)]
         command += ["--door-python", door_python] if door_python else []
+        command += ["--parent", str(os.getpid())]
         command += ["--", *triton_args]
         with log_file.open("wb") as log:
             self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                preexec_fn=processes.die_with_parent,
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
             )
 
     @property

@@ -278,10 +278,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--drain-s", type=float, default=20.0, help="seconds for requests under way after SIGTERM"
     )
+    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # ends with it: running_server.py
     given = list(sys.argv[1:] if arguments is None else arguments)
     own = given[: given.index("--")] if "--" in given else given
     options = vars(parser.parse_args(own))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    parent = options.pop("parent")
+    if parent is not None:
+        processes.die_with_parent()
+        if os.getppid() != parent:
+            return 1
     try:
         return serve(**options, triton_args=given[len(own) + 1 :])
     except TridecodeError as error:

@@ -122,7 +122,8 @@ def _signal(send, pid: int, signum: int) -> None:
 
 
 def die_with_parent() -> None:
-    """For preexec_fn: the kernel kills this process when the thread that started it ends."""
+    """The kernel kills this process when the thread that started it ends; also for preexec_fn, in a process
+    without gRPC: preexec_fn makes subprocess fork, and gRPC's threads may abort in the fork."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 

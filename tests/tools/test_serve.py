@@ -341,8 +341,26 @@ def test_a_server_that_ends_by_itself_is_reported_with_its_log(tmp_path, fake_tr
         server.wait_ready(20)
 
 
+HANGING = "#!/bin/sh\ntrap '' TERM\necho loading\nwhile :; do sleep 1; done\n"
+
+
+def test_a_server_ends_with_the_process_that_started_it(tmp_path, fake_triton_on_path):
+    executable(fake_triton_on_path, HANGING)
+    code = "import pathlib, sys, time; from tridecode.tools.running_server import ServerProcess\n"
+    code += "path = pathlib.Path(sys.argv[1]); server = ServerProcess(path, path / 'log')\n"
+    code += "print(server.process.pid, flush=True); time.sleep(60)"
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as starter:
+        pid = int(starter.stdout.readline())
+        wait_until(lambda: "loading\n" in (tmp_path / "log").read_text(), 20, "the start")
+        starter.kill()
+    wait_until(lambda: processes.identify(pid) is None, 10, "the end of serve")
+    runtime_base = Path(os.environ["TRIDECODE_RUNTIME_DIR"])
+    wait_until(lambda: not list(runtime_base.iterdir()), 20, "the guard's work")
+
+
 def test_a_server_that_hangs_while_it_loads_is_not_waited_for(tmp_path, fake_triton_on_path):
-    executable(fake_triton_on_path, "#!/bin/sh\ntrap '' TERM\necho loading\nwhile :; do sleep 1; done\n")
+    executable(fake_triton_on_path, HANGING)
     server = ServerProcess(tmp_path, tmp_path / "log", drain_s=60)
     wait_until(lambda: "loading\n" in server.log(), 10, "the start")
     start = time.monotonic()
