@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import torch
 
@@ -51,3 +53,19 @@ def hf_greedy(model: torch.nn.Module, prompt: list[int], new_tokens: int) -> tup
     )
     logits = torch.stack([step[0].float() for step in answer.logits])
     return answer.sequences[0, len(prompt) :].tolist(), logits.cpu().numpy()
+
+
+def first_logits(model: torch.nn.Module, prompts: list[list[int]]) -> np.ndarray:
+    """(prompts, V): transformers' logits of the first token after each prompt."""
+    return np.stack([hf_greedy(model, prompt, 1)[1][0] for prompt in prompts])
+
+
+def rounding_bound(
+    model: torch.nn.Module, prompts: list[list[int]], data_type: str, device: str = "cpu"
+) -> float:
+    """How far the logits of a run in 16 bits may lie from those of transformers in fp32: twice as far as the
+    farthest of transformers' own run in that type, on that device. How much rounding does to logits depends
+    on the model: a number that fits one is wrong for the next."""
+    half = copy.deepcopy(model).to(device, DTYPES[data_type])
+    wanted = first_logits(model, prompts)
+    return 2 * float(np.abs(first_logits(half, prompts) - wanted).max()) + 1e-4 * float(wanted.std())
