@@ -13,8 +13,11 @@ import json
 import platform
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from xml.etree import ElementTree
 
 import torch
 
@@ -24,17 +27,43 @@ from tridecode.kernels.bench.cases import Bench
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_tests() -> dict[str, object]:
-    """The GPU tests' closing line and status."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/kernels"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    lines = done.stdout.strip().splitlines()
+#: where tests are marked gpu; tests/tools/test_gpu_report.py holds the list against the marks
+GPU_TESTS = ("tests/kernels", "tests/backend/engine/test_engine_gpu.py")
+
+
+def run_tests(paths: Sequence[str] = GPU_TESTS, marker: str = "gpu") -> dict[str, object]:
+    """The marked tests' closing line and status, how many passed, failed or were skipped in each file, and
+    the names of those that failed."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", marker, "-p", "no:cacheprovider", *paths]
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "tests.xml"
+        options = [f"--junitxml={results}", "-o", "junit_family=xunit1"]
+        done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True)
+        files, failed = count_results(results) if results.exists() else ({}, [])
+    lines = [line for line in done.stdout.splitlines() if line.strip() and "generated xml file" not in line]
     print("\n".join(lines[-12:]), flush=True)
     return {
         "command": " ".join(command[1:]),
         "status": done.returncode,
         "summary": lines[-1] if lines else done.stderr[-500:],
+        "files": files,
+        "failed": failed,
     }
+
+
+def count_results(path: Path) -> tuple[dict[str, dict[str, int]], list[str]]:
+    """Of pytest's JUnit file: file -> outcome -> number of tests, and the names of tests that failed."""
+    files: dict[str, dict[str, int]] = {}
+    failed = []
+    for case in ElementTree.parse(path).iter("testcase"):
+        file = case.get("file") or case.get("classname") or case.get("name") or ""
+        kinds = {child.tag for child in case}
+        outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+        if outcome == "failed":
+            failed.append(f"{file}::{case.get('name')}")
+        counts = files.setdefault(file, {})
+        counts[outcome] = counts.get(outcome, 0) + 1
+    return files, failed
 
 
 def run_benchmarks(operations: list[str]) -> list[dict[str, object]]:
