@@ -239,7 +239,7 @@ def _check_engine(
         engine = read_engine_config(string_parameters(models[name]), where)
         weights = Path(checkpoint_dir(str(repository / name)))
         config = read_model_config(weights)
-        reader = WeightReader(weights, config)
+        reader = WeightReader(weights, config) if engine.weights == "files" else None
     except TridecodeError as error:
         yield _error(
             where, str(error), "a configuration and weights that load", "Correct it, or build again."
@@ -247,10 +247,10 @@ def _check_engine(
         return
     for key in sorted(set(engine.extra) - _OTHER_PARAMETERS):
         yield _warning(where, f"parameter {key}", "one that is known", "Nothing reads it; is it misspelt?")
-    if engine.weights != "files":
+    if reader is None:  # invented when the engine starts
         yield _warning(where, f"weights {engine.weights}", "files", "Its answers are nonsense.")
     yield from _check_settings(where, engine, config)
-    if checksums:
+    if checksums and reader is not None:
         total = sum(reader.file_bytes(spec) * len(reader.files(spec)) for spec in reader.specs.values())
         with byte_progress("checking weight files", total) as progress:
             for problem in reader.checksum_problems(progress):
@@ -262,7 +262,8 @@ def _check_engine(
     }
     for folder in sorted(folders - {""}):
         yield from _check_tokenizer(repository, folder, config)
-        yield from _check_parity(repository, weights, folder)
+        if reader is not None:
+            yield from _check_parity(repository, weights, folder)
 
 
 def _check_settings(where: str, engine: EngineConfig, config: ModelConfig) -> Iterator[Finding]:

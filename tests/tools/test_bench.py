@@ -197,6 +197,8 @@ def test_a_random_repository_is_complete_and_says_that_it_is_random(tmp_path) ->
     engine_dir = str(tmp_path / "r" / "fastertransformer")
     config = read_engine_config(read_engine_parameters(engine_dir), "config.pbtxt")
     assert (config.weights, config.data_type, config.max_sequences) == ("random", "fp32", 8)
+    text = (tmp_path / "r" / "fastertransformer" / "config.pbtxt").read_text()
+    assert text.count('"weights"') == 1
     assert read_model_config(checkpoint_dir(engine_dir)) == model
     names = set()
     for path in (tmp_path / "r").glob("*/config.pbtxt"):

@@ -10,6 +10,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.checkpoints import save, tiny_llama
+from tridecode.tools.bench.presets import preset
+from tridecode.tools.bench.random_repo import write_random_repository
 from tridecode.tools.build_repo import build_repo
 from tridecode.tools.check_repo import Finding, check_repo
 
@@ -40,6 +42,18 @@ def the_finding(repository: Path, **options) -> Finding:
 
 def test_a_fresh_repository_has_nothing_wrong(repository):
     assert check_repo(repository, checksums=True) == []
+
+
+def test_a_repository_of_random_weights_needs_neither_files_nor_proof(tmp_path):
+    directory = write_random_repository(tmp_path / "r", preset("toy").model)
+    finding = the_finding(directory, checksums=True)
+    assert (finding.severity, finding.found) == ("warning", "weights random")
+    edit(
+        directory / "fastertransformer" / "config.pbtxt",
+        value("weights", "random"),
+        value("weights", "files"),
+    )
+    assert {finding.severity for finding in check_repo(directory)} == {"error"}
 
 
 def test_no_directory_is_a_finding(tmp_path):

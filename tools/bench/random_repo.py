@@ -55,8 +55,6 @@ def write_random_repository(
         pad_id=max(model.end_id, 0),
         stop_ids="",
     )
-    with (directory / ENGINE_MODEL / "config.pbtxt").open("a", encoding="utf-8") as config:
-        config.write('\nparameters { key: "weights" value: { string_value: "random" } }\n')
     (directory / TOKENIZER_DIR).mkdir(parents=True)
     toy_tokenizer(model.vocab_size).save(str(directory / TOKENIZER_DIR / "tokenizer.json"))
     return directory
