@@ -262,9 +262,10 @@ def test_a_model_that_is_not_decoupled_refuses_to_stream(repository):
 @pytest.mark.parametrize("chunk", [1, 5])
 @pytest.mark.parametrize("stop", ["streaming", "llo str", "東", "京 t", ", h"])
 def test_a_stop_word_ends_the_text_before_it_and_the_generation(repository, stop, chunk, stream):
-    with serving(repository, step_s=0.002, chunk=chunk) as door:
+    says = ids_of(ANSWER) + ids_of("x") * 400  # the engine would still be at it when the word is found
+    with serving(repository, says=says, step_s=0.005, chunk=chunk) as door:
         arrays = tensors(
-            "Hello", stop_words=[stop, "never said"], stream=stream, exclude_input_in_output=True
+            "Hello", 400, stop_words=[stop, "never said"], stream=stream, exclude_input_in_output=True
         )
         sent = ask(door, arrays)
         assert "".join(text_of(s.outputs) for s in sent) == ANSWER[: ANSWER.index(stop)]
