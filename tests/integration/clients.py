@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import queue
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +30,16 @@ def infer(protocol: str, url: str, model: str, arrays: dict[str, np.ndarray], **
     module = httpclient if protocol == "http" else grpcclient
     with module.InferenceServerClient(url) as client:
         return client.infer(model, fill(module, arrays), **options)
+
+
+def post(url: str, path: str, body: dict) -> tuple[int, str]:
+    """Status and text of a POST to /v2/models/<path>, as clients of HTTP's generate make it."""
+    request = urllib.request.Request(f"http://{url}/v2/models/{path}", json.dumps(body).encode())
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
 
 
 def stream(

@@ -8,8 +8,6 @@ import queue
 import signal
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +19,7 @@ from tritonclient.utils import InferenceServerException
 
 from tests.backend.engine.offline_models import hf_greedy
 from tests.checkpoints import save, tiny_bloom, tiny_gpt2, tiny_llama
-from tests.integration.clients import infer, standard_inputs, stream, text_inputs, token_inputs
+from tests.integration.clients import infer, post, standard_inputs, stream, text_inputs, token_inputs
 from tests.waiting import wait_until
 from tridecode.tools.build_repo import build_repo
 from tridecode.tools.running_server import ServerProcess, running_server
@@ -110,21 +108,12 @@ def test_the_ensembles_text_is_the_tokenizers_decoding_of_prompt_and_answer(stac
     assert texts[-1].startswith("the cat sat") and len(texts[-1]) > len("the cat sat")
 
 
-def post(server: ServerProcess, path: str, body: dict) -> tuple[int, str]:
-    request = urllib.request.Request(f"http://{server.http_url}/v2/models/{path}", json.dumps(body).encode())
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-
-
 def test_streamed_pieces_make_the_one_shot_text_over_every_door(stack: Stack) -> None:
     body = {"text_input": "the cat", "max_tokens": 24, "exclude_input_in_output": True}
-    status, whole = post(stack.server, "tensorrt_llm_bls/generate", {**body, "stream": False})
+    status, whole = post(stack.server.http_url, "tensorrt_llm_bls/generate", {**body, "stream": False})
     assert status == 200
     text = json.loads(whole)["text_output"]
-    status, events = post(stack.server, "tensorrt_llm_bls/generate_stream", {**body, "stream": True})
+    status, events = post(stack.server.http_url, "tensorrt_llm_bls/generate_stream", {**body, "stream": True})
     pieces = [json.loads(line[6:]) for line in events.splitlines() if line.startswith("data: ")]
     assert "".join(piece["text_output"] for piece in pieces) == text
     assert sum(piece["num_output_tokens"] for piece in pieces) == 24

@@ -11,22 +11,10 @@ from tests.kernels.conftest import Place
 from tests.kernels.numeric import assert_close
 from tests.kernels.test_linear import make_linear, norm64, product64
 from tests.kernels.test_sample import configure, expected_draw, make_state
+from tridecode.kernels.bench.measure import capture
 from tridecode.kernels.ops import Norm
 
 pytestmark = pytest.mark.gpu
-
-
-def capture(run) -> torch.cuda.CUDAGraph:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 16, 40])

@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,23 +25,11 @@ from tridecode.backend.engine.scheduler import Scheduler
 from tridecode.backend.engine.settings import choose_device, resolve
 from tridecode.backend.engine_config_file import FILE, checkpoint_dir
 from tridecode.backend.errors import BY_CODE, TridecodeError
+from tridecode.backend.supervisor.rank_link import RankStatus
 from tridecode.model_repo_templates.repository import ENGINE_MODEL
 from tridecode.tools.bench.measure import Job, Say, answer, measure
 
 _DOOR = b"bench"
-
-
-@dataclass
-class _Status:
-    """What DecodeLoop tells of itself; nobody reads it here."""
-
-    steps: int = 0
-    busy_since: float = 0.0
-    running: int = 0
-    waiting: int = 0
-    free_blocks: int = 0
-    total_blocks: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class _BatchFront:
@@ -97,7 +84,7 @@ class LoopRunner:
                 for number, prompt in enumerate(prompts)
             ]
         )
-        loop = DecodeLoop(self.engine, self.scheduler, cast(Front, front), _Status())
+        loop = DecodeLoop(self.engine, self.scheduler, cast(Front, front), RankStatus())
         front.loop = loop
         started = time.perf_counter()
         loop.run()
@@ -185,7 +172,7 @@ def _engine(job: Job) -> Iterator[Engine]:
 
 
 def _follow(job: Job, rank: int, meeting: str) -> None:
-    follow(_load(job, rank, meeting), _Status())
+    follow(_load(job, rank, meeting), RankStatus())
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -12,6 +14,7 @@ import numpy as np
 
 from tests import fake_triton
 from tests.fake_engine import FakeEngine, FakeSupervisor
+from tests.waiting import wait_until
 
 ERROR_NAMES = {
     fake_triton.TritonError.INVALID_ARG: "INVALID_ARG",
@@ -43,6 +46,19 @@ def running(
         with door_at(model_class, config, supervisor.endpoint, repository) as door:
             door.test_engine, door.test_supervisor = engine, supervisor
             yield door
+
+
+def after_a_pause(door: Any, request: fake_triton.InferenceRequest) -> list[fake_triton.Sent]:
+    """What a client gets that takes its first response when all has been generated. Of a `running` door."""
+    gate = threading.Event()
+    request.sender.before_send = lambda: gate.wait(5)
+    before = len(door.test_engine.submits)
+    door.execute([request])
+    wait_until(lambda: len(door.test_engine.submits) > before and door.test_engine.running == 0)
+    time.sleep(0.1)  # the last events are on their way to the door
+    gate.set()
+    assert request.sender.wait(5)
+    return request.sender.sent
 
 
 def only(sent: list[fake_triton.Sent]) -> dict[str, np.ndarray]:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
-import threading
-import time
 import weakref
 
 import numpy as np
 import pytest
 
 from tests import fake_triton
-from tests.backend.doors.running import door_at, only, refusal, running
+from tests.backend.doors.running import after_a_pause, door_at, only, refusal, running
 from tests.fake_engine import LIMITS, FakeEngine, FakeSupervisor, scripted, toy_log_prob, toy_tokens
 from tests.waiting import wait_until
 from tridecode.backend.doors.fastertransformer import TritonPythonModel
@@ -227,16 +225,8 @@ def test_a_stream_gives_one_response_for_each_position(streaming):
 
 
 def test_a_stream_is_not_merged_when_the_client_is_slow(streaming):
-    request = fake_triton.InferenceRequest(tensors([[5, 6]], 40))
-    gate = threading.Event()
-    request.sender.before_send = lambda: gate.wait(5)
-    before = len(streaming.test_engine.submits)
-    streaming.execute([request])
-    wait_until(lambda: len(streaming.test_engine.submits) > before and streaming.test_engine.running == 0)
-    time.sleep(0.1)  # the last events are on their way to the door
-    gate.set()
-    assert request.sender.wait(5)
-    assert [s.outputs["sequence_length"].item() for s in request.sender.sent] == list(range(3, 43))
+    sent = after_a_pause(streaming, fake_triton.InferenceRequest(tensors([[5, 6]], 40)))
+    assert [s.outputs["sequence_length"].item() for s in sent] == list(range(3, 43))
 
 
 def test_a_stream_that_stops_early_ends_with_its_last_token():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import queue
 import time
-import urllib.error
 import urllib.request
 
 import numpy as np
@@ -16,6 +15,7 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 from tests.backend.doors.real_server import ANSWER, ANSWER_IDS, EOS, RealServer, real_server
 from tests.backend.doors.tokenizers_at_hand import byte_level
 from tests.fake_engine import FakeEngine
+from tests.integration.clients import post
 from tests.waiting import wait_until
 from tridecode.model_repo_templates.repository import repository_models
 
@@ -37,12 +37,7 @@ def client(server):
 
 
 def generate(server: RealServer, path: str, **body) -> tuple[int, str]:
-    request = urllib.request.Request(f"http://{server.http}/v2/models/{path}", json.dumps(body).encode())
-    try:
-        with urllib.request.urlopen(request, timeout=20) as response:
-            return response.status, response.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
+    return post(server.http, path, body)
 
 
 def tensors(arrays: dict[str, np.ndarray]) -> list[grpcclient.InferInput]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
-import time
 
 import msgspec
 import numpy as np
 import pytest
 
 from tests import fake_triton
-from tests.backend.doors.running import only, refusal, running
+from tests.backend.doors.running import after_a_pause, only, refusal, running
 from tests.backend.doors.tokenizers_at_hand import byte_level, metaspace_unigram
 from tests.fake_engine import LIMITS, FakeEngine, scripted, toy_log_prob
 from tests.waiting import wait_until
@@ -214,16 +212,7 @@ def test_streamed_pieces_are_the_answer_without_the_prompt(door):
 
 
 def test_a_client_that_falls_behind_gets_merged_pieces(door):
-    request = fake_triton.InferenceRequest(tensors("Hello", stream=True))
-    gate = threading.Event()
-    request.sender.before_send = lambda: gate.wait(5)
-    before = len(door.test_engine.submits)
-    door.execute([request])
-    wait_until(lambda: len(door.test_engine.submits) > before and door.test_engine.running == 0)
-    time.sleep(0.1)  # the last events are on their way to the door
-    gate.set()
-    assert request.sender.wait(5)
-    sent = request.sender.sent
+    sent = after_a_pause(door, fake_triton.InferenceRequest(tensors("Hello", stream=True)))
     assert len(sent) <= 3
     assert "".join(text_of(s.outputs) for s in sent) == ANSWER
     assert sum(s.outputs["num_output_tokens"].item() for s in sent) == len(ids_of(ANSWER)) + 1

@@ -6,6 +6,7 @@ import copy
 
 import numpy as np
 import torch
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from tests.backend.hf_models import HfWeights, model_config
 from tridecode import kernels
@@ -38,8 +39,11 @@ def prompts_of(lengths: list[int], vocab_size: int, seed: int = 0) -> list[list[
 
 
 @torch.inference_mode()
-def hf_greedy(model: torch.nn.Module, prompt: list[int], new_tokens: int) -> tuple[list[int], np.ndarray]:
-    """Tokens and (new_tokens, V) logits of transformers' generate, greedy, forced to length."""
+def hf_greedy(
+    model: torch.nn.Module, prompt: list[int], new_tokens: int, *processors: LogitsProcessor
+) -> tuple[list[int], np.ndarray]:
+    """Tokens and (new_tokens, V) logits of transformers' generate, greedy, forced to length. The logits are
+    those before the processors."""
     ids = torch.tensor([prompt], device=model.device)
     answer = model.generate(
         ids,
@@ -48,6 +52,7 @@ def hf_greedy(model: torch.nn.Module, prompt: list[int], new_tokens: int) -> tup
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
+        logits_processor=LogitsProcessorList(processors),
         output_logits=True,
         return_dict_in_generate=True,
     )

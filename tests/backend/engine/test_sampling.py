@@ -130,27 +130,12 @@ def test_the_same_request_gives_the_same_tokens_alone_in_company_and_after_preem
     assert again != alone[0], "the seed makes no difference"
 
 
-def _hf_processed(model, prompt: list[int], new_tokens: int, processors: list) -> list[int]:
-    with torch.inference_mode():
-        ids = torch.tensor([prompt])
-        answer = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            logits_processor=LogitsProcessorList(processors),
-        )
-    return answer[0, len(prompt) :].tolist()
-
-
 @pytest.mark.parametrize("penalty", [1.5, 0.7])
 def test_repetition_penalty_equals_transformers(penalty: float) -> None:
     model = gpt2()
     prompts = prompts_of([3, 20], model.config.vocab_size)
     done = offline_engine(model).generate(prompts, SamplingParams(max_tokens=15, repetition_penalty=penalty))
-    wanted = [_hf_processed(model, p, 15, [RepetitionPenaltyLogitsProcessor(penalty)]) for p in prompts]
+    wanted = [hf_greedy(model, p, 15, RepetitionPenaltyLogitsProcessor(penalty))[0] for p in prompts]
     assert [generation.tokens for generation in done] == wanted
 
 
@@ -172,7 +157,7 @@ def test_bad_words_of_one_and_of_several_ids_equal_transformers() -> None:
     prompt = prompts_of([6], model.config.vocab_size)[0]
     free, _ = hf_greedy(model, prompt, 12)
     words = [[free[0]], [prompt[-2], prompt[-1], free[1]], [free[2], free[3]], [prompt[-1], free[5]]]
-    wanted = _hf_processed(model, prompt, 12, [NoBadWordsLogitsProcessor(words)])
+    wanted = hf_greedy(model, prompt, 12, NoBadWordsLogitsProcessor(words))[0]
     done = offline_engine(model).generate([prompt], SamplingParams(max_tokens=12, bad_words=words))[0]
     assert done.tokens == wanted != free
 
@@ -187,7 +172,7 @@ def test_min_tokens_holds_back_the_end_as_transformers_does() -> None:
     held = offline_engine(model).generate([prompt], SamplingParams(max_tokens=12, end_id=end, min_tokens=8))[
         0
     ]
-    wanted = _hf_processed(model, prompt, 12, [MinNewTokensLengthLogitsProcessor(len(prompt), 8, end)])
+    wanted = hf_greedy(model, prompt, 12, MinNewTokensLengthLogitsProcessor(len(prompt), 8, end))[0]
     wanted = wanted[: wanted.index(end, 8) + 1] if end in wanted[8:] else wanted
     assert held.tokens == wanted and end not in held.tokens[:8]
 
