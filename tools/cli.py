@@ -57,6 +57,10 @@ def build_repo(
     plain_text: Annotated[
         bool, typer.Option("--plain-text", help="The text model gives one response; _streaming streams.")
     ] = False,
+    unbatched_text: Annotated[
+        bool,
+        typer.Option("--unbatched-text", help="One more text model, _unbatched, for shapes [1], not [1, 1]."),
+    ] = False,
     setting: Annotated[
         Optional[list[str]],
         typer.Option("--set", metavar="KEY=VALUE", help="Setting of the engine, e.g. max_sequences=128."),
@@ -87,6 +91,7 @@ def build_repo(
         ensemble_owner=ensemble_owner,
         decoupled_fastertransformer=decoupled_fastertransformer,
         plain_text=plain_text,
+        unbatched_text=unbatched_text,
         model_name=model_name,
         tokenizer=tokenizer,
         parity=parity,

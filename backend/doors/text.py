@@ -265,12 +265,11 @@ class Shape:
             "batch_index": list(rows),
             "sequence_index": [0] * len(rows),
         }
-        arrays: dict[str, Any] = {
-            name: [[value] for value in column] if self._batched else column
-            for name, column in columns.items()
-            if name not in self._unwanted
-        }
-        arrays["text_output"] = [text.encode("utf-8") for _, text, _, _ in rows.values()]
+        # the text is first: LiteLLM reads the first output, whatever its name
+        arrays: dict[str, Any] = {"text_output": [text.encode("utf-8") for _, text, _, _ in rows.values()]}
+        for name, column in columns.items():
+            if name not in self._unwanted:
+                arrays[name] = [[value] for value in column] if self._batched else column
         return self._outputs.tensors(arrays)
 
 

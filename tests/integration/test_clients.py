@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import queue
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +68,11 @@ def stack(tmp_path_factory) -> Iterator[Stack]:
         model.get_input_embeddings().weight[TINY_VOCAB:] *= 0.2
     settings = {"cache_bytes": "67108864"}
     repository = build_repo(
-        str(save(model, folder / "hf")), folder / "repo", parity=False, engine_settings=settings
+        str(save(model, folder / "hf")),
+        folder / "repo",
+        parity=False,
+        engine_settings=settings,
+        unbatched_text=True,
     )
     with running_server(repository) as server:
         yield Stack(server, model)
@@ -212,6 +217,19 @@ def test_perf_analyzer_streams_token_ids(stack: Stack) -> None:
     assert lengths == list(range(5, 5 + len(answers))) and 1 <= len(answers) <= 16
     row = answers[-1]["output_ids"][0, 0, : lengths[-1]].tolist()
     assert row == prompt + stack.greedy(prompt, len(answers))
+
+
+def test_litellm_reads_the_text_from_the_first_output(stack: Stack) -> None:
+    def tensor(name: str, datatype: str, value: object) -> dict:
+        return {"name": name, "shape": [1], "datatype": datatype, "data": [value]}
+
+    inputs = [tensor("text_input", "BYTES", "the cat"), tensor("max_tokens", "INT32", 8)]
+    body = json.dumps({"inputs": inputs}).encode()
+    url = f"http://{stack.http}/v2/models/tensorrt_llm_bls_unbatched/infer"
+    with urllib.request.urlopen(urllib.request.Request(url, body), timeout=60) as answer:
+        first = json.loads(answer.read())["outputs"][0]
+    whole = infer("http", stack.http, "tensorrt_llm_bls_plain", text_inputs("the cat", 8))
+    assert "".join(first["data"]) == whole.as_numpy("text_output")[0].decode()
 
 
 # ---------------------------------------------------------------- tritonclient's ways of calling

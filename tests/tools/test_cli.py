@@ -142,7 +142,9 @@ def repository(tmp_path_factory) -> Path:
         "fp32",
         "--no-parity",
     ]
-    done = run("build-repo", *arguments, "--set", "max_sequences=4", "--set", "device=cpu")
+    done = run(
+        "build-repo", *arguments, "--set", "max_sequences=4", "--set", "device=cpu", "--unbatched-text"
+    )
     assert done.exit_code == 0, done.output
     return folder / "models"
 
@@ -151,6 +153,7 @@ def test_build_repo_writes_what_it_was_told(repository) -> None:
     config = (repository / "fastertransformer" / "config.pbtxt").read_text()
     assert 'key: "max_sequences" value: { string_value: "4" }' in config
     assert 'key: "data_type" value: { string_value: "fp32" }' in config
+    assert (repository / "tensorrt_llm_bls_unbatched" / "config.pbtxt").is_file()
 
 
 def test_check_tells_errors_from_warnings(repository, tmp_path) -> None:
