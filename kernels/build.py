@@ -38,6 +38,7 @@ FLAGS = [
 SPILLS = {
     "linear.cu": 240,
     "decode_attention.cu": 160,
+    "decoder_layers_sm90a.cu": 272,
     "linear_sm90a.cu": 64,
     "sampling.cu": 32,
 }

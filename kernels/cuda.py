@@ -9,16 +9,33 @@ so whoever changes one in place synchronises the device before the next operatio
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from tridecode.kernels.checks import DtypeError, LayoutError, ShapeError, indices, match, same_dtype
 from tridecode.kernels.library import KernelError, Library, current_stream
-from tridecode.kernels.ops import NUM_FLOATS, NUM_INTS, Batch, CacheLayer, Heads, Linear, Norm, SamplingState
+from tridecode.kernels.ops import (
+    NUM_FLOATS,
+    NUM_INTS,
+    Batch,
+    CacheLayer,
+    DecoderLayer,
+    Heads,
+    Linear,
+    Norm,
+    SamplingState,
+)
 
 #: above this many tokens a product is always cuBLAS's
 SMALL_TOKENS = 16
+#: up to this many decoding rows all layers are one launch
+LAYER_TOKENS = 4
+#: the most that this launch takes
+MAX_LAYER_TOKENS = 8
+#: stages of weights that it has on their way at once on a multiprocessor
+LAYERS_IN_FLIGHT = 3
 #: up to this many tokens a small product normalises its input itself: more would take every block longer
 #: than a kernel
 FUSED_NORM_TOKENS = 2
@@ -39,7 +56,12 @@ class Cuda:
     """
 
     def __init__(
-        self, device: torch.device, dependent_launch: bool | None = None, small_tokens: int = SMALL_TOKENS
+        self,
+        device: torch.device,
+        dependent_launch: bool | None = None,
+        small_tokens: int = SMALL_TOKENS,
+        layer_tokens: int = LAYER_TOKENS,
+        layers_in_flight: int = LAYERS_IN_FLIGHT,
     ):
         self.device = torch.device(
             "cuda", torch.cuda.current_device() if device.index is None else device.index
@@ -51,7 +73,10 @@ class Cuda:
         properties = torch.zeros(3, dtype=torch.int32)
         self.library.initialize(self.device.index, int(dependent_launch), properties.data_ptr())
         self.multiprocessors, self.capability, self.shared_bytes = properties.tolist()
-        self.small_tokens = small_tokens
+        self.small_tokens, self.layer_tokens = small_tokens, layer_tokens
+        self.layers_in_flight = layers_in_flight
+        self._layer_tables: dict[tuple[object, ...], Tensor] = {}
+        self._layer_counters = torch.zeros(1 << 12, dtype=torch.int32, device=self.device)
         self._sums = self._bytes(_SUM_BYTES)
         self._counters = torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=self.device)
         self._attention = self._bytes(self.library.decode_attention_scratch(256))
@@ -431,6 +456,101 @@ class Cuda:
             _DTYPES[qkv.dtype],
             current_stream(self.device),
         )
+
+    def decoder_layers(
+        self,
+        x: Tensor,
+        layers: Sequence[DecoderLayer],
+        heads: Heads,
+        activation: str,
+        batch: Batch,
+        caches: Sequence[CacheLayer],
+    ) -> bool:
+        if not self._runs_layers(x, layers, heads, activation, batch):
+            return False
+        first = layers[0]
+        hidden, inner = x.shape[1], first.down.weight.shape[1]
+        columns = heads.num_heads * heads.head_size
+        table = self._layer_table(layers, heads, caches)
+        rope = heads.rope
+        self.library.decoder_layers(
+            table.data_ptr(),
+            len(layers),
+            x.data_ptr(),
+            self._temporary("queries", MAX_LAYER_TOKENS, columns, x.dtype).data_ptr(),
+            self._temporary("context", MAX_LAYER_TOKENS, columns, x.dtype).data_ptr(),
+            self._temporary("inner", MAX_LAYER_TOKENS, inner, x.dtype).data_ptr(),
+            batch.positions.data_ptr(),
+            batch.kv_slots.data_ptr(),
+            batch.block_tables.data_ptr(),
+            batch.context_lens.data_ptr(),
+            batch.block_tables.stride(0),
+            0 if rope is None else rope.cos.data_ptr(),
+            0 if rope is None else rope.sin.data_ptr(),
+            _pointer(heads.slopes),
+            heads.scale,
+            first.attention_norm.eps,
+            x.shape[0],
+            hidden,
+            heads.num_heads,
+            heads.num_kv_heads,
+            heads.head_size,
+            inner,
+            0 if rope is None else rope.size,
+            _ACTIVATIONS[activation],
+            caches[0].block_tokens,
+            self._sums.data_ptr(),
+            _SUM_BYTES,
+            self._layer_counters.data_ptr(),
+            self._layer_counters.numel(),
+            self.layers_in_flight,
+            _DTYPES[x.dtype],
+            current_stream(self.device),
+        )
+        return True
+
+    def _runs_layers(
+        self, x: Tensor, layers: Sequence[DecoderLayer], heads: Heads, activation: str, batch: Batch
+    ) -> bool:
+        """Whether csrc/decoder_layers_sm90a.cu takes the step: few decoding rows, on Hopper, in 16 bit."""
+        tokens = x.shape[0]
+        if self.capability != 90 or x.dtype == torch.float32 or tokens != batch.num_decodes:
+            return False
+        if not 1 <= tokens <= self.layer_tokens or not layers:
+            return False
+        rope = heads.rope
+        if heads.head_size not in (64, 128):
+            return False
+        if rope is not None and (rope.interleaved or rope.size != heads.head_size):
+            return False
+        inner = layers[0].down.weight.shape[1]
+        return (x.shape[1] | heads.num_heads * heads.head_size | inner) % 64 == 0 and x.is_contiguous()
+
+    def _layer_table(
+        self, layers: Sequence[DecoderLayer], heads: Heads, caches: Sequence[CacheLayer]
+    ) -> Tensor:
+        """Where csrc/decoder_layers_sm90a.cu finds the tensors of these layers, made once for the same
+        addresses, outside of graph capture."""
+        addresses, first = [], layers[0]
+        for layer, cache in zip(layers, caches):
+            products = (layer.qkv, layer.dense, layer.up, layer.down)
+            for norm in (layer.attention_norm, layer.mlp_norm):
+                addresses += [norm.weight.data_ptr(), _pointer(norm.bias)]
+            addresses += [product.weight.data_ptr() for product in products]
+            addresses += [_pointer(product.bias) for product in products]
+            addresses.append(cache.blocks.data_ptr())
+        weight = first.qkv.weight
+        shape = (weight.shape[1], heads.num_heads * heads.head_size, heads.qkv_size)
+        shape += (first.down.weight.shape[1], first.up.weight.shape[0])
+        key = (*addresses, *shape, weight.dtype)
+        held = self._layer_tables.get(key)
+        if held is None:
+            tensors = torch.tensor(addresses, dtype=torch.int64)
+            table = torch.zeros(self.library.decoder_table_bytes(len(layers)), dtype=torch.uint8)
+            dtype = _DTYPES[weight.dtype]
+            self.library.decoder_table(table.data_ptr(), tensors.data_ptr(), len(layers), *shape, dtype)
+            held = self._layer_tables[key] = table.to(self.device)
+        return held
 
     def gather_rows(self, x: Tensor, rows: Tensor, *, out: Tensor) -> None:
         match("gather_rows", ("TC", "x", x), ("RC", "out", out), ("R", "rows", rows))

@@ -10,6 +10,7 @@ ShapeError, DtypeError, LayoutError (kernels.checks).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -113,6 +114,21 @@ class Batch:
     @property
     def num_rows(self) -> int:
         return self.context_lens.shape[0]
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """One pre-norm layer: x += dense(attention(attention_norm(x))); x += down(activation(up(mlp_norm(x)))).
+
+    up: with "swiglu" its rows are gate rows, then up rows.
+    """
+
+    attention_norm: Norm
+    qkv: Linear
+    dense: Linear
+    mlp_norm: Norm
+    up: Linear
+    down: Linear
 
 
 # Columns of SamplingState.ints and .floats; csrc/sampling.cu has the same numbers.
@@ -269,6 +285,24 @@ class Ops(Protocol):
 
         qkv: (T - num_decodes, (H + 2K) * D) X, its k and v columns as project_qkv left them, so that fresh
         prompts need not read the cache back. out: (T - num_decodes, H * D) X. Otherwise as decode_attention.
+        """
+        ...
+
+    def decoder_layers(
+        self,
+        x: Tensor,
+        layers: Sequence[DecoderLayer],
+        heads: Heads,
+        activation: str,
+        batch: Batch,
+        caches: Sequence[CacheLayer],
+    ) -> bool:
+        """Run all layers at once, where this implementation has a way that is faster than the operations one
+        by one; False, and nothing done, where it has not.
+
+        x: (T, C) X, the residual stream, changed in place. activation: of the MLP, as in linear. What it
+        computes is project_qkv, attention, linear with residual x, linear with activation and linear with
+        residual x, layer after layer, each rounded to X where these operations write.
         """
         ...
 

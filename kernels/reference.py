@@ -7,6 +7,8 @@ on a GPU).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from tridecode.kernels import ops as o
 from tridecode.kernels.checks import indices, match, same_dtype
-from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm, Rope, SamplingState
+from tridecode.kernels.ops import Batch, CacheLayer, DecoderLayer, Heads, Linear, Norm, Rope, SamplingState
 from tridecode.kernels.philox import uniforms
 
 #: queries of one prefill row that are scored at a time: bounds the scores' memory
@@ -176,6 +178,17 @@ class Reference:
                 k, v = _cached(cache, batch.block_tables[row], lens[row])
             attended = _causal_attention(q, k, v, heads)
             out[first:last].copy_(attended.transpose(0, 1).reshape(last - first, queries))
+
+    def decoder_layers(
+        self,
+        x: Tensor,
+        layers: Sequence[DecoderLayer],
+        heads: Heads,
+        activation: str,
+        batch: Batch,
+        caches: Sequence[CacheLayer],
+    ) -> bool:
+        return False
 
     def gather_rows(self, x: Tensor, rows: Tensor, *, out: Tensor) -> None:
         match("gather_rows", ("TC", "x", x), ("RC", "out", out), ("R", "rows", rows))

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from tridecode.backend.config import ModelConfig
-from tridecode.backend.models.layers import Context, Ranks, Weights, add_linear, attention, logits, make_heads
+from tridecode.backend.models.layers import (
+    Context,
+    Ranks,
+    Weights,
+    add_linear,
+    attention,
+    logits,
+    make_heads,
+    run_at_once,
+)
 from tridecode.backend.models.specs import attention_specs, column_specs, head_spec, norm_specs, row_specs
 from tridecode.backend.weight_layout import WeightSpec, stage_layers
-from tridecode.kernels.ops import CacheLayer, Linear, Norm
+from tridecode.kernels.ops import CacheLayer, DecoderLayer
 
 
 def weight_specs(config: ModelConfig) -> list[WeightSpec]:
@@ -30,16 +37,6 @@ def weight_specs(config: ModelConfig) -> list[WeightSpec]:
     return [*specs, *norm_specs("model.final_layernorm", hidden, True), head_spec(config)]
 
 
-@dataclass(frozen=True)
-class Layer:
-    attention_norm: Norm
-    qkv: Linear
-    dense: Linear
-    mlp_norm: Norm
-    up: Linear
-    down: Linear
-
-
 class Model:
     """GPT-2 on one rank: the layers of its stage, its share of heads and of the MLP."""
 
@@ -56,9 +53,9 @@ class Model:
             self._layer(weights, i) for i in stage_layers(config.num_layers, ranks.stage, ranks.num_stages)
         ]
 
-    def _layer(self, weights: Weights, index: int) -> Layer:
+    def _layer(self, weights: Weights, index: int) -> DecoderLayer:
         prefix, eps = f"model.layers.{index}", self.config.norm_eps
-        return Layer(
+        return DecoderLayer(
             attention_norm=weights.norm(f"{prefix}.input_layernorm", eps, bias=True),
             qkv=weights.linear(f"{prefix}.attention.query_key_value", bias=True),
             dense=weights.linear(f"{prefix}.attention.dense", bias=True),
@@ -75,6 +72,8 @@ class Model:
 
     def forward(self, context: Context, x: Tensor, caches: list[CacheLayer]) -> None:
         """x: (T, C), the embedded tokens or what the stage before sent; becomes this stage's output."""
+        if run_at_once(context, x, self.layers, self.heads, self.config.activation, caches):
+            return
         mlp = context.work.mlp[: context.num_tokens]
         for layer, cache in zip(self.layers, caches):
             attended = attention(context, x, layer.qkv, layer.attention_norm, self.heads, cache)

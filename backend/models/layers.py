@@ -7,6 +7,7 @@ buffer comes from `Workspace`, so that a step can be captured in a CUDA graph.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tridecode.backend.config import ModelConfig, RopeConfig, check_tensor_size
-from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm, Ops, Rope
+from tridecode.kernels.ops import Batch, CacheLayer, DecoderLayer, Heads, Linear, Norm, Ops, Rope
 
 
 class Weights(Protocol):
@@ -135,6 +136,21 @@ def add_linear(context: Context, x: Tensor, linear: Linear, residual: Tensor) ->
     context.ops.linear(x, partial, out=delta)
     context.ranks.all_reduce(delta)
     residual.add_(delta)
+
+
+def run_at_once(
+    context: Context,
+    x: Tensor,
+    layers: Sequence[DecoderLayer],
+    heads: Heads,
+    activation: str,
+    caches: Sequence[CacheLayer],
+) -> bool:
+    """All layers of a small step in one launch, where the operations have one and no rank waits for
+    another."""
+    if context.ranks.tensor_size > 1:
+        return False
+    return context.ops.decoder_layers(x, layers, heads, activation, context.batch, caches)
 
 
 def logits(context: Context, x: Tensor, norm: Norm, head: Linear) -> Tensor:

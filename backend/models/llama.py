@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from tridecode.backend.config import ModelConfig
@@ -16,10 +14,11 @@ from tridecode.backend.models.layers import (
     logits,
     make_heads,
     rope_table,
+    run_at_once,
 )
 from tridecode.backend.models.specs import attention_specs, column_specs, head_spec, norm_specs, row_specs
 from tridecode.backend.weight_layout import WeightSpec, stage_layers
-from tridecode.kernels.ops import CacheLayer, Linear, Norm
+from tridecode.kernels.ops import CacheLayer, DecoderLayer
 
 
 def weight_specs(config: ModelConfig) -> list[WeightSpec]:
@@ -35,16 +34,6 @@ def weight_specs(config: ModelConfig) -> list[WeightSpec]:
         specs += column_specs(f"{prefix}.mlp.up_proj", hidden, (inner,), config.mlp_bias, layer)
         specs += row_specs(f"{prefix}.mlp.down_proj", inner, hidden, config.mlp_bias, layer)
     return [*specs, *norm_specs("model.final_layernorm", hidden, False), head_spec(config)]
-
-
-@dataclass(frozen=True)
-class Layer:
-    attention_norm: Norm
-    qkv: Linear
-    dense: Linear
-    mlp_norm: Norm
-    gate_up: Linear
-    down: Linear
 
 
 class Model:
@@ -65,14 +54,14 @@ class Model:
             self._layer(weights, i) for i in stage_layers(config.num_layers, ranks.stage, ranks.num_stages)
         ]
 
-    def _layer(self, weights: Weights, index: int) -> Layer:
+    def _layer(self, weights: Weights, index: int) -> DecoderLayer:
         prefix, config = f"model.layers.{index}", self.config
-        return Layer(
+        return DecoderLayer(
             attention_norm=weights.norm(f"{prefix}.input_layernorm", config.norm_eps, bias=False),
             qkv=weights.linear(f"{prefix}.attention.query_key_value", bias=config.attention_bias),
             dense=weights.linear(f"{prefix}.attention.dense", bias=config.attention_bias),
             mlp_norm=weights.norm(f"{prefix}.post_attention_layernorm", config.norm_eps, bias=False),
-            gate_up=weights.fused_linear(
+            up=weights.fused_linear(
                 [f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"], bias=config.mlp_bias
             ),
             down=weights.linear(f"{prefix}.mlp.down_proj", bias=config.mlp_bias),
@@ -83,11 +72,13 @@ class Model:
 
     def forward(self, context: Context, x: Tensor, caches: list[CacheLayer]) -> None:
         """x: (T, C), the embedded tokens or what the stage before sent; becomes this stage's output."""
+        if run_at_once(context, x, self.layers, self.heads, "swiglu", caches):
+            return
         mlp = context.work.mlp[: context.num_tokens]
         for layer, cache in zip(self.layers, caches):
             attended = attention(context, x, layer.qkv, layer.attention_norm, self.heads, cache)
             add_linear(context, attended, layer.dense, residual=x)
-            context.ops.linear(x, layer.gate_up, norm=layer.mlp_norm, activation="swiglu", out=mlp)
+            context.ops.linear(x, layer.up, norm=layer.mlp_norm, activation="swiglu", out=mlp)
             add_linear(context, mlp, layer.down, residual=x)
 
     def logits(self, context: Context, x: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tridecode.kernels import ops as o
 from tridecode.kernels.bench.measure import Result, microseconds, over
-from tridecode.kernels.cuda import Cuda
-from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm, SamplingState
+from tridecode.kernels.cuda import LAYER_TOKENS, MAX_LAYER_TOKENS, Cuda
+from tridecode.kernels.ops import Batch, CacheLayer, DecoderLayer, Heads, Linear, Norm, SamplingState
 
 HALF = torch.float16
 
@@ -265,21 +265,21 @@ class Bench:
             return Norm(self.normal(hidden), None if gated else self.normal(hidden), 1e-5)
 
         layers = [
-            (
-                linear(shape.qkv_size, hidden),
-                linear(hidden, hidden),
-                linear(inner * (1 + gated), hidden),
-                linear(hidden, inner),
-                norm(),
-                norm(),
+            DecoderLayer(
+                attention_norm=norm(),
+                qkv=linear(shape.qkv_size, hidden),
+                dense=linear(hidden, hidden),
+                mlp_norm=norm(),
+                up=linear(inner * (1 + gated), hidden),
+                down=linear(hidden, inner),
             )
             for _ in range(num_layers)
         ]
         head, last_norm = Linear(self.normal(vocab, hidden, scale=0.01)), norm()
-        weight_bytes = 2 * (
-            sum(part.weight.numel() for layer in layers for part in layer[:4]) + vocab * hidden
-        )
-        for rows in (1, 8, 32, 64, 128, 256):
+        parts = [part for layer in layers for part in (layer.qkv, layer.dense, layer.up, layer.down)]
+        layer_bytes = 2 * sum(part.weight.numel() for part in parts)
+        activation = "swiglu" if gated else "gelu_tanh"
+        for rows in (1, 2, 4, 8, 32, 64, 128, 256):
             columns = context // block + 1
             caches = [CacheLayer(self.normal(rows * columns, 2, kv_heads, block, 128)) for _ in layers]
             tables = torch.randperm(rows * columns, device=self.device).to(torch.int32).view(rows, columns)
@@ -295,19 +295,32 @@ class Bench:
             state.ints[:, o.FLAGS] = o.GREEDY
             tokens, log_probs = slots.clone(), torch.zeros(rows, device=self.device)
 
-            def run() -> None:
-                for (project, dense, up, down, first, second), cache in zip(layers, caches):
-                    self.ops.project_qkv(x, project, first, shape, batch, cache, out=qkv)
+            def one_by_one() -> None:
+                for layer, cache in zip(layers, caches):
+                    self.ops.project_qkv(x, layer.qkv, layer.attention_norm, shape, batch, cache, out=qkv)
                     self.ops.decode_attention(qkv, shape, batch, cache, out=attended)
-                    self.ops.linear(attended, dense, residual=x, out=x)
-                    self.ops.linear(
-                        x, up, norm=second, activation="swiglu" if gated else "gelu_tanh", out=mlp
-                    )
-                    self.ops.linear(mlp, down, residual=x, out=x)
+                    self.ops.linear(attended, layer.dense, residual=x, out=x)
+                    self.ops.linear(x, layer.up, norm=layer.mlp_norm, activation=activation, out=mlp)
+                    self.ops.linear(mlp, layer.down, residual=x, out=x)
+
+            def at_once() -> bool:
+                return self.ops.decoder_layers(x, layers, shape, activation, batch, caches)
+
+            def step() -> None:
+                if not at_once():
+                    one_by_one()
                 self.ops.linear(x, head, norm=last_norm, out=logits)
                 self.ops.sample(logits, slots, state, tokens=tokens, log_probs=log_probs)
 
-            moved = weight_bytes + num_layers * rows * context * kv_heads * 512
-            flops = weight_bytes * float(rows)
-            yield Result("step", f"{label} rows {rows} context {context}", microseconds(run, 1), moved, flops)
+            case = f"{label} rows {rows} context {context}"
+            moved = layer_bytes + num_layers * rows * context * kv_heads * 512
+            self.ops.layer_tokens = MAX_LAYER_TOKENS
+            if at_once():  # beside the same layers operation by operation
+                peer = microseconds(one_by_one, 1)
+                yield Result("layers", case, microseconds(at_once, 1), moved, float(layer_bytes) * rows, peer)
+            self.ops.layer_tokens = LAYER_TOKENS
+            moved += 2 * vocab * hidden
+            yield Result(
+                "step", case, microseconds(step, 1), moved, (layer_bytes + 2.0 * vocab * hidden) * rows
+            )
             caches.clear()

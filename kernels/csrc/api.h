@@ -1,8 +1,10 @@
-// The C ABI of the kernels, declared once: library.py reads this file and binds every function from it.
+// The C ABI of the kernels, declared once: library.py reads this file and binds every function from
+// it.
 //
-// Pointers are device addresses, strides count elements, `stream` is a cudaStream_t. Every function returns 0, or a
-// status whose text tridecode_error() gives (per thread). None of them allocates or synchronises, so that each may be
-// captured in a CUDA graph. Shapes and meanings are those of kernels/ops.py; cuda.py has checked them.
+// Pointers are device addresses, strides count elements, `stream` is a cudaStream_t. Every function
+// returns 0, or a status whose text tridecode_error() gives (per thread). None of them allocates or
+// synchronises, so that each may be captured in a CUDA graph. Shapes and meanings are those of
+// kernels/ops.py; cuda.py has checked them.
 #pragma once
 #include <stdint.h>
 
@@ -18,69 +20,100 @@ int tridecode_abi_version(void);
 const char* tridecode_build_info(void);
 const char* tridecode_error(void);
 
-// Make `device` current for the calling thread. Programmatic dependent launch is used where `dependent_launch` is set
-// and the device has it (compute capability 9.0). `properties` receives multiprocessors, compute capability * 10, and
-// the shared memory of a block in bytes: int32[3], host memory.
+// Make `device` current for the calling thread. Programmatic dependent launch is used where
+// `dependent_launch` is set and the device has it (compute capability 9.0). `properties` receives
+// multiprocessors, compute capability * 10, and the shared memory of a block in bytes: int32[3],
+// host memory.
 int tridecode_initialize(int device, int dependent_launch, int* properties);
 
 // dtype: 0 float32, 1 float16, 2 bfloat16, everywhere.
 
-int tridecode_resolve_tokens(int* token_ids, const int* slots, const int* last_tokens, int count, void* stream);
+int tridecode_resolve_tokens(int* token_ids, const int* slots, const int* last_tokens, int count,
+                             void* stream);
 
 int tridecode_embed(void* out, const int* token_ids, const void* table, const int* positions,
-                    const void* position_table, int num_tokens, int columns, int dtype, void* stream);
+                    const void* position_table, int num_tokens, int columns, int dtype,
+                    void* stream);
 
-int tridecode_norm(void* out, const void* x, const void* weight, const void* bias, float eps, int num_tokens,
-                   int columns, int64_t x_stride, int64_t out_stride, int dtype, void* stream);
+int tridecode_norm(void* out, const void* x, const void* weight, const void* bias, float eps,
+                   int num_tokens, int columns, int64_t x_stride, int64_t out_stride, int dtype,
+                   void* stream);
 
-int tridecode_gather_rows(void* out, const void* x, const int* rows, int num_rows, int64_t row_bytes,
-                          int64_t x_stride_bytes, int64_t out_stride_bytes, void* stream);
+int tridecode_gather_rows(void* out, const void* x, const int* rows, int num_rows,
+                          int64_t row_bytes, int64_t x_stride_bytes, int64_t out_stride_bytes,
+                          void* stream);
 
-// out = activation(product + bias) + residual, after a library product. activation: 0 none, 1 tanh GELU, 2 erf GELU,
-// 3 ReLU, 4 SwiGLU (product and bias have 2 * columns columns). product: dtype, or float32 where product_float32.
-int tridecode_finish_linear(void* out, const void* product, const void* bias, const void* residual, int num_tokens,
-                            int columns, int64_t out_stride, int64_t product_stride, int64_t residual_stride,
-                            int activation, int product_float32, int out_float32, int dtype, void* stream);
+// out = activation(product + bias) + residual, after a library product. activation: 0 none, 1 tanh
+// GELU, 2 erf GELU, 3 ReLU, 4 SwiGLU (product and bias have 2 * columns columns). product: dtype,
+// or float32 where product_float32.
+int tridecode_finish_linear(void* out, const void* product, const void* bias, const void* residual,
+                            int num_tokens, int columns, int64_t out_stride, int64_t product_stride,
+                            int64_t residual_stride, int activation, int product_float32,
+                            int out_float32, int dtype, void* stream);
 
-// Rotates q and k of qkv (num_tokens, (heads + 2 kv_heads) * head_size) in place and writes k and v to the cache.
-// rotary_size 0: no rotation. block_tokens: tokens of a cache block.
+// Rotates q and k of qkv (num_tokens, (heads + 2 kv_heads) * head_size) in place and writes k and v
+// to the cache. rotary_size 0: no rotation. block_tokens: tokens of a cache block.
 int tridecode_rotate_and_cache(void* qkv, const float* cos, const float* sin, const int* positions,
-                               const int* kv_slots, void* cache, int num_tokens, int heads, int kv_heads,
-                               int head_size, int rotary_size, int interleaved, int block_tokens, int64_t qkv_stride,
-                               int dtype, void* stream);
+                               const int* kv_slots, void* cache, int num_tokens, int heads,
+                               int kv_heads, int head_size, int rotary_size, int interleaved,
+                               int block_tokens, int64_t qkv_stride, int dtype, void* stream);
 
-// The product of 1 to 16 tokens with a weight matrix that is read once, see linear.cu. scratch: partial sums; counters:
-// zeroed once. mode: 0 one output a row, 1 SwiGLU, 2 query, key and value.
-int tridecode_linear(void* out, const void* x, const void* weight, const void* bias, const void* norm_weight,
-                     const void* norm_bias, float eps, const void* residual, int num_tokens, int inputs, int outputs,
-                     int64_t x_stride, int64_t weight_stride, int64_t residual_stride, int64_t out_stride, int mode,
-                     int activation, int out_float32, const float* cos, const float* sin, const int* positions,
-                     const int* kv_slots, void* cache, int heads, int kv_heads, int head_size, int rotary_size,
-                     int interleaved, int block_tokens, void* scratch, int64_t scratch_bytes, unsigned int* counters,
-                     int num_counters, int dtype, void* stream);
+// The product of 1 to 16 tokens with a weight matrix that is read once, see linear.cu. scratch:
+// partial sums; counters: zeroed once. mode: 0 one output a row, 1 SwiGLU, 2 query, key and value.
+int tridecode_linear(void* out, const void* x, const void* weight, const void* bias,
+                     const void* norm_weight, const void* norm_bias, float eps,
+                     const void* residual, int num_tokens, int inputs, int outputs,
+                     int64_t x_stride, int64_t weight_stride, int64_t residual_stride,
+                     int64_t out_stride, int mode, int activation, int out_float32,
+                     const float* cos, const float* sin, const int* positions, const int* kv_slots,
+                     void* cache, int heads, int kv_heads, int head_size, int rotary_size,
+                     int interleaved, int block_tokens, void* scratch, int64_t scratch_bytes,
+                     unsigned int* counters, int num_counters, int dtype, void* stream);
 
-// scratch: see decode_attention.cu; tridecode_decode_attention_scratch gives the bytes for any batch.
+// scratch: see decode_attention.cu; tridecode_decode_attention_scratch gives the bytes for any
+// batch.
 int64_t tridecode_decode_attention_scratch(int head_size);
-int tridecode_decode_attention(void* out, const void* qkv, const void* cache, const int* block_tables,
-                               const int* context_lens, const float* slopes, float scale, int num_rows, int heads,
-                               int kv_heads, int head_size, int block_tokens, int64_t qkv_stride, int64_t out_stride,
-                               int64_t table_stride, void* scratch, unsigned int* counters, int num_counters, int dtype,
-                               void* stream);
+int tridecode_decode_attention(void* out, const void* qkv, const void* cache,
+                               const int* block_tables, const int* context_lens,
+                               const float* slopes, float scale, int num_rows, int heads,
+                               int kv_heads, int head_size, int block_tokens, int64_t qkv_stride,
+                               int64_t out_stride, int64_t table_stride, void* scratch,
+                               unsigned int* counters, int num_counters, int dtype, void* stream);
 
-// Rows first_row .. num_rows - 1 of the batch; qkv and out begin with the first token of first_row. max_query: the
-// longest of their query counts.
-int tridecode_prefill_attention(void* out, const void* qkv, const void* cache, const int* block_tables,
-                                const int* context_lens, const int* query_starts, const float* slopes, float scale,
-                                int first_row, int num_rows, int max_query, int heads, int kv_heads, int head_size,
-                                int block_tokens, int64_t qkv_stride, int64_t out_stride, int64_t table_stride,
-                                int dtype, void* stream);
+// Rows first_row .. num_rows - 1 of the batch; qkv and out begin with the first token of first_row.
+// max_query: the longest of their query counts.
+int tridecode_prefill_attention(void* out, const void* qkv, const void* cache,
+                                const int* block_tables, const int* context_lens,
+                                const int* query_starts, const float* slopes, float scale,
+                                int first_row, int num_rows, int max_query, int heads, int kv_heads,
+                                int head_size, int block_tokens, int64_t qkv_stride,
+                                int64_t out_stride, int64_t table_stride, int dtype, void* stream);
+
+// All layers of a decoder for 1 to 8 tokens of as many rows, see decoder_layers_sm90a.cu. layers:
+// what tridecode_decoder_table has made, in device memory. counters: zeroed once. in_flight: stages
+// of 16 KiB of weights that a multiprocessor asks for at once.
+int tridecode_decoder_layers(const void* layers, int num_layers, void* x, void* qkv, void* context,
+                             void* mlp, const int* positions, const int* kv_slots,
+                             const int* block_tables, const int* context_lens, int64_t table_stride,
+                             const float* cos, const float* sin, const float* slopes, float scale,
+                             float eps, int tokens, int hidden, int heads, int kv_heads,
+                             int head_size, int inner, int rotary, int activation, int block_tokens,
+                             void* partials, int64_t partial_bytes, unsigned int* counters,
+                             int num_counters, int in_flight, int dtype, void* stream);
+
+// The table that tridecode_decoder_layers reads, made in host memory. tensors: num_layers times 13
+// pointers.
+int64_t tridecode_decoder_table_bytes(int num_layers);
+int tridecode_decoder_table(void* table, const void* tensors, int num_layers, int hidden,
+                            int queries, int qkv_rows, int inner, int up_rows, int dtype);
 
 int64_t tridecode_sample_scratch(int max_rows, int vocab_size);
-int tridecode_sample(float* logits, const int* slots, const int* ints, const float* floats, float* top_p,
-                     int* generated, int* last_tokens, int* history, int* history_lens, int16_t* counts,
-                     const int* bad_ids, const int* bad_ends, int* tokens, float* log_probs, int num_rows,
-                     int vocab_size, int history_size, int bad_size, int64_t logits_stride, void* scratch,
-                     unsigned int* counters, void* stream);
+int tridecode_sample(float* logits, const int* slots, const int* ints, const float* floats,
+                     float* top_p, int* generated, int* last_tokens, int* history,
+                     int* history_lens, int16_t* counts, const int* bad_ids, const int* bad_ends,
+                     int* tokens, float* log_probs, int num_rows, int vocab_size, int history_size,
+                     int bad_size, int64_t logits_stride, void* scratch, unsigned int* counters,
+                     void* stream);
 
 #pragma GCC visibility pop
 #ifdef __cplusplus

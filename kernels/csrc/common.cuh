@@ -1,4 +1,5 @@
-// What every kernel file shares: dtypes, 16-byte vectors, reductions, matrix instructions, launches and errors.
+// What every kernel file shares: dtypes, 16-byte vectors, reductions, matrix instructions, launches
+// and errors.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -30,14 +31,18 @@ struct Device {
 };
 const Device& device();
 
-// Launches with programmatic dependent launch where the device has it: the kernel may start while its predecessor still
-// runs, and must call wait_for_predecessor() before it touches anything that a kernel before it writes or reads.
+// Launches with programmatic dependent launch where the device has it: the kernel may start while
+// its predecessor still runs, and must call wait_for_predecessor() before it touches anything that
+// a kernel before it writes or reads.
 template <typename... Parameters, typename... Arguments>
-int launch(const char* what, void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared, void* stream,
-           Arguments... arguments) {
+int launch(const char* what, void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared,
+           void* stream, Arguments... arguments) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return 0;
-  if (shared > 32 * 1024) {  // beyond 48 KiB, static shared memory counted in, a kernel has to ask for it
-    int status = check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared), what);
+  if (shared >
+      32 * 1024) {  // beyond 48 KiB, static shared memory counted in, a kernel has to ask for it
+    int status = check(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared),
+        what);
     if (status) return status;
   }
   cudaLaunchAttribute attribute;
@@ -74,13 +79,16 @@ int for_16_bit_dtype(int dtype, const char* what, Body body) {
   });
 }
 
-inline int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
+__host__ __device__ constexpr int ceil_div(int64_t a, int64_t b) {
+  return static_cast<int>((a + b - 1) / b);
+}
 
 // ---------------------------------------------------------------- device: order between kernels
 
-// Blocks until every kernel before this one in the stream has finished and its writes are visible, then lets the next
-// one start. In this order, when a kernel runs, all but its direct predecessor have finished: before the wait it may
-// read what they wrote, and constants. Every block of every kernel calls it, first thing or after such reads.
+// Blocks until every kernel before this one in the stream has finished and its writes are visible,
+// then lets the next one start. In this order, when a kernel runs, all but its direct predecessor
+// have finished: before the wait it may read what they wrote, and constants. Every block of every
+// kernel calls it, first thing or after such reads.
 __device__ __forceinline__ void wait_for_predecessor() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -133,14 +141,19 @@ __device__ __forceinline__ float2 unpack(uint32_t word) {
   }
 }
 
-__device__ __forceinline__ void put(uint4& words, int i, uint32_t word) { reinterpret_cast<uint32_t*>(&words)[i] = word; }
-__device__ __forceinline__ uint32_t get(const uint4& words, int i) { return reinterpret_cast<const uint32_t*>(&words)[i]; }
+__device__ __forceinline__ void put(uint4& words, int i, uint32_t word) {
+  reinterpret_cast<uint32_t*>(&words)[i] = word;
+}
+__device__ __forceinline__ uint32_t get(const uint4& words, int i) {
+  return reinterpret_cast<const uint32_t*>(&words)[i];
+}
 
 // Eight consecutive numbers, at an address that is a multiple of 16 bytes.
 template <typename X>
 __device__ __forceinline__ void load8(const X* from, float (&values)[8]) {
   if constexpr (sizeof(X) == 4) {
-    float4 a = reinterpret_cast<const float4*>(from)[0], b = reinterpret_cast<const float4*>(from)[1];
+    float4 a = reinterpret_cast<const float4*>(from)[0],
+           b = reinterpret_cast<const float4*>(from)[1];
     values[0] = a.x, values[1] = a.y, values[2] = a.z, values[3] = a.w;
     values[4] = b.x, values[5] = b.y, values[6] = b.z, values[7] = b.w;
   } else {
@@ -185,7 +198,9 @@ __device__ __forceinline__ void store_some(X* to, const float (&values)[WIDTH]) 
   }
 }
 
-inline bool aligned16(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+inline bool aligned16(const void* pointer) {
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
+}
 
 __device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
 
@@ -216,7 +231,8 @@ __device__ __forceinline__ float warp_max(float x) {
   return x;
 }
 
-// The sum over the block, in every thread. shared: one float a warp; free to be used again after the next barrier.
+// The sum over the block, in every thread. shared: one float a warp; free to be used again after
+// the next barrier.
 __device__ __forceinline__ float block_sum(float x, float* shared) {
   const int warps = (blockDim.x + 31) / 32;
   x = warp_sum(x);
@@ -226,7 +242,8 @@ __device__ __forceinline__ float block_sum(float x, float* shared) {
   return warp_sum(x);
 }
 
-// ---------------------------------------------------------------- device: copies and matrix instructions
+// ---------------------------------------------------------------- device: copies and matrix
+// instructions
 
 // Reads 16 bytes that no kernel writes and that are read once: past the L1 cache.
 __device__ __forceinline__ uint4 load_stream(const void* from) {
@@ -237,13 +254,16 @@ __device__ __forceinline__ uint4 load_stream(const void* from) {
   return words;
 }
 
-__device__ __forceinline__ void prefetch_l2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+__device__ __forceinline__ void prefetch_l2(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
 
 // 16 bytes from global to shared memory; zeros where not `valid`.
 __device__ __forceinline__ void copy16_async(void* to, const void* from, bool valid) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(valid ? 16 : 0)
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from),
+               "r"(valid ? 16 : 0)
                : "memory");
 #else
   *static_cast<uint4*>(to) = valid ? *static_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
@@ -263,22 +283,25 @@ __device__ __forceinline__ void wait_copies() {
 #endif
 }
 
-// c (16 x 8, float32) += a (16 x 16) * b (16 x 8). With g = lane / 4 and t = lane % 4 the lane holds of a the pairs
-// (row g, columns 2t), (row g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8); of b the pairs (rows 2t, column g),
-// (rows 2t + 8, g); of c (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
+// c (16 x 8, float32) += a (16 x 16) * b (16 x 8). With g = lane / 4 and t = lane % 4 the lane
+// holds of a the pairs (row g, columns 2t), (row g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8); of b the
+// pairs (rows 2t, column g), (rows 2t + 8, g); of c (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t +
+// 1).
 template <typename X>
-__device__ __forceinline__ void multiply_add(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
-                                             uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void multiply_add(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2,
+                                             uint32_t a3, uint32_t b0, uint32_t b1) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   if constexpr (std::is_same<X, half>::value) {
     asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
   } else {
     asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
@@ -286,11 +309,13 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], uint32_t a0, uint32_
 #else
   if constexpr (std::is_same<X, half>::value) {  // sm_75: twice 8 columns of a
     asm volatile(
-        "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, "
+        "%1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a0), "r"(a1), "r"(b0));
     asm volatile(
-        "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, "
+        "%1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a2), "r"(a3), "r"(b1));
   } else {
@@ -299,7 +324,8 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], uint32_t a0, uint32_
 #endif
 }
 
-// The transpose of an 8 x 8 matrix of 16-bit numbers: the lane holds row lane / 4, columns 2 * (lane % 4) and the next.
+// The transpose of an 8 x 8 matrix of 16-bit numbers: the lane holds row lane / 4, columns 2 *
+// (lane % 4) and the next.
 __device__ __forceinline__ uint32_t transpose8x8(uint32_t word) {
   uint32_t out;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(word));

@@ -1,15 +1,17 @@
-// The product of linear.cu with Hopper's own instructions: one warp keeps a ring of bulk copies of the weights in flight,
-// which fills the multiprocessor's shared memory, and two warp groups take turns to multiply them with wgmma. The tokens, 16 at most,
-// are the 64 rows of that instruction: up to 8 stand in all eights of them at once, for what the other rows hold is never
-// looked at. The weights are its columns, so that a block takes 32 to 256 rows of the matrix, as many as give every
-// multiprocessor the same, over all inputs: no sum is shared between blocks.
+// The product of linear.cu with Hopper's own instructions: one warp keeps a ring of bulk copies of
+// the weights in flight, which fills the multiprocessor's shared memory, and two warp groups take
+// turns to multiply them with wgmma. The tokens, 16 at most, are the 64 rows of that instruction:
+// up to 8 stand in all eights of them at once, for what the other rows hold is never looked at. The
+// weights are its columns, so that a block takes 32 to 256 rows of the matrix, as many as give
+// every multiprocessor the same, over all inputs: no sum is shared between blocks.
 //
-// The ring fills before the wait for the kernel that computes x, in the shared memory that the kernel before has just
-// left. With a norm, x is normalised into shared memory first, else its blocks travel with the weights.
+// The ring fills before the wait for the kernel that computes x, in the shared memory that the
+// kernel before has just left. With a norm, x is normalised into shared memory first, else its
+// blocks travel with the weights.
 //
-// Bytes moved: outputs * inputs * sizeof(X), once.   Bench: python -m tridecode.kernels.bench linear
-#include <cuda.h>
-
+// Bytes moved: outputs * inputs * sizeof(X), once.   Bench: python -m tridecode.kernels.bench
+// linear
+#include "hopper.cuh"
 #include "linear.cuh"
 
 namespace tridecode {
@@ -17,12 +19,12 @@ namespace {
 
 using Task = LinearTask;
 
-constexpr int kGroups = 2;                       // warp groups that multiply, each every other stage
+constexpr int kGroups = 2;  // warp groups that multiply, each every other stage
 constexpr int kConsumers = 128 * kGroups;
-constexpr int kThreads = kConsumers + 32;        // and a warp that copies
+constexpr int kThreads = kConsumers + 32;  // and a warp that copies
 constexpr int kMaxTokens = 16;
-constexpr int kBlockInputs = 64;                 // 128 bytes: the width of the swizzle
-constexpr int kStageBytes = 16 * 1024;           // of weights, at least
+constexpr int kBlockInputs = 64;        // 128 bytes: the width of the swizzle
+constexpr int kStageBytes = 16 * 1024;  // of weights, at least
 constexpr int kMaxStages = 16;
 
 struct Division {
@@ -37,76 +39,26 @@ struct Division {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-__device__ __forceinline__ void barrier_init(uint64_t* barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void barrier_expect(uint64_t* barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-               : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(uint64_t* barrier, int parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra finished;\n"
-      "bra again;\n"
-      "finished:\n"
-      "}\n" ::"r"(shared_address(barrier)),
-      "r"(parity)
-      : "memory");
-}
-
-// A box of the matrix, at (input, row), to shared memory; `policy` says how long the L2 cache keeps it.
-__device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int input, int row, uint64_t* barrier,
-                                         uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
-      "l"(reinterpret_cast<uint64_t>(map)), "r"(input), "r"(row), "r"(shared_address(barrier)), "l"(policy)
-      : "memory");
-}
-
-__device__ __forceinline__ uint64_t evict_first() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-__device__ __forceinline__ uint64_t evict_last() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
 // A matrix of rows of 128 bytes in the 128-byte swizzle; groups of 8 rows lie `group_bytes` apart.
 __device__ __forceinline__ uint64_t descriptor(const void* pointer, int group_bytes) {
-  return uint64_t((shared_address(pointer) & 0x3ffff) >> 4) | uint64_t(1) << 16 | uint64_t(group_bytes >> 4) << 32 |
-         uint64_t(1) << 62;
+  return uint64_t((shared_address(pointer) & 0x3ffff) >> 4) | uint64_t(1) << 16 |
+         uint64_t(group_bytes >> 4) << 32 | uint64_t(1) << 62;
 }
 
-// c (64 x 32) += a (64 x 16 inputs) * b (16 inputs x 32), both in shared memory; c = where not `add`.
+// c (64 x 32) += a (64 x 16 inputs) * b (16 inputs x 32), both in shared memory; c = where not
+// `add`.
 template <typename X>
-__device__ __forceinline__ void group_multiply_add(float (&c)[4][4], uint64_t a, uint64_t b, int add) {
-#define TRIDECODE_WGMMA(type)                                                                                        \
-  asm volatile(                                                                                                      \
-      "{\n.reg .pred add;\nsetp.ne.b32 add, %18, 0;\n"                                                               \
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type                                                     \
-      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, add, 1, 1, 0, 0;\n}\n"     \
-      : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]),      \
-        "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]),      \
-        "+f"(c[3][2]), "+f"(c[3][3])                                                                                 \
+__device__ __forceinline__ void group_multiply_add(float (&c)[4][4], uint64_t a, uint64_t b,
+                                                   int add) {
+#define TRIDECODE_WGMMA(type)                                                                     \
+  asm volatile(                                                                                   \
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %18, 0;\n"                                            \
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type                                 \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, add, "  \
+      "1, 1, 0, 0;\n}\n"                                                                          \
+      : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), \
+        "+f"(c[1][2]), "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]), \
+        "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]), "+f"(c[3][3])                                \
       : "l"(a), "l"(b), "r"(add))
   if constexpr (std::is_same<X, half>::value) {
     TRIDECODE_WGMMA("f16");
@@ -116,10 +68,13 @@ __device__ __forceinline__ void group_multiply_add(float (&c)[4][4], uint64_t a,
 #undef TRIDECODE_WGMMA
 }
 
-__device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(kConsumers) : "memory"); }
+__device__ __forceinline__ void consumers_sync() {
+  asm volatile("bar.sync 1, %0;" ::"n"(kConsumers) : "memory");
+}
 // x, normalised, as 64 inputs after 64 inputs of all tokens, each in the swizzle that wgmma reads.
 template <typename X>
-__device__ __forceinline__ void normalize(const Task& task, char* xs, int x_rows, float (*partial)[kConsumers / 32],
+__device__ __forceinline__ void normalize(const Task& task, char* xs, int x_rows,
+                                          float (*partial)[kConsumers / 32],
                                           float (*totals)[kMaxTokens]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, tokens = task.tokens;
   const int pieces = (task.inputs + kBlockInputs - 1) / kBlockInputs * 8;
@@ -190,8 +145,9 @@ __device__ __forceinline__ void normalize(const Task& task, char* xs, int x_rows
 
 template <typename X, int MODE, int N32>
 __global__ void __launch_bounds__(kThreads, 1)
-    linear_sm90a(const __grid_constant__ CUtensorMap weight_map, const __grid_constant__ CUtensorMap x_map,
-                 const __grid_constant__ Task task, const __grid_constant__ Division division) {
+    linear_sm90a(const __grid_constant__ CUtensorMap weight_map,
+                 const __grid_constant__ CUtensorMap x_map, const __grid_constant__ Task task,
+                 const __grid_constant__ Division division) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kRows = 32 * N32;
   constexpr int kBlockBytes = kRows * 128;  // of weights
@@ -199,21 +155,26 @@ __global__ void __launch_bounds__(kThreads, 1)
   char* const base = raw + (1024 - shared_address(raw) % 1024) % 1024;
   __shared__ uint64_t full[kMaxStages], empty[kMaxStages];
   __shared__ float partial[kMaxTokens][kConsumers / 32], totals[2][kMaxTokens];
-  const int x_bytes = division.x_rows * 128, stages = division.stages, stage_blocks = division.stage_blocks;
+  const int x_bytes = division.x_rows * 128, stages = division.stages,
+            stage_blocks = division.stage_blocks;
   const int stage_bytes = stage_blocks * (kBlockBytes + (division.resident ? 0 : x_bytes));
   char* const xs = base + stages * stage_bytes;  // where x is resident
-  float* const sums = reinterpret_cast<float*>(xs + (division.resident ? division.blocks * x_bytes : 0));
+  float* const sums =
+      reinterpret_cast<float*>(xs + (division.resident ? division.blocks * x_bytes : 0));
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  // Blocks begin at different inputs: rows lie a power of two apart, and their beginnings on few memory channels.
+  // Blocks begin at different inputs: rows lie a power of two apart, and their beginnings on few
+  // memory channels.
   const int shift = int(int64_t(blockIdx.x) * division.steps / gridDim.x);
-  auto turned = [&](int step) { return step + shift < division.steps ? step + shift : step + shift - division.steps; };
+  auto turned = [&](int step) {
+    return step + shift < division.steps ? step + shift : step + shift - division.steps;
+  };
   if (threadIdx.x == kConsumers) {
     for (int i = 0; i < stages; ++i) {
       barrier_init(full + i, 1);
       barrier_init(empty + i, 4);  // the warps of a group
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_barriers();
   }
   __syncthreads();
 
@@ -230,9 +191,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int i = 0; i < stage_blocks; ++i) {  // beyond the inputs a copy writes zeros
         const int input = (turned(step) * stage_blocks + i) * kBlockInputs;
         if (MODE == kGated) {  // gate rows, then up rows
-          copy_box(to + i * kBlockBytes, &weight_map, input, tile * (kRows / 2), full + stage, once);
-          copy_box(to + i * kBlockBytes + kBlockBytes / 2, &weight_map, input, task.outputs / 2 + tile * (kRows / 2),
-                   full + stage, once);
+          copy_box(to + i * kBlockBytes, &weight_map, input, tile * (kRows / 2), full + stage,
+                   once);
+          copy_box(to + i * kBlockBytes + kBlockBytes / 2, &weight_map, input,
+                   task.outputs / 2 + tile * (kRows / 2), full + stage, once);
         } else {
           copy_box(to + i * kBlockBytes, &weight_map, input, tile * kRows, full + stage, once);
         }
@@ -242,10 +204,11 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (division.resident) return;
       char* const to = base + stage * stage_bytes + stage_blocks * kBlockBytes;
       for (int i = 0; i < stage_blocks; ++i)
-        copy_box(to + i * x_bytes, &x_map, (turned(step) * stage_blocks + i) * kBlockInputs, 0, full + stage, often);
+        copy_box(to + i * x_bytes, &x_map, (turned(step) * stage_blocks + i) * kBlockInputs, 0,
+                 full + stage, often);
     };
-    asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(&weight_map)) : "memory");
-    asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(&x_map)) : "memory");
+    prefetch_map(&weight_map);
+    prefetch_map(&x_map);
     const int ahead = min(stages, division.steps);  // of the first tile
     for (int step = 0; step < ahead; ++step) copy_weights(blockIdx.x, step, step);
     wait_for_predecessor();
@@ -282,7 +245,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     auto pair_of = [&](int item) { return tile * (kRows / 2) + item % (kRows / 2); };
     auto token_of = [&](int item) { return item / (kRows / 2) * 2; };
     Extra extra = {};
-    if (threadIdx.x < items) extra = load_extra<X, MODE>(task, pair_of(threadIdx.x), token_of(threadIdx.x));
+    if (threadIdx.x < items)
+      extra = load_extra<X, MODE>(task, pair_of(threadIdx.x), token_of(threadIdx.x));
     float c[N32][4][4];
     int held = -1;  // the stage that the running products still read
     const int first_step = (group + begun) % kGroups;
@@ -293,13 +257,16 @@ __global__ void __launch_bounds__(kThreads, 1)
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
       for (int i = 0; i < stage_blocks; ++i) {
         const int block = min(turned(step) * stage_blocks + i, division.blocks - 1);
-        char* const x = division.resident ? xs + block * x_bytes : weights + stage_blocks * kBlockBytes + i * x_bytes;
-        const uint64_t a = descriptor(x, x_group_bytes), b = descriptor(weights + i * kBlockBytes, 1024);
+        char* const x = division.resident ? xs + block * x_bytes
+                                          : weights + stage_blocks * kBlockBytes + i * x_bytes;
+        const uint64_t a = descriptor(x, x_group_bytes),
+                       b = descriptor(weights + i * kBlockBytes, 1024);
 #pragma unroll
         for (int k = 0; k < kBlockInputs / 16; ++k) {  // 32 bytes on: 2 units of 16
 #pragma unroll
           for (int n = 0; n < N32; ++n)  // 32 rows on: 4096 bytes
-            group_multiply_add<X>(c[n], a + 2 * k, b + 2 * k + n * 256, step > first_step || i > 0 || k > 0);
+            group_multiply_add<X>(c[n], a + 2 * k, b + 2 * k + n * 256,
+                                  step > first_step || i > 0 || k > 0);
         }
       }
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
@@ -312,7 +279,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int n = 0; n < N32; ++n) {
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        asm volatile("" : "+f"(c[n][j][0]), "+f"(c[n][j][1]), "+f"(c[n][j][2]), "+f"(c[n][j][3])::"memory");
+        asm volatile(""
+                     : "+f"(c[n][j][0]), "+f"(c[n][j][1]), "+f"(c[n][j][2]),
+                       "+f"(c[n][j][3])::"memory");
     }
     if (held >= 0 && lane == 0) barrier_arrive(empty + held);
     if (warp % 4 == 0) {  // it holds the first 16 rows: the tokens
@@ -322,7 +291,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (int j = 0; j < 4; ++j) {
           float* const to = sums + group * task.tokens * kRows + n * 32 + j * 8 + 2 * t;
           if (held < 0) c[n][j][0] = c[n][j][1] = c[n][j][2] = c[n][j][3] = 0.0f;
-          if (g < task.tokens) *reinterpret_cast<float2*>(to + g * kRows) = make_float2(c[n][j][0], c[n][j][1]);
+          if (g < task.tokens)
+            *reinterpret_cast<float2*>(to + g * kRows) = make_float2(c[n][j][0], c[n][j][1]);
           if (g + 8 < task.tokens)
             *reinterpret_cast<float2*>(to + (g + 8) * kRows) = make_float2(c[n][j][2], c[n][j][3]);
         }
@@ -332,7 +302,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int item = threadIdx.x; item < items; item += kConsumers) {
       const int pair = item % (kRows / 2), token = token_of(item);
       if (item != threadIdx.x) extra = load_extra<X, MODE>(task, pair_of(item), token);
-      const float* const from = sums + token * kRows + (MODE == kGated ? pair : pair / 8 * 16 + pair % 8);
+      const float* const from =
+          sums + token * kRows + (MODE == kGated ? pair : pair / 8 * 16 + pair % 8);
       constexpr int kSecond = MODE == kGated ? kRows / 2 : 8;  // from the first row of a pair
       const int next = token + 1 < task.tokens ? kRows : 0;
       const float* const more = from + task.tokens * kRows;  // of the other group
@@ -345,45 +316,29 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
-                            const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                            CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-Encode find_encode() {
-  void* found = nullptr;
-  cudaDriverEntryPointQueryResult result;
-  if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result) !=
-          cudaSuccess ||
-      result != cudaDriverEntryPointSuccess)
-    return nullptr;
-  return reinterpret_cast<Encode>(found);
-}
-
-// Boxes of `box_rows` rows of 64 numbers, in the 128-byte swizzle; zeros beyond the matrix.
-int encode(CUtensorMap* map, const void* matrix, int64_t rows, int64_t columns, int64_t stride, int box_rows,
-           int dtype) {
-  static const Encode call = find_encode();
-  if (!call) return fail("linear: the driver has no cuTensorMapEncodeTiled");
-  const cuuint64_t sizes[] = {cuuint64_t(columns), cuuint64_t(rows)}, strides[] = {cuuint64_t(stride * 2)};
-  const cuuint32_t box[] = {kBlockInputs, cuuint32_t(box_rows)}, steps[] = {1, 1};
-  const CUresult status =
-      call(map, dtype == kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2,
-           const_cast<void*>(matrix), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-           CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return status == CUDA_SUCCESS ? 0 : fail("linear: cuTensorMapEncodeTiled gave %d", int(status));
+// Boxes of `box_rows` rows of 64 numbers.
+int encode(CUtensorMap* map, const void* matrix, int64_t rows, int64_t columns, int64_t stride,
+           int box_rows, int dtype) {
+  const cuuint64_t sizes[] = {cuuint64_t(columns), cuuint64_t(rows)},
+                   strides[] = {cuuint64_t(stride * 2)};
+  const cuuint32_t box[] = {kBlockInputs, cuuint32_t(box_rows)};
+  return encode_map(map, matrix, 2, sizes, strides, box, dtype);
 }
 
 template <typename X, int N32>
-int run(const Task& task, int mode, const Division& division, size_t shared, const CUtensorMap& weight_map,
-        const CUtensorMap& x_map, void* stream) {
+int run(const Task& task, int mode, const Division& division, size_t shared,
+        const CUtensorMap& weight_map, const CUtensorMap& x_map, void* stream) {
   const auto kernel = mode == kGated ? linear_sm90a<X, kGated, N32>
                       : mode == kQkv ? linear_sm90a<X, kQkv, N32>
                                      : linear_sm90a<X, kPlain, N32>;
-  const int blocks = division.tiles < device().multiprocessors ? division.tiles : device().multiprocessors;
-  return launch("linear", kernel, blocks, kThreads, shared, stream, weight_map, x_map, task, division);
+  const int blocks =
+      division.tiles < device().multiprocessors ? division.tiles : device().multiprocessors;
+  return launch("linear", kernel, blocks, kThreads, shared, stream, weight_map, x_map, task,
+                division);
 }
 
-// The tile, in units of 32 rows, that gives the fullest multiprocessor the least; of equals the largest.
+// The tile, in units of 32 rows, that gives the fullest multiprocessor the least; of equals the
+// largest.
 int choose_rows(int outputs) {
   int best = 8, least = 1 << 30;
   for (int n = 8; n >= 1; --n) {
@@ -413,8 +368,10 @@ int hopper_linear(const LinearTask& task, int mode, int dtype, void* stream) {
   division.resident = task.norm_weight != nullptr;
   const int x_bytes = division.x_rows * 128;
   const int stage_bytes = division.stage_blocks * (rows * 128 + (division.resident ? 0 : x_bytes));
-  // 1 KiB to begin at a multiple of it; 8 KiB behind the last x, whose rows 16 to 63 are read and ignored
-  const int rest = 1024 + (division.resident ? division.blocks * x_bytes : 0) + kGroups * task.tokens * rows * 4 + 8 * 1024;
+  // 1 KiB to begin at a multiple of it; 8 KiB behind the last x, whose rows 16 to 63 are read and
+  // ignored
+  const int rest = 1024 + (division.resident ? division.blocks * x_bytes : 0) +
+                   kGroups * task.tokens * rows * 4 + 8 * 1024;
   division.stages = (device().shared_bytes - 2048 - rest) / stage_bytes;
   if (division.stages > kMaxStages) division.stages = kMaxStages;
   const size_t shared = size_t(division.stages) * stage_bytes + rest;
@@ -422,20 +379,32 @@ int hopper_linear(const LinearTask& task, int mode, int dtype, void* stream) {
   CUtensorMap weight_map, x_map;
   int status = encode(&weight_map, task.weight, task.outputs, task.inputs, task.weight_stride,
                       mode == kGated ? rows / 2 : rows, dtype);
-  if (!status) status = encode(&x_map, task.x, task.tokens, task.inputs, task.x_stride, division.x_rows, dtype);
+  if (!status)
+    status =
+        encode(&x_map, task.x, task.tokens, task.inputs, task.x_stride, division.x_rows, dtype);
   if (status) return status;
   return for_16_bit_dtype(dtype, "linear", [&](auto zero) {
     using X = decltype(zero);
-    const auto call = [&](auto kernel) { return kernel(task, mode, division, shared, weight_map, x_map, stream); };
+    const auto call = [&](auto kernel) {
+      return kernel(task, mode, division, shared, weight_map, x_map, stream);
+    };
     switch (n32) {
-      case 1: return call(run<X, 1>);
-      case 2: return call(run<X, 2>);
-      case 3: return call(run<X, 3>);
-      case 4: return call(run<X, 4>);
-      case 5: return call(run<X, 5>);
-      case 6: return call(run<X, 6>);
-      case 7: return call(run<X, 7>);
-      default: return call(run<X, 8>);
+      case 1:
+        return call(run<X, 1>);
+      case 2:
+        return call(run<X, 2>);
+      case 3:
+        return call(run<X, 3>);
+      case 4:
+        return call(run<X, 4>);
+      case 5:
+        return call(run<X, 5>);
+      case 6:
+        return call(run<X, 6>);
+      case 7:
+        return call(run<X, 7>);
+      default:
+        return call(run<X, 8>);
     }
   });
 }

@@ -1,7 +1,7 @@
 // The tail of the query, key and value projection: rotates q and k in place and writes k and v to
 // the cache. One block a token.
 // Bytes moved: 2 * (q + k) read and written where rotated, and k + v written, times sizeof(X).
-// Bench: python -m tridecode.kernels.bench rotate_and_cache
+// Bench: python -m tridecode.kernels.bench step
 #include "common.cuh"
 
 namespace tridecode {

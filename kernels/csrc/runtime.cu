@@ -2,7 +2,7 @@
 #include <cstdarg>
 #include <cstdio>
 
-#include "common.cuh"
+#include "hopper.cuh"
 
 #ifndef TRIDECODE_BUILD_INFO
 #define TRIDECODE_BUILD_INFO "unknown"
@@ -31,6 +31,36 @@ int check(cudaError_t status, const char* what) {
 
 const Device& device() { return current; }
 
+namespace {
+using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                            const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
+                            CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
+                            CUtensorMapFloatOOBfill);
+
+Encode find_encode() {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result;
+  if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault,
+                                       &result) != cudaSuccess ||
+      result != cudaDriverEntryPointSuccess)
+    return nullptr;
+  return reinterpret_cast<Encode>(found);
+}
+}  // namespace
+
+int encode_map(CUtensorMap* map, const void* tensor, int dimensions, const cuuint64_t* sizes,
+               const cuuint64_t* strides, const cuuint32_t* box, int dtype) {
+  static const Encode call = find_encode();
+  if (!call) return fail("the driver has no cuTensorMapEncodeTiled");
+  const cuuint32_t steps[] = {1, 1, 1, 1, 1};
+  const CUresult status = call(
+      map, dtype == kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+      dimensions, const_cast<void*>(tensor), sizes, strides, box, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return status == CUDA_SUCCESS ? 0 : fail("cuTensorMapEncodeTiled gave %d", int(status));
+}
+
 }  // namespace tridecode
 
 using tridecode::check;
@@ -51,7 +81,8 @@ int tridecode_initialize(int device, int dependent_launch, int* properties) {
                 {cudaDevAttrMultiProcessorCount, &multiprocessors},
                 {cudaDevAttrMaxSharedMemoryPerBlockOptin, &shared_bytes}};
   for (const auto& each : wanted) {
-    status = check(cudaDeviceGetAttribute(each.value, each.attribute, device), "cudaDeviceGetAttribute");
+    status =
+        check(cudaDeviceGetAttribute(each.value, each.attribute, device), "cudaDeviceGetAttribute");
     if (status) return status;
   }
   tridecode::current.multiprocessors = multiprocessors;

@@ -62,18 +62,19 @@ def test_fp32_greedy_tokens_equal_transformers_in_any_company(make) -> None:
     assert offline.generate(prompts[3:4], SamplingParams(max_tokens=NEW))[0].tokens == wanted[3]
 
 
+@pytest.mark.parametrize("inner", [344, 384], ids=["op by op", "all layers at once when alone"])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_the_same_request_gives_the_same_tokens_alone_and_in_a_full_batch(dtype: str) -> None:
-    """Products of other batch sizes round otherwise: logits may differ by that, and a token only where the
-    two best are as close."""
-    model = llama(head_size=64, heads=8, kv_heads=2, inner=344, vocab=512)
+def test_the_same_request_gives_the_same_tokens_alone_and_in_a_full_batch(dtype: str, inner: int) -> None:
+    """Products of other batch sizes round otherwise: logits may differ by what both may be off, and a token
+    only where the two best are as close."""
+    model = llama(head_size=64, heads=8, kv_heads=2, inner=inner, vocab=512)
     prompts = prompts_of([9, 30, 5, 17, 12, 3, 21, 8], model.config.vocab_size)
     bound = rounding_bound(model, prompts, dtype, DEVICE)
     full = gpu_engine(model, data_type=dtype).generate(prompts, SamplingParams(max_tokens=NEW))
     for prompt, generation in zip(prompts, full):
         alone = gpu_engine(model, data_type=dtype).generate([prompt], SamplingParams(max_tokens=NEW))[0]
         for step, (one, other) in enumerate(zip(alone.tokens, generation.tokens)):
-            assert np.abs(alone.logits[step] - generation.logits[step]).max() <= bound
+            assert np.abs(alone.logits[step] - generation.logits[step]).max() <= 2 * bound
             if one != other:
                 break  # from here on the two go on from different texts
 

@@ -1,0 +1,105 @@
+// What the kernels for sm_90a share: barriers in shared memory, and copies of boxes of a tensor
+// behind them.
+#pragma once
+#include <cuda.h>
+
+#include "common.cuh"
+
+namespace tridecode {
+
+// ---------------------------------------------------------------- host: tensor maps
+
+// A tensor of 16-bit numbers of 2 to 5 dimensions, the innermost first and contiguous, as copies in
+// the 128-byte swizzle read it: boxes whose innermost size is 64. strides: bytes, of the dimensions
+// after the first. Beyond the tensor a copy writes zeros.
+int encode_map(CUtensorMap* map, const void* tensor, int dimensions, const cuuint64_t* sizes,
+               const cuuint64_t* strides, const cuuint32_t* box, int dtype);
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// ---------------------------------------------------------------- device: barriers
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ void barrier_init(uint64_t* barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count)
+               : "memory");
+}
+
+// After the last barrier_init, in the thread that did them.
+__device__ __forceinline__ void fence_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(uint64_t* barrier, int bytes) {
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(uint64_t* barrier, int parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra finished;\n"
+      "bra again;\n"
+      "finished:\n"
+      "}\n" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// ---------------------------------------------------------------- device: copies
+
+// How long the L2 cache keeps what is copied.
+__device__ __forceinline__ uint64_t evict_first() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ uint64_t evict_last() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(map)) : "memory");
+}
+
+// The box of a matrix that begins at (input, row).
+__device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int input, int row,
+                                         uint64_t* barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
+      "l"(reinterpret_cast<uint64_t>(map)), "r"(input), "r"(row), "r"(shared_address(barrier)),
+      "l"(policy)
+      : "memory");
+}
+
+// The box of a matrix that is seen as blocks of 64 inputs: it begins at row `row` of block `block`.
+__device__ __forceinline__ void copy_blocks(void* to, const CUtensorMap* map, int row, int block,
+                                            uint64_t* barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(to)),
+      "l"(reinterpret_cast<uint64_t>(map)), "r"(0), "r"(row), "r"(block),
+      "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+
+#endif
+
+}  // namespace tridecode
