@@ -540,8 +540,8 @@ class Cuda:
             addresses += [_pointer(product.bias) for product in products]
             addresses.append(cache.blocks.data_ptr())
         weight = first.qkv.weight
-        shape = (weight.shape[1], heads.num_heads * heads.head_size, heads.qkv_size)
-        shape += (first.down.weight.shape[1], first.up.weight.shape[0])
+        inner, up_rows = first.down.weight.shape[1], first.up.weight.shape[0]
+        shape = (weight.shape[1], heads.num_heads * heads.head_size, heads.qkv_size, inner, up_rows)
         key = (*addresses, *shape, weight.dtype)
         held = self._layer_tables.get(key)
         if held is None:

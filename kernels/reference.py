@@ -229,7 +229,8 @@ def _activate(x: Tensor, activation: str | None) -> None:
     if activation == "relu":
         x.relu_()
     elif activation is not None:
-        torch._C._nn.gelu_(x, approximate={"gelu": "none", "gelu_tanh": "tanh"}[activation])
+        in_place = torch._C._nn.gelu_  # type: ignore[attr-defined]  # torch's stubs lack it
+        in_place(x, approximate={"gelu": "none", "gelu_tanh": "tanh"}[activation])
 
 
 def _rotate(x: Tensor, rope: Rope, batch: Batch) -> None:
