@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 import urllib.request
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +18,14 @@ import msgspec
 
 from tests.backend.doors.tokenizers_at_hand import byte_level
 from tests.fake_engine import LIMITS, FakeEngine, FakeSupervisor, scripted
+from tridecode.backend.supervisor.shared_memory import unlink_prefix
 from tridecode.model_repo_templates.repository import (
     TOKENIZER_DIR,
     RepositoryModel,
     engine_texts,
     write_models,
 )
+from tridecode.tools.guarded_server import SHM_PREFIX
 from tridecode.tools.running_server import free_ports
 from tridecode.tools.triton_install import prepare
 
@@ -79,6 +82,8 @@ def real_server(
         command = [str(install.binary), *install.arguments]
         command += ["--model-repository", str(write_repository(root, models))]
         command += ["--disable-auto-complete-config", "--exit-timeout-secs=5", "--model-load-thread-count=8"]
+        shm_prefix = f"{SHM_PREFIX}_{uuid.uuid4().hex[:8]}_"
+        command += [f"--backend-config=python,shm-region-prefix-name={shm_prefix}"]
         command += [f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
         environment = {**install.environment, "TRIDECODE_CONTROL_ENDPOINT": supervisor.endpoint}
         with open(log, "wb") as file:
@@ -98,6 +103,7 @@ def real_server(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            unlink_prefix(shm_prefix)
         assert "Signal (11)" not in log.read_text(errors="replace"), (
             f"the server crashed at its end; see {log}"
         )
