@@ -11,7 +11,7 @@ import torch
 
 T = TypeVar("T")
 #: what one sweep of an H200's memory reads a second, and its 16-bit matrix rate, both measured
-#: (docs/benchmarks)
+#: (docs/benchmarks.md)
 ROOF_BYTES, ROOF_FLOPS = 4.46e12, 790e12
 
 

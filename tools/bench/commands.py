@@ -120,8 +120,9 @@ def run_server(job: Job, output: Path, *, tokens_in: bool, door_python: str | No
     columns = ("streams", "engine ms/step", "server ms/step", "cost", "engine first ms", "server first ms")
     Console().print(table(_title("what the server costs", job), columns, rows))
     engines = {name: result[name]["batches"] for name in ("engine", "server")}
-    picture = plot_batches(output / "server.png", _title("engine alone and behind Triton", job), engines)
-    _wrote(write_report(output / "server.json", "server", asdict(job), result), picture)
+    name, title = f"server-{_model(job)}", _title("engine alone and behind Triton", job)
+    picture = plot_batches(output / f"{name}.png", title, engines)
+    _wrote(write_report(output / f"{name}.json", "server", asdict(job), result), picture)
 
 
 def _conclude(kind: str, job: Job, results: Mapping[str, Mapping[str, Any]], output: Path) -> None:
@@ -136,14 +137,19 @@ def _conclude(kind: str, job: Job, results: Mapping[str, Mapping[str, Any]], out
             curves[label] = result["batches"]
             console.print(_table(_title(label, job), _BATCH_COLUMNS, result["batches"]))
     settings = asdict(replace(job, prompts=()))
-    written = [write_report(output / f"{kind}.json", kind, settings, dict(results))]
+    name = f"{kind}-{_model(job)}"  # a run of another model leaves these files alone
+    written = [write_report(output / f"{name}.json", kind, settings, dict(results))]
     if curves:
-        written.append(plot_batches(output / f"{kind}.png", _title("decoding", job), curves))
+        written.append(plot_batches(output / f"{name}.png", _title("decoding", job), curves))
     _wrote(*written)
 
 
 def _table(title: str, columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> Table:
     return table(title, list(columns.values()), [[row[key] for key in columns] for row in rows])
+
+
+def _model(job: Job) -> str:
+    return Path(job.directory).resolve().name if job.directory else job.preset
 
 
 def _title(what: str, job: Job) -> str:
