@@ -183,7 +183,9 @@ class _Serving:
     def _stop(self) -> int:
         """Readiness off, finish what is under way, end the rest with an error, end the server."""
         _log.info("%s: stopping", self._signals.name)
-        drained = self._drain(self._options.drain_s) if self._was_ready else True
+        # the signal may have come between two looks: clients can be quicker to see that the server is ready
+        may_be_busy = self._was_ready or self._http.ready()
+        drained = self._drain(self._options.drain_s) if may_be_busy else True
         if self._hurried():
             return 1
         if not drained:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -141,6 +142,11 @@ class FakeTriton:
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
+
+            def do_GET(self) -> None:
+                assert self.path == "/v2/health/ready"
+                self.send_response(200 if fake.state == "READY" else 400)
+                self.end_headers()
 
             def log_message(self, *_arguments) -> None:
                 pass
@@ -339,6 +345,32 @@ def test_a_server_that_ends_by_itself_is_reported_with_its_log(tmp_path, fake_tr
     server = ServerProcess(tmp_path, tmp_path / "log")
     with pytest.raises(TridecodeError, match="(?s)serve ended with 1:.*no models.*ended with exit code 3"):
         server.wait_ready(20)
+
+
+class RunningServer:
+    """What `serve` uses of a GuardedServer, without a process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.pid, self.terminated = folder, os.getpid(), False
+
+    def running(self) -> bool:
+        return not self.terminated
+
+    def terminate(self) -> None:
+        self.terminated = True
+
+    def kill(self) -> None: ...
+
+    def wait_cleaned(self) -> None: ...
+
+
+@pytest.mark.parametrize("state, calls", [("READY", ["toy unload"]), ("LOADING", [])])
+def test_a_signal_before_serve_has_seen_readiness_drains_what_is_ready(triton, tmp_path, state, calls):
+    triton.state = state
+    options = serve.ServeOptions(tmp_path, http_port=triton.server.server_port, address="127.0.0.1")
+    signals = SimpleNamespace(count=1, name="SIGTERM")
+    assert serve._Serving(options, RunningServer(tmp_path), signals).run() == 0
+    assert triton.calls == calls
 
 
 HANGING = "#!/bin/sh\ntrap '' TERM\necho loading\nwhile :; do sleep 1; done\n"
