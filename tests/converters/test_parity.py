@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from tests.checkpoints import FAMILIES, save, tiny_gpt2, tiny_llama, tiny_tokenizer
 from tridecode.backend.config import ModelConfig
+from tridecode.converters import parity as parity_module
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 from tridecode.converters.parity import (
@@ -93,6 +94,28 @@ def test_a_wrong_conversion_fails(tmp_path, mistake):
     parity = prove(save(FAMILIES[family](), tmp_path / "hf"), tmp_path / "w", spoil=spoil)
     assert not parity.passed
     assert parity.largest_logit_error > parity.logit_error_bound
+
+
+@pytest.fixture
+def no_rounding_allowed(monkeypatch):
+    """As in a model that amplifies rounding: the usual bound does not hold."""
+    monkeypatch.setattr(parity_module, "_BOUNDS", dict.fromkeys(("fp32", "fp16", "bf16"), 1e-9))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_that_amplifies_rounding_is_held_to_what_it_does_to_transformers(
+    tmp_path, family, no_rounding_allowed
+):
+    parity = prove(save(FAMILIES[family](), tmp_path / "hf"), tmp_path / "w")
+    assert parity.passed
+    assert 1e-9 * parity.largest_logit < parity.largest_logit_error <= parity.logit_error_bound
+    assert parity.logit_error_bound == 4 * parity.reference_difference < 1e-4 * parity.largest_logit
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_a_model_that_amplifies_rounding_shows(tmp_path, mistake, no_rounding_allowed):
+    family, spoil = MISTAKES[mistake]
+    assert not prove(save(FAMILIES[family](), tmp_path / "hf"), tmp_path / "w", spoil=spoil).passed
 
 
 def test_prompts_are_the_same_every_time_and_fit_the_model():
