@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
@@ -61,6 +62,7 @@ class ServeOptions:
             "--model-control-mode=explicit",
             "--load-model=*",
             f"--exit-timeout-secs={max(1, round(self.drain_s))}",
+            *([] if shutil.which("nvidia-smi") else ["--allow-gpu-metrics=false"]),  # it logs errors without
             *self.triton_args,
         ]
 

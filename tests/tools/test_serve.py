@@ -328,6 +328,14 @@ def test_arguments_of_triton_come_after_ours(tmp_path):
     assert "--model-control-mode=explicit" in arguments, "without it a dead door cannot be brought back"
 
 
+@pytest.mark.parametrize("gpu", [False, True])
+def test_gpu_metrics_are_left_out_where_there_is_no_gpu(tmp_path, monkeypatch, gpu):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if gpu:
+        executable(tmp_path / "nvidia-smi", "#!/bin/sh\n")
+    assert ("--allow-gpu-metrics=false" in serve.ServeOptions(tmp_path).server_arguments()) != gpu
+
+
 @pytest.fixture
 def fake_triton_on_path(tmp_path, monkeypatch) -> Iterator[Path]:
     """Where to write a shell script that `serve` takes for tritonserver."""
