@@ -255,7 +255,7 @@ def test_requests_of_a_dead_or_frozen_engine_end_with_its_reason_and_service_ret
     for stream in streams:
         assert stream.done.wait(ERROR_S + 1)
         assert stream.ended_at - start < ERROR_S
-        assert ("killed by signal 9" if how == signal.SIGKILL else "silent for 3") in stream.error
+        assert ("killed by signal 9" if how == signal.SIGKILL else "silent for ") in stream.error
     wait_until(lambda: service.answers() and service.answers("second"), 10, "answers")
     assert service.server.server_pid == service.triton.pid
 
