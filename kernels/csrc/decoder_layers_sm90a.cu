@@ -732,7 +732,7 @@ __global__ void __launch_bounds__(kThreads, 1) decoder_layers(const __grid_const
                        empty,
                        int(threadIdx.x % 32),
                        int(threadIdx.x / 32)};
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  wait_for_predecessor_alone();
   for (int layer = 0; layer < task.num_layers; ++layer) {
     const Tensors& tensors = task.layers[layer].tensors;
     consumer.prefetch_norm(tensors.attention_norm, tensors.attention_norm_bias);
@@ -749,8 +749,7 @@ __global__ void __launch_bounds__(kThreads, 1) decoder_layers(const __grid_const
     consumer.begin();
     consumer.template multiply<X>(layer, kUp);
     consumer.end();
-    if (layer == task.num_layers - 1)
-      asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    if (layer == task.num_layers - 1) let_successor_start();
     consumer.begin();
     consumer.template multiply<X>(layer, kDown);
     consumer.end(layer == task.num_layers - 1);
