@@ -1,21 +1,24 @@
 """`tridecode bench beside`: one checkpoint on one CPU, by our engine, our server, transformers, ctranslate2.
 
 Somebody else may use the machine meanwhile, so the engines take turns: each runs once a round, a figure is
-its median over the rounds, and a ratio is the median of the rounds' own ratios.
+its median over the rounds, and a ratio is the median of the rounds' own ratios. Each run's record says how
+much others took of the machine; where there is patience, a run that they disturbed is made again.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 from rich.console import Console
 
 from tridecode.backend.errors import TridecodeError
 from tridecode.tools.bench.measure import Job, run_apart
+from tridecode.tools.bench.neighbours import Neighbours
 from tridecode.tools.bench.plots import plot_batches
 from tridecode.tools.bench.report import table, write_report
 from tridecode.tools.bench.server import bench_server
@@ -29,6 +32,8 @@ _MODULES = {
     CTRANSLATE2: "tridecode.tools.bench.ctranslate2_bench",
 }
 _MOST_OF_OTHERS = 16  # transformers would take minutes for 64 sequences
+_CALM_CORES = 0.15  # what others may use of the machine without disturbing a run
+_LOOK_S = 3.0
 _FIGURES = ("first_token_ms", "step_ms", "tokens_per_s", "total_tokens_per_s")
 Round = Mapping[str, Mapping[str, Any]]  # of each engine what measure() says, or its error
 
@@ -49,30 +54,37 @@ class Ratio:
         return over / under if over and under else None
 
 
-def run_beside(model: str | None, job: Job, rounds: int, cache: Path, output: Path, name: str) -> None:
+def run_beside(
+    model: str | None, job: Job, rounds: int, patience_s: float, cache: Path, output: Path, name: str
+) -> None:
     """Measure, print, and write `name`.json and `name`.png.
 
     model: a Hugging Face directory or .gguf file, None: SmolLM2-135M-Instruct; its repository is kept under
-    `cache`. job.batches: streams; the others are asked for those up to 16. Raises TridecodeError where our
-    engine fails or a stream through the server loses a token.
+    `cache`. job.batches: streams; the others are asked for those up to 16. patience_s: runs that somebody
+    disturbs are made again until so much time has gone. Raises TridecodeError where our engine fails or a
+    stream through the server loses a token.
     """
     checkpoint = model or str(packaged_model())
     repository = demo_repository(checkpoint, cache)
     ours = replace(job, directory=str(repository), device="cpu")
     few = tuple(batch for batch in job.batches if batch <= _MOST_OF_OTHERS)
     others = replace(ours, directory=checkpoint, dtype="fp32", batches=few or (1,))
+    runs: dict[str, Callable[[], dict[str, Any]]] = {
+        ENGINE: lambda: run_apart(_MODULES[ENGINE], ours),
+        SERVER: lambda: bench_server(ours),
+        TRANSFORMERS: lambda: run_apart(_MODULES[TRANSFORMERS], others),
+        CTRANSLATE2: lambda: run_apart(_MODULES[CTRANSLATE2], others),
+    }
     done: list[Round] = []
+    until = time.monotonic() + patience_s
     with spinner("four engines in turns") as say:
         for number in range(1, rounds + 1):
             found: dict[str, Mapping[str, Any]] = {}
-            for engine, module in _MODULES.items():
+            for engine, run in runs.items():
                 say(f"round {number} of {rounds}: {engine}")
-                found[engine] = run_apart(module, ours if engine == ENGINE else others)
-                if engine == ENGINE:
-                    if "error" in found[ENGINE]:
-                        raise TridecodeError(found[ENGINE]["error"])
-                    say(f"round {number} of {rounds}: {SERVER}")
-                    found[SERVER] = bench_server(ours)
+                found[engine] = _undisturbed(run, until)
+            if "error" in found[ENGINE]:
+                raise TridecodeError(found[ENGINE]["error"])
             done.append(found)
     medians = {engine: _medians(done, engine) for engine in done[0]}
     ratios = {str(ratio): _median(ratio, done) for ratio in _ratios(job.batches)}
@@ -84,6 +96,24 @@ def run_beside(model: str | None, job: Job, rounds: int, cache: Path, output: Pa
     written = write_report(output / f"{name}.json", "beside", settings, results)
     picture = plot_batches(output / f"{name}.png", title, {k: v for k, v in medians.items() if v})
     Console().print(f"wrote {written}, {picture}", highlight=False)
+
+
+def _undisturbed(run: Callable[[], dict[str, Any]], until: float) -> dict[str, Any]:
+    """What `run` says and, as "neighbours", how many processors others used; again if that was too much."""
+    while True:
+        with Neighbours() as neighbours:
+            found = run()
+        found["neighbours"] = round(neighbours.cores, 3)
+        if neighbours.cores <= _CALM_CORES or time.monotonic() > until:
+            return found
+        while time.monotonic() < until and _others_now() > _CALM_CORES:
+            pass
+
+
+def _others_now() -> float:
+    with Neighbours() as neighbours:
+        time.sleep(_LOOK_S)
+    return neighbours.cores
 
 
 def _rows(one: Round, engine: str) -> Sequence[Mapping[str, Any]]:

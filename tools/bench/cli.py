@@ -150,6 +150,9 @@ def beside(
     prompt_tokens: _PromptTokens = 64,
     output_tokens: _OutputTokens = 64,
     rounds: Annotated[int, typer.Option(min=1, help="Every engine runs once a round; medians count.")] = 5,
+    patience_s: Annotated[
+        float, typer.Option(help="Make runs that others disturb again, for so many seconds.")
+    ] = 0.0,
     cache: Annotated[Path, typer.Option(help="Where the repository is kept.")] = Path("demo"),
     output: _Output = _RESULTS,
     name: Annotated[str, typer.Option(help="Of the files that are written.")] = "beside",
@@ -167,7 +170,7 @@ def beside(
     from tridecode.tools.bench.measure import Job
 
     job = Job(batches=_numbers(streams), prompt_tokens=prompt_tokens, output_tokens=output_tokens, repeats=1)
-    run_beside(model, job, rounds, cache, output, name)
+    run_beside(model, job, rounds, patience_s, cache, output, name)
 
 
 @app.command()
