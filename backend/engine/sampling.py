@@ -99,6 +99,5 @@ def _start_bad_words(state: SamplingState, start: SlotStart) -> None:
     ends = np.cumsum([len(word) for word in words]).astype(np.int32)
     state.bad_ids[start.slot, : len(ids)] = torch.from_numpy(ids).to(device)
     state.bad_ends[start.slot, : len(ends)] = torch.from_numpy(ends).to(device)
-    state.history[start.slot, : len(start.history)] = torch.from_numpy(
-        np.ascontiguousarray(start.history)
-    ).to(device)
+    history = torch.from_numpy(np.array(start.history))  # a copy: what arrived is read-only
+    state.history[start.slot, : len(history)] = history.to(device)
