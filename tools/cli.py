@@ -8,6 +8,7 @@ from typing import Annotated, Any, Optional
 import typer
 from typer.core import TyperGroup
 
+from tridecode.backend.engine import spin_briefly
 from tridecode.backend.errors import ConfigError, TridecodeError
 from tridecode.tools.bench.cli import app as bench_app
 
@@ -278,6 +279,7 @@ def demo(
 
 def main() -> None:
     """The console script."""
+    spin_briefly()
     app()
 
 

@@ -7,6 +7,7 @@ first_token_ms is the time until every sequence of a batch has its first token; 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, Callable
 
 from tridecode.backend.config import ModelConfig
+from tridecode.backend.engine import SPIN
 from tridecode.backend.errors import TridecodeError
 from tridecode.tools.bench.presets import preset, random_prompts
 
@@ -144,10 +146,20 @@ def run_apart(module: str, job: Job) -> dict[str, Any]:
         asked, answered = Path(folder, "job.json"), Path(folder, "result.json")
         asked.write_text(json.dumps(asdict(job)), encoding="utf-8")
         command = [sys.executable, "-m", module, str(asked), str(answered)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_environment(module)
+        )
         if done.returncode == 0 and answered.exists():
             return json.loads(answered.read_text(encoding="utf-8"))
     return {"error": f"{module} ended with code {done.returncode}: {done.stdout[-2000:].strip()}"}
+
+
+def _environment(module: str) -> dict[str, str]:
+    """Other engines run as they come, without what ours asks of its threads."""
+    environment = dict(os.environ)
+    if not module.endswith("bench.engine") and (SPIN[0], environment.get(SPIN[0])) == SPIN:
+        del environment[SPIN[0]]
+    return environment
 
 
 def answer(run: Callable[[Job], dict[str, Any]]) -> None:
