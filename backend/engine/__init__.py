@@ -6,8 +6,8 @@ import os
 
 #: How long a CPU thread turns at a barrier before it sleeps; libgomp's own choice is milliseconds. Where
 #: others use the cores too, the thread it waits for has none, and each of a step's hundreds of barriers waits
-#: that out. SmolLM2 on 2 cores, 16 sequences, `tridecode bench engine --batches 1,16`: alone 32.5 -> 32.4 ms a
-#: step, beside two busy processes 289 and 374 -> 102 and 108.
+#: that out. SmolLM2 on 2 cores, 16 sequences, `tridecode bench engine --batches 1,16`, ms a step: alone 32.5
+#: -> 32.4, beside two busy processes 289 and 374 -> 102 and 108.
 SPIN = ("GOMP_SPINCOUNT", "4000")
 
 
