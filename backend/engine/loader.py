@@ -30,7 +30,9 @@ class Uploader:
     def __init__(self, names: Iterable[str], read: Callable[[str], Tensor], device: torch.device):
         self._read, self._device = read, device
         self._local = threading.local()
-        self._room = threading.Semaphore(_AHEAD)
+        self._change = threading.Condition()
+        self._ahead = 0  # tensors on the device, or on their way, that nobody has taken
+        self._wanted: set[str] = set()  # asked for while their upload was waiting for room
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="upload")
         self._futures: dict[str, Future[Tensor]] = {
             name: self._pool.submit(self._upload_ahead, name) for name in names
@@ -41,20 +43,29 @@ class Uploader:
         future = self._futures.pop(name, None)
         if future is None or future.cancel():
             return self._upload(name)
+        with self._change:  # what is asked for needs no room: only later takes would make some
+            self._wanted.add(name)
+            self._change.notify_all()
         try:
             return future.result()
         finally:
-            self._room.release()
+            with self._change:
+                self._ahead -= 1
+                self._change.notify_all()
 
     def close(self) -> None:
         """Drop what nobody asked for."""
         for future in self._futures.values():
             future.cancel()
-            self._room.release()
+        with self._change:
+            self._wanted.update(self._futures)
+            self._change.notify_all()
         self._pool.shutdown(wait=True)
 
     def _upload_ahead(self, name: str) -> Tensor:
-        self._room.acquire()
+        with self._change:
+            self._change.wait_for(lambda: self._ahead < _AHEAD or name in self._wanted)
+            self._ahead += 1
         return self._upload(name)
 
     def _upload(self, name: str) -> Tensor:
