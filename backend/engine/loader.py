@@ -73,6 +73,8 @@ class Uploader:
         out = torch.empty(source.shape, dtype=source.dtype, device=self._device)
         flat_in, flat_out = source.view(-1).view(torch.uint8), out.view(-1).view(torch.uint8)
         stream, buffers, events = self._staging()
+        # the memory of `out` may have been freed while work that reads it still waits in the device's queue
+        stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for turn, start in enumerate(range(0, flat_in.numel(), _CHUNK_BYTES)):
                 part = flat_in[start : start + _CHUNK_BYTES]
