@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import tempfile
 import time
@@ -130,9 +131,10 @@ def _model_and_config(job: Job) -> tuple[Path, ModelConfig, EngineConfig]:
         data_type=dtype,
         device=job.device,
         weights="files" if job.directory else "random",
-        max_sequences=max(job.batches),
+        max_sequences=job.at_a_time,
         max_queued_requests=max(len(job.prompts), *job.batches),
         max_sequence_tokens=min(job.longest, model.max_positions),
+        request_timeout_s=math.inf,  # all prompts of a workload arrive at once
     )
     return directory, model, config
 

@@ -33,8 +33,8 @@ _WARM_UP_TOKENS = 4
 class Job:
     """What to measure. Random weights of a preset's shape or, where `directory` is given, that checkpoint's.
 
-    dtype: fp32, fp16 or bf16; empty: the preset's. prompts: token ids to answer once, `batches[0]` at a time,
-    in place of the table of batches.
+    dtype: fp32, fp16 or bf16; empty: the preset's. prompts: token ids to answer, `batches[0]` at a time, in
+    place of the table of batches; workload: what they are called in titles and file names.
     """
 
     preset: str = ""
@@ -48,6 +48,12 @@ class Job:
     seed: int = 0
     tensor_para_size: int = 1
     prompts: tuple[tuple[int, ...], ...] = ()
+    workload: str = ""
+
+    @property
+    def at_a_time(self) -> int:
+        """Sequences that an engine has under way together, at most."""
+        return self.batches[0] if self.prompts else max(self.batches)
 
     @property
     def longest(self) -> int:
@@ -122,16 +128,20 @@ def timing(batch: int, output_tokens: int, one: Sequence[float], whole: Sequence
 
 def _measure_workload(generate: Generate, job: Job, say: Say) -> dict[str, Any]:
     say("warming up")
-    generate(job.prompts[: job.batches[0]], _WARM_UP_TOKENS)
-    say(f"{len(job.prompts)} prompts, {job.batches[0]} at a time")
-    seconds = generate(job.prompts, job.output_tokens)
+    generate(job.prompts[: job.at_a_time], _WARM_UP_TOKENS)
+    runs = []
+    for run in range(1, job.repeats + 1):
+        say(f"{len(job.prompts)} prompts, {job.at_a_time} at a time: run {run} of {job.repeats}")
+        runs.append(generate(job.prompts, job.output_tokens))
+    seconds = statistics.median(runs)
     tokens = len(job.prompts) * job.output_tokens
     return {
         "requests": len(job.prompts),
-        "at_a_time": job.batches[0],
+        "at_a_time": job.at_a_time,
         "prompt_tokens": sum(map(len, job.prompts)),
         "output_tokens": tokens,
         "seconds": round(seconds, 4),
+        "all_seconds": [round(one, 4) for one in runs],
         "tokens_per_s": round(tokens / seconds, 2),
         "requests_per_s": round(len(job.prompts) / seconds, 3),
     }

@@ -25,7 +25,7 @@ def bench_transformers(job: Job, say: Say = lambda text: None) -> dict[str, Any]
     model = load_model(job, device)
 
     def generate(prompts: Sequence[Sequence[int]], output_tokens: int) -> float:
-        size = len(prompts) if not job.prompts else job.batches[0]
+        size = len(prompts) if not job.prompts else job.at_a_time
         started = time.perf_counter()
         for first in range(0, len(prompts), size):
             _generate(model, prompts[first : first + size], output_tokens)
