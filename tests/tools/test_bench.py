@@ -7,6 +7,7 @@ import importlib.util
 import json
 import socket
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,10 +20,12 @@ from typer.testing import CliRunner
 from tests.checkpoints import tiny_tokenizer
 from tests.tools.fake_server import FakeModel, fake_server, text_responses
 from tridecode.backend.config import read_engine_config, read_model_config
+from tridecode.backend.engine.scheduler import Scheduler
 from tridecode.backend.engine_config_file import checkpoint_dir, read_engine_parameters
 from tridecode.backend.errors import ConfigError, EngineDownError
 from tridecode.backend.models import family
 from tridecode.model_repo_templates.pbtxt import parse_model_config
+from tridecode.tools.bench.commands import ratios, with_workload
 from tridecode.tools.bench.engine import bench_engine
 from tridecode.tools.bench.hf_config import hf_config
 from tridecode.tools.bench.load import choose_processes, run_load
@@ -36,6 +39,7 @@ from tridecode.tools.bench.random_repo import toy_tokenizer, write_random_reposi
 from tridecode.tools.bench.server import compare_with_engine
 from tridecode.tools.bench.transformers_bench import bench_transformers
 from tridecode.tools.bench.vllm_bench import bench_vllm
+from tridecode.tools.bench.workloads import workload_prompts
 from tridecode.tools.cli import app
 
 TEXT = ("text_input", "max_tokens")
@@ -261,6 +265,76 @@ def test_prompts_of_a_file_run_a_few_at_a_time_through_each_engine() -> None:
         load = bench(job)["workload"]
         assert (load["requests"], load["prompt_tokens"], load["output_tokens"]) == (6, 33, 24)
         assert load["tokens_per_s"] == pytest.approx(24 / load["seconds"], rel=0.05)
+
+
+def test_a_workload_has_lambadas_lengths_and_the_same_ids_every_time() -> None:
+    prompts = workload_prompts("lambada", 1000)
+    lengths = np.array([len(prompt) for prompt in prompts])
+    assert (len(prompts), lengths.min(), lengths.max()) == (5153, 58, 222)
+    assert lengths.mean() == pytest.approx(80.2, abs=0.01) and lengths.std() == pytest.approx(12.3, abs=0.01)
+    assert lengths[:16].std() > 3  # of all lengths, not sorted
+    ids = np.concatenate(prompts)
+    assert ids.min() == 3 and ids.max() == 999
+    assert workload_prompts("lambada", 1000, 20) == prompts[:20]
+    assert workload_prompts("lambada", 1000, 20, seed=1) != prompts[:20]
+    with pytest.raises(ConfigError, match="no workload 'squad'; there is lambada"):
+        workload_prompts("squad", 1000)
+
+
+def test_both_engines_answer_a_workload_and_the_ratio_is_of_their_rates(tmp_path) -> None:
+    arguments = ["bench", "compare", "--preset", "toy", "--workload", "lambada", "--requests", "20"]
+    arguments += ["--batches", "4", "--repeats", "2", "--device", "cpu", "--output", str(tmp_path)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    report = json.loads((tmp_path / "compare-toy-lambada.json").read_text())
+    assert report["settings"]["workload"] == "lambada" and report["settings"]["prompts"] == []
+    prompt_tokens = sum(map(len, workload_prompts("lambada", 1024, 20)))
+    ours, theirs = (report["results"][name]["workload"] for name in ("tridecode", "transformers"))
+    for load in (ours, theirs):
+        assert (load["requests"], load["at_a_time"]) == (20, 4)
+        assert (load["prompt_tokens"], load["output_tokens"]) == (prompt_tokens, 60)
+        assert len(load["all_seconds"]) == 2
+    ratio = ours["tokens_per_s"] / theirs["tokens_per_s"]
+    assert report["results"]["ratios"]["transformers"]["4"] == pytest.approx(ratio, abs=1e-3)
+    assert "tokens/s, times those of" in done.output
+
+
+def test_the_engine_holds_as_many_sequences_of_a_workload_as_were_asked_for(monkeypatch) -> None:
+    """As a server of so many places: whoever ends makes room for the next prompt."""
+    plans = []
+    plan = Scheduler.plan
+
+    def recorded(scheduler):
+        found = plan(scheduler)
+        plans.append(0 if found is None else found.num_rows)
+        return found
+
+    monkeypatch.setattr(Scheduler, "plan", recorded)
+    prompts = tuple(tuple(ids) for ids in random_prompts(11, 6, 1000, 0))
+    bench_engine(Job(preset="toy", batches=(3,), output_tokens=4, prompts=prompts, device="cpu", repeats=1))
+    assert max(plans) == 3
+    # each of 3 prompts of the warm-up and of 11 is in 4 steps: one for its prompt, three that decode
+    assert sum(plans) == 3 * 4 + 11 * 4
+
+
+def test_prompts_of_a_file_or_workload_go_with_one_batch_size() -> None:
+    job = Job(preset="toy", batches=(1, 8), output_tokens=4)
+    with pytest.raises(ConfigError, match="--batches is 1, 8; wanted one number"):
+        with_workload(job, "lambada", 5)
+    with pytest.raises(ConfigError, match="2122 tokens; toy has 2048 positions"):
+        with_workload(replace(job, batches=(4,), output_tokens=1900), "lambada", None)
+
+
+def test_ratios_are_of_the_rates_with_prompts_included() -> None:
+    rows = [{"batch": 1, "total_tokens_per_s": 30.0}, {"batch": 8, "total_tokens_per_s": 200.0}]
+    found = ratios(
+        {
+            "tridecode": {"batches": rows},
+            "transformers": {"batches": [{"batch": 1, "total_tokens_per_s": 20.0}]},
+            "vLLM": {"error": "vllm is not installed"},
+        }
+    )
+    assert found == {"transformers": {"1": 1.5}}
 
 
 def test_an_engine_that_is_not_installed_says_so(monkeypatch) -> None:

@@ -22,14 +22,29 @@ _Preset = Annotated[
 ]
 _Dtype = Annotated[Optional[str], typer.Option(help="fp32, fp16 or bf16; default: the preset's.")]
 _Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-_Batches = Annotated[str, typer.Option(help="Sequences at a time, separated by commas.")]
+_Batches = Annotated[
+    Optional[str],
+    typer.Option(
+        help="Sequences at a time, separated by commas; one number, 16, for prompts that are given."
+    ),
+]
 _PromptTokens = Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")]
 _OutputTokens = Annotated[int, typer.Option(min=2, help="New tokens of each, always so many.")]
+_WorkloadOutput = Annotated[
+    Optional[int],
+    typer.Option(min=2, help="New tokens of each, always so many; default: 128, the workload's own."),
+]
 _Repeats = Annotated[int, typer.Option(min=1, help="Runs; the median counts.")]
 _Tp = Annotated[int, typer.Option(min=1, help="GPUs that share each layer.")]
 _Output = Annotated[Path, typer.Option(help="Folder for the JSON and the picture.")]
 _Prompts = Annotated[
     Optional[Path], typer.Option(help='Answer these instead: a JSON-lines file with "text" in each line.')
+]
+_Workload = Annotated[
+    Optional[str], typer.Option(help="Answer random ids as long as a data set's prompts instead: lambada.")
+]
+_Requests = Annotated[
+    Optional[int], typer.Option(min=1, help="The first so many of --prompts or --workload.")
 ]
 _Tokenizer = Annotated[
     Optional[Path], typer.Option(help="A tokenizer.json, its folder, or a repository that has one.")
@@ -46,14 +61,15 @@ def engine(
     ] = None,
     dtype: _Dtype = None,
     device: _Device = "auto",
-    batches: _Batches = "1,8,64,256",
+    batches: _Batches = None,
     prompt_tokens: _PromptTokens = 512,
-    output_tokens: _OutputTokens = 128,
+    output_tokens: _WorkloadOutput = None,
     repeats: _Repeats = 3,
     tp: _Tp = 1,
     prompts: _Prompts = None,
     tokenizer: _Tokenizer = None,
-    requests: Annotated[Optional[int], typer.Option(help="The first so many of --prompts.")] = None,
+    workload: _Workload = None,
+    requests: _Requests = None,
     output: _Output = _RESULTS,
 ) -> None:
     """The engine alone, without a server.
@@ -66,11 +82,13 @@ def engine(
     """
     from tridecode.tools.bench import commands
 
-    job = commands.make_job(
-        preset, model, dtype, device, _numbers(batches), prompt_tokens, output_tokens, repeats, tp
-    )
+    sizes = _batches(batches, (1, 8, 64, 256), prompts, workload)
+    tokens = output_tokens or _output_tokens(workload)
+    job = commands.make_job(preset, model, dtype, device, sizes, prompt_tokens, tokens, repeats, tp)
     if prompts is not None:
         job = commands.with_prompts(job, prompts, tokenizer or model, requests)
+    if workload is not None:
+        job = commands.with_workload(job, workload, requests)
     commands.run_engine(job, output)
 
 
@@ -114,13 +132,14 @@ def compare(
     preset: _Preset = "smollm2-135m",
     dtype: _Dtype = None,
     device: _Device = "auto",
-    batches: _Batches = "1,8,64",
+    batches: _Batches = None,
     prompt_tokens: _PromptTokens = 512,
-    output_tokens: _OutputTokens = 128,
+    output_tokens: _WorkloadOutput = None,
     repeats: _Repeats = 3,
     prompts: _Prompts = None,
     tokenizer: _Tokenizer = None,
-    requests: Annotated[Optional[int], typer.Option(help="The first so many of --prompts.")] = None,
+    workload: _Workload = None,
+    requests: _Requests = None,
     output: _Output = _RESULTS,
 ) -> None:
     """The same prompts through our engine, transformers and vLLM.
@@ -130,14 +149,17 @@ def compare(
     \b
     Example:
       tridecode bench compare --preset llama-3-8b --batches 1,8,64
+      tridecode bench compare --preset bloom-7b1 --workload lambada
     """
     from tridecode.tools.bench import commands
 
-    job = commands.make_job(
-        preset, None, dtype, device, _numbers(batches), prompt_tokens, output_tokens, repeats, 1
-    )
+    sizes = _batches(batches, (1, 8, 64), prompts, workload)
+    tokens = output_tokens or _output_tokens(workload)
+    job = commands.make_job(preset, None, dtype, device, sizes, prompt_tokens, tokens, repeats, 1)
     if prompts is not None:
         job = commands.with_prompts(job, prompts, tokenizer, requests)
+    if workload is not None:
+        job = commands.with_workload(job, workload, requests)
     commands.run_compare(job, output)
 
 
@@ -234,6 +256,22 @@ def load(
     )
     if run_load_plan(plan, output):
         raise typer.Exit(1)
+
+
+def _batches(
+    given: Optional[str], usual: tuple[int, ...], prompts: Optional[Path], workload: Optional[str]
+) -> tuple[int, ...]:
+    if prompts is not None and workload is not None:
+        raise ConfigError("--prompts and --workload are two sources of prompts; wanted one of them")
+    if given is not None:
+        return _numbers(given)
+    return usual if prompts is None and workload is None else (16,)
+
+
+def _output_tokens(workload: Optional[str]) -> int:
+    from tridecode.tools.bench.workloads import LAMBADA_OUTPUT
+
+    return 128 if workload is None else LAMBADA_OUTPUT
 
 
 def _numbers(text: str) -> tuple[int, ...]:

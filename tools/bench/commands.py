@@ -10,14 +10,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tridecode.backend.config import read_model_config
 from tridecode.backend.errors import ConfigError, TridecodeError
-from tridecode.tools.bench.engine import bench_engine
+from tridecode.tools.bench.engine import bench_engine, weight_directory
 from tridecode.tools.bench.measure import Job, run_apart
 from tridecode.tools.bench.plots import plot_batches
 from tridecode.tools.bench.presets import preset as find_preset
 from tridecode.tools.bench.prompts import find_tokenizer, read_prompts
 from tridecode.tools.bench.report import table, write_report
 from tridecode.tools.bench.server import compare_with_engine
+from tridecode.tools.bench.workloads import workload_prompts
 from tridecode.tools.progress import spinner
 
 #: key of a row -> its title
@@ -73,14 +75,35 @@ def make_job(
 
 
 def with_prompts(job: Job, path: Path, tokenizer: Path | None, limit: int | None) -> Job:
-    """The job with the lines of a file in place of random prompts; those without a token are left out."""
+    """The job with the lines of a file in place of random prompts; those without a token are left out.
+
+    Raises ConfigError for lines that the job's model cannot be asked.
+    """
     if tokenizer is None:
         raise ConfigError("--prompts needs --tokenizer: a tokenizer.json, its folder, or a repository")
     encode = find_tokenizer(tokenizer).encode
     ids = tuple(tuple(encode(text).ids) for text in read_prompts(path, limit))
-    job = replace(job, prompts=tuple(prompt for prompt in ids if prompt))
+    job = _asking(job, path.stem, tuple(prompt for prompt in ids if prompt))
     if job.preset and max(map(max, job.prompts)) >= job.shape.vocab_size:
         raise ConfigError(f"the tokenizer has ids beyond the {job.shape.vocab_size} of {job.preset}")
+    return job
+
+
+def with_workload(job: Job, name: str, limit: int | None) -> Job:
+    """The job with a workload's prompts, the first `limit` of them. ConfigError for one that does not
+    exist."""
+    shape = job.shape if job.preset else read_model_config(weight_directory(job.directory))
+    return _asking(job, name, workload_prompts(name, shape.vocab_size, limit, job.seed))
+
+
+def _asking(job: Job, name: str, prompts: tuple[tuple[int, ...], ...]) -> Job:
+    if len(job.batches) > 1:
+        found = ", ".join(map(str, job.batches))
+        raise ConfigError(f"--batches is {found}; wanted one number: prompts are answered so many at a time")
+    job = replace(job, prompts=prompts, workload=name)
+    if job.preset and job.longest > job.shape.max_positions:
+        found = f"{name} has sequences of {job.longest} tokens"
+        raise ConfigError(f"{found}; {job.preset} has {job.shape.max_positions} positions")
     return job
 
 
@@ -125,8 +148,27 @@ def run_server(job: Job, output: Path, *, tokens_in: bool, door_python: str | No
     _wrote(write_report(output / f"{name}.json", "server", asdict(job), result), picture)
 
 
+def ratios(results: Mapping[str, Mapping[str, Any]], ours: str = "tridecode") -> dict[str, dict[str, float]]:
+    """How many times the output tokens a second of each other engine we make, prompts included: {engine:
+    {sequences: times}}."""
+    rates = {name: _rates(result) for name, result in results.items()}
+    own = rates.pop(ours, {})
+    found = {
+        name: {batch: round(own[batch] / rate, 3) for batch, rate in theirs.items() if batch in own}
+        for name, theirs in rates.items()
+    }
+    return {name: times for name, times in found.items() if times}
+
+
+def _rates(result: Mapping[str, Any]) -> dict[str, float]:
+    """Output tokens a second, prompts included, by the sequences at a time."""
+    if "workload" in result:
+        return {str(result["workload"]["at_a_time"]): result["workload"]["tokens_per_s"]}
+    return {str(row["batch"]): row["total_tokens_per_s"] for row in result.get("batches", ())}
+
+
 def _conclude(kind: str, job: Job, results: Mapping[str, Mapping[str, Any]], output: Path) -> None:
-    console, curves = Console(), {}
+    console, curves, times = Console(), {}, ratios(results)
     for name, result in results.items():
         label = result.get("engine", name)
         if "error" in result:
@@ -136,9 +178,15 @@ def _conclude(kind: str, job: Job, results: Mapping[str, Mapping[str, Any]], out
         else:
             curves[label] = result["batches"]
             console.print(_table(_title(label, job), _BATCH_COLUMNS, result["batches"]))
+    if times:
+        rows = [[name, batch, ratio] for name, of in times.items() for batch, ratio in of.items()]
+        console.print(table("tokens/s, times those of", ["", "sequences", "times"], rows))
     settings = asdict(replace(job, prompts=()))
     name = f"{kind}-{_model(job)}"  # a run of another model leaves these files alone
-    written = [write_report(output / f"{name}.json", kind, settings, dict(results))]
+    if job.workload:
+        name += f"-{job.workload}"
+    report = {**results, "ratios": times} if times else dict(results)
+    written = [write_report(output / f"{name}.json", kind, settings, report)]
     if curves:
         written.append(plot_batches(output / f"{name}.png", _title("decoding", job), curves))
     _wrote(*written)
@@ -154,8 +202,8 @@ def _model(job: Job) -> str:
 
 def _title(what: str, job: Job) -> str:
     model = Path(job.directory).name if job.directory else f"{job.preset} {job.chosen_dtype}, random weights"
-    lengths = f"prompts of {job.prompt_tokens} tokens, " if not job.prompts else ""
-    return f"{what}: {model}, {lengths}{job.output_tokens} new tokens"
+    asked = f"prompts of {job.prompt_tokens} tokens" if not job.prompts else job.workload
+    return f"{what}: {model}, {asked}, {job.output_tokens} new tokens"
 
 
 def _wrote(*paths: Path) -> None:
