@@ -196,6 +196,31 @@ def beside(
 
 
 @app.command()
+def loading(
+    preset: _Preset = "bloom-7b1",
+    dtype: _Dtype = None,
+    device: _Device = "auto",
+    loads: Annotated[int, typer.Option(min=2, help="Processes that load, one after another.")] = 3,
+    folder: Annotated[
+        Optional[Path], typer.Option(help="Where the weights are written and removed; default: /tmp or so.")
+    ] = None,
+    output: _Output = _RESULTS,
+) -> None:
+    """From weight files to a ready engine, and memory after it.
+
+    Writes a weight directory of the preset's shape with random numbers and loads it from the page cache, each
+    time in a new process; what the device holds before, with the engine, without it, and after the process.
+
+    \b
+    Example:
+      tridecode bench loading --preset bloom-7b1
+    """
+    from tridecode.tools.bench.loading import run_loading
+
+    run_loading(preset, dtype, device, loads, folder, output)
+
+
+@app.command()
 def load(
     url: Annotated[
         str, typer.Option("--url", "-u", help="host:port of the server's gRPC.")
