@@ -21,7 +21,7 @@ from tridecode.tools.cli import app
 from tridecode.tools.running_server import running_server
 
 COMMANDS = ("build-repo", "serve", "generate", "send-request", "check", "demo", "bench")
-BENCHES = ("engine", "server", "compare", "load", "loading")
+BENCHES = ("engine", "server", "compare", "load", "loading", "agree")
 
 
 def run(*arguments: str):

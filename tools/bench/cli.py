@@ -221,6 +221,30 @@ def loading(
 
 
 @app.command()
+def agree(
+    model: Annotated[
+        Optional[str], typer.Option(help="Hugging Face directory or .gguf; default: SmolLM2-135M.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="New tokens of each prompt.")] = 64,
+    prompts: Annotated[int, typer.Option(help="How many of the 16 that it has.")] = 16,
+    device: _Device = "auto",
+    output: _Output = _RESULTS,
+) -> None:
+    """One checkpoint's greedy tokens on CPU and GPU, side by side.
+
+    The CPU in fp32 beside the GPU in fp32, fp16 and bf16 (the CPU in bf16 where there is none), and each
+    engine's prompts alone beside all together: how many answers are the same, and by how little others part.
+
+    \b
+    Example:
+      tridecode bench agree --model SmolLM2-135M-Instruct.Q4_1.gguf
+    """
+    from tridecode.tools.bench.agree import run_agree
+
+    run_agree(model, tokens, prompts, device, output)
+
+
+@app.command()
 def load(
     url: Annotated[
         str, typer.Option("--url", "-u", help="host:port of the server's gRPC.")
