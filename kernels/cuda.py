@@ -36,6 +36,8 @@ LAYER_TOKENS = 4
 MAX_LAYER_TOKENS = 8
 #: stages of weights that it has on their way at once on a multiprocessor
 LAYERS_IN_FLIGHT = 3
+#: from 3 to this many tokens a product is csrc/linear_many_sm90a.cu's, where it takes it
+MANY_TOKENS = 64
 #: up to this many tokens a small product normalises its input itself: more would take every block longer
 #: than a kernel
 FUSED_NORM_TOKENS = 2
@@ -52,7 +54,8 @@ class Cuda:
 
     dependent_launch: let a kernel start before its predecessor ends (programmatic dependent launch, compute
     capability
-    9.0). None: on, unless TRIDECODE_DEPENDENT_LAUNCH=0.
+    9.0). None: on, unless TRIDECODE_DEPENDENT_LAUNCH=0. many: when csrc/linear_many_sm90a.cu computes a
+    product that it can: "where faster", "always" or "never".
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Cuda:
         small_tokens: int = SMALL_TOKENS,
         layer_tokens: int = LAYER_TOKENS,
         layers_in_flight: int = LAYERS_IN_FLIGHT,
+        many: str = "where faster",
     ):
         self.device = torch.device(
             "cuda", torch.cuda.current_device() if device.index is None else device.index
@@ -74,7 +78,7 @@ class Cuda:
         self.library.initialize(self.device.index, int(dependent_launch), properties.data_ptr())
         self.multiprocessors, self.capability, self.shared_bytes = properties.tolist()
         self.small_tokens, self.layer_tokens = small_tokens, layer_tokens
-        self.layers_in_flight = layers_in_flight
+        self.layers_in_flight, self.many = layers_in_flight, many
         self._layer_tables: dict[tuple[object, ...], Tensor] = {}
         self._layer_counters = torch.zeros(1 << 12, dtype=torch.int32, device=self.device)
         self._sums = self._bytes(_SUM_BYTES)
@@ -195,7 +199,9 @@ class Cuda:
         _check_linear("linear", x, linear, residual, out, gated)
         if x.shape[0] == 0:
             return
-        if self._is_small(x, linear):
+        if self._is_many(x, linear, activation, residual, out):
+            self._many_linear(x, linear, norm, activation, residual, out)
+        elif self._is_small(x, linear):
             self._small_linear(x, linear, norm, _GATED if gated else _PLAIN, activation, residual, out)
         else:
             self._library_linear(x, linear, norm, activation, residual, out)
@@ -234,10 +240,14 @@ class Cuda:
         )
         if x.shape[0] == 0:
             return
-        if self._is_small(x, linear, rope is not None):
+        many = self._is_many(x, linear, None, None, out, qkv=True)
+        if many:
+            self._many_linear(x, linear, norm, None, None, out)
+        elif self._is_small(x, linear, rope is not None):
             self._small_linear(x, linear, norm, _QKV, None, None, out, rotation, shape)
             return
-        self._library_linear(x, linear, norm, None, None, out)
+        else:
+            self._library_linear(x, linear, norm, None, None, out)
         cos, sin, positions, kv_slots, blocks = rotation
         self.library.rotate_and_cache(
             out.data_ptr(),
@@ -249,6 +259,7 @@ class Cuda:
             x.shape[0],
             *shape,
             out.stride(0),
+            int(not many),
             _DTYPES[out.dtype],
             current_stream(self.device),
         )
@@ -273,6 +284,72 @@ class Cuda:
             return linear.bias is not None or not outputs <= 8192 < inputs
         return self.capability == 90 and not rotated and (outputs > 20480 or outputs * inputs <= 1 << 24)
 
+    def _is_many(
+        self,
+        x: Tensor,
+        linear: Linear,
+        activation: str | None,
+        residual: Tensor | None,
+        out: Tensor,
+        qkv: bool = False,
+    ) -> bool:
+        """Whether csrc/linear_many_sm90a.cu computes the product: on Hopper, in 16 bit, everything that it
+        copies in boxes at multiples of 16 bytes."""
+        if self.capability != 90 or self.many == "never" or x.dtype == torch.float32:
+            return False
+        outputs, inputs = linear.weight.shape
+        gated = activation == "swiglu"
+        more = residual is not None and linear.bias is not None
+        if self.many != "always" and not gains_by_many(
+            x.shape[0], inputs, outputs, gated=gated, qkv=qkv, more=more
+        ):
+            return False
+        if out.dtype != x.dtype and (gated or residual is not None):
+            return False
+        if gated and (residual is not None or outputs % 16):
+            return False
+        boxes = [x, linear.weight, *([] if residual is None else [residual])]
+        boxes += [out] if out.dtype == x.dtype else []
+        return not any(box.stride(0) % 8 or box.data_ptr() % 16 for box in boxes)
+
+    def _many_linear(
+        self,
+        x: Tensor,
+        linear: Linear,
+        norm: Norm | None,
+        activation: str | None,
+        residual: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        if norm is not None:
+            x = self._normed(x, norm)
+        self.library.linear_many(
+            out.data_ptr(),
+            x.data_ptr(),
+            linear.weight.data_ptr(),
+            _pointer(linear.bias),
+            _pointer(residual),
+            *x.shape,
+            linear.weight.shape[0],
+            x.stride(0),
+            linear.weight.stride(0),
+            0 if residual is None else residual.stride(0),
+            out.stride(0),
+            _ACTIVATIONS[activation],
+            int(out.dtype == torch.float32),
+            self._sums.data_ptr(),
+            _SUM_BYTES,
+            self._counters.data_ptr(),
+            _NUM_COUNTERS,
+            _DTYPES[x.dtype],
+            current_stream(self.device),
+        )
+
+    def _normed(self, x: Tensor, norm: Norm) -> Tensor:
+        normed = self._temporary("normed", x.shape[0], x.shape[1], x.dtype)
+        self.norm(x, norm, out=normed)
+        return normed
+
     def _small_linear(
         self,
         x: Tensor,
@@ -287,9 +364,7 @@ class Cuda:
     ) -> None:
         tokens, inputs = x.shape
         if norm is not None and (tokens > FUSED_NORM_TOKENS or not self._fits(tokens, inputs)):
-            normed = self._temporary("normed", tokens, inputs, x.dtype)
-            self.norm(x, norm, out=normed)
-            x, norm = normed, None
+            x, norm = self._normed(x, norm), None
         weight, bias = linear.weight, linear.bias
         self.library.linear(
             out.data_ptr(),
@@ -338,9 +413,7 @@ class Cuda:
         """The product by cuBLAS; what its epilogues cannot do follows in one kernel."""
         tokens, columns = x.shape[0], linear.weight.shape[0]
         if norm is not None:
-            normed = self._temporary("normed", tokens, x.shape[1], x.dtype)
-            self.norm(x, norm, out=normed)
-            x = normed
+            x = self._normed(x, norm)
         weight, bias = linear.weight.t(), linear.bias
         if out.dtype == x.dtype and residual is None and activation in (None, "gelu_tanh", "relu"):
             if bias is None and activation is None:
@@ -616,6 +689,16 @@ class Cuda:
             self._counters.data_ptr(),
             current_stream(self.device),
         )
+
+
+def gains_by_many(tokens: int, inputs: int, outputs: int, *, gated: bool, qkv: bool, more: bool) -> bool:
+    """Where csrc/linear_many_sm90a.cu measured faster on an H200 than the other products, with all that each
+    leaves to kernels after it. more: a bias and a residual, for which cuBLAS needs another pass."""
+    if tokens <= 2 or outputs * inputs < 1 << 24:
+        return False
+    if tokens <= MANY_TOKENS:
+        return outputs >= 12288 or not qkv
+    return gated or (more and tokens >= 2048)
 
 
 def _pointer(tensor: Tensor | None) -> int:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Callable
 
 import numpy as np
@@ -56,6 +59,20 @@ def prompt_plan(tokens: int, rows: int) -> StepPlan:
     )
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Nothing is collected within the block: a graph of an engine before this one that is freed in the middle
+    of a capture would spoil it."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class DecodeGraphs:
     """Graphs of `run(batch)`. `load(plan, rows)` copies a plan of up to `rows` decoding rows to the device,
     always to the same addresses. The graphs share one memory pool; captured from the largest down, so that
@@ -69,9 +86,14 @@ class DecodeGraphs:
         self._size_of = {
             rows: min(size for size in sizes if size >= rows) for rows in range(1, max(sizes) + 1)
         }
+        with _no_collection():
+            self._capture(sizes, run)
+        log.info("captured %d decode graphs of up to %d rows", len(sizes), max(sizes))
+
+    def _capture(self, sizes: list[int], run: Callable[[Batch], object]) -> None:
         pool = None
         for size in sorted(sizes, reverse=True):
-            batch = load(decode_plan(size), size)
+            batch = self._load(decode_plan(size), size)
             run(batch)  # what a library sets up at its first call must not happen in a capture
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
@@ -79,7 +101,6 @@ class DecodeGraphs:
                 run(batch)
             pool = pool or graph.pool()
             self._graphs[size] = graph
-        log.info("captured %d decode graphs of up to %d rows", len(sizes), max(sizes))
 
     def replay(self, plan: StepPlan) -> int | None:
         """Run a plan of decoding rows; the padded size it ran at, or None where it is no such plan."""

@@ -52,11 +52,15 @@ int tridecode_finish_linear(void* out, const void* product, const void* bias, co
                             int out_float32, int dtype, void* stream);
 
 // Rotates q and k of qkv (num_tokens, (heads + 2 kv_heads) * head_size) in place and writes k and v
-// to the cache. rotary_size 0: no rotation. block_tokens: tokens of a cache block.
+// to the cache. rotary_size 0: no rotation. block_tokens: tokens of a cache block. early: as a
+// dependent launch. Not behind a kernel that fills the shared memory: the attention that comes next
+// would find its multiprocessors divided for that kernel, and the cache that its loads go through
+// small.
 int tridecode_rotate_and_cache(void* qkv, const float* cos, const float* sin, const int* positions,
                                const int* kv_slots, void* cache, int num_tokens, int heads,
                                int kv_heads, int head_size, int rotary_size, int interleaved,
-                               int block_tokens, int64_t qkv_stride, int dtype, void* stream);
+                               int block_tokens, int64_t qkv_stride, int early, int dtype,
+                               void* stream);
 
 // The product of 1 to 16 tokens with a weight matrix that is read once, see linear.cu. scratch:
 // partial sums; counters: zeroed once. mode: 0 one output a row, 1 SwiGLU, 2 query, key and value.
@@ -69,6 +73,16 @@ int tridecode_linear(void* out, const void* x, const void* weight, const void* b
                      void* cache, int heads, int kv_heads, int head_size, int rotary_size,
                      int interleaved, int block_tokens, void* scratch, int64_t scratch_bytes,
                      unsigned int* counters, int num_counters, int dtype, void* stream);
+
+// The same for 3 tokens and more on compute capability 9.0, see linear_many_sm90a.cu: x, weight,
+// residual and a 16-bit out at multiples of 16 bytes, and their strides. activation 4: SwiGLU,
+// without a residual, of a multiple of 16 rows.
+int tridecode_linear_many(void* out, const void* x, const void* weight, const void* bias,
+                          const void* residual, int num_tokens, int inputs, int outputs,
+                          int64_t x_stride, int64_t weight_stride, int64_t residual_stride,
+                          int64_t out_stride, int activation, int out_float32, void* scratch,
+                          int64_t scratch_bytes, unsigned int* counters, int num_counters,
+                          int dtype, void* stream);
 
 // scratch: see decode_attention.cu; tridecode_decode_attention_scratch gives the bytes for any
 // batch.

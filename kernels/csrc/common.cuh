@@ -31,12 +31,12 @@ struct Device {
 };
 const Device& device();
 
-// Launches with programmatic dependent launch where the device has it: the kernel may start while
-// its predecessor still runs, and must call wait_for_predecessor() before it touches anything that
-// a kernel before it writes or reads.
+// Launches with programmatic dependent launch where the device has it and `early` asks for it: the
+// kernel may start while its predecessor still runs, and must call wait_for_predecessor() before it
+// touches anything that a kernel before it writes or reads.
 template <typename... Parameters, typename... Arguments>
-int launch(const char* what, void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared,
-           void* stream, Arguments... arguments) {
+int launch_when(bool early, const char* what, void (*kernel)(Parameters...), dim3 grid, int threads,
+                size_t shared, void* stream, Arguments... arguments) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return 0;
   if (shared >
       32 * 1024) {  // beyond 48 KiB, static shared memory counted in, a kernel has to ask for it
@@ -54,8 +54,14 @@ int launch(const char* what, void (*kernel)(Parameters...), dim3 grid, int threa
   config.dynamicSmemBytes = shared;
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &attribute;
-  config.numAttrs = device().dependent_launch ? 1 : 0;
+  config.numAttrs = early && device().dependent_launch ? 1 : 0;
   return check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...), what);
+}
+
+template <typename... Parameters, typename... Arguments>
+int launch(const char* what, void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared,
+           void* stream, Arguments... arguments) {
+  return launch_when(true, what, kernel, grid, threads, shared, stream, arguments...);
 }
 
 // Calls body with a value of the dtype's C++ type.
@@ -210,13 +216,14 @@ inline bool aligned16(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
 }
 
-__device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
+// Where the exponential is infinite the quotient is 0.
+__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
 __device__ __forceinline__ float activate(float x, int activation) {
   if (activation == kGeluTanh) {
     // 0.5 x (1 + tanh(u)) = x * sigmoid(2 u)
     float u = 0.7978845608028654f * (x + 0.044715f * x * x * x);
-    return x / (1.0f + __expf(-2.0f * u));
+    return __fdividef(x, 1.0f + __expf(-2.0f * u));
   }
   if (activation == kGelu) return 0.5f * x * (1.0f + erff(x * 0.7071067811865476f));
   if (activation == kRelu) return fmaxf(x, 0.0f);

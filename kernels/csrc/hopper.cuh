@@ -10,8 +10,9 @@ namespace tridecode {
 // ---------------------------------------------------------------- host: tensor maps
 
 // A tensor of 16-bit numbers of 2 to 5 dimensions, the innermost first and contiguous, as copies in
-// the 128-byte swizzle read it: boxes whose innermost size is 64. strides: bytes, of the dimensions
-// after the first. Beyond the tensor a copy writes zeros.
+// a swizzle of as many bytes as a box is wide read and write it: boxes whose innermost size is 64
+// or 32. strides: bytes, of the dimensions after the first. Beyond the tensor a copy reads zeros
+// and writes nothing.
 int encode_map(CUtensorMap* map, const void* tensor, int dimensions, const cuuint64_t* sizes,
                const cuuint64_t* strides, const cuuint32_t* box, int dtype);
 
@@ -74,6 +75,12 @@ __device__ __forceinline__ uint64_t evict_last() {
   return policy;
 }
 
+__device__ __forceinline__ uint64_t evict_normally() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(map)) : "memory");
 }
@@ -97,6 +104,81 @@ __device__ __forceinline__ void copy_blocks(void* to, const CUtensorMap* map, in
       "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(to)),
       "l"(reinterpret_cast<uint64_t>(map)), "r"(0), "r"(row), "r"(block),
       "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+
+// The box of groups of 8 rows of two halves of a matrix, seen as (inputs, 8, 2, groups): 8 rows of
+// the first half, the same 8 of the second, and so on from group `group`.
+__device__ __forceinline__ void copy_paired(void* to, const CUtensorMap* map, int input, int group,
+                                            uint64_t* barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %3, %4}], [%5], %6;" ::"r"(shared_address(to)),
+      "l"(reinterpret_cast<uint64_t>(map)), "r"(input), "r"(0), "r"(group),
+      "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+
+// copy_box into both blocks of a cluster of two: to the same place, behind the same barrier.
+__device__ __forceinline__ void copy_box_to_both(void* to, const CUtensorMap* map, int input,
+                                                 int row, uint64_t* barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(
+          shared_address(to)),
+      "l"(reinterpret_cast<uint64_t>(map)), "r"(input), "r"(row), "r"(shared_address(barrier)),
+      "h"(uint16_t(3)), "l"(policy)
+      : "memory");
+}
+
+// A box from shared memory to a matrix. Generic writes to `from` come before it with
+// fence_copies(); the copies of a thread are grouped by commit_stores().
+__device__ __forceinline__ void store_box(const CUtensorMap* map, const void* from, int column,
+                                          int row) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(
+                   reinterpret_cast<uint64_t>(map)),
+               "r"(column), "r"(row), "r"(shared_address(from))
+               : "memory");
+}
+
+__device__ __forceinline__ void fence_copies() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void commit_stores() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Until all but the last PENDING groups of this thread have read their shared memory.
+template <int PENDING>
+__device__ __forceinline__ void wait_stores_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+
+// ---------------------------------------------------------------- device: clusters
+
+__device__ __forceinline__ int cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return int(rank);
+}
+
+// Every thread of every block of the cluster. It orders no memory but what fence_barriers() has.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// Arrives at the barrier that stands at the same place in block `rank` of the cluster. For barriers
+// that only copies wait behind: a release to the whole cluster would be a fence of a microsecond.
+__device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, int rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+      "}\n" ::"r"(shared_address(barrier)),
+      "r"(rank)
       : "memory");
 }
 

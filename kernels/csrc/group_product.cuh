@@ -1,0 +1,123 @@
+// Hopper's matrix instruction for a warp group: 64 rows of a times N rows of b, both in shared
+// memory, 16 inputs at a time.
+#pragma once
+#include "hopper.cuh"
+
+namespace tridecode {
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// Rows of 128 bytes in the 128-byte swizzle; groups of 8 rows lie `group_bytes` apart.
+__device__ __forceinline__ uint64_t descriptor(const void* pointer, int group_bytes) {
+  return uint64_t((shared_address(pointer) & 0x3ffff) >> 4) | uint64_t(1) << 16 |
+         uint64_t(group_bytes >> 4) << 32 | uint64_t(1) << 62;
+}
+
+// clang-format off
+// the names of registers, eight by eight
+#define TRIDECODE_S0 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define TRIDECODE_S1 "%8, %9, %10, %11, %12, %13, %14, %15"
+#define TRIDECODE_S2 "%16, %17, %18, %19, %20, %21, %22, %23"
+#define TRIDECODE_S3 "%24, %25, %26, %27, %28, %29, %30, %31"
+#define TRIDECODE_S4 "%32, %33, %34, %35, %36, %37, %38, %39"
+#define TRIDECODE_S5 "%40, %41, %42, %43, %44, %45, %46, %47"
+#define TRIDECODE_S6 "%48, %49, %50, %51, %52, %53, %54, %55"
+#define TRIDECODE_S7 "%56, %57, %58, %59, %60, %61, %62, %63"
+#define TRIDECODE_S8 "%64, %65, %66, %67, %68, %69, %70, %71"
+#define TRIDECODE_S9 "%72, %73, %74, %75, %76, %77, %78, %79"
+#define TRIDECODE_S10 "%80, %81, %82, %83, %84, %85, %86, %87"
+#define TRIDECODE_S11 "%88, %89, %90, %91, %92, %93, %94, %95"
+#define TRIDECODE_S12 "%96, %97, %98, %99, %100, %101, %102, %103"
+#define TRIDECODE_S13 "%104, %105, %106, %107, %108, %109, %110, %111"
+#define TRIDECODE_S14 "%112, %113, %114, %115, %116, %117, %118, %119"
+#define TRIDECODE_S15 "%120, %121, %122, %123, %124, %125, %126, %127"
+#define TRIDECODE_C(i)                                                                          \
+  "+f"(c[8 * (i)]), "+f"(c[8 * (i) + 1]), "+f"(c[8 * (i) + 2]), "+f"(c[8 * (i) + 3]),           \
+      "+f"(c[8 * (i) + 4]), "+f"(c[8 * (i) + 5]), "+f"(c[8 * (i) + 6]), "+f"(c[8 * (i) + 7])
+#define TRIDECODE_C2(i) TRIDECODE_C(i), TRIDECODE_C(i + 1)
+#define TRIDECODE_C4(i) TRIDECODE_C2(i), TRIDECODE_C2(i + 2)
+#define TRIDECODE_C8(i) TRIDECODE_C4(i), TRIDECODE_C4(i + 4)
+#define TRIDECODE_N16 TRIDECODE_S0
+#define TRIDECODE_N32 TRIDECODE_N16 ", " TRIDECODE_S1
+#define TRIDECODE_N64 TRIDECODE_N32 ", " TRIDECODE_S2 ", " TRIDECODE_S3
+#define TRIDECODE_N96 TRIDECODE_N64 ", " TRIDECODE_S4 ", " TRIDECODE_S5
+#define TRIDECODE_N128 TRIDECODE_N96 ", " TRIDECODE_S6 ", " TRIDECODE_S7
+#define TRIDECODE_N192 TRIDECODE_N128 ", " TRIDECODE_S8 ", " TRIDECODE_S9 ", " TRIDECODE_S10 ", " TRIDECODE_S11
+#define TRIDECODE_N256 TRIDECODE_N192 ", " TRIDECODE_S12 ", " TRIDECODE_S13 ", " TRIDECODE_S14 ", " TRIDECODE_S15
+#define TRIDECODE_WGMMA(type, n, registers, at_a, at_b, at_add, ...)                             \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " at_add ", 0;\n"                            \
+               "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {" registers     \
+               "}, " at_a ", " at_b ", add, 1, 1, 0, 0;\n}\n"                                    \
+               : __VA_ARGS__                                                                     \
+               : "l"(a), "l"(b), "r"(add))
+#define TRIDECODE_PRODUCT(type)                                                                  \
+  if constexpr (N == 16) TRIDECODE_WGMMA(type, "16", TRIDECODE_N16, "%8", "%9", "%10", TRIDECODE_C(0)); \
+  if constexpr (N == 32) TRIDECODE_WGMMA(type, "32", TRIDECODE_N32, "%16", "%17", "%18", TRIDECODE_C2(0)); \
+  if constexpr (N == 64) TRIDECODE_WGMMA(type, "64", TRIDECODE_N64, "%32", "%33", "%34", TRIDECODE_C4(0)); \
+  if constexpr (N == 96) TRIDECODE_WGMMA(type, "96", TRIDECODE_N96, "%48", "%49", "%50", TRIDECODE_C4(0), TRIDECODE_C2(4)); \
+  if constexpr (N == 128) TRIDECODE_WGMMA(type, "128", TRIDECODE_N128, "%64", "%65", "%66", TRIDECODE_C8(0)); \
+  if constexpr (N == 192) TRIDECODE_WGMMA(type, "192", TRIDECODE_N192, "%96", "%97", "%98", TRIDECODE_C8(0), TRIDECODE_C4(8)); \
+  if constexpr (N == 256) TRIDECODE_WGMMA(type, "256", TRIDECODE_N256, "%128", "%129", "%130", TRIDECODE_C8(0), TRIDECODE_C8(8))
+// clang-format on
+
+// c (64 x N) += a (64 x 16) * b (N x 16) transposed, given by descriptors; where not `add`, c =.
+// Warp w of the group holds rows 16 w to 16 w + 15: lane (g, t) = (lane / 4, lane % 4) has at c[4
+// j] and c[4 j + 1] row g, columns 8 j + 2 t and the next, at c[4 j + 2] and c[4 j + 3] those of
+// row g + 8. Begin with group_fence(); c may be read after wait_groups<0>().
+template <typename X, int N>
+__device__ __forceinline__ void group_multiply_add(float (&c)[N / 2], uint64_t a, uint64_t b,
+                                                   int add) {
+  if constexpr (std::is_same<X, half>::value) {
+    TRIDECODE_PRODUCT("f16");
+  } else {
+    TRIDECODE_PRODUCT("bf16");
+  }
+}
+
+__device__ __forceinline__ void group_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void commit_group() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+template <int PENDING>
+__device__ __forceinline__ void wait_groups() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// ---------------------------------------------------------------- registers of a warp group
+
+template <int COUNT>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+template <int COUNT>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+// ---------------------------------------------------------------- transposed 8 x 8 matrices
+
+// Four 8 x 8 matrices of 16-bit numbers between registers, as multiply_add's c packs them, and rows
+// of 16 bytes in shared memory that are their columns. Lane l gives the address of row l % 8 of
+// matrix l / 8.
+__device__ __forceinline__ void store_transposed(void* row, const uint32_t (&words)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   shared_address(row)),
+               "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+
+__device__ __forceinline__ void load_transposed(const void* row, uint32_t (&words)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+#endif
+
+}  // namespace tridecode

@@ -1,0 +1,599 @@
+// The product of 3 tokens and more: out = activation(x * weight^T + bias) + residual, with Hopper's
+// own instructions.
+//
+// A cluster of two blocks computes 256 rows of the weight times N tokens, 128 rows a block and 64 a
+// warp group. One warp keeps a ring of bulk copies in flight: 128 rows of 64 inputs of the weight
+// for its own block, and half of the tokens' inputs for both. SwiGLU's gate and up rows are copied
+// in turns of 8, so that a thread holds both of a pair.
+//
+// Few tokens are bound by memory: every cluster gets the same number of stages, whatever tile they
+// belong to. A tile that several clusters share is finished by the one that has its first inputs:
+// that is the last thing it does, and what the others add is the first thing they do. Where there
+// are many tiles each cluster takes whole ones, those of a round close together.
+//
+// The ring fills with weights before the wait for the kernel that computes x. Results, and the
+// residual, go through shared memory, where they turn from rows of the weight to rows of tokens.
+//
+// Bytes moved: outputs * inputs * sizeof(X), once, where tokens are few.
+// Bench: python -m tridecode.kernels.bench linear
+#include "group_product.cuh"
+
+namespace tridecode {
+namespace {
+
+struct Task {
+  void* out;
+  const void* x;
+  const void* weight;
+  const void* bias;
+  const void* residual;
+  int64_t x_stride, weight_stride, residual_stride, out_stride;
+  int tokens, inputs, outputs;
+  int activation, out_float32;
+  float4* partials;  // of sums that several clusters share
+  unsigned int* counters;
+};
+
+constexpr int kGroups = 2;                     // warp groups that multiply
+constexpr int kThreads = 128 * kGroups + 128;  // and one of which a thread copies
+constexpr int kBlockRows = 64 * kGroups;
+constexpr int kClusterRows = 2 * kBlockRows;
+constexpr int kStageInputs = 64;  // 128 bytes: the width of the swizzle
+constexpr int kBuffers = 2;       // of results, a warp group
+constexpr int kLeastSteps = 4;    // of a cluster: each that shares a tile costs its time
+
+template <int N>
+struct Shape {
+  static constexpr int kWeightBytes = kBlockRows * 128;
+  static constexpr int kStageBytes = kWeightBytes + N * 128;
+  static constexpr int kPart = N < 64 ? N : N % 64 == 0 ? 64 : 32;  // tokens stored at once
+  static constexpr int kBufferBytes = kPart * 128;
+  static constexpr int kStoreBytes = kGroups * kBuffers * kBufferBytes;
+  // where tokens are few, registers are left for the small kernels that come next: they wait beside
+  // this one, spread over the chip, and not where its first blocks end
+  static constexpr bool kSlim = N <= 64;
+  static constexpr int kRoom = 227 * 1024 - 1024 - 512 - kStoreBytes;
+  static constexpr int kStages = kRoom / kStageBytes < 12 ? kRoom / kStageBytes : 12;
+  // 1 KiB to begin at a multiple of it
+  static constexpr int kSharedBytes = 1024 + kStages * kStageBytes + kStoreBytes;
+};
+
+struct Division {
+  int row_tiles, token_tiles;
+  int steps;     // of 64 inputs
+  int near;      // row tiles that are taken together, for all tokens
+  int clusters;  // that work
+  bool shared;   // a tile by several clusters, each the same number of steps
+
+  // Of all tiles' steps, one after the other, the first of a cluster's.
+  __host__ __device__ int first_step(int cluster) const {
+    return int(int64_t(row_tiles) * token_tiles * steps * cluster / clusters);
+  }
+  // The cluster that computes the step before `step`.
+  __device__ int owner_before(int step) const {
+    const int64_t all = int64_t(row_tiles) * token_tiles * steps;
+    int cluster = int(int64_t(step - 1) * clusters / all);
+    while (first_step(cluster + 1) < step) ++cluster;
+    return cluster;
+  }
+};
+
+// A part of a tile that one cluster computes: steps begin to end of it.
+struct Part {
+  int tile, row_tile, token_tile, begin, end;
+};
+
+// The parts of a cluster, one after the other.
+struct Walk {
+  int next, last;
+
+  __device__ Walk(const Division& division, int cluster) {
+    const int tiles = division.row_tiles * division.token_tiles;
+    if (division.shared) {
+      next = division.first_step(cluster), last = division.first_step(cluster + 1);
+    } else {
+      next = cluster, last = tiles;
+    }
+  }
+
+  __device__ bool take(const Division& division, Part& part) {
+    if (next >= last) return false;
+    if (division.shared) {
+      part.tile = next / division.steps, part.begin = next % division.steps;
+      part.end = min(division.steps, part.begin + last - next);
+      next += part.end - part.begin;
+    } else {
+      part.tile = next, part.begin = 0, part.end = division.steps;
+      next += division.clusters;
+    }
+    const int together = division.near * division.token_tiles, first = part.tile / together;
+    const int rows = min(division.near, division.row_tiles - first * division.near);
+    const int rest = part.tile - first * together;
+    part.row_tile = first * division.near + rest % rows, part.token_tile = rest / rows;
+    return true;
+  }
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// The stages of a cluster, one after the other: what the copying thread goes through.
+struct Stages {
+  Walk walk;
+  Part part;
+  int step = 0;
+  bool more;
+
+  __device__ Stages(const Division& division, int cluster) : walk(division, cluster) {
+    more = walk.take(division, part);
+    if (more) step = part.begin;
+  }
+  __device__ void advance(const Division& division) {
+    if (++step < part.end) return;
+    more = walk.take(division, part);
+    if (more) step = part.begin;
+  }
+};
+
+__device__ __forceinline__ void group_sync(int group) {
+  asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+}
+
+__device__ __forceinline__ unsigned int load_acquire(const unsigned int* from) {
+  unsigned int value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+
+template <typename X, int N, bool GATED>
+__device__ __forceinline__ void copy_stages(const CUtensorMap* weight_map, const CUtensorMap* x_map,
+                                            const Task& task, const Division& division, char* base,
+                                            uint64_t* full, uint64_t* empty) {
+  using S = Shape<N>;
+  const int rank = cluster_rank(), cluster = blockIdx.x / 2;
+  const uint64_t weight_policy = division.token_tiles == 1 ? evict_first() : evict_normally();
+  const uint64_t x_policy = division.token_tiles == 1 ? evict_last() : evict_normally();
+  auto copy_weights = [&](const Stages& at, int stage) {
+    char* const to = base + stage * S::kStageBytes;
+    const int row = at.part.row_tile * kClusterRows + rank * kBlockRows;
+    barrier_expect(full + stage, S::kStageBytes);
+    if (GATED) {
+      copy_paired(to, weight_map, at.step * kStageInputs, row / 16, full + stage, weight_policy);
+    } else {
+      copy_box(to, weight_map, at.step * kStageInputs, row, full + stage, weight_policy);
+    }
+  };
+  auto copy_x = [&](const Stages& at, int stage) {
+    copy_box_to_both(base + stage * S::kStageBytes + S::kWeightBytes + rank * (N / 2) * 128, x_map,
+                     at.step * kStageInputs, at.part.token_tile * N + rank * (N / 2), full + stage,
+                     x_policy);
+  };
+  prefetch_map(weight_map);
+  prefetch_map(x_map);
+  Stages weights(division, cluster), xs = weights;
+  int ahead = 0;
+  for (; ahead < S::kStages && weights.more; ++ahead, weights.advance(division))
+    copy_weights(weights, ahead);
+  wait_for_predecessor();
+  for (int i = 0; i < ahead; ++i, xs.advance(division)) copy_x(xs, i);
+  int stage = 0, parity = 0;
+  for (; weights.more; weights.advance(division)) {
+    barrier_wait(empty + stage, parity);
+    copy_weights(weights, stage);
+    copy_x(weights, stage);
+    if (++stage == S::kStages) stage = 0, parity ^= 1;
+  }
+}
+
+// ---------------------------------------------------------------- sums that clusters share
+
+// A cluster leaves one part at most: the first of its walk. Thread by thread the sums lie as the
+// registers do.
+template <int N>
+__device__ __forceinline__ float4* partial_of(const Task& task, int cluster, int group) {
+  const int block = cluster * 2 + cluster_rank();
+  return task.partials + int64_t(block * kGroups + group) * (N / 8) * 128 + threadIdx.x % 128;
+}
+
+__device__ __forceinline__ unsigned int* flag_of(const Task& task, int cluster, int group) {
+  return task.counters + (cluster * 2 + cluster_rank()) * kGroups + group;
+}
+
+template <int N>
+__device__ __forceinline__ void leave_sums(const float (&c)[N / 2], const Task& task, int cluster,
+                                           int group) {
+  float4* const to = partial_of<N>(task, cluster, group);
+#pragma unroll
+  for (int i = 0; i < N / 8; ++i)
+    __stcg(to + i * 128, make_float4(c[4 * i], c[4 * i + 1], c[4 * i + 2], c[4 * i + 3]));
+  group_sync(group);
+  if (threadIdx.x % 128 == 0) {
+    __threadfence();
+    atomicExch(flag_of(task, cluster, group), 1u);
+  }
+}
+
+// Adds what the `sharers` clusters after this one have left.
+template <int N>
+__device__ __forceinline__ void add_sums(float (&c)[N / 2], const Task& task, int cluster,
+                                         int sharers, int group) {
+  for (int i = threadIdx.x % 128; i < sharers; i += 128) {
+    unsigned int* const flag = flag_of(task, cluster + 1 + i, group);
+    while (!load_acquire(flag)) {
+    }
+    *flag = 0;  // for the next launch
+  }
+  group_sync(group);
+#pragma unroll(N <= 32 ? 2 : 1)
+  for (int from = cluster + 1; from <= cluster + sharers; ++from) {
+    const float4* const more = partial_of<N>(task, from, group);
+#pragma unroll
+    for (int i = 0; i < N / 8; ++i) {
+      const float4 sums = __ldcg(more + i * 128);
+      c[4 * i] += sums.x, c[4 * i + 1] += sums.y;
+      c[4 * i + 2] += sums.z, c[4 * i + 3] += sums.w;
+    }
+  }
+}
+
+// ---------------------------------------------------------------- results
+
+// What a warp group has of a tile, where it is to go and what is added to it.
+template <typename X, int N, bool GATED>
+struct Finish {
+  using S = Shape<N>;
+  static constexpr int kGroupColumns = GATED ? 32 : 64;
+  static constexpr int kParts = N / S::kPart;
+
+  const Task& task;
+  const CUtensorMap* out_map;
+  const CUtensorMap* residual_map;
+  char* buffers;      // of this warp group
+  uint64_t* arrived;  // a barrier for each of its buffers
+  int group;
+  unsigned int used = 0;  // parts stored so far
+
+  __device__ __forceinline__ char* buffer(unsigned int use) const {
+    return buffers + use % kBuffers * S::kBufferBytes;
+  }
+
+  // In the first thread of the group: the residual of part `i` of a tile into the buffer that it
+  // will be stored from. `use`: the part's number.
+  __device__ __forceinline__ void ask_residual(int column, int token, int i, unsigned int use) {
+    uint64_t* const barrier = arrived + use % kBuffers;
+    barrier_expect(barrier, S::kPart * kGroupColumns * 2);
+    copy_box(buffer(use), residual_map, column, token + i * S::kPart, barrier, evict_last());
+  }
+
+  // Of the lane's row of 16 bytes for store_transposed: four times 8 tokens (gated), or twice 8
+  // tokens of 16 columns.
+  static __device__ __forceinline__ int place(int warp, int lane, int eight) {
+    if (GATED) {
+      const int token = 8 * (eight + lane / 8) + lane % 8;
+      return token * 64 + ((warp ^ (token / 2 % 4)) * 16);
+    }
+    const int token = 8 * (eight + lane / 16) + lane % 8, piece = 2 * warp + lane / 8 % 2;
+    return token * 128 + ((piece ^ (token % 8)) * 16);
+  }
+
+  __device__ __forceinline__ void store_part(const float (&c)[N / 2], int column, int token,
+                                             int i) {
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const bool leads = threadIdx.x % 128 == 0;
+    char* const to = buffer(used);
+    if (task.residual) {
+      barrier_wait(arrived + used % kBuffers, used / kBuffers % 2);
+    } else {
+      if (leads) wait_stores_read<kBuffers - 1>();
+      group_sync(group);
+    }
+    constexpr int kStep = GATED ? 4 : 2;  // eights of tokens stored at once
+#pragma unroll
+    for (int eight = 0; eight < S::kPart / 8; eight += kStep) {
+      char* const row = to + place(warp, lane, eight);
+      uint32_t words[4];
+      float values[4][2];
+      const float* const from = c + 4 * (i * (S::kPart / 8) + eight);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const float* const pair = GATED ? from + 4 * k : from + 2 * k;
+        values[k][0] = pair[0], values[k][1] = pair[1];
+      }
+      if (!GATED && task.residual) {
+        load_transposed(row, words);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const float2 more = unpack<X>(words[k]);
+          values[k][0] += more.x, values[k][1] += more.y;
+        }
+        __syncwarp();
+      }
+#pragma unroll
+      for (int k = 0; k < 4; ++k) words[k] = pack<X>(values[k][0], values[k][1]);
+      store_transposed(row, words);
+    }
+    fence_copies();
+    group_sync(group);
+    if (leads) {
+      store_box(out_map, to, column, token + i * S::kPart);
+      commit_stores();
+      if (task.residual && i > 0 && i + 1 < kParts) {  // the first two were asked for at the start
+        wait_stores_read<kBuffers - 1>();
+        ask_residual(column, token, i + 1, used + 1);
+      }
+    }
+    ++used;
+  }
+
+  __device__ __forceinline__ void store_float32(const float (&c)[N / 2], int column, int token) {
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    float* const out = static_cast<float*>(task.out);
+#pragma unroll
+    for (int j = 0; j < N / 8; ++j) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int at = token + 8 * j + 2 * t + k % 2;
+        const int row = column + warp * 16 + g + k / 2 * 8;
+        if (at < task.tokens && row < task.outputs) out[at * task.out_stride + row] = c[4 * j + k];
+      }
+    }
+  }
+
+  // bias, activation, and for gated pairs the product, which takes the place of the gate.
+  __device__ __forceinline__ void activate_all(float (&c)[N / 2], int column) {
+    const int warp = threadIdx.x / 32 % 4, g = threadIdx.x % 32 / 4;
+    const X* const bias = static_cast<const X*>(task.bias);
+    const int row = column + (GATED ? warp * 8 : warp * 16) + g;
+    const int second = GATED ? task.outputs / 2 + row : row + 8;
+    const int limit = GATED ? task.outputs / 2 : task.outputs;
+    if (bias) {
+      const float a = row < limit ? to_float(bias[row]) : 0.0f;
+      const float b = row + (GATED ? 0 : 8) < limit ? to_float(bias[second]) : 0.0f;
+#pragma unroll
+      for (int i = 0; i < N / 8; ++i)
+        c[4 * i] += a, c[4 * i + 1] += a, c[4 * i + 2] += b, c[4 * i + 3] += b;
+    }
+    if (GATED) {
+#pragma unroll
+      for (int i = 0; i < N / 8; ++i) {
+        c[4 * i] = silu(c[4 * i]) * c[4 * i + 2];
+        c[4 * i + 1] = silu(c[4 * i + 1]) * c[4 * i + 3];
+      }
+    } else if (task.activation == kGeluTanh) {
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) c[i] = activate(c[i], kGeluTanh);
+    } else if (task.activation == kGelu) {
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) c[i] = activate(c[i], kGelu);
+    } else if (task.activation == kRelu) {
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) c[i] = activate(c[i], kRelu);
+    }
+  }
+};
+
+#endif  // __CUDA_ARCH_FEAT_SM90_ALL
+
+template <typename X, int N, bool GATED>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, Shape<N>::kSlim ? 2 : 1)
+    linear_many(const __grid_constant__ CUtensorMap weight_map,
+                const __grid_constant__ CUtensorMap x_map,
+                const __grid_constant__ CUtensorMap out_map,
+                const __grid_constant__ CUtensorMap residual_map, const __grid_constant__ Task task,
+                const __grid_constant__ Division division) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using S = Shape<N>;
+  extern __shared__ char raw[];
+  char* const base = raw + (1024 - shared_address(raw) % 1024) % 1024;
+  __shared__ uint64_t full[S::kStages], empty[S::kStages], arrived[kGroups][kBuffers];
+  const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
+  const int rank = cluster_rank(), cluster = blockIdx.x / 2;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < S::kStages; ++i) {
+      barrier_init(full + i, 1);
+      barrier_init(empty + i, 2 * 4 * kGroups);  // the warps of both blocks
+    }
+    for (int i = 0; i < kGroups * kBuffers; ++i) barrier_init(&arrived[0][0] + i, 1);
+    fence_barriers();
+  }
+  cluster_sync();
+
+  if (group == kGroups) {
+    if (!S::kSlim) give_registers<40>();
+    if (threadIdx.x == kGroups * 128) {
+      copy_stages<X, N, GATED>(&weight_map, &x_map, task, division, base, full, empty);
+    } else {
+      wait_for_predecessor();
+    }
+  } else {
+    if (!S::kSlim) take_registers<232>();
+    wait_for_predecessor();
+    const int thread = threadIdx.x % 128;
+    Finish<X, N, GATED> finish{
+        task,           &out_map,
+        &residual_map,  base + S::kStages * S::kStageBytes + group * kBuffers * S::kBufferBytes,
+        arrived[group], group};
+    Walk walk(division, cluster);
+    Part part;
+    int stage = 0, parity = 0;
+    while (walk.take(division, part)) {
+      const int column = (part.row_tile * kClusterRows + rank * kBlockRows) / (GATED ? 2 : 1) +
+                         group * finish.kGroupColumns;
+      const int token = part.token_tile * N;
+      const bool finishes = part.begin == 0;
+      if (finishes && task.residual && thread == 0) {
+        wait_stores_read<0>();
+        for (int i = 0; i < kBuffers && i < finish.kParts; ++i)
+          finish.ask_residual(column, token, i, finish.used + i);
+      }
+      float c[N / 2];
+      int held = -1;  // the stage that running products still read
+      for (int step = part.begin; step < part.end; ++step) {
+        barrier_wait(full + stage, parity);
+        const char* const weights = base + stage * S::kStageBytes;
+        const uint64_t a = descriptor(weights + group * 64 * 128, 1024),
+                       b = descriptor(weights + S::kWeightBytes, 1024);
+        group_fence();
+#pragma unroll
+        for (int k = 0; k < kStageInputs / 16; ++k)  // 32 bytes on: 2 units of 16
+          group_multiply_add<X, N>(c, a + 2 * k, b + 2 * k, step > part.begin || k > 0);
+        commit_group();
+        wait_groups<1>();
+        if (held >= 0 && lane < 2) barrier_arrive_at(empty + held, lane);
+        held = stage;
+        if (++stage == S::kStages) stage = 0, parity ^= 1;
+      }
+      wait_groups<0>();
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(c[i])::"memory");
+      if (lane < 2) barrier_arrive_at(empty + held, lane);
+
+      if (!finishes) {
+        leave_sums<N>(c, task, cluster, group);
+        continue;
+      }
+      if (part.end < division.steps)
+        add_sums<N>(c, task, cluster,
+                    division.owner_before((part.tile + 1) * division.steps) - cluster, group);
+      finish.activate_all(c, column);
+      if (!GATED && task.out_float32) {
+        finish.store_float32(c, column, token);
+      } else {
+#pragma unroll
+        for (int i = 0; i < finish.kParts; ++i) finish.store_part(c, column, token, i);
+      }
+    }
+    if (thread == 0) wait_stores_read<0>();
+  }
+  __syncwarp();
+  cluster_sync();  // until nothing of the other block is on its way here
+#endif
+}
+
+// Boxes of `box_rows` rows of `width` numbers.
+int encode(CUtensorMap* map, const void* matrix, int64_t rows, int64_t columns, int64_t stride,
+           int box_rows, int width, int dtype) {
+  const cuuint64_t sizes[] = {cuuint64_t(columns), cuuint64_t(rows)},
+                   strides[] = {cuuint64_t(stride * 2)};
+  const cuuint32_t box[] = {cuuint32_t(width), cuuint32_t(box_rows)};
+  return encode_map(map, matrix, 2, sizes, strides, box, dtype);
+}
+
+// Gate and up rows as (inputs, 8, 2, groups of 8).
+int encode_paired(CUtensorMap* map, const Task& task, int dtype) {
+  const cuuint64_t row = cuuint64_t(task.weight_stride) * 2, half = task.outputs / 2;
+  const cuuint64_t sizes[] = {cuuint64_t(task.inputs), 8, 2, half / 8},
+                   strides[] = {row, half * row, 8 * row};
+  const cuuint32_t box[] = {kStageInputs, 8, 2, kBlockRows / 16};
+  return encode_map(map, task.weight, 4, sizes, strides, box, dtype);
+}
+
+template <typename X, int N, bool GATED>
+int run(const Task& task, const Division& division, int dtype, void* stream) {
+  using S = Shape<N>;
+  constexpr int kWidth = GATED ? 32 : 64;
+  const int columns = GATED ? task.outputs / 2 : task.outputs;
+  CUtensorMap weight_map, x_map, out_map = {}, residual_map = {};
+  int status = GATED ? encode_paired(&weight_map, task, dtype)
+                     : encode(&weight_map, task.weight, task.outputs, task.inputs,
+                              task.weight_stride, kBlockRows, kStageInputs, dtype);
+  if (!status)
+    status =
+        encode(&x_map, task.x, task.tokens, task.inputs, task.x_stride, N / 2, kStageInputs, dtype);
+  if (!status && !task.out_float32)
+    status =
+        encode(&out_map, task.out, task.tokens, columns, task.out_stride, S::kPart, kWidth, dtype);
+  if (!status && task.residual)
+    status = encode(&residual_map, task.residual, task.tokens, columns, task.residual_stride,
+                    S::kPart, kWidth, dtype);
+  if (status) return status;
+  return launch("linear", linear_many<X, N, GATED>, 2 * division.clusters, kThreads,
+                S::kSharedBytes, stream, weight_map, x_map, out_map, residual_map, task, division);
+}
+
+constexpr int kSizes[] = {16, 32, 64, 96, 128, 192, 256};
+
+// Whole tiles, unless the last round would leave many clusters idle.
+Division divide(const Task& task, int n) {
+  Division division;
+  division.token_tiles = ceil_div(task.tokens, n);
+  division.row_tiles = ceil_div(task.outputs, kClusterRows);
+  division.steps = ceil_div(task.inputs, kStageInputs);
+  division.near = 8;
+  const int64_t tiles = int64_t(division.row_tiles) * division.token_tiles;
+  const int clusters = device().multiprocessors / 2;
+  const int64_t rounds = (tiles + clusters - 1) / clusters;
+  division.shared = tiles * 20 < rounds * clusters * 19;
+  const int64_t most = division.shared ? ceil_div(tiles * division.steps, kLeastSteps) : tiles;
+  division.clusters = int(most < clusters ? most : clusters);
+  return division;
+}
+
+// The fewest tiles of tokens, and of those the smallest.
+int choose_tokens(int tokens, bool gated) {
+  const int each = ceil_div(tokens, ceil_div(tokens, 256));
+  for (int size : kSizes)
+    if (size >= each && !(gated && size < 32)) return size;
+  return 256;
+}
+
+}  // namespace
+}  // namespace tridecode
+
+using namespace tridecode;
+
+int tridecode_linear_many(void* out, const void* x, const void* weight, const void* bias,
+                          const void* residual, int num_tokens, int inputs, int outputs,
+                          int64_t x_stride, int64_t weight_stride, int64_t residual_stride,
+                          int64_t out_stride, int activation, int out_float32, void* scratch,
+                          int64_t scratch_bytes, unsigned int* counters, int num_counters,
+                          int dtype, void* stream) {
+  const bool gated = activation == kSwiglu;
+  if (device().capability != 90) return fail("linear_many: needs compute capability 9.0");
+  if (gated && (outputs % 16 || residual || out_float32))
+    return fail("linear_many: SwiGLU of %d rows, with a residual or to float32", outputs);
+  if (residual && out_float32) return fail("linear_many: a residual and a float32 result");
+  Task task = {out,
+               x,
+               weight,
+               bias,
+               residual,
+               x_stride,
+               weight_stride,
+               residual_stride,
+               out_stride,
+               num_tokens,
+               inputs,
+               outputs,
+               activation,
+               out_float32,
+               static_cast<float4*>(scratch),
+               counters};
+  const int n = choose_tokens(num_tokens, gated);
+  const Division division = divide(task, n);
+  const int64_t needed = int64_t(division.clusters) * 2 * kGroups * (n / 8) * 128 * 16;
+  if (division.shared && (needed > scratch_bytes || division.clusters * 2 * kGroups > num_counters))
+    return fail("linear_many: %lld bytes of partial sums; the scratch has %lld", (long long)needed,
+                (long long)scratch_bytes);
+  return for_16_bit_dtype(dtype, "linear_many", [&](auto zero) {
+    using X = decltype(zero);
+    const auto call = [&](auto plain, auto swiglu) {
+      return (gated ? swiglu : plain)(task, division, dtype, stream);
+    };
+    switch (n) {
+      case 16:
+        return run<X, 16, false>(task, division, dtype, stream);
+      case 32:
+        return call(run<X, 32, false>, run<X, 32, true>);
+      case 64:
+        return call(run<X, 64, false>, run<X, 64, true>);
+      case 96:
+        return call(run<X, 96, false>, run<X, 96, true>);
+      case 128:
+        return call(run<X, 128, false>, run<X, 128, true>);
+      case 192:
+        return call(run<X, 192, false>, run<X, 192, true>);
+      default:
+        return call(run<X, 256, false>, run<X, 256, true>);
+    }
+  });
+}
