@@ -38,6 +38,8 @@ MAX_LAYER_TOKENS = 8
 LAYERS_IN_FLIGHT = 3
 #: from 3 to this many tokens a product is csrc/linear_many_sm90a.cu's, where it takes it
 MANY_TOKENS = 64
+#: below this many rows attention starts early behind such a product, see api.h
+EARLY_ROWS = 24
 #: up to this many tokens a small product normalises its input itself: more would take every block longer
 #: than a kernel
 FUSED_NORM_TOKENS = 2
@@ -79,6 +81,7 @@ class Cuda:
         self.multiprocessors, self.capability, self.shared_bytes = properties.tolist()
         self.small_tokens, self.layer_tokens = small_tokens, layer_tokens
         self.layers_in_flight, self.many = layers_in_flight, many
+        self.early_rows = EARLY_ROWS
         self._layer_tables: dict[tuple[object, ...], Tensor] = {}
         self._layer_counters = torch.zeros(1 << 12, dtype=torch.int32, device=self.device)
         self._sums = self._bytes(_SUM_BYTES)
@@ -240,7 +243,12 @@ class Cuda:
         )
         if x.shape[0] == 0:
             return
-        many = self._is_many(x, linear, None, None, out, qkv=True)
+        fused = _fuses_heads(heads)
+        many = self._is_many(x, linear, None, None, out, qkv=True, fused=fused)
+        batch.memo["behind_full_shared"] = many and fused
+        if many and fused:
+            self._many_linear(x, linear, norm, None, None, out, (*rotation, *shape[:3], shape[5]))
+            return
         if many:
             self._many_linear(x, linear, norm, None, None, out)
         elif self._is_small(x, linear, rope is not None):
@@ -292,6 +300,7 @@ class Cuda:
         residual: Tensor | None,
         out: Tensor,
         qkv: bool = False,
+        fused: bool = False,
     ) -> bool:
         """Whether csrc/linear_many_sm90a.cu computes the product: on Hopper, in 16 bit, everything that it
         copies in boxes at multiples of 16 bytes."""
@@ -301,7 +310,7 @@ class Cuda:
         gated = activation == "swiglu"
         more = residual is not None and linear.bias is not None
         if self.many != "always" and not gains_by_many(
-            x.shape[0], inputs, outputs, gated=gated, qkv=qkv, more=more
+            x.shape[0], inputs, outputs, gated=gated, qkv=qkv, fused=fused, more=more
         ):
             return False
         if out.dtype != x.dtype and (gated or residual is not None):
@@ -320,7 +329,9 @@ class Cuda:
         activation: str | None,
         residual: Tensor | None,
         out: Tensor,
+        heads: tuple[int, ...] = (0, 0, 0, 0, 0, 0, 0, 0, 0),
     ) -> None:
+        """heads: cos, sin, positions, kv_slots, cache, heads, kv_heads, head_size, block_tokens."""
         if norm is not None:
             x = self._normed(x, norm)
         self.library.linear_many(
@@ -337,6 +348,7 @@ class Cuda:
             out.stride(0),
             _ACTIVATIONS[activation],
             int(out.dtype == torch.float32),
+            *heads,
             self._sums.data_ptr(),
             _SUM_BYTES,
             self._counters.data_ptr(),
@@ -493,6 +505,7 @@ class Cuda:
             qkv.stride(0),
             out.stride(0),
             batch.block_tables.stride(0),
+            int(rows < self.early_rows or not batch.memo.get("behind_full_shared")),
             self._attention.data_ptr(),
             self._counters.data_ptr(),
             _NUM_COUNTERS,
@@ -691,14 +704,28 @@ class Cuda:
         )
 
 
-def gains_by_many(tokens: int, inputs: int, outputs: int, *, gated: bool, qkv: bool, more: bool) -> bool:
+def _fuses_heads(heads: Heads) -> bool:
+    """Whether csrc/linear_many_sm90a.cu rotates such heads and writes them to the cache itself."""
+    if heads.rope is None:
+        return heads.head_size % 8 == 0
+    whole = heads.rope.size == heads.head_size and not heads.rope.interleaved
+    return whole and heads.head_size in (64, 128, 256)
+
+
+def gains_by_many(
+    tokens: int, inputs: int, outputs: int, *, gated: bool, qkv: bool, fused: bool, more: bool
+) -> bool:
     """Where csrc/linear_many_sm90a.cu measured faster on an H200 than the other products, with all that each
-    leaves to kernels after it. more: a bias and a residual, for which cuBLAS needs another pass."""
+    leaves to kernels after it.
+
+    fused: heads are rotated and kept at once. more: a bias and a residual, for which cuBLAS needs another
+    pass.
+    """
     if tokens <= 2 or outputs * inputs < 1 << 24:
         return False
     if tokens <= MANY_TOKENS:
-        return outputs >= 12288 or not qkv
-    return gated or (more and tokens >= 2048)
+        return fused or not qkv
+    return gated or (more and tokens >= 2048) or (fused and tokens >= 1024)
 
 
 def _pointer(tensor: Tensor | None) -> int:

@@ -53,9 +53,8 @@ int tridecode_finish_linear(void* out, const void* product, const void* bias, co
 
 // Rotates q and k of qkv (num_tokens, (heads + 2 kv_heads) * head_size) in place and writes k and v
 // to the cache. rotary_size 0: no rotation. block_tokens: tokens of a cache block. early: as a
-// dependent launch. Not behind a kernel that fills the shared memory: the attention that comes next
-// would find its multiprocessors divided for that kernel, and the cache that its loads go through
-// small.
+// dependent launch; not behind a kernel that fills the shared memory, for the sake of the attention
+// that comes next, see there.
 int tridecode_rotate_and_cache(void* qkv, const float* cos, const float* sin, const int* positions,
                                const int* kv_slots, void* cache, int num_tokens, int heads,
                                int kv_heads, int head_size, int rotary_size, int interleaved,
@@ -76,22 +75,27 @@ int tridecode_linear(void* out, const void* x, const void* weight, const void* b
 
 // The same for 3 tokens and more on compute capability 9.0, see linear_many_sm90a.cu: x, weight,
 // residual and a 16-bit out at multiples of 16 bytes, and their strides. activation 4: SwiGLU,
-// without a residual, of a multiple of 16 rows.
+// without a residual, of a multiple of 16 rows. With a cache: query, key and value, rotated by
+// halves of a whole head of 64, 128 or 256 where `cos` is given; else head_size a multiple of 8.
 int tridecode_linear_many(void* out, const void* x, const void* weight, const void* bias,
                           const void* residual, int num_tokens, int inputs, int outputs,
                           int64_t x_stride, int64_t weight_stride, int64_t residual_stride,
-                          int64_t out_stride, int activation, int out_float32, void* scratch,
+                          int64_t out_stride, int activation, int out_float32, const float* cos,
+                          const float* sin, const int* positions, const int* kv_slots, void* cache,
+                          int heads, int kv_heads, int head_size, int block_tokens, void* scratch,
                           int64_t scratch_bytes, unsigned int* counters, int num_counters,
                           int dtype, void* stream);
 
-// scratch: see decode_attention.cu; tridecode_decode_attention_scratch gives the bytes for any
-// batch.
+// early: as a dependent launch. Behind a kernel that fills the shared memory only with few rows:
+// the multiprocessors are still divided for that kernel, and the cache that loads go through is
+// small. scratch: see decode_attention.cu; tridecode_decode_attention_scratch gives the bytes for
+// any batch.
 int64_t tridecode_decode_attention_scratch(int head_size);
 int tridecode_decode_attention(void* out, const void* qkv, const void* cache,
                                const int* block_tables, const int* context_lens,
                                const float* slopes, float scale, int num_rows, int heads,
                                int kv_heads, int head_size, int block_tokens, int64_t qkv_stride,
-                               int64_t out_stride, int64_t table_stride, void* scratch,
+                               int64_t out_stride, int64_t table_stride, int early, void* scratch,
                                unsigned int* counters, int num_counters, int dtype, void* stream);
 
 // Rows first_row .. num_rows - 1 of the batch; qkv and out begin with the first token of first_row.

@@ -473,17 +473,17 @@ __global__ void decode_attention_any(const __grid_constant__ Task task, int head
 }
 
 template <typename X, int D>
-int run(const Task& task, int num_counters, void* stream) {
+int run(const Task& task, bool early, int num_counters, void* stream) {
   const int blocks = device().multiprocessors * (D <= 128 ? 3 : 2);
   if (task.num_rows * task.kv_heads * task.groups > num_counters)
     return fail("decode_attention: %d rows of %d kv heads need more than %d counters",
                 task.num_rows, task.kv_heads, num_counters);
   // few rows and heads: a block's warps work on one together, and leave one part
   const bool few = task.num_rows * task.kv_heads * task.groups < 8 * blocks;
-  return launch("decode_attention",
-                few ? decode_attention<X, D, kWarps> : decode_attention<X, D, 1>,
-                blocks < kMaxBlocks ? blocks : kMaxBlocks, 32 * kWarps,
-                (task.num_rows + 1) * sizeof(int), stream, task);
+  return launch_when(early, "decode_attention",
+                     few ? decode_attention<X, D, kWarps> : decode_attention<X, D, 1>,
+                     blocks < kMaxBlocks ? blocks : kMaxBlocks, 32 * kWarps,
+                     (task.num_rows + 1) * sizeof(int), stream, task);
 }
 
 template <typename X>
@@ -508,7 +508,7 @@ int tridecode_decode_attention(void* out, const void* qkv, const void* cache,
                                const int* block_tables, const int* context_lens,
                                const float* slopes, float scale, int num_rows, int heads,
                                int kv_heads, int head_size, int block_tokens, int64_t qkv_stride,
-                               int64_t out_stride, int64_t table_stride, void* scratch,
+                               int64_t out_stride, int64_t table_stride, int early, void* scratch,
                                unsigned int* counters, int num_counters, int dtype, void* stream) {
   Task task = {out,
                qkv,
@@ -535,12 +535,12 @@ int tridecode_decode_attention(void* out, const void* qkv, const void* cache,
       const bool aligned = aligned16(out) && aligned16(qkv) && aligned16(cache) &&
                            qkv_stride % 8 == 0 && out_stride % 8 == 0 && block_tokens % kTile == 0;
       if (aligned && scratch) {
-        if (head_size == 64) return run<X, 64>(task, num_counters, stream);
-        if (head_size == 80) return run<X, 80>(task, num_counters, stream);
-        if (head_size == 96) return run<X, 96>(task, num_counters, stream);
-        if (head_size == 112) return run<X, 112>(task, num_counters, stream);
-        if (head_size == 128) return run<X, 128>(task, num_counters, stream);
-        if (head_size == 256) return run<X, 256>(task, num_counters, stream);
+        if (head_size == 64) return run<X, 64>(task, early, num_counters, stream);
+        if (head_size == 80) return run<X, 80>(task, early, num_counters, stream);
+        if (head_size == 96) return run<X, 96>(task, early, num_counters, stream);
+        if (head_size == 112) return run<X, 112>(task, early, num_counters, stream);
+        if (head_size == 128) return run<X, 128>(task, early, num_counters, stream);
+        if (head_size == 256) return run<X, 256>(task, early, num_counters, stream);
       }
     }
     return run_any<X>(task, head_size, stream);

@@ -119,6 +119,17 @@ __device__ __forceinline__ void copy_paired(void* to, const CUtensorMap* map, in
       : "memory");
 }
 
+// The box of groups of 8 rows of two halves of each head, seen as (inputs, 8, 2, groups, heads).
+__device__ __forceinline__ void copy_heads(void* to, const CUtensorMap* map, int input, int group,
+                                           int head, uint64_t* barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %3, %4, %5}], [%6], %7;" ::"r"(shared_address(to)),
+      "l"(reinterpret_cast<uint64_t>(map)), "r"(input), "r"(0), "r"(group), "r"(head),
+      "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+
 // copy_box into both blocks of a cluster of two: to the same place, behind the same barrier.
 __device__ __forceinline__ void copy_box_to_both(void* to, const CUtensorMap* map, int input,
                                                  int row, uint64_t* barrier, uint64_t policy) {

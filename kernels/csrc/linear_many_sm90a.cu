@@ -21,6 +21,10 @@
 namespace tridecode {
 namespace {
 
+// What becomes of the product: out as it is, or SwiGLU; or queries, keys and values, keys and
+// values also to the cache, queries and keys rotated first or not.
+enum Mode { kPlain, kGated, kCached, kRotated };
+
 struct Task {
   void* out;
   const void* x;
@@ -32,6 +36,13 @@ struct Task {
   int activation, out_float32;
   float4* partials;  // of sums that several clusters share
   unsigned int* counters;
+  // queries, keys and values
+  const float* cos;  // (positions, head_size / 2)
+  const float* sin;
+  const int* positions;
+  const int* kv_slots;
+  void* cache;
+  int heads, kv_heads, head_size, block_tokens;
 };
 
 constexpr int kGroups = 2;                     // warp groups that multiply
@@ -144,7 +155,7 @@ __device__ __forceinline__ unsigned int load_acquire(const unsigned int* from) {
   return value;
 }
 
-template <typename X, int N, bool GATED>
+template <typename X, int N, Mode MODE>
 __device__ __forceinline__ void copy_stages(const CUtensorMap* weight_map, const CUtensorMap* x_map,
                                             const Task& task, const Division& division, char* base,
                                             uint64_t* full, uint64_t* empty) {
@@ -156,10 +167,14 @@ __device__ __forceinline__ void copy_stages(const CUtensorMap* weight_map, const
     char* const to = base + stage * S::kStageBytes;
     const int row = at.part.row_tile * kClusterRows + rank * kBlockRows;
     barrier_expect(full + stage, S::kStageBytes);
-    if (GATED) {
-      copy_paired(to, weight_map, at.step * kStageInputs, row / 16, full + stage, weight_policy);
+    const int input = at.step * kStageInputs;
+    if (MODE == kGated) {
+      copy_paired(to, weight_map, input, row / 16, full + stage, weight_policy);
+    } else if (MODE == kRotated) {
+      const int half = task.head_size / 2, pair = row / 2;
+      copy_heads(to, weight_map, input, pair % half / 8, pair / half, full + stage, weight_policy);
     } else {
-      copy_box(to, weight_map, at.step * kStageInputs, row, full + stage, weight_policy);
+      copy_box(to, weight_map, input, row, full + stage, weight_policy);
     }
   };
   auto copy_x = [&](const Stages& at, int stage) {
@@ -238,11 +253,16 @@ __device__ __forceinline__ void add_sums(float (&c)[N / 2], const Task& task, in
 // ---------------------------------------------------------------- results
 
 // What a warp group has of a tile, where it is to go and what is added to it.
-template <typename X, int N, bool GATED>
+//
+// In shared memory a token has 128 bytes: 64 columns; or 64 bytes: 32 columns, behind which, where
+// rotated, those of the other half of the head follow for all tokens.
+template <typename X, int N, Mode MODE>
 struct Finish {
   using S = Shape<N>;
-  static constexpr int kGroupColumns = GATED ? 32 : 64;
+  static constexpr bool kPairs = MODE == kGated || MODE == kRotated;  // rows c[4 j] and c[4 j + 2]
+  static constexpr int kBoxColumns = kPairs ? 32 : 64;
   static constexpr int kParts = N / S::kPart;
+  static constexpr int kSecondHalf = S::kPart * 64;
 
   const Task& task;
   const CUtensorMap* out_map;
@@ -252,6 +272,14 @@ struct Finish {
   int group;
   unsigned int used = 0;  // parts stored so far
 
+  // The first column of this warp group in the block whose rows begin at `row`.
+  __device__ __forceinline__ int first_column(int row) const {
+    if (MODE == kGated) return row / 2 + group * 32;
+    if (MODE != kRotated) return row + group * 64;
+    const int half = task.head_size / 2, pair = row / 2 + group * 32;
+    return pair / half * task.head_size + pair % half;
+  }
+
   __device__ __forceinline__ char* buffer(unsigned int use) const {
     return buffers + use % kBuffers * S::kBufferBytes;
   }
@@ -260,19 +288,35 @@ struct Finish {
   // will be stored from. `use`: the part's number.
   __device__ __forceinline__ void ask_residual(int column, int token, int i, unsigned int use) {
     uint64_t* const barrier = arrived + use % kBuffers;
-    barrier_expect(barrier, S::kPart * kGroupColumns * 2);
+    barrier_expect(barrier, S::kPart * kBoxColumns * 2);
     copy_box(buffer(use), residual_map, column, token + i * S::kPart, barrier, evict_last());
   }
 
-  // Of the lane's row of 16 bytes for store_transposed: four times 8 tokens (gated), or twice 8
-  // tokens of 16 columns.
-  static __device__ __forceinline__ int place(int warp, int lane, int eight) {
-    if (GATED) {
-      const int token = 8 * (eight + lane / 8) + lane % 8;
-      return token * 64 + ((warp ^ (token / 2 % 4)) * 16);
-    }
-    const int token = 8 * (eight + lane / 16) + lane % 8, piece = 2 * warp + lane / 8 % 2;
+  __device__ __forceinline__ void ask_first_residuals(int column, int token) {
+    wait_stores_read<0>();
+    for (int i = 0; i < kBuffers && i < kParts; ++i) ask_residual(column, token, i, used + i);
+  }
+
+  static __device__ __forceinline__ int place64(int token, int piece) {
     return token * 128 + ((piece ^ (token % 8)) * 16);
+  }
+  static __device__ __forceinline__ int place32(int token, int piece) {
+    return token * 64 + ((piece ^ (token / 2 % 4)) * 16);
+  }
+
+  // Of the lane's row of 16 bytes for store_transposed: 8 columns of four times 8 tokens (gated),
+  // of twice 8 tokens in both halves (rotated), or 16 columns of twice 8 tokens.
+  static __device__ __forceinline__ int place(int warp, int lane, int eight) {
+    if (MODE == kGated) return place32(8 * eight + lane, warp);
+    if (MODE == kRotated) return lane / 16 * kSecondHalf + place32(8 * eight + lane % 16, warp);
+    return place64(8 * (eight + lane / 16) + lane % 8, 2 * warp + lane / 8 % 2);
+  }
+
+  // Where, for matrix k of store_transposed, the first of two tokens' sums is in c.
+  static constexpr __device__ __forceinline__ int sums_of(int k) {
+    if (MODE == kGated) return 4 * k;
+    if (MODE == kRotated) return k % 2 * 4 + k / 2 * 2;
+    return 2 * k;
   }
 
   __device__ __forceinline__ void store_part(const float (&c)[N / 2], int column, int token,
@@ -280,25 +324,23 @@ struct Finish {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const bool leads = threadIdx.x % 128 == 0;
     char* const to = buffer(used);
-    if (task.residual) {
+    if (MODE == kPlain && task.residual) {
       barrier_wait(arrived + used % kBuffers, used / kBuffers % 2);
     } else {
       if (leads) wait_stores_read<kBuffers - 1>();
       group_sync(group);
     }
-    constexpr int kStep = GATED ? 4 : 2;  // eights of tokens stored at once
+    constexpr int kStep = MODE == kGated ? 4 : 2;  // eights of tokens stored at once
 #pragma unroll
     for (int eight = 0; eight < S::kPart / 8; eight += kStep) {
       char* const row = to + place(warp, lane, eight);
       uint32_t words[4];
       float values[4][2];
-      const float* const from = c + 4 * (i * (S::kPart / 8) + eight);
+      const int first = 4 * (i * (S::kPart / 8) + eight);
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const float* const pair = GATED ? from + 4 * k : from + 2 * k;
-        values[k][0] = pair[0], values[k][1] = pair[1];
-      }
-      if (!GATED && task.residual) {
+      for (int k = 0; k < 4; ++k)
+        values[k][0] = c[first + sums_of(k)], values[k][1] = c[first + sums_of(k) + 1];
+      if (MODE == kPlain && task.residual) {
         load_transposed(row, words);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
@@ -315,13 +357,61 @@ struct Finish {
     group_sync(group);
     if (leads) {
       store_box(out_map, to, column, token + i * S::kPart);
+      if (MODE == kRotated)
+        store_box(out_map, to + kSecondHalf, column + task.head_size / 2, token + i * S::kPart);
       commit_stores();
-      if (task.residual && i > 0 && i + 1 < kParts) {  // the first two were asked for at the start
-        wait_stores_read<kBuffers - 1>();
+      if (MODE == kPlain && task.residual && i > 0 && i + 1 < kParts) {
+        wait_stores_read<kBuffers - 1>();  // the first two were asked for at the start
         ask_residual(column, token, i + 1, used + 1);
       }
     }
+    if (MODE == kCached || MODE == kRotated) keep(to, column, token + i * S::kPart);
     ++used;
+  }
+
+  // Keys and values of a part, from shared memory to the cache, 16 bytes a thread.
+  __device__ __forceinline__ void keep(const char* from, int column, int first_token) {
+    const int size = task.head_size;
+    if (column + (MODE == kCached ? 64 : 32) <= task.heads * size) return;
+    for (int item = threadIdx.x % 128; item < S::kPart * 8; item += 128) {
+      const int at = item / 8, piece = item % 8, token = first_token + at;
+      const int c =
+          MODE == kCached ? column + piece * 8 : column + piece % 4 * 8 + piece / 4 * (size / 2);
+      const int head = c / size;
+      if (token >= task.tokens || head < task.heads || c >= task.outputs) continue;
+      const int slot = task.kv_slots[token];
+      if (slot < 0) continue;
+      const int is_value = head >= task.heads + task.kv_heads;
+      const int kv_head = head - task.heads - is_value * task.kv_heads;
+      const int64_t block = slot / task.block_tokens, offset = slot % task.block_tokens;
+      const int64_t to =
+          (((block * 2 + is_value) * task.kv_heads + kv_head) * task.block_tokens + offset) * size +
+          c % size;
+      const int place =
+          MODE == kCached ? place64(at, piece) : piece / 4 * kSecondHalf + place32(at, piece % 4);
+      *reinterpret_cast<uint4*>(static_cast<X*>(task.cache) + to) =
+          *reinterpret_cast<const uint4*>(from + place);
+    }
+  }
+
+  // Turns the pairs of queries and keys.
+  __device__ __forceinline__ void rotate_all(float (&c)[N / 2], int column, int first_token) {
+    const int size = task.head_size, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    if (column / size >= task.heads + task.kv_heads) return;
+    const int d = column % size + warp * 8 + lane / 4;
+#pragma unroll
+    for (int j = 0; j < N / 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int token = first_token + 8 * j + lane % 4 * 2 + i;
+        if (token >= task.tokens) continue;
+        const int64_t angle = int64_t(task.positions[token]) * (size / 2) + d;
+        const float cosine = task.cos[angle], sine = task.sin[angle];
+        const float a = c[4 * j + i], b = c[4 * j + 2 + i];
+        c[4 * j + i] = a * cosine - b * sine;
+        c[4 * j + 2 + i] = b * cosine + a * sine;
+      }
+    }
   }
 
   __device__ __forceinline__ void store_float32(const float (&c)[N / 2], int column, int token) {
@@ -342,17 +432,19 @@ struct Finish {
   __device__ __forceinline__ void activate_all(float (&c)[N / 2], int column) {
     const int warp = threadIdx.x / 32 % 4, g = threadIdx.x % 32 / 4;
     const X* const bias = static_cast<const X*>(task.bias);
-    const int row = column + (GATED ? warp * 8 : warp * 16) + g;
-    const int second = GATED ? task.outputs / 2 + row : row + 8;
-    const int limit = GATED ? task.outputs / 2 : task.outputs;
+    const int row = column + (kPairs ? warp * 8 : warp * 16) + g;
+    const int second = MODE == kGated     ? task.outputs / 2 + row
+                       : MODE == kRotated ? row + task.head_size / 2
+                                          : row + 8;
+    const int limit = MODE == kGated ? task.outputs / 2 : task.outputs;
     if (bias) {
       const float a = row < limit ? to_float(bias[row]) : 0.0f;
-      const float b = row + (GATED ? 0 : 8) < limit ? to_float(bias[second]) : 0.0f;
+      const float b = (kPairs ? row : second) < limit ? to_float(bias[second]) : 0.0f;
 #pragma unroll
       for (int i = 0; i < N / 8; ++i)
         c[4 * i] += a, c[4 * i + 1] += a, c[4 * i + 2] += b, c[4 * i + 3] += b;
     }
-    if (GATED) {
+    if (MODE == kGated) {
 #pragma unroll
       for (int i = 0; i < N / 8; ++i) {
         c[4 * i] = silu(c[4 * i]) * c[4 * i + 2];
@@ -371,9 +463,45 @@ struct Finish {
   }
 };
 
+// The products of a warp group with the stages of a part.
+template <typename X, int N>
+struct Products {
+  using S = Shape<N>;
+  const char* base;
+  uint64_t* full;
+  uint64_t* empty;
+  int stage = 0, parity = 0;
+
+  // c = the sums of `steps` stages. Each is given back, to the copying threads of both blocks, when
+  // the next one's products are under way.
+  __device__ __forceinline__ void add_up(float (&c)[N / 2], int steps, int group) {
+    const int lane = threadIdx.x % 32;
+    int held = -1;  // the stage that running products still read
+    for (int step = 0; step < steps; ++step) {
+      barrier_wait(full + stage, parity);
+      const char* const weights = base + stage * S::kStageBytes;
+      const uint64_t a = descriptor(weights + group * 64 * 128, 1024),
+                     b = descriptor(weights + S::kWeightBytes, 1024);
+      group_fence();
+#pragma unroll
+      for (int k = 0; k < kStageInputs / 16; ++k)  // 32 bytes on: 2 units of 16
+        group_multiply_add<X, N>(c, a + 2 * k, b + 2 * k, step > 0 || k > 0);
+      commit_group();
+      wait_groups<1>();
+      if (held >= 0 && lane < 2) barrier_arrive_at(empty + held, lane);
+      held = stage;
+      if (++stage == S::kStages) stage = 0, parity ^= 1;
+    }
+    wait_groups<0>();
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(c[i])::"memory");
+    if (lane < 2) barrier_arrive_at(empty + held, lane);
+  }
+};
+
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
-template <typename X, int N, bool GATED>
+template <typename X, int N, Mode MODE>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, Shape<N>::kSlim ? 2 : 1)
     linear_many(const __grid_constant__ CUtensorMap weight_map,
                 const __grid_constant__ CUtensorMap x_map,
@@ -385,8 +513,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, Shape<N>::
   extern __shared__ char raw[];
   char* const base = raw + (1024 - shared_address(raw) % 1024) % 1024;
   __shared__ uint64_t full[S::kStages], empty[S::kStages], arrived[kGroups][kBuffers];
-  const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
-  const int rank = cluster_rank(), cluster = blockIdx.x / 2;
+  const int group = threadIdx.x / 128, cluster = blockIdx.x / 2;
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; ++i) {
       barrier_init(full + i, 1);
@@ -400,53 +527,29 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, Shape<N>::
   if (group == kGroups) {
     if (!S::kSlim) give_registers<40>();
     if (threadIdx.x == kGroups * 128) {
-      copy_stages<X, N, GATED>(&weight_map, &x_map, task, division, base, full, empty);
+      copy_stages<X, N, MODE>(&weight_map, &x_map, task, division, base, full, empty);
     } else {
       wait_for_predecessor();
     }
   } else {
     if (!S::kSlim) take_registers<232>();
     wait_for_predecessor();
-    const int thread = threadIdx.x % 128;
-    Finish<X, N, GATED> finish{
+    Products<X, N> products{base, full, empty};
+    Finish<X, N, MODE> finish{
         task,           &out_map,
         &residual_map,  base + S::kStages * S::kStageBytes + group * kBuffers * S::kBufferBytes,
         arrived[group], group};
     Walk walk(division, cluster);
     Part part;
-    int stage = 0, parity = 0;
     while (walk.take(division, part)) {
-      const int column = (part.row_tile * kClusterRows + rank * kBlockRows) / (GATED ? 2 : 1) +
-                         group * finish.kGroupColumns;
+      const int column =
+          finish.first_column(part.row_tile * kClusterRows + cluster_rank() * kBlockRows);
       const int token = part.token_tile * N;
       const bool finishes = part.begin == 0;
-      if (finishes && task.residual && thread == 0) {
-        wait_stores_read<0>();
-        for (int i = 0; i < kBuffers && i < finish.kParts; ++i)
-          finish.ask_residual(column, token, i, finish.used + i);
-      }
+      if (MODE == kPlain && finishes && task.residual && threadIdx.x % 128 == 0)
+        finish.ask_first_residuals(column, token);
       float c[N / 2];
-      int held = -1;  // the stage that running products still read
-      for (int step = part.begin; step < part.end; ++step) {
-        barrier_wait(full + stage, parity);
-        const char* const weights = base + stage * S::kStageBytes;
-        const uint64_t a = descriptor(weights + group * 64 * 128, 1024),
-                       b = descriptor(weights + S::kWeightBytes, 1024);
-        group_fence();
-#pragma unroll
-        for (int k = 0; k < kStageInputs / 16; ++k)  // 32 bytes on: 2 units of 16
-          group_multiply_add<X, N>(c, a + 2 * k, b + 2 * k, step > part.begin || k > 0);
-        commit_group();
-        wait_groups<1>();
-        if (held >= 0 && lane < 2) barrier_arrive_at(empty + held, lane);
-        held = stage;
-        if (++stage == S::kStages) stage = 0, parity ^= 1;
-      }
-      wait_groups<0>();
-#pragma unroll
-      for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(c[i])::"memory");
-      if (lane < 2) barrier_arrive_at(empty + held, lane);
-
+      products.add_up(c, part.end - part.begin, group);
       if (!finishes) {
         leave_sums<N>(c, task, cluster, group);
         continue;
@@ -455,14 +558,15 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, Shape<N>::
         add_sums<N>(c, task, cluster,
                     division.owner_before((part.tile + 1) * division.steps) - cluster, group);
       finish.activate_all(c, column);
-      if (!GATED && task.out_float32) {
+      if (MODE == kRotated) finish.rotate_all(c, column, token);
+      if (MODE == kPlain && task.out_float32) {
         finish.store_float32(c, column, token);
       } else {
 #pragma unroll
         for (int i = 0; i < finish.kParts; ++i) finish.store_part(c, column, token, i);
       }
     }
-    if (thread == 0) wait_stores_read<0>();
+    if (threadIdx.x % 128 == 0) wait_stores_read<0>();
   }
   __syncwarp();
   cluster_sync();  // until nothing of the other block is on its way here
@@ -478,24 +582,33 @@ int encode(CUtensorMap* map, const void* matrix, int64_t rows, int64_t columns, 
   return encode_map(map, matrix, 2, sizes, strides, box, dtype);
 }
 
-// Gate and up rows as (inputs, 8, 2, groups of 8).
-int encode_paired(CUtensorMap* map, const Task& task, int dtype) {
-  const cuuint64_t row = cuuint64_t(task.weight_stride) * 2, half = task.outputs / 2;
-  const cuuint64_t sizes[] = {cuuint64_t(task.inputs), 8, 2, half / 8},
-                   strides[] = {row, half * row, 8 * row};
-  const cuuint32_t box[] = {kStageInputs, 8, 2, kBlockRows / 16};
-  return encode_map(map, task.weight, 4, sizes, strides, box, dtype);
+// Of the weight, 128 rows: in order, or each 8 followed by the 8 of their pairs.
+int encode_weight(CUtensorMap* map, const Task& task, Mode mode, int dtype) {
+  const cuuint64_t row = cuuint64_t(task.weight_stride) * 2, inputs = task.inputs;
+  if (mode == kGated) {  // (inputs, 8, gate and up, groups of 8)
+    const cuuint64_t half = task.outputs / 2, sizes[] = {inputs, 8, 2, half / 8},
+                     strides[] = {row, half * row, 8 * row};
+    const cuuint32_t box[] = {kStageInputs, 8, 2, kBlockRows / 16};
+    return encode_map(map, task.weight, 4, sizes, strides, box, dtype);
+  }
+  if (mode == kRotated) {  // (inputs, 8, halves, groups of 8, heads)
+    const cuuint64_t size = task.head_size, groups = size / 16,
+                     sizes[] = {inputs, 8, 2, groups, task.outputs / size},
+                     strides[] = {row, size / 2 * row, 8 * row, size * row};
+    const cuuint32_t near = groups < 8 ? groups : 8, box[] = {kStageInputs, 8, 2, near, 8 / near};
+    return encode_map(map, task.weight, 5, sizes, strides, box, dtype);
+  }
+  return encode(map, task.weight, task.outputs, task.inputs, task.weight_stride, kBlockRows,
+                kStageInputs, dtype);
 }
 
-template <typename X, int N, bool GATED>
+template <typename X, int N, Mode MODE>
 int run(const Task& task, const Division& division, int dtype, void* stream) {
   using S = Shape<N>;
-  constexpr int kWidth = GATED ? 32 : 64;
-  const int columns = GATED ? task.outputs / 2 : task.outputs;
+  constexpr int kWidth = MODE == kGated || MODE == kRotated ? 32 : 64;
+  const int columns = MODE == kGated ? task.outputs / 2 : task.outputs;
   CUtensorMap weight_map, x_map, out_map = {}, residual_map = {};
-  int status = GATED ? encode_paired(&weight_map, task, dtype)
-                     : encode(&weight_map, task.weight, task.outputs, task.inputs,
-                              task.weight_stride, kBlockRows, kStageInputs, dtype);
+  int status = encode_weight(&weight_map, task, MODE, dtype);
   if (!status)
     status =
         encode(&x_map, task.x, task.tokens, task.inputs, task.x_stride, N / 2, kStageInputs, dtype);
@@ -506,8 +619,17 @@ int run(const Task& task, const Division& division, int dtype, void* stream) {
     status = encode(&residual_map, task.residual, task.tokens, columns, task.residual_stride,
                     S::kPart, kWidth, dtype);
   if (status) return status;
-  return launch("linear", linear_many<X, N, GATED>, 2 * division.clusters, kThreads,
+  return launch("linear_many", linear_many<X, N, MODE>, 2 * division.clusters, kThreads,
                 S::kSharedBytes, stream, weight_map, x_map, out_map, residual_map, task, division);
+}
+
+template <typename X, int N>
+int run_mode(const Task& task, Mode mode, const Division& division, int dtype, void* stream) {
+  if (mode == kRotated) return run<X, N, kRotated>(task, division, dtype, stream);
+  if (mode == kCached) return run<X, N, kCached>(task, division, dtype, stream);
+  if constexpr (N > 16)  // SwiGLU stores four times 8 tokens at once
+    if (mode == kGated) return run<X, N, kGated>(task, division, dtype, stream);
+  return run<X, N, kPlain>(task, division, dtype, stream);
 }
 
 constexpr int kSizes[] = {16, 32, 64, 96, 128, 192, 256};
@@ -529,11 +651,26 @@ Division divide(const Task& task, int n) {
 }
 
 // The fewest tiles of tokens, and of those the smallest.
-int choose_tokens(int tokens, bool gated) {
+int choose_tokens(int tokens, Mode mode) {
   const int each = ceil_div(tokens, ceil_div(tokens, 256));
   for (int size : kSizes)
-    if (size >= each && !(gated && size < 32)) return size;
+    if (size >= each && !(mode == kGated && size < 32)) return size;
   return 256;
+}
+
+int check_task(const Task& task, Mode mode) {
+  if (device().capability != 90) return fail("linear_many: needs compute capability 9.0");
+  if (mode != kPlain && (task.residual || task.out_float32))
+    return fail("linear_many: a residual or a float32 result of SwiGLU or of queries and keys");
+  if (task.residual && task.out_float32)
+    return fail("linear_many: a residual and a float32 result");
+  if (mode == kGated && task.outputs % 16)
+    return fail("linear_many: SwiGLU of %d rows; wanted a multiple of 16", task.outputs);
+  if (mode == kCached && task.head_size % 8)
+    return fail("linear_many: head size %d; wanted a multiple of 8", task.head_size);
+  if (mode == kRotated && task.head_size != 64 && task.head_size != 128 && task.head_size != 256)
+    return fail("linear_many: rotated heads of %d; wanted 64, 128 or 256", task.head_size);
+  return 0;
 }
 
 }  // namespace
@@ -544,31 +681,40 @@ using namespace tridecode;
 int tridecode_linear_many(void* out, const void* x, const void* weight, const void* bias,
                           const void* residual, int num_tokens, int inputs, int outputs,
                           int64_t x_stride, int64_t weight_stride, int64_t residual_stride,
-                          int64_t out_stride, int activation, int out_float32, void* scratch,
+                          int64_t out_stride, int activation, int out_float32, const float* cos,
+                          const float* sin, const int* positions, const int* kv_slots, void* cache,
+                          int heads, int kv_heads, int head_size, int block_tokens, void* scratch,
                           int64_t scratch_bytes, unsigned int* counters, int num_counters,
                           int dtype, void* stream) {
-  const bool gated = activation == kSwiglu;
-  if (device().capability != 90) return fail("linear_many: needs compute capability 9.0");
-  if (gated && (outputs % 16 || residual || out_float32))
-    return fail("linear_many: SwiGLU of %d rows, with a residual or to float32", outputs);
-  if (residual && out_float32) return fail("linear_many: a residual and a float32 result");
-  Task task = {out,
-               x,
-               weight,
-               bias,
-               residual,
-               x_stride,
-               weight_stride,
-               residual_stride,
-               out_stride,
-               num_tokens,
-               inputs,
-               outputs,
-               activation,
-               out_float32,
-               static_cast<float4*>(scratch),
-               counters};
-  const int n = choose_tokens(num_tokens, gated);
+  const Mode mode = cache ? cos ? kRotated : kCached : activation == kSwiglu ? kGated : kPlain;
+  const Task task = {out,
+                     x,
+                     weight,
+                     bias,
+                     residual,
+                     x_stride,
+                     weight_stride,
+                     residual_stride,
+                     out_stride,
+                     num_tokens,
+                     inputs,
+                     outputs,
+                     activation,
+                     out_float32,
+                     static_cast<float4*>(scratch),
+                     counters,
+                     cos,
+                     sin,
+                     positions,
+                     kv_slots,
+                     cache,
+                     heads,
+                     kv_heads,
+                     head_size,
+                     block_tokens};
+  const int status = check_task(task, mode);
+  if (status) return status;
+  const int n = choose_tokens(num_tokens, mode);
   const Division division = divide(task, n);
   const int64_t needed = int64_t(division.clusters) * 2 * kGroups * (n / 8) * 128 * 16;
   if (division.shared && (needed > scratch_bytes || division.clusters * 2 * kGroups > num_counters))
@@ -576,24 +722,21 @@ int tridecode_linear_many(void* out, const void* x, const void* weight, const vo
                 (long long)scratch_bytes);
   return for_16_bit_dtype(dtype, "linear_many", [&](auto zero) {
     using X = decltype(zero);
-    const auto call = [&](auto plain, auto swiglu) {
-      return (gated ? swiglu : plain)(task, division, dtype, stream);
-    };
     switch (n) {
       case 16:
-        return run<X, 16, false>(task, division, dtype, stream);
+        return run_mode<X, 16>(task, mode, division, dtype, stream);
       case 32:
-        return call(run<X, 32, false>, run<X, 32, true>);
+        return run_mode<X, 32>(task, mode, division, dtype, stream);
       case 64:
-        return call(run<X, 64, false>, run<X, 64, true>);
+        return run_mode<X, 64>(task, mode, division, dtype, stream);
       case 96:
-        return call(run<X, 96, false>, run<X, 96, true>);
+        return run_mode<X, 96>(task, mode, division, dtype, stream);
       case 128:
-        return call(run<X, 128, false>, run<X, 128, true>);
+        return run_mode<X, 128>(task, mode, division, dtype, stream);
       case 192:
-        return call(run<X, 192, false>, run<X, 192, true>);
+        return run_mode<X, 192>(task, mode, division, dtype, stream);
       default:
-        return call(run<X, 256, false>, run<X, 256, true>);
+        return run_mode<X, 256>(task, mode, division, dtype, stream);
     }
   });
 }

@@ -1,0 +1,169 @@
+"""csrc/linear_many_sm90a.cu against float64: every size of its tiles, tiles shared by clusters and not, and
+all that it does besides multiplying. It runs here whether it would be chosen or not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.kernels.batches import make_batch
+from tests.kernels.conftest import Place
+from tests.kernels.numeric import assert_close
+from tests.kernels.test_linear import make_linear, product64, rotate64
+from tridecode.kernels.ops import CacheLayer, Heads, Linear, Rope
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [torch.float16, torch.bfloat16]
+TOKENS = [1, 5, 16, 17, 33, 64, 70, 97, 128, 150, 192, 193, 256, 257, 600]
+#: (inputs, outputs): one stage, odd ends, many stages of few tiles, many tiles
+SHAPES = [(64, 128), (72, 264), (520, 1000), (4096, 512), (512, 9216)]
+
+
+@pytest.fixture(scope="module")
+def ops():
+    from tridecode.kernels.cuda import Cuda
+
+    device = torch.device("cuda", 0)
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("linear_many needs compute capability 9.0")
+    return Cuda(device, many="always")
+
+
+@pytest.fixture
+def place(ops, request: pytest.FixtureRequest) -> Place:
+    generator = torch.Generator().manual_seed(len(request.node.name))
+    return Place(ops, torch.device("cuda", 0), generator)
+
+
+def run(place: Place, x: Tensor, linear: Linear, out: Tensor, **how) -> None:
+    """Twice, for a launch leaves the flags of shared tiles to the next one."""
+    place.settle()
+    assert place.ops._is_many(x, linear, how.get("activation"), how.get("residual"), out)
+    residual = how.get("residual")
+    before = None if residual is None else residual.clone()
+    place.ops.linear(x, linear, out=out, **how)
+    first = out.clone()
+    if residual is not None:
+        residual.copy_(before)
+        place.settle()
+    place.ops.linear(x, linear, out=out, **how)
+    assert torch.equal(first, out)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_bias_and_residual_are_added_in_place(place: Place, tokens: int, shape, dtype: torch.dtype):
+    linear = make_linear(place, *shape, dtype)
+    x, out = place.normal(tokens, shape[0], dtype=dtype), place.normal(tokens, shape[1], dtype=dtype)
+    wanted = product64(x, linear) + out.double()
+    run(place, x, linear, out, residual=out)
+    assert_close("linear", out, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", [None, "gelu_tanh", "gelu", "relu"])
+@pytest.mark.parametrize("tokens", [3, 40, 90, 200, 300])
+def test_activations(place: Place, tokens: int, activation: str | None, dtype: torch.dtype):
+    linear = make_linear(place, 520, 1000, dtype, bias=activation != "relu")
+    x, out = place.normal(tokens, 520, dtype=dtype), place.poison(tokens, 1000, dtype=dtype)
+    run(place, x, linear, out, activation=activation)
+    wanted = product64(x, linear)
+    if activation is not None:
+        name = activation.removesuffix("_tanh")
+        how = {"approximate": "tanh"} if activation == "gelu_tanh" else {}
+        wanted = getattr(F, name)(wanted, **how)
+    assert_close("linear", out, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("inner", [8, 344, 11008])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_swiglu(place: Place, tokens: int, inner: int, bias: bool, dtype: torch.dtype):
+    linear = make_linear(place, 264, 2 * inner, dtype, bias)
+    x, out = place.normal(tokens, 264, dtype=dtype), place.poison(tokens, inner, dtype=dtype)
+    run(place, x, linear, out, activation="swiglu")
+    both = product64(x, linear)
+    assert_close("linear", out, F.silu(both[:, :inner]) * both[:, inner:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [3, 20, 100, 300])
+def test_float32_results(place: Place, tokens: int, dtype: torch.dtype):
+    linear = make_linear(place, 512, 1003, dtype, bias=False)
+    x, out = place.normal(tokens, 512, dtype=dtype), place.poison(tokens, 1003, dtype=torch.float32)
+    run(place, x, linear, out)
+    assert_close("logits", out, product64(x, linear))
+
+
+def test_rows_may_lie_apart(place: Place):
+    linear = make_linear(place, 64, 48, torch.float16)
+    wide, out = place.normal(50, 200, dtype=torch.float16), place.poison(50, 80, dtype=torch.float16)
+    run(place, wide[:, 8:72], linear, out[:, :48])
+    assert_close("linear", out[:, :48], product64(wide[:, 8:72], linear))
+    assert torch.isnan(out[:, 48:]).all()
+
+
+HEADS = [  # heads, kv heads, head size, rotary size
+    (4, 4, 64, 0),
+    (3, 3, 80, 0),
+    (9, 3, 64, 64),
+    (8, 2, 128, 128),
+    (32, 8, 128, 128),
+    (3, 1, 256, 256),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_heads_are_rotated_and_kept(place: Place, tokens: int, heads, dtype: torch.dtype):
+    num_heads, num_kv_heads, size, rotary = heads
+    rope = None
+    if rotary:
+        angles = torch.rand(tokens + 3, rotary // 2, generator=place.generator) * 6.28
+        rope = Rope(angles.cos().to(place.device), angles.sin().to(place.device))
+    shape = Heads(num_heads, num_kv_heads, size, size**-0.5, rope)
+    linear = make_linear(place, 264, shape.qkv_size, dtype)
+    batch = make_batch(place, [tokens + 3], [tokens], 16)
+    unwritten = tokens // 2
+    slots = batch.kv_slots.clone()
+    batch.kv_slots[unwritten] = -1
+    cache = CacheLayer(place.poison(batch.block_tables.numel(), 2, num_kv_heads, 16, size, dtype=dtype))
+    x, out = place.normal(tokens, 264, dtype=dtype), place.poison(tokens, shape.qkv_size, dtype=dtype)
+    place.settle()
+    place.ops.project_qkv(x, linear, None, shape, batch, cache, out=out)
+    assert batch.memo["behind_full_shared"], "another kernel has computed this"
+
+    wanted = product64(x, linear).cpu().unflatten(1, (-1, size))
+    if rope is not None:
+        turned = rotate64(wanted[:, : num_heads + num_kv_heads], rope, batch.positions)
+        wanted = torch.cat([turned, wanted[:, num_heads + num_kv_heads :]], dim=1)
+    assert_close("linear", out, wanted.flatten(1))
+    rows = torch.arange(tokens, device=place.device) != unwritten
+    held = cache.blocks.transpose(1, 3).flatten(0, 1)  # (slots, kv head, k and v, size)
+    kept = out.unflatten(1, (-1, size))[:, num_heads:].unflatten(1, (2, num_kv_heads)).transpose(1, 2)
+    assert torch.equal(held[slots[rows].long()], kept[rows])
+    others = torch.ones(held.shape[0], dtype=torch.bool, device=place.device)
+    others[slots[rows].long()] = False
+    assert torch.isnan(held[others]).all()
+
+
+def test_captured_and_replayed(place: Place):
+    """A graph of products that share tiles, replayed with other inputs."""
+    linear = make_linear(place, 4096, 512, torch.float16)
+    x, out = place.normal(40, 4096, dtype=torch.float16), place.poison(40, 512, dtype=torch.float16)
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    place.settle()
+    with torch.cuda.stream(side), torch.cuda.graph(graph, stream=side):
+        place.ops.linear(x, linear, out=out)
+        place.ops.linear(x, linear, residual=out, out=out)
+    for _ in range(3):
+        x.copy_(place.normal(40, 4096, dtype=torch.float16))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_close("linear", out, 2 * product64(x, linear))
