@@ -38,8 +38,6 @@ MAX_LAYER_TOKENS = 8
 LAYERS_IN_FLIGHT = 3
 #: from 3 to this many tokens a product is csrc/linear_many_sm90a.cu's, where it takes it
 MANY_TOKENS = 64
-#: below this many rows attention starts early behind such a product, see api.h
-EARLY_ROWS = 24
 #: up to this many tokens a small product normalises its input itself: more would take every block longer
 #: than a kernel
 FUSED_NORM_TOKENS = 2
@@ -81,7 +79,6 @@ class Cuda:
         self.multiprocessors, self.capability, self.shared_bytes = properties.tolist()
         self.small_tokens, self.layer_tokens = small_tokens, layer_tokens
         self.layers_in_flight, self.many = layers_in_flight, many
-        self.early_rows = EARLY_ROWS
         self._layer_tables: dict[tuple[object, ...], Tensor] = {}
         self._layer_counters = torch.zeros(1 << 12, dtype=torch.int32, device=self.device)
         self._sums = self._bytes(_SUM_BYTES)
@@ -244,13 +241,11 @@ class Cuda:
         if x.shape[0] == 0:
             return
         fused = _fuses_heads(heads)
-        many = self._is_many(x, linear, None, None, out, qkv=True, fused=fused)
-        batch.memo["behind_full_shared"] = many and fused
-        if many and fused:
-            self._many_linear(x, linear, norm, None, None, out, (*rotation, *shape[:3], shape[5]))
-            return
-        if many:
-            self._many_linear(x, linear, norm, None, None, out)
+        if self._is_many(x, linear, None, None, out, qkv=True, fused=fused):
+            rest = (*rotation, *shape[:3], shape[5]) if fused else ()
+            self._many_linear(x, linear, norm, None, None, out, *rest)
+            if fused:
+                return
         elif self._is_small(x, linear, rope is not None):
             self._small_linear(x, linear, norm, _QKV, None, None, out, rotation, shape)
             return
@@ -267,7 +262,6 @@ class Cuda:
             x.shape[0],
             *shape,
             out.stride(0),
-            int(not many),
             _DTYPES[out.dtype],
             current_stream(self.device),
         )
@@ -329,9 +323,9 @@ class Cuda:
         activation: str | None,
         residual: Tensor | None,
         out: Tensor,
-        heads: tuple[int, ...] = (0, 0, 0, 0, 0, 0, 0, 0, 0),
+        *heads: int,
     ) -> None:
-        """heads: cos, sin, positions, kv_slots, cache, heads, kv_heads, head_size, block_tokens."""
+        """heads: none, or cos, sin, positions, kv_slots, cache, heads, kv_heads, head_size, block_tokens."""
         if norm is not None:
             x = self._normed(x, norm)
         self.library.linear_many(
@@ -348,7 +342,7 @@ class Cuda:
             out.stride(0),
             _ACTIVATIONS[activation],
             int(out.dtype == torch.float32),
-            *heads,
+            *(heads or (0,) * 9),
             self._sums.data_ptr(),
             _SUM_BYTES,
             self._counters.data_ptr(),
@@ -505,7 +499,6 @@ class Cuda:
             qkv.stride(0),
             out.stride(0),
             batch.block_tables.stride(0),
-            int(rows < self.early_rows or not batch.memo.get("behind_full_shared")),
             self._attention.data_ptr(),
             self._counters.data_ptr(),
             _NUM_COUNTERS,

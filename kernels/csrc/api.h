@@ -52,14 +52,11 @@ int tridecode_finish_linear(void* out, const void* product, const void* bias, co
                             int out_float32, int dtype, void* stream);
 
 // Rotates q and k of qkv (num_tokens, (heads + 2 kv_heads) * head_size) in place and writes k and v
-// to the cache. rotary_size 0: no rotation. block_tokens: tokens of a cache block. early: as a
-// dependent launch; not behind a kernel that fills the shared memory, for the sake of the attention
-// that comes next, see there.
+// to the cache. rotary_size 0: no rotation. block_tokens: tokens of a cache block.
 int tridecode_rotate_and_cache(void* qkv, const float* cos, const float* sin, const int* positions,
                                const int* kv_slots, void* cache, int num_tokens, int heads,
                                int kv_heads, int head_size, int rotary_size, int interleaved,
-                               int block_tokens, int64_t qkv_stride, int early, int dtype,
-                               void* stream);
+                               int block_tokens, int64_t qkv_stride, int dtype, void* stream);
 
 // The product of 1 to 16 tokens with a weight matrix that is read once, see linear.cu. scratch:
 // partial sums; counters: zeroed once. mode: 0 one output a row, 1 SwiGLU, 2 query, key and value.
@@ -86,16 +83,14 @@ int tridecode_linear_many(void* out, const void* x, const void* weight, const vo
                           int64_t scratch_bytes, unsigned int* counters, int num_counters,
                           int dtype, void* stream);
 
-// early: as a dependent launch. Behind a kernel that fills the shared memory only with few rows:
-// the multiprocessors are still divided for that kernel, and the cache that loads go through is
-// small. scratch: see decode_attention.cu; tridecode_decode_attention_scratch gives the bytes for
-// any batch.
+// scratch: see decode_attention.cu; tridecode_decode_attention_scratch gives the bytes for any
+// batch.
 int64_t tridecode_decode_attention_scratch(int head_size);
 int tridecode_decode_attention(void* out, const void* qkv, const void* cache,
                                const int* block_tables, const int* context_lens,
                                const float* slopes, float scale, int num_rows, int heads,
                                int kv_heads, int head_size, int block_tokens, int64_t qkv_stride,
-                               int64_t out_stride, int64_t table_stride, int early, void* scratch,
+                               int64_t out_stride, int64_t table_stride, void* scratch,
                                unsigned int* counters, int num_counters, int dtype, void* stream);
 
 // Rows first_row .. num_rows - 1 of the batch; qkv and out begin with the first token of first_row.

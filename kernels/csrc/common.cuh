@@ -31,12 +31,12 @@ struct Device {
 };
 const Device& device();
 
-// Launches with programmatic dependent launch where the device has it and `early` asks for it: the
-// kernel may start while its predecessor still runs, and must call wait_for_predecessor() before it
-// touches anything that a kernel before it writes or reads.
+// Launches with programmatic dependent launch where the device has it: the kernel may start while
+// its predecessor still runs, and must call wait_for_predecessor() before it touches anything that
+// a kernel before it writes or reads.
 template <typename... Parameters, typename... Arguments>
-int launch_when(bool early, const char* what, void (*kernel)(Parameters...), dim3 grid, int threads,
-                size_t shared, void* stream, Arguments... arguments) {
+int launch(const char* what, void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared,
+           void* stream, Arguments... arguments) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return 0;
   if (shared >
       32 * 1024) {  // beyond 48 KiB, static shared memory counted in, a kernel has to ask for it
@@ -54,14 +54,8 @@ int launch_when(bool early, const char* what, void (*kernel)(Parameters...), dim
   config.dynamicSmemBytes = shared;
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &attribute;
-  config.numAttrs = early && device().dependent_launch ? 1 : 0;
+  config.numAttrs = device().dependent_launch ? 1 : 0;
   return check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...), what);
-}
-
-template <typename... Parameters, typename... Arguments>
-int launch(const char* what, void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared,
-           void* stream, Arguments... arguments) {
-  return launch_when(true, what, kernel, grid, threads, shared, stream, arguments...);
 }
 
 // Calls body with a value of the dtype's C++ type.

@@ -8,15 +8,15 @@
 // cut, each part leaves its running maximum, sum and output in scratch memory, and the team that
 // arrives last adds them up.
 //
-// A tile goes from memory straight to the registers of the matrix instruction: keys (16 tokens x
-// dims) times queries (dims x 8 heads), then values (dims x 16 tokens) times probabilities (16
-// tokens x 8 heads). The next tile's keys are in flight during the softmax, the next values during
-// the next scores. Queries beyond the group's size are zeros: the time goes to memory. Softmax in
-// base 2 and float32.
+// The matrix instruction multiplies keys (16 tokens x dims) with queries (dims x 8 heads), then
+// values (dims x 16 tokens) with probabilities (16 tokens x 8 heads). Keys are asked for again when
+// the scores are known, values when they are summed up. Tiles come in bulk copies, into a ring of
+// each warp's own in shared memory; before Hopper straight to the registers. Queries beyond the
+// group's size are zeros: the time goes to memory. Softmax in base 2 and float32.
 //
 // Bytes moved: 2 * tokens * kv_heads * head_size * sizeof(X).
 // Bench: python -m tridecode.kernels.bench decode_attention
-#include "common.cuh"
+#include "hopper.cuh"
 
 namespace tridecode {
 namespace {
@@ -72,14 +72,145 @@ __device__ __forceinline__ void scan_rows(const Task& task, int unit, int* prefi
   __syncthreads();
 }
 
-template <typename X, int D, int TEAM>
-__global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
+// ---------------------------------------------------------------- where a warp gets its tiles
+
+// Of a tile, in lane (g, t): key(c, i) is dims 32 c + 8 t of token g + 8 i; value(c, i) is dims 64
+// c
+// + 8 g of token 2 t + i % 2 + i / 2 * 8, zeros beyond the context, which may hold anything. Both
+// are zeros beyond D. Tiles are taken in the order in which they were asked for, at most kDepth
+// ahead; the whole warp calls everything together.
+
+// Straight to registers, one tile ahead.
+template <typename X, int D>
+struct Loads {
+  static constexpr int kDepth = 1;
+  static constexpr int kBytes = 0;  // of shared memory
+  uint4 keys[(D + 31) / 32][2], values[(D + 63) / 64][4];
+
+  __device__ __forceinline__ explicit Loads(char*) {}
+  static __device__ __forceinline__ void initialize(char*) {}
+  static __device__ __forceinline__ void give_back() {}
+
+  __device__ __forceinline__ void ask_keys(const X* from) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int c = 0; c < (D + 31) / 32; ++c) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int d = c * 32 + t * 8;
+        keys[c][i] =
+            D % 32 == 0 || d < D ? load_stream(from + (g + 8 * i) * D + d) : make_uint4(0, 0, 0, 0);
+      }
+    }
+  }
+  __device__ __forceinline__ void ask_values(const X* from, int valid) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int c = 0; c < (D + 63) / 64; ++c) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int token = 2 * t + i % 2 + i / 2 * 8, d = c * 64 + g * 8;
+        values[c][i] = token < valid && (D % 64 == 0 || d < D) ? load_stream(from + token * D + d)
+                                                               : make_uint4(0, 0, 0, 0);
+      }
+    }
+  }
+  __device__ __forceinline__ void take_keys() {}
+  __device__ __forceinline__ void take_values() {}
+  __device__ __forceinline__ uint4 key(int c, int i) const { return keys[c][i]; }
+  __device__ __forceinline__ uint4 value(int c, int i, int) const { return values[c][i]; }
+};
+
+// Bulk copies into a ring in shared memory, two tiles ahead.
+template <typename X, int D>
+struct Copies {
+  static constexpr int kDepth = 2;
+  static constexpr int kHalf = kTile * D * sizeof(X);  // keys, or values, of a tile
+  static constexpr int kRing = 2 * kDepth * kHalf;     // of a warp; its barriers lie behind it
+  static constexpr int kBytes = kRing + 2 * kDepth * 8 + 96;  // a multiple of 128
+
+  char* const ring;
+  unsigned int asked[2] = {}, taken[2] = {};  // keys, values
+  const X* keys = nullptr;
+  const X* values = nullptr;
+
+  __device__ __forceinline__ explicit Copies(char* mine) : ring(mine) {}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  // In one thread, for one warp's part of shared memory.
+  static __device__ __forceinline__ void initialize(char* mine) {
+    for (int i = 0; i < 2 * kDepth; ++i)
+      barrier_init(reinterpret_cast<uint64_t*>(mine + kRing) + i, 1);
+    fence_barriers();
+  }
+  // Before a barrier behind which a warp asks for tiles again where this thread wrote something
+  // else.
+  static __device__ __forceinline__ void give_back() { fence_copies(); }
+  __device__ __forceinline__ char* place(int which, unsigned int use) const {
+    return ring + (use % kDepth * 2 + which) * kHalf;
+  }
+  __device__ __forceinline__ uint64_t* barrier(int which, unsigned int use) const {
+    return reinterpret_cast<uint64_t*>(ring + kRing) + use % kDepth * 2 + which;
+  }
+  __device__ __forceinline__ void ask(int which, const X* from) {
+    __syncwarp();  // every lane has read what was there
+    if (threadIdx.x % 32 == 0) {
+      barrier_expect(barrier(which, asked[which]), kHalf);
+      copy_bulk(place(which, asked[which]), from, kHalf, barrier(which, asked[which]));
+    }
+    ++asked[which];
+  }
+  __device__ __forceinline__ const X* take(int which) {
+    const unsigned int use = taken[which]++;
+    barrier_wait(barrier(which, use), use / kDepth % 2);
+    return reinterpret_cast<const X*>(place(which, use));
+  }
+#else
+  static __device__ __forceinline__ void initialize(char*) {}
+  static __device__ __forceinline__ void give_back() {}
+  __device__ __forceinline__ void ask(int, const X*) {}
+  __device__ __forceinline__ const X* take(int) { return nullptr; }
+#endif
+  __device__ __forceinline__ void ask_keys(const X* from) { ask(0, from); }
+  __device__ __forceinline__ void ask_values(const X* from, int) { ask(1, from); }
+  __device__ __forceinline__ void take_keys() { keys = take(0); }
+  __device__ __forceinline__ void take_values() { values = take(1); }
+
+  __device__ __forceinline__ uint4 key(int c, int i) const {
+    const int lane = threadIdx.x % 32, d = c * 32 + lane % 4 * 8;
+    if (D % 32 != 0 && d >= D) return make_uint4(0, 0, 0, 0);
+    return *reinterpret_cast<const uint4*>(keys + (lane / 4 + 8 * i) * D + d);
+  }
+  __device__ __forceinline__ uint4 value(int c, int i, int valid) const {
+    const int lane = threadIdx.x % 32, d = c * 64 + lane / 4 * 8;
+    const int token = 2 * (lane % 4) + i % 2 + i / 2 * 8;
+    if (token >= valid || (D % 64 != 0 && d >= D)) return make_uint4(0, 0, 0, 0);
+    return *reinterpret_cast<const uint4*>(values + token * D + d);
+  }
+};
+
+// Of shared memory.
+template <int D, int TEAM, typename Source>
+__host__ __device__ constexpr int warp_bytes() {
+  const int sums = TEAM == 1 ? 0 : (slot_floats(D) * 4 + 127) / 128 * 128;
+  return Source::kBytes > sums ? Source::kBytes : sums;
+}
+
+template <typename X, int D, int TEAM, typename Source>
+__global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
+                                               : Source::kDepth == 1 ? 2
+                                                                     : 1)
     decode_attention(const __grid_constant__ Task task) {
   constexpr int KC = (D + 31) / 32;  // chunks of 32 dims of a key
   constexpr int VC = (D + 63) / 64;  // chunks of 64 dims of a value
-  extern __shared__ int prefix[];
+  extern __shared__ __align__(128) char shared[];
+  char* const own_shared = shared + threadIdx.x / 32 * warp_bytes<D, TEAM, Source>();
+  int* const prefix = reinterpret_cast<int*>(shared + kWarps * warp_bytes<D, TEAM, Source>());
+  // what the warps of a team hand over, each where its tiles were
+  auto sums_of = [&](int warp) {
+    return reinterpret_cast<float*>(shared + warp * warp_bytes<D, TEAM, Source>());
+  };
   __shared__ int warp_totals[kWarps];
-  __shared__ float sums[TEAM == 1 ? 1 : TEAM * slot_floats(D)];
   __shared__ unsigned arrivals[kWarps];
 
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -88,6 +219,7 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
   // Where tiles are few, every team takes kLeast tiles of one row and head: what it waits for is
   // latency, and each part more, or a second row in the same run, is latency more.
   constexpr int kLeast = kLeastTiles * TEAM;
+  if (threadIdx.x % 32 == 0) Source::initialize(own_shared);  // scan_rows begins with a barrier
   int unit = TEAM == 1 ? 1 : kLeast;
   scan_rows(task, unit, prefix, warp_totals);
   if (unit > 1 && prefix[task.num_rows] / unit * per_row > available) {
@@ -107,7 +239,7 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
   };
   const int begin = team < teams ? start_of(team) : 0, end = team < teams ? start_of(team + 1) : 0;
 
-  uint4 keys[KC][2], values[VC][4];
+  Source source(own_shared);
   // the part in hand: tiles first_tile .. last_tile
   int row = 0, pass = 0, tiles = 0, rounded = 0, first_tile = 0, last_tile = 0;
   int item_begin = 0;         // of (row, pass), in the order of all tiles
@@ -147,29 +279,10 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
     return cache + (id * 2 * task.kv_heads + pass / task.groups) * head_stride +
            token % task.block_tokens * D;
   };
-  auto load_keys = [&](const X* from) {
-#pragma unroll
-    for (int c = 0; c < KC; ++c) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int d = c * 32 + t * 8;
-        keys[c][i] =
-            D % 32 == 0 || d < D ? load_stream(from + (g + 8 * i) * D + d) : make_uint4(0, 0, 0, 0);
-      }
-    }
-  };
-  // tokens 2t, 2t + 1, 2t + 8, 2t + 9; those beyond the context are zeros, for they may hold
-  // anything
-  auto load_values = [&](const X* from, int valid) {
-#pragma unroll
-    for (int c = 0; c < VC; ++c) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int token = 2 * t + i % 2 + i / 2 * 8, d = c * 64 + g * 8;
-        values[c][i] = token < valid && (D % 64 == 0 || d < D) ? load_stream(from + token * D + d)
-                                                               : make_uint4(0, 0, 0, 0);
-      }
-    }
+  auto ask_keys = [&](int tile) { source.ask_keys(tile_address(tile)); };
+  auto ask_values = [&](int tile) {
+    source.ask_values(tile_address(tile) + task.kv_heads * head_stride,
+                      task.context_lens[row] - tile * kTile);
   };
 
   bool waited = false;
@@ -179,17 +292,19 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
     const int my_tile = first_tile + member;  // this warp takes every TEAM-th
     load_ids(min(my_tile, tiles - 1));
     const int context = task.context_lens[row];
-    const X* address = tile_address(min(my_tile, tiles - 1));
-    const int64_t to_values = task.kv_heads * head_stride;
-    // The newest token is written by the kernel before this one; all others may be read ahead of
-    // it.
-    if (!waited && my_tile >= tiles - 1) {
-      wait_for_predecessor();
-      waited = true;
-    }
-    if (my_tile < last_tile) {
-      load_keys(address);
-      load_values(address + to_values, context - my_tile * kTile);
+#pragma unroll
+    for (int ahead = 0; ahead < Source::kDepth; ++ahead) {
+      const int tile = my_tile + ahead * TEAM;
+      // The newest token is written by the kernel before this one; all others may be read ahead of
+      // it.
+      if (!waited && tile >= tiles - 1) {
+        wait_for_predecessor();
+        waited = true;
+      }
+      if (tile < last_tile) {
+        ask_keys(tile);
+        ask_values(tile);
+      }
     }
     if (!waited) {
       wait_for_predecessor();
@@ -217,18 +332,15 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
     float most[2] = {-CUDART_INF_F, -CUDART_INF_F}, sum[2] = {};
     for (int tile = my_tile; tile < last_tile; tile += TEAM) {
       float scores[2][4] = {};
+      source.take_keys();
 #pragma unroll
       for (int c = 0; c < KC; ++c) {
-        multiply_add<X>(scores[0], keys[c][0].x, keys[c][1].x, keys[c][0].y, keys[c][1].y, q[c].x,
-                        q[c].y);
-        multiply_add<X>(scores[1], keys[c][0].z, keys[c][1].z, keys[c][0].w, keys[c][1].w, q[c].z,
-                        q[c].w);
+        const uint4 low = source.key(c, 0), high = source.key(c, 1);
+        multiply_add<X>(scores[0], low.x, high.x, low.y, high.y, q[c].x, q[c].y);
+        multiply_add<X>(scores[1], low.z, high.z, low.w, high.w, q[c].z, q[c].w);
       }
-      const bool more = tile + TEAM < last_tile;
-      if (more) {
-        address = tile_address(tile + TEAM);
-        load_keys(address);
-      }
+      const int later = tile + Source::kDepth * TEAM;
+      if (later < last_tile) ask_keys(later);
       float p[4];  // tokens g and g + 8, heads 2t and 2t + 1
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -268,20 +380,24 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
         sum[i % 2] += p[i];
       }
       const uint32_t p0 = transpose8x8(pack<X>(p[0], p[1])), p1 = transpose8x8(pack<X>(p[2], p[3]));
+      source.take_values();
 #pragma unroll
       for (int c = 0; c < VC; ++c) {
+        uint4 values[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) values[i] = source.value(c, i, context - tile * kTile);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           uint32_t words[4];
 #pragma unroll
-          for (int i = 0; i < 4; ++i) words[i] = get(values[c][i], j);
+          for (int i = 0; i < 4; ++i) words[i] = get(values[i], j);
           multiply_add<X>(output[c][j], __byte_perm(words[0], words[1], 0x5410),
                           __byte_perm(words[0], words[1], 0x7632),
                           __byte_perm(words[2], words[3], 0x5410),
                           __byte_perm(words[2], words[3], 0x7632), p0, p1);
         }
       }
-      if (more) load_values(address + to_values, context - (tile + TEAM) * kTile);
+      if (later < last_tile) ask_values(later);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -297,7 +413,7 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
     auto slot_of = [&](int w) {
       return task.scratch + int64_t(2 * w + (start_of(w) >= item_begin ? 0 : 1)) * slot_floats(D);
     };
-    float* const slot = TEAM == 1 ? slot_of(team) : sums + member * slot_floats(D);
+    float* const slot = TEAM == 1 ? slot_of(team) : sums_of(member);
     if (TEAM == 1 && whole) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -336,11 +452,10 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
           const int h = i / D, d = i % D;
           float peak = -CUDART_INF_F, all = 0.0f, together = 0.0f;
 #pragma unroll
-          for (int w = 0; w < TEAM; ++w)
-            peak = fmaxf(peak, sums[w * slot_floats(D) + h * (D + 2) + D]);
+          for (int w = 0; w < TEAM; ++w) peak = fmaxf(peak, sums_of(w)[h * (D + 2) + D]);
 #pragma unroll
           for (int w = 0; w < TEAM; ++w) {
-            const float* const theirs = sums + w * slot_floats(D) + h * (D + 2);
+            const float* const theirs = sums_of(w) + h * (D + 2);
             const float share = exp2f(theirs[D] - peak);
             all += share * theirs[D + 1], together += share * theirs[d];
           }
@@ -352,6 +467,7 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
               __stcg(reinterpret_cast<float2*>(part + h * (D + 2) + D), make_float2(peak, all));
           }
         }
+        Source::give_back();
         __syncthreads();
       }
     }
@@ -472,18 +588,30 @@ __global__ void decode_attention_any(const __grid_constant__ Task task, int head
       out[lane + 32 * i] = from_float<X>(context ? output[i] / sum : 0.0f);
 }
 
+template <typename X, int D, typename Source>
+int run_source(const Task& task, int blocks, void* stream) {
+  // few rows and heads: a block's warps work on one together, and leave one part
+  const bool few = task.num_rows * task.kv_heads * task.groups < 8 * blocks;
+  return launch("decode_attention",
+                few ? decode_attention<X, D, kWarps, Source> : decode_attention<X, D, 1, Source>,
+                blocks < kMaxBlocks ? blocks : kMaxBlocks, 32 * kWarps,
+                kWarps * (few ? warp_bytes<D, kWarps, Source>() : Source::kBytes) +
+                    (task.num_rows + 1) * sizeof(int),
+                stream, task);
+}
+
 template <typename X, int D>
-int run(const Task& task, bool early, int num_counters, void* stream) {
-  const int blocks = device().multiprocessors * (D <= 128 ? 3 : 2);
+int run(const Task& task, int num_counters, void* stream) {
   if (task.num_rows * task.kv_heads * task.groups > num_counters)
     return fail("decode_attention: %d rows of %d kv heads need more than %d counters",
                 task.num_rows, task.kv_heads, num_counters);
-  // few rows and heads: a block's warps work on one together, and leave one part
-  const bool few = task.num_rows * task.kv_heads * task.groups < 8 * blocks;
-  return launch_when(early, "decode_attention",
-                     few ? decode_attention<X, D, kWarps> : decode_attention<X, D, 1>,
-                     blocks < kMaxBlocks ? blocks : kMaxBlocks, 32 * kWarps,
-                     (task.num_rows + 1) * sizeof(int), stream, task);
+  const int multiprocessors = device().multiprocessors;
+  const int fit = (device().shared_bytes + 1024) /
+                  (kWarps * Copies<X, D>::kBytes + (task.num_rows + 1) * 4 + 1280);
+  const int wanted = D <= 128 ? 3 : 1;
+  if (device().capability >= 90 && fit >= wanted)
+    return run_source<X, D, Copies<X, D>>(task, wanted * multiprocessors, stream);
+  return run_source<X, D, Loads<X, D>>(task, (D <= 128 ? 3 : 2) * multiprocessors, stream);
 }
 
 template <typename X>
@@ -508,7 +636,7 @@ int tridecode_decode_attention(void* out, const void* qkv, const void* cache,
                                const int* block_tables, const int* context_lens,
                                const float* slopes, float scale, int num_rows, int heads,
                                int kv_heads, int head_size, int block_tokens, int64_t qkv_stride,
-                               int64_t out_stride, int64_t table_stride, int early, void* scratch,
+                               int64_t out_stride, int64_t table_stride, void* scratch,
                                unsigned int* counters, int num_counters, int dtype, void* stream) {
   Task task = {out,
                qkv,
@@ -535,12 +663,12 @@ int tridecode_decode_attention(void* out, const void* qkv, const void* cache,
       const bool aligned = aligned16(out) && aligned16(qkv) && aligned16(cache) &&
                            qkv_stride % 8 == 0 && out_stride % 8 == 0 && block_tokens % kTile == 0;
       if (aligned && scratch) {
-        if (head_size == 64) return run<X, 64>(task, early, num_counters, stream);
-        if (head_size == 80) return run<X, 80>(task, early, num_counters, stream);
-        if (head_size == 96) return run<X, 96>(task, early, num_counters, stream);
-        if (head_size == 112) return run<X, 112>(task, early, num_counters, stream);
-        if (head_size == 128) return run<X, 128>(task, early, num_counters, stream);
-        if (head_size == 256) return run<X, 256>(task, early, num_counters, stream);
+        if (head_size == 64) return run<X, 64>(task, num_counters, stream);
+        if (head_size == 80) return run<X, 80>(task, num_counters, stream);
+        if (head_size == 96) return run<X, 96>(task, num_counters, stream);
+        if (head_size == 112) return run<X, 112>(task, num_counters, stream);
+        if (head_size == 128) return run<X, 128>(task, num_counters, stream);
+        if (head_size == 256) return run<X, 256>(task, num_counters, stream);
       }
     }
     return run_any<X>(task, head_size, stream);

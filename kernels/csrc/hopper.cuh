@@ -16,7 +16,7 @@ namespace tridecode {
 int encode_map(CUtensorMap* map, const void* tensor, int dimensions, const cuuint64_t* sizes,
                const cuuint64_t* strides, const cuuint32_t* box, int dtype);
 
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
 // ---------------------------------------------------------------- device: barriers
 
@@ -83,6 +83,16 @@ __device__ __forceinline__ uint64_t evict_normally() {
 
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(map)) : "memory");
+}
+
+// `bytes` bytes, a multiple of 16 at addresses that are.
+__device__ __forceinline__ void copy_bulk(void* to, const void* from, int bytes,
+                                          uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
 }
 
 // The box of a matrix that begins at (input, row).

@@ -89,16 +89,14 @@ using namespace tridecode;
 int tridecode_rotate_and_cache(void* qkv, const float* cos, const float* sin, const int* positions,
                                const int* kv_slots, void* cache, int num_tokens, int heads,
                                int kv_heads, int head_size, int rotary_size, int interleaved,
-                               int block_tokens, int64_t qkv_stride, int early, int dtype,
-                               void* stream) {
+                               int block_tokens, int64_t qkv_stride, int dtype, void* stream) {
   return for_dtype(dtype, "rotate_and_cache", [&](auto zero) {
     using X = decltype(zero);
     const bool wide = head_size % 8 == 0 && (interleaved || rotary_size % 16 == 0) &&
                       qkv_stride % 8 == 0 && aligned16(qkv) && aligned16(cache);
-    return launch_when(early, "rotate_and_cache",
-                       wide ? rotate_and_cache<X, 8> : rotate_and_cache<X, 1>, num_tokens, kThreads,
-                       0, stream, (X*)qkv,
-                       Rotary{cos, sin, positions, rotary_size, interleaved != 0}, kv_slots,
-                       (X*)cache, heads, kv_heads, head_size, block_tokens, qkv_stride);
+    return launch("rotate_and_cache", wide ? rotate_and_cache<X, 8> : rotate_and_cache<X, 1>,
+                  num_tokens, kThreads, 0, stream, (X*)qkv,
+                  Rotary{cos, sin, positions, rotary_size, interleaved != 0}, kv_slots, (X*)cache,
+                  heads, kv_heads, head_size, block_tokens, qkv_stride);
   });
 }
