@@ -1,9 +1,9 @@
 """The operations on an NVIDIA GPU: check, then launch. Contracts are in ops.py, the kernels in csrc/.
 
 Products of few tokens, attention, norms and sampling are kernels of ours; larger products are cuBLAS's,
-through torch. Weights, norms, biases and rope tables are constants: kernels read them ahead of the kernels
-before them,
-so whoever changes one in place synchronises the device before the next operation.
+through torch, save SwiGLU on Hopper. Weights, norms, biases and rope tables are constants: kernels read them
+ahead of the kernels before them, so whoever changes one in place synchronises the device before the next
+operation.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from tridecode.kernels.ops import (
 
 #: above this many tokens a product is always cuBLAS's
 SMALL_TOKENS = 16
-#: up to this many decoding rows all layers are one launch
-LAYER_TOKENS = 4
+#: up to this many decoding rows all layers are one launch, and with SwiGLU, whose products are wider
+LAYER_TOKENS, GATED_LAYER_TOKENS = 4, 2
 #: the most that this launch takes
 MAX_LAYER_TOKENS = 8
 #: stages of weights that it has on their way at once on a multiprocessor
@@ -53,9 +53,8 @@ class Cuda:
     """Every operation of kernels.ops.Ops. Used by one thread, for tensors of `device`.
 
     dependent_launch: let a kernel start before its predecessor ends (programmatic dependent launch, compute
-    capability
-    9.0). None: on, unless TRIDECODE_DEPENDENT_LAUNCH=0. many: when csrc/linear_many_sm90a.cu computes a
-    product that it can: "where faster", "always" or "never".
+    capability 9.0). None: on, unless TRIDECODE_DEPENDENT_LAUNCH=0. many: when csrc/linear_many_sm90a.cu
+    computes a product that it can: "where faster", "always" or "never".
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class Cuda:
         device: torch.device,
         dependent_launch: bool | None = None,
         small_tokens: int = SMALL_TOKENS,
-        layer_tokens: int = LAYER_TOKENS,
+        layer_tokens: int | None = None,
         layers_in_flight: int = LAYERS_IN_FLIGHT,
         many: str = "where faster",
     ):
@@ -302,9 +301,8 @@ class Cuda:
             return False
         outputs, inputs = linear.weight.shape
         gated = activation == "swiglu"
-        more = residual is not None and linear.bias is not None
         if self.many != "always" and not gains_by_many(
-            x.shape[0], inputs, outputs, gated=gated, qkv=qkv, fused=fused, more=more
+            x.shape[0], inputs, outputs, gated=gated, qkv=qkv, fused=fused
         ):
             return False
         if out.dtype != x.dtype and (gated or residual is not None):
@@ -595,7 +593,8 @@ class Cuda:
         tokens = x.shape[0]
         if self.capability != 90 or x.dtype == torch.float32 or tokens != batch.num_decodes:
             return False
-        if not 1 <= tokens <= self.layer_tokens or not layers:
+        usual = GATED_LAYER_TOKENS if activation == "swiglu" else LAYER_TOKENS
+        if not 1 <= tokens <= (usual if self.layer_tokens is None else self.layer_tokens) or not layers:
             return False
         rope = heads.rope
         if heads.head_size not in (64, 128):
@@ -705,20 +704,17 @@ def _fuses_heads(heads: Heads) -> bool:
     return whole and heads.head_size in (64, 128, 256)
 
 
-def gains_by_many(
-    tokens: int, inputs: int, outputs: int, *, gated: bool, qkv: bool, fused: bool, more: bool
-) -> bool:
+def gains_by_many(tokens: int, inputs: int, outputs: int, *, gated: bool, qkv: bool, fused: bool) -> bool:
     """Where csrc/linear_many_sm90a.cu measured faster on an H200 than the other products, with all that each
-    leaves to kernels after it.
+    leaves to kernels after it. fused: heads are rotated and kept at once.
 
-    fused: heads are rotated and kept at once. more: a bias and a residual, for which cuBLAS needs another
-    pass.
+    Long prompts are bound by power, where cuBLAS does as much with less; SwiGLU saves a pass there.
     """
     if tokens <= 2 or outputs * inputs < 1 << 24:
         return False
     if tokens <= MANY_TOKENS:
         return fused or not qkv
-    return gated or (more and tokens >= 2048) or (fused and tokens >= 1024)
+    return gated and not 256 < tokens < 1024
 
 
 def _pointer(tensor: Tensor | None) -> int:

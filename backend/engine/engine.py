@@ -173,8 +173,6 @@ class Engine:
         launched before `wait`."""
         if self.ranks.rank == 0:
             self.ranks.broadcast_plan(plan)
-        if plan.starts:
-            start_slots(self.state, plan.starts)
         embeddings: list[Tensor] = []
         count = int(np.count_nonzero(plan.samples))
         if self.graphs is None or self.on_logits is not None or self.graphs.replay(plan) is None:
@@ -203,6 +201,8 @@ class Engine:
             self.ranks.receive(x)
         self.model.forward(context, x, self.caches)
         self.ranks.send(x)
+        if plan is not None and plan.starts:  # only sampling reads it: prepared while the device works
+            start_slots(self.state, plan.starts)
         sums = self._context_embeddings(x, plan) if plan is not None else []
         count = batch.sample_tokens.shape[0]
         tokens, log_probs = self._tokens[:count], self._log_probs[:count]

@@ -57,8 +57,8 @@ def start_slots(state: SamplingState, starts: list[SlotStart]) -> None:
     floats = np.zeros((len(starts), o.NUM_FLOATS + 1), np.float32)  # and: top_p
     for i, start in enumerate(starts):
         _fill(ints[i], floats[i], start)
-    slots = torch.from_numpy(np.array([start.slot for start in starts], np.int64)).to(device)
-    on_device_ints, on_device_floats = torch.from_numpy(ints).to(device), torch.from_numpy(floats).to(device)
+    slots = _on_device(np.array([start.slot for start in starts], np.int64), device)
+    on_device_ints, on_device_floats = _on_device(ints, device), _on_device(floats, device)
     state.ints[slots] = on_device_ints[:, : o.NUM_INTS]
     state.generated[slots] = on_device_ints[:, o.NUM_INTS]
     state.history_lens[slots] = on_device_ints[:, o.NUM_INTS + 1]
@@ -66,7 +66,7 @@ def start_slots(state: SamplingState, starts: list[SlotStart]) -> None:
     state.top_p[slots] = on_device_floats[:, o.NUM_FLOATS]
     for start, flags in zip(starts, ints[:, o.FLAGS].tolist()):
         if flags & o.PENALTIES:
-            ids = torch.from_numpy(start.history.astype(np.int64)).to(device)
+            ids = _on_device(start.history.astype(np.int64), device)
             state.counts[start.slot] = torch.bincount(ids, minlength=state.counts.shape[1]).to(torch.int16)
         if flags & o.BAD_WORDS:
             _start_bad_words(state, start)
@@ -97,7 +97,13 @@ def _start_bad_words(state: SamplingState, start: SlotStart) -> None:
     words, device = start.params.bad_words, state.ints.device
     ids = np.array([token for word in words for token in word], np.int32)
     ends = np.cumsum([len(word) for word in words]).astype(np.int32)
-    state.bad_ids[start.slot, : len(ids)] = torch.from_numpy(ids).to(device)
-    state.bad_ends[start.slot, : len(ends)] = torch.from_numpy(ends).to(device)
-    history = torch.from_numpy(np.array(start.history))  # a copy: what arrived is read-only
-    state.history[start.slot, : len(history)] = history.to(device)
+    state.bad_ids[start.slot, : len(ids)] = _on_device(ids, device)
+    state.bad_ends[start.slot, : len(ends)] = _on_device(ends, device)
+    history = np.array(start.history)  # a copy: what arrived is read-only
+    state.history[start.slot, : len(history)] = _on_device(history, device)
+
+
+def _on_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy that the host does not wait for, whatever the device is still doing."""
+    tensor = torch.from_numpy(values)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tridecode.kernels import ops as o
 from tridecode.kernels.bench.measure import Result, microseconds, over
-from tridecode.kernels.cuda import LAYER_TOKENS, MAX_LAYER_TOKENS, Cuda
+from tridecode.kernels.cuda import MAX_LAYER_TOKENS, Cuda
 from tridecode.kernels.ops import Batch, CacheLayer, DecoderLayer, Heads, Linear, Norm, SamplingState
 
 HALF = torch.float16
@@ -80,6 +80,22 @@ class Bench:
                         "linear", case, mine, outputs * inputs * 2, 2.0 * outputs * inputs * tokens, peer
                     )
             weights.clear()
+        yield from self._swiglu()
+
+    def _swiglu(self) -> Iterator[Result]:
+        """Gate and up of LLaMA-3-8B with what follows them, beside cuBLAS's product alone."""
+        outputs, inputs = 28672, 4096
+        weights = [self.normal(outputs, inputs, scale=inputs**-0.5) for _ in range(8)]
+        for tokens in (8, 64, 256, 1024, 8192):
+            chain = weights if tokens <= 256 else weights[:2]
+            x, out = self.normal(tokens, inputs), self.normal(tokens, outputs // 2)
+            both = self.normal(tokens, outputs)
+            mine = microseconds(
+                over(chain, lambda w: self.ops.linear(x, Linear(w), activation="swiglu", out=out)), len(chain)
+            )
+            peer = microseconds(over(chain, lambda w: torch.mm(x, w.t(), out=both)), len(chain))
+            case, flops = f"swiglu {outputs}x{inputs} tokens {tokens}", 2.0 * outputs * inputs * tokens
+            yield Result("linear", case, mine, outputs * inputs * 2, flops, peer)
 
     def _batch(self, contexts: list[int], queries: list[int], tables: Tensor, decodes: int) -> Batch:
         starts = [sum(queries[:row]) for row in range(len(queries) + 1)]
@@ -318,7 +334,7 @@ class Bench:
             if at_once():  # beside the same layers operation by operation
                 peer = microseconds(one_by_one, 1)
                 yield Result("layers", case, microseconds(at_once, 1), moved, float(layer_bytes) * rows, peer)
-            self.ops.layer_tokens = LAYER_TOKENS
+            self.ops.layer_tokens = None
             moved += 2 * vocab * hidden
             yield Result(
                 "step", case, microseconds(step, 1), moved, (layer_bytes + 2.0 * vocab * hidden) * rows

@@ -11,7 +11,7 @@
 //
 // Bytes moved: outputs * inputs * sizeof(X), once.   Bench: python -m tridecode.kernels.bench
 // linear
-#include "hopper.cuh"
+#include "group_product.cuh"
 #include "linear.cuh"
 
 namespace tridecode {
@@ -38,35 +38,6 @@ struct Division {
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-
-// A matrix of rows of 128 bytes in the 128-byte swizzle; groups of 8 rows lie `group_bytes` apart.
-__device__ __forceinline__ uint64_t descriptor(const void* pointer, int group_bytes) {
-  return uint64_t((shared_address(pointer) & 0x3ffff) >> 4) | uint64_t(1) << 16 |
-         uint64_t(group_bytes >> 4) << 32 | uint64_t(1) << 62;
-}
-
-// c (64 x 32) += a (64 x 16 inputs) * b (16 inputs x 32), both in shared memory; c = where not
-// `add`.
-template <typename X>
-__device__ __forceinline__ void group_multiply_add(float (&c)[4][4], uint64_t a, uint64_t b,
-                                                   int add) {
-#define TRIDECODE_WGMMA(type)                                                                     \
-  asm volatile(                                                                                   \
-      "{\n.reg .pred add;\nsetp.ne.b32 add, %18, 0;\n"                                            \
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type                                 \
-      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, add, "  \
-      "1, 1, 0, 0;\n}\n"                                                                          \
-      : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), \
-        "+f"(c[1][2]), "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]), \
-        "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]), "+f"(c[3][3])                                \
-      : "l"(a), "l"(b), "r"(add))
-  if constexpr (std::is_same<X, half>::value) {
-    TRIDECODE_WGMMA("f16");
-  } else {
-    TRIDECODE_WGMMA("bf16");
-  }
-#undef TRIDECODE_WGMMA
-}
 
 __device__ __forceinline__ void consumers_sync() {
   asm volatile("bar.sync 1, %0;" ::"n"(kConsumers) : "memory");
@@ -137,7 +108,7 @@ __device__ __forceinline__ void normalize(const Task& task, char* xs, int x_rows
       store8(piece_of(p, token), values);
     }
   }
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  fence_copies();
   consumers_sync();
 }
 
@@ -247,14 +218,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     Extra extra = {};
     if (threadIdx.x < items)
       extra = load_extra<X, MODE>(task, pair_of(threadIdx.x), token_of(threadIdx.x));
-    float c[N32][4][4];
+    float c[N32][16];
     int held = -1;  // the stage that the running products still read
     const int first_step = (group + begun) % kGroups;
     for (int step = first_step; step < division.steps; step += kGroups) {
       const int index = begun + step, stage = index % stages;
       barrier_wait(full + stage, index / stages % 2);
       char* const weights = base + stage * stage_bytes;
-      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+      group_fence();
       for (int i = 0; i < stage_blocks; ++i) {
         const int block = min(turned(step) * stage_blocks + i, division.blocks - 1);
         char* const x = division.resident ? xs + block * x_bytes
@@ -265,23 +236,20 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (int k = 0; k < kBlockInputs / 16; ++k) {  // 32 bytes on: 2 units of 16
 #pragma unroll
           for (int n = 0; n < N32; ++n)  // 32 rows on: 4096 bytes
-            group_multiply_add<X>(c[n], a + 2 * k, b + 2 * k + n * 256,
-                                  step > first_step || i > 0 || k > 0);
+            group_multiply_add<X, 32>(c[n], a + 2 * k, b + 2 * k + n * 256,
+                                      step > first_step || i > 0 || k > 0);
         }
       }
-      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-      asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+      commit_group();
+      wait_groups<1>();
       if (held >= 0 && lane == 0) barrier_arrive(empty + held);
       held = stage;
     }
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    wait_groups<0>();
 #pragma unroll
     for (int n = 0; n < N32; ++n) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-        asm volatile(""
-                     : "+f"(c[n][j][0]), "+f"(c[n][j][1]), "+f"(c[n][j][2]),
-                       "+f"(c[n][j][3])::"memory");
+      for (int i = 0; i < 16; ++i) asm volatile("" : "+f"(c[n][i])::"memory");
     }
     if (held >= 0 && lane == 0) barrier_arrive(empty + held);
     if (warp % 4 == 0) {  // it holds the first 16 rows: the tokens
@@ -290,11 +258,12 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           float* const to = sums + group * task.tokens * kRows + n * 32 + j * 8 + 2 * t;
-          if (held < 0) c[n][j][0] = c[n][j][1] = c[n][j][2] = c[n][j][3] = 0.0f;
+          float* const four = c[n] + 4 * j;
+          if (held < 0) four[0] = four[1] = four[2] = four[3] = 0.0f;
           if (g < task.tokens)
-            *reinterpret_cast<float2*>(to + g * kRows) = make_float2(c[n][j][0], c[n][j][1]);
+            *reinterpret_cast<float2*>(to + g * kRows) = make_float2(four[0], four[1]);
           if (g + 8 < task.tokens)
-            *reinterpret_cast<float2*>(to + (g + 8) * kRows) = make_float2(c[n][j][2], c[n][j][3]);
+            *reinterpret_cast<float2*>(to + (g + 8) * kRows) = make_float2(four[2], four[3]);
         }
       }
     }
