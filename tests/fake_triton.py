@@ -1,8 +1,9 @@
 """An honest stand-in for triton_python_backend_utils, with the manners seen on Triton 2.51.
 
 `install()` puts it into sys.modules before a door is imported. A response sender refuses to send after
-FINAL, and what was sent is kept as copies, so that a door that reuses arrays is caught. `ask()` runs one
-request through a door and waits for its end.
+FINAL, and what was sent is kept as copies, so that a door that reuses arrays is caught; a tensor that is
+sent again is the copy that was first made of it. `ask()` runs one request through a door and waits for its
+end.
 """
 
 from __future__ import annotations
@@ -65,12 +66,19 @@ class Tensor:
         if array.dtype.type not in _TYPES.values():
             raise TypeError(f"tensor {name} has dtype {array.dtype}, which Triton does not know")
         self._name, self._array = name, array
+        self._shared: np.ndarray | None = None
 
     def name(self) -> str:
         return self._name
 
     def as_numpy(self) -> np.ndarray:
         return self._array
+
+    def sent(self) -> np.ndarray:
+        """What goes out: the copy in shared memory, made once. Not part of Triton's interface."""
+        if self._shared is None:
+            self._shared = self._array.copy()
+        return self._shared
 
 
 class InferenceResponse:
@@ -119,7 +127,7 @@ class ResponseSender:
         if flags and self._asked:
             ResponseSender.crashes.append("FINAL was sent while is_cancelled() was asked")
         if response is not None:
-            outputs = {t.name(): t.as_numpy().copy() for t in response.output_tensors()}
+            outputs = {t.name(): t.sent().copy() for t in response.output_tensors()}
             self.sent.append(Sent(outputs, response.error(), bool(flags)))
         if flags:
             self._closed.set()

@@ -37,6 +37,7 @@ class TritonPythonModel(EngineDoor):
             prompts,
             [sequence.params.max_tokens for sequence in sequences],
             Outputs(self.settings.outputs, request.requested_output_names()),
+            any(sequence.params.return_log_probs for sequence in sequences),
             limits.hidden_size if inputs.flag("is_return_context_embeddings") else 0,
             self.settings.decoupled,
         )
@@ -146,8 +147,15 @@ class Answer:
     """
 
     def __init__(
-        self, prompts: Prompts, counts: list[int], outputs: Outputs, hidden_size: int, decoupled: bool
+        self,
+        prompts: Prompts,
+        counts: list[int],
+        outputs: Outputs,
+        log_probs: bool,
+        hidden_size: int,
+        decoupled: bool,
     ):
+        """log_probs: whether any row has them. hidden_size 0: no embeddings."""
         batch, width, most = prompts.batch, prompts.ids.shape[1], max(counts)
         self.finished = False
         self.num_output_tokens = 0
@@ -163,7 +171,18 @@ class Answer:
         self._sequence_length = np.array(prompts.lengths, np.int64)[:, None]
         self._log_probs = np.zeros((batch, 1, most), np.float32)
         self._cum_log_probs = np.zeros((batch, 1), np.float64)
-        self._embeddings = np.zeros((batch, 1, hidden_size), np.float32)  # hidden_size 0: not asked for
+        self._embeddings = np.zeros((batch, 1, hidden_size), np.float32)
+        self._changing: dict[str, np.ndarray] = {
+            "output_ids": self._ids,
+            "sequence_length": self._sequence_length,
+        }
+        fixed: dict[str, np.ndarray] = {"response_input_lengths": np.array(prompts.lengths)[:, None]}
+        holder = self._changing if log_probs else fixed
+        holder.update(cum_log_probs=self._cum_log_probs, output_log_probs=self._log_probs)
+        if hidden_size:
+            self._changing["context_embeddings"] = self._embeddings
+        #: made once: a tensor is copied into shared memory when it is first sent, and that copy serves again
+        self._fixed = outputs.tensors(fixed)
 
     def take(self, events: list[tuple[int, Event]]) -> list[list]:
         for row, event in events:
@@ -205,13 +224,4 @@ class Answer:
 
     def _response(self) -> list:
         self._sent += 1
-        arrays = {
-            "output_ids": self._ids,
-            "sequence_length": self._sequence_length,
-            "response_input_lengths": np.array(self._lengths)[:, None],
-            "cum_log_probs": self._cum_log_probs,
-            "output_log_probs": self._log_probs,
-        }
-        if self._embeddings.size:
-            arrays["context_embeddings"] = self._embeddings
-        return self._outputs.tensors(arrays)
+        return self._outputs.tensors(self._changing) + self._fixed
