@@ -27,7 +27,10 @@ from tridecode.model_repo_templates.pbtxt import data_type_name, parse_model_con
 
 PARITY_FILE = "PARITY.json"
 #: parameters of the engine's model that the engine itself does not read
-_OTHER_PARAMETERS = {"engine_model", "model_type", "model_checkpoint_path", "enable_custom_all_reduce"}
+_OTHER_PARAMETERS = {
+    *("engine_model", "model_type", "model_checkpoint_path", "enable_custom_all_reduce"),
+    *("merge_behind_s", "num_senders"),  # its door's
+}
 
 
 @dataclass(frozen=True)

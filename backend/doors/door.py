@@ -46,7 +46,9 @@ class EngineDoor:
             self.link.close()
             raise
         self.metrics = DoorMetrics(settings.name, settings.engine_dir.name, self.link)
-        self.senders = Senders(self.link, settings.num_senders, self.metrics.count).start()
+        self.senders = Senders(
+            self.link, settings.num_senders, self.metrics.count, settings.merge_behind_s
+        ).start()
         self.metrics.start()
 
     def prepare(self, settings: DoorSettings) -> None:

@@ -9,6 +9,7 @@ from its start_id, and every bad value is refused.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +40,7 @@ class TritonPythonModel(EngineDoor):
             Outputs(self.settings.outputs, request.requested_output_names()),
             any(sequence.params.return_log_probs for sequence in sequences),
             limits.hidden_size if inputs.flag("is_return_context_embeddings") else 0,
-            self.settings.decoupled,
+            stream.behind if self.settings.decoupled else None,
         )
         stream.requests = [self.link.reserve()]
         schedule = self.schedule(request, inputs, parameters)
@@ -143,7 +144,9 @@ class Answer:
     """Builds responses in FasterTransformer's shapes: all tensors have the full width from the first on.
 
     Not decoupled: one response, when every row has ended. Decoupled: one for each generated position of the
-    longest row, in order and never merged, because clients count them.
+    longest row, in order, because clients count them; but where the door is behind, what waits is one
+    response. Nothing is lost then, as each response holds all that came before it. The first position is
+    always a response of its own.
     """
 
     def __init__(
@@ -153,13 +156,14 @@ class Answer:
         outputs: Outputs,
         log_probs: bool,
         hidden_size: int,
-        decoupled: bool,
+        behind: Callable[[int], bool] | None,
     ):
-        """log_probs: whether any row has them. hidden_size 0: no embeddings."""
+        """log_probs: whether any row has them. hidden_size 0: no embeddings. behind(responses): whether so
+        many are too many now (Stream.behind); None: not decoupled."""
         batch, width, most = prompts.batch, prompts.ids.shape[1], max(counts)
         self.finished = False
         self.num_output_tokens = 0
-        self._outputs, self._decoupled = outputs, decoupled
+        self._outputs, self._behind = outputs, behind
         self._rows = [_Row() for _ in range(batch)]
         self._position = 0  # generated positions that are in the arrays
         self._sent = 0  # responses made
@@ -184,23 +188,27 @@ class Answer:
         #: made once: a tensor is copied into shared memory when it is first sent, and that copy serves again
         self._fixed = outputs.tensors(fixed)
 
-    def take(self, events: list[tuple[int, Event]]) -> list[list]:
+    def take(self, events: list[tuple[int, Event]]) -> Iterator[list]:
         for row, event in events:
             self._take(self._rows[row], row, event)
-        responses = []
         all_ended = all(row.ended for row in self._rows)
         longest = max(len(row.tokens) for row in self._rows)
-        ready = longest if all_ended else min(len(row.tokens) for row in self._rows if not row.ended)
-        if self._decoupled:
+        if self._behind is not None:
+            ready = longest if all_ended else min(len(row.tokens) for row in self._rows if not row.ended)
             while self._position < ready:
-                self._advance(self._position + 1)
-                responses.append(self._response())
+                self._advance(self._next(ready, self._behind))
+                yield self._response()
         elif all_ended:
             self._advance(longest)
         self.finished = all_ended
         if all_ended and self._sent == 0:
-            responses.append(self._response())
-        return responses
+            yield self._response()
+
+    def _next(self, ready: int, behind: Callable[[int], bool]) -> int:
+        """The position that the next response goes up to, of those that are ready."""
+        waiting = ready - self._position
+        merged = self._position > 0 and waiting > 1 and behind(waiting)
+        return ready if merged else self._position + 1
 
     def _take(self, state: _Row, row: int, event: Event) -> None:
         state.tokens += event.tokens

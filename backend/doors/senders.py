@@ -3,17 +3,19 @@
 A send costs about 120 us, most of it spent waiting for the server (Triton 2.51, one response at a time), so
 neither the engine nor the link's thread ever sends. A stream is pinned to one sender, which keeps its order.
 A sender takes everything that has piled up for a stream and lets the door make of it what its contract
-allows: one merged response, or one for each step.
+allows: one merged response, or one for each step as long as the sender is not behind (Stream.behind).
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from typing import Any, Callable, Protocol
 
 import triton_python_backend_utils as pb_utils
@@ -27,6 +29,9 @@ FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 _SWEEP_S = 0.075
 _SWEEP_SHARE = 0.1
 _SWEEP_CHUNK = 8
+#: a response's time until it was measured; each one counts for so much of the running mean
+_RESPONSE_S = 1e-4
+_RESPONSE_WEIGHT = 1 / 16
 
 _log = logging.getLogger("tridecode.door")
 
@@ -34,11 +39,14 @@ _log = logging.getLogger("tridecode.door")
 class Answer(Protocol):
     """What a door makes of a request's events. Used by the stream's sender thread only."""
 
-    finished: bool  # every row has ended; set by take()
+    finished: bool  # every row has ended; known when the last of take()'s responses has been made
     num_output_tokens: int  # so far, of all rows
 
-    def take(self, events: list[tuple[int, Event]]) -> list[list]:
-        """The responses that these (row, event) pairs give, each a list of tensors; none is an error."""
+    def take(self, events: list[tuple[int, Event]]) -> Iterable[list]:
+        """The responses that these (row, event) pairs give, each a list of tensors; none is an error.
+
+        One may be made before the one ahead of it is sent, so they share no array that changes.
+        """
 
 
 class Stream:
@@ -56,7 +64,7 @@ class Stream:
         self._ended = False
         #: asking whether a request is cancelled while its FINAL is sent, or after, crashes the server (2.51)
         self._ending = threading.Lock()
-        self._inbox = senders.assign()
+        self._thread = senders.assign()
 
     # ------------------------------------------------------------ any thread
 
@@ -88,9 +96,17 @@ class Stream:
     def _wake(self) -> None:
         if not self._queued:
             self._queued = True
-            self._inbox.put(self)
+            self._thread.inbox.put(self)
 
     # ------------------------------------------------------------ the stream's sender thread
+
+    def behind(self, responses: int) -> bool:
+        """Whether the sender would take too long if it owed each stream that waits for it so many responses.
+
+        Streams of a sender fall behind together, so what one of them has waiting stands for all. The age of
+        what waits would say less: after a pause of the machine everything is old, and sent in no time.
+        """
+        return responses * (1 + self._thread.inbox.qsize()) * self._thread.response_s > self._senders.behind_s
 
     def serve(self) -> None:
         self._queued = False  # before the buffer is read: what comes later wakes us again
@@ -117,15 +133,27 @@ class Stream:
             else:
                 events.append((row, event))
         if events and self.answer is not None:
-            self._send(self.answer.take(events), self.answer.finished)
+            self._answer(self.answer, events)
         return failure
 
-    def _send(self, responses: list[list], finished: bool) -> None:
-        last = responses.pop() if finished and responses else None
-        for tensors in responses:
-            self._sender.send(pb_utils.InferenceResponse(tensors))
-        if finished:
-            self._end("ok", None if last is None else pb_utils.InferenceResponse(last))
+    def _answer(self, answer: Answer, events: list[tuple[int, Event]]) -> None:
+        began = time.monotonic()
+        made = None  # held back until it is known whether it is the last
+        for tensors in answer.take(events):
+            if made is not None:
+                began = self._send(made, began)
+            made = tensors
+        if answer.finished:
+            self._end("ok", None if made is None else pb_utils.InferenceResponse(made))
+        elif made is not None:
+            self._send(made, began)
+
+    def _send(self, tensors: list, began: float) -> float:
+        """Send one response; when that was done. began: when the sender turned to it."""
+        self._sender.send(pb_utils.InferenceResponse(tensors))
+        now = time.monotonic()
+        self._thread.measure(now - began)
+        return now
 
     def _end_with(self, code: str, text: str) -> None:
         self.cancel_rows()
@@ -164,6 +192,23 @@ def _failure_of(event: Event) -> tuple[str, str]:
     return (event.code if event.code in BY_CODE else code), event.error or text
 
 
+class SenderThread(threading.Thread):
+    """Serves the streams that are pinned to it in the order in which they woke."""
+
+    def __init__(self, name: str):
+        super().__init__(name=name, daemon=True)
+        self.inbox: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
+        self.response_s = _RESPONSE_S  # what one takes: made, sent, waiting for the others' turns included
+
+    def measure(self, seconds: float) -> None:
+        """Count a response. A single pause, however long, is no more than a response of twice the mean."""
+        self.response_s += _RESPONSE_WEIGHT * (min(seconds, 2 * self.response_s) - self.response_s)
+
+    def run(self) -> None:
+        while (stream := self.inbox.get()) is not None:
+            stream.serve()
+
+
 class Senders:
     """The sender threads of one door and its sweep for cancelled streams."""
 
@@ -172,25 +217,21 @@ class Senders:
         link: EngineLink,
         num_senders: int = 4,
         on_end: Callable[[Stream, str], None] = lambda stream, outcome: None,
+        behind_s: float = math.inf,
     ):
-        """on_end(stream, outcome): called once a stream; outcome is "ok" or an error's code in lower case."""
-        self.link, self._on_end = link, on_end
-        self._inboxes: list[queue.SimpleQueue[Stream | None]] = [
-            queue.SimpleQueue() for _ in range(num_senders)
-        ]
+        """on_end(stream, outcome): called once a stream; outcome is "ok" or an error's code in lower case.
+        behind_s: see Stream.behind."""
+        self.link, self.behind_s, self._on_end = link, behind_s, on_end
         self._turn = itertools.count()
         self._open: set[Stream] = set()
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._some_open = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._send_loop, args=(inbox,), name=f"sender-{index}", daemon=True)
-            for index, inbox in enumerate(self._inboxes)
-        ]
-        self._threads.append(threading.Thread(target=self._sweep_loop, name="cancel-sweep", daemon=True))
+        self._threads = [SenderThread(f"sender-{index}") for index in range(num_senders)]
+        self._sweeper = threading.Thread(target=self._sweep_loop, name="cancel-sweep", daemon=True)
 
     def start(self) -> Senders:
-        for thread in self._threads:
+        for thread in (*self._threads, self._sweeper):
             thread.start()
         return self
 
@@ -206,8 +247,8 @@ class Senders:
         with self._lock:
             return list(self._open)
 
-    def assign(self) -> queue.SimpleQueue:
-        return self._inboxes[next(self._turn) % len(self._inboxes)]
+    def assign(self) -> SenderThread:
+        return self._threads[next(self._turn) % len(self._threads)]
 
     def ended(self, stream: Stream, outcome: str) -> None:
         with self._lock:
@@ -222,19 +263,11 @@ class Senders:
             stream.fail(error)
         self._closing.set()
         self._some_open.set()
-        for inbox in self._inboxes:
-            inbox.put(None)
+        for sender in self._threads:
+            sender.inbox.put(None)
         deadline = time.monotonic() + timeout_s
-        for thread in self._threads:
+        for thread in (*self._threads, self._sweeper):
             thread.join(max(0.0, deadline - time.monotonic()))
-
-    @staticmethod
-    def _send_loop(inbox: queue.SimpleQueue) -> None:
-        while True:
-            stream = inbox.get()
-            if stream is None:
-                return
-            stream.serve()
 
     def _sweep_loop(self) -> None:
         while not self._closing.is_set():

@@ -13,6 +13,11 @@ from tokenizers import Tokenizer
 
 from tridecode.backend.errors import ConfigError
 
+#: About a step of many sequences, so nobody sees it. Measured on 2 cores: with half of it, 64 streams whose
+#: responses just fit (10,000 a second) had 10 % of them merged in place of 1 %; with 0.03, tokens of 256
+#: streams that do not fit waited in the door for 24 ms in place of 13 (90th percentile).
+_MERGE_BEHIND_S = 0.02
+
 
 @dataclass(frozen=True)
 class DoorSettings:
@@ -34,6 +39,7 @@ class DoorSettings:
     add_special_tokens: bool = False  # when a prompt is tokenised
     skip_special_tokens: bool = True  # when an answer is written
     num_senders: int = 4
+    merge_behind_s: float = _MERGE_BEHIND_S  # streamed token ids: what takes longer to send is merged
     wait_for_engine: bool = True  # the model is not ready before the engine is
     start_timeout_s: float = 900.0
     hold_s: float = 2.0  # how long a request waits for an engine that is being rebuilt
@@ -65,6 +71,7 @@ def read_settings(arguments: Mapping[str, str]) -> DoorSettings:
         add_special_tokens=reader.read("add_special_tokens", _flag, "true or false", False),
         skip_special_tokens=reader.read("skip_special_tokens", _flag, "true or false", True),
         num_senders=reader.read("num_senders", _count, "a number from 1 to 64", 4),
+        merge_behind_s=reader.read("merge_behind_s", _seconds, "more than 0 seconds", _MERGE_BEHIND_S),
         wait_for_engine=reader.read("wait_for_engine", _flag, "true or false", True),
         start_timeout_s=reader.read("start_timeout_s", _seconds, "more than 0 seconds", 900.0),
         hold_s=reader.read("hold_s", float, "a number of seconds", 2.0),

@@ -210,7 +210,8 @@ def test_every_door_names_the_engine_and_its_tokenizer(tmp_path):
         if kind == "text":
             assert (parameters["stop_ids"], parameters["exclude_input_in_output"]) == ("5,6", "false")
         if name == "fastertransformer_streaming":
-            assert set(parameters) == {"engine_model"}  # one place configures the engine
+            # one place configures the engine; the other parameter is the door's
+            assert parameters == {"engine_model": "fastertransformer", "merge_behind_s": "0.02"}
 
 
 def test_every_setting_of_the_engine_stands_in_the_file_with_its_default(tmp_path):

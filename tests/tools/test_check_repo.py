@@ -44,6 +44,16 @@ def test_a_fresh_repository_has_nothing_wrong(repository):
     assert check_repo(repository, checksums=True) == []
 
 
+def test_settings_of_the_engines_own_door_are_known(built, tmp_path):
+    repository = build_repo(
+        built.parent / "hf", tmp_path / "repo", decoupled_fastertransformer=True, parity=False
+    )
+    config = repository / "fastertransformer" / "config.pbtxt"
+    edit(config, BEFORE, f'parameters {{ key: "num_senders" value: {{ string_value: "8" }} }} {BEFORE}')
+    assert "merge_behind_s" in config.read_text()
+    assert not [finding for finding in check_repo(repository) if finding.found.startswith("parameter ")]
+
+
 def test_a_repository_of_random_weights_needs_neither_files_nor_proof(tmp_path):
     directory = write_random_repository(tmp_path / "r", preset("toy").model)
     finding = the_finding(directory, checksums=True)

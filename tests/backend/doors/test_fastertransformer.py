@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
+import time
 import weakref
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import pytest
@@ -14,8 +16,9 @@ from tests import fake_triton
 from tests.backend.doors.running import after_a_pause, door_at, only, refusal, running
 from tests.fake_engine import LIMITS, FakeEngine, FakeSupervisor, scripted, toy_log_prob, toy_tokens
 from tests.waiting import wait_until
-from tridecode.backend.doors.fastertransformer import TritonPythonModel
-from tridecode.backend.messages import SamplingParams
+from tridecode.backend.doors.door import Outputs
+from tridecode.backend.doors.fastertransformer import Answer, Prompts, TritonPythonModel
+from tridecode.backend.messages import Event, SamplingParams
 
 INPUTS = {
     "input_ids": "TYPE_UINT32",
@@ -224,9 +227,104 @@ def test_a_stream_gives_one_response_for_each_position(streaming):
     assert len(sent[-1].outputs["output_ids"][0, 0]) == 9
 
 
-def test_a_stream_is_not_merged_when_the_client_is_slow(streaming):
+def test_a_stream_is_not_merged_after_a_pause(streaming):
     sent = after_a_pause(streaming, fake_triton.InferenceRequest(tensors([[5, 6]], 40)))
     assert [s.outputs["sequence_length"].item() for s in sent] == list(range(3, 43))
+
+
+def test_many_streams_that_a_door_keeps_up_with_are_not_merged():
+    with serving(decoupled=True, step_s=0.02) as door:
+        requests = [fake_triton.InferenceRequest(tensors([[i, i + 1]], 12)) for i in range(100, 148)]
+        door.execute(requests)
+        for request in requests:
+            assert request.sender.wait(10)
+            assert [s.outputs["sequence_length"].item() for s in request.sender.sent] == list(range(3, 15))
+
+
+def slow_requests(count: int, **others) -> list[fake_triton.InferenceRequest]:
+    """Requests of two rows, 60 and 120 new tokens, whose responses take the server 5 ms each."""
+    requests = []
+    for i in range(count):
+        arrays = tensors([[10 + i, 11, 12], [20 + i]], [60, 120], is_return_log_probs=True, **others)
+        requests.append(fake_triton.InferenceRequest(arrays))
+        requests[-1].sender.before_send = lambda: time.sleep(0.005)
+    return requests
+
+
+def check_slow(i: int, sent: list[fake_triton.Sent]) -> None:
+    """Each response of the i-th slow request against what the toy model says by itself, up to its length."""
+    prompts = [[10 + i, 11, 12], [20 + i]]
+    whole = [said(prompts[0], 60), said(prompts[1], 120)]
+    positions = []
+    for response in sent:
+        assert response.error is None
+        out = response.outputs
+        position = int(out["sequence_length"][1, 0]) - 1
+        positions.append(position)
+        assert out["sequence_length"].tolist() == [[3 + min(60, position)], [1 + position]]
+        for row in (0, 1):
+            shown = whole[row][:position]
+            ids = prompts[row] + shown
+            assert out["output_ids"][row, 0].tolist() == ids + [2] * (3 + 120 - len(ids))
+            log_probs = [toy_log_prob(token) for token in shown]
+            assert out["output_log_probs"][row, 0].tolist() == log_probs + [0.0] * (120 - len(shown))
+            assert out["cum_log_probs"][row, 0] == pytest.approx(sum(log_probs))
+        assert out["context_embeddings"][:, 0, 0].tolist() == [33.0 + i, 20.0 + i]
+    assert positions[0] == 1 and positions[-1] == 120
+    assert positions == sorted(set(positions))
+    assert [response.final for response in sent] == [False] * (len(sent) - 1) + [True]
+
+
+def test_a_door_that_falls_behind_merges_and_loses_nothing():
+    with serving(decoupled=True, step_s=0.001) as door:
+        requests = slow_requests(8, is_return_context_embeddings=True)
+        began = time.monotonic()
+        door.execute(requests)
+        for i, request in enumerate(requests):
+            assert request.sender.wait(10)
+            check_slow(i, request.sender.sent)
+            assert len(request.sender.sent) < 60
+        assert time.monotonic() - began < 8 * 120 * 0.005 / 4  # what 4 senders would take one by one
+
+
+def test_a_door_that_is_told_to_never_merges():
+    config_ = config(True, merge_behind_s="inf")
+    with running(TritonPythonModel, config_, FakeEngine()) as door:
+        (request,) = slow_requests(1)
+        assert len(fake_triton.ask(door, request)) == 120
+
+
+def answer(count: int, behind: Callable[[int], bool]) -> Answer:
+    """To one prompt of three ids."""
+    prompts = Prompts(np.array([[5, 6, 7]]), [3], [1], [2])
+    types = {name: fake_triton.triton_string_to_numpy(kind) for name, kind in OUTPUTS.items()}
+    return Answer(prompts, [count], Outputs(types, []), False, 0, behind)
+
+
+def lengths(responses: Iterable[list]) -> list[int]:
+    """New tokens of each response."""
+    return [int(tensors[1].as_numpy().item()) - 3 for tensors in responses]
+
+
+def test_what_waits_is_one_response_behind_the_first_while_the_door_is_behind():
+    asked: list[int] = []
+    slow = True
+
+    def behind(responses: int) -> bool:
+        asked.append(responses)
+        return slow
+
+    stream = answer(20, behind)
+    assert lengths(stream.take([(0, Event(1, 0, tokens=[9] * 6))])) == [1, 6]
+    assert lengths(stream.take([(0, Event(1, 0, tokens=[9]))])) == [7]
+    assert lengths(stream.take([(0, Event(1, 0, tokens=[9])) for _ in range(4)])) == [11]
+    assert asked == [5, 4]  # not for the first response, nor for a single one
+    slow = False
+    assert lengths(stream.take([(0, Event(1, 0, tokens=[9] * 4))])) == [12, 13, 14, 15]
+    slow = True
+    assert not stream.finished
+    assert lengths(stream.take([(0, Event(1, 0, tokens=[9] * 5, finish="length"))])) == [20]
+    assert stream.finished and stream.num_output_tokens == 20
 
 
 def test_a_stream_that_stops_early_ends_with_its_last_token():
@@ -524,6 +622,9 @@ def test_a_wrong_parameter_fails_the_load_by_name():
         fake_triton.TritonModelException, match="parameter num_senders is 'many'; wanted a number"
     ):
         with door_at(TritonPythonModel, config(num_senders="many"), "ipc:///nowhere"):
+            pass
+    with pytest.raises(fake_triton.TritonModelException, match="parameter merge_behind_s is '0'; wanted"):
+        with door_at(TritonPythonModel, config(True, merge_behind_s="0"), "ipc:///nowhere"):
             pass
 
 

@@ -6,6 +6,7 @@ import json
 import queue
 import time
 import urllib.request
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from tests.backend.doors.real_server import ANSWER, ANSWER_IDS, EOS, RealServer, real_server
 from tests.backend.doors.tokenizers_at_hand import byte_level
-from tests.fake_engine import FakeEngine
+from tests.fake_engine import FakeEngine, toy_log_prob
 from tests.integration.clients import post
 from tests.waiting import wait_until
 from tridecode.model_repo_templates.repository import repository_models
@@ -69,8 +70,10 @@ class Streaming:
         self.client, self._queue = client, queue.Queue()
         client.start_stream(lambda result, error: self._queue.put((result, error)))
 
-    def ask(self, model: str, arrays: dict[str, np.ndarray]) -> None:
-        self.client.async_stream_infer(model, tensors(arrays), enable_empty_final_response=True)
+    def ask(self, model: str, arrays: dict[str, np.ndarray], request_id: str = "") -> None:
+        self.client.async_stream_infer(
+            model, tensors(arrays), request_id=request_id, enable_empty_final_response=True
+        )
 
     def next(self):
         result, error = self._queue.get(timeout=20)
@@ -177,6 +180,34 @@ def test_a_token_stream_has_one_response_for_each_token(client):
     assert [r.as_numpy("sequence_length").tolist() for r in results] == [
         [[3 + n], [2 + n]] for n in range(1, 10)
     ]
+
+
+def test_token_streams_that_the_server_cannot_keep_up_with_are_merged_and_whole(server, client):
+    """96 streams with all their tokens at once are more responses than the server takes in that time."""
+    count, rows = len(ANSWER_IDS) + 1, [*ANSWER_IDS, EOS]
+    stream, lengths = Streaming(client), defaultdict(list)
+    server.engine.step_s, paced = 0.0, server.engine.step_s
+    try:
+        for number in range(96):
+            request = token_request(200, is_return_log_probs=np.full((2, 1), bool(number % 2)))
+            stream.ask("fastertransformer_streaming", request, str(number))
+        ended = 0
+        while ended < 96:
+            result = stream.next()
+            number = int(result.get_response().id)
+            length = int(result.as_numpy("sequence_length")[0, 0]) - 3
+            wanted = [toy_log_prob(token) for token in rows[:length]] if number % 2 else []
+            assert result.as_numpy("output_ids")[0, 0, 3:].tolist() == rows[:length] + [EOS] * (200 - length)
+            assert result.as_numpy("output_log_probs")[1, 0].tolist() == wanted + [0.0] * (200 - len(wanted))
+            assert result.as_numpy("response_input_lengths").tolist() == [[3], [2]]
+            lengths[number].append(length)
+            ended += is_final(result)
+    finally:
+        server.engine.step_s = paced
+    for number in range(96):
+        assert lengths[number][0] == 1 and lengths[number][-1] == count
+        assert lengths[number] == sorted(set(lengths[number]))
+    assert sum(map(len, lengths.values())) < 0.9 * 96 * count
 
 
 def ensemble_request(texts: list[str], output_len: int) -> dict[str, np.ndarray]:

@@ -10,7 +10,7 @@ import pytest
 
 from tests import fake_triton
 from tests.waiting import wait_until
-from tridecode.backend.doors.senders import Senders
+from tridecode.backend.doors.senders import Senders, SenderThread, Stream
 from tridecode.backend.errors import CapacityError, RequestError
 from tridecode.backend.messages import Event
 
@@ -153,6 +153,45 @@ def test_a_slow_stream_does_not_hold_up_streams_of_other_senders(senders):
     stream.put(Event(7, 0, [1], finish="length"))
     assert request.sender.wait(2)
     gate.set()
+
+
+def one_sender(behind_s: float) -> tuple[SenderThread, Stream]:
+    """A sender that is not started, and the stream that it serves now."""
+    senders = Senders(Link(), 1, behind_s=behind_s)
+    return senders.assign(), open_stream(senders)[1]
+
+
+def test_a_sender_is_behind_when_what_waits_would_take_it_too_long():
+    sender, stream = one_sender(behind_s=0.02)
+    for _ in range(200):
+        sender.measure(0.001)
+    assert not stream.behind(19) and stream.behind(21)
+    for other in (object(), object(), object()):  # three more that wait
+        sender.inbox.put(other)
+    assert not stream.behind(4) and stream.behind(6)
+
+
+def test_one_long_pause_does_not_put_a_sender_behind_but_slowness_does():
+    sender, stream = one_sender(behind_s=0.02)
+    for _ in range(200):
+        sender.measure(0.0002)
+    sender.measure(30.0)
+    assert not stream.behind(40)
+    for _ in range(100):
+        sender.measure(0.005)
+    assert stream.behind(5)
+    for _ in range(100):
+        sender.measure(0.0002)
+    assert not stream.behind(40)
+
+
+def test_sending_is_measured(senders):
+    request, stream = open_stream(senders)
+    request.sender.before_send = lambda: time.sleep(0.003)
+    for token in range(150):
+        stream.put(Event(7, 0, [token], finish="length" if token == 149 else ""))
+    assert request.sender.wait(5)
+    assert stream._thread.response_s > 0.002
 
 
 def test_cancelled_streams_are_found_within_a_fraction_of_a_second(senders, ended):
