@@ -13,7 +13,7 @@ from torch import Tensor
 from tridecode import kernels
 from tridecode.backend import models
 from tridecode.backend.config import EngineConfig, ModelConfig
-from tridecode.backend.engine.graphs import DecodeGraphs, decode_plan, padded_sizes, prompt_plan
+from tridecode.backend.engine.graphs import DecodeGraphs, padded_sizes, warm_up_plans
 from tridecode.backend.engine.loader import DTYPES, FileWeights
 from tridecode.backend.engine.parallel import ProcessRanks, SingleRank
 from tridecode.backend.engine.plan import StepPlan, StepResult
@@ -153,8 +153,9 @@ class Engine:
         """The largest steps, so that what libraries keep is there before the cache takes the rest of the
         memory."""
         self.caches = self._allocate_cache(1)
-        tokens, rows = self.work.hidden.shape[0], self.config.max_sequences
-        for plan in (prompt_plan(tokens, min(rows, 8)), prompt_plan(min(tokens, 16), 1), decode_plan(rows)):
+        longest = self.config.max_sequence_tokens
+        assert longest is not None
+        for plan in warm_up_plans(self.work.hidden.shape[0], self.config.max_sequences, longest):
             self._run(self.buffers.load(plan))
         torch.cuda.synchronize(self.device)
 

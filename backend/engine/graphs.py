@@ -73,6 +73,14 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
+def warm_up_plans(max_tokens: int, max_rows: int, longest: int) -> list[StepPlan]:
+    """The largest steps there can be of up to max_rows sequences of up to `longest` tokens, max_tokens
+    together. No position is beyond `longest`: the tables of positions end there."""
+    tokens = min(max_tokens, max_rows * longest)
+    rows = max(min(max_rows, 8), -(-tokens // longest))
+    return [prompt_plan(tokens, rows), prompt_plan(min(tokens, 16, longest), 1), decode_plan(max_rows)]
+
+
 class DecodeGraphs:
     """Graphs of `run(batch)`. `load(plan, rows)` copies a plan of up to `rows` decoding rows to the device,
     always to the same addresses. The graphs share one memory pool; captured from the largest down, so that
