@@ -36,6 +36,7 @@ from tridecode.tools.bench.plots import plot_batches, plot_load
 from tridecode.tools.bench.presets import PRESETS, preset, random_prompts
 from tridecode.tools.bench.prompts import find_tokenizer, read_prompts, text_prompts
 from tridecode.tools.bench.random_repo import toy_tokenizer, write_random_repository
+from tridecode.tools.bench.report import command
 from tridecode.tools.bench.server import compare_with_engine
 from tridecode.tools.bench.transformers_bench import bench_transformers
 from tridecode.tools.bench.vllm_bench import bench_vllm
@@ -383,6 +384,12 @@ def test_bench_load_prints_a_table_and_writes_json_and_picture(tmp_path) -> None
     assert environment["versions"]["torch"] == torch.__version__
     assert environment["python"] == ".".join(map(str, sys.version_info[:3]))
     assert ink(tmp_path / "out" / "load.png") > 0.01
+
+
+def test_a_report_says_the_command_without_this_machines_folders() -> None:
+    typed = ["/opt/x/tridecode/tools/cli.py", "bench", "engine", "--output", "/tmp/a b", "--preset", "toy"]
+    assert command(typed) == "tridecode bench engine --output 'a b' --preset toy"
+    assert command(["tools/bench/gpu_report.py", "--name", "h200"]) == "tools/bench/gpu_report.py --name h200"
 
 
 def test_bench_load_fails_where_requests_fail(tmp_path) -> None:

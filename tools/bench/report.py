@@ -35,7 +35,7 @@ def environment() -> dict[str, Any]:
     """Machine, versions and command, as a JSON object."""
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command(sys.argv),
         "commit": _commit(),
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
@@ -43,6 +43,12 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: version for name in _PACKAGES if (version := _version(name))},
     }
+
+
+def command(arguments: Sequence[str]) -> str:
+    """What was typed, as one would type it elsewhere: absolute paths are cut to their last part."""
+    program, *rest = (Path(part).name if part.startswith("/") else part for part in arguments)
+    return shlex.join(["tridecode" if program in ("cli.py", "__main__.py") else program, *rest])
 
 
 def write_report(path: Path, kind: str, settings: Mapping[str, Any], results: Any) -> Path:
