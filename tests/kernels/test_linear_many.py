@@ -12,7 +12,7 @@ from tests.kernels.batches import make_batch
 from tests.kernels.conftest import Place
 from tests.kernels.numeric import assert_close
 from tests.kernels.test_linear import make_linear, product64, rotate64
-from tridecode.kernels.cuda import _fuses_heads
+from tridecode.kernels.cuda_products import fuses_heads
 from tridecode.kernels.ops import CacheLayer, Heads, Linear, Rope
 
 pytestmark = pytest.mark.gpu
@@ -137,7 +137,7 @@ def test_heads_are_rotated_and_kept(place: Place, tokens: int, heads, dtype: tor
     cache = CacheLayer(place.poison(batch.block_tables.numel(), 2, num_kv_heads, 16, size, dtype=dtype))
     x, out = place.normal(tokens, 264, dtype=dtype), place.poison(tokens, shape.qkv_size, dtype=dtype)
     place.settle()
-    assert place.ops._is_many(x, linear, None, None, out) and _fuses_heads(shape)
+    assert place.ops._is_many(x, linear, None, None, out) and fuses_heads(shape)
     place.ops.project_qkv(x, linear, None, shape, batch, cache, out=out)
 
     wanted = product64(x, linear).cpu().unflatten(1, (-1, size))

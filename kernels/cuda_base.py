@@ -1,0 +1,94 @@
+"""What the operations on an NVIDIA GPU share: the library, its scratch memory, codes and checks."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from tridecode.kernels.checks import LayoutError, ShapeError, match, same_dtype
+from tridecode.kernels.library import KernelError, Library
+from tridecode.kernels.ops import CacheLayer, Heads
+
+#: above this many tokens a product is always cuBLAS's
+SMALL_TOKENS = 16
+#: stages of weights that a launch of all layers has on their way at once on a multiprocessor
+LAYERS_IN_FLIGHT = 3
+ACTIVATIONS = {None: 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "swiglu": 4}
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+#: partial sums of products, and the widest of the small ones in tiles of 16 rows
+SUM_BYTES = 64 << 20
+NUM_COUNTERS = 1 << 17
+
+
+class CudaBase:
+    """The device and what launches on it need. Parameters: see Cuda."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        dependent_launch: bool | None = None,
+        small_tokens: int = SMALL_TOKENS,
+        layer_tokens: int | None = None,
+        layers_in_flight: int = LAYERS_IN_FLIGHT,
+        many: str = "where faster",
+    ):
+        self.device = torch.device(
+            "cuda", torch.cuda.current_device() if device.index is None else device.index
+        )
+        if dependent_launch is None:
+            dependent_launch = os.environ.get("TRIDECODE_DEPENDENT_LAUNCH", "1") != "0"
+        self.library = Library()
+        torch.zeros(1, device=self.device)  # torch's context before ours
+        properties = torch.zeros(3, dtype=torch.int32)
+        self.library.initialize(self.device.index, int(dependent_launch), properties.data_ptr())
+        self.multiprocessors, self.capability, self.shared_bytes = properties.tolist()
+        self.small_tokens, self.layer_tokens = small_tokens, layer_tokens
+        self.layers_in_flight, self.many = layers_in_flight, many
+        self._layer_tables: dict[tuple[object, ...], Tensor] = {}
+        self._layer_counters = torch.zeros(1 << 12, dtype=torch.int32, device=self.device)
+        self._sums = self._bytes(SUM_BYTES)
+        self._counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=self.device)
+        self._attention = self._bytes(self.library.decode_attention_scratch(256))
+        self._sample: Tensor | None = None
+        self._arenas: dict[str, Tensor] = {}
+
+    def _bytes(self, count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.uint8, device=self.device)
+
+    def _arena(self, name: str, size: int) -> Tensor:
+        """A buffer of at least `size` bytes; it grows outside of graph capture only."""
+        held = self._arenas.get(name)
+        if held is None or held.numel() < size:
+            if torch.cuda.is_current_stream_capturing():
+                raise KernelError(
+                    f"the {name} buffer needs {size:,} bytes within a capture; call reserve first"
+                )
+            held = self._arenas[name] = self._bytes(size)
+        return held
+
+    def _temporary(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        size = rows * columns * dtype.itemsize
+        return self._arena(name, size)[:size].view(dtype).view(rows, columns)
+
+
+def pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def contiguous(operation: str, *tensors: tuple[str, Tensor]) -> None:
+    for name, tensor in tensors:
+        if not tensor.is_contiguous():
+            raise LayoutError(f"{operation}: {name} is not contiguous (strides {tensor.stride()})")
+
+
+def check_cache(operation: str, heads: Heads, cache: CacheLayer, like: Tensor) -> None:
+    sizes = match(operation, ("NTKPD", "cache.blocks", cache.blocks))
+    if (sizes["T"], sizes["K"], sizes["D"]) != (2, heads.num_kv_heads, heads.head_size):
+        raise ShapeError(
+            f"{operation}: cache.blocks is {tuple(cache.blocks.shape)}; "
+            f"wanted (N, 2, {heads.num_kv_heads}, P, {heads.head_size})"
+        )
+    same_dtype(operation, ("activations", like), ("cache.blocks", cache.blocks))
+    contiguous(operation, ("cache.blocks", cache.blocks))
