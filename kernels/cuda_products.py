@@ -197,20 +197,21 @@ class CudaProducts(CudaBase):
             linear.weight.data_ptr(),
             pointer(linear.bias),
             pointer(residual),
-            *x.shape,
-            linear.weight.shape[0],
-            x.stride(0),
-            linear.weight.stride(0),
-            0 if residual is None else residual.stride(0),
-            out.stride(0),
+            *_sizes(x, linear, residual, out),
             ACTIVATIONS[activation],
             int(out.dtype == torch.float32),
             *(heads or (0,) * 9),
+            *self._rest(x.dtype),
+        )
+
+    def _rest(self, dtype: torch.dtype) -> tuple[int, ...]:
+        """What the launches of our products end with: scratch memory, dtype and stream."""
+        return (
             self._sums.data_ptr(),
             SUM_BYTES,
             self._counters.data_ptr(),
             NUM_COUNTERS,
-            DTYPES[x.dtype],
+            DTYPES[dtype],
             current_stream(self.device),
         )
 
@@ -244,24 +245,13 @@ class CudaProducts(CudaBase):
             0 if norm is None else pointer(norm.bias),
             0.0 if norm is None else norm.eps,
             pointer(residual),
-            tokens,
-            inputs,
-            weight.shape[0],
-            x.stride(0),
-            weight.stride(0),
-            0 if residual is None else residual.stride(0),
-            out.stride(0),
+            *_sizes(x, linear, residual, out),
             mode,
             ACTIVATIONS[activation],
             int(out.dtype == torch.float32),
             *rotation,
             *shape,
-            self._sums.data_ptr(),
-            SUM_BYTES,
-            self._counters.data_ptr(),
-            NUM_COUNTERS,
-            DTYPES[x.dtype],
-            current_stream(self.device),
+            *self._rest(x.dtype),
         )
 
     def _fits(self, tokens: int, inputs: int) -> bool:
@@ -338,6 +328,18 @@ class CudaProducts(CudaBase):
             DTYPES[dtype],
             current_stream(self.device),
         )
+
+
+def _sizes(x: Tensor, linear: Linear, residual: Tensor | None, out: Tensor) -> tuple[int, ...]:
+    """Tokens, inputs and outputs of a product, and the strides of x, weight, residual and out."""
+    return (
+        *x.shape,
+        linear.weight.shape[0],
+        x.stride(0),
+        linear.weight.stride(0),
+        0 if residual is None else residual.stride(0),
+        out.stride(0),
+    )
 
 
 def fuses_heads(heads: Heads) -> bool:
