@@ -60,6 +60,15 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, int parity) {
       : "memory");
 }
 
+// ---------------------------------------------------------------- device: between blocks
+
+// What another block has released.
+__device__ __forceinline__ unsigned int load_acquire(const unsigned int* from) {
+  unsigned int value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+
 // ---------------------------------------------------------------- device: copies
 
 // How long the L2 cache keeps what is copied.
