@@ -47,7 +47,7 @@ struct Tensors {
   void* cache;
 };
 
-struct alignas(64) Layer {
+struct Layer {
   CUtensorMap maps[kProducts];  // of the weights
   Tensors tensors;
 };
