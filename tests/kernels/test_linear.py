@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,7 @@ from tests.kernels.batches import make_batch
 from tests.kernels.conftest import Place
 from tests.kernels.numeric import assert_close
 from tridecode.kernels.checks import ShapeError
-from tridecode.kernels.ops import CacheLayer, Heads, Linear, Norm, Rope
+from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm, Rope
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TOKENS = [1, 2, 8, 9, 17, 33, 64, 65, 111]
@@ -122,6 +124,53 @@ def rotate64(x: Tensor, rope: Rope, positions: Tensor) -> Tensor:
     return out
 
 
+@dataclass
+class HeadsCase:
+    """A projection to queries, keys and values; one token of the batch has no slot of the cache."""
+
+    heads: Heads
+    linear: Linear
+    batch: Batch
+    slots: Tensor  # as they were before one was taken away
+    unwritten: int
+    cache: CacheLayer
+    x: Tensor
+
+    def project(self, place: Place) -> Tensor:
+        out = place.poison(self.x.shape[0], self.heads.qkv_size, dtype=self.x.dtype)
+        place.settle()
+        place.ops.project_qkv(self.x, self.linear, None, self.heads, self.batch, self.cache, out=out)
+        return out
+
+    def wanted(self) -> Tensor:
+        wanted = product64(self.x, self.linear).cpu().unflatten(1, (-1, self.heads.head_size))
+        if self.heads.rope is not None:
+            count = self.heads.num_heads + self.heads.num_kv_heads
+            turned = rotate64(wanted[:, :count], self.heads.rope, self.batch.positions)
+            wanted = torch.cat([turned, wanted[:, count:]], dim=1)
+        return wanted.flatten(1)
+
+
+def make_heads(
+    place: Place, tokens: int, inputs: int, heads: tuple[int, int, int, int, bool], dtype: torch.dtype
+) -> HeadsCase:
+    """heads: query heads, kv heads, head size, rotary size, interleaved. The cache is all NaN."""
+    num_heads, num_kv_heads, size, rotary, interleaved = heads
+    rope = None
+    if rotary:
+        angles = torch.rand(max(300, tokens + 3), rotary // 2, generator=place.generator) * 6.28
+        rope = Rope(angles.cos().to(place.device), angles.sin().to(place.device), interleaved)
+    shape = Heads(num_heads, num_kv_heads, size, size**-0.5, rope)
+    linear = make_linear(place, inputs, shape.qkv_size, dtype)
+    batch = make_batch(place, [tokens + 3], [tokens], 16)
+    unwritten = tokens // 2
+    slots = batch.kv_slots.clone()
+    batch.kv_slots[unwritten] = -1
+    cache = CacheLayer(place.poison(batch.block_tables.numel(), 2, num_kv_heads, 16, size, dtype=dtype))
+    x = place.normal(tokens, inputs, dtype=dtype)
+    return HeadsCase(shape, linear, batch, slots, unwritten, cache, x)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "heads",
@@ -139,29 +188,10 @@ def rotate64(x: Tensor, rope: Rope, positions: Tensor) -> Tensor:
 def test_queries_and_keys_are_rotated_and_kept(
     place: Place, tokens: int, heads: tuple[int, int, int, int, bool], dtype: torch.dtype
 ):
-    num_heads, num_kv_heads, size, rotary, interleaved = heads
-    rope = None
-    if rotary:
-        angles = torch.rand(300, rotary // 2, generator=place.generator) * 6.28
-        rope = Rope(angles.cos().to(place.device), angles.sin().to(place.device), interleaved)
-    shape = Heads(num_heads, num_kv_heads, size, size**-0.5, rope)
-    linear = make_linear(place, 64, shape.qkv_size, dtype)
-    batch = make_batch(place, [tokens + 3], [tokens], 16)
-    unwritten = tokens // 2
-    slots = batch.kv_slots.clone()
-    batch.kv_slots[unwritten] = -1
-    cache = CacheLayer(place.poison(batch.block_tables.numel(), 2, num_kv_heads, 16, size, dtype=dtype))
-    x, out = place.normal(tokens, 64, dtype=dtype), place.poison(tokens, shape.qkv_size, dtype=dtype)
-    place.settle()
-    place.ops.project_qkv(x, linear, None, shape, batch, cache, out=out)
-
-    wanted = product64(x, linear).cpu().unflatten(1, (-1, size))
-    if rope is not None:
-        turned = wanted[:, : num_heads + num_kv_heads]
-        wanted = torch.cat(
-            [rotate64(turned, rope, batch.positions), wanted[:, num_heads + num_kv_heads :]], dim=1
-        )
-    assert_close("linear", out, wanted.flatten(1))
+    case = make_heads(place, tokens, 64, heads, dtype)
+    cache, slots, unwritten, out = case.cache, case.slots, case.unwritten, case.project(place)
+    size, num_heads = case.heads.head_size, case.heads.num_heads
+    assert_close("linear", out, case.wanted())
     written = torch.zeros(cache.blocks.shape[0], 16, dtype=torch.bool)
     for token in range(tokens):
         block, offset = divmod(int(slots[token]), 16)

@@ -8,12 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.kernels.batches import make_batch
 from tests.kernels.conftest import Place
 from tests.kernels.numeric import assert_close
-from tests.kernels.test_linear import make_linear, product64, rotate64
+from tests.kernels.test_linear import make_heads, make_linear, product64
 from tridecode.kernels.cuda_products import fuses_heads
-from tridecode.kernels.ops import CacheLayer, Heads, Linear, Rope
+from tridecode.kernels.ops import Linear
 
 pytestmark = pytest.mark.gpu
 
@@ -123,28 +122,12 @@ HEADS = [  # heads, kv heads, head size, rotary size
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_heads_are_rotated_and_kept(place: Place, tokens: int, heads, dtype: torch.dtype):
-    num_heads, num_kv_heads, size, rotary = heads
-    rope = None
-    if rotary:
-        angles = torch.rand(tokens + 3, rotary // 2, generator=place.generator) * 6.28
-        rope = Rope(angles.cos().to(place.device), angles.sin().to(place.device))
-    shape = Heads(num_heads, num_kv_heads, size, size**-0.5, rope)
-    linear = make_linear(place, 264, shape.qkv_size, dtype)
-    batch = make_batch(place, [tokens + 3], [tokens], 16)
-    unwritten = tokens // 2
-    slots = batch.kv_slots.clone()
-    batch.kv_slots[unwritten] = -1
-    cache = CacheLayer(place.poison(batch.block_tables.numel(), 2, num_kv_heads, 16, size, dtype=dtype))
-    x, out = place.normal(tokens, 264, dtype=dtype), place.poison(tokens, shape.qkv_size, dtype=dtype)
-    place.settle()
-    assert place.ops._is_many(x, linear, None, None, out) and fuses_heads(shape)
-    place.ops.project_qkv(x, linear, None, shape, batch, cache, out=out)
-
-    wanted = product64(x, linear).cpu().unflatten(1, (-1, size))
-    if rope is not None:
-        turned = rotate64(wanted[:, : num_heads + num_kv_heads], rope, batch.positions)
-        wanted = torch.cat([turned, wanted[:, num_heads + num_kv_heads :]], dim=1)
-    assert_close("linear", out, wanted.flatten(1))
+    case = make_heads(place, tokens, 264, (*heads, False), dtype)
+    out = case.project(place)
+    assert place.ops._is_many(case.x, case.linear, None, None, out) and fuses_heads(case.heads)
+    assert_close("linear", out, case.wanted())
+    cache, slots, unwritten = case.cache, case.slots, case.unwritten
+    size, num_heads, num_kv_heads = case.heads.head_size, case.heads.num_heads, case.heads.num_kv_heads
     rows = torch.arange(tokens, device=place.device) != unwritten
     held = cache.blocks.transpose(1, 3).flatten(0, 1)  # (slots, kv head, k and v, size)
     kept = out.unflatten(1, (-1, size))[:, num_heads:].unflatten(1, (2, num_kv_heads)).transpose(1, 2)
