@@ -11,7 +11,7 @@ from tridecode.kernels.checks import LayoutError, ShapeError, match, same_dtype
 from tridecode.kernels.library import KernelError, Library
 from tridecode.kernels.ops import CacheLayer, Heads
 
-#: above this many tokens a product is always cuBLAS's
+#: up to this many tokens a product may be csrc/linear.cu's
 SMALL_TOKENS = 16
 #: stages of weights that a launch of all layers has on their way at once on a multiprocessor
 LAYERS_IN_FLIGHT = 3

@@ -135,9 +135,8 @@ class CudaProducts(CudaBase):
         tokens.
 
         By what measured faster on an H200, all that is fused counted in. One or two tokens are ours, save
-        long sums
-        without a bias; up to small_tokens are matrices that cuBLAS does not spread over the chip, and the
-        widest.
+        long sums without a bias; up to small_tokens are matrices that cuBLAS does not spread over the chip,
+        and the widest.
         """
         weight = linear.weight
         tokens, inputs, outputs = x.shape[0], x.shape[1], weight.shape[0]
@@ -354,7 +353,7 @@ def gains_by_many(tokens: int, inputs: int, outputs: int, *, gated: bool, qkv: b
     """Where csrc/linear_many_sm90a.cu measured faster on an H200 than the other products, with all that each
     leaves to kernels after it. fused: heads are rotated and kept at once.
 
-    Long prompts are bound by power, where cuBLAS does as much with less; SwiGLU saves a pass there.
+    Over long prompts, which seem bound by power, cuBLAS was faster but for SwiGLU, which saves a pass there.
     """
     if tokens <= 2 or outputs * inputs < 1 << 24:
         return False

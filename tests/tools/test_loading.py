@@ -106,6 +106,13 @@ def test_bench_loading_writes_its_report_and_removes_the_weights(tmp_path) -> No
     assert "they are in the page" in done.output
 
 
+def test_a_folder_that_is_not_there_is_refused_by_name(tmp_path) -> None:
+    arguments = ["bench", "loading", "--preset", "toy", "--folder", str(tmp_path / "none")]
+    done = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path)])
+    assert isinstance(done.exception, SystemExit) and done.exit_code == 2
+    assert "--folder" in done.output and "does not exist" in done.output
+
+
 def test_a_folder_without_room_is_refused_before_anything_is_written(tmp_path, monkeypatch) -> None:
     free = SimpleNamespace(free=663_040)  # the files alone
     monkeypatch.setattr(loading.shutil, "disk_usage", lambda path: free)

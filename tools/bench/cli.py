@@ -202,7 +202,12 @@ def loading(
     device: _Device = "auto",
     loads: Annotated[int, typer.Option(min=2, help="Processes that load, one after another.")] = 3,
     folder: Annotated[
-        Optional[Path], typer.Option(help="Where the weights are written and removed; default: /tmp or so.")
+        Optional[Path],
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            help="Where the weights are written and removed; default: /tmp or so.",
+        ),
     ] = None,
     output: _Output = _RESULTS,
 ) -> None:

@@ -23,6 +23,7 @@ import torch
 
 from tridecode.kernels.bench.__main__ import OPERATIONS
 from tridecode.kernels.bench.cases import Bench
+from tridecode.tools.bench.report import command as typed
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -101,7 +102,7 @@ def main() -> None:
     parser.add_argument("operations", nargs="*", default=list(OPERATIONS), help=f"of {', '.join(OPERATIONS)}")
     arguments = parser.parse_args()
     report: dict[str, object] = {
-        "command": "python tools/bench/gpu_report.py " + " ".join(sys.argv[1:]),
+        "command": "python " + typed(["tools/bench/gpu_report.py", *sys.argv[1:]]),
         **describe(),
     }
     report["tests"] = run_tests()
