@@ -88,7 +88,8 @@ __host__ __device__ constexpr int ceil_div(int64_t a, int64_t b) {
 // Blocks until every kernel before this one in the stream has finished and its writes are visible,
 // then lets the next one start. In this order, when a kernel runs, all but its direct predecessor
 // have finished: before the wait it may read what they wrote, and constants. Every block of every
-// kernel calls it, first thing or after such reads, or its two halves in this order.
+// kernel calls it, first thing or after such reads, or its two halves in this order. Norms alone
+// call them the other way round: behind a norm only constants may be read before the wait.
 __device__ __forceinline__ void wait_for_predecessor_alone() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -87,7 +87,7 @@ struct Loads {
   static constexpr int kBytes = 0;  // of shared memory
   uint4 keys[(D + 31) / 32][2], values[(D + 63) / 64][4];
 
-  __device__ __forceinline__ explicit Loads(char*) {}
+  __device__ __forceinline__ Loads(char*, bool) {}
   static __device__ __forceinline__ void initialize(char*) {}
   static __device__ __forceinline__ void give_back() {}
 
@@ -121,7 +121,8 @@ struct Loads {
   __device__ __forceinline__ uint4 value(int c, int i, int) const { return values[c][i]; }
 };
 
-// Bulk copies into a ring in shared memory, two tiles ahead.
+// Bulk copies into a ring in shared memory, two tiles ahead. Tiles that are read once leave the L2
+// cache to what a step reads in every layer.
 template <typename X, int D>
 struct Copies {
   static constexpr int kDepth = 2;
@@ -130,13 +131,17 @@ struct Copies {
   static constexpr int kBytes = kRing + 2 * kDepth * 8 + 96;  // a multiple of 128
 
   char* const ring;
+  uint64_t policy = 0;  // how long the L2 cache keeps tiles
   unsigned int asked[2] = {}, taken[2] = {};  // keys, values
   const X* keys = nullptr;
   const X* values = nullptr;
 
-  __device__ __forceinline__ explicit Copies(char* mine) : ring(mine) {}
+  __device__ __forceinline__ Copies(char* mine, bool once) : ring(mine) { set_policy(once); }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  __device__ __forceinline__ void set_policy(bool once) {
+    policy = once ? evict_first() : evict_normally();
+  }
   // In one thread, for one warp's part of shared memory.
   static __device__ __forceinline__ void initialize(char* mine) {
     for (int i = 0; i < 2 * kDepth; ++i)
@@ -156,7 +161,7 @@ struct Copies {
     __syncwarp();  // every lane has read what was there
     if (threadIdx.x % 32 == 0) {
       barrier_expect(barrier(which, asked[which]), kHalf);
-      copy_bulk(place(which, asked[which]), from, kHalf, barrier(which, asked[which]));
+      copy_bulk(place(which, asked[which]), from, kHalf, barrier(which, asked[which]), policy);
     }
     ++asked[which];
   }
@@ -166,6 +171,7 @@ struct Copies {
     return reinterpret_cast<const X*>(place(which, use));
   }
 #else
+  __device__ __forceinline__ void set_policy(bool) {}
   static __device__ __forceinline__ void initialize(char*) {}
   static __device__ __forceinline__ void give_back() {}
   __device__ __forceinline__ void ask(int, const X*) {}
@@ -239,7 +245,7 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
   };
   const int begin = team < teams ? start_of(team) : 0, end = team < teams ? start_of(team + 1) : 0;
 
-  Source source(own_shared);
+  Source source(own_shared, task.groups == 1);  // whether a tile is read once
   // the part in hand: tiles first_tile .. last_tile
   int row = 0, pass = 0, tiles = 0, rounded = 0, first_tile = 0, last_tile = 0;
   int item_begin = 0;         // of (row, pass), in the order of all tiles

@@ -95,12 +95,12 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
 }
 
 // `bytes` bytes, a multiple of 16 at addresses that are.
-__device__ __forceinline__ void copy_bulk(void* to, const void* from, int bytes,
-                                          uint64_t* barrier) {
+__device__ __forceinline__ void copy_bulk(void* to, const void* from, int bytes, uint64_t* barrier,
+                                          uint64_t policy) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(shared_address(to)),
-      "l"(from), "r"(bytes), "r"(shared_address(barrier))
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
       : "memory");
 }
 

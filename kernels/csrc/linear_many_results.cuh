@@ -26,6 +26,7 @@ struct Finish {
   uint64_t* arrived;  // a barrier for each of its buffers
   int group;
   unsigned int used = 0;  // parts stored so far
+  float biases[2] = {};   // of the rows of c[4 j] and c[4 j + 2]
 
   // The first column of this warp group in the block whose rows begin at `row`.
   __device__ __forceinline__ int first_column(int row) const {
@@ -149,22 +150,45 @@ struct Finish {
     }
   }
 
+  // Into the L2 cache, what rotate_all and keep will read: `index` of `count` threads.
+  static __device__ __forceinline__ void prefetch_tables(const Task& task, int index, int count) {
+    if (MODE != kCached && MODE != kRotated) return;
+    for (int token = index; token < task.tokens; token += count) {
+      if (token % 32 == 0) prefetch_l2(task.kv_slots + token);
+      if (MODE == kCached) continue;
+      const int64_t angle = int64_t(task.positions[token]) * (task.head_size / 2);
+      for (int i = 0; i < task.head_size / 2; i += 32) {  // 128 bytes
+        prefetch_l2(task.cos + angle + i);
+        prefetch_l2(task.sin + angle + i);
+      }
+    }
+  }
+
   // Turns the pairs of queries and keys.
   __device__ __forceinline__ void rotate_all(float (&c)[N / 2], int column, int first_token) {
     const int size = task.head_size, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     if (column / size >= task.heads + task.kv_heads) return;
     const int d = column % size + warp * 8 + lane / 4;
+    constexpr int kBatch = N < 32 ? N / 4 : 8;  // tokens whose angles are asked for together
 #pragma unroll
-    for (int j = 0; j < N / 8; ++j) {
+    for (int first = 0; first < N / 4; first += kBatch) {
+      int angles[kBatch];
+      float cosines[kBatch], sines[kBatch];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int token = first_token + 8 * j + lane % 4 * 2 + i;
-        if (token >= task.tokens) continue;
-        const int64_t angle = int64_t(task.positions[token]) * (size / 2) + d;
-        const float cosine = task.cos[angle], sine = task.sin[angle];
-        const float a = c[4 * j + i], b = c[4 * j + 2 + i];
-        c[4 * j + i] = a * cosine - b * sine;
-        c[4 * j + 2 + i] = b * cosine + a * sine;
+      for (int k = 0; k < kBatch; ++k) {
+        const int token = first_token + (first + k) / 2 * 8 + lane % 4 * 2 + k % 2;
+        angles[k] = task.positions[min(token, task.tokens - 1)] * (size / 2) + d;
+      }
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k)
+        cosines[k] = task.cos[angles[k]], sines[k] = task.sin[angles[k]];
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) {
+        float& a = c[(first + k) / 2 * 4 + k % 2];
+        float& b = c[(first + k) / 2 * 4 + 2 + k % 2];
+        const float x = a, y = b;
+        a = x * cosines[k] - y * sines[k];
+        b = y * cosines[k] + x * sines[k];
       }
     }
   }
@@ -183,21 +207,29 @@ struct Finish {
     }
   }
 
-  // bias, activation, and for gated pairs the product, which takes the place of the gate.
-  __device__ __forceinline__ void activate_all(float (&c)[N / 2], int column) {
-    const int warp = threadIdx.x / 32 % 4, g = threadIdx.x % 32 / 4;
+  // The biases of the lane's rows, constants: asked for before the products. After them they would
+  // queue behind the weights that the next kernel has on their way.
+  __device__ __forceinline__ void ask_biases(int column) {
     const X* const bias = static_cast<const X*>(task.bias);
+    if (!bias) return;
+    const int warp = threadIdx.x / 32 % 4, g = threadIdx.x % 32 / 4;
     const int row = column + (kPairs ? warp * 8 : warp * 16) + g;
     const int second = MODE == kGated     ? task.outputs / 2 + row
                        : MODE == kRotated ? row + task.head_size / 2
                                           : row + 8;
     const int limit = MODE == kGated ? task.outputs / 2 : task.outputs;
-    if (bias) {
-      const float a = row < limit ? to_float(bias[row]) : 0.0f;
-      const float b = (kPairs ? row : second) < limit ? to_float(bias[second]) : 0.0f;
+    biases[0] = row < limit ? to_float(bias[row]) : 0.0f;
+    biases[1] = (kPairs ? row : second) < limit ? to_float(bias[second]) : 0.0f;
+  }
+
+  // bias, activation, and for gated pairs the product, which takes the place of the gate.
+  __device__ __forceinline__ void activate_all(float (&c)[N / 2]) {
+    if (task.bias) {
 #pragma unroll
-      for (int i = 0; i < N / 8; ++i)
-        c[4 * i] += a, c[4 * i + 1] += a, c[4 * i + 2] += b, c[4 * i + 3] += b;
+      for (int i = 0; i < N / 8; ++i) {
+        c[4 * i] += biases[0], c[4 * i + 1] += biases[0];
+        c[4 * i + 2] += biases[1], c[4 * i + 3] += biases[1];
+      }
     }
     if (MODE == kGated) {
 #pragma unroll

@@ -203,6 +203,9 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, Shape<N>::
       copy_stages<X, N, MODE>(&weight_map, &x_map, task, division, base, full, empty);
     } else {
       wait_for_predecessor();
+      const int index = threadIdx.x - kGroups * 128 - 32;  // not beside the copying thread
+      if (index >= 0)
+        Finish<X, N, MODE>::prefetch_tables(task, blockIdx.x * 96 + index, gridDim.x * 96);
     }
   } else {
     if (!S::kSlim) take_registers<232>();
@@ -221,6 +224,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, Shape<N>::
       const bool finishes = part.begin == 0;
       if (MODE == kPlain && finishes && task.residual && threadIdx.x % 128 == 0)
         finish.ask_first_residuals(column, token);
+      if (finishes) finish.ask_biases(column);
       float c[N / 2];
       products.add_up(c, part.end - part.begin, group);
       if (!finishes) {
@@ -230,7 +234,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, Shape<N>::
       if (part.end < division.steps)
         add_sums<N>(c, task, cluster,
                     division.owner_before((part.tile + 1) * division.steps) - cluster, group);
-      finish.activate_all(c, column);
+      finish.activate_all(c);
       if (MODE == kRotated) finish.rotate_all(c, column, token);
       if (MODE == kPlain && task.out_float32) {
         finish.store_float32(c, column, token);

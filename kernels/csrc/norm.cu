@@ -1,5 +1,7 @@
 // out[t, :] = LayerNorm(x[t, :]) or, without a bias, RMSNorm(x[t, :]).  One block a row, which
 // stays in registers; the variance is that of the centred row.
+// A norm is short: the product behind it starts beside the kernel before it, so that its weights are
+// on their way when x is there.
 // Bytes moved: 2 * T * C * sizeof(X) + 2 * C * sizeof(X).
 // Bench: python -m tridecode.kernels.bench norm
 #include "common.cuh"
@@ -14,12 +16,18 @@ __global__ void norm_row(X* out, const X* x, const X* weight, const X* bias, flo
                          int64_t x_stride, int64_t out_stride) {
   __shared__ float sums[2][32];
   const int first = threadIdx.x * 8, step = blockDim.x * 8;
-  float w[kItems][8], v[kItems][8];
+  float w[kItems][8], b[kItems][8] = {}, v[kItems][8];
+  // Constant: asked for before the wait. After it they would queue behind the weights that the next
+  // kernel has on their way.
 #pragma unroll
-  for (int i = 0; i < kItems; ++i)
-    if (first + i * step < columns)
-      load8(weight + first + i * step, w[i]);  // constant: before the wait
-  wait_for_predecessor();
+  for (int i = 0; i < kItems; ++i) {
+    const int c = first + i * step;
+    if (c >= columns) continue;
+    load8(weight + c, w[i]);
+    if (bias) load8(bias + c, b[i]);
+  }
+  let_successor_start();
+  wait_for_predecessor_alone();
   const X* row = x + blockIdx.x * x_stride;
   float sum = 0.0f;
 #pragma unroll
@@ -46,10 +54,8 @@ __global__ void norm_row(X* out, const X* x, const X* weight, const X* bias, flo
   for (int i = 0; i < kItems; ++i) {
     const int c = first + i * step;
     if (c >= columns) continue;
-    float b[8] = {};
-    if (bias) load8(bias + c, b);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) v[i][j] = (v[i][j] - mean) * scale * w[i][j] + b[j];
+    for (int j = 0; j < 8; ++j) v[i][j] = (v[i][j] - mean) * scale * w[i][j] + b[i][j];
     store8(out + blockIdx.x * out_stride + c, v[i]);
   }
 }
@@ -59,7 +65,8 @@ template <typename X>
 __global__ void norm_row_any(X* out, const X* x, const X* weight, const X* bias, float eps,
                              int columns, int64_t x_stride, int64_t out_stride) {
   __shared__ float sums[2][32];
-  wait_for_predecessor();
+  let_successor_start();
+  wait_for_predecessor_alone();
   const X* row = x + blockIdx.x * x_stride;
   float mean = 0.0f, sum = 0.0f;
   if (bias) {
