@@ -37,7 +37,7 @@ FLAGS = [
 #: spilled bytes that are known and lie outside the loops that matter, by file and template
 SPILLS = {
     "linear.cu": 240,
-    "decode_attention.cu": 160,
+    "decode_attention.cu": 200,
     "decoder_layers_sm90a.cu": 272,
     "linear_sm90a.cu": 64,
     "sampling.cu": 32,

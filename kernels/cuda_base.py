@@ -33,6 +33,7 @@ class CudaBase:
         layer_tokens: int | None = None,
         layers_in_flight: int = LAYERS_IN_FLIGHT,
         many: str = "where faster",
+        split: int = -1,
     ):
         self.device = torch.device(
             "cuda", torch.cuda.current_device() if device.index is None else device.index
@@ -45,7 +46,7 @@ class CudaBase:
         self.library.initialize(self.device.index, int(dependent_launch), properties.data_ptr())
         self.multiprocessors, self.capability, self.shared_bytes = properties.tolist()
         self.small_tokens, self.layer_tokens = small_tokens, layer_tokens
-        self.layers_in_flight, self.many = layers_in_flight, many
+        self.layers_in_flight, self.many, self.split = layers_in_flight, many, split
         self._layer_tables: dict[tuple[object, ...], Tensor] = {}
         self._layer_counters = torch.zeros(1 << 12, dtype=torch.int32, device=self.device)
         self._sums = self._bytes(SUM_BYTES)

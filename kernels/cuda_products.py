@@ -1,4 +1,4 @@
-"""The products on an NVIDIA GPU: which of four ways computes one, and its launch."""
+"""The products on an NVIDIA GPU: which of the ways computes one, and its launch."""
 
 from __future__ import annotations
 
@@ -200,19 +200,15 @@ class CudaProducts(CudaBase):
             ACTIVATIONS[activation],
             int(out.dtype == torch.float32),
             *(heads or (0,) * 9),
-            *self._rest(x.dtype),
-        )
-
-    def _rest(self, dtype: torch.dtype) -> tuple[int, ...]:
-        """What the launches of our products end with: scratch memory, dtype and stream."""
-        return (
-            self._sums.data_ptr(),
-            SUM_BYTES,
-            self._counters.data_ptr(),
-            NUM_COUNTERS,
-            DTYPES[dtype],
+            *self._scratch(),
+            self.split,
+            DTYPES[x.dtype],
             current_stream(self.device),
         )
+
+    def _scratch(self) -> tuple[int, ...]:
+        """Of our products: where their partial sums and counters lie, and how much there is."""
+        return (self._sums.data_ptr(), SUM_BYTES, self._counters.data_ptr(), NUM_COUNTERS)
 
     def _normed(self, x: Tensor, norm: Norm) -> Tensor:
         normed = self._temporary("normed", x.shape[0], x.shape[1], x.dtype)
@@ -250,7 +246,9 @@ class CudaProducts(CudaBase):
             int(out.dtype == torch.float32),
             *rotation,
             *shape,
-            *self._rest(x.dtype),
+            *self._scratch(),
+            DTYPES[x.dtype],
+            current_stream(self.device),
         )
 
     def _fits(self, tokens: int, inputs: int) -> bool:

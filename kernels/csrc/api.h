@@ -14,7 +14,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 // Raised whenever a prototype or the meaning of an argument changes.
-#define TRIDECODE_ABI_VERSION 1
+#define TRIDECODE_ABI_VERSION 2
 
 int tridecode_abi_version(void);
 const char* tridecode_build_info(void);
@@ -74,6 +74,8 @@ int tridecode_linear(void* out, const void* x, const void* weight, const void* b
 // residual and a 16-bit out at multiples of 16 bytes, and their strides. activation 4: SwiGLU,
 // without a residual, of a multiple of 16 rows. With a cache: query, key and value, rotated by
 // halves of a whole head of 64, 128 or 256 where `cos` is given; else head_size a multiple of 8.
+// split: blocks among which a product of up to 64 tokens, not SwiGLU, shares its inputs, 1 to 3; 0:
+// it does not; -1: as is faster.
 int tridecode_linear_many(void* out, const void* x, const void* weight, const void* bias,
                           const void* residual, int num_tokens, int inputs, int outputs,
                           int64_t x_stride, int64_t weight_stride, int64_t residual_stride,
@@ -81,7 +83,7 @@ int tridecode_linear_many(void* out, const void* x, const void* weight, const vo
                           const float* sin, const int* positions, const int* kv_slots, void* cache,
                           int heads, int kv_heads, int head_size, int block_tokens, void* scratch,
                           int64_t scratch_bytes, unsigned int* counters, int num_counters,
-                          int dtype, void* stream);
+                          int split, int dtype, void* stream);
 
 // scratch: see decode_attention.cu; tridecode_decode_attention_scratch gives the bytes for any
 // batch.

@@ -33,10 +33,10 @@ const Device& device();
 
 // Launches with programmatic dependent launch where the device has it: the kernel may start while
 // its predecessor still runs, and must call wait_for_predecessor() before it touches anything that
-// a kernel before it writes or reads.
+// a kernel before it writes or reads. In clusters of `cluster` blocks, unless that is 0.
 template <typename... Parameters, typename... Arguments>
-int launch(const char* what, void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared,
-           void* stream, Arguments... arguments) {
+int launch_in_clusters(const char* what, void (*kernel)(Parameters...), int cluster, dim3 grid,
+                       int threads, size_t shared, void* stream, Arguments... arguments) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return 0;
   if (shared >
       32 * 1024) {  // beyond 48 KiB, static shared memory counted in, a kernel has to ask for it
@@ -45,17 +45,32 @@ int launch(const char* what, void (*kernel)(Parameters...), dim3 grid, int threa
         what);
     if (status) return status;
   }
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2];
+  int count = 0;
+  if (device().dependent_launch) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count].val.clusterDim.x = cluster;
+    attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
+    ++count;
+  }
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared;
   config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &attribute;
-  config.numAttrs = device().dependent_launch ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = count;
   return check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...), what);
+}
+
+template <typename... Parameters, typename... Arguments>
+int launch(const char* what, void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared,
+           void* stream, Arguments... arguments) {
+  return launch_in_clusters(what, kernel, 0, grid, threads, shared, stream, arguments...);
 }
 
 // Calls body with a value of the dtype's C++ type.
@@ -103,6 +118,15 @@ __device__ __forceinline__ void let_successor_start() {
 __device__ __forceinline__ void wait_for_predecessor() {
   wait_for_predecessor_alone();
   let_successor_start();
+}
+
+// What this thread wrote, or has seen written, is seen by whoever sees what it writes after this,
+// on the whole device. __threadfence() has all fences in one order besides, which takes
+// microseconds while copies are on their way.
+__device__ __forceinline__ void device_fence() {
+#if defined(__CUDA_ARCH__)
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+#endif
 }
 
 // ---------------------------------------------------------------- device: numbers

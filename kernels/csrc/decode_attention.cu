@@ -131,7 +131,7 @@ struct Copies {
   static constexpr int kBytes = kRing + 2 * kDepth * 8 + 96;  // a multiple of 128
 
   char* const ring;
-  uint64_t policy = 0;  // how long the L2 cache keeps tiles
+  uint64_t policy = 0;                        // how long the L2 cache keeps tiles
   unsigned int asked[2] = {}, taken[2] = {};  // keys, values
   const X* keys = nullptr;
   const X* values = nullptr;
@@ -246,14 +246,16 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
   const int begin = team < teams ? start_of(team) : 0, end = team < teams ? start_of(team + 1) : 0;
 
   Source source(own_shared, task.groups == 1);  // whether a tile is read once
-  // the part in hand: tiles first_tile .. last_tile
-  int row = 0, pass = 0, tiles = 0, rounded = 0, first_tile = 0, last_tile = 0;
-  int item_begin = 0;         // of (row, pass), in the order of all tiles
-  int ids = 0, ids_base = 0;  // 32 entries of the block table, one a lane
+  int ids = 0, ids_base = 0;                    // 32 entries of the block table, one a lane
   const X* const cache = static_cast<const X*>(task.cache);
   const int64_t head_stride = int64_t(task.block_tokens) * D;
 
+  struct Part {  // tiles first_tile .. last_tile of a pass over a row
+    int row, pass, tiles, rounded, first_tile, last_tile;
+    int item_begin;  // of (row, pass), in the order of all tiles
+  };
   auto find = [&](int at) {  // the part that begins with tile `at`
+    Part part;
     const int target = at / per_row;
     int low = 0, high = task.num_rows;  // prefix[low] <= target < prefix[high]
     while (high - low > 1) {
@@ -263,60 +265,70 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
       else
         high = middle;
     }
-    row = low;
-    tiles = (task.context_lens[row] + kTile - 1) / kTile;
-    rounded = prefix[row + 1] - prefix[row];
-    const int within = at - prefix[row] * per_row;
-    pass = within / rounded;
-    first_tile = within - pass * rounded;
-    last_tile = min(tiles, first_tile + (end - at));
-    item_begin = at - first_tile;
+    part.row = low;
+    part.tiles = (task.context_lens[low] + kTile - 1) / kTile;
+    part.rounded = prefix[low + 1] - prefix[low];
+    const int within = at - prefix[low] * per_row;
+    part.pass = within / part.rounded;
+    part.first_tile = within - part.pass * part.rounded;
+    part.last_tile = min(part.tiles, part.first_tile + (end - at));
+    part.item_begin = at - part.first_tile;
+    return part;
   };
-  auto load_ids = [&](int tile) {
+  auto load_ids = [&](const Part& part, int tile) {
     ids_base = tile * kTile / task.block_tokens;
-    const int entries = (tiles * kTile + task.block_tokens - 1) / task.block_tokens;
+    const int entries = (part.tiles * kTile + task.block_tokens - 1) / task.block_tokens;
     const int entry = min(ids_base + lane, entries - 1);
-    ids = task.block_tables[row * task.table_stride + entry];
+    ids = task.block_tables[part.row * task.table_stride + entry];
   };
-  auto tile_address = [&](int tile) {  // of the tile's first key
+  auto tile_address = [&](const Part& part, int tile) {  // of the tile's first key
     const int token = tile * kTile, entry = token / task.block_tokens;
-    if (entry - ids_base >= 32) load_ids(tile);
+    if (entry - ids_base >= 32) load_ids(part, tile);
     const int64_t id = __shfl_sync(kAll, ids, entry - ids_base);
-    return cache + (id * 2 * task.kv_heads + pass / task.groups) * head_stride +
+    return cache + (id * 2 * task.kv_heads + part.pass / task.groups) * head_stride +
            token % task.block_tokens * D;
   };
-  auto ask_keys = [&](int tile) { source.ask_keys(tile_address(tile)); };
-  auto ask_values = [&](int tile) {
-    source.ask_values(tile_address(tile) + task.kv_heads * head_stride,
-                      task.context_lens[row] - tile * kTile);
+  auto ask_keys = [&](const Part& part, int tile) { source.ask_keys(tile_address(part, tile)); };
+  auto ask_values = [&](const Part& part, int tile) {
+    source.ask_values(tile_address(part, tile) + task.kv_heads * head_stride,
+                      task.context_lens[part.row] - tile * kTile);
   };
-
   bool waited = false;
-  int at = begin;
-  while (at < end) {
-    find(at);
-    const int my_tile = first_tile + member;  // this warp takes every TEAM-th
-    load_ids(min(my_tile, tiles - 1));
-    const int context = task.context_lens[row];
+  auto begin_part = [&](int at) {
+    const Part part = find(at);
+    const int my_tile = part.first_tile + member;  // this warp takes every TEAM-th
+    load_ids(part, min(my_tile, part.tiles - 1));
 #pragma unroll
     for (int ahead = 0; ahead < Source::kDepth; ++ahead) {
       const int tile = my_tile + ahead * TEAM;
       // The newest token is written by the kernel before this one; all others may be read ahead of
       // it.
-      if (!waited && tile >= tiles - 1) {
+      if (!waited && tile >= part.tiles - 1) {
         wait_for_predecessor();
         waited = true;
       }
-      if (tile < last_tile) {
-        ask_keys(tile);
-        ask_values(tile);
+      if (tile < part.last_tile) {
+        ask_keys(part, tile);
+        ask_values(part, tile);
       }
     }
     if (!waited) {
       wait_for_predecessor();
       waited = true;
     }
+    return part;
+  };
+  // Tiles of the next part are asked for before this one's results are handed over, unless both
+  // need the same shared memory, or registers.
+  constexpr bool kEarly = TEAM == 1 && Source::kDepth > 1;
 
+  int at = begin;
+  Part part = {};
+  if (at < end) part = begin_part(at);
+  while (at < end) {
+    const int row = part.row, pass = part.pass, tiles = part.tiles, first_tile = part.first_tile,
+              last_tile = part.last_tile, item_begin = part.item_begin;
+    const int my_tile = first_tile + member, context = task.context_lens[row];
     const int kv_head = pass / task.groups, first_head = pass % task.groups * kGroup;
     const int heads = min(kGroup, task.group - first_head);  // of this pass
     const int head = kv_head * task.group + first_head;      // the first of them
@@ -346,7 +358,7 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
         multiply_add<X>(scores[1], low.z, high.z, low.w, high.w, q[c].z, q[c].w);
       }
       const int later = tile + Source::kDepth * TEAM;
-      if (later < last_tile) ask_keys(later);
+      if (later < last_tile) ask_keys(part, later);
       float p[4];  // tokens g and g + 8, heads 2t and 2t + 1
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -403,8 +415,10 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
                           __byte_perm(words[2], words[3], 0x7632), p0, p1);
         }
       }
-      if (later < last_tile) ask_values(later);
+      if (later < last_tile) ask_values(part, later);
     }
+    at = last_tile == tiles ? item_begin + part.rounded : at + last_tile - first_tile;
+    if (kEarly && at < end) part = begin_part(at);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       sum[i] += __shfl_xor_sync(kAll, sum[i], 4);
@@ -478,7 +492,7 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
       }
     }
     if (!whole) {
-      __threadfence();
+      device_fence();
       if (TEAM == 1)
         __syncwarp();
       else
@@ -496,7 +510,7 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
       if (arrived == unsigned(tiles)) {
         if (TEAM == 1 ? lane == 0 : threadIdx.x == 0)
           task.counters[item] = 0;  // for the next launch
-        __threadfence();
+        device_fence();
         const int from = owner_of(item_begin), to = owner_of(item_begin + tiles - 1);
         for (int h = member; h < heads; h += TEAM) {
           // lane w holds the maximum and the sum of part w; more than 32 parts take turns
@@ -540,7 +554,7 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
       }
       if (TEAM > 1) __syncthreads();  // before `arrivals` is written again
     }
-    at = last_tile == tiles ? item_begin + rounded : at + last_tile - first_tile;
+    if (!kEarly && at < end) part = begin_part(at);
   }
   if (!waited) wait_for_predecessor();
 

@@ -665,12 +665,12 @@ struct Consumer {
   __device__ __forceinline__ void combine(const float* partial, int pair, int row, int first_head,
                                           int group) {
     bool* const is_last = reinterpret_cast<bool*>(totals);
-    __threadfence();
+    device_fence();
     sync_consumers();
     if (threadIdx.x == 0) {
       *is_last = atomicAdd(task.unit_counters + pair, 1u) == unsigned(task.splits - 1);
       if (*is_last) task.unit_counters[pair] = 0;
-      __threadfence();
+      device_fence();
     }
     sync_consumers();
     if (!*is_last) return;

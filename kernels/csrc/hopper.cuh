@@ -193,10 +193,51 @@ __device__ __forceinline__ int cluster_rank() {
   return int(rank);
 }
 
-// Every thread of every block of the cluster. It orders no memory but what fence_barriers() has.
-__device__ __forceinline__ void cluster_sync() {
+// Every thread of every block of the cluster, at once or in its two halves. It orders no memory but
+// what fence_barriers() has.
+__device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_sync() {
+  cluster_arrive();
+  cluster_wait();
+}
+
+// The address in block `rank` of what lies at `pointer` in this one.
+__device__ __forceinline__ uint32_t address_in(const void* pointer, int rank) {
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(there)
+               : "r"(shared_address(pointer)), "r"(rank));
+  return there;
+}
+
+// 16 bytes to another block's shared memory, counted by a barrier of that block.
+__device__ __forceinline__ void send(uint32_t to, float a, float b, float c, float d,
+                                     uint32_t barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(to),
+      "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier)
+      : "memory");
+}
+
+// For what other blocks send.
+__device__ __forceinline__ void barrier_wait_for_cluster(uint64_t* barrier, int parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra finished;\n"
+      "bra again;\n"
+      "finished:\n"
+      "}\n" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
 }
 
 // Arrives at the barrier that stands at the same place in block `rank` of the cluster. For barriers

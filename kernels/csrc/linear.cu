@@ -260,7 +260,7 @@ __global__ void __launch_bounds__(32 * WK * WM, BLOCKS) linear(const __grid_cons
         const float4 part = make_float4(values[0][0], values[0][1], values[1][0], values[1][1]);
         __stcg(tile_partials + slice * items + item, part);
       }
-      __threadfence();
+      device_fence();
       __syncthreads();
       if (threadIdx.x == 0) {
         is_last = atomicAdd(task.counters + tile, 1u) == unsigned(task.slices - 1);
@@ -268,7 +268,7 @@ __global__ void __launch_bounds__(32 * WK * WM, BLOCKS) linear(const __grid_cons
       }
       __syncthreads();
       if (!is_last) continue;
-      __threadfence();
+      device_fence();
     }
     for (int item = threadIdx.x; item < items; item += S::kThreads) {
       if (!whole || item != threadIdx.x)

@@ -1,16 +1,15 @@
-// What the parts of linear_many_sm90a.cu share: the task, the sizes of a tile, and who computes
-// which.
+// What linear_many_sm90a.cu and linear_split_sm90a.cu share: the task and the sizes of a tile; and
+// of the first, who computes which.
 #pragma once
 #include "group_product.cuh"
 
 namespace tridecode {
-namespace {
 
 // What becomes of the product: out as it is, or SwiGLU; or queries, keys and values, keys and
 // values also to the cache, queries and keys rotated first or not.
 enum Mode { kPlain, kGated, kCached, kRotated };
 
-struct Task {
+struct ProductTask {
   void* out;
   const void* x;
   const void* weight;
@@ -29,6 +28,13 @@ struct Task {
   void* cache;
   int heads, kv_heads, head_size, block_tokens;
 };
+
+// The blocks that linear_split_sm90a.cu shares each tile's inputs among: 1, 2 or 3, or 0 where
+// linear_many_sm90a.cu is faster, or there are more than 64 tokens.
+int split_of(const ProductTask& task, Mode mode);
+int run_linear_split(const ProductTask& task, Mode mode, int split, int dtype, void* stream);
+
+namespace {
 
 constexpr int kGroups = 2;                     // warp groups that multiply
 constexpr int kThreads = 128 * kGroups + 128;  // and one of which a thread copies

@@ -1,4 +1,5 @@
-// The results of linear_many_sm90a.cu: from the sums in a warp group's registers to memory.
+// The results of linear_many_sm90a.cu and linear_split_sm90a.cu: from the sums in a warp group's
+// registers to memory.
 #pragma once
 #include "linear_many.cuh"
 
@@ -19,7 +20,7 @@ struct Finish {
   static constexpr int kParts = N / S::kPart;
   static constexpr int kSecondHalf = S::kPart * 64;
 
-  const Task& task;
+  const ProductTask& task;
   const CUtensorMap* out_map;
   const CUtensorMap* residual_map;
   char* buffers;      // of this warp group
@@ -151,7 +152,8 @@ struct Finish {
   }
 
   // Into the L2 cache, what rotate_all and keep will read: `index` of `count` threads.
-  static __device__ __forceinline__ void prefetch_tables(const Task& task, int index, int count) {
+  static __device__ __forceinline__ void prefetch_tables(const ProductTask& task, int index,
+                                                         int count) {
     if (MODE != kCached && MODE != kRotated) return;
     for (int token = index; token < task.tokens; token += count) {
       if (token % 32 == 0) prefetch_l2(task.kv_slots + token);
@@ -164,32 +166,50 @@ struct Finish {
     }
   }
 
+  // Of some of the lane's tokens, what their pairs of queries and keys are turned by.
+  static constexpr int kBatch = N < 32 ? N / 4 : 8;
+  struct Angles {
+    float cosines[kBatch], sines[kBatch];
+  };
+
+  __device__ __forceinline__ bool rotates(int column) const {
+    return MODE == kRotated && column / task.head_size < task.heads + task.kv_heads;
+  }
+
+  // Of the lane's tokens from the `first`th on.
+  __device__ __forceinline__ void ask_angles(Angles& angles, int column, int token, int first) {
+    const int half = task.head_size / 2, lane = threadIdx.x % 32;
+    const int d = column % task.head_size + threadIdx.x / 32 % 4 * 8 + lane / 4;
+    int at[kBatch];
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {
+      const int mine = token + (first + k) / 2 * 8 + lane % 4 * 2 + k % 2;
+      at[k] = task.positions[min(mine, task.tokens - 1)] * half + d;
+    }
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k)
+      angles.cosines[k] = task.cos[at[k]], angles.sines[k] = task.sin[at[k]];
+  }
+
+  __device__ __forceinline__ void turn(float (&c)[N / 2], const Angles& angles, int first) {
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {
+      float& a = c[(first + k) / 2 * 4 + k % 2];
+      float& b = c[(first + k) / 2 * 4 + 2 + k % 2];
+      const float x = a, y = b;
+      a = x * angles.cosines[k] - y * angles.sines[k];
+      b = y * angles.cosines[k] + x * angles.sines[k];
+    }
+  }
+
   // Turns the pairs of queries and keys.
-  __device__ __forceinline__ void rotate_all(float (&c)[N / 2], int column, int first_token) {
-    const int size = task.head_size, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    if (column / size >= task.heads + task.kv_heads) return;
-    const int d = column % size + warp * 8 + lane / 4;
-    constexpr int kBatch = N < 32 ? N / 4 : 8;  // tokens whose angles are asked for together
+  __device__ __forceinline__ void rotate_all(float (&c)[N / 2], int column, int token) {
+    if (!rotates(column)) return;
 #pragma unroll
     for (int first = 0; first < N / 4; first += kBatch) {
-      int angles[kBatch];
-      float cosines[kBatch], sines[kBatch];
-#pragma unroll
-      for (int k = 0; k < kBatch; ++k) {
-        const int token = first_token + (first + k) / 2 * 8 + lane % 4 * 2 + k % 2;
-        angles[k] = task.positions[min(token, task.tokens - 1)] * (size / 2) + d;
-      }
-#pragma unroll
-      for (int k = 0; k < kBatch; ++k)
-        cosines[k] = task.cos[angles[k]], sines[k] = task.sin[angles[k]];
-#pragma unroll
-      for (int k = 0; k < kBatch; ++k) {
-        float& a = c[(first + k) / 2 * 4 + k % 2];
-        float& b = c[(first + k) / 2 * 4 + 2 + k % 2];
-        const float x = a, y = b;
-        a = x * cosines[k] - y * sines[k];
-        b = y * cosines[k] + x * sines[k];
-      }
+      Angles angles;
+      ask_angles(angles, column, token, first);
+      turn(c, angles, first);
     }
   }
 

@@ -1,5 +1,5 @@
 // The product of 3 tokens and more: out = activation(x * weight^T + bias) + residual, with Hopper's
-// own instructions.
+// own instructions. Of few tokens and few rows: linear_split_sm90a.cu, which is launched from here.
 //
 // A cluster of two blocks computes 256 rows of the weight times N tokens, 128 rows a block and 64 a
 // warp group. One warp keeps a ring of bulk copies in flight: 128 rows of 64 inputs of the weight
@@ -16,7 +16,7 @@
 //
 // Bytes moved: outputs * inputs * sizeof(X), once, where tokens are few.
 // Bench: python -m tridecode.kernels.bench linear
-#include "linear_many_results.cuh"
+#include "linear_many_stages.cuh"
 
 namespace tridecode {
 namespace {
@@ -43,8 +43,8 @@ struct Stages {
 
 template <typename X, int N, Mode MODE>
 __device__ __forceinline__ void copy_stages(const CUtensorMap* weight_map, const CUtensorMap* x_map,
-                                            const Task& task, const Division& division, char* base,
-                                            uint64_t* full, uint64_t* empty) {
+                                            const ProductTask& task, const Division& division,
+                                            char* base, uint64_t* full, uint64_t* empty) {
   using S = Shape<N>;
   const int rank = cluster_rank(), cluster = blockIdx.x / 2;
   const uint64_t weight_policy = division.token_tiles == 1 ? evict_first() : evict_normally();
@@ -54,14 +54,7 @@ __device__ __forceinline__ void copy_stages(const CUtensorMap* weight_map, const
     const int row = at.part.row_tile * kClusterRows + rank * kBlockRows;
     barrier_expect(full + stage, S::kStageBytes);
     const int input = at.step * kStageInputs;
-    if (MODE == kGated) {
-      copy_paired(to, weight_map, input, row / 16, full + stage, weight_policy);
-    } else if (MODE == kRotated) {
-      const int half = task.head_size / 2, pair = row / 2;
-      copy_heads(to, weight_map, input, pair % half / 8, pair / half, full + stage, weight_policy);
-    } else {
-      copy_box(to, weight_map, input, row, full + stage, weight_policy);
-    }
+    copy_weight<MODE>(to, weight_map, input, row, task.head_size, full + stage, weight_policy);
   };
   auto copy_x = [&](const Stages& at, int stage) {
     copy_box_to_both(base + stage * S::kStageBytes + S::kWeightBytes + rank * (N / 2) * 128, x_map,
@@ -90,32 +83,43 @@ __device__ __forceinline__ void copy_stages(const CUtensorMap* weight_map, const
 // A cluster leaves one part at most: the first of its walk. Thread by thread the sums lie as the
 // registers do.
 template <int N>
-__device__ __forceinline__ float4* partial_of(const Task& task, int cluster, int group) {
+__device__ __forceinline__ float4* partial_of(const ProductTask& task, int cluster, int group) {
   const int block = cluster * 2 + cluster_rank();
   return task.partials + int64_t(block * kGroups + group) * (N / 8) * 128 + threadIdx.x % 128;
 }
 
-__device__ __forceinline__ unsigned int* flag_of(const Task& task, int cluster, int group) {
+__device__ __forceinline__ unsigned int* flag_of(const ProductTask& task, int cluster, int group) {
   return task.counters + (cluster * 2 + cluster_rank()) * kGroups + group;
 }
 
+// The flag is set by a warp that has nothing else to do: the fence before it takes microseconds
+// while copies are on their way, and the products go on.
 template <int N>
-__device__ __forceinline__ void leave_sums(const float (&c)[N / 2], const Task& task, int cluster,
-                                           int group) {
+__device__ __forceinline__ void leave_sums(const float (&c)[N / 2], const ProductTask& task,
+                                           int cluster, int group) {
   float4* const to = partial_of<N>(task, cluster, group);
 #pragma unroll
   for (int i = 0; i < N / 8; ++i)
     __stcg(to + i * 128, make_float4(c[4 * i], c[4 * i + 1], c[4 * i + 2], c[4 * i + 3]));
-  group_sync(group);
-  if (threadIdx.x % 128 == 0) {
-    __threadfence();
+  asm volatile("bar.arrive %0, 160;" ::"r"(kGroups + 1 + group) : "memory");
+}
+
+// In one warp for each group that multiplies: tells that its sums are there, where it leaves any.
+__device__ __forceinline__ void tell_of_sums(const ProductTask& task, const Division& division,
+                                             int cluster, int group) {
+  Walk walk(division, cluster);
+  Part part;
+  if (!walk.take(division, part) || part.begin == 0) return;
+  asm volatile("bar.sync %0, 160;" ::"r"(kGroups + 1 + group) : "memory");
+  if (threadIdx.x % 32 == 0) {
+    device_fence();
     atomicExch(flag_of(task, cluster, group), 1u);
   }
 }
 
 // Adds what the `sharers` clusters after this one have left.
 template <int N>
-__device__ __forceinline__ void add_sums(float (&c)[N / 2], const Task& task, int cluster,
+__device__ __forceinline__ void add_sums(float (&c)[N / 2], const ProductTask& task, int cluster,
                                          int sharers, int group) {
   for (int i = threadIdx.x % 128; i < sharers; i += 128) {
     unsigned int* const flag = flag_of(task, cluster + 1 + i, group);
@@ -136,42 +140,6 @@ __device__ __forceinline__ void add_sums(float (&c)[N / 2], const Task& task, in
   }
 }
 
-// The products of a warp group with the stages of a part.
-template <typename X, int N>
-struct Products {
-  using S = Shape<N>;
-  const char* base;
-  uint64_t* full;
-  uint64_t* empty;
-  int stage = 0, parity = 0;
-
-  // c = the sums of `steps` stages. Each is given back, to the copying threads of both blocks, when
-  // the next one's products are under way.
-  __device__ __forceinline__ void add_up(float (&c)[N / 2], int steps, int group) {
-    const int lane = threadIdx.x % 32;
-    int held = -1;  // the stage that running products still read
-    for (int step = 0; step < steps; ++step) {
-      barrier_wait(full + stage, parity);
-      const char* const weights = base + stage * S::kStageBytes;
-      const uint64_t a = descriptor(weights + group * 64 * 128, 1024),
-                     b = descriptor(weights + S::kWeightBytes, 1024);
-      group_fence();
-#pragma unroll
-      for (int k = 0; k < kStageInputs / 16; ++k)  // 32 bytes on: 2 units of 16
-        group_multiply_add<X, N>(c, a + 2 * k, b + 2 * k, step > 0 || k > 0);
-      commit_group();
-      wait_groups<1>();
-      if (held >= 0 && lane < 2) barrier_arrive_at(empty + held, lane);
-      held = stage;
-      if (++stage == S::kStages) stage = 0, parity ^= 1;
-    }
-    wait_groups<0>();
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(c[i])::"memory");
-    if (lane < 2) barrier_arrive_at(empty + held, lane);
-  }
-};
-
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
 template <typename X, int N, Mode MODE>
@@ -179,7 +147,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, Shape<N>::
     linear_many(const __grid_constant__ CUtensorMap weight_map,
                 const __grid_constant__ CUtensorMap x_map,
                 const __grid_constant__ CUtensorMap out_map,
-                const __grid_constant__ CUtensorMap residual_map, const __grid_constant__ Task task,
+                const __grid_constant__ CUtensorMap residual_map,
+                const __grid_constant__ ProductTask task,
                 const __grid_constant__ Division division) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using S = Shape<N>;
@@ -206,11 +175,13 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, Shape<N>::
       const int index = threadIdx.x - kGroups * 128 - 32;  // not beside the copying thread
       if (index >= 0)
         Finish<X, N, MODE>::prefetch_tables(task, blockIdx.x * 96 + index, gridDim.x * 96);
+      const int helped = threadIdx.x / 32 % 4 - 1;
+      if (helped >= 0 && helped < kGroups) tell_of_sums(task, division, cluster, helped);
     }
   } else {
     if (!S::kSlim) take_registers<232>();
     wait_for_predecessor();
-    Products<X, N> products{base, full, empty};
+    Products<X, N, S, 2> products{base, full, empty};
     Finish<X, N, MODE> finish{
         task,           &out_map,
         &residual_map,  base + S::kStages * S::kStageBytes + group * kBuffers * S::kBufferBytes,
@@ -250,37 +221,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, Shape<N>::
 #endif
 }
 
-// Boxes of `box_rows` rows of `width` numbers.
-int encode(CUtensorMap* map, const void* matrix, int64_t rows, int64_t columns, int64_t stride,
-           int box_rows, int width, int dtype) {
-  const cuuint64_t sizes[] = {cuuint64_t(columns), cuuint64_t(rows)},
-                   strides[] = {cuuint64_t(stride * 2)};
-  const cuuint32_t box[] = {cuuint32_t(width), cuuint32_t(box_rows)};
-  return encode_map(map, matrix, 2, sizes, strides, box, dtype);
-}
-
-// Of the weight, 128 rows: in order, or each 8 followed by the 8 of their pairs.
-int encode_weight(CUtensorMap* map, const Task& task, Mode mode, int dtype) {
-  const cuuint64_t row = cuuint64_t(task.weight_stride) * 2, inputs = task.inputs;
-  if (mode == kGated) {  // (inputs, 8, gate and up, groups of 8)
-    const cuuint64_t half = task.outputs / 2, sizes[] = {inputs, 8, 2, half / 8},
-                     strides[] = {row, half * row, 8 * row};
-    const cuuint32_t box[] = {kStageInputs, 8, 2, kBlockRows / 16};
-    return encode_map(map, task.weight, 4, sizes, strides, box, dtype);
-  }
-  if (mode == kRotated) {  // (inputs, 8, halves, groups of 8, heads)
-    const cuuint64_t size = task.head_size, groups = size / 16,
-                     sizes[] = {inputs, 8, 2, groups, task.outputs / size},
-                     strides[] = {row, size / 2 * row, 8 * row, size * row};
-    const cuuint32_t near = groups < 8 ? groups : 8, box[] = {kStageInputs, 8, 2, near, 8 / near};
-    return encode_map(map, task.weight, 5, sizes, strides, box, dtype);
-  }
-  return encode(map, task.weight, task.outputs, task.inputs, task.weight_stride, kBlockRows,
-                kStageInputs, dtype);
-}
-
 template <typename X, int N, Mode MODE>
-int run(const Task& task, const Division& division, int dtype, void* stream) {
+int run(const ProductTask& task, const Division& division, int dtype, void* stream) {
   using S = Shape<N>;
   constexpr int kWidth = MODE == kGated || MODE == kRotated ? 32 : 64;
   const int columns = MODE == kGated ? task.outputs / 2 : task.outputs;
@@ -301,8 +243,10 @@ int run(const Task& task, const Division& division, int dtype, void* stream) {
 }
 
 template <typename X, int N>
-int run_mode(const Task& task, Mode mode, const Division& division, int dtype, void* stream) {
-  if (mode == kRotated) return run<X, N, kRotated>(task, division, dtype, stream);
+int run_mode(const ProductTask& task, Mode mode, const Division& division, int dtype,
+             void* stream) {
+  if constexpr (N < 256)  // whose rotation does not fit in the registers
+    if (mode == kRotated) return run<X, N, kRotated>(task, division, dtype, stream);
   if (mode == kCached) return run<X, N, kCached>(task, division, dtype, stream);
   if constexpr (N > 16)  // SwiGLU stores four times 8 tokens at once
     if (mode == kGated) return run<X, N, kGated>(task, division, dtype, stream);
@@ -312,7 +256,7 @@ int run_mode(const Task& task, Mode mode, const Division& division, int dtype, v
 constexpr int kSizes[] = {16, 32, 64, 96, 128, 192, 256};
 
 // Whole tiles, unless the last round would leave many clusters idle.
-Division divide(const Task& task, int n) {
+Division divide(const ProductTask& task, int n) {
   Division division;
   division.token_tiles = ceil_div(task.tokens, n);
   division.row_tiles = ceil_div(task.outputs, kClusterRows);
@@ -329,13 +273,14 @@ Division divide(const Task& task, int n) {
 
 // The fewest tiles of tokens, and of those the smallest.
 int choose_tokens(int tokens, Mode mode) {
-  const int each = ceil_div(tokens, ceil_div(tokens, 256));
+  const int most = mode == kRotated ? 192 : 256;
+  const int each = ceil_div(tokens, ceil_div(tokens, most));
   for (int size : kSizes)
     if (size >= each && !(mode == kGated && size < 32)) return size;
-  return 256;
+  return most;
 }
 
-int check_task(const Task& task, Mode mode) {
+int check_task(const ProductTask& task, Mode mode) {
   if (device().capability != 90) return fail("linear_many: needs compute capability 9.0");
   if (mode != kPlain && (task.residual || task.out_float32))
     return fail("linear_many: a residual or a float32 result of SwiGLU or of queries and keys");
@@ -362,35 +307,38 @@ int tridecode_linear_many(void* out, const void* x, const void* weight, const vo
                           const float* sin, const int* positions, const int* kv_slots, void* cache,
                           int heads, int kv_heads, int head_size, int block_tokens, void* scratch,
                           int64_t scratch_bytes, unsigned int* counters, int num_counters,
-                          int dtype, void* stream) {
+                          int split, int dtype, void* stream) {
   const Mode mode = cache ? cos ? kRotated : kCached : activation == kSwiglu ? kGated : kPlain;
-  const Task task = {out,
-                     x,
-                     weight,
-                     bias,
-                     residual,
-                     x_stride,
-                     weight_stride,
-                     residual_stride,
-                     out_stride,
-                     num_tokens,
-                     inputs,
-                     outputs,
-                     activation,
-                     out_float32,
-                     static_cast<float4*>(scratch),
-                     counters,
-                     cos,
-                     sin,
-                     positions,
-                     kv_slots,
-                     cache,
-                     heads,
-                     kv_heads,
-                     head_size,
-                     block_tokens};
+  const ProductTask task = {out,
+                            x,
+                            weight,
+                            bias,
+                            residual,
+                            x_stride,
+                            weight_stride,
+                            residual_stride,
+                            out_stride,
+                            num_tokens,
+                            inputs,
+                            outputs,
+                            activation,
+                            out_float32,
+                            static_cast<float4*>(scratch),
+                            counters,
+                            cos,
+                            sin,
+                            positions,
+                            kv_slots,
+                            cache,
+                            heads,
+                            kv_heads,
+                            head_size,
+                            block_tokens};
   const int status = check_task(task, mode);
   if (status) return status;
+  const bool can_split = mode != kGated && num_tokens <= 64;
+  if (split < 0) split = split_of(task, mode);
+  if (split > 0 && can_split) return run_linear_split(task, mode, split, dtype, stream);
   const int n = choose_tokens(num_tokens, mode);
   const Division division = divide(task, n);
   const int64_t needed = int64_t(division.clusters) * 2 * kGroups * (n / 8) * 128 * 16;

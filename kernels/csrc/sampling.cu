@@ -517,7 +517,7 @@ __global__ void __launch_bounds__(kThreads) sample(const __grid_constant__ Task 
     __stcg(ranks + 2 * blockIdx.x, largest);
     __stcg(ranks + 2 * blockIdx.x + 1, winner);
   }
-  __threadfence();
+  device_fence();
   __syncthreads();
   if (threadIdx.x == 0) {
     is_last = atomicAdd(task.counters + index, 1u) == gridDim.x - 1;
@@ -525,7 +525,7 @@ __global__ void __launch_bounds__(kThreads) sample(const __grid_constant__ Task 
   }
   __syncthreads();
   if (!is_last) return;
-  __threadfence();
+  device_fence();
 
   // ---- the last block of the row
   largest = winner = 0;

@@ -1,5 +1,6 @@
-"""csrc/linear_many_sm90a.cu against float64: every size of its tiles, tiles shared by clusters and not, and
-all that it does besides multiplying. It runs here whether it would be chosen or not."""
+"""csrc/linear_many_sm90a.cu and linear_split_sm90a.cu against float64: every size of their tiles, shared by
+clusters, by the blocks of one and not, and all that they do besides multiplying. They run here whether they
+would be chosen or not."""
 
 from __future__ import annotations
 
@@ -12,12 +13,15 @@ from tests.kernels.conftest import Place
 from tests.kernels.numeric import assert_close
 from tests.kernels.test_linear import make_heads, make_linear, product64
 from tridecode.kernels.cuda_products import fuses_heads
-from tridecode.kernels.ops import Linear
+from tridecode.kernels.ops import Linear, Norm
 
 pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.float16, torch.bfloat16]
 TOKENS = [1, 5, 16, 17, 33, 64, 70, 97, 128, 150, 192, 193, 256, 257, 600]
+#: tokens, and among how many blocks linear_split_sm90a.cu shares the inputs; 0: linear_many_sm90a.cu
+WAYS = [(tokens, 0) for tokens in TOKENS]
+WAYS += [(tokens, split) for tokens in TOKENS if tokens <= 64 for split in (1, 2, 3)]
 #: (inputs, outputs): one stage, odd ends, many stages of few tiles, many tiles
 SHAPES = [(64, 128), (72, 264), (520, 1000), (4096, 512), (512, 9216)]
 
@@ -38,9 +42,10 @@ def place(ops, request: pytest.FixtureRequest) -> Place:
     return Place(ops, torch.device("cuda", 0), generator)
 
 
-def run(place: Place, x: Tensor, linear: Linear, out: Tensor, **how) -> None:
+def run(place: Place, x: Tensor, linear: Linear, out: Tensor, split: int, **how) -> None:
     """Twice, for a launch leaves the flags of shared tiles to the next one."""
     place.settle()
+    place.ops.split = split
     assert place.ops._is_many(x, linear, how.get("activation"), how.get("residual"), out)
     residual = how.get("residual")
     before = None if residual is None else residual.clone()
@@ -55,22 +60,26 @@ def run(place: Place, x: Tensor, linear: Linear, out: Tensor, **how) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("tokens", TOKENS)
-def test_bias_and_residual_are_added_in_place(place: Place, tokens: int, shape, dtype: torch.dtype):
+@pytest.mark.parametrize(("tokens", "split"), WAYS)
+def test_bias_and_residual_are_added_in_place(
+    place: Place, tokens: int, split: int, shape, dtype: torch.dtype
+):
     linear = make_linear(place, *shape, dtype)
     x, out = place.normal(tokens, shape[0], dtype=dtype), place.normal(tokens, shape[1], dtype=dtype)
     wanted = product64(x, linear) + out.double()
-    run(place, x, linear, out, residual=out)
+    run(place, x, linear, out, split, residual=out)
     assert_close("linear", out, wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", [None, "gelu_tanh", "gelu", "relu"])
-@pytest.mark.parametrize("tokens", [3, 40, 90, 200, 300])
-def test_activations(place: Place, tokens: int, activation: str | None, dtype: torch.dtype):
+@pytest.mark.parametrize(
+    ("tokens", "split"), [(3, 0), (3, 2), (40, 0), (40, 1), (40, 3), (90, 0), (200, 0), (300, 0)]
+)
+def test_activations(place: Place, tokens: int, split: int, activation: str | None, dtype: torch.dtype):
     linear = make_linear(place, 520, 1000, dtype, bias=activation != "relu")
     x, out = place.normal(tokens, 520, dtype=dtype), place.poison(tokens, 1000, dtype=dtype)
-    run(place, x, linear, out, activation=activation)
+    run(place, x, linear, out, split, activation=activation)
     wanted = product64(x, linear)
     if activation is not None:
         name = activation.removesuffix("_tanh")
@@ -86,24 +95,25 @@ def test_activations(place: Place, tokens: int, activation: str | None, dtype: t
 def test_swiglu(place: Place, tokens: int, inner: int, bias: bool, dtype: torch.dtype):
     linear = make_linear(place, 264, 2 * inner, dtype, bias)
     x, out = place.normal(tokens, 264, dtype=dtype), place.poison(tokens, inner, dtype=dtype)
-    run(place, x, linear, out, activation="swiglu")
+    run(place, x, linear, out, 0, activation="swiglu")
     both = product64(x, linear)
     assert_close("linear", out, F.silu(both[:, :inner]) * both[:, inner:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", [3, 20, 100, 300])
-def test_float32_results(place: Place, tokens: int, dtype: torch.dtype):
+@pytest.mark.parametrize(("tokens", "split"), [(3, 0), (3, 1), (20, 0), (20, 2), (60, 3), (100, 0), (300, 0)])
+def test_float32_results(place: Place, tokens: int, split: int, dtype: torch.dtype):
     linear = make_linear(place, 512, 1003, dtype, bias=False)
     x, out = place.normal(tokens, 512, dtype=dtype), place.poison(tokens, 1003, dtype=torch.float32)
-    run(place, x, linear, out)
+    run(place, x, linear, out, split)
     assert_close("logits", out, product64(x, linear))
 
 
-def test_rows_may_lie_apart(place: Place):
+@pytest.mark.parametrize("split", [0, 1])
+def test_rows_may_lie_apart(place: Place, split: int):
     linear = make_linear(place, 64, 48, torch.float16)
     wide, out = place.normal(50, 200, dtype=torch.float16), place.poison(50, 80, dtype=torch.float16)
-    run(place, wide[:, 8:72], linear, out[:, :48])
+    run(place, wide[:, 8:72], linear, out[:, :48], split)
     assert_close("linear", out[:, :48], product64(wide[:, 8:72], linear))
     assert torch.isnan(out[:, 48:]).all()
 
@@ -120,8 +130,9 @@ HEADS = [  # heads, kv heads, head size, rotary size
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("tokens", TOKENS)
-def test_heads_are_rotated_and_kept(place: Place, tokens: int, heads, dtype: torch.dtype):
+@pytest.mark.parametrize(("tokens", "split"), WAYS)
+def test_heads_are_rotated_and_kept(place: Place, tokens: int, split: int, heads, dtype: torch.dtype):
+    place.ops.split = split
     case = make_heads(place, tokens, 264, (*heads, False), dtype)
     out = case.project(place)
     assert place.ops._is_many(case.x, case.linear, None, None, out) and fuses_heads(case.heads)
@@ -137,8 +148,10 @@ def test_heads_are_rotated_and_kept(place: Place, tokens: int, heads, dtype: tor
     assert torch.isnan(held[others]).all()
 
 
-def test_captured_and_replayed(place: Place):
+@pytest.mark.parametrize("split", [0, 3])
+def test_captured_and_replayed(place: Place, split: int):
     """A graph of products that share tiles, replayed with other inputs."""
+    place.ops.split = split
     linear = make_linear(place, 4096, 512, torch.float16)
     x, out = place.normal(40, 4096, dtype=torch.float16), place.poison(40, 512, dtype=torch.float16)
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -151,3 +164,28 @@ def test_captured_and_replayed(place: Place):
         graph.replay()
         torch.cuda.synchronize()
         assert_close("linear", out, 2 * product64(x, linear))
+
+
+@pytest.mark.parametrize("tokens", [3, 60])
+def test_a_norm_lets_the_product_behind_it_start_but_not_read(place: Place, tokens: int):
+    """A chain whose kernels overlap gives the bits of one that is synchronised after each."""
+    place.ops.split = -1
+    size = 4096
+    narrow = make_linear(place, size, size, torch.float16)
+    wide = make_linear(place, size, 4 * size, torch.float16, bias=False)
+    norm = Norm(place.normal(size, dtype=torch.float16), place.normal(size, dtype=torch.float16), 1e-5)
+    x, inner = (place.normal(tokens, columns, dtype=torch.float16) for columns in (size, 4 * size))
+
+    def chain(after_each) -> Tensor:
+        hidden = x.clone()
+        for _ in range(20):
+            place.ops.linear(hidden, wide, norm=norm, activation="gelu_tanh", out=inner)
+            after_each()
+            place.ops.linear(inner[:, :size], narrow, out=hidden)
+            after_each()
+        return hidden
+
+    place.settle()
+    wanted = chain(torch.cuda.synchronize)
+    for _ in range(5):
+        assert torch.equal(chain(lambda: None), wanted)
