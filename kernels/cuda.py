@@ -23,7 +23,7 @@ from tridecode.kernels.cuda_base import (
     contiguous,
     pointer,
 )
-from tridecode.kernels.cuda_products import CudaProducts
+from tridecode.kernels.cuda_products import MANY_WEIGHTS, CudaProducts
 from tridecode.kernels.library import KernelError, current_stream
 from tridecode.kernels.ops import (
     NUM_FLOATS,
@@ -36,8 +36,12 @@ from tridecode.kernels.ops import (
     SamplingState,
 )
 
-#: up to this many decoding rows all layers are one launch, and with SwiGLU, whose products are wider
+#: up to this many decoding rows all layers of a model of small products are one launch, and with SwiGLU,
+#: whose products are wider
 LAYER_TOKENS, GATED_LAYER_TOKENS = 4, 2
+#: of a model whose products are large: csrc/linear_many_sm90a.cu's are faster from 2 rows on, with SwiGLU at
+#: once
+LARGE_LAYER_TOKENS, LARGE_GATED_LAYER_TOKENS = 1, 0
 #: the most that this launch takes
 MAX_LAYER_TOKENS = 8
 
@@ -168,6 +172,7 @@ class Cuda(CudaProducts):
             qkv.stride(0),
             out.stride(0),
             batch.block_tables.stride(0),
+            tokens,
             DTYPES[qkv.dtype],
             current_stream(self.device),
         )
@@ -231,8 +236,7 @@ class Cuda(CudaProducts):
         tokens = x.shape[0]
         if self.capability != 90 or x.dtype == torch.float32 or tokens != batch.num_decodes:
             return False
-        usual = GATED_LAYER_TOKENS if activation == "swiglu" else LAYER_TOKENS
-        if not 1 <= tokens <= (usual if self.layer_tokens is None else self.layer_tokens) or not layers:
+        if not layers or not 1 <= tokens <= self._most_layer_tokens(layers[0], activation):
             return False
         rope = heads.rope
         if heads.head_size not in (64, 128):
@@ -241,6 +245,14 @@ class Cuda(CudaProducts):
             return False
         inner = layers[0].down.weight.shape[1]
         return (x.shape[1] | heads.num_heads * heads.head_size | inner) % 64 == 0 and x.is_contiguous()
+
+    def _most_layer_tokens(self, layer: DecoderLayer, activation: str) -> int:
+        if self.layer_tokens is not None:
+            return self.layer_tokens
+        gated = activation == "swiglu"
+        if layer.dense.weight.numel() >= MANY_WEIGHTS:
+            return LARGE_GATED_LAYER_TOKENS if gated else LARGE_LAYER_TOKENS
+        return GATED_LAYER_TOKENS if gated else LAYER_TOKENS
 
     def _layer_table(
         self, layers: Sequence[DecoderLayer], heads: Heads, caches: Sequence[CacheLayer]

@@ -18,8 +18,8 @@ from tridecode.kernels.cuda_base import (
 from tridecode.kernels.library import current_stream
 from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm
 
-#: from 3 to this many tokens a product is csrc/linear_many_sm90a.cu's, where it takes it
-MANY_TOKENS = 64
+#: up to this many tokens a product of this many weights is csrc/linear_many_sm90a.cu's, where it takes it
+MANY_TOKENS, MANY_WEIGHTS = 64, 1 << 24
 #: up to this many tokens a small product normalises its input itself: more would take every block longer
 #: than a kernel
 FUSED_NORM_TOKENS = 2
@@ -353,7 +353,7 @@ def gains_by_many(tokens: int, inputs: int, outputs: int, *, gated: bool, qkv: b
 
     Over long prompts, which seem bound by power, cuBLAS was faster but for SwiGLU, which saves a pass there.
     """
-    if tokens <= 2 or outputs * inputs < 1 << 24:
+    if outputs * inputs < MANY_WEIGHTS:
         return False
     if tokens <= MANY_TOKENS:
         return fused or not qkv

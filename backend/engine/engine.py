@@ -194,9 +194,10 @@ class Engine:
         context = Context(self.ops, self.ranks, self.work, batch)
         x = self.work.hidden[: batch.num_tokens]
         if self.ranks.stage == 0:
-            self.ops.resolve_tokens(
-                batch.token_ids, batch.sample_slots[: batch.num_decodes], self.state.last_tokens
-            )
+            if batch.num_decodes:
+                self.ops.resolve_tokens(
+                    batch.token_ids, batch.sample_slots[: batch.num_decodes], self.state.last_tokens
+                )
             self.model.embed(context, x)
         else:
             self.ranks.receive(x)

@@ -70,7 +70,7 @@ int tridecode_linear(void* out, const void* x, const void* weight, const void* b
                      int interleaved, int block_tokens, void* scratch, int64_t scratch_bytes,
                      unsigned int* counters, int num_counters, int dtype, void* stream);
 
-// The same for 3 tokens and more on compute capability 9.0, see linear_many_sm90a.cu: x, weight,
+// The same for any number of tokens on compute capability 9.0, see linear_many_sm90a.cu: x, weight,
 // residual and a 16-bit out at multiples of 16 bytes, and their strides. activation 4: SwiGLU,
 // without a residual, of a multiple of 16 rows. With a cache: query, key and value, rotated by
 // halves of a whole head of 64, 128 or 256 where `cos` is given; else head_size a multiple of 8.
@@ -96,13 +96,14 @@ int tridecode_decode_attention(void* out, const void* qkv, const void* cache,
                                unsigned int* counters, int num_counters, int dtype, void* stream);
 
 // Rows first_row .. num_rows - 1 of the batch; qkv and out begin with the first token of first_row.
-// max_query: the longest of their query counts.
+// max_query: the longest of their query counts; num_tokens: their sum.
 int tridecode_prefill_attention(void* out, const void* qkv, const void* cache,
                                 const int* block_tables, const int* context_lens,
                                 const int* query_starts, const float* slopes, float scale,
                                 int first_row, int num_rows, int max_query, int heads, int kv_heads,
                                 int head_size, int block_tokens, int64_t qkv_stride,
-                                int64_t out_stride, int64_t table_stride, int dtype, void* stream);
+                                int64_t out_stride, int64_t table_stride, int num_tokens, int dtype,
+                                void* stream);
 
 // All layers of a decoder for 1 to 8 tokens of as many rows, see decoder_layers_sm90a.cu. layers:
 // what tridecode_decoder_table has made, in device memory. counters: zeroed once. in_flight: stages

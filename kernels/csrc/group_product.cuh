@@ -74,6 +74,37 @@ __device__ __forceinline__ void group_multiply_add(float (&c)[N / 2], uint64_t a
   }
 }
 
+// Columns of a matrix whose rows are inputs, 64 numbers in 128 bytes, in the 128-byte swizzle:
+// groups of 8 rows lie `group_bytes` apart, groups of 64 columns `part_bytes`.
+__device__ __forceinline__ uint64_t columns_descriptor(const void* pointer, int part_bytes,
+                                                       int group_bytes) {
+  return uint64_t((shared_address(pointer) & 0x3ffff) >> 4) | uint64_t(part_bytes >> 4) << 16 |
+         uint64_t(group_bytes >> 4) << 32 | uint64_t(1) << 62;
+}
+
+// clang-format off
+#define TRIDECODE_WGMMA_ROWS(type, n, registers, a0, a1, a2, a3, at_b, ...)                       \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {" registers      \
+               "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " at_b ", 1, 1, 1, 1;\n"                    \
+               : __VA_ARGS__                                                                      \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+#define TRIDECODE_ROWS_PRODUCT(type)                                                              \
+  if constexpr (N == 64) TRIDECODE_WGMMA_ROWS(type, "64", TRIDECODE_N64, "%32", "%33", "%34", "%35", "%36", TRIDECODE_C4(0)); \
+  if constexpr (N == 128) TRIDECODE_WGMMA_ROWS(type, "128", TRIDECODE_N128, "%64", "%65", "%66", "%67", "%68", TRIDECODE_C8(0))
+// clang-format on
+
+// c (64 x N) += a (64 x 16) * b (16 x N): a in registers, as multiply_add's, of the warp's 16 rows;
+// b by columns_descriptor().
+template <typename X, int N>
+__device__ __forceinline__ void group_multiply_add_rows(float (&c)[N / 2], const uint32_t (&a)[4],
+                                                        uint64_t b) {
+  if constexpr (std::is_same<X, half>::value) {
+    TRIDECODE_ROWS_PRODUCT("f16");
+  } else {
+    TRIDECODE_ROWS_PRODUCT("bf16");
+  }
+}
+
 __device__ __forceinline__ void group_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }

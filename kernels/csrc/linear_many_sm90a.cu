@@ -1,5 +1,5 @@
-// The product of 3 tokens and more: out = activation(x * weight^T + bias) + residual, with Hopper's
-// own instructions. Of few tokens and few rows: linear_split_sm90a.cu, which is launched from here.
+// out = activation(x * weight^T + bias) + residual with Hopper's own instructions, for any number
+// of tokens. Of few tokens and few rows: linear_split_sm90a.cu, which is launched from here.
 //
 // A cluster of two blocks computes 256 rows of the weight times N tokens, 128 rows a block and 64 a
 // warp group. One warp keeps a ring of bulk copies in flight: 128 rows of 64 inputs of the weight

@@ -1,4 +1,4 @@
-// The product of 3 to 64 tokens with a matrix of few rows: out = activation(x * weight^T + bias) +
+// The product of up to 64 tokens with a matrix of few rows: out = activation(x * weight^T + bias) +
 // residual, with Hopper's own instructions; linear_many_sm90a.cu's other half.
 //
 // A block computes 128 rows of the weight times all tokens, 64 rows a warp group. Where that would
@@ -279,6 +279,8 @@ int split_of(const ProductTask& task, Mode mode) {
 }
 
 int run_linear_split(const ProductTask& task, Mode mode, int split, int dtype, void* stream) {
+  const int steps = ceil_div(task.inputs, kStageInputs);
+  if (split > steps) split = steps;
   return for_16_bit_dtype(dtype, "linear_split", [&](auto zero) {
     using X = decltype(zero);
     if (task.tokens <= 16) return run_mode<X, 16>(task, mode, split, dtype, stream);

@@ -1,5 +1,6 @@
-// Causal attention of many query tokens a row, ragged, with or without ALiBi: fresh prompts read
-// keys and values from the projection's output, prompts with tokens in the cache from their pages.
+// Causal attention of many query tokens a row, ragged, with or without ALiBi (on Hopper most of it
+// is prefill_attention_sm90a.cu's): fresh prompts read keys and values from the projection's
+// output, prompts with tokens in the cache from their pages.
 //
 // A block takes 128 queries of one head, 16 a warp, and passes over the keys that they see in
 // tiles, two of which are in shared memory at a time: one in use, one on its way. Scores and output
@@ -8,7 +9,7 @@
 //
 // FLOP: 2 * 2 * head_size * heads * sum over queries of visible keys.
 // Bench: python -m tridecode.kernels.bench prefill_attention
-#include "common.cuh"
+#include "prefill_attention.cuh"
 
 namespace tridecode {
 namespace {
@@ -17,19 +18,6 @@ constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kQueries = 16 * kWarps;  // of a block
 constexpr float kLog2e = 1.4426950408889634f;
-
-struct Task {
-  void* out;
-  const void* qkv;
-  const void* cache;
-  const int* block_tables;
-  const int* context_lens;
-  const int* query_starts;
-  const float* slopes;
-  float scale;
-  int first_row, heads, kv_heads, head_size, block_tokens;
-  int64_t qkv_stride, out_stride, table_stride;
-};
 
 // Where the keys and values of a row lie.
 template <typename X>
@@ -53,8 +41,8 @@ struct Source {
 };
 
 template <typename X>
-__device__ __forceinline__ Source<X> source_of(const Task& task, int row, int head, int start,
-                                               bool fresh) {
+__device__ __forceinline__ Source<X> source_of(const PrefillTask& task, int row, int head,
+                                               int start, bool fresh) {
   const int kv_head = head / (task.heads / task.kv_heads);
   return {static_cast<const X*>(task.qkv) + start * task.qkv_stride +
               int64_t(task.heads + kv_head) * task.head_size,
@@ -96,7 +84,7 @@ struct Layout {
 
 template <typename X, int D, int KEYS>
 __global__ void __launch_bounds__(kThreads, 1)
-    prefill_attention(const __grid_constant__ Task task) {
+    prefill_attention(const __grid_constant__ PrefillTask task) {
   using L = Layout<D, KEYS>;
   constexpr int kSteps = D / 16;
   extern __shared__ uint4 shared[];
@@ -251,7 +239,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 // Any head size and dtype, no tuning: a warp takes one query of one head and goes through its keys
 // one by one.
 template <typename X, int DIMS>  // dims a lane
-__global__ void prefill_attention_any(const __grid_constant__ Task task) {
+__global__ void prefill_attention_any(const __grid_constant__ PrefillTask task) {
   wait_for_predecessor();
   const int lane = threadIdx.x % 32, head = blockIdx.y, row = task.first_row + blockIdx.z;
   const int first_token = task.query_starts[task.first_row];
@@ -292,7 +280,7 @@ __global__ void prefill_attention_any(const __grid_constant__ Task task) {
 
 // 0: launched; -1: this device has too little shared memory.
 template <typename X, int D>
-int run(const Task& task, int rows, int max_query, void* stream, bool* launched) {
+int run(const PrefillTask& task, int rows, int max_query, void* stream, bool* launched) {
   const dim3 grid(ceil_div(max_query, kQueries), task.heads, rows);
   *launched = true;
   const size_t available = device().shared_bytes;
@@ -307,7 +295,7 @@ int run(const Task& task, int rows, int max_query, void* stream, bool* launched)
 }
 
 template <typename X>
-int run_any(const Task& task, int rows, int max_query, void* stream) {
+int run_any(const PrefillTask& task, int rows, int max_query, void* stream) {
   const auto kernel = task.head_size <= 64    ? prefill_attention_any<X, 2>
                       : task.head_size <= 128 ? prefill_attention_any<X, 4>
                                               : prefill_attention_any<X, 8>;
@@ -325,17 +313,35 @@ int tridecode_prefill_attention(void* out, const void* qkv, const void* cache,
                                 const int* query_starts, const float* slopes, float scale,
                                 int first_row, int num_rows, int max_query, int heads, int kv_heads,
                                 int head_size, int block_tokens, int64_t qkv_stride,
-                                int64_t out_stride, int64_t table_stride, int dtype, void* stream) {
-  const Task task = {out,          qkv,        cache,      block_tables, context_lens, query_starts,
-                     slopes,       scale,      first_row,  heads,        kv_heads,     head_size,
-                     block_tokens, qkv_stride, out_stride, table_stride};
-  const int rows = num_rows - first_row;
+                                int64_t out_stride, int64_t table_stride, int num_tokens, int dtype,
+                                void* stream) {
+  const PrefillTask task = {out,
+                            qkv,
+                            cache,
+                            block_tables,
+                            context_lens,
+                            query_starts,
+                            slopes,
+                            scale,
+                            first_row,
+                            heads,
+                            kv_heads,
+                            head_size,
+                            block_tokens,
+                            qkv_stride,
+                            out_stride,
+                            table_stride,
+                            num_rows - first_row,
+                            max_query,
+                            num_tokens};
+  const int rows = task.rows;
   return for_dtype(dtype, "prefill_attention", [&](auto zero) {
     using X = decltype(zero);
     if (head_size > 256) return fail("prefill_attention: head size %d; at most 256", head_size);
     if constexpr (sizeof(X) == 2) {
       const bool aligned = aligned16(out) && aligned16(qkv) && aligned16(cache) &&
                            qkv_stride % 8 == 0 && out_stride % 8 == 0;
+      if (aligned && takes_prefill_sm90a(task)) return run_prefill_sm90a(task, dtype, stream);
       bool launched = false;
       int status = 0;
       if (aligned && head_size == 64) status = run<X, 64>(task, rows, max_query, stream, &launched);

@@ -74,3 +74,22 @@ def test_prompts_see_what_is_before_them(place: Place, fresh: bool, heads, alibi
         k, v = context_of(cache, batch, row)
         part = slice(starts[row], starts[row + 1])
         assert_close("attention", out[part], attend(q[part], k, v, shape))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(4, 4, 64), (8, 2, 128), (2, 2, 256)])
+def test_a_prompt_beside_numbers_that_are_none_is_as_it_is_alone(place: Place, heads, dtype: torch.dtype):
+    shape = make_heads(place, *heads, alibi=True)
+    queries = [40, 130, 33]
+    batch = make_batch(place, queries, queries, 16)
+    cache = make_cache(place, batch, shape, 16, dtype)
+    qkv = place.normal(sum(queries), shape.qkv_size, dtype=dtype)
+    width = shape.num_heads * shape.head_size
+    out, beside = (place.poison(sum(queries), width, dtype=dtype) for _ in range(2))
+    place.settle()
+    place.ops.prefill_attention(qkv, shape, batch, cache, out=out)
+    qkv[40:170] = float("nan")
+    place.settle()
+    place.ops.prefill_attention(qkv, shape, batch, cache, out=beside)
+    assert torch.isfinite(out).all() and torch.isnan(beside[40:170]).all()
+    assert torch.equal(beside[:40], out[:40]) and torch.equal(beside[170:], out[170:])
