@@ -336,7 +336,7 @@ int tridecode_linear_many(void* out, const void* x, const void* weight, const vo
                             block_tokens};
   const int status = check_task(task, mode);
   if (status) return status;
-  const bool can_split = mode != kGated && num_tokens <= 64;
+  const bool can_split = mode != kGated && num_tokens <= kMostSplitTokens;
   if (split < 0) split = split_of(task, mode);
   if (split > 0 && can_split) return run_linear_split(task, mode, split, dtype, stream);
   const int n = choose_tokens(num_tokens, mode);
