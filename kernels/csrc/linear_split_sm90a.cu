@@ -1,10 +1,10 @@
 // The product of up to 128 tokens with a matrix of few rows: out = activation(x * weight^T + bias)
 // + residual, with Hopper's own instructions; linear_many_sm90a.cu's other half.
 //
-// A block computes 128 rows of the weight, 64 a warp group, times all tokens. Where that would leave
-// the chip idle, a cluster of 2 or 3 blocks shares a tile's inputs. Each block then finishes the
-// sums of its share of the tokens, which the others send straight to its shared memory: no sums go
-// through memory, and no block waits for one that has something else to do first.
+// A block computes 128 rows of the weight, 64 a warp group, times all tokens. Where that would
+// leave the chip idle, a cluster of 2 or 3 blocks shares a tile's inputs. Each block then finishes
+// the sums of its share of the tokens, which the others send straight to its shared memory: no sums
+// go through memory, and no block waits for one that has something else to do first.
 //
 // The ring fills with weights before the wait for the kernel that computes x. What a share's end
 // needs (bias, residual, angles) is asked for before the products.
