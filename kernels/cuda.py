@@ -52,7 +52,7 @@ class Cuda(CudaProducts):
     dependent_launch: let a kernel start before its predecessor ends (programmatic dependent launch, compute
     capability 9.0). None: on, unless TRIDECODE_DEPENDENT_LAUNCH=0. many: when csrc/linear_many_sm90a.cu
     computes a product that it can: "where faster", "always" or "never". split: blocks among which such a
-    product of up to 128 tokens shares its inputs (csrc/linear_split_sm90a.cu), 1 to 3; 0: it does not; -1: as
+    product of up to 64 tokens shares its inputs (csrc/linear_split_sm90a.cu), 1 to 3; 0: it does not; -1: as
     is faster.
     """
 

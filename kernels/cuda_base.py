@@ -47,7 +47,6 @@ class CudaBase:
         self.multiprocessors, self.capability, self.shared_bytes = properties.tolist()
         self.small_tokens, self.layer_tokens = small_tokens, layer_tokens
         self.layers_in_flight, self.many, self.split = layers_in_flight, many, split
-        self._split_shapes: dict[tuple[int, ...], int] = {}
         self._layer_tables: dict[tuple[object, ...], Tensor] = {}
         self._layer_counters = torch.zeros(1 << 12, dtype=torch.int32, device=self.device)
         self._sums = self._bytes(SUM_BYTES)

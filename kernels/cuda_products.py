@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -22,8 +20,6 @@ from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm
 
 #: up to this many tokens a product of this many weights is csrc/linear_many_sm90a.cu's, where it takes it
 MANY_TOKENS, MANY_WEIGHTS = 64, 1 << 24
-#: of fewer weights than this, up to twice as many tokens, where csrc/linear_split_sm90a.cu takes it
-MANY_SPLIT_WEIGHTS = 1 << 26
 #: up to this many tokens a small product normalises its input itself: more would take every block longer
 #: than a kernel
 FUSED_NORM_TOKENS = 2
@@ -170,7 +166,7 @@ class CudaProducts(CudaBase):
         outputs, inputs = linear.weight.shape
         gated = activation == "swiglu"
         if self.many != "always" and not gains_by_many(
-            x.shape[0], inputs, outputs, gated=gated, qkv=qkv, fused=fused, splits=self._splits
+            x.shape[0], inputs, outputs, gated=gated, qkv=qkv, fused=fused
         ):
             return False
         if out.dtype != x.dtype and (gated or residual is not None):
@@ -180,13 +176,6 @@ class CudaProducts(CudaBase):
         boxes = [x, linear.weight, *([] if residual is None else [residual])]
         boxes += [out] if out.dtype == x.dtype else []
         return not any(box.stride(0) % 8 or box.data_ptr() % 16 for box in boxes)
-
-    def _splits(self, *shape: int) -> int:
-        """The library's answer for (tokens, inputs, outputs), asked once."""
-        found = self._split_shapes.get(shape)
-        if found is None:
-            found = self._split_shapes[shape] = self.library.linear_split(*shape)
-        return found
 
     def _many_linear(
         self,
@@ -358,19 +347,9 @@ def fuses_heads(heads: Heads) -> bool:
     return whole and heads.head_size in (64, 128, 256)
 
 
-def gains_by_many(
-    tokens: int,
-    inputs: int,
-    outputs: int,
-    *,
-    gated: bool,
-    qkv: bool,
-    fused: bool,
-    splits: Callable[[int, int, int], int],
-) -> bool:
+def gains_by_many(tokens: int, inputs: int, outputs: int, *, gated: bool, qkv: bool, fused: bool) -> bool:
     """Where csrc/linear_many_sm90a.cu measured faster on an H200 than the other products, with all that each
-    leaves to kernels after it. fused: heads are rotated and kept at once. splits(tokens, inputs, outputs):
-    whether csrc/linear_split_sm90a.cu takes it.
+    leaves to kernels after it. fused: heads are rotated and kept at once.
 
     Over long prompts, which seem bound by power, cuBLAS was faster but for SwiGLU, which saves a pass there.
     """
@@ -378,11 +357,7 @@ def gains_by_many(
         return False
     if gated:
         return not 256 < tokens < 1024
-    if tokens > MANY_TOKENS and (
-        outputs * inputs >= MANY_SPLIT_WEIGHTS or not splits(tokens, inputs, outputs)
-    ):
-        return False
-    return fused or not qkv
+    return tokens <= MANY_TOKENS and (fused or not qkv)
 
 
 def _check_linear(

@@ -74,9 +74,8 @@ int tridecode_linear(void* out, const void* x, const void* weight, const void* b
 // residual and a 16-bit out at multiples of 16 bytes, and their strides. activation 4: SwiGLU,
 // without a residual, of a multiple of 16 rows. With a cache: query, key and value, rotated by
 // halves of a whole head of 64, 128 or 256 where `cos` is given; else head_size a multiple of 8.
-// split: blocks among which a product of up to 128 tokens, not SwiGLU, shares its inputs, 1 to 3;
-// 0: it does not; -1: as tridecode_linear_split says.
-int64_t tridecode_linear_split(int num_tokens, int inputs, int outputs);
+// split: blocks among which a product of up to 64 tokens, not SwiGLU, shares its inputs, 1 to 3; 0:
+// it does not; -1: as is faster.
 int tridecode_linear_many(void* out, const void* x, const void* weight, const void* bias,
                           const void* residual, int num_tokens, int inputs, int outputs,
                           int64_t x_stride, int64_t weight_stride, int64_t residual_stride,

@@ -31,7 +31,7 @@ struct ProductTask {
 
 // The blocks that linear_split_sm90a.cu shares each tile's inputs among: 1, 2 or 3, or 0 where it
 // is not the faster one, or there are more tokens than it takes.
-constexpr int kMostSplitTokens = 128;
+constexpr int kMostSplitTokens = 64;
 int split_of(const ProductTask& task, Mode mode);
 int run_linear_split(const ProductTask& task, Mode mode, int split, int dtype, void* stream);
 

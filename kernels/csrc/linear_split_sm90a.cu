@@ -1,4 +1,4 @@
-// The product of up to 128 tokens with a matrix of few rows: out = activation(x * weight^T + bias)
+// The product of up to 64 tokens with a matrix of few rows: out = activation(x * weight^T + bias)
 // + residual, with Hopper's own instructions; linear_many_sm90a.cu's other half.
 //
 // A block computes 128 rows of the weight, 64 a warp group, times all tokens. Where that would
@@ -20,7 +20,6 @@ template <int N, int SPLIT>
 struct SplitShape {
   // blocks that finish a share of the tokens, 16 at least
   static constexpr int kFinishers = SPLIT > 1 && N > 16 ? 2 : 1;
-  static constexpr bool kSlim = Shape<N>::kSlim;
   static constexpr int kTokens = N / kFinishers;
   static constexpr int kShare = kTokens / 2;  // of a thread's sums
   using Results = Shape<kTokens>;
@@ -117,7 +116,7 @@ __device__ __forceinline__ bool exchange(const float (&c)[N / 2],
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
 template <typename X, int N, Mode MODE, int SPLIT>
-__global__ void __launch_bounds__(kThreads, SplitShape<N, SPLIT>::kSlim ? 2 : 1)
+__global__ void __launch_bounds__(kThreads, 2)
     linear_split(const __grid_constant__ CUtensorMap weight_map,
                  const __grid_constant__ CUtensorMap x_map,
                  const __grid_constant__ CUtensorMap out_map,
@@ -151,7 +150,6 @@ __global__ void __launch_bounds__(kThreads, SplitShape<N, SPLIT>::kSlim ? 2 : 1)
   const int first = steps * rank / SPLIT, last = steps * (rank + 1) / SPLIT;
 
   if (group == kGroups) {
-    if (!S::kSlim) give_registers<40>();
     if (threadIdx.x == kGroups * 128) {
       copy_part<MODE, S>(&weight_map, &x_map, task, row, first, last, base, full, empty);
     } else {
@@ -163,7 +161,6 @@ __global__ void __launch_bounds__(kThreads, SplitShape<N, SPLIT>::kSlim ? 2 : 1)
     __syncwarp();
     if (SPLIT > 1) cluster_wait();
   } else {
-    if (!S::kSlim) take_registers<232>();
     wait_for_predecessor();
     using F = Finish<X, S::kTokens, MODE>;
     F finish{task,           &out_map, &residual_map, stores + group * kBuffers * R::kBufferBytes,
@@ -269,8 +266,8 @@ int clusters_at_once(int size) {
 }  // namespace
 
 // As measured on an H200: two thirds of the chip read as fast as all of it, and leave the others to
-// the kernel that comes next; but a block that reads more than 80 stages of few tokens takes longer
-// than shares of equal length do.
+// the kernel that comes next; but a block that reads more than 80 stages takes longer than shares
+// of equal length do.
 int split_of(const ProductTask& task, Mode mode) {
   if (mode == kGated || task.tokens > kMostSplitTokens) return 0;
   const int tiles = ceil_div(task.outputs, kBlockRows), steps = ceil_div(task.inputs, kStageInputs);
@@ -278,7 +275,7 @@ int split_of(const ProductTask& task, Mode mode) {
   for (int each : {1, 2, 3})
     if (tiles <= clusters_at_once(each) && steps >= each * kLeastSteps) split = each;
   const bool fills = tiles * split * 3 >= device().multiprocessors * 2;
-  return fills && (steps <= 80 * split || task.tokens > 64) ? split : 0;
+  return fills && steps <= 80 * split ? split : 0;
 }
 
 int run_linear_split(const ProductTask& task, Mode mode, int split, int dtype, void* stream) {
@@ -288,17 +285,8 @@ int run_linear_split(const ProductTask& task, Mode mode, int split, int dtype, v
     using X = decltype(zero);
     if (task.tokens <= 16) return run_mode<X, 16>(task, mode, split, dtype, stream);
     if (task.tokens <= 32) return run_mode<X, 32>(task, mode, split, dtype, stream);
-    if (task.tokens <= 64) return run_mode<X, 64>(task, mode, split, dtype, stream);
-    return run_mode<X, 128>(task, mode, split, dtype, stream);
+    return run_mode<X, 64>(task, mode, split, dtype, stream);
   });
 }
 
 }  // namespace tridecode
-
-using namespace tridecode;
-
-int64_t tridecode_linear_split(int num_tokens, int inputs, int outputs) {
-  ProductTask task = {};
-  task.tokens = num_tokens, task.inputs = inputs, task.outputs = outputs;
-  return split_of(task, kPlain);
-}

@@ -21,7 +21,7 @@ DTYPES = [torch.float16, torch.bfloat16]
 TOKENS = [1, 5, 16, 17, 33, 64, 70, 97, 128, 150, 192, 193, 256, 257, 600]
 #: tokens, and among how many blocks linear_split_sm90a.cu shares the inputs; 0: linear_many_sm90a.cu
 WAYS = [(tokens, 0) for tokens in TOKENS]
-WAYS += [(tokens, split) for tokens in TOKENS if tokens <= 128 for split in (1, 2, 3)]
+WAYS += [(tokens, split) for tokens in TOKENS if tokens <= 64 for split in (1, 2, 3)]
 #: (inputs, outputs): one stage, odd ends, many stages of few tiles, many tiles
 SHAPES = [(64, 128), (72, 264), (520, 1000), (4096, 512), (512, 9216)]
 
