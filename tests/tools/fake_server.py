@@ -88,7 +88,7 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):
                 self.requests.append(request)
                 async for message in self._answer(self.models[request.model_name], request):
                     yield message
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # the second while a message is being sent
             self.cancelled.set()
             raise
 
