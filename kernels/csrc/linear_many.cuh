@@ -29,9 +29,10 @@ struct ProductTask {
   int heads, kv_heads, head_size, block_tokens;
 };
 
-// The blocks that linear_split_sm90a.cu shares each tile's inputs among: 1, 2 or 3, or 0 where it
-// is not the faster one, or there are more tokens than it takes.
-constexpr int kMostSplitTokens = 64;
+constexpr int kMostSplitTokens = 64;  // that linear_split_sm90a.cu takes
+
+// The blocks that it shares each tile's inputs among: 1, 2 or 3, or 0 where linear_many_sm90a.cu is
+// faster, or the only one.
 int split_of(const ProductTask& task, Mode mode);
 int run_linear_split(const ProductTask& task, Mode mode, int split, int dtype, void* stream);
 
