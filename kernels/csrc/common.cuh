@@ -31,6 +31,14 @@ struct Device {
 };
 const Device& device();
 
+inline cudaLaunchAttribute clusters_of(int blocks) {
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = blocks;
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  return attribute;
+}
+
 // Launches with programmatic dependent launch where the device has it: the kernel may start while
 // its predecessor still runs, and must call wait_for_predecessor() before it touches anything that
 // a kernel before it writes or reads. In clusters of `cluster` blocks, unless that is 0.
@@ -51,12 +59,7 @@ int launch_in_clusters(const char* what, void (*kernel)(Parameters...), int clus
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
   }
-  if (cluster) {
-    attributes[count].id = cudaLaunchAttributeClusterDimension;
-    attributes[count].val.clusterDim.x = cluster;
-    attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
-    ++count;
-  }
+  if (cluster) attributes[count++] = clusters_of(cluster);
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3(threads);
@@ -130,6 +133,8 @@ __device__ __forceinline__ void device_fence() {
 }
 
 // ---------------------------------------------------------------- device: numbers
+
+constexpr float kLog2e = 1.4426950408889634f;
 
 template <typename X>
 __device__ __forceinline__ float to_float(X x) {

@@ -26,7 +26,6 @@ constexpr int kGroup = 8;         // query heads that share a warp's pass over t
 constexpr int kWarps = 4;         // of a block
 constexpr int kMaxBlocks = 1024;  // of the grid
 constexpr int kLeastTiles = 2;    // of a warp, where there are few
-constexpr float kLog2e = 1.4426950408889634f;
 
 struct Task {
   void* out;

@@ -519,7 +519,6 @@ struct Consumer {
     constexpr int kLanes = D / 8;        // of a token
     constexpr int kTeams = 32 / kLanes;  // tokens that a warp reads at once
     constexpr int kUnroll = 4;
-    constexpr float kLog2e = 1.4426950408889634f;
     const int split = unit % task.splits, pair = unit / task.splits;
     const int share_of_group = pair % task.shares, kv_pair = pair / task.shares;
     const int kv_head = kv_pair % task.kv_heads, row = kv_pair / task.kv_heads;

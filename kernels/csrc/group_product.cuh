@@ -118,6 +118,19 @@ __device__ __forceinline__ void wait_groups() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
+// Until the products under way are done; then their sums may be read.
+template <int COUNT>
+__device__ __forceinline__ void wait_for_sums(float (&c)[COUNT]) {
+  wait_groups<0>();
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(c[i])::"memory");
+}
+
+// The barrier of a warp group.
+__device__ __forceinline__ void group_sync(int group) {
+  asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+}
+
 // ---------------------------------------------------------------- registers of a warp group
 
 template <int COUNT>

@@ -118,12 +118,5 @@ struct Walk {
   }
 };
 
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// The barrier of a warp group.
-__device__ __forceinline__ void group_sync(int group) {
-  asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
-}
-#endif
-
 }  // namespace
 }  // namespace tridecode

@@ -60,9 +60,7 @@ struct Products {
       held = stage;
       if (++stage == S::kStages) stage = 0, parity ^= 1;
     }
-    wait_groups<0>();
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(c[i])::"memory");
+    wait_for_sums(c);
     give_back(held);
   }
 };

@@ -244,10 +244,7 @@ int clusters_at_once(int size) {
   static const auto count = [](int each) {
     constexpr auto kernel = &linear_split<half, 16, kPlain, 3>;
     constexpr int kShared = SplitShape<16, 3>::kSharedBytes;
-    cudaLaunchAttribute attribute;
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = each;
-    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchAttribute attribute = clusters_of(each);
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(each * 32);
     config.blockDim = dim3(kThreads);

@@ -1,8 +1,11 @@
 // out[t, :] = LayerNorm(x[t, :]) or, without a bias, RMSNorm(x[t, :]).  One block a row, which
 // stays in registers; the variance is that of the centred row.
+//
 // A norm is short: the product behind it starts beside the kernel before it, so that its weights
-// are on their way when x is there. Bytes moved: 2 * T * C * sizeof(X) + 2 * C * sizeof(X). Bench:
-// python -m tridecode.kernels.bench norm
+// are on their way when x is there.
+//
+// Bytes moved: 2 * T * C * sizeof(X) + 2 * C * sizeof(X).
+// Bench: python -m tridecode.kernels.bench norm
 #include "common.cuh"
 
 namespace tridecode {

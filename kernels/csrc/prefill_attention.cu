@@ -17,7 +17,6 @@ namespace {
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kQueries = 16 * kWarps;  // of a block
-constexpr float kLog2e = 1.4426950408889634f;
 
 // Where the keys and values of a row lie.
 template <typename X>

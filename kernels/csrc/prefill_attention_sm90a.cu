@@ -25,7 +25,6 @@ constexpr int kKeys = 128;    // of a tile
 constexpr int kPage = 16;     // tokens that are copied from the cache at once
 constexpr int kStages = 2;    // tiles in shared memory
 constexpr int kColumn = 128;  // bytes of a row of a part of 64 numbers: the width of the swizzle
-constexpr float kLog2e = 1.4426950408889634f;
 
 template <int D>
 struct Layout {
@@ -148,7 +147,7 @@ __device__ __forceinline__ void clear_values(char* values, int valid, int group)
                               piece % 8 * 16) = make_uint4(0, 0, 0, 0);
   }
   fence_copies();
-  asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+  group_sync(group);
 }
 
 // One warp group's 64 queries of an item.
@@ -184,9 +183,7 @@ struct Attention {
         group_multiply_add<X, kKeys>(scores, a + 2 * k, b + 2 * k, part > 0 || k > 0);
     }
     commit_group();
-    wait_groups<0>();
-#pragma unroll
-    for (int i = 0; i < kKeys / 2; ++i) asm volatile("" : "+f"(scores[i])::"memory");
+    wait_for_sums(scores);
   }
 
   // Scores to probabilities; the output so far shrinks with them.
@@ -242,9 +239,7 @@ struct Attention {
       group_multiply_add_rows<X, D>(output, weights[k],
                                     columns_descriptor(values + k * 2048, L::kPartBytes, 1024));
     commit_group();
-    wait_groups<0>();
-#pragma unroll
-    for (int i = 0; i < D / 2; ++i) asm volatile("" : "+f"(output[i])::"memory");
+    wait_for_sums(output);
   }
 
   __device__ __forceinline__ void store() {
