@@ -145,7 +145,12 @@ class EngineLink:
             return self._state
 
     def beat(self) -> m.EngineBeat | None:
+        """The engine's last heartbeat; None while there is no engine."""
         return self._beat
+
+    def silent_s(self) -> float:
+        """Seconds since the engine's last message; pauses of this process itself do not count."""
+        return max(0.0, time.monotonic() - self._heard_engine)
 
     def wait_ready(self, timeout_s: float) -> m.Limits:
         """Block until the engine is ready. EngineDownError with the supervisor's text if it is not."""
