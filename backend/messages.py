@@ -92,8 +92,8 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
 class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
     """Answer to a message of a door that is not known here: say Hello again.
 
-    The engine has none of the door's earlier requests: it was restarted, or it dropped the door after a silence
-    and cancelled them.
+    The engine has none of the door's earlier requests: it was restarted, or it dropped the door after a
+    silence and cancelled them.
     """
 
 

@@ -1,4 +1,4 @@
-"""Pauses of this process itself: SIGSTOP, `docker pause`, a suspended machine, a thread that kept the interpreter.
+"""Pauses of this process itself: SIGSTOP, `docker pause`, a suspended machine, a held interpreter lock.
 
 Whoever judges others by their silence must not count the time in which it was itself unable to listen. A loop
 calls `PauseWatch.turn` on each turn and moves its deadlines by what that returns. Standard library only.

@@ -4,9 +4,9 @@ Any thread may submit and cancel; everything else happens on the link's own thre
 until a message, a command or the next heartbeat is due. The supervisor says which engine is the present one
 (its epoch and endpoint); what was submitted to an engine that is gone ends with an error at once.
 
-Silence: a supervisor that is silent is looked for again, and replaced where it does not answer; an engine that
-is silent while its supervisor speaks loses this connection, and a new one is made. Whoever answers Unknown has
-forgotten this door, which says Hello again. Pauses of this process itself count against nobody.
+Silence: a supervisor that is silent is looked for again, and replaced where it does not answer; an engine
+that is silent while its supervisor speaks loses this connection, and a new one is made. Whoever answers
+Unknown has forgotten this door, which says Hello again. Pauses of this process itself count against nobody.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ class EngineLink:
     ) -> None:
         """Hand a request to the engine, under an id from reserve().
 
-        Raises EngineDownError if the link is closed, RequestError if the request cannot be encoded or would not be
-        understood by the engine.
+        Raises EngineDownError if the link is closed, RequestError if the request cannot be encoded or would
+        not be understood by the engine.
         """
         if self._closed:
             raise EngineDownError("the model is being unloaded")
@@ -357,7 +357,7 @@ class EngineLink:
         self._open.fail_all(text, EngineDownError.code, sent_only=True)
 
     def _check_engine(self, now: float) -> None:
-        """A supervisor that speaks and an engine that does not: the connection is broken, so make a new one."""
+        """An engine that is silent while its supervisor speaks: the connection is broken, make a new one."""
         if self._engine is None or now - self._heard_engine <= self._engine_silent_s:
             return
         text = f"the engine has been silent for {now - self._heard_engine:.1f} s"
@@ -465,7 +465,7 @@ class EngineLink:
 
 
 def _encode(submit: m.Submit) -> bytes:
-    """The frame of a request, known to be one that the engine decodes: it could not answer one that it does not."""
+    """The frame of a request, known to be one that the engine can decode: it could answer no other."""
     try:
         frame = m.encode(submit)
         m.decode(frame, m.ToEngine)

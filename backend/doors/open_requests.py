@@ -24,8 +24,8 @@ _log = logging.getLogger("tridecode.door")
 class OpenRequest:
     """frame: its encoded Submit. unfinished: sequences that have not ended. Times are monotonic seconds.
 
-    hold_until: when it is refused if it still waits for an engine (sent False). expires_at: when the engine must
-    have ended it; 0.0: not known yet.
+    hold_until: when it is refused if it still waits for an engine (sent False). expires_at: when the engine
+    must have ended it; 0.0: not known yet.
     """
 
     request: int

@@ -1,8 +1,8 @@
 """Rank 0's socket to the doors. One I/O thread owns it, so that the loop never waits for a client.
 
-A door is known by its zmq identity, from its Hello until its Goodbye, its death, or DOOR_SILENCE_S without a
-word. Then its requests are cancelled, and whatever it sends later is answered with Unknown, upon which it says
-Hello again.
+A door is known by its zmq identity, from its Hello until its Goodbye, its death, or DOOR_SILENCE_S without
+a word. Then its requests are cancelled, and whatever it sends later is answered with Unknown, upon which it
+says Hello again.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Front:
     """ROUTER at `endpoint`. Requests pile up in an inbox that the loop drains; events go out in the order of
     `send`.
 
-    drain, wait, send: for the loop's thread. beat: makes the heartbeat that doors get each BEAT_S. broken(reason):
-    called once, on the I/O thread, if that thread fails: no door can be served any more.
+    drain, wait, send: for the loop's thread. beat: makes the heartbeat that doors get each BEAT_S.
+    broken(reason): called once, on the I/O thread, if that thread fails: no door can be served any more.
     """
 
     def __init__(

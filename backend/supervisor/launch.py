@@ -37,9 +37,9 @@ def ensure(engine_dir: str, server_pid: int, replacing: Callable[[str], None] = 
     engine_dir: the model directory that holds config.pbtxt and the version folders. server_pid: the
     tritonserver whose life the engine shares, unless TRIDECODE_OWNER names another process. Any number of
     doors may call at once. A door that gets no EngineState for SILENCE_S should call again and reconnect: the
-    supervisor was killed, frozen or about to leave. replacing(reason): called before a new supervisor is started
-    in place of one that was killed or does not answer; its engine ends with it. Blocks for as long as a
-    supervisor takes to start, START_S at most. Raises EngineDownError if it does not start or the server is
+    supervisor was killed, frozen or about to leave. replacing(reason): called before a new supervisor is
+    started in place of one that was killed or does not answer; its engine ends with it. Blocks for as long as
+    a supervisor takes to start, START_S at most. Raises EngineDownError if it does not start or the server is
     stopping, ConfigError if the setting is wrong.
     """
     given = os.environ.get("TRIDECODE_CONTROL_ENDPOINT")

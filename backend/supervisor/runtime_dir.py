@@ -77,8 +77,8 @@ def _private(path: Path) -> Path:
     status = path.lstat()
     if stat.S_ISLNK(status.st_mode):
         raise ConfigError(
-            f"{path} is a symbolic link to {os.readlink(path)}; wanted a folder of our own, because whoever made "
-            "the link chooses where the engine's sockets lie (set TRIDECODE_RUNTIME_DIR to another folder)"
+            f"{path} is a symbolic link to {os.readlink(path)}; wanted a folder of our own, because whoever "
+            "made the link chooses where the engine's sockets lie (set TRIDECODE_RUNTIME_DIR to another folder)"
         )
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ConfigError(
@@ -126,7 +126,7 @@ def lock(folder: Path) -> int | None:
 
 
 def holds(folder: Path, fd: int) -> bool:
-    """Whether the lock `fd` is still the lock of `folder`: false once the folder or its record was deleted."""
+    """Whether `fd` is still the lock of `folder`: false once the folder or its record was deleted."""
     return _is_still(folder, fd)
 
 

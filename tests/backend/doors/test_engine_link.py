@@ -386,8 +386,9 @@ def test_a_pause_of_the_door_itself_counts_against_nobody():
         """
         import sys, time
         from tridecode.backend.doors.engine_link import EngineLink
-        link = EngineLink("/models/toy", "paused", ensure=lambda *_: sys.argv[1], silent_s=1.0, engine_silent_s=1.2)
-        link.start().wait_ready(5)
+        silences = {"silent_s": 1.0, "engine_silent_s": 1.2}
+        link = EngineLink("/models/toy", "paused", ensure=lambda *_: sys.argv[1], **silences).start()
+        link.wait_ready(5)
         print("ready", flush=True)
         for line in sys.stdin:
             print(link.state().phase, flush=True)
