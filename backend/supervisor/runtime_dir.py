@@ -78,7 +78,7 @@ def _private(path: Path) -> Path:
     if stat.S_ISLNK(status.st_mode):
         raise ConfigError(
             f"{path} is a symbolic link to {os.readlink(path)}; wanted a folder of our own, because whoever "
-            "made the link chooses where the engine's sockets lie (set TRIDECODE_RUNTIME_DIR to another folder)"
+            "made the link chooses where the sockets lie (set TRIDECODE_RUNTIME_DIR to another folder)"
         )
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ConfigError(
