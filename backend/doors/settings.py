@@ -43,7 +43,7 @@ class DoorSettings:
     wait_for_engine: bool = True  # the model is not ready before the engine is
     start_timeout_s: float = 900.0
     hold_s: float = 2.0  # how long a request waits for an engine that is being rebuilt
-    probe_timeout_s: float = 5.0  # how long the health model waits for its token
+    probe_timeout_s: float = 5.0  # health: a step of the engine that takes longer is stuck
     allowed_parameters: tuple[str, ...] = ()  # request parameters to pass over, patterns allowed
 
     @property
