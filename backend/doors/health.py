@@ -85,9 +85,10 @@ class TritonPythonModel:
         if beat is None:
             return f"engine {state.epoch}: connected, no heartbeat yet"
         limit_s = self._step_limit_s(beat)
-        if limit_s and beat.busy_s + silent_s > limit_s:
+        busy_s = beat.busy_s + silent_s
+        if limit_s and busy_s > limit_s:
             raise EngineDownError(
-                f"the step under way has taken {beat.busy_s + silent_s:.1f} s; wanted at most {limit_s:.1f} s "
+                f"the step under way has taken {busy_s:.1f} s; wanted at most {limit_s:.1f} s "
                 "(probe_timeout_s in config.pbtxt, or 100 mean steps)"
             )
         return (
