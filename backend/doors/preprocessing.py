@@ -59,6 +59,6 @@ class TritonPythonModel(UnaryDoor):
 
 def _first_column(array: np.ndarray, name: str) -> list:
     """The first text of each row; FasterTransformer reads no other."""
-    if array.size == 0:
+    if array.size == 0 or array.ndim == 0:
         raise RequestError(f"{name} has shape {list(array.shape)}; wanted [B, 1]")
     return array.reshape(array.shape[0], -1)[:, 0].tolist()
