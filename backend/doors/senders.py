@@ -24,6 +24,7 @@ from typing import Any, Callable, Protocol
 import triton_python_backend_utils as pb_utils
 
 from tridecode.backend.doors.engine_link import EngineLink
+from tridecode.backend.doors.envelope import internal_error, public_text
 from tridecode.backend.errors import BY_CODE, RequestCancelled, TridecodeError
 from tridecode.backend.messages import Event
 
@@ -65,6 +66,7 @@ class Stream:
         self.label = label
         self.answer: Answer | None = None
         self.requests: list[int] = []  # ids in the engine link, one a row or one for all rows
+        self.stop_wanted = False  # by a stop request, which may come before there is an answer to stop
         self._senders, self._sender = senders, sender
         self._events: deque[tuple[int, Event]] = deque()
         #: code and text: an exception's traceback would keep the request and its shared memory alive
@@ -80,6 +82,11 @@ class Stream:
         self._ends = False  # the end of a row is among the events
 
     # ------------------------------------------------------------ any thread
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended or is bound to end with an error: work for it is in vain."""
+        return self._ended or self._failure is not None
 
     def put(self, event: Event) -> None:
         """An event of a request whose sequences are the rows."""
@@ -156,7 +163,7 @@ class Stream:
             failure = error.code, str(error)
         except Exception as error:
             _log.exception("request %s: the answer failed", self.label)
-            failure = TridecodeError.code, f"the door failed: {type(error).__name__}: {error}"
+            failure = TridecodeError.code, str(internal_error(error, self.label))
         if failure is not None:
             self._end_with(*failure)
 
@@ -203,7 +210,7 @@ class Stream:
             _log.exception("request %s: it could not be cancelled", self.label)
         if self._ended:  # before the error came, or because the last response could not be sent
             return
-        error = pb_utils.TritonError(text, getattr(pb_utils.TritonError, code))
+        error = pb_utils.TritonError(public_text(text), getattr(pb_utils.TritonError, code))
         try:
             self._end(code.lower(), pb_utils.InferenceResponse([], error=error))
         except Exception:
