@@ -4,6 +4,9 @@ same.
 A dead stub stays a zombie of tritonserver. A stub that is stopped (SIGSTOP) is killed first: if it came to
 life again, it would take the whole server down (measured on Triton 2.51). Either way the model is then
 unloaded and loaded.
+
+Requests that were open at a stub when it died never end (python_backend 24.10 sends their answers only when
+the stub asks for it). Triton keeps the unloaded model for them: that is how we know that there are some.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ STOPPED_S = 2.0  # a stub stopped for so long is killed
 CONFIRM_S = 0.4  # a stub is a zombie for a moment when its model is unloaded; only a longer death counts
 FIRST_PAUSE_S = 1.0  # before a second attempt; doubles up to
 MAX_PAUSE_S = 30.0
+ORPHANS_S = 0.5  # an unloaded model that Triton still keeps after so long has requests that will never end
 CALM_S = 60.0  # a door that lived so long starts with a first attempt again
 
 _log = logging.getLogger("tridecode.serve")
@@ -54,6 +58,16 @@ class DoorWatch:
         self._http = http
         self._watched: dict[int, _Watched] = {}
         self._reloads: dict[str, _Reload] = {}
+        self.orphaned: dict[str, float] = {}  # models with requests that cannot end, since when
+
+    @property
+    def busy(self) -> bool:
+        """Whether a door is being brought back, or waits for it."""
+        return any(reload.needed or reload.running for reload in self._reloads.values())
+
+    def bring_back(self, model: str) -> None:
+        """Load a model that is not loaded, again and again until it is."""
+        self._reloads.setdefault(model, _Reload(unloaded=True)).needed = True
 
     def tick(self, now: float) -> None:
         """now: monotonic seconds."""
@@ -109,6 +123,8 @@ class DoorWatch:
                     return
                 self._http.unload(model)
                 reload.unloaded = True
+                if self._is_kept(model):
+                    self.orphaned.setdefault(model, time.monotonic())
             self._http.load(model)
             reload.unloaded = False
             _log.info("door %s is back after %.1f s", model, time.monotonic() - start)
@@ -117,3 +133,12 @@ class DoorWatch:
             reload.needed = True
         finally:
             reload.running = False
+
+    def _is_kept(self, model: str) -> bool:
+        """Whether Triton keeps an unloaded model for requests that are open."""
+        deadline = time.monotonic() + ORPHANS_S
+        while any(row.state == "UNLOADING" for row in self._http.index() if row.name == model):
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(0.05)
+        return False
