@@ -12,7 +12,7 @@ from typing import Any, Union
 import msgspec
 
 #: Raised when the meaning of any message changes; both ends compare it in Hello / Welcome.
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -86,6 +86,17 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
     """Sent by a door every `PING_S` so that the other side notices a frozen door."""
 
 
+# ---------------------------------------------------------------- engine or supervisor -> door
+
+
+class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
+    """Answer to a message of a door that is not known here: say Hello again.
+
+    The engine has none of the door's earlier requests: it was restarted, or it dropped the door after a
+    silence and cancelled them.
+    """
+
+
 # ---------------------------------------------------------------- engine -> door
 
 
@@ -102,6 +113,7 @@ class Limits(msgspec.Struct, frozen=True):
     end_id: int
     model_name: str
     hidden_size: int = 0
+    request_timeout_s: float = 3600.0  # deadline of a request that names none
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
@@ -201,9 +213,9 @@ PING_S = 1.0  # heartbeats of doors
 SILENCE_S = 3.0  # a rank silent for so long is taken for dead
 
 ToEngine = Union[Hello, Submit, Cancel, Goodbye, Ping]
-FromEngine = Union[Welcome, Events, EngineBeat]
+FromEngine = Union[Welcome, Events, EngineBeat, Unknown]
 ToSupervisor = Union[Hello, Ping, Goodbye, RankReady, RankProgress, RankFailed, EngineBeat]
-FromSupervisor = Union[EngineState, Stop]
+FromSupervisor = Union[EngineState, Stop, Unknown]
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[object, msgspec.msgpack.Decoder] = {}

@@ -121,6 +121,7 @@ class FakeEngine:
         self._running: dict[tuple[bytes, int], _Request] = {}
         self._frozen = threading.Event()
         self._is_frozen = threading.Event()
+        self._forget = threading.Event()
         self._stop = threading.Event()
         self._bound = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="fake-engine", daemon=True)
@@ -144,6 +145,10 @@ class FakeEngine:
 
     def thaw(self) -> None:
         self._frozen.clear()
+
+    def forget_doors(self) -> None:
+        """Drop every door and its requests, as after a long silence."""
+        self._forget.set()
 
     @property
     def running(self) -> int:
@@ -170,6 +175,9 @@ class FakeEngine:
                     self._is_frozen.set()
                     time.sleep(0.005)
                     continue
+                if self._forget.is_set():
+                    self._doors, self._running = {}, {}
+                    self._forget.clear()
                 while socket.poll(0 if self._running else 20) and not self._frozen.is_set():
                     door, frame = socket.recv_multipart()
                     self._receive(socket, door, m.decode(frame, m.ToEngine))
@@ -188,7 +196,7 @@ class FakeEngine:
             welcome = m.Welcome(self.epoch, self.limits, self.protocol)
             socket.send_multipart([door, m.encode(welcome)])
         elif door not in self._doors:
-            return  # a door that has not said Hello to this engine
+            socket.send_multipart([door, m.encode(m.Unknown())])
         elif isinstance(message, m.Submit):
             self.submits.append(message)
             self._submit(socket, door, message)
@@ -290,6 +298,7 @@ class FakeSupervisor:
             self._state = self._ready(engine)
         self._changes: deque[m.EngineState] = deque()
         self._silent = threading.Event()
+        self._forget = threading.Event()
         self._stop = threading.Event()
         self._bound = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="fake-supervisor", daemon=True)
@@ -318,6 +327,10 @@ class FakeSupervisor:
 
     def set_phase(self, phase: str, detail: str) -> None:
         self._changes.append(msgspec.structs.replace(self._state, phase=phase, detail=detail))
+
+    def forget_doors(self) -> None:
+        """Know no door any more, as a supervisor that was started in another's place."""
+        self._forget.set()
 
     def silence(self, silent: bool = True) -> None:
         """Answer and say nothing, as a frozen process does."""
@@ -350,6 +363,11 @@ class FakeSupervisor:
                         doors.discard(door)
                     elif isinstance(message, m.Ping):
                         self.pings += 1
+                        if door not in doors:
+                            socket.send_multipart([door, m.encode(m.Unknown())])
+                if self._forget.is_set():
+                    doors.clear()
+                    self._forget.clear()
                 changed = bool(self._changes)
                 if changed:
                     self._state = self._changes.popleft()

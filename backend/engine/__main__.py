@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -96,13 +97,22 @@ def door_limits(engine: Engine) -> m.Limits:
         end_id=model.end_id,
         model_name=model.model_name,
         hidden_size=model.hidden_size,
+        request_timeout_s=config.request_timeout_s,
     )
+
+
+def _give_up(link: RankLink, reason: str) -> None:
+    """End the process: the supervisor tells the doors why and starts the next engine."""
+    link.failed(reason, fatal=False)
+    os._exit(1)
 
 
 def serve(arguments: argparse.Namespace, engine: Engine, link: RankLink) -> None:
     """Rank 0: doors, scheduler and loop, until the supervisor says Stop."""
     scheduler = Scheduler(limits_of(engine), time.monotonic)
-    front = Front(arguments.endpoint, arguments.epoch, door_limits(engine), link.beat)
+    front = Front(
+        arguments.endpoint, arguments.epoch, door_limits(engine), link.beat, partial(_give_up, link)
+    )
     loop = DecodeLoop(engine, scheduler, front, link.status)
     link.on_stop = loop.stop
     link.ready()

@@ -1,38 +1,64 @@
-"""Rank 0's socket to the doors. One I/O thread owns it, so that the loop never waits for a client."""
+"""Rank 0's socket to the doors. One I/O thread owns it, so that the loop never waits for a client.
+
+A door is known by its zmq identity, from its Hello until its Goodbye, its death, or DOOR_SILENCE_S without
+a word. Then its requests are cancelled, and whatever it sends later is answered with Unknown, upon which it
+says Hello again.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import Callable, Union
 
 import msgspec
 import zmq
 
 from tridecode.backend import messages as m
+from tridecode.backend.pauses import PauseWatch
+from tridecode.backend.supervisor import processes
 
 log = logging.getLogger("tridecode.engine")
 
 Incoming = Union[m.Submit, m.Cancel, m.Goodbye]
-#: a door that has not been heard of for so long is frozen or gone; its requests are cancelled
+#: a door that is silent for longer is frozen or gone; pauses of this process do not count
 DOOR_SILENCE_S = 10.0
+_LOOK_S = 1.0  # interval at which doors' processes and the socket's file are looked at
+
+
+@dataclass
+class _Door:
+    name: str
+    process: processes.ProcessId | None
+    heard_at: float
 
 
 class Front:
     """ROUTER at `endpoint`. Requests pile up in an inbox that the loop drains; events go out in the order of
     `send`.
 
-    drain, wait, send: for the loop's thread. A door is known by its zmq identity.
+    drain, wait, send: for the loop's thread. beat: makes the heartbeat that doors get each BEAT_S.
+    broken(reason): called once, on the I/O thread, if that thread fails: no door can be served any more.
     """
 
-    def __init__(self, endpoint: str, epoch: int, limits: m.Limits, beat: Callable[[], m.EngineBeat]):
-        self._epoch, self._limits, self._make_beat = epoch, limits, beat
+    def __init__(
+        self,
+        endpoint: str,
+        epoch: int,
+        limits: m.Limits,
+        beat: Callable[[], m.EngineBeat],
+        broken: Callable[[str], None] = lambda reason: None,
+    ):
+        self._endpoint, self._epoch, self._limits, self._make_beat = endpoint, epoch, limits, beat
+        self._broken = broken
         self._inbox: deque[tuple[bytes, Incoming]] = deque()
         self._arrived = threading.Event()
         self._outbox: deque[list[tuple[bytes, m.Event]]] = deque()
-        self._doors: dict[bytes, float] = {}  # identity -> when it was last heard of
+        self._doors: dict[bytes, _Door] = {}  # by zmq identity
         context: zmq.Context = zmq.Context.instance()
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 200)
@@ -80,13 +106,27 @@ class Front:
     # ------------------------------------------------------------ the I/O thread
 
     def _serve(self) -> None:
+        try:
+            self._run()
+        except Exception as error:
+            log.exception("the thread that serves the doors failed")
+            self._broken(f"the thread that serves the doors failed: {type(error).__name__}: {error}")
+        finally:
+            self._socket.close()
+            self._bell_in.close(0)
+
+    def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._bell_in, zmq.POLLIN)
-        next_beat = time.monotonic()
+        next_beat = next_look = time.monotonic()
+        watch = PauseWatch(next_beat, m.BEAT_S)
         while True:
             wait_ms = max(0, int((next_beat - time.monotonic()) * 1000))
             ready = dict(poller.poll(wait_ms))
+            now = time.monotonic()
+            if watch.turn(now):
+                self._forgive(now)
             if self._bell_in in ready:
                 while self._bell_in.poll(0):
                     self._bell_in.recv()
@@ -94,35 +134,60 @@ class Front:
             if self._stopping:
                 break
             if self._socket in ready:
-                self._receive_all()
-            if time.monotonic() >= next_beat:
-                next_beat = time.monotonic() + m.BEAT_S
-                self._beat()
-        self._socket.close()
-        self._bell_in.close(0)
+                self._receive_all(now)
+            if now >= next_beat:
+                next_beat = now + m.BEAT_S
+                self._beat(now)
+            if now >= next_look:
+                next_look = now + _LOOK_S
+                self._look_around()
 
-    def _receive_all(self) -> None:
+    def _forgive(self, now: float) -> None:
+        """This process itself stood still: what the doors sent meanwhile has not been read yet."""
+        for door in self._doors.values():
+            door.heard_at = now
+
+    def _receive_all(self, now: float) -> None:
         while self._socket.poll(0):
-            door, frame = self._socket.recv_multipart()
+            identity, *frames = self._socket.recv_multipart()
             try:
-                self._receive(door, m.decode(frame, m.ToEngine))
-            except msgspec.DecodeError as error:
-                log.error("a message that is none of the protocol was dropped: %s", error)
+                message = m.decode(frames[-1], m.ToEngine)
+            except (msgspec.DecodeError, IndexError) as error:
+                log.error("a message that does not follow the protocol was dropped: %s", error)
+                continue
+            self._receive(identity, message, now)
 
-    def _receive(self, door: bytes, message: object) -> None:
+    def _receive(self, identity: bytes, message: object, now: float) -> None:
         if isinstance(message, m.Hello):
-            self._doors[door] = time.monotonic()
-            welcome = m.Welcome(self._epoch, self._limits)
-            self._socket.send_multipart([door, m.encode(welcome)])
+            self._hello(identity, message, now)
             return
-        if door not in self._doors:
-            return  # of an engine before this one: its door will say Hello
-        self._doors[door] = time.monotonic()
+        door = self._doors.get(identity)
+        if door is None:
+            self._send(identity, m.Unknown())
+            return
+        door.heard_at = now
+        if isinstance(message, m.Goodbye):
+            del self._doors[identity]
         if isinstance(message, (m.Submit, m.Cancel, m.Goodbye)):
-            if isinstance(message, m.Goodbye):
-                del self._doors[door]
-            self._inbox.append((door, message))
+            self._inbox.append((identity, message))
             self._arrived.set()
+
+    def _hello(self, identity: bytes, hello: m.Hello, now: float) -> None:
+        """Enter a door. It starts without requests: those of an earlier connection of its are cancelled."""
+        for other, door in list(self._doors.items()):
+            if door.name == hello.door:
+                self._drop(other)
+        self._doors[identity] = _Door(hello.door, processes.identify(hello.pid), now)
+        self._send(identity, m.Welcome(self._epoch, self._limits))
+
+    def _drop(self, identity: bytes) -> None:
+        """Cancel the door's requests and forget it."""
+        del self._doors[identity]
+        self._inbox.append((identity, m.Goodbye()))
+        self._arrived.set()
+
+    def _send(self, identity: bytes, message: msgspec.Struct) -> None:
+        self._socket.send_multipart([identity, m.encode(message)])
 
     def _send_queued(self) -> None:
         while self._outbox:
@@ -130,15 +195,30 @@ class Front:
             for door, event in self._outbox.popleft():
                 by_door.setdefault(door, []).append(event)
             for door, events in by_door.items():
-                self._socket.send_multipart([door, m.encode(m.Events(self._epoch, events))])
+                self._send(door, m.Events(self._epoch, events))
 
-    def _beat(self) -> None:
-        now, frame = time.monotonic(), m.encode(self._make_beat())
-        for door, heard in list(self._doors.items()):
-            if now - heard > DOOR_SILENCE_S:
-                log.warning("a door has been silent for %.0f s; its requests are cancelled", now - heard)
-                del self._doors[door]
-                self._inbox.append((door, m.Goodbye()))
-                self._arrived.set()
+    def _beat(self, now: float) -> None:
+        frame = m.encode(self._make_beat())
+        for identity, door in list(self._doors.items()):
+            if now - door.heard_at > DOOR_SILENCE_S:
+                log.warning(
+                    "door %s has been silent for %.0f s; cancelling its requests", door.name, DOOR_SILENCE_S
+                )
+                self._drop(identity)
+                self._send(identity, m.Unknown())  # it reads this first when it comes back
             else:
-                self._socket.send_multipart([door, frame])
+                self._socket.send_multipart([identity, frame])
+
+    def _look_around(self) -> None:
+        """Drop doors whose process has ended; serve new doors again where the socket's file was deleted."""
+        for identity, door in list(self._doors.items()):
+            if door.process is not None and not processes.alive(door.process):
+                log.warning("door %s has died; cancelling its requests", door.name)
+                self._drop(identity)
+        path = self._endpoint.removeprefix("ipc://")
+        if path != self._endpoint and not os.path.exists(path):
+            try:
+                self._socket.bind(self._endpoint)  # beside the old listener: its connections go on
+                log.warning("the socket %s was deleted; it is there again", path)
+            except zmq.ZMQError:
+                pass  # its folder is missing: the supervisor makes it again

@@ -53,8 +53,8 @@ class DecodeLoop:
         self.front.wake()
 
     def run(self) -> None:
-        """Until `stop`; then every open request ends with an error. Raises what a step raises, save want of
-        memory."""
+        """Until `stop`; then every open request ends with an error. Raises what a step raises, except
+        out-of-memory."""
         pending: tuple[StepPlan, Pending] | None = None
         while not self._stopping:
             self._take_requests(wait=pending is None and not self.scheduler.has_work)
@@ -86,8 +86,13 @@ class DecodeLoop:
         try:
             self.scheduler.submit(door, submit)
         except TridecodeError as error:
-            event = m.Event(submit.request, 0, finish="error", error=str(error), code=error.code)
-            self.front.send([(door, event)])
+            self._refuse(door, submit, str(error), error.code)
+        except Exception as error:  # one request ends alone, whatever it does to the scheduler's checks
+            log.exception("request %d of a door could not be taken", submit.request)
+            self._refuse(door, submit, f"the engine could not take it: {type(error).__name__}", "INTERNAL")
+
+    def _refuse(self, door: bytes, submit: m.Submit, text: str, code: str) -> None:
+        self.front.send([(door, m.Event(submit.request, 0, finish="error", error=text, code=code))])
 
     def _launch(self) -> tuple[StepPlan, Pending] | None:
         plan = self.scheduler.plan()

@@ -11,6 +11,7 @@ from tridecode.backend.supervisor import processes
 FROZEN_S = 10.0  # a door that has not pinged for so long is spoken of
 GOODBYE_GRACE_S = 2.0  # the engine outlives the last door that said goodbye by so long
 LOST_GRACE_S = 60.0  # … and the last door that died: `tridecode serve` brings it back
+_KNOWN = 256  # door processes remembered before the dead are forgotten
 
 _log = logging.getLogger("tridecode.supervisor")
 
@@ -28,7 +29,9 @@ class DoorBook:
 
     def __init__(self, now: float) -> None:
         self._doors: dict[bytes, Door] = {}
-        self._known: set[tuple[int, int]] = set()  # pid and start of every door process ever seen
+        self._known: set[tuple[int, int]] = (
+            set()
+        )  # pid and start of the door processes that live, or did lately
         self._empty_since = now
         self._grace = LOST_GRACE_S
 
@@ -52,6 +55,8 @@ class DoorBook:
         self._doors[identity] = Door(hello, process, now)
         key = (hello.pid, process.start if process else 0)
         new = key not in self._known
+        if len(self._known) > _KNOWN:
+            self._known = {(pid, start) for pid, start in self._known if processes.identify(pid) is not None}
         self._known.add(key)
         return new
 

@@ -5,8 +5,8 @@ starting ── all ranks ready ──> ready
    │  └──── backoff ──── down <───┘   a rank died, fell silent or hung; all of its epoch are killed first
    │                      ^
    ├──────────────────────┘           a start failed
-   └──> failed                        it would fail again, or MAX_FAILED_STARTS in a row did;
-                                      left when a setting changes or a new door comes
+   └──> failed                        it would fail again in the same way; left when a setting changes, a new
+                                      door comes, or FAILED_RETRY_S have passed
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tridecode.backend.messages import EngineState
 from tridecode.backend.supervisor.engine_settings import EngineSettings
 from tridecode.backend.supervisor.ranks import Failure, RankGroup, RankMessage
 
-MAX_FAILED_STARTS = 5  # in a row
+FAILED_RETRY_S = 60.0  # a file may have come back without a change that shows
 FIRST_BACKOFF_S = 0.5  # doubles with each failure in a row
 MAX_BACKOFF_S = 30.0
-HEALTHY_S = 30.0  # an engine that was ready for so long ends the row
-CHANGE_CHECK_S = 1.0  # how often a failed engine's settings are looked at
-SLOW_DEATH_S = 5.0  # a killed rank that lives longer is spoken of
+HEALTHY_S = 30.0  # an engine that was ready for this long ends the row
+CHANGE_CHECK_S = 1.0  # interval at which a failed engine's settings are looked at
+SLOW_DEATH_S = 5.0  # a killed rank that lives longer is logged
 
 _log = logging.getLogger("tridecode.supervisor")
 
@@ -56,7 +56,7 @@ class EngineLife:
         self._killed_at: float | None = None
         self._next_check = 0.0
         self._failures = 0  # in a row, for the backoff
-        self._failed_starts = 0  # in a row, for giving up
+        self._failed_starts = 0  # in a row, for the text
         self.epoch = first_epoch
         self.phase = "starting"
         self.detail = "starting the supervisor"
@@ -86,9 +86,10 @@ class EngineLife:
         if self._group is not None and message.epoch == self.epoch:
             self._group.hear(message, now)
 
-    def forgive(self, now: float) -> None:
+    def forgive(self, now: float, pause_s: float) -> None:
+        """This process itself stood still for pause_s: nobody's silence in that time counts."""
         if self._group is not None:
-            self._group.forgive(now)
+            self._group.forgive(now, pause_s)
 
     def new_door(self, now: float, alone: bool) -> None:
         """A door process that was not known came. alone: no other door uses the engine."""
@@ -159,15 +160,15 @@ class EngineLife:
         self._failures += 1
         if self._ready_since is None:
             self._failed_starts += 1
-        given_up = self._failed_starts >= MAX_FAILED_STARTS
-        if failure.fatal or given_up:
+        if failure.fatal:
             self.phase, self.detail = "failed", failure.reason
-            if given_up and not failure.fatal:
-                self.detail += f" ({self._failed_starts} starts in a row have failed)"
-        else:
-            delay = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (self._failures - 1))
-            self.phase, self.detail = "down", failure.reason
-            self._next_start = now + delay
+            self._next_start = now + FAILED_RETRY_S
+            return
+        delay = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(self._failures - 1, 16))
+        self.phase, self.detail = "down", failure.reason
+        if self._failed_starts > 1:
+            self.detail += f" ({self._failed_starts} starts in a row have failed; the next is in {delay:g} s)"
+        self._next_start = now + delay
 
     def _look_for_change(self, now: float) -> None:
         if now < self._next_check:
@@ -175,8 +176,15 @@ class EngineLife:
         self._next_check = now + CHANGE_CHECK_S
         if self._fingerprint() != self._seen:
             self._retry(now, "its settings have changed")
+        elif now >= self._next_start:
+            self._retry(now, f"{FAILED_RETRY_S:g} s have passed")
 
     def _retry(self, now: float, why: str) -> None:
-        self.phase, self.detail = "down", f"starting again, for {why}; before: {self.detail}"
+        self.phase, self.detail = "down", f"starting again, because {why}; before: {_reason(self.detail)}"
         self._failures = self._failed_starts = 0
         self._next_start = now
+
+
+def _reason(detail: str) -> str:
+    """The first failure of a row of retries, so that the text does not grow with each."""
+    return detail.rpartition("; before: ")[2]

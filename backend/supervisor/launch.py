@@ -13,36 +13,45 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
+from typing import Callable
 
+import zmq
+
+from tridecode.backend import messages, pauses
 from tridecode.backend.errors import ConfigError, EngineDownError
-from tridecode.backend.supervisor import processes, runtime_dir, state_file
+from tridecode.backend.supervisor import processes, runtime_dir
 
-START_S = 20.0  # a supervisor answers within so long: a python start and four imports
-FROZEN_S = 5.0  # a supervisor whose state file is older is looked at again,
-FROZEN_CHECK_S = 2.0  # and replaced if it has not touched the file after so long
+START_S = 20.0  # a supervisor answers within this time: a python start and four imports
+ANSWER_S = 3.0  # a supervisor that has not answered a ping after this time is replaced,
+STOPPED_S = 0.6  # and one that is stopped by a signal after this one: it cannot be merely slow
+_LOOK_S = 0.05  # poll interval while waiting for an answer
+_ENDED = "the engine's supervisor has ended"
 
 _log = logging.getLogger("tridecode.launch")
 _started: list[subprocess.Popen] = []  # kept to be reaped, so that a killed supervisor leaves no zombie
 
 
-def ensure(engine_dir: str, server_pid: int) -> str:
+def ensure(engine_dir: str, server_pid: int, replacing: Callable[[str], None] = lambda reason: None) -> str:
     """The control endpoint of the supervisor for `engine_dir`, which is started if none runs.
 
     engine_dir: the model directory that holds config.pbtxt and the version folders. server_pid: the
-    tritonserver whose life the engine shares. Any number of doors may call at once. A door that gets no
-    EngineState for SILENCE_S should call again and reconnect: the supervisor was killed, frozen or about to
-    leave. Blocks for as long as a supervisor takes to start, START_S at most. Raises EngineDownError if it
-    does not start or the server is stopping, ConfigError if the setting is wrong.
+    tritonserver whose life the engine shares, unless TRIDECODE_OWNER names another process. Any number of
+    doors may call at once. A door that gets no EngineState for SILENCE_S should call again and reconnect: the
+    supervisor was killed, frozen or about to leave. replacing(reason): called before a new supervisor is
+    started in place of one that was killed or does not answer; its engine ends with it. Blocks for as long as
+    a supervisor takes to start, START_S at most. Raises EngineDownError if it does not start or the server is
+    stopping, ConfigError if the setting is wrong.
     """
     given = os.environ.get("TRIDECODE_CONTROL_ENDPOINT")
     if given:
         return given
     _started[:] = [process for process in _started if process.poll() is None]
     engine_dir = os.path.abspath(engine_dir)
-    server = runtime_dir.server_identity(server_pid)
+    server = runtime_dir.life_owner(server_pid)
     folder = runtime_dir.engine_dir_path(engine_dir, server)
     control = runtime_dir.endpoint(folder / runtime_dir.CONTROL)
     deadline = time.monotonic() + START_S
+    told = ""
     while True:
         fd = runtime_dir.lock(folder)
         if fd is not None:
@@ -50,33 +59,65 @@ def ensure(engine_dir: str, server_pid: int) -> str:
                 if (folder.parent / runtime_dir.STOPPING).exists():
                     runtime_dir.remove(folder)
                     raise EngineDownError("the server is stopping; no engine is started")
+                if runtime_dir.read_owner(folder) is not None:
+                    replacing(_ENDED)
                 return _start(folder, fd, engine_dir, server, control, deadline)
             finally:
                 os.close(fd)
-        if _answers(folder):
+        silence = _silence(folder)
+        if silence is None:
             return control
+        if silence and silence != told:
+            replacing(silence)
+            told = silence
         if time.monotonic() > deadline:
             raise EngineDownError(f"the supervisor in {folder} has not answered for {START_S:.0f} s")
         time.sleep(0.02)
 
 
-def _answers(folder: Path) -> bool:
-    """Whether the supervisor that holds the folder's lock serves doors; one that is frozen is killed."""
-    if not (folder / runtime_dir.CONTROL).exists():
-        return False  # starting, or just leaving
+def _silence(folder: Path) -> str | None:
+    """None if the supervisor that holds the folder's lock answers; "" while it starts or leaves.
+
+    One that does not answer is killed, and the text says why.
+    """
+    control = folder / runtime_dir.CONTROL
     owner = runtime_dir.read_owner(folder)
-    if owner is None or processes.identify(owner.holder_pid) is None:
-        return False  # killed, and about to let go of the lock
-    if state_file.silent_s(folder) < FROZEN_S:
+    holder = processes.identify(owner.holder_pid) if owner else None
+    if owner is not None and holder is None:
+        return _ENDED  # killed: its lock goes, or its successor's start has begun
+    if holder is None or not control.exists():
+        return ""
+    if _pings(holder, runtime_dir.endpoint(control)):
+        return None
+    if not processes.alive(holder) or not control.exists():
+        return ""
+    state = processes.state(holder.pid)
+    why = processes.STATE_WORDS.get(state, f"process state {state}")
+    _log.warning("supervisor %d does not answer (%s): replacing it", holder.pid, why)
+    processes.kill(holder)
+    return f"the engine's supervisor did not answer ({why}) and was replaced"
+
+
+def _pings(holder: processes.ProcessId, control: str) -> bool:
+    """Whether the supervisor answers a ping. Pauses of our own do not count against it."""
+    context: zmq.Context = zmq.Context.instance()
+    with context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(control)
+        socket.send(messages.encode(messages.Ping()))  # answered with Unknown, as this socket says no Hello
+        began = time.monotonic()
+        watch, stopped_since = pauses.PauseWatch(began, _LOOK_S), None
+        while not socket.poll(int(1000 * _LOOK_S)):
+            now = time.monotonic()
+            if watch.turn(now):
+                began, stopped_since = now, None
+            stopped = processes.state(holder.pid) in ("T", "t")
+            stopped_since = (stopped_since or now) if stopped else None
+            if now - began > ANSWER_S or (stopped_since and now - stopped_since > STOPPED_S):
+                return False
+            if not processes.alive(holder):
+                return False
         return True
-    time.sleep(FROZEN_CHECK_S)  # all of us may have been frozen: it gets the time to speak
-    if state_file.silent_s(folder) < FROZEN_S:
-        return True
-    holder = processes.identify(owner.holder_pid)
-    if holder is not None:
-        _log.warning("supervisor %d is frozen (%s): replacing it", holder.pid, processes.state(holder.pid))
-        processes.kill(holder)
-    return False
 
 
 def _start(
@@ -114,7 +155,7 @@ def _start(
 
 
 def _clear(folder: Path) -> None:
-    """Remove what a killed supervisor left, save the record of its epochs."""
+    """Remove what a killed supervisor left, except the record of its epochs."""
     for entry in folder.iterdir():
         if entry.name != runtime_dir.OWNER:
             entry.unlink(missing_ok=True)  # its last rank may be at the same work

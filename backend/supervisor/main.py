@@ -27,18 +27,20 @@ from tridecode.backend.messages import (
     Ping,
     Stop,
     ToSupervisor,
+    Unknown,
     decode,
     encode,
 )
+from tridecode.backend.pauses import PauseWatch
 from tridecode.backend.supervisor import processes, ranks, runtime_dir, shared_memory, state_file
 from tridecode.backend.supervisor.door_book import DoorBook
 from tridecode.backend.supervisor.engine_life import EngineLife
 from tridecode.backend.supervisor.engine_settings import EngineSettings, fingerprint, read_engine_settings
 
-TICK_S = 0.1  # processes are looked at so often
-OWN_PAUSE_S = 1.0  # a loop that came round so much later was itself frozen
-STOP_GRACE_S = 2.0  # ranks have so long to end by themselves
-STUBS_EVERY_S = 2.0  # the server's stubs and their shared memory are listed so often
+TICK_S = 0.1  # interval at which processes are looked at
+STOP_GRACE_S = 2.0  # time that ranks have to end by themselves
+STUBS_EVERY_S = 2.0  # interval at which the server's stubs and their shared memory are listed
+PLACE_EVERY_S = 1.0  # interval at which the runtime folder and the socket are looked at
 
 _log = logging.getLogger("tridecode.supervisor")
 
@@ -50,7 +52,7 @@ class Place:
     engine_dir: str
     folder: Path
     lock_fd: int
-    server: processes.ProcessId
+    server: processes.ProcessId  # whose life the engine shares: tritonserver, or the guard that restarts it
     rank_command: list[str]  # argument list before the options; tests put a rank without torch here
 
 
@@ -70,7 +72,8 @@ class Supervisor:
         self.owner = runtime_dir.owner_of(place.server)
         self.owner.holder_pid = os.getpid()
         self.owner.epoch = last.epoch if last else 0
-        runtime_dir.write_owner(place.lock_fd, self.owner)
+        self._complaints: dict[str, str] = {}  # what -> the error that was logged for it
+        self._write_owner()
         ranks.kill_strays(self.control)
         self.life = EngineLife(
             lambda: read_engine_settings(place.engine_dir),
@@ -87,8 +90,9 @@ class Supervisor:
         self._written: state_file.StateFile | None = None
         self._touched_at = 0.0
         self._stubs_at = -1e9
+        self._place_at = now
         self._stop_reason = ""
-        self._write_state(now)  # before the socket: a door that sees the socket looks at the file
+        self._write_state(now)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, 100)  # a frozen door loses states, it does not fill our memory
@@ -99,19 +103,19 @@ class Supervisor:
         """Serve until the server is gone, no door is left, or a signal asks to stop; then clean up."""
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
-        last = time.monotonic()
+        watch = PauseWatch(time.monotonic(), TICK_S)
         while not self._stop_reason:
             self._socket.poll(int(TICK_S * 1000))
             now = time.monotonic()
-            if now - last > TICK_S + OWN_PAUSE_S:
-                _log.warning("the supervisor itself stood still for %.1f s", now - last)
-                self.life.forgive(now)
+            if pause := watch.turn(now):
+                _log.warning("the supervisor itself stood still for %.1f s", pause)
+                self.life.forgive(now, pause)
                 self.doors.forgive(now)
-            last = now
             self._receive(now)
             self.life.tick(now)
             self._tell(now)
             self._look_around(now)
+            self._keep_place(now)
         self._end()
 
     def _on_signal(self, signum: int, _frame: object) -> None:
@@ -130,7 +134,8 @@ class Supervisor:
             if isinstance(message, Hello):
                 self._hello(identity, message, now)
             elif isinstance(message, Ping):
-                self.doors.ping(identity, now)
+                if not self.doors.ping(identity, now):
+                    self._send(identity, Unknown())
             elif isinstance(message, Goodbye):
                 self.doors.goodbye(identity, now)
             else:
@@ -164,12 +169,60 @@ class Supervisor:
     def _write_state(self, now: float) -> None:
         running, waiting = self.life.load
         content = state_file.StateFile(self.life.state, self.place.engine_dir, os.getpid(), running, waiting)
-        if content != self._written:
-            state_file.write(self.place.folder, content)
-            self._written, self._touched_at = content, now
-        elif now - self._touched_at > state_file.TOUCH_S:
-            state_file.touch(self.place.folder)
-            self._touched_at = now
+        if content == self._written and now - self._touched_at <= state_file.TOUCH_S:
+            return
+        try:
+            if content != self._written:
+                state_file.write(self.place.folder, content)
+            else:
+                state_file.touch(self.place.folder)
+        except OSError as error:
+            self._complain("the state file", error)
+            self._written = None  # to be written whole once that works again
+        else:
+            self._written = content
+            self._complaints.pop("the state file", None)
+        self._touched_at = now
+
+    def _write_owner(self) -> None:
+        try:
+            runtime_dir.write_owner(self.place.lock_fd, self.owner)
+        except OSError as error:
+            self._complain("the record of the runtime folder", error)
+
+    def _complain(self, what: str, error: OSError) -> None:
+        """Log once that a file could not be written: the engine serves on without it."""
+        if self._complaints.get(what) != str(error):
+            self._complaints[what] = str(error)
+            _log.error("%s cannot be written (%s); serving goes on without it", what, error)
+
+    # ------------------------------------------------------------ the runtime folder
+
+    def _keep_place(self, now: float) -> None:
+        """Make the runtime folder and the socket again where somebody deleted them."""
+        if now - self._place_at < PLACE_EVERY_S:
+            return
+        self._place_at = now
+        try:
+            if not runtime_dir.holds(self.place.folder, self.place.lock_fd):
+                self._restore_folder()
+            control = self.place.folder / runtime_dir.CONTROL
+            if not self._stop_reason and not control.exists():
+                self._socket.bind(self.control)  # beside the old listener: its connections go on
+                _log.warning("the socket %s was deleted; it is there again", control)
+        except (OSError, zmq.ZMQError) as error:
+            self._complain(f"the runtime folder {self.place.folder}", OSError(str(error)))
+
+    def _restore_folder(self) -> None:
+        fd = runtime_dir.restore(self.place.folder)
+        if fd is None:
+            self._stop_reason = f"{self.place.folder} was deleted and another supervisor has taken its place"
+            return
+        os.close(self.place.lock_fd)
+        self.place.lock_fd = fd
+        self._written = None
+        self._write_owner()
+        _log.warning("the runtime folder %s was deleted; it is there again", self.place.folder)
 
     # ------------------------------------------------------------ the ranks
 
@@ -178,10 +231,10 @@ class Supervisor:
 
     def _start_ranks(self, epoch: int, settings: EngineSettings, now: float) -> ranks.RankGroup:
         self.owner.epoch = epoch
-        runtime_dir.write_owner(self.place.lock_fd, self.owner)
+        self._write_owner()
         self._rank_identities.clear()
         for old in self.place.folder.glob("engine-*"):
-            old.unlink()
+            old.unlink(missing_ok=True)
         options = ["--engine-dir", self.place.engine_dir, "--control", self.control, "--epoch", str(epoch)]
         options += ["--world", str(settings.world), "--endpoint", self._engine_endpoint(epoch)]
         commands = [
@@ -193,15 +246,18 @@ class Supervisor:
 
     def _look_around(self, now: float) -> None:
         if not processes.alive(self.place.server):
-            self._stop_reason = self._stop_reason or f"tritonserver {self.place.server.pid} is gone"
+            self._stop_reason = self._stop_reason or f"the server (pid {self.place.server.pid}) is gone"
         elif now - self._stubs_at > STUBS_EVERY_S:
             self._stubs_at = now
-            self._stubs.update(
-                {stub.process.pid: stub for stub in shared_memory.stubs_of(self.place.server.pid)}
-            )
+            self._stubs = {stub.process.pid: stub for stub in self._find_stubs()} or self._stubs
             self.doors.look(now)
             if self.doors.abandoned(now):
                 self._stop_reason = "no door is left"
+
+    def _find_stubs(self) -> list[shared_memory.Stub]:
+        """The living stubs of the server, and of each server that a door has named."""
+        servers = {self.place.server.pid, *(door.hello.server_pid for door in self.doors.doors)}
+        return [stub for server in servers for stub in shared_memory.stubs_of(server)]
 
     def _end(self) -> None:
         """End the ranks first by word, then by force; then leave nothing behind."""
@@ -225,7 +281,7 @@ class Supervisor:
 
     def _clean_after_server(self) -> None:
         """What a killed server leaves: stubs that hang, and the shared memory of all its stubs."""
-        stubs = [*self._stubs.values(), *shared_memory.stubs_of(self.place.server.pid)]
+        stubs = [*self._stubs.values(), *self._find_stubs()]
         for stub in stubs:
             if processes.alive(stub.process):
                 _log.warning("killing stub %d, whose server is gone", stub.process.pid)

@@ -23,6 +23,7 @@ from tridecode.backend.messages import (
     decode,
     encode,
 )
+from tridecode.backend.pauses import PauseWatch
 
 SUPERVISOR_SILENCE_S = 5.0  # without a word for so long, the supervisor is taken for gone
 FLUSH_S = 2.0  # how long `close` waits for the last words to leave
@@ -47,6 +48,11 @@ class RankStatus:
         self.free_blocks = 0
         self.total_blocks = 0
         self.metrics: dict[str, float] = {}
+
+    def forgive(self, pause_s: float) -> None:
+        """The process stood still for pause_s: that is not time spent in the step."""
+        if self.busy_since:
+            self.busy_since += pause_s
 
     def begin_step(self) -> None:
         self.busy_since = time.monotonic()
@@ -109,7 +115,8 @@ class RankLink:
             context.term()
 
     def _serve(self, socket: zmq.Socket) -> None:
-        heard_at = last = time.monotonic()
+        heard_at = time.monotonic()
+        watch = PauseWatch(heard_at, _POLL_S)
         beat_at = 0.0
         while True:
             closing = self._closing.is_set()
@@ -117,9 +124,9 @@ class RankLink:
             now = time.monotonic()
             if closing:
                 return
-            if now - last > 1.0:
-                heard_at = now  # we ourselves stood still
-            last = now
+            if pause := watch.turn(now):
+                heard_at = now
+                self.status.forgive(pause)
             if now - beat_at >= BEAT_S:
                 socket.send(encode(self.beat()))
                 beat_at = now

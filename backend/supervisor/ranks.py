@@ -92,8 +92,9 @@ class RankGroup:
         if 0 <= message.rank < len(self.ranks):
             self.ranks[message.rank].hear(message, now)
 
-    def forgive(self, now: float) -> None:
-        """Count silence from now on: we ourselves were not running."""
+    def forgive(self, now: float, pause_s: float) -> None:
+        """Count silence from now on: this process itself stood still for pause_s."""
+        self.started_at += pause_s
         for rank in self.ranks:
             rank.heard_at = now
 

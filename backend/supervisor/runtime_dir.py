@@ -11,10 +11,12 @@ only.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
 import shutil
+import stat
 import tempfile
 import time
 from pathlib import Path
@@ -27,6 +29,7 @@ from tridecode.backend.supervisor.processes import ProcessId, alive, identify
 
 MAX_SOCKET_PATH = 107  # bytes that sockaddr_un.sun_path holds, less the terminating zero
 OWNER = "owner"
+OWNER_BYTES = 1024  # length of the record on disk
 CONTROL = "control.sock"
 UNWRITTEN_S = 60.0  # a folder without a record is stale after so long
 SWEEP_S = 10.0  # no sweep looks at one folder for so long
@@ -71,7 +74,12 @@ def base_dir() -> Path:
 
 def _private(path: Path) -> Path:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = path.stat()
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode):
+        raise ConfigError(
+            f"{path} is a symbolic link to {os.readlink(path)}; wanted a folder of our own, because whoever "
+            "made the link chooses where the sockets lie (set TRIDECODE_RUNTIME_DIR to another folder)"
+        )
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ConfigError(
             f"{path} has owner {status.st_uid} and mode {status.st_mode & 0o777:o}; "
@@ -117,6 +125,21 @@ def lock(folder: Path) -> int | None:
         os.close(fd)
 
 
+def holds(folder: Path, fd: int) -> bool:
+    """Whether `fd` is still the lock of `folder`: false once the folder or its record was deleted."""
+    return _is_still(folder, fd)
+
+
+def restore(folder: Path) -> int | None:
+    """Make a deleted folder again, with its parents, and lock it. None if another process has locked it.
+
+    Raises OSError if it cannot be made.
+    """
+    for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
+        missing.mkdir(mode=0o700, exist_ok=True)
+    return lock(folder)
+
+
 def lock_new(folder: Path) -> int:
     """As lock, of a folder whose name nobody else uses; a sweep that looks into it may hold it for a moment.
 
@@ -154,14 +177,19 @@ def _is_still(folder: Path, fd: int) -> bool:
     """Whether the folder's record is still the file that was opened, not a new one of the same name."""
     try:
         return os.stat(str(folder / OWNER)).st_ino == os.fstat(fd).st_ino
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 
 def write_owner(fd: int, owner: Owner) -> None:
-    data = msgspec.json.encode(owner)
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, data, 0)
+    """Replace the record of a locked folder. Raises OSError; a full disk leaves the old record readable.
+
+    The record is padded to a fixed length, so that rewriting it needs no new disk block.
+    """
+    data = msgspec.json.encode(owner).ljust(OWNER_BYTES)
+    written = os.pwrite(fd, data, 0)
+    if written != len(data):
+        raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes of the record could be written")
 
 
 def read_owner(folder: Path) -> Owner | None:
@@ -205,6 +233,24 @@ def _is_stale(folder: Path, owner: Owner | None) -> bool:
     if owner.boot != boot:
         return True
     return owner.pid_namespace == namespace and not alive(ProcessId(owner.server_pid, owner.server_start))
+
+
+def life_owner(server_pid: int) -> ProcessId:
+    """The process whose life the engine shares.
+
+    $TRIDECODE_OWNER ("PID:START", set by `tridecode serve`: the guard, which outlives a tritonserver that it
+    starts again), else tritonserver itself. Raises ConfigError if no such process runs.
+    """
+    given = os.environ.get("TRIDECODE_OWNER", "")
+    if not given:
+        return server_identity(server_pid)
+    pid, _, start = given.partition(":")
+    if not (pid.isdigit() and start.isdigit()):
+        raise ConfigError(f"TRIDECODE_OWNER is {given!r}; wanted PID:START, as in 4711:123456")
+    owner = ProcessId(int(pid), int(start))
+    if not alive(owner):
+        raise ConfigError(f"TRIDECODE_OWNER is {given}; that process does not run any more")
+    return owner
 
 
 def server_identity(server_pid: int) -> ProcessId:

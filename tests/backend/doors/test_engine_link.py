@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import textwrap
@@ -16,7 +17,7 @@ from tests.fake_engine import LIMITS, FakeEngine, FakeSupervisor, toy_tokens
 from tests.waiting import wait_until
 from tridecode.backend import messages as m
 from tridecode.backend.doors.engine_link import EngineLink
-from tridecode.backend.errors import ConfigError, EngineDownError
+from tridecode.backend.errors import ConfigError, EngineDownError, RequestError
 from tridecode.backend.supervisor.processes import identify
 
 
@@ -47,9 +48,7 @@ def sequence(prompt: list[int], **params) -> m.SequenceRequest:
 
 
 def link_to(supervisor: FakeSupervisor, **options) -> EngineLink:
-    return EngineLink(
-        "/models/toy", "test", ensure=lambda engine_dir, pid: supervisor.endpoint, **options
-    ).start()
+    return EngineLink("/models/toy", "test", ensure=lambda *_: supervisor.endpoint, **options).start()
 
 
 @pytest.fixture()
@@ -231,7 +230,7 @@ def test_waiting_is_bounded_and_tells_how_far_the_engine_came():
 
 
 def test_a_setting_that_no_supervisor_can_run_with_fails_at_once():
-    def ensure(engine_dir: str, server_pid: int) -> str:
+    def ensure(engine_dir: str, *_) -> str:
         raise ConfigError("no python3 on PATH")
 
     link = EngineLink("/models/toy", "test", ensure=ensure).start()
@@ -243,11 +242,11 @@ def test_a_setting_that_no_supervisor_can_run_with_fails_at_once():
 def test_silence_of_both_fails_what_is_open_and_looks_again(engine, supervisor):
     calls = []
 
-    def ensure(engine_dir: str, server_pid: int) -> str:
+    def ensure(engine_dir: str, *_) -> str:
         calls.append(engine_dir)
         return supervisor.endpoint
 
-    link = EngineLink("/models/toy", "test", ensure=ensure, silent_s=0.6).start()
+    link = EngineLink("/models/toy", "test", ensure=ensure, silent_s=0.6, engine_silent_s=0.8).start()
     link.wait_ready(5)
     engine.freeze()
     supervisor.silence()
@@ -321,3 +320,95 @@ def test_a_door_whose_server_is_gone_ends_itself():
     process.kill()
     process.wait()
     wait_until(lambda: identify(pid) is None, what="the end of the door")
+
+
+def test_a_door_that_the_engine_has_dropped_ends_its_requests_and_says_hello_again(link, engine):
+    engine.step_s = 0.01
+    lost = Collector()
+    link.submit(link.reserve(), [sequence([4], max_tokens=400)], lost)
+    wait_until(lambda: lost.events)
+    engine.forget_doors()
+    assert "cancelled its requests; send it again" in lost.wait(m.PING_S + 1)[-1].error
+    done = Collector()
+    link.submit(link.reserve(), [sequence([5], max_tokens=3)], done)
+    assert done.wait()[-1].finish == "length"
+    assert len(engine.hellos) == 2
+
+
+def test_a_door_that_the_supervisor_does_not_know_says_hello_again(link, engine, supervisor):
+    supervisor.forget_doors()
+    wait_until(lambda: len(supervisor.hellos) == 2, m.PING_S + 1, "the second Hello")
+    supervisor.set_phase("down", "rank 0 was killed")
+    wait_until(lambda: link.state().phase == "down")
+
+
+def test_the_link_to_a_silent_engine_is_made_anew_while_its_supervisor_speaks(engine, supervisor):
+    link = link_to(supervisor, engine_silent_s=0.8)
+    link.wait_ready(5)
+    engine.step_s = 0.01
+    lost = Collector()
+    link.submit(link.reserve(), [sequence([4], max_tokens=400)], lost)
+    wait_until(lambda: lost.events)
+    engine.freeze()
+    assert "the engine has been silent for" in lost.wait(2)[-1].error
+    assert link.state().phase == "starting"
+    engine.thaw()
+    done = Collector()
+    link.wait_ready(5)
+    link.submit(link.reserve(), [sequence([5], max_tokens=3)], done)
+    assert done.wait()[-1].finish == "length"
+    link.close()
+
+
+@pytest.mark.parametrize("priority", [10**30, 1.5, "high", float("nan")])
+def test_a_request_that_cannot_be_encoded_is_refused_alone(link, engine, priority):
+    engine.step_s = 0.005
+    others = Collector()
+    link.submit(link.reserve(), [sequence([4], max_tokens=100)], others)
+    with pytest.raises(RequestError, match="cannot be handed to the engine"):
+        link.submit(link.reserve(), [sequence([5])], Collector(), priority=priority)
+    with pytest.raises(RequestError, match="cannot be handed to the engine"):
+        link.submit(link.reserve(), [sequence([5], seed=2**65)], Collector())
+    assert others.wait()[-1].finish == "length"
+
+
+def test_a_request_that_the_engine_lost_ends_after_its_deadline(link, engine, monkeypatch):
+    monkeypatch.setattr("tridecode.backend.doors.engine_link._OVERDUE_S", 0.2)
+    monkeypatch.setattr(engine, "_submit", lambda *_: None)  # an engine that loses what it takes
+    lost = Collector()
+    link.submit(link.reserve(), [sequence([4], max_tokens=4)], lost, timeout_s=0.3)
+    assert "after its deadline" in lost.wait(3)[-1].error
+
+
+def test_a_pause_of_the_door_itself_counts_against_nobody():
+    """The door's process is stopped for longer than any silence that it puts up with, then goes on."""
+    door = textwrap.dedent(
+        """
+        import sys, time
+        from tridecode.backend.doors.engine_link import EngineLink
+        silences = {"silent_s": 1.0, "engine_silent_s": 1.2}
+        link = EngineLink("/models/toy", "paused", ensure=lambda *_: sys.argv[1], **silences).start()
+        link.wait_ready(5)
+        print("ready", flush=True)
+        for line in sys.stdin:
+            print(link.state().phase, flush=True)
+        """
+    )
+    with FakeEngine() as engine, FakeSupervisor(engine) as supervisor:
+        process = subprocess.Popen(
+            [sys.executable, "-c", door, supervisor.endpoint],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(3)
+        process.send_signal(signal.SIGCONT)
+        time.sleep(0.3)
+        process.stdin.write("?\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "ready\n"
+        assert len(engine.hellos) == 1, "the connection was kept"
+        process.kill()
+        process.communicate()

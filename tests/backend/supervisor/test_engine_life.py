@@ -114,18 +114,34 @@ def test_an_engine_that_was_well_for_a_while_is_rebuilt_at_once(engine):
     assert engine.groups[-1].started_at - crashed < 0.7
 
 
-def test_five_failed_starts_in_a_row_are_enough(engine):
+def test_failed_starts_are_tried_again_with_growing_pauses_and_the_reason_is_told(engine):
     for _ in range(5):
         assert engine.life.phase == "starting"
         engine.crash()
         engine.run(20)
-    assert engine.life.phase == "failed"
-    assert engine.life.detail == "rank 0 was killed by signal 9 (5 starts in a row have failed)"
-    engine.run(60)
-    assert len(engine.groups) == 5
-    engine.settings = 1
-    engine.run(1.5)
-    assert engine.life.phase == "starting" and len(engine.groups) == 6
+    engine.crash()
+    assert engine.life.phase == "down"
+    wanted = "rank 0 was killed by signal 9 (6 starts in a row have failed; the next is in 16 s)"
+    assert engine.life.detail == wanted
+    for _ in range(20):
+        engine.run(31)
+        engine.crash()
+    assert engine.life.phase == "down" and len(engine.groups) == 26
+    engine.run(31)
+    engine.become_ready()
+    assert engine.life.phase == "ready"
+
+
+def test_a_failure_that_would_come_again_is_looked_at_once_a_minute(engine):
+    engine.groups[-1].failure = Failure("config.ini has no head_num", fatal=True)
+    engine.run(50)
+    assert engine.life.phase == "failed" and len(engine.groups) == 1
+    for _ in range(3):
+        engine.run(12)
+        engine.groups[-1].failure = Failure("config.ini has no head_num", fatal=True)
+        engine.run(50)
+    assert len(engine.groups) == 4
+    assert engine.life.detail == "config.ini has no head_num"
 
 
 def test_crashes_after_ready_never_give_the_engine_up(engine):

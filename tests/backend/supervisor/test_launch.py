@@ -44,13 +44,10 @@ def test_a_killed_supervisor_takes_its_ranks_along_and_is_replaced_in_a_later_ep
     assert len(world.supervisors()) == 1
 
 
-def test_a_frozen_supervisor_is_replaced(world, monkeypatch):
-    monkeypatch.setattr(launch, "FROZEN_S", 1.5)
-    monkeypatch.setattr(launch, "FROZEN_CHECK_S", 0.5)
+def test_a_frozen_supervisor_is_replaced(world):
     first = world.door().wait("ready")
     (supervisor,) = world.supervisors()
     os.kill(supervisor, signal.SIGSTOP)
-    wait_until(lambda: launch.state_file.silent_s(world.folder) > launch.FROZEN_S, 5, "silence")
     second = world.door().wait("ready")
     assert second.epoch > first.epoch
     assert supervisor not in world.supervisors()
@@ -91,6 +88,34 @@ def test_a_runtime_folder_open_to_others_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("TRIDECODE_RUNTIME_DIR", str(tmp_path / "open"))
     with pytest.raises(ConfigError, match="mode 755.*mode 700"):
         runtime_dir.base_dir()
+
+
+def test_a_runtime_folder_behind_a_symbolic_link_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    monkeypatch.setenv("TRIDECODE_RUNTIME_DIR", str(tmp_path / "link"))
+    with pytest.raises(ConfigError, match=r"link is a symbolic link to .*real"):
+        runtime_dir.base_dir()
+
+
+@pytest.mark.parametrize("owner", ["4711", "a:b", "4711:", f"{2**22 + 5}:1"])
+def test_an_owner_that_is_no_living_process_is_refused(world, monkeypatch, owner):
+    monkeypatch.setenv("TRIDECODE_OWNER", owner)
+    with pytest.raises(ConfigError, match="TRIDECODE_OWNER is"):
+        world.ensure()
+
+
+def test_the_record_of_a_folder_is_rewritten_in_place(tmp_path):
+    fd = runtime_dir.lock(tmp_path / "new")
+    owner = runtime_dir.owner_of(processes.identify(os.getpid()))
+    owner.shm_prefix = "x" * 60
+    runtime_dir.write_owner(fd, owner)
+    size = (tmp_path / "new" / "owner").stat().st_size
+    owner.shm_prefix = ""
+    runtime_dir.write_owner(fd, owner)
+    assert runtime_dir.read_owner(tmp_path / "new") == owner
+    assert (tmp_path / "new" / "owner").stat().st_size == size
+    os.close(fd)
 
 
 def test_the_engine_gets_its_own_environment_back(monkeypatch):

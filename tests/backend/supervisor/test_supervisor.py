@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import zmq
+
 from tests.backend.supervisor.conftest import pids_with
 from tests.waiting import wait_until
 from tridecode.backend import messages as m
-from tridecode.backend.supervisor import state_file
+from tridecode.backend.supervisor import processes, runtime_dir, state_file
+from tridecode.backend.supervisor.rank_link import SUPERVISOR_SILENCE_S
 
 
 def test_an_engine_is_ready_when_all_its_ranks_are(world):
@@ -137,6 +141,101 @@ def test_the_engine_outlives_a_door_that_died(world):
     world.processes[-1].wait()
     time.sleep(4.5)
     assert world.ranks(epoch), "a dead door is brought back; the engine waits for it"
+
+
+def test_a_pause_of_everybody_leaves_the_engine_as_it_is(world):
+    door = world.door()
+    ready = door.wait("ready")
+    everybody = [*world.supervisors(), *world.ranks()]
+    for pid in everybody:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(m.SILENCE_S + SUPERVISOR_SILENCE_S)
+    for pid in everybody:
+        os.kill(pid, signal.SIGCONT)
+    time.sleep(1.5)
+    assert door.states[-1].phase == "ready" and door.states[-1].epoch == ready.epoch
+    assert everybody == [*world.supervisors(), *world.ranks()]
+
+
+def test_a_pause_is_no_time_spent_in_a_step(world):
+    world.configure(step_timeout_s=6)
+    world.behave("stuck")
+    door = world.door()
+    ready = door.wait("ready")
+    everybody = [*world.supervisors(), *world.ranks()]
+    for pid in everybody:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(6)
+    for pid in everybody:
+        os.kill(pid, signal.SIGCONT)
+    time.sleep(2.0)
+    assert door.states[-1].phase == "ready", door.states[-1]
+    assert door.wait("down", timeout_s=8).epoch == ready.epoch, "the step itself goes on being counted"
+
+
+def test_whoever_is_not_known_is_told_to_say_hello(world):
+    world.door().wait("ready")
+    context = zmq.Context.instance()
+    with context.socket(zmq.DEALER) as stranger:
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.connect(world.ensure())
+        stranger.send(m.encode(m.Ping()))
+        assert stranger.poll(2000)
+        assert isinstance(m.decode(stranger.recv(), m.FromSupervisor), m.Unknown)
+
+
+def test_a_deleted_control_socket_is_there_again(world):
+    door = world.door()
+    ready = door.wait("ready")
+    (world.folder / "control.sock").unlink()
+    wait_until(lambda: (world.folder / "control.sock").exists(), 4, "the socket")
+    other = world.door()
+    assert other.wait("ready").epoch == ready.epoch
+    assert len(world.supervisors()) == 1
+
+
+def test_a_deleted_runtime_folder_is_there_again_with_its_lock(world):
+    door = world.door()
+    ready = door.wait("ready")
+    folder = world.folder
+    shutil.rmtree(folder)
+    wait_until(lambda: (folder / "control.sock").exists(), 4, "the socket")
+    assert runtime_dir.lock(folder) is None, "the supervisor holds the new lock"
+    assert runtime_dir.read_owner(folder).epoch == ready.epoch
+    assert world.door().wait("ready").epoch == ready.epoch
+    assert len(world.supervisors()) == 1
+
+
+def test_an_engine_whose_files_cannot_be_written_is_served_on(world):
+    door = world.door()
+    ready = door.wait("ready")
+    (
+        world.folder / "state.json.new"
+    ).mkdir()  # what root, too, cannot write; a full disk fails in the same place
+    os.kill(world.ranks()[0], signal.SIGKILL)
+    door.wait("down")
+    assert door.wait("ready", ready.epoch + 1).epoch == ready.epoch + 1
+    world.door().wait("ready", ready.epoch + 1)
+
+
+def test_the_engine_outlives_a_server_that_another_process_starts_again(world, monkeypatch):
+    guard = subprocess.Popen(["sleep", "600"])
+    world.processes.append(guard)
+    identity = processes.identify(guard.pid)
+    monkeypatch.setenv("TRIDECODE_OWNER", f"{identity.pid}:{identity.start}")
+    door = world.door()
+    ready = door.wait("ready")
+    door.close(goodbye=False)
+    world.processes[-1].kill()  # the door's process
+    world.server.kill()
+    world.server.wait()
+    time.sleep(3.0)
+    world.server = subprocess.Popen(["sleep", "600"])
+    world.processes.append(world.server)
+    assert world.door().wait("ready").epoch == ready.epoch
+    guard.kill()
+    guard.wait()
+    wait_until(lambda: not pids_with(str(world.root / "run")), 5, "the end of supervisor and rank")
 
 
 def test_nothing_is_left_of_a_killed_server(world, tmp_path):

@@ -1,0 +1,24 @@
+"""Pauses of this process itself: SIGSTOP, `docker pause`, a suspended machine, a held interpreter lock.
+
+Whoever judges others by their silence must not count the time in which it was itself unable to listen. A loop
+calls `PauseWatch.turn` on each turn and moves its deadlines by what that returns. Standard library only.
+"""
+
+from __future__ import annotations
+
+#: a turn that comes this much later than it should was delayed by a pause of our own
+TOLERANCE_S = 1.0
+
+
+class PauseWatch:
+    """Finds the pauses of one loop. Times are monotonic seconds that the caller gives."""
+
+    def __init__(self, now: float, longest_turn_s: float) -> None:
+        """longest_turn_s: the longest time between two turns of an undisturbed loop, its waits included."""
+        self._last = now
+        self._limit_s = longest_turn_s + TOLERANCE_S
+
+    def turn(self, now: float) -> float:
+        """Seconds since the last turn if this process stood still between the two, else 0.0."""
+        gap, self._last = now - self._last, now
+        return gap if gap > self._limit_s else 0.0

@@ -1,0 +1,187 @@
+"""Rank 0's socket: who is known, who is dropped, and what a deleted socket or a pause changes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import zmq
+
+from tests.fake_engine import LIMITS
+from tests.waiting import wait_until
+from tridecode.backend import messages as m
+from tridecode.backend.engine import front as front_module
+from tridecode.backend.engine.front import Front
+
+PING = m.encode(m.Ping())
+
+
+class Door:
+    """A bare DEALER that speaks the protocol by hand."""
+
+    def __init__(self, endpoint: str, name: str = "test:1", pid: int = 0) -> None:
+        self.socket = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(endpoint)
+        self._hello = m.Hello(name, pid or os.getpid(), os.getppid())
+
+    def say(self, message) -> None:
+        self.socket.send(m.encode(message))
+
+    def hello(self) -> None:
+        self.say(self._hello)
+        self.expect(m.Welcome)
+
+    def expect(self, wanted: type, timeout_s: float = 3.0):
+        """The next message of that type; heartbeats and others are passed over."""
+        end = time.monotonic() + timeout_s
+        while time.monotonic() < end:
+            if self.socket.poll(50):
+                message = m.decode(self.socket.recv(), m.FromEngine)
+                if isinstance(message, wanted):
+                    return message
+        raise AssertionError(f"no {wanted.__name__} within {timeout_s} s")
+
+
+@pytest.fixture
+def endpoint():
+    with tempfile.TemporaryDirectory(prefix="tdfront") as folder:
+        yield f"ipc://{folder}/engine.sock"
+
+
+@pytest.fixture
+def front(endpoint):
+    made = Front(endpoint, 3, LIMITS, lambda: m.EngineBeat(3, 0, 0, 0.0))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def connect(endpoint):
+    doors = []
+
+    def make(**options) -> Door:
+        doors.append(Door(endpoint, **options))
+        return doors[-1]
+
+    yield make
+    for door in doors:
+        door.socket.close(0)
+
+
+def arrived(front: Front, kind: type) -> list:
+    """The messages of that type that the loop would see next."""
+    found: list = []
+
+    def some() -> list:
+        found.extend(message for _, message in front.drain() if isinstance(message, kind))
+        return found
+
+    wait_until(some, what=kind.__name__)
+    return found
+
+
+def test_whoever_has_not_said_hello_is_told_to(front, connect):
+    door = connect()
+    door.say(m.Ping())
+    door.expect(m.Unknown)
+    door.say(m.Submit(1, []))
+    door.expect(m.Unknown)
+    door.hello()
+    door.say(m.Submit(2, []))
+    assert [submit.request for submit in arrived(front, m.Submit)] == [2]
+
+
+def test_a_second_connection_of_a_door_cancels_what_the_first_one_left(front, connect):
+    first, second = connect(), connect()
+    first.hello()
+    second.hello()
+    arrived(front, m.Goodbye)
+    first.say(m.Ping())
+    first.expect(m.Unknown)
+    second.say(m.Submit(5, []))
+    arrived(front, m.Submit)
+
+
+def test_a_silent_door_is_dropped_and_told_so(front, connect, monkeypatch):
+    monkeypatch.setattr(front_module, "DOOR_SILENCE_S", 0.5)
+    door = connect()
+    door.hello()
+    arrived(front, m.Goodbye)
+    door.expect(m.Unknown)
+
+
+def test_a_dead_door_is_dropped_without_waiting_for_its_silence(front, connect):
+    process = subprocess.Popen(["sleep", "60"])
+    connect(pid=process.pid).hello()
+    process.kill()
+    process.wait()
+    arrived(front, m.Goodbye)
+
+
+def test_a_deleted_socket_is_there_again_and_old_connections_go_on(front, connect, endpoint):
+    old = connect(name="old:1")
+    old.hello()
+    path = Path(endpoint.removeprefix("ipc://"))
+    path.unlink()
+    wait_until(path.exists, 3, "the socket")
+    connect(name="new:1").hello()
+    old.say(m.Submit(7, []))
+    assert [submit.request for submit in arrived(front, m.Submit)] == [7]
+
+
+def test_what_does_not_follow_the_protocol_is_dropped(front, connect):
+    door = connect()
+    door.hello()
+    for frame in (b"", b"\xc1", b"\x00" * 100, m.encode(m.Stop()), b"\x81\xa4type\xa6submit"):
+        door.socket.send(frame)
+    door.socket.send_multipart([b"two", b"frames"])
+    door.say(m.Submit(8, []))
+    assert [submit.request for submit in arrived(front, m.Submit)] == [8]
+
+
+def test_a_failure_of_the_thread_is_told(endpoint):
+    told = []
+
+    def beat() -> m.EngineBeat:
+        raise RuntimeError("no beat")
+
+    Front(endpoint, 3, LIMITS, beat, told.append)
+    wait_until(lambda: told)
+    assert told == ["the thread that serves the doors failed: RuntimeError: no beat"]
+
+
+def test_a_pause_of_the_engine_counts_against_no_door(connect, endpoint):
+    code = textwrap.dedent(
+        """
+        import sys, time
+        from tests.fake_engine import LIMITS
+        from tridecode.backend import messages as m
+        from tridecode.backend.engine import front
+        front.DOOR_SILENCE_S = 1.5
+        served = front.Front(sys.argv[1], 3, LIMITS, lambda: m.EngineBeat(3, 0, 0, 0.0))
+        print("ready", flush=True)
+        time.sleep(60)
+        """
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, endpoint], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    door = connect()
+    door.hello()
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(3.0)
+    process.send_signal(signal.SIGCONT)
+    time.sleep(0.2)  # the first turn after the pause must not drop the door, though nothing was heard for 3 s
+    door.say(m.Ping())
+    with pytest.raises(AssertionError, match="no Unknown"):
+        door.expect(m.Unknown, 1.0)
+    process.kill()
+    process.wait()
+    process.stdout.close()
