@@ -161,21 +161,20 @@ class GuardedServer:
         """Of a tritonserver that has ended: negative for a signal; None if its guard was killed with it."""
         return self._returncode
 
-    def restart(self) -> bool:
-        """Start a tritonserver that has ended again; whether the engines could be kept.
+    def restart(self) -> None:
+        """Start a tritonserver that has ended again.
 
-        They are kept where the guard lives; where it was killed, everything begins anew in another runtime
-        folder. Raises TridecodeError if the server cannot be started.
+        The engines are kept where the guard lives; where it was killed, everything begins anew in another
+        runtime folder. Raises TridecodeError if the server cannot be started.
         """
         if self._guard.poll() is None:
             self.mend()
             self._returncode = None
             self._order("start")
             self.pid = self._wait_started()
-            return True
-        self.close()
-        self._open()
-        return False
+        else:
+            self.close()
+            self._open()
 
     def mend(self) -> bool:
         """Lay the runtime folder out again where it, or something in it, was removed; whether that was so."""

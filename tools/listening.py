@@ -48,14 +48,14 @@ def listens(pid: int, port: int) -> bool:
     return bool(inodes_listening(port) & sockets_of(pid))
 
 
-def who_listens(port: int) -> str:
-    """The process that listens on `port`, in words; "" where /proc does not let us see it."""
+def who_listens(port: int) -> list[int]:
+    """The processes that listen on `port`, as far as /proc lets us see them."""
     inodes = inodes_listening(port)
-    for pid in processes.all_pids() if inodes else ():
-        if inodes & sockets_of(pid):
-            command = " ".join(processes.command_line(pid))[:80]
-            return f"process {pid} ({command})"
-    return ""
+    return [pid for pid in processes.all_pids() if inodes & sockets_of(pid)] if inodes else []
+
+
+def in_words(pid: int) -> str:
+    return f"process {pid} ({' '.join(processes.command_line(pid))[:80]})"
 
 
 def check_free(name: str, address: str, port: int) -> None:
@@ -83,5 +83,5 @@ def check_free(name: str, address: str, port: int) -> None:
 def _why_not(name: str, address: str, port: int, error: OSError) -> str:
     if error.errno != errno.EADDRINUSE:
         return f"--{name}-port: nobody can listen on {address}:{port} here: {error.strerror}"
-    holder = who_listens(port) or "another process"
+    holder = ", ".join(map(in_words, who_listens(port))) or "another process"
     return f"port {port} on {address} is taken by {holder}; name a free one with --{name}-port"

@@ -325,7 +325,8 @@ class _Serving:
         self._for_orphans = False
         if self._signals.count:
             return
-        kept = self._server.restart()
+        engines = self._engines()
+        self._server.restart()
         self._watch = DoorWatch(self._server.pid, self._http)
         self._frozen = False
         try:
@@ -339,8 +340,12 @@ class _Serving:
                 _log.error("model %s could not be loaded: %s", row.name, _one_line(row.reason))
                 self._watch.bring_back(row.name)
         if rows:
-            engine = "the engine was kept" if kept else "with a new engine"
-            _log.warning("tritonserver is back after %.1f s, %s", time.monotonic() - began, engine)
+            kept = "the engine was kept" if engines == self._engines() else "with a new engine"
+            _log.warning("tritonserver is back after %.1f s, %s", time.monotonic() - began, kept)
+
+    def _engines(self) -> set[tuple[int, int]]:
+        """Supervisor and epoch of each engine."""
+        return {(one.supervisor_pid, one.state.epoch) for one in state_file.read_all(self._server.folder)}
 
     def _pause(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

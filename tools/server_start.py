@@ -105,6 +105,7 @@ class Start:
     def _check_ports(self) -> None:
         """Raises StartError where another process got a port between our look and Triton's start."""
         for name, port in self._ports.items():
-            if listening.inodes_listening(port) and not listening.listens(self._server.pid, port):
-                holder = listening.who_listens(port) or "another process"
-                raise StartError(f"{name} port {port} is served by {holder}, not by our tritonserver")
+            others = listening.who_listens(port)
+            if others and self._server.pid not in others and self._server.running():
+                holders = ", ".join(map(listening.in_words, others))
+                raise StartError(f"{name} port {port} is served by {holders}, not by our tritonserver")
