@@ -76,8 +76,8 @@ def find_text_model(url: str, name: str | None = None, streaming: bool = True) -
         found = [_describe(client, model) for model in TEXT_MODELS if model in ready]
     fitting = [model for model in found if model is not None]
     if not fitting:
-        names = ", ".join(sorted(ready)) or "none"
-        raise RequestError(f"{url} has no text model that is ready; ready models: {names}")
+        names = ", ".join(TEXT_MODELS)
+        raise RequestError(f"{url} has no text model that is ready; looked for {names}")
     return next((model for model in fitting if model.decoupled == streaming), fitting[0])
 
 

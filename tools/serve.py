@@ -27,6 +27,7 @@ from tridecode.backend.errors import ConfigError, TridecodeError
 from tridecode.backend.supervisor import processes, runtime_dir, state_file
 from tridecode.tools import triton_access
 from tridecode.tools.door_watch import DoorWatch
+from tridecode.tools.generate import TEXT_MODELS
 from tridecode.tools.guarded_server import GuardedServer
 from tridecode.tools.listening import check_free
 from tridecode.tools.serve_checks import check_repository, check_triton_arguments
@@ -44,7 +45,7 @@ MAX_DEATHS = 10  # tritonserver is started again until it has died so often
 DEATHS_WITHIN_S = 300.0  # … within so long
 FIRST_PAUSE_S = 0.2  # before it is started again; doubles with each death that counts, up to
 MAX_PAUSE_S = 15.0  # below the 60 s that an engine waits for a door
-TEXT_MODELS = ("tensorrt_llm_bls", "ensemble")  # the command to try names the first that is there
+
 
 _log = logging.getLogger("tridecode.serve")
 
@@ -377,18 +378,18 @@ class _Serving:
         limit = _check_orphans(self._options.orphans)
         if any(engine.running or engine.waiting for engine in state_file.read_all(self._server.folder)):
             self._idle_since = now
-        if limit is None or not self._watch.orphaned or self._watch.busy:
+        orphaned = self._watch.orphaned(now)
+        if limit is None or not orphaned or self._watch.busy:
             return
-        waited = now - min(self._watch.orphaned.values())
+        waited = now - min(orphaned.values())
         idle = now - self._idle_since > IDLE_S
         if idle or waited > limit:
             _log.warning(
                 "%s died with requests open, which Triton cannot end: starting tritonserver again, since %s",
-                ", ".join(self._watch.orphaned),
+                ", ".join(orphaned),
                 "nothing else is open" if idle else f"they are {waited:.0f} s old (--orphans)",
             )
             self._for_orphans = True
-            self._watch.orphaned.clear()
             self._server.kill_server()
 
     # ------------------------------------------------------------ the end

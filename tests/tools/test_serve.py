@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -134,7 +135,6 @@ class FakeTriton:
         self.calls: list[str] = []
         self.keys: list[str | None] = []
         self.state = "READY"
-        self.state_after_unload = "UNAVAILABLE"
         self.failing_loads = 0
         fake = self
 
@@ -166,7 +166,7 @@ class FakeTriton:
         if path.endswith("/load") and self.failing_loads:
             self.failing_loads -= 1
             return 400, b'{"error": "failed to load toy"}'
-        self.state = "READY" if path.endswith("/load") else self.state_after_unload
+        self.state = "READY" if path.endswith("/load") else "UNAVAILABLE"
         return 200, b""
 
     @property
@@ -188,7 +188,13 @@ def stub(tmp_path) -> Iterator[subprocess.Popen]:
     script = tmp_path / "repo" / "toy" / "1" / "model.py"
     script.parent.mkdir(parents=True)
     script.write_text("import time; time.sleep(600)")
-    arguments = [str(tmp_path / "triton_python_backend_stub"), str(script), "region", "1", "1"]
+    arguments = [
+        str(tmp_path / "triton_python_backend_stub"),
+        str(script),
+        f"region-{uuid.uuid4().hex}",
+        "1",
+        "1",
+    ]
     arguments += [str(os.getpid()), str(tmp_path), "1", "toy_0_0", "DEFAULT"]
     process = subprocess.Popen(arguments, executable=sys.executable)
     wait_until(lambda: processes.command_line(process.pid) == arguments, 5, "exec")
@@ -244,16 +250,18 @@ def test_a_door_that_was_unloaded_stays_so(triton, stub):
     assert triton.calls == []
 
 
-@pytest.mark.parametrize("kept, orphaned", [("UNLOADING", ["toy"]), ("UNAVAILABLE", [])])
-def test_requests_that_a_dead_door_left_are_known_by_the_model_that_triton_keeps(
-    triton, stub, kept, orphaned
-):
-    triton.state_after_unload = kept
+def test_requests_that_a_dead_door_left_are_known_by_the_region_that_triton_keeps(triton, stub):
+    region = Path("/dev/shm") / processes.command_line(stub.pid)[2]
+    region.touch()
     watcher = DoorWatch(os.getpid(), triton.http)
     watcher.tick(time.monotonic())
     stub.kill()
     watch(watcher, lambda: len(triton.calls) == 2 and not watcher.busy)
-    assert list(watcher.orphaned) == orphaned
+    later = time.monotonic() + door_watch.ORPHANS_S
+    assert list(watcher.orphaned(later)) == ["toy"]
+    region.unlink()
+    watcher.tick(later)
+    assert not watcher.orphaned(later)
 
 
 def test_the_key_goes_with_calls_of_the_repository(triton):
