@@ -363,8 +363,22 @@ def test_requests_of_a_dead_door_never_end_in_triton_unless_it_is_started_again(
     assert service.triton == triton
 
 
-def test_requests_of_a_dead_door_end_when_nothing_else_is_open(repository):
+def test_requests_of_a_dead_door_end_in_time_on_a_busy_server(repository):
     service = repository()
+    streams, engine = [service.streaming() for _ in range(4)], service.engine_epochs()
+    other, start = service.streaming("second"), time.monotonic()
+    service.door("fastertransformer").kill()
+    service.wait_reloaded()
+    for stream in [*streams, other]:
+        assert stream.done.wait(10) and stream.error
+        assert stream.ended_at - start < ERROR_S
+    service.wait_back()
+    assert service.answers() and service.answers("second")
+    assert service.engine_epochs() == engine
+
+
+def test_requests_of_a_dead_door_end_when_nothing_else_is_open(repository):
+    service = repository(options=["--orphans", "idle"])
     stream, engine = service.streaming(), service.engine_epochs()
     other = service.streaming("second", tokens=150)
     service.door("fastertransformer").kill()
