@@ -102,6 +102,7 @@ class ServeOptions:
             "--disable-auto-complete-config",
             "--model-control-mode=explicit",
             "--load-model=*",
+            "--model-load-thread-count=8",  # as many doors start at once; Triton's default is 4
             "--exit-on-error=false",  # a model that fails is told with its reason, by the repository index
             f"--exit-timeout-secs={max(1, round(self.drain_s))}",
             *([] if shutil.which("nvidia-smi") else _WITHOUT_GPU),
@@ -200,6 +201,8 @@ def serve(
     failure: TridecodeError | None = None
     with GuardedServer(arguments, door_python, options.key) as server:
         _log.info("tritonserver is process %d", server.pid)
+        if not shutil.which("nvidia-smi"):
+            _log.info("no GPU: Triton will say once that CudaDriverHelper is not initialized, as it must")
         try:
             return _Serving(options, server, signals, models).run()
         except TridecodeError as error:
