@@ -25,7 +25,15 @@ from typer.testing import CliRunner
 from tests.waiting import wait_until
 from tridecode.backend.errors import ConfigError, TridecodeError
 from tridecode.backend.supervisor import processes
-from tridecode.tools import cli, door_watch, serve, triton_access, triton_install, tritonserver
+from tridecode.tools import (
+    cli,
+    door_watch,
+    guarded_server,
+    serve,
+    triton_access,
+    triton_install,
+    tritonserver,
+)
 from tridecode.tools.door_watch import DoorWatch
 from tridecode.tools.guarded_server import GuardedServer
 from tridecode.tools.running_server import ServerProcess, free_ports
@@ -360,6 +368,18 @@ def test_a_server_whose_guard_was_killed_is_started_anew(fake_install, tmp_path)
         assert server.running() and not folder.exists()
     assert traces(server) == []
     fake_install.rmdir()
+
+
+def test_a_frozen_guard_does_not_hide_the_death_of_its_server(fake_install, tmp_path, monkeypatch):
+    monkeypatch.setattr(guarded_server, "SILENT_S", 0.5)
+    with GuardedServer([]) as server:
+        wait_until((tmp_path / "ready").exists, 5, "the fake server")
+        os.kill(processes.parent(server.pid), signal.SIGSTOP)
+        os.kill(server.pid, signal.SIGKILL)
+        wait_until(lambda: not server.running(), 5, "the end of the server")
+        server.restart()
+        assert server.running()
+    assert traces(server) == []
 
 
 def test_shared_memory_and_key_are_hidden_from_other_users(fake_install, tmp_path):
