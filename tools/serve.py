@@ -282,7 +282,7 @@ class _Serving:
                     f"tritonserver {self._server.ending()} before it was ready; the lines above say why"
                 )
             return
-        failed = [row for row in rows if row.state != "READY"]
+        failed = sorted((row for row in rows if row.state != "READY"), key=lambda row: bool(row.reason))
         for row in failed[:-1]:
             _log.error("model %s could not be loaded: %s", row.name, _one_line(row.reason))
         if failed:
@@ -491,7 +491,7 @@ class _Serving:
 
 def _one_line(reason: str) -> str:
     """The reason of a model's failure without the python frames that Triton puts after it."""
-    return " ".join(reason.partition("\n\nAt:")[0].split()) or "Triton gives no reason"
+    return " ".join(reason.partition("\n\nAt:")[0].split()) or "a model that it needs could not be"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
