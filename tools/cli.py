@@ -214,10 +214,10 @@ def serve(
         str,
         typer.Option(
             metavar="idle|leave|SECONDS",
-            help="When to restart tritonserver for requests whose model died: idle (nothing else is open), "
-            "after SECONDS, or never.",
+            help="When to restart tritonserver for requests whose model died: idle (once nothing else is "
+            "open), after SECONDS at the latest, or never (leave).",
         ),
-    ] = "idle",
+    ] = "3.5",
 ) -> None:
     """Run tritonserver on a model repository.
 
