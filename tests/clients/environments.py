@@ -51,10 +51,9 @@ ENVIRONMENTS = {
         900.0,
     ),
     "triton-cli": Environment(
-        "genai-perf",
+        "tritonclient",
         ("tritonclient[http,grpc]", "directory-tree", "docker", "prometheus-client", "psutil", "rich")
-        + ("huggingface-hub", "genai-perf", CPU_TORCH),
-        900.0,
+        + ("huggingface-hub", "requests", "numpy<2"),
     ),
 }
 

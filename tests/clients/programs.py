@@ -18,11 +18,11 @@ class Program:
     """One way to use one public program.
 
     environment: a key of ENVIRONMENTS; empty: of the machine. answers: it prints the line ANSWER and its
-    text, which must be the server's. shows, never: regular expressions that its output must hold, and must not.
-    options: of build-repo, needed where the default repository does not do. source: a file of a source
-    checkout (--sources); without it the requests `recorded`, pairs of client and model, are sent in its
-    place. why: what stands between, for a program that is not expected to work. flag: what the command has
-    that the program's own documentation has not.
+    text, which must be the server's. shows: a regular expression that its output must hold; never: one that
+    it must not. options: of build-repo, needed where the default repository does not do. source: a file of
+    a source checkout (--sources); without it the requests `recorded`, pairs of client and model, are sent in
+    its place. why: what stands between, for a program that is not expected to work. flag: what the command
+    has that the program's own documentation has not.
     """
 
     name: str

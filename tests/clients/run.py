@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -303,7 +304,7 @@ def row_of(first: Attempt, second: tuple[tuple[str, ...], Attempt] | None) -> ta
     """first: on the default repository; second: on one of the options that were needed, if any were."""
     program = first.program
     verdict = _verdict(first, second)
-    how = program.use + (", its request replayed" if first.replayed else "")
+    how = program.use + (table.REPLAYED if first.replayed else "")
     version = first.version or ("" if program.command else program.flag)
     return table.Row(program.name, version, how, program.model, verdict)
 
@@ -340,7 +341,7 @@ def summary(rows: list[table.Row]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make clients", description=__doc__.split("\n")[0])
     parser.add_argument(
-        "--only", default="", help="programs whose name or use holds this text; nothing is written"
+        "--only", default="", help="run the uses that this regular expression finds, and replace their rows"
     )
     parser.add_argument("--model", default="", help="default: the packaged SmolLM2-135M-Instruct")
     parser.add_argument("--sources", type=Path, default=CACHE / "sources", help="checkouts of programs")
@@ -349,19 +350,20 @@ def main() -> int:
     setting = Setting(
         CACHE, options.sources.resolve(), options.model or str(packaged_model()), options.refresh
     )
-    wanted = options.only.lower()
-    chosen = [program for program in PROGRAMS if wanted in f"{program.name} {program.use}".lower()]
+    wanted = re.compile(options.only, re.IGNORECASE)
+    chosen = [program for program in PROGRAMS if wanted.search(f"{program.name} {program.use}")]
     started = time.monotonic()
     rows = run_all(chosen, setting)
     for row in rows:
         print(" | ".join((row.program, row.version, row.how, row.model, row.verdict)))
     print(f"{summary(rows)} {time.monotonic() - started:.0f} s")
-    if not wanted:
-        now = datetime.now(timezone.utc).strftime("%Y-%m-%d")
-        made = f"`make clients` of {now}, {Path(setting.model).stem}, Python {platform.python_version()}"
-        when = f"{made}. {summary(rows)}"
-        table.write(ROOT / "docs" / "clients.md", rows, when)
-        print(f"written to docs/clients.md; outputs are in {CACHE / 'work'}")
+    file = ROOT / "docs" / "clients.md"
+    order = [(program.name, program.use) for program in PROGRAMS]
+    rows = table.merged(table.read(file) if options.only else [], rows, order)
+    now = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    made = f"`make clients` of {now}, {Path(setting.model).stem}, Python {platform.python_version()}"
+    table.write(file, rows, f"{made}. {summary(rows)}")
+    print(f"written to {file.relative_to(ROOT)}; what the programs printed is in {CACHE / 'work'}")
     return 0
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BEGIN, END = "<!-- make clients: begin -->", "<!-- make clients: end -->"
+REPLAYED = ", its request replayed"  # in place of a program that is not installed
 HEADER = ("program", "version", "how", "model", "verdict")
 
 
@@ -16,6 +17,11 @@ class Row:
     how: str
     model: str
     verdict: str
+
+    @property
+    def use(self) -> tuple[str, str]:
+        """What stays the same from run to run: the program and how it was used."""
+        return self.program, self.how.removesuffix(REPLAYED)
 
 
 def markdown(rows: list[Row], when: str) -> str:
@@ -36,6 +42,12 @@ def replace(text: str, content: str) -> str:
 
 def write(path: Path, rows: list[Row], when: str) -> None:
     path.write_text(replace(path.read_text(encoding="utf-8"), markdown(rows, when)), encoding="utf-8")
+
+
+def merged(held: list[Row], new: list[Row], order: list[tuple[str, str]]) -> list[Row]:
+    """`new` in place of what `held` has of the same uses. order: every use there may be."""
+    by_use = {row.use: row for row in [*held, *new]}
+    return [by_use[use] for use in order if use in by_use]
 
 
 def read(path: Path) -> list[Row]:

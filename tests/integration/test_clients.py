@@ -79,7 +79,7 @@ def replay(stack: Stack, client: str, model: str) -> list[dict[str, np.ndarray]]
     """The outputs of each response to a recorded request, without empty ones, which only say "final"."""
     entry = RECORDED[client, model]
     answers = list(responses(stack.grpc, entry))
-    if entry["parameters"].get("triton_enable_empty_final_response"):
+    if entry["stream"] and entry["parameters"].get("triton_enable_empty_final_response"):
         finals = [answer.parameters["triton_final_response"].bool_param for answer in answers]
         assert finals == [False] * (len(answers) - 1) + [True]
     return [arrays(answer) for answer in answers if answer.outputs]
