@@ -7,7 +7,7 @@ request files), {perf_analyzer}, {source} (the program's file), {model}, {prompt
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 BLS, PLAIN, UNBATCHED = "tensorrt_llm_bls", "tensorrt_llm_bls_plain", "tensorrt_llm_bls_unbatched"
 FT, FT_STREAM = "fastertransformer", "fastertransformer_streaming"
@@ -85,13 +85,19 @@ LIBRARIES = [
         "LlamaIndex NvidiaTriton",
         "llama_index_calls.py",
         "llama-index",
-        {"complete": BLS, "stream_complete": BLS, "chat": BLS},
+        {"complete": BLS, "stream_complete": BLS},
+    ),
+    replace(  # it writes the messages into a prompt of its own, so that the answer is another
+        *_calls("LlamaIndex NvidiaTriton", "llama_index_calls.py", "llama-index", {"chat": BLS}),
+        answers=False,
+        shows=r'ANSWER "[^"]',
     ),
     *_calls(
         "LangChain TritonTensorRTLLM",
         "langchain_calls.py",
         "langchain",
         {"invoke": BLS, "stream": BLS},
+        limit_s=45.0,  # refused on its stream, it waits for ever
         options=("--uint32-text-inputs",),
         flag="`langchain-core<0.3`",
     ),
