@@ -109,7 +109,8 @@ def _run(command: list[str], deadline: float) -> str:
         return f"{command[0]}: {error.strerror}"
     if done.returncode == 0:
         return ""
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    lines = [line.strip() for line in done.stderr.splitlines()]
+    lines = [line for line in lines if line and not line.startswith("WARNING:")]
     errors = [line for line in lines if line.startswith("ERROR:")]
     return (errors or lines or [f"pip ended with {done.returncode}"])[-1].removeprefix("ERROR: ")
 
