@@ -46,6 +46,7 @@ ENVIRONMENTS = {
             "regex",
             "tqdm",
             "pandas<2.1",
+            "tabulate",
             CPU_TORCH,
         ),
         900.0,

@@ -256,9 +256,10 @@ def _program(
     recorded: tuple[tuple[str, str], ...] = (),
     **fields: object,
 ) -> Program:
-    """A program that comes as source alone."""
+    """A program that comes as source alone; without one its requests are sent."""
     given = {"environment": "programs", "never": "Traceback", **fields}
-    return Program(name, use, ("{python}", "{source}", *arguments), source=source, recorded=recorded, **given)
+    command = ("{python}", "{source}", *arguments) if source else ()
+    return Program(name, use, command, source=source, recorded=recorded, **given)
 
 
 _FT = "fastertransformer_backend/tools/"
