@@ -241,6 +241,16 @@ def test_every_door_names_the_engine_and_its_tokenizer(tmp_path):
             assert set(parameters) == {"merge_behind_s", "max_response_elements", "max_stream_elements"}
 
 
+def test_no_parameter_is_empty_as_clients_that_read_the_configuration_expect_a_text(tmp_path):
+    write_models(
+        tmp_path, repository_models(), engine=engine_texts({}, "test"), model_type="GPT",
+        checkpoint_path="1-gpu", stop_ids="",
+    )  # fmt: skip
+    for file in tmp_path.glob("*/config.pbtxt"):
+        texts = string_parameters(parse_model_config(file.read_text(), str(file)))
+        assert [key for key, text in texts.items() if not text] == [], file
+
+
 def test_every_setting_of_the_engine_stands_in_the_file_with_its_default(tmp_path):
     parameters = string_parameters(render(tmp_path)["fastertransformer"][1])
     names = {field.name for field in dataclasses.fields(EngineConfig)} - {"extra"}
