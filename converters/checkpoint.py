@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import gguf
 import torch
@@ -265,7 +265,7 @@ class Checkpoint:
     tensors: TensorSource
     bos_id: int | None
     eos_ids: list[int]
-    gguf_fields: dict[str, object] = field(default_factory=dict)  # scalar metadata of a .gguf
+    gguf_fields: dict[str, Any] = field(default_factory=dict)  # scalar metadata of a .gguf
 
     @property
     def is_gguf(self) -> bool:
@@ -368,8 +368,8 @@ def _open_directory(path: Path) -> Checkpoint:
     return Checkpoint(path, config, _tensor_files(path), bos[0] if bos else None, eos)
 
 
-def _token_ids(ids: object, key: str, where: Path) -> list[int]:
-    found = [] if ids is None else ids if isinstance(ids, list) else [ids]
+def _token_ids(ids: Any, key: str, where: Path) -> list[int]:
+    found: list[Any] = [] if ids is None else ids if isinstance(ids, list) else [ids]
     if not all(isinstance(token, int) and -1 <= token < 1 << 31 for token in found):
         raise CheckpointError(f"{where}: {key} is {str(ids)[:80]}; wanted token ids")
     return found
@@ -433,7 +433,7 @@ def _open_gguf(path: Path) -> Checkpoint:
     )
 
 
-def _read_gguf(path: Path) -> tuple[gguf.GGUFReader, dict[str, object]]:
+def _read_gguf(path: Path) -> tuple[gguf.GGUFReader, dict[str, Any]]:
     """The file's reader and its scalar metadata. CheckpointError for a file that is damaged or foreign."""
     try:
         reader = gguf.GGUFReader(path)

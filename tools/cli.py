@@ -6,6 +6,7 @@ reader of stdout has left.
 """
 
 import errno
+import io
 import logging
 import os
 import sys
@@ -458,7 +459,8 @@ def demo(
 def main() -> None:
     """The console script."""
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  a terminal that is not UTF-8
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that is not UTF-8
     spin_briefly()
     app()
 

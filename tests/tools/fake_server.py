@@ -60,9 +60,6 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):
     async def ModelReady(self, request, context):
         return service_pb2.ModelReadyResponse(ready=request.name in self.models)
 
-    async def ModelReady(self, request, context):
-        return service_pb2.ModelReadyResponse(ready=request.name in self.models)
-
     async def ModelConfig(self, request, context):
         if request.name not in self.models:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"Request for unknown model: '{request.name}'")
