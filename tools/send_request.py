@@ -143,8 +143,8 @@ _NO_SERVER = {
     "HTTP/2": "not gRPC: is it the port of HTTP?",
     "http1.x": "not gRPC: is it the port of HTTP?",
     "decoding the response": "an HTTP server that is not Triton",
+    "Socket closed": "it closes the connection: is it the port of HTTP?",
     "failed to connect": "no connection",
-    "Socket closed": "it closed the connection",
 }
 
 
