@@ -6,7 +6,6 @@ Measured on two AVX2 cores, 576 x 1536 float32, GB/s of weight bytes at 1 / 4 / 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -19,27 +18,18 @@ from tridecode.kernels.reference import Reference, cached_keys, causal_attention
 
 #: the batch that oneDNN packs for; its layout serves one row as well; without the hint it may be slow
 _PACKED_ROWS = 16
-#: Numbers of rows that a product runs at. oneDNN generates code for each number of rows that it is given and
-#: keeps it for ever, 0.1 to 0.4 MiB a number and weight shape: with these, what it keeps is bounded.
-_TILES = (512, 256, 128, 64)
-_SMALL_TILES = (*range(1, 17), 20, 24, 28, 32, 40, 48, 56, 64)
+#: Numbers of rows that a product runs at: each up to 16, then in steps that grow. oneDNN generates code for each
+#: number of rows that it is given and keeps it for ever, 0.1 to 0.4 MiB a number and weight shape.
+_STEPS = ((16, 1), (64, 4), (128, 8), (256, 16), (512, 32))  # up to this many rows, in steps of
+_LARGEST = _STEPS[-1][0]
 #: queries of a prompt that are scored together where results must not depend on how a prompt is cut
 _QUERY_TILE = 64
 
 
-@functools.lru_cache(maxsize=4096)
-def row_tiles(rows: int) -> tuple[tuple[int, int], ...]:
-    """(rows taken, rows that the product runs at) of each tile of a product over `rows` rows, in order.
-
-    The second is the first, or a little more: then the tile is padded.
-    """
-    tiles: list[tuple[int, int]] = []
-    for size in _TILES:
-        count, rows = divmod(rows, size)
-        tiles += [(size, size)] * count
-    if rows:
-        tiles.append((rows, min(size for size in _SMALL_TILES if size >= rows)))
-    return tuple(tiles)
+def rounded_rows(rows: int) -> int:
+    """The number of rows, at least `rows`, that a product over 1 to _LARGEST of them runs at."""
+    step = next(step for most, step in _STEPS if rows <= most)
+    return -(-rows // step) * step
 
 
 class Cpu(Reference):
@@ -53,7 +43,6 @@ class Cpu(Reference):
     def __init__(self, batch_invariant: bool = False) -> None:
         super().__init__()
         self.batch_invariant = batch_invariant
-        self._padding: dict[tuple[int, torch.dtype], Tensor] = {}  # (_SMALL_TILES[-1], columns)
 
     def pack(self, linear: Linear) -> Linear:
         if linear.weight.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
@@ -62,30 +51,12 @@ class Cpu(Reference):
         return Linear(packed, linear.bias)
 
     def _product(self, x: Tensor, linear: Linear, residual: Tensor | None, out: Tensor) -> None:
-        first = 0
-        for rows, size in row_tiles(x.shape[0]):
-            mine = slice(first, first + rows)
-            first += rows
-            added = None if residual is None else residual[mine]
-            if rows == size:
-                self._tile(x[mine], linear, added, out[mine])
-                continue
-            product = out.new_empty(size, out.shape[1])
-            self._tile(self._padded(x[mine], size), linear, None, product)
-            if added is None:
-                out[mine] = product[:rows]
-            else:
-                torch.add(product[:rows], added, out=out[mine])
-
-    def _tile(self, x: Tensor, linear: Linear, residual: Tensor | None, out: Tensor) -> None:
         if not linear.weight.is_mkldnn:
             super()._product(x, linear, residual, out)
             return
-        product = torch.ops.mkldnn._linear_pointwise
-        if residual is None:
-            out.copy_(product(x, linear.weight, linear.bias, "none", [], ""))
-        else:
-            out.copy_(product.binary(x, residual, linear.weight, linear.bias, "add"))
+        for first in range(0, x.shape[0], _LARGEST):
+            part = slice(first, first + _LARGEST)
+            _packed_product(x[part], linear, None if residual is None else residual[part], out[part])
 
     def decode_attention(
         self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor
@@ -110,14 +81,31 @@ class Cpu(Reference):
                     attended = _tiled_attention(q, k, v, heads)
                 out[first:last].copy_(attended.transpose(0, 1).reshape(last - first, queries))
 
-    def _padded(self, x: Tensor, rows: int) -> Tensor:
-        """x and zeros after it, `rows` together, in a buffer that the next product uses again."""
-        key = (x.shape[1], x.dtype)
-        if key not in self._padding:
-            self._padding[key] = x.new_zeros(_SMALL_TILES[-1], x.shape[1])
-        padded = self._padding[key][:rows]
-        padded[: x.shape[0]] = x
-        return padded
+
+def _packed_product(x: Tensor, linear: Linear, residual: Tensor | None, out: Tensor) -> None:
+    rows, product = x.shape[0], torch.ops.mkldnn._linear_pointwise
+    size = rounded_rows(rows)
+    x = _with_rows(x, size)
+    if residual is None:
+        out.copy_(product(x, linear.weight, linear.bias, "none", [], "")[:rows])
+    elif size == rows:
+        out.copy_(product.binary(x, residual, linear.weight, linear.bias, "add"))
+    else:
+        torch.add(product(x, linear.weight, linear.bias, "none", [], "")[:rows], residual, out=out)
+
+
+def _with_rows(x: Tensor, size: int) -> Tensor:
+    """x with rows after it, `size` together; their values do not matter, as no row of a product sees another.
+
+    Where x is the front of a larger buffer, as in a model's step, they are what the buffer holds.
+    """
+    rows, columns = x.shape
+    if size == rows:
+        return x
+    end = 4 * (x.storage_offset() + (size - 1) * x.stride(0) + columns)
+    if x.stride(1) == 1 and end <= x.untyped_storage().nbytes():
+        return x.as_strided((size, columns), x.stride())
+    return torch.cat([x, x.new_zeros(size - rows, columns)])
 
 
 @contextmanager

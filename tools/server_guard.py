@@ -114,7 +114,7 @@ def _reap_orphans(server_pid: int) -> None:
 
 
 def _prepare_server() -> None:
-    """In the server's process, before its program: it ends with us, and its threads have room for large bodies."""
+    """Runs in the server's process before its program: it ends with us, and its threads get large stacks."""
     processes.die_with_parent()
     hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
     size = STACK_BYTES if hard == resource.RLIM_INFINITY else min(hard, STACK_BYTES)
