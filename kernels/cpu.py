@@ -18,8 +18,8 @@ from tridecode.kernels.reference import Reference, cached_keys, causal_attention
 
 #: the batch that oneDNN packs for; its layout serves one row as well; without the hint it may be slow
 _PACKED_ROWS = 16
-#: Numbers of rows that a product runs at: each up to 16, then in steps that grow. oneDNN generates code for each
-#: number of rows that it is given and keeps it for ever, 0.1 to 0.4 MiB a number and weight shape.
+#: Numbers of rows that a product runs at: each up to 16, then in steps that grow. oneDNN generates code for
+#: each number of rows that it is given and keeps it for ever, 0.1 to 0.4 MiB a number and weight shape.
 _STEPS = ((16, 1), (64, 4), (128, 8), (256, 16), (512, 32))  # up to this many rows, in steps of
 _LARGEST = _STEPS[-1][0]
 #: queries of a prompt that are scored together where results must not depend on how a prompt is cut

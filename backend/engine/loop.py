@@ -18,8 +18,9 @@ from tridecode.backend.errors import CapacityError, TridecodeError
 
 log = logging.getLogger("tridecode.engine")
 
-_TELL_S = 0.05  # heartbeats are rarer than steps: what they say is gathered so often
-_IDLE_S = 0.25  # deadlines of waiting requests are looked at so often while nothing runs
+_TELL_S = 0.05  # heartbeats are rarer than steps: status update interval
+_IDLE_S = 0.25  # longest wait for a request
+_DEVICE_S = 1.0  # interval at which an idle device is checked
 
 
 class Status(Protocol):
@@ -46,6 +47,7 @@ class DecodeLoop:
         self._stopping = False
         self._seconds = 0.0  # spent in steps
         self._told = 0.0
+        self._checked = 0.0  # the device
 
     def stop(self) -> None:
         """End after the step under way. For any thread."""
@@ -74,6 +76,8 @@ class DecodeLoop:
         if wait and not arrived:
             self.front.wait(_IDLE_S)
             arrived = self.front.drain()
+            if not arrived:
+                self._check_device()
         for door, message in arrived:
             if isinstance(message, m.Submit):
                 self._submit(door, message)
@@ -81,6 +85,15 @@ class DecodeLoop:
                 self.scheduler.cancel(door, message.request)
             else:
                 self.scheduler.cancel_door(door)
+
+    def _check_device(self) -> None:
+        """An idle engine whose device has died must not look healthy until the next request. Raises what the
+        device raises; one that hangs shows as a step that does not end."""
+        now = time.monotonic()
+        if now - self._checked >= _DEVICE_S:
+            self._checked = self.status.busy_since = now
+            self.engine.check_device()
+            self.status.busy_since = 0.0
 
     def _submit(self, door: bytes, submit: m.Submit) -> None:
         try:
