@@ -135,7 +135,7 @@ def slow_readers(
     limit_s: float = 60.0,
     bound: int = 48 << 20,
 ) -> SlowResult:
-    """Streams that nobody reads, over gRPC and SSE. bound: bytes by which server and doors may grow in all."""
+    """Streams that nobody reads, over gRPC and SSE. bound: by how many bytes server and doors may grow."""
     clients = Clients(service.grpc, service.http, channels=grpc_clients)
     other = Clients(service.grpc, service.http)
     asks = controls()
@@ -195,6 +195,7 @@ async def _never_reads_grpc(clients: Clients, request: bytes, stop: asyncio.Even
     await call.write(request)
     await stop.wait()
     outcome = Outcome(time.monotonic())
+    await call.done_writing()
     try:
         await asyncio.wait_for(clients.grpc.read_stream(call, outcome), 30.0)
     except asyncio.TimeoutError:
