@@ -33,6 +33,7 @@ BOUND_S = 5.0  # what is promised: an end for every request, and a truthful heal
 SLACK_S = 0.5  # of measuring it on a machine that is busy with the test itself
 RECOVER_S = 60.0  # a server that is not back after so long is not coming back
 CALM_S = 15.0  # requests that are open when the test ends may take so long
+RESTARTED = "tensorrt_llm_bls_plain"  # the door that is killed after a deletion
 STARTS = 5  # killed starts in a row
 DISK_BYTES = 1 << 20
 
@@ -149,6 +150,16 @@ def _delete(pattern: str) -> Callable[[Service], None]:
     return strike
 
 
+def _then_kill_a_door(delete: Callable[[Service], None]) -> Callable[[Service], None]:
+    """A door that starts anew has to find what was deleted."""
+
+    def strike(service: Service) -> None:
+        delete(service)
+        service.roles()[f"door:{RESTARTED}"].kill()
+
+    return strike
+
+
 def _delete_engine_folder(service: Service) -> None:
     folders = service.engine_folders()
     assert folders
@@ -238,12 +249,25 @@ def schedule(ranks: int = 1) -> list[Fault]:
         Fault("delete:control-socket", _delete("*/*/control.sock")),
         Fault("delete:engine-folder", _delete_engine_folder),
         Fault("delete:serve-folder", _delete("")),
+        *_deleted_before_a_door_starts(),
         Fault("fill:disk", _fill_disk, 8.0, on_disk=True),
         Fault("fill:disk+kill:rank0", _fill_and_kill, 20.0, on_disk=True),
         Fault("kill:starts", _kill_starts),
         Fault("vanish:clients", _vanishing_clients),
     ]
     return faults
+
+
+def _deleted_before_a_door_starts() -> list[Fault]:
+    deletes = {
+        "engine-socket": _delete("*/*/engine-*.sock"),
+        "control-socket": _delete("*/*/control.sock"),
+        "engine-folder": _delete_engine_folder,
+    }
+    return [
+        Fault(f"delete:{name}+kill:door", _then_kill_a_door(delete), limit_known=RESTARTED, door=RESTARTED)
+        for name, delete in deletes.items()
+    ]
 
 
 def _fill_and_kill(service: Service) -> Callable[[], None]:

@@ -286,7 +286,7 @@ class _Draw:
     def _mutations(self) -> list[Callable[[list[Tensor]], None]]:
         common = [self._edges, self._optional, self._optional, self._optional, self._shape, self._dtype]
         common += [self._drop, self._duplicate, self._unknown, self._length, self._bytes, self._batch]
-        return [*common, *common, *common, self._large]
+        return [*common, *common, *common, self._large, self._region]
 
     def _pick(self, tensors: list[Tensor]) -> int:
         return self.r.randrange(len(tensors)) if tensors else -1
@@ -376,6 +376,14 @@ class _Draw:
                 if self.r.random() < 0.1:
                     break
         self.notes.append(f"{rows} rows")
+
+    def _region(self, tensors: list[Tensor]) -> None:
+        """An input in a shared memory region that nobody registered."""
+        if (at := self._pick(tensors)) >= 0:
+            tensor = tensors[at]
+            region = self.r.choice(["fuzz", "triton_python_backend_shm_region_1", "x" * 300])
+            tensors[at] = Tensor(tensor.name, tensor.datatype, tensor.shape, tensor.data, region)
+            self.notes.append(f"{tensor.name} in region {region[:20]}")
 
     def _large(self, tensors: list[Tensor]) -> None:
         """Rarely, a lot of it: words, width, text."""

@@ -15,8 +15,8 @@ SEED = 20
 SHORT = [
     "kill:rank0",
     "freeze:supervisor",
-    "kill:door:tensorrt_llm_bls_plain",
-    "delete:engine-socket",
+    "kill:door:fastertransformer_streaming",
+    "delete:engine-socket+kill:door",
     "pause:all:12",
     "kill:tritonserver",
     "fill:disk+kill:rank0",
@@ -25,7 +25,7 @@ SHORT = [
 
 @pytest.fixture(scope="module")
 def strikes(repository: Path) -> Iterator[Range]:
-    held = Range(repository, SEED)
+    held = Range(repository, SEED, tokens=64)
     yield held
     try:
         left = held.stop()

@@ -184,19 +184,20 @@ def mixture(seed: int, count: int, prompt_tokens: int = 48, new_tokens: int = 16
     asks = []
     for number in range(count):
         length, output = draw.randint(1, prompt_tokens), draw.randint(new_tokens // 8, new_tokens)
+        short = 1 + output % 12  # a plain call shows nothing until it ends
         sampled = draw.choice([None, draw.randrange(2**63)])
         prompt = [draw.randrange(3, 330) for _ in range(length)]
         text = " ".join(draw.choice(WORDS) for _ in range(1 + length // 4))
         kind = draw.choice(["ids", "stream", "stream", "stream", "plain", "text", "text", "sse"])
         name = f"{number} {kind}"
         if kind == "ids":
-            asks.append(token_ask(name, "fastertransformer", "grpc", prompt, output // 2, sampled))
+            asks.append(token_ask(name, "fastertransformer", "grpc", prompt, short, sampled))
         elif kind == "stream":
             asks.append(
                 token_ask(name, "fastertransformer_streaming", "grpc_stream", prompt, output, sampled)
             )
         elif kind == "plain":
-            asks.append(text_ask(name, "tensorrt_llm_bls_plain", "http", text, output // 2, sampled))
+            asks.append(text_ask(name, "tensorrt_llm_bls_plain", "http", text, short, sampled))
         elif kind == "text":
             asks.append(text_ask(name, "tensorrt_llm_bls", "grpc_stream", text, output, sampled))
         else:

@@ -85,12 +85,13 @@ def encode_bytes(values: Sequence[bytes]) -> bytes:
 
 @dataclass
 class Tensor:
-    """One input; data: the elements, or the raw bytes as they are sent."""
+    """One input; data: the elements, or the raw bytes as they are sent; region: shared memory it names."""
 
     name: str
     datatype: str
     shape: list[int]
     data: list | bytes
+    region: str = ""
 
     def raw(self) -> bytes:
         if isinstance(self.data, bytes):
@@ -111,6 +112,10 @@ class Tensor:
         data = self.data
         if isinstance(data, bytes):
             data = [0]
+        if self.region:
+            region = {"shared_memory_region": self.region, "shared_memory_byte_size": 4}
+            entry = {"name": self.name, "datatype": self.datatype, "shape": self.shape}
+            return {**entry, "parameters": region}
         return {
             "name": self.name,
             "datatype": self.datatype,
@@ -129,8 +134,12 @@ def grpc_request(
     """A ModelInferRequest. The id may be any bytes: protobuf's python refuses what is not UTF-8."""
     request = service_pb2.ModelInferRequest(model_name=model)
     for tensor in tensors:
-        request.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
-        request.raw_input_contents.append(tensor.raw())
+        entry = request.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+        if tensor.region:
+            entry.parameters["shared_memory_region"].string_param = tensor.region
+            entry.parameters["shared_memory_byte_size"].int64_param = 4
+        else:
+            request.raw_input_contents.append(tensor.raw())
     for name in outputs:
         request.outputs.add(name=name)
     for key, value in (parameters or {}).items():
