@@ -238,15 +238,16 @@ def is_greedy(params: SamplingParams) -> bool:
 
 
 _MAX_SEED = 2**64 - 1
+_MAX_COUNT = 2**31 - 1  # an int32 of the engine holds it
 
 
 def check(params: SamplingParams) -> str | None:
     """None, or one sentence: which field is out of its range, what was found and what was wanted."""
     bounds: list[tuple[str, bool, str]] = [
-        ("max_tokens", params.max_tokens >= 0, "0 or more"),
-        ("min_tokens", params.min_tokens >= 0, "0 or more"),
+        ("max_tokens", 0 <= params.max_tokens <= _MAX_COUNT, "0 to 2**31 - 1"),
+        ("min_tokens", 0 <= params.min_tokens <= _MAX_COUNT, "0 to 2**31 - 1"),
         ("temperature", 0.0 <= params.temperature <= 1e6, "a number from 0 to 1e6"),
-        ("top_k", params.top_k >= 0, "0 (the whole vocabulary) or more"),
+        ("top_k", 0 <= params.top_k <= _MAX_COUNT, "0 (the whole vocabulary) to 2**31 - 1"),
         ("top_p", 0.0 < params.top_p <= 1.0, "a number in (0, 1]"),
         ("top_p_decay", 0.0 < params.top_p_decay <= 1.0, "a number in (0, 1]"),
         ("top_p_min", 0.0 < params.top_p_min <= 1.0, "a number in (0, 1]"),

@@ -117,6 +117,7 @@ class FakeEngine:
         self.hellos: list[m.Hello] = []
         self.before_step: Callable[[int], None] = lambda step: None
         self.protocol = m.PROTOCOL
+        self.busy_s, self.metrics = 0.0, {}  # what its heartbeats say
         self._doors: dict[bytes, m.Hello] = {}
         self._running: dict[tuple[bytes, int], _Request] = {}
         self._frozen = threading.Event()
@@ -278,7 +279,14 @@ class FakeEngine:
 
     def _beat(self, socket: zmq.Socket) -> None:
         beat = m.EngineBeat(
-            self.epoch, 0, self.steps, 0.0, running=len(self._running), free_blocks=90, total_blocks=100
+            self.epoch,
+            0,
+            self.steps,
+            self.busy_s,
+            running=len(self._running),
+            free_blocks=90,
+            total_blocks=100,
+            metrics=self.metrics,
         )
         for door in self._doors:
             socket.send_multipart([door, m.encode(beat)])

@@ -29,7 +29,7 @@ PARITY_FILE = "PARITY.json"
 #: parameters of the engine's model that the engine itself does not read
 _OTHER_PARAMETERS = {
     *("engine_model", "model_type", "model_checkpoint_path", "enable_custom_all_reduce"),
-    *("merge_behind_s", "num_senders"),  # its door's
+    *("merge_behind_s", "num_senders", "max_response_elements", "max_stream_elements"),  # its door's
 }
 
 

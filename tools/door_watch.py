@@ -4,11 +4,16 @@ same.
 A dead stub stays a zombie of tritonserver. A stub that is stopped (SIGSTOP) is killed first: if it came to
 life again, it would take the whole server down (measured on Triton 2.51). Either way the model is then
 unloaded and loaded.
+
+Requests that were open at a stub when it died never end (python_backend 24.10 sends an answer only when the
+stub asks for it). Triton keeps the unloaded model for them, and with it the dead stub's region of shared
+memory: that is how we know that there are some.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from dataclasses import dataclass
@@ -21,6 +26,7 @@ STOPPED_S = 2.0  # a stub stopped for so long is killed
 CONFIRM_S = 0.4  # a stub is a zombie for a moment when its model is unloaded; only a longer death counts
 FIRST_PAUSE_S = 1.0  # before a second attempt; doubles up to
 MAX_PAUSE_S = 30.0
+ORPHANS_S = 2.5  # Triton keeps the region of a dead stub for so long only for requests; else for 1.7 s
 CALM_S = 60.0  # a door that lived so long starts with a first attempt again
 
 _log = logging.getLogger("tridecode.serve")
@@ -30,6 +36,7 @@ _log = logging.getLogger("tridecode.serve")
 class _Watched:
     model: str
     process: processes.ProcessId
+    region: str
     dead_since: float | None = None
     stopped_since: float | None = None
 
@@ -54,16 +61,32 @@ class DoorWatch:
         self._http = http
         self._watched: dict[int, _Watched] = {}
         self._reloads: dict[str, _Reload] = {}
+        self._dead: dict[str, tuple[str, float]] = {}  # model and time of death, by region
+
+    @property
+    def busy(self) -> bool:
+        """Whether a door is being brought back, or waits for it."""
+        return any(reload.needed or reload.running for reload in self._reloads.values())
+
+    def orphaned(self, now: float) -> dict[str, float]:
+        """Models with requests that cannot end, because their door died, and since when."""
+        return {model: died for model, died in self._dead.values() if now - died > ORPHANS_S}
+
+    def bring_back(self, model: str) -> None:
+        """Load a model that is not loaded, again and again until it is."""
+        self._reloads.setdefault(model, _Reload(unloaded=True)).needed = True
 
     def tick(self, now: float) -> None:
         """now: monotonic seconds."""
         for stub in shared_memory.stubs_of(self._server_pid):
             if stub.process.pid not in self._watched:
                 model = Path(stub.model_file).parent.parent.name
-                self._watched[stub.process.pid] = _Watched(model, stub.process)
+                self._watched[stub.process.pid] = _Watched(model, stub.process, stub.region)
         for pid, door in list(self._watched.items()):
             if self._look(pid, door, now):
                 del self._watched[pid]
+        for region in [one for one in self._dead if not os.path.exists(os.path.join(shared_memory.SHM, one))]:
+            del self._dead[region]
         for model, reload in self._reloads.items():
             if reload.needed and not reload.running and now >= reload.next:
                 self._start(model, reload, now)
@@ -86,6 +109,7 @@ class DoorWatch:
         if now - door.dead_since < CONFIRM_S:
             return False
         _log.warning("door %s (pid %d) has died: loading it again", door.model, pid)
+        self._dead[door.region] = (door.model, now)
         reload = self._reloads.setdefault(door.model, _Reload())
         if now - reload.last > CALM_S:
             reload.attempts = 0

@@ -1,4 +1,4 @@
-"""Starts tritonserver under its guard (server_guard.py) and tells how it is."""
+"""Starts tritonserver under its guard (server_guard.py), tells how it is, and starts it again."""
 
 from __future__ import annotations
 
@@ -16,25 +16,41 @@ from pathlib import Path
 from tridecode.backend.errors import TridecodeError
 from tridecode.backend.supervisor import runtime_dir
 from tridecode.tools import server_guard, triton_install
+from tridecode.tools.serve_checks import check_plain_path, is_plain_path, repositories
 
-START_S = 30.0  # a guard starts the server within so long
+START_S = 30.0  # a guard starts the server within so long, also after it has cleaned up behind a dead one
 SHM_PREFIX = "triton_python_backend_shm_region"  # Triton's own; our mark comes after it
+REPOSITORY = "repository"  # in the runtime folder: links to repositories with paths that are not plain
+OWNER_VARIABLE = "TRIDECODE_OWNER"  # "PID:START" of the process whose life the engines share
 
 
 class GuardedServer:
     """A tritonserver with a runtime folder, a shared memory prefix and a guard of its own.
 
+    arguments: of tritonserver. secret: a part of them that no other user may read.
     folder: the runtime folder, which holds the backend directory and the runtime folders of the engines. pid:
     of tritonserver. Leaving the context kills whatever still runs and waits until nothing is left of it.
     """
 
-    def __init__(self, arguments: Sequence[str], door_python: str | None = None) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        door_python: str | None = None,
+        secret: str = "",
+    ) -> None:
+        self._arguments = list(arguments)
+        self._door_python = door_python
+        self._secret = secret
+        self._open()
+
+    def _open(self) -> None:
         name = uuid.uuid4().hex[:8]
         self.folder: Path = runtime_dir.base_dir() / f"serve-{name}"
+        check_plain_path(self.folder, "the runtime folder", "set TRIDECODE_RUNTIME_DIR to another one")
         self.shm_prefix = f"{SHM_PREFIX}_{name}_"
         self._lock_fd = runtime_dir.lock_new(self.folder)
         try:
-            install = triton_install.prepare(self.folder, door_python)
+            install = self._lay_out()
         except BaseException:
             self._give_up()
             raise
@@ -44,20 +60,42 @@ class GuardedServer:
         os.close(write_fd)
         self._returncode: int | None = None
         self._cleaned = False
-        self._order(
-            json.dumps(
-                {
-                    "command": [
-                        str(install.binary),
-                        *install.arguments,
-                        f"--backend-config=python,shm-region-prefix-name={self.shm_prefix}",
-                        *arguments,
-                    ],
-                    "environment": {**install.environment, "TRIDECODE_RUNTIME_DIR": str(self.folder)},
-                }
-            )
-        )
+        self._order(json.dumps(self._first_order(install)))
         self.pid = self._wait_started()
+
+    def _lay_out(self) -> triton_install.TritonInstall:
+        self._plain_arguments = self._with_plain_paths()
+        install = triton_install.prepare(self.folder, self._door_python)
+        self._links = [path for path in self.folder.rglob("*") if path.is_symlink()]
+        return install
+
+    def _with_plain_paths(self) -> list[str]:
+        """The arguments, with links for repositories whose own path Triton's bash would split or execute."""
+        links = {}
+        for number, path in enumerate(sorted(set(repositories(self._arguments)))):
+            if not is_plain_path(Path(path)):
+                target = Path(path).absolute()
+                links[path] = str(triton_install.link(self.folder / f"{REPOSITORY}-{number}", target))
+        plain = []
+        for argument in self._arguments:
+            flag, equals, value = argument.partition("=")
+            plain.append(f"{flag}={links[value]}" if value in links else links.get(argument, argument))
+        return plain
+
+    def _first_order(self, install: triton_install.TritonInstall) -> dict:
+        command = [str(install.binary), *install.arguments]
+        command.append(f"--backend-config=python,shm-region-prefix-name={self.shm_prefix}")
+        guard = runtime_dir.server_identity(self._guard.pid)
+        environment = {
+            **install.environment,
+            "TRIDECODE_RUNTIME_DIR": str(self.folder),
+            OWNER_VARIABLE: f"{guard.pid}:{guard.start}",
+        }
+        return {
+            "command": [*command, *self._plain_arguments],
+            "environment": environment,
+            "secret": self._secret,
+        }
 
     def _start_guard(self, write_fd: int) -> subprocess.Popen:
         command = [sys.executable, "-m", "tridecode.tools.server_guard", "--runtime-dir", str(self.folder)]
@@ -66,10 +104,14 @@ class GuardedServer:
         guard = subprocess.Popen(
             command, stdin=subprocess.PIPE, pass_fds=(write_fd, self._lock_fd), start_new_session=True
         )
-        owner = runtime_dir.owner_of(runtime_dir.server_identity(guard.pid))
+        self._guard = guard
+        self._write_owner()
+        return guard
+
+    def _write_owner(self) -> None:
+        owner = runtime_dir.owner_of(runtime_dir.server_identity(self._guard.pid))
         owner.shm_prefix = self.shm_prefix
         runtime_dir.write_owner(self._lock_fd, owner)
-        return guard
 
     def _wait_started(self) -> int:
         deadline = time.monotonic() + START_S
@@ -114,9 +156,47 @@ class GuardedServer:
             return f"was killed by {signal.Signals(-self._returncode).name}"
         return f"ended with exit code {self._returncode}"
 
+    @property
+    def returncode(self) -> int | None:
+        """Of a tritonserver that has ended: negative for a signal; None if its guard was killed with it."""
+        return self._returncode
+
+    def restart(self) -> None:
+        """Start a tritonserver that has ended again.
+
+        The engines are kept where the guard lives; where it was killed, everything begins anew in another
+        runtime folder. Raises TridecodeError if the server cannot be started.
+        """
+        if self._guard.poll() is None:
+            self.mend()
+            self._returncode = None
+            self._order("start")
+            self.pid = self._wait_started()
+        else:
+            self.close()
+            self._open()
+
+    def mend(self) -> bool:
+        """Lay the runtime folder out again where it, or something in it, was removed; whether that was so."""
+        owner = self.folder / runtime_dir.OWNER
+        if owner.exists() and all(link.is_symlink() for link in self._links):
+            return False
+        if not owner.exists():
+            runtime_dir.base_dir()  # made again, if it went too
+            fd = runtime_dir.lock_new(self.folder)
+            os.close(self._lock_fd)
+            self._lock_fd = fd
+            self._write_owner()
+        self._lay_out()
+        return True
+
     def terminate(self) -> None:
-        """SIGTERM to tritonserver."""
+        """SIGTERM to tritonserver; it is not started again."""
         self._order("term")
+
+    def kill_server(self) -> None:
+        """SIGKILL to tritonserver alone, so that it can be started again."""
+        self._order("kill server")
 
     def kill(self) -> None:
         """SIGKILL to tritonserver and all that it started."""

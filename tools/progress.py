@@ -22,6 +22,7 @@ from rich.progress import Progress as RichProgress
 from rich.status import Status
 
 QUIET_S = 2.0  # without a terminal, lines come no closer together
+REPEAT_S = 15.0  # … and what still holds is said again, so that one sees that something waits
 
 _log = logging.getLogger("tridecode.serve")
 
@@ -48,7 +49,7 @@ class Progress:
     def show(self, text: str) -> None:
         if self._status is not None:
             self._status.update(text)
-        elif text != self._last and time.monotonic() - self._logged_at > QUIET_S:
+        elif time.monotonic() - self._logged_at > (REPEAT_S if text == self._last else QUIET_S):
             _log.info("%s", text)
             self._last, self._logged_at = text, time.monotonic()
 

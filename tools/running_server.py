@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from tridecode.backend.errors import TridecodeError
 from tridecode.backend.supervisor import processes
+from tridecode.tools import triton_access
 from tridecode.tools.triton_http import TritonHttp
 
 LOG_LINES = 60  # of the server's log that an error shows
@@ -33,7 +35,10 @@ def free_ports(count: int) -> list[int]:
 
 
 class ServerProcess:
-    """One `tridecode serve` on free ports of the loopback interface; its output goes to `log_file`."""
+    """One `tridecode serve` on free ports of the loopback interface; its output goes to `log_file`.
+
+    options: further options of `tridecode serve`.
+    """
 
     def __init__(
         self,
@@ -42,6 +47,7 @@ class ServerProcess:
         door_python: str | None = None,
         drain_s: float = 20.0,
         triton_args: Sequence[str] = (),
+        options: Sequence[str] = (),
     ) -> None:
         self.http_port, self.grpc_port, self.metrics_port = free_ports(3)
         self.log_file = log_file
@@ -50,10 +56,13 @@ class ServerProcess:
         command += ["--metrics-port", str(self.metrics_port), "--drain-s", str(drain_s)]
         command += ["--door-python", door_python] if door_python else []
         command += ["--parent", str(os.getpid())]
+        command += list(options)
         command += ["--", *triton_args]
+        self._key = secrets.token_urlsafe(24)
+        environment = {**os.environ, triton_access.KEY_VARIABLE: self._key}
         with log_file.open("wb") as log:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment
             )
 
     @property
@@ -70,7 +79,8 @@ class ServerProcess:
 
     @property
     def http(self) -> TritonHttp:
-        return TritonHttp(self.http_url)
+        """With the key of the control APIs."""
+        return TritonHttp(self.http_url, self._key)
 
     @property
     def server_pid(self) -> int:

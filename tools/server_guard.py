@@ -1,11 +1,13 @@
 """The parent of tritonserver: ends with it, and leaves nothing of it behind, whoever is killed.
 
 `tridecode serve` starts this process and holds a pipe to its standard input. The first line is a JSON object
-with "command" and "environment"; later lines are "term" and "kill". The end of the pipe means that `serve` is
-gone: then the server is killed. Reports go to a second pipe: "started PID", "ended RETURNCODE", "cleaned".
+with "command", "environment" and "secret" (a part of the command that no other user may read); later lines
+are "term", "kill server", "kill" (everything) and, once the server has ended, "start" (it again). The end of
+the pipe means that `serve` is gone: then everything is killed. Reports go to a second pipe: "started PID",
+"ended RETURNCODE", "cleaned".
 
 Everything the server starts carries TRIDECODE_RUNTIME_DIR=<folder> in its environment; by that it is found
-again.
+again. The engines live as long as this process, not as long as one tritonserver (TRIDECODE_OWNER).
 """
 
 from __future__ import annotations
@@ -21,10 +23,13 @@ import time
 from pathlib import Path
 
 from tridecode.backend.supervisor import processes, runtime_dir, shared_memory
+from tridecode.tools import triton_access
 
 LEAVE_S = 4.0  # the supervisors see that the server is gone and clean up within so long; then they are killed
 DEATH_S = 20.0  # killed processes are waited for so long; a driver may hold one
 _POLL_S = 0.1
+_FIRST_POLL_S = 0.005  # until the server has read its arguments
+CONCEAL_S = 10.0  # … which it has done after so long
 
 
 def environment_mark(folder: Path) -> str:
@@ -56,6 +61,47 @@ def clean(folder: Path, shm_prefix: str, leave_s: float = LEAVE_S) -> None:
     runtime_dir.remove(folder)
 
 
+def close_regions(shm_prefix: str) -> None:
+    """Make the shared memory of the stubs private: it holds prompts and answers.
+
+    Triton's Boost creates it with mode 0644 by fchmod, which no umask changes.
+    """
+    for name in os.listdir(shared_memory.SHM) if os.path.isdir(shared_memory.SHM) else ():
+        if name.startswith(shm_prefix):
+            try:
+                os.chmod(os.path.join(shared_memory.SHM, name), 0o600)
+            except OSError:
+                pass  # its stub has just been unloaded
+
+
+def clean_session(leader: int, shm_prefix: str) -> None:
+    """After the death of a tritonserver that is started again: its stubs die, their shared memory goes.
+
+    Everything of the server's own session counts as its stubs; the engines have sessions of their own.
+    """
+    deadline = time.monotonic() + DEATH_S
+    while (left := _of_session(leader)) and time.monotonic() < deadline:
+        for process in left:
+            processes.kill(process)
+        _reap_orphans(leader)
+        time.sleep(0.02)
+    shared_memory.unlink_prefix(shm_prefix)
+
+
+def _of_session(leader: int) -> list[processes.ProcessId]:
+    found = []
+    for pid in processes.all_pids():
+        try:
+            if os.getsid(pid) != leader:
+                continue
+        except OSError:
+            continue
+        process = processes.identify(pid)
+        if process is not None:
+            found.append(process)
+    return found
+
+
 def _reap_orphans(server_pid: int) -> None:
     """Take leave of the dead that were adopted; never of the server, which subprocess waits for."""
     for pid in processes.children(os.getpid()):
@@ -71,14 +117,17 @@ class Guard:
         self._shm_prefix = shm_prefix
         self._report_fd = report_fd
         self._orders = b""
+        self._listening = True
         self._hurry = False
+        self._again = True  # whether a server that ends may be started again
 
     def run(self) -> None:
+        os.umask(0o077)  # of tritonserver and all below it
         processes.adopt_orphans()
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(signum, lambda *_: None)  # a signal to everybody: `serve` decides what it means
         order = self._first_order()
-        if order is not None:
+        while order is not None:
             process = subprocess.Popen(
                 order["command"],
                 env=order["environment"],
@@ -87,42 +136,78 @@ class Guard:
                 preexec_fn=processes.die_with_parent,
             )
             self._report(f"started {process.pid}")
-            self._report(f"ended {self._watch(process)}")
+            self._report(f"ended {self._watch(process, order.get('secret', ''))}")
+            if not self._wait_start(process.pid):
+                break
+            clean_session(process.pid, self._shm_prefix)
         clean(self._folder, self._shm_prefix, 0.0 if self._hurry else LEAVE_S)
         self._report("cleaned")
 
     def _first_order(self) -> dict | None:
         """None if `serve` ended before it had written it."""
-        while b"\n" not in self._orders:
-            part = os.read(0, 65536)
-            if not part:
-                return None
-            self._orders += part
-        line, self._orders = self._orders.split(b"\n", 1)
-        return json.loads(line)
+        while self._listening and b"\n" not in self._orders:
+            self._listen(_POLL_S, 65536)
+        line, _, self._orders = self._orders.partition(b"\n")
+        return json.loads(line) if line.startswith(b"{") else None
 
-    def _watch(self, process: subprocess.Popen) -> int:
+    def _listen(self, timeout_s: float, size: int = 4096) -> None:
+        """Take in what `serve` says within timeout_s; its end is the order to kill."""
+        if not self._listening:
+            time.sleep(timeout_s)
+        elif select.select([0], [], [], timeout_s)[0]:
+            part = os.read(0, size)
+            self._listening = bool(part)
+            self._orders += part or b"kill\n"
+
+    def _next_order(self) -> bytes:
+        """The next whole line; empty where there is none."""
+        if b"\n" not in self._orders:
+            return b""
+        line, self._orders = self._orders.split(b"\n", 1)
+        return line
+
+    def _watch(self, process: subprocess.Popen, secret: str) -> int:
         """Until the server has ended; its return code."""
-        listening = True
+        deadline = time.monotonic() + CONCEAL_S
         while process.poll() is None:
-            if listening and select.select([0], [], [], _POLL_S)[0]:
-                part = os.read(0, 4096)
-                listening = bool(part)
-                self._orders += part or b"kill\n"
-            elif not listening:
-                time.sleep(_POLL_S)
-            self._obey(process)
+            if secret and (triton_access.has_read_arguments(process.pid) or time.monotonic() > deadline):
+                self._conceal(process.pid, secret)
+                secret = ""
+            self._listen(_FIRST_POLL_S if secret else _POLL_S)
+            while order := self._next_order():
+                self._obey(process, order)
+            close_regions(self._shm_prefix)
             _reap_orphans(process.pid)
         return process.returncode
 
-    def _obey(self, process: subprocess.Popen) -> None:
-        while b"\n" in self._orders:
-            line, self._orders = self._orders.split(b"\n", 1)
-            if line == b"kill":
-                self._hurry = True
-                process.kill()
-            elif line == b"term":
-                process.terminate()
+    def _conceal(self, pid: int, secret: str) -> None:
+        try:
+            triton_access.conceal(pid, secret)
+        except OSError as error:
+            print(f"other users can read the control key in /proc/{pid}/cmdline: {error}", file=sys.stderr)
+
+    def _obey(self, process: subprocess.Popen, order: bytes) -> None:
+        if order == b"kill":
+            self._hurry, self._again = True, False
+            process.kill()
+        elif order == b"kill server":
+            process.kill()
+        elif order == b"term":
+            self._again = False
+            process.terminate()
+
+    def _wait_start(self, dead_pid: int) -> bool:
+        """Whether `serve` wants the dead server started again."""
+        while self._again:
+            order = self._next_order()
+            if order == b"start":
+                return True
+            if order in (b"kill", b"term"):
+                self._hurry, self._again = order == b"kill", False
+            elif not order:
+                self._listen(_POLL_S)
+            _reap_orphans(dead_pid)
+        return False
 
     def _report(self, line: str) -> None:
         try:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.parse
 import urllib.request
 from typing import NamedTuple
+
+from tridecode.tools import triton_access
 
 
 class TritonHttpError(Exception):
@@ -22,10 +25,11 @@ class ModelState(NamedTuple):
 
 
 class TritonHttp:
-    """address: "host:port"."""
+    """address: "host:port". key: of the control APIs (triton_access.py), sent to those of the repository."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, key: str = "") -> None:
         self._base = f"http://{address}"
+        self._headers = {triton_access.HEADER: key} if key else {}
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
 
     def ready(self, timeout_s: float = 2.0) -> bool:
@@ -52,7 +56,10 @@ class TritonHttp:
         return self._call(urllib.request.Request(self._base + path), timeout_s)
 
     def _post(self, path: str, timeout_s: float) -> bytes:
-        return self._call(urllib.request.Request(self._base + path, data=b"{}", method="POST"), timeout_s)
+        request = urllib.request.Request(
+            self._base + path, data=b"{}", headers=dict(self._headers), method="POST"
+        )
+        return self._call(request, timeout_s)
 
     def _call(self, request: urllib.request.Request, timeout_s: float) -> bytes:
         try:
@@ -60,7 +67,7 @@ class TritonHttp:
                 return answer.read()
         except urllib.error.HTTPError as error:
             raise TritonHttpError(f"{request.selector}: {error.code} {_message(error.read())}") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise TritonHttpError(f"{request.selector}: {error}") from None
 
 

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tridecode.backend.errors import ConfigError
+from tridecode.tools.serve_checks import is_plain_path
 
 _STUB = "triton_python_backend_stub"
+_LEFT_OUT = ("AIP_MODE",)  # AIP_MODE=PREDICTION opens one more HTTP port, with an unrestricted control API
 
 # Runs isolated in the door's python, as Triton's stub does: PYTHONPATH and the current folder do not count.
 _QUESTIONS = """
@@ -88,7 +90,7 @@ def inspect_door_python(path: str) -> DoorPython:
 
 
 def prepare(folder: Path, door_python: str | None = None) -> TritonInstall:
-    """Lay out the backend directory in `folder` for the doors' python.
+    """Lay out the backend directory in `folder` for the doors' python; what is there already stays.
 
     door_python: else TRIDECODE_DOOR_PYTHON, else the python that runs now. Raises ConfigError where there is
     no tritonserver, no stub for that python's version, or that python lacks what a door needs; the text says
@@ -127,6 +129,8 @@ def _from_path(binary: Path, door: DoorPython, folder: Path) -> TritonInstall:
             f"{stub} is built for python {wanted}; the doors' python {door.path} is {door.version}: "
             f"name a python {wanted} with --door-python or TRIDECODE_DOOR_PYTHON"
         )
+    if not is_plain_path(backends):  # Triton hands it to bash
+        backends = link(folder / "triton-backends", backends)
     return TritonInstall(
         binary, ("--backend-directory", str(backends)), _environment(door, folder, os.environ, [])
     )
@@ -156,10 +160,10 @@ def _from_wheel(site: Path, door: DoorPython, folder: Path) -> TritonInstall:
             "then --door-python doors/bin/python or TRIDECODE_DOOR_PYTHON"
         )
     backend = folder / "backends" / "python"
-    backend.mkdir(parents=True)
+    backend.mkdir(parents=True, exist_ok=True)
     shipped = server / "backends" / "python"
     for source in (shipped / "libtriton_python.so", shipped / "triton_python_backend_utils.py", stub):
-        (backend / source.name).symlink_to(source)
+        link(backend / source.name, source)
     arguments = ("--backend-directory", str(folder / "backends"), "--cache-directory", str(server / "caches"))
     libraries = [str(site.parent / "nvidia_pytriton.libs")]
     return TritonInstall(
@@ -173,7 +177,7 @@ def _environment(door: DoorPython, folder: Path, given: os._Environ, libraries: 
     The engine's own PATH, LD_LIBRARY_PATH and python travel along in TRIDECODE_ENGINE_…, see
     supervisor/launch.py.
     """
-    environment = dict(given)
+    environment = {name: value for name, value in given.items() if name not in _LEFT_OUT}
     for name in ("PATH", "LD_LIBRARY_PATH"):
         environment.setdefault(f"TRIDECODE_ENGINE_{name}", given.get(name, ""))
     environment.setdefault("TRIDECODE_ENGINE_PYTHON", sys.executable)
@@ -192,6 +196,14 @@ def _folder_of_python3(door: DoorPython, folder: Path) -> str:
     beside = path.with_name("python3")
     if beside.exists() and beside.resolve() == path.resolve():
         return str(path.parent)
-    (folder / "bin").mkdir(parents=True)
-    (folder / "bin" / "python3").symlink_to(path)
+    (folder / "bin").mkdir(parents=True, exist_ok=True)
+    link(folder / "bin" / "python3", path)
     return str(folder / "bin")
+
+
+def link(path: Path, target: Path) -> Path:
+    """Make `path` a symbolic link to `target`, whatever was there before; returns `path`."""
+    if not (path.is_symlink() and os.readlink(path) == str(target)):
+        path.unlink(missing_ok=True)
+        path.symlink_to(target)
+    return path

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import deque
+from collections.abc import Iterable
 
 from tokenizers import Tokenizer
 
@@ -130,6 +132,58 @@ class StreamDecoder:
         return 0
 
 
+class StopAutomaton:
+    """Some stop words as an automaton that reads text a character at a time (Aho and Corasick 1975).
+
+    A state is the longest end of the text read so far that begins a stop word. A step costs the same however
+    many words there are. Rows with the same words share one.
+    """
+
+    def __init__(self, stop_words: Iterable[str]):
+        self.empty = True
+        self._next: list[dict[str, int]] = [{}]  # of each state, state 0 being the empty text
+        self._back = [0]  # the state of the longest proper end of a state's text
+        self._ends = [0]  # length of the longest word that a state's text ends with; 0: none
+        self.depth = [0]  # length of a state's text
+        for word in stop_words:
+            if word:
+                self._add(word)
+                self.empty = False
+        self._link()
+
+    def _add(self, word: str) -> None:
+        state = 0
+        for character in word:
+            following = self._next[state].get(character)
+            if following is None:
+                following = self._next[state][character] = len(self._next)
+                self._next.append({})
+                self._back.append(0)
+                self._ends.append(0)
+                self.depth.append(self.depth[state] + 1)
+            state = following
+        self._ends[state] = len(word)
+
+    def _link(self) -> None:
+        """Fill in `_back`, nearest states first, so that what a state falls back to is known before it."""
+        waiting = deque(self._next[0].values())
+        while waiting:
+            state = waiting.popleft()
+            for character, following in self._next[state].items():
+                self._back[following] = self.step(self._back[state], character)
+                self._ends[following] = self._ends[following] or self._ends[self._back[following]]
+                waiting.append(following)
+
+    def step(self, state: int, character: str) -> int:
+        while state and character not in self._next[state]:
+            state = self._back[state]
+        return self._next[state].get(character, 0)
+
+    def ending(self, state: int) -> int:
+        """Length of the longest stop word that ends here; 0 if none does."""
+        return self._ends[state]
+
+
 class StopMatcher:
     """Finds the first of some stop words in text that comes in pieces.
 
@@ -137,31 +191,28 @@ class StopMatcher:
     wins, and of those the longest, so that the result does not depend on how the text was cut into pieces.
     """
 
-    def __init__(self, stop_words: list[str]):
-        self._words = [word for word in stop_words if word]
+    def __init__(self, stop_words: StopAutomaton):
+        self._words = stop_words
+        self._state = 0
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
         """(text that can go out, whether a stop word was found); the stop word is swallowed."""
-        if not self._words:
+        words = self._words
+        if words.empty:
             return text, False
+        state, before = self._state, len(self._held)
         text = self._held + text
-        found = [(at + len(word), at) for word in self._words for at in [text.find(word)] if at >= 0]
-        if found:
-            self._held = ""
-            return text[: min(found)[1]], True
-        keep = max(_overlap(text, word) for word in self._words)
+        for at in range(before, len(text)):
+            state = words.step(state, text[at])
+            length = words.ending(state)
+            if length:
+                self._held, self._state = "", 0
+                return text[: at + 1 - length], True
+        self._state, keep = state, words.depth[state]
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
 
     def flush(self) -> str:
-        held, self._held = self._held, ""
+        held, self._held, self._state = self._held, "", 0
         return held
-
-
-def _overlap(text: str, word: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `word`."""
-    for length in range(min(len(word) - 1, len(text)), 0, -1):
-        if text.endswith(word[:length]):
-            return length
-    return 0

@@ -4,22 +4,46 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from tridecode.backend.doors.door_metrics import DoorMetrics
-from tridecode.backend.doors.engine_link import EngineLink
+from tridecode.backend.doors.engine_link import EngineLink, Sink
+from tridecode.backend.doors.envelope import (
+    Envelope,
+    check_label,
+    envelope_of,
+    internal_error,
+    public_text,
+    read_label,
+    read_parameters,
+    read_timeout_s,
+)
 from tridecode.backend.doors.fields import Field, Inputs, check_parameters
+from tridecode.backend.doors.preparation import Preparation
 from tridecode.backend.doors.senders import Senders, Stream
 from tridecode.backend.doors.settings import DoorSettings, end_token_id, load_tokenizer, read_settings
-from tridecode.backend.errors import EngineDownError, RequestError, TridecodeError
-from tridecode.backend.messages import Limits
+from tridecode.backend.errors import EngineDownError, TridecodeError
+from tridecode.backend.messages import Limits, SequenceRequest
 
 _log = logging.getLogger("tridecode.door")
 #: the supervisor gives up after start_timeout_s and says why; a door waits a little longer to hear it
 _START_MARGIN_S = 30.0
+
+
+@dataclass(frozen=True)
+class Received:
+    """A request out of Triton's hands: the request object and its shared memory can go."""
+
+    inputs: Inputs
+    parameters: Mapping[str, Any]
+    outputs: Outputs
+    timeout_s: float  # 0: none was sent
+    envelope: Envelope
+    size: int  # bytes of its texts and numbers
 
 
 class EngineDoor:
@@ -38,6 +62,7 @@ class EngineDoor:
 
     def _connect(self, instance: str) -> None:
         settings = self.settings
+        self._envelope: tuple[Limits, Envelope] | None = None
         self.link = EngineLink(str(settings.engine_dir), instance, settings.hold_s).start()
         try:
             if settings.wait_for_engine:
@@ -49,30 +74,54 @@ class EngineDoor:
         self.senders = Senders(
             self.link, settings.num_senders, self.metrics.count, settings.merge_behind_s
         ).start()
+        self.preparation = Preparation(settings.max_preparing_requests, settings.max_preparing_bytes).start()
         self.metrics.start()
 
     def prepare(self, settings: DoorSettings) -> None:
         """Load what the door needs beside the engine."""
 
-    def accept(self, request: Any, stream: Stream) -> None:
-        """Parse the request, give the stream its answer and submit; TridecodeError if it cannot be served."""
+    def accept(self, received: Received, stream: Stream) -> None:
+        """Give the stream its answer and submit; TridecodeError if the request cannot be served.
+
+        Runs on a thread of the preparation. The stream may end meanwhile: `submit` below takes care of that.
+        """
         raise NotImplementedError
 
+    def at_once(self, received: Received, stream: Stream) -> bool:
+        """Serve what must not wait behind other requests; whether this was such a request."""
+        return False
+
     def execute(self, requests: Sequence[Any]) -> None:
-        """Called by Triton; returns at once, the senders answer."""
+        """Called by Triton; returns at once. Other threads prepare the requests and answer them."""
         for request in requests:
-            stream = self.senders.open(request.get_response_sender(), request.request_id())
+            stream = self.senders.open(request.get_response_sender())
             try:
-                self.accept(request, stream)
+                self._take(request, stream)
             except TridecodeError as error:
                 stream.fail(error)
             except Exception as error:
-                _log.exception("request %s: the door could not parse it", stream.label)
-                stream.fail(TridecodeError(f"the door failed: {type(error).__name__}: {error}"))
+                _log.exception("request %r: the door could not read it", stream.label)
+                stream.fail(internal_error(error, stream.label))
+
+    def _take(self, request: Any, stream: Stream) -> None:
+        received = self._receive(request, stream)
+        if not self.at_once(received, stream):
+            self.preparation.put(received.size, lambda: self._accept(received, stream))
+
+    def _accept(self, received: Received, stream: Stream) -> None:
+        try:
+            if not stream.ended:
+                self.accept(received, stream)
+        except TridecodeError as error:
+            stream.fail(error)
+        except Exception as error:
+            _log.exception("request %r: the door could not prepare it", stream.label)
+            stream.fail(internal_error(error, stream.label))
 
     def finalize(self) -> None:
         """Called by Triton when the model is unloaded."""
         self.senders.close(EngineDownError("the model is being unloaded"))
+        self.preparation.close()
         self.metrics.close()
         self.link.close()
 
@@ -85,37 +134,65 @@ class EngineDoor:
             raise EngineDownError(f"the engine is not ready ({state.phase}): {state.detail}")
         return limits
 
-    def read(self, request: Any, stream: Stream) -> tuple[Inputs, dict[str, Any]]:
-        """Inputs and parameters of the request, checked by the door's table; labels the stream."""
-        parameters = check_parameters(request.parameters(), self.table, self.settings.allowed_parameters)
-        stream.label = stream.label or str(parameters.get("id", ""))
+    def envelope(self) -> Envelope:
+        limits = self.limits()
+        if self._envelope is None or self._envelope[0] is not limits:
+            self._envelope = limits, envelope_of(self.settings, limits)
+        return self._envelope[1]
+
+    def submit(self, stream: Stream, submissions: Sequence[Submission], timeout_s: float) -> None:
+        """Hand the stream's requests to the engine; none stays there if the stream has ended meanwhile."""
+        stream.requests = [self.link.reserve() for _ in submissions]
+        for number, one in zip(stream.requests, submissions):
+            self.link.submit(
+                number,
+                one.sequences,
+                one.sink,
+                priority=one.priority,
+                timeout_s=timeout_s,
+                label=stream.label,
+            )
+        if stream.ended:
+            stream.cancel_rows()
+
+    def _receive(self, request: Any, stream: Stream) -> Received:
+        """The request, checked against the envelope and then by the door's table; labels the stream."""
+        stream.label = read_label(request)
+        parameters = read_parameters(request)
+        check_parameters(parameters, self.table, self.settings.allowed_parameters)
+        stream.label = stream.label or check_label(str(parameters.get("id", "")))
+        envelope = self.envelope()
         arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-        return Inputs(arrays, self.table), parameters
+        size = envelope.check(arrays, self.table)
+        inputs = Inputs(arrays, self.table)
+        return Received(
+            inputs,
+            parameters,
+            Outputs(self.settings.outputs, request.requested_output_names()),
+            read_timeout_s(request),
+            envelope,
+            size + sum(array.nbytes for array in inputs.arrays.values()),
+        )
 
-    def schedule(self, request: Any, inputs: Inputs, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Priority and deadline of a request, as EngineLink.submit takes them.
 
-        Triton tells a model a request's time-out but not its priority: that is an input or a parameter.
-        """
-        priority = inputs.rows("priority", 1, parameters.get("priority", 0))[0]
-        try:
-            priority = int(priority)
-        except (TypeError, ValueError):
-            raise RequestError(
-                f"priority is {priority!r}; wanted a whole number, smaller is sooner"
-            ) from None
-        return {
-            "priority": priority,
-            "timeout_s": max(0, request.timeout()) / 1e6,
-        }
+@dataclass(frozen=True)
+class Submission:
+    """One request of the engine: some sequences of a Triton request, and who takes their events."""
+
+    sequences: list[SequenceRequest]
+    sink: Sink
+    priority: int
 
 
 class UnaryDoor:
     """Base of the two unary models around the engine: tokenizer in initialize(), one response a request."""
 
+    table: Sequence[Field] = ()
+
     def initialize(self, args: Mapping[str, str]) -> None:
         try:
             self.settings = read_settings(args)
+            self.envelope = envelope_of(self.settings)
             self.tokenizer = load_tokenizer(self.settings)
             self.end_id = end_token_id(self.settings, self.tokenizer)
         except TridecodeError as error:
@@ -125,19 +202,28 @@ class UnaryDoor:
         return [self._respond(request) for request in requests]
 
     def _respond(self, request: Any) -> Any:
+        label = ""
         try:
+            label = read_label(request)
+            check_parameters(read_parameters(request), self.table, self.settings.allowed_parameters)
             arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+            self.envelope.check(arrays, self.table)
             outputs = Outputs(self.settings.outputs, request.requested_output_names())
-            return pb_utils.InferenceResponse(outputs.tensors(self.answer(arrays, request.parameters())))
+            answer = self.answer(Inputs(arrays, self.table))
+            return pb_utils.InferenceResponse(outputs.tensors(answer))
         except TridecodeError as error:
-            code = getattr(pb_utils.TritonError, error.code)
-            return pb_utils.InferenceResponse([], error=pb_utils.TritonError(str(error), code))
+            return _refusal(error)
         except Exception as error:
-            _log.exception("request %s: the door failed", request.request_id())
-            return pb_utils.InferenceResponse([], error=pb_utils.TritonError(f"the door failed: {error!r}"))
+            _log.exception("request %r: the door failed", label)
+            return _refusal(internal_error(error, label))
 
-    def answer(self, arrays: Mapping[str, np.ndarray], parameters: str) -> dict[str, Any]:
+    def answer(self, inputs: Inputs) -> dict[str, Any]:
         raise NotImplementedError
+
+
+def _refusal(error: TridecodeError) -> Any:
+    code = getattr(pb_utils.TritonError, error.code)
+    return pb_utils.InferenceResponse([], error=pb_utils.TritonError(public_text(str(error)), code))
 
 
 class Outputs:

@@ -42,7 +42,11 @@ class DoorMetrics:
             self._thread.start()
 
     def count(self, stream: Any, outcome: str) -> None:
-        tokens = stream.answer.num_output_tokens if stream.answer is not None else 0
+        """A stream has ended."""
+        self.count_request(outcome, stream.answer.num_output_tokens if stream.answer is not None else 0)
+
+    def count_request(self, outcome: str, tokens: int = 0) -> None:
+        """A request has ended. outcome: "ok" or an error's code in lower case."""
         with self._lock:
             self._counts["tridecode_requests_total", outcome] += 1
             self._counts["tridecode_output_tokens_total", ""] += tokens

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from tridecode.backend.doors import fields
-from tridecode.backend.doors.door import EngineDoor, Outputs
+from tridecode.backend.doors.door import EngineDoor, Outputs, Received, Submission
+from tridecode.backend.doors.envelope import MAX_ROWS, Envelope
 from tridecode.backend.doors.fields import FASTERTRANSFORMER, Inputs
 from tridecode.backend.doors.senders import Stream
 from tridecode.backend.doors.word_lists import read_word_list
@@ -29,22 +29,27 @@ class TritonPythonModel(EngineDoor):
 
     table = FASTERTRANSFORMER
 
-    def accept(self, request: Any, stream: Stream) -> None:
-        inputs, parameters = self.read(request, stream)
-        limits = self.limits()
-        prompts = read_prompts(inputs, limits)
-        sequences = read_sequences(inputs, prompts, limits)
+    def accept(self, received: Received, stream: Stream) -> None:
+        inputs, limits, streams = received.inputs, self.limits(), self.settings.decoupled
+        prompts = read_prompts(inputs, limits, received.envelope)
+        batch, width = prompts.ids.shape
+        counts = read_counts(inputs, prompts, limits)
+        hidden_size = limits.hidden_size if inputs.flag("is_return_context_embeddings") else 0
+        responses = max(1, *counts) if streams else 1
+        received.envelope.check_response(batch, width, max(counts), hidden_size, responses)
+        sequences = read_sequences(inputs, prompts, counts, limits)
         stream.answer = Answer(
             prompts,
-            [sequence.params.max_tokens for sequence in sequences],
-            Outputs(self.settings.outputs, request.requested_output_names()),
+            counts,
+            received.outputs,
             any(sequence.params.return_log_probs for sequence in sequences),
-            limits.hidden_size if inputs.flag("is_return_context_embeddings") else 0,
-            stream.behind if self.settings.decoupled else None,
+            hidden_size,
+            stream.behind if streams else None,
         )
-        stream.requests = [self.link.reserve()]
-        schedule = self.schedule(request, inputs, parameters)
-        self.link.submit(stream.requests[0], sequences, stream.put, label=stream.label, **schedule)
+        priorities = fields.priorities(inputs, received.parameters, batch)
+        if min(priorities) != max(priorities):
+            raise RequestError("priority differs between the rows of one request; send them apart")
+        self.submit(stream, [Submission(sequences, stream.put, priorities[0])], received.timeout_s)
 
 
 @dataclass
@@ -66,13 +71,16 @@ class Prompts:
         return self.ids[row, :length] if length else np.array([self.start_ids[row]], np.int64)
 
 
-def read_prompts(inputs: Inputs, limits: Limits) -> Prompts:
+def read_prompts(inputs: Inputs, limits: Limits, envelope: Envelope) -> Prompts:
     ids = inputs.arrays["input_ids"]
     if ids.ndim == 1:
         ids = ids[None]
     if ids.ndim != 2 or ids.shape[0] == 0:
         raise RequestError(f"input_ids has shape {list(ids.shape)}; wanted [B, W] with B of 1 or more")
     batch, width = ids.shape
+    if batch > MAX_ROWS:
+        raise RequestError(f"input_ids has {batch:,} rows; this model accepts {MAX_ROWS:,}")
+    envelope.check_width("input_ids", width)
     lengths = inputs.rows("input_lengths", batch)
     for row, length in enumerate(lengths):
         if not 0 <= length <= width:
@@ -85,20 +93,35 @@ def read_prompts(inputs: Inputs, limits: Limits) -> Prompts:
         [max(0, end_id) for end_id in end_ids],
     )
     for row in range(batch):
-        _check_ids(prompts.tokens(row), row, limits.vocab_size)
+        _check_ids(prompts, row, limits.vocab_size)
     return prompts
 
 
-def _check_ids(ids: np.ndarray, row: int, vocab_size: int) -> None:
+def _check_ids(prompts: Prompts, row: int, vocab_size: int) -> None:
+    wanted = f"wanted ids below {vocab_size:,}, the size of the vocabulary"
+    ids = prompts.ids[row, : prompts.lengths[row]]
+    if not ids.size and not 0 <= prompts.start_ids[row] < vocab_size:
+        raise RequestError(f"start_id of row {row} is the token id {prompts.start_ids[row]}; {wanted}")
     wrong = ids[(ids < 0) | (ids >= vocab_size)]
     if wrong.size:
-        found = f"row {row} of input_ids has the token id {wrong[0]}"
-        raise RequestError(f"{found}; wanted ids below {vocab_size:,}, the size of the vocabulary")
+        raise RequestError(f"row {row} of input_ids has the token id {wrong[0]}; {wanted}")
 
 
-def read_sequences(inputs: Inputs, prompts: Prompts, limits: Limits) -> list[SequenceRequest]:
+def read_counts(inputs: Inputs, prompts: Prompts, limits: Limits) -> list[int]:
+    """New tokens of each row, known to fit into a sequence."""
+    counts = inputs.rows("request_output_len", prompts.batch)
+    for row, count in enumerate(counts):
+        length = prompts.lengths[row] or 1  # an empty row has its start_id
+        fields.check_length(length, count, limits, f"row {row} of input_ids", "request_output_len")
+        if count < 0:
+            raise RequestError(f"request_output_len of row {row} is {count}; wanted 0 or more")
+    return counts
+
+
+def read_sequences(
+    inputs: Inputs, prompts: Prompts, counts: list[int], limits: Limits
+) -> list[SequenceRequest]:
     batch = prompts.batch
-    counts = inputs.rows("request_output_len", batch)
     stop_words = _words(inputs, "stop_words_list", batch, limits, limits.max_stop_word_tokens)
     bad_words = _words(inputs, "bad_words_list", batch, limits, limits.max_bad_word_tokens)
     end_ids = inputs.rows("end_id", batch, limits.end_id)
@@ -108,7 +131,6 @@ def read_sequences(inputs: Inputs, prompts: Prompts, limits: Limits) -> list[Seq
     sequences = []
     for row, named in enumerate(inputs.params(batch, FASTERTRANSFORMER)):
         tokens = prompts.tokens(row)
-        fields.check_length(len(tokens), counts[row], limits, f"row {row} of input_ids", "request_output_len")
         fields.check_one_penalty(named)
         end_id = end_ids[row] if 0 <= end_ids[row] < limits.vocab_size else -1  # one that cannot be said
         named.update(
@@ -119,7 +141,7 @@ def read_sequences(inputs: Inputs, prompts: Prompts, limits: Limits) -> list[Seq
             return_log_probs=bool(log_probs[row]),
             return_context_embedding=embedding,
         )
-        params: SamplingParams = fields.sampling_params(named, limits, names)
+        params: SamplingParams = fields.sampling_params(named, limits, names, clip_top_p=True)
         sequences.append(SequenceRequest(tokens.astype("<i4").tobytes(), params))
     return sequences
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from tridecode.backend import messages
+from tridecode.backend.doors.envelope import INT32_MAX, whole_number
 from tridecode.backend.errors import RequestError, UnsupportedError
 from tridecode.backend.messages import Limits, SamplingParams
 
@@ -34,7 +34,9 @@ class Field:
 
     dtypes: numpy types taken (Triton compares them with config.pbtxt before us). param: the sampling
     parameter that it sets. refused: not implemented; `neutral` lists the values that ask for nothing.
-    alias_of: the field of which this is an older name.
+    alias_of: the field of which this is an older name. kind: which limits of the envelope count: "value" (one
+    a row), "prompt" (one text a row), "ids" (many a row), "words" (texts), "csv" (words in one text a row),
+    "word_ids" (a [B, 2, n] word list).
     """
 
     name: str
@@ -44,6 +46,7 @@ class Field:
     refused: bool = False
     neutral: tuple = ()
     alias_of: str = ""
+    kind: str = "value"
 
 
 def _refused(name: str, dtypes: tuple = WHOLE, neutral: tuple = ()) -> Field:
@@ -51,7 +54,7 @@ def _refused(name: str, dtypes: tuple = WHOLE, neutral: tuple = ()) -> Field:
 
 
 FASTERTRANSFORMER = (
-    Field("input_ids", required=True),
+    Field("input_ids", required=True, kind="ids"),
     Field("input_lengths", required=True),
     Field("request_output_len", required=True),
     Field("runtime_top_k", param="top_k"),
@@ -67,8 +70,8 @@ FASTERTRANSFORMER = (
     Field("len_penalty", REAL),  # it compares beams, and there is one
     Field("start_id"),
     Field("end_id"),
-    Field("stop_words_list"),
-    Field("bad_words_list"),
+    Field("stop_words_list", kind="word_ids"),
+    Field("bad_words_list", kind="word_ids"),
     Field("is_return_log_probs", FLAG),
     Field("is_return_context_embeddings", FLAG),
     Field("priority"),
@@ -84,7 +87,7 @@ FASTERTRANSFORMER = (
 )
 
 TENSORRT_LLM = (
-    Field("text_input", TEXT, required=True),
+    Field("text_input", TEXT, required=True, kind="prompt"),
     Field("max_tokens", required=True),
     Field("top_k", param="top_k"),
     Field("top_p", REAL, param="top_p"),
@@ -103,8 +106,8 @@ TENSORRT_LLM = (
     Field("early_stopping", FLAG),  # likewise
     Field("end_id"),
     Field("pad_id"),  # nothing is padded
-    Field("bad_words", TEXT),
-    Field("stop_words", TEXT),
+    Field("bad_words", TEXT, kind="words"),
+    Field("stop_words", TEXT, kind="words"),
     Field("exclude_input_in_output", FLAG),
     Field("stream", FLAG),
     Field("stop", FLAG),
@@ -157,8 +160,13 @@ HARMLESS_PARAMETERS = (
 )
 
 
+_LONGEST_NAME = 64
+
+
 class Inputs:
     """The input tensors of one request, checked against a table; a copy, so that the request can be let go.
+
+    Nothing here is bounded: Envelope.check comes before.
 
     Raises RequestError or UnsupportedError, naming the field, from the constructor and from each reader.
     """
@@ -250,13 +258,12 @@ def _short(value: Any) -> str:
 # ---------------------------------------------------------------- request parameters
 
 
-def check_parameters(parameters: str, table: Sequence[Field], allowed: Iterable[str] = ()) -> dict[str, Any]:
-    """The request's own parameters (a JSON text), once each is known to be harmless.
+def check_parameters(values: Mapping[str, Any], table: Sequence[Field], allowed: Iterable[str] = ()) -> None:
+    """RequestError unless each of the request's own parameters is known to be harmless.
 
-    HTTP's generate endpoint turns every field that is no input into one of these, so a misspelt field ends
-    here: RequestError names it and the input that was probably meant. allowed: more patterns that may pass.
+    HTTP's generate endpoint turns every field that is not an input into one of these, so a misspelt field
+    ends here: the error names it and the input that was probably meant. allowed: more patterns that may pass.
     """
-    values = json.loads(parameters) if parameters else {}
     patterns = (*HARMLESS_PARAMETERS, *allowed)
     for name in values:
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
@@ -264,26 +271,35 @@ def check_parameters(parameters: str, table: Sequence[Field], allowed: Iterable[
         inputs = [field.name for field in table]
         if name in inputs:
             raise RequestError(f"{name} was sent as a request parameter; it is an input tensor of this model")
-        close = difflib.get_close_matches(name, inputs, 1, 0.6)
+        close = difflib.get_close_matches(name[:_LONGEST_NAME], inputs, 1, 0.6)  # quadratic in the name
         meant = f"; did you mean the input {close[0]}?" if close else ""
         raise RequestError(f"request parameter {_short(name)} is unknown to this model{meant}")
-    return values
+
+
+def priorities(inputs: Inputs, parameters: Mapping[str, Any], batch: int) -> list[int]:
+    """The priority of each row: the input, else the request parameter, else 0. RequestError beyond int32."""
+    values = inputs.rows("priority", batch, parameters.get("priority", 0))
+    return [whole_number("priority", v, -INT32_MAX - 1, INT32_MAX, "smaller is sooner") for v in values]
 
 
 # ---------------------------------------------------------------- sampling
 
 
-def sampling_params(named: Mapping[str, Any], limits: Limits, names: Mapping[str, str]) -> SamplingParams:
+def sampling_params(
+    named: Mapping[str, Any], limits: Limits, names: Mapping[str, str], clip_top_p: bool = False
+) -> SamplingParams:
     """SamplingParams from what a request names, by FasterTransformer's rules, which TensorRT-LLM kept.
 
     top_k 0 and top_p 0, or neither: greedy. top_k alone: the best k. top_p alone: nucleus over the
-    vocabulary. top_k beyond the vocabulary and top_p beyond 1 keep everything. top_p_decay, top_p_min and
-    top_p_reset_ids matter to pure nucleus sampling only; 0 stands for the default of the first two (where
-    FasterTransformer made a top_p_min of 0.5 of it). names: parameter -> the client's name of it, for errors.
+    vocabulary. top_k beyond the vocabulary keeps everything. clip_top_p: a top_p beyond 1 counts as 1, as
+    with FasterTransformer; else it is refused. top_p_decay, top_p_min and top_p_reset_ids matter to pure
+    nucleus sampling only; 0 stands for the default of the first two (where FasterTransformer made a top_p_min
+    of 0.5 of it). names: parameter -> the client's name of it, for errors.
     Raises RequestError.
     """
     values = dict(named)
-    values["top_k"], values["top_p"] = _candidates(values.get("top_k", 0), values.get("top_p", 0.0), limits)
+    top_p = _nucleus(values.get("top_p", 0.0), names.get("top_p", "top_p"), clip_top_p)
+    values["top_k"], values["top_p"] = _candidates(values.get("top_k", 0), top_p, limits)
     if values["top_k"] != 0:
         for name in ("top_p_decay", "top_p_min", "top_p_reset_id"):
             values.pop(name, None)
@@ -304,12 +320,20 @@ def sampling_params(named: Mapping[str, Any], limits: Limits, names: Mapping[str
     return params
 
 
+def _nucleus(top_p: float, name: str, clip: bool) -> float:
+    """top_p from 0 to 1; RequestError if it is something else, a NaN included."""
+    if clip and 1.0 < top_p < math.inf:
+        return 1.0
+    if not 0.0 <= top_p <= 1.0:
+        wanted = "a number from 0 (no nucleus) to 1" + (", or more, which counts as 1" if clip else "")
+        raise RequestError(f"{name} is {top_p}; wanted {wanted}")
+    return top_p
+
+
 def _candidates(top_k: int, top_p: float, limits: Limits) -> tuple[int, float]:
     if top_k == 0 and top_p == 0.0:
         return 1, 1.0
-    if top_p == 0.0 or top_p > 1.0:
-        top_p = 1.0 if not math.isinf(top_p) else top_p
-    return min(top_k, limits.vocab_size), top_p
+    return min(top_k, limits.vocab_size), top_p or 1.0
 
 
 def check_one_penalty(named: Mapping[str, Any]) -> None:
@@ -349,4 +373,4 @@ def decode_text(value: Any, name: str, row: int | None = None) -> str:
     except UnicodeDecodeError as error:
         where = name if row is None else f"{name} of row {row}"
         byte = f"byte {error.start} is 0x{value[error.start]:02x}"
-        raise RequestError(f"{where} is no UTF-8: {byte}") from None
+        raise RequestError(f"{where} is not valid UTF-8: {byte}") from None

@@ -1,70 +1,107 @@
-"""Model `tridecode_health`: is the engine able to generate a token now?
+"""Model `tridecode_health`: is the engine making progress?
 
-Triton's own readiness stays true when a model's process or engine has died; this model asks the engine for
-one token and answers READY, or UNAVAILABLE with the reason, within probe_timeout_s.
+Triton's own readiness stays true when a model's process or the engine has died. This model answers from what
+its link has heard: the supervisor's word, the engine's heartbeats and the age of the step under way. A probe
+takes no place in a queue, no slot and no thread, so it is answered at once however busy the engine is.
 """
 
 from __future__ import annotations
 
-import threading
-import time
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
+import triton_python_backend_utils as pb_utils
 
-from tridecode.backend.doors.door import EngineDoor, Outputs
-from tridecode.backend.doors.fields import FLAG, Field
-from tridecode.backend.doors.senders import Stream
-from tridecode.backend.errors import EngineDownError
-from tridecode.backend.messages import EngineBeat, Event, SamplingParams, SequenceRequest
+from tridecode.backend.doors.door import Outputs
+from tridecode.backend.doors.door_metrics import DoorMetrics
+from tridecode.backend.doors.engine_link import EngineLink
+from tridecode.backend.doors.settings import read_settings
+from tridecode.backend.errors import EngineDownError, TridecodeError
+from tridecode.backend.messages import BEAT_S, EngineBeat
 
-_PROBE = SamplingParams(max_tokens=1)
+#: an engine that has missed eight heartbeats is stopped, starved or dead; the supervisor acts after 3 s
+_SILENCE_S = 2.0
+#: A step may take this many mean steps where that is more than probe_timeout_s. A full step of prompts on two
+#: CPU cores takes about 70 times as long as a step of one decoding row.
+_MEAN_STEPS = 100
 
-
-class TritonPythonModel(EngineDoor):
-    """Outputs READY BOOL [1], PHASE STRING [1], DETAIL STRING [1]; no input is needed."""
-
-    table = (Field("PROBE", FLAG),)  # a placeholder: a model of Triton's has at least one input
-
-    def accept(self, request: Any, stream: Stream) -> None:
-        inputs, parameters = self.read(request, stream)
-        start_id = self.limits().start_id
-        stream.answer = _Ready(self, Outputs(self.settings.outputs, request.requested_output_names()))
-        stream.requests = [self.link.reserve()]
-        sequence = SequenceRequest(np.array([max(0, start_id)], "<i4").tobytes(), _PROBE)
-        schedule = {**self.schedule(request, inputs, parameters), "timeout_s": self.settings.probe_timeout_s}
-        self.link.submit(stream.requests[0], [sequence], stream.put, **schedule)
-        timer = threading.Timer(self.settings.probe_timeout_s, self._give_up, (stream,))
-        timer.daemon = True
-        timer.start()
-
-    def _give_up(self, stream: Stream) -> None:
-        seconds = self.settings.probe_timeout_s
-        stream.fail(EngineDownError(f"the engine has not generated a token within {seconds:g} s"))
+_log = logging.getLogger("tridecode.door")
 
 
-class _Ready:
-    def __init__(self, door: TritonPythonModel, outputs: Outputs):
-        self.finished = False
-        self.num_output_tokens = 0
-        self._door, self._outputs, self._began = door, outputs, time.monotonic()
+class TritonPythonModel:
+    """Outputs READY BOOL [1], PHASE STRING [1], DETAIL STRING [1]; inputs and parameters are ignored.
 
-    def take(self, events: list[tuple[int, Event]]) -> list[list]:
-        self.num_output_tokens += sum(len(event.tokens) for _, event in events)
-        self.finished = any(event.finish for _, event in events)
-        if not self.finished:
-            return []
-        detail = f"one token in {1000 * (time.monotonic() - self._began):.1f} ms"
-        beat = self._door.link.beat()
-        detail += _load(beat) if beat is not None else ""
-        phase = self._door.link.state().phase
-        return [
-            self._outputs.tensors({"READY": [True], "PHASE": [phase.encode()], "DETAIL": [detail.encode()]})
-        ]
+    An answer without an error has READY = true. Otherwise it is the error UNAVAILABLE with the reason.
+    """
 
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Called by Triton. Does not wait for the engine: a probe tells what it is doing."""
+        try:
+            self.settings = read_settings(args)
+        except TridecodeError as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+        settings = self.settings
+        self.link = EngineLink(str(settings.engine_dir), args["model_instance_name"], settings.hold_s).start()
+        self.metrics = DoorMetrics(settings.name, settings.engine_dir.name, self.link)
+        self.metrics.start()
 
-def _load(beat: EngineBeat) -> str:
-    return (
-        f"; engine {beat.epoch}: {beat.running} running, {beat.waiting} waiting, "
-        f"{beat.free_blocks} of {beat.total_blocks} blocks free"
-    )
+    def execute(self, requests: Sequence[Any]) -> list:
+        """Called by Triton; the responses, in order."""
+        return [self._respond(request) for request in requests]
+
+    def finalize(self) -> None:
+        """Called by Triton when the model is unloaded."""
+        self.metrics.close()
+        self.link.close()
+
+    def _respond(self, request: Any) -> Any:
+        try:
+            detail = self._progress()
+            values = {"READY": [True], "PHASE": [b"ready"], "DETAIL": [detail.encode()]}
+            outputs = Outputs(self.settings.outputs, request.requested_output_names())
+            response = pb_utils.InferenceResponse(outputs.tensors(values))
+        except TridecodeError as error:
+            self.metrics.count_request(error.code.lower())
+            code = getattr(pb_utils.TritonError, error.code)
+            return pb_utils.InferenceResponse([], error=pb_utils.TritonError(str(error), code))
+        except Exception as error:
+            _log.exception("a probe could not be answered")
+            self.metrics.count_request("internal")
+            text = f"the door failed: {type(error).__name__}: {error}"
+            return pb_utils.InferenceResponse([], error=pb_utils.TritonError(text))
+        self.metrics.count_request("ok")
+        return response
+
+    def _progress(self) -> str:
+        """What the engine is doing. Raises EngineDownError with the reason if it makes no progress."""
+        state, silent_s, beat = self.link.state(), self.link.silent_s(), self.link.beat()
+        if state.phase != "ready":
+            raise EngineDownError(f"the engine is not ready ({state.phase}): {state.detail}")
+        if silent_s > _SILENCE_S:
+            raise EngineDownError(
+                f"the engine has been silent for {silent_s:.1f} s; it sends a heartbeat each {BEAT_S:g} s"
+            )
+        if beat is None:
+            return f"engine {state.epoch}: connected, no heartbeat yet"
+        limit_s = self._step_limit_s(beat)
+        busy_s = beat.busy_s + silent_s
+        if limit_s and busy_s > limit_s:
+            raise EngineDownError(
+                f"the step under way has taken {busy_s:.1f} s; wanted at most {limit_s:.1f} s "
+                "(probe_timeout_s in config.pbtxt, or 100 mean steps)"
+            )
+        return (
+            f"engine {beat.epoch}: {beat.steps} steps, {beat.running} running, {beat.waiting} waiting, "
+            f"{beat.free_blocks} of {beat.total_blocks} blocks free"
+        )
+
+    def _step_limit_s(self, beat: EngineBeat) -> float:
+        """Seconds that the step under way may take; 0: no limit, because no step tells how long one takes.
+
+        The supervisor's limit, step_timeout_s, holds all the same.
+        """
+        if not beat.busy_s or not beat.steps:
+            return 0.0
+        mean_s = beat.metrics.get("step_seconds", 0.0) / beat.steps
+        return max(self.settings.probe_timeout_s, _MEAN_STEPS * mean_s)

@@ -16,26 +16,26 @@ import numpy as np
 
 from tridecode.backend.doors.detokenizer import TokenizerView
 from tridecode.backend.doors.door import UnaryDoor
-from tridecode.backend.doors.fields import Field, Inputs, check_parameters
+from tridecode.backend.doors.fields import Field, Inputs
 from tridecode.backend.errors import RequestError
 
 FIELDS = (
-    Field("TOKENS_BATCH", required=True),
-    Field("RESPONSE_INPUT_LENGTHS"),  # FasterTransformer's model asks for it and reads it not
+    Field("TOKENS_BATCH", required=True, kind="ids"),
+    Field("RESPONSE_INPUT_LENGTHS"),  # FasterTransformer's model requires it and ignores it
     Field("sequence_length"),  # of GPT-NeoX: the tokens of a row that count
     Field("SEQUENCE_LENGTH", alias_of="sequence_length"),
 )
 
 
 class TritonPythonModel(UnaryDoor):
+    table = FIELDS
+
     def initialize(self, args: Mapping[str, str]) -> None:
         super().initialize(args)
         self.view = TokenizerView(self.tokenizer, self.settings.skip_special_tokens)
 
-    def answer(self, arrays: Mapping[str, np.ndarray], parameters: str) -> dict[str, Any]:
+    def answer(self, inputs: Inputs) -> dict[str, Any]:
         """OUTPUT: (B * K,) UTF-8 bytes of TOKENS_BATCH (B, K, L)."""
-        check_parameters(parameters, FIELDS, self.settings.allowed_parameters)
-        inputs = Inputs(arrays, FIELDS)
         tokens = inputs.arrays["TOKENS_BATCH"]
         if tokens.ndim not in (2, 3):
             raise RequestError(f"TOKENS_BATCH has shape {list(tokens.shape)}; wanted [B, K, L]")

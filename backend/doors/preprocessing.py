@@ -7,32 +7,35 @@ without text gives a row of no tokens, which the fastertransformer model starts 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from tridecode.backend.doors.door import UnaryDoor
-from tridecode.backend.doors.fields import TEXT, Field, Inputs, check_parameters, decode_text
-from tridecode.backend.doors.word_lists import encode_words
+from tridecode.backend.doors.fields import TEXT, Field, Inputs, decode_text
+from tridecode.backend.doors.tokenising import encode
+from tridecode.backend.doors.word_lists import encode_words, word_list_tensor
 from tridecode.backend.errors import RequestError
 
 FIELDS = (
-    Field("QUERY", TEXT, required=True),
+    Field("QUERY", TEXT, required=True, kind="prompt"),
     Field("REQUEST_OUTPUT_LEN", required=True),
-    Field("BAD_WORDS_DICT", TEXT),
-    Field("STOP_WORDS_DICT", TEXT),
+    Field("BAD_WORDS_DICT", TEXT, kind="csv"),
+    Field("STOP_WORDS_DICT", TEXT, kind="csv"),
 )
 
 
 class TritonPythonModel(UnaryDoor):
-    def answer(self, arrays: Mapping[str, np.ndarray], parameters: str) -> dict[str, Any]:
+    table = FIELDS
+
+    def answer(self, inputs: Inputs) -> dict[str, Any]:
         """INPUT_ID (B, Wmax), REQUEST_INPUT_LEN (B, 1), BAD_WORDS_IDS and STOP_WORDS_IDS (B, 2, P)."""
-        check_parameters(parameters, FIELDS, self.settings.allowed_parameters)
-        inputs = Inputs(arrays, FIELDS)
         queries = _first_column(inputs.arrays["QUERY"], "QUERY")
-        ids = [self._encode(query, row) for row, query in enumerate(queries)]
-        padded = np.full((len(ids), max(map(len, ids))), max(0, self.end_id), np.int64)
+        texts = [decode_text(query, "QUERY", row) for row, query in enumerate(queries)]
+        ids = list(encode(self.tokenizer, texts, self.settings.add_special_tokens))
+        width = max(map(len, ids))
+        self.envelope.check_padded("QUERY", len(ids), width)
+        padded = np.full((len(ids), width), max(0, self.end_id), np.int64)
         for row, tokens in enumerate(ids):
             padded[row, : len(tokens)] = tokens
         return {
@@ -43,21 +46,19 @@ class TritonPythonModel(UnaryDoor):
             "STOP_WORDS_IDS": self._words(inputs, "STOP_WORDS_DICT", len(ids)),
         }
 
-    def _encode(self, query: Any, row: int) -> list[int]:
-        text = decode_text(query, "QUERY", row)
-        return self.tokenizer.encode(text, add_special_tokens=self.settings.add_special_tokens).ids
-
     def _words(self, inputs: Inputs, name: str, batch: int) -> np.ndarray:
         if name not in inputs:
-            return encode_words([b""] * batch, name, self.tokenizer)
+            return word_list_tensor([[]] * batch)
         texts = _first_column(inputs.arrays[name], name)
         if len(texts) != batch:
             raise RequestError(f"{name} has {len(texts)} rows; QUERY has {batch}")
-        return encode_words(texts, name, self.tokenizer)
+        rows = encode_words(texts, name, self.tokenizer)
+        self.envelope.check_padded(name, 2 * batch, max(sum(map(len, words)) for words in rows))
+        return word_list_tensor(rows)
 
 
 def _first_column(array: np.ndarray, name: str) -> list:
     """The first text of each row; FasterTransformer reads no other."""
-    if array.size == 0:
+    if array.size == 0 or array.ndim == 0:
         raise RequestError(f"{name} has shape {list(array.shape)}; wanted [B, 1]")
     return array.reshape(array.shape[0], -1)[:, 0].tolist()

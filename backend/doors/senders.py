@@ -4,6 +4,9 @@ A send costs about 120 us, most of it spent waiting for the server (Triton 2.51,
 neither the engine nor the link's thread ever sends. A stream is pinned to one sender, which keeps its order.
 A sender takes everything that has piled up for a stream and lets the door make of it what its contract
 allows: one merged response, or one for each step as long as the sender is not behind (Stream.behind).
+
+A send does not wait for the client: tritonserver queues whatever the client has not read, without a limit,
+and tells nobody. What a request can leave there is therefore bounded here, by bytes (Stream.held_back).
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from typing import Any, Callable, Protocol
 import triton_python_backend_utils as pb_utils
 
 from tridecode.backend.doors.engine_link import EngineLink
+from tridecode.backend.doors.envelope import internal_error, public_text
 from tridecode.backend.errors import BY_CODE, RequestCancelled, TridecodeError
 from tridecode.backend.messages import Event
 
@@ -32,6 +36,12 @@ _SWEEP_CHUNK = 8
 #: a response's time until it was measured; each one counts for so much of the running mean
 _RESPONSE_S = 1e-4
 _RESPONSE_WEIGHT = 1 / 16
+#: Bytes of responses of one request, and of all open requests of a door together. Triton 2.51 keeps each
+#: response of a gRPC stream until its request has ended, also for a client that reads.
+_REQUEST_BYTES = 16 << 20
+_DOOR_BYTES = 256 << 20
+#: what the server keeps of a response beside its tensors: names, shapes, parameters
+_RESPONSE_OVERHEAD = 600
 
 _log = logging.getLogger("tridecode.door")
 
@@ -56,6 +66,7 @@ class Stream:
         self.label = label
         self.answer: Answer | None = None
         self.requests: list[int] = []  # ids in the engine link, one a row or one for all rows
+        self.stop_wanted = False  # by a stop request, which may come before there is an answer to stop
         self._senders, self._sender = senders, sender
         self._events: deque[tuple[int, Event]] = deque()
         #: code and text: an exception's traceback would keep the request and its shared memory alive
@@ -65,8 +76,17 @@ class Stream:
         #: asking whether a request is cancelled while its FINAL is sent, or after, crashes the server (2.51)
         self._ending = threading.Lock()
         self._thread = senders.assign()
+        self._responses = 0  # sent
+        self._response_bytes = 0  # of the largest that was looked at
+        self._spare = 0  # responses that were sent beyond half of the budget
+        self._ends = False  # the end of a row is among the events
 
     # ------------------------------------------------------------ any thread
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended or is bound to end with an error: work for it is in vain."""
+        return self._ended or self._failure is not None
 
     def put(self, event: Event) -> None:
         """An event of a request whose sequences are the rows."""
@@ -74,6 +94,8 @@ class Stream:
 
     def put_row(self, row: int, event: Event) -> None:
         self._events.append((row, event))
+        if event.finish:
+            self._ends = True
         self._wake()
 
     def fail(self, error: TridecodeError) -> None:
@@ -106,19 +128,42 @@ class Stream:
         Streams of a sender fall behind together, so what one of them has waiting stands for all. The age of
         what waits would say less: after a pause of the machine everything is old, and sent in no time.
         """
+        if self._over_half():
+            return True
         return responses * (1 + self._thread.inbox.qsize()) * self._thread.response_s > self._senders.behind_s
+
+    def held_back(self) -> bool:
+        """Whether what has piled up waits for more, so that the request's responses stay within its budget.
+
+        The first half of the budget is spent as the contract likes. Of the responses after it the k-th waits
+        for k steps, and beyond the whole budget only the end of a row is sent. Nothing is lost: what waits is
+        part of the next response.
+        """
+        if not self._over_half() or self._ends or self._failure is not None:
+            return False
+        if self._responses * self._response_bytes > self._senders.budget():
+            return True
+        steps = len(self._events) // max(1, len({row for row, _ in list(self._events)}))
+        if steps <= self._spare:
+            return True
+        self._spare += 1
+        return False
+
+    def _over_half(self) -> bool:
+        return 2 * self._responses * self._response_bytes > self._senders.budget()
 
     def serve(self) -> None:
         self._queued = False  # before the buffer is read: what comes later wakes us again
-        if self._ended:
+        if self._ended or self.held_back():
             return
+        self._ends = False
         try:
             failure = self._serve()
         except TridecodeError as error:
             failure = error.code, str(error)
         except Exception as error:
             _log.exception("request %s: the answer failed", self.label)
-            failure = TridecodeError.code, f"the door failed: {type(error).__name__}: {error}"
+            failure = TridecodeError.code, str(internal_error(error, self.label))
         if failure is not None:
             self._end_with(*failure)
 
@@ -151,15 +196,21 @@ class Stream:
     def _send(self, tensors: list, began: float) -> float:
         """Send one response; when that was done. began: when the sender turned to it."""
         self._sender.send(pb_utils.InferenceResponse(tensors))
+        self._responses += 1
+        if self._responses & (self._responses - 1) == 0:  # looking takes as long as making one
+            self._response_bytes = max(self._response_bytes, _size_of(tensors))
         now = time.monotonic()
         self._thread.measure(now - began)
         return now
 
     def _end_with(self, code: str, text: str) -> None:
-        self.cancel_rows()
+        try:
+            self.cancel_rows()
+        except Exception:  # the client is answered all the same
+            _log.exception("request %s: it could not be cancelled", self.label)
         if self._ended:  # before the error came, or because the last response could not be sent
             return
-        error = pb_utils.TritonError(text, getattr(pb_utils.TritonError, code))
+        error = pb_utils.TritonError(public_text(text), getattr(pb_utils.TritonError, code))
         try:
             self._end(code.lower(), pb_utils.InferenceResponse([], error=error))
         except Exception:
@@ -187,6 +238,16 @@ _FAILURES = {
 }
 
 
+def _size_of(tensors: list) -> int:
+    """Bytes of a response as the server keeps it."""
+    size = _RESPONSE_OVERHEAD
+    for tensor in tensors:
+        array = tensor.as_numpy()
+        texts = array.dtype.hasobject
+        size += sum(4 + len(text) for text in array.reshape(-1).tolist()) if texts else array.nbytes
+    return size
+
+
 def _failure_of(event: Event) -> tuple[str, str]:
     code, text = _FAILURES[event.finish]
     return (event.code if event.code in BY_CODE else code), event.error or text
@@ -206,7 +267,10 @@ class SenderThread(threading.Thread):
 
     def run(self) -> None:
         while (stream := self.inbox.get()) is not None:
-            stream.serve()
+            try:
+                stream.serve()
+            except Exception:  # one stream's; the others of this thread go on
+                _log.exception("request %s: its sender failed", stream.label)
 
 
 class Senders:
@@ -218,9 +282,12 @@ class Senders:
         num_senders: int = 4,
         on_end: Callable[[Stream, str], None] = lambda stream, outcome: None,
         behind_s: float = math.inf,
+        request_bytes: int = _REQUEST_BYTES,
+        door_bytes: int = _DOOR_BYTES,
     ):
         """on_end(stream, outcome): called once a stream; outcome is "ok" or an error's code in lower case.
-        behind_s: see Stream.behind."""
+        behind_s: see Stream.behind. request_bytes, door_bytes: see budget."""
+        self._request_bytes, self._door_bytes = request_bytes, door_bytes
         self.link, self.behind_s, self._on_end = link, behind_s, on_end
         self._turn = itertools.count()
         self._open: set[Stream] = set()
@@ -246,6 +313,10 @@ class Senders:
     def open_streams(self) -> list[Stream]:
         with self._lock:
             return list(self._open)
+
+    def budget(self) -> int:
+        """Bytes that the responses of one request may have: its own limit or its share of the door's."""
+        return min(self._request_bytes, self._door_bytes // max(1, len(self._open)))
 
     def assign(self) -> SenderThread:
         return self._threads[next(self._turn) % len(self._threads)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,8 +44,16 @@ class DoorSettings:
     wait_for_engine: bool = True  # the model is not ready before the engine is
     start_timeout_s: float = 900.0
     hold_s: float = 2.0  # how long a request waits for an engine that is being rebuilt
-    probe_timeout_s: float = 5.0  # how long the health model waits for its token
+    probe_timeout_s: float = 5.0  # health: a step of the engine that takes longer is stuck
     allowed_parameters: tuple[str, ...] = ()  # request parameters to pass over, patterns allowed
+
+    # what a request may weigh; None: see backend.doors.envelope
+    max_prompt_bytes: int | None = None  # of one text
+    max_request_bytes: int | None = None  # of all texts of a request
+    max_response_elements: int = 4_194_304  # of one response of FasterTransformer's tensors
+    max_stream_elements: int = 1_073_741_824  # of all responses to a request
+    max_preparing_requests: int = 1024  # received and not yet submitted to the engine
+    max_preparing_bytes: int = 67_108_864  # of their texts and token ids
 
     @property
     def config_file(self) -> Path:
@@ -77,11 +86,19 @@ def read_settings(arguments: Mapping[str, str]) -> DoorSettings:
         hold_s=reader.read("hold_s", float, "a number of seconds", 2.0),
         probe_timeout_s=reader.read("probe_timeout_s", _seconds, "more than 0 seconds", 5.0),
         allowed_parameters=reader.read("allowed_parameters", _names, "names with commas between", ()),
+        max_prompt_bytes=reader.read("max_prompt_bytes", _size, _SIZE, None),
+        max_request_bytes=reader.read("max_request_bytes", _size, _SIZE, None),
+        max_response_elements=reader.read("max_response_elements", _size, _SIZE, 4_194_304),
+        max_stream_elements=reader.read("max_stream_elements", _size, _SIZE, 1_073_741_824),
+        max_preparing_requests=reader.read("max_preparing_requests", _size, _SIZE, 1024),
+        max_preparing_bytes=reader.read("max_preparing_bytes", _size, _SIZE, 67_108_864),
     )
 
 
 def load_tokenizer(settings: DoorSettings) -> Tokenizer:
     """The tokenizer in `tokenizer_dir`, without truncation and padding that its file may ask for."""
+    # each thread tokenises by itself: in a shared pool a short text waits for all rows of a large request
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     path = settings.tokenizer_dir / "tokenizer.json"
     try:
         tokenizer = Tokenizer.from_file(str(path))
@@ -130,6 +147,15 @@ def _flag(text: str) -> bool:
 
 def _count(text: str) -> int:
     if not 1 <= int(text) <= 64:
+        raise ValueError(text)
+    return int(text)
+
+
+_SIZE = "a whole number of 1 or more"
+
+
+def _size(text: str) -> int:
+    if int(text) < 1:
         raise ValueError(text)
     return int(text)
 

@@ -6,14 +6,17 @@ the generation at once. Chosen where the contract leaves room:
 
   text_output is one flat array of texts, each going on from its prompt exactly: prompt + answer is the text.
   Without `stream` a request gets one response, as HTTP's generate wants it, even from a decoupled model.
+  From a decoupled model each row of several gets a response of its own, as soon as that row has ended.
   A streamed response merges what has piled up; its num_output_tokens is its own, so that they add up.
   num_output_tokens counts every generated token, those of an end id or a stop word included.
   Stop words are matched in the text and not shown; one that is the empty string is none.
+  A request that another one stops ends as one that has all its tokens, with the text that there was.
+  finish_reason comes with the last response of each row, where config.pbtxt declares it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Callable
@@ -22,16 +25,15 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from tridecode.backend.doors import fields
-from tridecode.backend.doors.detokenizer import StopMatcher, StreamDecoder, TokenizerView
-from tridecode.backend.doors.door import EngineDoor, Outputs
+from tridecode.backend.doors.detokenizer import StopAutomaton, StopMatcher, StreamDecoder, TokenizerView
+from tridecode.backend.doors.door import EngineDoor, Outputs, Received, Submission
+from tridecode.backend.doors.envelope import MAX_STOP_WORD_BYTES, MAX_STOP_WORDS
 from tridecode.backend.doors.fields import TENSORRT_LLM, Inputs, decode_text
 from tridecode.backend.doors.senders import Stream
 from tridecode.backend.doors.settings import DoorSettings, end_token_id, load_tokenizer
+from tridecode.backend.doors.tokenising import encode
 from tridecode.backend.errors import RequestCancelled, RequestError
-from tridecode.backend.messages import Event, Limits, SequenceRequest
-
-_MAX_STOP_WORDS = 256  # of one sequence; each is looked for after each token
-_MAX_STOP_WORD_BYTES = 4096
+from tridecode.backend.messages import Event, Limits, SamplingParams, SequenceRequest
 
 
 class TritonPythonModel(EngineDoor):
@@ -44,92 +46,99 @@ class TritonPythonModel(EngineDoor):
         self.view = TokenizerView(self.tokenizer, settings.skip_special_tokens)
         self.tokenizer_end_id = end_token_id(settings, self.tokenizer)
 
-    def accept(self, request: Any, stream: Stream) -> None:
-        inputs, parameters = self.read(request, stream)
-        outputs = Outputs(self.settings.outputs, request.requested_output_names())
-        if inputs.flag("stop"):
-            self._stop(stream, outputs)
-            return
-        prompts = self._read_prompts(inputs)
+    def at_once(self, received: Received, stream: Stream) -> bool:
+        if not received.inputs.flag("stop"):
+            return False
+        self._stop(stream, received.outputs)
+        return True
+
+    def accept(self, received: Received, stream: Stream) -> None:
+        inputs, limits = received.inputs, self.limits()
         streaming = inputs.flag("stream")
         if streaming and not self.settings.decoupled:
             wanted = "model_transaction_policy { decoupled: true }"
             raise RequestError(
                 f"stream is true; this model cannot stream ({wanted} in config.pbtxt would allow it)"
             )
-        sequences = self._read_sequences(inputs, prompts, self.limits())
-        rows = self._rows(inputs, prompts, stream)
+        texts = _read_texts(inputs)
+        params = self._read_params(inputs, len(texts), limits)
+        priorities = fields.priorities(inputs, received.parameters, len(texts))
+        stop_words = _words(inputs, "stop_words", len(texts))
+        for words in stop_words:
+            _check_stop_words(words)
+        prompts = self._tokenise(texts, params, limits, stream)
+        rows = self._rows(prompts, stop_words, stream)
+        shape = Shape(received.outputs, _wanted(inputs), batched=self.settings.max_batch_size > 0)
         exclude = inputs.flag("exclude_input_in_output", self.settings.exclude_input_in_output)
-        wants = {
-            "cum_log_probs": inputs.flag("return_log_probs"),
-            "output_log_probs": inputs.flag("return_log_probs"),
-            "num_input_tokens": inputs.flag("return_num_input_tokens", True),
-            "num_output_tokens": inputs.flag("return_num_output_tokens", True),
-        }
-        shape = Shape(outputs, wants, batched=self.settings.max_batch_size > 0)
-        stream.answer = StreamedAnswer(rows, shape) if streaming else WholeAnswer(rows, shape, exclude)
-        stream.requests = [self.link.reserve() for _ in rows]
-        schedule = self.schedule(request, inputs, parameters)
-        for row, (number, sequence) in enumerate(zip(stream.requests, sequences)):
-            self.link.submit(number, [sequence], _sink(stream, row), label=stream.label, **schedule)
+        stream.answer = (
+            StreamedAnswer(rows, shape)
+            if streaming
+            else WholeAnswer(rows, shape, exclude, apart=self.settings.decoupled)
+        )
+        submissions = [
+            Submission([_sequence(prompt, one, limits)], _sink(stream, row), priority)
+            for row, (prompt, one, priority) in enumerate(zip(prompts, params, priorities))
+        ]
+        self.submit(stream, submissions, received.timeout_s)
+        if stream.stop_wanted:
+            _stop_rows(stream)
 
     def _stop(self, stream: Stream, outputs: Outputs) -> None:
-        """Cancel the running requests of the same request id; the stop request itself gets an empty text."""
+        """End the running requests of the same request id; the stop request itself gets an empty text."""
         if not stream.label:
             raise RequestError("stop is true; it needs the request id of the request that is to be stopped")
         for other in self.senders.open_streams():
             if other.label == stream.label and other is not stream:
-                other.fail(
-                    RequestCancelled("a request with stop = true and the same request id has ended it")
-                )
+                other.stop_wanted = True  # for one that is being prepared
+                _stop_rows(other)
         stream.answer = _Nothing(outputs)
         stream.put(Event(0, 0, finish="length"))
 
     # ------------------------------------------------------------ reading
 
-    def _read_prompts(self, inputs: Inputs) -> list[Prompt]:
-        array = inputs.arrays["text_input"]
-        if array.size == 0 or array.ndim > 2 or (array.ndim == 2 and array.shape[1] != 1):
-            raise RequestError(f"text_input has shape {list(array.shape)}; wanted [B, 1]")
-        texts = [
-            decode_text(value, "text_input", row) for row, value in enumerate(array.reshape(-1).tolist())
-        ]
-        special = self.settings.add_special_tokens
-        return [Prompt(text, self.tokenizer.encode(text, add_special_tokens=special).ids) for text in texts]
-
-    def _read_sequences(self, inputs: Inputs, prompts: list[Prompt], limits: Limits) -> list[SequenceRequest]:
-        batch = len(prompts)
+    def _read_params(self, inputs: Inputs, batch: int, limits: Limits) -> list[SamplingParams]:
         counts = inputs.rows("max_tokens", batch)
         end_ids = inputs.rows("end_id", batch, self._end_id(limits))
-        bad_words = [_ids_of_words(words, self.tokenizer) for words in _words(inputs, "bad_words", batch)]
+        bad_words = _ids_of_words(_words(inputs, "bad_words", batch), self.tokenizer)
         stop_ids = [[token] for token in self.settings.stop_ids if 0 <= token < limits.vocab_size]
+        log_probs = inputs.flag("return_log_probs")
         names = fields.client_names(TENSORRT_LLM, inputs)
-        sequences = []
+        params = []
         for row, named in enumerate(inputs.params(batch, TENSORRT_LLM)):
-            ids = prompts[row].ids or [limits.start_id]
-            _check_ids(ids, limits.vocab_size)
-            fields.check_length(len(ids), counts[row], limits, "text_input", "max_tokens")
             fields.check_word_tokens("bad_words", bad_words[row], limits.max_bad_word_tokens)
             named.update(
                 max_tokens=counts[row],
                 end_id=end_ids[row] if 0 <= end_ids[row] < limits.vocab_size else -1,
                 stop_words=stop_ids,
                 bad_words=bad_words[row],
-                return_log_probs=inputs.flag("return_log_probs"),
+                return_log_probs=log_probs,
             )
-            params = fields.sampling_params(named, limits, names)
-            sequences.append(SequenceRequest(np.array(ids, "<i4").tobytes(), params))
-        return sequences
+            params.append(fields.sampling_params(named, limits, names))
+        return params
+
+    def _tokenise(
+        self, texts: list[str], params: list[SamplingParams], limits: Limits, stream: Stream
+    ) -> list[Prompt]:
+        """The prompts, each known to fit. Gives up between texts if the stream has ended meanwhile."""
+        prompts = []
+        for text, one, ids in zip(
+            texts, params, encode(self.tokenizer, texts, self.settings.add_special_tokens)
+        ):
+            if stream.ended:
+                raise RequestCancelled("the request ended while it was being prepared")
+            used = ids or [limits.start_id]
+            _check_ids(used, limits.vocab_size)
+            fields.check_length(len(used), one.max_tokens, limits, "text_input", "max_tokens")
+            prompts.append(Prompt(text, ids))
+        return prompts
 
     def _end_id(self, limits: Limits) -> int:
         return limits.end_id if limits.end_id >= 0 else self.tokenizer_end_id
 
-    def _rows(self, inputs: Inputs, prompts: list[Prompt], stream: Stream) -> list[Row]:
-        stop_words = _words(inputs, "stop_words", len(prompts))
-        for words in stop_words:
-            _check_stop_words(words)
+    def _rows(self, prompts: list[Prompt], stop_words: list[tuple[str, ...]], stream: Stream) -> list[Row]:
+        automata = {words: StopAutomaton(words) for words in dict.fromkeys(stop_words)}
         return [
-            Row(prompt, self.view, words, partial(stream.cancel_row, row))
+            Row(prompt, self.view, automata[words], partial(stream.cancel_row, row))
             for row, (prompt, words) in enumerate(zip(prompts, stop_words))
         ]
 
@@ -144,39 +153,70 @@ def _sink(stream: Stream, row: int) -> Callable[[Event], None]:
     return lambda event: stream.put_row(row, event)
 
 
-def _words(inputs: Inputs, name: str, batch: int) -> list[list[str]]:
-    """The non-empty words of each row: [B, n], or [n] for all rows."""
+def _stop_rows(stream: Stream) -> None:
+    """End every row where it is. The sender passes the events over while there is no answer."""
+    stream.cancel_rows()
+    for row in range(len(stream.requests)):
+        stream.put_row(row, Event(0, 0, finish="stopped"))
+
+
+def _sequence(prompt: Prompt, params: SamplingParams, limits: Limits) -> SequenceRequest:
+    return SequenceRequest(np.array(prompt.ids or [limits.start_id], "<i4").tobytes(), params)
+
+
+def _wanted(inputs: Inputs) -> dict[str, bool]:
+    """Output -> whether the request wants it; those that are not named are always made."""
+    return {
+        "cum_log_probs": inputs.flag("return_log_probs"),
+        "output_log_probs": inputs.flag("return_log_probs"),
+        "num_input_tokens": inputs.flag("return_num_input_tokens", True),
+        "num_output_tokens": inputs.flag("return_num_output_tokens", True),
+    }
+
+
+def _read_texts(inputs: Inputs) -> list[str]:
+    array = inputs.arrays["text_input"]
+    if array.size == 0 or array.ndim > 2 or (array.ndim == 2 and array.shape[1] != 1):
+        raise RequestError(f"text_input has shape {list(array.shape)}; wanted [B, 1]")
+    return [decode_text(value, "text_input", row) for row, value in enumerate(array.reshape(-1).tolist())]
+
+
+def _words(inputs: Inputs, name: str, batch: int) -> list[tuple[str, ...]]:
+    """The non-empty words of each row, each once: [B, n], or [n] for all rows."""
     array = inputs.arrays.get(name)
     if array is None:
-        return [[]] * batch
+        return [()] * batch
     if array.ndim < 2 or array.shape[0] == 1:
-        rows = [array.reshape(-1).tolist()] * batch
-    elif array.shape[0] == batch:
-        rows = array.reshape(batch, -1).tolist()
-    else:
+        return [_row_words(array, name, 0)] * batch
+    if array.shape[0] != batch:
         raise RequestError(f"{name} has shape {list(array.shape)}; wanted [{batch}, n]")
-    texts = [[decode_text(value, name, row) for value in values] for row, values in enumerate(rows)]
-    return [[text for text in words if text] for words in texts]
+    return [_row_words(values, name, row) for row, values in enumerate(array)]
 
 
-def _check_stop_words(words: list[str]) -> None:
+def _row_words(values: np.ndarray, name: str, row: int) -> tuple[str, ...]:
+    texts = [decode_text(value, name, row) for value in values.reshape(-1).tolist()]
+    return tuple(dict.fromkeys(text for text in texts if text))
+
+
+def _check_stop_words(words: tuple[str, ...]) -> None:
     size = sum(len(word.encode("utf-8")) for word in words)
-    if len(words) > _MAX_STOP_WORDS or size > _MAX_STOP_WORD_BYTES:
+    if len(words) > MAX_STOP_WORDS or size > MAX_STOP_WORD_BYTES:
         found = f"stop_words has {len(words):,} words of {size:,} bytes"
         raise RequestError(
-            f"{found}; this model accepts {_MAX_STOP_WORDS} of {_MAX_STOP_WORD_BYTES:,} together"
+            f"{found}; this model accepts {MAX_STOP_WORDS} of {MAX_STOP_WORD_BYTES:,} together"
         )
 
 
-def _ids_of_words(words: list[str], tokenizer: Tokenizer) -> list[list[int]]:
+def _ids_of_words(rows: list[tuple[str, ...]], tokenizer: Tokenizer) -> list[list[list[int]]]:
     """Token ids of each word as it stands at the start of a text and as it stands after a space."""
-    ids: list[list[int]] = []
-    for word in words:
-        for text in (word, f" {word}"):
-            tokens = tokenizer.encode(text, add_special_tokens=False).ids
-            if tokens and tokens not in ids:
-                ids.append(tokens)
-    return ids
+    texts = list(dict.fromkeys(text for words in rows for word in words for text in (word, f" {word}")))
+    ids = dict(zip(texts, map(tuple, encode(tokenizer, texts))))
+    known: dict[tuple[str, ...], list[list[int]]] = {}  # rows often have the same words
+    for words in rows:
+        if words not in known:
+            found = dict.fromkeys(ids[text] for word in words for text in (word, f" {word}"))
+            known[words] = [list(tokens) for tokens in found if tokens]
+    return [known[words] for words in rows]
 
 
 def _check_ids(ids: Sequence[int], vocab_size: int) -> None:
@@ -189,23 +229,32 @@ def _check_ids(ids: Sequence[int], vocab_size: int) -> None:
 
 # ---------------------------------------------------------------- answering
 
+#: why the engine, or a stop request ("stopped"), ended a sequence -> finish_reason, in vLLM's words
+_REASONS = {"end_id": "stop", "stop_word": "stop", "length": "length", "stopped": "abort"}
+
 
 class Row:
     """The text of one sequence as it grows; text, num_tokens and log_probs hold what was not yet reported."""
 
     def __init__(
-        self, prompt: Prompt, view: TokenizerView, stop_words: list[str], cancel: Callable[[], None]
+        self, prompt: Prompt, view: TokenizerView, stop_words: StopAutomaton, cancel: Callable[[], None]
     ):
         self.prompt = prompt
         self.text = ""
         self.num_tokens = 0
         self.log_probs: list[float] = []
         self.cum_log_prob = 0.0
-        self.ended = False
+        self.finish_reason = ""  # "": it has not ended
         self._decoder = StreamDecoder(view, prompt.ids)
         self._matcher = StopMatcher(stop_words)
-        self._by_token = bool(stop_words)  # else a stop word would be found later where tokens came merged
+        self._by_token = (
+            not stop_words.empty
+        )  # else a stop word would be found later where tokens came merged
         self._cancel = cancel
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.finish_reason)
 
     def take(self, event: Event) -> None:
         if self.ended:
@@ -220,7 +269,7 @@ class Row:
             if not event.finish:
                 self._cancel()
         elif event.finish:
-            self._end()
+            self._end(_REASONS.get(event.finish, event.finish))
 
     def _push(self, shown: list[int], count: int) -> int:
         """Decode the tokens; how many of `count` were used when a stop word ended the text, else all."""
@@ -228,14 +277,15 @@ class Row:
             self.text += self._decoder.push(shown)
             return count
         for index, token in enumerate(shown):
-            text, self.ended = self._matcher.push(self._decoder.push([token]))
+            text, stopped = self._matcher.push(self._decoder.push([token]))
             self.text += text
-            if self.ended:
+            if stopped:
+                self.finish_reason = "stop"
                 return index + 1
         return count
 
-    def _end(self) -> None:
-        self.ended = True
+    def _end(self, reason: str) -> None:
+        self.finish_reason = reason
         text, stopped = self._matcher.push(self._decoder.flush())
         self.text += text if stopped else text + self._matcher.flush()
 
@@ -267,6 +317,9 @@ class Shape:
         }
         # the text is first: LiteLLM reads the first output, whatever its name
         arrays: dict[str, Any] = {"text_output": [text.encode("utf-8") for _, text, _, _ in rows.values()]}
+        reasons = [row.finish_reason for row, _, _, _ in rows.values()]
+        if all(reasons):
+            columns["finish_reason"] = [reason.encode() for reason in reasons]
         for name, column in columns.items():
             if name not in self._unwanted:
                 arrays[name] = [[value] for value in column] if self._batched else column
@@ -274,25 +327,34 @@ class Shape:
 
 
 class WholeAnswer:
-    """One response with the texts of all rows, when the last has ended."""
+    """The texts of all rows in one response, when the last row has ended; or, apart, one response a row, each
+    as soon as its row has ended."""
 
-    def __init__(self, rows: list[Row], shape: Shape, exclude_input: bool):
+    def __init__(self, rows: list[Row], shape: Shape, exclude_input: bool, apart: bool):
         self.finished = False
         self.num_output_tokens = 0
-        self._rows, self._shape, self._exclude_input = rows, shape, exclude_input
+        self._rows, self._shape, self._exclude_input, self._apart = rows, shape, exclude_input, apart
+        self._open = set(range(len(rows)))
 
     def take(self, events: list[tuple[int, Event]]) -> list[list]:
+        touched = dict.fromkeys(index for index, _ in events)
         for index, event in events:
             self._rows[index].take(event)
-        self.num_output_tokens = sum(row.num_tokens for row in self._rows)
-        self.finished = all(row.ended for row in self._rows)
-        if not self.finished:
-            return []
+        ended = [index for index in touched if index in self._open and self._rows[index].ended]
+        self._open.difference_update(ended)
+        self.finished = not self._open
+        self.num_output_tokens += sum(self._rows[index].num_tokens for index in ended)
+        if self._apart:
+            return [self._response([index]) for index in ended]
+        return [self._response(range(len(self._rows)))] if self.finished else []
+
+    def _response(self, indices: Iterable[int]) -> list:
         reports: dict[int, tuple[Row, str, int, list[float]]] = {}
-        for index, row in enumerate(self._rows):
+        for index in indices:
+            row = self._rows[index]
             text, count, log_probs = row.report()
             reports[index] = (row, text if self._exclude_input else row.prompt.text + text, count, log_probs)
-        return [self._shape.tensors(reports)]
+        return self._shape.tensors(reports)
 
 
 class StreamedAnswer:
@@ -302,6 +364,7 @@ class StreamedAnswer:
         self.finished = False
         self.num_output_tokens = 0
         self._rows, self._shape = rows, shape
+        self._open = set(range(len(rows)))
 
     def take(self, events: list[tuple[int, Event]]) -> list[list]:
         for index, event in events:
@@ -309,11 +372,15 @@ class StreamedAnswer:
         responses = []
         for index in dict(events):
             row = self._rows[index]
-            if row.text or (row.ended and row.num_tokens):
+            if row.finish_reason:
+                if index not in self._open:
+                    continue
+                self._open.discard(index)
+            if row.text or (row.ended and row.num_tokens) or row.finish_reason == "abort":
                 text, count, log_probs = row.report()
                 self.num_output_tokens += count
                 responses.append(self._shape.tensors({index: (row, text, count, log_probs)}))
-        self.finished = all(row.ended for row in self._rows)
+        self.finished = not self._open
         return responses
 
 

@@ -11,7 +11,9 @@ import csv
 import numpy as np
 from tokenizers import Tokenizer
 
+from tridecode.backend.doors.envelope import MAX_REQUEST_WORDS, MAX_WORDS
 from tridecode.backend.doors.fields import decode_text
+from tridecode.backend.doors.tokenising import encode
 from tridecode.backend.errors import RequestError
 
 
@@ -26,21 +28,30 @@ def words_of_csv(text: str, name: str) -> list[str]:
     return [word for word in record if word]
 
 
-def encode_words(texts: list, name: str, tokenizer: Tokenizer) -> np.ndarray:
-    """The word lists of a batch as a tensor, int32 [B, 2, P], P the longest row's number of ids, at least 1.
+def encode_words(texts: list, name: str, tokenizer: Tokenizer) -> list[list[list[int]]]:
+    """The ids of each row's words. texts: one CSV text a row. A word that gives no ids is dropped.
 
-    texts: one CSV text a row. Row 0 of a sequence has the ids of all its words, then 0; row 1 the ends of the
-    words, then -1. A word that gives no ids is dropped. Raises RequestError.
+    RequestError where a text is not valid or has too many words.
     """
-    rows = []
-    for index, value in enumerate(texts):
-        words = words_of_csv(decode_text(value, name, index), name)
-        ids = [tokenizer.encode(word, add_special_tokens=False).ids for word in words]
-        rows.append([word_ids for word_ids in ids if word_ids])
-    return word_list_tensor(rows)
+    rows = [words_of_csv(decode_text(value, name, row), name) for row, value in enumerate(texts)]
+    for row, words in enumerate(rows):
+        if len(words) > MAX_WORDS:
+            raise RequestError(
+                f"{name} of row {row} has {len(words):,} words; this model accepts {MAX_WORDS:,}"
+            )
+    different = list({word: None for words in rows for word in words})
+    if len(different) > MAX_REQUEST_WORDS:
+        most = f"{MAX_REQUEST_WORDS:,} in a request"
+        raise RequestError(f"{name} has {len(different):,} words; this model accepts {most}")
+    ids = dict(zip(different, encode(tokenizer, different)))
+    return [[ids[word] for word in words if ids[word]] for words in rows]
 
 
 def word_list_tensor(rows: list[list[list[int]]]) -> np.ndarray:
+    """The word lists of a batch as int32 [B, 2, P], P the longest row's number of ids, at least 1.
+
+    Row 0 of a sequence has the ids of all its words, then 0; row 1 the ends of the words, then -1.
+    """
     width = max([1, *(sum(map(len, words)) for words in rows)])
     tensor = np.zeros((len(rows), 2, width), np.int32)
     tensor[:, 1] = -1
@@ -67,17 +78,15 @@ def read_word_list(tensor: np.ndarray, batch: int, name: str, vocab_size: int) -
 
 
 def _read_row(row: np.ndarray, name: str, vocab_size: int) -> list[list[int]]:
-    ids, width = row[0].tolist(), row.shape[1]
-    words, start = [], 0
-    for end in row[1].tolist():
-        if end < 0:
-            continue
-        if end < start or end > width:
-            found = f"{name} has the offset {end} after {start}"
-            raise RequestError(f"{found}; wanted offsets that rise, up to its {width} ids")
-        words.append(ids[start:end])
-        start = end
-    negative = [token for word in words for token in word if token < 0]
-    if negative:
-        raise RequestError(f"{name} has the token id {negative[0]}; wanted ids of 0 or more")
-    return [word for word in words if word and max(word) < vocab_size]
+    ids, width = row[0], row.shape[1]
+    ends = row[1][row[1] >= 0].astype(np.int64)
+    starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
+    wrong = np.flatnonzero((ends < starts) | (ends > width))
+    if wrong.size:
+        found = f"{name} has the offset {ends[wrong[0]]} after {starts[wrong[0]]}"
+        raise RequestError(f"{found}; wanted offsets that rise, up to its {width} ids")
+    used = ids[: ends[-1]] if ends.size else ids[:0]
+    if used.size and used.min() < 0:
+        raise RequestError(f"{name} has the token id {used[used < 0][0]}; wanted ids of 0 or more")
+    words = [ids[start:end].tolist() for start, end in zip(starts, ends) if start < end]
+    return [word for word in words if max(word) < vocab_size]

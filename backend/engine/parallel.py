@@ -6,13 +6,11 @@ and every rank runs the same plan; the first tensor rank of the last stage has t
 
 from __future__ import annotations
 
-import pickle
-from dataclasses import replace
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tridecode.backend.engine import plan_frame
 from tridecode.backend.engine.plan import StepPlan
 
 
@@ -95,20 +93,24 @@ class ProcessRanks:
         return int(held)
 
     def broadcast_plan(self, plan: StepPlan | None) -> StepPlan | None:
-        """Rank 0 gives a plan (None: the end), the others get it. The scheduler's own objects stay on rank
-        0."""
+        """Rank 0 gives a plan (None: the end), the others get it, without the scheduler's own objects.
+
+        Raises TridecodeError on a rank that receives what is no plan; nothing that is received is executed.
+        """
         if self.rank == 0:
-            frame = pickle.dumps(
-                None if plan is None else replace(plan, sequences=[]), pickle.HIGHEST_PROTOCOL
-            )
+            frame = b"" if plan is None else plan_frame.encode(plan)
             dist.broadcast(torch.tensor([len(frame)]), 0)
-            dist.broadcast(torch.frombuffer(bytearray(frame), dtype=torch.uint8), 0)
+            if frame:
+                dist.broadcast(torch.frombuffer(bytearray(frame), dtype=torch.uint8), 0)
             return plan
         size = torch.zeros(1, dtype=torch.int64)
         dist.broadcast(size, 0)
-        data = torch.zeros(int(size), dtype=torch.uint8)
+        if not int(size):
+            return None
+        plan_frame.check_size(int(size))
+        data = torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(data, 0)
-        return pickle.loads(data.numpy().tobytes())
+        return plan_frame.decode(data.numpy().tobytes())
 
     def close(self) -> None:
         dist.destroy_process_group()

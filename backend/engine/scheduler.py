@@ -73,7 +73,9 @@ class Scheduler:
         self._cached = np.zeros(limits.max_sequences, np.int32)
         self._free_slots = list(range(limits.max_sequences))
         heapq.heapify(self._free_slots)
-        self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # a heap
+        self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # a heap; some of them may have ended
+        self._num_waiting = 0  # of _waiting, without those that have ended
+        self._num_open = 0  # sequences that have not ended
         self._prefilling: list[Sequence] = []  # in order of admission
         self._decoding: list[Sequence] = []
         self._decode_slots: np.ndarray | None = None  # of _decoding; None: to be rebuilt
@@ -91,7 +93,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return sum(1 for _, sequence in self._waiting if sequence.stage is Stage.WAITING)
+        return self._num_waiting
 
     @property
     def num_requests(self) -> int:
@@ -106,12 +108,7 @@ class Scheduler:
         key = (door, submit.request)
         if key in self._requests:
             raise RequestError(f"request {submit.request} is already running")
-        if self._queued_requests() >= self.limits.max_queued_requests:
-            self.counters.refused += 1
-            raise CapacityError(
-                f"{self.limits.max_queued_requests} requests are waiting already "
-                "(max_queued_requests in config.pbtxt); try again later"
-            )
+        self._check_room(len(submit.sequences))
         now = self.clock()
         deadline = now + (submit.timeout_s or self.limits.request_timeout_s)
         sequences = []
@@ -134,17 +131,42 @@ class Scheduler:
         self.counters.requests += 1
         self.counters.prompt_tokens += sum(len(sequence.prompt) for sequence in sequences)
         self._requests[key] = list(sequences)
+        self._num_open += len(sequences)
         for sequence in sequences:
+            self._wait(sequence)
             if sequence.params.max_tokens == 0 and not sequence.params.return_context_embedding:
                 self._end(sequence, Finish.LENGTH)
             else:
-                heapq.heappush(self._waiting, (sequence.order, sequence))
                 heapq.heappush(self._deadlines, (deadline, sequence.arrival, sequence))
 
-    def _queued_requests(self) -> int:
-        if len(self._waiting) < self.limits.max_queued_requests:
-            return 0
-        return len({(s.door, s.request) for _, s in self._waiting if s.stage is Stage.WAITING})
+    def _check_room(self, count: int) -> None:
+        """RequestError or CapacityError where `count` more sequences would be too many.
+
+        max_queued_requests counts sequences that wait beyond those for which a slot is free.
+        """
+        limits = self.limits
+        if count > limits.max_sequences + limits.max_queued_requests:
+            self.counters.refused += 1
+            raise RequestError(
+                f"the request has {count:,} sequences; this model accepts "
+                f"{limits.max_sequences + limits.max_queued_requests:,} "
+                "(max_sequences and max_queued_requests in config.pbtxt)"
+            )
+        if self._num_waiting + count > limits.max_queued_requests + len(self._free_slots):
+            self.counters.refused += 1
+            raise CapacityError(
+                f"{self._num_waiting:,} sequences are waiting already and the request has {count:,} more; "
+                f"{limits.max_queued_requests:,} may wait (max_queued_requests in config.pbtxt); "
+                "try again later"
+            )
+
+    def _wait(self, sequence: Sequence) -> None:
+        """Queue a sequence. Those that ended in the queue leave it when they are most of it."""
+        if len(self._waiting) > 2 * self._num_waiting + 1024:
+            self._waiting = [entry for entry in self._waiting if entry[1].stage is Stage.WAITING]
+            heapq.heapify(self._waiting)
+        heapq.heappush(self._waiting, (sequence.order, sequence))
+        self._num_waiting += 1
 
     def _check(self, prompt: np.ndarray, params: messages.SamplingParams, index: int) -> None:
         """The engine's own checks: a door has made them too, but the engine trusts none of them."""
@@ -218,7 +240,7 @@ class Scheduler:
         return self._build(decoding, chunks, starts)
 
     def _end_overdue(self) -> None:
-        if len(self._deadlines) > 4 * len(self._requests) + 1024:  # most of them have ended
+        if len(self._deadlines) > 4 * self._num_open + 1024:  # most of them have ended
             self._deadlines = [entry for entry in self._deadlines if entry[2].stage is not Stage.ENDED]
             heapq.heapify(self._deadlines)
         while self._deadlines and self._deadlines[0][0] <= self.clock():
@@ -247,7 +269,7 @@ class Scheduler:
         self.counters.preemptions += 1
         self._leave(sequence)
         sequence.restart()
-        heapq.heappush(self._waiting, (sequence.order, sequence))
+        self._wait(sequence)
 
     def _plan_chunks(self, budget: int, starts: list[SlotStart]) -> list[tuple[Sequence, int]]:
         """(sequence, tokens) of the prompts' chunks of this step; admits from the queue."""
@@ -289,6 +311,7 @@ class Scheduler:
         if sequence.in_flight or needed > self.pool.num_free:
             return None
         heapq.heappop(self._waiting)
+        self._num_waiting -= 1
         sequence.slot = heapq.heappop(self._free_slots)
         sequence.stage = Stage.PREFILL
         sequence.prefill = sequence.num_known
@@ -460,6 +483,9 @@ class Scheduler:
     ) -> None:
         """End a sequence: its slot and blocks are free, its last event is out."""
         self._leave(sequence)
+        if sequence.stage is Stage.WAITING:
+            self._num_waiting -= 1
+        self._num_open -= 1
         sequence.stage = Stage.ENDED
         key = (sequence.door, sequence.request)
         siblings = self._requests[key]

@@ -5,6 +5,7 @@ The engine is tests/fake_engine.py behind the real supervisor, the doors are rea
 
 from __future__ import annotations
 
+import http.client
 import os
 import shlex
 import shutil
@@ -15,19 +16,21 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import tritonclient.grpc as grpcclient
+from tritonclient.utils import InferenceServerException
 
 from tests.waiting import wait_until
-from tridecode.backend.supervisor import shared_memory
-from tridecode.tools import triton_install
+from tridecode.backend.errors import TridecodeError
+from tridecode.backend.supervisor import shared_memory, state_file
+from tridecode.tools import triton_access, triton_install
 from tridecode.tools.running_server import ServerProcess, free_ports
-from tridecode.tools.triton_http import TritonHttp
+from tridecode.tools.triton_http import TritonHttp, TritonHttpError
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
@@ -47,6 +50,27 @@ input {{ name: "request_output_len" data_type: TYPE_UINT32 dims: [ -1 ] }}
 output {{ name: "output_ids" data_type: TYPE_UINT32 dims: [ -1, -1 ] }}
 output {{ name: "sequence_length" data_type: TYPE_UINT32 dims: [ -1 ] }}
 parameters {{ key: "engine_model" value: {{ string_value: "fastertransformer" }} }}
+"""
+
+# a model that HTTP clients reach, as postprocessing
+ECHO_CONFIG = """
+name: "echo"
+backend: "python"
+instance_group { count: 1 kind: KIND_CPU }
+input { name: "TEXT" data_type: TYPE_UINT32 dims: [ -1 ] }
+output { name: "ECHO" data_type: TYPE_UINT32 dims: [ -1 ] }
+"""
+ECHO = """
+import time
+
+import triton_python_backend_utils as pb
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        arrays = [pb.get_input_tensor_by_name(one, "TEXT").as_numpy() for one in requests]
+        time.sleep(max(int(array.max()) for array in arrays))
+        return [pb.InferenceResponse([pb.Tensor("ECHO", array)]) for array in arrays]
 """
 
 
@@ -107,20 +131,30 @@ def command_line(process: psutil.Process) -> list[str]:
 class Service:
     """A running server, and what belongs to it by a mark in the environment of all that it starts."""
 
-    def __init__(self, root: Path, mark: str, drain_s: float = 20.0) -> None:
+    def __init__(
+        self, root: Path, mark: str, drain_s: float = 20.0, repo: str = "repo", options: Sequence[str] = ()
+    ) -> None:
         self.root = root
         self._mark = mark
         self._requests: list[Request] = []
-        self.server = ServerProcess(root / "repo", root / "serve.log", drain_s=drain_s)
+        self.server = ServerProcess(root / repo, root / "serve.log", drain_s=drain_s, options=options)
         try:
             self.server.wait_ready()
         except BaseException:
             self.server.stop()
             raise
-        self.triton = psutil.Process(self.server.server_pid)
         (setting,) = [part for part in self.triton.cmdline() if "shm-region-prefix-name=" in part]
         self._shm_prefix = setting.split("=")[-1]
         assert [name for name in os.listdir(SHM) if name.startswith(self._shm_prefix)]
+
+    @property
+    def triton(self) -> psutil.Process:
+        """The tritonserver of now."""
+        return psutil.Process(self.server.server_pid)
+
+    def wait_back(self) -> float:
+        """Seconds until the tritonserver after one that died answers; the engine must be the same."""
+        return wait_until(lambda: "tritonserver is back after" in self.server.log(), END_S, "the next server")
 
     def request(self, model: str = "fastertransformer", tokens: int = 5) -> Request:
         self._requests.append(Request(self.server, model, tokens))
@@ -156,6 +190,10 @@ class Service:
     def engine(self) -> psutil.Process:
         return self.process(str(Path(__file__).with_name("fake_rank.py")))
 
+    def engine_epochs(self) -> list[tuple[int, int]]:
+        (folder,) = (self.root / "run").iterdir()
+        return [(one.supervisor_pid, one.state.epoch) for one in state_file.read_all(folder)]
+
     def processes(self) -> list[psutil.Process]:
         return marked_processes(self._mark)
 
@@ -188,6 +226,9 @@ def repository(monkeypatch) -> Iterator[Callable[..., Service]]:
     monkeypatch.setenv("TRIDECODE_TEST_MARK", mark)
     rank = [sys.executable, str(Path(__file__).with_name("fake_rank.py"))]
     monkeypatch.setenv("TRIDECODE_RANK_COMMAND", shlex.join(rank))
+    (root / "repo" / "echo" / "1").mkdir(parents=True)
+    (root / "repo" / "echo" / "config.pbtxt").write_text(ECHO_CONFIG)
+    (root / "repo" / "echo" / "1" / "model.py").write_text(ECHO)
     services: list[Service] = []
 
     def start(**options) -> Service:
@@ -217,38 +258,40 @@ def test_a_zombie_counts_as_gone(monkeypatch):
 
 def test_a_killed_door_is_brought_back_and_harms_nothing_else(repository):
     service = repository()
-    other = service.streaming("second", tokens=80)
+    triton, other = service.triton, service.streaming("second", tokens=80)
     service.door("fastertransformer").kill()
     seconds = service.wait_reloaded()
     assert service.answers("fastertransformer")
     assert other.done.wait(10) and not other.error
-    assert service.server.server_pid == service.triton.pid
+    assert service.triton == triton
     print(f"a killed door was back after {seconds:.1f} s")
 
 
 def test_a_door_killed_under_load_is_brought_back(repository):
-    service = repository()
+    service = repository(options=["--orphans", "leave"])
+    triton = service.triton
     service.streaming("fastertransformer")
     for times in (1, 2):
         service.door("fastertransformer").kill()
         service.wait_reloaded(times)
         assert service.answers()
-    assert service.server.server_pid == service.triton.pid
+    assert service.triton == triton
 
 
 def test_a_stopped_door_does_not_take_the_server_along(repository):
     service = repository()
-    other = service.streaming("second", tokens=150)
+    triton, other = service.triton, service.streaming("second", tokens=150)
     service.door("fastertransformer").suspend()
     service.wait_reloaded()
     assert service.answers("fastertransformer")
     assert other.done.wait(10) and not other.error
-    assert service.server.server_pid == service.triton.pid
+    assert service.triton == triton
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_requests_of_a_dead_or_frozen_engine_end_with_its_reason_and_service_returns(repository, how):
     service = repository()
+    triton = service.triton
     streams = [service.streaming(model) for model in ("fastertransformer", "second") for _ in range(8)]
     start = time.monotonic()
     service.engine.send_signal(how)
@@ -257,27 +300,153 @@ def test_requests_of_a_dead_or_frozen_engine_end_with_its_reason_and_service_ret
         assert stream.ended_at - start < ERROR_S
         assert ("killed by signal 9" if how == signal.SIGKILL else "silent for ") in stream.error
     wait_until(lambda: service.answers() and service.answers("second"), 10, "answers")
-    assert service.server.server_pid == service.triton.pid
+    assert service.triton == triton
 
 
 def test_a_killed_supervisor_is_replaced_by_a_door(repository):
     service = repository()
-    stream = service.streaming()
+    triton, stream = service.triton, service.streaming()
     start = time.monotonic()
     service.process("tridecode.backend.supervisor").kill()
     assert stream.done.wait(10) and stream.error
     wait_until(service.answers, 15, "answers")
     print(f"a killed supervisor: error after {stream.ended_at - start:.1f} s")
-    assert service.server.server_pid == service.triton.pid
+    assert service.triton == triton
 
 
-def test_nothing_is_left_of_a_killed_server(repository):
+KILLERS = {
+    "a tensor of 4 TiB": b'{"inputs": [{"name": "TEXT", "datatype": "UINT32", "shape": [1099511627776], '
+    b'"data": [1]}]}',
+    "deep JSON": b'{"inputs":' + b"[" * 200_000 + b"]" * 200_000 + b"}",
+    "SIGKILL": b"",
+}
+
+
+@pytest.mark.parametrize("how", KILLERS)
+def test_a_dead_server_is_started_again_and_the_engine_is_kept(repository, how):
     service = repository()
-    service.streaming()
-    service.triton.kill()
-    assert service.server.process.wait(15) == 1, "so that the platform starts it anew"
-    assert "was killed by SIGKILL" in service.server.log()
-    assert not service.left()
+    stream, engine, dead = service.streaming(), service.engine_epochs(), service.triton
+    start = time.monotonic()
+    if KILLERS[how]:
+        assert "Error" in post(service, "echo", KILLERS[how]), "Triton 2.51 aborts"
+    else:
+        dead.kill()
+    assert stream.done.wait(ERROR_S) and stream.error
+    service.wait_back()
+    assert service.answers() and service.answers("second")
+    print(f"{how}: answers again after {time.monotonic() - start:.1f} s")
+    assert service.triton != dead
+    assert service.engine_epochs() == engine, "the engine was not loaded again"
+    assert "the engine was kept" in service.server.log()
+
+
+def post(service: Service, model: str, body: bytes, timeout_s: float = 10.0) -> str:
+    """What becomes of an HTTP request: its body, or the error's text."""
+    connection = http.client.HTTPConnection(service.server.http_url, timeout=timeout_s)
+    try:
+        connection.request("POST", f"/v2/models/{model}/infer", body)
+        return connection.getresponse().read().decode()
+    except (http.client.HTTPException, OSError) as error:
+        return f"Error: {error!r}"
+    finally:
+        connection.close()
+
+
+def test_requests_of_a_dead_door_never_end_in_triton_unless_it_is_started_again(repository):
+    """The smallest case: one stream, its stub killed. `leave` shows what Triton does by itself."""
+    service = repository(options=["--orphans", "leave"])
+    triton, stream = service.triton, service.streaming()
+    service.door("fastertransformer").kill()
+    service.wait_reloaded()
+    assert service.answers(), "new requests have a door again"
+    assert not stream.done.wait(ERROR_S), "neither the reload nor anything else ends it"
+    assert service.triton == triton
+
+
+def test_requests_of_a_dead_door_end_when_nothing_else_is_open(repository):
+    service = repository()
+    stream, engine = service.streaming(), service.engine_epochs()
+    other = service.streaming("second", tokens=150)
+    service.door("fastertransformer").kill()
+    assert other.done.wait(15) and not other.error, "what other doors do goes on"
+    assert stream.done.wait(15) and stream.error
+    print(f"ended {stream.ended_at - other.ended_at:.1f} s after the last other request")
+    service.wait_back()
+    assert service.answers()
+    assert service.engine_epochs() == engine
+    assert "with requests open, which Triton cannot end" in service.server.log()
+
+
+CLOSED = ["/v2/repository/index", "/v2/repository/models/echo/unload", "/v2/repository/models/x/load"]
+CLOSED += ["/v2/systemsharedmemory/region/r/register", "/v2/systemsharedmemory/unregister"]
+CLOSED += ["/v2/cudasharedmemory/region/r/register", "/v2/logging", "/v2/trace/setting"]
+CLOSED += ["/v2/models/echo/trace/setting"]
+
+
+def test_who_may_call_what(repository):
+    service = repository()
+    for path in CLOSED:
+        with pytest.raises(TritonHttpError, match="403 This API is restricted"):
+            TritonHttp(service.server.http_url)._post(path, 5.0)
+    assert {row.state for row in service.server.http.index()} == {"READY"}
+    with grpcclient.InferenceServerClient(service.server.grpc_url) as client:
+        for call in (
+            client.get_model_repository_index,
+            lambda: client.load_model("echo"),
+            lambda: client.unload_model("echo"),
+            lambda: client.register_system_shared_memory("r", "/r", 16),
+            client.get_system_shared_memory_status,
+            client.get_cuda_shared_memory_status,
+            lambda: client.update_log_settings({"log_info": False}),
+            lambda: client.update_trace_settings(settings={"trace_level": ["TENSORS"]}),
+        ):
+            with pytest.raises(InferenceServerException, match="restricted"):
+                call()
+        assert client.is_server_ready() and client.is_model_ready("echo")
+        assert client.get_model_metadata("echo") and client.get_model_config("echo")
+        assert client.get_inference_statistics() and client.get_server_metadata()
+    assert "ECHO" in post(
+        service, "echo", b'{"inputs": [{"name": "TEXT", "shape": [1], "datatype": "UINT32", "data": [0]}]}'
+    )
+    sockets = [one.laddr for one in service.triton.net_connections() if one.status == "LISTEN"]
+    listening = {address.ip.replace("::ffff:", "") for address in sockets}
+    assert listening == {"127.0.0.1"}
+    assert service.server.http._headers[triton_access.HEADER] not in " ".join(service.triton.cmdline())
+
+
+def test_no_region_of_shared_memory_is_readable_by_others(repository):
+    service = repository()
+    regions = [SHM / name for name in os.listdir(SHM) if name.startswith(service._shm_prefix)]
+    assert len(regions) == 3
+    wait_until(lambda: all(region.stat().st_mode & 0o077 == 0 for region in regions), 2)
+
+
+def test_a_path_that_bash_would_execute_is_served(repository):
+    root = Path(os.environ["TRIDECODE_RUNTIME_DIR"]).parent
+    unsafe = "a b'\";$(touch executed)\n&"
+    (root / "repo").rename(root / unsafe)
+    service = repository(repo=unsafe)
+    assert service.answers()
+    assert not list(root.rglob("executed")) and not Path("executed").exists()
+
+
+def test_doors_come_back_although_the_runtime_folder_was_removed(repository):
+    service = repository()
+    (folder,) = (service.root / "run").iterdir()
+    shutil.rmtree(folder / "backends")
+    wait_until(lambda: "laid out again" in service.server.log(), 10, "a look at the folder")
+    service.door("fastertransformer").kill()
+    service.wait_reloaded()
+    assert service.answers()
+
+
+def test_a_model_that_fails_to_load_is_the_last_line(repository):
+    root = Path(os.environ["TRIDECODE_RUNTIME_DIR"]).parent
+    (root / "repo" / "echo" / "1" / "model.py").write_text("raise ValueError('no such weights')")
+    with pytest.raises(TridecodeError, match="serve ended with 1"):
+        repository()
+    last = (root / "serve.log").read_text().splitlines()[-1]
+    assert "model echo could not be loaded" in last and "no such weights" in last
 
 
 def test_nothing_is_left_when_serve_is_killed(repository):
@@ -292,7 +461,9 @@ def test_nothing_is_left_when_the_guard_is_killed(repository):
     service = repository()
     service.streaming()
     service.triton.parent().kill()
-    assert service.server.process.wait(15) == 1
+    service.wait_back()
+    assert service.answers()
+    assert service.server.stop() == 0
     assert not service.left()
 
 
@@ -328,19 +499,35 @@ def test_a_second_sigterm_kills(repository):
     assert not service.left()
 
 
+def test_the_drop_in_serves_nvidia_s_command_line_with_closed_apis_and_leaves_nothing(repository):
+    root = Path(os.environ["TRIDECODE_RUNTIME_DIR"]).parent
+    http_port, grpc, metrics = free_ports(3)
+    command = [sys.executable, "-m", "tridecode.tools.tritonserver", "--model-repository", str(root / "repo")]
+    command += [f"--http-port={http_port}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
+    with (root / "serve.log").open("wb") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log)
+    triton = TritonHttp(f"127.0.0.1:{http_port}")
+    wait_until(triton.ready, 40, "readiness")
+    with pytest.raises(TritonHttpError, match="403 This API is restricted"):
+        triton.load("echo")
+    server.terminate()
+    assert server.wait(40) == 0
+    assert not marked_processes(os.environ["TRIDECODE_TEST_MARK"]) and not list((root / "run").iterdir())
+
+
 def test_nothing_is_left_of_a_killed_server_that_runs_without_serve(repository):
     root = Path(os.environ["TRIDECODE_RUNTIME_DIR"]).parent
     install = triton_install.prepare(root / "triton")
-    http, grpc, metrics = free_ports(3)
+    http_port, grpc, metrics = free_ports(3)
     command = [install.binary, *install.arguments, f"--model-repository={root / 'repo'}"]
-    command += [f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
+    command += [f"--http-port={http_port}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
     before = set(os.listdir(SHM))
     with (root / "serve.log").open("wb") as log:
         server = subprocess.Popen(command, env=install.environment, stdout=log, stderr=log)
     try:
-        wait_until(TritonHttp(f"127.0.0.1:{http}").ready, 30, "readiness")
+        wait_until(TritonHttp(f"127.0.0.1:{http_port}").ready, 30, "readiness")
         regions = {stub.region for stub in shared_memory.stubs_of(server.pid)}
-        assert len(regions) == 2 and regions <= set(os.listdir(SHM)) - before
+        assert len(regions) == 3 and regions <= set(os.listdir(SHM)) - before
     finally:
         server.kill()
         server.wait()

@@ -88,12 +88,15 @@ def test_every_tensor_of_the_contract_is_declared_and_nothing_else_is_required(t
             continue
         inputs, outputs = table(config.input), table(config.output)
         for tensor, dtype, dims, optional in CONTRACTS[contract]["input"]:
+            # GPT-J's and GPT-NeoX's postprocessing does not take it
+            optional = optional or tensor == "RESPONSE_INPUT_LENGTHS"
             assert inputs.pop(tensor) == (dtype, dims, optional), (name, tensor)
         assert set(inputs) == OURS[template]
         assert all(optional for _, _, optional in inputs.values())
         for tensor, dtype, dims, _ in CONTRACTS[contract]["output"]:
             assert outputs.pop(tensor) == (dtype, dims, False), (name, tensor)
-        assert set(outputs) == ({"num_input_tokens", "num_output_tokens"} if template == "text" else set())
+        ours = {"num_input_tokens", "num_output_tokens", "finish_reason"} if template == "text" else set()
+        assert set(outputs) == ours
 
 
 def test_the_aliases_have_the_types_that_clients_send(tmp_path):
@@ -210,8 +213,9 @@ def test_every_door_names_the_engine_and_its_tokenizer(tmp_path):
         if kind == "text":
             assert (parameters["stop_ids"], parameters["exclude_input_in_output"]) == ("5,6", "false")
         if name == "fastertransformer_streaming":
-            # one place configures the engine; the other parameter is the door's
-            assert parameters == {"engine_model": "fastertransformer", "merge_behind_s": "0.02"}
+            # one place configures the engine; the other parameters are the door's
+            assert parameters.pop("engine_model") == "fastertransformer"
+            assert set(parameters) == {"merge_behind_s", "max_response_elements", "max_stream_elements"}
 
 
 def test_every_setting_of_the_engine_stands_in_the_file_with_its_default(tmp_path):
@@ -221,7 +225,8 @@ def test_every_setting_of_the_engine_stands_in_the_file_with_its_default(tmp_pat
     config = read_engine_config(parameters, "config.pbtxt")
     assert dataclasses.replace(config, extra={}) == EngineConfig()
     assert set(config.extra) == {
-        "engine_model", "model_type", "model_checkpoint_path", "enable_custom_all_reduce"
+        "engine_model", "model_type", "model_checkpoint_path", "enable_custom_all_reduce",
+        "max_response_elements",
     }  # fmt: skip
 
 

@@ -56,11 +56,8 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):
     async def ServerLive(self, request, context):
         return service_pb2.ServerLiveResponse(live=True)
 
-    async def RepositoryIndex(self, request, context):
-        index = service_pb2.RepositoryIndexResponse()
-        for name in self.models:
-            index.models.add(name=name, version="1", state="READY")
-        return index
+    async def ModelReady(self, request, context):
+        return service_pb2.ModelReadyResponse(ready=request.name in self.models)
 
     async def ModelConfig(self, request, context):
         if request.name not in self.models:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,7 +24,7 @@ import pytest
 from tests.waiting import wait_until
 from tridecode.backend.errors import ConfigError, TridecodeError
 from tridecode.backend.supervisor import processes
-from tridecode.tools import door_watch, serve, triton_install
+from tridecode.tools import door_watch, serve, triton_access, triton_install, tritonserver
 from tridecode.tools.door_watch import DoorWatch
 from tridecode.tools.guarded_server import GuardedServer
 from tridecode.tools.running_server import ServerProcess, free_ports
@@ -130,6 +133,7 @@ class FakeTriton:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.keys: list[str | None] = []
         self.state = "READY"
         self.failing_loads = 0
         fake = self
@@ -137,6 +141,7 @@ class FakeTriton:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 self.rfile.read(int(self.headers["Content-Length"]))
+                fake.keys.append(self.headers.get(triton_access.HEADER))
                 status, body = fake.answer(self.path)
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
@@ -183,7 +188,13 @@ def stub(tmp_path) -> Iterator[subprocess.Popen]:
     script = tmp_path / "repo" / "toy" / "1" / "model.py"
     script.parent.mkdir(parents=True)
     script.write_text("import time; time.sleep(600)")
-    arguments = [str(tmp_path / "triton_python_backend_stub"), str(script), "region", "1", "1"]
+    arguments = [
+        str(tmp_path / "triton_python_backend_stub"),
+        str(script),
+        f"region-{uuid.uuid4().hex}",
+        "1",
+        "1",
+    ]
     arguments += [str(os.getpid()), str(tmp_path), "1", "toy_0_0", "DEFAULT"]
     process = subprocess.Popen(arguments, executable=sys.executable)
     wait_until(lambda: processes.command_line(process.pid) == arguments, 5, "exec")
@@ -239,6 +250,26 @@ def test_a_door_that_was_unloaded_stays_so(triton, stub):
     assert triton.calls == []
 
 
+def test_requests_that_a_dead_door_left_are_known_by_the_region_that_triton_keeps(triton, stub):
+    region = Path("/dev/shm") / processes.command_line(stub.pid)[2]
+    region.touch()
+    watcher = DoorWatch(os.getpid(), triton.http)
+    watcher.tick(time.monotonic())
+    stub.kill()
+    watch(watcher, lambda: len(triton.calls) == 2 and not watcher.busy)
+    later = time.monotonic() + door_watch.ORPHANS_S
+    assert list(watcher.orphaned(later)) == ["toy"]
+    region.unlink()
+    watcher.tick(later)
+    assert not watcher.orphaned(later)
+
+
+def test_the_key_goes_with_calls_of_the_repository(triton):
+    TritonHttp(f"127.0.0.1:{triton.server.server_port}", "secret").load("toy")
+    triton.http.index()
+    assert triton.keys == ["secret", None]
+
+
 def test_the_server_s_text_is_part_of_an_error(triton):
     triton.failing_loads = 1
     with pytest.raises(TritonHttpError, match="400 failed to load toy"):
@@ -251,10 +282,12 @@ def test_the_server_s_text_is_part_of_an_error(triton):
 
 
 FAKE_SERVER = f"""#!{sys.executable}
-import os, pathlib, subprocess, sys, time
+import os, pathlib, subprocess, sys, threading, time
 prefix = [a for a in sys.argv if "shm-region-prefix-name" in a][0].split("=")[-1]
 pathlib.Path("/dev/shm/" + prefix + "toy").touch()
 subprocess.Popen(["sleep", "600"], start_new_session=True)
+subprocess.Popen(["sleep", "600"])
+threading.Thread(target=time.sleep, args=(600,)).start()
 pathlib.Path(os.environ["FAKE_READY"]).touch()
 time.sleep(600)
 """
@@ -284,7 +317,7 @@ def traces(server: GuardedServer) -> list[str]:
 def test_the_guard_leaves_nothing_of_a_killed_server(fake_install, tmp_path, victim):
     with GuardedServer([]) as server:
         wait_until((tmp_path / "ready").exists, 5, "the fake server")
-        wait_until(lambda: len(traces(server)) == 4, what="server, its orphan to be, region, folder")
+        wait_until(lambda: len(traces(server)) == 5, what="server, its two children, region, folder")
         guard = processes.parent(server.pid)
         os.kill(server.pid if victim == "server" else guard, signal.SIGKILL)
         wait_until(lambda: not server.running(), 5, "the end of the server")
@@ -292,6 +325,84 @@ def test_the_guard_leaves_nothing_of_a_killed_server(fake_install, tmp_path, vic
         assert server.ending() == expected
     assert traces(server) == []
     fake_install.rmdir()
+
+
+def test_a_dead_server_is_started_again_without_what_it_left_and_with_its_engine(fake_install, tmp_path):
+    with GuardedServer([]) as server:
+        for _ in range(2):
+            wait_until((tmp_path / "ready").exists, 5, "the fake server")
+            (tmp_path / "ready").unlink()
+            before, (child,) = server.pid, processes.children(server.pid)[-1:]
+            guard = processes.parent(server.pid)
+            engines = [pid for pid in processes.children(server.pid) if os.getsid(pid) == pid]
+            owner = processes.identify(guard)
+            assert processes.has_environment(before, f"TRIDECODE_OWNER={owner.pid}:{owner.start}")
+            os.kill(server.pid, signal.SIGKILL)
+            wait_until(lambda: not server.running(), 5, "the end of the server")
+            server.restart()
+            assert server.running() and server.pid != before and processes.parent(server.pid) == guard
+            assert processes.identify(child) is None, "of the dead server's own session"
+            assert engines and all(processes.identify(pid) for pid in engines)
+    assert traces(server) == []
+    fake_install.rmdir()
+
+
+def test_a_server_whose_guard_was_killed_is_started_anew(fake_install, tmp_path):
+    with GuardedServer([]) as server:
+        wait_until((tmp_path / "ready").exists, 5, "the fake server")
+        (tmp_path / "ready").unlink()
+        folder = server.folder
+        os.kill(processes.parent(server.pid), signal.SIGKILL)
+        wait_until(lambda: not server.running(), 5, "the end of the server")
+        server.restart()
+        wait_until((tmp_path / "ready").exists, 5, "the next server")
+        assert server.running() and not folder.exists()
+    assert traces(server) == []
+    fake_install.rmdir()
+
+
+def test_shared_memory_and_key_are_hidden_from_other_users(fake_install, tmp_path):
+    with GuardedServer(["--flag=aSecret,aSecret", "--other"], secret="aSecret") as server:
+        wait_until((tmp_path / "ready").exists, 5, "the fake server")
+        wait_until(lambda: processes.command_line(server.pid)[-2:] == ["--flag=*******,*******", "--other"])
+        region = Path("/dev/shm") / (server.shm_prefix + "toy")
+        wait_until(lambda: stat.S_IMODE(region.stat().st_mode) == 0o600, what="a private region")
+        assert "Umask:\t0077" in Path(f"/proc/{server.pid}/status").read_text()
+
+
+def test_a_removed_runtime_folder_is_laid_out_again(fake_install, tmp_path, monkeypatch):
+    def prepare(folder: Path, python=None) -> TritonInstall:
+        (folder / "backends").mkdir(exist_ok=True)
+        triton_install.link(folder / "backends" / "stub", tmp_path / "tritonserver")
+        return TritonInstall(
+            tmp_path / "tritonserver", (), dict(os.environ, FAKE_READY=str(tmp_path / "ready"))
+        )
+
+    monkeypatch.setattr(triton_install, "prepare", prepare)
+    with GuardedServer([]) as server:
+        assert not server.mend()
+        (server.folder / "backends" / "stub").unlink()
+        assert server.mend() and (server.folder / "backends" / "stub").exists()
+        shutil.rmtree(fake_install)
+        assert server.mend() and (server.folder / "backends" / "stub").exists()
+        assert serve.runtime_dir.read_owner(server.folder).shm_prefix == server.shm_prefix
+        assert serve.runtime_dir.sweep(fake_install) == [], "it is locked again"
+        assert not server.mend()
+    fake_install.rmdir()
+
+
+def test_a_repository_that_bash_would_execute_is_reached_through_a_link(fake_install, tmp_path):
+    unsafe = tmp_path / "a $(touch broken) b"
+    unsafe.mkdir()
+    with GuardedServer([f"--model-repository={unsafe}"]) as server:
+        given = triton_access.values_of(processes.command_line(server.pid), "model-repository")[0]
+        assert Path(given).parent == server.folder and Path(given).resolve() == unsafe
+
+
+def test_a_runtime_folder_that_bash_would_execute_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRIDECODE_RUNTIME_DIR", str(tmp_path / "a b"))
+    with pytest.raises(ConfigError, match=r"the runtime folder is '.*/a b/serve-.*TRIDECODE_RUNTIME_DIR"):
+        GuardedServer([])
 
 
 def test_leaving_the_context_kills_everything(fake_install, tmp_path):
@@ -313,10 +424,106 @@ def test_a_server_that_cannot_be_started_is_an_error_and_leaves_nothing(fake_ins
 # ---------------------------------------------------------------- serve
 
 
-def test_a_missing_repository_is_an_error(tmp_path):
-    assert serve.main([str(tmp_path / "none")]) == 1
-    with pytest.raises(ConfigError, match="none is no directory"):
-        serve.serve(tmp_path / "none")
+def repository(path: Path, name: str = "toy", text: str = "") -> Path:
+    (path / name).mkdir(parents=True, exist_ok=True)
+    (path / name / "config.pbtxt").write_text(f'name: "{name}"\nbackend: "python"\n{text}')
+    return path
+
+
+def test_a_missing_or_empty_repository_is_an_error(tmp_path, caplog):
+    assert serve.main([str(tmp_path / "none")]) == 2
+    assert "none is no directory" in caplog.text
+    with pytest.raises(ConfigError, match="holds no model.*config.pbtxt"):
+        serve.serve(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("to y", "", "model folder 'to y'"),
+        ("$(touch x)", "", r"model folder '\$\(touch x\)'"),
+        ("toy", 'default_model_filename: "`touch x`"', "default_model_filename is '`touch x`'"),
+        ("toy", 'instance_group { name: "a;b" }', "instance_group name is 'a;b'"),
+        (
+            "toy",
+            'parameters { key: "EXECUTION_ENV_PATH" value { string_value: "/a b" } }',
+            "EXECUTION_ENV_PATH is '/a b'",
+        ),
+    ],
+)
+def test_what_triton_would_hand_to_bash_is_refused_by_name(tmp_path, name, text, said):
+    with pytest.raises(ConfigError, match=said):
+        serve.serve(repository(tmp_path, name, text))
+
+
+def test_ports_are_checked_before_anything_starts(tmp_path):
+    repository(tmp_path)
+    http, grpc, metrics = free_ports(3)
+    with pytest.raises(ConfigError, match=r"--http-port is 99999; wanted 1 to 65535"):
+        serve.serve(tmp_path, 99999, grpc, metrics)
+    with pytest.raises(ConfigError, match=rf"--http-port and --grpc-port are both {http}"):
+        serve.serve(tmp_path, http, http, metrics)
+    with socket.create_server(("127.0.0.1", metrics)):
+        taken = rf"port {metrics} on 127\.0\.0\.1 is taken by process {os.getpid()} .*--metrics-port"
+        with pytest.raises(ConfigError, match=taken):
+            serve.serve(tmp_path, http, grpc, metrics)
+    with pytest.raises(ConfigError, match="192.0.2.1"):
+        serve.serve(tmp_path, http, grpc, metrics, address="192.0.2.1")
+
+
+@pytest.mark.parametrize("flag", ["--http-port=1", "--model-control-mode=none", "--http-address=0.0.0.0"])
+def test_flags_of_triton_that_are_serve_s_own_are_refused(tmp_path, flag):
+    with pytest.raises(ConfigError, match=flag.partition("=")[0]):
+        serve.serve(repository(tmp_path), triton_args=[flag])
+
+
+def test_one_more_port_with_a_control_api_is_warned_of(tmp_path, caplog):
+    options = serve.ServeOptions(
+        repository(tmp_path), *free_ports(3), triton_args=("--allow-sagemaker=true",)
+    )
+    options.check()
+    assert "--allow-sagemaker opens one more HTTP port" in caplog.text
+
+
+def test_everything_is_on_loopback_and_closed_by_default(tmp_path):
+    arguments = serve.ServeOptions(tmp_path, key="k" * 16).server_arguments()
+    for name in ("http", "grpc", "metrics"):
+        assert f"--{name}-address=127.0.0.1" in arguments
+    closed = f"model-repository,shared-memory,trace,logging:tridecode-control={'k' * 16}"
+    assert f"--http-restricted-api={closed}" in arguments
+    assert f"--grpc-restricted-protocol={closed}" in arguments
+    opened = serve.ServeOptions(tmp_path, address="0.0.0.0", metrics_address="127.0.0.1").server_arguments()
+    assert {"--http-address=0.0.0.0", "--grpc-address=0.0.0.0", "--metrics-address=127.0.0.1"} < set(opened)
+
+
+def test_an_api_that_the_user_restricts_keeps_the_user_s_key(tmp_path):
+    given = ("--http-restricted-api=health,trace:a=b",)
+    arguments = serve.ServeOptions(tmp_path, triton_args=given).server_arguments()
+    ours = triton_access.values_of(arguments, "http-restricted-api")[0]
+    assert ours.startswith("model-repository,shared-memory,logging:")
+
+
+def test_a_key_is_random_or_given_and_leaves_the_environment(monkeypatch):
+    assert triton_access.control_key() != triton_access.control_key()
+    monkeypatch.setenv("TRIDECODE_CONTROL_KEY", "0123456789abcdef")
+    assert triton_access.control_key() == "0123456789abcdef"
+    assert "TRIDECODE_CONTROL_KEY" not in os.environ
+    monkeypatch.setenv("TRIDECODE_CONTROL_KEY", "a:b=c,")
+    with pytest.raises(ConfigError, match="TRIDECODE_CONTROL_KEY holds 6 characters"):
+        triton_access.control_key()
+
+
+def test_the_drop_in_closes_what_its_command_line_leaves_open():
+    arguments = tritonserver.with_defaults(["--model-repository", "m", "--http-address=0.0.0.0"], "k" * 16)
+    assert "--grpc-address=127.0.0.1" in arguments and "--http-address=127.0.0.1" not in arguments
+    assert len(triton_access.values_of(arguments, "http-restricted-api")) == 1
+    assert arguments[-3:] == ["--model-repository", "m", "--http-address=0.0.0.0"]
+
+
+@pytest.mark.parametrize("value", ["never", "-1", "nan"])
+def test_a_wrong_orphan_rule_is_refused(tmp_path, value):
+    with pytest.raises(ConfigError, match="--orphans is"):
+        serve.serve(repository(tmp_path), orphans=value)
 
 
 def test_arguments_of_triton_come_after_ours(tmp_path):
@@ -350,9 +557,36 @@ def fake_triton_on_path(tmp_path, monkeypatch) -> Iterator[Path]:
 
 def test_a_server_that_ends_by_itself_is_reported_with_its_log(tmp_path, fake_triton_on_path):
     executable(fake_triton_on_path, "#!/bin/sh\necho no models; exit 3\n")
-    server = ServerProcess(tmp_path, tmp_path / "log")
-    with pytest.raises(TridecodeError, match="(?s)serve ended with 1:.*no models.*ended with exit code 3"):
+    server = ServerProcess(repository(tmp_path / "repo"), tmp_path / "log")
+    with pytest.raises(TridecodeError, match="(?s)serve ended with 1:.*no models"):
         server.wait_ready(20)
+    assert "ended with exit code 3 before it was ready" in server.log().splitlines()[-1]
+
+
+def test_a_start_without_progress_ends_with_what_it_waited_for(tmp_path, fake_triton_on_path):
+    executable(fake_triton_on_path, HANGING)
+    server = ServerProcess(
+        repository(tmp_path / "repo"), tmp_path / "log", options=["--start-timeout-s", "1"]
+    )
+    assert server.process.wait(20) == 1
+    last = server.log().splitlines()[-1]
+    assert "no progress for 1 s" in last and "loading models; python processes so far: none" in last
+
+
+def test_a_server_that_dies_too_often_is_given_up(tmp_path, monkeypatch):
+    deaths = serve._Deaths()
+    assert [deaths.add(now) for now in (0.0, 1.0, serve.DEATHS_WITHIN_S + 0.5)] == [1, 2, 2]
+    options = serve.ServeOptions(tmp_path, drain_s=0)
+    dying = RunningServer(tmp_path)
+    serving = serve._Serving(options, dying, SimpleNamespace(count=0, name=""), ["toy"])
+    monkeypatch.setattr(serve, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(serving, "_first_start", lambda: None)
+    monkeypatch.setattr(dying, "running", lambda: False)
+    with pytest.raises(
+        TridecodeError, match="was killed by SIGABRT; that was death 10 within 300 s: giving up"
+    ):
+        serving.run()
+    assert dying.restarts == serve.MAX_DEATHS - 1
 
 
 class RunningServer:
@@ -360,6 +594,13 @@ class RunningServer:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.pid, self.terminated = folder, os.getpid(), False
+        self.restarts = 0
+
+    def ending(self) -> str:
+        return "was killed by SIGABRT"
+
+    def restart(self) -> None:
+        self.restarts += 1
 
     def running(self) -> bool:
         return not self.terminated
@@ -387,8 +628,9 @@ HANGING = "#!/bin/sh\ntrap '' TERM\necho loading\nwhile :; do sleep 1; done\n"
 def test_a_server_ends_with_the_process_that_started_it(tmp_path, fake_triton_on_path):
     executable(fake_triton_on_path, HANGING)
     code = "import pathlib, sys, time; from tridecode.tools.running_server import ServerProcess\n"
-    code += "path = pathlib.Path(sys.argv[1]); server = ServerProcess(path, path / 'log')\n"
+    code += "path = pathlib.Path(sys.argv[1]); server = ServerProcess(path / 'repo', path / 'log')\n"
     code += "print(server.process.pid, flush=True); time.sleep(60)"
+    repository(tmp_path / "repo")
     command = [sys.executable, "-c", code, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as starter:
         pid = int(starter.stdout.readline())
@@ -401,7 +643,7 @@ def test_a_server_ends_with_the_process_that_started_it(tmp_path, fake_triton_on
 
 def test_a_server_that_hangs_while_it_loads_is_not_waited_for(tmp_path, fake_triton_on_path):
     executable(fake_triton_on_path, HANGING)
-    server = ServerProcess(tmp_path, tmp_path / "log", drain_s=60)
+    server = ServerProcess(repository(tmp_path / "repo"), tmp_path / "log", drain_s=60)
     wait_until(lambda: "loading\n" in server.log(), 10, "the start")
     start = time.monotonic()
     assert server.stop() == 0

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.backend.doors.tokenizers_at_hand import byte_level, metaspace_unigram, sentencepiece_bpe
-from tridecode.backend.doors.detokenizer import StopMatcher, StreamDecoder, TokenizerView
+from tridecode.backend.doors.detokenizer import StopAutomaton, StopMatcher, StreamDecoder, TokenizerView
 
 KINDS = {
     "byte_level": byte_level,
@@ -143,7 +143,7 @@ def test_the_cost_of_a_push_does_not_grow_with_the_text(kind, monkeypatch):
 
 
 def run_matcher(words: list[str], parts: list[str]) -> tuple[str, bool]:
-    matcher, out = StopMatcher(words), ""
+    matcher, out = StopMatcher(StopAutomaton(words)), ""
     for part in parts:
         text, stopped = matcher.push(part)
         out += text
@@ -171,7 +171,7 @@ def test_a_stop_word_is_found_however_the_text_is_cut(words, parts):
 
 
 def test_a_possible_beginning_of_a_stop_word_is_held_back():
-    matcher = StopMatcher(["\n\nUser:"])
+    matcher = StopMatcher(StopAutomaton(["\n\nUser:"]))
     assert matcher.push("fine\n\nUs") == ("fine", False)
     assert matcher.push("age") == ("\n\nUsage", False)
     assert matcher.push("\n") == ("", False)

@@ -132,8 +132,8 @@ def test_what_is_encoded_can_be_read_back_by_the_engine_door(pre):
     ("arrays", "text"),
     [
         (query(["x"], ["a\nb"]), "BAD_WORDS_DICT is no line of CSV"),
-        (query([b"\xff"]), "QUERY of row 0 is no UTF-8"),
-        (query(["x"], stop=[b"\xff"]), "STOP_WORDS_DICT of row 0 is no UTF-8"),
+        (query([b"\xff"]), "QUERY of row 0 is not valid UTF-8"),
+        (query(["x"], stop=[b"\xff"]), "STOP_WORDS_DICT of row 0 is not valid UTF-8"),
         (query(["x", "y"], ["a"]), "BAD_WORDS_DICT has 1 rows; QUERY has 2"),
         ({"QUERY": column(["x"])}, "REQUEST_OUTPUT_LEN is missing"),
         ({**query(["x"]), "QUERY": np.empty((1, 0), object)}, "QUERY has shape [1, 0]"),

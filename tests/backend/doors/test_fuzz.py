@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 
 import msgspec
 import numpy as np
@@ -15,22 +16,46 @@ from tests import fake_triton
 from tests.backend.doors.running import ERROR_NAMES, running
 from tests.backend.doors.tokenizers_at_hand import byte_level
 from tests.fake_engine import LIMITS, FakeEngine
-from tridecode.backend.doors import fastertransformer, text
+from tridecode.backend.doors import fastertransformer, postprocessing, preprocessing, text
 from tridecode.backend.doors.fields import FASTERTRANSFORMER, TENSORRT_LLM, Field
 
 EDGES = [0, 1, 2, 3, -1, 7, 999, 1000, 1023, 1025, 50256, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**64 - 1]
 REALS = [0.0, -0.0, 1.0, 0.5, -0.5, 1e-30, 1e30, float("nan"), float("inf"), float("-inf"), 65504.0]
 TEXTS = [b"", b"hello", b"\xff\xfe", b"a,b", b'"', "東京😀".encode(), b"\0", b"x" * 5000, b"<|endoftext|>"]
 SHAPES = [(1, 1), (1,), (2, 1), (2,), (1, 2), (2, 2, 3), (1, 2, 1), (0,), (1, 0), (2, 2, 0), (3, 1), ()]
+LARGE = [(2, 2000), (2000, 1), (5000,), (2, 2, 9000), (1, 2, 40_000), (2**40, 0), (0, 2**33), (2, 2**50, 0)]
+PARAMETERS = st.dictionaries(
+    st.sampled_from(["priority", "id", "triton_x", "timeout", "sequence_id", "\ud800", "stop", "x" * 70_000]),
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-(2**70), 2**70),
+        st.floats(),
+        st.sampled_from([1e300, -1e300, 10**400, "9" * 400, "\ud800", "a" * 2000, [1], {"a": 1}]),
+        st.text(max_size=8),
+    ),
+    max_size=3,
+)
+
+
+def array_for_one(dtype: np.dtype):
+    """One value of the dtype."""
+    if dtype.kind == "O":
+        return st.sampled_from(TEXTS)
+    if dtype.kind in "fb":
+        return st.sampled_from([0, 1])
+    return st.sampled_from([value for value in EDGES if 0 <= value <= np.iinfo(dtype).max])
 
 
 @st.composite
 def array_for(draw, field: Field, sensible: np.ndarray | None):
     if sensible is not None and draw(st.integers(0, 2)):
         return sensible
-    shape = draw(st.sampled_from(SHAPES))
+    shape = draw(st.sampled_from(SHAPES * 2 + LARGE))
     dtype = np.dtype(draw(st.sampled_from(field.dtypes)))
     count = int(np.prod(shape))
+    if count > 100:  # all values alike: drawing each would take too long
+        return np.full(shape, draw(array_for_one(dtype)), dtype)
     if dtype.kind == "O":
         values = draw(st.lists(st.sampled_from(TEXTS), min_size=count, max_size=count))
         array = np.empty(count, object)
@@ -70,11 +95,36 @@ LLM = {
 }
 
 
+PRE = {
+    "QUERY": np.array([[b"hello"], [b"fox"]], object),
+    "REQUEST_OUTPUT_LEN": np.array([[3], [2]], np.uint32),
+}
+POST = {"TOKENS_BATCH": np.array([[[5, 6]], [[7, 8]]], np.uint32)}
+
+
 @pytest.fixture(scope="module")
-def doors(tmp_path_factory):
+def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("repository")
     byte_level().save(str(root / "tokenizer.json"))
     (root / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    return root
+
+
+@pytest.fixture(scope="module")
+def unary(root):
+    doors = {}
+    for name, module, outputs in (
+        ("pre", preprocessing, {"INPUT_ID": "TYPE_UINT32", "REQUEST_OUTPUT_LEN": "TYPE_UINT32"}),
+        ("post", postprocessing, {"OUTPUT": "TYPE_STRING"}),
+    ):
+        config = fake_triton.model_config(name, {}, outputs, {"tokenizer_dir": "."})
+        doors[name] = module.TritonPythonModel()
+        doors[name].initialize(fake_triton.initialize_arguments(config, str(root)))
+    return doors
+
+
+@pytest.fixture(scope="module")
+def doors(root):
     limits = msgspec.structs.replace(LIMITS, vocab_size=600, start_id=1, end_id=2)
     ft_outputs = {name: "TYPE_UINT32" for name in ("output_ids", "sequence_length")}
     ft_outputs |= {name: "TYPE_FP32" for name in ("cum_log_probs", "output_log_probs", "context_embeddings")}
@@ -94,31 +144,58 @@ def doors(tmp_path_factory):
         }
 
 
-def check(door, arrays, sensible) -> None:
-    sent = fake_triton.ask(door, fake_triton.InferenceRequest(arrays))
+def check(door, arrays, sensible, parameters=None) -> None:
+    beside = fake_triton.InferenceRequest(sensible)  # under way while the other is served
+    door.execute([beside])
+    began = time.monotonic()
+    sent = fake_triton.ask(door, fake_triton.InferenceRequest(arrays, parameters=parameters))
+    assert time.monotonic() - began < 5.0
     assert sum(response.final for response in sent) == 1
     errors = [response.error for response in sent if response.error]
     if errors:
         assert len(sent) == 1
         assert ERROR_NAMES[errors[0].code()] in ("INVALID_ARG", "UNSUPPORTED"), errors[0].message()
         assert "the door failed" not in errors[0].message()
+        assert len(errors[0].message()) < 500
+    assert beside.sender.wait(5) and not any(response.error for response in beside.sender.sent)
     after = fake_triton.ask(door, fake_triton.InferenceRequest(sensible))
     assert not any(response.error for response in after)
+
+
+def check_unary(door, arrays, sensible, parameters) -> None:
+    requests_ = [fake_triton.InferenceRequest(arrays, parameters=parameters)]
+    requests_.append(fake_triton.InferenceRequest(sensible))
+    first, second = door.execute(requests_)
+    assert not second.has_error()
+    if first.has_error():
+        assert ERROR_NAMES[first.error().code()] in ("INVALID_ARG", "UNSUPPORTED"), first.error().message()
 
 
 SETTINGS = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @SETTINGS
-@given(arrays=requests(FASTERTRANSFORMER, FT))
-def test_any_fastertransformer_tensors_get_one_clean_answer(doors, arrays):
-    check(doors["ft"], arrays, FT)
+@given(arrays=requests(FASTERTRANSFORMER, FT), parameters=PARAMETERS)
+def test_any_fastertransformer_tensors_get_one_clean_answer(doors, arrays, parameters):
+    check(doors["ft"], arrays, FT, parameters)
 
 
 @SETTINGS
-@given(arrays=requests(TENSORRT_LLM, LLM))
-def test_any_text_tensors_get_one_clean_answer(doors, arrays):
-    check(doors["llm"], arrays, LLM)
+@given(arrays=requests(TENSORRT_LLM, LLM), parameters=PARAMETERS)
+def test_any_text_tensors_get_one_clean_answer(doors, arrays, parameters):
+    check(doors["llm"], arrays, LLM, parameters)
+
+
+@SETTINGS
+@given(arrays=requests(preprocessing.FIELDS, PRE), parameters=PARAMETERS)
+def test_any_texts_to_be_tokenised_get_one_clean_answer(unary, arrays, parameters):
+    check_unary(unary["pre"], arrays, PRE, parameters)
+
+
+@SETTINGS
+@given(arrays=requests(postprocessing.FIELDS, POST), parameters=PARAMETERS)
+def test_any_ids_to_be_decoded_get_one_clean_answer(unary, arrays, parameters):
+    check_unary(unary["post"], arrays, POST, parameters)
 
 
 @settings(max_examples=100, deadline=None)

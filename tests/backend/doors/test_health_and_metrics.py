@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import numpy as np
 import pytest
 
 from tests import fake_triton
 from tests.backend.doors.running import only, refusal, running
-from tests.fake_engine import FakeEngine
+from tests.fake_engine import LIMITS, FakeEngine
 from tests.waiting import wait_until
 from tridecode.backend.doors import fastertransformer, health
+from tridecode.backend.messages import SamplingParams, SequenceRequest
 
 OUTPUTS = {"READY": "TYPE_BOOL", "PHASE": "TYPE_STRING", "DETAIL": "TYPE_STRING"}
 
@@ -27,13 +31,40 @@ def probe(door):
     return fake_triton.ask(door, fake_triton.InferenceRequest({"PROBE": np.array([[True]])}))
 
 
-def test_a_ready_engine_says_so_after_one_token(door):
+def test_a_ready_engine_says_so_without_being_asked_for_anything(door):
     wait_until(lambda: door.link.beat())
     out = only(probe(door))
     assert out["READY"].tolist() == [True] and out["READY"].dtype == np.bool_
     assert out["PHASE"].tolist() == [b"ready"]
-    assert b"one token in" in out["DETAIL"][0] and b"90 of 100 blocks free" in out["DETAIL"][0]
-    assert door.test_engine.submits[-1].sequences[0].params.max_tokens == 1
+    assert b"0 running" in out["DETAIL"][0] and b"90 of 100 blocks free" in out["DETAIL"][0]
+    assert door.test_engine.submits == []
+
+
+def test_a_probe_needs_no_input_and_no_input_can_fail_it(door):
+    wait_until(lambda: door.link.beat())
+    for inputs in ({}, {"PROBE": np.zeros((3, 5), bool)}, {"other": np.array([b"\xff"], np.object_)}):
+        request = fake_triton.InferenceRequest(inputs, parameters={"nobody": "knows it"})
+        assert only(fake_triton.ask(door, request))["READY"].tolist() == [True]
+
+
+def test_a_probe_is_answered_at_once_while_the_queue_is_full(door):
+    engine = door.test_engine
+    engine.step_s = 0.02
+    submit = [SequenceRequest(np.array([5], "<i4").tobytes(), SamplingParams(max_tokens=400))]
+    for _ in range(LIMITS.max_queued_requests):
+        door.link.submit(door.link.reserve(), submit, lambda event: None)
+    wait_until(lambda: engine.running == LIMITS.max_queued_requests)
+    wait_until(lambda: door.link.beat() and door.link.beat().running == LIMITS.max_queued_requests)
+    threads = threading.active_count()
+    seconds = []
+    for _ in range(500):
+        began = time.monotonic()
+        out = only(probe(door))
+        seconds.append(time.monotonic() - began)
+        assert out["READY"].tolist() == [True] and b"256 running" in out["DETAIL"][0]
+    assert sorted(seconds)[495] < 0.1
+    assert threading.active_count() <= threads
+    assert len(engine.submits) == LIMITS.max_queued_requests
 
 
 def test_a_dead_engine_is_unavailable_with_the_reason(door):
@@ -44,11 +75,42 @@ def test_a_dead_engine_is_unavailable_with_the_reason(door):
     assert code == "UNAVAILABLE" and "killed by signal 9" in text
 
 
-def test_a_stuck_engine_is_unavailable_in_time(door):
+def test_a_silent_engine_is_unavailable_while_the_supervisor_still_calls_it_ready(door, monkeypatch):
+    monkeypatch.setattr(health, "_SILENCE_S", 0.3)
+    wait_until(lambda: door.link.beat())
     door.test_engine.freeze()
+    wait_until(lambda: door.link.silent_s() > 0.3)
+    assert door.link.state().phase == "ready"
     code, text = refusal(probe(door))
-    assert code == "UNAVAILABLE" and "has not generated a token within 0.5 s" in text
+    assert code == "UNAVAILABLE" and "has been silent for 0." in text
     door.test_engine.thaw()
+    wait_until(lambda: door.link.silent_s() < 0.2)
+    assert only(probe(door))["READY"].tolist() == [True]
+
+
+def beats_say(door, steps: int, busy_s: float, step_seconds: float) -> None:
+    engine = door.test_engine
+    engine.steps, engine.busy_s, engine.metrics = steps, busy_s, {"step_seconds": step_seconds}
+    wait_until(
+        lambda: door.link.beat() and (door.link.beat().steps, door.link.beat().busy_s) == (steps, busy_s)
+    )
+
+
+def test_a_step_that_does_not_end_is_unavailable_though_the_engine_beats(door):
+    beats_say(door, steps=1000, busy_s=0.4, step_seconds=1.0)
+    assert only(probe(door))["READY"].tolist() == [True]
+    beats_say(door, steps=1000, busy_s=0.6, step_seconds=1.0)
+    code, text = refusal(probe(door))
+    assert code == "UNAVAILABLE" and "the step under way has taken 0.6 s; wanted at most 0.5 s" in text
+
+
+def test_a_long_step_of_an_engine_whose_steps_are_long_is_progress(door):
+    beats_say(door, steps=10, busy_s=20.0, step_seconds=3.0)  # limit: 100 steps of 0.3 s
+    assert only(probe(door))["READY"].tolist() == [True]
+    beats_say(door, steps=10, busy_s=31.0, step_seconds=3.0)
+    assert refusal(probe(door))[0] == "UNAVAILABLE"
+    beats_say(door, steps=0, busy_s=31.0, step_seconds=0.0)  # the first: nobody knows how long they are
+    assert only(probe(door))["READY"].tolist() == [True]
 
 
 @pytest.fixture()

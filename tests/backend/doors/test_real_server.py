@@ -303,6 +303,7 @@ def test_an_engine_that_dies_ends_streams_at_once_and_serves_again_when_rebuilt(
     with rebuilt:
         server.supervisor.set_ready(rebuilt)
         wait_until(lambda: len(rebuilt.hellos) >= len(first.hellos))
+        wait_until(lambda: "ready" in generate(server, "tridecode_health/generate")[1])
         assert client.infer("tridecode_health", []).as_numpy("READY").tolist() == [True]
         result = client.infer("fastertransformer", tensors(token_request(2)))
         assert result.as_numpy("output_ids")[0, 0, 3:].tolist() == ANSWER_IDS[:2]

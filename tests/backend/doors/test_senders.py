@@ -113,7 +113,8 @@ def test_an_answer_that_fails_ends_its_stream_only(senders):
     healthy.put(Event(7, 0, [2], finish="length"))
     assert request.sender.wait(2) and other.sender.wait(2)
     assert request.sender.sent[0].error.code() == fake_triton.TritonError.INTERNAL
-    assert "ValueError: broken" in request.sender.sent[0].error.message()
+    message = request.sender.sent[0].error.message()
+    assert "the door failed: ValueError" in message and "broken" not in message  # the log has the rest
     assert other.sender.sent[0].error is None
 
 
@@ -223,3 +224,107 @@ def test_streams_that_end_while_the_sweep_asks_do_not_crash_the_server(senders, 
             stream.put(Event(7, 0, [1], finish="length"))
         assert all(request.sender.wait(2) for request, _ in streams)
     assert fake_triton.ResponseSender.crashes == []
+
+
+# ---------------------------------------------------------------- what a client that does not read can cost
+
+
+class Full:
+    """As the token door streams: every response holds all tokens, in an array of the full width."""
+
+    def __init__(self, stream, width):
+        self.finished, self.num_output_tokens = False, 0
+        self._stream, self._tokens, self._width, self._sent = stream, [], width, 0
+
+    def take(self, events):
+        for _, event in events:
+            self._tokens += event.tokens
+            self.finished = self.finished or bool(event.finish)
+        while self._sent < len(self._tokens):
+            waiting = len(self._tokens) - self._sent
+            self._sent += waiting if self._sent and self._stream.behind(waiting) else 1
+            array = np.full(self._width, -1, np.int32)
+            array[: self._sent] = self._tokens[: self._sent]
+            yield [fake_triton.Tensor("X", array)]
+
+
+def stream_full(senders, count: int, width: int) -> list[int]:
+    """Tokens that each response of a request of `count` tokens holds; they come one by one."""
+    request, stream = open_stream(senders)
+    stream.answer = Full(stream, width)
+    for token in range(count):
+        stream.put(Event(7, 0, [token], finish="length" if token == count - 1 else ""))
+        if token % 8 == 0:
+            wait_until(lambda: senders._threads[0].inbox.empty())
+    assert request.sender.wait(5)
+    held = [(sent.outputs["X"] >= 0).sum() for sent in request.sender.sent]
+    assert request.sender.sent[-1].outputs["X"][:count].tolist() == list(range(count))
+    return held
+
+
+@pytest.fixture()
+def budgeted():
+    """One sender; 400,000 bytes a request and 800,000 for all."""
+    senders = Senders(Link(), 1, request_bytes=400_000, door_bytes=800_000).start()
+    yield senders
+    senders.close(RequestError("closing"))
+
+
+def test_the_responses_of_one_request_are_bounded_in_bytes(budgeted):
+    width = 3000  # 12,000 bytes a response: 33 of them
+    held = stream_full(budgeted, 3000, width)
+    assert 4 * width * len(held) <= 400_000 + 2 * 4 * width
+    assert held[:16] == list(range(1, 17))  # the first half of the budget is one for each token
+    assert held == sorted(held) and held[-1] == 3000
+
+
+def test_a_request_within_its_budget_is_answered_token_by_token(budgeted):
+    assert stream_full(budgeted, 100, 300) == list(range(1, 101))
+
+
+def test_open_requests_share_the_budget_of_a_door(budgeted):
+    alone = len(stream_full(budgeted, 400, 400))
+    others = [open_stream(budgeted) for _ in range(7)]  # an eighth of 800,000 bytes is left
+    shared = len(stream_full(budgeted, 400, 400))
+    assert alone > 100 and shared * (4 * 400 + 600) <= 100_000 + 2 * (4 * 400 + 600)
+    for _, stream in others:
+        stream.put(Event(7, 0, [1], finish="length"))
+    assert all(request.sender.wait(2) for request, _ in others)
+
+
+def test_an_end_is_sent_though_the_budget_is_spent(budgeted):
+    request, stream = open_stream(budgeted)
+    stream.answer = Full(stream, 90_000)  # 360,000 bytes: two responses and the budget is gone
+    for token in range(50):
+        stream.put(Event(7, 0, [token]))
+        wait_until(lambda: budgeted._threads[0].inbox.empty())
+    time.sleep(0.05)
+    assert len(request.sender.sent) <= 3
+    stream.fail(CapacityError("the engine has no room"))
+    assert request.sender.wait(2)
+    assert request.sender.sent[-1].error.message() == "the engine has no room"
+
+
+def test_a_stream_whose_end_fails_leaves_its_sender_to_the_others():
+    senders = Senders(Link(), 1).start()
+    broken, stream = open_stream(senders)
+    request, healthy = open_stream(senders)
+    cancel, senders.link.cancel = senders.link.cancel, lambda request: 1 / 0
+    stream.fail(CapacityError("full"))
+    assert broken.sender.wait(2)
+    assert broken.sender.sent[0].error.message() == "full"
+    senders.link.cancel = cancel
+    healthy.put(Event(7, 0, [1], finish="length"))
+    assert request.sender.wait(2) and request.sender.sent[0].error is None
+    senders.close(RequestError("closing"))
+
+
+def test_text_of_many_streams_is_not_held_back():
+    senders = Senders(Link(), 2).start()
+    streams = [open_stream(senders) for _ in range(64)]
+    request, stream = streams[0]
+    for token in range(2000):
+        stream.put(Event(7, 0, [token], finish="length" if token == 1999 else ""))
+    assert request.sender.wait(5)
+    assert len(request.sender.sent) == 2000
+    senders.close(RequestError("closing"))

@@ -25,6 +25,7 @@ OUTPUTS = {
     "num_output_tokens": "TYPE_INT32",
     "batch_index": "TYPE_INT32",
     "sequence_index": "TYPE_INT32",
+    "finish_reason": "TYPE_STRING",
 }
 DTYPES = {
     "max_tokens": np.int32,
@@ -168,10 +169,39 @@ def test_a_prompt_without_text_starts_from_the_start_id(door):
 
 
 def test_several_texts_in_one_request_get_an_answer_each(door):
-    out = only(ask(door, tensors(["Hello", "the quick brown fox"], exclude_input_in_output=True)))
-    assert [text.decode() for text in out["text_output"]] == [ANSWER, ANSWER]
-    assert out["num_input_tokens"].tolist() == [[len(ids_of("Hello"))], [len(ids_of("the quick brown fox"))]]
-    assert out["batch_index"].tolist() == [[0], [1]]
+    texts = ["Hello", "the quick brown fox", "x"]
+    sent = ask(door, tensors(texts, np.array([[100], [3], [2]], np.int32), exclude_input_in_output=True))
+    assert [s.final for s in sent] == [False, False, True]
+    rows = {s.outputs["batch_index"].item(): s.outputs for s in sent}
+    first = byte_level().decode
+    wanted = [ANSWER, first(ids_of(ANSWER)[:3]), first(ids_of(ANSWER)[:2])]
+    assert [text_of(rows[row]) for row in range(3)] == wanted
+    assert [rows[row]["num_input_tokens"].tolist() for row in range(3)] == [[[len(ids_of(t))]] for t in texts]
+    assert all(rows[row]["batch_index"].shape == (1, 1) for row in rows)
+
+
+def test_each_text_is_answered_as_soon_as_it_has_ended(repository):
+    with serving(repository, step_s=0.005) as door:
+        counts = np.array([[20], [1], [8]], np.int32)
+        sent = ask(door, tensors(["Hello", "fox", "x"], counts))
+        assert [s.outputs["batch_index"].item() for s in sent] == [1, 2, 0]
+        assert sent[1].at - sent[0].at > 0.02 and sent[2].at - sent[1].at > 0.04
+
+
+def test_a_model_that_is_not_decoupled_answers_several_texts_in_one_response(repository):
+    with serving(repository, decoupled=False) as door:
+        out = only(ask(door, tensors(["Hello", "fox"], exclude_input_in_output=True)))
+        assert [text.decode() for text in out["text_output"]] == [ANSWER, ANSWER]
+        assert out["batch_index"].tolist() == [[0], [1]]
+
+
+def test_one_refused_row_ends_the_request_with_one_error(repository):
+    """Each row is a request of the engine's; here the queue has room for two."""
+    with serving(repository, says=ids_of("abcd ") * 90, step_s=0.005) as door:
+        door.test_engine.limits = msgspec.structs.replace(door.test_engine.limits, max_queued_requests=2)
+        code, text = refusal(ask(door, tensors(["a", "b", "c", "d"], 400)))
+        assert code == "UNAVAILABLE" and "the limit is 2" in text
+        wait_until(lambda: door.test_engine.running == 0)
 
 
 def test_log_probs_belong_to_the_tokens(door):
@@ -267,8 +297,9 @@ def test_a_stop_word_ends_the_text_before_it_and_the_generation(repository, stop
 
 def test_a_stop_word_of_one_text_leaves_the_others_alone(door):
     stops = strings([["streaming"], ["never said"]])
-    out = only(ask(door, tensors(["Hello", "fox"], stop_words=stops, exclude_input_in_output=True)))
-    assert [t.decode() for t in out["text_output"]] == [ANSWER[: ANSWER.index("streaming")], ANSWER]
+    sent = ask(door, tensors(["Hello", "fox"], stop_words=stops, exclude_input_in_output=True))
+    texts = {s.outputs["batch_index"].item(): text_of(s.outputs) for s in sent}
+    assert texts == {0: ANSWER[: ANSWER.index("streaming")], 1: ANSWER}
 
 
 def test_empty_words_mean_none(door):
@@ -311,9 +342,47 @@ def test_a_stop_request_ends_the_running_request_of_the_same_id(repository, over
         answer = only(ask(door, tensors("", 1, stop=True), **named("mine")))
         assert text_of(answer) == ""
         assert requests[0].sender.wait(2)
-        assert requests[0].sender.sent[-1].error.code() == fake_triton.TritonError.CANCELLED
+        sent = requests[0].sender.sent
+        assert not any(s.error for s in sent)
+        assert 0 < sum(s.outputs["num_output_tokens"].item() for s in sent) < 400
+        assert sent[-1].outputs["finish_reason"].item() == b"abort"
         assert not requests[1].sender.wait(0.05)
         wait_until(lambda: door.test_engine.running == 1)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_a_stopped_whole_answer_is_the_text_there_was(repository, decoupled, rows):
+    says = ids_of("abcd ") * 90
+    with serving(repository, says=says, step_s=0.005, decoupled=decoupled) as door:
+        arrays = tensors(["Hello"] * rows, 400, exclude_input_in_output=True)
+        request = fake_triton.InferenceRequest(arrays, request_id="mine")
+        door.execute([request])
+        wait_until(lambda: door.test_engine.running == rows and door.test_engine.steps > 30)
+        only(ask(door, tensors("", 1, stop=True), request_id="mine"))
+        assert request.sender.wait(2)
+        sent = request.sender.sent
+        assert [s.final for s in sent] == [False] * (len(sent) - 1) + [True]
+        texts = [text.decode() for s in sent for text in s.outputs["text_output"]]
+        counts = [count for s in sent for count in s.outputs["num_output_tokens"].reshape(-1).tolist()]
+        assert len(texts) == len(counts) == rows
+        for text, count in zip(texts, counts):
+            assert 5 < count < 400
+            assert text == byte_level().decode(says[:count])
+        reasons = [reason for s in sent for reason in s.outputs["finish_reason"].reshape(-1).tolist()]
+        assert reasons == [b"abort"] * rows
+        wait_until(lambda: door.test_engine.running == 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [({}, b"stop"), ({"max_tokens": 3}, b"length"), ({"stop_words": ["text"]}, b"stop")],
+)
+def test_the_last_response_says_why_the_text_ended(door, stream, limits, reason):
+    sent = ask(door, tensors("Hello", stream=stream, **limits))
+    assert sent[-1].outputs["finish_reason"].tolist() == [[reason]]
+    assert not any("finish_reason" in s.outputs for s in sent[:-1])
 
 
 def test_a_stop_request_needs_an_id(door):
@@ -371,7 +440,7 @@ def test_the_models_end_id_is_the_default(door):
 BAD = {
     "no max_tokens": ({"text_input": strings([["a"]])}, "INVALID_ARG", "max_tokens is missing"),
     "no text": ({"max_tokens": np.array([[1]], np.int32)}, "INVALID_ARG", "text_input is missing"),
-    "negative max_tokens": (tensors("a", -1), "INVALID_ARG", "max_tokens is -1; wanted 0 or more"),
+    "negative max_tokens": (tensors("a", -1), "INVALID_ARG", "max_tokens is -1; wanted 0 to 2**31 - 1"),
     "too much": (
         tensors("a", 512),
         "INVALID_ARG",
@@ -379,7 +448,11 @@ BAD = {
     ),
     "negative top_k": (tensors("a", top_k=-1), "INVALID_ARG", "top_k is -1"),
     "seeds that differ": (tensors("a", seed=1, random_seed=2), "INVALID_ARG", "seed and random_seed"),
-    "no UTF-8": (tensors([b"ab\xff"]), "INVALID_ARG", "text_input of row 0 is no UTF-8: byte 2 is 0xff"),
+    "no UTF-8": (
+        tensors([b"ab\xff"]),
+        "INVALID_ARG",
+        "text_input of row 0 is not valid UTF-8: byte 2 is 0xff",
+    ),
     "no UTF-8 in a word": (tensors("a", stop_words=[b"\x80"]), "INVALID_ARG", "stop_words of row 0"),
     "several texts a row": (
         {"text_input": strings([["a", "b"]]), "max_tokens": np.array([[1]], np.int32)},

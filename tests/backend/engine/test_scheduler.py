@@ -3,6 +3,7 @@ seen."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from tridecode.backend.engine.plan import StepPlan, StepResult
 from tridecode.backend.engine.scheduler import Scheduler, SchedulerLimits
+from tridecode.backend.engine.sequence import Stage
 from tridecode.backend.errors import CapacityError, RequestError
 from tridecode.backend.messages import Event, SamplingParams, SequenceRequest, Submit
 
@@ -249,13 +251,66 @@ def test_a_deadline_ends_a_running_and_a_waiting_request() -> None:
 
 
 def test_a_full_queue_is_answered_with_unavailable() -> None:
-    run = Run(limits(max_queued_requests=2))
+    run = Run(limits(max_queued_requests=2))  # beside four slots
     run.submit(1, [1], max_tokens=1)
-    run.submit(2, [1], [2], max_tokens=1)
-    with pytest.raises(CapacityError, match="2 requests are waiting already .max_queued_requests"):
+    run.submit(2, [1], [2], [3], max_tokens=1)
+    with pytest.raises(
+        CapacityError, match="4 sequences are waiting already and the request has 3 more; 2 may"
+    ):
+        run.submit(3, [1], [2], [3], max_tokens=1)
+    run.submit(4, [1], [2], max_tokens=1)
+    with pytest.raises(CapacityError, match="max_queued_requests in config.pbtxt"):
+        run.submit(5, [1], max_tokens=1)
+    run.finish()
+    assert set(run.ends) == {(1, 0), (2, 0), (2, 1), (2, 2), (4, 0), (4, 1)}
+    assert run.scheduler.num_waiting == 0
+
+
+def test_each_row_of_a_request_counts_in_the_queue() -> None:
+    run = Run(limits(max_queued_requests=8))
+    with pytest.raises(RequestError, match="the request has 13 sequences; this model accepts 12"):
+        run.submit(1, *[[1]] * 13, max_tokens=1)
+    run.submit(2, *[[1]] * 12, max_tokens=1)
+    with pytest.raises(CapacityError):
         run.submit(3, [1], max_tokens=1)
     run.finish()
-    assert set(run.ends) == {(1, 0), (2, 0), (2, 1)}
+    assert len(run.ends) == 12
+
+
+def test_requests_that_end_in_the_queue_leave_nothing_there() -> None:
+    """A sequence that waits for blocks keeps the others from being taken out at the queue's head."""
+    run = Run(limits(num_blocks=1, max_sequence_tokens=4))
+    run.submit(1, [1, 2], max_tokens=2)
+    run.step()
+    run.submit(2, [1], max_tokens=1)
+    for request in range(3, 10_003):
+        run.submit(request, [1], max_tokens=1)
+        run.scheduler.cancel(DOOR, request)
+        run._take(run.scheduler.take_events())
+        assert run.scheduler.num_waiting == 1
+    assert len(run.scheduler._waiting) < 2048
+    run.finish()
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_the_queue_is_counted_right_whatever_happens(data: st.DataObject) -> None:
+    run = Run(limits(num_blocks=6, max_sequence_tokens=20, max_queued_requests=10))
+    for request in range(1, 40):
+        what = data.draw(st.sampled_from(["submit", "submit", "cancel", "step"]))
+        if what == "submit":
+            prompts = [[1] * data.draw(st.integers(1, 6)) for _ in range(data.draw(st.integers(1, 4)))]
+            with contextlib.suppress(CapacityError):
+                run.submit(request, *prompts, max_tokens=data.draw(st.integers(0, 9)))
+        elif what == "cancel":
+            run.scheduler.cancel(DOOR, data.draw(st.integers(1, request)))
+            run._take(run.scheduler.take_events())
+        else:
+            run.step()
+        waiting = [s for _, s in run.scheduler._waiting if s.stage is Stage.WAITING]
+        assert run.scheduler.num_waiting == len(waiting)
+        assert run.scheduler._num_open == sum(map(len, run.scheduler._requests.values()))
+    run.finish()
 
 
 def test_a_stop_word_may_begin_in_the_prompt_and_stays_in_the_output() -> None:

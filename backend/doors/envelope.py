@@ -1,0 +1,261 @@
+"""What a request may weigh: checked once, for every door, before anything of it is parsed, copied, tokenised,
+allocated or sent on.
+
+Every limit is a field of Envelope or a constant here, and stands in the table of docs/requests.md. Checks
+look at shapes and lengths only, so they cost the same whatever a request carries. What passes fits the
+messages of backend/messages.py: nothing raises while it is encoded.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tridecode.backend.errors import RequestError, TridecodeError
+
+if TYPE_CHECKING:
+    from tridecode.backend.doors.fields import Field
+    from tridecode.backend.doors.settings import DoorSettings
+    from tridecode.backend.messages import Limits
+
+MAX_ROWS = 1024  # sequences of one request; max_batch_size of our models
+MAX_WORDS = 1024  # bad or stop words of one row, where the engine has no room for more tokens than that
+MAX_REQUEST_WORDS = 16_384  # bad or stop words of all rows
+MAX_REQUEST_WORD_BYTES = 262_144
+MAX_STOP_WORDS = 256  # of one row; the text doors match them in the text
+MAX_STOP_WORD_BYTES = 4096
+MAX_WORD_IDS = 16_384  # n of a [B, 2, n] word list
+MAX_PARAMETERS = 64  # request parameters
+MAX_PARAMETER_BYTES = 65_536  # of their JSON text
+MAX_LABEL = 1024  # characters of a request id
+MAX_TIMEOUT_S = 30 * 86_400.0  # longer time-outs count as this
+
+#: A prompt of ordinary text has 4 to 5 bytes a token, source code with its runs of blanks up to 16
+BYTES_A_TOKEN = 32
+#: Measured with GPT-2's and SmolLM2's tokenizers: 2.5 MB/s, so this takes 25 ms
+_MIN_PROMPT_BYTES = 65_536
+_MIN_REQUEST_BYTES = 4_194_304
+#: max_sequence_tokens for a door that has no engine (preprocessing)
+_UNKNOWN_SEQUENCE_TOKENS = 32_768
+_MIN_WORD_BYTES = 16_384
+INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """The limits of one door. Bytes are of UTF-8 text, elements are numbers of any dtype."""
+
+    max_prompt_bytes: int  # of one text
+    max_request_bytes: int  # of all texts of a request
+    max_response_elements: int  # of one response's arrays, and of any input tensor
+    max_stream_elements: int  # of all responses of a request together
+    max_sequence_tokens: int  # the widest row
+    max_words: int = MAX_WORDS
+    max_word_bytes: int = _MIN_WORD_BYTES  # of the words of one row
+
+    def check(self, arrays: Mapping[str, np.ndarray], table: Sequence[Field]) -> int:
+        """Bytes of all texts of the request. RequestError for the first tensor that is too large."""
+        fields = {field.name: field for field in table}
+        total = 0
+        for name, array in arrays.items():
+            field = fields.get(name)
+            if field is None or (field.refused and not field.neutral):
+                continue  # Inputs refuses it, whatever it holds
+            self._check_count(name, field.kind, array)
+            if array.dtype == object:
+                total += self._check_texts(name, field.kind, array)
+        if total > self.max_request_bytes:
+            found = f"the request has {total:,} bytes of text"
+            raise RequestError(
+                f"{found}; this model accepts {self.max_request_bytes:,} (max_request_bytes in config.pbtxt)"
+            )
+        return total
+
+    def _check_count(self, name: str, kind: str, array: np.ndarray) -> None:
+        count = math.prod(max(1, size) for size in array.shape)  # an empty tensor may have huge axes
+        found = f"{name} has shape {list(array.shape)}"
+        if kind in ("ids", "word_ids"):
+            if count > self.max_response_elements:
+                most = f"{self.max_response_elements:,} elements (max_response_elements in config.pbtxt)"
+                raise RequestError(f"{found}; this model accepts {most}")
+            if kind == "word_ids" and array.shape and array.shape[-1] > MAX_WORD_IDS:
+                raise RequestError(f"{found}; this model accepts {MAX_WORD_IDS:,} ids a row")
+        elif kind == "words":
+            if count > MAX_REQUEST_WORDS:
+                raise RequestError(
+                    f"{name} has {count:,} words; this model accepts {MAX_REQUEST_WORDS:,} in a request"
+                )
+        elif count > MAX_ROWS:
+            raise RequestError(f"{found}; this model accepts one value a row and {MAX_ROWS:,} rows")
+
+    def _check_texts(self, name: str, kind: str, array: np.ndarray) -> int:
+        sizes = np.fromiter(map(len, array.reshape(-1).tolist()), np.int64, array.size)
+        total = int(sizes.sum())
+        if kind == "words":
+            self._check_words(name, sizes.reshape(array.shape), total)
+            return total
+        most = self.max_word_bytes if kind == "csv" else self.max_prompt_bytes
+        if sizes.size and (largest := int(sizes.max())) > most:
+            where = f" of row {int(sizes.argmax())}" if array.size > 1 else ""
+            setting = "" if kind == "csv" else " (max_prompt_bytes in config.pbtxt)"
+            raise RequestError(f"{name}{where} has {largest:,} bytes; this model accepts {most:,}{setting}")
+        return total
+
+    def _check_words(self, name: str, sizes: np.ndarray, total: int) -> None:
+        """sizes: bytes of each word, [n] or [B, n]."""
+        rows = sizes.reshape(sizes.shape[0], -1) if sizes.ndim > 1 else sizes.reshape(1, -1)
+        row_bytes = int(rows.sum(axis=1).max()) if rows.size else 0
+        if rows.shape[1] > self.max_words:
+            raise RequestError(
+                f"{name} has {rows.shape[1]:,} words a row; this model accepts {self.max_words:,}"
+            )
+        if row_bytes > self.max_word_bytes:
+            raise RequestError(
+                f"{name} has {row_bytes:,} bytes a row; this model accepts {self.max_word_bytes:,}"
+            )
+        if total > MAX_REQUEST_WORD_BYTES:
+            most = f"{MAX_REQUEST_WORD_BYTES:,} in a request"
+            raise RequestError(f"{name} has {total:,} bytes; this model accepts {most}")
+
+    def check_width(self, name: str, width: int) -> None:
+        """A row may be padded up to the longest sequence and no further."""
+        if width > self.max_sequence_tokens:
+            most = f"{self.max_sequence_tokens:,} (max_sequence_tokens in config.pbtxt)"
+            raise RequestError(f"{name} has a width of {width:,}; this model accepts {most}")
+
+    def check_response(self, rows: int, width: int, output: int, hidden: int, responses: int) -> None:
+        """What FasterTransformer's responses weigh: ids over the full width, log-probs, embeddings.
+
+        output: new tokens of the longest row. hidden: 0 without context embeddings. responses: of a stream
+        that is never merged.
+        """
+        elements = rows * (width + 2 * output + hidden)
+        if elements > self.max_response_elements:
+            most = f"{self.max_response_elements:,} (max_response_elements in config.pbtxt)"
+            raise RequestError(
+                f"{rows:,} rows of {width:,} ids and {output:,} new tokens make a response of {elements:,} "
+                f"elements; this model accepts {most}; send fewer rows at once"
+            )
+        if elements * responses > self.max_stream_elements:
+            most = f"{self.max_stream_elements:,} (max_stream_elements in config.pbtxt)"
+            raise RequestError(
+                f"{responses:,} responses of {elements:,} elements each are {elements * responses:,}; this "
+                f"model accepts {most}; send fewer rows at once, or ask the model that does not stream"
+            )
+
+    def check_padded(self, name: str, rows: int, width: int) -> None:
+        """A tensor that is to be padded to [rows, width]."""
+        if rows * width > self.max_response_elements:
+            most = f"{self.max_response_elements:,} elements (max_response_elements in config.pbtxt)"
+            raise RequestError(
+                f"{name} has {rows:,} rows, and padded to the longest each has {width:,} ids; "
+                f"this model accepts {most}; send long and short texts apart"
+            )
+
+
+def envelope_of(settings: DoorSettings, limits: Limits | None = None) -> Envelope:
+    """The limits of a door: what its config.pbtxt says, else what follows from the engine's limits."""
+    tokens = limits.max_sequence_tokens if limits else _UNKNOWN_SEQUENCE_TOKENS
+    word_tokens = max(limits.max_bad_word_tokens, limits.max_stop_word_tokens) if limits else 0
+    prompt = settings.max_prompt_bytes or max(_MIN_PROMPT_BYTES, BYTES_A_TOKEN * tokens)
+    return Envelope(
+        max_prompt_bytes=prompt,
+        max_request_bytes=settings.max_request_bytes or max(_MIN_REQUEST_BYTES, 8 * prompt),
+        max_response_elements=settings.max_response_elements,
+        max_stream_elements=settings.max_stream_elements,
+        max_sequence_tokens=tokens,
+        max_words=max(MAX_WORDS, word_tokens),
+        max_word_bytes=max(_MIN_WORD_BYTES, BYTES_A_TOKEN * word_tokens),
+    )
+
+
+# ---------------------------------------------------------------- what is no tensor
+
+
+def read_label(request: Any) -> str:
+    """The request id. RequestError if it is not UTF-8 or too long; pb_utils raises UnicodeDecodeError."""
+    try:
+        label = request.request_id()
+    except UnicodeDecodeError:
+        raise RequestError("the request id is not valid UTF-8 text") from None
+    return check_label(label)
+
+
+def check_label(label: str) -> str:
+    if len(label) > MAX_LABEL:
+        raise RequestError(f"the request id has {len(label):,} characters; this model accepts {MAX_LABEL:,}")
+    try:
+        label.encode("utf-8")  # JSON can hold halves of surrogate pairs, which no message can carry
+    except UnicodeEncodeError:
+        raise RequestError("the request id is not valid UTF-8 text") from None
+    return label
+
+
+def read_parameters(request: Any) -> dict[str, Any]:
+    """The request parameters, whose JSON text is bounded before it is parsed."""
+    try:
+        text = request.parameters()
+    except UnicodeDecodeError:
+        raise RequestError("the request parameters are not valid UTF-8 text") from None
+    if not text:
+        return {}
+    if len(text) > MAX_PARAMETER_BYTES:
+        raise RequestError(
+            f"the request parameters have {len(text):,} characters of JSON; "
+            f"this model accepts {MAX_PARAMETER_BYTES:,}"
+        )
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        raise RequestError("the request parameters are not a valid JSON object") from None
+    if not isinstance(values, dict):
+        raise RequestError("the request parameters are not a JSON object")
+    if len(values) > MAX_PARAMETERS:
+        raise RequestError(f"{len(values):,} request parameters were sent; wanted {MAX_PARAMETERS} at most")
+    return values
+
+
+def read_timeout_s(request: Any) -> float:
+    """Seconds; 0: none was sent."""
+    return min(max(0, request.timeout()) / 1e6, MAX_TIMEOUT_S)
+
+
+def whole_number(name: str, value: Any, low: int, high: int, meaning: str) -> int:
+    """`value` as a whole number from low to high. Text is taken, as JSON parameters often are."""
+    try:
+        if isinstance(value, bool) or (isinstance(value, str) and len(value) > 20):
+            raise ValueError
+        number = int(value)
+        if isinstance(value, float) and number != value:
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        number = high + 1
+    if not low <= number <= high:
+        text = value if isinstance(value, (int, float)) else repr(value)
+        shown = str(text) if len(str(text)) <= 60 else str(text)[:57] + "..."
+        raise RequestError(f"{name} is {shown}; wanted a whole number from {low} to {high}, {meaning}")
+    return number
+
+
+# ---------------------------------------------------------------- what a client may read
+
+#: an absolute path of two parts or more; what stands before it must not make it a URL or a fraction
+_PATH = re.compile(r"(?<![\w/:.~*])/(?:[\w.+@~-]+/)+([\w.+@~-]*)")
+
+
+def public_text(text: str) -> str:
+    """An error's text for a client: no directories of this server, and always valid UTF-8."""
+    text = text.encode("utf-8", "replace").decode("utf-8")
+    return _PATH.sub(lambda found: found.group(1) or "a directory", text)
+
+
+def internal_error(error: Exception, label: str) -> TridecodeError:
+    """What a client is told of a fault of ours; the log has the rest."""
+    which = f"request {label!r}" if label else "a request without an id"
+    return TridecodeError(f"the door failed: {type(error).__name__} ({which}); the server's log says more")

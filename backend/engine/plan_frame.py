@@ -1,0 +1,150 @@
+"""A plan as bytes, for the ranks that did not make it: MessagePack around raw little-endian arrays.
+
+Nothing in a frame is executed. `decode` checks every length before an array is used, so that a damaged frame
+is an error with a text and no wild index.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from tridecode.backend.engine.plan import SlotStart, StepPlan
+from tridecode.backend.errors import TridecodeError
+from tridecode.backend.messages import SamplingParams
+
+#: 64 sequences that start with 128k tokens each make 33 MB; a size beyond this is a damaged one
+MAX_BYTES = 1 << 28
+
+_INT = np.dtype("<i4")
+
+
+class _Start(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    slot: int
+    params: SamplingParams
+    history: bytes
+    generated: int
+    top_p: float
+
+
+class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    step: int
+    num_tokens: int
+    num_rows: int
+    num_columns: int  # of block_tables
+    num_decodes: int
+    token_ids: bytes
+    positions: bytes
+    kv_slots: bytes
+    block_tables: bytes
+    context_lens: bytes
+    query_starts: bytes
+    slots: bytes
+    samples: bytes
+    starts: list[_Start]
+    embeds: list[tuple[int, int]]
+
+
+_decoder = msgspec.msgpack.Decoder(_Frame)
+
+
+def encode(plan: StepPlan) -> bytes:
+    """The plan without `sequences`, which are the scheduler's own. Raises TridecodeError beyond MAX_BYTES."""
+    starts = [_Start(s.slot, s.params, _ints(s.history), s.generated, s.top_p) for s in plan.starts]
+    frame = msgspec.msgpack.encode(
+        _Frame(
+            step=plan.step,
+            num_tokens=plan.num_tokens,
+            num_rows=plan.num_rows,
+            num_columns=plan.block_tables.shape[1],
+            num_decodes=plan.num_decodes,
+            token_ids=_ints(plan.token_ids),
+            positions=_ints(plan.positions),
+            kv_slots=_ints(plan.kv_slots),
+            block_tables=_ints(plan.block_tables),
+            context_lens=_ints(plan.context_lens),
+            query_starts=_ints(plan.query_starts),
+            slots=_ints(plan.slots),
+            samples=plan.samples.astype(bool).tobytes(),
+            starts=starts,
+            embeds=plan.embeds,
+        )
+    )
+    check_size(len(frame))
+    return frame
+
+
+def decode(frame: bytes) -> StepPlan:
+    """The plan of a frame, with read-only arrays. Raises TridecodeError naming what is wrong with it."""
+    check_size(len(frame))
+    try:
+        found = _decoder.decode(frame)
+    except msgspec.DecodeError as error:
+        raise TridecodeError(f"a plan of {len(frame):,} bytes from rank 0 cannot be read: {error}") from None
+    tokens, rows = found.num_tokens, found.num_rows
+    if not (0 <= found.num_decodes <= rows <= tokens and found.num_columns >= 0):
+        raise TridecodeError(
+            f"plan {found.step} from rank 0 has {found.num_decodes} decodes, {rows} rows, {tokens} tokens "
+            f"and {found.num_columns} columns; wanted decodes <= rows <= tokens"
+        )
+    plan = StepPlan(
+        step=found.step,
+        token_ids=_array(found, "token_ids", tokens),
+        positions=_array(found, "positions", tokens),
+        kv_slots=_array(found, "kv_slots", tokens),
+        block_tables=_array(found, "block_tables", rows * found.num_columns).reshape(rows, found.num_columns),
+        context_lens=_array(found, "context_lens", rows),
+        query_starts=_array(found, "query_starts", rows + 1),
+        slots=_array(found, "slots", rows),
+        samples=_array(found, "samples", rows, np.dtype(bool)),
+        num_decodes=found.num_decodes,
+        starts=[_start(found, start) for start in found.starts],
+        embeds=found.embeds,
+    )
+    _check_rows(plan)
+    return plan
+
+
+def check_size(size: int) -> None:
+    """Raises TridecodeError for a frame that no plan needs, before memory is taken for it."""
+    if not 0 < size <= MAX_BYTES:
+        raise TridecodeError(f"a plan has {size:,} bytes; wanted 1 to {MAX_BYTES:,}")
+
+
+def _ints(values: np.ndarray) -> bytes:
+    assert values.dtype == np.int32, values.dtype
+    return values.astype(_INT, copy=False).tobytes()
+
+
+def _array(frame: _Frame, name: str, count: int, dtype: np.dtype = _INT) -> np.ndarray:
+    return _checked(getattr(frame, name), count, dtype, f"plan {frame.step} from rank 0: {name}")
+
+
+def _checked(data: bytes, count: int, dtype: np.dtype, where: str) -> np.ndarray:
+    if len(data) != count * dtype.itemsize:
+        raise TridecodeError(
+            f"{where} has {len(data):,} bytes; {count:,} values of {dtype} need {count * dtype.itemsize:,}"
+        )
+    return np.frombuffer(data, dtype)
+
+
+def _start(frame: _Frame, start: _Start) -> SlotStart:
+    where = f"plan {frame.step} from rank 0: history of slot {start.slot}"
+    history = _checked(start.history, len(start.history) // _INT.itemsize, _INT, where)
+    return SlotStart(start.slot, start.params, history, start.generated, start.top_p)
+
+
+def _check_rows(plan: StepPlan) -> None:
+    """query_starts cut the tokens into rows of one token or more; embeds name rows and tokens of theirs."""
+    queries = np.diff(plan.query_starts)
+    if plan.query_starts[0] != 0 or plan.query_starts[-1] != plan.num_tokens or (queries < 1).any():
+        raise TridecodeError(
+            f"plan {plan.step} from rank 0: query_starts does not cut {plan.num_tokens} tokens into "
+            f"{plan.num_rows} rows"
+        )
+    for row, count in plan.embeds:
+        if not (0 <= row < plan.num_rows and 0 <= count <= queries[row]):
+            raise TridecodeError(
+                f"plan {plan.step} from rank 0: embeds has {count} tokens of row {row}; the plan has "
+                f"{plan.num_rows} rows"
+            )

@@ -1,0 +1,164 @@
+"""Plans cross between ranks as bytes: every field arrives, and what is no plan is refused with a text."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.backend.engine.test_scheduler import limits
+from tridecode.backend.engine import plan_frame
+from tridecode.backend.engine.plan import SlotStart, StepPlan, StepResult
+from tridecode.backend.engine.scheduler import Scheduler
+from tridecode.backend.errors import TridecodeError
+from tridecode.backend.messages import SamplingParams, SequenceRequest, Submit
+
+ROOT = Path(__file__).resolve().parents[3]
+EVERY_FIELD = SamplingParams(
+    max_tokens=7,
+    min_tokens=2,
+    temperature=0.7,
+    top_k=5,
+    top_p=0.9,
+    top_p_decay=0.99,
+    top_p_min=0.1,
+    top_p_reset_id=3,
+    repetition_penalty=1.2,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    seed=2**64 - 1,
+    end_id=2,
+    stop_words=[[1, 2], [3]],
+    bad_words=[[4], [5, 6]],
+    return_log_probs=True,
+    return_context_embedding=True,
+)
+
+
+def plans_of_a_run() -> list[StepPlan]:
+    """What a scheduler plans for three sequences: chunks of prompts, joins, decodes, embeddings."""
+    clock = iter(range(10**6))
+    scheduler = Scheduler(limits(max_step_tokens=6), lambda: float(next(clock)))
+    for number, length in enumerate((9, 1, 4)):
+        prompt = np.arange(3, 3 + length, dtype="<i4").tobytes()
+        scheduler.submit(b"door", Submit(number, [SequenceRequest(prompt, EVERY_FIELD)]))
+    plans = []
+    while scheduler.has_work and len(plans) < 50:
+        plan = scheduler.plan()
+        plans.append(plan)
+        count = int(plan.samples.sum())
+        sums = [np.zeros(4, np.float32) for _ in plan.embeds]
+        scheduler.commit(plan, StepResult(np.full(count, 9, np.int32), np.zeros(count, np.float32), sums))
+    return plans
+
+
+def assert_equal(found: object, wanted: object) -> None:
+    """Field by field, with dtype and shape."""
+    assert type(found) is type(wanted)
+    for field in dataclasses.fields(wanted):
+        if field.name == "sequences":
+            continue
+        mine, other = getattr(found, field.name), getattr(wanted, field.name)
+        if isinstance(other, np.ndarray):
+            assert (mine.dtype, mine.shape) == (other.dtype, other.shape), field.name
+            assert np.array_equal(mine, other), field.name
+        elif field.name == "starts":
+            assert len(mine) == len(other)
+            for one, two in zip(mine, other):
+                assert_equal(one, two)
+        else:
+            assert mine == other, field.name
+
+
+def test_every_field_of_every_plan_arrives():
+    plans = plans_of_a_run()
+    assert any(plan.starts for plan in plans) and any(plan.embeds for plan in plans)
+    assert any(not plan.samples.all() for plan in plans) and any(plan.num_decodes for plan in plans)
+    for plan in plans:
+        arrived = plan_frame.decode(plan_frame.encode(plan))
+        assert_equal(arrived, plan)
+        assert arrived.sequences == []
+    assert {field.name for field in dataclasses.fields(SlotStart)} == set(plan_frame._Start.__struct_fields__)
+
+
+@pytest.fixture()
+def plan() -> StepPlan:
+    return next(plan for plan in plans_of_a_run() if plan.embeds)
+
+
+def changed(plan: StepPlan, **changes) -> bytes:
+    """A frame with fields that do not belong together."""
+    frame = plan_frame._decoder.decode(plan_frame.encode(plan))
+    return msgspec.msgpack.encode(msgspec.structs.replace(frame, **changes))
+
+
+@pytest.mark.parametrize(
+    "changes, text",
+    [
+        ({"kv_slots": b"1234567"}, "kv_slots has 7 bytes"),
+        ({"num_tokens": 10**12}, "need 4,000,000,000,000"),
+        ({"num_tokens": -1}, "wanted decodes <= rows <= tokens"),
+        ({"num_decodes": 99}, "99 decodes"),
+        ({"num_columns": 1000}, "block_tables has"),
+        ({"embeds": [(77, 1)]}, "row 77"),
+        ({"embeds": [(0, 10**6)]}, "1000000 tokens of row 0"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_frame_whose_parts_disagree_is_refused(plan, changes, text):
+    with pytest.raises(TridecodeError, match="from rank 0") as caught:
+        plan_frame.decode(changed(plan, **changes))
+    assert text in str(caught.value)
+
+
+def test_rows_that_the_tokens_do_not_fill_are_refused(plan):
+    starts = plan.query_starts.copy()
+    starts[-1] += 1
+    with pytest.raises(TridecodeError, match="query_starts does not cut"):
+        plan_frame.decode(changed(plan, query_starts=starts.tobytes()))
+
+
+def test_a_damaged_frame_is_an_error_and_nothing_else(plan):
+    frame = plan_frame.encode(plan)
+    generator = np.random.default_rng(0)
+    for _ in range(2000):
+        damaged = bytearray(frame)
+        for place in generator.integers(0, len(frame), 3):
+            damaged[place] = generator.integers(256)
+        cut = bytes(damaged[: generator.integers(1, len(frame) + 1)])
+        try:
+            plan_frame.decode(cut)
+        except TridecodeError:
+            pass
+    with pytest.raises(TridecodeError, match="cannot be read"):
+        plan_frame.decode(frame[:-1])
+
+
+def test_the_size_is_checked_before_memory_is_taken():
+    for size in (0, -5, plan_frame.MAX_BYTES + 1, 2**62):
+        with pytest.raises(TridecodeError, match="wanted 1 to"):
+            plan_frame.check_size(size)
+
+
+def test_no_module_of_ours_reads_pickles_or_runs_texts():
+    """eval(), exec(), pickle and its relatives; torch.load only with weights_only."""
+    modules = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
+    for folder in ("backend", "converters", "kernels", "model_repo_templates", "tools"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+                if isinstance(node, ast.Import):
+                    assert not modules & {alias.name.split(".")[0] for alias in node.names}, where
+                elif isinstance(node, ast.ImportFrom):
+                    assert (node.module or "").split(".")[0] not in modules, where
+                elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                    assert node.func.id not in ("eval", "exec", "__import__"), where
+                elif isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                    safe = any(
+                        k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords
+                    )
+                    assert safe, f"{where}: torch.load without weights_only=True"

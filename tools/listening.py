@@ -1,0 +1,87 @@
+"""Which process listens on a TCP port, by /proc (Linux)."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from pathlib import Path
+
+from tridecode.backend.errors import ConfigError
+from tridecode.backend.supervisor import processes
+
+_LISTEN = "0A"  # the state in /proc/net/tcp
+
+
+def inodes_listening(port: int) -> set[int]:
+    """The inodes of the sockets that listen on `port`; empty also where /proc does not tell."""
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            rows = Path(table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for fields in map(str.split, rows):
+            if fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
+                found.add(int(fields[9]))
+    return found
+
+
+def sockets_of(pid: int) -> set[int]:
+    """The inodes of the sockets that a process has open; empty where it is gone or not ours to look at."""
+    found = set()
+    try:
+        names = os.listdir(f"/proc/{pid}/fd")
+    except OSError:
+        return found
+    for name in names:
+        try:
+            target = os.readlink(f"/proc/{pid}/fd/{name}")
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            found.add(int(target[8:-1]))
+    return found
+
+
+def listens(pid: int, port: int) -> bool:
+    return bool(inodes_listening(port) & sockets_of(pid))
+
+
+def who_listens(port: int) -> list[int]:
+    """The processes that listen on `port`, as far as /proc lets us see them."""
+    inodes = inodes_listening(port)
+    return [pid for pid in processes.all_pids() if inodes & sockets_of(pid)] if inodes else []
+
+
+def in_words(pid: int) -> str:
+    return f"process {pid} ({' '.join(processes.command_line(pid))[:80]})"
+
+
+def check_free(name: str, address: str, port: int) -> None:
+    """Raises ConfigError, naming the option, where nobody can listen on address:port now.
+
+    name: of the port, "http" for --http-port.
+    """
+    if not 0 < port < 65536:
+        raise ConfigError(f"--{name}-port is {port}; wanted 1 to 65535")
+    try:
+        family, _, _, _, place = socket.getaddrinfo(
+            address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ConfigError(f"address {address!r}: {error.strerror}; wanted one of this machine") from None
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the end of old connections is no user
+        try:
+            probe.bind(place)
+            probe.listen()
+        except OSError as error:
+            raise ConfigError(_why_not(name, address, port, error)) from None
+
+
+def _why_not(name: str, address: str, port: int, error: OSError) -> str:
+    if error.errno != errno.EADDRINUSE:
+        return f"--{name}-port: nobody can listen on {address}:{port} here: {error.strerror}"
+    holder = ", ".join(map(in_words, who_listens(port))) or "another process"
+    return f"port {port} on {address} is taken by {holder}; name a free one with --{name}-port"

@@ -1,0 +1,120 @@
+"""What `tridecode serve` looks at before it starts anything: repository, names, and tritonserver's flags.
+
+Triton starts a model's process with `bash -c` and quotes nothing (python_backend, stub_launcher.cc), so
+blanks, quotes and $(...) in a path or a name are split or executed. Paths reach it through a link with a
+plain name; names that are part of the repository are refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from tridecode.backend.errors import ConfigError
+from tridecode.model_repo_templates.pbtxt import parse_model_config, string_parameters
+from tridecode.tools import triton_access
+
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
+_PLAIN_PATH = re.compile(r"[A-Za-z0-9_.+,:@=/-]+")
+_ENVIRONMENT = "EXECUTION_ENV_PATH"
+_ENVIRONMENT_PREFIX = "$$TRITON_MODEL_DIRECTORY"  # Triton replaces it by the model's path
+
+# Flags that `serve` gives itself, and how its own option is called.
+_OURS = {
+    "model-repository": "the argument REPOSITORY",
+    "model-store": "the argument REPOSITORY",
+    "http-port": "--http-port before --",
+    "grpc-port": "--grpc-port before --",
+    "metrics-port": "--metrics-port before --",
+    "http-address": "--address before --",
+    "grpc-address": "--address before --",
+    "metrics-address": "--metrics-address before --",
+    "model-control-mode": "nothing: a door that died is loaded again through explicit control",
+    "allow-http": "nothing: serve itself talks HTTP to the server",
+}
+# Further doors to the control APIs, which Triton's restrictions do not cover.
+_OPENING = ("allow-sagemaker", "allow-vertex-ai", "sagemaker-port", "vertex-ai-port")
+
+_log = logging.getLogger("tridecode.serve")
+
+
+def repositories(arguments: Sequence[str]) -> list[str]:
+    """The model repositories that a command line of tritonserver names."""
+    return [
+        path
+        for flag in ("model-repository", "model-store")
+        for path in triton_access.values_of(arguments, flag)
+    ]
+
+
+def is_plain_path(path: Path) -> bool:
+    """Whether bash leaves the path as it is."""
+    return _PLAIN_PATH.fullmatch(str(path)) is not None
+
+
+def check_plain_path(path: Path, what: str, fix: str) -> None:
+    """Raises ConfigError for a path that Triton's `bash -c` would split or execute."""
+    if not is_plain_path(path):
+        raise ConfigError(
+            f"{what} is {str(path)!r}; Triton hands it to bash unquoted, so only letters, digits and "
+            f"_.+,:@=/- are safe ({fix})"
+        )
+
+
+def check_repository(repository: Path) -> list[str]:
+    """The names of the models in a repository. Raises ConfigError where there is none, or one of them has a
+    name or a setting that Triton's `bash -c` would execute."""
+    if not repository.is_dir():
+        raise ConfigError(f"{repository} is no directory; wanted a model repository")
+    names = sorted(path.parent.name for path in repository.glob("*/config.pbtxt"))
+    if not names:
+        raise ConfigError(
+            f"{repository} holds no model, that is a folder with a config.pbtxt; "
+            "tridecode build-repo writes a repository"
+        )
+    for folder in sorted(path.name for path in repository.iterdir() if path.is_dir()):
+        if folder in names:
+            _check_model(repository, folder)
+        elif not folder.startswith("."):
+            _log.warning("%s has no config.pbtxt; it is not served", repository / folder)
+    return names
+
+
+def _check_model(repository: Path, name: str) -> None:
+    if not _PLAIN_NAME.fullmatch(name):
+        raise ConfigError(
+            f"{repository} holds a model folder {name!r}; Triton hands the name to bash unquoted, so only "
+            "letters, digits and _.+- are safe: rename it"
+        )
+    where = f"{name}/config.pbtxt"
+    text = (repository / name / "config.pbtxt").read_text(encoding="utf-8", errors="replace")
+    config = parse_model_config(text, where)
+    words = {"default_model_filename": [config.default_model_filename]}
+    words["instance_group name"] = [group.name for group in config.instance_group]
+    words["name"] = [config.name]
+    for field, values in words.items():
+        for value in values:
+            if value and not _PLAIN_NAME.fullmatch(value):
+                raise ConfigError(
+                    f"{where}: {field} is {value!r}; Triton hands it to bash unquoted, so only letters, "
+                    "digits and _.+- are safe"
+                )
+    environment = string_parameters(config).get(_ENVIRONMENT, "").removeprefix(_ENVIRONMENT_PREFIX)
+    if environment:
+        check_plain_path(Path(environment), f"{where}: {_ENVIRONMENT}", "move the environment")
+
+
+def check_triton_arguments(arguments: Sequence[str]) -> None:
+    """Raises ConfigError for a flag after -- that is serve's own; warns of one that opens what is closed."""
+    for name, ours in _OURS.items():
+        if triton_access.has_flag(arguments, name):
+            raise ConfigError(f"--{name} after -- would be overridden or mislead serve; use {ours}")
+    for name in _OPENING:
+        values = triton_access.values_of(arguments, name)
+        if values and values[-1].lower() not in ("false", "0"):
+            _log.warning(
+                "--%s opens one more HTTP port; its model control is not restricted: put it behind a gateway",
+                name,
+            )
