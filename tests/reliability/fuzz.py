@@ -710,9 +710,9 @@ class Fuzzer:
 
     async def _control(self, number: int) -> None:
         ask = self._asks[number % len(self._asks)]
-        for _attempt in range(20):
+        for _attempt in range(60):
             outcome = await ask.send(self.clients.grpc, self.clients.http, LIMIT_S)
-            if outcome.kind != "error" or "UNAVAILABLE" not in outcome.code + outcome.text:
+            if outcome.kind != "error" or "try again" not in outcome.text:
                 break
             await asyncio.sleep(0.25)
         self.result.controls += 1
@@ -804,6 +804,7 @@ def main() -> None:
                     shot = fuzzer.drawer.draw(index)
                     outcome = clients.loop.run(fuzzer.one(shot))
                     print(shot.label(), "->", outcome.kind, outcome.code, outcome.text, outcome.outputs)
+                    print(shot.payload[:2000])
                 if not arguments.index:
                     fuzzer.run(arguments.count, 60 * arguments.minutes)
                     print(fuzzer.result.table())
