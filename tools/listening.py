@@ -29,7 +29,7 @@ def inodes_listening(port: int) -> set[int]:
 
 def sockets_of(pid: int) -> set[int]:
     """The inodes of the sockets that a process has open; empty where it is gone or not ours to look at."""
-    found = set()
+    found: set[int] = set()
     try:
         names = os.listdir(f"/proc/{pid}/fd")
     except OSError:
