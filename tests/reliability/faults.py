@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import random
 import shutil
 import signal
@@ -34,6 +33,7 @@ SLACK_S = 0.5  # of measuring it on a machine that is busy with the test itself
 RECOVER_S = 60.0  # a server that is not back after so long is not coming back
 CALM_S = 15.0  # requests that are open when the test ends may take so long
 RESTARTED = "tensorrt_llm_bls_plain"  # the door that is killed after a deletion
+MAX_USUAL_S = 3.0
 STARTS = 5  # killed starts in a row
 DISK_BYTES = 1 << 20
 
@@ -45,7 +45,8 @@ class Row:
     open: requests under way when it struck. ends_s: the longest time without any sign that one of them, or of
     those sent after, waited. lost: those that the client had to give up. health_s: for how long at a time
     health said what the probes refute. back_s: until a new request was answered, and the controls with it.
-    late_s: how late this machine ran a thread that only sleeps; the limits grow by so much.
+    usual_s: the longest silence of a request before the fault, and late_s: how late this machine ran a thread
+    that only sleeps; the limits grow by both, the first up to MAX_USUAL_S.
     """
 
     fault: str
@@ -57,6 +58,7 @@ class Row:
     ends_s: float = 0.0
     health_s: float = 0.0
     back_s: float = 0.0
+    usual_s: float = 0.0
     late_s: float = 0.0
     controls: str = ""
     left: str = ""
@@ -76,13 +78,19 @@ class Row:
         return not self.complaints
 
 
-HEADS = ["fault", "open", "answers", "errors", "lost", "silent s", "health s", "back s", "late s"]
+HEADS = ["fault", "open", "answers", "errors", "lost", "silent s", "health s", "back s", "usual s", "late s"]
 HEADS += ["controls", "left", "verdict"]
 
 
 def cells(row: Row) -> list[str]:
     lost = f"{row.lost}" + (f" (+{row.known_lost} known)" if row.known_lost else "")
-    numbers = [f"{row.ends_s:.1f}", f"{row.health_s:.1f}", f"{row.back_s:.1f}", f"{row.late_s:.1f}"]
+    numbers = [
+        f"{row.ends_s:.1f}",
+        f"{row.health_s:.1f}",
+        f"{row.back_s:.1f}",
+        f"{row.usual_s:.1f}",
+        f"{row.late_s:.1f}",
+    ]
     counts = [str(row.open), str(row.answers), str(row.errors), lost]
     return [row.fault, *counts, *numbers, row.controls, row.left or "nothing", row.verdict]
 
@@ -314,6 +322,7 @@ class Range:
         self.service: Service | None = None
         self.clients: Clients | None = None
         self.rows: list[Row] = []
+        self.last_log = ""  # of the server of the last row that failed
 
     def strike(self, fault: Fault) -> Row:
         """One row; OSError and AssertionError of the harness are complaints of it."""
@@ -341,6 +350,7 @@ class Range:
         except (AssertionError, KeyError, psutil.Error) as error:
             row.complaints.append(f"{type(error).__name__}: {error}")
         if row.complaints:
+            self.last_log = self.service.log() if self.service is not None else ""
             self._drop()
         return row
 
@@ -372,6 +382,7 @@ class Range:
             self._wait_open(crowd)
             time.sleep(draw.uniform(0.0, 2.0))
             struck = time.monotonic()
+            row.usual_s = _usual_silence(crowd, struck)
             undo = fault.strike(self.service)
             if undo is not None:
                 time.sleep(fault.pause_s)
@@ -394,7 +405,7 @@ class Range:
         self._judge_requests(fault, row, crowd, struck, under_way)
         if not restarted:
             row.health_s, way = watch.disagreement(struck, ended)
-            if row.health_s > BOUND_S + SLACK_S + row.late_s:
+            if row.health_s > BOUND_S + SLACK_S + row.late_s + min(row.usual_s, MAX_USUAL_S):
                 row.complaints.append(f"health {way} for {row.health_s:.1f} s")
         if back is None:
             row.complaints.append(f"not back after {RECOVER_S:g} s")
@@ -455,7 +466,7 @@ class Range:
         self, fault: Fault, row: Row, crowd: Crowd, struck: float, under_way: set[int]
     ) -> None:
         worst: dict[str, str] = {}
-        bound = BOUND_S + SLACK_S + row.late_s
+        bound = BOUND_S + SLACK_S + row.late_s + min(row.usual_s, MAX_USUAL_S)
         for sent in crowd.sent:
             outcome = sent.outcome
             if outcome.end and outcome.end < struck:
@@ -523,6 +534,13 @@ def complaints_of(rows: Sequence[Row]) -> str:
     return "".join(f"\n{row.fault}: {complaint}" for row in rows for complaint in row.complaints)
 
 
+def _usual_silence(crowd: Crowd, moment: float) -> float:
+    """The longest time that a request was without a sign up to now."""
+    outcomes = [sent.outcome for sent in [*crowd.open.values(), *crowd.sent]]
+    times = [[o.start, *o.progress, min(o.end or moment, moment)] for o in outcomes]
+    return max((b - a for one in times for a, b in zip(one, one[1:])), default=0.0)
+
+
 def _open_at(sent: Sent, moment: float) -> bool:
     return sent.outcome.start <= moment and (not sent.outcome.end or sent.outcome.end >= moment)
 
@@ -538,6 +556,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--only", action="append", default=[])
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("--log", action="store_true", help="show the end of the server's log after a failure")
     arguments = parser.parse_args()
     faults = schedule(arguments.ranks)
     if arguments.list:
@@ -552,8 +571,8 @@ def main() -> None:
             for fault in faults:
                 row = strikes.strike(fault)
                 print(cells(row), *row.complaints, sep="\n   ", flush=True)
-                if row.complaints and os.environ.get("RELIABILITY_LOG") and strikes.service:
-                    print(strikes.service.log()[-3000:])
+                if row.complaints and arguments.log:
+                    print(strikes.last_log[-8000:])
             print("after stop:", strikes.stop() or "nothing left")
         finally:
             strikes.close()

@@ -763,7 +763,7 @@ def send_lethal(service: Service) -> list[LethalRow]:
             if service.server.ready():
                 with contextlib.closing(Clients(service.grpc, service.http)) as clients:
                     try:
-                        same = clients.digests(controls(), attempts=80) == reference
+                        same = clients.digests(controls(), attempts=160) == reference
                     except AssertionError as error:
                         complaint = str(error)
                         continue

@@ -226,7 +226,7 @@ class Clients:
     def send(self, ask: Ask, limit_s: float = LIMIT_S) -> Outcome:
         return self.loop.run(ask.send(self.grpc, self.http, limit_s), limit_s + 10)
 
-    def digests(self, asks: Sequence[Ask], attempts: int = 40) -> dict[str, str]:
+    def digests(self, asks: Sequence[Ask], attempts: int = 120) -> dict[str, str]:
         """The digest of each answer; an UNAVAILABLE is asked again. AssertionError if one does not come."""
         found = {}
         for ask in asks:
