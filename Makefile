@@ -27,7 +27,7 @@ BENCH ?= $(if $(GPU),server --preset bloom-7b1,server --preset smollm2-135m --st
 
 export MODEL PROMPT
 
-.PHONY: help demo test soak test-gpu lint format typecheck kernels bench install clean distclean
+.PHONY: help demo test soak test-gpu lint format typecheck kernels bench clients install clean distclean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,6 +73,9 @@ kernels: $(READY) ## compile the CUDA kernels, with nvcc alone; ARCH=90, native 
 bench: $(READY) $(if $(GPU),kernels) ## what the server costs over the engine alone; BENCH=
 	@$(BIN)/tridecode bench $(BENCH)
 
+clients: $(READY) ## public clients against the real server, into docs/clients.md; ARGS="--only genai-perf"
+	@$(BIN)/python -m tests.clients.run $(ARGS)
+
 install: $(READY) ## make .venv with everything that runs and tests the project
 
 $(VENV)/bin/python:
@@ -95,5 +98,5 @@ clean: ## remove what tests, tools and the demonstration left
 	@rm -rf build dist *.egg-info .typing .pytest_cache .mypy_cache .ruff_cache .hypothesis demo
 	@find $(PACKAGES) tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-distclean: clean ## and .venv and the compiled kernels
-	@rm -rf $(VENV) kernels/lib/obj kernels/lib/*.so
+distclean: clean ## and .venv, the clients' environments and the compiled kernels
+	@rm -rf $(VENV) .clients kernels/lib/obj kernels/lib/*.so

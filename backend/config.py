@@ -9,6 +9,7 @@ same spelling.
 from __future__ import annotations
 
 import configparser
+import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Callable
@@ -18,6 +19,8 @@ from tridecode.backend.errors import ConfigError, UnsupportedError
 DTYPES = ("fp32", "fp16", "bf16")
 #: FasterTransformer's FT_SEQ_LEN_MAX: the limit of a model without learned positions that names none
 DEFAULT_MAX_POSITIONS = 16384
+#: a config.ini that names more is damaged: what follows makes a list of tensors of every layer
+MAX_LAYERS = 4096
 
 
 @dataclass(frozen=True)
@@ -84,22 +87,38 @@ class IniSection:
         try:
             return convert(text.strip())
         except ValueError:
-            raise ConfigError(f"{self.path}: [{self.name}] {key} = {text!r}; wanted {wanted}") from None
+            found = f"[{self.name}] {key} = {text[:80]!r}"
+            raise ConfigError(f"{self.path}: {found}; wanted {wanted}") from None
 
-    def integer(self, key: str, default: int | None = None, minimum: int | None = None) -> int:
+    def integer(
+        self,
+        key: str,
+        default: int | None = None,
+        minimum: int | None = None,
+        maximum: int = 2**31 - 1,
+    ) -> int:
         value = self._convert(key, lambda text: int(text, 0), "a whole number", default)
         if minimum is not None and value < minimum:
             raise ConfigError(f"{self.path}: [{self.name}] {key} = {value}; wanted {minimum} or more")
+        if value > maximum:
+            raise ConfigError(f"{self.path}: [{self.name}] {key} = {value}; wanted {maximum} or less")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        return self._convert(key, float, "a number", default)
+        return self._convert(key, _finite, "a number (finite)", default)
 
     def text(self, key: str, default: str | None = None) -> str:
         return self._convert(key, str, "a text", default)
 
     def flag(self, key: str, default: bool | None = None) -> bool:
         return self._convert(key, _flag, "true or false", default)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
 
 
 def _flag(text: str) -> bool:
@@ -167,7 +186,7 @@ def _common(section: IniSection) -> dict:
         )
     return {
         "model_name": section.text("model_name", "model"),
-        "num_layers": section.integer("num_layer", minimum=1),
+        "num_layers": section.integer("num_layer", minimum=1, maximum=MAX_LAYERS),
         "num_heads": section.integer("head_num", minimum=1),
         "head_size": section.integer("size_per_head", minimum=1),
         "mlp_size": section.integer("inter_size", minimum=1),

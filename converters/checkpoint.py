@@ -6,22 +6,27 @@ that a checkpoint is never held in memory as a whole.
 
 from __future__ import annotations
 
-import json
 import re
+import struct
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import gguf
 import torch
+import transformers.modeling_gguf_pytorch_utils as transformers_gguf
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+from transformers.utils import logging as transformers_logging
 
 from tridecode.backend.errors import CheckpointError, UnsupportedError
 from tridecode.converters.families import family_of
+from tridecode.converters.files import member, read_json, require_file
 
 _HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # beside the weights
 _HUB_WEIGHTS = ["*.safetensors"], ["*.bin"]  # the second where there is none of the first
@@ -46,11 +51,10 @@ class SafetensorsSource:
         for path in files:
             try:
                 file = safe_open(str(path), framework="pt", device="cpu")
-            except (
-                Exception
-            ) as error:  # safetensors raises its own type, OSError and others for a damaged file
-                raise CheckpointError(f"{path} is no readable safetensors file: {error}") from None
-            for name in file.keys():  # noqa: SIM118  safe_open is no mapping
+            except Exception as error:  # safetensors raises its own type, OSError and others
+                found = _foreign_format(path) or error
+                raise CheckpointError(f"{path} is not a readable safetensors file: {found}") from None
+            for name in file.keys():  # noqa: SIM118  safe_open is not a mapping
                 self.shapes[name] = tuple(file.get_slice(name).get_shape())
                 self._files[name] = file
 
@@ -73,13 +77,15 @@ class PickleSource:
 
     @staticmethod
     def _load(path: Path) -> dict[str, Tensor]:
+        _check_archive(path)
         try:
             try:
                 state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except RuntimeError:  # written before torch 1.6: no zip file, cannot be mapped
+            except RuntimeError:  # written before torch 1.6: not a zip file, cannot be mapped
                 state = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:
-            raise CheckpointError(f"{path} cannot be loaded as plain tensors: {error}") from None
+            found = _foreign_format(path) or _pickle_fault(error)
+            raise CheckpointError(f"{path} cannot be loaded as plain tensors: {found}") from None
         if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
             raise CheckpointError(
                 f"{path} holds a {type(state).__name__}; wanted a dict of tensors (a state dict)"
@@ -93,37 +99,122 @@ class PickleSource:
         return self._tensors[name]
 
 
-#: llama.cpp's tensor names -> transformers', for the architecture `llama`
+def _check_archive(path: Path) -> None:
+    """CheckpointError for a zip that would grow when it is read: torch stores its records uncompressed."""
+    if not zipfile.is_zipfile(path):
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            records = archive.infolist()
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        raise CheckpointError(f"{path} is not a readable zip file: {error}") from None
+    for record in records:
+        if record.compress_type != zipfile.ZIP_STORED:
+            found = (
+                f"{record.filename} is compressed ({record.compress_size:,} of {record.file_size:,} bytes)"
+            )
+            raise CheckpointError(f"{path}: {found}; torch.save stores tensors uncompressed")
+    total, size = sum(record.file_size for record in records), path.stat().st_size
+    if total > size:
+        raise CheckpointError(f"{path} holds {size:,} bytes; its records have {total:,}: they overlap")
+
+
+def _pickle_fault(error: Exception) -> str:
+    """What torch found, in one line: its own texts are paragraphs of advice."""
+    text = " ".join(str(error).split())
+    name = re.search(r"GLOBAL (\S+)", text)
+    if name:
+        return f"it holds the Python object {name.group(1)}, and code is never run; wanted tensors only"
+    fault = re.search(r"WeightsUnpickler error: (.*?)(?: Check the documentation|$)", text)
+    if fault:
+        return f"its pickle holds more than tensors ({fault.group(1)})"
+    if isinstance(error, (LookupError, ValueError, EOFError, struct.error)):  # of the unpickler's own reading
+        return f"its pickle is damaged, or it is not a pickle ({type(error).__name__})"
+    return f"{type(error).__name__}: {text}"
+
+
+_MAGIC = {
+    b"version https://git-lfs": "a Git LFS pointer; fetch the file itself (git lfs pull)",
+    b"GGUF": "a GGUF file",
+    b"PK\x03\x04": "a zip file, as torch.save writes it",
+    b"\x89HDF": "an HDF5 file (TensorFlow, Keras)",
+    b"<!DOCTYPE": "an HTML page",
+    b"<html": "an HTML page",
+}
+
+
+def _foreign_format(path: Path) -> str:
+    """What a file is by its first bytes, where that is another format than its name says; else ""."""
+    expected = {".gguf": b"GGUF", ".bin": b"PK\x03\x04"}.get(path.suffix)
+    with open(path, "rb") as file:
+        start = file.read(64)
+    if not start:
+        return "it is empty"
+    return next(
+        (f"it is {kind}" for magic, kind in _MAGIC.items() if magic != expected and start.startswith(magic)),
+        "",
+    )
+
+
+#: llama.cpp's tensor names -> transformers', by GGUF architecture
 _GGUF_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "blk.{i}.attn_norm": "model.layers.{i}.input_layernorm",
-    "blk.{i}.attn_q": "model.layers.{i}.self_attn.q_proj",
-    "blk.{i}.attn_k": "model.layers.{i}.self_attn.k_proj",
-    "blk.{i}.attn_v": "model.layers.{i}.self_attn.v_proj",
-    "blk.{i}.attn_output": "model.layers.{i}.self_attn.o_proj",
-    "blk.{i}.ffn_norm": "model.layers.{i}.post_attention_layernorm",
-    "blk.{i}.ffn_gate": "model.layers.{i}.mlp.gate_proj",
-    "blk.{i}.ffn_up": "model.layers.{i}.mlp.up_proj",
-    "blk.{i}.ffn_down": "model.layers.{i}.mlp.down_proj",
+    "llama": {
+        "token_embd": "model.embed_tokens",
+        "output_norm": "model.norm",
+        "output": "lm_head",
+        "blk.{i}.attn_norm": "model.layers.{i}.input_layernorm",
+        "blk.{i}.attn_q": "model.layers.{i}.self_attn.q_proj",
+        "blk.{i}.attn_k": "model.layers.{i}.self_attn.k_proj",
+        "blk.{i}.attn_v": "model.layers.{i}.self_attn.v_proj",
+        "blk.{i}.attn_output": "model.layers.{i}.self_attn.o_proj",
+        "blk.{i}.ffn_norm": "model.layers.{i}.post_attention_layernorm",
+        "blk.{i}.ffn_gate": "model.layers.{i}.mlp.gate_proj",
+        "blk.{i}.ffn_up": "model.layers.{i}.mlp.up_proj",
+        "blk.{i}.ffn_down": "model.layers.{i}.mlp.down_proj",
+    },
+    "gpt2": {
+        "token_embd": "transformer.wte",
+        "position_embd": "transformer.wpe",
+        "output_norm": "transformer.ln_f",
+        "output": "lm_head",
+        "blk.{i}.attn_norm": "transformer.h.{i}.ln_1",
+        "blk.{i}.attn_qkv": "transformer.h.{i}.attn.c_attn",
+        "blk.{i}.attn_output": "transformer.h.{i}.attn.c_proj",
+        "blk.{i}.ffn_norm": "transformer.h.{i}.ln_2",
+        "blk.{i}.ffn_up": "transformer.h.{i}.mlp.c_fc",
+        "blk.{i}.ffn_down": "transformer.h.{i}.mlp.c_proj",
+    },
+    "bloom": {
+        "token_embd": "transformer.word_embeddings",
+        "token_embd_norm": "transformer.word_embeddings_layernorm",
+        "output_norm": "transformer.ln_f",
+        "output": "lm_head",
+        "blk.{i}.attn_norm": "transformer.h.{i}.input_layernorm",
+        "blk.{i}.attn_qkv": "transformer.h.{i}.self_attention.query_key_value",
+        "blk.{i}.attn_output": "transformer.h.{i}.self_attention.dense",
+        "blk.{i}.ffn_norm": "transformer.h.{i}.post_attention_layernorm",
+        "blk.{i}.ffn_up": "transformer.h.{i}.mlp.dense_h_to_4h",
+        "blk.{i}.ffn_down": "transformer.h.{i}.mlp.dense_4h_to_h",
+    },
 }
 _GGUF_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+#: GPT-2's matrices, which transformers keeps as (in, out) and llama.cpp as (out, in)
+_GPT2_MATRICES = ("attn_qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.weight")
 
 
 class GgufSource:
-    """A LLaMA in llama.cpp's format: each tensor is dequantised when it is read, as float32.
+    """A checkpoint in llama.cpp's format: each tensor is dequantised when it is read, as float32.
 
-    llama.cpp stores the rows of the query and key matrices in the order of its own rotary embedding (pairs of
-    neighbours); `read` puts them back into transformers' (halves).
+    `read` undoes what llama.cpp's converter changes. LLaMA: the rows of the query and key matrices are in the
+    order of its own rotary embedding, pairs of neighbours, where transformers has halves. GPT-2: matrices are
+    transposed. BLOOM: the rows of query_key_value are all queries, keys and values, where transformers has
+    them head by head.
     """
 
-    def __init__(self, reader: gguf.GGUFReader, num_heads: int, num_kv_heads: int):
-        self._heads = {"q_proj": num_heads, "k_proj": num_kv_heads}
-        self._tensors = {_gguf_name(tensor.name): tensor for tensor in reader.tensors}
-        self.shapes = {
-            name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in self._tensors.items()
-        }
+    def __init__(self, reader: gguf.GGUFReader, architecture: str, config: PreTrainedConfig):
+        self._architecture, self._config = architecture, config
+        self._tensors = {_gguf_name(tensor.name, architecture): tensor for tensor in reader.tensors}
+        self.shapes = {name: self._shape(tensor) for name, tensor in self._tensors.items()}
 
     def dtype(self, name: str) -> torch.dtype:
         """Of a quantised tensor: float16, the dtype of its scales."""
@@ -131,22 +222,37 @@ class GgufSource:
 
     def read(self, name: str) -> Tensor:
         held = self._tensors[name]
-        tensor = torch.from_numpy(gguf.dequantize(held.data, held.tensor_type).copy()).reshape(
-            self.shapes[name]
-        )
-        for projection, heads in self._heads.items():
-            if f".self_attn.{projection}." in name:
-                rows = tensor.reshape(heads, -1, 2, *tensor.shape[1:])  # (H, D/2, 2, C)
-                return rows.transpose(1, 2).reshape(tensor.shape)
-        return tensor
+        stored = torch.from_numpy(gguf.dequantize(held.data, held.tensor_type).copy())
+        stored = stored.reshape([int(n) for n in reversed(held.shape)])
+        if self._is_transposed(held):
+            return stored.t()
+        if self._architecture == "bloom" and ".attn_qkv." in held.name:
+            heads = self._config.num_attention_heads
+            return stored.reshape(3, heads, -1, *stored.shape[1:]).transpose(0, 1).reshape(stored.shape)
+        if self._architecture == "llama" and (heads := self._rotary_heads(held.name)):
+            rows = stored.reshape(heads, -1, 2, *stored.shape[1:])  # (H, D/2, 2, C)
+            return rows.transpose(1, 2).reshape(stored.shape)
+        return stored
+
+    def _shape(self, held: gguf.ReaderTensor) -> tuple[int, ...]:
+        sizes = [int(n) for n in held.shape]  # the fastest axis first
+        return tuple(sizes if self._is_transposed(held) else reversed(sizes))
+
+    def _is_transposed(self, held: gguf.ReaderTensor) -> bool:
+        return self._architecture == "gpt2" and held.name.endswith(_GPT2_MATRICES)
+
+    def _rotary_heads(self, name: str) -> int:
+        if ".attn_q." in name:
+            return self._config.num_attention_heads
+        return self._config.num_key_value_heads if ".attn_k." in name else 0
 
 
-def _gguf_name(name: str) -> str:
+def _gguf_name(name: str, architecture: str) -> str:
     """transformers' name of a tensor, or the name as it is where there is none: no rule will consume it."""
     stem, _, kind = name.rpartition(".")
     match = re.match(r"blk\.(\d+)\.", stem)
     pattern = stem if match is None else stem.replace(match.group(0), "blk.{i}.", 1)
-    renamed = _GGUF_NAMES.get(pattern)
+    renamed = _GGUF_NAMES[architecture].get(pattern)
     return name if renamed is None else f"{renamed.replace('{i}', match.group(1) if match else '')}.{kind}"
 
 
@@ -159,7 +265,7 @@ class Checkpoint:
     tensors: TensorSource
     bos_id: int | None
     eos_ids: list[int]
-    gguf_fields: dict[str, object] = field(default_factory=dict)  # scalar metadata of a .gguf
+    gguf_fields: dict[str, Any] = field(default_factory=dict)  # scalar metadata of a .gguf
 
     @property
     def is_gguf(self) -> bool:
@@ -173,10 +279,15 @@ class Checkpoint:
     def reference_model(self, dtype: torch.dtype) -> PreTrainedModel:
         """transformers' own model of this checkpoint, in evaluation mode on the CPU."""
         if not self.is_gguf:
-            return AutoModelForCausalLM.from_pretrained(self.path, dtype=dtype, local_files_only=True).eval()
+            with _no_progress_bars():
+                return AutoModelForCausalLM.from_pretrained(
+                    self.path, dtype=dtype, local_files_only=True, trust_remote_code=False
+                ).eval()
         # a plain model: one that from_pretrained reads from .gguf wants accelerate and cannot be saved
-        model = AutoModelForCausalLM.from_config(self.config, dtype=dtype)
-        state = load_gguf_checkpoint(str(self.path), return_tensors=True, model_to_load=model)["tensors"]
+        model = AutoModelForCausalLM.from_config(self.config, dtype=dtype, trust_remote_code=False)
+        with _no_progress_bars():
+            read = transformers_gguf.load_gguf_checkpoint
+            state = read(str(self.path), return_tensors=True, model_to_load=model)["tensors"]
         missing, unexpected = model.load_state_dict(state, strict=False)
         missing = [
             name for name in missing if not (self.config.tie_word_embeddings and name == "lm_head.weight")
@@ -194,7 +305,7 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
     if path.is_file():
         if path.suffix != ".gguf":
             raise CheckpointError(
-                f"{path} is a file, but no .gguf; wanted a checkpoint's directory or a .gguf file"
+                f"{path} is a file, but not a .gguf; wanted a checkpoint's directory or a .gguf file"
             )
         return _open_gguf(path)
     if not path.is_dir():
@@ -206,6 +317,20 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
         return _open_gguf(ggufs[0])
     found = f"{len(ggufs)} .gguf files (name one)" if ggufs else "neither config.json nor a .gguf file"
     raise CheckpointError(f"{path} holds {found}; wanted a Hugging Face checkpoint")
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """transformers' bars write carriage returns into logs; the command has a spinner of its own."""
+    shown, bar = transformers_logging.is_progress_bar_enabled(), transformers_gguf.tqdm
+    transformers_logging.disable_progress_bar()
+    transformers_gguf.tqdm = lambda items, **_options: items
+    try:
+        yield
+    finally:
+        transformers_gguf.tqdm = bar
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 def _download(repository: str) -> Path:
@@ -226,36 +351,34 @@ def _download(repository: str) -> Path:
 
 
 def _open_directory(path: Path) -> Checkpoint:
-    raw = _read_json(path / "config.json")
+    raw = read_json(path / "config.json")
     family_of(raw.get("model_type"), path / "config.json")
-    method = (raw.get("quantization_config") or {}).get("quant_method")
+    quantization = raw.get("quantization_config") or {}
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     if method:
         raise UnsupportedError(
             f"{path}/config.json says quantised by {method}; convert the unquantised checkpoint"
         )
     config = _transformers_config(path)
-    generation = (
-        _read_json(path / "generation_config.json") if (path / "generation_config.json").is_file() else {}
-    )
-    eos = generation.get("eos_token_id", config.eos_token_id)
-    bos = generation.get("bos_token_id", config.bos_token_id)
-    return Checkpoint(path, config, _tensor_files(path), bos, _as_list(eos))
+    generation = path / "generation_config.json"
+    ids = read_json(generation) if generation.exists() else {}
+    where = generation if generation.exists() else path / "config.json"
+    eos = _token_ids(ids.get("eos_token_id", config.eos_token_id), "eos_token_id", where)
+    bos = _token_ids(ids.get("bos_token_id", config.bos_token_id), "bos_token_id", where)
+    return Checkpoint(path, config, _tensor_files(path), bos[0] if bos else None, eos)
 
 
-def _as_list(ids: int | list[int] | None) -> list[int]:
-    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
-
-
-def _read_json(path: Path) -> dict:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is no JSON: {error}") from None
+def _token_ids(ids: Any, key: str, where: Path) -> list[int]:
+    found: list[Any] = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if not all(isinstance(token, int) and -1 <= token < 1 << 31 for token in found):
+        raise CheckpointError(f"{where}: {key} is {str(ids)[:80]}; wanted token ids")
+    return found
 
 
 def _transformers_config(path: Path, **kwargs) -> PreTrainedConfig:
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=True, **kwargs)
+        with _no_progress_bars():
+            return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False, **kwargs)
     except Exception as error:  # transformers checks configs with errors of its own and of huggingface_hub
         reason = " ".join(str(error).split())
         raise CheckpointError(f"transformers cannot read the config of {path}: {reason}") from None
@@ -264,15 +387,15 @@ def _transformers_config(path: Path, **kwargs) -> PreTrainedConfig:
 def _tensor_files(path: Path) -> TensorSource:
     """The weights, in transformers' order of preference."""
     for stem, source in (("model.safetensors", SafetensorsSource), ("pytorch_model.bin", PickleSource)):
-        if (path / stem).is_file():
-            return source([path / stem])
+        if (path / stem).exists():
+            return source([require_file(path / stem)])
         index = path / f"{stem}.index.json"
-        if index.is_file():
-            files = sorted(set(_read_json(index)["weight_map"].values()))
-            missing = [name for name in files if not (path / name).is_file()]
-            if missing:
-                raise CheckpointError(f"{path / missing[0]} is missing; {index.name} lists it")
-            return source([path / name for name in files])
+        if index.exists():
+            listed = read_json(index).get("weight_map")
+            if not isinstance(listed, dict) or not listed:
+                raise CheckpointError(f'{index} has no "weight_map"; wanted the file of each tensor')
+            files = {name: member(path, listed[name], index.name) for name in listed}
+            return source(sorted(set(files.values())))
     raise CheckpointError(
         f"{path} has no weights; wanted model.safetensors, model.safetensors.index.json, pytorch_model.bin "
         "or pytorch_model.bin.index.json"
@@ -280,15 +403,13 @@ def _tensor_files(path: Path) -> TensorSource:
 
 
 def _open_gguf(path: Path) -> Checkpoint:
-    reader = gguf.GGUFReader(path)
-    fields = {
-        name: held.contents()
-        for name, held in reader.fields.items()
-        if held.types[:1] != [gguf.GGUFValueType.ARRAY]
-    }
+    reader, fields = _read_gguf(require_file(path))
     architecture = fields.get("general.architecture")
-    if architecture != "llama":
-        raise UnsupportedError(f"{path} has the GGUF architecture {architecture!r}; this version reads llama")
+    if architecture not in _GGUF_NAMES:
+        known = ", ".join(_GGUF_NAMES)
+        raise UnsupportedError(
+            f"{path} has the GGUF architecture {architecture!r}; this version reads {known}"
+        )
     names = {tensor.name for tensor in reader.tensors}
     scaling = fields.get("llama.rope.scaling.type", "none")
     if "rope_freqs.weight" in names or scaling != "none":
@@ -298,12 +419,32 @@ def _open_gguf(path: Path) -> Checkpoint:
             f"{path} has {what}: its rope scaling would be lost; convert the safetensors checkpoint"
         )
     config = _transformers_config(path.parent, gguf_file=path.name)
+    if architecture == "gpt2":  # transformers' reader takes it for n_ctx, which its GPT-2 does not have
+        config.n_positions = int(fields.get("gpt2.context_length", config.n_positions))
+        config.n_inner = fields.get("gpt2.feed_forward_length")
     end_ids = [fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot")]
     return Checkpoint(
         path,
         config,
-        GgufSource(reader, config.num_attention_heads, config.num_key_value_heads),
+        GgufSource(reader, architecture, config),
         fields.get("tokenizer.ggml.bos_token_id"),
         list(dict.fromkeys(int(token) for token in end_ids if token is not None)),
         fields,
     )
+
+
+def _read_gguf(path: Path) -> tuple[gguf.GGUFReader, dict[str, Any]]:
+    """The file's reader and its scalar metadata. CheckpointError for a file that is damaged or foreign."""
+    try:
+        reader = gguf.GGUFReader(path)
+        fields = {
+            name: held.contents()
+            for name, held in reader.fields.items()
+            if held.types[:1] != [gguf.GGUFValueType.ARRAY]
+        }
+    except Exception as error:  # the reader indexes past the end of a short file, and asserts little
+        found = (
+            _foreign_format(path) or f"it is damaged or cut short at {path.stat().st_size:,} bytes ({error})"
+        )
+        raise CheckpointError(f"{path} is not a readable GGUF file: {' '.join(found.split())}") from None
+    return reader, fields

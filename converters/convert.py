@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +30,12 @@ class PlannedConversion:
     conversions: list[Conversion]
     names: dict[str, str]  # transformers' full name -> the checkpoint's own
 
+    @property
+    def total_bytes(self) -> int:
+        """Of the weight files."""
+        elements = sum(math.prod(item.spec.shape) for item in self.conversions)
+        return elements * TORCH_DTYPES[self.config.weight_dtype].itemsize
+
     def write(self, directory: Path, tensor_para_size: int = 1) -> Manifest:
         """Write the weight directory; see writer.write_weights."""
 
@@ -49,25 +57,68 @@ def plan_conversion(
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; wanted one of {', '.join(DTYPES)}")
     module = family_of(checkpoint.config.model_type, checkpoint.path)
+    _check_sizes(checkpoint)
     names = full_names(checkpoint.tensors.shapes, module)
     tied = settle_head(checkpoint, module, names)
     end_id = checkpoint.eos_ids[0] if checkpoint.eos_ids else -1
     # the start id stands in for an empty prompt, so it has to be a token even where the model names none
     start_id = next((token for token in (checkpoint.bos_id, end_id) if token is not None and token >= 0), 0)
-    config = module.model_config(
-        checkpoint.config,
-        model_name=model_name or checkpoint.name,
-        start_id=start_id,
-        end_id=end_id,
-        weight_dtype=dtype or checkpoint_dtype(checkpoint, names[module.EMBEDDING]),
-        tied_head=tied,
-    )
+    common = {
+        "model_name": _model_name(model_name, checkpoint),
+        "start_id": start_id,
+        "end_id": end_id,
+        "weight_dtype": dtype or checkpoint_dtype(checkpoint, names[module.EMBEDDING]),
+        "tied_head": tied,
+    }
+    try:
+        config = module.model_config(checkpoint.config, **common)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        found = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"the config of {checkpoint.path} does not describe a model: {found}") from None
+    _check_numbers(config, checkpoint)
     where = f"converters/{module.__name__.rpartition('.')[2]}.py"
     ignored = expand(module.IGNORED, config.num_layers) | ({module.HEAD} if tied else set())
     specs = [spec for spec in family(config.family).weight_specs(config) if not (spec.optional and tied)]
     shapes = {full: checkpoint.tensors.shapes[own] for full, own in names.items()}
     conversions = plan_conversions(module.rules(config), specs, shapes, ignored, config.num_layers, where)
     return PlannedConversion(checkpoint, config, conversions, names)
+
+
+def _check_sizes(checkpoint: Checkpoint) -> None:
+    """CheckpointError for sizes that no model has, before anything is made for each layer."""
+    tensors = len(checkpoint.tensors.shapes)
+    for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"):
+        size = getattr(checkpoint.config, key, None)
+        if isinstance(size, bool) or not isinstance(size, int) or not 0 < size < 1 << 31:
+            found = f"{key} = {str(size)[:80]}"
+            raise CheckpointError(f"the config of {checkpoint.path} has {found}; wanted 1 or more")
+    if checkpoint.config.num_hidden_layers > tensors:
+        found = f"num_hidden_layers = {checkpoint.config.num_hidden_layers:,}"
+        raise CheckpointError(
+            f"the config of {checkpoint.path} has {found}; its files hold {tensors} tensors"
+        )
+
+
+def _check_numbers(config: ModelConfig, checkpoint: Checkpoint) -> None:
+    numbers = {"norm_eps": config.norm_eps}
+    if config.rope is not None:
+        rope = config.rope
+        numbers.update(rope_theta=rope.theta, factor=rope.factor, low_freq_factor=rope.low_freq_factor)
+        numbers.update(high_freq_factor=rope.high_freq_factor)
+    for key, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            wanted = "a finite number of 0 or more"
+            raise CheckpointError(f"the config of {checkpoint.path} has {key} = {value}; wanted {wanted}")
+
+
+def _model_name(given: str | None, checkpoint: Checkpoint) -> str:
+    """model_name of config.ini: a given one is checked, a folder's is made to fit one line of the file."""
+    unfit = r"[^\w .+\-]"
+    if given is None:
+        return re.sub(unfit, "-", checkpoint.name, flags=re.ASCII).strip() or "model"
+    if not given.strip() or re.search(unfit, given, flags=re.ASCII):
+        raise ConfigError(f"model_name is {given!r}; wanted letters, digits, blanks and _ . + -")
+    return given
 
 
 def full_names(shapes: dict[str, tuple[int, ...]], module: ModuleType) -> dict[str, str]:

@@ -19,7 +19,15 @@ from rich.progress import (
 
 @contextmanager
 def byte_progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show `title` on stderr while the block runs; the value is called with each number of bytes done."""
+    """Show `title` on stderr while the block runs; the value is called with each number of bytes done.
+
+    Elsewhere than on a terminal it is one plain line.
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        console.print(f"{title}: {total:,} bytes", highlight=False, markup=False, soft_wrap=True)
+        yield lambda done: None
+        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -27,6 +35,6 @@ def byte_progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(*columns, console=console) as bar:
         task = bar.add_task(title, total=total)
         yield lambda done: bar.advance(task, done)

@@ -5,21 +5,34 @@ What is written is the tokenizer that transformers runs: BOS and EOS are added b
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Regex, Tokenizer, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tridecode.backend.errors import CheckpointError, UnsupportedError
 from tridecode.converters.checkpoint import Checkpoint
+from tridecode.converters.files import MAX_JSON_BYTES, read_json, require_file
 
 #: any of these sets makes a tokenizer
 _SOURCES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
-#: copied as they are where the source has them
+#: copied where the source has them
 _COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
-#: llama.cpp's splits of byte-level vocabularies that come out right: by transformers, and "smollm" by us
-_GGUF_SPLITS = ("gpt-2", "gpt2", "llama-bpe", "llama3", "llama-v3", "smollm")
+#: llama.cpp's pre-tokenizers of byte-level vocabularies that transformers' reader rebuilds
+_GGUF_SPLITS = ("gpt-2", "gpt2", "llama-bpe", "llama3", "llama-v3")
+#: and those that we do: the first makes every digit a token of its own
+_OUR_SPLITS = {
+    "smollm": [
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    ],
+    "bloom": [
+        pre_tokenizers.Split(Regex(r" ?[^(\s|[.,!?…。，、।۔،])]+"), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ],
+}
 #: several scripts, digits, blanks, code and emoji: what a wrong normaliser or split shows on
 PROBES = (
     "The quick brown fox jumps over the lazy dog.",
@@ -46,27 +59,30 @@ def load_tokenizer(checkpoint: Checkpoint, override: Path | None = None) -> PreT
         if not any(all((directory / name).is_file() for name in names) for names in _SOURCES):
             wanted = "tokenizer.json, tokenizer.model, or vocab.json and merges.txt"
             raise CheckpointError(f"{directory} has no tokenizer; wanted {wanted}")
+        for name in {name for names in _SOURCES for name in names}.union(_COMPANIONS):
+            if (directory / name).exists():
+                require_file(directory / name, MAX_JSON_BYTES)
         return _load(directory)
     kind, split = (checkpoint.gguf_fields.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
-    if kind == "gpt2" and split not in _GGUF_SPLITS:
+    if kind == "gpt2" and split not in (*_GGUF_SPLITS, *_OUR_SPLITS):
         raise UnsupportedError(
             f"{checkpoint.path} has tokenizer.ggml.pre = {split}, which cannot be rebuilt; name the folder "
-            "of the original tokenizer (tokenizer=)"
+            "of the original tokenizer (--tokenizer)"
         )
     tokenizer = _load(checkpoint.path.parent, gguf_file=checkpoint.path.name)
-    if kind == "gpt2" and split == "smollm":
-        # transformers drops this split: every digit is a token of its own
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
+    if kind == "gpt2" and split in _OUR_SPLITS:
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(_OUR_SPLITS[split])
     return tokenizer
 
 
 def _load(directory: Path, **kwargs) -> PreTrainedTokenizerBase:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, **kwargs)
+        tokenizer = AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False, **kwargs
+        )
     except Exception as error:  # transformers and tokenizers raise bare Exception among others
-        raise CheckpointError(f"transformers cannot read the tokenizer of {directory}: {error}") from None
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"transformers cannot read the tokenizer of {directory}: {reason}") from None
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise CheckpointError(f"the tokenizer of {directory} has no form that the tokenizers library runs")
     return tokenizer
@@ -84,7 +100,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, source: Path | None, dire
     else:
         for name in _COMPANIONS:
             if (source / name).is_file():
-                shutil.copyfile(source / name, directory / name)
+                shutil.copyfile(require_file(source / name, MAX_JSON_BYTES), directory / name)
+    _make_readable_everywhere(directory / "tokenizer_config.json")
     written = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     written.no_truncation()  # transformers sets both for each call; a door must never cut or pad a prompt
     written.no_padding()
@@ -96,6 +113,25 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, source: Path | None, dire
     return written
 
 
+def _make_readable_everywhere(path: Path) -> None:
+    """Put transformers 4's names into a tokenizer_config.json of transformers 5, which reads both: the class
+    TokenizersBackend and a list of extra_special_tokens are unknown to the older version."""
+    if not path.is_file():
+        return
+    settings = read_json(path)
+    changed = dict(settings)
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        changed["tokenizer_class"] = "PreTrainedTokenizerFast"
+        for key in ("backend", "is_local", "local_files_only"):  # of the run that wrote it
+            changed.pop(key, None)
+    if isinstance(settings.get("extra_special_tokens"), list):
+        extra = changed.pop("extra_special_tokens")
+        if extra:
+            changed["additional_special_tokens"] = [*settings.get("additional_special_tokens", []), *extra]
+    if changed != settings:
+        path.write_text(json.dumps(changed, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def vocabulary_size(tokenizer: Tokenizer, with_added_tokens: bool = True) -> int:
     """One more than the largest id."""
-    return max(tokenizer.get_vocab(with_added_tokens=with_added_tokens).values()) + 1
+    return max(tokenizer.get_vocab(with_added_tokens=with_added_tokens).values(), default=-1) + 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
@@ -15,12 +17,10 @@ def parse_model_config(text: str, where: str) -> model_config_pb2.ModelConfig:
     except text_format.ParseError as error:
         raise ConfigError(f"{where}: {error}") from None
     for kind, tensors in (("input", config.input), ("output", config.output)):
-        names = [tensor.name for tensor in tensors]
-        twice = sorted({name for name in names if names.count(name) > 1})
+        counts = Counter(tensor.name for tensor in tensors)
+        twice = sorted(name for name, count in counts.items() if count > 1)
         if twice:
-            raise ConfigError(
-                f"{where}: {kind} {twice[0]} is declared {names.count(twice[0])} times; wanted once"
-            )
+            raise ConfigError(f"{where}: {kind} {twice[0]} is declared {counts[twice[0]]} times; wanted once")
     return config
 
 

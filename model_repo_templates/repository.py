@@ -1,4 +1,4 @@
-"""Which models a repository has, and their files, save for weights and tokenizer."""
+"""Which models a repository has, and their files, except weights and tokenizer."""
 
 from __future__ import annotations
 
@@ -32,15 +32,21 @@ def repository_models(
     decoupled_fastertransformer: bool = False,
     plain_text: bool = False,
     unbatched_text: bool = False,
+    *,
+    exclude_input: bool = False,
+    uint32_text_inputs: bool = False,
 ) -> list[RepositoryModel]:
     """The models of a repository.
 
     A model answers either with one response or with a stream (decoupled), so each contract has two: one under
     the usual name, and a sibling for the other kind of client with the suffix _streaming or _plain.
-    ensemble_owner: whose contract the name `ensemble` has, "fastertransformer" or "tensorrt_llm".
+    ensemble_owner: whose contract the name `ensemble` has, "fastertransformer" or "tensorrt_llm"; the text
+    models are tensorrt_llm_bls in both cases, and also `ensemble` in the second.
     decoupled_fastertransformer: FasterTransformer's usual names stream. plain_text: the text model's does
-    not. unbatched_text: also a plain text model, with the suffix _unbatched, that takes shapes without a
-    batch axis (LiteLLM's /infer sends [1] where others send [1, 1]).
+    not. unbatched_text: also plain text models, with the suffix _unbatched, that take shapes without a batch
+    axis (LiteLLM's /infer sends [1] where others send [1, 1]). exclude_input: the text models' answers do not
+    begin with the prompt, for requests that do not say. uint32_text_inputs: their max_tokens, top_k and
+    beam_width are UINT32, not INT32, as LangChain's client sends them.
     """
     if ensemble_owner not in ENSEMBLE_OWNERS:
         raise ConfigError(f"ensemble_owner is {ensemble_owner!r}; wanted one of {', '.join(ENSEMBLE_OWNERS)}")
@@ -49,10 +55,13 @@ def repository_models(
     ensembles = _pair(
         "ensemble" if owns_ensemble else "fastertransformer_ensemble", decoupled_fastertransformer
     )
-    text = "tensorrt_llm_bls" if owns_ensemble else "ensemble"
-    texts = [(*each, True) for each in _pair(text, not plain_text)]
-    if unbatched_text:
-        texts.append((f"{text}_unbatched", "false", False))
+    texts = []
+    for name in ("tensorrt_llm_bls",) if owns_ensemble else ("tensorrt_llm_bls", "ensemble"):
+        texts += [(*each, True) for each in _pair(name, not plain_text)]
+        if unbatched_text:
+            texts.append((f"{name}_unbatched", "false", False))
+    shared = {"exclude_input": "true" if exclude_input else "false"}
+    shared["whole"] = "UINT32" if uint32_text_inputs else "INT32"
     return [
         *(RepositoryModel(name, "fastertransformer", {"decoupled": flag}) for name, flag in generators),
         RepositoryModel("preprocessing", "preprocessing", {}),
@@ -62,7 +71,7 @@ def repository_models(
             for (name, flag), (generator, _) in zip(ensembles, generators)
         ),
         *(
-            RepositoryModel(name, "text", {"decoupled": flag, "batched": batched})
+            RepositoryModel(name, "text", {"decoupled": flag, "batched": batched, **shared})
             for name, flag, batched in texts
         ),
         RepositoryModel(HEALTH_MODEL, "health", {}),

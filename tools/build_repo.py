@@ -1,10 +1,12 @@
-"""From a checkpoint to a complete Triton model repository, proved against transformers before it is there."""
+"""From a checkpoint to a complete Triton model repository, compared with transformers before it appears."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,6 +42,8 @@ def build_repo(
     decoupled_fastertransformer: bool = False,
     plain_text: bool = False,
     unbatched_text: bool = False,
+    exclude_input: bool = False,
+    uint32_text_inputs: bool = False,
     model_name: str | None = None,
     tokenizer: str | Path | None = None,
     parity: bool = True,
@@ -51,24 +55,30 @@ def build_repo(
 
     model: a Hugging Face directory, a .gguf file or a hub id. dtype: of the weight files and of the engine;
     None: the checkpoint's on a machine with a GPU, fp32 on one without. tokenizer: a directory to take it
-    from, not the model's own. ensemble_owner, decoupled_fastertransformer, plain_text, unbatched_text: see
-    repository_models. engine_settings: parameters of EngineConfig. parity: compare with transformers and
-    write PARITY.json. overwrite: an output that is a model repository is replaced.
+    from, not the model's own. ensemble_owner, decoupled_fastertransformer, plain_text, unbatched_text,
+    exclude_input, uint32_text_inputs: see repository_models. engine_settings: parameters of EngineConfig.
+    parity: compare with transformers and write PARITY.json. overwrite: an output that is a model repository
+    is replaced.
 
     Raises CheckpointError, ConfigError or UnsupportedError naming what was found and wanted; nothing is left.
     """
-    console = console or Console()
+    console = console or Console(highlight=False, soft_wrap=True)
     output = Path(output)
-    _check_output(output, overwrite)
-    models = repository_models(ensemble_owner, decoupled_fastertransformer, plain_text, unbatched_text)
+    check_output(output, overwrite)
+    models = repository_models(
+        ensemble_owner,
+        decoupled_fastertransformer,
+        plain_text,
+        unbatched_text,
+        exclude_input=exclude_input,
+        uint32_text_inputs=uint32_text_inputs,
+    )
     checkpoint = open_checkpoint(model)
     planned = plan_conversion(checkpoint, dtype or _default_dtype(console), model_name)
     config = planned.config
     console.print(
         f"{checkpoint.path}: {config.family}, {config.num_layers} layers of {config.hidden_size}, vocabulary "
-        f"{config.vocab_size}; weights as {config.weight_dtype}, tensor_para_size {tensor_para_size}",
-        highlight=False,
-        soft_wrap=True,
+        f"{config.vocab_size}; weights as {config.weight_dtype}, tensor_para_size {tensor_para_size}"
     )
     _check_stages(config, pipeline_para_size)
     settings = {
@@ -79,6 +89,7 @@ def build_repo(
     }
     engine = engine_texts(settings, "engine settings")
     hf_tokenizer = load_tokenizer(checkpoint, Path(tokenizer) if tokenizer is not None else None)
+    _check_room(output, planned)
     with _staged(output) as staging:
         weights = staging / ENGINE_MODEL / "1" / f"{tensor_para_size}-gpu"
         planned.write(weights, tensor_para_size)
@@ -96,24 +107,57 @@ def build_repo(
         if parity:
             _prove(planned, checkpoint, weights, staging, console)
         _check_result(staging)
-    console.print(f"wrote {output}", highlight=False, soft_wrap=True)
+    console.print(f"wrote {output}")
+    console.print(f"next: {serve_command(output)}", markup=False)
     return output
 
 
-def _check_output(output: Path, overwrite: bool) -> None:
-    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
-        return
-    if not overwrite:
-        raise ConfigError(f"{output} exists and is not empty; name another output, or say overwrite")
-    if not (output / ENGINE_MODEL / "config.pbtxt").is_file():
-        raise ConfigError(f"{output} is no model repository of this tool; it is not overwritten")
+def serve_command(repository: Path) -> str:
+    """What to type to serve a repository, with `tridecode` by its path where it is not on the PATH."""
+    program = "tridecode"
+    if not shutil.which(program):
+        beside = Path(sys.executable).with_name(program)
+        found = (
+            [os.path.relpath(beside)] if beside.exists() else [sys.executable, "-m", "tridecode.tools.cli"]
+        )
+        program = shlex.join(found)
+    return f"{program} serve {shlex.quote(str(repository))}"
+
+
+def check_output(output: Path, overwrite: bool) -> None:
+    """ConfigError where a repository cannot be written at `output`; nothing is created."""
+    if output.is_dir() and any(output.iterdir()):
+        if not overwrite:
+            raise ConfigError(f"{output} exists and is not empty; name another output, or add --overwrite")
+        if not (output / ENGINE_MODEL / "config.pbtxt").is_file():
+            raise ConfigError(f"{output} is not a model repository of this tool; it is not overwritten")
+    elif os.path.lexists(output) and not output.is_dir():
+        raise ConfigError(f"{output} is not a folder; name another output")
+    folder = _existing_parent(output)
+    if not folder.is_dir():
+        raise ConfigError(f"{output} cannot be made: {folder} is not a folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{output} cannot be made: no permission to write to {folder}")
+
+
+def _existing_parent(path: Path) -> Path:
+    """The nearest folder (or other file) above `path` that exists."""
+    return next(parent for parent in path.absolute().parents if os.path.lexists(parent))
+
+
+def _check_room(output: Path, planned: PlannedConversion) -> None:
+    """ConfigError where the disk has less room than the weights take; tokenizer and configs are small."""
+    wanted = planned.total_bytes
+    free = shutil.disk_usage(_existing_parent(output)).free
+    if wanted > free:
+        raise ConfigError(f"{output} needs {wanted:,} bytes for weights; its disk has {free:,} free")
 
 
 def _default_dtype(console: Console) -> str | None:
     if torch.cuda.is_available():
         console.print("dtype: the checkpoint's, as this machine has a GPU")
         return None
-    console.print("dtype: fp32, as this machine has no GPU (a CPU computes in it fastest)", highlight=False)
+    console.print("dtype: fp32, as this machine has no GPU (a CPU computes in it fastest)")
     return "fp32"
 
 
@@ -127,10 +171,10 @@ def _check_stages(config: ModelConfig, pipeline_para_size: int) -> None:
 @contextmanager
 def _staged(output: Path) -> Iterator[Path]:
     """A folder beside `output` that takes its place when the block ends, and vanishes if it fails."""
-    output.parent.mkdir(parents=True, exist_ok=True)
+    made = _make_folders(output.parent)
     staging = output.parent / f".{output.name}.building-{os.getpid()}"
-    staging.mkdir()
     try:
+        staging.mkdir()
         yield staging
         replaced = output.parent / f".{output.name}.replaced-{os.getpid()}"
         if output.exists():
@@ -142,9 +186,25 @@ def _staged(output: Path) -> Iterator[Path]:
                 replaced.rename(output)
             raise
         shutil.rmtree(replaced, ignore_errors=True)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(staging, ignore_errors=True)
+        for folder in reversed(made):
+            if not any(folder.iterdir()):
+                folder.rmdir()
+        if isinstance(error, OSError) and error.errno is not None:
+            where = f" ({error.filename})" if error.filename else ""
+            raise ConfigError(f"{output} cannot be written: {error.strerror}{where}") from error
         raise
+
+
+def _make_folders(folder: Path) -> list[Path]:
+    """Make a folder and those above it; returns the new ones, outermost first."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()][::-1]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made: {error.strerror}") from None
+    return missing
 
 
 def _check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, console: Console) -> None:
@@ -156,7 +216,7 @@ def _check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, console: Consol
         found = (
             f"the tokenizer adds ids up to {size - 1}; {last}, and a prompt with such an id will be refused"
         )
-        console.print(f"[yellow]warning[/]: {found}", highlight=False)
+        console.print(f"[yellow]warning[/]: {found}")
 
 
 def _prove(
@@ -175,7 +235,7 @@ def _prove(
     (staging / PARITY_FILE).write_text(
         json.dumps(parity.as_dict(), indent=1, ensure_ascii=False), encoding="utf-8"
     )
-    console.print(f"parity with transformers: {summary}", highlight=False, soft_wrap=True)
+    console.print(f"parity with transformers: {summary}")
     return parity
 
 

@@ -1,8 +1,7 @@
-"""Is a model repository one that will load and answer rightly? Looks at files only; nothing is started."""
+"""Finds faults in a model repository. Reads files only, which are not trusted; nothing is started."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +18,19 @@ from tridecode.backend.config import (
 )
 from tridecode.backend.engine_config_file import checkpoint_dir
 from tridecode.backend.errors import TridecodeError
-from tridecode.backend.weights import WeightReader
+from tridecode.backend.weights import MANIFEST_FILE, WeightReader
+from tridecode.converters.files import MAX_JSON_BYTES, read_json, require_file
 from tridecode.converters.parity import PARITY_FORMAT, compared_checksums
 from tridecode.converters.progress import byte_progress
 from tridecode.converters.tokenizer import vocabulary_size
 from tridecode.model_repo_templates.pbtxt import data_type_name, parse_model_config, string_parameters
 
 PARITY_FILE = "PARITY.json"
+_MAX_CONFIG_BYTES = 1 << 20  # config.pbtxt and config.ini; ours have 6 kB
+_MAX_MODELS = 1000
+_MAX_SHOWN = 500  # characters of each part of a finding
+#: what damaged files raise in their readers, beside our own errors
+_UNREADABLE = (TridecodeError, OSError, ValueError, ArithmeticError, RecursionError)
 #: parameters of the engine's model that the engine itself does not read
 _OTHER_PARAMETERS = {
     *("engine_model", "model_type", "model_checkpoint_path", "enable_custom_all_reduce"),
@@ -35,7 +40,7 @@ _OTHER_PARAMETERS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """severity: "error" (it will not load, or answer wrongly) or "warning". The rest is for people."""
+    """severity: "error" (it does not load, or its answers are wrong) or "warning". The rest is for people."""
 
     severity: str
     where: str
@@ -44,11 +49,18 @@ class Finding:
     fix: str
 
     def __str__(self) -> str:
-        return f"{self.severity}: {self.where}: found {self.found}; wanted {self.wanted}. {self.fix}"
+        where, found, wanted = (_one_line(text) for text in (self.where, self.found, self.wanted))
+        return f"{self.severity}: {where}: found {found}; wanted {wanted}. {self.fix}"
+
+
+def _one_line(text: str) -> str:
+    """Names and values come from files: no line breaks, no terminal's control characters, not any length."""
+    text = "".join(char if char.isprintable() else " " for char in " ".join(text.split()))
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
 
 
 def check_repo(path: str | Path, checksums: bool = False) -> list[Finding]:
-    """Everything that is wrong with a model repository, errors first; an empty list is a good one.
+    """All faults of a model repository, errors first; an empty list means that none was found.
 
     checksums: also read every weight file and compare it with manifest.json.
     """
@@ -95,24 +107,20 @@ def _names_engine(model: TritonConfig, engine: str) -> bool:
 
 def _read_models(repository: Path) -> tuple[dict[str, TritonConfig], list[Finding]]:
     models, findings = {}, []
-    for folder in sorted(
-        path for path in repository.iterdir() if path.is_dir() and not path.name.startswith(".")
-    ):
-        where = f"{folder.name}/config.pbtxt"
+    folders = sorted(path for path in repository.iterdir() if path.is_dir() and not path.name.startswith("."))
+    if len(folders) > _MAX_MODELS:
+        found = f"{len(folders):,} folders"
+        findings.append(_error(str(repository), found, f"at most {_MAX_MODELS:,}", "Is it a repository?"))
+    for folder in folders[:_MAX_MODELS]:
+        where, path = f"{folder.name}/config.pbtxt", folder / "config.pbtxt"
+        if not path.exists():
+            fix = "Triton takes each folder for a model; move it."
+            findings.append(_error(where, "no such file", "one in every folder", fix))
+            continue
         try:
-            models[folder.name] = parse_model_config(
-                (folder / "config.pbtxt").read_text(encoding="utf-8"), where
-            )
-        except FileNotFoundError:
-            findings.append(
-                _error(
-                    where,
-                    "no such file",
-                    "one in every folder",
-                    "Triton takes each folder for a model; move it.",
-                )
-            )
-        except TridecodeError as error:
+            text = require_file(path, _MAX_CONFIG_BYTES).read_text(encoding="utf-8")
+            models[folder.name] = parse_model_config(text, where)
+        except _UNREADABLE as error:
             findings.append(_error(where, str(error), "Triton's schema", "Correct the file."))
     return models, findings
 
@@ -241,9 +249,12 @@ def _check_engine(
     try:
         engine = read_engine_config(string_parameters(models[name]), where)
         weights = Path(checkpoint_dir(str(repository / name)))
+        for file, limit in (("config.ini", _MAX_CONFIG_BYTES), (MANIFEST_FILE, MAX_JSON_BYTES)):
+            if (weights / file).exists():
+                require_file(weights / file, limit)
         config = read_model_config(weights)
         reader = WeightReader(weights, config) if engine.weights == "files" else None
-    except TridecodeError as error:
+    except _UNREADABLE as error:
         yield _error(
             where, str(error), "a configuration and weights that load", "Correct it, or build again."
         )
@@ -291,7 +302,7 @@ def _check_settings(where: str, engine: EngineConfig, config: ModelConfig) -> It
 def _check_tokenizer(repository: Path, folder: str, config: ModelConfig) -> Iterator[Finding]:
     path = repository / folder / "tokenizer.json"
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(require_file(path, MAX_JSON_BYTES)))
     except Exception as error:  # tokenizers raises nothing else
         yield _error(str(path), str(error), "a tokenizer.json that loads", "Build the repository again.")
         return
@@ -308,17 +319,13 @@ def _check_tokenizer(repository: Path, folder: str, config: ModelConfig) -> Iter
 
 
 def _check_parity(repository: Path, weights: Path, tokenizer_dir: str) -> Iterator[Finding]:
-    try:
-        parity = json.loads((repository / PARITY_FILE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        yield _warning(
-            PARITY_FILE,
-            "no such file",
-            "one",
-            "Nothing shows that the conversion is right; build with parity.",
-        )
+    if not (repository / PARITY_FILE).exists():
+        fix = "Nothing shows that the conversion is right; build with parity."
+        yield _warning(PARITY_FILE, "no such file", "one", fix)
         return
-    except ValueError as error:
+    try:
+        parity = read_json(repository / PARITY_FILE)
+    except TridecodeError as error:
         yield _error(PARITY_FILE, str(error), "JSON", "Build the repository again.")
         return
     if parity.get("format") != PARITY_FORMAT or not parity.get("passed"):
@@ -328,14 +335,19 @@ def _check_parity(repository: Path, weights: Path, tokenizer_dir: str) -> Iterat
         return
     tokenizer_file = repository / tokenizer_dir / "tokenizer.json"
     try:
+        require_file(tokenizer_file, MAX_JSON_BYTES)
         found = compared_checksums(weights, tokenizer_file)
     except FileNotFoundError as error:
         yield _warning(
             PARITY_FILE, f"no {error.filename}", "what was compared", "Build the repository again."
         )
         return
+    except TridecodeError as error:
+        yield _warning(PARITY_FILE, str(error), "what was compared", "Build the repository again.")
+        return
+    listed = parity.get("checksums")
     for name, checksum in found.items():
-        if parity["checksums"].get(name) != checksum:
+        if not isinstance(listed, dict) or listed.get(name) != checksum:
             yield _error(
                 name, "other bytes than were compared with transformers", "the same", "Build it again."
             )

@@ -1,21 +1,26 @@
-"""A client of the text models: what they write, piece by piece, over tritonclient's gRPC stream."""
+"""A client of the text models: their answers, piece by piece, over tritonclient's gRPC stream."""
 
 from __future__ import annotations
 
 import queue
+import secrets
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import tritonclient.grpc as triton
 import typer
-from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+from tritonclient.grpc import model_config_pb2
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype, triton_to_np_dtype
 
-from tridecode.backend.errors import BY_CODE, EngineDownError, RequestError, TridecodeError
+from tridecode.backend.errors import BY_CODE, ConfigError, EngineDownError, RequestError, TridecodeError
+
+GRPC_PORT = 8001  # tritonserver's default
+_CONNECT_S = 10.0  # until a server that does not answer counts as absent
 
 #: names that a text model may have in a repository, the one we recommend first
 TEXT_MODELS = (
@@ -26,7 +31,7 @@ TEXT_MODELS = (
     "ensemble_streaming",
     "ensemble_plain",
 )
-#: what a request may set: tensor of the text models -> its dtype (object: texts)
+#: what a request may set: tensor of the text models -> its usual dtype (object: texts)
 SAMPLING = {
     "max_tokens": np.int32,
     "min_tokens": np.int32,
@@ -56,10 +61,50 @@ class Piece:
 
 @dataclass(frozen=True)
 class TextModel:
-    """A text model that the server has. decoupled: it answers with a stream."""
+    """A text model that the server has. decoupled: it answers with a stream. dtypes: of its inputs, as
+    declared in its config.pbtxt (clients of LangChain's kind need UINT32 where others send INT32)."""
 
     name: str
     decoupled: bool
+    dtypes: Mapping[str, Any] = field(default_factory=dict)
+
+
+def grpc_address(url: str) -> str:
+    """host:port of a server's gRPC from what a person types: a port that is left out is 8001.
+
+    Raises ConfigError for an HTTP address and for what is not an address.
+    """
+    scheme, separator, rest = url.strip().rpartition("://")
+    example = "wanted host:port of the server's gRPC, e.g. localhost:8001"
+    if separator and scheme.lower() != "grpc":
+        raise ConfigError(f"--url {url} is an {scheme.upper()} address; {example}")
+    rest = rest.rstrip("/")
+    host, colon, port = rest.rpartition(":")
+    if rest.startswith("[") and rest.endswith("]"):  # an IPv6 address
+        host, port = rest, str(GRPC_PORT)
+    elif rest.count(":") > 1 and not rest.startswith("["):
+        host, port = f"[{rest}]", str(GRPC_PORT)
+    elif not colon:
+        host, port = rest, str(GRPC_PORT)
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536 or " " in host:
+        raise ConfigError(f"--url {url} is not an address; {example}")
+    return f"{host}:{port}"
+
+
+def complete_sampling(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a request with what a person means by them.
+
+    By the contract a temperature has no effect without top_k or top_p: alone, it sets top_p to 1, the whole
+    vocabulary. Where tokens are sampled and no seed is given, one is drawn; the server's own default is 0.
+    """
+    completed = dict(options)
+    temperature, top_k, top_p = (completed.get(key) for key in ("temperature", "top_k", "top_p"))
+    if temperature and top_k is None and top_p is None:
+        completed["top_p"] = top_p = 1.0
+    samples = temperature != 0 and top_k != 1 and bool(top_k or top_p)
+    if samples and completed.get("seed") is None:
+        completed["seed"] = secrets.randbelow(1 << 32)
+    return completed
 
 
 def find_text_model(url: str, name: str | None = None, streaming: bool = True) -> TextModel:
@@ -72,12 +117,11 @@ def find_text_model(url: str, name: str | None = None, streaming: bool = True) -
     with _client(url) as client:
         if name is not None:
             return _named(client, name)
-        ready = _ready_models(client)
-        found = [_describe(client, model) for model in TEXT_MODELS if model in ready]
+        found = [_describe(client, model) for model in TEXT_MODELS if client.is_model_ready(model)]
     fitting = [model for model in found if model is not None]
     if not fitting:
-        names = ", ".join(TEXT_MODELS)
-        raise RequestError(f"{url} has no text model that is ready; looked for {names}")
+        wanted = f"one of {', '.join(TEXT_MODELS)}, or --model"
+        raise RequestError(f"{url} has no text model that is ready; wanted {wanted}")
     return next((model for model in fitting if model.decoupled == streaming), fitting[0])
 
 
@@ -89,15 +133,16 @@ def stream_text(
     timeout_s: float | None = None,
     **sampling: Any,
 ) -> Iterator[Piece]:
-    """The pieces of text that `model` (None: the first text model there is) writes after `prompt`.
+    """The pieces of text that `model` (None: the first text model of the server) generates after `prompt`.
 
-    sampling: keys of SAMPLING. timeout_s: the longest silence that is put up with. Closing the iterator, and
-    Ctrl-C, cancel the request on the server. Raises TridecodeError with the server's text where the request
-    fails, RequestError for a key that does not exist.
+    sampling: keys of SAMPLING. timeout_s: longest wait for a response, None: forever. Closing the iterator,
+    and Ctrl-C, cancel the request on the server. Raises EngineDownError where no server answers, RequestError
+    for an option that does not exist or does not fit its dtype, TridecodeError with the server's text where
+    the request fails.
     """
-    inputs = _inputs(prompt, {"stream": True, **sampling})
     with _client(url) as client:
         found = _named(client, model) if model else find_text_model(url)
+        inputs = _inputs(prompt, {"stream": found.decoupled, **sampling}, found.dtypes)
         answers: queue.Queue = queue.Queue()
         client.start_stream(callback=lambda result, error: answers.put((result, error)))
         try:
@@ -109,22 +154,26 @@ def stream_text(
             client.stop_stream(cancel_requests=True)
 
 
-def infer_text(url: str, model: str | None, prompt: str, **sampling: Any) -> Piece:
+def infer_text(
+    url: str, model: str | None, prompt: str, *, timeout_s: float | None = None, **sampling: Any
+) -> Piece:
     """The whole answer at once, over a plain infer where the model gives one response, else over a stream.
 
     Raises as stream_text does.
     """
     found = find_text_model(url, model, streaming=False)
     if found.decoupled:
-        pieces = list(stream_text(url, found.name, prompt, stream=False, **sampling))
+        options = {"stream": False, "timeout_s": timeout_s, **sampling}
+        pieces = list(stream_text(url, found.name, prompt, **options))
         return Piece("".join(piece.text for piece in pieces), sum(piece.tokens for piece in pieces))
     with _client(url) as client:
-        return _piece(client.infer(found.name, _inputs(prompt, sampling)))
+        inputs = _inputs(prompt, dict(sampling), found.dtypes)
+        return _piece(client.infer(found.name, inputs, client_timeout=timeout_s))
 
 
 def print_stream(pieces: Iterator[Piece]) -> bool:
-    """Write pieces to stdout as they come and, to stderr, first-token time and tokens a second. False: Ctrl-C
-    ended them early."""
+    """Write pieces to stdout as they come and, to stderr, the time to the first token and tokens per second.
+    False: Ctrl-C ended them early."""
     started, first, last, early, tokens = time.perf_counter(), 0.0, 0.0, 0, 0
     whole = True
     try:
@@ -174,7 +223,7 @@ def _piece(result: triton.InferResult) -> Piece:
     return Piece(joined.decode("utf-8", errors="replace"), 0 if counts is None else int(counts.sum()))
 
 
-def _inputs(prompt: str, options: dict[str, Any]) -> list[triton.InferInput]:
+def _inputs(prompt: str, options: dict[str, Any], dtypes: Mapping[str, Any]) -> list[triton.InferInput]:
     flags = {"stream": bool(options.pop("stream", False)), "exclude_input_in_output": True}
     flags["return_num_output_tokens"] = True
     unknown = sorted(set(options) - set(SAMPLING))
@@ -185,15 +234,20 @@ def _inputs(prompt: str, options: dict[str, Any]) -> list[triton.InferInput]:
     inputs += [_tensor(name, np.array([[flag]], np.bool_)) for name, flag in flags.items()]
     for name, value in options.items():
         if value is not None:
-            inputs.append(_tensor(name, _option(name, value)))
+            inputs.append(_tensor(name, _option(name, value, dtypes.get(name, SAMPLING[name]))))
     return inputs
 
 
-def _option(name: str, value: Any) -> np.ndarray:
-    if SAMPLING[name] is np.object_:
+def _option(name: str, value: Any, dtype: Any) -> np.ndarray:
+    """[1, 1], or [1, n] of texts. RequestError for a number that the dtype does not hold."""
+    if dtype is np.object_:
         words = [value] if isinstance(value, str) else list(value)
         return np.array([[word.encode() for word in words]], np.object_)
-    return np.array([[value]], SAMPLING[name])
+    if np.issubdtype(dtype, np.integer):
+        limits = np.iinfo(dtype)
+        if not limits.min <= value <= limits.max:
+            raise RequestError(f"{name} is {value}; wanted {limits.min} to {limits.max} ({limits.dtype})")
+    return np.array([[value]], dtype)
 
 
 def _tensor(name: str, value: np.ndarray) -> triton.InferInput:
@@ -204,14 +258,38 @@ def _tensor(name: str, value: np.ndarray) -> triton.InferInput:
 
 @contextmanager
 def _client(url: str) -> Iterator[triton.InferenceServerClient]:
-    """A client whose errors are ours."""
+    """A client of a server that answers, whose errors are ours."""
     client = triton.InferenceServerClient(url)
     try:
+        _check_live(client, url)
         yield client
     except InferenceServerException as error:
         raise _ours(error, url) from None
     finally:
         client.close()
+
+
+#: what gRPC says of a peer that is absent or not Triton -> plain words
+_NO_SERVER = {
+    "refused": "connection refused: is the server running? tridecode serve REPOSITORY",
+    "Deadline": f"no answer within {_CONNECT_S:g} s",
+    "resolution failed": "the host name is unknown",
+    "errors resolving": "the host name is unknown",
+    "HTTP/2": "not a gRPC port: HTTP has 8000 by default, gRPC 8001",
+    "http1.x": "not a gRPC port: HTTP has 8000 by default, gRPC 8001",
+}
+
+
+def _check_live(client: triton.InferenceServerClient, url: str) -> None:
+    """EngineDownError in plain words: gRPC's own name sockets and channel states."""
+    try:
+        client.is_server_live(client_timeout=_CONNECT_S)
+    except InferenceServerException as error:
+        text = error.message() or ""
+        if error.status() not in ("StatusCode.UNAVAILABLE", "StatusCode.DEADLINE_EXCEEDED"):
+            return  # it answers; a gateway may keep this call to itself
+        why = next((words for part, words in _NO_SERVER.items() if part in text), " ".join(text.split()))
+        raise EngineDownError(f"no Triton server answers at {url} over gRPC ({why})") from None
 
 
 def _ours(error: InferenceServerException, url: str = "") -> TridecodeError:
@@ -222,21 +300,22 @@ def _ours(error: InferenceServerException, url: str = "") -> TridecodeError:
     return BY_CODE.get(code, TridecodeError)(f"{error.message()}{where}")
 
 
-def _ready_models(client: triton.InferenceServerClient) -> set[str]:
-    """Of TEXT_MODELS: the list of all models is closed to clients, see docs/security.md."""
-    return {name for name in TEXT_MODELS if client.is_model_ready(name)}
-
-
 def _describe(client: triton.InferenceServerClient, name: str) -> TextModel | None:
-    """None for a model that is no text model."""
+    """None for a model that does not take text."""
     config = client.get_model_config(name).config
-    if "text_input" not in {tensor.name for tensor in config.input}:
+    declared = {tensor.name: tensor.data_type for tensor in config.input}
+    if "text_input" not in declared:
         return None
-    return TextModel(name, config.model_transaction_policy.decoupled)
+    names = {name: model_config_pb2.DataType.Name(kind)[len("TYPE_") :] for name, kind in declared.items()}
+    found = {name: triton_to_np_dtype("BYTES" if kind == "STRING" else kind) for name, kind in names.items()}
+    dtypes = {name: dtype for name, dtype in found.items() if dtype is not None}
+    return TextModel(config.name or name, config.model_transaction_policy.decoupled, dtypes)
 
 
 def _named(client: triton.InferenceServerClient, name: str) -> TextModel:
     found = _describe(client, name)
     if found is None:
-        raise RequestError(f"model {name} has no input text_input; wanted a text model, as {TEXT_MODELS[0]}")
+        raise RequestError(
+            f"model {name} has no input text_input; wanted a text model, e.g. {TEXT_MODELS[0]}"
+        )
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import select
 import signal
@@ -14,14 +15,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tridecode.backend.errors import TridecodeError
-from tridecode.backend.supervisor import runtime_dir
+from tridecode.backend.supervisor import processes, runtime_dir
 from tridecode.tools import server_guard, triton_install
 from tridecode.tools.serve_checks import check_plain_path, is_plain_path, repositories
 
 START_S = 30.0  # a guard starts the server within so long, also after it has cleaned up behind a dead one
+SILENT_S = 5.0  # a guard that has not told of its server's end after so long is killed
+CLEAN_S = server_guard.LEAVE_S + server_guard.DEATH_S + 5.0  # a guard cleans up within so long
 SHM_PREFIX = "triton_python_backend_shm_region"  # Triton's own; our mark comes after it
 REPOSITORY = "repository"  # in the runtime folder: links to repositories with paths that are not plain
 OWNER_VARIABLE = "TRIDECODE_OWNER"  # "PID:START" of the process whose life the engines share
+
+_log = logging.getLogger("tridecode.serve")
 
 
 class GuardedServer:
@@ -60,6 +65,7 @@ class GuardedServer:
         os.close(write_fd)
         self._returncode: int | None = None
         self._cleaned = False
+        self._silent_since = time.monotonic()
         self._order(json.dumps(self._first_order(install)))
         self.pid = self._wait_started()
 
@@ -146,7 +152,22 @@ class GuardedServer:
         line = self._next_report(0.0)
         if line.startswith("ended "):
             self._returncode = int(line.split()[1])
+        if self._returncode is None and self._guard.poll() is None:
+            self._look_at_guard(time.monotonic())
         return self._returncode is None and self._guard.poll() is None
+
+    def _look_at_guard(self, now: float) -> None:
+        """Kill a guard that does not tell of the server's end: it is frozen."""
+        if processes.identify(self.pid) is not None:
+            self._silent_since = now
+        elif now - self._silent_since > SILENT_S:
+            state = processes.state(self._guard.pid)
+            why = processes.STATE_WORDS.get(state, f"process state {state}")
+            _log.error(
+                "the guard of tritonserver, process %d, is silent (%s): killing it", self._guard.pid, why
+            )
+            self._guard.kill()
+            self._guard.wait()
 
     def ending(self) -> str:
         """How tritonserver ended, in words."""
@@ -204,7 +225,11 @@ class GuardedServer:
 
     def wait_cleaned(self) -> None:
         """Until the server has ended and nothing is left of it."""
-        self._guard.wait()
+        try:
+            self._guard.wait(CLEAN_S)
+        except subprocess.TimeoutExpired:  # frozen
+            self._guard.kill()
+            self._guard.wait()
         if self.folder.exists():  # the guard was killed
             server_guard.clean(self.folder, self.shm_prefix, 0.0)
 

@@ -5,26 +5,34 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from tridecode.backend.errors import ConfigError
 from tridecode.backend.supervisor import processes
 
-_LISTEN = "0A"  # the state in /proc/net/tcp
+_LISTEN, _ESTABLISHED = "0A", "01"  # states in /proc/net/tcp
 
 
 def inodes_listening(port: int) -> set[int]:
     """The inodes of the sockets that listen on `port`; empty also where /proc does not tell."""
-    found = set()
+    return {inode for at, state, inode in _sockets() if state == _LISTEN and at == port}
+
+
+def connections(ports: Collection[int]) -> int:
+    """How many clients are connected to one of our `ports`."""
+    return sum(state == _ESTABLISHED and at in ports for at, state, _ in _sockets())
+
+
+def _sockets() -> Iterator[tuple[int, str, int]]:
+    """Local port, state and inode of every TCP socket."""
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         try:
             rows = Path(table).read_text().splitlines()[1:]
         except OSError:
             continue
         for fields in map(str.split, rows):
-            if fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
-                found.add(int(fields[9]))
-    return found
+            yield int(fields[1].rpartition(":")[2], 16), fields[3], int(fields[9])
 
 
 def sockets_of(pid: int) -> set[int]:

@@ -1,4 +1,4 @@
-"""Sends what FasterTransformer's JSON request files describe, and shows every tensor that comes back.
+"""Sends FasterTransformer's JSON request files and shows every tensor of the responses.
 
 A file is {"config": {...}, "request": [{"name", "data", "dtype"}, ...]}. config: protocol (http, grpc), url,
 model_name, verbose, stream_api. data: a number, a text or nested lists; dtype: numpy's name, or bytes.
@@ -6,11 +6,14 @@ model_name, verbose, stream_api. data: a number, a text or nested lists; dtype: 
 
 from __future__ import annotations
 
+import io
 import json
 import queue
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Callable
 
@@ -19,9 +22,11 @@ import tritonclient.grpc as grpc_client
 from rich.console import Console
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from tridecode.backend.errors import ConfigError, TridecodeError
+from tridecode.backend.errors import ConfigError, EngineDownError, TridecodeError
 
+_MAX_FILE_BYTES = 256 << 20
 _PORTS = {"http": 8000, "grpc": 8001}
+_REASON_S = 5.0  # until gRPC says why a stream failed
 _HTTP_TIMEOUT_S = 600.0  # the client cannot wait without one
 _TEXT_DTYPES = ("bytes", "object", "str", "string")
 
@@ -55,7 +60,7 @@ def read_request(path: str | Path | None, params: str | None = None) -> RequestF
     merged: dict[str, Any] = {}
     for source, text in ((where, _read(path)), ("--params", params)):
         if text is not None:
-            merged = _merge(merged, _parse(text, source))
+            merged = _merge(merged, _checked(_parse(text, source), source))
     if not merged.get("request"):
         raise ConfigError(f'{where} has no "request"; wanted a list of {{"name", "data", "dtype"}}')
     config = merged.get("config", {})
@@ -66,7 +71,7 @@ def read_request(path: str | Path | None, params: str | None = None) -> RequestF
         raise ConfigError(f"{where}: config.stream_api needs config.protocol grpc; found {protocol}")
     return RequestFile(
         protocol=protocol,
-        url=config.get("url", f"localhost:{_PORTS[protocol]}"),
+        url=_address(config.get("url", "localhost"), protocol, where),
         model_name=config.get("model_name", "fastertransformer"),
         verbose=bool(config.get("verbose", False)),
         stream_api=bool(config.get("stream_api", False)),
@@ -74,15 +79,83 @@ def read_request(path: str | Path | None, params: str | None = None) -> RequestF
     )
 
 
-def send_request(request: RequestFile, timeout_s: float | None = None) -> Iterator[Answer]:
-    """The responses to a request: one, or as many as a stream has. timeout_s: the longest silence.
+def _checked(value: dict[str, Any], where: str) -> dict[str, Any]:
+    """The types of a request file's parts. ConfigError names the first that is wrong."""
+    config, request = value.get("config", {}), value.get("request", [])
+    if not isinstance(config, dict):
+        raise ConfigError(f"{where}: config is {_short(config)}; wanted an object")
+    for key in ("protocol", "url", "model_name"):
+        if not isinstance(config.get(key, ""), str):
+            raise ConfigError(f"{where}: config.{key} is {_short(config[key])}; wanted a text")
+    if not isinstance(request, list):
+        raise ConfigError(f"{where}: request is {_short(request)}; wanted a list of tensors")
+    for entry in request:
+        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+            wanted = 'an object with "name", a text'
+            raise ConfigError(f"{where}: request holds {_short(entry)}; wanted {wanted}")
+    return value
 
-    Raises TridecodeError with the server's text.
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _address(url: str, protocol: str, where: str) -> str:
+    """host:port; a scheme that fits is cut off, a port that is left out is Triton's default."""
+    scheme, separator, rest = url.strip().rpartition("://")
+    if separator and scheme.lower() != protocol:
+        raise ConfigError(f"{where}: config.url is {url}; wanted host:port of the server's {protocol}")
+    rest = rest.rstrip("/")
+    if ":" not in rest:
+        rest = f"{rest}:{_PORTS[protocol]}"
+    host, _, port = rest.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise ConfigError(f"{where}: config.url is {url!r}; wanted host:port")
+    return rest
+
+
+def send_request(request: RequestFile, timeout_s: float | None = None) -> Iterator[Answer]:
+    """The responses to a request: one, or as many as a stream has. timeout_s: longest wait for a response.
+
+    Raises EngineDownError where no server answers, else TridecodeError with the server's text.
     """
     try:
         yield from (_stream if request.stream_api else _infer)(request, timeout_s)
     except InferenceServerException as error:
+        if _is_unreachable(error):
+            raise _no_server(request, error.message()) from None
         raise TridecodeError(f"{request.model_name} at {request.url}: {error.message()}") from None
+    except TimeoutError:
+        patience = f"{timeout_s or _HTTP_TIMEOUT_S:g} s"
+        raise EngineDownError(f"{request.url} has not answered within {patience}") from None
+    except (OSError, ValueError) as error:  # the HTTP client's sockets, and what it cannot parse
+        raise _no_server(request, str(error)) from None
+
+
+#: gRPC's and the HTTP client's texts where a peer is absent or not Triton -> plain words
+_NO_SERVER = {
+    "refused": "connection refused",
+    "resolution failed": "the host name is unknown",
+    "errors resolving": "the host name is unknown",
+    "Name or service": "the host name is unknown",
+    "no HTTP": "not HTTP: is it the port of gRPC?",
+    "HTTP/2": "not gRPC: is it the port of HTTP?",
+    "http1.x": "not gRPC: is it the port of HTTP?",
+    "decoding the response": "an HTTP server that is not Triton",
+    "failed to connect": "no connection",
+    "Socket closed": "it closed the connection",
+}
+
+
+def _is_unreachable(error: InferenceServerException) -> bool:
+    return any(part in (error.message() or "") for part in _NO_SERVER)
+
+
+def _no_server(request: RequestFile, reason: str) -> EngineDownError:
+    why = next((words for part, words in _NO_SERVER.items() if part in reason), " ".join(reason.split()))
+    found = f"no Triton server answers at {request.url} over {request.protocol} ({why})"
+    return EngineDownError(f"{found}; start one, or name its address in config.url")
 
 
 def show(answer: Answer, console: Console) -> None:
@@ -94,8 +167,8 @@ def show(answer: Answer, console: Console) -> None:
 
 
 def show_streamed(answer: Answer, console: Console) -> None:
-    """One line a response of FasterTransformer's stream: time, probability so far, tokens of the first
-    sequence; every output where the response is another model's."""
+    """One line per response of FasterTransformer's stream: time, cumulative probability, tokens of the first
+    sequence. Another model's response: every output."""
     outputs = answer.outputs
     if not {"output_ids", "sequence_length"} <= set(outputs):
         show(answer, console)
@@ -123,16 +196,25 @@ def _read(path: str | Path | None) -> str | None:
     if path is None:
         return None
     try:
+        if not Path(path).is_file():
+            raise ConfigError(f"{path} cannot be read (not a file); wanted a JSON request file")
+        size = Path(path).stat().st_size
+        if size > _MAX_FILE_BYTES:
+            raise ConfigError(f"{path} holds {size:,} bytes; a request file has at most {_MAX_FILE_BYTES:,}")
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}); wanted a JSON request file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8: {error}") from None
 
 
 def _parse(text: str, where: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{where} is no JSON: {error}") from None
+        raise ConfigError(f"{where} is not valid JSON: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{where} is nested too deeply; wanted a request file") from None
     if not isinstance(value, dict):
         raise ConfigError(f'{where} holds a {type(value).__name__}; wanted an object with "request"')
     return value
@@ -163,14 +245,19 @@ def _tensor(entry: Mapping[str, Any], where: str) -> tuple[str, np.ndarray]:
     try:
         if dtype in _TEXT_DTYPES:
             return name, _texts(entry["data"])
-        return name, np.array(entry["data"], dtype=np.dtype(dtype))
+        array = np.array(entry["data"], dtype=np.dtype(dtype))
+        if np_to_triton_dtype(array.dtype) in (None, "BYTES"):
+            raise TypeError("Triton has no such type")
+        return name, array
     except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{where}: tensor {name}: data does not fit dtype {dtype}: {error}") from None
 
 
 def _texts(data: Any) -> np.ndarray:
     found = np.array(data, dtype=object)
-    encoded = [item if isinstance(item, bytes) else str(item).encode() for item in found.reshape(-1)]
+    if any(isinstance(item, (list, dict)) for item in found.reshape(-1)):
+        raise ValueError("its lists have different lengths, or hold objects")
+    encoded = [str(item).encode() for item in found.reshape(-1)]
     return np.array(encoded, dtype=object).reshape(found.shape)
 
 
@@ -194,10 +281,18 @@ def _infer(request: RequestFile, timeout_s: float | None) -> Iterator[Answer]:
         import tritonclient.http as http_client  # it brings gevent, which gRPC does without
 
         patience = timeout_s or _HTTP_TIMEOUT_S
-        with http_client.InferenceServerClient(
-            request.url, verbose=request.verbose, network_timeout=patience
-        ) as client:
-            result = client.infer(request.model_name, _inputs(request, http_client.InferInput))
+        # the client prints a response that it cannot parse before it raises
+        quiet = nullcontext() if request.verbose else redirect_stdout(io.StringIO())
+        with (
+            quiet,
+            http_client.InferenceServerClient(
+                request.url, verbose=request.verbose, network_timeout=patience
+            ) as client,
+        ):
+            try:
+                result = client.infer(request.model_name, _inputs(request, http_client.InferInput))
+            except HTTPException as error:
+                raise ValueError(f"no HTTP: {error}") from None
         names = [output["name"] for output in result.get_response().get("outputs", ())]
     elapsed = time.perf_counter() - started
     yield Answer({name: result.as_numpy(name) for name in names}, elapsed)
@@ -210,7 +305,10 @@ def _stream(request: RequestFile, timeout_s: float | None) -> Iterator[Answer]:
     client.start_stream(callback=lambda result, error: answers.put((result, error)))
     try:
         inputs = _inputs(request, grpc_client.InferInput)
-        client.async_stream_infer(request.model_name, inputs, enable_empty_final_response=True)
+        try:
+            client.async_stream_infer(request.model_name, inputs, enable_empty_final_response=True)
+        except InferenceServerException as closed:  # the stream failed before; the callback has the reason
+            raise (_next(answers, request, _REASON_S)[1] or closed) from None
         while True:
             result, error = _next(answers, request, timeout_s)
             if error is not None:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from tridecode.backend.errors import ConfigError, TridecodeError
 from tridecode.backend.supervisor import processes, runtime_dir, state_file
-from tridecode.tools import triton_access
+from tridecode.tools import listening, triton_access
 from tridecode.tools.door_watch import DoorWatch
 from tridecode.tools.generate import TEXT_MODELS
 from tridecode.tools.guarded_server import GuardedServer
@@ -41,6 +41,7 @@ MEND_S = 2.0  # … and the runtime folder
 IDLE_S = 1.0  # an engine without work for so long has drained
 TOLD_S = 1.0  # doors have so long to send the error of requests that were cut
 END_S = 3.0  # tritonserver has so long to end after SIGTERM: an open gRPC stream would hold it for ever
+ORPHANS = "3.5"  # seconds, so that within five every open request has an answer or an error
 MAX_DEATHS = 10  # tritonserver is started again until it has died so often
 DEATHS_WITHIN_S = 300.0  # … within so long
 FIRST_PAUSE_S = 0.2  # before it is started again; doubles with each death that counts, up to
@@ -70,7 +71,8 @@ class ServeOptions:
     address: where HTTP and gRPC listen, and the metrics unless metrics_address says otherwise. drain_s:
     requests under way may take so long after SIGTERM. start_timeout_s: a start may go so long without
     progress. orphans: when tritonserver is started again for requests that cannot end, because their door
-    died: "idle" (when nothing else is open), seconds (also then), or "leave". key: opens the control APIs.
+    died: "idle" (when nothing else is open), seconds (then, at the latest), or "leave". key: of the control
+    APIs.
     """
 
     repository: Path
@@ -83,7 +85,7 @@ class ServeOptions:
     triton_args: tuple[str, ...] = ()
     metrics_address: str | None = None
     start_timeout_s: float = 600.0
-    orphans: str = "idle"
+    orphans: str = ORPHANS
     key: str = field(default_factory=triton_access.control_key, repr=False)
 
     def server_arguments(self) -> list[str]:
@@ -100,6 +102,7 @@ class ServeOptions:
             "--disable-auto-complete-config",
             "--model-control-mode=explicit",
             "--load-model=*",
+            "--model-load-thread-count=8",  # as many doors start at once; Triton's default is 4
             "--exit-on-error=false",  # a model that fails is told with its reason, by the repository index
             f"--exit-timeout-secs={max(1, round(self.drain_s))}",
             *([] if shutil.which("nvidia-smi") else _WITHOUT_GPU),
@@ -168,7 +171,7 @@ def serve(
     drain_s: float = 20.0,
     metrics_address: str | None = None,
     start_timeout_s: float = 600.0,
-    orphans: str = "idle",
+    orphans: str = ORPHANS,
 ) -> int:
     """Serve a model repository until SIGTERM, SIGINT or SIGHUP; the exit code of the process.
 
@@ -198,6 +201,8 @@ def serve(
     failure: TridecodeError | None = None
     with GuardedServer(arguments, door_python, options.key) as server:
         _log.info("tritonserver is process %d", server.pid)
+        if not shutil.which("nvidia-smi"):
+            _log.info("no GPU: Triton will say once that CudaDriverHelper is not initialized, as it must")
         try:
             return _Serving(options, server, signals, models).run()
         except TridecodeError as error:
@@ -277,7 +282,7 @@ class _Serving:
                     f"tritonserver {self._server.ending()} before it was ready; the lines above say why"
                 )
             return
-        failed = [row for row in rows if row.state != "READY"]
+        failed = sorted((row for row in rows if row.state != "READY"), key=lambda row: bool(row.reason))
         for row in failed[:-1]:
             _log.error("model %s could not be loaded: %s", row.name, _one_line(row.reason))
         if failed:
@@ -381,6 +386,9 @@ class _Serving:
         orphaned = self._watch.orphaned(now)
         if limit is None or not orphaned or self._watch.busy:
             return
+        ports = self._options.ports()
+        if not listening.connections([port for name, port in ports.items() if name != "metrics"]):
+            return  # nobody waits any more
         waited = now - min(orphaned.values())
         idle = now - self._idle_since > IDLE_S
         if idle or waited > limit:
@@ -483,7 +491,7 @@ class _Serving:
 
 def _one_line(reason: str) -> str:
     """The reason of a model's failure without the python frames that Triton puts after it."""
-    return " ".join(reason.partition("\n\nAt:")[0].split()) or "Triton gives no reason"
+    return " ".join(reason.partition("\n\nAt:")[0].split()) or "a model that it needs could not be"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -508,9 +516,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--orphans",
-        default="idle",
-        help="when tritonserver is started again for requests whose door died: idle (nothing else is open), "
-        "a number of seconds, or leave",
+        default=ORPHANS,
+        help="when tritonserver is started again for requests whose door died: idle (once nothing else is "
+        "open), a number of seconds (then at the latest), or leave (never)",
     )
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # ends with it: running_server.py
     given = list(sys.argv[1:] if arguments is None else arguments)

@@ -31,6 +31,7 @@ _OURS = {
     "http-address": "--address before --",
     "grpc-address": "--address before --",
     "metrics-address": "--metrics-address before --",
+    "load-model": "nothing: serve loads every model of the repository",
     "model-control-mode": "nothing: a door that died is loaded again through explicit control",
     "allow-http": "nothing: serve itself talks HTTP to the server",
 }
@@ -66,6 +67,13 @@ def check_plain_path(path: Path, what: str, fix: str) -> None:
 def check_repository(repository: Path) -> list[str]:
     """The names of the models in a repository. Raises ConfigError where there is none, or one of them has a
     name or a setting that Triton's `bash -c` would execute."""
+    try:
+        return _check_models(repository)
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from None
+
+
+def _check_models(repository: Path) -> list[str]:
     if not repository.is_dir():
         raise ConfigError(f"{repository} is no directory; wanted a model repository")
     names = sorted(path.parent.name for path in repository.glob("*/config.pbtxt"))
@@ -111,6 +119,10 @@ def check_triton_arguments(arguments: Sequence[str]) -> None:
     for name, ours in _OURS.items():
         if triton_access.has_flag(arguments, name):
             raise ConfigError(f"--{name} after -- would be overridden or mislead serve; use {ours}")
+    if any(
+        "shm-region-prefix-name" in value for value in triton_access.values_of(arguments, "backend-config")
+    ):
+        raise ConfigError("shm-region-prefix-name after -- is serve's own: it finds the stubs' memory by it")
     for name in _OPENING:
         values = triton_access.values_of(arguments, name)
         if values and values[-1].lower() not in ("false", "0"):

@@ -66,8 +66,9 @@ class Start:
         if rows is None:
             self._say(self._loading() if not late else f"engine {late[0].phase}: {late[0].detail}")
             return None
-        failed = [row for row in rows if row.state == "UNAVAILABLE"]
-        waiting = [row.name for row in rows if row.state not in ("READY", "UNAVAILABLE")]
+        # Triton answers when it has tried every model: one without a state is an ensemble of one that failed
+        failed = [row for row in rows if row.state in ("UNAVAILABLE", "")]
+        waiting = [row.name for row in rows if row.state in ("LOADING", "UNLOADING")]
         if waiting:
             self._say(f"loading {', '.join(waiting)}")
         elif late and not failed:

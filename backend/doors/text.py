@@ -247,9 +247,8 @@ class Row:
         self.finish_reason = ""  # "": it has not ended
         self._decoder = StreamDecoder(view, prompt.ids)
         self._matcher = StopMatcher(stop_words)
-        self._by_token = (
-            not stop_words.empty
-        )  # else a stop word would be found later where tokens came merged
+        # with stop words token by token: else one would be found later where tokens came merged
+        self._by_token = not stop_words.empty
         self._cancel = cancel
 
     @property

@@ -11,13 +11,15 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from tests.checkpoints import tiny_llama
+from tests.checkpoints import TEXTS, greedy, tiny_bloom, tiny_gpt2, tiny_llama, tiny_tokenizer
 from tridecode.backend.config import RopeConfig
-from tridecode.backend.errors import UnsupportedError
+from tridecode.backend.engine.offline import run_greedy
+from tridecode.backend.errors import CheckpointError, UnsupportedError
 from tridecode.converters.checkpoint import Checkpoint, open_checkpoint
 from tridecode.converters.convert import plan_conversion
 from tridecode.converters.parity import check_parity
 from tridecode.converters.tokenizer import PROBES, load_tokenizer, save_tokenizer
+from tridecode.tools.build_repo import build_repo
 from tridecode.tools.demo import packaged_model
 
 NAMES = {
@@ -143,7 +145,7 @@ def test_a_directory_with_one_gguf_is_that_gguf(tmp_path, model):
 
 def test_a_gguf_of_another_architecture_is_refused_by_name(tmp_path, model):
     path = write_gguf(tmp_path / "m.gguf", model, gguf.GGMLQuantizationType.F32, architecture="qwen2")
-    with pytest.raises(UnsupportedError, match="GGUF architecture 'qwen2'; this version reads llama"):
+    with pytest.raises(UnsupportedError, match="architecture 'qwen2'; this version reads llama, gpt2, bloom"):
         open_checkpoint(path)
 
 
@@ -164,6 +166,135 @@ def test_a_way_of_splitting_text_that_cannot_be_rebuilt_is_refused(tmp_path, mod
         UnsupportedError, match="tokenizer.ggml.pre = some-new-model, which cannot be rebuilt"
     ):
         load_tokenizer(open_checkpoint(path))
+
+
+@pytest.mark.parametrize("size", [0, 4, 8, 24, 100, 1000, 5000])
+def test_a_gguf_that_is_cut_short_is_one_line(tmp_path, model, size):
+    path = write_gguf(tmp_path / "m.gguf", model, gguf.GGMLQuantizationType.F32)
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(CheckpointError, match="m.gguf is not a readable GGUF file: it is") as caught:
+        open_checkpoint(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("at", [8, 16])  # the counts of tensors and of metadata
+def test_a_gguf_whose_counts_lie_is_refused_at_once(tmp_path, model, at):
+    path = write_gguf(tmp_path / "m.gguf", model, gguf.GGMLQuantizationType.F32)
+    data = bytearray(path.read_bytes())
+    data[at : at + 8] = (2**62).to_bytes(8, "little")
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="m.gguf is not a readable GGUF file"):
+        open_checkpoint(path)
+
+
+# ---------------------------------------------------------------- GPT-2 and BLOOM
+
+
+def tiny_gpt2_32():
+    """Sizes that llama.cpp's blocks of 32 divide, and positions that are not GPT-2's own 1024."""
+    return tiny_gpt2(n_embd=64, n_head=4, n_positions=96, n_inner=160)
+
+
+def tiny_bloom_32():
+    return tiny_bloom(hidden_size=64, n_head=4)
+
+
+def written_as_llama_cpp_does(path: Path, model, kind: gguf.GGMLQuantizationType, pre: str) -> Path:
+    """A GPT-2 or BLOOM as convert_hf_to_gguf.py writes it: names from gguf's own table, GPT-2's matrices
+    transposed, BLOOM's query_key_value regrouped from heads of three to three of all heads."""
+    hf = model.config
+    architecture = {"gpt2": gguf.MODEL_ARCH.GPT2, "bloom": gguf.MODEL_ARCH.BLOOM}[hf.model_type]
+    names = gguf.get_tensor_name_map(architecture, hf.num_hidden_layers)
+    writer = gguf.GGUFWriter(path, hf.model_type)
+    writer.add_block_count(hf.num_hidden_layers)
+    writer.add_context_length(getattr(hf, "n_positions", 2048))
+    writer.add_embedding_length(hf.hidden_size)
+    writer.add_feed_forward_length(getattr(hf, "n_inner", None) or 4 * hf.hidden_size)
+    writer.add_head_count(hf.num_attention_heads)
+    writer.add_head_count_kv(hf.num_attention_heads)
+    writer.add_layer_norm_eps(hf.layer_norm_epsilon)
+    tokenizer = tiny_tokenizer().backend_tokenizer
+    held = json.loads(tokenizer.to_str())["model"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(sorted(held["vocab"], key=held["vocab"].get))
+    writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(held["vocab"]) - 3))
+    writer.add_token_merges([" ".join(pair) for pair in held["merges"]])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    for name, parameter in model.named_parameters():
+        weight = parameter.detach().numpy()
+        if hf.model_type == "gpt2" and weight.ndim == 2 and ".h." in name:
+            weight = weight.T
+        if "query_key_value" in name:
+            by_head = weight.reshape(hf.num_attention_heads, 3, -1, *weight.shape[1:])
+            weight = by_head.swapaxes(0, 1).reshape(weight.shape)
+        theirs = names.get_name(name.removeprefix("transformer."), try_suffixes=(".weight", ".bias"))
+        weight = np.ascontiguousarray(weight)
+        quantised = weight.ndim == 2 and "position" not in theirs
+        data = gguf.quantize(weight, kind) if quantised else weight
+        writer.add_tensor(theirs, data, raw_dtype=kind if quantised else None)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+GGUF_FAMILIES = {"gpt2": (tiny_gpt2_32, "gpt-2"), "bloom": (tiny_bloom_32, "bloom")}
+
+
+@pytest.mark.parametrize("family", GGUF_FAMILIES)
+@pytest.mark.parametrize("kind", QUANTISATIONS)
+def test_the_tensors_of_another_familys_gguf_are_transformers_again(tmp_path, family, kind):
+    make, pre = GGUF_FAMILIES[family]
+    model, (_, tolerance) = make(), QUANTISATIONS[kind]
+    path = written_as_llama_cpp_does(tmp_path / "m.gguf", model, gguf.GGMLQuantizationType[kind], pre)
+    tensors = open_checkpoint(path).tensors
+    state = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    assert tensors.shapes == {name: tuple(tensor.shape) for name, tensor in state.items()}
+    for name, tensor in state.items():
+        torch.testing.assert_close(tensors.read(name), tensor, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("family", GGUF_FAMILIES)
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_another_familys_gguf_becomes_a_repository_that_matches_transformers(tmp_path, family, kind, capfd):
+    """Twice over: PARITY.json is transformers' own reading of the file, and the tokens are the model's."""
+    make, pre = GGUF_FAMILIES[family]
+    model = make()
+    path = written_as_llama_cpp_does(tmp_path / "m.gguf", model, gguf.GGMLQuantizationType[kind], pre)
+    repository = build_repo(path, tmp_path / "repo", tensor_para_size=2)
+    parity = json.loads((repository / "PARITY.json").read_text())
+    assert parity["passed"] and parity["greedy_agreement"] == 1.0
+    config = plan_conversion(open_checkpoint(path), "fp32").config
+    assert config.max_positions == (96 if family == "gpt2" else 16384)
+    assert config.mlp_size == (160 if family == "gpt2" else 256)
+    if kind == "F32":
+        tokens, _ = run_greedy(repository / "fastertransformer/1/2-gpu", [[7, 9, 11]], 8)
+        assert tokens == [greedy(model, [7, 9, 11], 8)[0]]
+    written = capfd.readouterr()
+    assert "\r" not in written.out + written.err
+
+
+@pytest.mark.parametrize("family", GGUF_FAMILIES)
+def test_another_familys_tokenizer_splits_as_the_original(tmp_path, family):
+    make, pre = GGUF_FAMILIES[family]
+    path = written_as_llama_cpp_does(tmp_path / "m.gguf", make(), gguf.GGMLQuantizationType.F32, pre)
+    found = save_tokenizer(load_tokenizer(open_checkpoint(path)), None, tmp_path / "t")
+    original = tiny_tokenizer().backend_tokenizer
+    if family == "bloom":  # the pre_tokenizer of bigscience/bloom's tokenizer.json
+        split = {"Regex": " ?[^(\\s|[.,!?…。，、।۔،])]+"}
+        bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        first = {"type": "Split", "pattern": split, "behavior": "Isolated", "invert": False}
+        settings = json.loads(original.to_str())
+        settings["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [first, bytes_]}
+        original = Tokenizer.from_str(json.dumps(settings))
+    for text in [*PROBES, *TEXTS]:
+        assert found.encode(text, add_special_tokens=False).ids == original.encode(text).ids, text
+        assert found.decode(found.encode(text).ids) == text
+    settings = json.loads((tmp_path / "t" / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] != "TokenizersBackend"
 
 
 # ---------------------------------------------------------------- SmolLM2
@@ -188,6 +319,12 @@ def test_smollm2s_tokenizer_is_llama_cpps_and_splits_every_digit(smollm2, smollm
     for row in recorded:
         assert tokenizer.encode(row["text"]).ids == row["ids"], row["text"]
     assert [tokenizer.decode([i]) for i in tokenizer.encode("1999").ids] == ["1", "9", "9", "9"]
+
+
+def test_smollm2s_tokenizer_names_a_class_that_transformers_4_knows(smollm2_tokenizer):
+    settings = json.loads((smollm2_tokenizer / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert not {"backend", "is_local", "local_files_only"} & set(settings)
 
 
 def test_smollm2s_chat_template_lies_beside_its_tokenizer(smollm2, smollm2_tokenizer):

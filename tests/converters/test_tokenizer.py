@@ -58,8 +58,56 @@ def test_companion_files_are_copied_as_they_are(gpt2, tmp_path):
     (gpt2 / "chat_template.jinja").write_text("{{ messages }}")
     (gpt2 / "special_tokens_map.json").write_text('{"eos_token": "</s>"}')
     written(gpt2, tmp_path / "t")
-    for name in ("chat_template.jinja", "special_tokens_map.json", "tokenizer_config.json"):
+    for name in ("chat_template.jinja", "special_tokens_map.json"):
         assert (tmp_path / "t" / name).read_bytes() == (gpt2 / name).read_bytes()
+
+
+def test_the_written_tokenizer_can_be_read_by_transformers_4(gpt2, tmp_path):
+    path = gpt2 / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    assert settings["tokenizer_class"] == "TokenizersBackend"  # transformers 5
+    path.write_text(json.dumps({**settings, "extra_special_tokens": ["<|x|>"], "model_max_length": 77}))
+    written(gpt2, tmp_path / "t")
+    found = json.loads((tmp_path / "t" / "tokenizer_config.json").read_text())
+    assert found["tokenizer_class"] == "PreTrainedTokenizerFast" and "backend" not in found
+    assert found["additional_special_tokens"] == ["<|x|>"] and "extra_special_tokens" not in found
+    assert (found["model_max_length"], found["eos_token"]) == (77, "</s>")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "t")
+    assert theirs("The harbour").input_ids == AutoTokenizer.from_pretrained(gpt2)("The harbour").input_ids
+
+
+def test_a_class_that_transformers_4_knows_is_kept(gpt2, tmp_path):
+    path = gpt2 / "tokenizer_config.json"
+    path.write_text(json.dumps({"tokenizer_class": "GPT2TokenizerFast", "eos_token": "</s>"}))
+    written(gpt2, tmp_path / "t")
+    assert (tmp_path / "t" / "tokenizer_config.json").read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "tokenizer_config.json"])
+def test_a_companion_file_is_limited_before_it_is_read(gpt2, name):
+    with open(gpt2 / name, "ab") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(CheckpointError, match=f"{name} holds 1,099,511,627,776 bytes; wanted at most"):
+        load_tokenizer(open_checkpoint(gpt2))
+
+
+def test_code_that_comes_with_a_tokenizer_is_not_run_and_nobody_is_asked(gpt2, tmp_path, monkeypatch):
+    (gpt2 / "evil.py").write_text(f"open({str(tmp_path / 'victim')!r}, 'w')")
+    settings = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
+    (gpt2 / "tokenizer_config.json").write_text(json.dumps(settings))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a person was asked"))
+    try:
+        load_tokenizer(open_checkpoint(gpt2))
+    except CheckpointError as error:
+        assert "cannot read the tokenizer" in str(error)
+    assert not (tmp_path / "victim").exists()
+
+
+def test_a_tokenizer_config_that_names_other_files_does_not_load_them(gpt2, llama, tmp_path):
+    path = gpt2 / "tokenizer_config.json"
+    elsewhere = {"tokenizer_file": str(llama / "tokenizer.json"), "vocab_file": "/etc/passwd"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **elsewhere}))
+    assert written(gpt2, tmp_path / "t").encode("The").ids[0] != 1  # LLaMA's adds a BOS
 
 
 def test_vocab_and_merges_are_enough(tmp_path):

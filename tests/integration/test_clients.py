@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
 import numpy as np
 import pytest
 import torch
@@ -23,22 +22,17 @@ import tritonclient.grpc as grpcclient
 import tritonclient.grpc.aio as grpcaio
 import tritonclient.http as httpclient
 import tritonclient.http.aio as httpaio
-from tritonclient.grpc import service_pb2 as kserve
-from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
-from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor, triton_to_np_dtype
 
 from tests.backend.engine.offline_models import hf_greedy
 from tests.checkpoints import TINY_VOCAB, save, tiny_gpt2
+from tests.clients.replay import arrays, recorded, responses
 from tests.integration.clients import fill, infer, standard_inputs, stream, text_inputs
 from tridecode.tools.build_repo import build_repo
 from tridecode.tools.running_server import ServerProcess, running_server
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
-RECORDED = {
-    (entry["client"], entry["model"]): entry
-    for entry in json.loads(Path(__file__).with_name("client_requests.json").read_text(encoding="utf-8"))
-}
+RECORDED = recorded()
 FT = "FasterTransformer "
 VOCABULARY = 30_000  # above the ids that the clients send, below their end id, as SmolLM2's is
 
@@ -81,47 +75,14 @@ def stack(tmp_path_factory) -> Iterator[Stack]:
 # ---------------------------------------------------------------- recorded requests
 
 
-def request_of(entry: dict) -> kserve.ModelInferRequest:
-    request = kserve.ModelInferRequest(model_name=entry["model"], id=entry["id"])
-    for name, value in entry["parameters"].items():
-        request.parameters[name].bool_param = value
-    for name in entry["outputs"]:
-        request.outputs.add(name=name)
-    for tensor in entry["inputs"]:
-        name, datatype, shape = tensor["name"], tensor["datatype"], tensor["shape"]
-        request.inputs.add(name=name, datatype=datatype, shape=shape)
-        count = int(np.prod(shape))
-        values = tensor["data"] * (count if len(tensor["data"]) == 1 else 1)
-        array = np.array(values, triton_to_np_dtype(datatype)).reshape(shape)
-        raw = serialize_byte_tensor(array).item() if datatype == "BYTES" else array.tobytes()
-        request.raw_input_contents.append(raw)
-    return request
-
-
 def replay(stack: Stack, client: str, model: str) -> list[dict[str, np.ndarray]]:
     """The outputs of each response to a recorded request, without empty ones, which only say "final"."""
     entry = RECORDED[client, model]
-    with grpc.insecure_channel(stack.grpc) as channel:
-        stub = GRPCInferenceServiceStub(channel)
-        if not entry["stream"]:
-            return [arrays(stub.ModelInfer(request_of(entry), timeout=60))]
-        answers = list(stub.ModelStreamInfer(iter([request_of(entry)]), timeout=60))
-    assert [answer.error_message for answer in answers if answer.error_message] == []
-    if entry["parameters"].get("triton_enable_empty_final_response"):
-        finals = [answer.infer_response.parameters["triton_final_response"].bool_param for answer in answers]
+    answers = list(responses(stack.grpc, entry))
+    if entry["stream"] and entry["parameters"].get("triton_enable_empty_final_response"):
+        finals = [answer.parameters["triton_final_response"].bool_param for answer in answers]
         assert finals == [False] * (len(answers) - 1) + [True]
-    return [arrays(answer.infer_response) for answer in answers if answer.infer_response.outputs]
-
-
-def arrays(response: kserve.ModelInferResponse) -> dict[str, np.ndarray]:
-    found = {}
-    for output, raw in zip(response.outputs, response.raw_output_contents):
-        if output.datatype == "BYTES":
-            values = deserialize_bytes_tensor(raw)
-        else:
-            values = np.frombuffer(raw, triton_to_np_dtype(output.datatype))
-        found[output.name] = values.reshape(list(output.shape))
-    return found
+    return [arrays(answer) for answer in answers if answer.outputs]
 
 
 def sent(client: str, model: str, name: str) -> np.ndarray:

@@ -4,9 +4,12 @@ an answer with a meaning, and the server goes on. With the real server and a rea
 
 from __future__ import annotations
 
+import concurrent.futures
 import re
 import shutil
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +22,7 @@ from tritonclient.utils import InferenceServerException
 
 from tests.backend.engine.offline_models import hf_greedy
 from tests.checkpoints import TINY_VOCAB, save, tiny_gpt2
-from tests.integration.clients import infer, stream, token_inputs
+from tests.integration.clients import infer, stream, text_inputs, token_inputs
 from tridecode.backend.errors import TridecodeError
 from tridecode.tools.build_repo import build_repo
 from tridecode.tools.running_server import ServerProcess, running_server
@@ -161,6 +164,22 @@ REFUSED: dict[str, tuple[dict[str, np.ndarray], str, str]] = {
         "INVALID",
         "random_seed|batch",
     ),
+    "a width that no sequence has": (
+        {"input_ids": np.full((2, POSITIONS + 1), 5, np.uint32)},
+        "INVALID",
+        f"input_ids has a width of {POSITIONS + 1}; this model accepts {POSITIONS}",
+    ),
+    "4,000,000 ids a row with three that count": (
+        {"input_ids": np.full((2, 4_000_000), 5, np.uint32)},
+        "INVALID",
+        r"input_ids has shape \[2, 4000000\]; this model accepts 4,194,304 elements",
+    ),
+    "a long word list": (
+        {"bad_words_list": np.full((2, 2, 20_000), -1, np.int32)},
+        "INVALID",
+        "this model accepts 16,384 ids a row",
+    ),
+    "two priorities": ({"priority": column(1, 2, kind=np.int32)}, "INVALID", "priority differs"),
     "another dtype": ({"random_seed": column(1, 2, kind=np.int32)}, "INVALID", "random_seed"),
     "an input that there is not": ({"session_len": column(9, 9)}, "INVALID", "session_len"),
 }
@@ -175,6 +194,89 @@ def test_a_bad_request_gets_its_status_and_a_text_and_the_server_lives(stack: St
     inputs = {**token_inputs(PROMPTS, [4, 4]), **changes}
     with pytest.raises(InferenceServerException, match=text):
         list(stream(stack.server.grpc_url, "fastertransformer_streaming", inputs))
+    assert stack.lives()
+
+
+TEXT = {"text_input": np.array([["the cat"], ["a dog"]], object), "max_tokens": column(3, 4, kind=np.int32)}
+LARGE_TEXT = np.array([["hello world, " * 1_300_000], ["x"]], object)  # 16 MB
+REFUSED_TEXT: dict[str, tuple[dict[str, np.ndarray], str]] = {
+    "a prompt of 16 MB": ({"text_input": LARGE_TEXT}, "text_input of row 0 has 16,900,000 bytes"),
+    "20,000 bad words": (
+        {"bad_words": np.array([[f"word{i}" for i in range(10_000)]] * 2, object)},
+        "bad_words has 20,000 words",
+    ),
+    "a top_p of 2": ({"top_p": column(2, 2, kind=np.float32)}, "top_p is 2.0; wanted a number from 0"),
+    "values of another batch": ({"priority": column(1, kind=np.int32)}, "batch size does not match"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_TEXT)
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_a_text_request_is_refused_before_it_is_worked_on(stack: Stack, protocol: str, name: str) -> None:
+    changes, text = REFUSED_TEXT[name]
+    url = getattr(stack.server, f"{protocol}_url")
+    began = time.monotonic()
+    with pytest.raises(InferenceServerException, match=text):
+        infer(protocol, url, "tensorrt_llm_bls_plain", {**TEXT, **changes})
+    assert time.monotonic() - began < 10  # most of it in the client and in Triton
+    assert stack.lives()
+
+
+def test_rows_have_priorities_of_their_own_and_an_answer_each(stack: Stack) -> None:
+    inputs = {**TEXT, "priority": column(5, -5, kind=np.int32)}
+    (whole,) = [infer("grpc", stack.server.grpc_url, "tensorrt_llm_bls_plain", inputs)]
+    texts = whole.as_numpy("text_output").tolist()
+    answers = list(stream(stack.server.grpc_url, "tensorrt_llm_bls", inputs))
+    rows = {
+        answer.as_numpy("batch_index").item(): answer.as_numpy("text_output").item() for answer in answers
+    }
+    assert len(answers) == 2 and [rows[0], rows[1]] == texts
+    equal = {"priority": column(7, 7, kind=np.int32)}
+    assert stack.ask(**equal).as_numpy("sequence_length").tolist() == [[7], [6]]
+
+
+BAD_HTTP: dict[str, tuple[str, bytes]] = {
+    "an id that is not UTF-8": (
+        "tensorrt_llm_bls/generate",
+        b'{"id": "a\xff", "text_input": "x", "max_tokens": 1}',
+    ),
+    "a parameter that is not UTF-8": (
+        "tensorrt_llm_bls/generate",
+        b'{"triton_x": "\xff", "text_input": "x", "max_tokens": 1}',
+    ),
+    "a priority beyond every integer": (
+        "ensemble/generate",
+        b'{"INPUT_0": "x", "INPUT_1": 1, "INPUT_2": "", "INPUT_3": "", "priority": 1e300}',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_HTTP)
+def test_what_no_message_carries_is_one_clean_error(stack: Stack, name: str) -> None:
+    path, body = BAD_HTTP[name]
+    request = urllib.request.Request(f"http://{stack.server.http_url}/v2/models/{path}", body)
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=30)
+    text = caught.value.read().decode("utf-8", "replace")
+    assert caught.value.code == 400 and ("UTF-8" in text or "priority is 1e+300" in text)
+    assert "/" not in text and "Traceback" not in text
+    assert stack.lives()
+
+
+def test_a_stopped_plain_request_ends_with_its_text(stack: Stack) -> None:
+    inputs = text_inputs("the cat", 100, min_tokens=np.int32(100), exclude_input_in_output=True)
+    url, answers = stack.server.grpc_url, []
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        for _ in range(20):  # a tiny model may be done before it is stopped
+            asked = pool.submit(infer, "grpc", url, "tensorrt_llm_bls_plain", inputs, request_id="mine")
+            while not asked.done() and len(answers) < 1:
+                infer("grpc", url, "tensorrt_llm_bls_plain", text_inputs("", 1, stop=True), request_id="mine")
+                time.sleep(0.02)
+            answer = asked.result(30)
+            if answer.as_numpy("finish_reason").item() == b"abort":
+                answers.append(answer)
+                break
+    assert answers and answers[0].as_numpy("num_output_tokens").item() < 100
     assert stack.lives()
 
 

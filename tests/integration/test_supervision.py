@@ -60,6 +60,18 @@ instance_group { count: 1 kind: KIND_CPU }
 input { name: "TEXT" data_type: TYPE_UINT32 dims: [ -1 ] }
 output { name: "ECHO" data_type: TYPE_UINT32 dims: [ -1 ] }
 """
+ENSEMBLE_CONFIG = """
+name: "both"
+platform: "ensemble"
+input { name: "TEXT" data_type: TYPE_UINT32 dims: [ -1 ] }
+output { name: "ECHO" data_type: TYPE_UINT32 dims: [ -1 ] }
+ensemble_scheduling { step {
+  model_name: "echo"
+  model_version: -1
+  input_map { key: "TEXT" value: "TEXT" }
+  output_map { key: "ECHO" value: "ECHO" }
+} }
+"""
 ECHO = """
 import time
 
@@ -363,8 +375,22 @@ def test_requests_of_a_dead_door_never_end_in_triton_unless_it_is_started_again(
     assert service.triton == triton
 
 
-def test_requests_of_a_dead_door_end_when_nothing_else_is_open(repository):
+def test_requests_of_a_dead_door_end_in_time_on_a_busy_server(repository):
     service = repository()
+    streams, engine = [service.streaming() for _ in range(4)], service.engine_epochs()
+    other, start = service.streaming("second"), time.monotonic()
+    service.door("fastertransformer").kill()
+    service.wait_reloaded()
+    for stream in [*streams, other]:
+        assert stream.done.wait(10) and stream.error
+        assert stream.ended_at - start < ERROR_S
+    service.wait_back()
+    assert service.answers() and service.answers("second")
+    assert service.engine_epochs() == engine
+
+
+def test_requests_of_a_dead_door_end_when_nothing_else_is_open(repository):
+    service = repository(options=["--orphans", "idle"])
     stream, engine = service.streaming(), service.engine_epochs()
     other = service.streaming("second", tokens=150)
     service.door("fastertransformer").kill()
@@ -402,7 +428,12 @@ def test_who_may_call_what(repository):
         ):
             with pytest.raises(InferenceServerException, match="restricted"):
                 call()
-        assert client.is_server_ready() and client.is_model_ready("echo")
+        key = service.server.http._headers[triton_access.HEADER]
+        rows = client.get_model_repository_index({f"triton-grpc-protocol-{triton_access.HEADER}": key}).models
+        assert {row.name for row in rows} == {"echo", "fastertransformer", "second"}
+        assert (
+            client.is_server_ready() and not client.is_model_ready("none") and client.is_model_ready("echo")
+        )
         assert client.get_model_metadata("echo") and client.get_model_config("echo")
         assert client.get_inference_statistics() and client.get_server_metadata()
     assert "ECHO" in post(
@@ -411,7 +442,7 @@ def test_who_may_call_what(repository):
     sockets = [one.laddr for one in service.triton.net_connections() if one.status == "LISTEN"]
     listening = {address.ip.replace("::ffff:", "") for address in sockets}
     assert listening == {"127.0.0.1"}
-    assert service.server.http._headers[triton_access.HEADER] not in " ".join(service.triton.cmdline())
+    assert key not in " ".join(service.triton.cmdline())
 
 
 def test_no_region_of_shared_memory_is_readable_by_others(repository):
@@ -443,6 +474,8 @@ def test_doors_come_back_although_the_runtime_folder_was_removed(repository):
 def test_a_model_that_fails_to_load_is_the_last_line(repository):
     root = Path(os.environ["TRIDECODE_RUNTIME_DIR"]).parent
     (root / "repo" / "echo" / "1" / "model.py").write_text("raise ValueError('no such weights')")
+    (root / "repo" / "both" / "1").mkdir(parents=True)
+    (root / "repo" / "both" / "config.pbtxt").write_text(ENSEMBLE_CONFIG)
     with pytest.raises(TridecodeError, match="serve ended with 1"):
         repository()
     last = (root / "serve.log").read_text().splitlines()[-1]

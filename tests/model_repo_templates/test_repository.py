@@ -32,7 +32,7 @@ OPTIONS = {
     "plain": {"plain_text": True},
     "all": {
         "ensemble_owner": "tensorrt_llm", "decoupled_fastertransformer": True, "plain_text": True,
-        "unbatched_text": True,
+        "unbatched_text": True, "exclude_input": True, "uint32_text_inputs": True,
     },
 }  # fmt: skip
 #: what our models take beside the contracts; all optional
@@ -137,6 +137,7 @@ def test_scalars_of_fastertransformer_reach_the_model_as_one_axis(tmp_path):
                 "fastertransformer": False, "fastertransformer_streaming": True, "preprocessing": False,
                 "postprocessing": False, "fastertransformer_ensemble": False,
                 "fastertransformer_ensemble_streaming": True, "ensemble": True, "ensemble_plain": False,
+                "tensorrt_llm_bls": True, "tensorrt_llm_bls_plain": False,
             },
         ),
         (
@@ -161,6 +162,28 @@ def test_each_contract_has_a_streaming_and_a_plain_model(tmp_path, options, deco
     models = render(tmp_path, **OPTIONS[options])
     found = {name: config.model_transaction_policy.decoupled for name, (_, config) in models.items()}
     assert found == {**decoupled, "tridecode_health": False}
+
+
+@pytest.mark.parametrize("excluded", [False, True])
+def test_whether_answers_begin_with_the_prompt_is_an_option_of_the_text_models(tmp_path, excluded):
+    models = render(tmp_path, ensemble_owner="tensorrt_llm", exclude_input=excluded)
+    found = {
+        name: string_parameters(config)["exclude_input_in_output"]
+        for name, (kind, config) in models.items()
+        if kind == "text"
+    }
+    names = ["tensorrt_llm_bls", "tensorrt_llm_bls_plain", "ensemble", "ensemble_plain"]
+    assert found == dict.fromkeys(names, "true" if excluded else "false")
+
+
+def test_three_inputs_of_the_text_models_can_be_uint32(tmp_path):
+    usual = table(render(tmp_path / "usual")["tensorrt_llm_bls"][1].input)
+    for name, (kind, config) in render(tmp_path / "uint32", uint32_text_inputs=True).items():
+        if kind == "text":
+            found = table(config.input)
+            changed = {tensor for tensor in found if found[tensor] != usual[tensor]}
+            assert changed == {"max_tokens", "top_k", "beam_width"}, name
+            assert {found[tensor][0] for tensor in changed} == {"UINT32"}
 
 
 def test_callers_without_a_batch_axis_get_a_model_of_their_own_if_asked_for(tmp_path):
@@ -216,6 +239,16 @@ def test_every_door_names_the_engine_and_its_tokenizer(tmp_path):
             # one place configures the engine; the other parameters are the door's
             assert parameters.pop("engine_model") == "fastertransformer"
             assert set(parameters) == {"merge_behind_s", "max_response_elements", "max_stream_elements"}
+
+
+def test_no_parameter_is_empty_as_clients_that_read_the_configuration_expect_a_text(tmp_path):
+    write_models(
+        tmp_path, repository_models(), engine=engine_texts({}, "test"), model_type="GPT",
+        checkpoint_path="1-gpu", stop_ids="",
+    )  # fmt: skip
+    for file in tmp_path.glob("*/config.pbtxt"):
+        texts = string_parameters(parse_model_config(file.read_text(), str(file)))
+        assert [key for key, text in texts.items() if not text] == [], file
 
 
 def test_every_setting_of_the_engine_stands_in_the_file_with_its_default(tmp_path):

@@ -28,6 +28,8 @@ from tests.reliability.wire import Outcome, Tensor, grpc_request, http_request
 from tridecode.backend.supervisor import state_file
 
 SAMPLE_S = 0.5
+ROWS = 20  # of a request that nobody reads
+UNREAD_BYTES = 16 << 20  # what a door leaves unread of a request at most (backend/doors/senders.py)
 HEALTH_LIMIT_S = 0.1  # health answers within so long under any load
 
 
@@ -129,13 +131,17 @@ class SlowResult:
 
 def slow_readers(
     service: Service,
-    grpc_clients: int = 40,
+    grpc_clients: int = 4,
     http_clients: int = 8,
-    new_tokens: int = 400,
-    limit_s: float = 60.0,
-    bound: int = 48 << 20,
+    new_tokens: int = 300,
+    limit_s: float = 90.0,
 ) -> SlowResult:
-    """Streams that nobody reads, over gRPC and SSE. bound: by how many bytes server and doors may grow."""
+    """Streams that nobody reads, over gRPC with ROWS wide rows each, and over SSE.
+
+    All their responses would take some 30 MiB a gRPC stream. A door may leave UNREAD_BYTES of a request in the
+    server; the rest it has to merge.
+    """
+    bound = (grpc_clients + 1) * UNREAD_BYTES
     clients = Clients(service.grpc, service.http, channels=grpc_clients)
     other = Clients(service.grpc, service.http)
     asks = controls()
@@ -144,10 +150,10 @@ def slow_readers(
     request = grpc_request(
         "fastertransformer_streaming",
         [
-            Tensor("input_ids", "UINT32", [1, 600], [7] * 600),
-            Tensor("input_lengths", "UINT32", [1, 1], [20]),
-            Tensor("request_output_len", "UINT32", [1, 1], [new_tokens]),
-            Tensor("end_id", "UINT32", [1, 1], [50256]),
+            Tensor("input_ids", "UINT32", [ROWS, 700], [7] * (700 * ROWS)),
+            Tensor("input_lengths", "UINT32", [ROWS, 1], [20] * ROWS),
+            Tensor("request_output_len", "UINT32", [ROWS, 1], [new_tokens] * ROWS),
+            Tensor("end_id", "UINT32", [ROWS, 1], [50256] * ROWS),
         ],
         parameters={"triton_enable_empty_final_response": True},
     )

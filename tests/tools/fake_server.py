@@ -33,6 +33,7 @@ class FakeModel:
     error_after: int | None = None
     error: str = "the engine was rebuilt while it held the request"
     never_ends: bool = False
+    dtypes: dict[str, str] = field(default_factory=dict)  # of inputs, e.g. UINT32; else undeclared
 
 
 def text_responses(pieces: list[tuple[str, int]]) -> list[dict[str, np.ndarray]]:
@@ -66,7 +67,7 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):
         config = model_config_pb2.ModelConfig(name=model.name)
         config.model_transaction_policy.decoupled = model.decoupled
         for name in model.inputs:
-            config.input.add(name=name)
+            config.input.add(name=name, data_type=f"TYPE_{model.dtypes[name]}" if name in model.dtypes else 0)
         return service_pb2.ModelConfigResponse(config=config)
 
     async def ModelInfer(self, request, context):

@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import signal
 import socket
+import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -25,10 +29,12 @@ from tridecode.backend.engine_config_file import checkpoint_dir, read_engine_par
 from tridecode.backend.errors import ConfigError, EngineDownError
 from tridecode.backend.models import family
 from tridecode.model_repo_templates.pbtxt import parse_model_config
+from tridecode.tools.bench import plots
 from tridecode.tools.bench.commands import ratios, with_workload
 from tridecode.tools.bench.engine import bench_engine
 from tridecode.tools.bench.hf_config import hf_config
 from tridecode.tools.bench.load import choose_processes, run_load
+from tridecode.tools.bench.load_command import LoadPlan, _Target, _title
 from tridecode.tools.bench.load_report import summarise
 from tridecode.tools.bench.load_worker import LoadSpec, Record
 from tridecode.tools.bench.measure import Job, measure, run_apart, timing
@@ -390,6 +396,86 @@ def test_a_report_says_the_command_without_this_machines_folders() -> None:
     typed = ["/opt/x/tridecode/tools/cli.py", "bench", "engine", "--output", "/tmp/a b", "--preset", "toy"]
     assert command(typed) == "tridecode bench engine --output 'a b' --preset toy"
     assert command(["tools/bench/gpu_report.py", "--name", "h200"]) == "tools/bench/gpu_report.py --name h200"
+
+
+def test_load_is_drawn_on_logarithmic_axes_with_what_was_measured_in_its_title(tmp_path, monkeypatch) -> None:
+    drawn = []
+    monkeypatch.setattr(plots, "_save", lambda figure, title, path: drawn.append((figure, title)) or path)
+    records = [Record(n, 0.0, 1.0, [(0.1 * n, 1), (0.1 * n, 2), (0.5 + 0.1 * n, 2)]) for n in range(1, 4)]
+    plots.plot_load(tmp_path / "x.png", "a title", {"3 at a time": records})
+    ((figure, title),) = drawn
+    axes = figure.axes
+    assert title == "a title" and [one.get_xscale() for one in axes] == ["log", "log"]
+    assert min(axes[1].lines[0].get_xdata()) > 0  # merged responses have gaps of 0
+    repository = write_random_repository(tmp_path / "models", preset("toy").model, {"device": "cpu"})
+    plan = LoadPlan("localhost:8001", None, False, (1,), (), None, 48, 7, None, None, 0, True, None, 9, 9, 0)
+    target = _Target("tensorrt_llm_bls", "INT32", repository)
+    told = _title(plan, target)
+    assert "toy" in told and f"({os.cpu_count()} cores)" in told
+    assert "prompts of 48 tokens, 7 new tokens" in told
+    assert "server there:8001" in _title(replace(plan, url="there:8001"), replace(target, repository=None))
+
+
+def test_bench_load_starts_no_request_after_its_seconds_and_says_so(tmp_path) -> None:
+    model = FakeModel("tensorrt_llm_bls", TEXT, text_responses([("x", 1)] * 3), first_s=0.4)
+    with fake_server(model) as server:
+        (tmp_path / "p.jsonl").write_text('{"text": "hello"}\n')
+        arguments = ["bench", "load", "--url", server.url, "--prompts", str(tmp_path / "p.jsonl")]
+        arguments += ["--concurrency", "1,2", "--requests", "100", "--max-seconds", "2"]
+        started = time.monotonic()
+        done = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path)])
+        took = time.monotonic() - started
+    assert done.exit_code == 0, done.output
+    assert took < 30  # 80 s without the limit
+    results = json.loads((tmp_path / "load.json").read_text())["results"]
+    assert 1 <= results["1 at a time"]["requests"] < 100 and results["2 at a time"]["failed"] == 0
+    assert "of 100 requests were sent; --max-seconds 2 ended the run" in done.output
+
+
+def test_the_load_generator_sends_the_types_that_the_model_declares(tmp_path) -> None:
+    dtypes = {"text_input": "STRING", "max_tokens": "UINT32"}
+    model = FakeModel("ensemble", TEXT, text_responses([("x", 1)]), dtypes=dtypes)
+    with fake_server(model) as server:
+        (tmp_path / "p.jsonl").write_text('{"text": "hello"}\n')
+        arguments = ["bench", "load", "--url", server.url, "--prompts", str(tmp_path / "p.jsonl")]
+        done = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path), "--natural-ends"])
+        types = {tensor.name: tensor.datatype for tensor in server.requests[0].inputs}
+    assert done.exit_code == 0, done.output
+    assert types["max_tokens"] == "UINT32"
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "cannot be read"),
+        (b"{", "line 1: wanted a JSON object"),
+        (b'{"text": 3}', "line 1: wanted a JSON object"),
+        (b'{"text": "\xff"}', "is not UTF-8"),
+        (b"[" * 100_000, "line 1: wanted a JSON object"),
+    ],
+)
+def test_a_file_of_prompts_that_cannot_be_read_is_named(tmp_path, content, told) -> None:
+    path = tmp_path / "p.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"p.jsonl.*{told}"):
+        read_prompts(path)
+
+
+def test_ctrl_c_ends_a_load_without_a_traceback_of_any_process(tmp_path) -> None:
+    with fake_server(text_model([1], never_ends=True)) as server:
+        (tmp_path / "p.jsonl").write_text('{"text": "hello"}\n')
+        command = [sys.executable, "-m", "tridecode.tools.cli", "bench", "load", "--url", server.url]
+        command += ["--model", "text", "--prompts", str(tmp_path / "p.jsonl"), "--output", str(tmp_path)]
+        pipe = subprocess.PIPE
+        child = subprocess.Popen(command, stdout=pipe, stderr=pipe, start_new_session=True)
+        deadline = time.monotonic() + 60
+        while not server.requests and time.monotonic() < deadline:
+            time.sleep(0.1)
+        os.killpg(child.pid, signal.SIGINT)
+        _, told = child.communicate(timeout=30)
+    assert child.returncode == 130
+    assert b"Traceback" not in told
 
 
 def test_bench_load_fails_where_requests_fail(tmp_path) -> None:

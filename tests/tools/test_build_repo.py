@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
+import re
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -96,7 +103,7 @@ def test_names_follow_the_options(sources, tmp_path):
     assert models == [
         "ensemble", "ensemble_streaming", "fastertransformer", "fastertransformer_ensemble",
         "fastertransformer_ensemble_streaming", "fastertransformer_streaming", "postprocessing",
-        "preprocessing", "tridecode_health",
+        "preprocessing", "tensorrt_llm_bls", "tensorrt_llm_bls_streaming", "tridecode_health",
     ]  # fmt: skip
 
 
@@ -199,7 +206,7 @@ def test_a_model_that_disagrees_with_transformers_is_not_delivered(sources, tmp_
 def test_an_output_that_exists_is_left_alone_unless_told(sources, tmp_path):
     build_repo(sources["gpt2"], tmp_path / "repo", parity=False)
     before = everything(tmp_path)
-    with pytest.raises(ConfigError, match="repo exists and is not empty"):
+    with pytest.raises(ConfigError, match="repo exists and is not empty; .* or add --overwrite"):
         build_repo(sources["bloom"], tmp_path / "repo", parity=False)
     assert everything(tmp_path) == before
     build_repo(sources["bloom"], tmp_path / "repo", parity=False, overwrite=True)
@@ -215,7 +222,7 @@ def test_an_empty_output_folder_is_used(sources, tmp_path):
 def test_a_folder_that_is_no_repository_is_never_overwritten(sources, tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("years of work")
-    with pytest.raises(ConfigError, match="is no model repository of this tool; it is not overwritten"):
+    with pytest.raises(ConfigError, match="is not a model repository of this tool; it is not overwritten"):
         build_repo(sources["gpt2"], tmp_path / "home", overwrite=True)
     assert (tmp_path / "home" / "thesis.tex").read_text() == "years of work"
 
@@ -229,6 +236,9 @@ def test_a_folder_that_is_no_repository_is_never_overwritten(sources, tmp_path):
         ({"ensemble_owner": "me"}, "ensemble_owner is 'me'"),
         ({"engine_settings": {"max_sequnces": 3}}, "no parameter max_sequnces; there are "),
         ({"engine_settings": {"memory_fraction": 2}}, "memory_fraction is 2.0; wanted"),
+        ({"model_name": "../x"}, "model_name is '../x'; wanted letters"),
+        ({"model_name": "x\nhead_num = 7"}, "model_name is .*; wanted letters"),
+        ({"model_name": "\udcff"}, "model_name is .*; wanted letters"),
     ],
 )
 def test_a_wrong_option_is_refused_and_leaves_nothing(tmp_path, options, complaint):
@@ -262,3 +272,98 @@ def test_an_added_token_beyond_the_vocabulary_is_only_warned_of(tmp_path):
     findings = check_repo(tmp_path / "repo")
     assert [finding.severity for finding in findings] == ["warning"]
     assert "added ids up to 331" in findings[0].found
+
+
+# ---------------------------------------------------------------- what a person sees
+
+
+def spoken(sources, tmp_path, name: str = "repo", **options) -> str:
+    said = io.StringIO()
+    console = Console(file=said, width=60, soft_wrap=True)
+    build_repo(sources["gpt2"], tmp_path / name, parity=False, console=console, **options)
+    return said.getvalue()
+
+
+def test_the_last_line_is_the_next_command_to_type(sources, tmp_path):
+    for name, quoted in (("repo", "repo"), ("my models", "my models'")):
+        last = spoken(sources, tmp_path, name).splitlines()[-1]
+        assert re.fullmatch(rf"next: \S*tridecode serve '?{re.escape(str(tmp_path))}/{quoted}", last)
+
+
+def test_nothing_is_drawn_where_there_is_no_terminal(tmp_path, sources):
+    command = [sys.executable, "-m", "tridecode.tools.cli", "build-repo", "--dtype", "fp32"]
+    for model in ("gpt2", "bloom"):
+        arguments = ["--model", str(sources[model]), "--output", str(tmp_path / model)]
+        done = subprocess.run([*command, *arguments], capture_output=True)
+        assert done.returncode == 0, done.stderr
+        assert not {b"\r", b"\x1b"} & {bytes([byte]) for byte in done.stdout + done.stderr}
+        assert "━" not in (done.stdout + done.stderr).decode() and b"it/s" not in done.stderr
+
+
+def test_a_folder_whose_name_would_be_settings_becomes_a_plain_model_name(tmp_path):
+    source = save(tiny_gpt2(), tmp_path / "x\nhead_num = 7 ; y")
+    build_repo(source, tmp_path / "repo", parity=False)
+    config = read_model_config(tmp_path / "repo/fastertransformer/1/1-gpu")
+    assert (config.model_name, config.num_heads) == ("x-head_num - 7 - y", 3)
+
+
+# ---------------------------------------------------------------- where it cannot be written
+
+
+@pytest.mark.parametrize("output", ["file", "file/repo", "file/deep/repo"])
+def test_an_output_that_is_or_lies_under_a_file_is_refused_before_any_work(tmp_path, output):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file is not a folder"):
+        build_repo(tmp_path / "absent", tmp_path / output)
+
+
+def test_a_disk_that_is_too_small_is_told_before_a_byte_is_written(sources, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: _Usage(1000, 900, 100))
+    with pytest.raises(ConfigError, match="repo needs .* bytes for weights; its disk has 100 free"):
+        build_repo(sources["gpt2"], tmp_path / "repo")
+    assert list(tmp_path.iterdir()) == []
+
+
+class _Usage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT])
+def test_a_disk_that_fails_while_it_is_written_is_one_line(sources, tmp_path, monkeypatch, number):
+    def full(*args, **kwargs):
+        raise OSError(number, os.strerror(number), str(tmp_path / "x.bin"))
+
+    monkeypatch.setattr(writer, "_shard", full)
+    with pytest.raises(ConfigError, match=f"repo cannot be written: {os.strerror(number)} .*x.bin"):
+        build_repo(sources["bloom"], tmp_path / "new" / "deep" / "repo")
+    assert list(tmp_path.iterdir()) == []  # the folders above it are gone too
+
+
+# ---------------------------------------------------------------- a checkpoint that means harm
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1,000,000,000; its files hold"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0; wanted 1 or more"),
+        ({"hidden_size": -48}, "hidden_size|transformers cannot read the config"),
+        ({"num_attention_heads": 0}, "num_attention_heads|transformers cannot read the config"),
+        ({"vocab_size": 2**62}, "vocab_size = 4611686018427387904; wanted"),
+        ({"hidden_size": float("nan")}, "hidden_size|transformers cannot read the config"),
+        ({"rms_norm_eps": float("nan")}, "norm_eps = nan; wanted a finite number"),
+        ({"rms_norm_eps": "1e-5"}, "norm_eps|transformers cannot read the config"),
+        ({"vocab_size": 10**9}, "the config wants"),
+    ],
+)
+def test_sizes_of_a_config_are_limited_before_anything_is_made_of_them(tmp_path, change, told):
+    source = save(tiny_llama(), tmp_path / "hf")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, **change}))
+    started = time.process_time()
+    with pytest.raises((CheckpointError, ConfigError), match=told) as caught:
+        build_repo(source, tmp_path / "repo")
+    assert time.process_time() - started < 10 and "\n" not in str(caught.value)
+    assert not (tmp_path / "repo").exists()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -276,3 +278,93 @@ def test_a_finding_reads_as_a_sentence(repository):
         "error: preprocessing/config.pbtxt: found instance_group KIND_GPU; wanted KIND_CPU. "
         "These models only talk to the engine."
     )
+
+
+# ---------------------------------------------------------------- a repository that means harm
+
+ENGINE_FILES = ["preprocessing/config.pbtxt", f"{WEIGHTS}/config.ini", f"{WEIGHTS}/manifest.json"]
+ALL_FILES = [*ENGINE_FILES, TOKENIZER, "PARITY.json"]
+
+
+@pytest.mark.parametrize("name", ALL_FILES)
+@pytest.mark.parametrize("kind", ["endless", "pipe", "device", "folder", "not a text"])
+def test_a_file_of_another_kind_is_a_finding_and_never_a_wait(repository, name, kind):
+    path = repository / name
+    path.unlink()
+    if kind == "endless":
+        with open(path, "wb") as file:
+            file.truncate(1 << 40)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.write_bytes(b"\xff\xfe\x00" * 10)
+    started = time.process_time()
+    findings = check_repo(repository)
+    assert time.process_time() - started < 5
+    assert any(finding.severity == "error" for finding in findings)
+    assert all("\n" not in str(finding) and len(str(finding)) < 2000 for finding in findings)
+
+
+HOSTILE_JSON = [
+    "[" * 100_000,
+    "{}",
+    "[]",
+    '{"format": "tridecode-parity-1", "passed": true}',
+    '{"a":' * 50_000,
+]
+
+
+@pytest.mark.parametrize("name", ["PARITY.json", f"{WEIGHTS}/manifest.json", TOKENIZER])
+@pytest.mark.parametrize("text", HOSTILE_JSON)
+def test_json_of_any_shape_is_a_finding(repository, name, text):
+    (repository / name).write_text(text)
+    findings = check_repo(repository)
+    assert findings and all("\n" not in str(finding) for finding in findings)
+
+
+@pytest.mark.parametrize("ranks", [0, -3, 10**12])
+def test_a_manifest_of_impossible_ranks_is_a_finding(repository, ranks):
+    path = repository / WEIGHTS / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tensor_para_size": ranks}))
+    assert any(finding.severity == "error" for finding in check_repo(repository))
+
+
+ODD_SETTINGS = {
+    "num_layer = 2": ["num_layer = 1000000000", f"num_layer = {'9' * 5000}", "num_layer = 0"],
+    "head_num = 6": ["head_num = 0", "head_num = -6", "head_num = 99999999999999"],
+    "layernorm_eps = 1e-06": ["layernorm_eps = nan", "layernorm_eps = inf"],
+    "rope_theta = 10000.0": ["rope_theta = nan", "rope_theta = 1e999"],
+    "rotary_embedding = 8": ["rotary_embedding = 0x7fffffff0"],
+    "vocab_size = 331": ["vocab_size = 99999999999999999999"],
+}
+
+
+@pytest.mark.parametrize(("old", "new"), [(old, new) for old, many in ODD_SETTINGS.items() for new in many])
+def test_an_odd_value_of_config_ini_is_named_before_anything_is_made_of_it(repository, old, new):
+    edit(repository / WEIGHTS / "config.ini", old, new)
+    started = time.process_time()
+    findings = check_repo(repository)
+    assert time.process_time() - started < 5
+    key = old.split()[0]
+    told = [str(finding) for finding in findings if key in finding.found and "wanted" in finding.found]
+    assert told and len(told[0]) < 800
+
+
+def test_a_config_of_very_many_tensors_takes_no_time(repository):
+    path = repository / "preprocessing" / "config.pbtxt"
+    tensor = 'input {{ name: "{}" data_type: TYPE_FP32 dims: [ 1 ] optional: true }}\n'
+    with open(path, "a") as file:
+        file.writelines(tensor.format(number) for number in range(12_000))
+    started = time.process_time()
+    check_repo(repository)
+    assert time.process_time() - started < 5
+
+
+def test_names_cannot_write_to_the_terminal(repository):
+    (repository / "evil\x1b[2Jname\nerror: all is lost").mkdir()
+    (told,) = [str(finding) for finding in check_repo(repository)]
+    assert "\x1b" not in told and "\n" not in told

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
+import signal
+import struct
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from tests.checkpoints import save, tiny_llama
+from tests.checkpoints import save, tiny_llama, tiny_tokenizer
 from tests.tools.fake_server import FakeModel, fake_server, text_responses
-from tridecode.tools import serve
+from tridecode.backend.errors import TridecodeError
+from tridecode.tools import check_repo, serve
 from tridecode.tools.cli import app
 from tridecode.tools.running_server import running_server
 
@@ -70,18 +76,114 @@ def test_help_comes_at_once_and_without_torch() -> None:
         (["send-request", "/absent.json"], "/absent.json cannot be read"),
         (["send-request"], 'has no "request"'),
         (["bench", "engine", "--preset", "gpt5"], "no preset 'gpt5'"),
-        (["bench", "engine", "--batches", "1,many"], "'1,many' is no list"),
+        (["bench", "engine", "--batches", "1,many"], "'1,many' is not a list"),
         (["bench", "engine", "--preset", "gpt2", "--prompt-tokens", "1000"], "gpt2 has 1024 positions"),
         (["bench", "load", "--url", "localhost:1", "--model", "m"], "--tokenizer"),
+        (["bench", "load", "--url", "localhost:1", "--prompts", "absent.jsonl"], "absent.jsonl"),
+        (["bench", "load", "--url", "localhost:1", "--output", "file"], "file is not a folder"),
+        (["bench", "engine", "--preset", "toy", "--output", "file/x"], "file is not a folder"),
+        (["build-repo", "--model", "foreign.gguf", "--output", "x"], "foreign.gguf is not a readable GGUF"),
+        (["build-repo", "--model", "short.gguf", "--output", "x"], "short.gguf is not a readable GGUF"),
+        (["build-repo", "--model", "short.gguf", "--output", "file/x"], "file is not a folder"),
+        (["build-repo", "--model", "short.gguf", "--output", "file"], "file is not a folder"),
+        (["build-repo", "--model", "short.gguf", "--output", "/proc/x"], "/proc"),
+        (["demo", "--cache", "file/x"], "file is not a folder"),
+        (["send-request", "file"], "file is not valid JSON"),
+        (["send-request", "--params", '{"config": 3}'], "config is 3; wanted an object"),
+        (["send-request", "--params", "\udcff"], "--params is not UTF-8"),
+        (["generate", "-p", "a\udcff", "-u", "localhost:1"], "--prompt is not UTF-8: byte 1 is 0xff"),
+        (["generate", "-p", "x", "--stop", "\udcff", "-u", "localhost:1"], "--stop is not UTF-8"),
+        (["generate", "-p", "x", "-u", "http://localhost:8000"], "is an HTTP address; wanted host:port"),
+        (["generate", "-p", "x", "-u", "localhost:1"], "no Triton server answers at localhost:1"),
+        (["generate", "-p", "x", "-u", "localhost:1", "--chat"], "name a repository or tokenizer folder"),
+        (["generate", "-p", "x", "-u", "localhost:1", "--tokenizer", "."], "--tokenizer is for --chat"),
     ],
 )
-def test_an_error_of_ours_is_one_line_and_exit_code_1(arguments, told, monkeypatch) -> None:
+def test_an_expected_mistake_is_one_line_on_stderr_and_exit_code_2(
+    arguments, told, monkeypatch, tmp_path
+) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("not a folder")
+    (tmp_path / "foreign.gguf").write_bytes(b"PK" * 50)
+    (tmp_path / "short.gguf").write_bytes(b"GGUF" + (3).to_bytes(4, "little") + b"\x01" * 9)
     done = run(*arguments)
-    assert done.exit_code == 1
-    lines = [line for line in done.output.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and told in lines[0]
+    assert done.exit_code == 2, done.output
+    lines = [line for line in done.stderr.splitlines() if line]
+    assert len(lines) == 1 and lines[0].startswith("error: ") and told in lines[0]
     assert "Traceback" not in done.output
+    assert sorted(os.listdir(tmp_path)) == ["file", "foreign.gguf", "short.gguf"]
+
+
+def test_usage_errors_and_a_defect_of_ours_have_other_codes(monkeypatch, tmp_path) -> None:
+    assert run("check").exit_code == 2  # Typer's own
+
+    def defect(*_args, **_options):
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(check_repo, "check_repo", defect)
+    done = run("check", str(tmp_path))
+    assert done.exit_code == 1 and isinstance(done.exception, ZeroDivisionError)
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "told"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/models/x.bin"),
+            2,
+            "/models/x.bin: No space left",
+        ),
+        (PermissionError(errno.EACCES, "Permission denied", "/models"), 2, "/models: Permission denied"),
+        (TridecodeError("the cause\na line of its log"), 2, "a line of its log\nerror: the cause\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 141, ""),
+    ],
+)
+def test_faults_of_the_surroundings_are_lines_and_not_tracebacks(monkeypatch, tmp_path, raised, code, told):
+    def fail(*_args, **_options):
+        raise raised
+
+    monkeypatch.setattr(check_repo, "check_repo", fail)
+    done = run("check", str(tmp_path))
+    assert done.exit_code == code and told in done.stderr
+    assert bool(told) == bool(done.stderr)
+
+
+def test_a_reader_that_leaves_ends_a_command_silently(tmp_path) -> None:
+    for arguments in (["check", str(tmp_path)], ["--help"]):
+        command = [sys.executable, "-m", "tridecode.tools.cli", *arguments]
+        read, write = os.pipe()
+        os.close(read)
+        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+        os.close(write)
+        assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_ctrl_c_while_stdin_is_read_ends_without_a_word() -> None:
+    code = "import tridecode.tools.generate, tridecode.tools.cli as c; print('up', flush=True); c.main()"
+    command = [sys.executable, "-c", code, "generate", "-p", "-"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as child:
+        assert child.stdout.readline() == b"up\n"
+        time.sleep(0.5)
+        child.send_signal(signal.SIGINT)
+        assert child.wait(20) == 130
+        assert child.stderr.read() == b""
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert run("--version").stdout == f"tridecode {metadata.version('tridecode')}\n"
+
+
+def test_text_of_another_encoding_than_the_terminals_is_no_fault() -> None:
+    model = FakeModel("tensorrt_llm_bls", ("text_input",), text_responses([("größer", 1)]))
+    with fake_server(model) as server:
+        command = [sys.executable, "-m", "tridecode.tools.cli", "generate", "-p", "x", "-u", server.url]
+        environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+        done = subprocess.run(command, env=environment, capture_output=True)
+    assert (done.returncode, done.stdout) == (0, b"gr??er\n")
 
 
 def test_generate_streams_to_stdout_and_its_figures_to_stderr() -> None:
@@ -108,13 +210,49 @@ def test_generate_reads_a_prompt_from_stdin() -> None:
     assert request.raw_input_contents[0][4:] == b"from a pipe"
 
 
+@pytest.mark.parametrize(("typed", "sent"), [("x\n", b"x"), ("x\n\n", b"x\n"), ("x", b"x"), ("x \n", b"x ")])
+def test_one_trailing_newline_of_stdin_is_dropped(typed, sent) -> None:
+    model = FakeModel("tensorrt_llm_bls", ("text_input",), text_responses([("ok", 1)]))
+    with fake_server(model) as server:
+        CliRunner().invoke(app, ["generate", "--url", server.url, "-p", "-"], input=typed)
+        assert server.requests[0].raw_input_contents[0][4:] == sent
+
+
+def test_stdin_that_is_not_utf8_is_one_line() -> None:
+    done = CliRunner().invoke(app, ["generate", "-u", "localhost:1", "-p", "-"], input=b"a\xffb")
+    assert done.exit_code == 2 and done.stderr.startswith("error: stdin is not UTF-8: byte 1 is 0xff")
+
+
+def test_a_temperature_alone_samples_with_a_seed_that_is_told() -> None:
+    model = FakeModel("tensorrt_llm_bls", ("text_input",), text_responses([("ok", 1)]))
+    with fake_server(model) as server:
+        done = run("generate", "--url", server.url, "-p", "x", "--temperature", "0.7")
+        request = server.requests[0]
+        greedy = run("generate", "--url", server.url, "-p", "x")
+    sent = dict(zip((tensor.name for tensor in request.inputs), request.raw_input_contents))
+    seed = int.from_bytes(sent["seed"], "little")
+    assert f"seed {seed}\n" in done.stderr and done.stdout == "ok\n"
+    assert struct.unpack("<f", sent["top_p"]) == (1.0,)
+    assert "seed" not in greedy.stderr
+
+
+def test_chat_puts_the_prompt_into_the_template(tmp_path) -> None:
+    tiny_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("<user>{{ messages[0].content }}<assistant>")
+    model = FakeModel("tensorrt_llm_bls", ("text_input",), text_responses([("ok", 1)]))
+    with fake_server(model) as server:
+        done = run("generate", "-u", server.url, "-p", "hi", "--chat", "--tokenizer", str(tmp_path))
+        assert server.requests[0].raw_input_contents[0][4:] == b"<user>hi<assistant>"
+    assert done.exit_code == 0, done.output
+
+
 def test_generate_fails_with_the_servers_text() -> None:
     model = FakeModel(
         "tensorrt_llm_bls", ("text_input",), text_responses([]), error_after=0, error="too long"
     )
     with fake_server(model) as server:
         done = run("generate", "--url", server.url, "--prompt", "x")
-    assert done.exit_code == 1 and "error: too long" in done.output
+    assert done.exit_code == 2 and "error: too long" in done.output
 
 
 def test_flags_after_two_dashes_go_to_tritonserver(monkeypatch, tmp_path) -> None:

@@ -8,56 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from tests.checkpoints import save, tiny_llama, tiny_tokenizer
-from tridecode.backend.errors import CheckpointError
+from tridecode.backend.errors import CheckpointError, ConfigError
 from tridecode.tools import demo
 from tridecode.tools.build_repo import build_repo
 from tridecode.tools.cli import app
 
 ROOT = Path(__file__).parents[2]
-CHATML = """{% for message in messages %}
-{{ '<|' + message['role'] + '|>\n' + message['content'] + '\n' }}{% endfor %}
-{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"""
-WITH_BOS = """{{ bos_token }}{% for message in messages %}
-  {% if message['role'] not in ('user', 'assistant') %}{{ raise_exception('no such role') }}{% endif %}
-[{{ message['role'] }}] {{ message['content'] | trim }}{{ eos_token }}{% if loop.last %}{% break %}{% endif %}
-{% endfor %}
-{%- if add_generation_prompt %}[assistant]{% endif %}"""
-
-
-@pytest.mark.parametrize("template", [CHATML, WITH_BOS])
-@pytest.mark.parametrize("adds_bos", [False, True])
-def test_the_prompt_is_what_transformers_makes_of_the_chat_template(tmp_path, template, adds_bos) -> None:
-    tokenizer = tiny_tokenizer(adds_bos=adds_bos)
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(tmp_path)
-    messages = [{"role": "user", "content": " How deep is the harbour? "}]
-    wanted = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    ids = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode
-    asked = demo.chat_prompt(tmp_path, " How deep is the harbour? ")
-    bos = tokenizer.bos_token_id
-    if template is WITH_BOS:
-        found = ids(asked).ids
-        assert found.count(bos) == 1 and found[0] == bos
-        assert found == tokenizer(wanted, add_special_tokens=False).input_ids
-    else:
-        assert asked == wanted
-
-
-def test_a_model_without_a_chat_template_gets_the_prompt_as_it_is(tmp_path) -> None:
-    tiny_tokenizer().save_pretrained(tmp_path)
-    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
-    assert demo.chat_prompt(tmp_path, "The history of") == "The history of"
-
-
-def test_a_template_that_does_not_run_is_named(tmp_path) -> None:
-    tiny_tokenizer().save_pretrained(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no user may speak') }}")
-    with pytest.raises(CheckpointError, match="chat_template.jinja.*no user may speak"):
-        demo.chat_prompt(tmp_path, "hello")
 
 
 def test_the_packaged_model_is_found_without_importing_its_package() -> None:
@@ -67,6 +26,23 @@ def test_the_packaged_model_is_found_without_importing_its_package() -> None:
     assert imported == "False"
     with open(path, "rb") as file:
         assert file.read(4) == b"GGUF"
+
+
+def test_a_model_that_cannot_be_had_is_promised_nothing_and_leaves_nothing(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(CheckpointError, match="'someone/absent' is not a directory"):
+        demo.demo_repository("someone/absent", tmp_path / "cache")
+    assert "next run" not in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("cache", ["file/cache", "file"])
+def test_a_cache_that_cannot_be_made_is_told_before_the_model_is_read(tmp_path, cache) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be made: .*file is not a folder"):
+        demo.demo_repository("someone/absent", tmp_path / cache)
 
 
 def test_the_repository_is_made_once_and_again_when_the_model_changes(tmp_path, monkeypatch) -> None:

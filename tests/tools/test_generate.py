@@ -9,8 +9,16 @@ import numpy as np
 import pytest
 
 from tests.tools.fake_server import FakeModel, fake_server, text_responses
-from tridecode.backend.errors import EngineDownError, RequestError, TridecodeError
-from tridecode.tools.generate import Piece, find_text_model, infer_text, print_stream, stream_text
+from tridecode.backend.errors import ConfigError, EngineDownError, RequestError, TridecodeError
+from tridecode.tools.generate import (
+    Piece,
+    complete_sampling,
+    find_text_model,
+    grpc_address,
+    infer_text,
+    print_stream,
+    stream_text,
+)
 
 TEXT = ("text_input", "max_tokens")
 PIECES = [("The", 1), (" quick", 1), (" brown fox", 2)]
@@ -101,8 +109,11 @@ def test_no_server_is_an_error_that_names_the_address() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"127.0.0.1:{free.getsockname()[1]}"
-        with pytest.raises(TridecodeError, match=url):
+        with pytest.raises(
+            EngineDownError, match=f"answers at {url} over gRPC .connection refused"
+        ) as caught:
             list(stream_text(url, None, "hello"))
+    assert "\n" not in str(caught.value)
 
 
 def test_first_token_time_and_rate_are_those_of_the_server(capsys) -> None:
@@ -147,3 +158,72 @@ def test_a_whole_answer_comes_from_either_kind_of_model(decoupled) -> None:
     with fake_server(model) as server:
         assert infer_text(server.url, None, "hello", max_tokens=3) == Piece("all of it", 3)
         assert sent(server, "stream") == b"\0"
+
+
+@pytest.mark.parametrize(
+    ("typed", "address"),
+    [
+        ("localhost", "localhost:8001"),
+        ("localhost:9001", "localhost:9001"),
+        ("grpc://there:9001/", "there:9001"),
+        ("::1", "[::1]:8001"),
+        ("[::1]:9001", "[::1]:9001"),
+        (" 10.0.0.7 ", "10.0.0.7:8001"),
+    ],
+)
+def test_an_address_is_completed(typed, address) -> None:
+    assert grpc_address(typed) == address
+
+
+@pytest.mark.parametrize("typed", ["http://localhost:8000", "https://there"])
+def test_an_http_address_is_refused_with_the_address_that_is_wanted(typed) -> None:
+    with pytest.raises(ConfigError, match=f"{typed} is an HTTPS? address; wanted host:port .*localhost:8001"):
+        grpc_address(typed)
+
+
+@pytest.mark.parametrize("typed", ["", ":8001", "there:", "there:0", "there:99999", "there:eight", "a b"])
+def test_what_is_no_address_is_refused(typed) -> None:
+    with pytest.raises(ConfigError, match="is not an address; wanted host:port"):
+        grpc_address(typed)
+
+
+@pytest.mark.parametrize(
+    ("given", "top_p", "draws"),
+    [
+        ({}, None, False),
+        ({"temperature": 0.7}, 1.0, True),
+        ({"temperature": 0.0}, None, False),
+        ({"temperature": 0.7, "top_k": 40}, None, True),
+        ({"temperature": 0.7, "top_k": 1}, None, False),
+        ({"temperature": 0.7, "top_p": 0.5}, 0.5, True),
+        ({"top_k": 40}, None, True),
+        ({"top_k": 0, "top_p": 0.0}, 0.0, False),
+    ],
+)
+def test_a_temperature_alone_samples_and_a_seed_is_drawn_where_tokens_are(given, top_p, draws) -> None:
+    completed = complete_sampling(given)
+    assert completed.get("top_p") == top_p
+    assert (completed.get("seed") is not None) == draws
+    assert complete_sampling({**given, "seed": 7})["seed"] == 7
+
+
+def test_drawn_seeds_differ() -> None:
+    seeds = {complete_sampling({"top_k": 5})["seed"] for _ in range(20)}
+    assert len(seeds) == 20 and all(0 <= seed < 2**32 for seed in seeds)
+
+
+def test_options_are_sent_in_the_dtypes_that_the_model_declares() -> None:
+    dtypes = {"text_input": "STRING", "max_tokens": "UINT32", "top_k": "UINT32", "seed": "UINT64"}
+    with fake_server(FakeModel("ensemble", tuple(dtypes), text_responses(PIECES), dtypes=dtypes)) as server:
+        list(stream_text(server.url, None, "hello", max_tokens=7, top_k=3, seed=5))
+        sent_types = {tensor.name: tensor.datatype for tensor in server.requests[-1].inputs}
+    assert {name: sent_types[name] for name in dtypes} == {**dtypes, "text_input": "BYTES"}
+
+
+@pytest.mark.parametrize("options", [{"top_k": 2**40}, {"seed": -1}, {"seed": 2**64}])
+def test_a_number_that_its_dtype_does_not_hold_is_refused_before_it_is_sent(options) -> None:
+    (name,) = options
+    with fake_server(text_model()) as server:
+        with pytest.raises(RequestError, match=rf"{name} is .*; wanted .* to .*\(u?int\d+\)"):
+            list(stream_text(server.url, None, "hello", **options))
+        assert server.requests == []

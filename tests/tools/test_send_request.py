@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -11,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from tests.tools.fake_server import FakeModel, fake_server
-from tridecode.backend.errors import ConfigError, TridecodeError
+from tridecode.backend.errors import ConfigError, EngineDownError, TridecodeError
 from tridecode.tools.send_request import read_request, send_request, show, show_streamed
 
 SAMPLE = {
@@ -99,6 +100,17 @@ def test_params_alone_are_a_request() -> None:
         ({**SAMPLE, "config": {"protocol": "smoke"}}, "protocol is 'smoke'; wanted http or grpc"),
         ({**SAMPLE, "config": {"protocol": "http", "stream_api": True}}, "stream_api needs.*grpc"),
         ([1], "holds a list"),
+        ({**SAMPLE, "config": 3}, "config is 3; wanted an object"),
+        ({**SAMPLE, "config": {"url": 8000}}, "config.url is 8000; wanted a text"),
+        ({**SAMPLE, "config": {"url": "there:port"}}, "config.url is 'there:port'; wanted host:port"),
+        (
+            {**SAMPLE, "config": {"protocol": "grpc", "url": "http://there"}},
+            "config.url is http://there; wanted host:port of the server's grpc",
+        ),
+        ({"request": {"name": "a"}}, "request is .*; wanted a list of tensors"),
+        ({"request": [7]}, "request holds 7; wanted an object"),
+        ({"request": [{"name": "a", "data": [["x"], ["y", "z"]], "dtype": "bytes"}]}, "different lengths"),
+        ({"request": [{"name": "a", "data": [1], "dtype": "datetime64[s]"}]}, "Triton has no such type"),
     ],
 )
 def test_a_wrong_file_is_refused_with_its_name_and_the_reason(tmp_path, content, told) -> None:
@@ -110,10 +122,64 @@ def test_a_wrong_file_is_refused_with_its_name_and_the_reason(tmp_path, content,
 
 def test_no_json_and_no_file_are_told_apart(tmp_path) -> None:
     (tmp_path / "broken.json").write_text("{")
-    with pytest.raises(ConfigError, match="is no JSON"):
+    with pytest.raises(ConfigError, match="is not valid JSON"):
         read_request(tmp_path / "broken.json")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_request(tmp_path / "absent.json")
+
+
+def test_a_file_nested_too_deeply_or_not_a_text_is_refused(tmp_path) -> None:
+    (tmp_path / "deep.json").write_text("[" * 200_000)
+    with pytest.raises(ConfigError, match="nested too deeply|not valid JSON"):
+        read_request(tmp_path / "deep.json")
+    (tmp_path / "latin.json").write_bytes(b'{"request": "\xe9"}')
+    with pytest.raises(ConfigError, match="latin.json is not UTF-8"):
+        read_request(tmp_path / "latin.json")
+    with pytest.raises(ConfigError, match="not a file"):
+        read_request(tmp_path)
+
+
+@pytest.mark.parametrize("config", [{}, {"protocol": "grpc"}, {"protocol": "grpc", "stream_api": True}])
+def test_a_server_that_is_down_is_named_in_one_line(config) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"127.0.0.1:{free.getsockname()[1]}"
+        request = read_request(None, json.dumps({**SAMPLE, "config": {**config, "url": url}}))
+        with pytest.raises(EngineDownError, match=rf"answers at {url} over .*connection refused") as caught:
+            list(send_request(request))
+    assert "\n" not in str(caught.value)
+
+
+def test_http_sent_to_the_port_of_grpc_is_told(capsys) -> None:
+    with fake_server(FakeModel("fastertransformer", (), [ANSWER])) as server:
+        request = read_request(None, json.dumps({**SAMPLE, "config": {"url": server.url}}))
+        with pytest.raises(EngineDownError, match="not HTTP: is it the port of gRPC"):
+            list(send_request(request))
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("protocol", "told"), [("grpc", "is it the port of HTTP"), ("http", "an HTTP server that is not Triton")]
+)
+def test_a_foreign_http_server_is_told_from_triton(capsys, protocol, told) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_error(501, "not here")
+
+        def log_message(self, *_arguments) -> None: ...
+
+    http = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=http.serve_forever, daemon=True)
+    thread.start()
+    try:
+        config = {"protocol": protocol, "url": f"127.0.0.1:{http.server_port}"}
+        with pytest.raises(EngineDownError, match=told):
+            list(send_request(read_request(None, json.dumps({**SAMPLE, "config": config}))))
+    finally:
+        http.shutdown()
+        http.server_close()
+        thread.join()
+    assert capsys.readouterr().out == ""  # tritonclient prints the page that it cannot parse
 
 
 def test_every_output_comes_back_over_grpc(tmp_path) -> None:

@@ -20,11 +20,20 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.waiting import wait_until
 from tridecode.backend.errors import ConfigError, TridecodeError
 from tridecode.backend.supervisor import processes
-from tridecode.tools import door_watch, serve, triton_access, triton_install, tritonserver
+from tridecode.tools import (
+    cli,
+    door_watch,
+    guarded_server,
+    serve,
+    triton_access,
+    triton_install,
+    tritonserver,
+)
 from tridecode.tools.door_watch import DoorWatch
 from tridecode.tools.guarded_server import GuardedServer
 from tridecode.tools.running_server import ServerProcess, free_ports
@@ -361,6 +370,18 @@ def test_a_server_whose_guard_was_killed_is_started_anew(fake_install, tmp_path)
     fake_install.rmdir()
 
 
+def test_a_frozen_guard_does_not_hide_the_death_of_its_server(fake_install, tmp_path, monkeypatch):
+    monkeypatch.setattr(guarded_server, "SILENT_S", 0.5)
+    with GuardedServer([]) as server:
+        wait_until((tmp_path / "ready").exists, 5, "the fake server")
+        os.kill(processes.parent(server.pid), signal.SIGSTOP)
+        os.kill(server.pid, signal.SIGKILL)
+        wait_until(lambda: not server.running(), 5, "the end of the server")
+        server.restart()
+        assert server.running()
+    assert traces(server) == []
+
+
 def test_shared_memory_and_key_are_hidden_from_other_users(fake_install, tmp_path):
     with GuardedServer(["--flag=aSecret,aSecret", "--other"], secret="aSecret") as server:
         wait_until((tmp_path / "ready").exists, 5, "the fake server")
@@ -471,9 +492,18 @@ def test_ports_are_checked_before_anything_starts(tmp_path):
         serve.serve(tmp_path, http, grpc, metrics, address="192.0.2.1")
 
 
-@pytest.mark.parametrize("flag", ["--http-port=1", "--model-control-mode=none", "--http-address=0.0.0.0"])
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--backend-config=python,shm-region-prefix-name=x",
+        "--load-model=toy",
+        "--http-port=1",
+        "--model-control-mode=none",
+        "--http-address=0.0.0.0",
+    ],
+)
 def test_flags_of_triton_that_are_serve_s_own_are_refused(tmp_path, flag):
-    with pytest.raises(ConfigError, match=flag.partition("=")[0]):
+    with pytest.raises(ConfigError, match=flag.rpartition("=")[0].rpartition(",")[2]):
         serve.serve(repository(tmp_path), triton_args=[flag])
 
 
@@ -518,6 +548,17 @@ def test_the_drop_in_closes_what_its_command_line_leaves_open():
     assert "--grpc-address=127.0.0.1" in arguments and "--http-address=127.0.0.1" not in arguments
     assert len(triton_access.values_of(arguments, "http-restricted-api")) == 1
     assert arguments[-3:] == ["--model-repository", "m", "--http-address=0.0.0.0"]
+
+
+@pytest.mark.parametrize(
+    "flags", [["serve", "NONE"], ["tritonserver", "--model-repository", "NONE", "--id=x"]]
+)
+def test_the_command_line_says_a_wrong_setting_in_one_line_and_ends_with_2(tmp_path, flags, caplog):
+    arguments = [flag.replace("NONE", str(tmp_path / "none")) for flag in flags]
+    result = CliRunner().invoke(cli.app, arguments)
+    said = (result.stderr + caplog.text).strip().splitlines()
+    assert result.exit_code == 2
+    assert len(said) == 1 and "none is no directory" in said[0]
 
 
 @pytest.mark.parametrize("value", ["never", "-1", "nan"])

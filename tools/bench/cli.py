@@ -25,26 +25,24 @@ _Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 _Batches = Annotated[
     Optional[str],
     typer.Option(
-        help="Sequences at a time, separated by commas; one number, 16, for prompts that are given."
+        help="Concurrent sequences, separated by commas; one number (16) with --prompts or --workload."
     ),
 ]
 _PromptTokens = Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")]
-_OutputTokens = Annotated[int, typer.Option(min=2, help="New tokens of each, always so many.")]
+_OutputTokens = Annotated[int, typer.Option(min=2, help="New tokens of each sequence, never fewer.")]
 _WorkloadOutput = Annotated[
     Optional[int],
-    typer.Option(min=2, help="New tokens of each, always so many; default: 128, the workload's own."),
+    typer.Option(min=2, help="New tokens of each sequence; default: 128, or the workload's."),
 ]
-_Repeats = Annotated[int, typer.Option(min=1, help="Runs; the median counts.")]
+_Repeats = Annotated[int, typer.Option(min=1, help="Repetitions; the median is reported.")]
 _Tp = Annotated[int, typer.Option(min=1, help="GPUs that share each layer.")]
 _Output = Annotated[Path, typer.Option(help="Folder for the JSON and the picture.")]
 _Prompts = Annotated[
-    Optional[Path], typer.Option(help='Answer these instead: a JSON-lines file with "text" in each line.')
+    Optional[Path], typer.Option(help='Prompts from a JSON-lines file with "text" in each line.')
 ]
-_Workload = Annotated[
-    Optional[str], typer.Option(help="Answer random ids as long as a data set's prompts instead: lambada.")
-]
+_Workload = Annotated[Optional[str], typer.Option(help="Random prompts with a data set's lengths: lambada.")]
 _Requests = Annotated[
-    Optional[int], typer.Option(min=1, help="The first so many of --prompts or --workload.")
+    Optional[int], typer.Option(min=1, help="Use only this many of --prompts or --workload.")
 ]
 _Tokenizer = Annotated[
     Optional[Path], typer.Option(help="A tokenizer.json, its folder, or a repository that has one.")
@@ -72,16 +70,17 @@ def engine(
     requests: _Requests = None,
     output: _Output = _RESULTS,
 ) -> None:
-    """The engine alone, without a server.
+    """Measure the engine alone, without a server.
 
-    First token of the batch, milliseconds a step, tokens a second; forced lengths, greedy.
+    Time to the first token, milliseconds per step, tokens per second; greedy, fixed output lengths.
 
     \b
     Example:
       tridecode bench engine --preset bloom-7b1 --batches 1,8,64,256
     """
-    from tridecode.tools.bench import commands
+    from tridecode.tools.bench import commands, report
 
+    report.check_output(output)
     sizes = _batches(batches, (1, 8, 64, 256), prompts, workload)
     tokens = output_tokens or _output_tokens(workload)
     job = commands.make_job(preset, model, dtype, device, sizes, prompt_tokens, tokens, repeats, tp)
@@ -100,7 +99,7 @@ def server(
     ] = None,
     dtype: _Dtype = None,
     device: _Device = "auto",
-    streams: Annotated[str, typer.Option(help="Streams at a time, separated by commas.")] = "1,64,256",
+    streams: Annotated[str, typer.Option(help="Concurrent streams, separated by commas.")] = "1,64,256",
     prompt_tokens: _PromptTokens = 512,
     output_tokens: _OutputTokens = 128,
     repeats: _Repeats = 3,
@@ -111,16 +110,17 @@ def server(
     door_python: _DoorPython = None,
     output: _Output = _RESULTS,
 ) -> None:
-    """What the server costs: through Triton, and the engine alone.
+    """Measure the server's overhead over the engine alone.
 
-    Both in one run on this machine; the server is asked over gRPC streams.
+    Both run on this machine, one after the other; requests go over gRPC streams.
 
     \b
     Example:
       tridecode bench server --preset bloom-7b1 --streams 1,64,256
     """
-    from tridecode.tools.bench import commands
+    from tridecode.tools.bench import commands, report
 
+    report.check_output(output)
     job = commands.make_job(
         preset, repository, dtype, device, _numbers(streams), prompt_tokens, output_tokens, repeats, tp
     )
@@ -142,17 +142,18 @@ def compare(
     requests: _Requests = None,
     output: _Output = _RESULTS,
 ) -> None:
-    """The same prompts through our engine, transformers and vLLM.
+    """Compare our engine with transformers and vLLM on the same prompts.
 
-    Each in a process of its own; vLLM where it is installed.
+    Each engine runs in its own process; vLLM only where it is installed.
 
     \b
     Example:
       tridecode bench compare --preset llama-3-8b --batches 1,8,64
       tridecode bench compare --preset bloom-7b1 --workload lambada
     """
-    from tridecode.tools.bench import commands
+    from tridecode.tools.bench import commands, report
 
+    report.check_output(output)
     sizes = _batches(batches, (1, 8, 64), prompts, workload)
     tokens = output_tokens or _output_tokens(workload)
     job = commands.make_job(preset, None, dtype, device, sizes, prompt_tokens, tokens, repeats, 1)
@@ -168,21 +169,23 @@ def beside(
     model: Annotated[
         Optional[str], typer.Option(help="Hugging Face directory or .gguf; default: SmolLM2-135M.")
     ] = None,
-    streams: Annotated[str, typer.Option(help="Streams at a time, separated by commas.")] = "1,16,64",
+    streams: Annotated[str, typer.Option(help="Concurrent streams, separated by commas.")] = "1,16,64",
     prompt_tokens: _PromptTokens = 64,
     output_tokens: _OutputTokens = 64,
-    rounds: Annotated[int, typer.Option(min=1, help="Every engine runs once a round; medians count.")] = 5,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Each engine runs once per round; medians are reported.")
+    ] = 5,
     patience_s: Annotated[
-        float, typer.Option(help="Make runs that others disturb again, for so many seconds.")
+        float, typer.Option(help="Repeat runs that other processes disturb, for this many seconds.")
     ] = 0.0,
-    cache: Annotated[Path, typer.Option(help="Where the repository is kept.")] = Path("demo"),
+    cache: Annotated[Path, typer.Option(help="Folder that keeps the converted repository.")] = Path("demo"),
     output: _Output = _RESULTS,
-    name: Annotated[str, typer.Option(help="Of the files that are written.")] = "beside",
+    name: Annotated[str, typer.Option(help="Stem of the output file names.")] = "beside",
 ) -> None:
-    """A checkpoint on this CPU, beside transformers and ctranslate2.
+    """Compare a checkpoint on this CPU with transformers and ctranslate2.
 
-    Our engine alone and behind Triton, transformers' generate, and ctranslate2 where it is installed, all in
-    fp32, in turns; forced lengths, greedy.
+    Our engine alone and behind Triton, transformers' generate, and ctranslate2 where it is installed take
+    turns; fp32, greedy, fixed output lengths.
 
     \b
     Example:
@@ -190,7 +193,9 @@ def beside(
     """
     from tridecode.tools.bench.beside import run_beside
     from tridecode.tools.bench.measure import Job
+    from tridecode.tools.bench.report import check_output
 
+    check_output(output)
     job = Job(batches=_numbers(streams), prompt_tokens=prompt_tokens, output_tokens=output_tokens, repeats=1)
     run_beside(model, job, rounds, patience_s, cache, output, name)
 
@@ -200,28 +205,30 @@ def loading(
     preset: _Preset = "bloom-7b1",
     dtype: _Dtype = None,
     device: _Device = "auto",
-    loads: Annotated[int, typer.Option(min=2, help="Processes that load, one after another.")] = 3,
+    loads: Annotated[int, typer.Option(min=2, help="How often to load, each time in a new process.")] = 3,
     folder: Annotated[
         Optional[Path],
         typer.Option(
             exists=True,
             file_okay=False,
-            help="Where the weights are written and removed; default: /tmp or so.",
+            help="Folder for the temporary weights; default: the system's.",
         ),
     ] = None,
     output: _Output = _RESULTS,
 ) -> None:
-    """From weight files to a ready engine, and memory after it.
+    """Measure loading time and memory.
 
-    Writes a weight directory of the preset's shape with random numbers and loads it from the page cache, each
-    time in a new process; what the device holds before, with the engine, without it, and after the process.
+    Writes random weights of the preset's shape and loads them from the page cache, each time in a new
+    process. Device memory is read before loading, with the engine, without it, and after the process.
 
     \b
     Example:
       tridecode bench loading --preset bloom-7b1
     """
     from tridecode.tools.bench.loading import run_loading
+    from tridecode.tools.bench.report import check_output
 
+    check_output(output)
     run_loading(preset, dtype, device, loads, folder, output)
 
 
@@ -231,58 +238,68 @@ def agree(
         Optional[str], typer.Option(help="Hugging Face directory or .gguf; default: SmolLM2-135M.")
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="New tokens of each prompt.")] = 64,
-    prompts: Annotated[int, typer.Option(help="How many of the 16 that it has.")] = 16,
+    prompts: Annotated[int, typer.Option(help="Number of prompts, at most 16.")] = 16,
     device: _Device = "auto",
     output: _Output = _RESULTS,
 ) -> None:
-    """One checkpoint's greedy tokens on CPU and GPU, side by side.
+    """Compare one checkpoint's greedy tokens between CPU and GPU.
 
-    The CPU in fp32 beside the GPU in fp32, fp16 and bf16 (the CPU in bf16 where there is none), and each
-    engine's prompts alone beside all together: how many answers are the same, and by how little others part.
+    CPU in fp32 against GPU in fp32, fp16 and bf16 (without a GPU, CPU in bf16), and each prompt alone against
+    all in one batch: the share of equal answers, and the logit margins where answers differ.
 
     \b
     Example:
       tridecode bench agree --model SmolLM2-135M-Instruct.Q4_1.gguf
     """
     from tridecode.tools.bench.agree import run_agree
+    from tridecode.tools.bench.report import check_output
 
+    check_output(output)
     run_agree(model, tokens, prompts, device, output)
 
 
 @app.command()
 def load(
     url: Annotated[
-        str, typer.Option("--url", "-u", help="host:port of the server's gRPC.")
+        str, typer.Option("--url", "-u", help="host[:port] of the server's gRPC; port 8001.")
     ] = "localhost:8001",
     model: Annotated[
-        Optional[str], typer.Option("--model", "-m", help="Default: the text model that streams.")
+        Optional[str], typer.Option("--model", "-m", help="Default: the streaming text model.")
     ] = None,
     tokens: Annotated[
         bool, typer.Option("--tokens", help="Token ids through fastertransformer_streaming, not text.")
     ] = False,
-    concurrency: Annotated[str, typer.Option(help="Requests under way; several: one run each.")] = "1",
+    concurrency: Annotated[
+        str, typer.Option(help="Concurrent requests, separated by commas: one run each.")
+    ] = "1",
     request_rate: Annotated[
-        Optional[str], typer.Option(help="Requests a second, at random times, in place of --concurrency.")
+        Optional[str], typer.Option(help="Poisson arrivals per second, in place of --concurrency.")
     ] = None,
-    requests: Annotated[Optional[int], typer.Option(help="How many; default: 4 times concurrency.")] = None,
+    requests: Annotated[
+        Optional[int], typer.Option(help="Requests of each run; default: 4 times the concurrency.")
+    ] = None,
     prompt_tokens: _PromptTokens = 512,
     output_tokens: _OutputTokens = 128,
     prompts: _Prompts = None,
     tokenizer: _Tokenizer = None,
-    vocab_size: Annotated[int, typer.Option(help="With --tokens: ids are below it.")] = 1000,
+    vocab_size: Annotated[int, typer.Option(help="With --tokens: random ids are below it.")] = 1000,
     natural_ends: Annotated[
         bool, typer.Option("--natural-ends", help="Let the model end a text before --output-tokens.")
     ] = False,
     processes: Annotated[
-        Optional[int], typer.Option(help="Of the load generator; default: what it needs.")
+        Optional[int], typer.Option(help="Processes of the load generator; default: one per 16 streams.")
     ] = None,
-    timeout_s: Annotated[float, typer.Option(help="Of one request.")] = 600.0,
-    seed: Annotated[int, typer.Option(help="Of prompts and arrival times.")] = 0,
+    timeout_s: Annotated[float, typer.Option(help="Seconds until a request counts as failed.")] = 600.0,
+    max_seconds: Annotated[
+        float, typer.Option(help="All runs together start requests for this many seconds.")
+    ] = 90.0,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and arrival times.")] = 0,
     output: _Output = _RESULTS,
 ) -> None:
-    """A running server under load.
+    """Measure a running server under load.
 
-    First token, time between tokens, tokens and requests a second, over gRPC streams.
+    Time to the first token, time between tokens, tokens and requests per second, over gRPC streams. Exit
+    code 1 if requests failed.
 
     \b
     Example:
@@ -306,6 +323,7 @@ def load(
         forced_length=not natural_ends,
         processes=processes,
         timeout_s=timeout_s,
+        max_seconds=max_seconds,
         seed=seed,
     )
     if run_load_plan(plan, output):
@@ -334,7 +352,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     except ValueError:
         numbers = ()
     if not numbers or min(numbers) < 1:
-        raise ConfigError(f"{text!r} is no list of whole numbers of 1 or more, as 1,8,64")
+        raise ConfigError(f"{text!r} is not a list of whole numbers of 1 or more, e.g. 1,8,64")
     return numbers
 
 
@@ -346,5 +364,5 @@ def _rates(text: Optional[str]) -> list[float]:
     except ValueError:
         rates = []
     if not rates or min(rates) <= 0:
-        raise ConfigError(f"{text!r} is no list of requests a second, as 0.5,2,8")
+        raise ConfigError(f"{text!r} is not a list of requests per second, e.g. 0.5,2,8")
     return rates

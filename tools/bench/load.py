@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,13 +27,13 @@ Progress = Callable[[int], None]
 
 
 def choose_processes(concurrency: int, cores: int | None = None) -> int:
-    """As many as the streams need, at most half the cores: the server lives on the others."""
+    """One per 16 streams, at most half the cores: the server runs on the others."""
     cores = cores or os.cpu_count() or 1
     return max(1, min(cores // 2, -(-concurrency // _USERS_A_PROCESS)))
 
 
 def run_load(spec: LoadSpec, progress: Progress | None = None) -> list[Record]:
-    """Send every request of the spec; their records in order of the requests' numbers.
+    """Send the requests of a spec, those that start within spec.start_within_s; their records in order.
 
     progress: called with the number of requests that have ended. A request that fails is a record with its
     error. Raises EngineDownError where no server answers.
@@ -63,7 +65,8 @@ def _processes(context: Any, spec: LoadSpec, counters: tuple) -> Iterator[list[C
         for number in range(spec.processes):
             mine, theirs = context.Pipe()
             process = context.Process(target=work, args=(number, spec, *counters, theirs), daemon=True)
-            process.start()
+            with _without_interrupts():
+                process.start()
             theirs.close()
             pipes.append(mine)
             started.append(process)
@@ -74,6 +77,19 @@ def _processes(context: Any, spec: LoadSpec, counters: tuple) -> Iterator[list[C
         for process in started:
             process.kill()
             process.join()
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Processes started here ignore Ctrl-C, which the terminal sends to all: this one ends them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _receive(pipe: Connection) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -9,16 +10,21 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from tritonclient.utils import np_to_triton_dtype
 
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.config import read_model_config
+from tridecode.backend.engine_config_file import checkpoint_dir, read_engine_parameters
+from tridecode.backend.errors import ConfigError, TridecodeError
+from tridecode.model_repo_templates.repository import ENGINE_MODEL
 from tridecode.tools.bench.load import TOKEN_MODEL, choose_processes, run_load
 from tridecode.tools.bench.load_report import LoadReport, summarise
-from tridecode.tools.bench.load_worker import LoadSpec, Prompt, Record
+from tridecode.tools.bench.load_worker import LoadSpec, Prompt
 from tridecode.tools.bench.plots import plot_load
 from tridecode.tools.bench.presets import random_prompts
 from tridecode.tools.bench.prompts import find_tokenizer, read_prompts, text_prompts
-from tridecode.tools.bench.report import table, write_report
-from tridecode.tools.generate import find_text_model
+from tridecode.tools.bench.report import check_output, environment, table, write_report
+from tridecode.tools.chat import served_repository
+from tridecode.tools.generate import find_text_model, grpc_address
 from tridecode.tools.progress import counter
 
 
@@ -40,45 +46,107 @@ class LoadPlan:
     forced_length: bool
     processes: int | None
     timeout_s: float
+    max_seconds: float
     seed: int
 
 
-_RATE_USERS = 64  # connections and processes are made for so many, where requests come at a rate
-_MOST_PROMPTS = 1024  # different ones; more requests use them again
+@dataclass(frozen=True)
+class _Target:
+    """The served model: its name at the server, Triton's type of its max_tokens, and, where the server runs
+    on this machine, its repository."""
+
+    name: str
+    whole_type: str
+    repository: Path | None
+
+
+_RATE_USERS = 64  # connections and processes, where requests come at a rate
+_MOST_PROMPTS = 1024  # different ones; further requests use them again
 
 
 def run_load_plan(plan: LoadPlan, output: Path) -> int:
-    """Run it, print and write the results. The number of requests that failed."""
-    model = plan.model or _find_model(plan)
-    specs = [_spec(plan, model, concurrency, None) for concurrency in plan.concurrencies]
+    """Run it, print and write the results. The number of requests that failed.
+
+    All runs together send requests for plan.max_seconds at most. Raises ConfigError for prompts that cannot
+    be read or an output that cannot be written, before the first request.
+    """
+    check_output(output)
+    texts = read_prompts(plan.prompts, plan.requests) if plan.prompts is not None else []
+    plan = replace(plan, url=grpc_address(plan.url))
+    target = _find_target(plan)
+    specs = [_spec(plan, target, concurrency, None) for concurrency in plan.concurrencies]
     if plan.request_rates:
-        specs = [_spec(plan, model, _RATE_USERS, rate) for rate in plan.request_rates]
-    prompts = _prompts(plan, max(spec.num_requests for spec in specs))
-    runs: dict[str, list[Record]] = {}
-    for spec in specs:
+        specs = [_spec(plan, target, _RATE_USERS, rate) for rate in plan.request_rates]
+    prompts = _prompts(plan, target, texts, max(spec.num_requests for spec in specs))
+    runs, deadline = {}, time.monotonic() + plan.max_seconds
+    for left, spec in zip(range(len(specs), 0, -1), specs):
         label = f"{spec.request_rate:g}/s" if spec.request_rate else f"{spec.concurrency} at a time"
+        share = max(0.0, deadline - time.monotonic()) / left
         with counter(label, spec.num_requests) as progress:
-            runs[label] = run_load(replace(spec, prompts=prompts), progress)
+            runs[label] = run_load(replace(spec, prompts=prompts, start_within_s=share), progress)
     reports = {label: summarise(records) for label, records in runs.items()}
-    Console().print(table(f"{model} at {plan.url}", ["", *reports], _rows(list(reports.values()))))
-    _tell_faults(reports.values(), Console())
+    console = Console()
+    console.print(table(f"{target.name} at {plan.url}", ["", *reports], _rows(list(reports.values()))))
+    _tell_faults(reports.values(), console)
+    for label, spec in zip(runs, specs):
+        if len(runs[label]) < spec.num_requests:
+            found = f"{label}: {len(runs[label])} of {spec.num_requests} requests were sent"
+            console.print(f"{found}; --max-seconds {plan.max_seconds:g} ended the run", highlight=False)
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(plan).items()}
     results = {label: asdict(report) for label, report in reports.items()}
-    title = f"{model}, {plan.output_tokens} new tokens"
     report = write_report(output / "load.json", "load", settings, results)
-    picture = plot_load(output / "load.png", title, runs)
-    Console().print(f"wrote {report}, {picture}", highlight=False)
+    picture = plot_load(output / "load.png", _title(plan, target), runs)
+    console.print(f"wrote {report}, {picture}", highlight=False, soft_wrap=True)
     return sum(report.failed for report in reports.values())
 
 
-def _find_model(plan: LoadPlan) -> str:
-    return TOKEN_MODEL if plan.tokens_in else find_text_model(plan.url).name
+def _find_target(plan: LoadPlan) -> _Target:
+    repository = served_repository(plan.url)
+    if plan.tokens_in:
+        return _Target(plan.model or TOKEN_MODEL, "INT32", repository)
+    found = find_text_model(plan.url, plan.model)
+    dtype = found.dtypes.get("max_tokens", np.int32)
+    return _Target(found.name, np_to_triton_dtype(np.dtype(dtype)), repository)
 
 
-def _spec(plan: LoadPlan, model: str, concurrency: int, rate: float | None) -> LoadSpec:
+def _title(plan: LoadPlan, target: _Target) -> str:
+    """Model, device, prompt and output length."""
+    asked = f"prompts of {plan.prompts.name}" if plan.prompts else f"prompts of {plan.prompt_tokens} tokens"
+    ends = "new tokens" if plan.forced_length else "new tokens at most"
+    where = [_model_name(target), _device(plan, target)]
+    return f"{', '.join(where)}\n{asked}, {plan.output_tokens} {ends}, {target.name} over gRPC"
+
+
+def _model_name(target: _Target) -> str:
+    """model_name of the served repository's config.ini; the name at the server where it is not to be had."""
+    if target.repository is None:
+        return target.name
+    try:
+        folder = checkpoint_dir(str(target.repository / ENGINE_MODEL))
+        return read_model_config(Path(folder)).model_name
+    except TridecodeError:
+        return target.name
+
+
+def _device(plan: LoadPlan, target: _Target) -> str:
+    """The device that the engine computes on, if it is this machine's."""
+    if target.repository is None:
+        return f"server {plan.url}"
+    try:
+        chosen = read_engine_parameters(str(target.repository / ENGINE_MODEL)).get("device", "auto")
+    except TridecodeError:
+        chosen = "auto"
+    machine = environment()
+    if machine["gpus"] and chosen != "cpu":
+        return machine["gpus"][0]["name"]
+    return f"{machine['cpu']} ({machine['cores']} cores)"
+
+
+def _spec(plan: LoadPlan, target: _Target, concurrency: int, rate: float | None) -> LoadSpec:
     return LoadSpec(
         url=plan.url,
-        model=model,
+        model=target.name,
+        whole_type=target.whole_type,
         prompts=[],
         output_tokens=plan.output_tokens,
         num_requests=plan.requests or 4 * concurrency,
@@ -92,29 +160,29 @@ def _spec(plan: LoadPlan, model: str, concurrency: int, rate: float | None) -> L
     )
 
 
-def _prompts(plan: LoadPlan, requests: int) -> list[Prompt]:
+def _prompts(plan: LoadPlan, target: _Target, texts: list[str], requests: int) -> list[Prompt]:
     count = min(requests, _MOST_PROMPTS)
-    tokenizer = find_tokenizer(plan.tokenizer) if plan.tokenizer is not None else None
-    if plan.prompts is not None:
-        texts = read_prompts(plan.prompts, plan.requests)
-        if not plan.tokens_in:
-            return list(texts)
-        if tokenizer is None:
-            raise ConfigError("--tokens with --prompts needs --tokenizer, to make ids of the texts")
-        return [np.asarray(tokenizer.encode(text).ids, np.int32) for text in texts]
-    if plan.tokens_in:
+    if plan.tokens_in and plan.prompts is None:
         ids = random_prompts(count, plan.prompt_tokens, plan.vocab_size, plan.seed)
         return [np.asarray(prompt, np.int32) for prompt in ids]
-    if tokenizer is None:
+    if not plan.tokens_in and plan.prompts is not None:
+        return list(texts)
+    place = plan.tokenizer or target.repository
+    if place is None:
         raise ConfigError(
             "text prompts of a known length need --tokenizer (the repository that is served will do); "
             "else use --prompts or --tokens"
+            if plan.prompts is None
+            else "--tokens with --prompts needs --tokenizer, to make ids of the texts"
         )
+    tokenizer = find_tokenizer(place)
+    if plan.prompts is not None:
+        return [np.asarray(tokenizer.encode(text).ids, np.int32) for text in texts]
     return list(text_prompts(tokenizer, count, plan.prompt_tokens, plan.seed))
 
 
 def _rows(reports: Sequence[LoadReport]) -> list[list[Any]]:
-    """A line a figure, a column a run: a terminal is seldom wide enough for the other way round."""
+    """One row per figure, one column per run: a terminal is seldom wide enough for the transpose."""
     lines: dict[str, list[Any]] = {
         "requests": [report.requests for report in reports],
         "failed": [report.failed for report in reports],
@@ -134,4 +202,4 @@ def _tell_faults(reports: Iterable[LoadReport], console: Console) -> None:
         for error, count in report.errors.items():
             console.print(f"{count} requests failed: {error}", style="red", highlight=False, markup=False)
         if not report.tokens_counted:
-            console.print("the server sent no token counts: each response was taken for one token")
+            console.print("the server sent no token counts: each response is counted as one token")

@@ -1,7 +1,6 @@
-"""One process of the load generator: asks over gRPC streams and notes when tokens come.
+"""One process of the load generator: sends requests over gRPC streams and records when tokens arrive.
 
-Each stream carries one request after another, as a client's would. Nothing is worked out here: what came when
-is noted, and the statistics are made after the run.
+Each stream carries one request after another, as a client's would. Statistics are computed after the run.
 """
 
 from __future__ import annotations
@@ -35,6 +34,8 @@ class LoadSpec:
     concurrency: requests under way at a time; or, where request_rate (a second) is given, requests arrive by
     a Poisson process of that rate, however many are under way. forced_length: the end token is impossible
     before output_tokens. timeout_s: of one request; connect_s: until the server answers at all.
+    start_within_s: no request is sent later than this after the first. whole_type: Triton's type of the text
+    model's max_tokens.
     """
 
     url: str
@@ -49,6 +50,8 @@ class LoadSpec:
     processes: int = 1
     timeout_s: float = 600.0
     connect_s: float = 30.0
+    start_within_s: float = float("inf")
+    whole_type: str = "INT32"
     seed: int = 0
 
 
@@ -81,7 +84,7 @@ def make_request(spec: LoadSpec, index: int) -> service_pb2.ModelInferRequest:
     assert isinstance(prompt, str)
     data = prompt.encode()
     _add(request, "text_input", "BYTES", len(data).to_bytes(4, "little") + data)
-    _add(request, "max_tokens", "INT32", np.array([spec.output_tokens], np.int32))
+    _add(request, "max_tokens", spec.whole_type, np.array([spec.output_tokens], np.int32))
     if spec.forced_length:
         _add(request, "min_tokens", "INT32", np.array([spec.output_tokens], np.int32))
     for flag in ("stream", "exclude_input_in_output", "return_num_output_tokens"):
@@ -174,6 +177,7 @@ class Worker:
         self._channels: list[grpc.aio.Channel] = []
         self._idle: list[_Stream] = []
         self._opened = 0
+        self.deadline = float("inf")  # of `clock`: no request is sent after it
         self.records: list[Record] = []
 
     async def connect(self, streams: int) -> None:
@@ -190,13 +194,15 @@ class Worker:
         await asyncio.gather(*(self._user() for _ in range(users)))
 
     async def _user(self) -> None:
-        while (index := self._take()) is not None:
+        while clock() < self.deadline and (index := self._take()) is not None:
             await self._ask(index)
 
     async def open_loop(self, arrivals: list[tuple[int, float]]) -> None:
         """Each (number, seconds of `clock`) is sent at its time."""
         tasks = []
         for index, when in arrivals:
+            if when >= self.deadline:
+                break
             await asyncio.sleep(max(0.0, when - clock()))
             tasks.append(asyncio.ensure_future(self._ask(index)))
         await asyncio.gather(*tasks)
@@ -263,6 +269,7 @@ async def _work(number: int, spec: LoadSpec, taken: Any, done: Any, pipe: Connec
         return
     pipe.send("ready")
     start = pipe.recv()
+    worker.deadline = start + spec.start_within_s
     if spec.request_rate is None:
         await asyncio.sleep(max(0.0, start - clock()))
         await worker.closed_loop(users)

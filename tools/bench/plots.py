@@ -13,20 +13,21 @@ from tridecode.tools.bench.load_report import first_token_seconds, token_gaps
 from tridecode.tools.bench.load_worker import Record
 
 matplotlib.use("Agg")  # before pyplot: there may be no screen
-from matplotlib import pyplot
+from matplotlib import pyplot, ticker
 
 _SIZE = (11, 4.2)
 _DPI = 110
+_SHORTEST_MS = 0.01
 
 
 def plot_batches(path: Path, title: str, engines: Mapping[str, Sequence[Mapping[str, Any]]]) -> Path:
-    """Milliseconds a step and tokens a second over the batch size. engines: name -> Timings as dicts."""
+    """Milliseconds per step and tokens per second over the batch size. engines: name -> Timings as dicts."""
     figure, (left, right) = pyplot.subplots(1, 2, figsize=_SIZE)
     for name, rows in engines.items():
         batches = [row["batch"] for row in rows]
         left.plot(batches, [row["step_ms"] for row in rows], marker="o", label=name)
         right.plot(batches, [row["tokens_per_s"] for row in rows], marker="o", label=name)
-    for axes, label in ((left, "ms a step"), (right, "tokens a second, decoding")):
+    for axes, label in ((left, "ms per step"), (right, "tokens/s, decoding")):
         batches = sorted({row["batch"] for rows in engines.values() for row in rows})
         axes.set(xlabel="sequences", ylabel=label, xscale="log")
         axes.set_xticks(batches, [str(batch) for batch in batches])
@@ -38,8 +39,8 @@ def plot_batches(path: Path, title: str, engines: Mapping[str, Sequence[Mapping[
 
 
 def plot_load(path: Path, title: str, runs: Mapping[str, Sequence[Record]]) -> Path:
-    """The share of requests whose first token, and of tokens whose gap, took at most so long. runs: label ->
-    records."""
+    """Cumulative distributions, on logarithmic time axes: time to the first token over requests, time between
+    tokens over tokens. runs: label -> records."""
     figure, (left, right) = pyplot.subplots(1, 2, figsize=_SIZE)
     for name, records in runs.items():
         answered = [record for record in records if record.came and not record.error]
@@ -49,14 +50,24 @@ def plot_load(path: Path, title: str, runs: Mapping[str, Sequence[Record]]) -> P
     left.set(xlabel="ms to the first token", ylabel="share of requests")
     right.set(xlabel="ms between tokens", ylabel="share of tokens")
     for axes in (left, right):
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _position: f"{value:g}"))
+        axes.xaxis.set_minor_formatter(ticker.FuncFormatter(_minor_label))
         axes.set_ylim(0, 1.02)
-        axes.grid(alpha=0.3)
+        axes.grid(alpha=0.3, which="both")
         axes.legend(fontsize=8)
     return _save(figure, title, path)
 
 
+def _minor_label(value: float, _position: int) -> str:
+    """2 and 5 of each decade: a distribution seldom spans several powers of ten."""
+    digit = f"{value:e}"[0]
+    return f"{value:g}" if digit in "25" else ""
+
+
 def _shares(axes: Any, seconds: Sequence[float] | np.ndarray, name: str) -> None:
-    values = np.sort(np.asarray(seconds) * 1000.0)
+    # merged responses have gaps of 0 ms, which a logarithmic axis cannot show
+    values = np.sort(np.maximum(np.asarray(seconds) * 1000.0, _SHORTEST_MS))
     axes.step(values, np.arange(1, len(values) + 1) / max(len(values), 1), where="post", label=name)
 
 

@@ -27,23 +27,39 @@ def find_tokenizer(path: str | Path) -> Tokenizer:
     found = next((place for place in places if place.is_file() and place.suffix == ".json"), None)
     if found is None:
         raise ConfigError(f"{path} has no tokenizer.json; wanted a repository, a tokenizer's folder or file")
-    return Tokenizer.from_file(str(found))
+    try:
+        return Tokenizer.from_file(str(found))
+    except Exception as error:  # tokenizers raises nothing else
+        raise ConfigError(f"{found} is not a readable tokenizer: {error}") from None
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[str]:
-    """The field "text" of each line of a JSON-lines file, the first `limit` of them."""
+    """The field "text" of each line of a JSON-lines file, the first `limit` of them. ConfigError names the
+    file and the line that cannot be read."""
     texts: list[str] = []
-    with open(path, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if limit is not None and len(texts) >= limit:
-                break
-            try:
-                texts.append(json.loads(line)["text"])
-            except (ValueError, KeyError, TypeError):
-                raise ConfigError(f'{path}, line {number}: wanted a JSON object with "text"') from None
+    try:
+        with open(path, encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if limit is not None and len(texts) >= limit:
+                    break
+                texts.append(_text_of_line(line, f"{path}, line {number}"))
+    except OSError as error:
+        raise ConfigError(f'{path} cannot be read ({error.strerror}); wanted lines with "text"') from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8: {error}") from None
     if not texts:
         raise ConfigError(f'{path} has no lines; wanted JSON objects with "text"')
     return texts
+
+
+def _text_of_line(line: str, where: str) -> str:
+    try:
+        text = json.loads(line)["text"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        text = None
+    if not isinstance(text, str):
+        raise ConfigError(f'{where}: wanted a JSON object with "text"')
+    return text
 
 
 def text_prompts(tokenizer: Tokenizer, count: int, tokens: int, seed: int) -> list[str]:

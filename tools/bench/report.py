@@ -17,6 +17,8 @@ from typing import Any
 
 from rich.table import Table
 
+from tridecode.backend.errors import ConfigError
+
 _PACKAGES = (
     "tridecode",
     "torch",
@@ -49,6 +51,15 @@ def command(arguments: Sequence[str]) -> str:
     """What was typed, as one would type it elsewhere: absolute paths are cut to their last part."""
     program, *rest = (Path(part).name if part.startswith("/") else part for part in arguments)
     return shlex.join(["tridecode" if program in ("cli.py", "__main__.py") else program, *rest])
+
+
+def check_output(folder: Path) -> None:
+    """ConfigError where files cannot be written into `folder`; to be called before anything is measured."""
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    if not nearest.is_dir():
+        raise ConfigError(f"--output {folder}: {nearest} is not a folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(f"--output {folder}: no permission to write to {nearest}")
 
 
 def write_report(path: Path, kind: str, settings: Mapping[str, Any], results: Any) -> Path:

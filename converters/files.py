@@ -1,0 +1,56 @@
+"""Files of a checkpoint, which is not trusted: limits before a byte is parsed, names that stay inside it."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+from tridecode.backend.errors import CheckpointError
+
+MAX_JSON_BYTES = 64 << 20  # the largest index of a checkpoint has 1 MB, the largest tokenizer.json 30 MB
+
+
+def require_file(path: Path, limit_bytes: int | None = None) -> Path:
+    """The path of a regular file, links followed: snapshots of the hub's cache are links to its blobs.
+
+    Raises CheckpointError for what is missing, is a device, pipe or folder, or is longer than `limit_bytes`.
+    """
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path} is not a regular file")
+    if limit_bytes is not None and status.st_size > limit_bytes:
+        raise CheckpointError(f"{path} holds {status.st_size:,} bytes; wanted at most {limit_bytes:,}")
+    return path
+
+
+def read_json(path: Path, limit_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """A JSON file's object. Raises CheckpointError naming the file for everything else."""
+    require_file(path, limit_bytes)
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
+    except RecursionError:
+        raise CheckpointError(f"{path} is not valid JSON: it is nested too deeply") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}; wanted an object")
+    return value
+
+
+def member(directory: Path, name: object, listed_in: str) -> Path:
+    """The file `name` of a checkpoint, as its index lists it. CheckpointError for what is not a plain file
+    name: a path would lead out of the checkpoint."""
+    if not isinstance(name, str) or not name or name in (".", "..") or set(name) & {"/", "\\", "\0"}:
+        raise CheckpointError(
+            f"{directory / listed_in} lists {str(name)[:200]!r}; wanted the name of a file in {directory}"
+        )
+    if not (directory / name).exists():
+        raise CheckpointError(f"{directory / name} is missing; {listed_in} lists it")
+    return require_file(directory / name)

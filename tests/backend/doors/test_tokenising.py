@@ -1,0 +1,59 @@
+"""Tokenising for a door: the ids of `encode`, lazily, without holding up other threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.backend.doors.tokenizers_at_hand import byte_level, metaspace_unigram, sentencepiece_bpe
+from tridecode.backend.doors import tokenising
+
+TOKENIZERS = {"bytes": byte_level, "sentencepiece": sentencepiece_bpe, "unigram": metaspace_unigram}
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@settings(max_examples=100, deadline=None)
+@given(texts=st.lists(st.text(max_size=30), max_size=4), special=st.booleans())
+def test_the_ids_are_those_of_encode(kind, texts, special):
+    tokenizer = TOKENIZERS[kind]()
+    wanted = [tokenizer.encode(text, add_special_tokens=special).ids for text in texts]
+    assert list(tokenising.encode(tokenizer, texts, special)) == wanted
+
+
+def test_texts_that_nobody_asks_for_are_not_tokenised():
+    seen: list[int] = []
+
+    class Tokenizer:
+        def encode_batch_fast(self, texts, add_special_tokens):
+            seen.append(len(texts))
+            return byte_level().encode_batch(texts, add_special_tokens=add_special_tokens)
+
+        encode_batch = encode_batch_fast
+
+    ids = tokenising.encode(Tokenizer(), ["a" * 100_000] * 6)
+    next(ids)
+    assert seen == [2]
+    assert len(list(ids)) == 5 and seen == [2, 2, 2]
+
+
+def test_other_threads_run_while_a_large_text_is_tokenised():
+    text, gaps, closing = "the quick brown fox " * 150_000, [0.0], threading.Event()
+
+    def watch() -> None:
+        before = time.monotonic()
+        while not closing.wait(0.005):
+            gaps.append(time.monotonic() - before)
+            before = time.monotonic()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    began = time.monotonic()
+    list(tokenising.encode(byte_level(), [text]))
+    took = time.monotonic() - began
+    closing.set()
+    watcher.join()
+    assert max(gaps) < max(0.3, took / 3), (max(gaps), took)

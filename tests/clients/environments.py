@@ -1,0 +1,163 @@
+"""A virtual environment of its own for each public client, kept between runs under .clients/.
+
+An environment is named by what is installed into it: other requirements, another folder. One that pip could
+not make in time is a reason in the table, never an exception.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+CPU_TORCH = "torch==2.13.0"  # what needs torch must not bring the build for CUDA, of 3 GB
+_MARK = ".installed"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What pip installs. package: the distribution whose version the table shows. limit_s: for pip."""
+
+    package: str
+    requirements: tuple[str, ...]
+    limit_s: float = 600.0
+
+
+ENVIRONMENTS = {
+    "tritonclient": Environment("tritonclient", ("tritonclient[http,grpc]", "numpy<2")),
+    "pytriton": Environment("nvidia-pytriton", ("nvidia-pytriton", "numpy<2")),
+    "genai-perf": Environment("genai-perf", ("genai-perf", CPU_TORCH), 900.0),
+    "aiperf": Environment("aiperf", ("aiperf",), 900.0),
+    "litellm": Environment("litellm", ("litellm",)),
+    "llama-index": Environment("llama-index-llms-nvidia-triton", ("llama-index-llms-nvidia-triton",)),
+    "langchain": Environment("langchain-nvidia-trt", ("langchain-nvidia-trt", "langchain-core<0.3")),
+    # programs that come as source alone share one: FasterTransformer's use np.bool, which numpy 1.24 removed
+    "programs": Environment(
+        "tritonclient",
+        (
+            "tritonclient[http,grpc]==2.50.0",
+            "numpy<1.24",
+            "transformers<5",
+            "regex",
+            "tqdm",
+            "pandas<2.1",
+            "tabulate",
+            CPU_TORCH,
+        ),
+        900.0,
+    ),
+    "triton-cli": Environment(
+        "tritonclient",
+        ("tritonclient[http,grpc]", "directory-tree", "docker", "prometheus-client", "psutil", "rich")
+        + ("huggingface-hub", "requests", "numpy<2"),
+    ),
+}
+
+PERF_ANALYZER = "tritonclient==2.50.0"  # newer wheels hold a binary that needs glibc 2.38
+
+
+@dataclass(frozen=True)
+class Installed:
+    """An environment that is there: its python and the package's version; or, in `failure`, why it is not."""
+
+    python: Path | None = None
+    version: str = ""
+    failure: str = ""
+
+    @property
+    def bin(self) -> Path:
+        assert self.python is not None
+        return self.python.parent
+
+
+def install(name: str, cache: Path, refresh: bool = False) -> Installed:
+    """The environment `name`, made where the cache does not have it. refresh: newest versions again."""
+    wanted = ENVIRONMENTS[name]
+    key = hashlib.sha256(repr((wanted.requirements, sys.version_info[:2])).encode()).hexdigest()[:8]
+    folder = cache / "environments" / f"{name}-{key}"
+    if refresh or not (folder / _MARK).exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        failure = _create(folder, wanted)
+        if failure:
+            shutil.rmtree(folder, ignore_errors=True)
+            return Installed(failure=failure)
+        (folder / _MARK).touch()
+    python = folder / "bin" / "python"
+    return Installed(python, _version(python, wanted.package))
+
+
+def _create(folder: Path, wanted: Environment) -> str:
+    """Why it could not be made; empty: it was."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + wanted.limit_s
+    failure = _run([sys.executable, "-m", "venv", str(folder)], deadline)
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", *wanted.requirements]
+    return failure or _run(pip, deadline)
+
+
+def _run(command: list[str], deadline: float) -> str:
+    left = deadline - time.monotonic()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=max(left, 1.0))
+    except subprocess.TimeoutExpired:
+        return "pip did not finish in time"
+    except OSError as error:
+        return f"{command[0]}: {error.strerror}"
+    if done.returncode == 0:
+        return ""
+    lines = [line.strip() for line in done.stderr.splitlines()]
+    lines = [line for line in lines if line and not line.startswith("WARNING:")]
+    errors = [line for line in lines if line.startswith("ERROR:")]
+    return (errors or lines or [f"pip ended with {done.returncode}"])[-1].removeprefix("ERROR: ")
+
+
+def _version(python: Path, package: str) -> str:
+    code = f"import importlib.metadata as m; print(m.version({package!r}))"
+    done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, timeout=60)
+    return done.stdout.strip()
+
+
+def perf_analyzer(cache: Path) -> tuple[Path | None, str]:
+    """A script that runs perf_analyzer's binary with its two libraries, and, without one, why not.
+
+    The binary is in a wheel of tritonclient; the libraries are in that of the server (nvidia-pytriton).
+    """
+    folder = cache / "perf_analyzer"
+    script = folder / "perf_analyzer"
+    if script.exists():
+        return script, ""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    command += ["--platform", "manylinux1_x86_64", "--dest", str(folder), PERF_ANALYZER]
+    failure = _run(command, time.monotonic() + 300.0)
+    if failure:
+        return None, failure
+    (wheel,) = folder.glob("tritonclient-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (member,) = [name for name in archive.namelist() if name.endswith("/bin/perf_analyzer")]
+        binary = Path(archive.extract(member, folder))
+    binary.chmod(0o755)
+    libraries = _link_libraries(folder / "lib")
+    if libraries:
+        return None, libraries
+    lines = ["#!/bin/sh", f'export LD_LIBRARY_PATH="{folder / "lib"}"', f'exec "{binary}" "$@"']
+    script.write_text("\n".join(lines) + "\n")
+    script.chmod(0o755)
+    return script, ""
+
+
+def _link_libraries(folder: Path) -> str:
+    folder.mkdir(exist_ok=True)
+    held = next(iter(sorted(Path(sys.prefix).glob("lib/python*/site-packages/nvidia_pytriton.libs"))), None)
+    for wanted, pattern in (("libb64.so.0d", "libb64-*.so.0d"), ("libcudart.so.12", "libcudart-*.so.12.*")):
+        found = sorted(held.glob(pattern)) if held else []
+        if not found:
+            return f"{wanted} is not in the wheel nvidia-pytriton"
+        (folder / wanted).unlink(missing_ok=True)
+        (folder / wanted).symlink_to(found[0])
+    return ""

@@ -1,0 +1,541 @@
+"""The public programs that `make clients` runs, and how: one entry a row of the table in docs/clients.md.
+
+Words in braces are filled in by run.py: {python} and {bin} of the program's environment, {http} and {grpc} of
+the server, {tokenizer} and {work} (folders), {data} and {scripts} (of this folder), {requests} (shipped
+request files), {perf_analyzer}, {source} (the program's file), {model}, {prompt} and {tokens}.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+BLS, PLAIN, UNBATCHED = "tensorrt_llm_bls", "tensorrt_llm_bls_plain", "tensorrt_llm_bls_unbatched"
+FT, FT_STREAM = "fastertransformer", "fastertransformer_streaming"
+
+
+@dataclass(frozen=True)
+class Program:
+    """One way to use one public program.
+
+    environment: a key of ENVIRONMENTS; empty: of the machine. answers: it prints the line ANSWER and its
+    text, which must be the server's. shows: a regular expression that its output must hold; never: one that
+    it must not. options: of build-repo, needed where the default repository does not do. source: a file of
+    a source checkout (--sources); without it the requests `recorded`, pairs of client and model, are sent in
+    its place. why: what stands between, for a program that is not expected to work. flag: what the command
+    has that the program's own documentation has not.
+    """
+
+    name: str
+    use: str
+    command: tuple[str, ...] = ()
+    environment: str = ""
+    model: str = BLS
+    answers: bool = False
+    shows: str = ""
+    never: str = ""
+    options: tuple[str, ...] = ()
+    source: str = ""
+    recorded: tuple[tuple[str, str], ...] = ()
+    why: str = ""
+    flag: str = ""
+    limit_s: float = 90.0
+
+
+def _calls(name: str, script: str, environment: str, ways: dict[str, str], **common: object) -> list[Program]:
+    """Programs of one script of ours that calls a library: way -> model."""
+    command = ("{python}", "{scripts}/" + script, "{http}", "{grpc}", "{model}", "{prompt}", "{tokens}")
+    return [
+        Program(name, f"`{way}`", (*command, way), environment, model, answers=True, **common)
+        for way, model in ways.items()
+    ]
+
+
+TRITONCLIENT = _calls(
+    "tritonclient",
+    "tritonclient_calls.py",
+    "tritonclient",
+    {
+        "http.infer": PLAIN,
+        "http.async_infer": PLAIN,
+        "http.aio.infer": PLAIN,
+        "grpc.infer": PLAIN,
+        "grpc.async_infer": PLAIN,
+        "grpc.aio.infer": PLAIN,
+        "grpc.async_stream_infer": BLS,
+        "grpc.aio.stream_infer": BLS,
+    },
+)
+PYTRITON = _calls(
+    "pytriton's clients",
+    "pytriton_calls.py",
+    "pytriton",
+    {
+        "ModelClient, HTTP": PLAIN,
+        "ModelClient, gRPC": PLAIN,
+        "FuturesModelClient": PLAIN,
+        "AsyncioModelClient": PLAIN,
+        "DecoupledModelClient": BLS,
+        "AsyncioDecoupledModelClient": BLS,
+    },
+)
+LIBRARIES = [
+    *_calls("LiteLLM", "litellm_calls.py", "litellm", {"completion": BLS, "stream": BLS}),
+    *_calls("LiteLLM", "litellm_calls.py", "litellm", {"infer": UNBATCHED}, options=("--unbatched-text",)),
+    *_calls(
+        "LlamaIndex NvidiaTriton",
+        "llama_index_calls.py",
+        "llama-index",
+        {"complete": BLS, "stream_complete": BLS},
+    ),
+    replace(  # it writes the messages into a prompt of its own, so that the answer is another
+        *_calls("LlamaIndex NvidiaTriton", "llama_index_calls.py", "llama-index", {"chat": BLS}),
+        answers=False,
+        shows=r'ANSWER "[^"]',
+    ),
+    *_calls(
+        "LangChain TritonTensorRTLLM",
+        "langchain_calls.py",
+        "langchain",
+        {"invoke": BLS, "stream": BLS},
+        limit_s=45.0,  # refused on its stream, it waits for ever
+        options=("--uint32-text-inputs",),
+        flag="`langchain-core<0.3`",
+    ),
+]
+
+_CURL = ("curl", "-sN", "--fail-with-body", "--max-time", "60")
+HTTP = [
+    Program(
+        "curl",
+        "`/generate`",
+        (*_CURL, "http://{http}/v2/models/{model}/generate", "-d")
+        + ('{{"text_input": "{prompt}", "max_tokens": {tokens}}}',),
+        shows='"text_output":"{prompt}',
+    ),
+    Program(
+        "curl",
+        "`/generate_stream`",
+        (*_CURL, "http://{http}/v2/models/{model}/generate_stream", "-d")
+        + ('{{"text_input": "{prompt}", "max_tokens": {tokens}, "stream": true}}',),
+        shows="(?s)(data: .*){8}",
+        never='"error"',
+    ),
+]
+
+_LOAD = ("--concurrency-range", "4", "--request-count", "20")
+
+
+def _perf(use: str, model: str, protocol: str, data: str, *options: str, **fields: object) -> Program:
+    command = ("{perf_analyzer}", "-m", model, "-i", protocol, "-u", f"{{{protocol}}}")
+    given = ("--input-data", "{data}/" + data) if data else ()
+    return Program(
+        "perf_analyzer",
+        use,
+        (*command, *given, *options, *_LOAD),
+        "tritonclient",
+        model,
+        **{"shows": r"Request count: [1-9]", "never": "(?i)failed to|error:", **fields},
+    )
+
+
+_STREAM = ("--streaming", "--async")
+PERF_ANALYZER = [
+    _perf("text, HTTP", PLAIN, "http", "text.json"),
+    _perf("text, gRPC", PLAIN, "grpc", "text.json"),
+    _perf("`ensemble`", "ensemble", "grpc", "ensemble.json"),
+    _perf("token ids", FT, "grpc", "ids.json"),
+    _perf("text, `--streaming`", BLS, "grpc", "stream.json", *_STREAM),
+    _perf("`ensemble_streaming`, `--streaming`", "ensemble_streaming", "grpc", "ensemble.json", *_STREAM),
+    _perf("token ids, `--streaming`", FT_STREAM, "grpc", "ids.json", *_STREAM),
+    _perf(
+        "random inputs, no `--input-data`",
+        PLAIN,
+        "grpc",
+        "",
+        "--shape",
+        "text_input:1",
+        "--shape",
+        "max_tokens:1",
+        why="perf_analyzer wants a shape for each optional input and fills all with random values: "
+        "give `--input-data`",
+    ),
+]
+
+_GENAI = ("{bin}/genai-perf", "profile", "-m", "{model}", "--tokenizer", "{tokenizer}", "--isl", "20")
+_GENAI_LOAD = ("--osl", "16", "--concurrency", "2", "--request-count", "6")
+_ARTIFACTS = ("--artifact-dir", "{work}/artifacts")
+
+
+def _genai(use: str, model: str, *options: str, **fields: object) -> Program:
+    return Program(
+        "genai-perf",
+        use,
+        (*_GENAI, *options, *_GENAI_LOAD, *_ARTIFACTS),
+        "genai-perf",
+        model,
+        shows=r"Request (Count|Latency)",
+        never="Traceback|ERROR",
+        limit_s=180.0,
+        **fields,
+    )
+
+
+GENAI_PERF = [
+    _genai(
+        "`--backend tensorrtllm --streaming`", BLS, "--backend", "tensorrtllm", "--streaming", "-u", "{grpc}"
+    ),
+    _genai("`--backend tensorrtllm`", PLAIN, "--backend", "tensorrtllm", "-u", "{grpc}"),
+    _genai(
+        "`--endpoint-type generate --streaming`",
+        BLS,
+        *("--endpoint-type", "generate", "--streaming", "-u", "{http}"),
+        *("--endpoint", "v2/models/{model}/generate_stream"),
+    ),
+    _genai(
+        "`--endpoint-type generate`",
+        BLS,
+        *("--endpoint-type", "generate", "-u", "{http}", "--endpoint", "v2/models/{model}/generate"),
+    ),
+    _genai(
+        "`--backend vllm --streaming`",
+        BLS,
+        *("--backend", "vllm", "--streaming", "-u", "{grpc}"),
+        why="vLLM's contract (`sampling_parameters`) is not served yet",
+    ),
+    _genai(
+        "`--endpoint-type chat --streaming`",
+        BLS,
+        *("--endpoint-type", "chat", "--streaming", "-u", "{http}"),
+        why="`/v1/chat/completions` is not served yet",
+    ),
+]
+
+
+def _aiperf(use: str, *options: str, **fields: object) -> Program:
+    command = (
+        "{bin}/aiperf",
+        "profile",
+        "-m",
+        "{model}",
+        "-u",
+        "http://{http}",
+        "--tokenizer",
+        "{tokenizer}",
+    )
+    load = ("--concurrency", "2", "--request-count", "6", "--synthetic-input-tokens-mean", "20")
+    tail = ("--output-tokens-mean", "16", "--artifact-dir", "{work}/artifacts", "--ui", "none")
+    return Program(
+        "AIPerf",
+        use,
+        (*command, *options, *load, *tail),
+        "aiperf",
+        shows=r"Request Count",
+        never="Traceback|Error Summary",
+        limit_s=180.0,
+        **fields,
+    )
+
+
+_TEMPLATE = ("--endpoint-type", "template", "--extra-inputs", "payload_template:{data}/payload.jinja")
+_FIELD = ("--extra-inputs", "response_field:text_output", "--custom-endpoint")
+AIPERF = [
+    _aiperf(
+        "`template`, `/generate_stream`",
+        *(*_TEMPLATE, *_FIELD, "/v2/models/{model}/generate_stream", "--streaming"),
+    ),
+    _aiperf("`template`, `/generate`", *_TEMPLATE, *_FIELD, "/v2/models/{model}/generate"),
+    _aiperf("`chat`", "--endpoint-type", "chat", why="`/v1/chat/completions` is not served yet"),
+]
+
+
+def _program(
+    name: str,
+    use: str,
+    source: str,
+    *arguments: str,
+    recorded: tuple[tuple[str, str], ...] = (),
+    **fields: object,
+) -> Program:
+    """A program that comes as source alone; without one its requests are sent."""
+    given = {"environment": "programs", "never": "Traceback", **fields}
+    command = ("{python}", "{source}", *arguments) if source else ()
+    return Program(name, use, command, source=source, recorded=recorded, **given)
+
+
+_FT = "fastertransformer_backend/tools/"
+_FT_NAME = "FasterTransformer"
+_IDENTITY = (("FasterTransformer identity_test.py", FT),)
+_PASSED = r"execution time: \d"
+FASTERTRANSFORMER = [
+    _program(
+        _FT_NAME,
+        "`identity_test.py`, gRPC",
+        _FT + "identity_test.py",
+        *("-i", "grpc", "-u", "{grpc}", "-o", "8", "-n", "1"),
+        recorded=_IDENTITY,
+        model=FT,
+        shows=_PASSED,
+    ),
+    _program(
+        _FT_NAME,
+        "`gpt/identity_test.py`, HTTP",
+        _FT + "gpt/identity_test.py",
+        *("-i", "http", "-u", "{http}", "-o", "8", "-n", "1"),
+        recorded=_IDENTITY,
+        model=FT,
+        shows=_PASSED,
+    ),
+    _program(
+        _FT_NAME,
+        "`gpt/identity_test.py -d`, streams",
+        _FT + "gpt/identity_test.py",
+        *("-i", "grpc", "-u", "{grpc}", "-d", "-b", "8", "-o", "8", "-n", "1"),
+        recorded=(("FasterTransformer gpt/identity_test.py -d", FT),),
+        model=FT,
+        shows=_PASSED,
+        never="Traceback|InferenceServerException|error",
+        options=("--decoupled-fastertransformer",),
+    ),
+    _program(
+        _FT_NAME,
+        "`gpt/identity_test.py -beam 2`",
+        _FT + "gpt/identity_test.py",
+        *("-i", "grpc", "-u", "{grpc}", "-o", "8", "-n", "1", "-beam", "2"),
+        recorded=(("FasterTransformer identity_test.py -beam 2", FT),),
+        model=FT,
+        shows=_PASSED,
+        why="beams are refused by name; they are not implemented yet",
+    ),
+    _program(
+        _FT_NAME,
+        "`gpt/end_to_end_test.py`",
+        _FT + "gpt/end_to_end_test.py",
+        *("-i", "http", "-u", "{http}", "--return_log_probs"),
+        recorded=(
+            ("FasterTransformer end_to_end_test.py, preprocessing", "preprocessing"),
+            ("FasterTransformer end_to_end_test.py, ensemble", "ensemble"),
+        ),
+        model="ensemble",
+    ),
+    _program(
+        _FT_NAME,
+        "`issue_request.py`",
+        _FT + "issue_request.py",
+        *("{requests}/sample_request.json", "--params", '{{"config": {{"url": "{http}"}}}}'),
+        recorded=_IDENTITY,
+        model=FT,
+        shows="output_ids",
+    ),
+    _program(
+        _FT_NAME,
+        "`issue_request.py`, `ensemble`",
+        _FT + "issue_request.py",
+        *("{requests}/sample_request_ensemble.json", "--params", '{{"config": {{"url": "{http}"}}}}'),
+        recorded=(("FasterTransformer end_to_end_test.py, ensemble", "ensemble"),),
+        model="ensemble",
+        shows="OUTPUT_0",
+    ),
+    _program(
+        _FT_NAME,
+        "`issue_request.py`, streams",
+        _FT + "issue_request.py",
+        *("{requests}/sample_request_stream.json", "--params", '{{"config": {{"url": "{grpc}"}}}}'),
+        recorded=(("FasterTransformer issue_request.py, sample_request_stream.json", FT_STREAM),),
+        model=FT_STREAM,
+        never="Traceback|INTERNAL|UNIMPLEMENTED",
+    ),
+    _program(
+        _FT_NAME,
+        "`gpt/evaluate_lambada.py`",
+        _FT + "gpt/evaluate_lambada.py",
+        *("--model-variant", "bloom", "--tokenizer-name-or-path", "{tokenizer}", "-d", "{data}", "-b", "2"),
+        *("-i", "grpc", "-u", "{grpc}", "-o", "{work}/lambada.csv"),
+        recorded=_IDENTITY,
+        model=FT,
+        shows=r"last token accuracy: +\d",
+    ),
+    _program(
+        _FT_NAME,
+        "`interactive_text_generation/identity_test.py`",
+        _FT + "interactive_text_generation/identity_test.py",
+        *("-i", "grpc", "-u", "{grpc}", "-o", "8", "-n", "1"),
+        recorded=(("FasterTransformer interactive_text_generation/identity_test.py", FT),),
+        model=FT,
+        shows=_PASSED,
+        why="its sequences with a session (`session_len`, `memory_len`, `continue_gen`) are not implemented",
+    ),
+    _program(
+        _FT_NAME,
+        "`gpt/gpt_prompt_learning_squad_task_identity_test.py`",
+        "",
+        recorded=(("FasterTransformer prompt learning", FT),),
+        model=FT,
+        why="prompt learning is refused by name; it is not implemented yet",
+    ),
+    _program(
+        _FT_NAME,
+        "BERT's and T5's tests",
+        "",
+        recorded=(("FasterTransformer bert/identity_test.py", FT),),
+        model=FT,
+        why="other families than GPT: encoders are not served",
+    ),
+]
+
+_TRT = "tensorrtllm_backend/"
+_TRT_NAME = "TensorRT-LLM"
+_IDS_WHY = "its token id contract (model `tensorrt_llm`, INT32) is not served yet"
+_GRPC_CLIENT = _TRT + "inflight_batcher_llm/client/end_to_end_grpc_client.py"
+_GRPC_ARGUMENTS = ("-u", "{grpc}", "-o", "{tokens}", "--model-name")
+TENSORRT_LLM = [
+    _program(
+        _TRT_NAME,
+        "`end_to_end_grpc_client.py --streaming`",
+        _GRPC_CLIENT,
+        *(*_GRPC_ARGUMENTS, BLS, "-p", "{prompt}", "--streaming", "-v"),
+        recorded=(("TensorRT-LLM end_to_end_grpc_client.py --streaming", BLS),),
+        shows="{answer}",
+        never="Received an error|Traceback",
+    ),
+    _program(
+        _TRT_NAME,
+        "`end_to_end_grpc_client.py`",
+        _GRPC_CLIENT,
+        *(*_GRPC_ARGUMENTS, BLS, "-p", "{prompt}", "-v"),
+        recorded=(("TensorRT-LLM end_to_end_grpc_client.py", BLS),),
+        shows="{answer}",
+        never="Received an error|Traceback",
+    ),
+    _program(
+        _TRT_NAME,
+        "`end_to_end_grpc_client.py --batch-inputs`",
+        _GRPC_CLIENT,
+        *(*_GRPC_ARGUMENTS, BLS, "--batch-inputs", "-v"),
+        *("-p", '["{prompt}", "Once upon a time", "My name is"]'),
+        recorded=(("TensorRT-LLM end_to_end_grpc_client.py --batch-inputs", BLS),),
+        shows=r"(?s)(?=.*0: {prompt})(?=.*1: Once upon)(?=.*2: My name)",
+        never="Received an error|Traceback",
+    ),
+    _program(
+        _TRT_NAME,
+        "`end_to_end_grpc_client.py`, its default model `ensemble`",
+        _GRPC_CLIENT,
+        *(*_GRPC_ARGUMENTS, "ensemble", "-p", "{prompt}", "--streaming", "-v"),
+        recorded=(("TensorRT-LLM end_to_end_grpc_client.py --streaming", "ensemble"),),
+        model="ensemble",
+        shows="{answer}",
+        never="Received an error|Traceback",
+        options=("--ensemble-owner", "tensorrt_llm"),
+    ),
+    _program(
+        _TRT_NAME,
+        "`end_to_end_grpc_client.py --beam-width 2`",
+        _GRPC_CLIENT,
+        *(*_GRPC_ARGUMENTS, BLS, "-p", "{prompt}", "--beam-width", "2", "-v"),
+        recorded=(("TensorRT-LLM end_to_end_grpc_client.py --beam-width 2", BLS),),
+        shows="{answer}",
+        never="Received an error|Traceback",
+        why="beams are refused by name; they are not implemented yet",
+    ),
+    _program(
+        _TRT_NAME,
+        "`end_to_end_grpc_client.py --return-context-logits`",
+        _GRPC_CLIENT,
+        *(*_GRPC_ARGUMENTS, BLS, "-p", "{prompt}", "--return-context-logits", "-v"),
+        recorded=(("TensorRT-LLM end_to_end_grpc_client.py --return-context-logits", BLS),),
+        shows="context_logits.shape",
+        never="Received an error|Traceback",
+        why="logits are refused by name; they are not implemented yet",
+    ),
+    _program(
+        _TRT_NAME,
+        "`inflight_batcher_llm_client.py`",
+        _TRT + "inflight_batcher_llm/client/inflight_batcher_llm_client.py",
+        *("-u", "{grpc}", "--tokenizer-dir", "{tokenizer}", "--streaming"),
+        recorded=(("TensorRT-LLM inflight_batcher_llm_client.py", "tensorrt_llm"),),
+        model="tensorrt_llm",
+        shows="Output beam 0",
+        why=_IDS_WHY,
+    ),
+    _program(
+        _TRT_NAME,
+        "`benchmark_core_model.py`",
+        "",
+        recorded=(("TensorRT-LLM benchmark_core_model.py", "tensorrt_llm"),),
+        model="tensorrt_llm",
+        why=_IDS_WHY,
+    ),
+    _program(
+        _TRT_NAME,
+        "`gpt/client.py`",
+        _TRT + "tools/gpt/client.py",
+        *("-i", "grpc", "-u", "{grpc}", "--tokenizer_dir", "{tokenizer}"),
+        recorded=(("TensorRT-LLM gpt/client.py", "tensorrt_llm"),),
+        model="tensorrt_llm",
+        why=_IDS_WHY,
+    ),
+    _program(
+        _TRT_NAME,
+        "`end_to_end_test.py`",
+        "",
+        recorded=(("TensorRT-LLM end_to_end_test.py, preprocessing", "preprocessing"),),
+        model="preprocessing",
+        why="its `preprocessing` (INT32, `OUT_END_ID`) and `tensorrt_llm` are not served yet",
+    ),
+    _program(
+        _TRT_NAME,
+        "`end_to_end_test.py --test-llmapi`",
+        "",
+        recorded=(("TensorRT-LLM llmapi", "tensorrt_llm"),),
+        model="tensorrt_llm",
+        why="the contract of its LLM API (`sampling_param_*`) is not served yet",
+    ),
+]
+
+OTHERS = [
+    _program(
+        "vLLM backend",
+        "`samples/client.py`",
+        "vllm_backend/samples/client.py",
+        *("-u", "{grpc}", "-m", BLS, "--input-prompts", "{data}/prompts.txt", "-s"),
+        *("--exclude-inputs-in-outputs", "--results-file", "{work}/results.txt"),
+        recorded=(("vLLM backend client.py", BLS),),
+        shows="PASS",
+        why="vLLM's contract (`sampling_parameters`, no batch axis) is not served yet",
+    ),
+    _program(
+        "Triton CLI",
+        "`triton infer`",
+        "triton_cli/src/triton_cli/main.py",
+        *("infer", "-m", BLS, "--prompt", "{prompt}", "-u", "127.0.0.1", "-p", "{grpc_port}", "--verbose"),
+        recorded=(("Triton CLI infer", BLS),),
+        environment="triton-cli",
+        shows="text_output",
+    ),
+    Program(
+        "Triton's OpenAI front end",
+        "`--backend triton`, its request",
+        recorded=(("OpenAI front end", BLS),),
+        flag="not on PyPI, wants Triton's in-process API",
+    ),
+    Program(
+        "Triton's OpenAI front end",
+        "`--backend vllm`, its request",
+        recorded=(("OpenAI front end --backend vllm", BLS),),
+        flag="not on PyPI, wants Triton's in-process API",
+        why="vLLM's contract (`sampling_parameters`, no batch axis) is not served yet",
+    ),
+]
+
+PROGRAMS = [
+    *HTTP,
+    *TRITONCLIENT,
+    *PYTRITON,
+    *PERF_ANALYZER,
+    *GENAI_PERF,
+    *AIPERF,
+    *LIBRARIES,
+    *FASTERTRANSFORMER,
+    *TENSORRT_LLM,
+    *OTHERS,
+]

@@ -1,0 +1,279 @@
+"""Every command that README.md and docs/*.md show: run against a served repository, or listed with a reason.
+
+A command that is neither fails test_every_command_is_run_or_listed: add it to RUN or to LISTED. Of both kinds
+the options must exist and the files of this project that they name must be there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import pytest
+import torch
+import typer.main
+
+from tests.checkpoints import TINY_VOCAB, save, tiny_gpt2
+from tridecode.tools.cli import app
+from tridecode.tools.running_server import ServerProcess, running_server
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SHELL = ("", "sh", "bash", "shell", "console")
+PLACEHOLDER = "<directory, hub id or .gguf>"
+PROGRAM_S = 90
+
+#: commands of our own, after settings of the environment
+OURS = r"(\w+=(\S+|\$\([^)]*\)) )*tridecode "
+#: fences that are no commands: how they begin
+DRAWINGS = ("client ── gRPC", "tools → converters", "backend/               doors/")
+
+#: run as they stand, with the ports of the test's server in place of 8000 and 8001; first match counts
+RUN = (
+    r"tridecode build-repo --model <[^>]*> --output models$",
+    r"tridecode check models",
+    r"tridecode generate ",
+    r"tridecode send-request (tools/requests/)?\S+\.json",
+    r"curl .*localhost:8000/v2/models/",
+    r"echo '.*' > \w+\.(json|jinja)$",
+)
+#: why a command is not run here
+LISTED = {
+    r"make (demo|test|test-gpu|clients|soak|kernels|bench|install)\b": "installs, or takes minutes",
+    OURS + "serve ": "the server of this test runs so, on free ports",
+    r"tridecode tritonserver ": "serves on fixed ports",
+    r"tridecode build-repo ": "the same as the first one with an option",
+    r"tridecode demo\b": "downloads a model",
+    r"tridecode bench load ": "takes a minute or more",
+    r"tridecode bench ": "needs a GPU and takes minutes",
+    r"python -m tridecode\.kernels\.": "needs a GPU or nvcc",
+    r"(PYTHONPATH=\$PWD )?python (tools/)?(gpt/)?(identity_test|end_to_end_test|issue_request|evaluate_)":
+        "FasterTransformer's program: `make clients` runs it",
+    r"(pip|python -m pip) (install|download) ": "the network",
+    r"python -m zipfile -e tritonclient|libs=\$\(python|ln -s \"\$libs\"|export LD_LIBRARY_PATH=\$PWD/pa":
+        "follows a download: `make clients` does the same",
+    r"perf_analyzer=|load=|stream=|\$perf_analyzer ": "perf_analyzer: `make clients` runs it",
+    r"genai-perf profile ": "genai-perf: `make clients` runs it",
+    r"aiperf profile ": "AIPerf: `make clients` runs it",
+    r"python -m tests\.": "takes minutes",
+    r"curl .*tridecode-control": "needs the key of one run",
+    r"docker |openssl |nginx|kubectl ": "an external program",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of a page, with its continued lines. where: file and line of its fence."""
+
+    where: str
+    text: str
+
+
+def fences(page: Path) -> Iterator[tuple[str, str, str]]:
+    """Where each fence of a page stands, its language and its text."""
+    text = page.read_text(encoding="utf-8")
+    for found in FENCE.finditer(text):
+        line = text.count("\n", 0, found.start()) + 1
+        yield f"{page.relative_to(ROOT)}:{line}", found[1], found[2]
+
+
+def split(block: str) -> Iterator[str]:
+    """The commands of a block: a backslash or an open quote continues a line, comments are left out."""
+    held = ""
+    for line in block.splitlines():
+        held += line
+        if held.endswith("\\") or _open_quote(held):
+            held += "\n"
+        else:
+            text = re.sub(r"(^|\s)#[^'\"]*$", "", held).strip()
+            held = ""
+            if text:
+                yield text
+    assert not held, f"a quote or a line is not ended: {held!r}"
+
+
+def _open_quote(text: str) -> bool:
+    try:
+        shlex.split(text, comments=True)
+    except ValueError:
+        return True
+    return False
+
+
+def all_commands() -> list[Command]:
+    blocks = [
+        (where, text)
+        for page in PAGES
+        for where, language, text in fences(page)
+        if language in SHELL and not text.startswith(DRAWINGS)
+    ]
+    return [Command(where, text) for where, block in blocks for text in split(block)]
+
+
+COMMANDS = all_commands()
+
+
+def is_run(command: Command) -> bool:
+    return any(re.match(pattern, command.text, re.DOTALL) for pattern in RUN)
+
+
+def named(command: Command) -> str:
+    return f"{command.where} {' '.join(command.text.split())[:60]}"
+
+
+def options_of(words: list[str]) -> tuple[str, list[str]]:
+    """The deepest command of `tridecode` that `words` name, and their options that it does not have."""
+    found: click.Command = typer.main.get_command(app)
+    path = [words[0]]
+    rest = words[1 : words.index("--")] if "--" in words else words[1:]
+    while isinstance(found, click.Group) or hasattr(found, "commands"):
+        below = getattr(found, "commands", {})
+        if not rest or rest[0] not in below:
+            break
+        path.append(rest[0])
+        found, rest = below[rest[0]], rest[1:]
+    known = {name for parameter in found.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    given = [word.partition("=")[0] for word in rest if re.match(r"--?[a-zA-Z]", word)]
+    return " ".join(path), [option for option in given if option not in known | {"--help"}]
+
+
+# ---------------------------------------------------------------- every command
+
+
+def test_the_pages_have_commands_of_both_kinds() -> None:
+    assert sum(map(is_run, COMMANDS)) >= 10 and not all(map(is_run, COMMANDS))
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=named)
+def test_every_command_is_run_or_listed(command: Command) -> None:
+    listed = [pattern for pattern in LISTED if re.match(pattern, command.text)]
+    assert is_run(command) or listed, f"{command.where}: add it to RUN or LISTED: {command.text}"
+
+
+@pytest.mark.parametrize("command", [one for one in COMMANDS if re.match(OURS, one.text)], ids=named)
+def test_its_subcommand_and_options_exist(command: Command) -> None:
+    text = re.sub(OURS, "tridecode ", command.text.replace(PLACEHOLDER, "checkpoint"), count=1)
+    path, unknown = options_of(shlex.split(text, comments=True))
+    assert " " in path, f"{command.where}: no such command: {command.text}"
+    assert unknown == [], f"{command.where}: {path} has no {unknown}"
+
+
+@pytest.mark.parametrize("command", [one for one in COMMANDS if one.text.startswith("make ")], ids=named)
+def test_its_target_exists(command: Command) -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert command.text.split()[1] in targets, command.where
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=named)
+def test_the_files_of_this_project_that_it_names_exist(command: Command) -> None:
+    for path in re.findall(
+        r"(?<![\w/$.-])(?:tools/requests|docs|tests|kernels|backend)/[\w./-]+", command.text
+    ):
+        assert (ROOT / path).exists(), f"{command.where}: {path}"
+    for name in re.findall(r"\$requests/(\S+)|\bsend-request (?!tools/)(\S+\.json)", command.text):
+        assert (ROOT / "tools" / "requests" / Path("".join(name)).name).is_file(), f"{command.where}: {name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_files_that_a_page_links_to_exist(page: Path) -> None:
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text):
+        assert (page.parent / target).exists(), target
+
+
+def test_python_examples_compile() -> None:
+    for page in PAGES:
+        for where, language, text in fences(page):
+            if language == "python":
+                compile(text, where, "exec")
+            elif language == "json":
+                json.loads(text)
+
+
+def test_a_command_may_be_continued_and_commented() -> None:
+    block = "a 'b\n c'  # why\ncurl -d \\\n  x\n\n# alone\nd"
+    assert list(split(block)) == ["a 'b\n c'", "curl -d \\\n  x", "d"]
+
+
+@pytest.mark.parametrize(
+    ("text", "unknown"),
+    [("tridecode check models --checksum", ["--checksum"]), ("tridecode serve m -- --log-verbose=1", [])],
+)
+def test_an_option_that_does_not_exist_is_noticed(text: str, unknown: list[str]) -> None:
+    assert options_of(text.split())[1] == unknown
+
+
+# ---------------------------------------------------------------- those that are run
+
+
+@dataclass
+class Desk:
+    """A folder with what the commands name (`models`, `tools/requests`), and a server of it."""
+
+    folder: Path
+    server: ServerProcess
+
+    def run(self, text: str) -> str:
+        text = text.replace("localhost:8000", self.server.http_url)
+        text = text.replace("localhost:8001", self.server.grpc_url)
+        if text.startswith("tridecode generate ") and " --url " not in text:
+            text += f" --url {self.server.grpc_url}"
+        if "send-request" in text and self.server.http_url not in text:
+            url = self.server.grpc_url if "stream" in text else self.server.http_url
+            text += f""" --params '{{"config": {{"url": "{url}"}}}}'"""
+        return shell(text, self.folder)
+
+
+def shell(text: str, folder: Path) -> str:
+    """What bash prints for `text` in `folder`; an exit code other than 0 is a failure with both outputs."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", text],
+        cwd=folder,
+        env={**os.environ, "PATH": path, "COLUMNS": "120"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PROGRAM_S,
+    )
+    assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
+    folder = tmp_path_factory.mktemp("docs")
+    model = tiny_gpt2(vocab_size=30_000, n_positions=256)  # above the ids of the request files
+    with torch.no_grad():  # answers are of ids that the tokenizer has, so that they have text
+        model.get_input_embeddings().weight[TINY_VOCAB:] *= 0.2
+    checkpoint = save(model, folder / "checkpoint")
+    (folder / "tools").mkdir()
+    (folder / "tools" / "requests").symlink_to(ROOT / "tools" / "requests")
+    (build,) = {one.text for one in COMMANDS if re.match(RUN[0], one.text)}
+    shell(build.replace(PLACEHOLDER, str(checkpoint)), folder)
+    with running_server(folder / "models") as server:
+        yield Desk(folder, server)
+
+
+@pytest.mark.server
+@pytest.mark.slow
+@pytest.mark.parametrize("text", sorted({one.text for one in COMMANDS if is_run(one)}))
+def test_it_runs(desk: Desk, text: str) -> None:
+    if re.match(RUN[0], text):
+        assert (desk.folder / "models" / "PARITY.json").is_file()  # the fixture has run it
+        return
+    shown = desk.run(text)
+    if text.startswith("echo"):
+        written = (desk.folder / text.split()[-1]).read_text()
+        assert text.endswith(".jinja") or json.loads(written)
+    else:
+        assert shown.strip() and '"error"' not in shown

@@ -1,0 +1,206 @@
+"""Chat templates: where a model's template is found, and what it makes of one question.
+
+A template comes with the checkpoint and is not trusted: it runs in jinja's sandbox, with limits on its
+source, its output and the values that it may compute.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from tridecode.backend.errors import CheckpointError, ConfigError
+from tridecode.backend.supervisor import processes
+from tridecode.model_repo_templates.repository import TOKENIZER_DIR
+
+_MAX_FILE_BYTES = 16 << 20  # of a template or tokenizer_config.json; LLaMA-3.1's template has 4 kB
+_MAX_RENDERED = 8 << 20  # characters
+_MAX_PRODUCT = 1 << 20  # what `*` may make: an int, or the length of a repeated text
+_RENDER_S = 5.0
+_LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
+_GRPC_PORT = "8001"  # tritonserver's default
+
+
+# ---------------------------------------------------------------- where the template is
+
+
+def find_tokenizer_dir(given: Path | None, url: str) -> Path:
+    """The tokenizer folder of `given` (a repository, a tokenizer folder or a tokenizer.json), or of the
+    repository that a tritonserver of this machine serves at gRPC address `url`. ConfigError where there is
+    none."""
+    root = given if given is not None else served_repository(url)
+    if root is None:
+        found = f"no tritonserver of this machine serves {url}"
+        raise ConfigError(f"{found}; name a repository or tokenizer folder: --tokenizer DIR")
+    places = (root.parent if root.name == "tokenizer.json" else root, root / TOKENIZER_DIR)
+    for place in (*places, *sorted(root.glob("*/1/tokenizer"))):
+        if (place / "tokenizer.json").is_file():
+            return place
+    raise ConfigError(f"{root} has no tokenizer.json; wanted a repository or a tokenizer folder")
+
+
+def served_repository(url: str) -> Path | None:
+    """The model repository of the tritonserver on this machine whose gRPC port is that of `url`, or None.
+
+    url: host:port. Read from the command lines of this user's and root's processes.
+    """
+    host, _, port = url.rpartition(":")
+    if host.strip("[]") not in (*_LOOPBACK, socket.gethostname()):
+        return None
+    for pid in processes.all_pids():
+        arguments = processes.command_line(pid) or [""]
+        if os.path.basename(arguments[0]) != "tritonserver":
+            continue
+        options = _options(arguments)
+        folder = options.get("--model-repository") or options.get("--model-store")
+        if not folder or options.get("--grpc-port", _GRPC_PORT) != port or not _trusted(pid):
+            continue
+        try:
+            return Path(os.readlink(f"/proc/{pid}/cwd"), folder)
+        except OSError:  # it has just ended, or is not ours to look at
+            if os.path.isabs(folder):
+                return Path(folder)
+    return None
+
+
+def _options(arguments: list[str]) -> dict[str, str]:
+    """--key=value and --key value."""
+    options = {}
+    for argument, following in zip(arguments, [*arguments[1:], ""]):
+        if argument.startswith("--"):
+            key, equals, value = argument.partition("=")
+            options[key] = value if equals else following
+    return options
+
+
+def _trusted(pid: int) -> bool:
+    try:
+        return os.stat(f"/proc/{pid}").st_uid in (0, os.getuid())
+    except OSError:
+        return False
+
+
+# ---------------------------------------------------------------- what it makes of a question
+
+
+def chat_template(tokenizer_dir: Path) -> tuple[Path, str] | None:
+    """(file, source) of the model's chat template: chat_template.jinja, or chat_template in
+    tokenizer_config.json, of several the one named "default". None for a model without one."""
+    path = tokenizer_dir / "chat_template.jinja"
+    if path.is_file():
+        return path, _read(path)
+    path = tokenizer_dir / "tokenizer_config.json"
+    template = _tokenizer_config(tokenizer_dir).get("chat_template")
+    if isinstance(template, list):
+        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
+        template = named.get("default")
+    return (path, template) if isinstance(template, str) else None
+
+
+def chat_prompt(tokenizer_dir: Path, question: str) -> str:
+    """The question as a user's first message in the model's chat template, with the answer's beginning.
+
+    A BOS that the tokenizer adds by itself is left out. Raises CheckpointError for a model without a template
+    and for one that does not run.
+    """
+    found = chat_template(tokenizer_dir)
+    if found is None:
+        raise CheckpointError(f"{tokenizer_dir} has no chat template; it is not a chat model's tokenizer")
+    path, source = found
+    special = _special_tokens(tokenizer_dir)
+    messages = [{"role": "user", "content": question}]
+    try:
+        rendered = _render(source, messages=messages, add_generation_prompt=True, **special)
+    except TemplateError as error:
+        raise CheckpointError(f"{path} does not run: {error}") from None
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} does not run: {type(error).__name__}: {error}") from None
+    return _without_second_bos(rendered, tokenizer_dir, special.get("bos_token", ""))
+
+
+def _render(source: str, **values: Any) -> str:
+    pieces, size, deadline = [], 0, time.monotonic() + _RENDER_S
+    for piece in _environment().from_string(source).generate(**values):
+        size += len(piece)
+        if size > _MAX_RENDERED:
+            raise SecurityError(f"it makes more than {_MAX_RENDERED:,} characters")
+        if time.monotonic() > deadline:
+            raise SecurityError(f"it runs for more than {_RENDER_S:g} s")
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """jinja's sandbox as transformers sets it up, without powers and without products of any size."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            raise SecurityError("** is not allowed in a chat template")
+        sizes = [len(value) if hasattr(value, "__len__") else value for value in (left, right)]
+        if all(isinstance(size, (int, float)) for size in sizes) and abs(sizes[0] * sizes[1]) > _MAX_PRODUCT:
+            raise SecurityError(f"a product is larger than {_MAX_PRODUCT:,}")
+        return left * right
+
+
+def _environment() -> _Environment:
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: time.strftime(form)
+    return environment
+
+
+def _read(path: Path) -> str:
+    """A small text file. CheckpointError where it is not one."""
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_FILE_BYTES:
+            wanted = f"a regular file of at most {_MAX_FILE_BYTES:,} bytes"
+            raise CheckpointError(f"{path} holds {status.st_size:,} bytes; wanted {wanted}")
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is not UTF-8: {error}") from None
+
+
+def _tokenizer_config(tokenizer_dir: Path) -> Mapping[str, Any]:
+    path = tokenizer_dir / "tokenizer_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        settings = json.loads(_read(path))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
+    return settings if isinstance(settings, dict) else {}
+
+
+def _special_tokens(tokenizer_dir: Path) -> dict[str, str]:
+    """bos_token, eos_token and the like, as texts."""
+    settings = _tokenizer_config(tokenizer_dir)
+    tokens = {key: value for key, value in settings.items() if key.endswith("_token")}
+    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in tokens.items()}
+    return {key: text for key, text in texts.items() if isinstance(text, str)}
+
+
+def _without_second_bos(text: str, tokenizer_dir: Path, bos: str) -> str:
+    """Templates begin with BOS, and some tokenizers add it by themselves: one is enough."""
+    tokenizer = Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
+    added = tokenizer.encode("").ids
+    if bos and text.startswith(bos) and added[:1] == [tokenizer.token_to_id(bos)]:
+        return text[len(bos) :]
+    return text
