@@ -138,8 +138,8 @@ def slow_readers(
 ) -> SlowResult:
     """Streams that nobody reads, over gRPC with ROWS wide rows each, and over SSE.
 
-    All their responses would take some 30 MiB a gRPC stream. A door may leave UNREAD_BYTES of a request in the
-    server; the rest it has to merge.
+    All their responses would take some 30 MiB a gRPC stream. A door may leave UNREAD_BYTES of a request in
+    the server; the rest it has to merge.
     """
     bound = (grpc_clients + 1) * UNREAD_BYTES
     clients = Clients(service.grpc, service.http, channels=grpc_clients)
