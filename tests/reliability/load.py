@@ -39,16 +39,6 @@ def load_of(service: Service) -> tuple[int, int]:
     return sum(state.running for state in states), sum(state.waiting for state in states)
 
 
-def wait_idle(service: Service, timeout_s: float) -> float:
-    """Seconds until no sequence runs or waits; timeout_s if that does not come."""
-    start = time.monotonic()
-    while time.monotonic() - start < timeout_s:
-        if load_of(service) == (0, 0):
-            break
-        time.sleep(0.1)
-    return time.monotonic() - start
-
-
 # ---------------------------------------------------------------- what processes hold
 
 
