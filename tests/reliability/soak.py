@@ -50,8 +50,11 @@ class Report:
         print(f"\n## {title}\n\n{text}\n", flush=True)
 
     def markdown(self) -> str:
-        lines = [f"Measured {self.started} on {self.machine}, commit {self.commit}:", "", "```", self.command]
-        lines += ["```", ""]
+        lines = [
+            f"Measured {self.started} on {self.machine}, commit {self.commit}, by",
+            f"`{self.command}`.",
+            "",
+        ]
         for title, text in self.sections.items():
             lines += [f"### {title}", "", text, ""]
         failed = sum(map(len, self.complaints.values()))
