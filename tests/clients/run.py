@@ -262,6 +262,8 @@ def serving(setting: Setting, options: tuple[str, ...]) -> Iterator[Runner]:
     with running_server(repository, 600.0, log_file=log) as server:
         body = {"text_input": PROMPT, "max_tokens": TOKENS, "exclude_input_in_output": True}
         status, answer = post(server.http_url, f"{BLS}/generate", body)
+        if status == 404:  # a repository whose text model has the other name
+            status, answer = post(server.http_url, "ensemble/generate", body)
         if status != 200:
             raise RuntimeError(f"the server answers {status}: {answer}")
         text = json.loads(answer)["text_output"]
