@@ -27,7 +27,7 @@ BENCH ?= $(if $(GPU),server --preset bloom-7b1,server --preset smollm2-135m --st
 
 export MODEL PROMPT
 
-.PHONY: help demo test test-gpu lint format typecheck kernels bench clients install clean distclean
+.PHONY: help demo test soak test-gpu lint format typecheck kernels bench clients install clean distclean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,15 @@ demo: $(READY) $(if $(GPU),kernels) ## convert, serve and ask a small model; MOD
 
 test: $(READY) $(if $(GPU),kernels) ## every test but those for a GPU, the real server included; ARGS=
 	@$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+MINUTES ?= 60
+SEED ?= 1
+STREAMS ?= 80
+REPORT ?= build/soak.md
+
+soak: $(READY) ## faults, fuzz, floods and leaks against the real server; MINUTES=, SEED=, STREAMS=, REPORT=
+	@mkdir -p $(dir $(REPORT))
+	@$(BIN)/python -m tests.reliability.soak --minutes $(MINUTES) --seed $(SEED) --streams $(STREAMS) --report $(REPORT)
 
 test-gpu: $(READY) kernels ## the tests that need a GPU; ARGS=
 	@$(BIN)/python -m pytest -m gpu $(ARGS)

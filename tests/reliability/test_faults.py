@@ -1,0 +1,47 @@
+"""A short part of the schedule in faults.py: what is killed, stopped, deleted or filled, under 80 streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.reliability.faults import Range, by_name
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
+SEED = 20
+SHORT = [
+    "kill:rank0",
+    "freeze:supervisor",
+    "kill:door:fastertransformer_streaming",
+    "delete:engine-socket+kill:door",
+    "pause:all:12",
+    "kill:tritonserver",
+    "fill:disk+kill:rank0",
+]
+
+
+@pytest.fixture(scope="module")
+def strikes(repository: Path) -> Iterator[Range]:
+    held = Range(repository, SEED, tokens=64)
+    yield held
+    try:
+        left = held.stop()
+    finally:
+        held.close()
+        print("\n" + held.table())
+    assert not left, "left behind after the stop"
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_after_a_fault_requests_end_health_is_true_to_life_and_service_returns(
+    strikes: Range, name: str
+) -> None:
+    (fault,) = by_name([name])
+    row = strikes.strike(fault)
+    if row.skipped:
+        pytest.skip(row.skipped)
+    assert row.open > strikes.streams // 2
+    assert not row.complaints
