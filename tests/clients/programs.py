@@ -507,7 +507,7 @@ OTHERS = [
         "Triton CLI",
         "`triton infer`",
         "triton_cli/src/triton_cli/main.py",
-        *("infer", "-m", BLS, "--prompt", "{prompt}", "-u", "127.0.0.1", "-p", "{grpc_port}", "--verbose"),
+        *("--verbose", "infer", "-m", BLS, "--prompt", "{prompt}", "-u", "127.0.0.1", "-p", "{grpc_port}"),
         recorded=(("Triton CLI infer", BLS),),
         environment="triton-cli",
         shows="text_output",
