@@ -379,6 +379,7 @@ class EngineConfig:
     start_timeout_s: float = 900.0  # loading and warming up, at most
     cuda_graphs: bool = True
     num_threads: int = 0  # CPU threads of the engine; 0: torch's own choice
+    batch_invariant: bool = False  # CPU, fp32: a request's log-probs do not depend on its company
 
     extra: dict[str, str] = field(default_factory=dict)  # parameters that are not the engine's
 
@@ -413,7 +414,7 @@ def _parameter(key: str, text: str, where: str) -> object:
         convert, wanted = (lambda value: int(value, 0)), "a whole number"
     elif key in _FLOAT_KEYS:
         convert, wanted = float, "a number"
-    elif key == "cuda_graphs":
+    elif key in ("cuda_graphs", "batch_invariant"):
         convert, wanted = _flag, "true or false"
     try:
         return convert(text)

@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from tridecode.kernels.ops import Ops
 
 
-def select(device: torch.device) -> Ops:
+def select(device: torch.device, batch_invariant: bool = False) -> Ops:
     """The operations for a device: CUDA kernels on a GPU, torch's libraries on a CPU.
 
+    batch_invariant: see Cpu; a CPU only.
     TRIDECODE_OPS=reference runs plain torch on either: the switch for "is it the kernel or the model?".
     """
     if os.environ.get("TRIDECODE_OPS") == "reference":
@@ -25,4 +26,4 @@ def select(device: torch.device) -> Ops:
         from tridecode.kernels.cuda import Cuda  # needs the built library, which a CPU machine lacks
 
         return Cuda(device)
-    return Cpu()
+    return Cpu(batch_invariant)

@@ -175,8 +175,8 @@ class Reference:
                 k = mine[:, queries : queries + keys].unflatten(1, (-1, heads.head_size)).transpose(0, 1)
                 v = mine[:, queries + keys :].unflatten(1, (-1, heads.head_size)).transpose(0, 1)
             else:
-                k, v = _cached(cache, batch.block_tables[row], lens[row])
-            attended = _causal_attention(q, k, v, heads)
+                k, v = cached_keys(cache, batch.block_tables[row], lens[row])
+            attended = causal_attention(q, k, v, heads)
             out[first:last].copy_(attended.transpose(0, 1).reshape(last - first, queries))
 
     def decoder_layers(
@@ -289,7 +289,7 @@ def _decode_mask(batch: Batch, heads: Heads, width: int, dtype: torch.dtype) -> 
     return batch.memo["decode_mask"]
 
 
-def _cached(cache: CacheLayer, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
+def cached_keys(cache: CacheLayer, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """Keys and values (K, length, D) of one row, from its blocks."""
     count = -(-length // cache.block_tokens)
     held = cache.blocks[table[:count].long()]  # (M, 2, K, P, D)
@@ -297,7 +297,7 @@ def _cached(cache: CacheLayer, table: Tensor, length: int) -> tuple[Tensor, Tens
     return kv[0], kv[1]
 
 
-def _causal_attention(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
     """q: (H, T, D), the last T of the positions of k, v: (K, L, D) -> (H, T, D)."""
     tokens, length = q.shape[1], k.shape[1]
     group = heads.num_heads // heads.num_kv_heads

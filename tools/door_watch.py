@@ -26,7 +26,7 @@ STOPPED_S = 2.0  # a stub stopped for so long is killed
 CONFIRM_S = 0.4  # a stub is a zombie for a moment when its model is unloaded; only a longer death counts
 FIRST_PAUSE_S = 1.0  # before a second attempt; doubles up to
 MAX_PAUSE_S = 30.0
-ORPHANS_S = 2.5  # Triton keeps the region of a dead stub for so long only for requests; else for 1.7 s
+ORPHANS_S = 2.2  # Triton keeps the region of a dead stub for so long only for requests; else for about 1 s
 CALM_S = 60.0  # a door that lived so long starts with a first attempt again
 
 _log = logging.getLogger("tridecode.serve")
@@ -39,6 +39,7 @@ class _Watched:
     region: str
     dead_since: float | None = None
     stopped_since: float | None = None
+    killed: bool = False  # by us
 
 
 @dataclass
@@ -61,7 +62,8 @@ class DoorWatch:
         self._http = http
         self._watched: dict[int, _Watched] = {}
         self._reloads: dict[str, _Reload] = {}
-        self._dead: dict[str, tuple[str, float]] = {}  # model and time of death, by region
+        # by the region of a dead stub: model, since when it did nothing, since when it is known to be dead
+        self._dead: dict[str, tuple[str, float, float]] = {}
 
     @property
     def busy(self) -> bool:
@@ -70,7 +72,7 @@ class DoorWatch:
 
     def orphaned(self, now: float) -> dict[str, float]:
         """Models with requests that cannot end, because their door died, and since when."""
-        return {model: died for model, died in self._dead.values() if now - died > ORPHANS_S}
+        return {model: idle for model, idle, dead in self._dead.values() if now - dead > ORPHANS_S}
 
     def bring_back(self, model: str) -> None:
         """Load a model that is not loaded, again and again until it is."""
@@ -101,15 +103,16 @@ class DoorWatch:
             if now - door.stopped_since > STOPPED_S:
                 _log.warning("door %s (pid %d) is stopped by a signal: killing it", door.model, pid)
                 processes.kill(door.process)
+                door.killed = True
             return False
-        door.stopped_since = None
         if state != "Z":
+            door.stopped_since = None
             return False
         door.dead_since = door.dead_since or now
-        if now - door.dead_since < CONFIRM_S:
+        if not door.killed and now - door.dead_since < CONFIRM_S:
             return False
         _log.warning("door %s (pid %d) has died: loading it again", door.model, pid)
-        self._dead[door.region] = (door.model, now)
+        self._dead[door.region] = (door.model, door.stopped_since or door.dead_since, now)
         reload = self._reloads.setdefault(door.model, _Reload())
         if now - reload.last > CALM_S:
             reload.attempts = 0

@@ -277,6 +277,7 @@ _NO_SERVER = {
     "errors resolving": "the host name is unknown",
     "HTTP/2": "not a gRPC port: HTTP has 8000 by default, gRPC 8001",
     "http1.x": "not a gRPC port: HTTP has 8000 by default, gRPC 8001",
+    "Socket closed": "it closes the connection: HTTP has 8000 by default, gRPC 8001",
 }
 
 

@@ -143,8 +143,8 @@ _NO_SERVER = {
     "HTTP/2": "not gRPC: is it the port of HTTP?",
     "http1.x": "not gRPC: is it the port of HTTP?",
     "decoding the response": "an HTTP server that is not Triton",
+    "Socket closed": "it closes the connection: is it the port of HTTP?",
     "failed to connect": "no connection",
-    "Socket closed": "it closed the connection",
 }
 
 
@@ -307,8 +307,8 @@ def _stream(request: RequestFile, timeout_s: float | None) -> Iterator[Answer]:
         inputs = _inputs(request, grpc_client.InferInput)
         try:
             client.async_stream_infer(request.model_name, inputs, enable_empty_final_response=True)
-        except InferenceServerException as closed:  # the stream failed before; the callback has the reason
-            raise (_next(answers, request, _REASON_S)[1] or closed) from None
+        except InferenceServerException as refusal:  # the stream failed before; its callback has the reason
+            raise (_next(answers, request, _REASON_S)[1] or refusal) from None
         while True:
             result, error = _next(answers, request, timeout_s)
             if error is not None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -27,6 +28,9 @@ from tridecode.tools import triton_access
 
 LEAVE_S = 4.0  # the supervisors see that the server is gone and clean up within so long; then they are killed
 DEATH_S = 20.0  # killed processes are waited for so long; a driver may hold one
+#: Of each thread of tritonserver, as address space and not as memory. Triton 2.51 keeps the body of an HTTP
+#: request on the stack: with the usual 8 MiB, 4 MB of JSON end it by SIGSEGV.
+STACK_BYTES = 1 << 30
 _POLL_S = 0.1
 _FIRST_POLL_S = 0.005  # until the server has read its arguments
 CONCEAL_S = 10.0  # … which it has done after so long
@@ -109,6 +113,14 @@ def _reap_orphans(server_pid: int) -> None:
             os.waitpid(pid, os.WNOHANG)
 
 
+def _prepare_server() -> None:
+    """Runs in the server's process before its program: it ends with us, and its threads get large stacks."""
+    processes.die_with_parent()
+    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
+    size = STACK_BYTES if hard == resource.RLIM_INFINITY else min(hard, STACK_BYTES)
+    resource.setrlimit(resource.RLIMIT_STACK, (size, hard))
+
+
 class Guard:
     """One server's guard; single-threaded, so that its end, too, is the server's end (die_with_parent)."""
 
@@ -133,7 +145,7 @@ class Guard:
                 env=order["environment"],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                preexec_fn=processes.die_with_parent,
+                preexec_fn=_prepare_server,
             )
             self._report(f"started {process.pid}")
             self._report(f"ended {self._watch(process, order.get('secret', ''))}")

@@ -92,6 +92,7 @@ class Engine:
         self.buffers = StepBuffers(config.max_step_tokens, rows, columns, device)
         self._tokens = torch.zeros(rows, dtype=torch.int32, device=device)
         self._log_probs = torch.zeros(rows, dtype=torch.float32, device=device)
+        self._pulse = torch.zeros(1, dtype=torch.int32, device=device)  # what check_device touches
         # where a step's results go on the host; two steps are in flight at most
         self._results = [
             (torch.zeros(rows, dtype=torch.int32).pin_memory(), torch.zeros(rows).pin_memory())
@@ -117,7 +118,7 @@ class Engine:
         """An engine over the weight files of `directory`. Raises WeightFileError, ConfigError,
         UnsupportedError."""
         specs = models.family(model.family).weight_specs(model)
-        dtype, ops = DTYPES[config.data_type], kernels.select(device)
+        dtype, ops = DTYPES[config.data_type], kernels.select(device, config.batch_invariant)
         place = (ranks.tensor_rank, ranks.tensor_size)
         if config.weights == "random":
             return cls(model, config, RandomWeights(specs, 0, *place, dtype, ops, device), ops, ranks, device)
@@ -186,6 +187,17 @@ class Engine:
         ready = torch.cuda.Event()
         ready.record()
         return Pending(tokens[:count], log_probs[:count], embeddings, ready)
+
+    def check_device(self) -> None:
+        """Make the device do a little work and wait for it: a device that died is noticed without a step.
+
+        Raises what CUDA raises for a device that is lost or a context that is poisoned (RuntimeError). About
+        20 us on a GPU, nothing on a CPU. For the loop's thread, between steps: never while one is in flight,
+        whose end it would wait for.
+        """
+        if self.is_asynchronous:
+            self._pulse.add_(1)
+            torch.cuda.synchronize(self.device)
 
     @torch.inference_mode()
     def _run(self, batch: Batch, plan: StepPlan | None = None) -> list[Tensor]:

@@ -14,6 +14,8 @@ log = logging.getLogger("tridecode.engine")
 
 #: tokens of a step: enough to fill the device, few enough that decoding rows do not wait long for a prompt
 _STEP_TOKENS = {"cpu": 512, "cuda": 8192}
+#: widths of decode attention at which the bits of a row did not depend on the width
+_INVARIANT_BLOCK = 32
 _CPU_CACHE_SHARE = 0.25  # of the memory that is available, on a machine that others use too
 
 
@@ -33,6 +35,16 @@ def resolve(config: EngineConfig, model: ModelConfig, device: torch.device) -> E
 
     Raises ConfigError for settings that cannot go together.
     """
+    if config.batch_invariant and (device.type != "cpu" or config.data_type != "fp32"):
+        raise ConfigError(
+            f"parameter batch_invariant is true with data_type {config.data_type} on {device.type}; wanted "
+            "fp32 on a CPU, or batch_invariant = false (docs/numerics.md)"
+        )
+    if config.batch_invariant and config.block_tokens % _INVARIANT_BLOCK:
+        raise ConfigError(
+            f"parameter block_tokens is {config.block_tokens} with batch_invariant; wanted a multiple of "
+            f"{_INVARIANT_BLOCK}: attention over other widths rounds otherwise"
+        )
     longest = config.max_sequence_tokens or model.max_positions
     if longest > model.max_positions:
         raise ConfigError(

@@ -241,6 +241,7 @@ def test_auto_and_an_empty_text_are_the_default():
         ("memory_fraction", "nan", r"a number in \(0, 1\]"),
         ("step_timeout_s", "0", "more than 0 seconds"),
         ("cuda_graphs", "perhaps", "true or false"),
+        ("batch_invariant", "2", "true or false"),
         ("data_type", "fp8", "one of fp32, fp16, bf16"),
         ("device", "tpu", "auto, cpu or cuda"),
     ],

@@ -8,21 +8,29 @@ import sys
 import pytest
 import torch
 
-from tridecode.kernels.cpu import Cpu, row_tiles
+from tridecode.kernels.cpu import Cpu, rounded_rows
 from tridecode.kernels.ops import Linear
 
 packs = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 
 
-def test_tiles_cover_the_rows_at_a_bounded_number_of_sizes():
-    sizes = set()
-    for rows in range(9000):
-        tiles = row_tiles(rows)
-        assert sum(taken for taken, _ in tiles) == rows
-        assert all(taken <= size for taken, size in tiles)
-        assert sum(size for _, size in tiles) - rows < 8
-        sizes |= {size for _, size in tiles}
-    assert len(sizes) <= 28
+def test_products_run_at_a_bounded_number_of_sizes_that_are_little_larger():
+    sizes = {rows: rounded_rows(rows) for rows in range(1, 513)}
+    assert all(rows <= size <= max(16, 1.19 * rows) for rows, size in sizes.items())
+    assert len(set(sizes.values())) == 52
+
+
+@packs
+def test_rows_behind_those_of_a_product_are_not_seen():
+    """The rows that fill a product up come from the buffer behind it, which may hold anything."""
+    generator = torch.Generator().manual_seed(0)
+    buffer = torch.full((64, 48), torch.nan)
+    buffer[:17] = torch.randn(17, 48, generator=generator)
+    ops, weight = Cpu(), torch.randn(40, 48, generator=generator)
+    outs = torch.full((64, 40), 7.0)
+    ops.linear(buffer[:17], ops.pack(Linear(weight, None)), out=outs[:17])
+    torch.testing.assert_close(outs[:17], buffer[:17] @ weight.t(), atol=1e-4, rtol=1e-5)
+    assert (outs[17:] == 7.0).all()
 
 
 @packs
@@ -62,7 +70,7 @@ def test_a_row_of_a_product_does_not_depend_on_the_other_rows():
 
 _EVERY_SIZE = """
 import torch
-from tridecode.kernels.cpu import Cpu
+from tridecode.kernels.cpu import Cpu, rounded_rows
 from tridecode.kernels.ops import Linear
 
 def resident() -> float:
@@ -75,7 +83,7 @@ linear = ops.pack(Linear(torch.zeros(128, 64), None))
 def run(sizes) -> None:
     for rows in sizes:
         ops.linear(x[:rows], linear, out=out[:rows])
-run([*range(1, 65), 128, 256, 512])
+run({rounded_rows(rows) for rows in range(1, 513)})
 before = resident()
 run(range(1, 513))
 print(resident() - before)

@@ -317,6 +317,11 @@ def test_an_output_that_is_or_lies_under_a_file_is_refused_before_any_work(tmp_p
         build_repo(tmp_path / "absent", tmp_path / output)
 
 
+def test_an_output_on_a_file_system_that_takes_no_folders_is_one_line(sources):
+    with pytest.raises(ConfigError, match="/proc/x (cannot be written|needs .* bytes)"):
+        build_repo(sources["gpt2"], "/proc/x", parity=False)
+
+
 def test_a_disk_that_is_too_small_is_told_before_a_byte_is_written(sources, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: _Usage(1000, 900, 100))
     with pytest.raises(ConfigError, match="repo needs .* bytes for weights; its disk has 100 free"):

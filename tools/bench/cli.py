@@ -292,7 +292,7 @@ def load(
     timeout_s: Annotated[float, typer.Option(help="Seconds until a request counts as failed.")] = 600.0,
     max_seconds: Annotated[
         float, typer.Option(help="All runs together start requests for this many seconds.")
-    ] = 90.0,
+    ] = 60.0,
     seed: Annotated[int, typer.Option(help="Seed of prompts and arrival times.")] = 0,
     output: _Output = _RESULTS,
 ) -> None:

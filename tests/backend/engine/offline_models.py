@@ -28,7 +28,7 @@ def offline_engine(
     defaults = dict(max_sequences=4, block_tokens=8, max_step_tokens=16, cache_bytes=16 << 20)
     place, config = torch.device(device), model_config(model)
     engine_config = resolve(EngineConfig(**{**defaults, **settings}), config, place)
-    ops = kernels.select(place)
+    ops = kernels.select(place, engine_config.batch_invariant)
     weights = HfWeights(model, ops, DTYPES[engine_config.data_type], device)
     return OfflineEngine(Engine(config, engine_config, weights, ops, SingleRank(), place), keep_logits)
 
