@@ -257,7 +257,7 @@ def _program(
     **fields: object,
 ) -> Program:
     """A program that comes as source alone; without one its requests are sent."""
-    given = {"environment": "programs", "never": "Traceback", **fields}
+    given = {"environment": "programs", "never": "Traceback", "limit_s": 150.0, **fields}
     command = ("{python}", "{source}", *arguments) if source else ()
     return Program(name, use, command, source=source, recorded=recorded, **given)
 
@@ -507,20 +507,20 @@ OTHERS = [
         "Triton CLI",
         "`triton infer`",
         "triton_cli/src/triton_cli/main.py",
-        *("infer", "-m", BLS, "--prompt", "{prompt}", "-u", "127.0.0.1", "-p", "{grpc_port}", "--verbose"),
+        *("--verbose", "infer", "-m", BLS, "--prompt", "{prompt}", "-u", "127.0.0.1", "-p", "{grpc_port}"),
         recorded=(("Triton CLI infer", BLS),),
         environment="triton-cli",
         shows="text_output",
     ),
     Program(
         "Triton's OpenAI front end",
-        "`--backend triton`, its request",
+        "`--backend triton`",
         recorded=(("OpenAI front end", BLS),),
         flag="not on PyPI, wants Triton's in-process API",
     ),
     Program(
         "Triton's OpenAI front end",
-        "`--backend vllm`, its request",
+        "`--backend vllm`",
         recorded=(("OpenAI front end --backend vllm", BLS),),
         flag="not on PyPI, wants Triton's in-process API",
         why="vLLM's contract (`sampling_parameters`, no batch axis) is not served yet",

@@ -184,7 +184,6 @@ def _environment(installed: Installed, paths: list[Path], work: Path, perf: Path
         "TERM": "dumb",
         "DO_NOT_TRACK": "1",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-        "TRANSFORMERS_OFFLINE": "1",
         "NLTK_DATA": str(work),
     }
     known.update({name: NOWHERE for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")})
