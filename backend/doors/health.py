@@ -16,6 +16,7 @@ import triton_python_backend_utils as pb_utils
 from tridecode.backend.doors.door import Outputs
 from tridecode.backend.doors.door_metrics import DoorMetrics
 from tridecode.backend.doors.engine_link import EngineLink
+from tridecode.backend.doors.envelope import internal_error, public_text
 from tridecode.backend.doors.settings import read_settings
 from tridecode.backend.errors import EngineDownError, TridecodeError
 from tridecode.backend.messages import BEAT_S, EngineBeat
@@ -64,12 +65,11 @@ class TritonPythonModel:
         except TridecodeError as error:
             self.metrics.count_request(error.code.lower())
             code = getattr(pb_utils.TritonError, error.code)
-            return pb_utils.InferenceResponse([], error=pb_utils.TritonError(str(error), code))
+            return pb_utils.InferenceResponse([], error=pb_utils.TritonError(public_text(str(error)), code))
         except Exception as error:
             _log.exception("a probe could not be answered")
             self.metrics.count_request("internal")
-            text = f"the door failed: {type(error).__name__}: {error}"
-            return pb_utils.InferenceResponse([], error=pb_utils.TritonError(text))
+            return pb_utils.InferenceResponse([], error=pb_utils.TritonError(str(internal_error(error, ""))))
         self.metrics.count_request("ok")
         return response
 

@@ -39,7 +39,7 @@ _RESPONSE_WEIGHT = 1 / 16
 #: Bytes of responses of one request, and of all open requests of a door together. Triton 2.51 keeps each
 #: response of a gRPC stream until its request has ended, also for a client that reads.
 _REQUEST_BYTES = 16 << 20
-_DOOR_BYTES = 256 << 20
+_DOOR_BYTES = 512 << 20
 #: what the server keeps of a response beside its tensors: names, shapes, parameters
 _RESPONSE_OVERHEAD = 600
 
