@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 
 from tests.reliability.report import table
-from tests.reliability.service import DOORS, Service, build_repository
+from tests.reliability.service import DOORS, Service, build_repository, end_on_sigterm
 from tests.reliability.traffic import CODES, Clients, Crowd, Sent, clean, controls, mixture
 from tests.reliability.watch import PROBE_BODIES, Watch
 
@@ -560,6 +560,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--log", action="store_true", help="show the end of the server's log after a failure")
     arguments = parser.parse_args()
+    end_on_sigterm()
     faults = schedule(arguments.ranks)
     if arguments.list:
         print("\n".join(fault.name for fault in faults))

@@ -24,7 +24,7 @@ from pathlib import Path
 from tritonclient.grpc import service_pb2
 
 from tests.reliability.report import table
-from tests.reliability.service import Service, build_repository
+from tests.reliability.service import Service, build_repository, end_on_sigterm
 from tests.reliability.traffic import Clients, clean, controls
 from tests.reliability.wire import (
     NUMPY,
@@ -792,6 +792,7 @@ def main() -> None:
     parser.add_argument("--index", type=int, action="append", default=[], help="send only these")
     parser.add_argument("--lethal", action="store_true", help="send only what aborts Triton 2.51")
     arguments = parser.parse_args()
+    end_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="tdrelrepo") as folder:
         service = Service(build_repository(Path(folder)))
         try:

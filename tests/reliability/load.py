@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from tests.reliability.report import megabytes, table
-from tests.reliability.service import QUEUE, SHM, SLOTS, Service, build_repository
+from tests.reliability.service import QUEUE, SHM, SLOTS, Service, build_repository, end_on_sigterm
 from tests.reliability.traffic import CODES, Clients, Crowd, clean, controls, mixture, text_ask, token_ask
 from tests.reliability.watch import Watch
 from tests.reliability.wire import Outcome, Tensor, grpc_request, http_request
@@ -450,6 +450,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=60.0, help="of the leak test")
     arguments = parser.parse_args()
+    end_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="tdrelrepo") as folder:
         service = Service(build_repository(Path(folder)))
         try:

@@ -7,6 +7,7 @@ import io
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import uuid
@@ -35,6 +36,11 @@ DOORS = (
 SLOTS = 96  # more than the streams of a schedule: what waits there waits for the fault
 QUEUE = 256
 POSITIONS = 1024
+
+
+def end_on_sigterm() -> None:
+    """Make SIGTERM an exception in the main thread, so that a program cleans up what it started."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 def build_repository(folder: Path, ranks: int = 1, **engine_settings: object) -> Path:

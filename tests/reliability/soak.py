@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tests.reliability import faults, fuzz, load
-from tests.reliability.service import Service, build_repository
+from tests.reliability.service import Service, build_repository, end_on_sigterm
 from tests.reliability.traffic import Clients, Crowd, mixture
 
 #: shares of the time
@@ -196,6 +196,7 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=80)
     parser.add_argument("--report", action="append", type=Path, default=[], help="FILE.json or FILE.md")
     arguments = parser.parse_args()
+    end_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="tdsoak") as folder:
         soak = Soak(arguments.seed, arguments.minutes, arguments.streams, Path(folder))
         try:
