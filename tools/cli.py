@@ -258,7 +258,7 @@ def serve(
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
 )
 def tritonserver(context: typer.Context) -> None:
-    """Run the tritonserver of this installation with NVIDIA's own flags.
+    """Run tritonserver with NVIDIA's own flags.
 
     It listens on the loopback interface and closes the APIs of model control, shared memory, logging and
     tracing, where the flags do not say otherwise. `tridecode serve` also brings back what dies.

@@ -18,6 +18,8 @@ _TRIM_TOKENS = 24
 _MAX_WINDOW_TOKENS = 64
 #: byte tokens of one run that are held back until the run is whole
 _MAX_BYTE_RUN = 32
+#: beyond it `tokenizers` raises OverflowError in place of saying that it does not know an id
+MAX_ID = 2**32 - 1
 
 
 class TokenizerView:
@@ -36,7 +38,7 @@ class TokenizerView:
 
     def shown(self, ids: list[int]) -> list[int]:
         special, known = self._special, self.tokenizer.id_to_token
-        return [i for i in ids if i >= 0 and i not in special and known(i) is not None]
+        return [i for i in ids if 0 <= i <= MAX_ID and i not in special and known(i) is not None]
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False)

@@ -34,7 +34,8 @@ RECOVER_S = 60.0  # a server that is not back after so long is not coming back
 CALM_S = 15.0  # requests that are open when the test ends may take so long
 RESTARTED = "tensorrt_llm_bls_plain"  # the door that is killed after a deletion
 MAX_USUAL_S = 3.0
-RELOADING = "has no available versions"  # what Triton says of a model between unload and load
+#: what Triton itself says of a model whose process has died, and of one between unload and load
+RELOADING = ("is not healthy", "has no available versions")
 STARTS = 5  # killed starts in a row
 DISK_BYTES = 1 << 20
 
@@ -488,7 +489,7 @@ class Range:
             row.ends_s = max(row.ends_s, silent)
             row.answers += outcome.kind == "answer"
             row.errors += outcome.kind == "error"
-            reloading = outcome.kind == "error" and RELOADING in outcome.text
+            reloading = outcome.kind == "error" and any(text in outcome.text for text in RELOADING)
             complaint = "" if outcome.kind == "hang" or reloading else clean(outcome, CODES)
             if complaint:
                 worst.setdefault(f"{complaint}", "")

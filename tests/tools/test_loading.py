@@ -118,5 +118,5 @@ def test_a_folder_without_room_is_refused_before_anything_is_written(tmp_path, m
     monkeypatch.setattr(loading.shutil, "disk_usage", lambda path: free)
     arguments = ["bench", "loading", "--preset", "toy", "--folder", str(tmp_path), "--output", str(tmp_path)]
     done = CliRunner().invoke(app, arguments)
-    assert isinstance(done.exception, SystemExit) and done.exit_code == 1
+    assert isinstance(done.exception, SystemExit) and done.exit_code == 2
     assert "bytes free; the weights need 663,040" in done.output and not list(tmp_path.iterdir())
