@@ -12,6 +12,7 @@ starting ── all ranks ready ──> ready
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 
 from tridecode.backend.errors import TridecodeError
@@ -22,9 +23,13 @@ from tridecode.backend.supervisor.ranks import Failure, RankGroup, RankMessage
 FAILED_RETRY_S = 60.0  # a file may have come back without a change that shows
 FIRST_BACKOFF_S = 0.5  # doubles with each failure in a row
 MAX_BACKOFF_S = 30.0
+READY_BACKOFF_S = 4.0  # the longest pause after the death of an engine that had been ready
 HEALTHY_S = 30.0  # an engine that was ready for this long ends the row
 CHANGE_CHECK_S = 1.0  # interval at which a failed engine's settings are looked at
 SLOW_DEATH_S = 5.0  # a killed rank that lives longer is logged
+
+#: failures in a row after which the next pause is READY_BACKOFF_S
+_READY_FAILURES = int(math.log2(READY_BACKOFF_S / FIRST_BACKOFF_S))
 
 _log = logging.getLogger("tridecode.supervisor")
 
@@ -151,6 +156,7 @@ class EngineLife:
                 )
                 self._ready_since = now
                 self._failed_starts = 0
+                self._failures = min(self._failures, _READY_FAILURES)
         elif self._failures and self._ready_since is not None and now - self._ready_since > HEALTHY_S:
             self._failures = 0
 

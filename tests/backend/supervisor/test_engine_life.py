@@ -89,10 +89,21 @@ def test_epochs_go_on_from_the_last_supervisor(engine):
     assert engine.life.load == (5, 1)
 
 
-def test_pauses_between_failures_double_up_to_half_a_minute(engine):
+def test_pauses_after_the_death_of_a_ready_engine_stay_short(engine):
+    pauses = []
+    for _ in range(8):
+        engine.become_ready()
+        engine.crash()
+        crashed = engine.now
+        while engine.life.phase == "down":
+            engine.run(0.1)
+        pauses.append(engine.now - crashed)
+    assert pauses == pytest.approx([0.5, 1, 2, 4, 4, 4, 4, 4], abs=0.25)
+
+
+def test_pauses_between_failed_starts_double_up_to_half_a_minute(engine):
     pauses = []
     for _ in range(10):
-        engine.become_ready()
         engine.crash()
         crashed = engine.now
         while engine.life.phase == "down":
