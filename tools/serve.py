@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tridecode.backend.errors import ConfigError, TridecodeError
+from tridecode.backend.pauses import PauseWatch
 from tridecode.backend.supervisor import processes, runtime_dir, state_file
 from tridecode.tools import listening, triton_access
 from tridecode.tools.door_watch import DoorWatch
@@ -38,6 +39,7 @@ LOOPBACK = "127.0.0.1"
 TICK_S = 0.1
 WATCH_S = 0.25  # the doors are looked at so often
 MEND_S = 2.0  # … and the runtime folder
+FROZEN_S = 3.0  # a tritonserver that is stopped by a signal for longer is killed and started again
 IDLE_S = 1.0  # an engine without work for so long has drained
 TOLD_S = 1.0  # doors have so long to send the error of requests that were cut
 END_S = 3.0  # tritonserver has so long to end after SIGTERM: an open gRPC stream would hold it for ever
@@ -238,7 +240,8 @@ class _Serving:
         self._http = options.http()
         self._watch = DoorWatch(server.pid, self._http)
         self._deaths = _Deaths()
-        self._frozen = False
+        self._frozen_since: float | None = None  # when tritonserver was first seen stopped by a signal
+        self._pauses = PauseWatch(time.monotonic(), WATCH_S)
         self._was_ready = False
         self._idle_since = 0.0
         self._mended_at = 0.0
@@ -263,7 +266,7 @@ class _Serving:
     def _look(self) -> None:
         now = time.monotonic()
         self._watch.tick(now)
-        self._look_at_server()
+        self._look_at_server(now)
         self._look_at_folder(now)
         self._look_at_orphans(now)
 
@@ -334,7 +337,7 @@ class _Serving:
         engines = self._engines()
         self._server.restart()
         self._watch = DoorWatch(self._server.pid, self._http)
-        self._frozen = False
+        self._frozen_since = None
         try:
             rows = self._start()
         except StartError as error:
@@ -360,13 +363,24 @@ class _Serving:
 
     # ------------------------------------------------------------ while it serves
 
-    def _look_at_server(self) -> None:
-        frozen = processes.state(self._server.pid) == "T"
-        if frozen and not self._frozen:
+    def _look_at_server(self, now: float) -> None:
+        """A server that stays stopped answers nobody: it is killed and started again.
+
+        A pause of `serve` itself does not count, since it may have been a pause of all.
+        """
+        paused_s = self._pauses.turn(now)
+        if processes.state(self._server.pid) != "T":
+            if self._frozen_since is not None:
+                _log.warning("tritonserver %d runs again", self._server.pid)
+            self._frozen_since = None
+        elif self._frozen_since is None:
             _log.error("tritonserver %d is stopped by a signal", self._server.pid)
-        elif self._frozen and not frozen:
-            _log.warning("tritonserver %d runs again", self._server.pid)
-        self._frozen = frozen
+            self._frozen_since = now
+        elif paused_s:
+            self._frozen_since += paused_s
+        elif now - self._frozen_since > FROZEN_S:
+            _log.error("tritonserver %d has been stopped for %g s: killing it", self._server.pid, FROZEN_S)
+            self._server.kill_server()
 
     def _look_at_folder(self, now: float) -> None:
         if now - self._mended_at < MEND_S:

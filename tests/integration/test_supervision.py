@@ -368,6 +368,19 @@ def test_large_and_deep_bodies_do_not_end_the_server(repository):
     assert service.answers() and service.triton == triton
 
 
+def test_a_server_that_stays_stopped_is_started_again_and_the_engine_is_kept(repository):
+    service = repository()
+    stream, engine, stopped = service.streaming(), service.engine_epochs(), service.triton
+    start = time.monotonic()
+    stopped.suspend()
+    assert stream.done.wait(10) and stream.error
+    print(f"a stopped server: error after {stream.ended_at - start:.1f} s")
+    assert stream.ended_at - start < ERROR_S
+    service.wait_back()
+    assert service.answers() and service.triton != stopped
+    assert service.engine_epochs() == engine
+
+
 def post(service: Service, model: str, body: bytes, timeout_s: float = 10.0) -> str:
     """What becomes of an HTTP request: its body, or the error's text."""
     connection = http.client.HTTPConnection(service.server.http_url, timeout=timeout_s)
