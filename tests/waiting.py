@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 5.0, what: str = "the condition") -> float:
@@ -13,3 +15,23 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 5.0, what: st
         assert time.monotonic() - start < timeout_s, f"{what}: not within {timeout_s} s"
         time.sleep(0.01)
     return time.monotonic() - start
+
+
+@contextmanager
+def interpreter_gaps() -> Iterator[list[float]]:
+    """Seconds between the turns of another thread that wakes every 5 ms; complete at the end."""
+    gaps, closing = [0.0], threading.Event()
+
+    def watch() -> None:
+        before = time.monotonic()
+        while not closing.wait(0.005):
+            gaps.append(time.monotonic() - before)
+            before = time.monotonic()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield gaps
+    finally:
+        closing.set()
+        watcher.join()

@@ -35,7 +35,6 @@ from tridecode.tools.serve_checks import check_repository, check_triton_argument
 from tridecode.tools.server_start import Start, StartError
 from tridecode.tools.triton_http import ModelState, TritonHttp, TritonHttpError
 
-LOOPBACK = "127.0.0.1"
 TICK_S = 0.1
 WATCH_S = 0.25  # the doors are looked at so often
 MEND_S = 2.0  # … and the runtime folder
@@ -81,7 +80,7 @@ class ServeOptions:
     http_port: int = 8000
     grpc_port: int = 8001
     metrics_port: int = 8002
-    address: str = LOOPBACK
+    address: str = triton_access.LOOPBACK
     door_python: str | None = None
     drain_s: float = 20.0
     triton_args: tuple[str, ...] = ()
@@ -112,7 +111,7 @@ class ServeOptions:
         ]
 
     def http(self) -> TritonHttp:
-        host = LOOPBACK if self.address in ("0.0.0.0", "::", "") else self.address
+        host = triton_access.LOOPBACK if self.address in ("0.0.0.0", "::", "") else self.address
         return TritonHttp(f"{host}:{self.http_port}", self.key)
 
     def ports(self) -> dict[str, int]:
@@ -169,7 +168,7 @@ def serve(
     metrics_port: int = 8002,
     door_python: str | None = None,
     triton_args: Sequence[str] = (),
-    address: str = LOOPBACK,
+    address: str = triton_access.LOOPBACK,
     drain_s: float = 20.0,
     metrics_address: str | None = None,
     start_timeout_s: float = 600.0,
@@ -305,7 +304,9 @@ class _Serving:
         _log.info("ready after %.1f s: %s", seconds, ", ".join(where))
         _log.info("models: %s", ", ".join(self._models))
         if "grpc" in ports and any(name in self._models for name in TEXT_MODELS):
-            host = "localhost" if options.address in (LOOPBACK, "0.0.0.0", "") else options.address
+            host = (
+                "localhost" if options.address in (triton_access.LOOPBACK, "0.0.0.0", "") else options.address
+            )
             _log.info(
                 'try: tridecode generate --url %s:%d --prompt "The capital of France is"',
                 host,
@@ -519,7 +520,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--http-port", type=int, default=8000)
     parser.add_argument("--grpc-port", type=int, default=8001)
     parser.add_argument("--metrics-port", type=int, default=8002)
-    parser.add_argument("--address", default=LOOPBACK, help="where to listen; 0.0.0.0: on every interface")
+    parser.add_argument(
+        "--address", default=triton_access.LOOPBACK, help="where to listen; 0.0.0.0: on every interface"
+    )
     parser.add_argument("--metrics-address", help="where the metrics listen, if elsewhere than --address")
     parser.add_argument("--door-python", help="python of the doors (TRIDECODE_DOOR_PYTHON, else this one)")
     parser.add_argument(

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tridecode.backend.errors import ConfigError
 
+LOOPBACK = "127.0.0.1"  # where everything listens by default
 KEY_VARIABLE = "TRIDECODE_CONTROL_KEY"
 HEADER = "tridecode-control"  # over gRPC Triton puts "triton-grpc-protocol-" before it
 CLOSED = ("model-repository", "shared-memory", "trace", "logging")

@@ -23,7 +23,6 @@ from tridecode.tools import triton_access, triton_install
 from tridecode.tools.guarded_server import GuardedServer
 from tridecode.tools.serve_checks import check_repository, repositories
 
-LOOPBACK = "127.0.0.1"
 POLL_S = 0.1
 
 _log = logging.getLogger("tridecode.tritonserver")
@@ -35,7 +34,7 @@ def with_defaults(arguments: Sequence[str], key: str) -> list[str]:
     key: of the control APIs. Metrics listen where HTTP does, unless --metrics-address says otherwise.
     """
     flags = [
-        f"--{name}={LOOPBACK}"
+        f"--{name}={triton_access.LOOPBACK}"
         for name in ("http-address", "grpc-address")
         if not triton_access.has_flag(arguments, name)
     ]

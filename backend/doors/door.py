@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Callable
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -95,27 +95,26 @@ class EngineDoor:
         """Called by Triton; returns at once. Other threads prepare the requests and answer them."""
         for request in requests:
             stream = self.senders.open(request.get_response_sender())
-            try:
-                self._take(request, stream)
-            except TridecodeError as error:
-                stream.fail(error)
-            except Exception as error:
-                _log.exception("request %r: the door could not read it", stream.label)
-                stream.fail(internal_error(error, stream.label))
+            self._or_fail(stream, self._take, request, stream)
 
     def _take(self, request: Any, stream: Stream) -> None:
         received = self._receive(request, stream)
         if not self.at_once(received, stream):
-            self.preparation.put(received.size, lambda: self._accept(received, stream))
+            self.preparation.put(received.size, lambda: self._or_fail(stream, self._accept, received, stream))
 
     def _accept(self, received: Received, stream: Stream) -> None:
+        if not stream.ended:
+            self.accept(received, stream)
+
+    @staticmethod
+    def _or_fail(stream: Stream, call: Callable[..., None], *arguments: Any) -> None:
+        """Call; an exception ends the stream, and nothing else."""
         try:
-            if not stream.ended:
-                self.accept(received, stream)
+            call(*arguments)
         except TridecodeError as error:
             stream.fail(error)
         except Exception as error:
-            _log.exception("request %r: the door could not prepare it", stream.label)
+            _log.exception("request %r: %s failed", stream.label, call.__name__)
             stream.fail(internal_error(error, stream.label))
 
     def finalize(self) -> None:
@@ -212,16 +211,17 @@ class UnaryDoor:
             answer = self.answer(Inputs(arrays, self.table))
             return pb_utils.InferenceResponse(outputs.tensors(answer))
         except TridecodeError as error:
-            return _refusal(error)
+            return refusal(error)
         except Exception as error:
             _log.exception("request %r: the door failed", label)
-            return _refusal(internal_error(error, label))
+            return refusal(internal_error(error, label))
 
     def answer(self, inputs: Inputs) -> dict[str, Any]:
         raise NotImplementedError
 
 
-def _refusal(error: TridecodeError) -> Any:
+def refusal(error: TridecodeError) -> Any:
+    """The response that tells a client of an error, without directories of this server."""
     code = getattr(pb_utils.TritonError, error.code)
     return pb_utils.InferenceResponse([], error=pb_utils.TritonError(public_text(str(error)), code))
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from tridecode.backend.doors.door import Outputs
+from tridecode.backend.doors.door import Outputs, refusal
 from tridecode.backend.doors.door_metrics import DoorMetrics
 from tridecode.backend.doors.engine_link import EngineLink
-from tridecode.backend.doors.envelope import internal_error, public_text
+from tridecode.backend.doors.envelope import internal_error
 from tridecode.backend.doors.settings import read_settings
 from tridecode.backend.errors import EngineDownError, TridecodeError
 from tridecode.backend.messages import BEAT_S, EngineBeat
@@ -64,12 +64,11 @@ class TritonPythonModel:
             response = pb_utils.InferenceResponse(outputs.tensors(values))
         except TridecodeError as error:
             self.metrics.count_request(error.code.lower())
-            code = getattr(pb_utils.TritonError, error.code)
-            return pb_utils.InferenceResponse([], error=pb_utils.TritonError(public_text(str(error)), code))
+            return refusal(error)
         except Exception as error:
             _log.exception("a probe could not be answered")
             self.metrics.count_request("internal")
-            return pb_utils.InferenceResponse([], error=pb_utils.TritonError(str(internal_error(error, ""))))
+            return refusal(internal_error(error, ""))
         self.metrics.count_request("ok")
         return response
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -27,7 +28,8 @@ GRPC_OPTIONS = (
 #: texts that belong into a server's log, never into an answer
 UNCLEAN = re.compile(
     r"Traceback|the door failed|could not parse it|File \"|\.py\b|site-packages"
-    r"|/dev/shm|/tmp/|/proc/|/root/|/home/|std::|terminate called|lock_exception|Segmentation"
+    r"|/dev/shm|/tmp/|/proc/|/home/|std::|terminate called|lock_exception|Segmentation|"
+    + re.escape(os.path.expanduser("~/"))
 )
 FINAL = "triton_final_response"
 

@@ -15,7 +15,7 @@ from tests import fake_triton
 from tests.backend.doors.running import only, refusal, running
 from tests.backend.doors.tokenizers_at_hand import byte_level
 from tests.fake_engine import LIMITS, FakeEngine
-from tests.waiting import wait_until
+from tests.waiting import interpreter_gaps, wait_until
 from tridecode.backend import messages
 from tridecode.backend.doors import envelope as env
 from tridecode.backend.doors import fastertransformer, postprocessing, preprocessing, text
@@ -330,29 +330,18 @@ def test_a_door_lives_and_answers_while_it_tokenises_large_prompts(repository):
     limits = msgspec.structs.replace(DOOR_LIMITS, max_sequence_tokens=10**7)
     with text_door(repository, limits=limits, max_prompt_bytes="3000000") as door:
         large = [fake_triton.InferenceRequest(prompt(b"the quick brown fox " * 100_000)) for _ in range(8)]
-        gaps, closing = [0.0], threading.Event()
-
-        def watch() -> None:
-            before = time.monotonic()
-            while not closing.wait(0.005):
-                gaps.append(time.monotonic() - before)
-                before = time.monotonic()
-
-        watcher = threading.Thread(target=watch)
-        watcher.start()
         try:
-            began = time.monotonic()
-            door.execute(large)
-            took = time.monotonic() - began
-            slowest = 0.0
-            for _ in range(20):
+            with interpreter_gaps() as gaps:
                 began = time.monotonic()
-                only(ask(door, prompt(b"hello")))
-                slowest = max(slowest, time.monotonic() - began)
-            assert not any(request.sender.wait(0) for request in large[4:])  # they are still being prepared
+                door.execute(large)
+                took = time.monotonic() - began
+                slowest = 0.0
+                for _ in range(20):
+                    began = time.monotonic()
+                    only(ask(door, prompt(b"hello")))
+                    slowest = max(slowest, time.monotonic() - began)
+                assert not any(request.sender.wait(0) for request in large[4:])  # still being prepared
         finally:
-            closing.set()
-            watcher.join()
             for request in large:
                 request.cancel()
         assert took < 1.0 and slowest < 1.0 and max(gaps) < 1.0, (took, slowest, max(gaps))
