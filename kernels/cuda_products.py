@@ -23,7 +23,6 @@ MANY_TOKENS, MANY_WEIGHTS = 64, 1 << 24
 #: up to this many tokens a small product normalises its input itself: more would take every block longer
 #: than a kernel
 FUSED_NORM_TOKENS = 2
-_PLAIN, _GATED, _QKV = 0, 1, 2
 
 
 class CudaProducts(CudaBase):
@@ -66,7 +65,7 @@ class CudaProducts(CudaBase):
         if self._is_many(x, linear, activation, residual, out):
             self._many_linear(x, linear, norm, activation, residual, out)
         elif self._is_small(x, linear):
-            self._small_linear(x, linear, norm, _GATED if gated else _PLAIN, activation, residual, out)
+            self._small_linear(x, linear, norm, activation, residual, out)
         else:
             self._library_linear(x, linear, norm, activation, residual, out)
 
@@ -87,44 +86,45 @@ class CudaProducts(CudaBase):
         check_cache("project_qkv", heads, cache, out)
         indices("project_qkv", ("kv_slots", batch.kv_slots), ("positions", batch.positions))
         rope = heads.rope
-        rotation = (
-            0 if rope is None else rope.cos.data_ptr(),
-            0 if rope is None else rope.sin.data_ptr(),
-            batch.positions.data_ptr(),
-            batch.kv_slots.data_ptr(),
-            cache.blocks.data_ptr(),
-        )
-        shape = (
-            heads.num_heads,
-            heads.num_kv_heads,
-            heads.head_size,
-            0 if rope is None else rope.size,
-            int(rope is not None and rope.interleaved),
-            cache.block_tokens,
-        )
+        rotation = {
+            "cos": 0 if rope is None else rope.cos.data_ptr(),
+            "sin": 0 if rope is None else rope.sin.data_ptr(),
+            "positions": batch.positions.data_ptr(),
+            "kv_slots": batch.kv_slots.data_ptr(),
+            "cache": cache.blocks.data_ptr(),
+            "heads": heads.num_heads,
+            "kv_heads": heads.num_kv_heads,
+            "head_size": heads.head_size,
+            "rotary_size": 0 if rope is None else rope.size,
+            "interleaved": int(rope is not None and rope.interleaved),
+            "block_tokens": cache.block_tokens,
+        }
         if x.shape[0] == 0:
             return
         fused = fuses_heads(heads)
         if self._is_many(x, linear, None, None, out, qkv=True, fused=fused):
-            rest = (*rotation, *shape[:3], shape[5]) if fused else ()
-            self._many_linear(x, linear, norm, None, None, out, *rest)
+            self._many_linear(x, linear, norm, None, None, out, **(rotation if fused else {}))
             if fused:
                 return
         elif self._is_small(x, linear, rope is not None):
-            self._small_linear(x, linear, norm, _QKV, None, None, out, rotation, shape)
+            self._small_linear(x, linear, norm, None, None, out, **rotation)
             return
         else:
             self._library_linear(x, linear, norm, None, None, out)
-        cos, sin, positions, kv_slots, blocks = rotation
         self.library.rotate_and_cache(
             out.data_ptr(),
-            cos,
-            sin,
-            positions,
-            kv_slots,
-            blocks,
+            rotation["cos"],
+            rotation["sin"],
+            rotation["positions"],
+            rotation["kv_slots"],
+            rotation["cache"],
             x.shape[0],
-            *shape,
+            rotation["heads"],
+            rotation["kv_heads"],
+            rotation["head_size"],
+            rotation["rotary_size"],
+            rotation["interleaved"],
+            rotation["block_tokens"],
             out.stride(0),
             DTYPES[out.dtype],
             current_stream(self.device),
@@ -185,30 +185,43 @@ class CudaProducts(CudaBase):
         activation: str | None,
         residual: Tensor | None,
         out: Tensor,
-        *heads: int,
+        **heads: int,
     ) -> None:
-        """heads: none, or cos, sin, positions, kv_slots, cache, heads, kv_heads, head_size, block_tokens."""
         if norm is not None:
             x = self._normed(x, norm)
         self.library.linear_many(
-            out.data_ptr(),
-            x.data_ptr(),
-            linear.weight.data_ptr(),
-            pointer(linear.bias),
-            pointer(residual),
-            *_sizes(x, linear, residual, out),
-            ACTIVATIONS[activation],
-            int(out.dtype == torch.float32),
-            *(heads or (0,) * 9),
-            *self._scratch(),
-            self.split,
-            DTYPES[x.dtype],
             current_stream(self.device),
+            split=self.split,
+            **self._fields(x, linear, activation, residual, out),
+            **heads,
         )
 
-    def _scratch(self) -> tuple[int, ...]:
-        """Of our products: where their partial sums and counters lie, and how much there is."""
-        return (self._sums.data_ptr(), SUM_BYTES, self._counters.data_ptr(), NUM_COUNTERS)
+    def _fields(
+        self, x: Tensor, linear: Linear, activation: str | None, residual: Tensor | None, out: Tensor
+    ) -> dict[str, int]:
+        """What every task of a product has."""
+        weight = linear.weight
+        return {
+            "out": out.data_ptr(),
+            "x": x.data_ptr(),
+            "weight": weight.data_ptr(),
+            "bias": pointer(linear.bias),
+            "residual": pointer(residual),
+            "x_stride": x.stride(0),
+            "weight_stride": weight.stride(0),
+            "residual_stride": 0 if residual is None else residual.stride(0),
+            "out_stride": out.stride(0),
+            "tokens": x.shape[0],
+            "inputs": x.shape[1],
+            "outputs": weight.shape[0],
+            "activation": ACTIVATIONS[activation],
+            "out_float32": out.dtype == torch.float32,
+            "dtype": DTYPES[x.dtype],
+            "partials": self._sums.data_ptr(),
+            "partial_bytes": SUM_BYTES,
+            "counters": self._counters.data_ptr(),
+            "num_counters": NUM_COUNTERS,
+        }
 
     def _normed(self, x: Tensor, norm: Norm) -> Tensor:
         normed = self._temporary("normed", x.shape[0], x.shape[1], x.dtype)
@@ -220,35 +233,21 @@ class CudaProducts(CudaBase):
         x: Tensor,
         linear: Linear,
         norm: Norm | None,
-        mode: int,
         activation: str | None,
         residual: Tensor | None,
         out: Tensor,
-        rotation: tuple[int, ...] = (0, 0, 0, 0, 0),
-        shape: tuple[int, ...] = (0, 0, 1, 0, 0, 1),
+        **heads: int,
     ) -> None:
         tokens, inputs = x.shape
         if norm is not None and (tokens > FUSED_NORM_TOKENS or not self._fits(tokens, inputs)):
             x, norm = self._normed(x, norm), None
-        weight, bias = linear.weight, linear.bias
         self.library.linear(
-            out.data_ptr(),
-            x.data_ptr(),
-            weight.data_ptr(),
-            pointer(bias),
-            0 if norm is None else norm.weight.data_ptr(),
-            0 if norm is None else pointer(norm.bias),
-            0.0 if norm is None else norm.eps,
-            pointer(residual),
-            *_sizes(x, linear, residual, out),
-            mode,
-            ACTIVATIONS[activation],
-            int(out.dtype == torch.float32),
-            *rotation,
-            *shape,
-            *self._scratch(),
-            DTYPES[x.dtype],
             current_stream(self.device),
+            norm_weight=0 if norm is None else norm.weight.data_ptr(),
+            norm_bias=0 if norm is None else pointer(norm.bias),
+            norm_eps=0.0 if norm is None else norm.eps,
+            **self._fields(x, linear, activation, residual, out),
+            **heads,
         )
 
     def _fits(self, tokens: int, inputs: int) -> bool:
@@ -325,18 +324,6 @@ class CudaProducts(CudaBase):
             DTYPES[dtype],
             current_stream(self.device),
         )
-
-
-def _sizes(x: Tensor, linear: Linear, residual: Tensor | None, out: Tensor) -> tuple[int, ...]:
-    """Tokens, inputs and outputs of a product, and the strides of x, weight, residual and out."""
-    return (
-        *x.shape,
-        linear.weight.shape[0],
-        x.stride(0),
-        linear.weight.stride(0),
-        0 if residual is None else residual.stride(0),
-        out.stride(0),
-    )
 
 
 def fuses_heads(heads: Heads) -> bool:

@@ -1,5 +1,5 @@
-// The C ABI of the kernels, declared once: library.py reads this file and binds every function from
-// it.
+// The C ABI of the kernels, declared once: library.py reads this file, makes a ctypes structure of
+// every task and binds every function.
 //
 // Pointers are device addresses, strides count elements, `stream` is a cudaStream_t. Every function
 // returns 0, or a status whose text tridecode_error() gives (per thread). None of them allocates or
@@ -14,7 +14,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 // Raised whenever a prototype or the meaning of an argument changes.
-#define TRIDECODE_ABI_VERSION 2
+#define TRIDECODE_ABI_VERSION 3
 
 int tridecode_abi_version(void);
 const char* tridecode_build_info(void);
@@ -58,32 +58,50 @@ int tridecode_rotate_and_cache(void* qkv, const float* cos, const float* sin, co
                                int kv_heads, int head_size, int rotary_size, int interleaved,
                                int block_tokens, int64_t qkv_stride, int dtype, void* stream);
 
-// The product of 1 to 16 tokens with a weight matrix that is read once, see linear.cu. scratch:
-// partial sums; counters: zeroed once. mode: 0 one output a row, 1 SwiGLU, 2 query, key and value.
-int tridecode_linear(void* out, const void* x, const void* weight, const void* bias,
-                     const void* norm_weight, const void* norm_bias, float eps,
-                     const void* residual, int num_tokens, int inputs, int outputs,
-                     int64_t x_stride, int64_t weight_stride, int64_t residual_stride,
-                     int64_t out_stride, int mode, int activation, int out_float32,
-                     const float* cos, const float* sin, const int* positions, const int* kv_slots,
-                     void* cache, int heads, int kv_heads, int head_size, int rotary_size,
-                     int interleaved, int block_tokens, void* scratch, int64_t scratch_bytes,
-                     unsigned int* counters, int num_counters, int dtype, void* stream);
+// out = epilogue(norm(x) * weight^T). Rows are contiguous; a stride is the distance of two rows.
+//
+// activation 0 to 3: out = activation(product + bias) + residual. 4, SwiGLU: weight and bias hold
+// the gate rows, then the up rows, and out has outputs / 2 columns. With a cache: outputs are the
+// heads of query, key and value; query and key are rotated unless rotary_size is 0, and key and
+// value are also written to the cache.
+typedef struct {
+  void* out;                // (tokens, outputs), of dtype or float32
+  const void* x;            // (tokens, inputs)
+  const void* weight;       // (outputs, inputs)
+  const void* bias;         // (outputs), or null
+  const void* residual;     // like out, or null
+  const void* norm_weight;  // (inputs), or null: x is not normalised
+  const void* norm_bias;    // (inputs); null: RMSNorm
+  int64_t x_stride, weight_stride, residual_stride, out_stride;
+  float norm_eps;
+  int tokens, inputs, outputs;
+  int activation, out_float32, dtype;
+  // query, key and value
+  const float* cos;  // (positions, rotary_size / 2)
+  const float* sin;
+  const int* positions;
+  const int* kv_slots;  // -1: this token is not written
+  void* cache;          // null: no heads
+  int heads, kv_heads, head_size, rotary_size, interleaved;
+  int block_tokens;  // of a cache block
+  // scratch memory: partial sums, and counters that are zero before and after each launch
+  void* partials;
+  int64_t partial_bytes;
+  unsigned int* counters;
+  int num_counters;
+  int split;
+} tridecode_gemm_task;
+
+// The product of 1 to 16 tokens with a weight matrix that is read once, see linear.cu.
+int tridecode_linear(const tridecode_gemm_task* task, void* stream);
 
 // The same for any number of tokens on compute capability 9.0, see linear_many_sm90a.cu: x, weight,
 // residual and a 16-bit out at multiples of 16 bytes, and their strides. activation 4: SwiGLU,
 // without a residual, of a multiple of 16 rows. With a cache: query, key and value, rotated by
-// halves of a whole head of 64, 128 or 256 where `cos` is given; else head_size a multiple of 8.
+// halves of a whole head of 64, 128 or 256; without rotation head_size a multiple of 8. No norm.
 // split: blocks among which a product of up to 64 tokens, not SwiGLU, shares its inputs, 1 to 3; 0:
 // it does not; -1: as is faster.
-int tridecode_linear_many(void* out, const void* x, const void* weight, const void* bias,
-                          const void* residual, int num_tokens, int inputs, int outputs,
-                          int64_t x_stride, int64_t weight_stride, int64_t residual_stride,
-                          int64_t out_stride, int activation, int out_float32, const float* cos,
-                          const float* sin, const int* positions, const int* kv_slots, void* cache,
-                          int heads, int kv_heads, int head_size, int block_tokens, void* scratch,
-                          int64_t scratch_bytes, unsigned int* counters, int num_counters,
-                          int split, int dtype, void* stream);
+int tridecode_linear_many(const tridecode_gemm_task* task, void* stream);
 
 // scratch: see decode_attention.cu; tridecode_decode_attention_scratch gives the bytes for any
 // batch.

@@ -21,6 +21,11 @@ namespace {
 
 using Task = LinearTask;
 
+// How a product is cut: tiles of rows times slices of the inputs.
+struct Division {
+  int slices, slice_inputs, warp_chunks, tiles;
+};
+
 template <int NT, int WK, int WM, int MT, int RING>
 struct Shape {
   static constexpr int kWarps = WK * WM;
@@ -32,7 +37,8 @@ struct Shape {
 };
 
 template <typename X, int MODE, int NT, int WK, int WM, int MT, int RING, int BLOCKS>
-__global__ void __launch_bounds__(32 * WK * WM, BLOCKS) linear(const __grid_constant__ Task task) {
+__global__ void __launch_bounds__(32 * WK * WM, BLOCKS)
+    linear(const __grid_constant__ Task task, const __grid_constant__ Division division) {
   using S = Shape<NT, WK, WM, MT, RING>;
   extern __shared__ uint4 shared[];
   float* const sums = reinterpret_cast<float*>(shared);
@@ -44,8 +50,8 @@ __global__ void __launch_bounds__(32 * WK * WM, BLOCKS) linear(const __grid_cons
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int g = lane / 4, t = lane % 4;
   const int wk = warp % WK, wm = warp / WK;
-  const int tokens = task.tokens, warp_chunks = task.warp_chunks;
-  const int64_t units = int64_t(task.slices) * task.tiles;
+  const int tokens = task.tokens, warp_chunks = division.warp_chunks;
+  const int64_t units = int64_t(division.slices) * division.tiles;
   const int begin = int(units * blockIdx.x / gridDim.x),
             end = int(units * (blockIdx.x + 1) / gridDim.x);
 
@@ -59,9 +65,9 @@ __global__ void __launch_bounds__(32 * WK * WM, BLOCKS) linear(const __grid_cons
       limit = 0;
       return;
     }
-    const int slice = unit / task.tiles, tile = unit % task.tiles;
-    const int first_input = slice * task.slice_inputs, lane_input = wk * 64 + t * 8;
-    limit = min(task.slice_inputs, task.inputs - first_input) - lane_input;
+    const int slice = unit / division.tiles, tile = unit % division.tiles;
+    const int first_input = slice * division.slice_inputs, lane_input = wk * 64 + t * 8;
+    limit = min(division.slice_inputs, task.inputs - first_input) - lane_input;
 #pragma unroll
     for (int m = 0; m < MT; ++m) {
       const int pair = ((tile * WM + wm) * MT + m) * 8 + g;
@@ -113,8 +119,8 @@ __global__ void __launch_bounds__(32 * WK * WM, BLOCKS) linear(const __grid_cons
   // chunk * 32 + t * 8 ..
   const int pieces = warp_chunks * WK * 4;
   auto load_x = [&](int slice) {
-    const int first_input = slice * task.slice_inputs;
-    const int inputs = min(task.slice_inputs, task.inputs - first_input);
+    const int first_input = slice * division.slice_inputs;
+    const int inputs = min(division.slice_inputs, task.inputs - first_input);
     const X* x = static_cast<const X*>(task.x) + first_input;
     for (int token = 0; token < tokens; ++token) {
       for (int p = threadIdx.x; p < pieces; p += S::kThreads) {
@@ -166,7 +172,7 @@ __global__ void __launch_bounds__(32 * WK * WM, BLOCKS) linear(const __grid_cons
 #pragma unroll 1
       for (int token = 0; token < tokens; ++token) {
         const float mean = centred ? totals[0][token] * each : 0.0f;
-        const float scale = rsqrtf(totals[1][token] * each + task.eps);
+        const float scale = rsqrtf(totals[1][token] * each + task.norm_eps);
         float values[8];
         load8(piece_of(p, token), values);
 #pragma unroll
@@ -177,9 +183,9 @@ __global__ void __launch_bounds__(32 * WK * WM, BLOCKS) linear(const __grid_cons
   };
 
   int loaded = -1;
-  int slice = begin / task.tiles, tile = begin % task.tiles - 1;
+  int slice = begin / division.tiles, tile = begin % division.tiles - 1;
   for (int unit = begin; unit < end; ++unit) {
-    if (++tile == task.tiles) tile = 0, ++slice;
+    if (++tile == division.tiles) tile = 0, ++slice;
     if (slice != loaded) {
       load_x(slice);
       if (task.norm_weight) normalize();
@@ -247,8 +253,9 @@ __global__ void __launch_bounds__(32 * WK * WM, BLOCKS) linear(const __grid_cons
         values[0][i] = total.x, values[1][i] = total.y;
       }
     };
-    float4* const tile_partials = task.partials + int64_t(tile) * task.slices * items;
-    const bool whole = task.slices == 1;
+    float4* const tile_partials =
+        static_cast<float4*>(task.partials) + int64_t(tile) * division.slices * items;
+    const bool whole = division.slices == 1;
     Extra extra = {};
     if (whole && threadIdx.x < items)
       extra = load_extra<X, MODE>(task, pair_of(threadIdx.x), token_of(threadIdx.x));
@@ -263,7 +270,7 @@ __global__ void __launch_bounds__(32 * WK * WM, BLOCKS) linear(const __grid_cons
       device_fence();
       __syncthreads();
       if (threadIdx.x == 0) {
-        is_last = atomicAdd(task.counters + tile, 1u) == unsigned(task.slices - 1);
+        is_last = atomicAdd(task.counters + tile, 1u) == unsigned(division.slices - 1);
         if (is_last) task.counters[tile] = 0;  // for the next launch
       }
       __syncthreads();
@@ -277,7 +284,7 @@ __global__ void __launch_bounds__(32 * WK * WM, BLOCKS) linear(const __grid_cons
       if (whole) {
         sum_of(item, values);
       } else {
-        for (int s = 0; s < task.slices; ++s) {
+        for (int s = 0; s < division.slices; ++s) {
           const float4 part = __ldcg(tile_partials + s * items + item);
           values[0][0] += part.x, values[0][1] += part.y, values[1][0] += part.z,
               values[1][1] += part.w;
@@ -292,47 +299,49 @@ __global__ void __launch_bounds__(32 * WK * WM, BLOCKS) linear(const __grid_cons
 
 // How a product is cut: the fewest slices whose x fits in shared memory.
 template <typename S>
-bool divide(Task& task, int64_t scratch_bytes, int num_counters, int ring, int warps_k,
-            size_t* shared) {
+bool divide(const Task& task, Division& division, int ring, int warps_k, size_t* shared) {
   // two blocks a multiprocessor at least, so that one streams while the other adds up
   const int64_t budget = device().shared_bytes / 2 - 2 * 1024 - int64_t(S::kBuffers) * S::kSums * 4;
-  for (task.slices = 1; task.slices <= 64; ++task.slices) {
-    task.slice_inputs = ceil_div(ceil_div(task.inputs, 32), task.slices) * 32;
-    task.warp_chunks = ceil_div(task.slice_inputs / 32, S::kChunkStep) * ring;
-    const int64_t x_bytes = int64_t(task.warp_chunks) * warps_k * 64 * task.tokens;
+  for (division.slices = 1; division.slices <= 64; ++division.slices) {
+    division.slice_inputs = ceil_div(ceil_div(task.inputs, 32), division.slices) * 32;
+    division.warp_chunks = ceil_div(division.slice_inputs / 32, S::kChunkStep) * ring;
+    const int64_t x_bytes = int64_t(division.warp_chunks) * warps_k * 64 * task.tokens;
     const bool last_try = task.norm_weight != nullptr;  // a norm wants the whole row
     if (x_bytes >
         (last_try ? device().shared_bytes - 3 * 1024 - S::kBuffers * S::kSums * 4 : budget))
       continue;
     *shared = S::kBuffers * S::kSums * 4 + x_bytes;
-    task.tiles = ceil_div(task.outputs, S::kRows);
-    if (task.slices == 1) return true;
+    division.tiles = ceil_div(task.outputs, S::kRows);
+    if (division.slices == 1) return true;
     const int64_t needed =
-        int64_t(task.tiles) * task.slices * (S::kRows / 2) * ((task.tokens + 1) / 2) * 16;
-    return needed <= scratch_bytes && task.tiles <= num_counters;
+        int64_t(division.tiles) * division.slices * (S::kRows / 2) * ((task.tokens + 1) / 2) * 16;
+    return needed <= task.partial_bytes && division.tiles <= task.num_counters;
   }
   return false;
 }
 
 template <typename X, int NT, int WK, int WM, int MT, int RING, int BLOCKS>
-int run(Task task, int mode, int64_t scratch_bytes, int num_counters, void* stream) {
+int run(const Task& task, void* stream) {
   using S = Shape<NT, WK, WM, MT, RING>;
+  const LinearMode mode = mode_of(task);
+  Division division;
   size_t shared = 0;
-  if (!divide<S>(task, scratch_bytes, num_counters, RING, WK, &shared))
+  if (!divide<S>(task, division, RING, WK, &shared))
     return fail(
         "linear: %d tokens, %d inputs, %d outputs do not fit in %lld bytes of scratch and %d "
         "counters",
-        task.tokens, task.inputs, task.outputs, (long long)scratch_bytes, num_counters);
-  if (task.norm_weight && task.slices > 1)
+        task.tokens, task.inputs, task.outputs, (long long)task.partial_bytes, task.num_counters);
+  if (task.norm_weight && division.slices > 1)
     return fail("linear: the norm of %d tokens of %d inputs cannot be fused", task.tokens,
                 task.inputs);
-  const int units = task.slices * task.tiles;
+  const int units = division.slices * division.tiles;
   const int fit = int(device().shared_bytes / (shared + 2048));
   const int room = device().multiprocessors * (fit < 1 ? 1 : fit < BLOCKS ? fit : BLOCKS);
   const auto kernel = mode == kGated ? linear<X, kGated, NT, WK, WM, MT, RING, BLOCKS>
                       : mode == kQkv ? linear<X, kQkv, NT, WK, WM, MT, RING, BLOCKS>
                                      : linear<X, kPlain, NT, WK, WM, MT, RING, BLOCKS>;
-  return launch("linear", kernel, units < room ? units : room, S::kThreads, shared, stream, task);
+  return launch("linear", kernel, units < room ? units : room, S::kThreads, shared, stream, task,
+                division);
 }
 
 }  // namespace
@@ -340,39 +349,16 @@ int run(Task task, int mode, int64_t scratch_bytes, int num_counters, void* stre
 
 using namespace tridecode;
 
-int tridecode_linear(void* out, const void* x, const void* weight, const void* bias,
-                     const void* norm_weight, const void* norm_bias, float eps,
-                     const void* residual, int num_tokens, int inputs, int outputs,
-                     int64_t x_stride, int64_t weight_stride, int64_t residual_stride,
-                     int64_t out_stride, int mode, int activation, int out_float32,
-                     const float* cos, const float* sin, const int* positions, const int* kv_slots,
-                     void* cache, int heads, int kv_heads, int head_size, int rotary_size,
-                     int interleaved, int block_tokens, void* scratch, int64_t scratch_bytes,
-                     unsigned int* counters, int num_counters, int dtype, void* stream) {
-  Task task = {};
-  task.out = out, task.x = x, task.weight = weight, task.bias = bias, task.residual = residual;
-  task.norm_weight = norm_weight, task.norm_bias = norm_bias, task.eps = eps;
-  task.x_stride = x_stride, task.weight_stride = weight_stride;
-  task.residual_stride = residual_stride, task.out_stride = out_stride;
-  task.tokens = num_tokens, task.inputs = inputs, task.outputs = outputs;
-  task.activation = activation, task.out_float32 = out_float32;
-  task.cos = cos, task.sin = sin, task.positions = positions, task.kv_slots = kv_slots,
-  task.cache = cache;
-  task.heads = heads, task.kv_heads = kv_heads, task.head_size = head_size,
-  task.rotary_size = rotary_size;
-  task.interleaved = interleaved, task.block_tokens = block_tokens;
-  task.partials = static_cast<float4*>(scratch), task.counters = counters;
-  return for_16_bit_dtype(dtype, "linear", [&](auto zero) {
+int tridecode_linear(const tridecode_gemm_task* given, void* stream) {
+  const Task& task = *given;
+  return for_16_bit_dtype(task.dtype, "linear", [&](auto zero) {
     using X = decltype(zero);
     // what measured fastest on an H200, by shape; bench: python -m tridecode.kernels.bench linear
-    const bool wide = outputs > 20480;
-    if ((num_tokens > 2 || wide) && hopper_linear_takes(task, mode))
-      return hopper_linear(task, mode, dtype, stream);
-    if (outputs > 5120 && few_linear_takes(task)) return few_linear(task, mode, dtype, stream);
-    if (num_tokens <= 8)
-      return run<X, 1, 8, 1, 1, 8, 2>(task, mode, scratch_bytes, num_counters, stream);
-    if (num_tokens <= 16)
-      return run<X, 2, 8, 1, 1, 8, 2>(task, mode, scratch_bytes, num_counters, stream);
-    return fail("linear: %d tokens; this kernel takes 1 to 16", num_tokens);
+    const bool wide = task.outputs > 20480;
+    if ((task.tokens > 2 || wide) && hopper_linear_takes(task)) return hopper_linear(task, stream);
+    if (task.outputs > 5120 && few_linear_takes(task)) return few_linear(task, stream);
+    if (task.tokens <= 8) return run<X, 1, 8, 1, 1, 8, 2>(task, stream);
+    if (task.tokens <= 16) return run<X, 2, 8, 1, 1, 8, 2>(task, stream);
+    return fail("linear: %d tokens; this kernel takes 1 to 16", task.tokens);
   });
 }

@@ -7,30 +7,11 @@ namespace tridecode {
 
 enum LinearMode { kPlain = 0, kGated = 1, kQkv = 2 };
 
-struct LinearTask {
-  void* out;
-  const void* x;
-  const void* weight;
-  const void* bias;
-  const void* norm_weight;
-  const void* norm_bias;
-  const void* residual;
-  int64_t x_stride, weight_stride, residual_stride, out_stride;
-  float eps;
-  int tokens, inputs, outputs;
-  int activation, out_float32;
-  // query, key and value
-  const float* cos;
-  const float* sin;
-  const int* positions;
-  const int* kv_slots;
-  void* cache;
-  int heads, kv_heads, head_size, rotary_size, interleaved, block_tokens;
-  // division of the work
-  int slices, slice_inputs, warp_chunks, tiles;
-  float4* partials;  // of sums that several blocks share
-  unsigned int* counters;
-};
+using LinearTask = tridecode_gemm_task;
+
+inline LinearMode mode_of(const LinearTask& task) {
+  return task.cache ? kQkv : task.activation == kSwiglu ? kGated : kPlain;
+}
 
 // Rows come in pairs that one thread finishes together: gate and up, or the two halves of a
 // rotation.
@@ -144,13 +125,12 @@ __device__ __forceinline__ void finish(const LinearTask& task, int pair, int fir
   }
 }
 
-// linear_few.cu: the same product for 1 or 2 tokens. mode: LinearMode.
+// linear_few.cu: the same product for 1 or 2 tokens.
 bool few_linear_takes(const LinearTask& task);
-int few_linear(const LinearTask& task, int mode, int dtype, void* stream);
+int few_linear(const LinearTask& task, void* stream);
 
-// linear_sm90a.cu: the same product with Hopper's bulk copies and matrix instructions. mode:
-// LinearMode.
-bool hopper_linear_takes(const LinearTask& task, int mode);
-int hopper_linear(const LinearTask& task, int mode, int dtype, void* stream);
+// linear_sm90a.cu: the same product with Hopper's bulk copies and matrix instructions.
+bool hopper_linear_takes(const LinearTask& task);
+int hopper_linear(const LinearTask& task, void* stream);
 
 }  // namespace tridecode

@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kThreads) linear_few(const __grid_constant__ T
 #pragma unroll
       for (int token = 0; token < TOKENS; ++token) {
         X* const piece = reinterpret_cast<X*>(xs + token * pieces + p);
-        const float factor = rsqrtf(scale[token] * each + task.eps);
+        const float factor = rsqrtf(scale[token] * each + task.norm_eps);
         float values[8];
         load8(piece, values);
 #pragma unroll
@@ -150,7 +150,8 @@ __global__ void __launch_bounds__(kThreads) linear_few(const __grid_constant__ T
 }
 
 template <typename X, int TOKENS>
-int run(const Task& task, int mode, void* stream) {
+int run(const Task& task, void* stream) {
+  const LinearMode mode = mode_of(task);
   const auto kernel = mode == kGated ? linear_few<X, kGated, TOKENS>
                       : mode == kQkv ? linear_few<X, kQkv, TOKENS>
                                      : linear_few<X, kPlain, TOKENS>;
@@ -167,11 +168,11 @@ bool few_linear_takes(const LinearTask& task) {
   return task.tokens <= 2 && int64_t(task.tokens) * task.inputs * 2 <= device().shared_bytes - 1024;
 }
 
-int few_linear(const LinearTask& task, int mode, int dtype, void* stream) {
-  return for_16_bit_dtype(dtype, "linear", [&](auto zero) {
+int few_linear(const LinearTask& task, void* stream) {
+  return for_16_bit_dtype(task.dtype, "linear", [&](auto zero) {
     using X = decltype(zero);
-    if (task.tokens == 1) return run<X, 1>(task, mode, stream);
-    return run<X, 2>(task, mode, stream);
+    if (task.tokens == 1) return run<X, 1>(task, stream);
+    return run<X, 2>(task, stream);
   });
 }
 

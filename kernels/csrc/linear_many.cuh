@@ -9,32 +9,14 @@ namespace tridecode {
 // values also to the cache, queries and keys rotated first or not.
 enum Mode { kPlain, kGated, kCached, kRotated };
 
-struct ProductTask {
-  void* out;
-  const void* x;
-  const void* weight;
-  const void* bias;
-  const void* residual;
-  int64_t x_stride, weight_stride, residual_stride, out_stride;
-  int tokens, inputs, outputs;
-  int activation, out_float32;
-  float4* partials;  // of sums that several clusters share
-  unsigned int* counters;
-  // queries, keys and values
-  const float* cos;  // (positions, head_size / 2)
-  const float* sin;
-  const int* positions;
-  const int* kv_slots;
-  void* cache;
-  int heads, kv_heads, head_size, block_tokens;
-};
+using ProductTask = tridecode_gemm_task;
 
 constexpr int kMostSplitTokens = 64;  // that linear_split_sm90a.cu takes
 
 // The blocks that it shares each tile's inputs among: 1, 2 or 3, or 0 where linear_many_sm90a.cu is
 // faster, or the only one.
 int split_of(const ProductTask& task, Mode mode);
-int run_linear_split(const ProductTask& task, Mode mode, int split, int dtype, void* stream);
+int run_linear_split(const ProductTask& task, Mode mode, int split, void* stream);
 
 namespace {
 

@@ -85,7 +85,8 @@ __device__ __forceinline__ void copy_stages(const CUtensorMap* weight_map, const
 template <int N>
 __device__ __forceinline__ float4* partial_of(const ProductTask& task, int cluster, int group) {
   const int block = cluster * 2 + cluster_rank();
-  return task.partials + int64_t(block * kGroups + group) * (N / 8) * 128 + threadIdx.x % 128;
+  return static_cast<float4*>(task.partials) + int64_t(block * kGroups + group) * (N / 8) * 128 +
+         threadIdx.x % 128;
 }
 
 __device__ __forceinline__ unsigned int* flag_of(const ProductTask& task, int cluster, int group) {
@@ -300,51 +301,25 @@ int check_task(const ProductTask& task, Mode mode) {
 
 using namespace tridecode;
 
-int tridecode_linear_many(void* out, const void* x, const void* weight, const void* bias,
-                          const void* residual, int num_tokens, int inputs, int outputs,
-                          int64_t x_stride, int64_t weight_stride, int64_t residual_stride,
-                          int64_t out_stride, int activation, int out_float32, const float* cos,
-                          const float* sin, const int* positions, const int* kv_slots, void* cache,
-                          int heads, int kv_heads, int head_size, int block_tokens, void* scratch,
-                          int64_t scratch_bytes, unsigned int* counters, int num_counters,
-                          int split, int dtype, void* stream) {
-  const Mode mode = cache ? cos ? kRotated : kCached : activation == kSwiglu ? kGated : kPlain;
-  const ProductTask task = {out,
-                            x,
-                            weight,
-                            bias,
-                            residual,
-                            x_stride,
-                            weight_stride,
-                            residual_stride,
-                            out_stride,
-                            num_tokens,
-                            inputs,
-                            outputs,
-                            activation,
-                            out_float32,
-                            static_cast<float4*>(scratch),
-                            counters,
-                            cos,
-                            sin,
-                            positions,
-                            kv_slots,
-                            cache,
-                            heads,
-                            kv_heads,
-                            head_size,
-                            block_tokens};
+int tridecode_linear_many(const tridecode_gemm_task* given, void* stream) {
+  const ProductTask& task = *given;
+  const Mode mode = task.cache                   ? task.rotary_size ? kRotated : kCached
+                    : task.activation == kSwiglu ? kGated
+                                                 : kPlain;
+  int split = task.split;
   const int status = check_task(task, mode);
   if (status) return status;
-  const bool can_split = mode != kGated && num_tokens <= kMostSplitTokens;
+  const bool can_split = mode != kGated && task.tokens <= kMostSplitTokens;
   if (split < 0) split = split_of(task, mode);
-  if (split > 0 && can_split) return run_linear_split(task, mode, split, dtype, stream);
-  const int n = choose_tokens(num_tokens, mode);
+  if (split > 0 && can_split) return run_linear_split(task, mode, split, stream);
+  const int n = choose_tokens(task.tokens, mode);
   const Division division = divide(task, n);
   const int64_t needed = int64_t(division.clusters) * 2 * kGroups * (n / 8) * 128 * 16;
-  if (division.shared && (needed > scratch_bytes || division.clusters * 2 * kGroups > num_counters))
+  if (division.shared &&
+      (needed > task.partial_bytes || division.clusters * 2 * kGroups > task.num_counters))
     return fail("linear_many: %lld bytes of partial sums; the scratch has %lld", (long long)needed,
-                (long long)scratch_bytes);
+                (long long)task.partial_bytes);
+  const int dtype = task.dtype;
   return for_16_bit_dtype(dtype, "linear_many", [&](auto zero) {
     using X = decltype(zero);
     switch (n) {

@@ -100,7 +100,7 @@ __device__ __forceinline__ void normalize(const Task& task, char* xs, int x_rows
 #pragma unroll 2
     for (int token = 0; token < tokens; ++token) {
       const float mean = centred ? totals[0][token] * each : 0.0f;
-      const float scale = rsqrtf(totals[1][token] * each + task.eps);
+      const float scale = rsqrtf(totals[1][token] * each + task.norm_eps);
       float values[8];
       load8(piece_of(p, token), values);
 #pragma unroll
@@ -319,14 +319,16 @@ int choose_rows(int outputs) {
 
 }  // namespace
 
-bool hopper_linear_takes(const LinearTask& task, int mode) {
+bool hopper_linear_takes(const LinearTask& task) {
   if (device().capability != 90 || task.tokens > kMaxTokens) return false;
-  if (mode == kQkv && task.rotary_size > 0) return false;  // its pairs lie in too small pieces
+  if (task.rotary_size > 0) return false;  // its pairs lie in too small pieces
   const int x_rows = task.tokens <= 8 ? 8 : 16;
   return !task.norm_weight || ceil_div(task.inputs, kBlockInputs) * x_rows * 128 <= 128 * 1024;
 }
 
-int hopper_linear(const LinearTask& task, int mode, int dtype, void* stream) {
+int hopper_linear(const LinearTask& task, void* stream) {
+  const LinearMode mode = mode_of(task);
+  const int dtype = task.dtype;
   const int n32 = choose_rows(task.outputs), rows = 32 * n32;
   Division division;
   division.blocks = ceil_div(task.inputs, kBlockInputs);

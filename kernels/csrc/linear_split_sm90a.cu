@@ -275,7 +275,8 @@ int split_of(const ProductTask& task, Mode mode) {
   return fills && steps <= 80 * split ? split : 0;
 }
 
-int run_linear_split(const ProductTask& task, Mode mode, int split, int dtype, void* stream) {
+int run_linear_split(const ProductTask& task, Mode mode, int split, void* stream) {
+  const int dtype = task.dtype;
   const int steps = ceil_div(task.inputs, kStageInputs);
   if (split > steps) split = steps;
   return for_16_bit_dtype(dtype, "linear_split", [&](auto zero) {

@@ -5,11 +5,14 @@ from __future__ import annotations
 import ctypes
 import inspect
 import re
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 
 from tridecode.kernels.build import SOURCES, BuildError, _check_spills, targets
-from tridecode.kernels.library import prototypes
+from tridecode.kernels.library import prototypes, structures
 from tridecode.kernels.ops import Ops
 from tridecode.kernels.reference import Reference
 
@@ -30,6 +33,41 @@ def test_every_function_of_the_header_is_read():
         ctypes.c_int,
         ctypes.c_void_p,
     ]
+
+
+def test_tasks_have_the_layout_of_the_c_compiler(tmp_path: Path):
+    """Size and offsets that ctypes gives each struct of api.h, asserted by a C compiler."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    tasks = structures((SOURCES / "api.h").read_text())
+    assert "tridecode_gemm_task" in tasks
+    kinds = {ctypes.c_int: 1, ctypes.c_int64: 2, ctypes.c_float: 3, ctypes.c_void_p: 4}
+    lines = ["#include <stddef.h>", '#include "api.h"', "#define CHECK(x) _Static_assert(x, #x)"]
+    lines.append("#define KIND(x) _Generic(x, int: 1, int64_t: 2, float: 3, default: 4)")
+    for name, task in tasks.items():
+        lines.append(f"CHECK(sizeof({name}) == {ctypes.sizeof(task)});")
+        for field, kind in task._fields_:
+            lines.append(f"CHECK(offsetof({name}, {field}) == {getattr(task, field).offset});")
+            lines.append(f"CHECK(KIND((({name}*)0)->{field}) == {kinds[kind]});")
+    source = tmp_path / "layout.c"
+    source.write_text("\n".join(lines) + "\n")
+    command = [compiler, "-std=c11", "-fsyntax-only", f"-I{SOURCES}", str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_task_takes_fields_by_name_only():
+    header = "typedef struct {\n  const void* x;  // (rows); contiguous\n  int64_t a, b;\n  float f;\n} t;\n"
+    task = structures(header)["t"]
+    assert [name for name, _ in task._fields_] == ["x", "a", "b", "f"]
+    assert ctypes.sizeof(task) == 32
+    made = task(x=5, b=7)
+    assert (made.x, made.a, made.b, made.f) == (5, 0, 7, 0.0)
+    with pytest.raises(AttributeError):
+        task(y=1)
+    with pytest.raises(KeyError):
+        structures("typedef struct { bool x; } t;")
 
 
 def test_every_function_of_the_header_is_defined_once():
