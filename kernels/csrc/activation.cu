@@ -1,7 +1,7 @@
 // out = activation(product + bias) + residual: what follows a product that the library computed.
 // Bytes moved: (columns read + columns written) * T * sizeof(X), twice the reads for SwiGLU.
 // Bench: python -m tridecode.kernels.bench step
-#include "common.cuh"
+#include "epilogue.cuh"
 
 namespace tridecode {
 namespace {

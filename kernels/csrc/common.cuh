@@ -15,7 +15,6 @@ using half = __half;
 using bfloat16 = __nv_bfloat16;
 
 enum Dtype { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2 };
-enum Activation { kNone = 0, kGeluTanh = 1, kGelu = 2, kRelu = 3, kSwiglu = 4 };
 
 // ---------------------------------------------------------------- host: errors, device, launches
 
@@ -238,20 +237,6 @@ __device__ __forceinline__ void store_some(X* to, const float (&values)[WIDTH]) 
 
 inline bool aligned16(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
-}
-
-// Where the exponential is infinite the quotient is 0.
-__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
-
-__device__ __forceinline__ float activate(float x, int activation) {
-  if (activation == kGeluTanh) {
-    // 0.5 x (1 + tanh(u)) = x * sigmoid(2 u)
-    float u = 0.7978845608028654f * (x + 0.044715f * x * x * x);
-    return __fdividef(x, 1.0f + __expf(-2.0f * u));
-  }
-  if (activation == kGelu) return 0.5f * x * (1.0f + erff(x * 0.7071067811865476f));
-  if (activation == kRelu) return fmaxf(x, 0.0f);
-  return x;
 }
 
 // ---------------------------------------------------------------- device: reductions

@@ -17,6 +17,7 @@
 // Bytes moved: 2 * tokens * kv_heads * head_size * sizeof(X).
 // Bench: python -m tridecode.kernels.bench decode_attention
 #include "hopper.cuh"
+#include "kv_cache.cuh"
 
 namespace tridecode {
 namespace {
@@ -247,7 +248,6 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
   Source source(own_shared, task.groups == 1);  // whether a tile is read once
   int ids = 0, ids_base = 0;                    // 32 entries of the block table, one a lane
   const X* const cache = static_cast<const X*>(task.cache);
-  const int64_t head_stride = int64_t(task.block_tokens) * D;
 
   struct Part {  // tiles first_tile .. last_tile of a pass over a row
     int row, pass, tiles, rounded, first_tile, last_tile;
@@ -284,12 +284,13 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
     const int token = tile * kTile, entry = token / task.block_tokens;
     if (entry - ids_base >= 32) load_ids(part, tile);
     const int64_t id = __shfl_sync(kAll, ids, entry - ids_base);
-    return cache + (id * 2 * task.kv_heads + part.pass / task.groups) * head_stride +
-           token % task.block_tokens * D;
+    return cache + cache_row(id, 0, part.pass / task.groups, token % task.block_tokens,
+                             task.kv_heads, task.block_tokens) *
+                       D;
   };
   auto ask_keys = [&](const Part& part, int tile) { source.ask_keys(tile_address(part, tile)); };
   auto ask_values = [&](const Part& part, int tile) {
-    source.ask_values(tile_address(part, tile) + task.kv_heads * head_stride,
+    source.ask_values(tile_address(part, tile) + value_offset(task.kv_heads, task.block_tokens, D),
                       task.context_lens[part.row] - tile * kTile);
   };
   bool waited = false;
@@ -577,17 +578,17 @@ __global__ void decode_attention_any(const __grid_constant__ Task task, int head
   const X* const q = static_cast<const X*>(task.qkv) + row * task.qkv_stride + head * head_size;
   X* const out = static_cast<X*>(task.out) + row * task.out_stride + head * head_size;
   const float slope = task.slopes ? task.slopes[head] * kLog2e : 0.0f, scale = task.scale * kLog2e;
-  const int64_t head_stride = int64_t(task.block_tokens) * head_size;
   float query[DIMS] = {}, output[DIMS] = {}, most = -CUDART_INF_F, sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < DIMS; ++i)
     if (lane + 32 * i < head_size) query[i] = to_float(q[lane + 32 * i]);
   for (int token = 0; token < context; ++token) {
     const int64_t id = task.block_tables[row * task.table_stride + token / task.block_tokens];
-    const X* const key = static_cast<const X*>(task.cache) +
-                         (id * 2 * task.kv_heads + kv_head) * head_stride +
-                         int64_t(token % task.block_tokens) * head_size;
-    const X* const value = key + task.kv_heads * head_stride;
+    const X* const key =
+        static_cast<const X*>(task.cache) +
+        cache_row(id, 0, kv_head, token % task.block_tokens, task.kv_heads, task.block_tokens) *
+            head_size;
+    const X* const value = key + value_offset(task.kv_heads, task.block_tokens, head_size);
     float score = 0.0f;
 #pragma unroll
     for (int i = 0; i < DIMS; ++i)

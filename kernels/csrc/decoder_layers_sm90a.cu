@@ -20,7 +20,10 @@
 //
 // Bytes moved: all weights of the layers and the cached keys and values, once.
 // Bench: python -m tridecode.kernels.bench step
+#include "epilogue.cuh"
 #include "hopper.cuh"
+#include "kv_cache.cuh"
+#include "row_norm.cuh"
 
 namespace tridecode {
 namespace {

@@ -1,7 +1,9 @@
 // What the three kernels of a small product share: what is to be done, which rows make a pair, and
 // how a pair is finished.
 #pragma once
-#include "common.cuh"
+#include "epilogue.cuh"
+#include "kv_cache.cuh"
+#include "rotary.cuh"
 
 namespace tridecode {
 

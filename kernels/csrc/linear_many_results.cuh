@@ -1,6 +1,8 @@
 // The results of linear_many_sm90a.cu and linear_split_sm90a.cu: from the sums in a warp group's
 // registers to memory.
 #pragma once
+#include "epilogue.cuh"
+#include "kv_cache.cuh"
 #include "linear_many.cuh"
 
 namespace tridecode {

@@ -9,6 +9,7 @@
 //
 // FLOP: 2 * 2 * head_size * heads * sum over queries of visible keys.
 // Bench: python -m tridecode.kernels.bench prefill_attention
+#include "kv_cache.cuh"
 #include "prefill_attention.cuh"
 
 namespace tridecode {
@@ -24,18 +25,18 @@ struct Source {
   const X* keys;   // of fresh prompts: the row's first token
   const X* cache;  // otherwise
   const int* table;
-  int64_t stride, head_stride;
+  int64_t stride;
   int kv_heads, kv_head, block_tokens, head_size;
   bool fresh;
 
   __device__ __forceinline__ const X* key(int token) const {
     if (fresh) return keys + token * stride;
     const int64_t id = table[token / block_tokens];
-    return cache + (id * 2 * kv_heads + kv_head) * head_stride +
-           int64_t(token % block_tokens) * head_size;
+    return cache +
+           cache_row(id, 0, kv_head, token % block_tokens, kv_heads, block_tokens) * head_size;
   }
   __device__ __forceinline__ int64_t to_value() const {
-    return fresh ? int64_t(kv_heads) * head_size : kv_heads * head_stride;
+    return fresh ? int64_t(kv_heads) * head_size : value_offset(kv_heads, block_tokens, head_size);
   }
 };
 
@@ -48,7 +49,6 @@ __device__ __forceinline__ Source<X> source_of(const PrefillTask& task, int row,
           static_cast<const X*>(task.cache),
           task.block_tables + row * task.table_stride,
           task.qkv_stride,
-          int64_t(task.block_tokens) * task.head_size,
           task.kv_heads,
           kv_head,
           task.block_tokens,

@@ -13,6 +13,7 @@
 // FLOP: 2 * 2 * head_size * heads * sum over queries of visible keys.
 // Bench: python -m tridecode.kernels.bench prefill_attention
 #include "group_product.cuh"
+#include "kv_cache.cuh"
 #include "prefill_attention.cuh"
 
 namespace tridecode {
@@ -109,8 +110,8 @@ __device__ __forceinline__ void copy_items(const PrefillTask& task, const CUtens
     for (int token = 0; token < kKeys; token += kPage) {
       const int at = min(first + token, (item.visible - 1) / kPage * kPage);
       const int64_t id = table[at / task.block_tokens];
-      const int row = int(((id * 2 + which) * task.kv_heads + kv_head) * task.block_tokens +
-                          at % task.block_tokens);
+      const int row = int(
+          cache_row(id, which, kv_head, at % task.block_tokens, task.kv_heads, task.block_tokens));
       for (int part = 0; part < L::kParts; ++part)
         copy_box(to + part * L::kPartBytes + token * kColumn, cache_map, part * 64, row, barrier,
                  policy);
