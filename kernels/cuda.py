@@ -23,7 +23,8 @@ from tridecode.kernels.cuda_base import (
     contiguous,
     pointer,
 )
-from tridecode.kernels.cuda_products import MANY_WEIGHTS, CudaProducts
+from tridecode.kernels.cuda_gemm import CudaGemm
+from tridecode.kernels.gemm_table import LARGE_WEIGHTS
 from tridecode.kernels.library import KernelError, current_stream
 from tridecode.kernels.ops import (
     NUM_FLOATS,
@@ -39,21 +40,18 @@ from tridecode.kernels.ops import (
 #: up to this many decoding rows all layers of a model of small products are one launch, and with SwiGLU,
 #: whose products are wider
 LAYER_TOKENS, GATED_LAYER_TOKENS = 4, 2
-#: of a model whose products are large: csrc/linear_many_sm90a.cu's are faster from 2 rows on, with SwiGLU at
-#: once
+#: of a model whose products are large: gemm_sm90_split_k and gemm_sm90_stream_k are faster from 2 rows on,
+#: with SwiGLU from 1 row on
 LARGE_LAYER_TOKENS, LARGE_GATED_LAYER_TOKENS = 1, 0
 #: the most that this launch takes
 MAX_LAYER_TOKENS = 8
 
 
-class Cuda(CudaProducts):
+class Cuda(CudaGemm):
     """Every operation of kernels.ops.Ops. Used by one thread, for tensors of `device`.
 
     dependent_launch: let a kernel start before its predecessor ends (programmatic dependent launch, compute
-    capability 9.0). None: on, unless TRIDECODE_DEPENDENT_LAUNCH=0. many: when csrc/linear_many_sm90a.cu
-    computes a product that it can: "where faster", "always" or "never". split: blocks among which such a
-    product of up to 64 tokens shares its inputs (csrc/linear_split_sm90a.cu), 1 to 3; 0: it does not; -1: as
-    is faster.
+    capability 9.0). None: on, unless TRIDECODE_DEPENDENT_LAUNCH=0.
     """
 
     def reserve(
@@ -250,7 +248,7 @@ class Cuda(CudaProducts):
         if self.layer_tokens is not None:
             return self.layer_tokens
         gated = activation == "swiglu"
-        if layer.dense.weight.numel() >= MANY_WEIGHTS:
+        if layer.dense.weight.numel() >= LARGE_WEIGHTS:
             return LARGE_GATED_LAYER_TOKENS if gated else LARGE_LAYER_TOKENS
         return GATED_LAYER_TOKENS if gated else LAYER_TOKENS
 
