@@ -1,8 +1,8 @@
 // out = epilogue(norm(x) * weight^T) for 1 to 8 tokens, by mma.sync. Each weight is read once.
 //
 // The weights are the 16-row operand of the instruction and go straight from memory to its
-// registers: the order of the inputs is free as long as both operands agree, so a lane takes 8
-// consecutive weights of a row with one 16-byte load, and x lies in shared memory in the matching
+// registers: the order of the inputs is free as long as both operands agree, so a lane loads 8
+// consecutive weights of a row with one 16-byte load, and x is stored in shared memory in the same
 // order. A warp always has kRing loads of every row in flight, also across tiles, and issues the
 // first ones before it waits for the kernel that computes x.
 //
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const uint4* const weights = static_cast<const uint4*>(task.weight);
   uint4 ring[kRing][2];
   unsigned rows[2];  // offsets in units of 8 weights, so that 32 bits suffice
-  int limit = 0;     // inputs of the slice that lie after this lane's first
+  int limit = 0;     // inputs of the slice from this lane's first one on
   auto aim = [&](int unit) {
     if (unit >= end) {
       limit = 0;
@@ -72,8 +72,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       rows[i] = unsigned(offset / 8);
     }
   };
-  // Blocks begin at different inputs: rows lie a power of two apart, and their beginnings on few
-  // memory channels.
+  // Blocks begin at different inputs: rows are a power of two apart, so their beginnings share a
+  // few memory channels.
   const int shift = blockIdx.x % (warp_chunks / kRing) * kRing;
   auto turned = [&](int chunk_base) { return (chunk_base + shift) % warp_chunks; };
   auto fetch = [&](int slot, int step_base) {

@@ -57,8 +57,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   float* const sums = reinterpret_cast<float*>(base + stages * stage_bytes);
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  // Blocks begin at different inputs: rows lie a power of two apart, and their beginnings on few
-  // memory channels.
+  // Blocks begin at different inputs: rows are a power of two apart, so their beginnings share a
+  // few memory channels.
   const int shift = int(int64_t(blockIdx.x) * division.steps / gridDim.x);
   auto turned = [&](int step) {
     return step + shift < division.steps ? step + shift : step + shift - division.steps;
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x < items)
       extra = load_extra<X, MODE>(task, pair_of(threadIdx.x), token_of(threadIdx.x));
     float c[ROWS / 32][16];
-    int held = -1;  // the stage that the running products still read
+    int held = -1;  // the stage that instructions in flight still read
     const int first_step = (group + begun) % kGroups;
     for (int step = first_step; step < division.steps; step += kGroups) {
       const int index = begun + step, stage = index % stages;
