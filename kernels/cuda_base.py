@@ -13,8 +13,6 @@ from tridecode.kernels.ops import CacheLayer, Heads
 
 #: up to this many tokens a product may be csrc/linear.cu's
 SMALL_TOKENS = 16
-#: stages of weights that a launch of all layers has on their way at once on a multiprocessor
-LAYERS_IN_FLIGHT = 3
 ACTIVATIONS = {None: 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "swiglu": 4}
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 #: partial sums of products, and the widest of the small ones in tiles of 16 rows
@@ -31,7 +29,6 @@ class CudaBase:
         dependent_launch: bool | None = None,
         small_tokens: int = SMALL_TOKENS,
         layer_tokens: int | None = None,
-        layers_in_flight: int = LAYERS_IN_FLIGHT,
         many: str = "where faster",
         split: int = -1,
     ):
@@ -46,7 +43,7 @@ class CudaBase:
         self.library.initialize(self.device.index, int(dependent_launch), properties.data_ptr())
         self.multiprocessors, self.capability, self.shared_bytes = properties.tolist()
         self.small_tokens, self.layer_tokens = small_tokens, layer_tokens
-        self.layers_in_flight, self.many, self.split = layers_in_flight, many, split
+        self.many, self.split = many, split
         self._layer_tables: dict[tuple[object, ...], Tensor] = {}
         self._layer_counters = torch.zeros(1 << 12, dtype=torch.int32, device=self.device)
         self._sums = self._bytes(SUM_BYTES)

@@ -112,22 +112,12 @@ class CudaProducts(CudaBase):
         else:
             self._library_linear(x, linear, norm, None, None, out)
         self.library.rotate_and_cache(
-            out.data_ptr(),
-            rotation["cos"],
-            rotation["sin"],
-            rotation["positions"],
-            rotation["kv_slots"],
-            rotation["cache"],
-            x.shape[0],
-            rotation["heads"],
-            rotation["kv_heads"],
-            rotation["head_size"],
-            rotation["rotary_size"],
-            rotation["interleaved"],
-            rotation["block_tokens"],
-            out.stride(0),
-            DTYPES[out.dtype],
             current_stream(self.device),
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            tokens=x.shape[0],
+            dtype=DTYPES[out.dtype],
+            **rotation,
         )
 
     def _is_small(self, x: Tensor, linear: Linear, rotated: bool = False) -> bool:
