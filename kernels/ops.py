@@ -107,7 +107,7 @@ class Batch:
     max_context: int  # an upper bound of context_lens
     fresh_prompts: bool  # no prefill row has tokens in the cache from before this step
     #: what an implementation derives once a step and every layer uses; a new Batch has a new one
-    memo: dict[str, Any] = field(default_factory=dict)
+    memo: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:

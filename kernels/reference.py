@@ -242,10 +242,11 @@ def _activate(x: Tensor, activation: str | None) -> None:
 
 def _rotate(x: Tensor, rope: Rope, batch: Batch) -> None:
     """Rotate x (T, heads, D) in place at the batch's positions, in float32."""
-    if "rope" not in batch.memo:
+    key = ("rope", id(rope))
+    if key not in batch.memo:
         rows = batch.positions.long()
-        batch.memo["rope"] = (rope.cos[rows].unsqueeze(1), rope.sin[rows].unsqueeze(1))
-    cos, sin = batch.memo["rope"]  # (T, 1, size / 2)
+        batch.memo[key] = (rope.cos[rows].unsqueeze(1), rope.sin[rows].unsqueeze(1), rope)
+    cos, sin, _ = batch.memo[key]  # (T, 1, size / 2)
     half = rope.size // 2
     if rope.interleaved:
         first, second = x[..., 0 : rope.size : 2], x[..., 1 : rope.size : 2]
@@ -270,19 +271,22 @@ def _written(batch: Batch, block_tokens: int) -> tuple[Tensor | None, Tensor, Te
 def _decode_indices(batch: Batch, cache: CacheLayer, num_kv_heads: int) -> tuple[Tensor, Tensor]:
     """Rows of the cache, seen as (N * 2 * K, P, D), that hold the keys and the values of each decode row: (B
     * K * M,)."""
-    if "decode_indices" not in batch.memo:
+    key = ("decode_indices", num_kv_heads, cache.block_tokens)
+    if key not in batch.memo:
         rows = batch.num_decodes
         columns = -(-max(int(batch.context_lens[:rows].max()), 1) // cache.block_tokens)
         tables = batch.block_tables[:rows, None, :columns].clamp(min=0).long()
         heads = torch.arange(num_kv_heads, device=tables.device)[None, :, None]
         keys = (tables * (2 * num_kv_heads) + heads).flatten()
-        batch.memo["decode_indices"] = (keys, keys + num_kv_heads)
-    return batch.memo["decode_indices"]
+        batch.memo[key] = (keys, keys + num_kv_heads)
+    return batch.memo[key]
 
 
 def _decode_mask(batch: Batch, heads: Heads, width: int, dtype: torch.dtype) -> Tensor:
-    """(B, K or 1, H / K or 1, width): -inf beyond the context, ALiBi within."""
-    if "decode_mask" not in batch.memo:
+    """(B, K or 1, H / K or 1, width): -inf beyond the context, ALiBi within. Layers of the same slopes share
+    it."""
+    key = ("decode_mask", id(heads.slopes), heads.num_kv_heads, width, dtype)
+    if key not in batch.memo:
         lens = batch.context_lens[: batch.num_decodes].clamp(min=1)
         positions = torch.arange(width, device=lens.device)
         outside = positions[None, :] >= lens[:, None]
@@ -292,8 +296,9 @@ def _decode_mask(batch: Batch, heads: Heads, width: int, dtype: torch.dtype) -> 
             distances = (positions[None, :] - (lens[:, None] - 1)).float()
             slopes = heads.slopes.view(1, heads.num_kv_heads, -1, 1)
             mask = slopes * distances[:, None, None, :]
-        batch.memo["decode_mask"] = mask.masked_fill(outside[:, None, None, :], -torch.inf).to(dtype)
-    return batch.memo["decode_mask"]
+        mask = mask.masked_fill(outside[:, None, None, :], -torch.inf).to(dtype)
+        batch.memo[key] = (mask, heads.slopes)  # slopes are kept: their id stays theirs
+    return batch.memo[key][0]
 
 
 def cached_keys(cache: CacheLayer, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
