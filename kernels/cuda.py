@@ -21,7 +21,7 @@ from tridecode.kernels.cuda_base import (
     contiguous,
     pointer,
 )
-from tridecode.kernels.cuda_products import CudaProducts
+from tridecode.kernels.cuda_gemm import CudaGemm
 from tridecode.kernels.library import KernelError, current_stream
 from tridecode.kernels.ops import (
     Batch,
@@ -42,14 +42,11 @@ LAYER_ROWS = ((768, 2), (1024, 4), (2048, 2))
 MAX_LAYER_ROWS, MAX_LAYER_INPUT_BYTES = 4, 64 << 10
 
 
-class Cuda(CudaProducts):
+class Cuda(CudaGemm):
     """Every operation of kernels.ops.Ops. Used by one thread, for tensors of `device`.
 
     dependent_launch: let a kernel start before its predecessor ends (programmatic dependent launch, compute
-    capability 9.0). None: on, unless TRIDECODE_DEPENDENT_LAUNCH=0. many: when csrc/linear_many_sm90a.cu
-    computes a product that it can: "where faster", "always" or "never". split: blocks among which such a
-    product of up to 64 tokens shares its inputs (csrc/linear_split_sm90a.cu), 1 to 3; 0: it does not; -1: as
-    is faster.
+    capability 9.0). None: on, unless TRIDECODE_DEPENDENT_LAUNCH=0.
     """
 
     def reserve(

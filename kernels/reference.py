@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tridecode.kernels.checks import indices, match, same_dtype
+from tridecode.kernels.checks import ShapeError, indices, match, same_dtype
 from tridecode.kernels.ops import Batch, CacheLayer, DecoderLayer, Heads, Linear, Norm, Rope, SamplingState
 from tridecode.kernels.philox import uniforms
 from tridecode.kernels.sampling_state import records, words
@@ -93,7 +93,9 @@ class Reference:
         rows, columns = x.shape[0], linear.weight.shape[0]
         same_dtype("linear", ("x", x), ("weight", linear.weight))
         match("linear", ("TI", "x", x), ("TO", "out", out))
-        assert out.shape[1] == (columns // 2 if gated else columns), (out.shape, linear.weight.shape)
+        wanted = columns // 2 if gated else columns
+        if out.shape[1] != wanted:
+            raise ShapeError(f"linear: out has {out.shape[1]} columns; {columns} weight rows give {wanted}")
         if norm is not None:
             x = _normed(x, norm)
         if out.dtype != x.dtype or gated or (activation is not None and residual is not None):

@@ -16,7 +16,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 // Raised whenever a prototype or the meaning of an argument changes.
-#define TRIDECODE_ABI_VERSION 4
+#define TRIDECODE_ABI_VERSION 5
 
 int tridecode_abi_version(void);
 const char* tridecode_build_info(void);
@@ -45,20 +45,24 @@ int tridecode_gather_rows(void* out, const void* x, const int* rows, int num_row
                           int64_t row_bytes, int64_t x_stride_bytes, int64_t out_stride_bytes,
                           void* stream);
 
-// out = activation(product + bias) + residual, after a library product. activation: 0 none, 1 tanh
-// GELU, 2 erf GELU, 3 ReLU, 4 SwiGLU (product and bias have 2 * columns columns). product: dtype,
-// or float32 where product_float32.
-int tridecode_finish_linear(void* out, const void* product, const void* bias, const void* residual,
-                            int num_tokens, int columns, int64_t out_stride, int64_t product_stride,
-                            int64_t residual_stride, int activation, int product_float32,
-                            int out_float32, int dtype, void* stream);
+// The epilogue of a cuBLAS product: out = activation(product + bias) + residual. activation: 0
+// none, 1 tanh GELU, 2 erf GELU, 3 ReLU, 4 SwiGLU (product and bias have 2 * columns columns).
+// product: dtype, or float32 where product_float32.
+int tridecode_gemm_library_epilogue(void* out, const void* product, const void* bias,
+                                    const void* residual, int num_tokens, int columns,
+                                    int64_t out_stride, int64_t product_stride,
+                                    int64_t residual_stride, int activation, int product_float32,
+                                    int out_float32, int dtype, void* stream);
 
 // out = epilogue(norm(x) * weight^T). Rows are contiguous; a stride is the distance of two rows.
 //
 // activation 0 to 3: out = activation(product + bias) + residual. 4, SwiGLU: weight and bias hold
-// the gate rows, then the up rows, and out has outputs / 2 columns. With a cache: outputs are the
-// heads of query, key and value; query and key are rotated unless rotary_size is 0, and key and
+// the gate rows, then the up rows, and out has outputs / 2 columns. With a cache: the outputs are
+// the heads of query, key and value; query and key are rotated unless rotary_size is 0, and key and
 // value are also written to the cache.
+//
+// kernels/gemm_table.py chooses the function, the tile and the split. A function refuses a task for
+// which it has no instance.
 typedef struct {
   void* out;                // (tokens, outputs), of dtype or float32
   const void* x;            // (tokens, inputs)
@@ -79,24 +83,40 @@ typedef struct {
   void* cache;          // null: no heads
   int heads, kv_heads, head_size, rotary_size, interleaved;
   int block_tokens;  // of a cache block
+  // tile
+  int tile_outputs, tile_tokens;
+  int split;     // parts that the inputs are split into
+  int clusters;  // that are launched
+  int stream_k;  // the clusters share tiles
   // scratch memory: partial sums, and counters that are zero before and after each launch
   void* partials;
   int64_t partial_bytes;
   unsigned int* counters;
   int num_counters;
-  int split;
 } tridecode_gemm_task;
 
-// The product of 1 to 16 tokens with a weight matrix that is read once, see linear.cu.
-int tridecode_linear(const tridecode_gemm_task* task, void* stream);
+// 1 or 2 tokens; x fits in the shared memory of a block. No tile.
+int tridecode_gemv(const tridecode_gemm_task* task, void* stream);
 
-// The same for any number of tokens on compute capability 9.0, see linear_many_sm90a.cu: x, weight,
-// residual and a 16-bit out at multiples of 16 bytes, and their strides. activation 4: SwiGLU,
-// without a residual, of a multiple of 16 rows. With a cache: query, key and value, rotated by
-// halves of a whole head of 64, 128 or 256; without rotation head_size a multiple of 8. No norm.
-// split: blocks among which a product of up to 64 tokens, not SwiGLU, shares its inputs, 1 to 3; 0:
-// it does not; -1: as is faster.
-int tridecode_linear_many(const tridecode_gemm_task* task, void* stream);
+// 1 to 8 tokens, by mma.sync. split: split-K through partials; 1 with a norm.
+int tridecode_gemm_mma(const tridecode_gemm_task* task, void* stream);
+
+// Compute capability 9.0, no norm. 1 to 16 tokens (tile_tokens 8 or 16), tile_outputs 32 or 64,
+// without rotation.
+int tridecode_gemm_sm90_data_parallel(const tridecode_gemm_task* task, void* stream);
+
+// Compute capability 9.0, no norm; x, weight, residual and a 16-bit out at multiples of 16 bytes,
+// and their strides. Rotation: by halves of a whole head of 64, 128 or 256; else head_size is a
+// multiple of 8. A residual needs a 16-bit out and no heads.
+//
+// split_k: up to tile_tokens 16, 32 or 64; the inputs are split among a cluster of 1 to 3 blocks.
+// No SwiGLU. clusters(split): how many of its clusters the device holds at once.
+int tridecode_gemm_sm90_split_k(const tridecode_gemm_task* task, void* stream);
+int64_t tridecode_gemm_sm90_clusters(int split);
+
+// stream_k: any number of tokens; tile_tokens 16, 32 or 64, or for SwiGLU, of a multiple of 16
+// rows and without a residual, 32 to 256.
+int tridecode_gemm_sm90_stream_k(const tridecode_gemm_task* task, void* stream);
 
 // Rotates the query and key heads of out in place and writes key and value to the cache, after a
 // product that did neither: of the task all fields from `cos` to `block_tokens`, out, out_stride,
