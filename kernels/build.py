@@ -36,9 +36,7 @@ FLAGS = [
 SPILLS = {
     "gemm_mma.cu": 240,
     "decode_attention.cu": 200,
-    "decoder_layers_sm90a.cu": 272,
     "gemm_sm90_data_parallel.cu": 64,
-    "sampling.cu": 32,
 }
 
 

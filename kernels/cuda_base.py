@@ -13,8 +13,6 @@ from tridecode.kernels.gemm_table import Device, choose
 from tridecode.kernels.library import KernelError, Library
 from tridecode.kernels.ops import CacheLayer, Heads
 
-#: stages of weights that a launch of all layers has in flight on a multiprocessor
-LAYERS_IN_FLIGHT = 3
 ACTIVATIONS = {None: 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "swiglu": 4}
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 #: scratch of GEMMs: partial sums, and a counter per tile of 16 weight rows
@@ -30,7 +28,6 @@ class CudaBase:
         device: torch.device,
         dependent_launch: bool | None = None,
         layer_tokens: int | None = None,
-        layers_in_flight: int = LAYERS_IN_FLIGHT,
     ):
         self.device = torch.device(
             "cuda", torch.cuda.current_device() if device.index is None else device.index
@@ -42,7 +39,7 @@ class CudaBase:
         properties = torch.zeros(3, dtype=torch.int32)
         self.library.initialize(self.device.index, int(dependent_launch), properties.data_ptr())
         multiprocessors, self.capability, shared_bytes = properties.tolist()
-        self.layer_tokens, self.layers_in_flight = layer_tokens, layers_in_flight
+        self.layer_tokens = layer_tokens
         clusters = (0, 0, 0)
         if self.capability == 90:
             clusters = tuple(self.library.gemm_sm90_clusters(split) for split in (1, 2, 3))

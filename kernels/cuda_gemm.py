@@ -92,22 +92,12 @@ class CudaGemm(CudaBase):
         if plan.fuses_heads:
             return
         self.library.rotate_and_cache(
-            out.data_ptr(),
-            pointer(None if rope is None else rope.cos),
-            pointer(None if rope is None else rope.sin),
-            fields["positions"],
-            fields["kv_slots"],
-            fields["cache"],
-            x.shape[0],
-            heads.num_heads,
-            heads.num_kv_heads,
-            heads.head_size,
-            0 if rope is None else rope.size,
-            int(rope is not None and rope.interleaved),
-            cache.block_tokens,
-            out.stride(0),
-            DTYPES[out.dtype],
             current_stream(self.device),
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            tokens=x.shape[0],
+            dtype=DTYPES[out.dtype],
+            **fields,
         )
 
     def _gemm(

@@ -15,7 +15,12 @@ import torch
 
 from tridecode.kernels.build import LIBRARY, SOURCES, source_hash
 
-_NUMBERS = {"int": ctypes.c_int, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
+_NUMBERS = {
+    "int": ctypes.c_int,
+    "int64_t": ctypes.c_int64,
+    "uint64_t": ctypes.c_uint64,
+    "float": ctypes.c_float,
+}
 _RESULTS = {**_NUMBERS, "const char*": ctypes.c_char_p}
 _SCALARS = (*_NUMBERS.values(), ctypes.c_void_p)
 

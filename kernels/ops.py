@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from tridecode.kernels.sampling_state import SamplingState
+
 
 @dataclass(frozen=True)
 class Norm:
@@ -105,7 +107,7 @@ class Batch:
     max_context: int  # an upper bound of context_lens
     fresh_prompts: bool  # no prefill row has tokens in the cache from before this step
     #: what an implementation derives once a step and every layer uses; a new Batch has a new one
-    memo: dict[str, Any] = field(default_factory=dict)
+    memo: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -129,47 +131,6 @@ class DecoderLayer:
     mlp_norm: Norm
     up: Linear
     down: Linear
-
-
-# Columns of SamplingState.ints and .floats; csrc/sampling.cu has the same numbers.
-FLAGS, TOP_K, TOP_P_RESET_ID, END_ID, MIN_TOKENS, SEED_LOW, SEED_HIGH, NUM_BAD_WORDS = range(8)
-NUM_INTS = 8
-TEMPERATURE, TOP_P_INITIAL, TOP_P_DECAY, TOP_P_MIN, REPETITION, PRESENCE, FREQUENCY, UNUSED = range(8)
-NUM_FLOATS = 8
-
-# Bits of the FLAGS column. A row without a bit pays nothing for the feature.
-GREEDY = 1  # take the largest logit, lowest id first
-PENALTIES = 2  # repetition, presence or frequency is not neutral; `counts` of the slot is kept
-BAD_WORDS = 4
-MIN_LENGTH = 8
-LOG_PROBS = 16
-DECAY = 32  # top_p_decay < 1
-
-
-@dataclass(frozen=True)
-class SamplingState:
-    """What sampling keeps of the sequences, by batch slot. Only `sample` and the engine's slot starts write
-    it.
-
-    ints: (S, NUM_INTS) int32 and floats: (S, NUM_FLOATS) float32, the parameters, columns as named above.
-    top_p: (S,) float32, its value now. generated: (S,) int32, tokens sampled so far, the counter of the
-    generator.
-    last_tokens: (S,) int32. history: (S, L) int32, prompt and output; history_lens: (S,) int32; kept only for
-    slots with BAD_WORDS. counts: (S, V) int16, occurrences of each id in prompt and output; kept only for
-    slots with PENALTIES.
-    bad_ids, bad_ends: (S, W) int32: ids of all bad words, concatenated, and their cumulative ends.
-    """
-
-    ints: Tensor
-    floats: Tensor
-    top_p: Tensor
-    generated: Tensor
-    last_tokens: Tensor
-    history: Tensor
-    history_lens: Tensor
-    counts: Tensor
-    bad_ids: Tensor
-    bad_ends: Tensor
 
 
 class Ops(Protocol):
@@ -313,28 +274,28 @@ class Ops(Protocol):
     def sample(
         self, logits: Tensor, slots: Tensor, state: SamplingState, *, tokens: Tensor, log_probs: Tensor
     ) -> None:
-        """Choose the next token of each row and remember it in the state.
+        """Choose the next token of each row and update the state.
 
         logits: (R, V) float32, overwritten. slots: (R,) int32; rows with slot -1 are skipped. tokens: (R,)
-        int32 and
-        log_probs: (R,) float32, written for every other row (log_probs only where LOG_PROBS is set, else 0).
+        int32 and log_probs: (R,) float32, written for every other row; log_probs is 0 unless
+        return_log_probs is set.
 
-        In this order, each only where the slot's FLAGS ask for it: the last ids of matching bad words become
-        impossible; logits are divided by the temperature; ids with counts > 0 get the repetition penalty (x <
-        0: x * r, else x / r), then minus presence, minus frequency * count; end_id is impossible while
-        generated < min_tokens; log_probs is the log-softmax, over the whole vocabulary, of what stands then.
-        GREEDY takes the largest, lowest id first. Otherwise: ids below the top_k-th largest logit are dropped
-        (ties stay; top_k 0 drops none), then the smallest set of most likely ids whose probability within
-        what is left reaches top_p is kept (ties stay), and of these the largest logit + g wins, where g =
-        -log(-log1p(-u)) and u comes from the slot's seed: word (id % 4) of Philox-4x32-10 with key (SEED_LOW,
-        SEED_HIGH) and counter (id / 4, generated, 0, 0), as (word + 0.5) / 2^32 (u near 0 decides who wins,
-        and there float32 is fine). The answer thus depends on nothing but the sequence itself. If every id is
-        impossible, end_id is taken where the slot has one, else id 0.
+        Parameters are fields of csrc/sampling_state.h. In this order: the last ids
+        of matching bad words become impossible; logits are divided by temperature (0: not divided); ids with
+        counts > 0 get the repetition penalty (x < 0: x * r, else x / r), then minus presence, minus frequency
+        * count; end_id is impossible while generated < min_tokens; log_probs is the log-softmax, over the
+        whole vocabulary, of these logits. top_k 1 or temperature 0 is greedy: the largest logit, lowest id
+        first. Otherwise: ids below the top_k-th largest logit are dropped (ties stay; top_k 0 drops none),
+        then the smallest set of most likely ids whose probability within the rest reaches top_p_now is kept
+        (ties stay), and of these the largest logit + g wins, where g = -log(-log1p(-u)) and u comes from the
+        slot's seed: word (id % 4) of Philox-4x32-10 with the halves of seed as key, the low one first, and
+        counter (id / 4, generated, 0, 0), as (word + 0.5) / 2^32 (u near 0 decides who wins, and there
+        float32 is precise enough). The answer thus depends on nothing but the sequence itself. If every id is
+        impossible, end_id is taken where it is an id, else id 0.
 
-        Then, for the token t: last_tokens = t; history and history_lens grow by t under BAD_WORDS (a full
-        history no longer); counts[t] += 1 under PENALTIES;
-        generated += 1; under DECAY top_p = its initial value if t is the reset id, else max(top_p * decay,
-        minimum).
+        Then, for the token t: last_tokens = t; generated += 1; with bad words, history grows by t (a full
+        history no longer); counts[t] += 1 with penalties that are not neutral; with top_p_decay < 1,
+        top_p_now = top_p if t is top_p_reset_id, else max(top_p_now * top_p_decay, top_p_min).
         Sources: FasterTransformer's sampling layers for the order; Gumbel 1954 and Salmon et al. 2011 for the
         draw.
         """

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tridecode.kernels import ops as o
 from tridecode.kernels.bench.measure import Result, microseconds, over
-from tridecode.kernels.cuda import MAX_LAYER_TOKENS, Cuda
+from tridecode.kernels.cuda import MAX_LAYER_ROWS, Cuda
 from tridecode.kernels.ops import Batch, CacheLayer, DecoderLayer, Heads, Linear, Norm, SamplingState
 
 HALF = torch.float16
@@ -196,17 +196,16 @@ class Bench:
 
     def sample(self) -> Iterator[Result]:
         vocab = 250880
-        kinds = {
-            "greedy": (o.GREEDY, 0, 1.0),
-            "greedy, log-probs": (o.GREEDY | o.LOG_PROBS, 0, 1.0),
-            "whole vocabulary": (0, 0, 1.0),
-            "top-k 50": (0, 50, 1.0),
-            "top-k 50, top-p 0.9": (0, 50, 0.9),
-            "top-p 0.9": (0, 0, 0.9),
-            "greedy, penalties": (o.GREEDY | o.PENALTIES, 0, 1.0),
+        kinds: dict[str, dict[str, float]] = {
+            "greedy": {"top_k": 1},
+            "greedy, log-probs": {"top_k": 1, "return_log_probs": 1},
+            "whole vocabulary": {},
+            "top-k 50": {"top_k": 50},
+            "top-k 50, top-p 0.9": {"top_k": 50, "top_p_now": 0.9},
+            "top-p 0.9": {"top_p_now": 0.9},
+            "greedy, penalties": {"top_k": 1, "presence_penalty": 1.0},
         }
         for rows in (1, 8, 64, 256):
-            state = self._state(rows, vocab)
             slots = self.ints(range(rows))
             tokens, log_probs = slots.clone(), torch.zeros(rows, device=self.device)
             # a language model's logits: a few far above the many
@@ -220,9 +219,8 @@ class Bench:
                     torch.rand(rows, 64, device=self.device) * 18,
                 )
             peer = microseconds(over(logits, lambda each: each.argmax(-1)), len(logits))
-            for name, (flags, top_k, top_p) in kinds.items():
-                state.ints[:, o.FLAGS], state.ints[:, o.TOP_K] = flags, top_k
-                state.top_p.fill_(top_p)
+            for name, columns in kinds.items():
+                state = self._state(rows, vocab, **columns)
                 mine = microseconds(
                     over(
                         logits,
@@ -235,26 +233,14 @@ class Bench:
                     f"{rows} rows of {vocab}, {name}",
                     mine,
                     4 * rows * vocab,
-                    peer=peer if flags == o.GREEDY else None,
+                    peer=peer if columns == {"top_k": 1} else None,
                 )
 
-    def _state(self, slots: int, vocab: int) -> SamplingState:
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=self.device)
-
-        floats = zeros(slots, o.NUM_FLOATS, dtype=torch.float32) + 1
-        return SamplingState(
-            ints=zeros(slots, o.NUM_INTS),
-            floats=floats,
-            top_p=zeros(slots, dtype=torch.float32),
-            generated=zeros(slots),
-            last_tokens=zeros(slots),
-            history=zeros(slots, 8),
-            history_lens=zeros(slots),
-            counts=zeros(slots, vocab, dtype=torch.int16),
-            bad_ids=zeros(slots, 8),
-            bad_ends=zeros(slots, 8),
-        )
+    def _state(self, slots: int, vocab: int, **columns: float) -> SamplingState:
+        state = SamplingState.allocate(slots, 8, vocab, 8, self.device)
+        for name, value in columns.items():
+            state.column(name).fill_(value)
+        return state
 
     def step(self) -> Iterator[Result]:
         """A whole decoding step of random weights, sampling included: what a graph of the engine replays."""
@@ -307,8 +293,7 @@ class Bench:
                 self.normal(rows, heads * 128),
             )
             mlp, logits = self.normal(rows, inner), torch.zeros(rows, vocab, device=self.device)
-            state, slots = self._state(rows, vocab), self.ints(range(rows))
-            state.ints[:, o.FLAGS] = o.GREEDY
+            state, slots = self._state(rows, vocab, top_k=1), self.ints(range(rows))
             tokens, log_probs = slots.clone(), torch.zeros(rows, device=self.device)
 
             def one_by_one() -> None:
@@ -330,7 +315,7 @@ class Bench:
 
             case = f"{label} rows {rows} context {context}"
             moved = layer_bytes + num_layers * rows * context * kv_heads * 512
-            self.ops.layer_tokens = MAX_LAYER_TOKENS
+            self.ops.layer_tokens = MAX_LAYER_ROWS
             if at_once():  # beside the same layers operation by operation
                 peer = microseconds(one_by_one, 1)
                 yield Result("layers", case, microseconds(at_once, 1), moved, float(layer_bytes) * rows, peer)

@@ -28,18 +28,7 @@ constexpr int kWarps = 4;         // of a block
 constexpr int kMaxBlocks = 1024;  // of the grid
 constexpr int kLeastTiles = 2;    // of a warp, where there are few
 
-struct Task {
-  void* out;
-  const void* qkv;
-  const void* cache;
-  const int* block_tables;
-  const int* context_lens;
-  const float* slopes;
-  float scale;
-  int num_rows, heads, kv_heads, block_tokens;
-  int64_t qkv_stride, out_stride, table_stride;
-  float* scratch;
-  unsigned int* counters;
+struct Task : tridecode_attention_task {
   int group, groups;  // query heads of a kv head; passes of kGroup heads over it
 };
 
@@ -431,7 +420,8 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
     // a team leaves at most two parts: of the row and head it began with, and of the one it ended
     // with
     auto slot_of = [&](int w) {
-      return task.scratch + int64_t(2 * w + (start_of(w) >= item_begin ? 0 : 1)) * slot_floats(D);
+      return static_cast<float*>(task.scratch) +
+             int64_t(2 * w + (start_of(w) >= item_begin ? 0 : 1)) * slot_floats(D);
     };
     float* const slot = TEAM == 1 ? slot_of(team) : sums_of(member);
     if (TEAM == 1 && whole) {
@@ -568,13 +558,14 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
 // Any head size and dtype, no tuning: a warp takes one row and head and goes through its context
 // token by token.
 template <typename X, int DIMS>  // dims a lane
-__global__ void decode_attention_any(const __grid_constant__ Task task, int head_size) {
+__global__ void decode_attention_any(const __grid_constant__ Task task) {
   wait_for_predecessor();
   const int lane = threadIdx.x % 32;
   const int index = blockIdx.x * kWarps + threadIdx.x / 32;
   const int row = index / task.heads, head = index % task.heads;
   if (row >= task.num_rows) return;
   const int context = task.context_lens[row], kv_head = head / task.group;
+  const int head_size = task.head_size;
   const X* const q = static_cast<const X*>(task.qkv) + row * task.qkv_stride + head * head_size;
   X* const out = static_cast<X*>(task.out) + row * task.out_stride + head * head_size;
   const float slope = task.slopes ? task.slopes[head] * kLog2e : 0.0f, scale = task.scale * kLog2e;
@@ -621,10 +612,10 @@ int run_source(const Task& task, int blocks, void* stream) {
 }
 
 template <typename X, int D>
-int run(const Task& task, int num_counters, void* stream) {
-  if (task.num_rows * task.kv_heads * task.groups > num_counters)
+int run(const Task& task, void* stream) {
+  if (task.num_rows * task.kv_heads * task.groups > task.num_counters)
     return fail("decode_attention: %d rows of %d kv heads need more than %d counters",
-                task.num_rows, task.kv_heads, num_counters);
+                task.num_rows, task.kv_heads, task.num_counters);
   const int multiprocessors = device().multiprocessors;
   const int fit = (device().shared_bytes + 1024) /
                   (kWarps * Copies<X, D>::kBytes + (task.num_rows + 1) * 4 + 1280);
@@ -636,12 +627,12 @@ int run(const Task& task, int num_counters, void* stream) {
 }
 
 template <typename X>
-int run_any(const Task& task, int head_size, void* stream) {
-  const auto kernel = head_size <= 64    ? decode_attention_any<X, 2>
-                      : head_size <= 128 ? decode_attention_any<X, 4>
-                                         : decode_attention_any<X, 8>;
+int run_any(const Task& task, void* stream) {
+  const auto kernel = task.head_size <= 64    ? decode_attention_any<X, 2>
+                      : task.head_size <= 128 ? decode_attention_any<X, 4>
+                                              : decode_attention_any<X, 8>;
   return launch("decode_attention", kernel, ceil_div(int64_t(task.num_rows) * task.heads, kWarps),
-                32 * kWarps, 0, stream, task, head_size);
+                32 * kWarps, 0, stream, task);
 }
 
 }  // namespace
@@ -653,45 +644,25 @@ int64_t tridecode_decode_attention_scratch(int head_size) {
   return int64_t(kMaxBlocks) * kWarps * 2 * slot_floats(head_size) * sizeof(float);
 }
 
-int tridecode_decode_attention(void* out, const void* qkv, const void* cache,
-                               const int* block_tables, const int* context_lens,
-                               const float* slopes, float scale, int num_rows, int heads,
-                               int kv_heads, int head_size, int block_tokens, int64_t qkv_stride,
-                               int64_t out_stride, int64_t table_stride, void* scratch,
-                               unsigned int* counters, int num_counters, int dtype, void* stream) {
-  Task task = {out,
-               qkv,
-               cache,
-               block_tables,
-               context_lens,
-               slopes,
-               scale,
-               num_rows,
-               heads,
-               kv_heads,
-               block_tokens,
-               qkv_stride,
-               out_stride,
-               table_stride,
-               static_cast<float*>(scratch),
-               counters,
-               heads / kv_heads,
-               ceil_div(heads / kv_heads, kGroup)};
-  return for_dtype(dtype, "decode_attention", [&](auto zero) {
+int tridecode_decode_attention(const tridecode_attention_task* given, void* stream) {
+  const int group = given->heads / given->kv_heads, head_size = given->head_size;
+  const Task task = {*given, group, ceil_div(group, kGroup)};
+  return for_dtype(task.dtype, "decode_attention", [&](auto zero) {
     using X = decltype(zero);
     if (head_size > 256) return fail("decode_attention: head size %d; at most 256", head_size);
     if constexpr (sizeof(X) == 2) {
-      const bool aligned = aligned16(out) && aligned16(qkv) && aligned16(cache) &&
-                           qkv_stride % 8 == 0 && out_stride % 8 == 0 && block_tokens % kTile == 0;
-      if (aligned && scratch) {
-        if (head_size == 64) return run<X, 64>(task, num_counters, stream);
-        if (head_size == 80) return run<X, 80>(task, num_counters, stream);
-        if (head_size == 96) return run<X, 96>(task, num_counters, stream);
-        if (head_size == 112) return run<X, 112>(task, num_counters, stream);
-        if (head_size == 128) return run<X, 128>(task, num_counters, stream);
-        if (head_size == 256) return run<X, 256>(task, num_counters, stream);
+      const bool aligned = aligned16(task.out) && aligned16(task.qkv) && aligned16(task.cache) &&
+                           task.qkv_stride % 8 == 0 && task.out_stride % 8 == 0 &&
+                           task.block_tokens % kTile == 0;
+      if (aligned && task.scratch) {
+        if (head_size == 64) return run<X, 64>(task, stream);
+        if (head_size == 80) return run<X, 80>(task, stream);
+        if (head_size == 96) return run<X, 96>(task, stream);
+        if (head_size == 112) return run<X, 112>(task, stream);
+        if (head_size == 128) return run<X, 128>(task, stream);
+        if (head_size == 256) return run<X, 256>(task, stream);
       }
     }
-    return run_any<X>(task, head_size, stream);
+    return run_any<X>(task, stream);
   });
 }

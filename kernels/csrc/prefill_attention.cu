@@ -279,8 +279,8 @@ __global__ void prefill_attention_any(const __grid_constant__ PrefillTask task) 
 
 // 0: launched; -1: this device has too little shared memory.
 template <typename X, int D>
-int run(const PrefillTask& task, int rows, int max_query, void* stream, bool* launched) {
-  const dim3 grid(ceil_div(max_query, kQueries), task.heads, rows);
+int run(const PrefillTask& task, void* stream, bool* launched) {
+  const dim3 grid(ceil_div(task.max_query, kQueries), task.heads, task.num_rows - task.first_row);
   *launched = true;
   const size_t available = device().shared_bytes;
   if (Layout<D, 64>::kBytes <= available)
@@ -294,12 +294,12 @@ int run(const PrefillTask& task, int rows, int max_query, void* stream, bool* la
 }
 
 template <typename X>
-int run_any(const PrefillTask& task, int rows, int max_query, void* stream) {
+int run_any(const PrefillTask& task, void* stream) {
   const auto kernel = task.head_size <= 64    ? prefill_attention_any<X, 2>
                       : task.head_size <= 128 ? prefill_attention_any<X, 4>
                                               : prefill_attention_any<X, 8>;
-  return launch("prefill_attention", kernel, dim3(ceil_div(max_query, kWarps), task.heads, rows),
-                kThreads, 0, stream, task);
+  const dim3 grid(ceil_div(task.max_query, kWarps), task.heads, task.num_rows - task.first_row);
+  return launch("prefill_attention", kernel, grid, kThreads, 0, stream, task);
 }
 
 }  // namespace
@@ -307,53 +307,26 @@ int run_any(const PrefillTask& task, int rows, int max_query, void* stream) {
 
 using namespace tridecode;
 
-int tridecode_prefill_attention(void* out, const void* qkv, const void* cache,
-                                const int* block_tables, const int* context_lens,
-                                const int* query_starts, const float* slopes, float scale,
-                                int first_row, int num_rows, int max_query, int heads, int kv_heads,
-                                int head_size, int block_tokens, int64_t qkv_stride,
-                                int64_t out_stride, int64_t table_stride, int num_tokens, int dtype,
-                                void* stream) {
-  const PrefillTask task = {out,
-                            qkv,
-                            cache,
-                            block_tables,
-                            context_lens,
-                            query_starts,
-                            slopes,
-                            scale,
-                            first_row,
-                            heads,
-                            kv_heads,
-                            head_size,
-                            block_tokens,
-                            qkv_stride,
-                            out_stride,
-                            table_stride,
-                            num_rows - first_row,
-                            max_query,
-                            num_tokens};
-  const int rows = task.rows;
-  return for_dtype(dtype, "prefill_attention", [&](auto zero) {
+int tridecode_prefill_attention(const tridecode_attention_task* given, void* stream) {
+  const PrefillTask& task = *given;
+  const int head_size = task.head_size;
+  return for_dtype(task.dtype, "prefill_attention", [&](auto zero) {
     using X = decltype(zero);
     if (head_size > 256) return fail("prefill_attention: head size %d; at most 256", head_size);
     if constexpr (sizeof(X) == 2) {
-      const bool aligned = aligned16(out) && aligned16(qkv) && aligned16(cache) &&
-                           qkv_stride % 8 == 0 && out_stride % 8 == 0;
-      if (aligned && takes_prefill_sm90a(task)) return run_prefill_sm90a(task, dtype, stream);
+      const bool aligned = aligned16(task.out) && aligned16(task.qkv) && aligned16(task.cache) &&
+                           task.qkv_stride % 8 == 0 && task.out_stride % 8 == 0;
+      if (aligned && takes_prefill_sm90a(task)) return run_prefill_sm90a(task, stream);
       bool launched = false;
       int status = 0;
-      if (aligned && head_size == 64) status = run<X, 64>(task, rows, max_query, stream, &launched);
-      if (aligned && head_size == 80) status = run<X, 80>(task, rows, max_query, stream, &launched);
-      if (aligned && head_size == 96) status = run<X, 96>(task, rows, max_query, stream, &launched);
-      if (aligned && head_size == 112)
-        status = run<X, 112>(task, rows, max_query, stream, &launched);
-      if (aligned && head_size == 128)
-        status = run<X, 128>(task, rows, max_query, stream, &launched);
-      if (aligned && head_size == 256)
-        status = run<X, 256>(task, rows, max_query, stream, &launched);
+      if (aligned && head_size == 64) status = run<X, 64>(task, stream, &launched);
+      if (aligned && head_size == 80) status = run<X, 80>(task, stream, &launched);
+      if (aligned && head_size == 96) status = run<X, 96>(task, stream, &launched);
+      if (aligned && head_size == 112) status = run<X, 112>(task, stream, &launched);
+      if (aligned && head_size == 128) status = run<X, 128>(task, stream, &launched);
+      if (aligned && head_size == 256) status = run<X, 256>(task, stream, &launched);
       if (launched) return status;
     }
-    return run_any<X>(task, rows, max_query, stream);
+    return run_any<X>(task, stream);
   });
 }

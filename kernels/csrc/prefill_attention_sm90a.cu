@@ -48,7 +48,7 @@ struct Item {
 
   // False: the row has no such queries.
   __device__ bool find(const PrefillTask& task, int index) {
-    const int each = task.heads * task.rows;
+    const int each = task.heads * (task.num_rows - task.first_row);
     const int blocks = ceil_div(task.max_query, kQueries);
     first_query = (blocks - 1 - index / each) * kQueries;  // the longest first
     const int rest = index % each;
@@ -339,20 +339,21 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 template <typename X, int D>
-int run(const PrefillTask& task, int dtype, void* stream) {
+int run(const PrefillTask& task, void* stream) {
   CUtensorMap qkv_map, cache_map;
   const cuuint64_t columns = cuuint64_t(task.heads + 2 * task.kv_heads) * D;
   const cuuint64_t sizes[] = {columns, cuuint64_t(task.tokens)},
                    strides[] = {cuuint64_t(task.qkv_stride) * 2};
   const cuuint32_t box[] = {64, 128};
-  int status = encode_map(&qkv_map, task.qkv, 2, sizes, strides, box, dtype);
+  int status = encode_map(&qkv_map, task.qkv, 2, sizes, strides, box, task.dtype);
   // the cache ends where the block tables say: the map does not know
   const cuuint64_t cache_sizes[] = {D, cuuint64_t(1) << 31}, cache_strides[] = {D * 2};
   const cuuint32_t page[] = {64, kPage};
   if (!status)
-    status = encode_map(&cache_map, task.cache, 2, cache_sizes, cache_strides, page, dtype);
+    status = encode_map(&cache_map, task.cache, 2, cache_sizes, cache_strides, page, task.dtype);
   if (status) return status;
-  const int items = ceil_div(task.max_query, kQueries) * task.heads * task.rows;
+  const int items =
+      ceil_div(task.max_query, kQueries) * task.heads * (task.num_rows - task.first_row);
   const int blocks = device().multiprocessors;
   return launch("prefill_attention", prefill_attention_sm90a<X, D>, items < blocks ? items : blocks,
                 kThreads, Layout<D>::kSharedBytes, stream, qkv_map, cache_map, task, items);
@@ -365,11 +366,11 @@ bool takes_prefill_sm90a(const PrefillTask& task) {
          task.block_tokens % kPage == 0;
 }
 
-int run_prefill_sm90a(const PrefillTask& task, int dtype, void* stream) {
-  return for_16_bit_dtype(dtype, "prefill_attention", [&](auto zero) {
+int run_prefill_sm90a(const PrefillTask& task, void* stream) {
+  return for_16_bit_dtype(task.dtype, "prefill_attention", [&](auto zero) {
     using X = decltype(zero);
-    if (task.head_size == 64) return run<X, 64>(task, dtype, stream);
-    return run<X, 128>(task, dtype, stream);
+    if (task.head_size == 64) return run<X, 64>(task, stream);
+    return run<X, 128>(task, stream);
   });
 }
 

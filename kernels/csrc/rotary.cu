@@ -10,14 +10,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-struct Task {
-  void* qkv;  // (tokens, (heads + 2 * kv_heads) * head_size), rows `stride` apart
-  const float *cos, *sin;
-  const int *positions, *kv_slots;
-  void* cache;
-  int heads, kv_heads, head_size, rotary_size, interleaved, block_tokens;
-  int64_t stride;
-};
+using Task = tridecode_gemm_task;
 
 // WIDTH 8 needs head_size % 8 == 0 and, rotated by halves, rotary_size % 16 == 0; interleaved pairs
 // are rotated within a thread's numbers, or by the thread of the even dim.
@@ -25,7 +18,7 @@ template <typename X, int WIDTH>
 __global__ void rotate_and_cache(const __grid_constant__ Task task) {
   wait_for_predecessor();
   const int64_t token = blockIdx.x;
-  X* const row = static_cast<X*>(task.qkv) + token * task.stride;
+  X* const row = static_cast<X*>(task.out) + token * task.out_stride;
   const int slot = task.kv_slots[token], size = task.head_size, rotary = task.rotary_size;
   const int position = rotary ? task.positions[token] : 0;
   const int groups = size / WIDTH, half = rotary / 2, rotated_heads = task.heads + task.kv_heads;
@@ -76,17 +69,13 @@ __global__ void rotate_and_cache(const __grid_constant__ Task task) {
 
 using namespace tridecode;
 
-int tridecode_rotate_and_cache(void* qkv, const float* cos, const float* sin, const int* positions,
-                               const int* kv_slots, void* cache, int num_tokens, int heads,
-                               int kv_heads, int head_size, int rotary_size, int interleaved,
-                               int block_tokens, int64_t qkv_stride, int dtype, void* stream) {
-  const Task task = {qkv,      cos,       sin,         positions,   kv_slots,     cache,     heads,
-                     kv_heads, head_size, rotary_size, interleaved, block_tokens, qkv_stride};
-  return for_dtype(dtype, "rotate_and_cache", [&](auto zero) {
+int tridecode_rotate_and_cache(const tridecode_gemm_task* given, void* stream) {
+  const Task& task = *given;
+  return for_dtype(task.dtype, "rotate_and_cache", [&](auto zero) {
     using X = decltype(zero);
-    const bool wide = head_size % 8 == 0 && (interleaved || rotary_size % 16 == 0) &&
-                      qkv_stride % 8 == 0 && aligned16(qkv) && aligned16(cache);
+    const bool wide = task.head_size % 8 == 0 && (task.interleaved || task.rotary_size % 16 == 0) &&
+                      task.out_stride % 8 == 0 && aligned16(task.out) && aligned16(task.cache);
     return launch("rotate_and_cache", wide ? rotate_and_cache<X, 8> : rotate_and_cache<X, 1>,
-                  num_tokens, kThreads, 0, stream, task);
+                  task.tokens, kThreads, 0, stream, task);
   });
 }
