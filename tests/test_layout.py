@@ -38,6 +38,7 @@ ALLOWED = {
     "backend.errors": set(),
     "backend.messages": set(),
     "backend.pauses": set(),
+    "backend.threads": set(),
     "backend.config": {"backend.errors"},
     "backend.weight_layout": {"backend.errors"},
     "backend.weights": {"backend.config", "backend.errors", "backend.models", "backend.weight_layout"},
@@ -63,6 +64,7 @@ ALLOWED = {
         "backend.errors",
         "backend.messages",
         "backend.pauses",
+        "backend.threads",
     },
     "backend.engine": {
         "backend.engine",

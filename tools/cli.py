@@ -15,9 +15,9 @@ from typing import Annotated, Any, NoReturn, Optional
 import typer
 from typer.core import TyperGroup
 
-from tridecode.backend.engine import spin_briefly
 from tridecode.backend.errors import ConfigError, TridecodeError
-from tridecode.tools.bench.cli import app as bench_app
+from tridecode.backend.threads import spin_briefly
+from tridecode.tools.bench.command import app as bench_app
 from tridecode.tools.serve.command import serve, tritonserver
 
 #: errors of the operating system that the person at the terminal can mend; any other is a defect of ours
@@ -384,7 +384,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that is not UTF-8
-    spin_briefly()
+    spin_briefly(os.environ)  # before torch is loaded
     app()
 
 

@@ -23,7 +23,7 @@ import torch
 
 from tridecode.kernels.bench.__main__ import OPERATIONS
 from tridecode.kernels.bench.cases import Bench
-from tridecode.tools.bench.report import command as typed
+from tridecode.tools.bench.reports.report import command as typed
 
 ROOT = Path(__file__).resolve().parents[2]
 

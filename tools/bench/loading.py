@@ -32,7 +32,7 @@ from tridecode.backend.engine.settings import choose_device, resolve
 from tridecode.backend.errors import ConfigError, TridecodeError
 from tridecode.tools.bench.presets import preset as find_preset
 from tridecode.tools.bench.random_files import weight_bytes, write_random_files
-from tridecode.tools.bench.report import table, write_report
+from tridecode.tools.bench.reports.report import table, write_report
 from tridecode.tools.progress import spinner
 
 _READERS = 8  # threads, as many as the loader has

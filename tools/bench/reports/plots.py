@@ -9,8 +9,8 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from tridecode.tools.bench.load_report import first_token_seconds, token_gaps
-from tridecode.tools.bench.load_worker import Record
+from tridecode.tools.bench.load.summary import first_token_seconds, token_gaps
+from tridecode.tools.bench.load.worker import Record
 
 matplotlib.use("Agg")  # before pyplot: there may be no screen
 from matplotlib import pyplot, ticker

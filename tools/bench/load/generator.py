@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Callable
 
 from tridecode.backend.errors import EngineDownError, TridecodeError
-from tridecode.tools.bench.load_worker import LoadSpec, Record, clock, work
+from tridecode.tools.bench.load.worker import LoadSpec, Record, clock, work
 
 #: the model of a repository that streams token ids to FasterTransformer's clients
 TOKEN_MODEL = "fastertransformer_streaming"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tridecode.tools.bench.load_worker import Record
+from tridecode.tools.bench.load.worker import Record
 
 #: keys of a distribution, beside mean, min and max
 PERCENTILES = (50, 90, 99)
