@@ -40,7 +40,8 @@ def test_threads_of_the_engine_process_spin_briefly(monkeypatch) -> None:
 
 def test_loading_the_engine_leaves_the_environment_alone() -> None:
     code = "import os; before = dict(os.environ); import tridecode.backend.engine.engine\n"
-    code += "import tridecode.tools.cli; assert dict(os.environ) == before, set(os.environ.items()) ^ set(before.items())"
+    code += "import tridecode.tools.cli\n"
+    code += "assert dict(os.environ) == before, set(os.environ.items()) ^ set(before.items())"
     environment = {name: value for name, value in os.environ.items() if name != SPIN[0]}
     subprocess.run([sys.executable, "-c", code], env=environment, timeout=120, check=True)
 

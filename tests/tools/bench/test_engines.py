@@ -124,12 +124,7 @@ def test_a_file_with_an_engine_is_all_that_another_engine_needs(tmp_path, monkey
     text += "ENGINE = BenchEngine('another', ('compare',), lambda job: {'batches': []})\n"
     (tmp_path / "another_engine.py").write_text(text)
     monkeypatch.setattr(engines, "__path__", [*engines.__path__, str(tmp_path)])
-    assert [engine.name for engine in engines_of("compare")] == [
-        "tridecode",
-        "another",
-        "transformers",
-        "vLLM",
-    ]
+    assert [engine.name for engine in engines_of("compare")][:2] == ["tridecode", "another"]
 
 
 @pytest.mark.parametrize(("bench", "name"), [(bench_vllm, "vllm"), (bench_ctranslate2, "ctranslate2")])
