@@ -33,7 +33,12 @@ ALLOWED = {
         "backend.engine.offline",
         "backend.engine.settings",
     },
-    "model_repo_templates": {"model_repo_templates", "backend.errors", "backend.config"},
+    "model_repo_templates": {
+        "model_repo_templates",
+        "backend.config",
+        "backend.doors.contracts",
+        "backend.errors",
+    },
     "kernels": {"kernels"},
     "backend.errors": set(),
     "backend.sampling_params": set(),
@@ -50,11 +55,13 @@ ALLOWED = {
         "backend.weight_layout",
         "kernels.ops",
     },
+    "backend.doors.contracts": {"backend.doors.contracts", "backend.errors", "backend.sampling_params"},
     "backend.doors": {
         "backend.doors",
         "backend.errors",
         "backend.messages",
         "backend.pauses",
+        "backend.sampling_params",
         "backend.supervisor.launch",
     },
     "backend.supervisor": {
