@@ -11,7 +11,7 @@ _INPUTS = (
     refused("num_return_sequences", "INT32", (1,)),
     Field("bad_words", "STRING", "words that are never generated", "none", (-1,), "words"),
     Field("stop_words", "STRING", "texts that end the answer", "none", (-1,), "words"),
-    Field("exclude_input_in_output", "BOOL", "a whole answer begins after the prompt", "`config.pbtxt`'s"),
+    Field("exclude_input_in_output", "BOOL", "leave the prompt out of a whole answer", "`config.pbtxt`'s"),
     Field("end_id", "INT32", "token that ends the text", "the model's"),
     Field("pad_id", "INT32", "no effect: nothing is padded"),
     Field("top_k", "INT32", default="0", param="top_k"),
