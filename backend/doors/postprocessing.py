@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from tridecode.backend.doors.detokenizer import TokenizerView
 from tridecode.backend.doors.door import UnaryDoor
 from tridecode.backend.doors.fields import Field, Inputs
 from tridecode.backend.errors import RequestError
+from tridecode.backend.text.detokenizer import TokenizerView
 
 FIELDS = (
     Field("TOKENS_BATCH", required=True, kind="ids"),

@@ -13,9 +13,9 @@ import numpy as np
 
 from tridecode.backend.doors.door import UnaryDoor
 from tridecode.backend.doors.fields import TEXT, Field, Inputs, decode_text
-from tridecode.backend.doors.tokenising import encode
 from tridecode.backend.doors.word_lists import encode_words, word_list_tensor
 from tridecode.backend.errors import RequestError
+from tridecode.backend.text.encoding import encode
 
 FIELDS = (
     Field("QUERY", TEXT, required=True, kind="prompt"),
