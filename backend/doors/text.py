@@ -172,8 +172,7 @@ def _sequence(prompt: Prompt, params: SamplingParams, limits: Limits) -> Sequenc
 def _unwanted(inputs: Inputs) -> set[str]:
     """Outputs that the request leaves out."""
     wanted = {
-        "cum_log_probs": inputs.flag("return_log_probs"),
-        "output_log_probs": inputs.flag("return_log_probs"),
+        "output_log_probs": inputs.flag("return_log_probs"),  # and with them cum_log_probs
         "num_input_tokens": inputs.flag("return_num_input_tokens", True),
         "num_output_tokens": inputs.flag("return_num_output_tokens", True),
     }
@@ -246,15 +245,16 @@ class TensorAnswer(Answer):
 
     def _tensors(self, pieces: dict[int, Piece]) -> list:
         rows = list(pieces.values())
-        longest = max(len(piece.log_probs) for piece in rows)
         columns: dict[str, list[Any]] = {
-            "cum_log_probs": [piece.cum_log_prob for piece in rows],
-            "output_log_probs": [p.log_probs + [0.0] * (longest - len(p.log_probs)) for p in rows],
             "num_input_tokens": [len(self._prompts[index].ids) for index in pieces],
             "num_output_tokens": [piece.num_tokens for piece in rows],
             "batch_index": list(pieces),
             "sequence_index": [0] * len(rows),
         }
+        if "output_log_probs" not in self._unwanted:
+            longest = max(len(piece.log_probs) for piece in rows)
+            columns["cum_log_probs"] = [piece.cum_log_prob for piece in rows]
+            columns["output_log_probs"] = [p.log_probs + [0.0] * (longest - len(p.log_probs)) for p in rows]
         if all(piece.finish_reason for piece in rows):
             columns["finish_reason"] = [piece.finish_reason.encode() for piece in rows]
         # text_output is first: LiteLLM reads the first output, whatever its name

@@ -111,18 +111,22 @@ class Answer:
 
     def pieces(self, events: Sequence[tuple[int, Event]]) -> list[dict[int, Piece]]:
         """The responses to these (row, event) pairs: row -> its piece, one dict per response."""
+        rows = self._rows
         for index, event in events:
-            self._rows[index].take(event)
-        ready = [index for index in dict(events) if index in self._open and self._is_ready(self._rows[index])]
-        self._open.difference_update(index for index, _ in events if self._rows[index].finish_reason)
+            rows[index].take(event)
+        ready = []
+        for index in dict(events):
+            row = rows[index]
+            if row.finish_reason:
+                if index in self._open:
+                    self._open.discard(index)
+                    if not self._streamed or row.text or row.num_tokens or row.finish_reason == "abort":
+                        ready.append(index)
+            elif self._streamed and row.text:
+                ready.append(index)
         self.finished = not self._open
-        self.num_output_tokens += sum(self._rows[index].num_tokens for index in ready)
+        for index in ready:
+            self.num_output_tokens += rows[index].num_tokens
         if self._apart:
-            return [{index: self._rows[index].report()} for index in ready]
-        return [{index: row.report() for index, row in enumerate(self._rows)}] if self.finished else []
-
-    def _is_ready(self, row: Completion) -> bool:
-        if not self._streamed:
-            return bool(row.finish_reason)
-        has_news = row.finish_reason and (row.num_tokens or row.finish_reason == "abort")
-        return bool(row.text or has_news)
+            return [{index: rows[index].report()} for index in ready]
+        return [{index: row.report() for index, row in enumerate(rows)}] if self.finished else []
