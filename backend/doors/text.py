@@ -16,9 +16,8 @@ generation at once. Decisions where the contract leaves room:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Callable
+from typing import Any
 
 import numpy as np
 
@@ -68,12 +67,15 @@ class TritonPythonModel(EngineDoor):
             _check_stop_words(words)
         prompts = self._tokenise(texts, params, limits, stream)
         exclude = inputs.flag("exclude_input_in_output", self.settings.exclude_input_in_output)
-        rows = self._completions(prompts, stop_words, stream, echo=not (streaming or exclude))
-        stream.answer = TensorAnswer(
-            rows, prompts, received.outputs, self.settings, _unwanted(inputs), streaming
-        )
+        echoes = [""] * len(texts) if streaming or exclude else texts
+        automata = {words: StopAutomaton(words) for words in set(stop_words)}
+        rows = [
+            Completion(self.view, prompt, automata[words], partial(stream.cancel_row, row), echo)
+            for row, (prompt, words, echo) in enumerate(zip(prompts, stop_words, echoes))
+        ]
+        stream.answer = TensorAnswer(rows, received, self.settings, streaming)
         submissions = [
-            Submission([_sequence(prompt, one, limits)], _sink(stream, row), priority)
+            Submission([_sequence(prompt, one, limits)], partial(stream.put_row, row), priority)
             for row, (prompt, one, priority) in enumerate(zip(prompts, params, priorities))
         ]
         self.submit(stream, submissions, received.timeout_s)
@@ -95,7 +97,8 @@ class TritonPythonModel(EngineDoor):
 
     def _read_params(self, inputs: Inputs, batch: int, limits: Limits) -> list[SamplingParams]:
         counts = inputs.rows("max_tokens", batch)
-        end_ids = inputs.rows("end_id", batch, self._end_id(limits))
+        default_end = limits.end_id if limits.end_id >= 0 else self.tokenizer_end_id
+        end_ids = inputs.rows("end_id", batch, default_end)
         bad_words = bad_word_ids(self.tokenizer, _words(inputs, "bad_words", batch))
         stop_ids = [[token] for token in self.settings.stop_ids if 0 <= token < limits.vocab_size]
         log_probs = inputs.flag("return_log_probs")
@@ -115,47 +118,16 @@ class TritonPythonModel(EngineDoor):
 
     def _tokenise(
         self, texts: list[str], params: list[SamplingParams], limits: Limits, stream: Stream
-    ) -> list[Prompt]:
-        """The prompts, checked to fit. RequestCancelled between two texts if the stream has ended."""
+    ) -> list[list[int]]:
+        """Token ids of the prompts, checked to fit. RequestCancelled as soon as the stream has ended."""
         prompts = []
-        for text, one, ids in zip(
-            texts, params, encode(self.tokenizer, texts, self.settings.add_special_tokens)
-        ):
+        for ids, one in zip(encode(self.tokenizer, texts, self.settings.add_special_tokens), params):
             if stream.ended:
                 raise RequestCancelled("the request ended while it was being prepared")
-            used = ids or [limits.start_id]
-            _check_ids(used, limits.vocab_size)
-            fields.check_length(len(used), one.max_tokens, limits, "text_input", "max_tokens")
-            prompts.append(Prompt(text, ids))
+            _check_ids(ids, limits.vocab_size)
+            fields.check_length(len(ids) or 1, one.max_tokens, limits, "text_input", "max_tokens")
+            prompts.append(ids)
         return prompts
-
-    def _end_id(self, limits: Limits) -> int:
-        return limits.end_id if limits.end_id >= 0 else self.tokenizer_end_id
-
-    def _completions(
-        self, prompts: list[Prompt], stop_words: list[tuple[str, ...]], stream: Stream, echo: bool
-    ) -> list[Completion]:
-        automata = {words: StopAutomaton(words) for words in dict.fromkeys(stop_words)}
-        return [
-            Completion(
-                self.view,
-                prompt.ids,
-                automata[words],
-                partial(stream.cancel_row, row),
-                prompt.text if echo else "",
-            )
-            for row, (prompt, words) in enumerate(zip(prompts, stop_words))
-        ]
-
-
-@dataclass
-class Prompt:
-    text: str
-    ids: list[int]
-
-
-def _sink(stream: Stream, row: int) -> Callable[[Event], None]:
-    return lambda event: stream.put_row(row, event)
 
 
 def _stop_rows(stream: Stream) -> None:
@@ -165,18 +137,8 @@ def _stop_rows(stream: Stream) -> None:
         stream.put_row(row, Event(0, 0, finish="stopped"))
 
 
-def _sequence(prompt: Prompt, params: SamplingParams, limits: Limits) -> SequenceRequest:
-    return SequenceRequest(np.array(prompt.ids or [limits.start_id], "<i4").tobytes(), params)
-
-
-def _unwanted(inputs: Inputs) -> set[str]:
-    """Outputs that the request leaves out."""
-    wanted = {
-        "output_log_probs": inputs.flag("return_log_probs"),  # and with them cum_log_probs
-        "num_input_tokens": inputs.flag("return_num_input_tokens", True),
-        "num_output_tokens": inputs.flag("return_num_output_tokens", True),
-    }
-    return {name for name, value in wanted.items() if not value}
+def _sequence(prompt: list[int], params: SamplingParams, limits: Limits) -> SequenceRequest:
+    return SequenceRequest(np.array(prompt or [limits.start_id], "<i4").tobytes(), params)
 
 
 def _read_texts(inputs: Inputs) -> list[str]:
@@ -213,7 +175,7 @@ def _check_stop_words(words: tuple[str, ...]) -> None:
 
 
 def _check_ids(ids: list[int], vocab_size: int) -> None:
-    if max(ids) >= vocab_size:
+    if max(ids, default=0) >= vocab_size:
         found = f"the tokenizer gives the id {max(ids)} for text_input"
         raise RequestError(
             f"{found}; the model's vocabulary has {vocab_size:,} ids: they do not belong together"
@@ -223,22 +185,24 @@ def _check_ids(ids: list[int], vocab_size: int) -> None:
 # ---------------------------------------------------------------- answering
 
 
+#: output -> the input that says whether it is wanted, and its default; with log-probs comes cum_log_probs
+_OPTIONAL = {
+    "output_log_probs": ("return_log_probs", False),
+    "num_input_tokens": ("return_num_input_tokens", True),
+    "num_output_tokens": ("return_num_output_tokens", True),
+}
+
+
 class TensorAnswer(Answer):
     """An Answer as output tensors: [rows, 1] with a batch dimension, [rows] without; text_output is flat."""
 
-    def __init__(
-        self,
-        rows: list[Completion],
-        prompts: list[Prompt],
-        outputs: Outputs,
-        settings: DoorSettings,
-        unwanted: set[str],
-        streamed: bool,
-    ):
-        """unwanted: outputs that the request leaves out."""
+    def __init__(self, rows: list[Completion], received: Received, settings: DoorSettings, streamed: bool):
         super().__init__(rows, streamed, apart=settings.decoupled)
-        self._prompts, self._outputs, self._unwanted = prompts, outputs, unwanted
+        self._outputs = received.outputs
         self._batched = settings.max_batch_size > 0
+        self._unwanted = {
+            name for name, (flag, default) in _OPTIONAL.items() if not received.inputs.flag(flag, default)
+        }
 
     def take(self, events: list[tuple[int, Event]]) -> list[list]:
         return [self._tensors(pieces) for pieces in self.pieces(events)]
@@ -246,7 +210,7 @@ class TensorAnswer(Answer):
     def _tensors(self, pieces: dict[int, Piece]) -> list:
         rows = list(pieces.values())
         columns: dict[str, list[Any]] = {
-            "num_input_tokens": [len(self._prompts[index].ids) for index in pieces],
+            "num_input_tokens": [piece.num_prompt_tokens for piece in rows],
             "num_output_tokens": [piece.num_tokens for piece in rows],
             "batch_index": list(pieces),
             "sequence_index": [0] * len(rows),

@@ -20,6 +20,7 @@ class Piece(NamedTuple):
     cum_log_prob is the sum over the row so far. finish_reason: "" unless the row has ended.
     """
 
+    num_prompt_tokens: int
     text: str
     num_tokens: int
     log_probs: list[float]
@@ -46,12 +47,11 @@ class Completion:
         self.text = ""
         self.num_tokens = 0
         self.finish_reason = ""  # "": it has not ended
-        self._echo = echo
+        self._echo, self._num_prompt_tokens = echo, len(prompt)
         self._log_probs: list[float] = []
         self._cum_log_prob = 0.0
         self._decoder = StreamDecoder(view, prompt)
         self._matcher = StopMatcher(stop_words)
-        # token by token, so that the token that ends the text does not depend on how events were merged
         self._by_token = not stop_words.empty
         self._cancel = cancel
 
@@ -75,15 +75,13 @@ class Completion:
         """Everything since the last report."""
         text, count, log_probs = self._echo + self.text, self.num_tokens, self._log_probs
         self._echo, self.text, self.num_tokens, self._log_probs = "", "", 0, []
-        return Piece(text, count, log_probs, self._cum_log_prob, self.finish_reason)
+        return Piece(self._num_prompt_tokens, text, count, log_probs, self._cum_log_prob, self.finish_reason)
 
     def _push(self, shown: list[int], count: int) -> int:
         """Decode tokens. Returns how many of `count` were used: all, unless a stop word ended the text."""
-        if not self._by_token:
-            self.text += self._decoder.push(shown)
-            return count
-        for index, token in enumerate(shown):
-            text, stopped = self._matcher.push(self._decoder.push([token]))
+        # token by token, so that the token that ends the text does not depend on how events were merged
+        for index, ids in enumerate([[token] for token in shown] if self._by_token else [shown]):
+            text, stopped = self._matcher.push(self._decoder.push(ids))
             self.text += text
             if stopped:
                 self.finish_reason = "stop"
