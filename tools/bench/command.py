@@ -178,9 +178,7 @@ def beside(
     rounds: Annotated[
         int, typer.Option(min=1, help="Each engine runs once per round; medians are reported.")
     ] = 5,
-    patience_s: Annotated[
-        float, typer.Option(help="Repeat runs that other processes disturb, for this many seconds.")
-    ] = 0.0,
+    patience_s: Annotated[float, typer.Option(help="Repeat disturbed runs for this many seconds.")] = 0.0,
     cache: Annotated[Path, typer.Option(help="Folder that keeps the converted repository.")] = Path("demo"),
     output: _Output = _RESULTS,
     name: Annotated[str, typer.Option(help="Stem of the output file names.")] = "beside",

@@ -67,7 +67,7 @@ def test_tokens_of_fastertransformers_stream_are_counted_from_its_lengths() -> N
     with fake_server(FakeModel("fastertransformer_streaming", (), steps)) as server:
         (record,) = load(server, model="fastertransformer_streaming", prompts=[prompt], tokens_in=True)
         request = server.requests[0]
-    assert [count for _, count in record.came] == [1, 1, 2, 1]
+    assert [count for _, count in record.responses] == [1, 1, 2, 1]
     sent = dict(zip((tensor.name for tensor in request.inputs), request.raw_input_contents))
     assert np.frombuffer(sent["input_ids"], np.uint32).tolist() == [11, 12, 13]
     assert np.frombuffer(sent["request_output_len"], np.uint32).tolist() == [5]
@@ -119,9 +119,9 @@ def test_processes_leave_half_the_cores_to_the_server() -> None:
 
 def test_statistics_of_records_worked_out_by_hand() -> None:
     records = [
-        Record(0, sent=10.0, ended=11.0, came=[(10.1, 1), (10.2, 1), (10.5, 3)]),
-        Record(1, sent=10.5, ended=12.0, came=[(11.0, 2)]),
-        Record(2, sent=10.0, ended=10.1, came=[(10.05, 1)], error="refused"),
+        Record(0, sent=10.0, ended=11.0, responses=[(10.1, 1), (10.2, 1), (10.5, 3)]),
+        Record(1, sent=10.5, ended=12.0, responses=[(11.0, 2)]),
+        Record(2, sent=10.0, ended=10.1, responses=[(10.05, 1)], error="refused"),
     ]
     report = summarise(records)
     assert (report.requests, report.failed, report.output_tokens) == (3, 1, 7)

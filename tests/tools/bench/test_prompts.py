@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from tests.checkpoints import tiny_tokenizer
 from tridecode.backend.errors import ConfigError
-from tridecode.tools.bench.compare import with_workload
+from tridecode.tools.bench.jobs import with_workload
 from tridecode.tools.bench.load.prompts import read_prompts, text_prompts
 from tridecode.tools.bench.load.workloads import workload_prompts
 from tridecode.tools.bench.measure import Job
@@ -73,7 +73,7 @@ def test_a_workload_has_lambadas_lengths_and_the_same_ids_every_time() -> None:
     assert ids.min() == 3 and ids.max() == 999
     assert workload_prompts("lambada", 1000, 20) == prompts[:20]
     assert workload_prompts("lambada", 1000, 20, seed=1) != prompts[:20]
-    with pytest.raises(ConfigError, match="no workload 'squad'; there is lambada"):
+    with pytest.raises(ConfigError, match="no workload 'squad'; wanted lambada"):
         workload_prompts("squad", 1000)
 
 

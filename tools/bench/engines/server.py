@@ -91,7 +91,7 @@ def _generator(url: str, tokenizer: Tokenizer, tokens_in: bool) -> Generate:
             processes=choose_processes(len(prompts)),
         )
         records = run_load(spec)
-        tokens = sum(count for record in records for _, count in record.came)
+        tokens = sum(count for record in records for _, count in record.responses)
         failures = [record.error for record in records if record.error]
         if failures:
             raise TridecodeError(f"{len(failures)} of {len(records)} requests failed: {failures[0]}")

@@ -192,7 +192,7 @@ def _rows(reports: Sequence[LoadReport]) -> list[list[Any]]:
         lines[f"between tokens, ms {key}"] = [report.inter_token_ms.get(key) for report in reports]
     lines["tokens/s"] = [report.tokens_per_s for report in reports]
     lines["requests/s"] = [report.requests_per_s for report in reports]
-    lines["tokens a response"] = [report.tokens_per_response for report in reports]
+    lines["tokens per response"] = [report.tokens_per_response for report in reports]
     return [[name, *values] for name, values in lines.items()]
 
 
