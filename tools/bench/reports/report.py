@@ -1,4 +1,4 @@
-"""What every report says beside its figures: on what, with what and by which command they were measured."""
+"""Report files and tables; every report has the machine, versions and command of its figures."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def environment() -> dict[str, Any]:
 
 
 def command(arguments: Sequence[str]) -> str:
-    """What was typed, as one would type it elsewhere: absolute paths are cut to their last part."""
+    """The command line without this machine's folders: absolute paths are cut to their last part."""
     program, *rest = (Path(part).name if part.startswith("/") else part for part in arguments)
     return shlex.join(["tridecode" if program in ("cli.py", "__main__.py") else program, *rest])
 
 
 def check_output(folder: Path) -> None:
-    """ConfigError where files cannot be written into `folder`; to be called before anything is measured."""
+    """Raises ConfigError if files cannot be written into `folder`."""
     nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     if not nearest.is_dir():
         raise ConfigError(f"--output {folder}: {nearest} is not a folder")
@@ -71,8 +71,8 @@ def write_report(path: Path, kind: str, settings: Mapping[str, Any], results: An
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
-    """A table for a terminal: numbers to four significant places, None as a dash; a column without a title
-    holds names."""
+    """A table for a terminal: numbers with four significant digits, None as a dash; a column without a title
+    is aligned left."""
     out = Table(title=title)
     for column in columns:
         out.add_column(column, justify="right" if column else "left")
@@ -97,7 +97,7 @@ def _version(package: str) -> str | None:
 
 
 def _run(*command: str) -> str:
-    """The output of a program, empty where it is absent or fails."""
+    """The output of a program; empty if it is absent or fails."""
     if shutil.which(command[0]) is None:
         return ""
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)

@@ -1,4 +1,4 @@
-"""The same job through vLLM, where it is installed. Prefix caching is off, as prompts never repeat."""
+"""vLLM, where it is installed. Prefix caching is off, because prompts never repeat."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from tridecode.tools.bench.engines import BenchEngine
 from tridecode.tools.bench.hf_config import hf_config
-from tridecode.tools.bench.measure import Job, Say, answer, measure
+from tridecode.tools.bench.measure import Job, measure
 
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _MEMORY_FRACTION = 0.9
 
 
-def bench_vllm(job: Job, say: Say = lambda text: None) -> dict[str, Any]:
+def bench_vllm(job: Job) -> dict[str, Any]:
     """measure() of vLLM, or {"error": "vllm is not installed"}. job.directory: a Hugging Face checkpoint."""
     if importlib.util.find_spec("vllm") is None:
         return {"error": "vllm is not installed"}
-    vllm = importlib.import_module("vllm")  # late: most machines have none
-    say("loading")
+    vllm = importlib.import_module("vllm")  # here, because it is optional
     with tempfile.TemporaryDirectory() as folder:
         if not job.directory:
             hf_config(job.shape).save_pretrained(folder)
@@ -44,9 +44,9 @@ def bench_vllm(job: Job, say: Say = lambda text: None) -> dict[str, Any]:
         params = vllm.SamplingParams(
             temperature=0.0, max_tokens=output_tokens, ignore_eos=True, detokenize=False
         )
-        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         started = time.perf_counter()
-        answers = engine.generate(asked, params, use_tqdm=False)
+        answers = engine.generate(inputs, params, use_tqdm=False)
         seconds = time.perf_counter() - started
         assert all(len(one.outputs[0].token_ids) == output_tokens for one in answers)
         return seconds
@@ -61,9 +61,8 @@ def bench_vllm(job: Job, say: Say = lambda text: None) -> dict[str, Any]:
         "device": "cuda",
         "dtype": job.dtype or ("the checkpoint's" if job.directory else job.chosen_dtype),
         "tensor_para_size": job.tensor_para_size,
-        **measure(generate, job, vocab_size, say),
+        **measure(generate, job, vocab_size),
     }
 
 
-if __name__ == "__main__":
-    answer(bench_vllm)
+ENGINE = BenchEngine("vLLM", ("compare",), bench_vllm)

@@ -1,4 +1,4 @@
-"""The same job through tritonserver, streaming over gRPC, beside the engine alone on the same machine."""
+"""Our engine behind tritonserver, streaming over gRPC."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from tokenizers import Tokenizer
 
 from tridecode.backend.config import ModelConfig, read_model_config
 from tridecode.backend.errors import TridecodeError
-from tridecode.tools.bench.engine import weight_directory
-from tridecode.tools.bench.load import TOKEN_MODEL, choose_processes, run_load
-from tridecode.tools.bench.load_worker import LoadSpec, Prompt
-from tridecode.tools.bench.measure import Generate, Job, Say, measure, run_apart
-from tridecode.tools.bench.prompts import find_tokenizer, text_prompts
+from tridecode.tools.bench.engines import BenchEngine
+from tridecode.tools.bench.engines.ours import weight_directory
+from tridecode.tools.bench.load.generator import TOKEN_MODEL, choose_processes, run_load
+from tridecode.tools.bench.load.prompts import find_tokenizer, text_prompts
+from tridecode.tools.bench.load.worker import LoadSpec, Prompt
+from tridecode.tools.bench.measure import Generate, Job, Say, measure, silent
 from tridecode.tools.bench.random_repo import write_random_repository
 from tridecode.tools.generate import find_text_model
 from tridecode.tools.serve.server_process import running_server
@@ -27,9 +28,9 @@ _READY_S = 900.0
 
 
 def bench_server(
-    job: Job, *, tokens_in: bool = False, door_python: str | None = None, say: Say = lambda text: None
+    job: Job, *, tokens_in: bool = False, door_python: str | None = None, say: Say = silent
 ) -> dict[str, Any]:
-    """measure() through a server that is started for it, each batch as so many streams at once.
+    """measure() through a server that is started for it; a batch is as many concurrent streams.
 
     job.directory: a model repository; else one with random weights is made. tokens_in: through
     FasterTransformer's streaming model, not the text model. door_python: see triton_install.prepare. Raises
@@ -47,30 +48,6 @@ def bench_server(
         "tensor_para_size": job.tensor_para_size,
         **found,
     }
-
-
-def compare_with_engine(
-    job: Job, *, tokens_in: bool = False, door_python: str | None = None, say: Say = lambda text: None
-) -> dict[str, Any]:
-    """The engine alone, then the server, on this machine: {"engine", "server", "overhead"}.
-
-    overhead: for each batch the server's milliseconds a step over the engine's, in percent, and the
-    difference of their first tokens.
-    """
-    say("the engine alone")
-    alone = run_apart("tridecode.tools.bench.engine", job)
-    if "error" in alone:
-        raise TridecodeError(alone["error"])
-    served = bench_server(job, tokens_in=tokens_in, door_python=door_python, say=say)
-    overhead = [
-        {
-            "batch": engine["batch"],
-            "step_percent": round(100 * (server["step_ms"] / engine["step_ms"] - 1), 2),
-            "first_token_ms": round(server["first_token_ms"] - engine["first_token_ms"], 3),
-        }
-        for engine, server in zip(alone["batches"], served["batches"])
-    ]
-    return {"engine": alone, "server": served, "overhead": overhead}
 
 
 def engine_settings(job: Job, model: ModelConfig) -> dict[str, object]:
@@ -100,13 +77,13 @@ def _generator(url: str, tokenizer: Tokenizer, tokens_in: bool) -> Generate:
     seeds = iter(range(1_000_000))
 
     def generate(prompts: Sequence[Sequence[int]], output_tokens: int) -> float:
-        asked: list[Prompt] = [np.asarray(prompt, np.int32) for prompt in prompts]
+        inputs: list[Prompt] = [np.asarray(prompt, np.int32) for prompt in prompts]
         if not tokens_in:
-            asked = list(text_prompts(tokenizer, len(prompts), len(prompts[0]), next(seeds)))
+            inputs = list(text_prompts(tokenizer, len(prompts), len(prompts[0]), next(seeds)))
         spec = LoadSpec(
             url=url,
             model=name,
-            prompts=asked,
+            prompts=inputs,
             output_tokens=output_tokens,
             num_requests=len(prompts),
             concurrency=len(prompts),
@@ -114,13 +91,16 @@ def _generator(url: str, tokenizer: Tokenizer, tokens_in: bool) -> Generate:
             processes=choose_processes(len(prompts)),
         )
         records = run_load(spec)
-        tokens = sum(count for record in records for _, count in record.came)
+        tokens = sum(count for record in records for _, count in record.responses)
         failures = [record.error for record in records if record.error]
         if failures:
             raise TridecodeError(f"{len(failures)} of {len(records)} requests failed: {failures[0]}")
         if tokens != len(prompts) * output_tokens:
             wanted = len(prompts) * output_tokens
-            raise TridecodeError(f"{tokens} tokens came of {len(prompts)} requests; wanted {wanted}")
+            raise TridecodeError(f"{len(prompts)} requests gave {tokens} tokens; wanted {wanted}")
         return max(record.ended for record in records) - min(record.sent for record in records)
 
     return generate
+
+
+ENGINE = BenchEngine("behind Triton", ("beside",), bench_server, ours=True)

@@ -18,8 +18,7 @@ _TRIES = 64
 
 
 def find_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a model repository, a folder or a tokenizer.json. Raises ConfigError where there is
-    none."""
+    """The tokenizer of a model repository, a folder or a tokenizer.json. Raises ConfigError."""
     root = Path(path)
     places = (
         [root] if root.is_file() else [root / "tokenizer.json", *sorted(root.glob("*/1/tokenizer/*.json"))]
@@ -34,8 +33,7 @@ def find_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[str]:
-    """The field "text" of each line of a JSON-lines file, the first `limit` of them. ConfigError names the
-    file and the line that cannot be read."""
+    """The field "text" of the first `limit` lines of a JSON-lines file. Raises ConfigError with the line."""
     texts: list[str] = []
     try:
         with open(path, encoding="utf-8") as lines:
@@ -65,7 +63,7 @@ def _text_of_line(line: str, where: str) -> str:
 def text_prompts(tokenizer: Tokenizer, count: int, tokens: int, seed: int) -> list[str]:
     """`count` different texts of random words, each of which the tokenizer splits into `tokens` tokens.
 
-    What a tokenizer adds by itself (BOS) counts. Raises ConfigError where no such text is found.
+    A token that the tokenizer adds itself (BOS) counts. Raises ConfigError if no such text is found.
     """
     rng = np.random.default_rng(seed)
     words = _single_token_words(tokenizer)
@@ -73,7 +71,7 @@ def text_prompts(tokenizer: Tokenizer, count: int, tokens: int, seed: int) -> li
 
 
 def _single_token_words(tokenizer: Tokenizer) -> list[str]:
-    """Words that are one token wherever they stand; single letters where the vocabulary has few."""
+    """Words of one token each; single letters if the vocabulary has few such words."""
     candidates = (tokenizer.decode([token]) for token in range(tokenizer.get_vocab_size()))
     return _alone(tokenizer, candidates) or list("abcdefghijklmnopqrstuvwxyz")
 

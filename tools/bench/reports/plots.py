@@ -1,4 +1,4 @@
-"""Pictures of the figures, as PNG files."""
+"""Plots as PNG files."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from tridecode.tools.bench.load_report import first_token_seconds, token_gaps
-from tridecode.tools.bench.load_worker import Record
+from tridecode.tools.bench.load.summary import first_token_seconds, token_gaps
+from tridecode.tools.bench.load.worker import Record
 
-matplotlib.use("Agg")  # before pyplot: there may be no screen
+matplotlib.use("Agg")  # before pyplot, which else looks for a display
 from matplotlib import pyplot, ticker
 
 _SIZE = (11, 4.2)
@@ -43,7 +43,7 @@ def plot_load(path: Path, title: str, runs: Mapping[str, Sequence[Record]]) -> P
     tokens over tokens. runs: label -> records."""
     figure, (left, right) = pyplot.subplots(1, 2, figsize=_SIZE)
     for name, records in runs.items():
-        answered = [record for record in records if record.came and not record.error]
+        answered = [record for record in records if record.responses and not record.error]
         _shares(left, [first_token_seconds(record) for record in answered], name)
         gaps = [np.repeat(*token_gaps(record)) for record in answered]
         _shares(right, np.concatenate(gaps) if gaps else [], name)
@@ -60,7 +60,7 @@ def plot_load(path: Path, title: str, runs: Mapping[str, Sequence[Record]]) -> P
 
 
 def _minor_label(value: float, _position: int) -> str:
-    """2 and 5 of each decade: a distribution seldom spans several powers of ten."""
+    """Labels at 2 and 5 of each decade: a distribution seldom spans several powers of ten."""
     digit = f"{value:e}"[0]
     return f"{value:g}" if digit in "25" else ""
 

@@ -1,4 +1,4 @@
-"""From the records of a load run to the figures of a report."""
+"""The figures of a load run, from its records."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tridecode.tools.bench.load_worker import Record
+from tridecode.tools.bench.load.worker import Record
 
-#: keys of a distribution, beside mean, min and max
+#: keys of a distribution, in addition to mean, min and max
 PERCENTILES = (50, 90, 99)
 
 
@@ -19,9 +19,9 @@ class LoadReport:
     nothing was measured.
 
     first_token_ms: from sending to the first response with tokens. inter_token_ms: a response's gap to the
-    one before, shared equally by its tokens, each of which counts once. token_ms: of each request, (last -
-    first) / tokens after the first response. request_ms: from sending to the end. tokens_per_response: over 1
-    where the server merged what a slow client had not taken.
+    previous one, divided by its tokens, each of which counts once. token_ms: per request, (last - first) /
+    tokens after the first response. request_ms: from sending to the end. tokens_per_response: above 1 where
+    the server merged responses that a slow client had not read.
     """
 
     requests: int
@@ -50,27 +50,29 @@ def distribution(seconds: np.ndarray, weights: np.ndarray | None = None) -> dict
 
 
 def token_gaps(record: Record) -> tuple[np.ndarray, np.ndarray]:
-    """(seconds a token, tokens) of each response after the first: (responses - 1,) each."""
-    times = np.array([when for when, _ in record.came])
-    tokens = np.array([count for _, count in record.came], np.int64)
+    """(seconds per token, tokens) of each response after the first: (responses - 1,) each."""
+    times = np.array([when for when, _ in record.responses])
+    tokens = np.array([count for _, count in record.responses], np.int64)
     return np.diff(times) / tokens[1:], tokens[1:]
 
 
 def first_token_seconds(record: Record) -> float:
-    return record.came[0][0] - record.sent
+    return record.responses[0][0] - record.sent
 
 
 def summarise(records: list[Record]) -> LoadReport:
-    """The report of all records of a run. Times of failed requests are left out; their tokens too."""
+    """The report of all records of a run. Times and tokens of failed requests are left out."""
     good = [record for record in records if not record.error]
-    answered = [record for record in good if record.came]
+    answered = [record for record in good if record.responses]
     gaps = [token_gaps(record) for record in answered]
     per_token, weights = (np.concatenate(parts) for parts in zip(*gaps)) if gaps else (np.zeros(0),) * 2
     long = [record for record, (_, tokens) in zip(answered, gaps) if len(tokens)]
-    token_s = [(r.came[-1][0] - r.came[0][0]) / sum(count for _, count in r.came[1:]) for r in long]
+    token_s = [
+        (r.responses[-1][0] - r.responses[0][0]) / sum(count for _, count in r.responses[1:]) for r in long
+    ]
     seconds = max(r.ended for r in records) - min(r.sent for r in records) if records else 0.0
-    tokens = sum(count for record in good for _, count in record.came)
-    responses = sum(len(record.came) for record in good)
+    tokens = sum(count for record in good for _, count in record.responses)
+    responses = sum(len(record.responses) for record in good)
     return LoadReport(
         requests=len(records),
         failed=len(records) - len(good),

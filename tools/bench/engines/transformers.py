@@ -1,4 +1,4 @@
-"""The same job through transformers' generate, as it comes."""
+"""transformers' generate, with its default settings."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tridecode.backend.config import EngineConfig
 from tridecode.backend.engine.loader import DTYPES
 from tridecode.backend.engine.settings import choose_device
 from tridecode.converters.checkpoint import open_checkpoint
+from tridecode.tools.bench.engines import BenchEngine
 from tridecode.tools.bench.hf_config import hf_config
-from tridecode.tools.bench.measure import Job, Say, answer, measure
+from tridecode.tools.bench.measure import Job, measure
 
 
-def bench_transformers(job: Job, say: Say = lambda text: None) -> dict[str, Any]:
+def bench_transformers(job: Job) -> dict[str, Any]:
     """measure() of transformers. job.directory: a Hugging Face checkpoint or a .gguf file."""
-    say("loading")
     device = choose_device(EngineConfig(device=job.device))
     model = load_model(job, device)
 
@@ -31,7 +31,7 @@ def bench_transformers(job: Job, say: Say = lambda text: None) -> dict[str, Any]
             _generate(model, prompts[first : first + size], output_tokens)
         return time.perf_counter() - started
 
-    found = measure(generate, job, model.config.vocab_size, say)
+    found = measure(generate, job, model.config.vocab_size)
     return {
         "engine": f"transformers {transformers.__version__}",
         "model": job.directory or job.preset,
@@ -77,5 +77,4 @@ def _generate(model: Any, prompts: Sequence[Sequence[int]], output_tokens: int) 
     out.cpu()  # waits for the device
 
 
-if __name__ == "__main__":
-    answer(bench_transformers)
+ENGINE = BenchEngine("transformers", ("compare", "beside"), bench_transformers)

@@ -23,19 +23,18 @@ _CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", -1),
     ("grpc.use_local_subchannel_pool", 1),  # or all channels of a process would share one connection
 ]
-_STREAMS_A_CHANNEL = 32
+_STREAMS_PER_CHANNEL = 32
 
 
 @dataclass(frozen=True)
 class LoadSpec:
-    """What to send.
+    """The requests of one run.
 
     tokens_in: prompts are token ids for FasterTransformer's streaming model, else texts for a text model.
-    concurrency: requests under way at a time; or, where request_rate (a second) is given, requests arrive by
-    a Poisson process of that rate, however many are under way. forced_length: the end token is impossible
-    before output_tokens. timeout_s: of one request; connect_s: until the server answers at all.
-    start_within_s: no request is sent later than this after the first. whole_type: Triton's type of the text
-    model's max_tokens.
+    concurrency: requests in flight (closed loop). request_rate: requests per second, Poisson arrivals
+    independent of the requests in flight (open loop). forced_length: the end token is suppressed before
+    output_tokens. timeout_s: of one request. connect_s: until the server accepts connections. start_within_s:
+    the last request is sent within this time after the first. whole_type: Triton's type of max_tokens.
     """
 
     url: str
@@ -57,14 +56,13 @@ class LoadSpec:
 
 @dataclass
 class Record:
-    """What came of one request. Times in seconds of `clock`; came: when each response with tokens came, and
-    how many it had."""
+    """One request. Times in seconds of `clock`; responses: (arrival, tokens) of each that has tokens."""
 
     index: int
     sent: float
     ended: float = 0.0
-    came: list[tuple[float, int]] = field(default_factory=list)
-    counted: bool = True  # False: the server told no counts, a response was taken for one token
+    responses: list[tuple[float, int]] = field(default_factory=list)
+    counted: bool = True  # False: the server sent no counts; each response counts as one token
     error: str = ""
 
 
@@ -142,8 +140,8 @@ class _Stream:
     def __init__(self, stub: service_pb2_grpc.GRPCInferenceServiceStub):
         self._call: Any = stub.ModelStreamInfer()
 
-    async def ask(self, request: service_pb2.ModelInferRequest, record: Record, count: Callable) -> None:
-        """Send and read to the end; what went wrong is in record.error."""
+    async def run(self, request: service_pb2.ModelInferRequest, record: Record, count: Callable) -> None:
+        """Send, and read to the last response; an error is stored in record.error."""
         await self._call.write(request)
         while True:
             message = await self._call.read()
@@ -160,7 +158,7 @@ class _Stream:
             if response.outputs:
                 tokens = count(response)
                 if tokens:
-                    record.came.append((now, tokens))
+                    record.responses.append((now, tokens))
             if response.parameters["triton_final_response"].bool_param:
                 return
 
@@ -169,11 +167,11 @@ class _Stream:
 
 
 class Worker:
-    """Sends its share of the requests of a spec. `take()` gives the next request's number, or None at the
-    end; `tell()` is called when a request has ended."""
+    """Sends its share of the requests of a spec. take() gives the next request's number, or None at the end;
+    on_end() is called when a request has ended."""
 
-    def __init__(self, spec: LoadSpec, take: Callable[[], int | None], tell: Callable[[], None]):
-        self.spec, self._take, self._tell = spec, take, tell
+    def __init__(self, spec: LoadSpec, take: Callable[[], int | None], on_end: Callable[[], None]):
+        self.spec, self._take, self._on_end = spec, take, on_end
         self._channels: list[grpc.aio.Channel] = []
         self._idle: list[_Stream] = []
         self._opened = 0
@@ -181,8 +179,8 @@ class Worker:
         self.records: list[Record] = []
 
     async def connect(self, streams: int) -> None:
-        """Open connections for so many streams. Raises grpc.aio.AioRpcError or asyncio.TimeoutError."""
-        for _ in range(-(-streams // _STREAMS_A_CHANNEL)):
+        """Open connections for that many streams. Raises grpc.aio.AioRpcError or asyncio.TimeoutError."""
+        for _ in range(-(-streams // _STREAMS_PER_CHANNEL)):
             channel = grpc.aio.insecure_channel(self.spec.url, options=_CHANNEL_OPTIONS)
             self._channels.append(channel)
             await asyncio.wait_for(channel.channel_ready(), self.spec.connect_s)
@@ -190,21 +188,21 @@ class Worker:
             await stub.ServerLive(service_pb2.ServerLiveRequest())  # the first call of a channel is slower
 
     async def closed_loop(self, users: int) -> None:
-        """`users` requests under way at a time, until there are no more to take."""
+        """Keep `users` requests in flight until all have been taken."""
         await asyncio.gather(*(self._user() for _ in range(users)))
 
     async def _user(self) -> None:
         while clock() < self.deadline and (index := self._take()) is not None:
-            await self._ask(index)
+            await self._request(index)
 
     async def open_loop(self, arrivals: list[tuple[int, float]]) -> None:
-        """Each (number, seconds of `clock`) is sent at its time."""
+        """Send each (number, seconds of `clock`) at its time."""
         tasks = []
         for index, when in arrivals:
             if when >= self.deadline:
                 break
             await asyncio.sleep(max(0.0, when - clock()))
-            tasks.append(asyncio.ensure_future(self._ask(index)))
+            tasks.append(asyncio.ensure_future(self._request(index)))
         await asyncio.gather(*tasks)
 
     async def close(self) -> None:
@@ -218,29 +216,29 @@ class Worker:
         self._opened += 1
         return _Stream(service_pb2_grpc.GRPCInferenceServiceStub(channel))
 
-    async def _ask(self, index: int) -> None:
+    async def _request(self, index: int) -> None:
         request = make_request(self.spec, index)
         stream = self._idle.pop() if self._idle else self._open()
         prompt = self.spec.prompts[index % len(self.spec.prompts)]
         count = (_TokenCount if self.spec.tokens_in else _TextCount)(prompt)
         record = Record(index, clock())
         try:
-            await asyncio.wait_for(stream.ask(request, record, count), self.spec.timeout_s)
+            await asyncio.wait_for(stream.run(request, record, count), self.spec.timeout_s)
         except asyncio.TimeoutError:
             record.error = f"no end within {self.spec.timeout_s:g} s"
         except grpc.RpcError as error:
             record.error = f"{error.code().name}: {error.details()}"
         record.ended, record.counted = clock(), count.counted
         if record.error:
-            stream.cancel()  # what it still has to say would be taken for the next request's
+            stream.cancel()  # its remaining responses would count for the next request
         else:
             self._idle.append(stream)
         self.records.append(record)
-        self._tell()
+        self._on_end()
 
 
 def work(number: int, spec: LoadSpec, taken: Any, done: Any, pipe: Connection) -> None:
-    """Process `number` of a run: connect, say so, wait for the starting time, send, hand the records over.
+    """Process `number` of a run: connect, report, wait for the starting time, send, return the records.
 
     taken, done: shared counters (multiprocessing.Value). pipe: gives "ready" or an error's text, takes the
     starting time in seconds of `clock`, gives the list of Records.
@@ -256,12 +254,12 @@ async def _work(number: int, spec: LoadSpec, taken: Any, done: Any, pipe: Connec
             taken.value += 1
             return taken.value - 1
 
-    def tell() -> None:
+    def on_end() -> None:
         with done.get_lock():
             done.value += 1
 
     users = len(range(number, spec.concurrency, spec.processes))
-    worker = Worker(spec, take, tell)
+    worker = Worker(spec, take, on_end)
     try:
         await worker.connect(users)
     except (grpc.RpcError, asyncio.TimeoutError) as error:

@@ -1,11 +1,14 @@
-"""`tridecode bench`: tables on the terminal, JSON and pictures in a folder."""
+"""The commands of `tridecode bench`: tables on the terminal, JSON files and plots in a folder."""
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Callable, Optional, TypeVar
 
 import typer
 
 from tridecode.backend.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tridecode.tools.bench.measure import Job
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -36,7 +39,17 @@ _WorkloadOutput = Annotated[
 ]
 _Repeats = Annotated[int, typer.Option(min=1, help="Repetitions; the median is reported.")]
 _Tp = Annotated[int, typer.Option(min=1, help="GPUs that share each layer.")]
-_Output = Annotated[Path, typer.Option(help="Folder for the JSON and the picture.")]
+
+
+def _check_output(folder: Path) -> Path:
+    """Before anything is measured."""
+    from tridecode.tools.bench.reports.report import check_output
+
+    check_output(folder)
+    return folder
+
+
+_Output = Annotated[Path, typer.Option(help="Folder for the JSON and the plot.", callback=_check_output)]
 _Prompts = Annotated[
     Optional[Path], typer.Option(help='Prompts from a JSON-lines file with "text" in each line.')
 ]
@@ -49,6 +62,7 @@ _Tokenizer = Annotated[
 ]
 _DoorPython = Annotated[Optional[str], typer.Option(help="Python of the server's models: numpy < 2.")]
 _RESULTS = Path("build/bench")
+_Number = TypeVar("_Number", int, float)
 
 
 @app.command()
@@ -78,17 +92,13 @@ def engine(
     Example:
       tridecode bench engine --preset bloom-7b1 --batches 1,8,64,256
     """
-    from tridecode.tools.bench import commands, report
+    from tridecode.tools.bench import compare
 
-    report.check_output(output)
-    sizes = _batches(batches, (1, 8, 64, 256), prompts, workload)
-    tokens = output_tokens or _output_tokens(workload)
-    job = commands.make_job(preset, model, dtype, device, sizes, prompt_tokens, tokens, repeats, tp)
-    if prompts is not None:
-        job = commands.with_prompts(job, prompts, tokenizer or model, requests)
-    if workload is not None:
-        job = commands.with_workload(job, workload, requests)
-    commands.run_engine(job, output)
+    job = _job(
+        preset, model, dtype, device, batches, (1, 8, 64, 256), prompt_tokens, output_tokens, repeats, tp,
+        prompts, tokenizer or model, workload, requests,
+    )  # fmt: skip
+    compare.run_engine(job, output)
 
 
 @app.command()
@@ -118,17 +128,14 @@ def server(
     Example:
       tridecode bench server --preset bloom-7b1 --streams 1,64,256
     """
-    from tridecode.tools.bench import commands, report
+    from tridecode.tools.bench import compare
 
-    report.check_output(output)
-    job = commands.make_job(
-        preset, repository, dtype, device, _numbers(streams), prompt_tokens, output_tokens, repeats, tp
-    )
-    commands.run_server(job, output, tokens_in=tokens, door_python=door_python)
+    job = _job(preset, repository, dtype, device, streams, (), prompt_tokens, output_tokens, repeats, tp)
+    compare.run_server(job, output, tokens_in=tokens, door_python=door_python)
 
 
-@app.command()
-def compare(
+@app.command("compare")
+def compare_engines(
     preset: _Preset = "smollm2-135m",
     dtype: _Dtype = None,
     device: _Device = "auto",
@@ -151,17 +158,13 @@ def compare(
       tridecode bench compare --preset llama-3-8b --batches 1,8,64
       tridecode bench compare --preset bloom-7b1 --workload lambada
     """
-    from tridecode.tools.bench import commands, report
+    from tridecode.tools.bench import compare
 
-    report.check_output(output)
-    sizes = _batches(batches, (1, 8, 64), prompts, workload)
-    tokens = output_tokens or _output_tokens(workload)
-    job = commands.make_job(preset, None, dtype, device, sizes, prompt_tokens, tokens, repeats, 1)
-    if prompts is not None:
-        job = commands.with_prompts(job, prompts, tokenizer, requests)
-    if workload is not None:
-        job = commands.with_workload(job, workload, requests)
-    commands.run_compare(job, output)
+    job = _job(
+        preset, None, dtype, device, batches, (1, 8, 64), prompt_tokens, output_tokens, repeats, 1,
+        prompts, tokenizer, workload, requests,
+    )  # fmt: skip
+    compare.run_compare(job, output)
 
 
 @app.command()
@@ -175,9 +178,7 @@ def beside(
     rounds: Annotated[
         int, typer.Option(min=1, help="Each engine runs once per round; medians are reported.")
     ] = 5,
-    patience_s: Annotated[
-        float, typer.Option(help="Repeat runs that other processes disturb, for this many seconds.")
-    ] = 0.0,
+    patience_s: Annotated[float, typer.Option(help="Repeat disturbed runs for this many seconds.")] = 0.0,
     cache: Annotated[Path, typer.Option(help="Folder that keeps the converted repository.")] = Path("demo"),
     output: _Output = _RESULTS,
     name: Annotated[str, typer.Option(help="Stem of the output file names.")] = "beside",
@@ -193,9 +194,7 @@ def beside(
     """
     from tridecode.tools.bench.beside import run_beside
     from tridecode.tools.bench.measure import Job
-    from tridecode.tools.bench.report import check_output
 
-    check_output(output)
     job = Job(batches=_numbers(streams), prompt_tokens=prompt_tokens, output_tokens=output_tokens, repeats=1)
     run_beside(model, job, rounds, patience_s, cache, output, name)
 
@@ -226,9 +225,7 @@ def loading(
       tridecode bench loading --preset bloom-7b1
     """
     from tridecode.tools.bench.loading import run_loading
-    from tridecode.tools.bench.report import check_output
 
-    check_output(output)
     run_loading(preset, dtype, device, loads, folder, output)
 
 
@@ -252,9 +249,7 @@ def agree(
       tridecode bench agree --model SmolLM2-135M-Instruct.Q4_1.gguf
     """
     from tridecode.tools.bench.agree import run_agree
-    from tridecode.tools.bench.report import check_output
 
-    check_output(output)
     run_agree(model, tokens, prompts, device, output)
 
 
@@ -306,14 +301,14 @@ def load(
       tridecode bench load --tokenizer models --concurrency 1,16,64
       tridecode bench load --prompts lambada_test.jsonl --requests 512 --concurrency 16
     """
-    from tridecode.tools.bench.load_command import LoadPlan, run_load_plan
+    from tridecode.tools.bench.load.command import LoadPlan, run_load_plan
 
     plan = LoadPlan(
         url=url,
         model=model,
         tokens_in=tokens,
         concurrencies=_numbers(concurrency),
-        request_rates=tuple(_rates(request_rate)),
+        request_rates=_rates(request_rate),
         requests=requests,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
@@ -330,39 +325,60 @@ def load(
         raise typer.Exit(1)
 
 
-def _batches(
-    given: Optional[str], usual: tuple[int, ...], prompts: Optional[Path], workload: Optional[str]
-) -> tuple[int, ...]:
+def _job(
+    preset: str,
+    directory: Optional[Path],
+    dtype: Optional[str],
+    device: str,
+    batches: Optional[str],
+    sizes: tuple[int, ...],
+    prompt_tokens: int,
+    output_tokens: Optional[int],
+    repeats: int,
+    tp: int,
+    prompts: Optional[Path] = None,
+    tokenizer: Optional[Path] = None,
+    workload: Optional[str] = None,
+    requests: Optional[int] = None,
+) -> "Job":
+    from tridecode.tools.bench import jobs
+    from tridecode.tools.bench.load.workloads import LAMBADA_OUTPUT
+
     if prompts is not None and workload is not None:
         raise ConfigError("--prompts and --workload are two sources of prompts; wanted one of them")
-    if given is not None:
-        return _numbers(given)
-    return usual if prompts is None and workload is None else (16,)
-
-
-def _output_tokens(workload: Optional[str]) -> int:
-    from tridecode.tools.bench.workloads import LAMBADA_OUTPUT
-
-    return 128 if workload is None else LAMBADA_OUTPUT
+    if batches is not None:
+        sizes = _numbers(batches)
+    elif prompts is not None or workload is not None:
+        sizes = (16,)
+    job = jobs.make_job(
+        preset,
+        directory,
+        dtype,
+        device=device,
+        batches=sizes,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens or (LAMBADA_OUTPUT if workload else 128),
+        repeats=repeats,
+        tensor_para_size=tp,
+    )
+    if prompts is not None:
+        return jobs.with_prompts(job, prompts, tokenizer, requests)
+    return job if workload is None else jobs.with_workload(job, workload, requests)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        numbers = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) < 1:
-        raise ConfigError(f"{text!r} is not a list of whole numbers of 1 or more, e.g. 1,8,64")
-    return numbers
+    return _list_of(int, text, "whole numbers of 1 or more, e.g. 1,8,64", 1)
 
 
-def _rates(text: Optional[str]) -> list[float]:
-    if text is None:
-        return []
+def _rates(text: Optional[str]) -> tuple[float, ...]:
+    return () if text is None else _list_of(float, text, "requests per second, e.g. 0.5,2,8", 1e-9)
+
+
+def _list_of(kind: Callable[[str], _Number], text: str, wanted: str, least: float) -> tuple[_Number, ...]:
     try:
-        rates = [float(part) for part in text.split(",")]
+        values = tuple(kind(part) for part in text.split(","))
     except ValueError:
-        rates = []
-    if not rates or min(rates) <= 0:
-        raise ConfigError(f"{text!r} is not a list of requests per second, e.g. 0.5,2,8")
-    return rates
+        values = ()
+    if not values or not min(values) >= least:
+        raise ConfigError(f"{text!r} is not a list of {wanted}")
+    return values

@@ -1,4 +1,4 @@
-"""The engine alone: DecodeLoop over a front that is no socket, so that what is timed is what serves."""
+"""Our engine without a server: the DecodeLoop that serves, over a front without a socket."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ from tridecode.backend.engine_config_file import FILE, checkpoint_dir
 from tridecode.backend.errors import BY_CODE, TridecodeError
 from tridecode.backend.supervisor.rank_link import RankStatus
 from tridecode.model_repo_templates.repository import ENGINE_MODEL
-from tridecode.tools.bench.measure import Job, Say, answer, measure
+from tridecode.tools.bench.engines import BenchEngine
+from tridecode.tools.bench.measure import Job, Say, measure, silent
 
 _DOOR = b"bench"
 
 
 class _BatchFront:
-    """Hands the loop a batch of requests, all at once, and stops it when each has ended."""
+    """Submits a batch of requests at once, and stops the loop when all have ended."""
 
     def __init__(self, submits: list[m.Submit]):
         self._arriving: deque[tuple[bytes, m.Submit]] = deque((_DOOR, submit) for submit in submits)
@@ -74,8 +75,7 @@ class LoopRunner:
     def generate(self, prompts: Sequence[Sequence[int]], output_tokens: int) -> float:
         """Seconds until each prompt has output_tokens new tokens. A measure.Generate.
 
-        The end token is held back, as a server's forced length holds it back. Raises TridecodeError where a
-        request fails.
+        The end token is suppressed, as by a request's min_tokens. Raises TridecodeError if one fails.
         """
         model = self.engine.model_config
         params = m.SamplingParams(max_tokens=output_tokens, min_tokens=output_tokens, end_id=model.end_id)
@@ -91,7 +91,7 @@ class LoopRunner:
         loop.run()
         wanted = len(prompts) * output_tokens
         if front.tokens != wanted:
-            raise TridecodeError(f"{front.tokens} tokens came of {len(prompts)} requests; wanted {wanted}")
+            raise TridecodeError(f"{len(prompts)} requests gave {front.tokens} tokens; wanted {wanted}")
         return front.ended_at - started
 
 
@@ -101,7 +101,7 @@ def weight_directory(path: str | Path) -> Path:
     return Path(checkpoint_dir(str(engine_model))) if (engine_model / FILE).is_file() else Path(path)
 
 
-def bench_engine(job: Job, say: Say = lambda text: None) -> dict[str, Any]:
+def bench_engine(job: Job, say: Say = silent) -> dict[str, Any]:
     """measure() of the engine alone, with what it ran on: {"engine", "model", "device", "dtype", ...}.
 
     job.directory: a model repository or a weight directory. Raises TridecodeError.
@@ -177,5 +177,4 @@ def _follow(job: Job, rank: int, meeting: str) -> None:
     follow(_load(job, rank, meeting), RankStatus())
 
 
-if __name__ == "__main__":
-    answer(bench_engine)
+ENGINE = BenchEngine("tridecode", ("compare", "beside"), bench_engine, ours=True)

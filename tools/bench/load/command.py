@@ -16,13 +16,13 @@ from tridecode.backend.config import read_model_config
 from tridecode.backend.engine_config_file import checkpoint_dir, read_engine_parameters
 from tridecode.backend.errors import ConfigError, TridecodeError
 from tridecode.model_repo_templates.repository import ENGINE_MODEL
-from tridecode.tools.bench.load import TOKEN_MODEL, choose_processes, run_load
-from tridecode.tools.bench.load_report import LoadReport, summarise
-from tridecode.tools.bench.load_worker import LoadSpec, Prompt
-from tridecode.tools.bench.plots import plot_load
+from tridecode.tools.bench.load.generator import TOKEN_MODEL, choose_processes, run_load
+from tridecode.tools.bench.load.prompts import find_tokenizer, read_prompts, text_prompts
+from tridecode.tools.bench.load.summary import LoadReport, summarise
+from tridecode.tools.bench.load.worker import LoadSpec, Prompt
 from tridecode.tools.bench.presets import random_prompts
-from tridecode.tools.bench.prompts import find_tokenizer, read_prompts, text_prompts
-from tridecode.tools.bench.report import check_output, environment, table, write_report
+from tridecode.tools.bench.reports.plots import plot_load
+from tridecode.tools.bench.reports.report import environment, table, write_report
 from tridecode.tools.chat import served_repository
 from tridecode.tools.generate import find_text_model, grpc_address
 from tridecode.tools.progress import counter
@@ -30,7 +30,7 @@ from tridecode.tools.progress import counter
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Runs of the load generator, one for each of request_rates or else of concurrencies."""
+    """Runs of the load generator: one per request rate if there are any, else one per concurrency."""
 
     url: str
     model: str | None
@@ -52,25 +52,24 @@ class LoadPlan:
 
 @dataclass(frozen=True)
 class _Target:
-    """The served model: its name at the server, Triton's type of its max_tokens, and, where the server runs
-    on this machine, its repository."""
+    """The served model. whole_type: Triton's type of its max_tokens. repository: if the server runs on this
+    machine."""
 
     name: str
     whole_type: str
     repository: Path | None
 
 
-_RATE_USERS = 64  # connections and processes, where requests come at a rate
-_MOST_PROMPTS = 1024  # different ones; further requests use them again
+_RATE_USERS = 64  # connections of an open loop (--request-rate)
+_MOST_PROMPTS = 1024  # different ones, which further requests use again
 
 
 def run_load_plan(plan: LoadPlan, output: Path) -> int:
-    """Run it, print and write the results. The number of requests that failed.
+    """Run it, print and write the results. Returns the number of requests that failed.
 
     All runs together send requests for plan.max_seconds at most. Raises ConfigError for prompts that cannot
-    be read or an output that cannot be written, before the first request.
+    be read, before the first request.
     """
-    check_output(output)
     texts = read_prompts(plan.prompts, plan.requests) if plan.prompts is not None else []
     plan = replace(plan, url=grpc_address(plan.url))
     target = _find_target(plan)
@@ -87,7 +86,7 @@ def run_load_plan(plan: LoadPlan, output: Path) -> int:
     reports = {label: summarise(records) for label, records in runs.items()}
     console = Console()
     console.print(table(f"{target.name} at {plan.url}", ["", *reports], _rows(list(reports.values()))))
-    _tell_faults(reports.values(), console)
+    _print_faults(reports.values(), console)
     for label, spec in zip(runs, specs):
         if len(runs[label]) < spec.num_requests:
             found = f"{label}: {len(runs[label])} of {spec.num_requests} requests were sent"
@@ -111,14 +110,14 @@ def _find_target(plan: LoadPlan) -> _Target:
 
 def _title(plan: LoadPlan, target: _Target) -> str:
     """Model, device, prompt and output length."""
-    asked = f"prompts of {plan.prompts.name}" if plan.prompts else f"prompts of {plan.prompt_tokens} tokens"
+    prompts = plan.prompts.name if plan.prompts else f"{plan.prompt_tokens} tokens"
     ends = "new tokens" if plan.forced_length else "new tokens at most"
     where = [_model_name(target), _device(plan, target)]
-    return f"{', '.join(where)}\n{asked}, {plan.output_tokens} {ends}, {target.name} over gRPC"
+    return f"{', '.join(where)}\nprompts of {prompts}, {plan.output_tokens} {ends}, {target.name} over gRPC"
 
 
 def _model_name(target: _Target) -> str:
-    """model_name of the served repository's config.ini; the name at the server where it is not to be had."""
+    """model_name of the served repository's config.ini; the name at the server if it cannot be read."""
     if target.repository is None:
         return target.name
     try:
@@ -193,11 +192,11 @@ def _rows(reports: Sequence[LoadReport]) -> list[list[Any]]:
         lines[f"between tokens, ms {key}"] = [report.inter_token_ms.get(key) for report in reports]
     lines["tokens/s"] = [report.tokens_per_s for report in reports]
     lines["requests/s"] = [report.requests_per_s for report in reports]
-    lines["tokens a response"] = [report.tokens_per_response for report in reports]
+    lines["tokens per response"] = [report.tokens_per_response for report in reports]
     return [[name, *values] for name, values in lines.items()]
 
 
-def _tell_faults(reports: Iterable[LoadReport], console: Console) -> None:
+def _print_faults(reports: Iterable[LoadReport], console: Console) -> None:
     for report in reports:
         for error, count in report.errors.items():
             console.print(f"{count} requests failed: {error}", style="red", highlight=False, markup=False)

@@ -1,4 +1,4 @@
-"""The same job through ctranslate2, where it is installed: the CPU engine in fp32 to measure up to."""
+"""ctranslate2 on the CPU, where it is installed: the fastest other fp32 CPU engine."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from typing import Any
 
 import torch
 
-from tridecode.tools.bench.measure import Job, Say, answer, measure
-from tridecode.tools.bench.transformers_bench import load_model
+from tridecode.tools.bench.engines import BenchEngine
+from tridecode.tools.bench.engines.transformers import load_model
+from tridecode.tools.bench.measure import Job, measure
 
 _TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
-def bench_ctranslate2(job: Job, say: Say = lambda text: None) -> dict[str, Any]:
-    """measure() of ctranslate2 on the CPU, or {"error": "ctranslate2 is not installed"}. job.directory: as of
-    transformers_bench."""
+def bench_ctranslate2(job: Job) -> dict[str, Any]:
+    """measure() of ctranslate2, or {"error": "ctranslate2 is not installed"}. job.directory: as for
+    transformers."""
     if importlib.util.find_spec("ctranslate2") is None:
         return {"error": "ctranslate2 is not installed"}
-    ctranslate2 = importlib.import_module("ctranslate2")  # late: most machines have none
-    say("loading")
+    ctranslate2 = importlib.import_module("ctranslate2")  # here, because it is optional
     dtype = _TYPES[job.dtype or "fp32"]
     with tempfile.TemporaryDirectory() as folder:
         vocab_size = _convert(job, Path(folder), dtype)
-        threads = torch.get_num_threads()  # as the other engines
+        threads = torch.get_num_threads()  # the other engines' number
         engine = ctranslate2.Generator(folder, device="cpu", compute_type=dtype, intra_threads=threads)
 
     def generate(prompts: Sequence[Sequence[int]], output_tokens: int) -> float:
-        asked = [[str(token) for token in prompt] for prompt in prompts]
+        inputs = [[str(token) for token in prompt] for prompt in prompts]
         started = time.perf_counter()
         answers = engine.generate_batch(
-            asked,
+            inputs,
             beam_size=1,
             sampling_topk=1,
             min_length=output_tokens,
@@ -53,7 +53,7 @@ def bench_ctranslate2(job: Job, say: Say = lambda text: None) -> dict[str, Any]:
         "model": job.directory or job.preset,
         "device": "cpu",
         "dtype": dtype,
-        **measure(generate, job, vocab_size, say),
+        **measure(generate, job, vocab_size),
     }
 
 
@@ -78,5 +78,4 @@ def _convert(job: Job, folder: Path, dtype: str) -> int:
     return vocab_size
 
 
-if __name__ == "__main__":
-    answer(bench_ctranslate2)
+ENGINE = BenchEngine("ctranslate2", ("beside",), bench_ctranslate2)

@@ -1,4 +1,4 @@
-"""The load generator: several processes of load_worker, one spec, all their records."""
+"""The load generator: worker processes that share one spec, and their records."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from multiprocessing.connection import Connection
 from typing import Any, Callable
 
 from tridecode.backend.errors import EngineDownError, TridecodeError
-from tridecode.tools.bench.load_worker import LoadSpec, Record, clock, work
+from tridecode.tools.bench.load.worker import LoadSpec, Record, clock, work
 
 #: the model of a repository that streams token ids to FasterTransformer's clients
 TOKEN_MODEL = "fastertransformer_streaming"
 
-_USERS_A_PROCESS = 16  # at 53 us a response one process reads 19,000 a second of 64 streams
+_STREAMS_PER_PROCESS = 16  # at 53 us per response, one process reads 19,000 per second of 64 streams
 _HEAD_START_S = 0.2  # from the last process' readiness to the first request
 _LOOK_S = 0.1
 
@@ -29,11 +29,11 @@ Progress = Callable[[int], None]
 def choose_processes(concurrency: int, cores: int | None = None) -> int:
     """One per 16 streams, at most half the cores: the server runs on the others."""
     cores = cores or os.cpu_count() or 1
-    return max(1, min(cores // 2, -(-concurrency // _USERS_A_PROCESS)))
+    return max(1, min(cores // 2, -(-concurrency // _STREAMS_PER_PROCESS)))
 
 
 def run_load(spec: LoadSpec, progress: Progress | None = None) -> list[Record]:
-    """Send the requests of a spec, those that start within spec.start_within_s; their records in order.
+    """Send the requests of a spec that start within spec.start_within_s; returns their records in order.
 
     progress: called with the number of requests that have ended. A request that fails is a record with its
     error. Raises EngineDownError where no server answers.
@@ -59,7 +59,7 @@ def run_load(spec: LoadSpec, progress: Progress | None = None) -> list[Record]:
 
 @contextmanager
 def _processes(context: Any, spec: LoadSpec, counters: tuple) -> Iterator[list[Connection]]:
-    """The pipes to spec.processes workers, which are gone when the block ends."""
+    """The pipes to spec.processes workers, which are ended with the block."""
     pipes, started = [], []
     try:
         for number in range(spec.processes):
@@ -81,7 +81,7 @@ def _processes(context: Any, spec: LoadSpec, counters: tuple) -> Iterator[list[C
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Processes started here ignore Ctrl-C, which the terminal sends to all: this one ends them."""
+    """Processes started in the block ignore Ctrl-C: the terminal signals all, and this process ends them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,11 +1,11 @@
-"""Workloads of a known shape: random ids in prompts that are as long as those of a data set.
+"""Workloads: random ids in prompts with the lengths of a data set.
 
 `lambada` is the run of FasterTransformer's bloom_lambada.py: the 5,153 texts of LAMBADA's test set without
-their last words; those who published it for BLOOM-7B1 asked 16 at a time. That script makes as many tokens as
-the longest last word of the batch has: 3 in the median of 16 in a row (1 to 9, mean 2.8). The lengths below
-were counted from the data set with SmolLM2's tokenizer, without BOS: mean 80.2, standard deviation 12.3, 58
-to 222 tokens. BLOOM's vocabulary is five times as large, so its own counts are probably a little lower. Which
-prompt stands beside which is not the data set's order but a shuffle.
+their last words; the published run for BLOOM-7B1 used batches of 16. That script generates as many tokens as
+the longest last word of the batch has: 3 in the median of 16 consecutive texts (1 to 9, mean 2.8). The
+lengths below were counted with SmolLM2's tokenizer, without BOS: mean 80.2, standard deviation 12.3, 58 to
+222 tokens. BLOOM's vocabulary is five times as large, so its counts are probably a little lower. The prompts
+are shuffled, not in the data set's order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LAMBADA_COUNTS = (
     "115 104 116 96 103 96 80 71 62 56 48 54 48 46 37 35 27 26 22 24 16 19 17 13 5 11 10 16 14 9 10 7 7 "
     "3 7 0 8 7 0 5 3 2 2 1 1 0 0 2 3 1"
 )
-#: tokens: prompts, of those that are longer
+#: number of longer prompts, by tokens
 _LAMBADA_LONG = {
     137: 1,
     138: 3,
@@ -44,12 +44,12 @@ _LAMBADA_LONG = {
 def workload_prompts(
     name: str, vocab_size: int, limit: int | None = None, seed: int = 0
 ) -> tuple[tuple[int, ...], ...]:
-    """The first `limit` prompts of a workload, the same whenever they are asked for with the same seed.
+    """The first `limit` prompts of a workload, which follow from the seed.
 
     Raises ConfigError for a workload that does not exist.
     """
     if name != LAMBADA:
-        raise ConfigError(f"no workload {name!r}; there is {LAMBADA}")
+        raise ConfigError(f"no workload {name!r}; wanted {LAMBADA}")
     random = np.random.default_rng(seed)
     lengths = random.permutation(_lambada_lengths())[:limit]
     ids = random.integers(3, vocab_size, lengths.sum())  # 0 to 2 may be special
