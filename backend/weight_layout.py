@@ -23,7 +23,6 @@ class WeightSpec:
         concatenation of the r-th slice of each section: the fused query_key_value of FasterTransformer, (H,
         3, H/t) a file, is sections (H, H, H). Empty: one section.
     layer: the layer it belongs to, or None; a pipeline stage reads its own layers only.
-    optional: the file may be absent (the head of a tied model).
     """
 
     name: str
@@ -31,7 +30,6 @@ class WeightSpec:
     axis: int | None = None
     sections: tuple[int, ...] = ()
     layer: int | None = None
-    optional: bool = False
 
     def __post_init__(self) -> None:
         if self.axis is not None and self.sections:

@@ -41,7 +41,7 @@ def model_config(hf: PreTrainedConfig, **common) -> ModelConfig:
         max_positions=DEFAULT_MAX_POSITIONS,  # ALiBi has no table that ends; FasterTransformer's limit
         norm_eps=hf.layer_norm_epsilon,
         activation="gelu_tanh",
-        residual_from_norm=hf.apply_residual_connection_post_layernorm,
+        residual="from_norm" if hf.apply_residual_connection_post_layernorm else "sequential",
         **common,
     )
 

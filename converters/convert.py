@@ -78,7 +78,7 @@ def plan_conversion(
     _check_numbers(config, checkpoint)
     where = f"converters/{module.__name__.rpartition('.')[2]}.py"
     ignored = expand(module.IGNORED, config.num_layers) | ({module.HEAD} if tied else set())
-    specs = [spec for spec in family(config.family).weight_specs(config) if not (spec.optional and tied)]
+    specs = family(config.family).weight_specs(config)
     shapes = {full: checkpoint.tensors.shapes[own] for full, own in names.items()}
     conversions = plan_conversions(module.rules(config), specs, shapes, ignored, config.num_layers, where)
     return PlannedConversion(checkpoint, config, conversions, names)

@@ -14,8 +14,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from tridecode.backend.config import ModelConfig, check_tensor_size, model_config_ini
+from tridecode.backend.config import ModelConfig, check_tensor_size
 from tridecode.backend.errors import CheckpointError
+from tridecode.backend.models import model_config_ini
 from tridecode.backend.weight_layout import WeightSpec
 from tridecode.backend.weights import (
     MANIFEST_FILE,

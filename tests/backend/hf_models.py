@@ -128,7 +128,7 @@ def model_config(model: torch.nn.Module) -> ModelConfig:
             mlp_size=4 * c.hidden_size,
             max_positions=2048,
             norm_eps=c.layer_norm_epsilon,
-            residual_from_norm=c.apply_residual_connection_post_layernorm,
+            residual="from_norm" if c.apply_residual_connection_post_layernorm else "sequential",
             **common,
         )
     rope = c.rope_parameters

@@ -13,11 +13,10 @@ from tridecode.backend.config import (
     EngineConfig,
     ModelConfig,
     RopeConfig,
-    model_config_ini,
     read_engine_config,
-    read_model_config,
 )
 from tridecode.backend.errors import ConfigError, UnsupportedError
+from tridecode.backend.models import model_config_ini, read_model_config
 
 # what FasterTransformer's bloom converter writes for bloom-560m: no blanks around "="
 BLOOM_560M = """[gpt]
@@ -131,10 +130,13 @@ def test_a_value_that_cannot_be_read_is_an_error_that_says_what_was_wanted(tmp_p
             "layernorm_type = post_layernorm",
             "layernorm_type = post_layernorm; this version runs pre_layernorm",
         ),
-        ("activation_type = GeGLU", "activation_type = geglu; this version runs"),
-        ("has_adapters = true", "has_adapters = true; this version has no adapters"),
+        ("activation_type = GeGLU", "activation_type = geglu; this version runs gelu, gelu_erf, relu"),
+        ("has_adapters = true", "has_adapters = true; this version runs false"),
         ("has_post_decoder_layernorm = 0", "has_post_decoder_layernorm = false"),
-        ("use_attention_linear_bias = true", "this version runs True, False, False (GPT)"),
+        (
+            "use_attention_linear_bias = true",
+            "[gpt] has the flags of another network; this version runs BLOOM (ALiBi",
+        ),
     ],
 )
 def test_a_network_that_this_version_does_not_run_is_refused_by_name(tmp_path, line, complaint):
@@ -150,7 +152,7 @@ def test_other_sections_are_named(tmp_path):
 
 @pytest.mark.parametrize("text", ["head_num = 3\n", "[gpt\nx", "[gpt]\nno equals sign\n"])
 def test_a_text_that_is_no_ini_file_is_refused(tmp_path, text):
-    with pytest.raises(ConfigError, match="config.ini is no INI file"):
+    with pytest.raises(ConfigError, match="config.ini is not a valid INI file"):
         read_model_config(write(tmp_path, text))
 
 
@@ -197,9 +199,11 @@ def model_configs(draw) -> ModelConfig:
             mlp_bias=draw(st.booleans()), **values,
         )  # fmt: skip
     activation = "gelu_tanh" if family == "bloom" else draw(st.sampled_from(["gelu_tanh", "gelu", "relu"]))
+    residuals = ["sequential", "from_norm"] if family == "bloom" else ["sequential"]
+    residuals = ["sequential", "from_norm"] if family == "bloom" else ["sequential"]
     return ModelConfig(
         family=family, hidden_size=heads * values["head_size"], num_heads=heads, num_kv_heads=heads,
-        activation=activation, residual_from_norm=family == "bloom" and draw(st.booleans()), **values,
+        activation=activation, residual=draw(st.sampled_from(residuals)), **values,
     )  # fmt: skip
 
 

@@ -21,10 +21,11 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from tests.checkpoints import FAMILIES, greedy, save, tiny_bloom, tiny_gpt2, tiny_llama
-from tridecode.backend.config import read_engine_config, read_model_config
+from tridecode.backend.config import read_engine_config
 from tridecode.backend.engine.offline import run_greedy
 from tridecode.backend.engine_config_file import checkpoint_dir, read_engine_parameters
 from tridecode.backend.errors import CheckpointError, ConfigError
+from tridecode.backend.models import read_model_config
 from tridecode.converters import parity as parity_module
 from tridecode.converters import writer
 from tridecode.tools import build_repo as build_repo_module

@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tridecode.backend.config import read_model_config
 from tridecode.backend.errors import ConfigError, TridecodeError
+from tridecode.backend.models import read_model_config
 from tridecode.tools.bench.engine import bench_engine, weight_directory
 from tridecode.tools.bench.measure import Job, run_apart
 from tridecode.tools.bench.plots import plot_batches
