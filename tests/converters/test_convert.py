@@ -262,7 +262,7 @@ def test_a_tensor_that_no_rule_knows_is_named_with_its_shape(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         plan_conversion(open_checkpoint(tmp_path / "hf"))
     assert str(caught.value) == (
-        "no rule consumed model.layers.1.mlp.router.weight (4, 48); see converters/llama.py"
+        "no rule consumed model.layers.1.mlp.router.weight (4, 48); see converters/families/llama.py"
     )
 
 
@@ -281,7 +281,7 @@ def test_a_missing_tensor_is_named(tmp_path):
         plan_conversion(open_checkpoint(tmp_path / "hf"))
     assert str(caught.value) == (
         "the checkpoint has no transformer.h.1.mlp.dense_4h_to_h.bias; "
-        "model.layers.1.mlp.dense_4h_to_h.bias (40,) needs it; see converters/bloom.py"
+        "model.layers.1.mlp.dense_4h_to_h.bias (40,) needs it; see converters/families/bloom.py"
     )
 
 
