@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.backend.hf_models import model_config
+from tests.checkpoints import FAMILIES
 from tridecode.backend.config import (
     EngineConfig,
     ModelConfig,
-    RopeConfig,
     read_engine_config,
 )
 from tridecode.backend.errors import ConfigError, UnsupportedError
@@ -174,37 +175,15 @@ COMMON = {
     "model_name": st.sampled_from(["model", "bigscience/bloom-7b1", "LLaMA 3", "50% off"]),
     "tied_head": st.booleans(),
 }
-ROPE = st.builds(
-    RopeConfig,
-    size=st.integers(1, 128).map(lambda n: 2 * n),
-    theta=st.floats(1.0, 1e8),
-    scaling=st.sampled_from(["default", "linear", "llama3"]),
-    factor=st.floats(1.0, 64.0),
-    low_freq_factor=st.floats(0.5, 4.0),
-    high_freq_factor=st.floats(4.0, 16.0),
-    original_max_positions=st.integers(1, 10**6),
-)
 
 
 @st.composite
 def model_configs(draw) -> ModelConfig:
-    family = draw(st.sampled_from(["gpt", "bloom", "llama"]))
-    values = {name: draw(strategy) for name, strategy in COMMON.items()}
-    heads = draw(st.integers(1, 128))
-    if family == "llama":
-        kv_heads = draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0]))
-        return ModelConfig(
-            family=family, hidden_size=draw(st.integers(1, 20000)), num_heads=heads, num_kv_heads=kv_heads,
-            activation="silu", rope=draw(ROPE), attention_bias=draw(st.booleans()),
-            mlp_bias=draw(st.booleans()), **values,
-        )  # fmt: skip
-    activation = "gelu_tanh" if family == "bloom" else draw(st.sampled_from(["gelu_tanh", "gelu", "relu"]))
-    residuals = ["sequential", "from_norm"] if family == "bloom" else ["sequential"]
-    residuals = ["sequential", "from_norm"] if family == "bloom" else ["sequential"]
-    return ModelConfig(
-        family=family, hidden_size=heads * values["head_size"], num_heads=heads, num_kv_heads=heads,
-        activation=activation, residual=draw(st.sampled_from(residuals)), **values,
-    )  # fmt: skip
+    case = FAMILIES[draw(st.sampled_from(sorted(FAMILIES)))]
+    values = {name: draw(strategy) for name, strategy in {**COMMON, **case.ini}.items()}
+    heads = draw(st.integers(1, 128)) * values.get("num_kv_heads", 1)
+    fixed = {"num_heads": heads, "num_kv_heads": heads, "hidden_size": heads * values["head_size"]}
+    return ModelConfig(family=model_config(case.hf_config()).family, **{**fixed, **values})
 
 
 @given(config=model_configs(), ranks=st.integers(1, 8))

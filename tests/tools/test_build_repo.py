@@ -54,7 +54,7 @@ def test_a_checkpoint_becomes_a_repository_that_passes_every_check(sources, fami
     engine_dir = str(repository / "fastertransformer")
     engine = read_engine_config(read_engine_parameters(engine_dir), "config.pbtxt")
     assert (engine.tensor_para_size, engine.data_type) == (1, "fp32")
-    assert engine.extra["model_type"] == ("LLaMA" if family == "llama" else "GPT")
+    assert engine.extra["model_type"] == FAMILIES[family].model_type
     weights = Path(checkpoint_dir(engine_dir))
     assert weights == repository / "fastertransformer" / "1" / "1-gpu"
     assert read_model_config(weights).model_name == family
