@@ -222,6 +222,8 @@ class WeightReader:
         tensor. Treat it as read-only.
         """
         pieces = self.pieces(spec, rank, world)
+        if spec.divided:
+            return pieces[0].view() * self.stored_size
         if len(pieces) == 1:
             return pieces[0].view()
         shard = torch.empty(spec.shard_shape(world), dtype=self.dtype)
