@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 from tridecode.backend.engine import spin_briefly
 from tridecode.backend.errors import ConfigError, TridecodeError
 from tridecode.tools.bench.cli import app as bench_app
+from tridecode.tools.sampling_options import with_sampling_options
 
 #: errors of the operating system that the person at the terminal can mend; any other is a defect of ours
 _MENDABLE = {
@@ -273,6 +274,7 @@ def tritonserver(context: typer.Context) -> None:
 
 
 @app.command()
+@with_sampling_options
 def generate(
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="The text to continue; - reads stdin.")],
     url: _Url = "localhost:8001",
@@ -288,29 +290,6 @@ def generate(
         typer.Option(help="With --chat: repository or tokenizer folder; default: the one served here."),
     ] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most new tokens.")] = 128,
-    min_tokens: Annotated[
-        Optional[int], typer.Option(help="No end token before this many new tokens.")
-    ] = None,
-    temperature: Annotated[
-        Optional[float], typer.Option(help="Softmax temperature; given alone, it sets --top-p 1.")
-    ] = None,
-    top_k: Annotated[
-        Optional[int], typer.Option(help="Sample from the k most likely tokens; 0: all of them.")
-    ] = None,
-    top_p: Annotated[Optional[float], typer.Option(help="Nucleus (top-p) probability mass.")] = None,
-    repetition_penalty: Annotated[
-        Optional[float], typer.Option(help="Above 1: tokens that occurred become less likely.")
-    ] = None,
-    presence_penalty: Annotated[
-        Optional[float], typer.Option(help="Subtracted from the logit of each token that occurred.")
-    ] = None,
-    frequency_penalty: Annotated[
-        Optional[float], typer.Option(help="Subtracted from a token's logit per occurrence.")
-    ] = None,
-    seed: Annotated[
-        Optional[int],
-        typer.Option(help="The same seed gives the same text; default: drawn, and shown on stderr."),
-    ] = None,
     stop: Annotated[Optional[list[str]], typer.Option(help="Text that ends the answer; repeatable.")] = None,
     bad: Annotated[
         Optional[list[str]], typer.Option(help="Word that is never generated; repeatable.")
@@ -319,6 +298,8 @@ def generate(
     timeout_s: Annotated[
         Optional[float], typer.Option(help="Give up after this many seconds without a response.")
     ] = None,
+    *,
+    sampling: dict[str, Any],
 ) -> None:
     """Generate the continuation of a prompt.
 
@@ -332,16 +313,9 @@ def generate(
     """
     from tridecode.tools import generate as client
 
-    sampling = {
+    given = {
+        **sampling,
         "max_tokens": max_tokens,
-        "min_tokens": min_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "seed": seed,
         "stop_words": [_utf8("--stop", word) for word in stop or ()] or None,
         "bad_words": [_utf8("--bad", word) for word in bad or ()] or None,
     }
@@ -353,8 +327,8 @@ def generate(
         text = chat_prompt(find_tokenizer_dir(tokenizer, url), text)
     elif tokenizer is not None:
         raise ConfigError("--tokenizer is for --chat: without it the prompt is sent as it is")
-    sampling = client.complete_sampling(sampling)
-    if seed is None and sampling["seed"] is not None:
+    sampling = client.complete_sampling(given)
+    if given["seed"] is None and sampling["seed"] is not None:
         typer.secho(f"seed {sampling['seed']}", dim=True, err=True)
     if not stream:
         typer.echo(client.infer_text(url, model, text, timeout_s=timeout_s, **sampling).text)
