@@ -63,7 +63,9 @@ ALLOWED = {
         "backend.pauses",
         "backend.sampling_params",
         "backend.supervisor.launch",
+        "backend.text",
     },
+    "backend.text": {"backend.text", "backend.errors", "backend.messages"},
     "backend.supervisor": {
         "backend.supervisor",
         "backend.config",
@@ -92,6 +94,7 @@ ALLOWED = {
 TORCH_FREE = (
     "backend.doors",
     "backend.supervisor",
+    "backend.text",
     "backend.messages",
     "backend.sampling_params",
     "backend.engine.scheduler",
@@ -186,6 +189,13 @@ def test_doors_and_scheduler_are_free_of_torch() -> None:
     for module in known:
         if any(module == free or module.startswith(free + ".") for free in TORCH_FREE):
             assert reaches(module, {module}) is None, reaches(module, {module})
+
+
+def test_the_text_core_needs_the_standard_library_and_tokenizers_only() -> None:
+    core = {name: path for name, path in modules().items() if name.startswith("backend.text")}
+    assert len(core) > 3
+    for path in core.values():
+        assert imports(path)[1] <= {*sys.stdlib_module_names, "tokenizers"}, path
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")

@@ -16,9 +16,9 @@ import numpy as np
 
 from tridecode.backend.doors.contracts.ensemble import POSTPROCESSING
 from tridecode.backend.doors.contracts.inputs import Inputs
-from tridecode.backend.doors.detokenizer import TokenizerView
 from tridecode.backend.doors.door import UnaryDoor
 from tridecode.backend.errors import RequestError
+from tridecode.backend.text.detokenizer import TokenizerView
 
 
 class TritonPythonModel(UnaryDoor):

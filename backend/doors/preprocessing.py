@@ -15,9 +15,9 @@ from tridecode.backend.doors.contracts.ensemble import PREPROCESSING
 from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.door import UnaryDoor
 from tridecode.backend.doors.fields import decode_text
-from tridecode.backend.doors.tokenising import encode
 from tridecode.backend.doors.word_lists import encode_words, word_list_tensor
 from tridecode.backend.errors import RequestError
+from tridecode.backend.text.encoding import encode
 
 
 class TritonPythonModel(UnaryDoor):

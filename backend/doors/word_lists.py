@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 
 from tridecode.backend.doors.envelope import MAX_REQUEST_WORDS, MAX_WORDS
 from tridecode.backend.doors.fields import decode_text
-from tridecode.backend.doors.tokenising import encode
 from tridecode.backend.errors import RequestError
+from tridecode.backend.text.encoding import encode
 
 
 def words_of_csv(text: str, name: str) -> list[str]:

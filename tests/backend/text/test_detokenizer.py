@@ -1,4 +1,4 @@
-"""The pieces put together are what `tokenizers` decodes in one go, however the ids arrive."""
+"""The concatenated pieces equal the decoding of the whole list by `tokenizers`, however the ids arrive."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.backend.doors.tokenizers_at_hand import byte_level, metaspace_unigram, sentencepiece_bpe
-from tridecode.backend.doors.detokenizer import StopAutomaton, StopMatcher, StreamDecoder, TokenizerView
+from tridecode.backend.text.detokenizer import StreamDecoder, TokenizerView
 
 KINDS = {
     "byte_level": byte_level,
@@ -137,46 +137,3 @@ def test_the_cost_of_a_push_does_not_grow_with_the_text(kind, monkeypatch):
         decoder.push([generator.randrange(tokenizer.get_vocab_size())])
     assert max(decoded) <= 65
     assert sum(decoded) < 2000 * 90
-
-
-# ---------------------------------------------------------------- stop words
-
-
-def run_matcher(words: list[str], parts: list[str]) -> tuple[str, bool]:
-    matcher, out = StopMatcher(StopAutomaton(words)), ""
-    for part in parts:
-        text, stopped = matcher.push(part)
-        out += text
-        if stopped:
-            return out, True
-    return out + matcher.flush(), False
-
-
-def first_complete(words: list[str], text: str) -> tuple[str, bool]:
-    """By definition: read the text a character at a time; stop at the first end at which some word stands."""
-    for end in range(1, len(text) + 1):
-        ending = [word for word in words if word and text[:end].endswith(word)]
-        if ending:
-            return text[: end - max(map(len, ending))], True
-    return text, False
-
-
-@settings(max_examples=400, deadline=None)
-@given(
-    words=st.lists(st.text(alphabet="ab\n", max_size=4), max_size=4),
-    parts=st.lists(st.text(alphabet="ab\n", max_size=4), max_size=12),
-)
-def test_a_stop_word_is_found_however_the_text_is_cut(words, parts):
-    assert run_matcher(words, parts) == first_complete(words, "".join(parts))
-
-
-def test_a_possible_beginning_of_a_stop_word_is_held_back():
-    matcher = StopMatcher(StopAutomaton(["\n\nUser:"]))
-    assert matcher.push("fine\n\nUs") == ("fine", False)
-    assert matcher.push("age") == ("\n\nUsage", False)
-    assert matcher.push("\n") == ("", False)
-    assert matcher.flush() == "\n"
-
-
-def test_the_empty_stop_word_never_stops():
-    assert run_matcher([""], ["a", "b"]) == ("ab", False)

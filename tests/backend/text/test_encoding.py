@@ -1,4 +1,4 @@
-"""Tokenising for a door: the ids of `encode`, lazily, without holding up other threads."""
+"""Texts to token ids: those of `tokenizers`, lazily, without blocking other threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.backend.doors.tokenizers_at_hand import byte_level, metaspace_unigram, sentencepiece_bpe
 from tests.waiting import interpreter_gaps
-from tridecode.backend.doors import tokenising
+from tridecode.backend.text.encoding import bad_word_ids, encode
 
 TOKENIZERS = {"bytes": byte_level, "sentencepiece": sentencepiece_bpe, "unigram": metaspace_unigram}
 
@@ -21,10 +21,10 @@ TOKENIZERS = {"bytes": byte_level, "sentencepiece": sentencepiece_bpe, "unigram"
 def test_the_ids_are_those_of_encode(kind, texts, special):
     tokenizer = TOKENIZERS[kind]()
     wanted = [tokenizer.encode(text, add_special_tokens=special).ids for text in texts]
-    assert list(tokenising.encode(tokenizer, texts, special)) == wanted
+    assert list(encode(tokenizer, texts, special)) == wanted
 
 
-def test_texts_that_nobody_asks_for_are_not_tokenised():
+def test_texts_that_the_caller_does_not_reach_are_not_tokenised():
     seen: list[int] = []
 
     class Tokenizer:
@@ -34,7 +34,7 @@ def test_texts_that_nobody_asks_for_are_not_tokenised():
 
         encode_batch = encode_batch_fast
 
-    ids = tokenising.encode(Tokenizer(), ["a" * 100_000] * 6)
+    ids = encode(Tokenizer(), ["a" * 100_000] * 6)
     next(ids)
     assert seen == [2]
     assert len(list(ids)) == 5 and seen == [2, 2, 2]
@@ -44,6 +44,18 @@ def test_other_threads_run_while_a_large_text_is_tokenised():
     text = "the quick brown fox " * 150_000
     with interpreter_gaps() as gaps:
         began = time.monotonic()
-        list(tokenising.encode(byte_level(), [text]))
+        list(encode(byte_level(), [text]))
         took = time.monotonic() - began
     assert max(gaps) < max(0.3, took / 3), (max(gaps), took)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_bad_words_have_the_ids_of_both_spellings(kind):
+    tokenizer = TOKENIZERS[kind]()
+    rows = [("fox", "lazy dog"), (), ("fox",), ("fox", "lazy dog")]
+
+    def spellings(word: str) -> list[list[int]]:
+        found = [tokenizer.encode(text, add_special_tokens=False).ids for text in (word, " " + word)]
+        return found[:1] if found[0] == found[1] else found
+
+    assert bad_word_ids(tokenizer, rows) == [[ids for word in row for ids in spellings(word)] for row in rows]
