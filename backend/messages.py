@@ -11,37 +11,10 @@ from typing import Any, Union
 
 import msgspec
 
+from tridecode.backend.sampling_params import SamplingParams, check, is_greedy  # noqa: F401  # part of Submit
+
 #: Raised when the meaning of any message changes; both ends compare it in Hello / Welcome.
 PROTOCOL = 2
-
-
-class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How one sequence chooses its tokens. One vocabulary for every door; ranges are checked by `check()`.
-
-    The order of operations is FasterTransformer's: bad words, temperature, repetition / presence / frequency
-    penalty, min_tokens, top-k, then top-p within what top-k left. `top_k == 1` or `temperature == 0` is
-    greedy.
-    """
-
-    max_tokens: int = 16  # new tokens at most, >= 0
-    min_tokens: int = 0  # end_id is impossible before so many new tokens
-    temperature: float = 1.0  # >= 0; 0 is greedy
-    top_k: int = 1  # 0: the whole vocabulary
-    top_p: float = 1.0  # (0, 1]; 1 keeps all
-    top_p_decay: float = 1.0  # top_p is multiplied by it after each token, in (0, 1]
-    top_p_min: float = 1e-6  # the floor of the decay, in (0, 1]
-    top_p_reset_id: int = -1  # a token that sets top_p back; -1: none
-    repetition_penalty: float = (
-        1.0  # > 0; divides positive and multiplies negative logits of ids already present
-    )
-    presence_penalty: float = 0.0  # subtracted once from the logit of each id already present
-    frequency_penalty: float = 0.0  # subtracted once an occurrence
-    seed: int = 0  # 0 .. 2**64 - 1
-    end_id: int = -1  # the token that ends the sequence and stays in the output; -1: none
-    stop_words: list[list[int]] = []  # token ids; a match ends the sequence, the match stays in the output
-    bad_words: list[list[int]] = []  # token ids; the last id of a match is impossible
-    return_log_probs: bool = False
-    return_context_embedding: bool = False
 
 
 class SequenceRequest(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -231,32 +204,3 @@ def decode(frame: bytes, expected: object) -> Any:
     if decoder is None:
         decoder = _decoders[expected] = msgspec.msgpack.Decoder(expected)
     return decoder.decode(frame)
-
-
-def is_greedy(params: SamplingParams) -> bool:
-    return params.top_k == 1 or params.temperature == 0.0
-
-
-_MAX_SEED = 2**64 - 1
-_MAX_COUNT = 2**31 - 1  # an int32 of the engine holds it
-
-
-def check(params: SamplingParams) -> str | None:
-    """None, or one sentence: which field is out of its range, what was found and what was wanted."""
-    bounds: list[tuple[str, bool, str]] = [
-        ("max_tokens", 0 <= params.max_tokens <= _MAX_COUNT, "0 to 2**31 - 1"),
-        ("min_tokens", 0 <= params.min_tokens <= _MAX_COUNT, "0 to 2**31 - 1"),
-        ("temperature", 0.0 <= params.temperature <= 1e6, "a number from 0 to 1e6"),
-        ("top_k", 0 <= params.top_k <= _MAX_COUNT, "0 (the whole vocabulary) to 2**31 - 1"),
-        ("top_p", 0.0 < params.top_p <= 1.0, "a number in (0, 1]"),
-        ("top_p_decay", 0.0 < params.top_p_decay <= 1.0, "a number in (0, 1]"),
-        ("top_p_min", 0.0 < params.top_p_min <= 1.0, "a number in (0, 1]"),
-        ("repetition_penalty", 0.0 < params.repetition_penalty <= 1e6, "a number in (0, 1e6]"),
-        ("presence_penalty", abs(params.presence_penalty) <= 1e6, "a number from -1e6 to 1e6"),
-        ("frequency_penalty", abs(params.frequency_penalty) <= 1e6, "a number from -1e6 to 1e6"),
-        ("seed", 0 <= params.seed <= _MAX_SEED, "0 to 2**64 - 1"),
-    ]
-    for name, fine, wanted in bounds:  # a NaN compares false, so it is refused too
-        if not fine:
-            return f"{name} is {getattr(params, name)}; wanted {wanted}"
-    return None

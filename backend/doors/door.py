@@ -10,6 +10,8 @@ from typing import Any, Callable
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from tridecode.backend.doors.contracts.field import Contract
+from tridecode.backend.doors.contracts.inputs import Inputs, check_parameters
 from tridecode.backend.doors.door_metrics import DoorMetrics
 from tridecode.backend.doors.engine_link import EngineLink, Sink
 from tridecode.backend.doors.envelope import (
@@ -22,7 +24,6 @@ from tridecode.backend.doors.envelope import (
     read_parameters,
     read_timeout_s,
 )
-from tridecode.backend.doors.fields import Field, Inputs, check_parameters
 from tridecode.backend.doors.preparation import Preparation
 from tridecode.backend.doors.senders import Senders, Stream
 from tridecode.backend.doors.settings import DoorSettings, end_token_id, load_tokenizer, read_settings
@@ -49,7 +50,7 @@ class Received:
 class EngineDoor:
     """A TritonPythonModel whose requests go to the engine; a subclass adds `accept` and a table."""
 
-    table: Sequence[Field] = ()
+    table: Contract
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Called by Triton; returns when the engine is ready, TritonModelException with the reason if not."""
@@ -186,7 +187,7 @@ class Submission:
 class UnaryDoor:
     """Base of the two unary models around the engine: tokenizer in initialize(), one response a request."""
 
-    table: Sequence[Field] = ()
+    table: Contract
 
     def initialize(self, args: Mapping[str, str]) -> None:
         try:

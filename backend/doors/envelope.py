@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ import numpy as np
 from tridecode.backend.errors import RequestError, TridecodeError
 
 if TYPE_CHECKING:
-    from tridecode.backend.doors.fields import Field
+    from tridecode.backend.doors.contracts.field import Contract
     from tridecode.backend.doors.settings import DoorSettings
     from tridecode.backend.messages import Limits
 
@@ -59,12 +59,11 @@ class Envelope:
     max_words: int = MAX_WORDS
     max_word_bytes: int = _MIN_WORD_BYTES  # of the words of one row
 
-    def check(self, arrays: Mapping[str, np.ndarray], table: Sequence[Field]) -> int:
+    def check(self, arrays: Mapping[str, np.ndarray], contract: Contract) -> int:
         """Bytes of all texts of the request. RequestError for the first tensor that is too large."""
-        fields = {field.name: field for field in table}
         total = 0
         for name, array in arrays.items():
-            field = fields.get(name)
+            field = contract.by_name.get(name)
             if field is None or (field.refused and not field.neutral):
                 continue  # Inputs refuses it, whatever it holds
             self._check_count(name, field.kind, array)

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tridecode.backend.doors import fields
+from tridecode.backend.doors.contracts.fastertransformer import FASTERTRANSFORMER
+from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.door import EngineDoor, Outputs, Received, Submission
 from tridecode.backend.doors.envelope import MAX_ROWS, Envelope
-from tridecode.backend.doors.fields import FASTERTRANSFORMER, Inputs
 from tridecode.backend.doors.senders import Stream
 from tridecode.backend.doors.word_lists import read_word_list
 from tridecode.backend.errors import RequestError
@@ -127,7 +128,7 @@ def read_sequences(
     end_ids = inputs.rows("end_id", batch, limits.end_id)
     log_probs = inputs.rows("is_return_log_probs", batch, False)
     embedding = inputs.flag("is_return_context_embeddings")
-    names = fields.client_names(FASTERTRANSFORMER, inputs)
+    names = inputs.client_names(FASTERTRANSFORMER)
     sequences = []
     for row, named in enumerate(inputs.params(batch, FASTERTRANSFORMER)):
         tokens = prompts.tokens(row)

@@ -14,21 +14,15 @@ from typing import Any
 
 import numpy as np
 
+from tridecode.backend.doors.contracts.ensemble import POSTPROCESSING
+from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.door import UnaryDoor
-from tridecode.backend.doors.fields import Field, Inputs
 from tridecode.backend.errors import RequestError
 from tridecode.backend.text.detokenizer import TokenizerView
 
-FIELDS = (
-    Field("TOKENS_BATCH", required=True, kind="ids"),
-    Field("RESPONSE_INPUT_LENGTHS"),  # FasterTransformer's model requires it and ignores it
-    Field("sequence_length"),  # of GPT-NeoX: the tokens of a row that count
-    Field("SEQUENCE_LENGTH", alias_of="sequence_length"),
-)
-
 
 class TritonPythonModel(UnaryDoor):
-    table = FIELDS
+    table = POSTPROCESSING
 
     def initialize(self, args: Mapping[str, str]) -> None:
         super().initialize(args)

@@ -11,22 +11,17 @@ from typing import Any
 
 import numpy as np
 
+from tridecode.backend.doors.contracts.ensemble import PREPROCESSING
+from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.door import UnaryDoor
-from tridecode.backend.doors.fields import TEXT, Field, Inputs, decode_text
+from tridecode.backend.doors.fields import decode_text
 from tridecode.backend.doors.word_lists import encode_words, word_list_tensor
 from tridecode.backend.errors import RequestError
 from tridecode.backend.text.encoding import encode
 
-FIELDS = (
-    Field("QUERY", TEXT, required=True, kind="prompt"),
-    Field("REQUEST_OUTPUT_LEN", required=True),
-    Field("BAD_WORDS_DICT", TEXT, kind="csv"),
-    Field("STOP_WORDS_DICT", TEXT, kind="csv"),
-)
-
 
 class TritonPythonModel(UnaryDoor):
-    table = FIELDS
+    table = PREPROCESSING
 
     def answer(self, inputs: Inputs) -> dict[str, Any]:
         """INPUT_ID (B, Wmax), REQUEST_INPUT_LEN (B, 1), BAD_WORDS_IDS and STOP_WORDS_IDS (B, 2, P)."""

@@ -22,9 +22,11 @@ from typing import Any
 import numpy as np
 
 from tridecode.backend.doors import fields
+from tridecode.backend.doors.contracts.inputs import Inputs
+from tridecode.backend.doors.contracts.tensorrt_llm import TENSORRT_LLM
 from tridecode.backend.doors.door import EngineDoor, Outputs, Received, Submission
 from tridecode.backend.doors.envelope import MAX_STOP_WORD_BYTES, MAX_STOP_WORDS
-from tridecode.backend.doors.fields import TENSORRT_LLM, Inputs, decode_text
+from tridecode.backend.doors.fields import decode_text
 from tridecode.backend.doors.senders import Stream
 from tridecode.backend.doors.settings import DoorSettings, end_token_id, load_tokenizer
 from tridecode.backend.errors import RequestCancelled, RequestError
@@ -102,7 +104,7 @@ class TritonPythonModel(EngineDoor):
         bad_words = bad_word_ids(self.tokenizer, _words(inputs, "bad_words", batch))
         stop_ids = [[token] for token in self.settings.stop_ids if 0 <= token < limits.vocab_size]
         log_probs = inputs.flag("return_log_probs")
-        names = fields.client_names(TENSORRT_LLM, inputs)
+        names = inputs.client_names(TENSORRT_LLM)
         params = []
         for row, named in enumerate(inputs.params(batch, TENSORRT_LLM)):
             fields.check_word_tokens("bad_words", bad_words[row], limits.max_bad_word_tokens)
