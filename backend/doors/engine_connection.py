@@ -93,7 +93,8 @@ class EngineConnection:
         engine_silent_s: float,
     ):
         """search(on_replacing): the supervisor's endpoint, see launch.ensure. call(function, *arguments):
-        runs it on the link's thread. silent_s, engine_silent_s: silence after which a peer is lost."""
+        runs it on the link's thread. silent_s, engine_silent_s: seconds of silence after which a peer is
+        lost."""
         self._search, self._call, self._server_pid = search, call, hello.server_pid
         self._silent_s, self._engine_silent_s = silent_s, engine_silent_s
         # read by other threads; state and welcome are written under `changed`

@@ -25,7 +25,7 @@ from tests.checkpoints import TINY_VOCAB, save, tiny_gpt2
 from tests.integration.clients import infer, stream, text_inputs, token_inputs
 from tridecode.backend.errors import TridecodeError
 from tridecode.tools.build_repo import build_repo
-from tridecode.tools.running_server import ServerProcess, running_server
+from tridecode.tools.serve.server_process import ServerProcess, running_server
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 

@@ -28,9 +28,10 @@ from tritonclient.utils import InferenceServerException
 from tests.waiting import wait_until
 from tridecode.backend.errors import TridecodeError
 from tridecode.backend.supervisor import shared_memory, state_file
-from tridecode.tools import triton_access, triton_install
-from tridecode.tools.running_server import ServerProcess, free_ports
-from tridecode.tools.triton_http import TritonHttp, TritonHttpError
+from tridecode.tools.serve import triton_access, triton_install
+from tridecode.tools.serve.ports import free_ports
+from tridecode.tools.serve.server_process import ServerProcess
+from tridecode.tools.serve.triton_http import TritonHttp, TritonHttpError
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
@@ -566,7 +567,8 @@ def test_a_second_sigterm_kills(repository):
 def test_the_drop_in_serves_nvidia_s_command_line_with_closed_apis_and_leaves_nothing(repository):
     root = Path(os.environ["TRIDECODE_RUNTIME_DIR"]).parent
     http_port, grpc, metrics = free_ports(3)
-    command = [sys.executable, "-m", "tridecode.tools.tritonserver", "--model-repository", str(root / "repo")]
+    command = [sys.executable, "-m", "tridecode.tools.cli", "tritonserver"]
+    command += ["--model-repository", str(root / "repo")]
     command += [f"--http-port={http_port}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
     with (root / "serve.log").open("wb") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log)

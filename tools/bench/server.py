@@ -21,7 +21,7 @@ from tridecode.tools.bench.measure import Generate, Job, Say, measure, run_apart
 from tridecode.tools.bench.prompts import find_tokenizer, text_prompts
 from tridecode.tools.bench.random_repo import write_random_repository
 from tridecode.tools.generate import find_text_model
-from tridecode.tools.running_server import running_server
+from tridecode.tools.serve.server_process import running_server
 
 _READY_S = 900.0
 

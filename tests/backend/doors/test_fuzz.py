@@ -17,6 +17,7 @@ from tests.backend.doors.running import ERROR_NAMES, running
 from tests.backend.doors.tokenizers_at_hand import byte_level
 from tests.fake_engine import LIMITS, FakeEngine
 from tridecode.backend.doors import fastertransformer, postprocessing, preprocessing, text
+from tridecode.backend.doors.contracts.ensemble import POSTPROCESSING, PREPROCESSING
 from tridecode.backend.doors.contracts.fastertransformer import FASTERTRANSFORMER
 from tridecode.backend.doors.contracts.field import Contract, Field
 from tridecode.backend.doors.contracts.tensorrt_llm import TENSORRT_LLM
@@ -189,13 +190,13 @@ def test_any_text_tensors_get_one_clean_answer(doors, arrays, parameters):
 
 
 @SETTINGS
-@given(arrays=requests(preprocessing.FIELDS, PRE), parameters=PARAMETERS)
+@given(arrays=requests(PREPROCESSING, PRE), parameters=PARAMETERS)
 def test_any_texts_to_be_tokenised_get_one_clean_answer(unary, arrays, parameters):
     check_unary(unary["pre"], arrays, PRE, parameters)
 
 
 @SETTINGS
-@given(arrays=requests(postprocessing.FIELDS, POST), parameters=PARAMETERS)
+@given(arrays=requests(POSTPROCESSING, POST), parameters=PARAMETERS)
 def test_any_ids_to_be_decoded_get_one_clean_answer(unary, arrays, parameters):
     check_unary(unary["post"], arrays, POST, parameters)
 

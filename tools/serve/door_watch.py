@@ -1,13 +1,11 @@
-"""Brings dead doors back: Triton never restarts a python stub that died, and shows the model as ready all the
-same.
+"""Reloads dead doors: Triton never restarts a python stub that died, and still reports its model as ready.
 
-A dead stub stays a zombie of tritonserver. A stub that is stopped (SIGSTOP) is killed first: if it came to
-life again, it would take the whole server down (measured on Triton 2.51). Either way the model is then
-unloaded and loaded.
+A dead stub stays a zombie of tritonserver. A stub that is stopped (SIGSTOP) is killed first: if it continued,
+it would end the whole server (measured on Triton 2.51). In both cases the model is then unloaded and loaded.
 
-Requests that were open at a stub when it died never end (python_backend 24.10 sends an answer only when the
-stub asks for it). Triton keeps the unloaded model for them, and with it the dead stub's region of shared
-memory: that is how we know that there are some.
+Requests that were open at a stub when it died never end (python_backend 24.10 sends a response only when the
+stub requests it). Triton keeps the unloaded model for them, and with it the dead stub's region of shared
+memory: while the region exists, such requests may exist.
 """
 
 from __future__ import annotations
@@ -20,14 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tridecode.backend.supervisor import processes, shared_memory
-from tridecode.tools.triton_http import TritonHttp, TritonHttpError
+from tridecode.tools.serve.triton_http import TritonHttp, TritonHttpError
 
-STOPPED_S = 2.0  # a stub stopped for so long is killed
-CONFIRM_S = 0.4  # a stub is a zombie for a moment when its model is unloaded; only a longer death counts
-FIRST_PAUSE_S = 1.0  # before a second attempt; doubles up to
+STOPPED_S = 2.0  # a stub that is stopped for longer is killed
+CONFIRM_S = 0.4  # a stub is briefly a zombie while its model is unloaded; only a longer death counts
+FIRST_PAUSE_S = 1.0  # back-off before a second attempt; doubles up to
 MAX_PAUSE_S = 30.0
-ORPHANS_S = 2.2  # Triton keeps the region of a dead stub for so long only for requests; else for about 1 s
-CALM_S = 60.0  # a door that lived so long starts with a first attempt again
+ORPHANS_S = 2.2  # a dead stub's region that exists for longer has requests; else it goes within about 1 s
+CALM_S = 60.0  # a door that lived this long has its back-off reset
 
 _log = logging.getLogger("tridecode.serve")
 
@@ -62,20 +60,25 @@ class DoorWatch:
         self._http = http
         self._watched: dict[int, _Watched] = {}
         self._reloads: dict[str, _Reload] = {}
-        # by the region of a dead stub: model, since when it did nothing, since when it is known to be dead
+        # region of a dead stub -> model, time of its last activity, time at which its death was noticed
         self._dead: dict[str, tuple[str, float, float]] = {}
 
     @property
     def busy(self) -> bool:
-        """Whether a door is being brought back, or waits for it."""
+        """Whether a door is being reloaded, or waits for its reload."""
         return any(reload.needed or reload.running for reload in self._reloads.values())
 
+    @property
+    def has_dead(self) -> bool:
+        """Whether Triton still keeps the region of a dead door."""
+        return bool(self._dead)
+
     def orphaned(self, now: float) -> dict[str, float]:
-        """Models with requests that cannot end, because their door died, and since when."""
+        """Models whose open requests cannot end because their door died: name -> time of the death."""
         return {model: idle for model, idle, dead in self._dead.values() if now - dead > ORPHANS_S}
 
     def bring_back(self, model: str) -> None:
-        """Load a model that is not loaded, again and again until it is."""
+        """Load a model that is not loaded; repeat until it is loaded."""
         self._reloads.setdefault(model, _Reload(unloaded=True)).needed = True
 
     def tick(self, now: float) -> None:
@@ -94,7 +97,7 @@ class DoorWatch:
                 self._start(model, reload, now)
 
     def _look(self, pid: int, door: _Watched, now: float) -> bool:
-        """Whether there is no more to watch: the door was unloaded, or its reload is under way."""
+        """Whether the watch of this stub is over: the door was unloaded, or its reload has been requested."""
         state = processes.state(pid)
         if state == "":
             return True

@@ -9,7 +9,7 @@ import urllib.parse
 import urllib.request
 from typing import NamedTuple
 
-from tridecode.tools import triton_access
+from tridecode.tools.serve import triton_access
 
 
 class TritonHttpError(Exception):

@@ -1,4 +1,4 @@
-"""`tridecode serve` as a child process, for tests, demonstrations and benchmarks."""
+"""`tridecode serve` as a child process, for tests, the demonstration and benchmarks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,27 +16,17 @@ from pathlib import Path
 
 from tridecode.backend.errors import TridecodeError
 from tridecode.backend.supervisor import processes
-from tridecode.tools import triton_access
-from tridecode.tools.triton_http import TritonHttp
+from tridecode.tools.serve import triton_access
+from tridecode.tools.serve.ports import free_ports
+from tridecode.tools.serve.triton_http import TritonHttp
 
-LOG_LINES = 60  # of the server's log that an error shows
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of the loopback interface that are free now."""
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+LOG_LINES = 60  # last lines of the server's log that an error shows
 
 
 class ServerProcess:
     """One `tridecode serve` on free ports of the loopback interface; its output goes to `log_file`.
 
-    options: further options of `tridecode serve`.
+    options: further options of `tridecode serve`. It ends with the process that started it.
     """
 
     def __init__(
@@ -51,11 +40,11 @@ class ServerProcess:
     ) -> None:
         self.http_port, self.grpc_port, self.metrics_port = free_ports(3)
         self.log_file = log_file
-        command = [sys.executable, "-m", "tridecode.tools.serve", str(repository), "--address", "127.0.0.1"]
+        command = [sys.executable, "-m", "tridecode.tools.cli", "serve", str(repository)]
+        command += ["--address", triton_access.LOOPBACK, "--parent", str(os.getpid())]
         command += ["--http-port", str(self.http_port), "--grpc-port", str(self.grpc_port)]
         command += ["--metrics-port", str(self.metrics_port), "--drain-s", str(drain_s)]
         command += ["--door-python", door_python] if door_python else []
-        command += ["--parent", str(os.getpid())]
         command += list(options)
         command += ["--", *triton_args]
         self._key = secrets.token_urlsafe(24)

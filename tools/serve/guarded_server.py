@@ -1,4 +1,4 @@
-"""Starts tritonserver under its guard (server_guard.py), tells how it is, and starts it again."""
+"""Starts tritonserver under its guard (guard.py), reports its state, and starts it again."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pathlib import Path
 
 from tridecode.backend.errors import TridecodeError
 from tridecode.backend.supervisor import processes, runtime_dir
-from tridecode.tools import server_guard, triton_install
-from tridecode.tools.serve_checks import check_plain_path, is_plain_path, repositories
+from tridecode.tools.serve import guard, triton_install
+from tridecode.tools.serve.checks import check_plain_path, is_plain_path, repositories
 
-START_S = 30.0  # a guard starts the server within so long, also after it has cleaned up behind a dead one
-SILENT_S = 5.0  # a guard that has not told of its server's end after so long is killed
-CLEAN_S = server_guard.LEAVE_S + server_guard.DEATH_S + 5.0  # a guard cleans up within so long
+START_S = 30.0  # for a guard to start the server, and to clean up after a dead one before it
+SILENT_S = 5.0  # a guard that does not report its server's end for longer is killed
+CLEAN_S = guard.LEAVE_S + guard.DEATH_S + 5.0  # for a guard to clean up
 SHM_PREFIX = "triton_python_backend_shm_region"  # Triton's own; our mark comes after it
 REPOSITORY = "repository"  # in the runtime folder: links to repositories with paths that are not plain
 OWNER_VARIABLE = "TRIDECODE_OWNER"  # "PID:START" of the process whose life the engines share
@@ -32,20 +32,18 @@ _log = logging.getLogger("tridecode.serve")
 class GuardedServer:
     """A tritonserver with a runtime folder, a shared memory prefix and a guard of its own.
 
-    arguments: of tritonserver. secret: a part of them that no other user may read.
-    folder: the runtime folder, which holds the backend directory and the runtime folders of the engines. pid:
-    of tritonserver. Leaving the context kills whatever still runs and waits until nothing is left of it.
+    arguments: of tritonserver. secret: a part of them that no other user may read. folder: the runtime
+    folder, which holds the backend directory and the runtime folders of the engines. pid: of tritonserver.
+    Runtime folders that killed servers left are removed first. Leaving the context kills what still runs and
+    waits until nothing is left of it.
     """
 
-    def __init__(
-        self,
-        arguments: Sequence[str],
-        door_python: str | None = None,
-        secret: str = "",
-    ) -> None:
+    def __init__(self, arguments: Sequence[str], door_python: str | None = None, secret: str = "") -> None:
         self._arguments = list(arguments)
         self._door_python = door_python
         self._secret = secret
+        for removed in runtime_dir.sweep(runtime_dir.base_dir()):
+            _log.warning("removed %s, which a killed server had left", removed)
         self._open()
 
     def _open(self) -> None:
@@ -57,11 +55,12 @@ class GuardedServer:
         try:
             install = self._lay_out()
         except BaseException:
-            self._give_up()
+            runtime_dir.remove(self.folder)
+            os.close(self._lock_fd)
             raise
         self._reports = b""
         self._read_fd, write_fd = os.pipe()
-        self._guard = self._start_guard(write_fd)
+        self._start_guard(write_fd)
         os.close(write_fd)
         self._returncode: int | None = None
         self._cleaned = False
@@ -91,11 +90,11 @@ class GuardedServer:
     def _first_order(self, install: triton_install.TritonInstall) -> dict:
         command = [str(install.binary), *install.arguments]
         command.append(f"--backend-config=python,shm-region-prefix-name={self.shm_prefix}")
-        guard = runtime_dir.server_identity(self._guard.pid)
+        owner = runtime_dir.server_identity(self._guard.pid)
         environment = {
             **install.environment,
             "TRIDECODE_RUNTIME_DIR": str(self.folder),
-            OWNER_VARIABLE: f"{guard.pid}:{guard.start}",
+            OWNER_VARIABLE: f"{owner.pid}:{owner.start}",
         }
         return {
             "command": [*command, *self._plain_arguments],
@@ -103,16 +102,14 @@ class GuardedServer:
             "secret": self._secret,
         }
 
-    def _start_guard(self, write_fd: int) -> subprocess.Popen:
-        command = [sys.executable, "-m", "tridecode.tools.server_guard", "--runtime-dir", str(self.folder)]
+    def _start_guard(self, write_fd: int) -> None:
+        command = [sys.executable, "-m", "tridecode.tools.serve.guard", "--runtime-dir", str(self.folder)]
         command += ["--shm-prefix", self.shm_prefix, "--report-fd", str(write_fd)]
         command += ["--lock-fd", str(self._lock_fd)]
-        guard = subprocess.Popen(
+        self._guard = subprocess.Popen(
             command, stdin=subprocess.PIPE, pass_fds=(write_fd, self._lock_fd), start_new_session=True
         )
-        self._guard = guard
         self._write_owner()
-        return guard
 
     def _write_owner(self) -> None:
         owner = runtime_dir.owner_of(runtime_dir.server_identity(self._guard.pid))
@@ -157,7 +154,7 @@ class GuardedServer:
         return self._returncode is None and self._guard.poll() is None
 
     def _look_at_guard(self, now: float) -> None:
-        """Kill a guard that does not tell of the server's end: it is frozen."""
+        """Kill a guard that does not report the server's end: it is frozen."""
         if processes.identify(self.pid) is not None:
             self._silent_since = now
         elif now - self._silent_since > SILENT_S:
@@ -185,8 +182,8 @@ class GuardedServer:
     def restart(self) -> None:
         """Start a tritonserver that has ended again.
 
-        The engines are kept where the guard lives; where it was killed, everything begins anew in another
-        runtime folder. Raises TridecodeError if the server cannot be started.
+        The engines are kept if the guard is alive; if it was killed, both start anew in another folder.
+        Raises TridecodeError if the server cannot be started.
         """
         if self._guard.poll() is None:
             self.mend()
@@ -198,12 +195,12 @@ class GuardedServer:
             self._open()
 
     def mend(self) -> bool:
-        """Lay the runtime folder out again where it, or something in it, was removed; whether that was so."""
+        """Repair the runtime folder where it, or something in it, was removed; whether that was so."""
         owner = self.folder / runtime_dir.OWNER
         if owner.exists() and all(link.is_symlink() for link in self._links):
             return False
         if not owner.exists():
-            runtime_dir.base_dir()  # made again, if it went too
+            runtime_dir.base_dir()  # created, if it was removed as well
             fd = runtime_dir.lock_new(self.folder)
             os.close(self._lock_fd)
             self._lock_fd = fd
@@ -231,7 +228,7 @@ class GuardedServer:
             self._guard.kill()
             self._guard.wait()
         if self.folder.exists():  # the guard was killed
-            server_guard.clean(self.folder, self.shm_prefix, 0.0)
+            guard.clean(self.folder, self.shm_prefix, 0.0)
 
     def close(self) -> None:
         if self._cleaned:
@@ -245,10 +242,6 @@ class GuardedServer:
         except OSError:
             pass  # an order that the guard did not live to read
         os.close(self._read_fd)
-        os.close(self._lock_fd)
-
-    def _give_up(self) -> None:
-        runtime_dir.remove(self.folder)
         os.close(self._lock_fd)
 
     def __enter__(self) -> GuardedServer:

@@ -3,29 +3,23 @@
 `tritonserver --model-repository models` works as NVIDIA documents it, also with the server of the
 nvidia-pytriton wheel, which ships no directory of backends to start with. What the command line leaves open
 is closed: the server listens on the loopback interface, and the APIs that load models, map shared memory, or
-set logging and tracing want a key (docs/security.md). Only `tridecode serve` brings back what dies.
+set logging and tracing need a key (docs/security.md). Only `tridecode serve` restarts what dies.
 """
 
 from __future__ import annotations
 
-import logging
-import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tridecode.backend.errors import ConfigError, TridecodeError
-from tridecode.backend.supervisor import runtime_dir
-from tridecode.tools import triton_access, triton_install
-from tridecode.tools.guarded_server import GuardedServer
-from tridecode.tools.serve_checks import check_repository, repositories
+from tridecode.tools.serve import triton_access, triton_install
+from tridecode.tools.serve.checks import check_repository, repositories
+from tridecode.tools.serve.guarded_server import GuardedServer
+from tridecode.tools.serve.signals import Signals
 
 POLL_S = 0.1
-
-_log = logging.getLogger("tridecode.tritonserver")
 
 
 def with_defaults(arguments: Sequence[str], key: str) -> list[str]:
@@ -46,25 +40,22 @@ def with_defaults(arguments: Sequence[str], key: str) -> list[str]:
 def run(arguments: Sequence[str]) -> int:
     """Run tritonserver until it ends; its exit code, 128 + N where signal N killed it.
 
-    SIGTERM, SIGINT and SIGHUP are passed on as SIGTERM. Must run in the main thread. Raises ConfigError for a
-    repository that is missing or unsafe, and where no tritonserver can be started.
+    The first of SIGTERM, SIGINT and SIGHUP is passed on as SIGTERM, the second one kills. Must run in the
+    main thread. Raises ConfigError for a repository that is missing or unsafe, and where no tritonserver can
+    be started.
     """
     if {"--help", "-h"} & set(arguments) or not repositories(arguments):
         return _run_bare(arguments)
     for path in repositories(arguments):
         check_repository(Path(path))
     key = triton_access.control_key()
-    for removed in runtime_dir.sweep(runtime_dir.base_dir()):
-        _log.warning("removed %s, which a killed server had left", removed)
-    asked: list[int] = []
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(signum, lambda number, _frame: asked.append(number))
+    signals = Signals()
     with GuardedServer(with_defaults(arguments, key), secret=key) as server:
-        told = 0
+        handled = 0
         while server.running():
-            if len(asked) > told:
-                told = len(asked)
-                server.terminate() if told == 1 else server.kill()
+            if signals.count > handled:
+                handled = signals.count
+                server.terminate() if handled == 1 else server.kill()
             time.sleep(POLL_S)
         code = server.returncode
     return 1 if code is None else code if code >= 0 else 128 - code
@@ -75,20 +66,3 @@ def _run_bare(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         install = triton_install.prepare(Path(folder))
         return subprocess.call([str(install.binary), *arguments], env=install.environment)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line of `python -m tridecode.tools.tritonserver`."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    try:
-        return run(list(sys.argv[1:] if arguments is None else arguments))
-    except ConfigError as error:
-        _log.error("%s", error)
-        return 2
-    except TridecodeError as error:
-        _log.error("%s", error)
-        return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

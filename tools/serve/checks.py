@@ -1,8 +1,8 @@
-"""What `tridecode serve` looks at before it starts anything: repository, names, and tritonserver's flags.
+"""Checks before `tridecode serve` starts anything: the repository, its names, and tritonserver's flags.
 
 Triton starts a model's process with `bash -c` and quotes nothing (python_backend, stub_launcher.cc), so
-blanks, quotes and $(...) in a path or a name are split or executed. Paths reach it through a link with a
-plain name; names that are part of the repository are refused.
+blanks, quotes and $(...) in a path or a name are split or executed. A path is therefore passed as a link with
+a plain name; names inside the repository are refused.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pathlib import Path
 
 from tridecode.backend.errors import ConfigError
 from tridecode.model_repo_templates.pbtxt import parse_model_config, string_parameters
-from tridecode.tools import triton_access
+from tridecode.tools.serve import triton_access
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 _PLAIN_PATH = re.compile(r"[A-Za-z0-9_.+,:@=/-]+")
 _ENVIRONMENT = "EXECUTION_ENV_PATH"
 _ENVIRONMENT_PREFIX = "$$TRITON_MODEL_DIRECTORY"  # Triton replaces it by the model's path
 
-# Flags that `serve` gives itself, and how its own option is called.
+# Flags that `serve` sets itself -> what to use instead.
 _OURS = {
     "model-repository": "the argument REPOSITORY",
     "model-store": "the argument REPOSITORY",
@@ -33,9 +33,9 @@ _OURS = {
     "metrics-address": "--metrics-address before --",
     "load-model": "nothing: serve loads every model of the repository",
     "model-control-mode": "nothing: a door that died is loaded again through explicit control",
-    "allow-http": "nothing: serve itself talks HTTP to the server",
+    "allow-http": "nothing: serve itself needs the server's HTTP port",
 }
-# Further doors to the control APIs, which Triton's restrictions do not cover.
+# Flags that open further ports with control APIs, which Triton's restrictions do not cover.
 _OPENING = ("allow-sagemaker", "allow-vertex-ai", "sagemaker-port", "vertex-ai-port")
 
 _log = logging.getLogger("tridecode.serve")
@@ -65,8 +65,11 @@ def check_plain_path(path: Path, what: str, fix: str) -> None:
 
 
 def check_repository(repository: Path) -> list[str]:
-    """The names of the models in a repository. Raises ConfigError where there is none, or one of them has a
-    name or a setting that Triton's `bash -c` would execute."""
+    """The names of the models in a repository.
+
+    Raises ConfigError for a repository without models, and for a name or setting that Triton's `bash -c`
+    would execute.
+    """
     try:
         return _check_models(repository)
     except OSError as error:
@@ -75,11 +78,11 @@ def check_repository(repository: Path) -> list[str]:
 
 def _check_models(repository: Path) -> list[str]:
     if not repository.is_dir():
-        raise ConfigError(f"{repository} is no directory; wanted a model repository")
+        raise ConfigError(f"{repository} is not a directory; wanted a model repository")
     names = sorted(path.parent.name for path in repository.glob("*/config.pbtxt"))
     if not names:
         raise ConfigError(
-            f"{repository} holds no model, that is a folder with a config.pbtxt; "
+            f"{repository} has no model, which is a folder with a config.pbtxt; "
             "tridecode build-repo writes a repository"
         )
     for folder in sorted(path.name for path in repository.iterdir() if path.is_dir()):
@@ -115,14 +118,16 @@ def _check_model(repository: Path, name: str) -> None:
 
 
 def check_triton_arguments(arguments: Sequence[str]) -> None:
-    """Raises ConfigError for a flag after -- that is serve's own; warns of one that opens what is closed."""
+    """Raises ConfigError for a flag after -- that serve sets; warns of one that opens a control API."""
     for name, ours in _OURS.items():
         if triton_access.has_flag(arguments, name):
             raise ConfigError(f"--{name} after -- would be overridden or mislead serve; use {ours}")
     if any(
         "shm-region-prefix-name" in value for value in triton_access.values_of(arguments, "backend-config")
     ):
-        raise ConfigError("shm-region-prefix-name after -- is serve's own: it finds the stubs' memory by it")
+        raise ConfigError(
+            "shm-region-prefix-name after -- hides the stubs' memory; use nothing: serve sets it"
+        )
     for name in _OPENING:
         values = triton_access.values_of(arguments, name)
         if values and values[-1].lower() not in ("false", "0"):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tridecode.backend.errors import ConfigError
-from tridecode.tools.serve_checks import is_plain_path
+from tridecode.tools.serve.checks import is_plain_path
 
 _STUB = "triton_python_backend_stub"
 _LEFT_OUT = ("AIP_MODE",)  # AIP_MODE=PREDICTION opens one more HTTP port, with an unrestricted control API

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from tridecode.backend.errors import TridecodeError
 from tridecode.backend.supervisor import shared_memory, state_file
-from tridecode.tools import listening
-from tridecode.tools.guarded_server import GuardedServer
 from tridecode.tools.progress import Progress
-from tridecode.tools.triton_http import ModelState, TritonHttp, TritonHttpError
+from tridecode.tools.serve import ports
+from tridecode.tools.serve.guarded_server import GuardedServer
+from tridecode.tools.serve.triton_http import ModelState, TritonHttp, TritonHttpError
 
 TICK_S = 0.1
 
@@ -82,7 +82,7 @@ class Start:
     def _rows(self) -> list[ModelState] | None:
         """Of our models, once our server answers; the key is shown to no other."""
         port = self._ports["http"]
-        if not listening.listens(self._server.pid, port) and listening.inodes_listening(port):
+        if not ports.listens(self._server.pid, port) and ports.inodes_listening(port):
             return None
         try:
             found = {row.name: row for row in self._http.index()}
@@ -106,7 +106,7 @@ class Start:
     def _check_ports(self) -> None:
         """Raises StartError where another process got a port between our look and Triton's start."""
         for name, port in self._ports.items():
-            others = listening.who_listens(port)
+            others = ports.who_listens(port)
             if others and self._server.pid not in others and self._server.running():
-                holders = ", ".join(map(listening.in_words, others))
+                holders = ", ".join(map(ports.in_words, others))
                 raise StartError(f"{name} port {port} is served by {holders}, not by our tritonserver")

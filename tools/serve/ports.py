@@ -1,4 +1,4 @@
-"""Which process listens on a TCP port, by /proc (Linux)."""
+"""TCP ports: which are free, and which process listens on one, read from /proc (Linux)."""
 
 from __future__ import annotations
 
@@ -10,17 +10,29 @@ from pathlib import Path
 
 from tridecode.backend.errors import ConfigError
 from tridecode.backend.supervisor import processes
+from tridecode.tools.serve.triton_access import LOOPBACK
 
 _LISTEN, _ESTABLISHED = "0A", "01"  # states in /proc/net/tcp
 
 
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback interface that are free now."""
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind((LOOPBACK, 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
 def inodes_listening(port: int) -> set[int]:
-    """The inodes of the sockets that listen on `port`; empty also where /proc does not tell."""
+    """The inodes of the sockets that listen on `port`; empty also where /proc is not readable."""
     return {inode for at, state, inode in _sockets() if state == _LISTEN and at == port}
 
 
 def connections(ports: Collection[int]) -> int:
-    """How many clients are connected to one of our `ports`."""
+    """The number of clients that are connected to one of our `ports`."""
     return sum(state == _ESTABLISHED and at in ports for at, state, _ in _sockets())
 
 
@@ -36,7 +48,7 @@ def _sockets() -> Iterator[tuple[int, str, int]]:
 
 
 def sockets_of(pid: int) -> set[int]:
-    """The inodes of the sockets that a process has open; empty where it is gone or not ours to look at."""
+    """The inodes of a process' open sockets; empty where it has ended or belongs to another user."""
     found: set[int] = set()
     try:
         names = os.listdir(f"/proc/{pid}/fd")
@@ -57,7 +69,7 @@ def listens(pid: int, port: int) -> bool:
 
 
 def who_listens(port: int) -> list[int]:
-    """The processes that listen on `port`, as far as /proc lets us see them."""
+    """The processes that listen on `port`, those of other users left out."""
     inodes = inodes_listening(port)
     return [pid for pid in processes.all_pids() if inodes & sockets_of(pid)] if inodes else []
 
@@ -67,7 +79,7 @@ def in_words(pid: int) -> str:
 
 
 def check_free(name: str, address: str, port: int) -> None:
-    """Raises ConfigError, naming the option, where nobody can listen on address:port now.
+    """Raises ConfigError, naming the option, where a server cannot listen on address:port now.
 
     name: of the port, "http" for --http-port.
     """
@@ -78,9 +90,9 @@ def check_free(name: str, address: str, port: int) -> None:
             address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
-        raise ConfigError(f"address {address!r}: {error.strerror}; wanted one of this machine") from None
+        raise ConfigError(f"address {address!r}: {error.strerror}; wanted a local address") from None
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the end of old connections is no user
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections in TIME_WAIT do not count
         try:
             probe.bind(place)
             probe.listen()
@@ -90,6 +102,6 @@ def check_free(name: str, address: str, port: int) -> None:
 
 def _why_not(name: str, address: str, port: int, error: OSError) -> str:
     if error.errno != errno.EADDRINUSE:
-        return f"--{name}-port: nobody can listen on {address}:{port} here: {error.strerror}"
+        return f"--{name}-port: {address}:{port} cannot be opened: {error.strerror}"
     holder = ", ".join(map(in_words, who_listens(port))) or "another process"
     return f"port {port} on {address} is taken by {holder}; name a free one with --{name}-port"

@@ -1,13 +1,13 @@
-"""The parent of tritonserver: ends with it, and leaves nothing of it behind, whoever is killed.
+"""The parent process of tritonserver: cleans up after it, whichever process is killed.
 
 `tridecode serve` starts this process and holds a pipe to its standard input. The first line is a JSON object
-with "command", "environment" and "secret" (a part of the command that no other user may read); later lines
-are "term", "kill server", "kill" (everything) and, once the server has ended, "start" (it again). The end of
-the pipe means that `serve` is gone: then everything is killed. Reports go to a second pipe: "started PID",
-"ended RETURNCODE", "cleaned".
+with "command", "environment" and "secret" (a part of the command that no other user may read). Later lines
+are "term", "kill server", "kill" (everything) and, once the server has ended, "start" (the server again). The
+end of the pipe means that `serve` has ended: then everything is killed. Reports go to a second pipe: "started
+PID", "ended RETURNCODE", "cleaned".
 
-Everything the server starts carries TRIDECODE_RUNTIME_DIR=<folder> in its environment; by that it is found
-again. The engines live as long as this process, not as long as one tritonserver (TRIDECODE_OWNER).
+Every process that the server starts has TRIDECODE_RUNTIME_DIR=<folder> in its environment, which is how this
+process finds it. The engines live as long as this process, not as long as one tritonserver (TRIDECODE_OWNER).
 """
 
 from __future__ import annotations
@@ -24,25 +24,21 @@ import time
 from pathlib import Path
 
 from tridecode.backend.supervisor import processes, runtime_dir, shared_memory
-from tridecode.tools import triton_access
+from tridecode.tools.serve import triton_access
 
-LEAVE_S = 4.0  # the supervisors see that the server is gone and clean up within so long; then they are killed
-DEATH_S = 20.0  # killed processes are waited for so long; a driver may hold one
-#: Of each thread of tritonserver, as address space and not as memory. Triton 2.51 keeps the body of an HTTP
+LEAVE_S = 4.0  # for the supervisors to notice the server's end and clean up; then they are killed
+DEATH_S = 20.0  # for killed processes to end; a driver may hold one
+#: Stack of each thread of tritonserver: address space, not memory. Triton 2.51 keeps the body of an HTTP
 #: request on the stack: with the usual 8 MiB, 4 MB of JSON end it by SIGSEGV.
 STACK_BYTES = 1 << 30
 _POLL_S = 0.1
 _FIRST_POLL_S = 0.005  # until the server has read its arguments
-CONCEAL_S = 10.0  # … which it has done after so long
-
-
-def environment_mark(folder: Path) -> str:
-    return f"TRIDECODE_RUNTIME_DIR={folder}"
+CONCEAL_S = 10.0  # after which it has certainly read them
 
 
 def marked(folder: Path) -> list[processes.ProcessId]:
-    """Living processes of the server whose runtime folder this is, the guard and ourselves excepted."""
-    mark = environment_mark(folder)
+    """Living processes of the server whose runtime folder this is, except the guard and this process."""
+    mark = f"TRIDECODE_RUNTIME_DIR={folder}"
     pids = [
         pid for pid in processes.all_pids() if pid != os.getpid() and processes.has_environment(pid, mark)
     ]
@@ -50,7 +46,7 @@ def marked(folder: Path) -> list[processes.ProcessId]:
 
 
 def clean(folder: Path, shm_prefix: str, leave_s: float = LEAVE_S) -> None:
-    """After the server's end: processes leave or are killed, shared memory and folder are removed."""
+    """After the server's end: wait leave_s for its processes, kill the rest, remove memory and folder."""
     start = time.monotonic()
     while left := marked(folder):
         waited = time.monotonic() - start
@@ -68,7 +64,7 @@ def clean(folder: Path, shm_prefix: str, leave_s: float = LEAVE_S) -> None:
 def close_regions(shm_prefix: str) -> None:
     """Make the shared memory of the stubs private: it holds prompts and answers.
 
-    Triton's Boost creates it with mode 0644 by fchmod, which no umask changes.
+    Triton's Boost sets mode 0644 by fchmod, which no umask changes.
     """
     for name in os.listdir(shared_memory.SHM) if os.path.isdir(shared_memory.SHM) else ():
         if name.startswith(shm_prefix):
@@ -79,9 +75,9 @@ def close_regions(shm_prefix: str) -> None:
 
 
 def clean_session(leader: int, shm_prefix: str) -> None:
-    """After the death of a tritonserver that is started again: its stubs die, their shared memory goes.
+    """Before a dead tritonserver is started again: kill its stubs and remove their shared memory.
 
-    Everything of the server's own session counts as its stubs; the engines have sessions of their own.
+    All processes in the server's own session are its stubs; the engines have sessions of their own.
     """
     deadline = time.monotonic() + DEATH_S
     while (left := _of_session(leader)) and time.monotonic() < deadline:
@@ -107,7 +103,7 @@ def _of_session(leader: int) -> list[processes.ProcessId]:
 
 
 def _reap_orphans(server_pid: int) -> None:
-    """Take leave of the dead that were adopted; never of the server, which subprocess waits for."""
+    """Reap adopted processes that have ended, except the server, which subprocess waits for."""
     for pid in processes.children(os.getpid()):
         if pid != server_pid and processes.state(pid) == "Z":
             os.waitpid(pid, os.WNOHANG)
@@ -122,7 +118,7 @@ def _prepare_server() -> None:
 
 
 class Guard:
-    """One server's guard; single-threaded, so that its end, too, is the server's end (die_with_parent)."""
+    """One server's guard; single-threaded, because die_with_parent is tied to the thread that forked."""
 
     def __init__(self, folder: Path, shm_prefix: str, report_fd: int) -> None:
         self._folder = folder
@@ -130,14 +126,14 @@ class Guard:
         self._report_fd = report_fd
         self._orders = b""
         self._listening = True
-        self._hurry = False
+        self._hurry = False  # kill without waiting
         self._again = True  # whether a server that ends may be started again
 
     def run(self) -> None:
         os.umask(0o077)  # of tritonserver and all below it
         processes.adopt_orphans()
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(signum, lambda *_: None)  # a signal to everybody: `serve` decides what it means
+            signal.signal(signum, lambda *_: None)  # the terminal signals every process; `serve` decides
         order = self._first_order()
         while order is not None:
             process = subprocess.Popen(
@@ -163,7 +159,7 @@ class Guard:
         return json.loads(line) if line.startswith(b"{") else None
 
     def _listen(self, timeout_s: float, size: int = 4096) -> None:
-        """Take in what `serve` says within timeout_s; its end is the order to kill."""
+        """Read orders of `serve` for up to timeout_s; the end of the pipe is the order to kill."""
         if not self._listening:
             time.sleep(timeout_s)
         elif select.select([0], [], [], timeout_s)[0]:
@@ -172,7 +168,7 @@ class Guard:
             self._orders += part or b"kill\n"
 
     def _next_order(self) -> bytes:
-        """The next whole line; empty where there is none."""
+        """The next whole line; empty if none has arrived."""
         if b"\n" not in self._orders:
             return b""
         line, self._orders = self._orders.split(b"\n", 1)
@@ -225,11 +221,11 @@ class Guard:
         try:
             os.write(self._report_fd, line.encode() + b"\n")
         except OSError:
-            pass  # `serve` is gone
+            pass  # `serve` has ended
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="tridecode.tools.server_guard", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tridecode.tools.serve.guard", description=__doc__)
     parser.add_argument("--runtime-dir", required=True, type=Path)
     parser.add_argument("--shm-prefix", required=True)
     parser.add_argument("--report-fd", required=True, type=int)
