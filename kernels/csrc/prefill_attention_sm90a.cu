@@ -12,9 +12,9 @@
 //
 // FLOP: 2 * 2 * head_size * heads * sum over queries of visible keys.
 // Bench: python -m tridecode.kernels.bench prefill_attention
-#include "wgmma.cuh"
 #include "kv_cache.cuh"
 #include "prefill_attention.cuh"
+#include "wgmma.cuh"
 
 namespace tridecode {
 namespace {
