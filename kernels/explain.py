@@ -13,7 +13,7 @@ from tridecode.kernels.gemm_table import Device, choose
 
 #: one GPU per architecture that the table tells apart
 DEVICES = {
-    "h200": Device(90, 132, 232448, (132, 66, 42)),
+    "h200": Device(90, 132, 232448, (132, 66, 39)),
     "b200": Device(100, 148, 232448),
     "a100": Device(80, 108, 166912),
     "l40s": Device(89, 142, 101376),

@@ -33,7 +33,7 @@ class Library:
     """Every function of api.h without its prefix, e.g. `library.norm(...)`.
 
     A function whose first parameter is a task takes the stream and the task's fields by name, e.g.
-    `library.linear(stream, out=..., x=...)`; a field that is not given is 0. A status that is not 0 raises
+    `library.gemv(stream, out=..., x=...)`; a field that is not given is 0. A status that is not 0 raises
     KernelError, an unknown field AttributeError.
     """
 

@@ -1,4 +1,4 @@
-"""The cases of each operation: shapes of BLOOM-7B1 and LLaMA-3-8B, beside cuBLAS or torch."""
+"""The benchmarks of each operation, with shapes of BLOOM-7B1 and LLaMA-3-8B, beside cuBLAS or torch."""
 
 # ruff: noqa: B023  every closure below is called before its loop goes on
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tridecode.kernels import ops as o
 from tridecode.kernels.bench.measure import Result, microseconds, over
+from tridecode.kernels.bench.shapes import SHAPES, ModelShape
 from tridecode.kernels.cuda import MAX_LAYER_ROWS, Cuda
 from tridecode.kernels.ops import Batch, CacheLayer, DecoderLayer, Heads, Linear, Norm, SamplingState
 
@@ -19,7 +20,7 @@ HALF = torch.float16
 
 
 class Bench:
-    """All cases, as one method an operation; each yields results as it measures them."""
+    """One method per operation; each yields results as it measures them."""
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -46,16 +47,10 @@ class Bench:
             yield Result("norm", f"layer norm {tokens}x{columns}", mine, 4 * tokens * columns, peer=peer)
 
     def linear(self) -> Iterator[Result]:
-        shapes = [
-            (12288, 4096),
-            (4096, 4096),
-            (16384, 4096),
-            (4096, 16384),
-            (6144, 4096),
-            (28672, 4096),
-            (4096, 14336),
-            (250880, 4096),
+        products = [
+            product for model in ("bloom-7b1", "llama-3-8b") for product in SHAPES[model].products().values()
         ]
+        shapes = dict.fromkeys((product.outputs, product.inputs) for product in products)
         for outputs, inputs in shapes:
             count = max(2, min(40, int(3e9 // (outputs * inputs * 2))))
             weights = [self.normal(outputs, inputs, scale=inputs**-0.5) for _ in range(count)]
@@ -83,7 +78,7 @@ class Bench:
         yield from self._swiglu()
 
     def _swiglu(self) -> Iterator[Result]:
-        """Gate and up of LLaMA-3-8B with what follows them, beside cuBLAS's product alone."""
+        """Gate and up of LLaMA-3-8B with SwiGLU, beside the product alone by cuBLAS."""
         outputs, inputs = 28672, 4096
         weights = [self.normal(outputs, inputs, scale=inputs**-0.5) for _ in range(8)]
         for tokens in (8, 64, 256, 1024, 8192):
@@ -184,7 +179,7 @@ class Bench:
                 )
 
     def _flash(self, qkv: Tensor, shape: Heads, rows: int, length: int) -> float | None:
-        """torch's own attention over the same ragged prompts, without ALiBi, which it has not."""
+        """torch's attention over the same ragged prompts, without ALiBi, which it does not support."""
         from torch.nn.attention.varlen import varlen_attn  # torch 2.10 and newer
 
         sizes = [shape.num_heads * 128, shape.num_kv_heads * 128, shape.num_kv_heads * 128]
@@ -208,7 +203,7 @@ class Bench:
         for rows in (1, 8, 64, 256):
             slots = self.ints(range(rows))
             tokens, log_probs = slots.clone(), torch.zeros(rows, device=self.device)
-            # a language model's logits: a few far above the many
+            # as a language model's logits: a few are far above the rest
             logits = [
                 torch.randn(rows, vocab, device=self.device) * 2 for _ in range(max(2, min(40, 128 // rows)))
             ]
@@ -243,14 +238,13 @@ class Bench:
         return state
 
     def step(self) -> Iterator[Result]:
-        """A whole decoding step of random weights, sampling included: what a graph of the engine replays."""
-        yield from self._steps("BLOOM-7B1", 30, 32, 32, 16384, 250880, gated=False)
-        yield from self._steps("LLaMA-3-8B", 32, 32, 8, 14336, 128256, gated=True)
+        """A whole decoding step with random weights, sampling included, as the engine's graphs replay it."""
+        for label in ("BLOOM-7B1", "LLaMA-3-8B"):
+            yield from self._steps(label, SHAPES[label.lower()])
 
-    def _steps(
-        self, label: str, num_layers: int, heads: int, kv_heads: int, inner: int, vocab: int, gated: bool
-    ) -> Iterator[Result]:
-        hidden, block, context = 4096, 32, 544
+    def _steps(self, label: str, model: ModelShape) -> Iterator[Result]:
+        hidden, heads, kv_heads, inner = model.hidden, model.heads, model.kv_heads, model.inner
+        num_layers, vocab, gated, block, context = model.layers, model.vocab, model.gated, 32, 544
         shape = Heads(
             heads, kv_heads, 128, 128**-0.5, None, None if gated else torch.rand(heads, device=self.device)
         )

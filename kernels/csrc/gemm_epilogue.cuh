@@ -33,11 +33,17 @@ __device__ __forceinline__ bool is_row(const GemmTask& task, int pair, int row) 
 struct Extra {
   float bias[2];
   float residual[2][2];  // [token][row]
+  int slots[2];          // of the cache, [token]
 };
 
 template <typename X, Mode MODE>
 __device__ __forceinline__ Extra load_extra(const GemmTask& task, int pair, int token) {
   Extra extra = {};
+  if (MODE == kQkv) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+      extra.slots[j] = token + j < task.tokens ? task.kv_slots[token + j] : -1;
+  }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int row = row_of<MODE>(task, pair, i);
@@ -67,12 +73,11 @@ __device__ __forceinline__ void store_out(const GemmTask& task, int token, int c
 // One number of a row (q | k | v): to out, and to the cache if it is a key's or a value's.
 template <typename X, Mode MODE>
 __device__ __forceinline__ void store_row(const GemmTask& task, int pair, int token, int row,
-                                          float value) {
+                                          int slot, float value) {
   if (!is_row<MODE>(task, pair, row)) return;
   store_out<X>(task, token, row, value);
   const float values[1] = {value};
-  if (MODE == kQkv)
-    write_cache<X>(task, task.kv_slots[token], row / task.head_size, row % task.head_size, values);
+  if (MODE == kQkv) write_cache<X>(task, slot, row / task.head_size, row % task.head_size, values);
 }
 
 // values: [token][row], the complete sums.
@@ -104,8 +109,8 @@ __device__ __forceinline__ void finish(const GemmTask& task, int pair, int first
       a = finish_sum(values[j][0], extra.bias[0], task.activation, extra.residual[j][0]);
       b = finish_sum(values[j][1], extra.bias[1], task.activation, extra.residual[j][1]);
     }
-    store_row<X, MODE>(task, pair, token, row0, a);
-    store_row<X, MODE>(task, pair, token, row1, b);
+    store_row<X, MODE>(task, pair, token, row0, extra.slots[j], a);
+    store_row<X, MODE>(task, pair, token, row1, extra.slots[j], b);
   }
 }
 

@@ -129,20 +129,26 @@ struct Finish {
     ++used;
   }
 
-  // Writes the keys and values of a part from shared memory to the cache, 16 bytes per thread.
+  // Writes the keys and values of a part from shared memory to the cache, 16 bytes per thread. A
+  // thread has the same columns of every 16th token.
   __device__ __forceinline__ void cache_part(const char* from, int column, int first_token) {
-    const int size = task.head_size;
-    if (column + (MODE == kQkv ? 64 : 32) <= task.heads * size) return;
-    for (int item = threadIdx.x % 128; item < S::kPart * 8; item += 128) {
-      const int at = item / 8, piece = item % 8, token = first_token + at;
-      const int c =
-          MODE == kQkv ? column + piece * 8 : column + piece % 4 * 8 + piece / 4 * (size / 2);
-      const int head = c / size;
-      if (token >= task.tokens || head < task.heads || c >= task.outputs) continue;
+    const int size = task.head_size, piece = threadIdx.x % 8;
+    const int c =
+        MODE == kQkv ? column + piece * 8 : column + piece % 4 * 8 + piece / 4 * (size / 2);
+    const int head = c / size;
+    if (head < task.heads || c >= task.outputs) return;
+    int slots[S::kPart / 16];  // loaded together
+#pragma unroll
+    for (int i = 0; i < S::kPart / 16; ++i) {
+      const int token = first_token + threadIdx.x % 128 / 8 + 16 * i;
+      slots[i] = token < task.tokens ? task.kv_slots[token] : -1;
+    }
+#pragma unroll
+    for (int i = 0; i < S::kPart / 16; ++i) {
+      const int at = threadIdx.x % 128 / 8 + 16 * i;
       const int place =
           MODE == kQkv ? place64(at, piece) : piece / 4 * kSecondHalf + place32(at, piece % 4);
-      write_cache<X>(task, task.kv_slots[token], head, c % size,
-                     *reinterpret_cast<const uint4*>(from + place));
+      write_cache<X>(task, slots[i], head, c % size, *reinterpret_cast<const uint4*>(from + place));
     }
   }
 

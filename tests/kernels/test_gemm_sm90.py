@@ -52,7 +52,8 @@ def force(place: Place, split: int) -> None:
         if split == 0:
             return stream_k_plan(gemm, device)
         tile_tokens = next(size for size in SPLIT_K_TOKENS if size >= gemm.tokens)
-        return Plan("gemm_sm90_split_k", "forced", 128, tile_tokens, split, fuses_heads=True)
+        stages = -(-gemm.inputs // 64)
+        return Plan("gemm_sm90_split_k", "forced", 128, tile_tokens, min(split, stages), fuses_heads=True)
 
     place.ops.choose_gemm = plan
 

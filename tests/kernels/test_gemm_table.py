@@ -8,10 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tridecode.kernels.bench.shapes import SHAPES
+from tridecode.kernels.bench.shapes import SHAPES, ModelShape
 from tridecode.kernels.build import SOURCES
 from tridecode.kernels.explain import DEVICES, lines
 from tridecode.kernels.gemm_table import Device, Gemm, Plan, choose
+from tridecode.tools.bench.presets import PRESETS
 
 H200 = DEVICES["h200"]
 TENSOR_SIZES = range(1, 9)
@@ -68,15 +69,11 @@ def test_every_choice_has_an_instance_and_every_instance_is_chosen():
         assert reached == instances(kernel), kernel
 
 
-def test_only_hopper_runs_hoppers_kernels():
-    for gemm, plan in replay([device for device in DEVICES.values() if device.capability != 90]):
-        assert "sm90" not in plan.kernel, gemm
-
-
 @pytest.mark.parametrize("name", DEVICES)
 def test_a_plan_keeps_to_what_its_kernel_can(name: str):
     device = DEVICES[name]
     for gemm, plan in replay([device]):
+        assert device.capability == 90 or "sm90" not in plan.kernel
         if plan.kernel in ("gemv", "gemm_mma"):
             assert gemm.tokens <= 2
             assert plan.fuses_norm == gemm.norm or plan.split > 1
@@ -128,3 +125,23 @@ def test_explain_prints_a_line_for_each_product_and_number_of_tokens():
     assert "llama-3-8b" in text[0] and "tensor size 2" in text[0]
     row = next(line for line in text if line.split()[:2] == ["down", "64"])
     assert "4096" in row and "7168" in row and "gemm_sm90_split_k" in row
+
+
+def test_shapes_are_those_of_the_benchmarks_presets():
+    shared = PRESETS.keys() & SHAPES.keys()
+    assert shared == PRESETS.keys() - {"toy"}
+    for name in shared:
+        config = PRESETS[name].model
+        rotary = 0 if config.rope is None else config.rope.size
+        wanted = ModelShape(
+            config.num_layers,
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_size,
+            config.mlp_size,
+            config.vocab_size,
+            config.family == "llama",
+            rotary,
+        )
+        assert SHAPES[name] == wanted, name
