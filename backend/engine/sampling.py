@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import torch
 
@@ -70,6 +72,16 @@ def start_slots(state: SamplingState, starts: list[SlotStart]) -> None:
             state.counts[start.slot] = torch.bincount(ids, minlength=state.counts.shape[1]).to(torch.int16)
         if flags & o.BAD_WORDS:
             _start_bad_words(state, start)
+
+
+def copy_slots(state: SamplingState, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+    """Copy all state of the slots `sources` to `destinations`: (n,) int64 each, on the state's device.
+
+    All sources are read before any destination is written. The destinations are distinct.
+    """
+    for field in dataclasses.fields(state):
+        column = getattr(state, field.name)
+        column[destinations] = column[sources]
 
 
 def _fill(ints: np.ndarray, floats: np.ndarray, start: SlotStart) -> None:

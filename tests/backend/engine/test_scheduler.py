@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tridecode.backend.engine.admission import SchedulerLimits
 from tridecode.backend.engine.plan import StepPlan, StepResult
-from tridecode.backend.engine.scheduler import Scheduler, SchedulerLimits
+from tridecode.backend.engine.scheduler import Scheduler
 from tridecode.backend.engine.sequence import Stage
 from tridecode.backend.errors import CapacityError, RequestError
 from tridecode.backend.messages import Event, SamplingParams, SequenceRequest, Submit
@@ -128,7 +129,7 @@ class Run:
                 break
             self.step()
         assert not self.scheduler.has_work
-        assert self.scheduler.pool.num_free == self.scheduler.limits.num_blocks, "blocks leaked"
+        assert self.scheduler.cache.pool.num_free == self.scheduler.limits.num_blocks, "blocks leaked"
         assert self.scheduler.num_running == 0, "slots leaked"
 
 
@@ -231,9 +232,9 @@ def test_a_cancelled_request_frees_its_blocks_at_once() -> None:
     run = Run(limits())
     run.submit(1, list(range(20)), max_tokens=10)
     run.step()
-    assert run.scheduler.pool.num_free < 12
+    assert run.scheduler.cache.pool.num_free < 12
     run.scheduler.cancel(DOOR, 1)
-    assert run.scheduler.pool.num_free == 12
+    assert run.scheduler.cache.pool.num_free == 12
     run.step()
     assert [event.finish for event in run.ends[1, 0]] == ["cancelled"]
 
@@ -247,7 +248,7 @@ def test_a_deadline_ends_a_running_and_a_waiting_request() -> None:
     run.step()
     assert [run.ends[key, 0][0].finish for key in (1, 2)] == ["deadline", "deadline"]
     assert run.ends[1, 0][0].code == "CANCELLED" and "1 of 30 tokens" in run.ends[1, 0][0].error
-    assert run.scheduler.pool.num_free == 12
+    assert run.scheduler.cache.pool.num_free == 12
 
 
 def test_a_full_queue_is_answered_with_unavailable() -> None:
@@ -288,7 +289,7 @@ def test_requests_that_end_in_the_queue_leave_nothing_there() -> None:
         run.scheduler.cancel(DOOR, request)
         run._take(run.scheduler.take_events())
         assert run.scheduler.num_waiting == 1
-    assert len(run.scheduler._waiting) < 2048
+    assert len(run.scheduler.planner.waiting._entries) < 2048
     run.finish()
 
 
@@ -307,9 +308,8 @@ def test_the_queue_is_counted_right_whatever_happens(data: st.DataObject) -> Non
             run._take(run.scheduler.take_events())
         else:
             run.step()
-        waiting = [s for _, s in run.scheduler._waiting if s.stage is Stage.WAITING]
+        waiting = [s for _, s in run.scheduler.planner.waiting._entries if s.stage is Stage.WAITING]
         assert run.scheduler.num_waiting == len(waiting)
-        assert run.scheduler._num_open == sum(map(len, run.scheduler._requests.values()))
     run.finish()
 
 
