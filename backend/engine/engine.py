@@ -199,7 +199,7 @@ class Engine:
                     if tensor is not None:
                         tensor[destinations] = tensor[sources]
         if plan.slot_copies:
-            copy_slots(self.state, *torch.tensor(plan.slot_copies, device=self.device).unbind(1))
+            copy_slots(self.state, *zip(*plan.slot_copies))
 
     def check_device(self) -> None:
         """Make the device do a little work and wait for it: a device that died is noticed without a step.

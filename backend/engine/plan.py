@@ -34,7 +34,7 @@ class StepPlan:
     prompts or chunks of them. A token id of -1 stands for the newest sampled token of the row's slot, which
     only the device knows yet; only a decoding row of one token has it.
     samples[b]: how many of row b's last tokens are sampled from: 0 for an inner chunk of a prompt, else 1, or
-    more where draft tokens are verified.
+    more where draft tokens are verified. Their sum is at most the engine's max_sequences.
     slot_copies, block_copies: (source, destination) pairs, executed before the step and before `starts`; all
     sources are read before any destination is written.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -74,14 +75,13 @@ def start_slots(state: SamplingState, starts: list[SlotStart]) -> None:
             _start_bad_words(state, start)
 
 
-def copy_slots(state: SamplingState, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-    """Copy all state of the slots `sources` to `destinations`: (n,) int64 each, on the state's device.
-
-    All sources are read before any destination is written. The destinations are distinct.
-    """
+def copy_slots(state: SamplingState, sources: Sequence[int], destinations: Sequence[int]) -> None:
+    """Copy all state of slot sources[i] to slot destinations[i], for every i at once, on the device."""
+    device = state.ints.device
+    both = _on_device(np.array([sources, destinations], np.int64), device)
     for field in dataclasses.fields(state):
-        column = getattr(state, field.name)
-        column[destinations] = column[sources]
+        tensor = getattr(state, field.name)
+        tensor[both[1]] = tensor[both[0]]
 
 
 def _fill(ints: np.ndarray, floats: np.ndarray, start: SlotStart) -> None:
