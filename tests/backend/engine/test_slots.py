@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tridecode.backend.engine.plan import SlotStart
 from tridecode.backend.engine.sampling import copy_slots, start_slots
-from tridecode.backend.sampling_params import SamplingParams
+from tridecode.backend.messages import SamplingParams
 from tridecode.kernels.reference import Reference
 from tridecode.kernels.sampling_state import SLOT, SamplingState
 
