@@ -210,8 +210,8 @@ class Cuda(CudaGemm):
     def _layer_table(
         self, layers: Sequence[DecoderLayer], queries: int, caches: Sequence[CacheLayer]
     ) -> Tensor:
-        """The table of these layers' tensors for csrc/decoder_layers_sm90a.cu, made once for the same
-        addresses, outside of graph capture."""
+        """The table of these layers' tensors for decoder_layers_sm90a.cu, made once per set of addresses and
+        outside of graph capture."""
         addresses: list[int] = []
         for layer, cache in zip(layers, caches):
             products = (layer.qkv, layer.dense, layer.up, layer.down)

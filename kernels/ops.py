@@ -1,10 +1,10 @@
-"""The operations a model is made of: their contracts. `reference.py` is their meaning, `cuda.py` their speed.
+"""The contracts of a model's operations. `reference.py` is their meaning, `cuda.py` their fast path.
 
 Letters: T tokens of this step (all sequences, concatenated), B sequences, H query heads, K key/value heads
 (of this rank), D head size, C hidden size, F MLP size, V vocabulary, S batch slots, N cache blocks, P tokens
 of a block, M block-table columns. Every operation writes into `out`, never synchronises, and is safe inside
 CUDA graph capture; scratch memory belongs to the implementation and is reserved once with `reserve`. All
-tensors of a call lie on one device. Shapes, dtypes and layouts are checked before anything is launched:
+tensors of a call are on one device. Shapes, dtypes and layouts are checked before anything is launched:
 ShapeError, DtypeError, LayoutError (kernels.checks).
 """
 
@@ -31,7 +31,7 @@ class Norm:
 @dataclass(frozen=True)
 class Linear:
     """weight: (out, in), bias: (out,) or None, as `Ops.pack` returned them: on CUDA the rows of weight are
-    contiguous, on the CPU it may be in a library's own layout."""
+    contiguous, on the CPU weight may have the layout of a library."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -73,8 +73,8 @@ class CacheLayer:
     """One layer's paged cache. blocks: (N, 2, K, P, D), keys at [:, 0], values at [:, 1]; a slot is block * P
     + offset.
 
-    The tokens of one head in one block are contiguous, so that a kernel copies them whole. scales: for the
-    8-bit caches to come, (N, 2, K, P) float32; None for a 16- or 32-bit cache.
+    The tokens of one head in one block are contiguous, so that one copy loads them. scales: (N, 2, K, P)
+    float32, for future 8-bit caches; None for a 16- or 32-bit cache.
     """
 
     blocks: Tensor
@@ -100,13 +100,13 @@ class Batch:
     block_tables: Tensor  # (B, M)
     context_lens: Tensor  # (B,) tokens in the cache after this step
     query_starts: Tensor  # (B + 1,)
-    sample_tokens: Tensor  # (R,) index of each token whose logits are wanted
+    sample_tokens: Tensor  # (R,) index of each token whose logits are needed
     sample_slots: Tensor  # (R,) its batch slot
     num_decodes: int
     max_query: int  # longest prefill row, 0 if there is none
     max_context: int  # an upper bound of context_lens
     fresh_prompts: bool  # no prefill row has tokens in the cache from before this step
-    #: what an implementation derives once a step and every layer uses; a new Batch has a new one
+    #: what an implementation derives once per step and several layers use; every Batch has its own
     memo: dict[Any, Any] = field(default_factory=dict)
 
     @property
@@ -145,8 +145,7 @@ class Ops(Protocol):
         ...
 
     def pack(self, linear: Linear) -> Linear:
-        """The same product with its weight in the layout this implementation is fastest with; called once, at
-        load.
+        """The same product with its weight in this implementation's fastest layout; called once, at load.
 
         weight: (out, in), contiguous along either axis, on the operations' device. The result may share its
         memory.
@@ -154,8 +153,8 @@ class Ops(Protocol):
         ...
 
     def resolve_tokens(self, token_ids: Tensor, slots: Tensor, last_tokens: Tensor) -> None:
-        """Where token_ids[i] < 0, put last_tokens[slots[i]] (0 where slots[i] < 0), for i < len(slots): the
-        token that the last step sampled and the host has not yet seen.
+        """Replace token_ids[i] < 0 by last_tokens[slots[i]] (0 if slots[i] < 0), for i < len(slots): the
+        token that the last step sampled and the host has not read yet.
 
         token_ids: (T,) int32, changed in place. slots: (B',) int32, B' <= T. last_tokens: (S,) int32.
         """
@@ -173,7 +172,7 @@ class Ops(Protocol):
         """out[t] = table[token_ids[t]] (+ position_table[positions[t]]).
 
         token_ids, positions: (T,) int32. table: (V, C) X, position_table: (positions, C) X. out: (T, C) X.
-        The sum is taken in float32. Ids are in range: the engine checks them when a request arrives.
+        The sum is computed in float32. The engine checks that ids are in range when a request arrives.
         """
         ...
 
@@ -217,8 +216,8 @@ class Ops(Protocol):
         *,
         out: Tensor,
     ) -> None:
-        """out = norm(x) @ weight.T + bias as (T, q | k | v); q and k are rotated where heads.rope is given; k
-        and v go to the cache at batch.kv_slots (nowhere where that is -1).
+        """out = norm(x) @ weight.T + bias as (T, q | k | v); q and k are rotated if heads.rope is given; k
+        and v are also written to the cache at batch.kv_slots (not if that is -1).
 
         x: (T, C) X. weight: ((H + 2K) * D, C) X, rows q, k, v, heads-major. out: (T, (H + 2K) * D) X, holding
         the rotated q, the rotated k and v. Rotation in float32 at batch.positions.
@@ -244,8 +243,8 @@ class Ops(Protocol):
         """Causal attention of the rows from num_decodes on: query i of row b stands at position
         context_lens[b] - its query count + i and sees the cached tokens up to itself.
 
-        qkv: (T - num_decodes, (H + 2K) * D) X, its k and v columns as project_qkv left them, so that fresh
-        prompts need not read the cache back. out: (T - num_decodes, H * D) X. Otherwise as decode_attention.
+        qkv: (T - num_decodes, (H + 2K) * D) X, its k and v columns as project_qkv wrote them, so that fresh
+        prompts need not read the cache. out: (T - num_decodes, H * D) X. Otherwise as decode_attention.
         """
         ...
 
@@ -258,12 +257,12 @@ class Ops(Protocol):
         batch: Batch,
         caches: Sequence[CacheLayer],
     ) -> bool:
-        """Run all layers at once, where this implementation has a way that is faster than the operations one
-        by one; False, and nothing done, where it has not.
+        """Run all layers in one launch if this implementation has one that is faster than the operations one
+        by one; else return False and change nothing.
 
-        x: (T, C) X, the residual stream, changed in place. activation: of the MLP, as in linear. What it
-        computes is project_qkv, attention, linear with residual x, linear with activation and linear with
-        residual x, layer after layer, each rounded to X where these operations write.
+        x: (T, C) X, the residual stream, changed in place. activation: of the MLP, as in linear. Computes,
+        layer by layer, project_qkv, decode_attention, linear with residual x, linear with activation, and
+        linear with residual x; results are rounded to X where these operations write.
         """
         ...
 

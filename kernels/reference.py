@@ -1,8 +1,7 @@
 """The meaning of each operation, in plain torch: the CPU path of the engine and the oracle of the CUDA
 kernels.
 
-Contracts are in ops.py. Runs on any device (the engine setting `device` and TRIDECODE_OPS=reference choose it
-on a GPU).
+Contracts are in ops.py. Runs on any device; TRIDECODE_OPS=reference chooses it on a GPU.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from tridecode.kernels.ops import Batch, CacheLayer, DecoderLayer, Heads, Linear
 from tridecode.kernels.philox import uniforms
 from tridecode.kernels.sampling_state import records, words
 
-#: queries of one prefill row that are scored at a time: bounds the scores' memory
+#: queries of a prefill row that are scored at a time; bounds the memory of the scores
 _QUERY_CHUNK = 256
 
 
 class Reference:
-    """Every operation of kernels.ops.Ops. Stateless but for a scratch buffer."""
+    """Every operation of kernels.ops.Ops. Its only state is a scratch buffer."""
 
     def __init__(self) -> None:
         self._scratch: dict[torch.dtype, Tensor] = {}

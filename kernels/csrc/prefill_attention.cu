@@ -1,10 +1,10 @@
-// Causal attention of many query tokens a row, ragged, with or without ALiBi (on Hopper most of it
-// is prefill_attention_sm90a.cu's): fresh prompts read keys and values from the projection's
-// output, prompts with tokens in the cache from their pages.
+// Causal attention of many query tokens per row, ragged, with or without ALiBi. On Hopper,
+// prefill_attention_sm90a.cu computes head sizes 64 and 128. Fresh prompts read keys and values
+// from the output of the projection, prompts with tokens in the cache from its blocks.
 //
-// A block takes 128 queries of one head, 16 a warp, and passes over the keys that they see in
-// tiles, two of which are in shared memory at a time: one in use, one on its way. Scores and output
-// stay in registers, softmax online, in base 2 and float32. Tiles that no query sees are never
+// A block computes 128 queries of one head, 16 per warp. It iterates over tiles of the keys that
+// they see; two tiles are in shared memory at a time, one in use and one in flight. Scores and
+// output stay in registers. Online softmax in base 2 and float32. Tiles that no query sees are not
 // read.
 //
 // FLOP: 2 * 2 * head_size * heads * sum over queries of visible keys.
@@ -19,10 +19,10 @@ constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kQueries = 16 * kWarps;  // of a block
 
-// Where the keys and values of a row lie.
+// The keys and values of a row.
 template <typename X>
 struct Source {
-  const X* keys;   // of fresh prompts: the row's first token
+  const X* keys;   // of a fresh prompt: of its first token
   const X* cache;  // otherwise
   const int* table;
   int64_t stride;
@@ -74,7 +74,7 @@ __device__ __forceinline__ void load_transposed(uint32_t (&words)[4], const void
 
 template <int D, int KEYS>
 struct Layout {
-  // numbers of a row: 8 rows meet 8 different banks of 16 bytes
+  // numbers of a row: the padding spreads 8 rows over all banks
   static constexpr int kPitch = D + 8;
   static constexpr int kTile = KEYS * kPitch;
   static constexpr size_t kBytes = (size_t(kQueries) * kPitch + 4 * kTile) * 2;
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) load_matrices(q[L::kKeepQueries ? k : 0], q_row + k * 16);
     }
-    if (first_key <= before + warp_query + 15) {  // else this warp's queries see nothing of it
+    if (first_key <= before + warp_query + 15) {  // else no query of this warp sees the tile
       const X* const keys = tiles + tile % 2 * 2 * L::kTile;
       const X* const values = keys + L::kTile;
       float scores[KEYS / 8][4] = {};
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         high = fmaxf(high, __shfl_xor_sync(kAll, high, 1));
         high = fmaxf(high, __shfl_xor_sync(kAll, high, 2));
         const float now = fmaxf(most[i], high);
-        const float base = now == -CUDART_INF_F ? 0.0f : now;  // a query that sees nothing yet
+        const float base = now == -CUDART_INF_F ? 0.0f : now;  // a query that has seen no key yet
         const float shrink = exp2f(most[i] - base);
         most[i] = now;
         float part = 0.0f;
@@ -235,9 +235,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-// Any head size and dtype, no tuning: a warp takes one query of one head and goes through its keys
-// one by one.
-template <typename X, int DIMS>  // dims a lane
+// Any head size and dtype, not tuned: a warp computes one query of one head, key by key.
+template <typename X, int DIMS>  // dims per lane
 __global__ void prefill_attention_any(const __grid_constant__ PrefillTask task) {
   wait_for_predecessor();
   const int lane = threadIdx.x % 32, head = blockIdx.y, row = task.first_row + blockIdx.z;
@@ -277,7 +276,7 @@ __global__ void prefill_attention_any(const __grid_constant__ PrefillTask task) 
     if (lane + 32 * i < size) out[lane + 32 * i] = from_float<X>(output[i] / sum);
 }
 
-// 0: launched; -1: this device has too little shared memory.
+// *launched is false if the device has too little shared memory.
 template <typename X, int D>
 int run(const PrefillTask& task, void* stream, bool* launched) {
   const dim3 grid(ceil_div(task.max_query, kQueries), task.heads, task.num_rows - task.first_row);

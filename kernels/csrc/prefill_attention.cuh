@@ -1,4 +1,4 @@
-// The task of prefill_attention.cu, part of which prefill_attention_sm90a.cu takes.
+// prefill_attention.cu and, for some of its tasks, prefill_attention_sm90a.cu.
 #pragma once
 #include "common.cuh"
 
@@ -6,7 +6,7 @@ namespace tridecode {
 
 using PrefillTask = tridecode_attention_task;
 
-// Whether the device and the shapes suit prefill_attention_sm90a.cu.
+// Whether prefill_attention_sm90a.cu has a kernel for the device and the shapes.
 bool takes_prefill_sm90a(const PrefillTask& task);
 int run_prefill_sm90a(const PrefillTask& task, void* stream);
 

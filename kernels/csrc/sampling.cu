@@ -1,15 +1,15 @@
 // The next token of each row, in one launch: bad words, temperature, penalties, minimum length,
-// log-probability, then the largest logit or a draw after top-k and top-p, and what the sequence's
-// slot remembers of it.
+// log-probability, then the largest logit or a draw after top-k and top-p, and the update of the
+// sequence's slot.
 //
 // Several blocks sweep a row once, in chunks of 2048 ids whose results do not depend on how many
-// blocks there are; the last of them to arrive finishes the row. Greedy rows and rows that draw
-// from the whole vocabulary (the largest logit plus Gumbel noise) are then done but for the
-// comparison of the blocks' winners. For top-k and top-p the sweep leaves the maximum of every 64
-// ids: the k-th largest maximum is a lower bound of the k-th largest logit, so that only few ids
-// are read again. The thresholds are found by a radix search over the order of float32;
-// probabilities are added up as integers, so that no order of additions matters. Where the few do
-// not suffice, the search reads the whole row.
+// blocks there are; the last block to arrive finishes the row. Greedy rows and rows that draw
+// from the whole vocabulary (the largest logit plus Gumbel noise) then only need the best of the
+// blocks' winners. For top-k and top-p the sweep stores the maximum of every 64 ids: the k-th
+// largest maximum is a lower bound of the k-th largest logit, so that few ids are read again.
+// Thresholds are found by a radix search over float32 in the order of integers; probabilities are
+// summed as integers, so that the order of additions does not matter. If the candidates do not
+// suffice, the search reads the whole row.
 //
 // Bytes moved: 4 * R * V, and 2 * R * V more under penalties.
 // Bench: python -m tridecode.kernels.bench sample
@@ -23,7 +23,7 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kChunk = 8 * kThreads;  // ids
 constexpr int kSegment = 64;          // ids
 constexpr int kCandidates = 4096;
-constexpr int kTopPSegments = 256;    // whose ids are tried first where top-p stands alone
+constexpr int kTopPSegments = 256;    // the candidates' segments for top-p without top-k
 constexpr float kMostGumbel = 22.9f;  // no draw is larger: -log(2^-33) is 22.87
 
 using u64 = unsigned long long;
@@ -35,7 +35,7 @@ struct Task : tridecode_sample_task {
   int64_t row_bytes;                  // of scratch
 };
 
-// The order of float32 as that of integers; larger is larger.
+// Maps float32 to unsigned integers of the same order.
 __device__ __forceinline__ unsigned order_of(float x) {
   const unsigned bits = __float_as_uint(x);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -43,7 +43,7 @@ __device__ __forceinline__ unsigned order_of(float x) {
 __device__ __forceinline__ float from_order(unsigned order) {
   return __uint_as_float(order & 0x80000000u ? order & 0x7fffffffu : ~order);
 }
-// Compares by value, then by the lower id.
+// Ranks compare by value, then by the lower id.
 __device__ __forceinline__ u64 rank_of(float x, int id) {
   return u64(order_of(x)) << 32 | (0xffffffffu - unsigned(id));
 }
@@ -175,7 +175,7 @@ __device__ __forceinline__ Row row_at(const Task& task, int index, int slot) {
   return row;
 }
 
-// Makes the last id of each matching bad word impossible, for last ids in first .. end.
+// Makes the last id of each matching bad word impossible, for last ids in first .. end - 1.
 __device__ __forceinline__ void ban_words(const Task& task, int index, int slot, int first,
                                           int end) {
   const int* const ids = task.bad_ids + int64_t(slot) * task.bad_size;
@@ -207,8 +207,8 @@ struct Shared {
 };
 
 // Finds the bits of a threshold from the top: `add(prefix, mask, shift)` fills the histogram of the
-// next 8 bits of all values whose upper bits are `prefix`. Bins are taken from the largest while
-// less than `wanted` lies in those above. Returns the smallest order_of that is kept.
+// next 8 bits of all values whose upper bits are `prefix`. Bins are taken from the largest until
+// their sum reaches `wanted`. Returns the smallest order_of that is kept.
 template <typename Weight, typename Add>
 __device__ unsigned radix_threshold(Shared& shared, Weight* bins, u64 wanted, Add add) {
   unsigned prefix = 0;
@@ -238,7 +238,7 @@ __device__ unsigned radix_threshold(Shared& shared, Weight* bins, u64 wanted, Ad
         shared.prefix = prefix | unsigned(bin) << shift;
         shared.above = before;
       } else if (found == 0 && threadIdx.x == 0) {
-        shared.prefix = prefix;  // all of it is not enough: keep all
+        shared.prefix = prefix;  // the sum of all bins is too small: keep all
         shared.above = above;
       }
     }
@@ -252,8 +252,8 @@ __device__ __forceinline__ u64 mass_of(float x, float most) {
   return u64(expf(x - most) * 1099511627776.0f);  // 2^40
 }
 
-// bins[bin] += mass. The lanes of a warp that meet in a bin add up first: 64-bit sums in shared
-// memory are slow to contend for.
+// bins[bin] += mass. The lanes of a warp with the same bin add up first: contended 64-bit atomics
+// in shared memory are slow.
 __device__ __forceinline__ void add_mass(u64* bins, unsigned bin, u64 mass) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   const unsigned peers = __match_any_sync(__activemask(), bin);
@@ -266,12 +266,12 @@ __device__ __forceinline__ void add_mass(u64* bins, unsigned bin, u64 mass) {
 #endif
 }
 
-// The draw of a row under top-k or top-p. each(body) calls body(value, id) for all ids that may be
+// The draw of a row with top-k or top-p. each(body) calls body(value, id) for all ids that may be
 // kept.
 template <typename Each>
 __device__ int draw(Shared& shared, const Row& row, float most, double total, bool total_given,
                     Each each) {
-  unsigned threshold = order_of(-CUDART_INF_F) + 1;  // what is impossible is never kept
+  unsigned threshold = order_of(-CUDART_INF_F) + 1;  // impossible ids are never kept
   if (row.top_k > 0) {
     const unsigned kth = radix_threshold(
         shared, shared.histogram, u64(row.top_k), [&](unsigned prefix, unsigned mask, int shift) {
@@ -334,7 +334,7 @@ __device__ int draw_limited(Shared& shared, const Row& row, const float* maxima,
         });
     if (threadIdx.x == 0) shared.count = shared.listed = 0;
     __syncthreads();
-    // the ids of these segments lie in shared.ids until the candidates replace them
+    // a quarter of shared.values holds the list of these segments
     int* const list = reinterpret_cast<int*>(shared.values);
     for (int i = threadIdx.x; i < segments; i += kThreads) {
       if (order_of(__ldcg(maxima + i)) < bound) continue;
@@ -344,7 +344,7 @@ __device__ int draw_limited(Shared& shared, const Row& row, const float* maxima,
     __syncthreads();
     const int listed = shared.listed;
     if (listed <= kCandidates / 4) {
-      // a quarter of the values holds the list; the candidates start behind it
+      // the values of the candidates follow the list
       float* const values = shared.values + kCandidates / 4;
       int* const ids = shared.ids;
       constexpr int kRoom = kCandidates - kCandidates / 4;
@@ -497,7 +497,7 @@ __global__ void __launch_bounds__(kThreads) sample(const __grid_constant__ Task 
   largest = block_largest(largest, shared.ranks);
   if (drawn) winner = block_largest(winner, shared.ranks);
   Sum sum = {-CUDART_INF_F, 0.0f};
-  if (summed) {  // every warp alike
+  if (summed) {  // every warp computes the same
     for (int i = lane; i < task.chunks; i += 32)
       sum = merge(sum, {__ldcg(&sums[i].most), __ldcg(&sums[i].sum)});
     sum = warp_merge(sum);
