@@ -18,7 +18,8 @@ from tridecode.backend.errors import ConfigError, UnsupportedError
 MAX_LAYERS = 4096
 ROPE_SCALINGS = {name: name for name in ("default", "linear", "llama3")}
 #: activation_type -> ModelConfig.activation; FasterTransformer's Gelu is the tanh form, gelu_erf is ours
-GELUS_AND_RELU = {"gelu": "gelu_tanh", "gelu_erf": "gelu", "relu": "relu"}
+ACTIVATIONS = {"gelu": "gelu_tanh", "gelu_erf": "gelu", "relu": "relu"}
+ACTIVATION_NAMES = {"gelu_tanh": "Gelu", "gelu": "gelu_erf", "relu": "Relu"}
 
 
 class IniSection:
