@@ -122,9 +122,9 @@ def _model_name(given: str | None, checkpoint: Checkpoint) -> str:
 
 def full_names(shapes: dict[str, tuple[int, ...]], family: CheckpointFamily) -> dict[str, str]:
     """transformers' full name -> the checkpoint's own, which lacks the prefix if it is of the bare model."""
-    if any(name.startswith(family.prefix) for name in shapes):
-        return {name: name for name in shapes}
-    return {name if name == family.head else family.prefix + name: name for name in shapes}
+    prefix = "" if any(name.startswith(family.prefix) for name in shapes) else family.prefix
+    today = {family.renamed.get(name, name): name for name in shapes}
+    return {name if name == family.head else prefix + name: own for name, own in today.items()}
 
 
 def settle_head(checkpoint: Checkpoint, family: CheckpointFamily, names: dict[str, str]) -> bool:
