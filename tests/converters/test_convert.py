@@ -60,7 +60,7 @@ def read_qkv(directory: Path, name: str, ranks: int, queries: int, keys: int) ->
 def put_back(directory: Path, model, ranks: int) -> dict[str, np.ndarray]:
     """transformers' state dict from the files alone; sizes come from transformers' config.
 
-    A file that joins two biases comes back as their sum, "<one> + <other>".
+    A file that joins two biases comes back as "sum of <one> + <other>".
     """
     hf, case = model.config, FAMILIES[model.config.model_type]
     hidden, heads = hf.hidden_size, hf.num_attention_heads
@@ -98,7 +98,7 @@ def put_back(directory: Path, model, ranks: int) -> dict[str, np.ndarray]:
                 total = np.fromfile(directory / f"{stem}.bin", np.float32) * ranks
                 if not isinstance(names, str):
                     joined = [f"{name}.bias" for name in names if f"{name}.bias" in model.state_dict()]
-                    out[" + ".join(joined)] = total
+                    out[f"sum of {' + '.join(joined)}"] = total
             elif stem.endswith("query_key_value") and (directory / f"{stem}.{kind}.0.bin").exists():
                 put_qkv(stem, names, kind)
             elif whole.exists():
@@ -128,10 +128,11 @@ def test_the_files_put_back_are_transformers_tensors(tmp_path, variant):
         if model.config.tie_word_embeddings:
             assert not (tmp_path / f"w{ranks}" / "model.lm_head.weight.bin").exists()
             state.pop(FAMILIES[model.config.model_type].names["model.lm_head"] + ".weight")
-        assert sorted(part for name in back for part in name.split(" + ")) == sorted(state)
+        parts = {name: name.removeprefix("sum of ").split(" + ") for name in back}
+        assert sorted(part for names in parts.values() for part in names) == sorted(state)
         for name, value in back.items():
-            wanted = sum(state[part] for part in name.split(" + "))
-            rounding = 1e-6 if " + " in name else 0.0  # what a file joins is divided by the ranks
+            wanted = sum(state[part] for part in parts[name])
+            rounding = 1e-6 if name.startswith("sum") else 0.0  # a sum was divided by the ranks
             np.testing.assert_allclose(value, wanted, rounding, err_msg=f"{name} of {ranks} ranks")
 
 
