@@ -15,13 +15,13 @@ from tridecode.backend.weight_layout import WeightSpec
 from tridecode.backend.weights import TORCH_DTYPES
 
 _SCALE = 0.02  # of matrices and embeddings, as GPT-2 initialises them
-_NUMBERS = 16_777_213  # that are drawn and then repeated; a prime, so that rows never begin where others do
+_NUMBERS = 16_777_213  # drawn, then repeated; a prime, so that rows begin at different places
 _WRITERS = 8  # threads
 
 
 class RandomNumbers:
-    """One block of random numbers as a file's bytes, read round and round from a place that the tensor's name
-    chooses. Norm weights are about 1, everything else about 0."""
+    """One block of random bytes, written repeatedly from an offset that follows from the tensor's name. Norm
+    weights are about 1, all others about 0."""
 
     def __init__(self, dtype: torch.dtype, count: int = _NUMBERS):
         drawn = torch.randn(count, generator=torch.Generator().manual_seed(0)).mul_(_SCALE)
@@ -62,6 +62,6 @@ def weight_specs(model: ModelConfig) -> list[WeightSpec]:
 
 
 def weight_bytes(model: ModelConfig) -> int:
-    """What all files together take."""
+    """Bytes of all files."""
     itemsize = TORCH_DTYPES[model.weight_dtype].itemsize
     return sum(math.prod(spec.shape) for spec in weight_specs(model)) * itemsize
