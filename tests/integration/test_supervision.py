@@ -1,4 +1,4 @@
-"""The real tritonserver under `tridecode serve`: killed processes, errors of clients, and that nothing is left.
+"""The real tritonserver under `tridecode serve`: killed processes, clients' errors, and that nothing is left.
 
 The engine is tests/fake_engine.py behind the real supervisor, the doors are real.
 """

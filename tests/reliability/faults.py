@@ -47,8 +47,8 @@ class Row:
     open: requests in flight when it happened. ends_s: longest time without a response of one of them, or of
     a later one. lost: requests that the client gave up. health_s: longest time for which health contradicted
     the probes. back_s: until a new request and the controls were answered. usual_s: longest time without a
-    response before the fault. late_s: scheduling delay of a thread that only sleeps. The limits grow by late_s
-    and, up to MAX_USUAL_S, by usual_s.
+    response before the fault. late_s: scheduling delay of a thread that only sleeps. The limits grow by
+    late_s and, up to MAX_USUAL_S, by usual_s.
     """
 
     fault: str

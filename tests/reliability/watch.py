@@ -197,9 +197,6 @@ class Watch:
         """By how much the watching thread itself was late at worst: the load of the machine."""
         return max((s.end - s.start for s in self.of("late") if start <= s.end <= end), default=0.0)
 
-    def latencies(self, kind: str = "health") -> list[float]:
-        return sorted(s.end - s.start for s in self.of(kind))
-
 
 if __name__ == "__main__":
     main()
