@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from tridecode.backend.config import ModelConfig
 from tridecode.backend.errors import CheckpointError, ConfigError
+from tridecode.backend.models import family
 from tridecode.converters.checkpoint import Checkpoint, open_checkpoint
 from tridecode.converters.convert import PlannedConversion, plan_conversion
 from tridecode.converters.parity import Parity, check_parity
@@ -98,7 +99,7 @@ def build_repo(
             staging,
             models,
             engine=engine,
-            model_type="LLaMA" if config.family == "llama" else "GPT",
+            model_type=family(config.family).model_type,
             checkpoint_path=weights.name,
             stop_ids=",".join(str(token) for token in checkpoint.eos_ids[1:]),
         )

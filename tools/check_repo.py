@@ -14,10 +14,10 @@ from tridecode.backend.config import (
     ModelConfig,
     check_tensor_size,
     read_engine_config,
-    read_model_config,
 )
 from tridecode.backend.engine_config_file import checkpoint_dir
 from tridecode.backend.errors import TridecodeError
+from tridecode.backend.models import read_model_config
 from tridecode.backend.weights import MANIFEST_FILE, WeightReader
 from tridecode.converters.files import MAX_JSON_BYTES, read_json, require_file
 from tridecode.converters.parity import PARITY_FORMAT, compared_checksums

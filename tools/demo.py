@@ -16,9 +16,9 @@ from pathlib import Path
 import typer
 from tokenizers import Tokenizer
 
-from tridecode.backend.config import read_model_config
 from tridecode.backend.engine_config_file import checkpoint_dir
 from tridecode.backend.errors import CheckpointError, TridecodeError
+from tridecode.backend.models import read_model_config
 from tridecode.model_repo_templates.repository import ENGINE_MODEL, TOKENIZER_DIR
 from tridecode.tools.build_repo import build_repo, check_output, serve_command
 from tridecode.tools.chat import chat_prompt, chat_template

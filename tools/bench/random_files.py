@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from tridecode.backend.config import ModelConfig, model_config_ini
-from tridecode.backend.models import family
+from tridecode.backend.config import ModelConfig
+from tridecode.backend.models import family, model_config_ini
 from tridecode.backend.weight_layout import WeightSpec
 from tridecode.backend.weights import TORCH_DTYPES
 
@@ -58,8 +58,7 @@ def write_random_files(directory: Path, model: ModelConfig) -> int:
 
 def weight_specs(model: ModelConfig) -> list[WeightSpec]:
     """The tensors that such a directory holds."""
-    specs = family(model.family).weight_specs(model)
-    return [spec for spec in specs if not (spec.optional and model.tied_head)]
+    return family(model.family).weight_specs(model)
 
 
 def weight_bytes(model: ModelConfig) -> int:

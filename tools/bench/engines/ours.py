@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from tridecode.backend import messages as m
-from tridecode.backend.config import EngineConfig, ModelConfig, read_model_config
+from tridecode.backend.config import EngineConfig, ModelConfig
 from tridecode.backend.engine.engine import Engine, Ranks
 from tridecode.backend.engine.front import Front
 from tridecode.backend.engine.loop import DecodeLoop, follow
@@ -26,6 +26,7 @@ from tridecode.backend.engine.scheduler import Scheduler
 from tridecode.backend.engine.settings import choose_device, resolve
 from tridecode.backend.engine_config_file import FILE, checkpoint_dir
 from tridecode.backend.errors import BY_CODE, TridecodeError
+from tridecode.backend.models import read_model_config
 from tridecode.backend.supervisor.rank_link import RankStatus
 from tridecode.model_repo_templates.repository import ENGINE_MODEL
 from tridecode.tools.bench.engines import BenchEngine

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from tridecode.backend.config import ModelConfig, read_model_config
+from tridecode.backend.config import ModelConfig
 from tridecode.backend.errors import TridecodeError
+from tridecode.backend.models import read_model_config
 from tridecode.tools.bench.engines import BenchEngine
 from tridecode.tools.bench.engines.ours import weight_directory
 from tridecode.tools.bench.load.generator import TOKEN_MODEL, choose_processes, run_load

@@ -12,9 +12,9 @@ import numpy as np
 from rich.console import Console
 from tritonclient.utils import np_to_triton_dtype
 
-from tridecode.backend.config import read_model_config
 from tridecode.backend.engine_config_file import checkpoint_dir, read_engine_parameters
 from tridecode.backend.errors import ConfigError, TridecodeError
+from tridecode.backend.models import read_model_config
 from tridecode.model_repo_templates.repository import ENGINE_MODEL
 from tridecode.tools.bench.load.generator import TOKEN_MODEL, choose_processes, run_load
 from tridecode.tools.bench.load.prompts import find_tokenizer, read_prompts, text_prompts

@@ -10,24 +10,17 @@ import torch.multiprocessing as mp
 
 from tests.backend.engine.offline_models import hf_greedy, prompts_of
 from tests.backend.engine.rank_process import run_rank
-from tests.checkpoints import save, tiny_bloom, tiny_gpt2, tiny_llama
+from tests.checkpoints import FAMILIES, save
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 
 
-@pytest.mark.parametrize(
-    "make, tensor, stages",
-    [
-        (lambda: tiny_llama(num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3), 2, 1),
-        (lambda: tiny_gpt2(n_head=4, n_layer=3), 2, 2),
-        (lambda: tiny_bloom(n_head=4, n_layer=3), 1, 2),
-    ],
-    ids=["llama, tp 2", "gpt2, tp 2 x pp 2", "bloom, pp 2"],
-)
+@pytest.mark.parametrize("tensor, stages", [(2, 1), (1, 2), (2, 2)], ids=["tp 2", "pp 2", "tp 2 x pp 2"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_together_give_the_tokens_of_transformers(
-    make, tensor: int, stages: int, tmp_path: Path
+    family: str, tensor: int, stages: int, tmp_path: Path
 ) -> None:
-    model = make()
+    model = FAMILIES[family](**FAMILIES[family].shared)
     checkpoint = save(model, tmp_path / "hf")
     directory = tmp_path / "weights"
     plan_conversion(open_checkpoint(str(checkpoint))).write(directory)
