@@ -126,7 +126,7 @@ class GuardedServer:
             if self._guard.poll() is not None:
                 break
         self.close()
-        raise TridecodeError("tritonserver could not be started; what its guard wrote above says why")
+        raise TridecodeError("tritonserver could not be started; the output of its guard above says why")
 
     def _next_report(self, timeout_s: float) -> str:
         """The next line of the guard; "" if there is none within timeout_s."""
