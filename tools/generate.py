@@ -1,4 +1,4 @@
-"""A client of the text models: their answers, piece by piece, over tritonclient's gRPC stream."""
+"""A client of the text models, which streams their answers over tritonclient's gRPC."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tridecode.backend.errors import BY_CODE, ConfigError, EngineDownError, Requ
 GRPC_PORT = 8001  # tritonserver's default
 _CONNECT_S = 10.0  # until a server that does not answer counts as absent
 
-#: names that a text model may have in a repository, the one we recommend first
+#: names of text models in a repository, the recommended one first
 TEXT_MODELS = (
     "tensorrt_llm_bls",
     "tensorrt_llm_bls_streaming",
@@ -50,8 +50,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class TextModel:
-    """A text model that the server has. decoupled: it answers with a stream. dtypes: of its inputs, as
-    declared in its config.pbtxt (clients of LangChain's kind need UINT32 where others send INT32)."""
+    """A text model of the server. decoupled: it answers with a stream. dtypes: of its inputs, as its
+    config.pbtxt declares them (LangChain's client needs UINT32 for some that are INT32 by default)."""
 
     name: str
     decoupled: bool
@@ -59,9 +59,9 @@ class TextModel:
 
 
 def grpc_address(url: str) -> str:
-    """host:port of a server's gRPC from what a person types: a port that is left out is 8001.
+    """host:port of a server's gRPC; the port is 8001 by default.
 
-    Raises ConfigError for an HTTP address and for what is not an address.
+    Raises ConfigError for an HTTP address and for a text that is not an address.
     """
     scheme, separator, rest = url.strip().rpartition("://")
     example = "wanted host:port of the server's gRPC, e.g. localhost:8001"
@@ -81,10 +81,10 @@ def grpc_address(url: str) -> str:
 
 
 def complete_sampling(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a request with what a person means by them.
+    """The options of a request, with top_p and seed added where the user expects them.
 
-    By the contract a temperature has no effect without top_k or top_p: alone, it sets top_p to 1, the whole
-    vocabulary. Where tokens are sampled and no seed is given, one is drawn; the server's own default is 0.
+    In the contract a temperature has no effect without top_k or top_p: here, alone, it sets top_p to 1, the
+    whole vocabulary. If tokens are sampled and no seed is given, one is drawn; the server's default is 0.
     """
     completed = dict(options)
     temperature, top_k, top_p = (completed.get(key) for key in ("temperature", "top_k", "top_p"))
@@ -97,11 +97,10 @@ def complete_sampling(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_text_model(url: str, name: str | None = None, streaming: bool = True) -> TextModel:
-    """The text model to talk to: `name`, or the first of TEXT_MODELS that the server has, one that streams
-    before one that does not (streaming=False: the other way round).
+    """The text model `name`, or the first of TEXT_MODELS that is ready: of the decoupled ones if streaming,
+    else of the others, if there are any.
 
-    url: host:port of gRPC. Raises EngineDownError where no server answers, RequestError where it has no such
-    model.
+    url: host:port of gRPC. Raises EngineDownError if no server answers, RequestError if it has no such model.
     """
     with _client(url) as client:
         if name is not None:
@@ -124,10 +123,10 @@ def stream_text(
 ) -> Iterator[Piece]:
     """The pieces of text that `model` (None: the first text model of the server) generates after `prompt`.
 
-    sampling: keys of SAMPLING. timeout_s: longest wait for a response, None: forever. Closing the iterator,
-    and Ctrl-C, cancel the request on the server. Raises EngineDownError where no server answers, RequestError
-    for an option that does not exist or does not fit its dtype, TridecodeError with the server's text where
-    the request fails.
+    sampling: keys of SAMPLING. timeout_s: longest wait for a response; None: no limit. Closing the iterator
+    cancels the request on the server, and so does Ctrl-C. Raises EngineDownError if no server answers,
+    RequestError for an option that does not exist or does not fit its dtype, TridecodeError with the server's
+    text if the request fails.
     """
     with _client(url) as client:
         found = _named(client, model) if model else find_text_model(url)
@@ -146,7 +145,7 @@ def stream_text(
 def infer_text(
     url: str, model: str | None, prompt: str, *, timeout_s: float | None = None, **sampling: Any
 ) -> Piece:
-    """The whole answer at once, over a plain infer where the model gives one response, else over a stream.
+    """The whole answer, over a plain infer if the model gives one response, else over a stream.
 
     Raises as stream_text does.
     """
@@ -161,8 +160,8 @@ def infer_text(
 
 
 def print_stream(pieces: Iterator[Piece]) -> bool:
-    """Write pieces to stdout as they come and, to stderr, the time to the first token and tokens per second.
-    False: Ctrl-C ended them early."""
+    """Write pieces to stdout as they arrive; then, to stderr, the time to the first token and tokens/s.
+    False if Ctrl-C ended them early."""
     started, first, last, early, tokens = time.perf_counter(), 0.0, 0.0, 0, 0
     whole = True
     try:
@@ -199,7 +198,7 @@ def _pieces(answers: queue.Queue, model: TextModel, timeout_s: float | None) -> 
 
 
 def _is_final(response: Any, model: TextModel) -> bool:
-    """A stream says of each response whether it is the last; a model with one response need not."""
+    """Each response of a stream has the flag; a model with one response may leave it out."""
     if "triton_final_response" in response.parameters:
         return response.parameters["triton_final_response"].bool_param
     return not model.decoupled
@@ -247,7 +246,7 @@ def _tensor(name: str, value: np.ndarray) -> triton.InferInput:
 
 @contextmanager
 def _client(url: str) -> Iterator[triton.InferenceServerClient]:
-    """A client of a server that answers, whose errors are ours."""
+    """A client whose errors are TridecodeErrors; EngineDownError if the server does not answer."""
     client = triton.InferenceServerClient(url)
     try:
         _check_live(client, url)
@@ -258,7 +257,7 @@ def _client(url: str) -> Iterator[triton.InferenceServerClient]:
         client.close()
 
 
-#: what gRPC says of a peer that is absent or not Triton -> plain words
+#: part of gRPC's error text -> plain words
 _NO_SERVER = {
     "refused": "connection refused: is the server running? tridecode serve REPOSITORY",
     "Deadline": f"no answer within {_CONNECT_S:g} s",
@@ -271,19 +270,19 @@ _NO_SERVER = {
 
 
 def _check_live(client: triton.InferenceServerClient, url: str) -> None:
-    """EngineDownError in plain words: gRPC's own name sockets and channel states."""
+    """EngineDownError in plain words instead of gRPC's sockets and channel states."""
     try:
         client.is_server_live(client_timeout=_CONNECT_S)
     except InferenceServerException as error:
         text = error.message() or ""
         if error.status() not in ("StatusCode.UNAVAILABLE", "StatusCode.DEADLINE_EXCEEDED"):
-            return  # it answers; a gateway may keep this call to itself
+            return  # it answers; a gateway may block this call
         why = next((words for part, words in _NO_SERVER.items() if part in text), " ".join(text.split()))
         raise EngineDownError(f"no Triton server answers at {url} over gRPC ({why})") from None
 
 
 def _ours(error: InferenceServerException, url: str = "") -> TridecodeError:
-    """The server's text, as the error that its status stands for."""
+    """The server's text as the error class of its status."""
     status = (error.status() or "").removeprefix("StatusCode.")
     code = {"INVALID_ARGUMENT": "INVALID_ARG", "UNIMPLEMENTED": "UNSUPPORTED"}.get(status, status)
     where = f" (server: {url})" if url and code == "UNAVAILABLE" else ""
