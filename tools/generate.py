@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import secrets
 import time
 import uuid
@@ -14,11 +13,12 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as triton
 import typer
-from tritonclient.grpc import model_config_pb2
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype, triton_to_np_dtype
 
 from tridecode.backend.doors.contracts.tensorrt_llm import TENSORRT_LLM
 from tridecode.backend.errors import BY_CODE, ConfigError, EngineDownError, RequestError, TridecodeError
+from tridecode.model_repo_templates.pbtxt import data_type_name
+from tridecode.tools.triton_stream import plain_reason, stream_results
 
 GRPC_PORT = 8001  # tritonserver's default
 _CONNECT_S = 10.0  # until a server that does not answer counts as absent
@@ -32,9 +32,16 @@ TEXT_MODELS = (
     "ensemble_streaming",
     "ensemble_plain",
 )
+
+
+def _numpy(dtype: str) -> Any:
+    """Triton's name of a type in a config.pbtxt -> numpy type; None for an unknown one."""
+    return triton_to_np_dtype("BYTES" if dtype == "STRING" else dtype)
+
+
 #: what a request may set: input of the text models -> its usual dtype (object: texts)
 SAMPLING = {
-    field.name: triton_to_np_dtype("BYTES" if field.dtype == "STRING" else field.dtype)
+    field.name: _numpy(field.dtype)
     for field in TENSORRT_LLM.inputs
     if field.param or field.name in ("end_id", "stop_words", "bad_words", "priority")
 }
@@ -131,15 +138,8 @@ def stream_text(
     with _client(url) as client:
         found = _named(client, model) if model else find_text_model(url)
         inputs = _inputs(prompt, {"stream": found.decoupled, **sampling}, found.dtypes)
-        answers: queue.Queue = queue.Queue()
-        client.start_stream(callback=lambda result, error: answers.put((result, error)))
-        try:
-            client.async_stream_infer(
-                found.name, inputs, request_id=uuid.uuid4().hex, enable_empty_final_response=True
-            )
-            yield from _pieces(answers, found, timeout_s)
-        finally:
-            client.stop_stream(cancel_requests=True)
+        for result in stream_results(client, found.name, inputs, timeout_s, request_id=uuid.uuid4().hex):
+            yield _piece(result)
 
 
 def infer_text(
@@ -180,28 +180,6 @@ def print_stream(pieces: Iterator[Piece]) -> bool:
         told = f"first token {(first - started) * 1000:.0f} ms{rate}; {tokens} tokens{cut}"
         typer.secho(told, dim=True, err=True)
     return whole
-
-
-def _pieces(answers: queue.Queue, model: TextModel, timeout_s: float | None) -> Iterator[Piece]:
-    while True:
-        try:
-            result, error = answers.get(timeout=timeout_s)
-        except queue.Empty:
-            raise EngineDownError(f"{model.name} has been silent for {timeout_s:g} s") from None
-        if error is not None:
-            raise _ours(error)
-        response = result.get_response()
-        if response.outputs:
-            yield _piece(result)
-        if _is_final(response, model):
-            return
-
-
-def _is_final(response: Any, model: TextModel) -> bool:
-    """Each response of a stream has the flag; a model with one response may leave it out."""
-    if "triton_final_response" in response.parameters:
-        return response.parameters["triton_final_response"].bool_param
-    return not model.decoupled
 
 
 def _piece(result: triton.InferResult) -> Piece:
@@ -257,28 +235,18 @@ def _client(url: str) -> Iterator[triton.InferenceServerClient]:
         client.close()
 
 
-#: part of gRPC's error text -> plain words
-_NO_SERVER = {
-    "refused": "connection refused: is the server running? tridecode serve REPOSITORY",
-    "Deadline": f"no answer within {_CONNECT_S:g} s",
-    "resolution failed": "the host name is unknown",
-    "errors resolving": "the host name is unknown",
-    "HTTP/2": "not a gRPC port: HTTP has 8000 by default, gRPC 8001",
-    "http1.x": "not a gRPC port: HTTP has 8000 by default, gRPC 8001",
-    "Socket closed": "it closes the connection: HTTP has 8000 by default, gRPC 8001",
-}
-
-
 def _check_live(client: triton.InferenceServerClient, url: str) -> None:
     """EngineDownError in plain words instead of gRPC's sockets and channel states."""
     try:
         client.is_server_live(client_timeout=_CONNECT_S)
     except InferenceServerException as error:
-        text = error.message() or ""
         if error.status() not in ("StatusCode.UNAVAILABLE", "StatusCode.DEADLINE_EXCEEDED"):
             return  # it answers; a gateway may block this call
-        why = next((words for part, words in _NO_SERVER.items() if part in text), " ".join(text.split()))
-        raise EngineDownError(f"no Triton server answers at {url} over gRPC ({why})") from None
+        late = error.status() == "StatusCode.DEADLINE_EXCEEDED"
+        why = f"no answer within {_CONNECT_S:g} s" if late else plain_reason(error.message() or "")
+        raise EngineDownError(
+            f"no Triton server answers at {url} over gRPC ({why}): is it running? tridecode serve REPOSITORY"
+        ) from None
 
 
 def _ours(error: InferenceServerException, url: str = "") -> TridecodeError:
@@ -295,8 +263,7 @@ def _describe(client: triton.InferenceServerClient, name: str) -> TextModel | No
     declared = {tensor.name: tensor.data_type for tensor in config.input}
     if "text_input" not in declared:
         return None
-    names = {name: model_config_pb2.DataType.Name(kind)[len("TYPE_") :] for name, kind in declared.items()}
-    found = {name: triton_to_np_dtype("BYTES" if kind == "STRING" else kind) for name, kind in names.items()}
+    found = {name: _numpy(data_type_name(kind)) for name, kind in declared.items()}
     dtypes = {name: dtype for name, dtype in found.items() if dtype is not None}
     return TextModel(config.name or name, config.model_transaction_policy.decoupled, dtypes)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-import queue
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, redirect_stdout
@@ -23,10 +22,10 @@ from rich.console import Console
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from tridecode.backend.errors import ConfigError, EngineDownError, TridecodeError
+from tridecode.tools.triton_stream import NO_SERVER, plain_reason, stream_results
 
 _MAX_FILE_BYTES = 256 << 20
 _PORTS = {"http": 8000, "grpc": 8001}
-_REASON_S = 5.0  # wait for gRPC's reason of a failed stream
 _HTTP_TIMEOUT_S = 600.0  # the HTTP client needs a time-out
 _TEXT_DTYPES = ("bytes", "object", "str", "string")
 
@@ -133,28 +132,12 @@ def send_request(request: RequestFile, timeout_s: float | None = None) -> Iterat
         raise _no_server(request, str(error)) from None
 
 
-#: part of gRPC's or the HTTP client's error text -> plain words
-_NO_SERVER = {
-    "refused": "connection refused",
-    "resolution failed": "the host name is unknown",
-    "errors resolving": "the host name is unknown",
-    "Name or service": "the host name is unknown",
-    "no HTTP": "not HTTP: is it the port of gRPC?",
-    "HTTP/2": "not gRPC: is it the port of HTTP?",
-    "http1.x": "not gRPC: is it the port of HTTP?",
-    "decoding the response": "an HTTP server that is not Triton",
-    "Socket closed": "it closes the connection: is it the port of HTTP?",
-    "failed to connect": "no connection",
-}
-
-
 def _is_unreachable(error: InferenceServerException) -> bool:
-    return any(part in (error.message() or "") for part in _NO_SERVER)
+    return any(part in (error.message() or "") for part in NO_SERVER)
 
 
 def _no_server(request: RequestFile, reason: str) -> EngineDownError:
-    why = next((words for part, words in _NO_SERVER.items() if part in reason), " ".join(reason.split()))
-    found = f"no Triton server answers at {request.url} over {request.protocol} ({why})"
+    found = f"no Triton server answers at {request.url} over {request.protocol} ({plain_reason(reason)})"
     return EngineDownError(f"{found}; start one, or name its address in config.url")
 
 
@@ -299,34 +282,9 @@ def _infer(request: RequestFile, timeout_s: float | None) -> Iterator[Answer]:
 
 
 def _stream(request: RequestFile, timeout_s: float | None) -> Iterator[Answer]:
-    answers: queue.Queue = queue.Queue()
-    client = grpc_client.InferenceServerClient(request.url, verbose=request.verbose)
-    started = time.perf_counter()
-    client.start_stream(callback=lambda result, error: answers.put((result, error)))
-    try:
-        inputs = _inputs(request, grpc_client.InferInput)
-        try:
-            client.async_stream_infer(request.model_name, inputs, enable_empty_final_response=True)
-        except InferenceServerException as refusal:  # the stream had failed; its callback has the reason
-            raise (_next(answers, request, _REASON_S)[1] or refusal) from None
-        while True:
-            result, error = _next(answers, request, timeout_s)
-            if error is not None:
-                raise error
-            response = result.get_response()
-            if response.outputs:
-                outputs = {output.name: result.as_numpy(output.name) for output in response.outputs}
-                yield Answer(outputs, time.perf_counter() - started)
-            final = response.parameters.get("triton_final_response")
-            if final is None or final.bool_param:  # a model that is not decoupled has no such flag
-                return
-    finally:
-        client.stop_stream(cancel_requests=True)
-        client.close()
-
-
-def _next(answers: queue.Queue, request: RequestFile, timeout_s: float | None) -> tuple[Any, Any]:
-    try:
-        return answers.get(timeout=timeout_s)
-    except queue.Empty:
-        raise TridecodeError(f"{request.model_name} has been silent for {timeout_s:g} s") from None
+    inputs = _inputs(request, grpc_client.InferInput)
+    with grpc_client.InferenceServerClient(request.url, verbose=request.verbose) as client:
+        started = time.perf_counter()
+        for result in stream_results(client, request.model_name, inputs, timeout_s):
+            outputs = {output.name: result.as_numpy(output.name) for output in result.get_response().outputs}
+            yield Answer(outputs, time.perf_counter() - started)
