@@ -44,6 +44,7 @@ ALLOWED = {
     "backend.sampling_params": set(),
     "backend.messages": {"backend.sampling_params"},
     "backend.pauses": set(),
+    "backend.threads": set(),
     "backend.config": {"backend.errors"},
     "backend.weight_layout": {"backend.errors"},
     "backend.weights": {"backend.config", "backend.errors", "backend.models", "backend.weight_layout"},
@@ -73,6 +74,7 @@ ALLOWED = {
         "backend.errors",
         "backend.messages",
         "backend.pauses",
+        "backend.threads",
     },
     "backend.engine": {
         "backend.engine",

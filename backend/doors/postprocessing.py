@@ -1,9 +1,9 @@
 """Model `postprocessing` of FasterTransformer's ensemble: token ids in, texts out.
 
-Source: the FasterTransformer backend's postprocessing models. Kept: the whole row is decoded, prompt
-included, rows first and beams inside, one flat array of bytes, over which its clients iterate. Chosen
-otherwise: the fill after the end and (unless skip_special_tokens says no) special tokens are not shown, and
-an id that the tokenizer does not know is passed over instead of failing the request.
+Source: the FasterTransformer backend's postprocessing models. As there: the whole row is decoded with its
+prompt, and the texts are one flat array of bytes, the beams of a row together. Different: padding after the
+end is not shown, nor are special tokens unless skip_special_tokens is false, and an id that the tokenizer
+does not know is ignored instead of failing the request.
 """
 
 from __future__ import annotations

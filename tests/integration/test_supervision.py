@@ -36,8 +36,8 @@ from tridecode.tools.serve.triton_http import TritonHttp, TritonHttpError
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 SHM = Path("/dev/shm")
-ERROR_S = 5.0  # an open request ends with an error within so long
-END_S = 20.0  # a killed server's guard and supervisor clean up within so long, on a slow machine
+ERROR_S = 5.0  # for an open request to end with an error
+END_S = 20.0  # for a killed server's guard and supervisor to clean up, on a slow machine
 
 CONFIG = """
 name: "{name}"
@@ -121,7 +121,7 @@ class Request:
 
 
 def marked_processes(mark: str) -> list[psutil.Process]:
-    """Living processes that carry the mark in their environment, the test itself excepted."""
+    """Living processes with the mark in their environment, except the test itself."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -133,8 +133,8 @@ def marked_processes(mark: str) -> list[psutil.Process]:
 
 
 def command_line(process: psutil.Process) -> list[str]:
-    """The arguments of a process; empty where it has ended. A zombie has: its parent may never reap it, as
-    the first process of a container does not."""
+    """The arguments of a process; empty if it has ended. A zombie has ended: the first process of a container
+    may never reap it."""
     try:
         return process.cmdline()
     except psutil.Error:
@@ -162,11 +162,11 @@ class Service:
 
     @property
     def triton(self) -> psutil.Process:
-        """The tritonserver of now."""
+        """The current tritonserver."""
         return psutil.Process(self.server.server_pid)
 
     def wait_back(self) -> float:
-        """Seconds until the tritonserver after one that died answers; the engine must be the same."""
+        """Seconds until the next tritonserver answers after one that died."""
         return wait_until(lambda: "tritonserver is back after" in self.server.log(), END_S, "the next server")
 
     def request(self, model: str = "fastertransformer", tokens: int = 5) -> Request:
@@ -185,7 +185,7 @@ class Service:
         return request.done.wait(10) and not request.error and request.responses > 0
 
     def wait_reloaded(self, times: int = 1) -> float:
-        """Seconds until so many doors have been brought back."""
+        """Seconds until that many doors have been reloaded."""
         return wait_until(lambda: self.server.log().count("is back after") == times, 8, "the reload")
 
     def door(self, model: str) -> psutil.Process:
@@ -383,7 +383,7 @@ def test_a_server_that_stays_stopped_is_started_again_and_the_engine_is_kept(rep
 
 
 def post(service: Service, model: str, body: bytes, timeout_s: float = 10.0) -> str:
-    """What becomes of an HTTP request: its body, or the error's text."""
+    """The response's body, or the error's text."""
     connection = http.client.HTTPConnection(service.server.http_url, timeout=timeout_s)
     try:
         connection.request("POST", f"/v2/models/{model}/infer", body)

@@ -1,6 +1,5 @@
 """The commands `tridecode serve` and `tridecode tritonserver`."""
 
-import logging
 import os
 from pathlib import Path
 from typing import Annotated, Callable, NoReturn, Optional
@@ -93,6 +92,8 @@ def tritonserver(context: typer.Context) -> None:
 
 def _exit_with(run: Callable[[], int]) -> NoReturn:
     """Log to stderr, run, and exit with its return code; with 1 after any error but a ConfigError."""
+    import logging  # here: no other command needs it, and --help must be quick
+
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         code = run()
