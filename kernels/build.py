@@ -37,6 +37,7 @@ SPILLS = {
     "gemm_mma.cu": 240,
     "decode_attention.cu": 200,
     "gemm_sm90_data_parallel.cu": 64,
+    "sampling.cu": 32,
 }
 
 
