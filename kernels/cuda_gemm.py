@@ -191,38 +191,30 @@ class CudaGemm(CudaBase):
         self, x: Tensor, linear: Linear, activation: str | None, residual: Tensor | None, out: Tensor
     ) -> None:
         """cuBLAS; a kernel of ours follows for what cuBLAS does not fuse."""
-        tokens, columns = x.shape[0], linear.weight.shape[0]
-        weight, bias = linear.weight.t(), linear.bias
-        if out.dtype == x.dtype and residual is None and activation in (None, "gelu_tanh", "relu"):
-            if bias is None and activation is None:
-                torch.mm(x, weight, out=out)
-                return
-            if bias is not None and activation is None:
+        weight, bias, same = linear.weight.t(), linear.bias, out.dtype == x.dtype
+        if same and residual is None and bias is not None:
+            if activation is None:
                 torch.addmm(bias, x, weight, out=out)
                 return
-            if bias is not None and x.dtype != torch.float32:
+            if activation in ("gelu_tanh", "relu") and x.dtype != torch.float32:
                 torch._addmm_activation(bias, x, weight, use_gelu=activation == "gelu_tanh", out=out)
                 return
-        if out.dtype == x.dtype and residual is not None and activation is None:
+        if same and residual is not None and activation is None:
             torch.addmm(residual, x, weight, out=out)
             if bias is not None:
-                self._finish(out, bias, None, None, out, x.dtype)
+                self._library_epilogue(out, bias, None, None, out, x.dtype)
             return
-        if out.dtype == x.dtype and activation != "swiglu":
-            product = out if residual is None else self._temporary("product", tokens, columns, x.dtype)
-            torch.mm(x, weight, out=product)
-        elif out.dtype == x.dtype:
-            product = self._temporary("product", tokens, columns, x.dtype)
+        product = out
+        if activation == "swiglu" or (same and residual is not None):  # out may be the residual
+            product = self._temporary("product", x.shape[0], weight.shape[1], out.dtype)
+        if same:
             torch.mm(x, weight, out=product)
         else:
-            product = (
-                out if activation != "swiglu" else self._temporary("product", tokens, columns, out.dtype)
-            )
             torch.mm(x, weight, out_dtype=out.dtype, out=product)
-        if product is not out or bias is not None or activation is not None or residual is not None:
-            self._finish(product, bias, activation, residual, out, x.dtype)
+        if bias is not None or activation is not None or residual is not None:
+            self._library_epilogue(product, bias, activation, residual, out, x.dtype)
 
-    def _finish(
+    def _library_epilogue(
         self,
         product: Tensor,
         bias: Tensor | None,

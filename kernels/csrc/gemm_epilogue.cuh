@@ -33,17 +33,12 @@ __device__ __forceinline__ bool is_row(const GemmTask& task, int pair, int row) 
 struct Extra {
   float bias[2];
   float residual[2][2];  // [token][row]
-  int slots[2];          // of the cache, [token]
+  int slots[2];          // of the cache, [token]: load_slots
 };
 
 template <typename X, Mode MODE>
 __device__ __forceinline__ Extra load_extra(const GemmTask& task, int pair, int token) {
   Extra extra = {};
-  if (MODE == kQkv) {
-#pragma unroll
-    for (int j = 0; j < 2; ++j)
-      extra.slots[j] = token + j < task.tokens ? task.kv_slots[token + j] : -1;
-  }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int row = row_of<MODE>(task, pair, i);
@@ -57,6 +52,15 @@ __device__ __forceinline__ Extra load_extra(const GemmTask& task, int pair, int 
             static_cast<const X*>(task.residual)[(token + j) * task.residual_stride + row]);
   }
   return extra;
+}
+
+template <Mode MODE>
+__device__ __forceinline__ void load_slots(const GemmTask& task, int token, Extra& extra) {
+  if constexpr (MODE == kQkv) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+      extra.slots[j] = token + j < task.tokens ? task.kv_slots[token + j] : -1;
+  }
 }
 
 template <typename X>
@@ -80,37 +84,44 @@ __device__ __forceinline__ void store_row(const GemmTask& task, int pair, int to
   if (MODE == kQkv) write_cache<X>(task, slot, row / task.head_size, row % task.head_size, values);
 }
 
-// values: [token][row], the complete sums.
+// values: [token][row], the complete sums. All loads come before the stores, which would delay
+// them.
 template <typename X, Mode MODE>
 __device__ __forceinline__ void finish(const GemmTask& task, int pair, int first_token,
                                        float (&values)[2][2], const Extra& extra) {
   const int row0 = row_of<MODE>(task, pair, 0), row1 = row_of<MODE>(task, pair, 1);
+  const int d = MODE == kQkv ? row0 % task.head_size : 0;
+  const bool rotated =
+      MODE == kQkv && d < task.rotary_size && row0 / task.head_size < task.heads + task.kv_heads;
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     const int token = first_token + j;
+    float &a = values[j][0], &b = values[j][1];
     if (token >= task.tokens) continue;
     if (MODE == kGated) {
-      if (pair < task.outputs / 2)
-        store_out<X>(task, token, pair,
-                     finish_gated(values[j][0], extra.bias[0], values[j][1], extra.bias[1],
-                                  extra.residual[j][0]));
-      continue;
-    }
-    float a, b;
-    if (MODE == kQkv) {
-      a = values[j][0] + extra.bias[0], b = values[j][1] + extra.bias[1];
-      const int d = row0 % task.head_size;
-      if (d < task.rotary_size && row0 / task.head_size < task.heads + task.kv_heads) {
+      a = finish_gated(a, extra.bias[0], b, extra.bias[1], extra.residual[j][0]);
+    } else if (MODE == kQkv) {
+      a += extra.bias[0], b += extra.bias[1];
+      if (rotated) {
         const int64_t angle =
             angle_index(task.positions[token], task.rotary_size, d, task.interleaved);
         rotate(a, b, task.cos[angle], task.sin[angle]);
       }
     } else {
-      a = finish_sum(values[j][0], extra.bias[0], task.activation, extra.residual[j][0]);
-      b = finish_sum(values[j][1], extra.bias[1], task.activation, extra.residual[j][1]);
+      a = finish_sum(a, extra.bias[0], task.activation, extra.residual[j][0]);
+      b = finish_sum(b, extra.bias[1], task.activation, extra.residual[j][1]);
     }
-    store_row<X, MODE>(task, pair, token, row0, extra.slots[j], a);
-    store_row<X, MODE>(task, pair, token, row1, extra.slots[j], b);
+  }
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const int token = first_token + j;
+    if (token >= task.tokens) continue;
+    if (MODE == kGated) {
+      if (pair < task.outputs / 2) store_out<X>(task, token, pair, values[j][0]);
+    } else {
+      store_row<X, MODE>(task, pair, token, row0, extra.slots[j], values[j][0]);
+      store_row<X, MODE>(task, pair, token, row1, extra.slots[j], values[j][1]);
+    }
   }
 }
 

@@ -164,7 +164,10 @@ __global__ void __launch_bounds__(kThreads, 2)
     const int pair = tile * (kRows / 2) + item % 8, token = item / 8 * 2;
     const bool finishes = item < items, whole = division.slices == 1;
     Extra extra = {};
-    if (whole && finishes) extra = load_extra<X, MODE>(task, pair, token);
+    if (whole && finishes) {
+      extra = load_extra<X, MODE>(task, pair, token);
+      load_slots<MODE>(task, token, extra);
+    }
     __syncthreads();
     float values[2][2] = {};
     if (finishes) {
@@ -195,6 +198,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       device_fence();
       if (finishes) {
         extra = load_extra<X, MODE>(task, pair, token);
+        load_slots<MODE>(task, token, extra);
         values[0][0] = values[0][1] = values[1][0] = values[1][1] = 0.0f;
         for (int s = 0; s < division.slices; ++s) {
           const float4 part = __ldcg(partials + s * items);

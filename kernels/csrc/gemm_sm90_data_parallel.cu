@@ -130,8 +130,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     auto pair_of = [&](int item) { return tile * (ROWS / 2) + item % (ROWS / 2); };
     auto token_of = [&](int item) { return item / (ROWS / 2) * 2; };
     Extra extra = {};
-    if (threadIdx.x < items)
+    if (threadIdx.x < items) {
       extra = load_extra<X, MODE>(task, pair_of(threadIdx.x), token_of(threadIdx.x));
+      load_slots<MODE>(task, token_of(threadIdx.x), extra);
+    }
     float c[ROWS / 32][16];
     int held = -1;  // the stage that instructions in flight still read
     const int first_step = (group + begun) % kGroups;
@@ -181,7 +183,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     consumers_sync();
     for (int item = threadIdx.x; item < items; item += kConsumers) {
       const int pair = item % (ROWS / 2), token = token_of(item);
-      if (item != threadIdx.x) extra = load_extra<X, MODE>(task, pair_of(item), token);
+      if (item != threadIdx.x) {
+        extra = load_extra<X, MODE>(task, pair_of(item), token);
+        load_slots<MODE>(task, token, extra);
+      }
       const float* const from =
           sums + token * ROWS + (MODE == kGated ? pair : pair / 8 * 16 + pair % 8);
       constexpr int kSecond = MODE == kGated ? ROWS / 2 : 8;  // from the first row of a pair

@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads) gemv(const __grid_constant__ GemmTas
     for (int token = 0; token < TOKENS; ++token)
       copy16_async(xs + token * pieces + p, rows[token] + p, true);
   }
-  const Extra extra = load_extra<X, MODE>(task, pair, 0);
+  Extra extra = load_extra<X, MODE>(task, pair, 0);
   commit_copies();
   wait_copies<0>();
   if (task.norm_weight)
@@ -87,6 +87,7 @@ __global__ void __launch_bounds__(kThreads) gemv(const __grid_constant__ GemmTas
   for (int token = 0; token < TOKENS; ++token)
     c[token][0] = warp_sum(c[token][0]), c[token][1] = warp_sum(c[token][1]);
   if (lane != 0) return;
+  load_slots<MODE>(task, 0, extra);  // earlier, the registers would cost a resident block
   constexpr int kSecond = TOKENS - 1;
   float values[2][2] = {{c[0][0], c[0][1]}, {c[kSecond][0], c[kSecond][1]}};
   finish<X, MODE>(task, pair, 0, values, extra);

@@ -24,16 +24,17 @@ template <int ROWS, typename Each, typename AddUp>
 __device__ __forceinline__ void row_statistics(RowNorm (&rows)[ROWS], float (&sums)[ROWS],
                                                bool centred, int columns, float eps, Each each,
                                                AddUp add_up) {
+  const float inverse = 1.0f / columns;  // ahead of the sums, which a division would delay
   if (centred) add_up(sums, 0);
 #pragma unroll
   for (int row = 0; row < ROWS; ++row) {
-    rows[row].mean = centred ? sums[row] / columns : 0.0f;
+    rows[row].mean = centred ? sums[row] * inverse : 0.0f;
     sums[row] = 0.0f;
   }
   each([&](int row, float x) { sums[row] += (x - rows[row].mean) * (x - rows[row].mean); });
   add_up(sums, 1);
 #pragma unroll
-  for (int row = 0; row < ROWS; ++row) rows[row].scale = rsqrtf(sums[row] / columns + eps);
+  for (int row = 0; row < ROWS; ++row) rows[row].scale = rsqrtf(sums[row] * inverse + eps);
 }
 
 }  // namespace tridecode

@@ -1,5 +1,5 @@
-"""Operations captured in a CUDA graph and replayed over changed inputs: nothing of the captured step may
-stick."""
+"""Operations captured in a CUDA graph and replayed with other inputs: no value of the captured step may
+persist."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("tokens", [1, 8, 16, 40])
 def test_a_chain_of_products_follows_its_input(cuda_place: Place, tokens: int):
-    """Every kernel of the chain starts before its predecessor ends, and still reads what that one wrote."""
+    """Each kernel of the chain starts before its predecessor ends, and reads what its predecessor wrote."""
     place, dtype = cuda_place, torch.float16
     linears = [make_linear(place, 1024, 1024, dtype) for _ in range(6)]
     norm = Norm(place.normal(1024, dtype=dtype), place.normal(1024, dtype=dtype), 1e-5)
