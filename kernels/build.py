@@ -36,6 +36,7 @@ FLAGS = [
 SPILLS = {
     "gemm_mma.cu": 32,
     "decode_attention.cu": 200,
+    "sampling.cu": 32,
 }
 
 

@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
   auto tile_address = [&](const Part& part, int tile) {  // of the tile's first key
     const int token = tile * kTile, entry = token / task.block_tokens;
     if (entry - ids_base >= 32) load_ids(part, tile);
-    const int64_t id = __shfl_sync(kAll, ids, entry - ids_base);
+    const int id = __shfl_sync(kAll, ids, entry - ids_base);
     return cache + cache_row(id, 0, part.pass / task.groups, token % task.block_tokens,
                              task.kv_heads, task.block_tokens) *
                        D;

@@ -6,9 +6,11 @@
 
 namespace tridecode {
 
-// The index of a token's key (which 0) or value (which 1), in rows of head_size numbers.
-__device__ __forceinline__ int64_t cache_row(int64_t block, int which, int kv_head, int offset,
-                                             int kv_heads, int block_tokens) {
+// The index of a token's key (which 0) or value (which 1), in rows of head_size numbers. A layer
+// has fewer than 2^32 rows, 550 GB at head_size 64, so that 32-bit arithmetic suffices.
+__device__ __forceinline__ int64_t cache_row(unsigned block, unsigned which, unsigned kv_head,
+                                             unsigned offset, unsigned kv_heads,
+                                             unsigned block_tokens) {
   return ((block * 2 + which) * kv_heads + kv_head) * block_tokens + offset;
 }
 

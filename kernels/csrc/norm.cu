@@ -26,7 +26,7 @@ __global__ void norm_row(X* out, const X* x, const X* weight, const X* bias, flo
                          int64_t x_stride, int64_t out_stride) {
   __shared__ float shared[2][32];
   const int first = threadIdx.x * 8, step = blockDim.x * 8;
-  float w[kItems][8], b[kItems][8] = {}, v[kItems][8];
+  float w[kItems][8], b[kItems][8] = {}, v[kItems][8] = {};
   auto each_item = [&](auto body) {
 #pragma unroll
     for (int i = 0; i < kItems; ++i)
@@ -40,12 +40,13 @@ __global__ void norm_row(X* out, const X* x, const X* weight, const X* bias, flo
   });
   let_successor_start();
   wait_for_predecessor_alone();
-  float sums[1] = {};
-  each_item([&](int i, int c) {
-    load8(x + blockIdx.x * x_stride + c, v[i]);
+  each_item([&](int i, int c) { load8(x + blockIdx.x * x_stride + c, v[i]); });
+  float sums[1] = {};  // a pass of its own: all loads are issued before the first is used
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) sums[0] += v[i][j];
-  });
+  }
   RowNorm norm[1];
   row_statistics(
       norm, sums, bias != nullptr, columns, eps,

@@ -113,7 +113,7 @@ struct Row {
   float temperature, repetition, presence, frequency, top_p;
   int top_k, banned, generated, vocab;
   uint64_t seed;
-  bool greedy, log_probs;
+  bool greedy, log_probs, decays, bad_words;
   bool wide;  // float4 loads
 
   __device__ __forceinline__ bool limited() const { return !greedy && (top_k > 0 || top_p < 1.0f); }
@@ -168,6 +168,8 @@ __device__ __forceinline__ Row row_at(const Task& task, int index, int slot) {
   row.banned = s.generated < s.min_tokens ? s.end_id : -1;
   row.greedy = s.top_k == 1 || s.temperature == 0.0f;
   row.log_probs = s.return_log_probs;
+  row.decays = s.top_p_decay < 1.0f;
+  row.bad_words = s.num_bad_words > 0;
   row.top_k = s.top_k > 0 && s.top_k < task.vocab_size ? s.top_k : 0;
   row.top_p = row.greedy ? 1.0f : s.top_p_now;
   row.seed = s.seed;
@@ -407,8 +409,7 @@ __global__ void __launch_bounds__(kThreads) sample(const __grid_constant__ Task 
   // ---- the sweep
   const int first_chunk = blockIdx.x * task.chunks_each,
             last_chunk = min(first_chunk + task.chunks_each, task.chunks);
-  if (task.state[slot].num_bad_words)
-    ban_words(task, index, slot, first_chunk * kChunk, last_chunk * kChunk);
+  if (row.bad_words) ban_words(task, index, slot, first_chunk * kChunk, last_chunk * kChunk);
   const bool summed = row.summed(), limited = row.limited(), drawn = row.drawn_at_once();
   u64 largest = 0, winner = 0;
   for (int chunk = first_chunk; chunk < last_chunk; ++chunk) {
@@ -528,10 +529,10 @@ __global__ void __launch_bounds__(kThreads) sample(const __grid_constant__ Task 
   task.last_tokens[slot] = token;
   Slot& s = task.state[slot];
   s.generated = row.generated + 1;
-  if (s.num_bad_words && s.history_length < task.history_size)
+  if (row.bad_words && s.history_length < task.history_size)
     task.history[int64_t(slot) * task.history_size + s.history_length++] = token;
   if (row.counts) task.counts[int64_t(slot) * task.vocab_size + token] += 1;
-  if (s.top_p_decay < 1.0f)
+  if (row.decays)
     s.top_p_now =
         token == s.top_p_reset_id ? s.top_p : fmaxf(s.top_p_now * s.top_p_decay, s.top_p_min);
 }
