@@ -68,25 +68,26 @@ SPLIT_K_TOKENS, SPLIT_K_SPLITS = (16, 32, 64), (1, 2, 3)
 STREAM_K_TOKENS = {"linear": (16, 32, 64), "qkv": (16, 32, 64), "swiglu": (32, 64, 96, 128, 192, 256)}
 
 # ---------------------------------------------------------------- thresholds, measured on an H200
-# Figures: microseconds of a product (weight rows x inputs, float16) in a CUDA graph over more weights than the
-# L2 cache holds, each kernel forced by replacing Cuda.choose_gemm.
+# Figures: microseconds of a product (weight rows x inputs, float16) in a CUDA graph over more weights than
+# the L2 cache holds, each kernel forced by replacing Cuda.choose_gemm.
 
 #: from this many weights on, gemm_sm90_split_k or gemm_sm90_stream_k replace the kernels of small products.
 #: 4096 x 4096, 8 tokens: 9.8 split-K, 10.9 data-parallel; 8192 x 2048: 11.1 stream-K, 10.3 data-parallel
 LARGE_WEIGHTS = 1 << 24
-#: above this many tokens cuBLAS is level or faster: 16384 x 4096, 64 tokens: 34.7 stream-K, 37.0 cuBLAS; at 96
-#: LLaMA's steps gained 2 to 4 %, BLOOM's lost at 72 to 128 (docs/benchmarks.md)
+#: above this many tokens cuBLAS is level or faster: 16384 x 4096, 64 tokens: 34.7 stream-K, 37.0 cuBLAS; at
+#: 96 LLaMA's steps gained 2 to 4 %, BLOOM's lost at 72 to 128 (docs/benchmarks.md)
 LARGE_TOKENS = 64
-#: SwiGLU saves a pass over gate and up, so gemm_sm90_stream_k wins there except in this range of tokens: up to
-#: 256 by bandwidth, from 1024 on by the pass (docs/benchmarks.md, "At 256 sequences")
+#: SwiGLU saves a pass over gate and up, so gemm_sm90_stream_k wins there except in this range of tokens: up
+#: to 256 by bandwidth, from 1024 on by the pass (docs/benchmarks.md, "At 256 sequences")
 SWIGLU_LIBRARY = range(257, 1024)
-#: a fused norm is repeated in every block. 3072 x 1024, 1 / 2 tokens: 5.5 / 6.3, with a norm kernel 6.1 / 6.6
+#: a fused norm is repeated in every block. 3072 x 1024, 1 / 2 tokens: 5.5 / 6.3, with a norm kernel 6.1 /
+#: 6.6
 FUSED_NORM_TOKENS = 2
-#: gemm_mma is faster while its tiles of 16 rows fill one wave of 2 blocks per multiprocessor. With a norm, 1 / 2
-#: tokens: 3072 x 2048: 6.6 / 8.4, gemv 6.9 / 8.7; 6144 x 2048: 10.5 / 11.8, gemv 9.6 / 12.4
+#: gemm_mma is faster while its tiles of 16 rows fill one wave of 2 blocks per multiprocessor. With a norm,
+#: 1 / 2 tokens: 3072 x 2048: 6.6 / 8.4, gemv 6.9 / 8.7; 6144 x 2048: 10.5 / 11.8, gemv 9.6 / 12.4
 GEMV_OUTPUTS = 5120
-#: cuBLAS splits long sums of few outputs better, unless a bias costs it a kernel. 4096 x 14336, 1 / 2 tokens: 32.0
-#: / 32.1, gemm_mma 33.8 / 37.3
+#: cuBLAS splits long sums of few outputs better, unless a bias costs it a kernel. 4096 x 14336, 1 / 2
+#: tokens: 32.0 / 32.1, gemm_mma 33.8 / 37.3
 LONG_INPUTS, FEW_OUTPUTS = 8192, 8192
 #: 2/3 of the multiprocessors read weights as fast as all of them, and leave the rest to the next kernel
 SPLIT_K_FILL = (2, 3)
