@@ -6,27 +6,21 @@ from functools import partial
 
 from transformers import PreTrainedConfig
 
-from tridecode.backend.config import ModelConfig
 from tridecode.backend.models.gptneox import GptNeoXConfig
 from tridecode.converters.families import CheckpointFamily
-from tridecode.converters.hf_config import activation, rope_config
+from tridecode.converters.hf_config import activation, rope_config, shape
 from tridecode.converters.rules import Rule, module_rules, split_heads, split_heads_transposed, transpose
 
 EMBEDDING = "gpt_neox.embed_in.weight"
 
 
 def model_config(hf: PreTrainedConfig, **common) -> GptNeoXConfig:
-    head_size = hf.hidden_size // hf.num_attention_heads
-    rotated = int(head_size * hf.rope_parameters.get("partial_rotary_factor", 1.0))
+    sizes = shape(hf)
+    rotated = int(sizes["head_size"] * hf.rope_parameters.get("partial_rotary_factor", 1.0))
     return GptNeoXConfig(
         family="gptneox",
-        num_layers=hf.num_hidden_layers,
-        hidden_size=hf.hidden_size,
-        num_heads=hf.num_attention_heads,
-        num_kv_heads=hf.num_attention_heads,
-        head_size=head_size,
+        **sizes,
         mlp_size=hf.intermediate_size,
-        vocab_size=hf.vocab_size,
         max_positions=hf.max_position_embeddings,
         norm_eps=hf.layer_norm_eps,
         activation=activation(hf, "hidden_act", "GPT-NeoX"),
@@ -37,9 +31,9 @@ def model_config(hf: PreTrainedConfig, **common) -> GptNeoXConfig:
     )
 
 
-def rules(config: ModelConfig) -> list[Rule]:
-    layer, out, heads = "gpt_neox.layers.{i}", "model.layers.{i}", config.num_heads
-    fused = partial(split_heads_transposed, heads), partial(split_heads, heads)
+def rules(num_heads: int) -> list[Rule]:
+    layer, out = "gpt_neox.layers.{i}", "model.layers.{i}"
+    fused = partial(split_heads_transposed, num_heads), partial(split_heads, num_heads)
     return [
         Rule(EMBEDDING, "model.wte"),
         *module_rules(f"{layer}.input_layernorm", f"{out}.input_layernorm"),
