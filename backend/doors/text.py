@@ -40,7 +40,7 @@ from tridecode.backend.text.stop_words import StopAutomaton
 class TritonPythonModel(EngineDoor):
     """A request of B texts becomes B requests of the engine, so that each can be stopped independently."""
 
-    table = TENSORRT_LLM
+    contract = TENSORRT_LLM
 
     def prepare(self, settings: DoorSettings) -> None:
         self.tokenizer, self.tokenizer_end_id = door_tokenizer(settings)
@@ -103,9 +103,9 @@ class TritonPythonModel(EngineDoor):
         bad_words = bad_word_ids(self.tokenizer, _words(inputs, "bad_words", batch))
         stop_ids = [[token] for token in self.settings.stop_ids if 0 <= token < limits.vocab_size]
         log_probs = inputs.flag("return_log_probs")
-        names = inputs.client_names(TENSORRT_LLM)
+        names = inputs.client_names()
         params = []
-        for row, named in enumerate(inputs.params(batch, TENSORRT_LLM)):
+        for row, named in enumerate(inputs.params(batch)):
             fields.check_word_tokens("bad_words", bad_words[row], limits.max_bad_word_tokens)
             named.update(
                 max_tokens=counts[row],
