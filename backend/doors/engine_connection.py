@@ -41,7 +41,7 @@ class Peer:
 
     def connect(self, endpoint: str) -> None:
         self.close()
-        socket = zmq.Context.instance().socket(zmq.DEALER)
+        socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.set_hwm(0)
         socket.connect(endpoint)
