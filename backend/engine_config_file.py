@@ -24,13 +24,13 @@ def read_engine_parameters(engine_dir: str) -> dict[str, str]:
 
 
 def checkpoint_dir(engine_dir: str) -> str:
-    """Where the model's config.ini and weights lie.
+    """The directory of the model's config.ini and weights.
 
-    The parameter model_checkpoint_path, taken from the version folder where it is relative. Without it, in
-    the version folder: default_model_filename, or else `<tensor_para_size>-gpu`, or else the only `*-gpu`
-    folder, for a weight directory loads at any degree. Of several version folders the highest is meant, as
-    Triton serves it. Raises ConfigError where several could be meant. Source: FasterTransformer's backend,
-    ModelState.
+    The parameter model_checkpoint_path; a relative path starts from the version folder. Without it, in the
+    version folder: default_model_filename, else `<tensor_para_size>-gpu`, else the only `*-gpu` folder,
+    because a weight directory loads at any degree. Of several version folders the highest is used, which is
+    the one that Triton serves. Raises ConfigError for several `*-gpu` folders. Source: FasterTransformer's
+    backend, ModelState.
     """
     path = Path(engine_dir) / FILE
     config = _read(path)
@@ -57,7 +57,7 @@ def _read(path: Path) -> model_config_pb2.ModelConfig:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}); wanted a config.pbtxt") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is no UTF-8 text: {error}") from None
+        raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
     config = model_config_pb2.ModelConfig()
     try:
         text_format.Parse(text, config, allow_unknown_field=True)
@@ -71,5 +71,5 @@ def _read(path: Path) -> model_config_pb2.ModelConfig:
 def _version_dir(engine_dir: Path) -> Path:
     versions = [folder for folder in engine_dir.glob("[0-9]*") if folder.is_dir() and folder.name.isdigit()]
     if not versions:
-        raise ConfigError(f"{engine_dir} has no version folder; wanted one, as {engine_dir / '1'}")
+        raise ConfigError(f"{engine_dir} has no version folder; wanted one, e.g. {engine_dir / '1'}")
     return max(versions, key=lambda folder: int(folder.name))

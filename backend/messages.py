@@ -1,8 +1,7 @@
-"""The typed values that cross processes: door <-> engine, door <-> supervisor, engine <-> supervisor.
+"""The messages between processes: door <-> engine, door <-> supervisor, engine <-> supervisor.
 
-All are msgspec structs, encoded as MessagePack with a tag, one message a zmq frame. Nothing here imports
-torch. A door talks to rank 0 of the engine through a DEALER socket (engine: ROUTER), and to the supervisor
-through another.
+Each is a msgspec struct, encoded as MessagePack with a tag, one message per zmq frame. Nothing here imports
+torch. A door has one DEALER socket to rank 0 of the engine (a ROUTER) and one to the supervisor.
 """
 
 from __future__ import annotations
@@ -11,41 +10,14 @@ from typing import Any, Union
 
 import msgspec
 
+from tridecode.backend.sampling_params import SamplingParams, check, is_greedy  # noqa: F401  # part of Submit
+
 #: Raised when the meaning of any message changes; both ends compare it in Hello / Welcome.
 PROTOCOL = 2
 
 
-class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How one sequence chooses its tokens. One vocabulary for every door; ranges are checked by `check()`.
-
-    The order of operations is FasterTransformer's: bad words, temperature, repetition / presence / frequency
-    penalty, min_tokens, top-k, then top-p within what top-k left. `top_k == 1` or `temperature == 0` is
-    greedy.
-    """
-
-    max_tokens: int = 16  # new tokens at most, >= 0
-    min_tokens: int = 0  # end_id is impossible before so many new tokens
-    temperature: float = 1.0  # >= 0; 0 is greedy
-    top_k: int = 1  # 0: the whole vocabulary
-    top_p: float = 1.0  # (0, 1]; 1 keeps all
-    top_p_decay: float = 1.0  # top_p is multiplied by it after each token, in (0, 1]
-    top_p_min: float = 1e-6  # the floor of the decay, in (0, 1]
-    top_p_reset_id: int = -1  # a token that sets top_p back; -1: none
-    repetition_penalty: float = (
-        1.0  # > 0; divides positive and multiplies negative logits of ids already present
-    )
-    presence_penalty: float = 0.0  # subtracted once from the logit of each id already present
-    frequency_penalty: float = 0.0  # subtracted once an occurrence
-    seed: int = 0  # 0 .. 2**64 - 1
-    end_id: int = -1  # the token that ends the sequence and stays in the output; -1: none
-    stop_words: list[list[int]] = []  # token ids; a match ends the sequence, the match stays in the output
-    bad_words: list[list[int]] = []  # token ids; the last id of a match is impossible
-    return_log_probs: bool = False
-    return_context_embedding: bool = False
-
-
 class SequenceRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One prompt and how to go on from it."""
+    """One prompt and its sampling parameters."""
 
     prompt: bytes  # int32 token ids, little-endian
     params: SamplingParams = SamplingParams()
@@ -59,8 +31,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
     door: str  # unique name of the door process, e.g. "ensemble:4711"
     pid: int
-    server_pid: int  # the tritonserver that owns the door
-    shm_region: str = ""  # name of the stub's shared memory region, to be unlinked if the server is killed
+    server_pid: int  # the tritonserver that started the door
+    shm_region: str = ""  # name of the stub's shared memory region, unlinked if the server is killed
     protocol: int = PROTOCOL
 
 
@@ -70,7 +42,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
     request: int  # unique within the door
     sequences: list[SequenceRequest]
     priority: int = 0  # smaller is sooner
-    timeout_s: float = 0.0  # deadline counted from arrival; 0: the engine's default
+    timeout_s: float = 0.0  # deadline, from arrival; 0: the engine's default
     label: str = ""  # the client's request id, for logs
 
 
@@ -79,21 +51,21 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
-    """The door is leaving on purpose; its open requests are cancelled."""
+    """The door is being unloaded; its open requests are cancelled."""
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
-    """Sent by a door every `PING_S` so that the other side notices a frozen door."""
+    """Heartbeat of a door, every `PING_S`."""
 
 
 # ---------------------------------------------------------------- engine or supervisor -> door
 
 
 class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
-    """Answer to a message of a door that is not known here: say Hello again.
+    """Answer to a message of an unknown door, which then sends Hello again.
 
-    The engine has none of the door's earlier requests: it was restarted, or it dropped the door after a
-    silence and cancelled them.
+    The engine has none of the door's earlier requests: it was restarted, or it cancelled them after the door
+    had been silent for too long.
     """
 
 
@@ -101,7 +73,7 @@ class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What a door needs to know to check a request before it is sent."""
+    """The limits by which a door checks a request before it sends it."""
 
     vocab_size: int
     max_sequence_tokens: int  # prompt + new tokens
@@ -113,11 +85,11 @@ class Limits(msgspec.Struct, frozen=True):
     end_id: int
     model_name: str
     hidden_size: int = 0
-    request_timeout_s: float = 3600.0  # deadline of a request that names none
+    request_timeout_s: float = 3600.0  # deadline of a request without one
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """Answer to Hello. `epoch` grows with every rebuilt engine; events of another epoch are void."""
+    """Answer to Hello. Every rebuilt engine has a higher `epoch`; events of another epoch are ignored."""
 
     epoch: int
     limits: Limits
@@ -134,7 +106,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     finish: str = ""  # "", "end_id", "stop_word", "length", "cancelled", "deadline", "error"
     error: str = ""
     code: str = ""  # Triton status code of the error
-    context_embedding: bytes = b""  # float32 (hidden,), once, with the first event
+    context_embedding: bytes = b""  # (hidden,) float32, with the first event only
 
 
 class Events(msgspec.Struct, frozen=True, tag="events"):
@@ -143,10 +115,10 @@ class Events(msgspec.Struct, frozen=True, tag="events"):
 
 
 class EngineBeat(msgspec.Struct, frozen=True, tag="beat"):
-    """Sent by every rank to the supervisor, and by rank 0 to every door, each `BEAT_S`.
+    """Heartbeat every `BEAT_S`: of every rank to the supervisor, of rank 0 to every door.
 
-    busy_s: seconds since the step under way began; 0 between steps. A rank that beats but stays busy beyond
-    step_timeout_s is stuck.
+    busy_s: seconds since the running step began; 0 between steps. A rank that beats but stays busy longer
+    than step_timeout_s is stuck.
     """
 
     epoch: int
@@ -164,10 +136,10 @@ class EngineBeat(msgspec.Struct, frozen=True, tag="beat"):
 
 
 class EngineState(msgspec.Struct, frozen=True, tag="state"):
-    """What the supervisor knows of the engine: sent to a door on Hello, on each change, and every `BEAT_S`.
+    """The engine's state: sent to a door after Hello, on each change, and every `BEAT_S`.
 
-    phase: "starting" (detail says what), "ready", "down" (detail says why; a new one is coming), "failed" (it
-    will not come back without a change; detail says why), "stopping".
+    phase: "starting", "ready", "down" (a new engine will be started), "failed" (none will be started until
+    something changes), "stopping". detail: the reason, or the progress of a start.
     """
 
     epoch: int
@@ -185,7 +157,7 @@ class RankReady(msgspec.Struct, frozen=True, tag="rank_ready"):
 
 
 class RankProgress(msgspec.Struct, frozen=True, tag="rank_progress"):
-    """What a starting rank is doing, so that a start-up that hangs can be diagnosed."""
+    """Progress of a starting rank, to diagnose a start that hangs."""
 
     epoch: int
     rank: int
@@ -193,7 +165,7 @@ class RankProgress(msgspec.Struct, frozen=True, tag="rank_progress"):
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag="rank_failed"):
-    """fatal: a restart would fail again in the same way (a wrong setting, a missing file)."""
+    """fatal: a restart would fail in the same way (a wrong setting, a missing file)."""
 
     epoch: int
     rank: int
@@ -205,12 +177,12 @@ class RankFailed(msgspec.Struct, frozen=True, tag="rank_failed"):
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """Drain nothing, end now: open requests get an error."""
+    """Exit now, without draining: open requests get an error."""
 
 
 BEAT_S = 0.25  # heartbeats of ranks and of the supervisor
 PING_S = 1.0  # heartbeats of doors
-SILENCE_S = 3.0  # a rank silent for so long is taken for dead
+SILENCE_S = 3.0  # a rank that is silent for longer counts as dead
 
 ToEngine = Union[Hello, Submit, Cancel, Goodbye, Ping]
 FromEngine = Union[Welcome, Events, EngineBeat, Unknown]
@@ -226,37 +198,8 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def decode(frame: bytes, expected: object) -> Any:
-    """Decode one frame into one of the union `expected`; msgspec.DecodeError where it is none of them."""
+    """Decode one frame into a member of the union `expected`; msgspec.DecodeError for any other frame."""
     decoder = _decoders.get(expected)
     if decoder is None:
         decoder = _decoders[expected] = msgspec.msgpack.Decoder(expected)
     return decoder.decode(frame)
-
-
-def is_greedy(params: SamplingParams) -> bool:
-    return params.top_k == 1 or params.temperature == 0.0
-
-
-_MAX_SEED = 2**64 - 1
-_MAX_COUNT = 2**31 - 1  # an int32 of the engine holds it
-
-
-def check(params: SamplingParams) -> str | None:
-    """None, or one sentence: which field is out of its range, what was found and what was wanted."""
-    bounds: list[tuple[str, bool, str]] = [
-        ("max_tokens", 0 <= params.max_tokens <= _MAX_COUNT, "0 to 2**31 - 1"),
-        ("min_tokens", 0 <= params.min_tokens <= _MAX_COUNT, "0 to 2**31 - 1"),
-        ("temperature", 0.0 <= params.temperature <= 1e6, "a number from 0 to 1e6"),
-        ("top_k", 0 <= params.top_k <= _MAX_COUNT, "0 (the whole vocabulary) to 2**31 - 1"),
-        ("top_p", 0.0 < params.top_p <= 1.0, "a number in (0, 1]"),
-        ("top_p_decay", 0.0 < params.top_p_decay <= 1.0, "a number in (0, 1]"),
-        ("top_p_min", 0.0 < params.top_p_min <= 1.0, "a number in (0, 1]"),
-        ("repetition_penalty", 0.0 < params.repetition_penalty <= 1e6, "a number in (0, 1e6]"),
-        ("presence_penalty", abs(params.presence_penalty) <= 1e6, "a number from -1e6 to 1e6"),
-        ("frequency_penalty", abs(params.frequency_penalty) <= 1e6, "a number from -1e6 to 1e6"),
-        ("seed", 0 <= params.seed <= _MAX_SEED, "0 to 2**64 - 1"),
-    ]
-    for name, fine, wanted in bounds:  # a NaN compares false, so it is refused too
-        if not fine:
-            return f"{name} is {getattr(params, name)}; wanted {wanted}"
-    return None

@@ -22,8 +22,9 @@ class WeightSpec:
     sections: sizes of consecutive parts along `axis`, each split evenly by itself. Rank r's shard is the
         concatenation of the r-th slice of each section: the fused query_key_value of FasterTransformer, (H,
         3, H/t) a file, is sections (H, H, H). Empty: one section.
+    divided: a file holds the tensor divided by the number of ranks it was written for, as FasterTransformer's
+        ranks add their copies up; the reader gives the whole value.
     layer: the layer it belongs to, or None; a pipeline stage reads its own layers only.
-    optional: the file may be absent (the head of a tied model).
     """
 
     name: str
@@ -31,7 +32,7 @@ class WeightSpec:
     axis: int | None = None
     sections: tuple[int, ...] = ()
     layer: int | None = None
-    optional: bool = False
+    divided: bool = False
 
     def __post_init__(self) -> None:
         if self.axis is not None and self.sections:

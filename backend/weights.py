@@ -123,11 +123,7 @@ class WeightReader:
         self.directory = Path(directory)
         self.config = config
         self.dtype = TORCH_DTYPES[config.weight_dtype]
-        self.specs = {
-            spec.name: spec
-            for spec in family(config.family).weight_specs(config)
-            if not (spec.optional and config.tied_head)
-        }
+        self.specs = {spec.name: spec for spec in family(config.family).weight_specs(config)}
         self.manifest = read_manifest(self.directory)
         self.stored_size = self._find_stored_size()
         problems = self.problems()
@@ -226,6 +222,8 @@ class WeightReader:
         tensor. Treat it as read-only.
         """
         pieces = self.pieces(spec, rank, world)
+        if spec.divided:
+            return pieces[0].view() * self.stored_size
         if len(pieces) == 1:
             return pieces[0].view()
         shard = torch.empty(spec.shard_shape(world), dtype=self.dtype)

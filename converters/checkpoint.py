@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import logging as transformers_logging
 
 from tridecode.backend.errors import CheckpointError, UnsupportedError
-from tridecode.converters.families import family_of
+from tridecode.converters.families import GgufRules, family_of, gguf_rules
 from tridecode.converters.files import member, read_json, require_file
 
 _HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # beside the weights
@@ -156,64 +156,18 @@ def _foreign_format(path: Path) -> str:
     )
 
 
-#: llama.cpp's tensor names -> transformers', by GGUF architecture
-_GGUF_NAMES = {
-    "llama": {
-        "token_embd": "model.embed_tokens",
-        "output_norm": "model.norm",
-        "output": "lm_head",
-        "blk.{i}.attn_norm": "model.layers.{i}.input_layernorm",
-        "blk.{i}.attn_q": "model.layers.{i}.self_attn.q_proj",
-        "blk.{i}.attn_k": "model.layers.{i}.self_attn.k_proj",
-        "blk.{i}.attn_v": "model.layers.{i}.self_attn.v_proj",
-        "blk.{i}.attn_output": "model.layers.{i}.self_attn.o_proj",
-        "blk.{i}.ffn_norm": "model.layers.{i}.post_attention_layernorm",
-        "blk.{i}.ffn_gate": "model.layers.{i}.mlp.gate_proj",
-        "blk.{i}.ffn_up": "model.layers.{i}.mlp.up_proj",
-        "blk.{i}.ffn_down": "model.layers.{i}.mlp.down_proj",
-    },
-    "gpt2": {
-        "token_embd": "transformer.wte",
-        "position_embd": "transformer.wpe",
-        "output_norm": "transformer.ln_f",
-        "output": "lm_head",
-        "blk.{i}.attn_norm": "transformer.h.{i}.ln_1",
-        "blk.{i}.attn_qkv": "transformer.h.{i}.attn.c_attn",
-        "blk.{i}.attn_output": "transformer.h.{i}.attn.c_proj",
-        "blk.{i}.ffn_norm": "transformer.h.{i}.ln_2",
-        "blk.{i}.ffn_up": "transformer.h.{i}.mlp.c_fc",
-        "blk.{i}.ffn_down": "transformer.h.{i}.mlp.c_proj",
-    },
-    "bloom": {
-        "token_embd": "transformer.word_embeddings",
-        "token_embd_norm": "transformer.word_embeddings_layernorm",
-        "output_norm": "transformer.ln_f",
-        "output": "lm_head",
-        "blk.{i}.attn_norm": "transformer.h.{i}.input_layernorm",
-        "blk.{i}.attn_qkv": "transformer.h.{i}.self_attention.query_key_value",
-        "blk.{i}.attn_output": "transformer.h.{i}.self_attention.dense",
-        "blk.{i}.ffn_norm": "transformer.h.{i}.post_attention_layernorm",
-        "blk.{i}.ffn_up": "transformer.h.{i}.mlp.dense_h_to_4h",
-        "blk.{i}.ffn_down": "transformer.h.{i}.mlp.dense_4h_to_h",
-    },
-}
 _GGUF_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-#: GPT-2's matrices, which transformers keeps as (in, out) and llama.cpp as (out, in)
-_GPT2_MATRICES = ("attn_qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.weight")
 
 
 class GgufSource:
-    """A checkpoint in llama.cpp's format: each tensor is dequantised when it is read, as float32.
+    """A checkpoint in llama.cpp's format: a tensor is dequantised to float32 when it is read.
 
-    `read` undoes what llama.cpp's converter changes. LLaMA: the rows of the query and key matrices are in the
-    order of its own rotary embedding, pairs of neighbours, where transformers has halves. GPT-2: matrices are
-    transposed. BLOOM: the rows of query_key_value are all queries, keys and values, where transformers has
-    them head by head.
+    `read` undoes what llama.cpp's converter changed, by the family's GgufRules.
     """
 
-    def __init__(self, reader: gguf.GGUFReader, architecture: str, config: PreTrainedConfig):
-        self._architecture, self._config = architecture, config
-        self._tensors = {_gguf_name(tensor.name, architecture): tensor for tensor in reader.tensors}
+    def __init__(self, reader: gguf.GGUFReader, rules: GgufRules, config: PreTrainedConfig):
+        self._rules, self._config = rules, config
+        self._tensors = {_gguf_name(tensor.name, rules): tensor for tensor in reader.tensors}
         self.shapes = {name: self._shape(tensor) for name, tensor in self._tensors.items()}
 
     def dtype(self, name: str) -> torch.dtype:
@@ -224,35 +178,21 @@ class GgufSource:
         held = self._tensors[name]
         stored = torch.from_numpy(gguf.dequantize(held.data, held.tensor_type).copy())
         stored = stored.reshape([int(n) for n in reversed(held.shape)])
-        if self._is_transposed(held):
+        if held.name.endswith(self._rules.transposed):
             return stored.t()
-        if self._architecture == "bloom" and ".attn_qkv." in held.name:
-            heads = self._config.num_attention_heads
-            return stored.reshape(3, heads, -1, *stored.shape[1:]).transpose(0, 1).reshape(stored.shape)
-        if self._architecture == "llama" and (heads := self._rotary_heads(held.name)):
-            rows = stored.reshape(heads, -1, 2, *stored.shape[1:])  # (H, D/2, 2, C)
-            return rows.transpose(1, 2).reshape(stored.shape)
-        return stored
+        return self._rules.restore(held.name, stored, self._config)
 
     def _shape(self, held: gguf.ReaderTensor) -> tuple[int, ...]:
         sizes = [int(n) for n in held.shape]  # the fastest axis first
-        return tuple(sizes if self._is_transposed(held) else reversed(sizes))
-
-    def _is_transposed(self, held: gguf.ReaderTensor) -> bool:
-        return self._architecture == "gpt2" and held.name.endswith(_GPT2_MATRICES)
-
-    def _rotary_heads(self, name: str) -> int:
-        if ".attn_q." in name:
-            return self._config.num_attention_heads
-        return self._config.num_key_value_heads if ".attn_k." in name else 0
+        return tuple(sizes if held.name.endswith(self._rules.transposed) else reversed(sizes))
 
 
-def _gguf_name(name: str, architecture: str) -> str:
-    """transformers' name of a tensor, or the name as it is where there is none: no rule will consume it."""
+def _gguf_name(name: str, rules: GgufRules) -> str:
+    """transformers' name of a tensor; an unknown name stays, and no rule will consume it."""
     stem, _, kind = name.rpartition(".")
     match = re.match(r"blk\.(\d+)\.", stem)
     pattern = stem if match is None else stem.replace(match.group(0), "blk.{i}.", 1)
-    renamed = _GGUF_NAMES[architecture].get(pattern)
+    renamed = rules.names.get(pattern)
     return name if renamed is None else f"{renamed.replace('{i}', match.group(1) if match else '')}.{kind}"
 
 
@@ -404,29 +344,22 @@ def _tensor_files(path: Path) -> TensorSource:
 
 def _open_gguf(path: Path) -> Checkpoint:
     reader, fields = _read_gguf(require_file(path))
-    architecture = fields.get("general.architecture")
-    if architecture not in _GGUF_NAMES:
-        known = ", ".join(_GGUF_NAMES)
+    rules = gguf_rules(fields.get("general.architecture"), path)
+    scaling_key = f"{rules.architecture}.rope.scaling.type"
+    scaled = f"{scaling_key} = {fields[scaling_key]}" if fields.get(scaling_key, "none") != "none" else ""
+    if any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors):
+        scaled = "rope_freqs.weight"
+    if scaled:  # transformers' reader drops both: long prompts would silently be answered by another model
         raise UnsupportedError(
-            f"{path} has the GGUF architecture {architecture!r}; this version reads {known}"
-        )
-    names = {tensor.name for tensor in reader.tensors}
-    scaling = fields.get("llama.rope.scaling.type", "none")
-    if "rope_freqs.weight" in names or scaling != "none":
-        # transformers' reader drops both: long prompts would silently be answered by another model
-        what = "rope_freqs.weight" if "rope_freqs.weight" in names else f"llama.rope.scaling.type = {scaling}"
-        raise UnsupportedError(
-            f"{path} has {what}: its rope scaling would be lost; convert the safetensors checkpoint"
+            f"{path} has {scaled}: its rope scaling would be lost; convert the safetensors checkpoint"
         )
     config = _transformers_config(path.parent, gguf_file=path.name)
-    if architecture == "gpt2":  # transformers' reader takes it for n_ctx, which its GPT-2 does not have
-        config.n_positions = int(fields.get("gpt2.context_length", config.n_positions))
-        config.n_inner = fields.get("gpt2.feed_forward_length")
+    rules.complete(config, fields)
     end_ids = [fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot")]
     return Checkpoint(
         path,
         config,
-        GgufSource(reader, architecture, config),
+        GgufSource(reader, rules, config),
         fields.get("tokenizer.ggml.bos_token_id"),
         list(dict.fromkeys(int(token) for token in end_ids if token is not None)),
         fields,

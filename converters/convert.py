@@ -7,16 +7,15 @@ import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
+from tridecode.backend import models
 from tridecode.backend.config import DTYPES, ModelConfig
 from tridecode.backend.errors import CheckpointError, ConfigError
-from tridecode.backend.models import family
 from tridecode.backend.weights import TORCH_DTYPES, Manifest
 from tridecode.converters.checkpoint import Checkpoint
-from tridecode.converters.families import family_of
+from tridecode.converters.families import CheckpointFamily, family_of
 from tridecode.converters.rules import Conversion, expand, plan_conversions
 from tridecode.converters.writer import TensorToWrite, write_weights
 
@@ -56,10 +55,10 @@ def plan_conversion(
     """
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; wanted one of {', '.join(DTYPES)}")
-    module = family_of(checkpoint.config.model_type, checkpoint.path)
+    source = family_of(checkpoint.config.model_type, checkpoint.path)
     _check_sizes(checkpoint)
-    names = full_names(checkpoint.tensors.shapes, module)
-    tied = settle_head(checkpoint, module, names)
+    names = full_names(checkpoint.tensors.shapes, source)
+    tied = settle_head(checkpoint, source, names)
     end_id = checkpoint.eos_ids[0] if checkpoint.eos_ids else -1
     # the start id stands in for an empty prompt, so it has to be a token even where the model names none
     start_id = next((token for token in (checkpoint.bos_id, end_id) if token is not None and token >= 0), 0)
@@ -67,20 +66,20 @@ def plan_conversion(
         "model_name": _model_name(model_name, checkpoint),
         "start_id": start_id,
         "end_id": end_id,
-        "weight_dtype": dtype or checkpoint_dtype(checkpoint, names[module.EMBEDDING]),
+        "weight_dtype": dtype or checkpoint_dtype(checkpoint, names[source.embedding]),
         "tied_head": tied,
     }
     try:
-        config = module.model_config(checkpoint.config, **common)
+        config = source.model_config(checkpoint.config, **common)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         found = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"the config of {checkpoint.path} does not describe a model: {found}") from None
     _check_numbers(config, checkpoint)
-    where = f"converters/{module.__name__.rpartition('.')[2]}.py"
-    ignored = expand(module.IGNORED, config.num_layers) | ({module.HEAD} if tied else set())
-    specs = [spec for spec in family(config.family).weight_specs(config) if not (spec.optional and tied)]
+    ignored = expand(source.ignored, config.num_layers) | ({source.head} if tied else set())
+    specs = models.family(config.family).weight_specs(config)
     shapes = {full: checkpoint.tensors.shapes[own] for full, own in names.items()}
-    conversions = plan_conversions(module.rules(config), specs, shapes, ignored, config.num_layers, where)
+    rules, where = source.rules(config), source.source_file
+    conversions = plan_conversions(rules, specs, shapes, ignored, config.num_layers, where)
     return PlannedConversion(checkpoint, config, conversions, names)
 
 
@@ -121,34 +120,34 @@ def _model_name(given: str | None, checkpoint: Checkpoint) -> str:
     return given
 
 
-def full_names(shapes: dict[str, tuple[int, ...]], module: ModuleType) -> dict[str, str]:
+def full_names(shapes: dict[str, tuple[int, ...]], family: CheckpointFamily) -> dict[str, str]:
     """transformers' full name -> the checkpoint's own, which lacks the prefix if it is of the bare model."""
-    if any(name.startswith(module.PREFIX) for name in shapes):
+    if any(name.startswith(family.prefix) for name in shapes):
         return {name: name for name in shapes}
-    return {name if name == module.HEAD else module.PREFIX + name: name for name in shapes}
+    return {name if name == family.head else family.prefix + name: name for name in shapes}
 
 
-def settle_head(checkpoint: Checkpoint, module: ModuleType, names: dict[str, str]) -> bool:
+def settle_head(checkpoint: Checkpoint, family: CheckpointFamily, names: dict[str, str]) -> bool:
     """Whether the head is the word embedding, as transformers 5 decides when it loads the checkpoint.
 
     Where the config ties them and both are stored, equal tensors are tied and different ones are not; where
     one alone is stored, it serves as both (`names` is completed then). Where the config does not tie them,
     both must be there; equal ones need one file.
     """
-    has_embedding, has_head = module.EMBEDDING in names, module.HEAD in names
+    has_embedding, has_head = family.embedding in names, family.head in names
     ties = checkpoint.config.tie_word_embeddings
     if has_embedding and has_head:
         return torch.equal(
-            checkpoint.tensors.read(names[module.EMBEDDING]), checkpoint.tensors.read(names[module.HEAD])
+            checkpoint.tensors.read(names[family.embedding]), checkpoint.tensors.read(names[family.head])
         )
     if not (has_embedding or has_head) or not ties:
-        missing = module.HEAD if has_embedding else module.EMBEDDING
-        wanted = module.EMBEDDING if ties else f"{module.EMBEDDING} and {module.HEAD}"
+        missing = family.head if has_embedding else family.embedding
+        wanted = family.embedding if ties else f"{family.embedding} and {family.head}"
         raise CheckpointError(
             f"{checkpoint.path} has no {missing}; tie_word_embeddings = {str(ties).lower()} wants {wanted}"
         )
     if not has_embedding:
-        names[module.EMBEDDING] = names.pop(module.HEAD)
+        names[family.embedding] = names.pop(family.head)
     return True
 
 

@@ -35,6 +35,23 @@ def join(*biases: Tensor) -> Tensor:
     return torch.cat(biases)
 
 
+def split_heads(num_heads: int, tensor: Tensor) -> Tensor:
+    """Rows (heads, 3, head size) -> (3, heads, head size): all queries, all keys, all values."""
+    by_head = tensor.reshape(num_heads, 3, -1, *tensor.shape[1:])  # (H, 3, D, ...)
+    return by_head.transpose(0, 1).reshape(tensor.shape)
+
+
+def split_heads_transposed(num_heads: int, weight: Tensor) -> Tensor:
+    """(H * 3 * D, C) -> (C, 3 * H * D)."""
+    return transpose(split_heads(num_heads, weight))
+
+
+def join_heads(num_heads: int, tensor: Tensor) -> Tensor:
+    """The inverse of split_heads."""
+    apart = tensor.reshape(3, num_heads, -1, *tensor.shape[1:])  # (3, H, D, ...)
+    return apart.transpose(0, 1).reshape(tensor.shape)
+
+
 @dataclass(frozen=True)
 class Rule:
     """Tensor `target` of a weight directory is transform(tensors of `source`). {i} stands for every layer."""
@@ -52,6 +69,20 @@ class Rule:
             return pattern.replace("{i}", str(layer))
 
         return Rule(tuple(fill(name) for name in self.sources), fill(self.target), self.transform)
+
+
+def module_rules(
+    source: str | tuple[str, ...],
+    target: str,
+    weight: Callable[..., Tensor] = same,
+    bias: Callable[..., Tensor] = same,
+) -> list[Rule]:
+    """The rules of `<target>.weight` and `<target>.bias`, from those of the modules `source`."""
+    sources = (source,) if isinstance(source, str) else source
+    return [
+        Rule(tuple(f"{name}.{kind}" for name in sources), f"{target}.{kind}", transform)
+        for kind, transform in (("weight", weight), ("bias", bias))
+    ]
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from tridecode.backend.config import ModelConfig, check_tensor_size, model_config_ini
+from tridecode.backend.config import ModelConfig, check_tensor_size
 from tridecode.backend.errors import CheckpointError
+from tridecode.backend.models import model_config_ini
 from tridecode.backend.weight_layout import WeightSpec
 from tridecode.backend.weights import (
     MANIFEST_FILE,
@@ -75,7 +76,8 @@ def _write_tensor(
     directory: Path, item: TensorToWrite, dtype: str, ranks: int, progress: Callable[[int], None]
 ) -> ManifestTensor:
     spec = item.spec
-    tensor = _cast(item.load(), dtype, spec)
+    loaded = item.load()
+    tensor = _cast(loaded / ranks if spec.divided else loaded, dtype, spec)
     assert tensor.shape == spec.shape, (spec, tensor.shape)
     files = []
     for rank in range(1 if spec.axis is None else ranks):

@@ -1,8 +1,50 @@
-"""The files of a Triton model repository, as Jinja2 templates: a folder for each kind of model."""
+"""The files of a Triton model repository, as Jinja2 templates: one config.pbtxt for each kind of model."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
 import jinja2
+
+from tridecode.backend.doors.contracts.field import Contract
+
+
+def render(template: str, **values: object) -> str:
+    """The text of `template`, e.g. "text.pbtxt". Raises jinja2.UndefinedError for a missing value."""
+    return _ENVIRONMENT.get_template(f"{template}.jinja").render(**values)
+
+
+def _tensors(contract: Contract, uint32_inputs: Collection[str] = ()) -> str:
+    """One tensor per line. uint32_inputs: names of INT32 inputs that are declared as UINT32."""
+    lines = []
+    for field in contract.inputs:
+        if field.declared:
+            dtype = "UINT32" if field.name in uint32_inputs else field.dtype
+            reshape = " reshape: { shape: [ ] }" if contract.reshape_scalars and field.dims == (1,) else ""
+            optional = "" if field.required else " optional: true"
+            lines.append(_tensor("input", field.name, dtype, field.dims, reshape + optional))
+    lines.append("")
+    lines += [_tensor("output", output.name, output.dtype, output.dims) for output in contract.outputs]
+    return "\n".join(lines)
+
+
+def _tensor(direction: str, name: str, dtype: str, dims: tuple[int, ...], more: str = "") -> str:
+    shape = ", ".join(map(str, dims))
+    return f'{direction} {{ name: "{name}" data_type: TYPE_{dtype} dims: [ {shape} ]{more} }}'
+
+
+def _maps(direction: str, names: Mapping[str, str]) -> str:
+    """A step's tensors: its own name of each -> the ensemble's, one per line."""
+    lines = [f'    {direction}_map {{ key: "{key}" value: "{value}" }}' for key, value in names.items()]
+    return "\n".join(lines)
+
+
+def _parameter(key: str, value: object) -> str:
+    """An empty value is commented out: Triton would report it without string_value, which clients read."""
+    text = str(value).replace("\\", "\\\\").replace('"', '\\"')
+    line = f'parameters {{ key: "{key}" value: {{ string_value: "{text}" }} }}'
+    return line if text else f"# {line}"
+
 
 _ENVIRONMENT = jinja2.Environment(
     loader=jinja2.PackageLoader(__name__, "."),
@@ -11,10 +53,4 @@ _ENVIRONMENT = jinja2.Environment(
     lstrip_blocks=True,
     keep_trailing_newline=True,
 )
-# texts stand between double quotes in config.pbtxt
-_ENVIRONMENT.filters["escaped"] = lambda value: str(value).replace("\\", "\\\\").replace('"', '\\"')
-
-
-def render(template: str, **values: object) -> str:
-    """The text of `template`, e.g. "text/config.pbtxt". Raises jinja2.UndefinedError for a value it lacks."""
-    return _ENVIRONMENT.get_template(f"{template}.jinja").render(**values)
+_ENVIRONMENT.globals.update(tensors=_tensors, maps=_maps, parameter=_parameter)

@@ -7,6 +7,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from tridecode.backend.config import EngineConfig, read_engine_config
+from tridecode.backend.doors.contracts.ensemble import ENSEMBLE, POSTPROCESSING, PREPROCESSING
+from tridecode.backend.doors.contracts.fastertransformer import FASTERTRANSFORMER
+from tridecode.backend.doors.contracts.health import HEALTH
+from tridecode.backend.doors.contracts.tensorrt_llm import TENSORRT_LLM
 from tridecode.backend.errors import ConfigError
 from tridecode.model_repo_templates import render
 from tridecode.model_repo_templates.pbtxt import parse_model_config
@@ -15,6 +19,17 @@ ENGINE_MODEL = "fastertransformer"
 #: relative to the repository: Triton takes every folder at the top for a model, so one of the models holds it
 TOKENIZER_DIR = "preprocessing/1/tokenizer"
 HEALTH_MODEL = "tridecode_health"
+#: kind of model -> its tensors; also the name of the door's module in backend/doors, except for the ensemble
+CONTRACTS = {
+    "fastertransformer": FASTERTRANSFORMER,
+    "preprocessing": PREPROCESSING,
+    "postprocessing": POSTPROCESSING,
+    "ensemble": ENSEMBLE,
+    "text": TENSORRT_LLM,
+    "health": HEALTH,
+}
+#: inputs of the text models that LangChain's client sends as UINT32
+UINT32_TEXT_INPUTS = ("max_tokens", "top_k", "beam_width")
 ENSEMBLE_OWNERS = ("fastertransformer", "tensorrt_llm")
 
 
@@ -61,7 +76,7 @@ def repository_models(
         if unbatched_text:
             texts.append((f"{name}_unbatched", "false", False))
     shared = {"exclude_input": "true" if exclude_input else "false"}
-    shared["whole"] = "UINT32" if uint32_text_inputs else "INT32"
+    uint32 = {"uint32_inputs": UINT32_TEXT_INPUTS if uint32_text_inputs else ()}
     return [
         *(RepositoryModel(name, "fastertransformer", {"decoupled": flag}) for name, flag in generators),
         RepositoryModel("preprocessing", "preprocessing", {}),
@@ -71,10 +86,10 @@ def repository_models(
             for (name, flag), (generator, _) in zip(ensembles, generators)
         ),
         *(
-            RepositoryModel(name, "text", {"decoupled": flag, "batched": batched, **shared})
+            RepositoryModel(name, "text", {"decoupled": flag, "batched": batched, **shared, **uint32})
             for name, flag, batched in texts
         ),
-        RepositoryModel(HEALTH_MODEL, "health", {}),
+        RepositoryModel(HEALTH_MODEL, "health", {"batched": False}),
     ]
 
 
@@ -115,11 +130,12 @@ def write_models(directory: Path, models: list[RepositoryModel], **values: objec
     for model in models:
         folder = directory / model.name
         text = render(
-            f"{model.template}/config.pbtxt",
+            f"{model.template}.pbtxt",
             name=model.name,
+            contract=CONTRACTS[model.template],
             engine_model=ENGINE_MODEL,
             tokenizer_dir=TOKENIZER_DIR,
-            **{**values, **model.values},
+            **{"decoupled": "false", "batched": True, "uint32_inputs": (), **values, **model.values},
         )
         parse_model_config(text, f"{model.name}/config.pbtxt")
         version = folder / "1"
@@ -128,4 +144,5 @@ def write_models(directory: Path, models: list[RepositoryModel], **values: objec
         if model.template == "ensemble":
             (version / ".keep").touch()  # Triton wants the folder, and archives drop empty ones
         else:
-            (version / "model.py").write_text(render(f"{model.template}/model.py"), encoding="utf-8")
+            text = render("model.py", door=model.template)
+            (version / "model.py").write_text(text, encoding="utf-8")

@@ -1,5 +1,7 @@
 """Tiny seeded checkpoints of each family, as transformers saves them, with a tokenizer trained on the spot.
 
+FAMILIES is the one table of the families in the tests: docs/adding_a_family.md explains an entry.
+
 Weights are drawn wide enough that greedy continuations do not repeat themselves, norm weights around 1, and
 biases away from 0, so that a wrong layout shows. With the default seeds the two best logits differ by 0.03 or
 more at each of 16 steps after the prompts [5], [7, 9, 11] and 20 to 59.
@@ -7,20 +9,27 @@ more at each of 16 steps after the prompts [5], [7, 9, 11] and 20 to 59.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
+    AutoModelForCausalLM,
     BloomConfig,
-    BloomForCausalLM,
     GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
-    LlamaForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+
+from tridecode.backend.config import RopeConfig
 
 TINY_VOCAB = 331  # no multiple of 8
 LLAMA3_ROPE = {
@@ -56,36 +65,206 @@ def _settle(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     return model.eval()
 
 
-def tiny_gpt2(seed: int = 2, **overrides) -> GPT2LMHeadModel:
-    """3 heads of 8, hidden 24, 2 layers, 128 positions."""
-    settings = {"vocab_size": TINY_VOCAB, "n_embd": 24, "n_head": 3, "n_layer": 2, "n_positions": 128}
-    config = GPT2Config(bos_token_id=0, eos_token_id=0, **{**settings, **overrides})
-    return _settle(GPT2LMHeadModel(config), seed)
+@dataclass(frozen=True)
+class FamilyCase:
+    """One family in the tests; they run for every entry of FAMILIES. Called, it makes the tiny model.
+
+    config: transformers' class. seed, settings: of the tiny model. model_type: of config.pbtxt.
+    variants: changed settings by name. shared: settings of 12 heads and 3 layers, for ranks.
+    draw: settings of a random model of odd shape. names: stems of our files to transformers' modules,
+    or to those that a file joins; {i} is a layer. heads: how transformers stores query_key_value:
+    "joined" as we do, "by head", or "apart". ini: the fields of ModelConfig that config.ini keeps
+    beside the common ones.
+    """
+
+    config: type[PreTrainedConfig]
+    seed: int
+    settings: dict[str, Any]
+    model_type: str
+    variants: dict[str, dict[str, Any]]
+    shared: dict[str, Any]
+    draw: Callable[[Random], dict[str, Any]]
+    names: dict[str, str | tuple[str, ...]]
+    heads: str
+    ini: dict[str, st.SearchStrategy]
+
+    def hf_config(self, **overrides) -> PreTrainedConfig:
+        return self.config(vocab_size=TINY_VOCAB, **{**self.settings, **overrides})
+
+    def __call__(self, seed: int | None = None, **overrides) -> PreTrainedModel:
+        model = AutoModelForCausalLM.from_config(self.hf_config(**overrides))
+        return _settle(model, self.seed if seed is None else seed)
 
 
-def tiny_bloom(seed: int = 8, **overrides) -> BloomForCausalLM:
-    """5 heads of 8, hidden 40, 2 layers: the two-part ALiBi rule."""
-    settings = {"hidden_size": 40, "n_head": 5, "n_layer": 2, **overrides}
-    config = BloomConfig(vocab_size=TINY_VOCAB, bos_token_id=1, eos_token_id=2, **settings)
-    return _settle(BloomForCausalLM(config), seed)
+def _rotary(random: Random) -> dict[str, Any]:
+    theta = random.choice([100.0, 10000.0, 500000.0])
+    linear = {"rope_type": "linear", "rope_theta": theta, "factor": 3.0}
+    return random.choice([{"rope_type": "default", "rope_theta": theta}, linear, LLAMA3_ROPE])
 
 
-def tiny_llama(seed: int = 9, **overrides) -> LlamaForCausalLM:
-    """6 heads of 8 over 2 key/value heads, hidden 48, 2 layers, untied."""
-    settings = {
-        "hidden_size": 48,
-        "intermediate_size": 72,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        **overrides,
+def _draw_gpt2(random: Random) -> dict[str, Any]:
+    heads, size = random.choice([1, 3, 5, 7]), random.choice([6, 8, 10, 16])
+    return {
+        "n_head": heads,
+        "n_embd": heads * size,
+        "n_layer": random.randint(1, 4),
+        "n_inner": random.choice([None, 52, 77]),
+        "activation_function": random.choice(["gelu", "gelu_new", "relu"]),
+        "tie_word_embeddings": random.random() < 0.5,
     }
-    config = LlamaConfig(vocab_size=TINY_VOCAB, bos_token_id=1, eos_token_id=2, **settings)
-    return _settle(LlamaForCausalLM(config), seed)
 
 
-FAMILIES = {"gpt2": tiny_gpt2, "bloom": tiny_bloom, "llama": tiny_llama}
+def _draw_bloom(random: Random) -> dict[str, Any]:
+    heads, size = random.choice([1, 3, 5, 6, 11]), random.choice([6, 8, 10, 16])
+    return {
+        "n_head": heads,
+        "hidden_size": heads * size,
+        "n_layer": random.randint(1, 4),
+        "apply_residual_connection_post_layernorm": random.random() < 0.5,
+        "tie_word_embeddings": random.random() < 0.5,
+    }
+
+
+def _draw_llama(random: Random) -> dict[str, Any]:
+    kv_heads, group = random.choice([1, 2, 3]), random.choice([1, 2, 3, 5])
+    return {
+        "num_attention_heads": kv_heads * group,
+        "num_key_value_heads": kv_heads,
+        "head_dim": random.choice([4, 6, 10, 16]),
+        "hidden_size": kv_heads * group * random.choice([4, 7, 12]),
+        "intermediate_size": random.choice([20, 51, 88]),
+        "num_hidden_layers": random.randint(1, 4),
+        "attention_bias": random.random() < 0.5,
+        "mlp_bias": random.random() < 0.5,
+        "rope_parameters": _rotary(random),
+        "tie_word_embeddings": random.random() < 0.5,
+    }
+
+
+ROPE = st.builds(
+    RopeConfig,
+    size=st.integers(1, 128).map(lambda n: 2 * n),
+    theta=st.floats(1.0, 1e8),
+    scaling=st.sampled_from(["default", "linear", "llama3"]),
+    factor=st.floats(1.0, 64.0),
+    low_freq_factor=st.floats(0.5, 4.0),
+    high_freq_factor=st.floats(4.0, 16.0),
+    original_max_positions=st.integers(1, 10**6),
+)
+GELUS = st.sampled_from(["gelu_tanh", "gelu", "relu"])
+
+#: by transformers' model type
+FAMILIES = {
+    "gpt2": FamilyCase(
+        GPT2Config,
+        seed=2,
+        settings={
+            "n_embd": 24, "n_head": 3, "n_layer": 2, "n_positions": 128, "bos_token_id": 0, "eos_token_id": 0,
+        },
+        model_type="GPT",
+        variants={
+            "5x16-relu": {"n_embd": 80, "n_head": 5, "n_inner": 60, "activation_function": "relu"},
+            "erf-untied": {"activation_function": "gelu", "tie_word_embeddings": False},
+        },
+        shared={"n_head": 12, "n_embd": 48, "n_layer": 3, "n_inner": 60},
+        draw=_draw_gpt2,
+        names={
+            "model.wte": "transformer.wte",
+            "model.wpe": "transformer.wpe",
+            "model.layers.{i}.input_layernorm": "transformer.h.{i}.ln_1",
+            "model.layers.{i}.attention.query_key_value": "transformer.h.{i}.attn.c_attn",
+            "model.layers.{i}.attention.dense": "transformer.h.{i}.attn.c_proj",
+            "model.layers.{i}.post_attention_layernorm": "transformer.h.{i}.ln_2",
+            "model.layers.{i}.mlp.dense_h_to_4h": "transformer.h.{i}.mlp.c_fc",
+            "model.layers.{i}.mlp.dense_4h_to_h": "transformer.h.{i}.mlp.c_proj",
+            "model.final_layernorm": "transformer.ln_f",
+            "model.lm_head": "lm_head",
+        },
+        heads="joined",
+        ini={"activation": GELUS},
+    ),
+    "bloom": FamilyCase(
+        BloomConfig,
+        seed=8,
+        settings={"hidden_size": 40, "n_head": 5, "n_layer": 2, "bos_token_id": 1, "eos_token_id": 2},
+        model_type="GPT",
+        variants={
+            "3x16-residual": {
+                "hidden_size": 48, "n_head": 3, "apply_residual_connection_post_layernorm": True,
+            },
+            "6x8-untied": {"hidden_size": 48, "n_head": 6, "tie_word_embeddings": False},
+        },
+        shared={"n_head": 12, "hidden_size": 48, "n_layer": 3},
+        draw=_draw_bloom,
+        names={
+            "model.wte": "transformer.word_embeddings",
+            "model.pre_decoder_layernorm": "transformer.word_embeddings_layernorm",
+            "model.layers.{i}.input_layernorm": "transformer.h.{i}.input_layernorm",
+            "model.layers.{i}.attention.query_key_value": "transformer.h.{i}.self_attention.query_key_value",
+            "model.layers.{i}.attention.dense": "transformer.h.{i}.self_attention.dense",
+            "model.layers.{i}.post_attention_layernorm": "transformer.h.{i}.post_attention_layernorm",
+            "model.layers.{i}.mlp.dense_h_to_4h": "transformer.h.{i}.mlp.dense_h_to_4h",
+            "model.layers.{i}.mlp.dense_4h_to_h": "transformer.h.{i}.mlp.dense_4h_to_h",
+            "model.final_layernorm": "transformer.ln_f",
+            "model.lm_head": "lm_head",
+        },
+        heads="by head",
+        ini={"residual": st.sampled_from(["sequential", "from_norm"])},
+    ),
+    "llama": FamilyCase(
+        LlamaConfig,
+        seed=9,
+        settings={
+            "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 6,
+            "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2,
+        },
+        model_type="LLaMA",
+        variants={
+            "biases-tied": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+            "wide-heads": {"head_dim": 16, "num_key_value_heads": 3},
+            "one-kv": {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 1},
+            "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 20000.0, "factor": 4.0}},
+            "llama3": {"rope_parameters": LLAMA3_ROPE},
+        },
+        shared={"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8, "num_hidden_layers": 3},
+        draw=_draw_llama,
+        names={
+            "model.wte": "model.embed_tokens",
+            "model.layers.{i}.input_layernorm": "model.layers.{i}.input_layernorm",
+            "model.layers.{i}.attention.query_key_value": (
+                "model.layers.{i}.self_attn.q_proj",
+                "model.layers.{i}.self_attn.k_proj",
+                "model.layers.{i}.self_attn.v_proj",
+            ),
+            "model.layers.{i}.attention.dense": "model.layers.{i}.self_attn.o_proj",
+            "model.layers.{i}.post_attention_layernorm": "model.layers.{i}.post_attention_layernorm",
+            "model.layers.{i}.mlp.gate_proj": "model.layers.{i}.mlp.gate_proj",
+            "model.layers.{i}.mlp.up_proj": "model.layers.{i}.mlp.up_proj",
+            "model.layers.{i}.mlp.down_proj": "model.layers.{i}.mlp.down_proj",
+            "model.final_layernorm": "model.norm",
+            "model.lm_head": "lm_head",
+        },
+        heads="apart",
+        ini={
+            "hidden_size": st.integers(1, 20000),
+            "num_kv_heads": st.integers(1, 12),
+            "activation": st.just("silu"),
+            "rope": ROPE,
+            "attention_bias": st.booleans(),
+            "mlp_bias": st.booleans(),
+        },
+    ),
+}  # fmt: skip
+tiny_gpt2, tiny_bloom, tiny_llama = FAMILIES["gpt2"], FAMILIES["bloom"], FAMILIES["llama"]
+
+
+def variants() -> dict[str, Callable[[], PreTrainedModel]]:
+    """A maker of each family's tiny model and of its variants, by name."""
+    return {
+        "-".join(filter(None, (family, name))): partial(case, **settings)
+        for family, case in FAMILIES.items()
+        for name, settings in {"": {}, **case.variants}.items()
+    }
 
 
 def tiny_tokenizer(adds_bos: bool = False) -> PreTrainedTokenizerFast:

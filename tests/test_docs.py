@@ -23,7 +23,7 @@ import typer.main
 
 from tests.checkpoints import TINY_VOCAB, save, tiny_gpt2
 from tridecode.tools.cli import app
-from tridecode.tools.running_server import ServerProcess, running_server
+from tridecode.tools.serve.server_process import ServerProcess, running_server
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

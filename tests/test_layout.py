@@ -33,11 +33,18 @@ ALLOWED = {
         "backend.engine.offline",
         "backend.engine.settings",
     },
-    "model_repo_templates": {"model_repo_templates", "backend.errors", "backend.config"},
+    "model_repo_templates": {
+        "model_repo_templates",
+        "backend.config",
+        "backend.doors.contracts",
+        "backend.errors",
+    },
     "kernels": {"kernels"},
     "backend.errors": set(),
-    "backend.messages": set(),
+    "backend.sampling_params": set(),
+    "backend.messages": {"backend.sampling_params"},
     "backend.pauses": set(),
+    "backend.threads": set(),
     "backend.config": {"backend.errors"},
     "backend.weight_layout": {"backend.errors"},
     "backend.weights": {"backend.config", "backend.errors", "backend.models", "backend.weight_layout"},
@@ -49,13 +56,17 @@ ALLOWED = {
         "backend.weight_layout",
         "kernels.ops",
     },
+    "backend.doors.contracts": {"backend.doors.contracts", "backend.errors", "backend.sampling_params"},
     "backend.doors": {
         "backend.doors",
         "backend.errors",
         "backend.messages",
         "backend.pauses",
+        "backend.sampling_params",
         "backend.supervisor.launch",
+        "backend.text",
     },
+    "backend.text": {"backend.text", "backend.errors", "backend.messages"},
     "backend.supervisor": {
         "backend.supervisor",
         "backend.config",
@@ -63,6 +74,7 @@ ALLOWED = {
         "backend.errors",
         "backend.messages",
         "backend.pauses",
+        "backend.threads",
     },
     "backend.engine": {
         "backend.engine",
@@ -72,6 +84,7 @@ ALLOWED = {
         "backend.messages",
         "backend.models",
         "backend.pauses",
+        "backend.sampling_params",
         "backend.supervisor.processes",
         "backend.supervisor.rank_link",
         "backend.weight_layout",
@@ -84,7 +97,9 @@ ALLOWED = {
 TORCH_FREE = (
     "backend.doors",
     "backend.supervisor",
+    "backend.text",
     "backend.messages",
+    "backend.sampling_params",
     "backend.engine.scheduler",
     "backend.engine.admission",
     "backend.engine.cache_manager",
@@ -180,6 +195,13 @@ def test_doors_and_scheduler_are_free_of_torch() -> None:
     for module in known:
         if any(module == free or module.startswith(free + ".") for free in TORCH_FREE):
             assert reaches(module, {module}) is None, reaches(module, {module})
+
+
+def test_the_text_core_needs_the_standard_library_and_tokenizers_only() -> None:
+    core = {name: path for name, path in modules().items() if name.startswith("backend.text")}
+    assert len(core) > 3
+    for path in core.values():
+        assert imports(path)[1] <= {*sys.stdlib_module_names, "tokenizers"}, path
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")

@@ -1,4 +1,4 @@
-"""From a checkpoint to a complete Triton model repository, compared with transformers before it appears."""
+"""From a checkpoint to a complete Triton model repository, which is compared with transformers first."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from tridecode.backend.config import ModelConfig
 from tridecode.backend.errors import CheckpointError, ConfigError
+from tridecode.backend.models import family
 from tridecode.converters.checkpoint import Checkpoint, open_checkpoint
 from tridecode.converters.convert import PlannedConversion, plan_conversion
 from tridecode.converters.parity import Parity, check_parity
@@ -51,7 +52,7 @@ def build_repo(
     engine_settings: Mapping[str, object] | None = None,
     console: Console | None = None,
 ) -> Path:
-    """Convert `model` and write the repository `output`, which appears whole or not at all. Returns its path.
+    """Convert `model` and write the repository `output`, completely or not at all. Returns its path.
 
     model: a Hugging Face directory, a .gguf file or a hub id. dtype: of the weight files and of the engine;
     None: the checkpoint's on a machine with a GPU, fp32 on one without. tokenizer: a directory to take it
@@ -60,7 +61,8 @@ def build_repo(
     parity: compare with transformers and write PARITY.json. overwrite: an output that is a model repository
     is replaced.
 
-    Raises CheckpointError, ConfigError or UnsupportedError naming what was found and wanted; nothing is left.
+    Raises CheckpointError, ConfigError or UnsupportedError with what was found and wanted, and removes its
+    files.
     """
     console = console or Console(highlight=False, soft_wrap=True)
     output = Path(output)
@@ -97,7 +99,7 @@ def build_repo(
             staging,
             models,
             engine=engine,
-            model_type="LLaMA" if config.family == "llama" else "GPT",
+            model_type=family(config.family).model_type,
             checkpoint_path=weights.name,
             stop_ids=",".join(str(token) for token in checkpoint.eos_ids[1:]),
         )
@@ -113,12 +115,12 @@ def build_repo(
 
 
 def serve_command(repository: Path) -> str:
-    """What to type to serve a repository, with `tridecode` by its path where it is not on the PATH."""
+    """The command that serves a repository, with the path of `tridecode` if it is not on the PATH."""
     program = "tridecode"
     if not shutil.which(program):
-        beside = Path(sys.executable).with_name(program)
+        script = Path(sys.executable).with_name(program)
         found = (
-            [os.path.relpath(beside)] if beside.exists() else [sys.executable, "-m", "tridecode.tools.cli"]
+            [os.path.relpath(script)] if script.exists() else [sys.executable, "-m", "tridecode.tools.cli"]
         )
         program = shlex.join(found)
     return f"{program} serve {shlex.quote(str(repository))}"
@@ -155,9 +157,9 @@ def _check_room(output: Path, planned: PlannedConversion) -> None:
 
 def _default_dtype(console: Console) -> str | None:
     if torch.cuda.is_available():
-        console.print("dtype: the checkpoint's, as this machine has a GPU")
+        console.print("dtype: the checkpoint's, because this machine has a GPU")
         return None
-    console.print("dtype: fp32, as this machine has no GPU (a CPU computes in it fastest)")
+    console.print("dtype: fp32, because this machine has no GPU (a CPU is fastest in it)")
     return "fp32"
 
 
@@ -170,7 +172,7 @@ def _check_stages(config: ModelConfig, pipeline_para_size: int) -> None:
 
 @contextmanager
 def _staged(output: Path) -> Iterator[Path]:
-    """A folder beside `output` that takes its place when the block ends, and vanishes if it fails."""
+    """A temporary folder that is renamed to `output` when the block ends, and removed if it fails."""
     made = _make_folders(output.parent)
     staging = output.parent / f".{output.name}.building-{os.getpid()}"
     try:

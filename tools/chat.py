@@ -1,15 +1,13 @@
-"""Chat templates: where a model's template is found, and what it makes of one question.
+"""Chat templates: where a model's template is found, and the prompt that it renders from one question.
 
 A template comes with the checkpoint and is not trusted: it runs in jinja's sandbox, with limits on its
-source, its output and the values that it may compute.
+source, its output and the values that it computes.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-import stat
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,14 +19,17 @@ from tokenizers import Tokenizer
 
 from tridecode.backend.errors import CheckpointError, ConfigError
 from tridecode.backend.supervisor import processes
+from tridecode.converters.files import read_json, require_file
 from tridecode.model_repo_templates.repository import TOKENIZER_DIR
+from tridecode.tools.generate import GRPC_PORT
+from tridecode.tools.serve.checks import repositories
+from tridecode.tools.serve.triton_access import values_of
 
-_MAX_FILE_BYTES = 16 << 20  # of a template or tokenizer_config.json; LLaMA-3.1's template has 4 kB
+_MAX_FILE_BYTES = 16 << 20  # template or tokenizer_config.json; LLaMA-3.1's template has 4 kB
 _MAX_RENDERED = 8 << 20  # characters
-_MAX_PRODUCT = 1 << 20  # what `*` may make: an int, or the length of a repeated text
+_MAX_PRODUCT = 1 << 20  # largest result of `*`: an int, or the length of a repeated text
 _RENDER_S = 5.0
 _LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
-_GRPC_PORT = "8001"  # tritonserver's default
 
 
 # ---------------------------------------------------------------- where the template is
@@ -61,26 +62,17 @@ def served_repository(url: str) -> Path | None:
         arguments = processes.command_line(pid) or [""]
         if os.path.basename(arguments[0]) != "tritonserver":
             continue
-        options = _options(arguments)
-        folder = options.get("--model-repository") or options.get("--model-store")
-        if not folder or options.get("--grpc-port", _GRPC_PORT) != port or not _trusted(pid):
+        folders = repositories(arguments)
+        ports = values_of(arguments, "grpc-port") or [str(GRPC_PORT)]
+        if not folders or ports[-1] != port or not _trusted(pid):
             continue
+        folder = folders[-1]
         try:
             return Path(os.readlink(f"/proc/{pid}/cwd"), folder)
-        except OSError:  # it has just ended, or is not ours to look at
+        except OSError:  # it has just ended, or belongs to another user
             if os.path.isabs(folder):
                 return Path(folder)
     return None
-
-
-def _options(arguments: list[str]) -> dict[str, str]:
-    """--key=value and --key value."""
-    options = {}
-    for argument, following in zip(arguments, [*arguments[1:], ""]):
-        if argument.startswith("--"):
-            key, equals, value = argument.partition("=")
-            options[key] = value if equals else following
-    return options
 
 
 def _trusted(pid: int) -> bool:
@@ -90,12 +82,12 @@ def _trusted(pid: int) -> bool:
         return False
 
 
-# ---------------------------------------------------------------- what it makes of a question
+# ---------------------------------------------------------------- rendering
 
 
 def chat_template(tokenizer_dir: Path) -> tuple[Path, str] | None:
     """(file, source) of the model's chat template: chat_template.jinja, or chat_template in
-    tokenizer_config.json, of several the one named "default". None for a model without one."""
+    tokenizer_config.json, there the one named "default" of several. None for a model without one."""
     path = tokenizer_dir / "chat_template.jinja"
     if path.is_file():
         return path, _read(path)
@@ -108,10 +100,10 @@ def chat_template(tokenizer_dir: Path) -> tuple[Path, str] | None:
 
 
 def chat_prompt(tokenizer_dir: Path, question: str) -> str:
-    """The question as a user's first message in the model's chat template, with the answer's beginning.
+    """The question as a user's first message in the model's chat template, with the generation prompt.
 
-    A BOS that the tokenizer adds by itself is left out. Raises CheckpointError for a model without a template
-    and for one that does not run.
+    A BOS that the tokenizer adds itself is left out. Raises CheckpointError for a model without a
+    template and for a template that fails.
     """
     found = chat_template(tokenizer_dir)
     if found is None:
@@ -133,7 +125,7 @@ def _render(source: str, **values: Any) -> str:
     for piece in _environment().from_string(source).generate(**values):
         size += len(piece)
         if size > _MAX_RENDERED:
-            raise SecurityError(f"it makes more than {_MAX_RENDERED:,} characters")
+            raise SecurityError(f"it renders more than {_MAX_RENDERED:,} characters")
         if time.monotonic() > deadline:
             raise SecurityError(f"it runs for more than {_RENDER_S:g} s")
         pieces.append(piece)
@@ -141,7 +133,7 @@ def _render(source: str, **values: Any) -> str:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """jinja's sandbox as transformers sets it up, without powers and without products of any size."""
+    """jinja's sandbox as transformers configures it, without `**` and with a limit on products."""
 
     intercepted_binops = frozenset(("*", "**"))
 
@@ -165,13 +157,9 @@ def _environment() -> _Environment:
 
 
 def _read(path: Path) -> str:
-    """A small text file. CheckpointError where it is not one."""
+    """The text of a regular file of at most _MAX_FILE_BYTES. Raises CheckpointError."""
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_FILE_BYTES:
-            wanted = f"a regular file of at most {_MAX_FILE_BYTES:,} bytes"
-            raise CheckpointError(f"{path} holds {status.st_size:,} bytes; wanted {wanted}")
-        return path.read_text(encoding="utf-8")
+        return require_file(path, _MAX_FILE_BYTES).read_text(encoding="utf-8")
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -180,17 +168,11 @@ def _read(path: Path) -> str:
 
 def _tokenizer_config(tokenizer_dir: Path) -> Mapping[str, Any]:
     path = tokenizer_dir / "tokenizer_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        settings = json.loads(_read(path))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
-    return settings if isinstance(settings, dict) else {}
+    return read_json(path, _MAX_FILE_BYTES) if path.is_file() else {}
 
 
 def _special_tokens(tokenizer_dir: Path) -> dict[str, str]:
-    """bos_token, eos_token and the like, as texts."""
+    """bos_token, eos_token and other *_token settings, as texts."""
     settings = _tokenizer_config(tokenizer_dir)
     tokens = {key: value for key, value in settings.items() if key.endswith("_token")}
     texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in tokens.items()}
@@ -198,7 +180,7 @@ def _special_tokens(tokenizer_dir: Path) -> dict[str, str]:
 
 
 def _without_second_bos(text: str, tokenizer_dir: Path, bos: str) -> str:
-    """Templates begin with BOS, and some tokenizers add it by themselves: one is enough."""
+    """Drop the template's BOS where the tokenizer adds one itself."""
     tokenizer = Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
     added = tokenizer.encode("").ids
     if bos and text.startswith(bos) and added[:1] == [tokenizer.token_to_id(bos)]:

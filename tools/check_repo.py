@@ -1,4 +1,4 @@
-"""Finds faults in a model repository. Reads files only, which are not trusted; nothing is started."""
+"""Finds faults in a model repository. It reads files, which are not trusted, and starts nothing."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tridecode.backend.config import (
     ModelConfig,
     check_tensor_size,
     read_engine_config,
-    read_model_config,
 )
 from tridecode.backend.engine_config_file import checkpoint_dir
 from tridecode.backend.errors import TridecodeError
+from tridecode.backend.models import read_model_config
 from tridecode.backend.weights import MANIFEST_FILE, WeightReader
 from tridecode.converters.files import MAX_JSON_BYTES, read_json, require_file
 from tridecode.converters.parity import PARITY_FORMAT, compared_checksums
@@ -29,7 +29,7 @@ PARITY_FILE = "PARITY.json"
 _MAX_CONFIG_BYTES = 1 << 20  # config.pbtxt and config.ini; ours have 6 kB
 _MAX_MODELS = 1000
 _MAX_SHOWN = 500  # characters of each part of a finding
-#: what damaged files raise in their readers, beside our own errors
+#: exceptions of the readers of damaged files, our own errors included
 _UNREADABLE = (TridecodeError, OSError, ValueError, ArithmeticError, RecursionError)
 #: parameters of the engine's model that the engine itself does not read
 _OTHER_PARAMETERS = {
@@ -40,7 +40,7 @@ _OTHER_PARAMETERS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """severity: "error" (it does not load, or its answers are wrong) or "warning". The rest is for people."""
+    """severity: "error" (it does not load, or its answers are wrong) or "warning". The others are texts."""
 
     severity: str
     where: str
@@ -54,13 +54,13 @@ class Finding:
 
 
 def _one_line(text: str) -> str:
-    """Names and values come from files: no line breaks, no terminal's control characters, not any length."""
+    """Text from a file without line breaks and terminal control characters, cut to _MAX_SHOWN."""
     text = "".join(char if char.isprintable() else " " for char in " ".join(text.split()))
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
 
 
 def check_repo(path: str | Path, checksums: bool = False) -> list[Finding]:
-    """All faults of a model repository, errors first; an empty list means that none was found.
+    """All faults of a model repository, errors first; empty if none was found.
 
     checksums: also read every weight file and compare it with manifest.json.
     """
@@ -114,7 +114,7 @@ def _read_models(repository: Path) -> tuple[dict[str, TritonConfig], list[Findin
     for folder in folders[:_MAX_MODELS]:
         where, path = f"{folder.name}/config.pbtxt", folder / "config.pbtxt"
         if not path.exists():
-            fix = "Triton takes each folder for a model; move it."
+            fix = "Triton loads each folder as a model; move it."
             findings.append(_error(where, "no such file", "one in every folder", fix))
             continue
         try:
@@ -142,14 +142,14 @@ def _check_model(repository: Path, name: str, model: TritonConfig) -> Iterator[F
 
 
 def _check_traps(where: str, model: TritonConfig) -> Iterator[Finding]:
-    """Settings that Triton takes and that spoil these models."""
+    """Settings that Triton accepts but that break or slow down these models."""
     decoupled = model.model_transaction_policy.decoupled
     if model.HasField("dynamic_batching"):
         yield _warning(
             where,
             "dynamic_batching",
             "none",
-            "The engine forms its own batches; Triton's queue only adds delay, up to 0.5 s a request.",
+            "The engine forms its own batches; Triton's queue only adds delay, up to 0.5 s per request.",
         )
     if model.HasField("sequence_batching"):
         yield _error(where, "sequence_batching", "none", "Every request is complete in itself; remove it.")
@@ -166,7 +166,7 @@ def _check_traps(where: str, model: TritonConfig) -> Iterator[Finding]:
                 where,
                 f"{group.count} instances",
                 "1",
-                "Each is a process more; one serves hundreds of requests.",
+                "Each is one more process; one serves hundreds of requests.",
             )
     for tensor in model.input:
         if tensor.allow_ragged_batch:
@@ -201,9 +201,9 @@ def _tensors(declared) -> dict[str, _Tensor]:
 
 
 def _check_ensemble(name: str, model: TritonConfig, models: dict[str, TritonConfig]) -> Iterator[Finding]:
-    """Follow every tensor from step to step: names, types, dims; required inputs must always be there."""
+    """Check every tensor from step to step: names, types, dims, and that required inputs exist."""
     where, fix = f"{name}/config.pbtxt", "Correct the ensemble or the step's model."
-    known = _tensors(model.input)  # what a step can be given, as the ensemble goes on
+    known = _tensors(model.input)  # tensors that a step can use, after the steps before it
     for step in model.ensemble_scheduling.step:
         target = models.get(step.model_name)
         at = f"{where}, step {step.model_name}"
@@ -261,7 +261,7 @@ def _check_engine(
         return
     for key in sorted(set(engine.extra) - _OTHER_PARAMETERS):
         yield _warning(where, f"parameter {key}", "one that is known", "Nothing reads it; is it misspelt?")
-    if reader is None:  # invented when the engine starts
+    if reader is None:  # drawn when the engine starts
         yield _warning(where, f"weights {engine.weights}", "files", "Its answers are nonsense.")
     yield from _check_settings(where, engine, config)
     if checksums and reader is not None:
@@ -308,7 +308,7 @@ def _check_tokenizer(repository: Path, folder: str, config: ModelConfig) -> Iter
         return
     if tokenizer.truncation is not None or tokenizer.padding is not None:
         yield _error(
-            str(path), "truncation or padding", "none", "Prompts would be cut or filled up; remove both."
+            str(path), "truncation or padding", "none", "Prompts would be cut or padded; remove both."
         )
     base, size = vocabulary_size(tokenizer, with_added_tokens=False), vocabulary_size(tokenizer)
     wanted = f"ids below the model's vocabulary size, {config.vocab_size}"

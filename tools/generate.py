@@ -17,6 +17,7 @@ import typer
 from tritonclient.grpc import model_config_pb2
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype, triton_to_np_dtype
 
+from tridecode.backend.doors.contracts.tensorrt_llm import TENSORRT_LLM
 from tridecode.backend.errors import BY_CODE, ConfigError, EngineDownError, RequestError, TridecodeError
 
 GRPC_PORT = 8001  # tritonserver's default
@@ -31,23 +32,11 @@ TEXT_MODELS = (
     "ensemble_streaming",
     "ensemble_plain",
 )
-#: what a request may set: tensor of the text models -> its usual dtype (object: texts)
+#: what a request may set: input of the text models -> its usual dtype (object: texts)
 SAMPLING = {
-    "max_tokens": np.int32,
-    "min_tokens": np.int32,
-    "temperature": np.float32,
-    "top_k": np.int32,
-    "top_p": np.float32,
-    "top_p_decay": np.float32,
-    "top_p_min": np.float32,
-    "repetition_penalty": np.float32,
-    "presence_penalty": np.float32,
-    "frequency_penalty": np.float32,
-    "seed": np.uint64,
-    "end_id": np.int32,
-    "stop_words": np.object_,
-    "bad_words": np.object_,
-    "priority": np.int32,
+    field.name: triton_to_np_dtype("BYTES" if field.dtype == "STRING" else field.dtype)
+    for field in TENSORRT_LLM.inputs
+    if field.param or field.name in ("end_id", "stop_words", "bad_words", "priority")
 }
 
 

@@ -1,5 +1,4 @@
-"""What a person sees while something takes longer than a moment: a spinner or a bar on a terminal, plain
-lines elsewhere. All of it goes to stderr."""
+"""Progress of long operations on stderr: a spinner or a bar on a terminal, plain lines without one."""
 
 from __future__ import annotations
 
@@ -21,14 +20,14 @@ from rich.progress import (
 from rich.progress import Progress as RichProgress
 from rich.status import Status
 
-QUIET_S = 2.0  # without a terminal, lines come no closer together
-REPEAT_S = 15.0  # … and what still holds is said again, so that one sees that something waits
+QUIET_S = 2.0  # without a terminal: least time between two lines
+REPEAT_S = 15.0  # … and between two equal lines, which show that the operation still waits
 
 _log = logging.getLogger("tridecode.serve")
 
 
 class Progress:
-    """A context manager; `show` may be called as often as one likes. Elsewhere than on a terminal it logs."""
+    """A context manager; `show` may be called at any rate. Without a terminal it logs."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
@@ -56,9 +55,9 @@ class Progress:
 
 @contextmanager
 def spinner(title: str) -> Iterator[Callable[[str], None]]:
-    """Show `title` and the seconds gone while the block runs; the value puts another title in its place.
+    """Show `title` and the elapsed seconds while the block runs; the value replaces the title.
 
-    Elsewhere than on a terminal each title is one plain line.
+    Without a terminal each title is one plain line.
     """
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -75,7 +74,7 @@ def spinner(title: str) -> Iterator[Callable[[str], None]]:
 def counter(title: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show how many of `total` are done while the block runs; the value is called with that number.
 
-    Elsewhere than on a terminal the title is one plain line.
+    Without a terminal the title is one plain line.
     """
     console = Console(stderr=True)
     if not console.is_terminal:

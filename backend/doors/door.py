@@ -1,4 +1,4 @@
-"""What doors share: life cycle, acceptance of requests, making of output tensors."""
+"""The parts that doors share: life cycle, acceptance of requests, output tensors."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any, Callable
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from tridecode.backend.doors.contracts.field import Contract
+from tridecode.backend.doors.contracts.inputs import Inputs, check_parameters
 from tridecode.backend.doors.door_metrics import DoorMetrics
 from tridecode.backend.doors.engine_link import EngineLink, Sink
 from tridecode.backend.doors.envelope import (
@@ -22,7 +24,6 @@ from tridecode.backend.doors.envelope import (
     read_parameters,
     read_timeout_s,
 )
-from tridecode.backend.doors.fields import Field, Inputs, check_parameters
 from tridecode.backend.doors.preparation import Preparation
 from tridecode.backend.doors.senders import Senders, Stream
 from tridecode.backend.doors.settings import DoorSettings, end_token_id, load_tokenizer, read_settings
@@ -30,26 +31,26 @@ from tridecode.backend.errors import EngineDownError, TridecodeError
 from tridecode.backend.messages import Limits, SequenceRequest
 
 _log = logging.getLogger("tridecode.door")
-#: the supervisor gives up after start_timeout_s and says why; a door waits a little longer to hear it
+#: the supervisor reports a failed start after start_timeout_s; a door waits a little longer for the report
 _START_MARGIN_S = 30.0
 
 
 @dataclass(frozen=True)
 class Received:
-    """A request out of Triton's hands: the request object and its shared memory can go."""
+    """A request copied out of Triton's shared memory, so that the request object can be released."""
 
     inputs: Inputs
     parameters: Mapping[str, Any]
     outputs: Outputs
-    timeout_s: float  # 0: none was sent
+    timeout_s: float  # 0: not sent
     envelope: Envelope
     size: int  # bytes of its texts and numbers
 
 
 class EngineDoor:
-    """A TritonPythonModel whose requests go to the engine; a subclass adds `accept` and a table."""
+    """A TritonPythonModel whose requests go to the engine; a subclass adds `accept` and its contract."""
 
-    table: Sequence[Field] = ()
+    table: Contract
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Called by Triton; returns when the engine is ready, TritonModelException with the reason if not."""
@@ -78,17 +79,17 @@ class EngineDoor:
         self.metrics.start()
 
     def prepare(self, settings: DoorSettings) -> None:
-        """Load what the door needs beside the engine."""
+        """Load what the door needs besides the engine."""
 
     def accept(self, received: Received, stream: Stream) -> None:
-        """Give the stream its answer and submit; TridecodeError if the request cannot be served.
+        """Set the stream's answer and submit; TridecodeError if the request cannot be served.
 
-        Runs on a thread of the preparation. The stream may end meanwhile: `submit` below takes care of that.
+        Runs on a thread of the preparation. The stream may end during the call, which `submit` handles.
         """
         raise NotImplementedError
 
     def at_once(self, received: Received, stream: Stream) -> bool:
-        """Serve what must not wait behind other requests; whether this was such a request."""
+        """Serve a request that must not wait in the queue of preparation; False for any other request."""
         return False
 
     def execute(self, requests: Sequence[Any]) -> None:
@@ -108,7 +109,7 @@ class EngineDoor:
 
     @staticmethod
     def _or_fail(stream: Stream, call: Callable[..., None], *arguments: Any) -> None:
-        """Call; an exception ends the stream, and nothing else."""
+        """Call `call`; an exception ends this stream only."""
         try:
             call(*arguments)
         except TridecodeError as error:
@@ -140,7 +141,7 @@ class EngineDoor:
         return self._envelope[1]
 
     def submit(self, stream: Stream, submissions: Sequence[Submission], timeout_s: float) -> None:
-        """Hand the stream's requests to the engine; none stays there if the stream has ended meanwhile."""
+        """Submit the stream's requests to the engine; cancel them if the stream has ended meanwhile."""
         stream.requests = [self.link.reserve() for _ in submissions]
         for number, one in zip(stream.requests, submissions):
             self.link.submit(
@@ -155,7 +156,7 @@ class EngineDoor:
             stream.cancel_rows()
 
     def _receive(self, request: Any, stream: Stream) -> Received:
-        """The request, checked against the envelope and then by the door's table; labels the stream."""
+        """The request, checked against the envelope, then against the contract; labels the stream."""
         stream.label = read_label(request)
         parameters = read_parameters(request)
         check_parameters(parameters, self.table, self.settings.allowed_parameters)
@@ -176,7 +177,7 @@ class EngineDoor:
 
 @dataclass(frozen=True)
 class Submission:
-    """One request of the engine: some sequences of a Triton request, and who takes their events."""
+    """One request of the engine: some sequences of a Triton request, and the receiver of their events."""
 
     sequences: list[SequenceRequest]
     sink: Sink
@@ -186,7 +187,7 @@ class Submission:
 class UnaryDoor:
     """Base of the two unary models around the engine: tokenizer in initialize(), one response a request."""
 
-    table: Sequence[Field] = ()
+    table: Contract
 
     def initialize(self, args: Mapping[str, str]) -> None:
         try:
@@ -221,13 +222,13 @@ class UnaryDoor:
 
 
 def refusal(error: TridecodeError) -> Any:
-    """The response that tells a client of an error, without directories of this server."""
+    """The error response for a client, without directories of this server."""
     code = getattr(pb_utils.TritonError, error.code)
     return pb_utils.InferenceResponse([], error=pb_utils.TritonError(public_text(str(error)), code))
 
 
 class Outputs:
-    """Makes the output tensors that the model declares and this request wants, in the declared types."""
+    """Makes the output tensors that the model declares and the request names, in the declared types."""
 
     def __init__(self, declared: Mapping[str, Any], requested: Sequence[str]):
         self._types = {n: t for n, t in declared.items() if not requested or n in requested}

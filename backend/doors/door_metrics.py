@@ -1,7 +1,7 @@
-"""A door's metrics on Triton's /metrics page: what it served, and what the engine's heartbeat says.
+"""A door's metrics on Triton's /metrics page: its requests, and the values of the engine's heartbeat.
 
-Counters carry the door's name, so each door counts its own requests. What the engine reports is set, never
-added, so that any number of doors may report the same engine.
+Counters have the door's name as a label: each door counts its own requests. The engine's values are gauges,
+so that several doors can report the same engine.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import triton_python_backend_utils as pb_utils
 from tridecode.backend.doors.engine_link import EngineLink
 from tridecode.backend.messages import EngineBeat
 
-_EVERY_S = 1.0  # each value is a round trip to the server, so requests only add to a dict
+_EVERY_S = 1.0  # publishing a value is a round trip to the server; a request only adds to a dict
 
 _log = logging.getLogger("tridecode.door")
 
 
 class DoorMetrics:
-    """Counts ended streams and publishes, once a second, on a thread of its own.
+    """Counts ended streams and publishes the counts once a second, on a thread of its own.
 
-    Where this Triton has no custom metrics, or was started with --allow-metrics=false, it only counts.
+    Without custom metrics in this Triton, or with --allow-metrics=false, it only counts.
     """
 
     def __init__(self, door: str, engine: str, link: EngineLink):
@@ -62,7 +62,7 @@ class DoorMetrics:
             try:
                 self.publish()
             except Exception:
-                _log.exception("metrics are switched off: the server takes none")
+                _log.exception("metrics are switched off: the server refuses them")
                 return
 
     def publish(self) -> None:
@@ -87,7 +87,7 @@ class DoorMetrics:
 
 
 def _immortal(thing: Any) -> Any:
-    """Never destroy it: a metric that ends with its stub takes stub or server along (seen on Triton 2.51)."""
+    """Never destroy `thing`: a metric's destructor can crash stub or server at exit (seen on Triton 2.51)."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
     return thing
 
@@ -96,12 +96,12 @@ _HELP = {
     "tridecode_requests_total": "Requests that ended, by outcome: ok, or the error's code",
     "tridecode_output_tokens_total": "Tokens generated for ended requests of this door",
     "tridecode_engine_ready": "1 while the engine sends heartbeats, 0 while it is being rebuilt",
-    "tridecode_engine_running": "Sequences that decode now",
-    "tridecode_engine_waiting": "Sequences that wait for a place",
+    "tridecode_engine_running": "Sequences that have a slot",
+    "tridecode_engine_waiting": "Sequences that wait for a slot",
     "tridecode_engine_free_blocks": "Free blocks of the KV cache",
     "tridecode_engine_blocks": "Blocks of the KV cache",
     "tridecode_engine_steps": "Steps since the engine started",
-    "tridecode_engine_epoch": "How many times the engine has been built",
+    "tridecode_engine_epoch": "Number of times the engine has been built",
 }
 
 

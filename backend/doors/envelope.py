@@ -1,9 +1,9 @@
-"""What a request may weigh: checked once, for every door, before anything of it is parsed, copied, tokenised,
+"""Size limits of a request: checked once, for every door, before any of it is parsed, copied, tokenised,
 allocated or sent on.
 
-Every limit is a field of Envelope or a constant here, and stands in the table of docs/requests.md. Checks
-look at shapes and lengths only, so they cost the same whatever a request carries. What passes fits the
-messages of backend/messages.py: nothing raises while it is encoded.
+Every limit is a field of Envelope or a constant here, and is listed in docs/requests.md. Checks look at
+shapes and lengths only, so their cost does not depend on the content. A request that passes can be encoded
+as a message of backend/messages.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +20,12 @@ import numpy as np
 from tridecode.backend.errors import RequestError, TridecodeError
 
 if TYPE_CHECKING:
-    from tridecode.backend.doors.fields import Field
+    from tridecode.backend.doors.contracts.field import Contract
     from tridecode.backend.doors.settings import DoorSettings
     from tridecode.backend.messages import Limits
 
 MAX_ROWS = 1024  # sequences of one request; max_batch_size of our models
-MAX_WORDS = 1024  # bad or stop words of one row, where the engine has no room for more tokens than that
+MAX_WORDS = 1024  # bad or stop words of one row, unless the engine's limit in tokens is higher
 MAX_REQUEST_WORDS = 16_384  # bad or stop words of all rows
 MAX_REQUEST_WORD_BYTES = 262_144
 MAX_STOP_WORDS = 256  # of one row; the text doors match them in the text
@@ -36,7 +36,7 @@ MAX_PARAMETER_BYTES = 65_536  # of their JSON text
 MAX_LABEL = 1024  # characters of a request id
 MAX_TIMEOUT_S = 30 * 86_400.0  # longer time-outs count as this
 
-#: A prompt of ordinary text has 4 to 5 bytes a token, source code with its runs of blanks up to 16
+#: Ordinary text has 4 to 5 bytes per token, source code with its runs of blanks up to 16
 BYTES_A_TOKEN = 32
 #: Measured with GPT-2's and SmolLM2's tokenizers: 2.5 MB/s, so this takes 25 ms
 _MIN_PROMPT_BYTES = 65_536
@@ -59,14 +59,13 @@ class Envelope:
     max_words: int = MAX_WORDS
     max_word_bytes: int = _MIN_WORD_BYTES  # of the words of one row
 
-    def check(self, arrays: Mapping[str, np.ndarray], table: Sequence[Field]) -> int:
+    def check(self, arrays: Mapping[str, np.ndarray], contract: Contract) -> int:
         """Bytes of all texts of the request. RequestError for the first tensor that is too large."""
-        fields = {field.name: field for field in table}
         total = 0
         for name, array in arrays.items():
-            field = fields.get(name)
+            field = contract.by_name.get(name)
             if field is None or (field.refused and not field.neutral):
-                continue  # Inputs refuses it, whatever it holds
+                continue  # Inputs refuses it, whatever its value
             self._check_count(name, field.kind, array)
             if array.dtype == object:
                 total += self._check_texts(name, field.kind, array)
@@ -124,16 +123,16 @@ class Envelope:
             raise RequestError(f"{name} has {total:,} bytes; this model accepts {most}")
 
     def check_width(self, name: str, width: int) -> None:
-        """A row may be padded up to the longest sequence and no further."""
+        """RequestError for a width above max_sequence_tokens."""
         if width > self.max_sequence_tokens:
             most = f"{self.max_sequence_tokens:,} (max_sequence_tokens in config.pbtxt)"
             raise RequestError(f"{name} has a width of {width:,}; this model accepts {most}")
 
     def check_response(self, rows: int, width: int, output: int, hidden: int, responses: int) -> None:
-        """What FasterTransformer's responses weigh: ids over the full width, log-probs, embeddings.
+        """RequestError if FasterTransformer's responses would be too large: all ids, log-probs, embeddings.
 
-        output: new tokens of the longest row. hidden: 0 without context embeddings. responses: of a stream
-        that is never merged.
+        output: new tokens of the longest row. hidden: 0 without context embeddings. responses: their number
+        in a stream where none are merged.
         """
         elements = rows * (width + 2 * output + hidden)
         if elements > self.max_response_elements:
@@ -146,11 +145,11 @@ class Envelope:
             most = f"{self.max_stream_elements:,} (max_stream_elements in config.pbtxt)"
             raise RequestError(
                 f"{responses:,} responses of {elements:,} elements each are {elements * responses:,}; this "
-                f"model accepts {most}; send fewer rows at once, or ask the model that does not stream"
+                f"model accepts {most}; send fewer rows at once, or use the model that does not stream"
             )
 
     def check_padded(self, name: str, rows: int, width: int) -> None:
-        """A tensor that is to be padded to [rows, width]."""
+        """RequestError if a tensor padded to [rows, width] is too large."""
         if rows * width > self.max_response_elements:
             most = f"{self.max_response_elements:,} elements (max_response_elements in config.pbtxt)"
             raise RequestError(
@@ -160,7 +159,7 @@ class Envelope:
 
 
 def envelope_of(settings: DoorSettings, limits: Limits | None = None) -> Envelope:
-    """The limits of a door: what its config.pbtxt says, else what follows from the engine's limits."""
+    """The limits of a door: those of its config.pbtxt, else derived from the engine's limits."""
     tokens = limits.max_sequence_tokens if limits else _UNKNOWN_SEQUENCE_TOKENS
     word_tokens = max(limits.max_bad_word_tokens, limits.max_stop_word_tokens) if limits else 0
     prompt = settings.max_prompt_bytes or max(_MIN_PROMPT_BYTES, BYTES_A_TOKEN * tokens)
@@ -175,7 +174,7 @@ def envelope_of(settings: DoorSettings, limits: Limits | None = None) -> Envelop
     )
 
 
-# ---------------------------------------------------------------- what is no tensor
+# ---------------------------------------------------------------- request id, parameters, time-out
 
 
 def read_label(request: Any) -> str:
@@ -191,14 +190,14 @@ def check_label(label: str) -> str:
     if len(label) > MAX_LABEL:
         raise RequestError(f"the request id has {len(label):,} characters; this model accepts {MAX_LABEL:,}")
     try:
-        label.encode("utf-8")  # JSON can hold halves of surrogate pairs, which no message can carry
+        label.encode("utf-8")  # JSON can hold halves of surrogate pairs, which cannot be encoded
     except UnicodeEncodeError:
         raise RequestError("the request id is not valid UTF-8 text") from None
     return label
 
 
 def read_parameters(request: Any) -> dict[str, Any]:
-    """The request parameters, whose JSON text is bounded before it is parsed."""
+    """The request parameters; the size of their JSON text is checked before it is parsed."""
     try:
         text = request.parameters()
     except UnicodeDecodeError:
@@ -222,12 +221,12 @@ def read_parameters(request: Any) -> dict[str, Any]:
 
 
 def read_timeout_s(request: Any) -> float:
-    """Seconds; 0: none was sent."""
+    """Seconds; 0: not sent."""
     return min(max(0, request.timeout()) / 1e6, MAX_TIMEOUT_S)
 
 
 def whole_number(name: str, value: Any, low: int, high: int, meaning: str) -> int:
-    """`value` as a whole number from low to high. Text is taken, as JSON parameters often are."""
+    """`value` as a whole number from low to high; also a text, as JSON parameters often are."""
     try:
         if isinstance(value, bool) or (isinstance(value, str) and len(value) > 20):
             raise ValueError
@@ -243,19 +242,19 @@ def whole_number(name: str, value: Any, low: int, high: int, meaning: str) -> in
     return number
 
 
-# ---------------------------------------------------------------- what a client may read
+# ---------------------------------------------------------------- error texts for clients
 
-#: an absolute path of two parts or more; what stands before it must not make it a URL or a fraction
+#: an absolute path of two parts or more that is not part of a URL or a fraction
 _PATH = re.compile(r"(?<![\w/:.~*])/(?:[\w.+@~-]+/)+([\w.+@~-]*)")
 
 
 def public_text(text: str) -> str:
-    """An error's text for a client: no directories of this server, and always valid UTF-8."""
+    """An error's text for a client: without directories of this server, and always valid UTF-8."""
     text = text.encode("utf-8", "replace").decode("utf-8")
     return _PATH.sub(lambda found: found.group(1) or "a directory", text)
 
 
 def internal_error(error: Exception, label: str) -> TridecodeError:
-    """What a client is told of a fault of ours; the log has the rest."""
+    """The client's error for a defect of this program; the log has the traceback."""
     which = f"request {label!r}" if label else "a request without an id"
     return TridecodeError(f"the door failed: {type(error).__name__} ({which}); the server's log says more")

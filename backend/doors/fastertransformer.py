@@ -1,10 +1,10 @@
 """The FasterTransformer contract: token ids in, token ids out.
 
-Source: config.pbtxt and run-time behaviour of the FasterTransformer backend for GPT. Kept from it: prompt
-padding is removed from output_ids, and rows are filled with their end_id to the full width. Chosen otherwise:
-log-prob tensors always come (zeros if not asked for, and after a row's end), a row gets exactly its
-request_output_len tokens, sequence_length is the row's own length plus its new tokens, any empty row starts
-from its start_id, and every bad value is refused.
+Source: config.pbtxt and run-time behaviour of the FasterTransformer backend for GPT. As there, prompt padding
+is removed from output_ids, and rows are filled with their end_id to the full width. Different: log-prob
+tensors are always sent (zeros if not requested, and after a row's end), a row gets exactly its
+request_output_len tokens, sequence_length is the row's own length plus its new tokens, every empty row starts
+from its start_id, and every invalid value is refused.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tridecode.backend.doors import fields
+from tridecode.backend.doors.contracts.fastertransformer import FASTERTRANSFORMER
+from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.door import EngineDoor, Outputs, Received, Submission
 from tridecode.backend.doors.envelope import MAX_ROWS, Envelope
-from tridecode.backend.doors.fields import FASTERTRANSFORMER, Inputs
 from tridecode.backend.doors.senders import Stream
 from tridecode.backend.doors.word_lists import read_word_list
 from tridecode.backend.errors import RequestError
@@ -66,7 +67,7 @@ class Prompts:
         return len(self.lengths)
 
     def tokens(self, row: int) -> np.ndarray:
-        """What the engine is given: an empty row starts from its start_id, which is no part of the answer."""
+        """The engine's prompt: an empty row starts from its start_id, which is not part of the answer."""
         length = self.lengths[row]
         return self.ids[row, :length] if length else np.array([self.start_ids[row]], np.int64)
 
@@ -108,7 +109,7 @@ def _check_ids(prompts: Prompts, row: int, vocab_size: int) -> None:
 
 
 def read_counts(inputs: Inputs, prompts: Prompts, limits: Limits) -> list[int]:
-    """New tokens of each row, known to fit into a sequence."""
+    """New tokens of each row, which fit into a sequence with its prompt."""
     counts = inputs.rows("request_output_len", prompts.batch)
     for row, count in enumerate(counts):
         length = prompts.lengths[row] or 1  # an empty row has its start_id
@@ -127,12 +128,12 @@ def read_sequences(
     end_ids = inputs.rows("end_id", batch, limits.end_id)
     log_probs = inputs.rows("is_return_log_probs", batch, False)
     embedding = inputs.flag("is_return_context_embeddings")
-    names = fields.client_names(FASTERTRANSFORMER, inputs)
+    names = inputs.client_names(FASTERTRANSFORMER)
     sequences = []
     for row, named in enumerate(inputs.params(batch, FASTERTRANSFORMER)):
         tokens = prompts.tokens(row)
         fields.check_one_penalty(named)
-        end_id = end_ids[row] if 0 <= end_ids[row] < limits.vocab_size else -1  # one that cannot be said
+        end_id = end_ids[row] if 0 <= end_ids[row] < limits.vocab_size else -1
         named.update(
             max_tokens=counts[row],
             end_id=end_id,
@@ -163,12 +164,12 @@ class _Row:
 
 
 class Answer:
-    """Builds responses in FasterTransformer's shapes: all tensors have the full width from the first on.
+    """Builds responses in FasterTransformer's shapes: the first one has the full width already.
 
-    Not decoupled: one response, when every row has ended. Decoupled: one for each generated position of the
-    longest row, in order, because clients count them; but where the door is behind, what waits is one
-    response. Nothing is lost then, as each response holds all that came before it. The first position is
-    always a response of its own.
+    Not decoupled: one response, when every row has ended. Decoupled: one per generated position of the
+    longest row, in order, because clients count them; if the sender is behind, one for all pending positions.
+    Each response has the tokens of those before it, so none are lost. The first position always has a
+    response of its own.
     """
 
     def __init__(
@@ -180,14 +181,14 @@ class Answer:
         hidden_size: int,
         behind: Callable[[int], bool] | None,
     ):
-        """log_probs: whether any row has them. hidden_size 0: no embeddings. behind(responses): whether so
-        many are too many now (Stream.behind); None: not decoupled."""
+        """log_probs: whether any row has them. hidden_size 0: no embeddings. behind(responses): whether this
+        number would be sent too late (Stream.behind); None: not decoupled."""
         batch, width, most = prompts.batch, prompts.ids.shape[1], max(counts)
         self.finished = False
         self.num_output_tokens = 0
         self._outputs, self._behind = outputs, behind
         self._rows = [_Row() for _ in range(batch)]
-        self._position = 0  # generated positions that are in the arrays
+        self._position = 0  # generated positions in the arrays
         self._sent = 0  # responses made
         self._lengths = prompts.lengths
         self._ids = np.empty((batch, 1, width + most), np.int64)
@@ -207,7 +208,7 @@ class Answer:
         holder.update(cum_log_probs=self._cum_log_probs, output_log_probs=self._log_probs)
         if hidden_size:
             self._changing["context_embeddings"] = self._embeddings
-        #: made once: a tensor is copied into shared memory when it is first sent, and that copy serves again
+        #: made once: a tensor is copied into shared memory when it is first sent, and the copy is reused
         self._fixed = outputs.tensors(fixed)
 
     def take(self, events: list[tuple[int, Event]]) -> Iterator[list]:
@@ -227,7 +228,7 @@ class Answer:
             yield self._response()
 
     def _next(self, ready: int, behind: Callable[[int], bool]) -> int:
-        """The position that the next response goes up to, of those that are ready."""
+        """The last position of the next response; positions up to `ready` are generated."""
         waiting = ready - self._position
         merged = self._position > 0 and waiting > 1 and behind(waiting)
         return ready if merged else self._position + 1
@@ -241,7 +242,7 @@ class Answer:
             self._embeddings[row, 0] = np.frombuffer(event.context_embedding, np.float32)
 
     def _advance(self, position: int) -> None:
-        """Put the tokens up to `position` into the arrays."""
+        """Copy the tokens up to `position` into the arrays."""
         for row, state in enumerate(self._rows):
             tokens = state.tokens[self._position : position]
             log_probs = state.log_probs[self._position : position]

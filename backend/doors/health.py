@@ -1,8 +1,8 @@
-"""Model `tridecode_health`: is the engine making progress?
+"""Model `tridecode_health`: does the engine make progress?
 
-Triton's own readiness stays true when a model's process or the engine has died. This model answers from what
-its link has heard: the supervisor's word, the engine's heartbeats and the age of the step under way. A probe
-takes no place in a queue, no slot and no thread, so it is answered at once however busy the engine is.
+Triton's own readiness stays true when a model's process or the engine has died. This model answers from the
+supervisor's last state, the engine's heartbeats and the age of the running step. A probe needs no queue, slot
+or thread, so it is answered at once under any load.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from tridecode.backend.messages import BEAT_S, EngineBeat
 
 #: an engine that has missed eight heartbeats is stopped, starved or dead; the supervisor acts after 3 s
 _SILENCE_S = 2.0
-#: A step may take this many mean steps where that is more than probe_timeout_s. A full step of prompts on two
-#: CPU cores takes about 70 times as long as a step of one decoding row.
+#: Longest step in mean steps, where that is more than probe_timeout_s. On two CPU cores a full step of
+#: prompts takes about 70 times as long as a step of one decoding row.
 _MEAN_STEPS = 100
 
 _log = logging.getLogger("tridecode.door")
 
 
 class TritonPythonModel:
-    """Outputs READY BOOL [1], PHASE STRING [1], DETAIL STRING [1]; inputs and parameters are ignored.
+    """The tensors of contracts/health.py; inputs and parameters are ignored.
 
-    An answer without an error has READY = true. Otherwise it is the error UNAVAILABLE with the reason.
+    The answer is READY = true, or the error UNAVAILABLE with the reason.
     """
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Called by Triton. Does not wait for the engine: a probe tells what it is doing."""
+        """Called by Triton. Does not wait for the engine: a probe reports its start."""
         try:
             self.settings = read_settings(args)
         except TridecodeError as error:
@@ -73,13 +73,13 @@ class TritonPythonModel:
         return response
 
     def _progress(self) -> str:
-        """What the engine is doing. Raises EngineDownError with the reason if it makes no progress."""
+        """The engine's load in words. Raises EngineDownError with the reason if it makes no progress."""
         state, silent_s, beat = self.link.state(), self.link.silent_s(), self.link.beat()
         if state.phase != "ready":
             raise EngineDownError(f"the engine is not ready ({state.phase}): {state.detail}")
         if silent_s > _SILENCE_S:
             raise EngineDownError(
-                f"the engine has been silent for {silent_s:.1f} s; it sends a heartbeat each {BEAT_S:g} s"
+                f"the engine has been silent for {silent_s:.1f} s; it sends a heartbeat every {BEAT_S:g} s"
             )
         if beat is None:
             return f"engine {state.epoch}: connected, no heartbeat yet"
@@ -87,7 +87,7 @@ class TritonPythonModel:
         busy_s = beat.busy_s + silent_s
         if limit_s and busy_s > limit_s:
             raise EngineDownError(
-                f"the step under way has taken {busy_s:.1f} s; wanted at most {limit_s:.1f} s "
+                f"the running step has taken {busy_s:.1f} s; wanted at most {limit_s:.1f} s "
                 "(probe_timeout_s in config.pbtxt, or 100 mean steps)"
             )
         return (
@@ -96,9 +96,9 @@ class TritonPythonModel:
         )
 
     def _step_limit_s(self, beat: EngineBeat) -> float:
-        """Seconds that the step under way may take; 0: no limit, because no step tells how long one takes.
+        """Longest time of the running step in seconds; 0: no limit, because no step has ended yet.
 
-        The supervisor's limit, step_timeout_s, holds all the same.
+        The supervisor's limit, step_timeout_s, applies in any case.
         """
         if not beat.busy_s or not beat.steps:
             return 0.0

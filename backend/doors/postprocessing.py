@@ -1,9 +1,9 @@
 """Model `postprocessing` of FasterTransformer's ensemble: token ids in, texts out.
 
-Source: the FasterTransformer backend's postprocessing models. Kept: the whole row is decoded, prompt
-included, rows first and beams inside, one flat array of bytes, over which its clients iterate. Chosen
-otherwise: the fill after the end and (unless skip_special_tokens says no) special tokens are not shown, and
-an id that the tokenizer does not know is passed over instead of failing the request.
+Source: the FasterTransformer backend's postprocessing models. As there: the whole row is decoded with its
+prompt, and the texts are one flat array of bytes, the beams of a row together. Different: padding after the
+end is not shown, nor are special tokens unless skip_special_tokens is false, and an id that the tokenizer
+does not know is ignored instead of failing the request.
 """
 
 from __future__ import annotations
@@ -14,21 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from tridecode.backend.doors.detokenizer import TokenizerView
+from tridecode.backend.doors.contracts.ensemble import POSTPROCESSING
+from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.door import UnaryDoor
-from tridecode.backend.doors.fields import Field, Inputs
 from tridecode.backend.errors import RequestError
-
-FIELDS = (
-    Field("TOKENS_BATCH", required=True, kind="ids"),
-    Field("RESPONSE_INPUT_LENGTHS"),  # FasterTransformer's model requires it and ignores it
-    Field("sequence_length"),  # of GPT-NeoX: the tokens of a row that count
-    Field("SEQUENCE_LENGTH", alias_of="sequence_length"),
-)
+from tridecode.backend.text.detokenizer import TokenizerView
 
 
 class TritonPythonModel(UnaryDoor):
-    table = FIELDS
+    table = POSTPROCESSING
 
     def initialize(self, args: Mapping[str, str]) -> None:
         super().initialize(args)

@@ -1,7 +1,7 @@
 """Requests between Triton's thread and the engine: parsed and tokenised on two threads of their own.
 
-execute() returns at once, and a request that takes long to prepare holds up neither heartbeats nor, as small
-requests have a thread for themselves, the answers to others. What waits here is bounded in number and bytes.
+execute() returns at once. A request that takes long to prepare delays no heartbeat; small requests have a
+thread of their own, so it delays no small request either. The queues are bounded in requests and bytes.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Callable
 
 from tridecode.backend.errors import CapacityError
 
-#: at most this many bytes make a request a small one: 10 ms of tokenising
+#: largest small request, in bytes: 10 ms of tokenising
 SMALL_BYTES = 16_384
 
 Job = Callable[[], None]
 
 
 class Preparation:
-    """Runs jobs in the order of arrival, small and large ones apart. A job must not raise."""
+    """Runs small and large jobs on two threads, each in order of arrival. A job must not raise."""
 
     def __init__(self, max_requests: int, max_bytes: int):
-        """max_requests: of each kind. max_bytes: of the large ones together."""
+        """max_requests: limit for each of the two. max_bytes: of all large requests together."""
         self._small = _Lane("prepare-small", max_requests, max_requests * SMALL_BYTES)
         self._large = _Lane("prepare-large", max_requests, max_bytes)
 
@@ -37,11 +37,11 @@ class Preparation:
         return self
 
     def put(self, size: int, job: Job) -> None:
-        """Run `job`, which holds `size` bytes, later on another thread. CapacityError if too much waits."""
+        """Queue `job`, which holds `size` bytes. CapacityError if its queue is full."""
         (self._small if size <= SMALL_BYTES else self._large).put(size, job)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Drop what waits, which somebody else must answer, and wait for the jobs under way."""
+        """Drop the queued jobs, whose requests the caller must answer, and wait for the running ones."""
         for lane in (self._small, self._large):
             lane.stop()
         for lane in (self._small, self._large):
@@ -84,4 +84,4 @@ class _Lane(threading.Thread):
                 with self._lock:
                     self.count -= 1
                     self._bytes -= size
-            entry = job = None  # type: ignore[assignment]  # nothing of a request outlives it here
+            entry = job = None  # type: ignore[assignment]  # release the request while this thread waits

@@ -1,8 +1,8 @@
 """Model `preprocessing` of FasterTransformer's ensemble: texts in, token ids and word lists out.
 
-Source: the FasterTransformer backend's preprocessing models. Kept: one text a row, no special tokens unless
-add_special_tokens says so, no truncation, CSV word lists. The pad id is the tokenizer's end id. A query
-without text gives a row of no tokens, which the fastertransformer model starts from its start id.
+Source: the FasterTransformer backend's preprocessing models. As there: one text per row, no special tokens
+unless add_special_tokens is set, no truncation, CSV word lists. The pad id is the tokenizer's end id. An
+empty query gives a row without tokens, which the fastertransformer model starts from its start id.
 """
 
 from __future__ import annotations
@@ -11,22 +11,17 @@ from typing import Any
 
 import numpy as np
 
+from tridecode.backend.doors.contracts.ensemble import PREPROCESSING
+from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.door import UnaryDoor
-from tridecode.backend.doors.fields import TEXT, Field, Inputs, decode_text
-from tridecode.backend.doors.tokenising import encode
+from tridecode.backend.doors.fields import decode_text
 from tridecode.backend.doors.word_lists import encode_words, word_list_tensor
 from tridecode.backend.errors import RequestError
-
-FIELDS = (
-    Field("QUERY", TEXT, required=True, kind="prompt"),
-    Field("REQUEST_OUTPUT_LEN", required=True),
-    Field("BAD_WORDS_DICT", TEXT, kind="csv"),
-    Field("STOP_WORDS_DICT", TEXT, kind="csv"),
-)
+from tridecode.backend.text.encoding import encode
 
 
 class TritonPythonModel(UnaryDoor):
-    table = FIELDS
+    table = PREPROCESSING
 
     def answer(self, inputs: Inputs) -> dict[str, Any]:
         """INPUT_ID (B, Wmax), REQUEST_INPUT_LEN (B, 1), BAD_WORDS_IDS and STOP_WORDS_IDS (B, 2, P)."""
@@ -58,7 +53,7 @@ class TritonPythonModel(UnaryDoor):
 
 
 def _first_column(array: np.ndarray, name: str) -> list:
-    """The first text of each row; FasterTransformer reads no other."""
+    """The first text of each row; FasterTransformer ignores the others."""
     if array.size == 0 or array.ndim == 0:
         raise RequestError(f"{name} has shape {list(array.shape)}; wanted [B, 1]")
     return array.reshape(array.shape[0], -1)[:, 0].tolist()

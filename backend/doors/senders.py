@@ -1,12 +1,12 @@
-"""Responses leave a door here: a few threads that send, and one that asks now and then who has left.
+"""Sends the responses of a door: a few sender threads, and one that polls for cancelled requests.
 
-A send costs about 120 us, most of it spent waiting for the server (Triton 2.51, one response at a time), so
-neither the engine nor the link's thread ever sends. A stream is pinned to one sender, which keeps its order.
-A sender takes everything that has piled up for a stream and lets the door make of it what its contract
-allows: one merged response, or one for each step as long as the sender is not behind (Stream.behind).
+A send takes about 120 us, most of it waiting for the server (Triton 2.51, one response at a time), so neither
+the engine nor the link's thread ever sends. A stream is pinned to one sender, which preserves its order. A
+sender takes all pending events of a stream, and the door makes of them what its contract allows: one merged
+response, or one per step as long as the sender is not behind (Stream.behind).
 
-A send does not wait for the client: tritonserver queues whatever the client has not read, without a limit,
-and tells nobody. What a request can leave there is therefore bounded here, by bytes (Stream.held_back).
+A send does not wait for the client: tritonserver queues without limit what the client has not read, and does
+not report it. The bytes that a request can leave there are therefore bounded here (Stream.held_back).
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from tridecode.backend.errors import BY_CODE, RequestCancelled, TridecodeError
 from tridecode.backend.messages import Event
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-#: asking a stream whether it is cancelled is a round trip of 55 us; the sweep rests nine times as long
+#: one cancellation query is a round trip of 55 us; the sweep sleeps nine times as long as its queries take
 _SWEEP_S = 0.075
 _SWEEP_SHARE = 0.1
 _SWEEP_CHUNK = 8
-#: a response's time until it was measured; each one counts for so much of the running mean
+#: initial estimate of the time per response, and moving-average weight of each measurement
 _RESPONSE_S = 1e-4
 _RESPONSE_WEIGHT = 1 / 16
-#: Bytes of responses of one request, and of all open requests of a door together. Triton 2.51 keeps each
-#: response of a gRPC stream until its request has ended, also for a client that reads.
+#: bytes of the responses of one request, and of all open requests of a door. Triton 2.51 keeps each response
+#: of a gRPC stream until its request has ended, also for a client that reads
 _REQUEST_BYTES = 16 << 20
 _DOOR_BYTES = 512 << 20
-#: what the server keeps of a response beside its tensors: names, shapes, parameters
+#: bytes that the server keeps per response in addition to its tensors: names, shapes, parameters
 _RESPONSE_OVERHEAD = 600
 
 _log = logging.getLogger("tridecode.door")
 
 
 class Answer(Protocol):
-    """What a door makes of a request's events. Used by the stream's sender thread only."""
+    """Turns the events of a request into responses. Used by the stream's sender thread only."""
 
-    finished: bool  # every row has ended; known when the last of take()'s responses has been made
+    finished: bool  # every row has ended; valid after the last response of take()
     num_output_tokens: int  # so far, of all rows
 
     def take(self, events: list[tuple[int, Event]]) -> Iterable[list]:
-        """The responses that these (row, event) pairs give, each a list of tensors; none is an error.
+        """The responses to these (row, event) pairs, each a list of tensors; never an error response.
 
-        One may be made before the one ahead of it is sent, so they share no array that changes.
+        A response may be made before the previous one is sent, so they share no array that changes.
         """
 
 
@@ -65,31 +65,31 @@ class Stream:
     def __init__(self, senders: Senders, sender, label: str = ""):
         self.label = label
         self.answer: Answer | None = None
-        self.requests: list[int] = []  # ids in the engine link, one a row or one for all rows
-        self.stop_wanted = False  # by a stop request, which may come before there is an answer to stop
+        self.requests: list[int] = []  # ids in the engine link, one per row or one for all rows
+        self.stop_wanted = False  # set by a stop request, which may come before the answer exists
         self._senders, self._sender = senders, sender
         self._events: deque[tuple[int, Event]] = deque()
         #: code and text: an exception's traceback would keep the request and its shared memory alive
         self._failure: tuple[str, str] | None = None
         self._queued = False
         self._ended = False
-        #: asking whether a request is cancelled while its FINAL is sent, or after, crashes the server (2.51)
+        #: a cancellation query during or after the send of FINAL crashes the server (2.51)
         self._ending = threading.Lock()
         self._thread = senders.assign()
         self._responses = 0  # sent
-        self._response_bytes = 0  # of the largest that was looked at
-        self._spare = 0  # responses that were sent beyond half of the budget
+        self._response_bytes = 0  # of the largest response measured
+        self._spare = 0  # responses sent beyond half of the budget
         self._ends = False  # the end of a row is among the events
 
     # ------------------------------------------------------------ any thread
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended or is bound to end with an error: work for it is in vain."""
+        """Whether it has ended or will end with an error: no more work for it is useful."""
         return self._ended or self._failure is not None
 
     def put(self, event: Event) -> None:
-        """An event of a request whose sequences are the rows."""
+        """Add an event of a request whose sequences are the rows."""
         self.put_row(event.sequence, event)
 
     def put_row(self, row: int, event: Event) -> None:
@@ -108,7 +108,7 @@ class Stream:
             return not self._ended and self._sender.is_cancelled()
 
     def cancel_rows(self) -> None:
-        """Forget, in link and engine, whatever of this stream still runs there."""
+        """Cancel the stream's requests in link and engine."""
         for request in self.requests:
             self._senders.link.cancel(request)
 
@@ -123,21 +123,21 @@ class Stream:
     # ------------------------------------------------------------ the stream's sender thread
 
     def behind(self, responses: int) -> bool:
-        """Whether the sender would take too long if it owed each stream that waits for it so many responses.
+        """Whether sending this many responses to each stream that waits for the sender would take too long.
 
-        Streams of a sender fall behind together, so what one of them has waiting stands for all. The age of
-        what waits would say less: after a pause of the machine everything is old, and sent in no time.
+        Streams of a sender fall behind together, so one stands for all. The age of pending events would be a
+        worse measure: after a pause of the machine all events are old, but sent quickly.
         """
         if self._over_half():
             return True
         return responses * (1 + self._thread.inbox.qsize()) * self._thread.response_s > self._senders.behind_s
 
     def held_back(self) -> bool:
-        """Whether what has piled up waits for more, so that the request's responses stay within its budget.
+        """Whether pending events wait for more, so that the responses stay within the request's budget.
 
-        The first half of the budget is spent as the contract likes. Of the responses after it the k-th waits
-        for k steps, and beyond the whole budget only the end of a row is sent. Nothing is lost: what waits is
-        part of the next response.
+        The first half of the budget is spent without delay. The k-th response after it waits for k steps, and
+        beyond the whole budget only the end of a row is sent. Nothing is lost: pending events are part of the
+        next response.
         """
         if not self._over_half() or self._ends or self._failure is not None:
             return False
@@ -153,7 +153,7 @@ class Stream:
         return 2 * self._responses * self._response_bytes > self._senders.budget()
 
     def serve(self) -> None:
-        self._queued = False  # before the buffer is read: what comes later wakes us again
+        self._queued = False  # before the events are read: later ones wake the sender again
         if self._ended or self.held_back():
             return
         self._ends = False
@@ -168,7 +168,7 @@ class Stream:
             self._end_with(*failure)
 
     def _serve(self) -> tuple[str, str] | None:
-        """Send what has piled up; code and text of the error to end with, if there is one."""
+        """Send what is pending; returns code and text of the error to end with, if there is one."""
         events: list[tuple[int, Event]] = []
         failure = self._failure
         while self._events and failure is None:
@@ -183,7 +183,7 @@ class Stream:
 
     def _answer(self, answer: Answer, events: list[tuple[int, Event]]) -> None:
         began = time.monotonic()
-        made = None  # held back until it is known whether it is the last
+        made = None  # held back until it is known whether it is the last response
         for tensors in answer.take(events):
             if made is not None:
                 began = self._send(made, began)
@@ -194,10 +194,10 @@ class Stream:
             self._send(made, began)
 
     def _send(self, tensors: list, began: float) -> float:
-        """Send one response; when that was done. began: when the sender turned to it."""
+        """Send one response; returns the time after it. began: when its preparation began."""
         self._sender.send(pb_utils.InferenceResponse(tensors))
         self._responses += 1
-        if self._responses & (self._responses - 1) == 0:  # looking takes as long as making one
+        if self._responses & (self._responses - 1) == 0:  # measuring costs as much as making one
             self._response_bytes = max(self._response_bytes, _size_of(tensors))
         now = time.monotonic()
         self._thread.measure(now - began)
@@ -206,9 +206,9 @@ class Stream:
     def _end_with(self, code: str, text: str) -> None:
         try:
             self.cancel_rows()
-        except Exception:  # the client is answered all the same
+        except Exception:  # the client must be answered anyway
             _log.exception("request %s: it could not be cancelled", self.label)
-        if self._ended:  # before the error came, or because the last response could not be sent
+        if self._ended:  # before the error, or because the last response could not be sent
             return
         error = pb_utils.TritonError(public_text(text), getattr(pb_utils.TritonError, code))
         try:
@@ -230,7 +230,7 @@ class Stream:
                 self.answer = self._sender = None
 
 
-#: how an event tells that its request failed, with the code and text for one that has none of its own
+#: Event.finish of a failed request -> code and text if the event has none
 _FAILURES = {
     "error": ("INTERNAL", "the engine gave no reason"),
     "cancelled": ("CANCELLED", "the request was cancelled"),
@@ -239,7 +239,7 @@ _FAILURES = {
 
 
 def _size_of(tensors: list) -> int:
-    """Bytes of a response as the server keeps it."""
+    """Bytes that the server keeps for a response."""
     size = _RESPONSE_OVERHEAD
     for tensor in tensors:
         array = tensor.as_numpy()
@@ -254,27 +254,27 @@ def _failure_of(event: Event) -> tuple[str, str]:
 
 
 class SenderThread(threading.Thread):
-    """Serves the streams that are pinned to it in the order in which they woke."""
+    """Serves the streams that are pinned to it, first woken, first served."""
 
     def __init__(self, name: str):
         super().__init__(name=name, daemon=True)
         self.inbox: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
-        self.response_s = _RESPONSE_S  # what one takes: made, sent, waiting for the others' turns included
+        self.response_s = _RESPONSE_S  # mean time to make and send a response, including waits
 
     def measure(self, seconds: float) -> None:
-        """Count a response. A single pause, however long, is no more than a response of twice the mean."""
+        """Add a measurement, clipped to twice the mean so that a single pause changes little."""
         self.response_s += _RESPONSE_WEIGHT * (min(seconds, 2 * self.response_s) - self.response_s)
 
     def run(self) -> None:
         while (stream := self.inbox.get()) is not None:
             try:
                 stream.serve()
-            except Exception:  # one stream's; the others of this thread go on
+            except Exception:  # the other streams of this thread must go on
                 _log.exception("request %s: its sender failed", stream.label)
 
 
 class Senders:
-    """The sender threads of one door and its sweep for cancelled streams."""
+    """The sender threads of one door and its poll for cancelled streams."""
 
     def __init__(
         self,
@@ -285,7 +285,7 @@ class Senders:
         request_bytes: int = _REQUEST_BYTES,
         door_bytes: int = _DOOR_BYTES,
     ):
-        """on_end(stream, outcome): called once a stream; outcome is "ok" or an error's code in lower case.
+        """on_end(stream, outcome): called once per stream; outcome is "ok" or an error's code in lower case.
         behind_s: see Stream.behind. request_bytes, door_bytes: see budget."""
         self._request_bytes, self._door_bytes = request_bytes, door_bytes
         self.link, self.behind_s, self._on_end = link, behind_s, on_end
@@ -303,7 +303,7 @@ class Senders:
         return self
 
     def open(self, sender, label: str = "") -> Stream:
-        """A stream for the request whose response sender this is; it must be answered or failed."""
+        """A stream for the request of this response sender; it must be answered or failed."""
         stream = Stream(self, sender, label)
         with self._lock:
             self._open.add(stream)
@@ -329,7 +329,7 @@ class Senders:
         self._on_end(stream, outcome)
 
     def close(self, error: TridecodeError, timeout_s: float = 5.0) -> None:
-        """Fail what is open, wait until that is sent, end the threads."""
+        """Fail all open streams, wait until that is sent, end the threads."""
         for stream in self.open_streams():
             stream.fail(error)
         self._closing.set()
@@ -356,6 +356,6 @@ class Senders:
                 if stream.is_cancelled():
                     stream.fail(RequestCancelled("the client has cancelled the request"))
             except Exception:
-                _log.exception("request %s: asking whether it is cancelled failed", stream.label)
+                _log.exception("request %s: the cancellation query failed", stream.label)
         spent = time.monotonic() - began
         self._closing.wait(max(_SWEEP_S * len(streams) / total, spent / _SWEEP_SHARE))

@@ -1,4 +1,4 @@
-"""What a door reads from its config.pbtxt, once, when Triton initialises it."""
+"""The settings in a door's config.pbtxt, read once, when Triton initialises the model."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 
 from tridecode.backend.errors import ConfigError
 
-#: About a step of many sequences, so nobody sees it. Measured on 2 cores: with half of it, 64 streams whose
-#: responses just fit (10,000 a second) had 10 % of them merged in place of 1 %; with 0.03, tokens of 256
-#: streams that do not fit waited in the door for 24 ms in place of 13 (90th percentile).
+#: About one step of many sequences, too short for a client to see. Measured on 2 cores: with half of it, 64
+#: streams at the server's limit of 10,000 responses per second had 10 % of them merged instead of 1 %; with
+#: 0.03, tokens of 256 streams above that limit waited in the door for 24 ms instead of 13 (90th percentile).
 _MERGE_BEHIND_S = 0.02
 
 
@@ -35,24 +35,24 @@ class DoorSettings:
 
     engine_dir: Path
     tokenizer_dir: Path
-    stop_ids: tuple[int, ...] = ()  # ids that end a text beside end_id, and are not shown
-    exclude_input_in_output: bool = False  # for requests that do not say
+    stop_ids: tuple[int, ...] = ()  # ids that end a text, besides end_id, and are not shown
+    exclude_input_in_output: bool = False  # default of the input of that name
     add_special_tokens: bool = False  # when a prompt is tokenised
-    skip_special_tokens: bool = True  # when an answer is written
+    skip_special_tokens: bool = True  # when an answer is decoded
     num_senders: int = 4
-    merge_behind_s: float = _MERGE_BEHIND_S  # streamed token ids: what takes longer to send is merged
-    wait_for_engine: bool = True  # the model is not ready before the engine is
+    merge_behind_s: float = _MERGE_BEHIND_S  # streamed token ids: a longer queue is merged
+    wait_for_engine: bool = True  # the model becomes ready when the engine is
     start_timeout_s: float = 900.0
-    hold_s: float = 2.0  # how long a request waits for an engine that is being rebuilt
-    probe_timeout_s: float = 5.0  # health: a step of the engine that takes longer is stuck
-    allowed_parameters: tuple[str, ...] = ()  # request parameters to pass over, patterns allowed
+    hold_s: float = 2.0  # longest wait of a request for an engine that is being rebuilt
+    probe_timeout_s: float = 5.0  # health: a longer step of the engine counts as stuck
+    allowed_parameters: tuple[str, ...] = ()  # request parameters to ignore; may be patterns
 
-    # what a request may weigh; None: see backend.doors.envelope
+    # size limits of a request; None: see backend.doors.envelope
     max_prompt_bytes: int | None = None  # of one text
     max_request_bytes: int | None = None  # of all texts of a request
     max_response_elements: int = 4_194_304  # of one response of FasterTransformer's tensors
     max_stream_elements: int = 1_073_741_824  # of all responses to a request
-    max_preparing_requests: int = 1024  # received and not yet submitted to the engine
+    max_preparing_requests: int = 1024  # received, and not submitted to the engine yet
     max_preparing_bytes: int = 67_108_864  # of their texts and token ids
 
     @property
@@ -75,7 +75,7 @@ def read_settings(arguments: Mapping[str, str]) -> DoorSettings:
         },
         engine_dir=folder.parent / reader.read("engine_model", str, "a folder's name", "fastertransformer"),
         tokenizer_dir=folder.parent / reader.read("tokenizer_dir", str, "a folder's name", "."),
-        stop_ids=reader.read("stop_ids", _ids, "token ids with commas between", ()),
+        stop_ids=reader.read("stop_ids", _ids, "token ids separated by commas", ()),
         exclude_input_in_output=reader.read("exclude_input_in_output", _flag, "true or false", False),
         add_special_tokens=reader.read("add_special_tokens", _flag, "true or false", False),
         skip_special_tokens=reader.read("skip_special_tokens", _flag, "true or false", True),
@@ -85,7 +85,7 @@ def read_settings(arguments: Mapping[str, str]) -> DoorSettings:
         start_timeout_s=reader.read("start_timeout_s", _seconds, "more than 0 seconds", 900.0),
         hold_s=reader.read("hold_s", float, "a number of seconds", 2.0),
         probe_timeout_s=reader.read("probe_timeout_s", _seconds, "more than 0 seconds", 5.0),
-        allowed_parameters=reader.read("allowed_parameters", _names, "names with commas between", ()),
+        allowed_parameters=reader.read("allowed_parameters", _names, "names separated by commas", ()),
         max_prompt_bytes=reader.read("max_prompt_bytes", _size, _SIZE, None),
         max_request_bytes=reader.read("max_request_bytes", _size, _SIZE, None),
         max_response_elements=reader.read("max_response_elements", _size, _SIZE, 4_194_304),
@@ -96,22 +96,22 @@ def read_settings(arguments: Mapping[str, str]) -> DoorSettings:
 
 
 def load_tokenizer(settings: DoorSettings) -> Tokenizer:
-    """The tokenizer in `tokenizer_dir`, without truncation and padding that its file may ask for."""
-    # each thread tokenises by itself: in a shared pool a short text waits for all rows of a large request
+    """The tokenizer in `tokenizer_dir`, with truncation and padding switched off."""
+    # no thread pool: in it, a short text would wait for all rows of a large request
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     path = settings.tokenizer_dir / "tokenizer.json"
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # `tokenizers` raises bare Exception
         where = f"parameter tokenizer_dir in {settings.config_file}"
-        raise ConfigError(f"{path} is no tokenizer: {error} ({where})") from None
+        raise ConfigError(f"{path} is not a valid tokenizer: {error} ({where})") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
 def end_token_id(settings: DoorSettings, tokenizer: Tokenizer) -> int:
-    """The id of eos_token in tokenizer_config.json or special_tokens_map.json; -1 if neither names one."""
+    """The id of eos_token in tokenizer_config.json or special_tokens_map.json; -1 if neither has one."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         path = settings.tokenizer_dir / name
         if path.exists():

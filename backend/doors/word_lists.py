@@ -13,25 +13,25 @@ from tokenizers import Tokenizer
 
 from tridecode.backend.doors.envelope import MAX_REQUEST_WORDS, MAX_WORDS
 from tridecode.backend.doors.fields import decode_text
-from tridecode.backend.doors.tokenising import encode
 from tridecode.backend.errors import RequestError
+from tridecode.backend.text.encoding import encode
 
 
 def words_of_csv(text: str, name: str) -> list[str]:
-    """The cells of the first CSV record, blanks kept, empty ones dropped. RequestError if it is no CSV."""
+    """The cells of the first CSV record without the empty ones; spaces are kept. RequestError if not CSV."""
     try:
         record = next(csv.reader([text]), [])
     except csv.Error as error:
         raise RequestError(
-            f'{name} is no line of CSV: {error}; wanted words with commas between, as in "a, b"'
+            f'{name} is not a valid line of CSV: {error}; wanted words separated by commas, as in "a, b"'
         ) from None
     return [word for word in record if word]
 
 
 def encode_words(texts: list, name: str, tokenizer: Tokenizer) -> list[list[list[int]]]:
-    """The ids of each row's words. texts: one CSV text a row. A word that gives no ids is dropped.
+    """The ids of each row's words. texts: one CSV text per row. Words without ids are dropped.
 
-    RequestError where a text is not valid or has too many words.
+    RequestError if a text is not valid or has too many words.
     """
     rows = [words_of_csv(decode_text(value, name, row), name) for row, value in enumerate(texts)]
     for row, words in enumerate(rows):
@@ -65,9 +65,9 @@ def word_list_tensor(rows: list[list[list[int]]]) -> np.ndarray:
 def read_word_list(tensor: np.ndarray, batch: int, name: str, vocab_size: int) -> list[list[list[int]]]:
     """The words of each row of an int32 [B, 2, n] tensor, or of one [2, n] tensor for all rows.
 
-    Offsets below 0 are padding. A word of no ids is passed over: in a stop list FasterTransformer stopped
-    after one token for it, which the author of its own sample request did not want either. A word with an id
-    beyond the vocabulary can never be said and is passed over too. RequestError for what cannot be read.
+    Offsets below 0 are padding. A word without ids is ignored: FasterTransformer stopped after one token for
+    it in a stop list, which its own sample request did not intend. A word with an id beyond the vocabulary is
+    ignored too, as it can never be generated. RequestError if the tensor is malformed.
     """
     if tensor.ndim == 2:
         tensor = tensor[None]
@@ -84,7 +84,7 @@ def _read_row(row: np.ndarray, name: str, vocab_size: int) -> list[list[int]]:
     wrong = np.flatnonzero((ends < starts) | (ends > width))
     if wrong.size:
         found = f"{name} has the offset {ends[wrong[0]]} after {starts[wrong[0]]}"
-        raise RequestError(f"{found}; wanted offsets that rise, up to its {width} ids")
+        raise RequestError(f"{found}; wanted ascending offsets, at most its {width} ids")
     used = ids[: ends[-1]] if ends.size else ids[:0]
     if used.size and used.min() < 0:
         raise RequestError(f"{name} has the token id {used[used < 0][0]}; wanted ids of 0 or more")

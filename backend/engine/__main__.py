@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from tridecode.backend import messages as m
-from tridecode.backend.config import EngineConfig, ModelConfig, read_engine_config, read_model_config
+from tridecode.backend.config import EngineConfig, ModelConfig, read_engine_config
 from tridecode.backend.engine.engine import Engine, Ranks
 from tridecode.backend.engine.front import Front
 from tridecode.backend.engine.loop import DecodeLoop, follow
@@ -25,6 +25,7 @@ from tridecode.backend.engine.scheduler import Scheduler
 from tridecode.backend.engine.settings import choose_device, resolve
 from tridecode.backend.engine_config_file import checkpoint_dir, read_engine_parameters
 from tridecode.backend.errors import ConfigError, TridecodeError, UnsupportedError, WeightFileError
+from tridecode.backend.models import read_model_config
 from tridecode.backend.supervisor.rank_link import RankLink
 
 log = logging.getLogger("tridecode.engine")

@@ -70,7 +70,7 @@ class Engine:
         self.model_config, self.config, self.ranks, self.device = model, config, ranks, device
         self.dtype = DTYPES[config.data_type]
         self.ops = ops
-        self.model = models.family(model.family).Model(model, weights, ranks, config.max_sequence_tokens)
+        self.model = models.family(model.family).model(model, weights, ranks, config.max_sequence_tokens)
         self.is_asynchronous = device.type == "cuda"
         self.is_last_stage = ranks.stage == ranks.num_stages - 1
         self.on_logits: Callable[[StepPlan, Tensor], None] | None = None

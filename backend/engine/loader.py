@@ -123,8 +123,7 @@ class FileWeights:
         self._progress = progress or (lambda name: None)
         self._uploader: Uploader | None = None
         if device.type == "cuda":
-            wanted = [spec.name for spec in specs if not spec.optional or reader.files(spec)[0].exists()]
-            self._uploader = Uploader(wanted, self._read, device)
+            self._uploader = Uploader(self._specs, self._read, device)
 
     def close(self) -> None:
         if self._uploader is not None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tridecode.backend.config import EngineConfig, ModelConfig, read_model_config
+from tridecode.backend.config import EngineConfig, ModelConfig
 from tridecode.backend.engine.admission import SchedulerLimits
 from tridecode.backend.engine.engine import Engine
 from tridecode.backend.engine.parallel import SingleRank
@@ -20,6 +20,7 @@ from tridecode.backend.engine.scheduler import Scheduler
 from tridecode.backend.engine.settings import choose_device, resolve
 from tridecode.backend.errors import BY_CODE, TridecodeError
 from tridecode.backend.messages import Event, SamplingParams, SequenceRequest, Submit
+from tridecode.backend.models import read_model_config
 
 _DOOR = b"offline"
 

@@ -1,18 +1,94 @@
-"""Model families. A family is a module with `weight_specs(config)` and a class `Model`; this is the only
-registry."""
+"""Model families. A family is a module of this package that defines `FAMILY`; there is no list of them.
+
+Families import torch, so they are loaded on first use; the package itself does without.
+docs/adding_a_family.md explains the parts.
+"""
 
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
+import pkgutil
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Callable
 
-from tridecode.backend.errors import UnsupportedError
+from tridecode.backend.config import ModelConfig
+from tridecode.backend.errors import ConfigError, UnsupportedError
+from tridecode.backend.models.config_ini import IniSection, common_keys, read_ini
+from tridecode.backend.weight_layout import WeightSpec
 
-FAMILIES = ("bloom", "gpt", "llama")
+if TYPE_CHECKING:
+    from tridecode.backend.models.decoder import Decoder
+    from tridecode.backend.models.layers import Ranks, Weights
 
 
-def family(name: str) -> ModuleType:
-    """The module of a family. Raises UnsupportedError for a name that is none."""
-    if name not in FAMILIES:
-        raise UnsupportedError(f"model family {name!r} is none of {', '.join(FAMILIES)}")
-    return importlib.import_module(f"tridecode.backend.models.{name}")
+@dataclass(frozen=True)
+class Family:
+    """A family's interface to the converter, the weight reader and the engine.
+
+    name: ModelConfig.family. title: for messages; tells apart families that share a section. section:
+    of config.ini, in lower case. model_type: the parameter of config.pbtxt, in FasterTransformer's
+    spelling. read: (section, tied_head) to ModelConfig. keys: what `read` reads, beside common_keys.
+    weight_specs: every file of a weight directory. model: (config, weights, ranks, positions) to the
+    decoder of one rank. recognises: whether a section of this name is the family's.
+    """
+
+    name: str
+    title: str
+    section: str
+    model_type: str
+    read: Callable[[IniSection, bool], ModelConfig]
+    keys: Callable[[ModelConfig], dict[str, object]]
+    weight_specs: Callable[[ModelConfig], list[WeightSpec]]
+    model: Callable[[ModelConfig, Weights, Ranks, int], Decoder]
+    recognises: Callable[[IniSection], bool] = lambda section: True
+
+
+@cache
+def families() -> dict[str, Family]:
+    """Every family of this package, by name."""
+    modules = [importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)]
+    return {module.FAMILY.name: module.FAMILY for module in modules if hasattr(module, "FAMILY")}
+
+
+def family(name: str) -> Family:
+    """The family of ModelConfig.family. Raises UnsupportedError for an unknown name."""
+    if name not in families():
+        raise UnsupportedError(f"there is no model family {name!r}; this version has {', '.join(families())}")
+    return families()[name]
+
+
+def read_model_config(path: Path, tied_head: bool | None = None) -> ModelConfig:
+    """Read `config.ini` (a file or the directory that holds it).
+
+    tied_head: whether the head is the word embedding; None: if the directory has no model.lm_head.weight.bin.
+    Raises ConfigError naming the file, the key, what was found and what was wanted; UnsupportedError for a
+    known setting that this version does not run.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / "config.ini"
+    sections = read_ini(path)
+    if tied_head is None:
+        tied_head = not (path.parent / "model.lm_head.weight.bin").exists()
+    candidates = [family for family in families().values() if family.section in sections]
+    for candidate in candidates:
+        section = sections[candidate.section]
+        if candidate.recognises(section):
+            return candidate.read(section, tied_head)
+    if candidates:
+        found, titles = candidates[0].section, " and ".join(candidate.title for candidate in candidates)
+        raise UnsupportedError(
+            f"{path}: [{found}] has the flags of another network; this version runs {titles}"
+        )
+    found = ", ".join(f"[{section.name}]" for section in sections.values()) or "none"
+    wanted = " or ".join(f"[{name}]" for name in sorted({family.section for family in families().values()}))
+    raise ConfigError(f"{path}: sections found: {found}; wanted {wanted}")
+
+
+def model_config_ini(config: ModelConfig, tensor_para_size: int) -> str:
+    """The text of config.ini for `config`; read_model_config of it gives `config` back."""
+    kind = family(config.family)
+    keys = {**common_keys(config, tensor_para_size), **kind.keys(config)}
+    return f"[{kind.section}]\n" + "".join(f"{key} = {value}\n" for key, value in keys.items())

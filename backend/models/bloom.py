@@ -1,91 +1,86 @@
-"""BLOOM: ALiBi instead of positions, LayerNorm after the embedding, pre-LayerNorm, fused QKV, tanh GELU.
+"""BLOOM: ALiBi in place of positions, LayerNorm after the embedding, pre-LayerNorm, fused QKV, tanh GELU.
 BigScience 2022."""
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from tridecode.backend.config import ModelConfig
+from tridecode.backend.models import Family
+from tridecode.backend.models.config_ini import IniSection
+from tridecode.backend.models.decoder import Decoder
+from tridecode.backend.models.gpt_section import gpt_section_keys, has_flags, read_gpt_section
 from tridecode.backend.models.layers import (
     Context,
     Ranks,
     Weights,
-    add_linear,
+    add_linears,
     alibi_slopes,
     attention,
-    logits,
     make_heads,
-    run_at_once,
 )
-from tridecode.backend.models.specs import attention_specs, column_specs, head_spec, norm_specs, row_specs
-from tridecode.backend.weight_layout import WeightSpec, stage_layers
-from tridecode.kernels.ops import CacheLayer, DecoderLayer
+from tridecode.backend.models.specs import Layout
+from tridecode.kernels.ops import CacheLayer
+
+FLAGS = {
+    "has_positional_encoding": False,
+    "has_pre_decoder_layernorm": True,
+    "use_attention_linear_bias": True,
+}
+LAYOUT = Layout(embedding_norm=True)
 
 
-def weight_specs(config: ModelConfig) -> list[WeightSpec]:
-    """Every file of a BLOOM weight directory."""
-    hidden, inner = config.hidden_size, config.mlp_size
-    specs = [WeightSpec("model.wte", (config.vocab_size, hidden))]
-    specs += norm_specs("model.pre_decoder_layernorm", hidden, True)
-    for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}"
-        specs += norm_specs(f"{prefix}.input_layernorm", hidden, True, layer)
-        specs += attention_specs(config, layer)
-        specs += norm_specs(f"{prefix}.post_attention_layernorm", hidden, True, layer)
-        specs += column_specs(f"{prefix}.mlp.dense_h_to_4h", hidden, (inner,), True, layer)
-        specs += row_specs(f"{prefix}.mlp.dense_4h_to_h", inner, hidden, True, layer)
-    return [*specs, *norm_specs("model.final_layernorm", hidden, True), head_spec(config)]
+def read(section: IniSection, tied_head: bool) -> ModelConfig:
+    residual = "from_norm" if section.flag("residual_from_norm", False) else "sequential"
+    return read_gpt_section("bloom", section, tied_head, residual=residual)
 
 
-class Model:
-    """BLOOM on one rank: the layers of its stage, its share of heads and of the MLP."""
+def keys(config: ModelConfig) -> dict[str, object]:
+    from_norm = config.residual == "from_norm"
+    return {**gpt_section_keys(config, FLAGS), "model_variant": "bloom-pre", "residual_from_norm": from_norm}
+
+
+class Model(Decoder):
+    """BLOOM on one rank."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ranks: Ranks, num_positions: int):
-        self.config = config
-        self.embedding = weights.tensor("model.wte")
-        self.heads = make_heads(
-            config, ranks, slopes=alibi_slopes(config.num_heads).to(self.embedding.device)
-        )
+        super().__init__(config, weights, ranks, LAYOUT)
         self.embedding_norm = weights.norm("model.pre_decoder_layernorm", config.norm_eps, bias=True)
-        self.final_norm = weights.norm("model.final_layernorm", config.norm_eps, bias=True)
-        self.head = weights.head(
-            self.embedding if config.tied_head else weights.tensor("model.lm_head.weight")
-        )
-        self.layers = [
-            self._layer(weights, i) for i in stage_layers(config.num_layers, ranks.stage, ranks.num_stages)
-        ]
-
-    def _layer(self, weights: Weights, index: int) -> DecoderLayer:
-        prefix, eps = f"model.layers.{index}", self.config.norm_eps
-        return DecoderLayer(
-            attention_norm=weights.norm(f"{prefix}.input_layernorm", eps, bias=True),
-            qkv=weights.linear(f"{prefix}.attention.query_key_value", bias=True),
-            dense=weights.linear(f"{prefix}.attention.dense", bias=True),
-            mlp_norm=weights.norm(f"{prefix}.post_attention_layernorm", eps, bias=True),
-            up=weights.linear(f"{prefix}.mlp.dense_h_to_4h", bias=True),
-            down=weights.linear(f"{prefix}.mlp.dense_4h_to_h", bias=True),
-        )
+        slopes = alibi_slopes(config.num_heads).to(self.embedding.device)
+        self.heads = [make_heads(config, ranks, slopes=slopes)] * len(self.layers)
 
     def embed(self, context: Context, x: Tensor) -> None:
-        context.ops.embed(context.batch.token_ids, self.embedding, out=x)
+        super().embed(context, x)
         context.ops.norm(x, self.embedding_norm, out=x)
 
     def forward(self, context: Context, x: Tensor, caches: list[CacheLayer]) -> None:
-        """x: (T, C), the embedded tokens or what the stage before sent; becomes this stage's output."""
-        if not self.config.residual_from_norm and run_at_once(
-            context, x, self.layers, self.heads, self.config.activation, caches
-        ):
-            return
-        mlp = context.work.mlp[: context.num_tokens]
-        for layer, cache in zip(self.layers, caches):
-            attended = attention(context, x, layer.qkv, layer.attention_norm, self.heads, cache)
-            if self.config.residual_from_norm:
-                context.ops.norm(x, layer.attention_norm, out=x)
-            add_linear(context, attended, layer.dense, residual=x)
-            context.ops.linear(x, layer.up, norm=layer.mlp_norm, activation=self.config.activation, out=mlp)
-            if self.config.residual_from_norm:
-                context.ops.norm(x, layer.mlp_norm, out=x)
-            add_linear(context, mlp, layer.down, residual=x)
+        if self.config.residual == "sequential":
+            self.sequential(context, x, self.config.activation, caches)
+        else:
+            self.from_norm(context, x, caches)
 
-    def logits(self, context: Context, x: Tensor) -> Tensor:
-        return logits(context, x, self.final_norm, self.head)
+    def from_norm(self, context: Context, x: Tensor, caches: list[CacheLayer]) -> None:
+        """apply_residual_connection_post_layernorm: h = norm(x), x = h + attention(h); the MLP likewise."""
+        mlp = context.work.mlp[: context.num_tokens]
+        for layer, heads, cache in zip(self.layers, self.heads, caches):
+            attended = attention(context, x, layer.qkv, layer.attention_norm, heads, cache)
+            context.ops.norm(x, layer.attention_norm, out=x)
+            add_linears(context, x, (attended, layer.dense))
+            context.ops.linear(x, layer.up, norm=layer.mlp_norm, activation=self.config.activation, out=mlp)
+            context.ops.norm(x, layer.mlp_norm, out=x)
+            add_linears(context, x, (mlp, layer.down))
+
+
+FAMILY = Family(
+    name="bloom",
+    title="BLOOM (ALiBi and a LayerNorm after the embedding)",
+    section="gpt",
+    model_type="GPT",
+    recognises=partial(has_flags, flags=FLAGS),
+    read=read,
+    keys=keys,
+    weight_specs=LAYOUT.specs,
+    model=Model,
+)

@@ -1,25 +1,24 @@
-"""What the families share: a transformer's state on one rank, attention over the paged cache, and the head.
+"""The parts of a decoder: interfaces to weights and ranks, buffers, attention over a paged cache, positions.
 
-Letters as in kernels.ops. A model holds weights and calls operations; it allocates nothing in a step: every
-buffer comes from `Workspace`, so that a step can be captured in a CUDA graph.
+Letters as in kernels.ops. A model holds weights and calls operations. It allocates nothing in a step: every
+buffer comes from `Workspace`, so that a CUDA graph can capture the step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from tridecode.backend.config import ModelConfig, RopeConfig, check_tensor_size
-from tridecode.kernels.ops import Batch, CacheLayer, DecoderLayer, Heads, Linear, Norm, Ops, Rope
+from tridecode.backend.config import ModelConfig, RopeConfig
+from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm, Ops, Rope
 
 
 class Weights(Protocol):
-    """Where a model gets its tensors from: this rank's shard, on the device, in the engine's dtype."""
+    """The source of a model's tensors: this rank's shard, on the device, in the engine's dtype."""
 
     def tensor(self, name: str) -> Tensor: ...
 
@@ -51,7 +50,7 @@ class Ranks(Protocol):
         ...
 
     def receive(self, x: Tensor) -> None:
-        """Fill x (T, C) with what the stage before sent."""
+        """Fill x (T, C) with the output of the stage before."""
         ...
 
     def send(self, x: Tensor) -> None: ...
@@ -59,15 +58,14 @@ class Ranks(Protocol):
 
 @dataclass
 class Workspace:
-    """Activations of one step, allocated once for the longest: rows of max_tokens, columns as the rank needs
-    them."""
+    """The activations of a step, allocated once for max_tokens rows and the columns of this rank's share."""
 
     hidden: Tensor  # (T, C) the residual stream
     qkv: Tensor  # (T, (H + 2K) * D)
     context: Tensor  # (T, H * D)
     mlp: Tensor  # (T, F)
     delta: Tensor  # (T, C) a tensor rank's partial sums
-    last: Tensor  # (R, C) rows whose logits are wanted
+    last: Tensor  # (R, C) rows that are sampled from
     logits: Tensor  # (R, V) float32
 
     @classmethod
@@ -98,7 +96,7 @@ class Workspace:
 
 @dataclass(frozen=True)
 class Context:
-    """What every layer of a step is given."""
+    """The arguments of a step that every layer takes."""
 
     ops: Ops
     ranks: Ranks
@@ -113,7 +111,7 @@ class Context:
 def attention(
     context: Context, x: Tensor, qkv: Linear, norm: Norm, heads: Heads, cache: CacheLayer
 ) -> Tensor:
-    """(T, H * D): causal attention of norm(x) over the cache, which it extends."""
+    """(T, H * D): causal attention of norm(x) over the cache; writes the new keys and values to it."""
     ops, batch, work = context.ops, context.batch, context.work
     tokens, decodes = batch.num_tokens, batch.num_decodes
     projected, out = work.qkv[:tokens], work.context[:tokens]
@@ -125,46 +123,23 @@ def attention(
     return out
 
 
-def add_linear(context: Context, x: Tensor, linear: Linear, residual: Tensor) -> None:
-    """residual += x @ weight.T + bias, the partial products of the tensor ranks summed first."""
+def add_linears(context: Context, residual: Tensor, *products: tuple[Tensor, Linear]) -> None:
+    """residual += x @ weight.T + bias of each (x, linear); tensor ranks: in one all-reduce."""
     if context.ranks.tensor_size == 1:
-        context.ops.linear(x, linear, residual=residual, out=residual)
+        for x, linear in products:
+            context.ops.linear(x, linear, residual=residual, out=residual)
         return
     delta = context.work.delta[: context.num_tokens]
-    # the bias is whole on every rank: only the first adds it
-    partial = linear if context.ranks.tensor_rank == 0 else Linear(linear.weight)
-    context.ops.linear(x, partial, out=delta)
+    for index, (x, linear) in enumerate(products):
+        # the bias is whole on every rank: only the first adds it
+        partial = linear if context.ranks.tensor_rank == 0 else Linear(linear.weight)
+        context.ops.linear(x, partial, residual=delta if index else None, out=delta)
     context.ranks.all_reduce(delta)
     residual.add_(delta)
 
 
-def run_at_once(
-    context: Context,
-    x: Tensor,
-    layers: Sequence[DecoderLayer],
-    heads: Heads,
-    activation: str,
-    caches: Sequence[CacheLayer],
-) -> bool:
-    """All layers of a small step in one launch, where the operations have one and no rank waits for
-    another."""
-    if context.ranks.tensor_size > 1:
-        return False
-    return context.ops.decoder_layers(x, layers, heads, activation, context.batch, caches)
-
-
-def logits(context: Context, x: Tensor, norm: Norm, head: Linear) -> Tensor:
-    """(R, V) float32 logits of the rows that the batch wants."""
-    rows = context.batch.sample_tokens
-    last, out = context.work.last[: rows.shape[0]], context.work.logits[: rows.shape[0]]
-    context.ops.gather_rows(x, rows, out=last)
-    context.ops.linear(last, head, norm=norm, out=out)
-    return out
-
-
 def alibi_slopes(num_heads: int) -> Tensor:
-    """(num_heads,) float32 slopes of Press et al. 2022, with the two-part rule where num_heads is no power of
-    two.
+    """(num_heads,) float32 slopes of Press et al. 2022, with their rule where that is not a power of two.
 
     2^(-8/n), 2^(-16/n), ... for the largest power of two n <= num_heads, then every other slope of the
     sequence for 2n.
@@ -175,8 +150,10 @@ def alibi_slopes(num_heads: int) -> Tensor:
     return torch.tensor(slopes, dtype=torch.float32)
 
 
-def rope_table(rope: RopeConfig, num_positions: int, device: torch.device) -> Rope:
+def rope_table(config: ModelConfig, num_positions: int, device: torch.device) -> Rope:
     """cos and sin of every position, float32, computed in float32 as transformers does."""
+    rope = config.rope
+    assert rope is not None, config
     frequencies = 1.0 / rope.theta ** (torch.arange(0, rope.size, 2, dtype=torch.int64).float() / rope.size)
     if rope.scaling == "linear":
         frequencies = frequencies / rope.factor
@@ -187,8 +164,7 @@ def rope_table(rope: RopeConfig, num_positions: int, device: torch.device) -> Ro
 
 
 def _llama3_frequencies(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Long wavelengths are divided by `factor`, short ones kept, those between blended (transformers' llama3
-    rule)."""
+    """transformers' llama3 rule: low frequencies are divided by factor, high ones kept, the rest blended."""
     wavelengths = 2 * math.pi / frequencies
     longest = rope.original_max_positions / rope.low_freq_factor
     shortest = rope.original_max_positions / rope.high_freq_factor
@@ -204,9 +180,7 @@ def _llama3_frequencies(frequencies: Tensor, rope: RopeConfig) -> Tensor:
 def make_heads(
     config: ModelConfig, ranks: Ranks, rope: Rope | None = None, slopes: Tensor | None = None
 ) -> Heads:
-    """This rank's share of the heads; slopes are of all heads and are cut here. ConfigError if they cannot be
-    shared."""
-    check_tensor_size(config, ranks.tensor_size)
+    """This rank's share of the heads of a layer. slopes: (num_heads,), of all ranks."""
     num_heads = config.num_heads // ranks.tensor_size
     if slopes is not None:
         slopes = slopes[ranks.tensor_rank * num_heads : (ranks.tensor_rank + 1) * num_heads].contiguous()

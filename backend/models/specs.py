@@ -1,17 +1,53 @@
-"""Weight specifications that families share. No torch: the converter and the planner use them too."""
+"""The weight files that families share. No torch: the converter and the planner use them too."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from tridecode.backend.config import ModelConfig
 from tridecode.backend.weight_layout import WeightSpec
 
 
+@dataclass(frozen=True)
+class Layout:
+    """The files of a decoder whose layers have two norms, fused query_key_value and dense, and an MLP.
+
+    positions: a table of learned positions. embedding_norm: a norm after the embedding. norm_bias: LayerNorm;
+    else RMSNorm. up: the MLP's input matrices, with a gate before its values; down: its output matrix.
+    """
+
+    positions: bool = False
+    embedding_norm: bool = False
+    norm_bias: bool = True
+    up: tuple[str, ...] = ("dense_h_to_4h",)
+    down: str = "dense_4h_to_h"
+
+    def specs(self, config: ModelConfig) -> list[WeightSpec]:
+        """Every file, in the order in which Decoder reads them."""
+        hidden, inner = config.hidden_size, config.mlp_size
+        specs = [WeightSpec("model.wte", (config.vocab_size, hidden))]
+        if self.positions:
+            specs.append(WeightSpec("model.wpe", (config.max_positions, hidden)))
+        if self.embedding_norm:
+            specs += norm_specs("model.pre_decoder_layernorm", hidden, self.norm_bias)
+        for layer in range(config.num_layers):
+            prefix = f"model.layers.{layer}"
+            specs += norm_specs(f"{prefix}.input_layernorm", hidden, self.norm_bias, layer)
+            specs += attention_specs(config, layer)
+            specs += norm_specs(f"{prefix}.post_attention_layernorm", hidden, self.norm_bias, layer)
+            for name in self.up:
+                specs += column_specs(f"{prefix}.mlp.{name}", hidden, (inner,), config.mlp_bias, layer)
+            specs += row_specs(f"{prefix}.mlp.{self.down}", inner, hidden, config.mlp_bias, layer)
+        specs += norm_specs("model.final_layernorm", hidden, self.norm_bias)
+        if not config.tied_head:
+            specs.append(WeightSpec("model.lm_head.weight", (config.vocab_size, hidden)))
+        return specs
+
+
 def norm_specs(name: str, size: int, bias: bool, layer: int | None = None) -> list[WeightSpec]:
     """`<name>.weight` and, for a LayerNorm, `<name>.bias`: (size,), whole on every rank."""
-    specs = [WeightSpec(f"{name}.weight", (size,), layer=layer)]
-    if bias:
-        specs.append(WeightSpec(f"{name}.bias", (size,), layer=layer))
-    return specs
+    kinds = ("weight", "bias") if bias else ("weight",)
+    return [WeightSpec(f"{name}.{kind}", (size,), layer=layer) for kind in kinds]
 
 
 def column_specs(
@@ -35,21 +71,9 @@ def row_specs(name: str, inner: int, outer: int, bias: bool, layer: int) -> list
 
 def attention_specs(config: ModelConfig, layer: int) -> list[WeightSpec]:
     """Fused query_key_value (C, q | k | v) and dense (H * D, C) of one layer."""
-    queries = config.num_heads * config.head_size
-    keys = config.num_kv_heads * config.head_size
-    prefix = f"model.layers.{layer}.attention"
+    queries, keys = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+    hidden, bias, prefix = config.hidden_size, config.attention_bias, f"model.layers.{layer}.attention"
     return [
-        *column_specs(
-            f"{prefix}.query_key_value",
-            config.hidden_size,
-            (queries, keys, keys),
-            config.attention_bias,
-            layer,
-        ),
-        *row_specs(f"{prefix}.dense", queries, config.hidden_size, config.attention_bias, layer),
+        *column_specs(f"{prefix}.query_key_value", hidden, (queries, keys, keys), bias, layer),
+        *row_specs(f"{prefix}.dense", queries, hidden, bias, layer),
     ]
-
-
-def head_spec(config: ModelConfig) -> WeightSpec:
-    """The language model's head (V, C); absent where it is the word embedding."""
-    return WeightSpec("model.lm_head.weight", (config.vocab_size, config.hidden_size), optional=True)

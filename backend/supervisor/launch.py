@@ -20,6 +20,7 @@ import zmq
 from tridecode.backend import messages, pauses
 from tridecode.backend.errors import ConfigError, EngineDownError
 from tridecode.backend.supervisor import processes, runtime_dir
+from tridecode.backend.threads import spin_briefly
 
 START_S = 20.0  # a supervisor answers within this time: a python start and four imports
 ANSWER_S = 3.0  # a supervisor that has not answered a ping after this time is replaced,
@@ -187,4 +188,5 @@ def engine_environment() -> dict[str, str]:
             environment[name] = original
         elif original == "":
             environment.pop(name, None)
+    spin_briefly(environment)
     return environment

@@ -1,8 +1,11 @@
-"""Tiny seeded Hugging Face models and their weights as the engine wants them, mapped here by hand:
-independent of the converters, so that a model file can be wrong without a converter being wrong in the same
-way."""
+"""Tiny seeded transformers models and their weights as the engine wants them, converted in memory.
+
+What the engine answers is compared with transformers; what files hold is tests/converters' matter.
+"""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,9 +16,13 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedConfig,
 )
 
-from tridecode.backend.config import ModelConfig, RopeConfig
+from tridecode.backend.config import ModelConfig
+from tridecode.backend.models import family
+from tridecode.converters.families import family_of
+from tridecode.converters.rules import plan_conversions
 from tridecode.kernels.ops import Linear, Norm, Ops
 
 
@@ -93,92 +100,45 @@ def llama(
     return randomize(LlamaForCausalLM(config), seed)
 
 
-def model_config(model: torch.nn.Module) -> ModelConfig:
-    """The ModelConfig of one of the models above."""
-    c = model.config
-    common = {
-        "model_name": "tiny",
-        "vocab_size": c.vocab_size,
-        "start_id": c.bos_token_id,
-        "end_id": c.eos_token_id,
-        "tied_head": c.tie_word_embeddings,
-    }
-    if c.model_type == "gpt2":
-        return ModelConfig(
-            "gpt",
-            num_layers=c.n_layer,
-            hidden_size=c.n_embd,
-            num_heads=c.n_head,
-            num_kv_heads=c.n_head,
-            head_size=c.n_embd // c.n_head,
-            mlp_size=c.n_inner or 4 * c.n_embd,
-            max_positions=c.n_positions,
-            norm_eps=c.layer_norm_epsilon,
-            activation={"gelu_new": "gelu_tanh", "gelu": "gelu", "relu": "relu"}[c.activation_function],
-            **common,
-        )
-    if c.model_type == "bloom":
-        return ModelConfig(
-            "bloom",
-            num_layers=c.n_layer,
-            hidden_size=c.hidden_size,
-            num_heads=c.n_head,
-            num_kv_heads=c.n_head,
-            head_size=c.hidden_size // c.n_head,
-            mlp_size=4 * c.hidden_size,
-            max_positions=2048,
-            norm_eps=c.layer_norm_epsilon,
-            residual_from_norm=c.apply_residual_connection_post_layernorm,
-            **common,
-        )
-    rope = c.rope_parameters
-    return ModelConfig(
-        "llama",
-        num_layers=c.num_hidden_layers,
-        hidden_size=c.hidden_size,
-        num_heads=c.num_attention_heads,
-        num_kv_heads=c.num_key_value_heads,
-        head_size=c.head_dim,
-        mlp_size=c.intermediate_size,
-        max_positions=c.max_position_embeddings,
-        norm_eps=c.rms_norm_eps,
-        activation="silu",
-        rope=RopeConfig(
-            c.head_dim,
-            rope["rope_theta"],
-            rope["rope_type"],
-            rope.get("factor", 1.0),
-            rope.get("low_freq_factor", 1.0),
-            rope.get("high_freq_factor", 4.0),
-            rope.get("original_max_position_embeddings", 8192),
-        ),
-        attention_bias=c.attention_bias,
-        mlp_bias=c.mlp_bias,
-        **common,
+def model_config(hf: PreTrainedConfig) -> ModelConfig:
+    """The ModelConfig of transformers' config, by the converter of its family."""
+    return family_of(hf.model_type, Path("tiny")).model_config(
+        hf,
+        model_name="tiny",
+        start_id=hf.bos_token_id,
+        end_id=hf.eos_token_id,
+        weight_dtype="fp32",
+        tied_head=hf.tie_word_embeddings,
     )
 
 
 class HfWeights:
-    """backend.models.layers.Weights of a Hugging Face model, whole, in `dtype` on `device`."""
+    """backend.models.layers.Weights of a transformers model, whole, in `dtype` on `device`."""
 
     def __init__(
         self, model: torch.nn.Module, ops: Ops, dtype: torch.dtype = torch.float32, device: str = "cpu"
     ):
         self._ops, self._dtype, self._device = ops, dtype, device
-        c = model.config
-        build = {"gpt2": _gpt2_names, "bloom": _bloom_names, "llama": _llama_names}[c.model_type]
-        self._held = build(model.state_dict(), c)
+        config, state = model_config(model.config), model.state_dict()
+        source = family_of(model.config.model_type, Path("tiny"))
+        conversions = plan_conversions(
+            source.rules(config),
+            family(config.family).weight_specs(config),
+            {name: tuple(tensor.shape) for name, tensor in state.items()},
+            {source.head},
+            config.num_layers,
+            source.source_file,
+        )
+        self._held = {item.spec.name: item.make(state.__getitem__) for item in conversions}
 
     def tensor(self, name: str) -> Tensor:
         return self._held[name].to(self._device, self._dtype).contiguous()
 
     def linear(self, name: str, bias: bool) -> Linear:
-        return self._ops.pack(
-            Linear(self.tensor(f"{name}.weight"), self.tensor(f"{name}.bias") if bias else None)
-        )
+        return self.fused_linear([name], bias)
 
     def fused_linear(self, names: list[str], bias: bool) -> Linear:
-        weight = torch.cat([self.tensor(f"{name}.weight") for name in names])
+        weight = torch.cat([self.tensor(f"{name}.weight").t() for name in names])
         return self._ops.pack(
             Linear(weight, torch.cat([self.tensor(f"{name}.bias") for name in names]) if bias else None)
         )
@@ -188,62 +148,3 @@ class HfWeights:
 
     def norm(self, name: str, eps: float, bias: bool) -> Norm:
         return Norm(self.tensor(f"{name}.weight"), self.tensor(f"{name}.bias") if bias else None, eps)
-
-
-def _pair(held: dict, state: dict, target: str, source: str, turn: bool = False) -> None:
-    held[f"{target}.weight"] = state[f"{source}.weight"].t() if turn else state[f"{source}.weight"]
-    if f"{source}.bias" in state:
-        held[f"{target}.bias"] = state[f"{source}.bias"]
-
-
-def _gpt2_names(state: dict, c) -> dict:
-    held = {"model.wte": state["transformer.wte.weight"], "model.wpe": state["transformer.wpe.weight"]}
-    held["model.lm_head.weight"] = state["lm_head.weight"]
-    _pair(held, state, "model.final_layernorm", "transformer.ln_f")
-    for i in range(c.n_layer):
-        ours, theirs = f"model.layers.{i}", f"transformer.h.{i}"
-        _pair(held, state, f"{ours}.input_layernorm", f"{theirs}.ln_1")
-        _pair(held, state, f"{ours}.attention.query_key_value", f"{theirs}.attn.c_attn", turn=True)
-        _pair(held, state, f"{ours}.attention.dense", f"{theirs}.attn.c_proj", turn=True)
-        _pair(held, state, f"{ours}.post_attention_layernorm", f"{theirs}.ln_2")
-        _pair(held, state, f"{ours}.mlp.dense_h_to_4h", f"{theirs}.mlp.c_fc", turn=True)
-        _pair(held, state, f"{ours}.mlp.dense_4h_to_h", f"{theirs}.mlp.c_proj", turn=True)
-    return held
-
-
-def _bloom_names(state: dict, c) -> dict:
-    held = {
-        "model.wte": state["transformer.word_embeddings.weight"],
-        "model.lm_head.weight": state["lm_head.weight"],
-    }
-    _pair(held, state, "model.pre_decoder_layernorm", "transformer.word_embeddings_layernorm")
-    _pair(held, state, "model.final_layernorm", "transformer.ln_f")
-    for i in range(c.n_layer):
-        ours, theirs = f"model.layers.{i}", f"transformer.h.{i}"
-        _pair(held, state, f"{ours}.input_layernorm", f"{theirs}.input_layernorm")
-        for kind in ("weight", "bias"):  # (heads, 3, head size) -> (3, heads, head size)
-            fused = state[f"{theirs}.self_attention.query_key_value.{kind}"]
-            apart = fused.view(c.n_head, 3, c.hidden_size // c.n_head, *fused.shape[1:]).transpose(0, 1)
-            held[f"{ours}.attention.query_key_value.{kind}"] = apart.reshape(fused.shape)
-        _pair(held, state, f"{ours}.attention.dense", f"{theirs}.self_attention.dense")
-        _pair(held, state, f"{ours}.post_attention_layernorm", f"{theirs}.post_attention_layernorm")
-        _pair(held, state, f"{ours}.mlp.dense_h_to_4h", f"{theirs}.mlp.dense_h_to_4h")
-        _pair(held, state, f"{ours}.mlp.dense_4h_to_h", f"{theirs}.mlp.dense_4h_to_h")
-    return held
-
-
-def _llama_names(state: dict, c) -> dict:
-    held = {"model.wte": state["model.embed_tokens.weight"], "model.lm_head.weight": state["lm_head.weight"]}
-    _pair(held, state, "model.final_layernorm", "model.norm")
-    for i in range(c.num_hidden_layers):
-        ours, theirs = f"model.layers.{i}", f"model.layers.{i}"
-        _pair(held, state, f"{ours}.input_layernorm", f"{theirs}.input_layernorm")
-        for kind in ("weight", "bias"):
-            parts = [state.get(f"{theirs}.self_attn.{part}_proj.{kind}") for part in "qkv"]
-            if parts[0] is not None:
-                held[f"{ours}.attention.query_key_value.{kind}"] = torch.cat(parts)
-        _pair(held, state, f"{ours}.attention.dense", f"{theirs}.self_attn.o_proj")
-        _pair(held, state, f"{ours}.post_attention_layernorm", f"{theirs}.post_attention_layernorm")
-        for part in ("gate_proj", "up_proj", "down_proj"):
-            _pair(held, state, f"{ours}.mlp.{part}", f"{theirs}.mlp.{part}")
-    return held

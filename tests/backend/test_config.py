@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.backend.hf_models import model_config
+from tests.checkpoints import FAMILIES
 from tridecode.backend.config import (
     EngineConfig,
     ModelConfig,
-    RopeConfig,
-    model_config_ini,
     read_engine_config,
-    read_model_config,
 )
 from tridecode.backend.errors import ConfigError, UnsupportedError
+from tridecode.backend.models import model_config_ini, read_model_config
 
 # what FasterTransformer's bloom converter writes for bloom-560m: no blanks around "="
 BLOOM_560M = """[gpt]
@@ -131,10 +131,13 @@ def test_a_value_that_cannot_be_read_is_an_error_that_says_what_was_wanted(tmp_p
             "layernorm_type = post_layernorm",
             "layernorm_type = post_layernorm; this version runs pre_layernorm",
         ),
-        ("activation_type = GeGLU", "activation_type = geglu; this version runs"),
-        ("has_adapters = true", "has_adapters = true; this version has no adapters"),
+        ("activation_type = GeGLU", "activation_type = geglu; this version runs gelu, gelu_erf, relu"),
+        ("has_adapters = true", "has_adapters = true; this version runs false"),
         ("has_post_decoder_layernorm = 0", "has_post_decoder_layernorm = false"),
-        ("use_attention_linear_bias = true", "this version runs True, False, False (GPT)"),
+        (
+            "use_attention_linear_bias = true",
+            "[gpt] has the flags of another network; this version runs BLOOM (ALiBi",
+        ),
     ],
 )
 def test_a_network_that_this_version_does_not_run_is_refused_by_name(tmp_path, line, complaint):
@@ -150,7 +153,7 @@ def test_other_sections_are_named(tmp_path):
 
 @pytest.mark.parametrize("text", ["head_num = 3\n", "[gpt\nx", "[gpt]\nno equals sign\n"])
 def test_a_text_that_is_no_ini_file_is_refused(tmp_path, text):
-    with pytest.raises(ConfigError, match="config.ini is no INI file"):
+    with pytest.raises(ConfigError, match="config.ini is not a valid INI file"):
         read_model_config(write(tmp_path, text))
 
 
@@ -172,35 +175,15 @@ COMMON = {
     "model_name": st.sampled_from(["model", "bigscience/bloom-7b1", "LLaMA 3", "50% off"]),
     "tied_head": st.booleans(),
 }
-ROPE = st.builds(
-    RopeConfig,
-    size=st.integers(1, 128).map(lambda n: 2 * n),
-    theta=st.floats(1.0, 1e8),
-    scaling=st.sampled_from(["default", "linear", "llama3"]),
-    factor=st.floats(1.0, 64.0),
-    low_freq_factor=st.floats(0.5, 4.0),
-    high_freq_factor=st.floats(4.0, 16.0),
-    original_max_positions=st.integers(1, 10**6),
-)
 
 
 @st.composite
 def model_configs(draw) -> ModelConfig:
-    family = draw(st.sampled_from(["gpt", "bloom", "llama"]))
-    values = {name: draw(strategy) for name, strategy in COMMON.items()}
-    heads = draw(st.integers(1, 128))
-    if family == "llama":
-        kv_heads = draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0]))
-        return ModelConfig(
-            family=family, hidden_size=draw(st.integers(1, 20000)), num_heads=heads, num_kv_heads=kv_heads,
-            activation="silu", rope=draw(ROPE), attention_bias=draw(st.booleans()),
-            mlp_bias=draw(st.booleans()), **values,
-        )  # fmt: skip
-    activation = "gelu_tanh" if family == "bloom" else draw(st.sampled_from(["gelu_tanh", "gelu", "relu"]))
-    return ModelConfig(
-        family=family, hidden_size=heads * values["head_size"], num_heads=heads, num_kv_heads=heads,
-        activation=activation, residual_from_norm=family == "bloom" and draw(st.booleans()), **values,
-    )  # fmt: skip
+    case = FAMILIES[draw(st.sampled_from(sorted(FAMILIES)))]
+    values = {name: draw(strategy) for name, strategy in {**COMMON, **case.ini}.items()}
+    heads = draw(st.integers(1, 128)) * values.get("num_kv_heads", 1)
+    fixed = {"num_heads": heads, "num_kv_heads": heads, "hidden_size": heads * values["head_size"]}
+    return ModelConfig(family=model_config(case.hf_config()).family, **{**fixed, **values})
 
 
 @given(config=model_configs(), ranks=st.integers(1, 8))

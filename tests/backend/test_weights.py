@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
@@ -15,9 +16,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tridecode.backend.config import ModelConfig, RopeConfig, model_config_ini, read_model_config
+from tests.backend.hf_models import model_config
+from tests.checkpoints import FAMILIES
+from tridecode.backend.config import ModelConfig, RopeConfig
 from tridecode.backend.errors import ConfigError, WeightFileError
-from tridecode.backend.models import family
+from tridecode.backend.models import family, model_config_ini, read_model_config
 from tridecode.backend.weight_layout import WeightSpec
 from tridecode.backend.weights import MANIFEST_FORMAT, WeightReader
 
@@ -32,6 +35,9 @@ CONFIGS = {
     ),
 }  # fmt: skip
 
+#: of every family; 12 heads, which many numbers of ranks divide
+SHARED = {family: model_config(case.hf_config(**case.shared)) for family, case in FAMILIES.items()}
+
 
 def whole_tensors(config: ModelConfig, seed: int = 5) -> dict[str, np.ndarray]:
     random = np.random.default_rng(seed)
@@ -39,7 +45,6 @@ def whole_tensors(config: ModelConfig, seed: int = 5) -> dict[str, np.ndarray]:
     return {
         spec.name: random.standard_normal(spec.shape).astype(np.float32).astype(dtype)
         for spec in family(config.family).weight_specs(config)
-        if not (spec.optional and config.tied_head)
     }
 
 
@@ -67,7 +72,9 @@ def write_like_fastertransformer(directory: Path, config: ModelConfig, ranks: in
     tensors = whole_tensors(config)
     for name, whole in tensors.items():
         shares = [rank_share(name, whole, config, rank, ranks) for rank in range(ranks)]
-        if shares[0] is None:
+        if name.endswith(".bias.sum"):  # the ranks add it up
+            (whole / ranks).astype(whole.dtype).tofile(directory / f"{name}.bin")
+        elif shares[0] is None:
             whole.tofile(directory / f"{name}.bin")
         else:
             for rank, share in enumerate(shares):
@@ -79,10 +86,10 @@ def as_numpy(tensor: torch.Tensor) -> np.ndarray:
     return tensor.float().numpy()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", SHARED)
 @pytest.mark.parametrize("stored", [1, 2, 3, 4])
 def test_any_stored_degree_reads_at_any_other(tmp_path, name, stored):
-    config = CONFIGS[name]
+    config = SHARED[name]
     tensors = write_like_fastertransformer(tmp_path / "w", config, stored)
     reader = WeightReader(tmp_path / "w", read_model_config(tmp_path / "w"))
     assert reader.stored_size == stored
@@ -93,6 +100,8 @@ def test_any_stored_degree_reads_at_any_other(tmp_path, name, stored):
             wanted = tensors[spec.name] if share is None else share
             read = reader.read(spec, rank, world)
             assert read.dtype == torch.float32
+            if spec.divided:
+                wanted = wanted / stored * stored
             np.testing.assert_array_equal(read.numpy(), wanted, err_msg=f"{spec.name} {rank}/{world}")
 
 
@@ -170,9 +179,13 @@ def test_pieces_fill_a_shard_exactly_once(tmp_path_factory, data):
 
 def test_every_file_of_every_family_is_documented():
     text = (Path(__file__).parents[2] / "docs" / "weight_files.md").read_text(encoding="utf-8")
-    for config in CONFIGS.values():
-        biased = ModelConfig(**{**vars(config), "attention_bias": True, "mlp_bias": True})
-        for spec in family(config.family).weight_specs(biased):
+    shapes = [
+        replace(model_config(case.hf_config(**settings)), attention_bias=True, mlp_bias=True, tied_head=False)
+        for case in FAMILIES.values()
+        for settings in ({}, *case.variants.values())
+    ]
+    for config in shapes:
+        for spec in family(config.family).weight_specs(config):
             stem, _, kind = spec.name.replace(".0.", ".{l}.").replace(".1.", ".{l}.").rpartition(".")
             row = next((line for line in text.splitlines() if line.startswith(f"| `{stem}.")), "")
             assert f".{kind}`" in row or f"| `{stem}.{kind}`" in text, spec.name

@@ -31,7 +31,7 @@ from tests.clients.programs import BLS, PROGRAMS, Program
 from tests.clients.replay import recorded, refusal
 from tests.integration.clients import post
 from tridecode.tools.demo import content_key, packaged_model
-from tridecode.tools.running_server import ServerProcess, running_server
+from tridecode.tools.serve.server_process import ServerProcess, running_server
 
 ROOT = Path(__file__).parents[2]
 CLIENTS = Path(__file__).parent

@@ -9,42 +9,26 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from tests.checkpoints import (
     FAMILIES,
-    LLAMA3_ROPE,
     TINY_VOCAB,
     greedy,
     save,
     tiny_bloom,
     tiny_gpt2,
     tiny_llama,
+    variants,
 )
-from tridecode.backend.config import RopeConfig, read_model_config
+from tridecode.backend.config import RopeConfig
 from tridecode.backend.engine.offline import run_greedy
 from tridecode.backend.errors import CheckpointError, ConfigError, UnsupportedError
+from tridecode.backend.models import read_model_config
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 
-VARIANTS = {
-    "gpt2": lambda: tiny_gpt2(),
-    "gpt2-5x16-relu": lambda: tiny_gpt2(n_embd=80, n_head=5, n_inner=60, activation_function="relu"),
-    "gpt2-erf-untied": lambda: tiny_gpt2(activation_function="gelu", tie_word_embeddings=False),
-    "bloom": lambda: tiny_bloom(),
-    "bloom-3x16-residual": lambda: tiny_bloom(
-        hidden_size=48, n_head=3, apply_residual_connection_post_layernorm=True
-    ),
-    "bloom-6x8-untied": lambda: tiny_bloom(hidden_size=48, n_head=6, tie_word_embeddings=False),
-    "llama": lambda: tiny_llama(),
-    "llama-biases-tied": lambda: tiny_llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
-    "llama-wide-heads": lambda: tiny_llama(head_dim=16, num_key_value_heads=3),
-    "llama-one-kv": lambda: tiny_llama(hidden_size=40, num_attention_heads=5, num_key_value_heads=1),
-    "llama-linear": lambda: tiny_llama(
-        rope_parameters={"rope_type": "linear", "rope_theta": 20000.0, "factor": 4.0}
-    ),
-    "llama-llama3": lambda: tiny_llama(rope_parameters=LLAMA3_ROPE),
-}
+VARIANTS = variants()
 
 
 def convert(source: Path, directory: Path, ranks: int = 1, dtype: str | None = None):
@@ -74,92 +58,62 @@ def read_qkv(directory: Path, name: str, ranks: int, queries: int, keys: int) ->
 
 
 def put_back(directory: Path, model, ranks: int) -> dict[str, np.ndarray]:
-    """transformers' state dict from the files alone; sizes come from transformers' config."""
-    hf, kind = model.config, model.config.model_type
-    hidden = hf.hidden_size
-    heads = hf.num_attention_heads
+    """transformers' state dict from the files alone; sizes come from transformers' config.
+
+    A file that joins two biases comes back as their sum, "<one> + <other>".
+    """
+    hf, case = model.config, FAMILIES[model.config.model_type]
+    hidden, heads = hf.hidden_size, hf.num_attention_heads
     size = getattr(hf, "head_dim", None) or hidden // heads
-    kv_heads = getattr(hf, "num_key_value_heads", heads)
-    inner = {
-        "gpt2": lambda: hf.n_inner or 4 * hidden,
-        "bloom": lambda: 4 * hidden,
-        "llama": lambda: hf.intermediate_size,
-    }
-    width = inner[kind]() // ranks
+    queries, keys = heads * size, getattr(hf, "num_key_value_heads", heads) * size
+    inner = getattr(hf, "intermediate_size", None) or getattr(hf, "n_inner", None) or 4 * hidden
+    turned = case.config is not GPT2Config  # Conv1D is (in, out) as our files, Linear (out, in)
     out: dict[str, np.ndarray] = {}
 
-    def vector(target: str, name: str) -> None:
-        out[target] = np.fromfile(directory / f"{name}.bin", np.float32)
+    def put(name: str, kind: str, value: np.ndarray) -> None:
+        matrix = value.ndim == 2 and turned and name.count(".layers.") + name.count(".h.") > 0
+        out[f"{name}.{kind}"] = value.T if matrix else value
 
-    def norm(target: str, name: str) -> None:
-        vector(f"{target}.weight", f"{name}.weight")
-        if kind != "llama":
-            vector(f"{target}.bias", f"{name}.bias")
+    def put_qkv(stem: str, names: str | tuple[str, ...], kind: str) -> None:
+        parts = read_qkv(directory, f"{stem}.{kind}", ranks, queries, keys)
+        if case.heads == "by head":
+            by_head = [part.reshape(-1, heads, 1, size) for part in parts]
+            parts = (np.concatenate(by_head, axis=2).reshape(parts[0].shape[0], -1),)
+        elif case.heads == "joined":
+            parts = (np.concatenate(parts, axis=1),)
+        for name, part in zip((names,) if isinstance(names, str) else names, parts):
+            put(name, kind, part if kind == "weight" else part[0])
 
-    def table(target: str, name: str) -> None:
-        out[target] = read_files(directory, name, ranks, hidden, None)
-
-    def linear(target: str, name: str, columns: int, join: int) -> None:
-        weight = read_files(directory, f"{name}.weight", ranks, columns, join)
-        out[f"{target}.weight"] = (
-            weight if kind == "gpt2" else weight.T
-        )  # Conv1D is (in, out), Linear (out, in)
-        if (directory / f"{name}.bias.bin").exists():
-            vector(f"{target}.bias", f"{name}.bias")
-        elif (directory / f"{name}.bias.0.bin").exists():
-            out[f"{target}.bias"] = read_files(directory, f"{name}.bias", ranks, columns, 1)[0]
-
-    def interleave(parts: tuple[np.ndarray, ...]) -> np.ndarray:
-        """BLOOM: columns by head, then q, k, v."""
-        by_head = [part.reshape(-1, heads, 1, size) for part in parts]
-        return np.concatenate(by_head, axis=2).reshape(parts[0].shape[0], -1)
-
-    base = "model" if kind == "llama" else "transformer"
-    names = {
-        "gpt2": ("wte", "ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj", "ln_f", "h"),
-        "bloom": (
-            "word_embeddings", "input_layernorm", "self_attention.query_key_value", "self_attention.dense",
-            "post_attention_layernorm", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", "ln_f", "h",
-        ),
-        "llama": (
-            "embed_tokens", "input_layernorm", "", "self_attn.o_proj", "post_attention_layernorm", "",
-            "mlp.down_proj", "norm", "layers",
-        ),
-    }[kind]  # fmt: skip
-    embedding, norm_1, fused, dense, norm_2, up, down, norm_f, layers = names
-    table(f"{base}.{embedding}.weight", "model.wte")
-    if kind == "gpt2":
-        table(f"{base}.wpe.weight", "model.wpe")
-    if kind == "bloom":
-        norm(f"{base}.word_embeddings_layernorm", "model.pre_decoder_layernorm")
-    for i in range(hf.num_hidden_layers):
-        to, at = f"{base}.{layers}.{i}", f"model.layers.{i}"
-        norm(f"{to}.{norm_1}", f"{at}.input_layernorm")
-        norm(f"{to}.{norm_2}", f"{at}.post_attention_layernorm")
-        linear(f"{to}.{dense}", f"{at}.attention.dense", hidden, 0)
-        down_file = "mlp.down_proj" if kind == "llama" else "mlp.dense_4h_to_h"
-        linear(f"{to}.{down}", f"{at}.{down_file}", hidden, 0)
-        if kind == "llama":
-            for column in ("gate_proj", "up_proj"):
-                linear(f"{to}.mlp.{column}", f"{at}.mlp.{column}", width, 1)
-        else:
-            linear(f"{to}.{up}", f"{at}.mlp.dense_h_to_4h", width, 1)
-        fused_name = f"{at}.attention.query_key_value"
-        for suffix in ("weight", "bias"):
-            if not (directory / f"{fused_name}.{suffix}.0.bin").exists():
-                continue
-            parts = read_qkv(directory, f"{fused_name}.{suffix}", ranks, heads * size, kv_heads * size)
-            if kind == "llama":
-                for letter, part in zip("qkv", parts):
-                    out[f"{to}.self_attn.{letter}_proj.{suffix}"] = part.T if suffix == "weight" else part[0]
-            else:
-                joined = interleave(parts) if kind == "bloom" else np.concatenate(parts, axis=1)
-                turned = joined.T if kind == "bloom" else joined
-                out[f"{to}.{fused}.{suffix}"] = turned if suffix == "weight" else joined[0]
-    norm(f"{base}.{norm_f}", "model.final_layernorm")
-    if (directory / "model.lm_head.weight.bin").exists():
-        table("lm_head.weight", "model.lm_head.weight")
+    layers = range(hf.num_hidden_layers)
+    files = [
+        (stem.replace("{i}", str(i)), fill(names, i)) for stem, names in case.names.items() for i in layers
+    ]
+    for stem, names in files:
+        rows_split = stem.endswith(("attention.dense", "mlp.dense_4h_to_h", "mlp.down_proj"))
+        for kind in ("weight", "bias"):
+            whole = directory / f"{stem}.{kind}.bin"
+            if (directory / f"{stem}.bin").exists() and isinstance(names, str) and kind == "weight":
+                put(names, kind, read_files(directory, stem, ranks, hidden, None))
+            elif (directory / f"{stem}.bin").exists() and kind == "bias":  # each rank adds its share
+                total = np.fromfile(directory / f"{stem}.bin", np.float32) * ranks
+                if not isinstance(names, str):
+                    out[" + ".join(f"{name}.bias" for name in names)] = total
+            elif stem.endswith("query_key_value") and (directory / f"{stem}.{kind}.0.bin").exists():
+                put_qkv(stem, names, kind)
+            elif whole.exists():
+                vector = np.fromfile(whole, np.float32)
+                put(names, kind, vector.reshape(-1, hidden) if stem == "model.lm_head" else vector)
+            elif (directory / f"{stem}.{kind}.0.bin").exists():
+                columns = hidden if rows_split else inner // ranks
+                joined = read_files(directory, f"{stem}.{kind}", ranks, columns, 0 if rows_split else 1)
+                put(names, kind, joined if kind == "weight" else joined[0])
     return out
+
+
+def fill(names: str | tuple[str, ...], layer: int) -> str | tuple[str, ...]:
+    if isinstance(names, str):
+        return names.replace("{i}", str(layer))
+    return tuple(name.replace("{i}", str(layer)) for name in names)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -169,13 +123,15 @@ def test_the_files_put_back_are_transformers_tensors(tmp_path, variant):
     for ranks in (ranks for ranks in (1, 2, 3) if _divides(model.config, ranks)):
         convert(tmp_path / "hf", tmp_path / f"w{ranks}", ranks, "fp32")
         back = put_back(tmp_path / f"w{ranks}", model, ranks)
-        state = model.state_dict()
+        state = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
         if model.config.tie_word_embeddings:
-            assert "lm_head.weight" not in back
-            state.pop("lm_head.weight")
-        assert set(back) == set(state)
-        for name, tensor in state.items():
-            np.testing.assert_array_equal(back[name], tensor.numpy(), err_msg=f"{name} of {ranks} ranks")
+            assert not (tmp_path / f"w{ranks}" / "model.lm_head.weight.bin").exists()
+            state.pop(FAMILIES[model.config.model_type].names["model.lm_head"] + ".weight")
+        assert sorted(part for name in back for part in name.split(" + ")) == sorted(state)
+        for name, value in back.items():
+            wanted = sum(state[part] for part in name.split(" + "))
+            rounding = 1e-6 if " + " in name else 0.0  # what a file joins is divided by the ranks
+            np.testing.assert_allclose(value, wanted, rounding, err_msg=f"{name} of {ranks} ranks")
 
 
 def _divides(hf, ranks: int) -> bool:
@@ -261,7 +217,7 @@ def test_a_tensor_that_no_rule_knows_is_named_with_its_shape(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         plan_conversion(open_checkpoint(tmp_path / "hf"))
     assert str(caught.value) == (
-        "no rule consumed model.layers.1.mlp.router.weight (4, 48); see converters/llama.py"
+        "no rule consumed model.layers.1.mlp.router.weight (4, 48); see converters/families/llama.py"
     )
 
 
@@ -280,7 +236,7 @@ def test_a_missing_tensor_is_named(tmp_path):
         plan_conversion(open_checkpoint(tmp_path / "hf"))
     assert str(caught.value) == (
         "the checkpoint has no transformer.h.1.mlp.dense_4h_to_h.bias; "
-        "model.layers.1.mlp.dense_4h_to_h.bias (40,) needs it; see converters/bloom.py"
+        "model.layers.1.mlp.dense_4h_to_h.bias (40,) needs it; see converters/families/bloom.py"
     )
 
 
@@ -305,20 +261,20 @@ def test_a_tensor_of_a_wrong_shape_is_named_with_both_shapes(tmp_path, shape):
 def test_the_head_is_the_one_that_transformers_uses(tmp_path, family, stored, ties):
     model = FAMILIES[family](tie_word_embeddings=ties)
     save(model, tmp_path / "hf", tokenizer=False)
-    embedding = next(name for name, value in model.named_parameters() if value.shape[0] == TINY_VOCAB)
+    embedding, head = (FAMILIES[family].names[stem] + ".weight" for stem in ("model.wte", "model.lm_head"))
     weight = model.get_input_embeddings().weight.detach().clone()
 
     def change(state: dict) -> None:
-        state["lm_head.weight"] = weight.clone() + (0.25 if stored == "different" else 0.0)
+        state[head] = weight.clone() + (0.25 if stored == "different" else 0.0)
         state[embedding] = weight.clone()
         if stored == "head only":
             state.pop(embedding)
         if stored == "embedding only":
-            state.pop("lm_head.weight")
+            state.pop(head)
 
     rewrite(tmp_path / "hf", change)
     if not ties and stored in ("head only", "embedding only"):
-        missing = embedding if stored == "head only" else "lm_head.weight"
+        missing = embedding if stored == "head only" else head
         with pytest.raises(CheckpointError, match=f"has no {missing}; tie_word_embeddings = false wants"):
             plan_conversion(open_checkpoint(tmp_path / "hf"))
         return
@@ -326,8 +282,9 @@ def test_the_head_is_the_one_that_transformers_uses(tmp_path, family, stored, ti
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     head_file = tmp_path / "w" / "model.lm_head.weight.bin"
     assert head_file.exists() == (stored == "different")
-    head = np.fromfile(head_file if head_file.exists() else tmp_path / "w" / "model.wte.bin", np.float32)
-    np.testing.assert_array_equal(head.reshape(TINY_VOCAB, -1), reference.lm_head.weight.detach().numpy())
+    written = np.fromfile(head_file if head_file.exists() else tmp_path / "w" / "model.wte.bin", np.float32)
+    wanted = reference.get_output_embeddings().weight.detach().numpy()
+    np.testing.assert_array_equal(written.reshape(TINY_VOCAB, -1), wanted)
     table = np.fromfile(tmp_path / "w" / "model.wte.bin", np.float32).reshape(TINY_VOCAB, -1)
     np.testing.assert_array_equal(table, reference.get_input_embeddings().weight.detach().numpy())
 

@@ -145,7 +145,7 @@ def test_a_directory_with_one_gguf_is_that_gguf(tmp_path, model):
 
 def test_a_gguf_of_another_architecture_is_refused_by_name(tmp_path, model):
     path = write_gguf(tmp_path / "m.gguf", model, gguf.GGMLQuantizationType.F32, architecture="qwen2")
-    with pytest.raises(UnsupportedError, match="architecture 'qwen2'; this version reads llama, gpt2, bloom"):
+    with pytest.raises(UnsupportedError, match="architecture 'qwen2'; this version reads bloom, gpt2, llama"):
         open_checkpoint(path)
 
 

@@ -22,7 +22,7 @@ CONFIG = ModelConfig("gpt", "g", 1, 8, 2, 2, 4, 12, 11, 6, 1e-5, 0, 0)
 
 def tensors(config: ModelConfig, **values: torch.Tensor) -> list[TensorToWrite]:
     """Every tensor of `config`, 1.0 where `values` (by the last parts of its name) gives nothing else."""
-    specs = [spec for spec in family(config.family).weight_specs(config) if not spec.optional]
+    specs = family(config.family).weight_specs(config)
 
     def value(spec):
         given = next((tensor for name, tensor in values.items() if spec.name.endswith(name)), None)

@@ -22,7 +22,7 @@ from tests.checkpoints import save, tiny_bloom, tiny_gpt2, tiny_llama
 from tests.integration.clients import infer, post, standard_inputs, stream, text_inputs, token_inputs
 from tests.waiting import wait_until
 from tridecode.tools.build_repo import build_repo
-from tridecode.tools.running_server import ServerProcess, running_server
+from tridecode.tools.serve.server_process import ServerProcess, running_server
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 

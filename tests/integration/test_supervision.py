@@ -28,15 +28,16 @@ from tritonclient.utils import InferenceServerException
 from tests.waiting import wait_until
 from tridecode.backend.errors import TridecodeError
 from tridecode.backend.supervisor import shared_memory, state_file
-from tridecode.tools import triton_access, triton_install
-from tridecode.tools.running_server import ServerProcess, free_ports
-from tridecode.tools.triton_http import TritonHttp, TritonHttpError
+from tridecode.tools.serve import triton_access, triton_install
+from tridecode.tools.serve.ports import free_ports
+from tridecode.tools.serve.server_process import ServerProcess
+from tridecode.tools.serve.triton_http import TritonHttp, TritonHttpError
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 SHM = Path("/dev/shm")
-ERROR_S = 5.0  # an open request ends with an error within so long
-END_S = 20.0  # a killed server's guard and supervisor clean up within so long, on a slow machine
+ERROR_S = 5.0  # for an open request to end with an error
+END_S = 20.0  # for a killed server's guard and supervisor to clean up, on a slow machine
 
 CONFIG = """
 name: "{name}"
@@ -120,7 +121,7 @@ class Request:
 
 
 def marked_processes(mark: str) -> list[psutil.Process]:
-    """Living processes that carry the mark in their environment, the test itself excepted."""
+    """Living processes with the mark in their environment, except the test itself."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -132,8 +133,8 @@ def marked_processes(mark: str) -> list[psutil.Process]:
 
 
 def command_line(process: psutil.Process) -> list[str]:
-    """The arguments of a process; empty where it has ended. A zombie has: its parent may never reap it, as
-    the first process of a container does not."""
+    """The arguments of a process; empty if it has ended. A zombie has ended: the first process of a container
+    may never reap it."""
     try:
         return process.cmdline()
     except psutil.Error:
@@ -161,11 +162,11 @@ class Service:
 
     @property
     def triton(self) -> psutil.Process:
-        """The tritonserver of now."""
+        """The current tritonserver."""
         return psutil.Process(self.server.server_pid)
 
     def wait_back(self) -> float:
-        """Seconds until the tritonserver after one that died answers; the engine must be the same."""
+        """Seconds until the next tritonserver answers after one that died."""
         return wait_until(lambda: "tritonserver is back after" in self.server.log(), END_S, "the next server")
 
     def request(self, model: str = "fastertransformer", tokens: int = 5) -> Request:
@@ -184,7 +185,7 @@ class Service:
         return request.done.wait(10) and not request.error and request.responses > 0
 
     def wait_reloaded(self, times: int = 1) -> float:
-        """Seconds until so many doors have been brought back."""
+        """Seconds until that many doors have been reloaded."""
         return wait_until(lambda: self.server.log().count("is back after") == times, 8, "the reload")
 
     def door(self, model: str) -> psutil.Process:
@@ -382,7 +383,7 @@ def test_a_server_that_stays_stopped_is_started_again_and_the_engine_is_kept(rep
 
 
 def post(service: Service, model: str, body: bytes, timeout_s: float = 10.0) -> str:
-    """What becomes of an HTTP request: its body, or the error's text."""
+    """The response's body, or the error's text."""
     connection = http.client.HTTPConnection(service.server.http_url, timeout=timeout_s)
     try:
         connection.request("POST", f"/v2/models/{model}/infer", body)
@@ -566,7 +567,8 @@ def test_a_second_sigterm_kills(repository):
 def test_the_drop_in_serves_nvidia_s_command_line_with_closed_apis_and_leaves_nothing(repository):
     root = Path(os.environ["TRIDECODE_RUNTIME_DIR"]).parent
     http_port, grpc, metrics = free_ports(3)
-    command = [sys.executable, "-m", "tridecode.tools.tritonserver", "--model-repository", str(root / "repo")]
+    command = [sys.executable, "-m", "tridecode.tools.cli", "tritonserver"]
+    command += ["--model-repository", str(root / "repo")]
     command += [f"--http-port={http_port}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
     with (root / "serve.log").open("wb") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log)

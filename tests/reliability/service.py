@@ -19,7 +19,7 @@ from rich.console import Console
 
 from tests.checkpoints import save, tiny_llama
 from tridecode.tools.build_repo import build_repo
-from tridecode.tools.running_server import ServerProcess
+from tridecode.tools.serve.server_process import ServerProcess
 
 SHM = Path("/dev/shm")
 MARK = "TRIDECODE_TEST_MARK"
@@ -186,9 +186,9 @@ def _role(line: list[str], pid: int) -> str:
         return "tritonserver"
     if name == "triton_python_backend_stub":
         return "door:" + Path(line[1]).parent.parent.name
-    if "tridecode.tools.serve" in line:
+    if "tridecode.tools.cli" in line and "serve" in line:
         return "serve"
-    if "tridecode.tools.server_guard" in line:
+    if "tridecode.tools.serve.guard" in line:
         return "guard"
     if "tridecode.backend.supervisor" in line:
         return "supervisor"

@@ -21,10 +21,11 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from tests.checkpoints import FAMILIES, greedy, save, tiny_bloom, tiny_gpt2, tiny_llama
-from tridecode.backend.config import read_engine_config, read_model_config
+from tridecode.backend.config import read_engine_config
 from tridecode.backend.engine.offline import run_greedy
 from tridecode.backend.engine_config_file import checkpoint_dir, read_engine_parameters
 from tridecode.backend.errors import CheckpointError, ConfigError
+from tridecode.backend.models import read_model_config
 from tridecode.converters import parity as parity_module
 from tridecode.converters import writer
 from tridecode.tools import build_repo as build_repo_module
@@ -53,7 +54,7 @@ def test_a_checkpoint_becomes_a_repository_that_passes_every_check(sources, fami
     engine_dir = str(repository / "fastertransformer")
     engine = read_engine_config(read_engine_parameters(engine_dir), "config.pbtxt")
     assert (engine.tensor_para_size, engine.data_type) == (1, "fp32")
-    assert engine.extra["model_type"] == ("LLaMA" if family == "llama" else "GPT")
+    assert engine.extra["model_type"] == FAMILIES[family].model_type
     weights = Path(checkpoint_dir(engine_dir))
     assert weights == repository / "fastertransformer" / "1" / "1-gpu"
     assert read_model_config(weights).model_name == family

@@ -1,9 +1,9 @@
 """`tridecode bench agree`: one checkpoint's greedy tokens on the CPU and on a GPU, in each precision.
 
-The engine on the CPU in fp32 is what the others are held against. Each engine answers the prompts together,
-then each alone, then together again as a server runs them: with decode graphs, where its device has them. Two
-answers are compared up to the first token that differs, as what follows has another prefix. The files keep
-the checkpoint's own dtype, so bf16 also rounds the weights of a checkpoint in fp16.
+The engine on the CPU in fp32 is the reference. Each engine answers the prompts in one batch, then each alone,
+then in one batch again as a server runs them: with decode graphs, where its device has them. Two answers are
+compared up to the first token that differs, because later tokens have different prefixes. The files keep the
+checkpoint's own dtype, so bf16 also rounds the weights of a checkpoint in fp16.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from tridecode.backend.weights import TORCH_DTYPES
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 from tridecode.converters.tokenizer import load_tokenizer
-from tridecode.tools.bench.report import table, write_report
+from tridecode.tools.bench.reports.report import table, write_report
 from tridecode.tools.demo import packaged_model
 from tridecode.tools.progress import spinner
 
-#: of several lengths and kinds; a model that follows instructions answers some and continues others
+#: several lengths and kinds; an instruction-tuned model answers some and continues others
 PROMPTS = (
     "What is gravity? Answer in three sentences.",
     "The capital of France is",
@@ -71,7 +71,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first step at which two answers to a prompt part.
+    """The first step at which two answers to a prompt differ.
 
     tokens: of the first answer and of the second. logits: of these two tokens by the first answer, then by
     the second; gaps: between the two best logits of each; error: the largest difference of any logit. None
@@ -90,7 +90,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What came of comparing two engines' answers, or one engine's in two ways.
+    """Comparison of two engines' answers, or of one engine's answers in two modes.
 
     identical: prompts whose tokens are all the same. shortest: tokens before the earliest difference. error,
     error_units: the largest of any logit at the steps before, and at, the first differences; in units of
@@ -108,7 +108,7 @@ class Agreement:
 def run_agree(model: str | None, tokens: int, prompts: int, device: str, output: Path) -> None:
     """Convert, generate everywhere, print, and write agree-<model>.json.
 
-    model: a Hugging Face directory or .gguf file; None: SmolLM2-135M-Instruct. prompts: the first so many of
+    model: a Hugging Face directory or .gguf file; None: SmolLM2-135M-Instruct. prompts: number of
     PROMPTS. device: cpu compares fp32 with bf16; auto does so where there is no GPU. Raises TridecodeError.
     """
     if not 1 <= prompts <= len(PROMPTS):
@@ -119,8 +119,8 @@ def run_agree(model: str | None, tokens: int, prompts: int, device: str, output:
         planned = plan_conversion(checkpoint)
         planned.write(weights)
         tokenizer = Tokenizer.from_str(load_tokenizer(checkpoint).backend_tokenizer.to_str())
-        asked = prompt_ids(tokenizer, planned.config, prompts, tokens)
-        results = measure_agreement(weights, choose_sides(device), asked, tokens, say)
+        ids = prompt_ids(tokenizer, planned.config, prompts, tokens)
+        results = measure_agreement(weights, choose_sides(device), ids, tokens, say)
     results["texts"] = _texts(results, tokenizer)
     _show(f"{checkpoint.name} {planned.config.weight_dtype}", results, tokens)
     settings = {
@@ -135,14 +135,14 @@ def run_agree(model: str | None, tokens: int, prompts: int, device: str, output:
 
 
 def choose_sides(device: str) -> list[Side]:
-    """The engine that the others are held against, and the others."""
+    """The reference engine, and the engines that are compared with it."""
     if choose_device(EngineConfig(device=device)).type == "cpu":
         return [Side("cpu", "fp32"), Side("cpu", "bf16")]
     return [Side("cpu", "fp32"), *(Side("cuda", dtype) for dtype in ("fp32", "fp16", "bf16"))]
 
 
 def prompt_ids(tokenizer: Tokenizer, model: ModelConfig, count: int, new_tokens: int) -> list[list[int]]:
-    """The first prompts' ids; cut, where the model is short, so that the new tokens fit."""
+    """The first prompts' ids, cut so that the new tokens fit into the model's positions."""
     room = model.max_positions - new_tokens
     if room < 1:
         raise ConfigError(f"--tokens is {new_tokens}; {model.model_name} has {model.max_positions} positions")
@@ -177,7 +177,7 @@ def answer(weights: Path, side: Side, prompts: list[list[int]], new_tokens: int)
     with torch.inference_mode():
         together = offline.generate(prompts, params)
         alone = [offline.generate([prompt], params)[0] for prompt in prompts]
-        offline.engine.on_logits = None  # who looks at logits keeps decode graphs from running
+        offline.engine.on_logits = None  # decode graphs run only without this callback
         served = offline.generate(prompts, params)
     return Answers(together, alone, served)
 
@@ -237,7 +237,7 @@ def compare(ones: Sequence[Generation], others: Sequence[Generation], dtype: str
 
 
 def _steps(one: Generation, other: Generation) -> tuple[int, bool]:
-    """How many steps have the same prefix on both sides, and whether the last of them chose differently."""
+    """The number of steps with the same prefix, and whether the last of them chose different tokens."""
     pairs = zip(one.tokens, other.tokens, strict=True)
     differing = next((step for step, (a, b) in enumerate(pairs) if a != b), None)
     return (len(one.tokens), False) if differing is None else (differing + 1, True)
@@ -256,7 +256,7 @@ def _unit(logits: np.ndarray, eps: float) -> float:
 
 
 def first_difference(number: int, one: Generation, other: Generation, eps: float) -> Difference | None:
-    """Where prompt `number`'s answers part; None where they do not. eps: of the coarser dtype."""
+    """Where the answers to prompt `number` differ first, or None. eps: of the coarser dtype."""
     steps, differs = _steps(one, other)
     if not differs:
         return None
@@ -284,7 +284,7 @@ def _gap(logits: np.ndarray) -> float:
     return float(best - second)
 
 
-# ---------------------------------------------------------------- what is printed
+# ---------------------------------------------------------------- printing
 
 
 def _texts(results: dict[str, Any], tokenizer: Tokenizer) -> dict[int, str]:
@@ -325,7 +325,7 @@ def _summary(found: dict[str, Any]) -> list[Any]:
 
 
 def _line(difference: dict[str, Any], texts: dict[int, str]) -> list[Any]:
-    """Two lines a cell: the two tokens, their logits by either answer, and either answer's gap."""
+    """Two lines per cell: the two tokens, their logits in both answers, and both answers' gaps."""
     unit = difference["unit"]
     return [
         difference["prompt"],

@@ -1,8 +1,8 @@
-"""`tridecode bench beside`: one checkpoint on one CPU, by our engine, our server, transformers, ctranslate2.
+"""`tridecode bench beside`: one checkpoint on one CPU, through our engine, our server, and other engines.
 
-Somebody else may use the machine meanwhile, so the engines take turns: each runs once a round, a figure is
-its median over the rounds, and a ratio is the median of the rounds' own ratios. Each run's record says how
-much others took of the machine; where there is patience, a run that they disturbed is made again.
+Other processes may use the machine meanwhile, so the engines take turns: each runs once per round, a figure
+is its median over the rounds, and a ratio is the median of the rounds' own ratios. Each run's record has the
+number of processors that other processes used; with --patience-s, a disturbed run is repeated.
 """
 
 from __future__ import annotations
@@ -12,35 +12,30 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 from rich.console import Console
 
 from tridecode.backend.errors import TridecodeError
-from tridecode.tools.bench.measure import Job, run_apart
+from tridecode.tools.bench.engines import BenchEngine, engines_of, ours, run_apart, server
+from tridecode.tools.bench.measure import Job
 from tridecode.tools.bench.neighbours import Neighbours
-from tridecode.tools.bench.plots import plot_batches
-from tridecode.tools.bench.report import table, write_report
-from tridecode.tools.bench.server import bench_server
+from tridecode.tools.bench.reports.plots import plot_batches
+from tridecode.tools.bench.reports.report import table, write_report
 from tridecode.tools.demo import demo_repository, packaged_model
 from tridecode.tools.progress import spinner
 
-ENGINE, SERVER, TRANSFORMERS, CTRANSLATE2 = "engine", "behind Triton", "transformers", "ctranslate2"
-_MODULES = {
-    ENGINE: "tridecode.tools.bench.engine",
-    TRANSFORMERS: "tridecode.tools.bench.transformers_bench",
-    CTRANSLATE2: "tridecode.tools.bench.ctranslate2_bench",
-}
+ENGINE, SERVER = ours.ENGINE.name, server.ENGINE.name
 _MOST_OF_OTHERS = 16  # transformers would take minutes for 64 sequences
-_CALM_CORES = 0.15  # what others may use of the machine without disturbing a run
+_CALM_CORES = 0.15  # processors that others may use without disturbing a run
 _LOOK_S = 3.0
 _FIGURES = ("first_token_ms", "step_ms", "tokens_per_s", "total_tokens_per_s")
-Round = Mapping[str, Mapping[str, Any]]  # of each engine what measure() says, or its error
+Round = Mapping[str, Mapping[str, Any]]  # engine -> the result of its run, or its error
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times the tokens a second, prompts included: (engine, sequences) over another such."""
+    """Tokens per second, prompts included, of one (engine, sequences) over those of another."""
 
     over: tuple[str, int]
     under: tuple[str, int]
@@ -60,34 +55,29 @@ def run_beside(
     """Measure, print, and write `name`.json and `name`.png.
 
     model: a Hugging Face directory or .gguf file, None: SmolLM2-135M-Instruct; its repository is kept under
-    `cache`. job.batches: streams; the others are asked for those up to 16. patience_s: runs that somebody
-    disturbs are made again until so much time has gone. Raises TridecodeError where our engine fails or a
-    stream through the server loses a token.
+    `cache`. job.batches: streams; other engines run those up to 16. patience_s: time limit for the repetition
+    of disturbed runs. Raises TridecodeError if our engine or server fails.
     """
     checkpoint = model or str(packaged_model())
     repository = demo_repository(checkpoint, cache)
-    ours = replace(job, directory=str(repository), device="cpu")
+    of_ours = replace(job, directory=str(repository), device="cpu")
     few = tuple(batch for batch in job.batches if batch <= _MOST_OF_OTHERS)
-    others = replace(ours, directory=checkpoint, dtype="fp32", batches=few or (1,))
-    runs: dict[str, Callable[[], dict[str, Any]]] = {
-        ENGINE: lambda: run_apart(_MODULES[ENGINE], ours),
-        SERVER: lambda: bench_server(ours),
-        TRANSFORMERS: lambda: run_apart(_MODULES[TRANSFORMERS], others),
-        CTRANSLATE2: lambda: run_apart(_MODULES[CTRANSLATE2], others),
-    }
+    of_others = replace(of_ours, directory=checkpoint, dtype="fp32", batches=few or (1,))
+    engines = engines_of("beside")
     done: list[Round] = []
     until = time.monotonic() + patience_s
-    with spinner("four engines in turns") as say:
+    with spinner("the engines in turns") as say:
         for number in range(1, rounds + 1):
             found: dict[str, Mapping[str, Any]] = {}
-            for engine, run in runs.items():
-                say(f"round {number} of {rounds}: {engine}")
-                found[engine] = _undisturbed(run, until)
-            if "error" in found[ENGINE]:
-                raise TridecodeError(found[ENGINE]["error"])
+            for engine in engines:
+                say(f"round {number} of {rounds}: {engine.name}")
+                found[engine.name] = _undisturbed(engine, of_ours if engine.ours else of_others, until)
+                if engine.ours and "error" in found[engine.name]:
+                    raise TridecodeError(found[engine.name]["error"])
             done.append(found)
     medians = {engine: _medians(done, engine) for engine in done[0]}
-    ratios = {str(ratio): _median(ratio, done) for ratio in _ratios(job.batches)}
+    others = [engine.name for engine in engines if not engine.ours]
+    ratios = {str(ratio): _median(ratio, done) for ratio in _ratios(job.batches, others)}
     title = f"{Path(checkpoint).name.removesuffix('.gguf')} fp32, {job.prompt_tokens} tokens in, "
     title += f"{job.output_tokens} out, {rounds} rounds"
     _show(title, done[0], medians, ratios)
@@ -98,11 +88,11 @@ def run_beside(
     Console().print(f"wrote {written}, {picture}", highlight=False)
 
 
-def _undisturbed(run: Callable[[], dict[str, Any]], until: float) -> dict[str, Any]:
-    """What `run` says and, as "neighbours", how many processors others used; again if that was too much."""
+def _undisturbed(engine: BenchEngine, job: Job, until: float) -> dict[str, Any]:
+    """The result of a run and, as "neighbours", the processors that others used; repeated if too many."""
     while True:
         with Neighbours() as neighbours:
-            found = run()
+            found = run_apart(engine, job)
         found["neighbours"] = round(neighbours.cores, 3)
         if neighbours.cores <= _CALM_CORES or time.monotonic() > until:
             return found
@@ -125,7 +115,7 @@ def _rate(one: Round, engine: str, batch: int) -> float | None:
 
 
 def _medians(rounds: Sequence[Round], engine: str) -> list[dict[str, Any]]:
-    """A row a batch; none of an engine that failed in any round."""
+    """One row per batch size; none for an engine that failed in any round."""
     tables = [_rows(one, engine) for one in rounds]
     if not all(tables):
         return []
@@ -139,12 +129,12 @@ def _middle(values: Sequence[float]) -> float:
     return round(statistics.median(values), 3)
 
 
-def _ratios(batches: Sequence[int]) -> list[Ratio]:
+def _ratios(batches: Sequence[int], others: Sequence[str]) -> list[Ratio]:
     pairs = [Ratio((ENGINE, batch), (ENGINE, batches[0])) for batch in batches[1:]]
     pairs += [Ratio((SERVER, batch), (SERVER, batches[0])) for batch in batches[1:]]
     pairs += [Ratio((SERVER, batch), (ENGINE, batch)) for batch in batches]
     few = [batch for batch in batches if batch <= _MOST_OF_OTHERS]
-    return pairs + [Ratio((ENGINE, b), (other, b)) for other in (TRANSFORMERS, CTRANSLATE2) for b in few]
+    return pairs + [Ratio((ENGINE, b), (other, b)) for other in others for b in few]
 
 
 def _median(ratio: Ratio, rounds: Sequence[Round]) -> float | None:
@@ -170,4 +160,4 @@ def _show(
     console.print(table(title, columns, rows))
     for engine, found in first.items():
         console.print(f"{engine}: {found.get('error', found.get('engine'))}", highlight=False, markup=False)
-    console.print(table("tokens/s in all", ["", "times"], [[name, ratio] for name, ratio in ratios.items()]))
+    console.print(table("tokens/s in all", ["", "ratio"], [[name, ratio] for name, ratio in ratios.items()]))

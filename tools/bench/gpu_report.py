@@ -1,8 +1,8 @@
-"""Everything that needs a GPU, in one run: the tests marked gpu, then the benchmarks, as one JSON file.
+"""All that needs a GPU in one run: the tests marked gpu, then the kernel benchmarks, as one JSON file.
 
     python tools/bench/gpu_report.py --name h200 [--out DIR] [operation ...]
 
-CI has no GPU: the file under tools/bench/results is the evidence, committed with the change it speaks for.
+CI has no GPU: the file under tools/bench/results is committed with the change that it is evidence for.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ import torch
 
 from tridecode.kernels.bench.__main__ import OPERATIONS
 from tridecode.kernels.bench.cases import Bench
-from tridecode.tools.bench.report import command as typed
+from tridecode.tools.bench.reports.report import command as typed
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-#: where tests are marked gpu; tests/tools/test_gpu_report.py holds the list against the marks
+#: folders and files with tests marked gpu; tests/tools/bench/test_gpu_report.py compares them with the marks
 GPU_TESTS = ("tests/kernels", "tests/backend/engine/test_engine_gpu.py")
 
 
 def run_tests(paths: Sequence[str] = GPU_TESTS, marker: str = "gpu") -> dict[str, object]:
-    """The marked tests' closing line and status, how many passed, failed or were skipped in each file, and
-    the names of those that failed."""
+    """Exit status and last line of pytest, counts of outcomes per file, and the names of failed tests."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", marker, "-p", "no:cacheprovider", *paths]
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "tests.xml"
@@ -53,7 +52,7 @@ def run_tests(paths: Sequence[str] = GPU_TESTS, marker: str = "gpu") -> dict[str
 
 
 def count_results(path: Path) -> tuple[dict[str, dict[str, int]], list[str]]:
-    """Of pytest's JUnit file: file -> outcome -> number of tests, and the names of tests that failed."""
+    """From pytest's JUnit file: file -> outcome -> number of tests, and the names of failed tests."""
     files: dict[str, dict[str, int]] = {}
     failed = []
     for case in ElementTree.parse(path).iter("testcase"):

@@ -1,4 +1,4 @@
-"""A shape of ours as transformers' configuration of the same model."""
+"""A ModelConfig as transformers' configuration of the same model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tridecode.backend.errors import UnsupportedError
 
 
 def hf_config(model: ModelConfig) -> PretrainedConfig:
-    """Raises UnsupportedError for a shape that the class of its family cannot have."""
+    """Raises UnsupportedError for a shape that the family's class cannot express."""
     ids: dict[str, Any] = {"bos_token_id": model.start_id, "eos_token_id": model.end_id}
     if model.family == "bloom":
         return BloomConfig(

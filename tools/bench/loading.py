@@ -1,8 +1,8 @@
-"""`tridecode bench loading`: from weight files to an engine that is ready, and the memory it gives back.
+"""`tridecode bench loading`: the time from weight files to a ready engine, and the memory that it frees.
 
-The files are written here, of a preset's shape with random numbers, and read once before the first load:
-what is measured is a load from the page cache. Each load is in a process of its own, as the server's engine
-is; the last process ends while it holds its engine, the others drop theirs and say what is left.
+The files have a preset's shape and random numbers. They are read once before the first load, so each load
+reads from the page cache. Each load has a process of its own, like the server's engine; the last process ends
+with its engine loaded, the others drop the engine and report what is left.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from typing import Any, Callable
 import torch
 from rich.console import Console
 
-from tridecode.backend.config import EngineConfig, read_model_config
+from tridecode.backend.config import EngineConfig
 from tridecode.backend.engine.engine import Engine
 from tridecode.backend.engine.parallel import SingleRank
 from tridecode.backend.engine.settings import choose_device, resolve
 from tridecode.backend.errors import ConfigError, TridecodeError
+from tridecode.backend.models import read_model_config
 from tridecode.tools.bench.presets import preset as find_preset
 from tridecode.tools.bench.random_files import weight_bytes, write_random_files
-from tridecode.tools.bench.report import table, write_report
+from tridecode.tools.bench.reports.report import table, write_report
 from tridecode.tools.progress import spinner
 
 _READERS = 8  # threads, as many as the loader has
 _READ_BYTES = 16 << 20
 _MARGIN = 1.05  # of the files' bytes that the disk must have free
-_HELD: list[Engine] = []  # by a process that ends with its engine loaded
+_HELD: list[Engine] = []  # engines of a process that ends with its engine loaded
 
 
 def run_loading(
@@ -73,8 +74,8 @@ def _demand_room(folder: Path, size: int) -> None:
 
 
 def measure_loading(directory: Path, device: str, loads: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """{"read", "loads", "median", "device_used"}: what load_once says of each load, and what the device holds
-    before the first and after the last process."""
+    """{"read", "loads", "median", "device_used"}: load_once of each load, and the device memory in use before
+    the first and after the last process."""
     say("reading the files once")
     read = read_files(directory)
     before = _apart(device_used, device)
@@ -95,7 +96,7 @@ def measure_loading(directory: Path, device: str, loads: int, say: Callable[[str
 
 
 def read_files(directory: Path) -> dict[str, float]:
-    """Read every weight file, several at a time: {"seconds", "bytes_per_s"}."""
+    """Read every weight file, several in parallel: {"seconds", "bytes_per_s"}."""
     files = sorted(directory.glob("*.bin"), key=lambda path: -path.stat().st_size)
     started = time.perf_counter()
     with ThreadPoolExecutor(_READERS) as pool:
@@ -113,12 +114,12 @@ def _read_file(path: Path) -> int:
 
 
 def _apart(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function returns in a fresh process, which has ended then."""
+    """The result of a function in a process of its own, which has ended on return."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             return pool.submit(function, *arguments).result()
         except BrokenProcessPool:
-            raise TridecodeError(f"the process of {function.__name__} died; it may have said why") from None
+            raise TridecodeError(f"the process of {function.__name__} died; see its output") from None
 
 
 def load_once(directory: str, device: str, drop: bool) -> dict[str, Any]:
@@ -132,16 +133,16 @@ def load_once(directory: str, device: str, drop: bool) -> dict[str, Any]:
     model = read_model_config(path)
     config = EngineConfig(data_type=model.weight_dtype, device=device)
     where = choose_device(config)
-    memory, asked = {"before": memory_used(where)}, [0.0]
+    memory, last_request = {"before": memory_used(where)}, [0.0]
     started = time.perf_counter()
 
     def progress(name: str) -> None:
-        asked[0] = time.perf_counter()
+        last_request[0] = time.perf_counter()
 
     engine = Engine.load(path, model, resolve(config, model, where), SingleRank(), where, progress)
     if where.type == "cuda":
         torch.cuda.synchronize(where)
-    load_s, weights_s = time.perf_counter() - started, asked[0] - started
+    load_s, weights_s = time.perf_counter() - started, last_request[0] - started
     memory["loaded"] = memory_used(where)
     cache_bytes = sum(cache.blocks.nbytes for cache in engine.caches)
     if drop:
@@ -166,14 +167,14 @@ def _after_dropping(device: torch.device) -> dict[str, int | None]:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):  # glibc keeps gigabytes of what was freed
+    if hasattr(libc, "malloc_trim"):  # glibc keeps gigabytes of freed memory
         libc.malloc_trim(0)
     return memory_used(device)
 
 
 def memory_used(device: torch.device) -> dict[str, int | None]:
-    """Bytes in use: of the device, whoever took them; of these torch's tensors here; of this process's own
-    memory. None for a device that is the CPU."""
+    """Bytes in use: on the device, by all processes; of torch's tensors here; of this process' host memory.
+    The first two are None on a CPU."""
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     if device.type != "cuda":
         return {"device": None, "tensors": None, "process": resident}
@@ -182,11 +183,11 @@ def memory_used(device: torch.device) -> dict[str, int | None]:
 
 
 def device_used(device: str) -> int | None:
-    """memory_used of the device as a process sees it that has only just begun to use it."""
+    """memory_used of the device, in a process that has not used it before."""
     return memory_used(choose_device(EngineConfig(device=device)))["device"]
 
 
-# ---------------------------------------------------------------- what is printed
+# ---------------------------------------------------------------- printing
 
 
 def _show(title: str, results: dict[str, Any]) -> None:

@@ -1,25 +1,17 @@
-"""One procedure for every engine: the same prompts, forced lengths, and time a step from two runs.
+"""One procedure for every engine: the same prompts, forced lengths, and the time of a step from two runs.
 
 first_token_ms is the time until every sequence of a batch has its first token; step_ms is (time for N tokens
-- time for 1) / (N - 1). An engine takes part by giving a `Generate`.
+- time for 1) / (N - 1). An engine is measured through a `Generate`.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Callable
 
 from tridecode.backend.config import ModelConfig
-from tridecode.backend.engine import SPIN
-from tridecode.backend.errors import TridecodeError
 from tridecode.tools.bench.presets import preset, random_prompts
 
 #: (prompts, n) -> seconds until each prompt has exactly n new tokens, chosen greedily
@@ -31,10 +23,10 @@ _WARM_UP_TOKENS = 4
 
 @dataclass(frozen=True)
 class Job:
-    """What to measure. Random weights of a preset's shape or, where `directory` is given, that checkpoint's.
+    """What to measure: random weights of a preset's shape, or the checkpoint in `directory`.
 
-    dtype: fp32, fp16 or bf16; empty: the preset's. prompts: token ids to answer, `batches[0]` at a time, in
-    place of the table of batches; workload: what they are called in titles and file names.
+    dtype: fp32, fp16 or bf16; empty: the preset's. prompts: token ids, at most `batches[0]` sequences in
+    flight, instead of the table of batches; workload: their name in titles and file names.
     """
 
     preset: str = ""
@@ -52,7 +44,7 @@ class Job:
 
     @property
     def at_a_time(self) -> int:
-        """Sequences that an engine has under way together, at most."""
+        """Most sequences in flight."""
         return self.batches[0] if self.prompts else max(self.batches)
 
     @property
@@ -72,7 +64,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Timing:
-    """Figures of one batch size; medians over the repeats, whose seconds are kept.
+    """Figures of one batch size: medians over the repeats, and the seconds of each repeat.
 
     tokens_per_s: of decoding, batch / step. total_tokens_per_s: output tokens over the whole time, prompts
     included.
@@ -87,7 +79,11 @@ class Timing:
     all_tokens_s: tuple[float, ...]
 
 
-def measure(generate: Generate, job: Job, vocab_size: int, say: Say) -> dict[str, Any]:
+def silent(_text: str) -> None:
+    """A Say that shows nothing."""
+
+
+def measure(generate: Generate, job: Job, vocab_size: int, say: Say = silent) -> dict[str, Any]:
     """Run a job: {"batches": [Timing as dict]} or, for a job with prompts, {"workload": {...}}."""
     if job.prompts:
         return {"workload": _measure_workload(generate, job, say)}
@@ -145,41 +141,3 @@ def _measure_workload(generate: Generate, job: Job, say: Say) -> dict[str, Any]:
         "tokens_per_s": round(tokens / seconds, 2),
         "requests_per_s": round(len(job.prompts) / seconds, 3),
     }
-
-
-def run_apart(module: str, job: Job) -> dict[str, Any]:
-    """What `python -m module` says of a job: a process of its own, so that its GPU memory is free again.
-
-    {"error": ...} with the end of its log where it fails: one engine's failure spares the others.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        asked, answered = Path(folder, "job.json"), Path(folder, "result.json")
-        asked.write_text(json.dumps(asdict(job)), encoding="utf-8")
-        command = [sys.executable, "-m", module, str(asked), str(answered)]
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_environment(module)
-        )
-        if done.returncode == 0 and answered.exists():
-            return json.loads(answered.read_text(encoding="utf-8"))
-    return {"error": f"{module} ended with code {done.returncode}: {done.stdout[-2000:].strip()}"}
-
-
-def _environment(module: str) -> dict[str, str]:
-    """Other engines run as they come, without what ours asks of its threads."""
-    environment = dict(os.environ)
-    if not module.endswith("bench.engine") and (SPIN[0], environment.get(SPIN[0])) == SPIN:
-        del environment[SPIN[0]]
-    return environment
-
-
-def answer(run: Callable[[Job], dict[str, Any]]) -> None:
-    """The main program of a module that run_apart starts."""
-    asked, answered = sys.argv[1:3]
-    fields = json.loads(Path(asked).read_text(encoding="utf-8"))
-    for key in ("batches", "prompts"):
-        fields[key] = tuple(tuple(item) if isinstance(item, list) else item for item in fields[key])
-    try:
-        result = run(Job(**fields))
-    except TridecodeError as error:
-        result = {"error": str(error)}
-    Path(answered).write_text(json.dumps(result), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""How much of the machine others took while a block ran: all that was busy, less us and our descendants."""
+"""The processors that other processes used while a block ran: busy time minus ours and our descendants'."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _HZ = os.sysconf("SC_CLK_TCK")
 
 
 class Neighbours:
-    """A context manager. cores: the processors that others kept busy on average, known when the block has
-    ended; 0.5 is half of one. A child of ours that lives for less than a tick may count as theirs."""
+    """A context manager. cores: processors that other processes kept busy on average, after the block has
+    ended. A child of ours that lives for less than a tick may be counted as another process."""
 
     def __init__(self) -> None:
         self.cores = 0.0
-        self._ours: dict[int, float] = {}  # pid -> seconds of a processor, when last seen
+        self._ours: dict[int, float] = {}  # pid -> processor seconds, when last seen
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -43,7 +43,7 @@ class Neighbours:
             self._look()
 
     def _look(self) -> None:
-        """Note how much each of our processes has used; one that was ours stays ours when its parent dies."""
+        """Record the time of each of our processes; one that was ours stays ours when its parent dies."""
         parents, used = {}, {}
         for entry in os.listdir("/proc"):
             if not entry.isdigit():

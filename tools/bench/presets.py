@@ -1,4 +1,4 @@
-"""Shapes of well-known models: what a benchmark needs to know of them, weights aside."""
+"""Shapes of well-known models, for runs with random weights."""
 
 from __future__ import annotations
 
@@ -93,19 +93,19 @@ PRESETS = {
     "llama-3-8b": Preset(_LLAMA3_8B, "bf16"),
     "smollm2-135m": Preset(_SMOLLM2, "bf16"),
     "gpt2": Preset(_GPT2, "fp16"),
-    # no known model: to try a benchmark in seconds, on any machine
+    # a benchmark of it takes seconds on any machine
     "toy": Preset(_bloom("toy", 64, 2, 4, vocab=1024), "fp32"),
 }
 
 
 def preset(name: str) -> Preset:
-    """Raises ConfigError for a name that is none."""
+    """Raises ConfigError for an unknown name."""
     if name not in PRESETS:
-        raise ConfigError(f"no preset {name!r}; there are {', '.join(PRESETS)}")
+        raise ConfigError(f"no preset {name!r}; wanted one of {', '.join(PRESETS)}")
     return PRESETS[name]
 
 
 def random_prompts(count: int, tokens: int, vocab_size: int, seed: int) -> list[list[int]]:
-    """`count` prompts of `tokens` ids each, the same for every engine that is asked with the same seed."""
+    """`count` prompts of `tokens` ids each, which follow from the seed: every engine gets the same."""
     ids = np.random.default_rng(seed).integers(3, vocab_size, (count, tokens))  # 0 to 2 may be special
     return ids.tolist()

@@ -9,19 +9,19 @@ from pathlib import Path
 
 import torch
 
-from tridecode.backend.config import ModelConfig, model_config_ini
-from tridecode.backend.models import family
+from tridecode.backend.config import ModelConfig
+from tridecode.backend.models import family, model_config_ini
 from tridecode.backend.weight_layout import WeightSpec
 from tridecode.backend.weights import TORCH_DTYPES
 
 _SCALE = 0.02  # of matrices and embeddings, as GPT-2 initialises them
-_NUMBERS = 16_777_213  # that are drawn and then repeated; a prime, so that rows never begin where others do
+_NUMBERS = 16_777_213  # drawn, then repeated; a prime, so that rows begin at different places
 _WRITERS = 8  # threads
 
 
 class RandomNumbers:
-    """One block of random numbers as a file's bytes, read round and round from a place that the tensor's name
-    chooses. Norm weights are about 1, everything else about 0."""
+    """One block of random bytes, written repeatedly from an offset that follows from the tensor's name. Norm
+    weights are about 1, all others about 0."""
 
     def __init__(self, dtype: torch.dtype, count: int = _NUMBERS):
         drawn = torch.randn(count, generator=torch.Generator().manual_seed(0)).mul_(_SCALE)
@@ -58,11 +58,10 @@ def write_random_files(directory: Path, model: ModelConfig) -> int:
 
 def weight_specs(model: ModelConfig) -> list[WeightSpec]:
     """The tensors that such a directory holds."""
-    specs = family(model.family).weight_specs(model)
-    return [spec for spec in specs if not (spec.optional and model.tied_head)]
+    return family(model.family).weight_specs(model)
 
 
 def weight_bytes(model: ModelConfig) -> int:
-    """What all files together take."""
+    """Bytes of all files."""
     itemsize = TORCH_DTYPES[model.weight_dtype].itemsize
     return sum(math.prod(spec.shape) for spec in weight_specs(model)) * itemsize

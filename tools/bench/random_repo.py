@@ -7,8 +7,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tridecode.backend.config import ModelConfig, model_config_ini
+from tridecode.backend.config import ModelConfig
 from tridecode.backend.errors import ConfigError
+from tridecode.backend.models import family, model_config_ini
 from tridecode.model_repo_templates.repository import (
     ENGINE_MODEL,
     TOKENIZER_DIR,
@@ -50,7 +51,7 @@ def write_random_repository(
         directory,
         repository_models(),
         engine=texts,
-        model_type="LLaMA" if model.family == "llama" else "GPT",
+        model_type=family(model.family).model_type,
         checkpoint_path=weights.name,
         pad_id=max(model.end_id, 0),
         stop_ids="",

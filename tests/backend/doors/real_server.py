@@ -25,9 +25,9 @@ from tridecode.model_repo_templates.repository import (
     engine_texts,
     write_models,
 )
-from tridecode.tools.guarded_server import SHM_PREFIX
-from tridecode.tools.running_server import free_ports
-from tridecode.tools.triton_install import prepare
+from tridecode.tools.serve.guarded_server import SHM_PREFIX
+from tridecode.tools.serve.ports import free_ports
+from tridecode.tools.serve.triton_install import prepare
 
 ANSWER = " world, hello streaming 東京 text! 😀 A stop word"
 EOS = byte_level().token_to_id("<|endoftext|>")

@@ -31,7 +31,7 @@ def door_at(model_class: type, config: dict, control: str, repository: str = "/n
     door = model_class()
     with mock.patch.dict(os.environ, TRIDECODE_CONTROL_ENDPOINT=control):
         door.initialize(fake_triton.initialize_arguments(config, str(repository)))
-        wait_until(lambda: door.link._supervisor, 15)  # health does not wait for it by itself
+        wait_until(lambda: door.link._connection.supervisor.socket, 15)  # health does not wait for it
     try:
         yield door
     finally:

@@ -365,15 +365,15 @@ def test_a_request_that_cannot_be_encoded_is_refused_alone(link, engine, priorit
     engine.step_s = 0.005
     others = Collector()
     link.submit(link.reserve(), [sequence([4], max_tokens=100)], others)
-    with pytest.raises(RequestError, match="cannot be handed to the engine"):
+    with pytest.raises(RequestError, match="cannot be sent to the engine"):
         link.submit(link.reserve(), [sequence([5])], Collector(), priority=priority)
-    with pytest.raises(RequestError, match="cannot be handed to the engine"):
+    with pytest.raises(RequestError, match="cannot be sent to the engine"):
         link.submit(link.reserve(), [sequence([5], seed=2**65)], Collector())
     assert others.wait()[-1].finish == "length"
 
 
 def test_a_request_that_the_engine_lost_ends_after_its_deadline(link, engine, monkeypatch):
-    monkeypatch.setattr("tridecode.backend.doors.engine_link._OVERDUE_S", 0.2)
+    monkeypatch.setattr("tridecode.backend.doors.open_requests._OVERDUE_S", 0.2)
     monkeypatch.setattr(engine, "_submit", lambda *_: None)  # an engine that loses what it takes
     lost = Collector()
     link.submit(link.reserve(), [sequence([4], max_tokens=4)], lost, timeout_s=0.3)

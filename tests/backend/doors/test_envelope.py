@@ -312,9 +312,8 @@ def test_postprocessing_bounds_its_ids_and_needs_no_lengths(repository):
 
 
 def test_words_are_read_in_linear_time(texts, monkeypatch):
-    monkeypatch.setattr(
-        texts.link, "_limits", msgspec.structs.replace(DOOR_LIMITS, max_bad_word_tokens=10**6)
-    )
+    limits = msgspec.structs.replace(DOOR_LIMITS, max_bad_word_tokens=10**6)
+    monkeypatch.setattr(texts.link, "limits", lambda: limits)
     words = strings([MANY[:16_000]])
     began = time.monotonic()
     only(ask(texts, prompt(b"x", bad_words=words)))

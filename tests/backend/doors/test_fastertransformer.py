@@ -501,7 +501,7 @@ BAD = {
     "offset beyond the ids": (
         tensors([[5]], 1, bad_words_list=word_list([1, 2], [1, 3])),
         "INVALID_ARG",
-        "bad_words_list has the offset 3 after 1; wanted offsets that rise, up to its 2 ids",
+        "bad_words_list has the offset 3 after 1; wanted ascending offsets, at most its 2 ids",
     ),
     "negative word id": (
         tensors([[5]], 1, bad_words_list=word_list([-4], [1])),

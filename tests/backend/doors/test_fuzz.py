@@ -17,7 +17,10 @@ from tests.backend.doors.running import ERROR_NAMES, running
 from tests.backend.doors.tokenizers_at_hand import byte_level
 from tests.fake_engine import LIMITS, FakeEngine
 from tridecode.backend.doors import fastertransformer, postprocessing, preprocessing, text
-from tridecode.backend.doors.fields import FASTERTRANSFORMER, TENSORRT_LLM, Field
+from tridecode.backend.doors.contracts.ensemble import POSTPROCESSING, PREPROCESSING
+from tridecode.backend.doors.contracts.fastertransformer import FASTERTRANSFORMER
+from tridecode.backend.doors.contracts.field import Contract, Field
+from tridecode.backend.doors.contracts.tensorrt_llm import TENSORRT_LLM
 
 EDGES = [0, 1, 2, 3, -1, 7, 999, 1000, 1023, 1025, 50256, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**64 - 1]
 REALS = [0.0, -0.0, 1.0, 0.5, -0.5, 1e-30, 1e30, float("nan"), float("inf"), float("-inf"), 65504.0]
@@ -73,12 +76,12 @@ def array_for(draw, field: Field, sensible: np.ndarray | None):
     return np.array(wrapped, np.dtype(f"u{dtype.itemsize}")).view(dtype).reshape(shape)
 
 
-def requests(table: tuple[Field, ...], sensible: dict[str, np.ndarray]):
+def requests(contract: Contract, sensible: dict[str, np.ndarray]):
     @st.composite
     def build(draw):
-        optional = [field for field in table if field.name not in sensible]
+        optional = [field for field in contract.inputs if field.name not in sensible]
         chosen = draw(st.lists(st.sampled_from(optional), unique=True, max_size=5))
-        needed = [field for field in table if field.name in sensible and draw(st.integers(0, 9))]
+        needed = [field for field in contract.inputs if field.name in sensible and draw(st.integers(0, 9))]
         return {field.name: draw(array_for(field, sensible.get(field.name))) for field in [*needed, *chosen]}
 
     return build()
@@ -187,13 +190,13 @@ def test_any_text_tensors_get_one_clean_answer(doors, arrays, parameters):
 
 
 @SETTINGS
-@given(arrays=requests(preprocessing.FIELDS, PRE), parameters=PARAMETERS)
+@given(arrays=requests(PREPROCESSING, PRE), parameters=PARAMETERS)
 def test_any_texts_to_be_tokenised_get_one_clean_answer(unary, arrays, parameters):
     check_unary(unary["pre"], arrays, PRE, parameters)
 
 
 @SETTINGS
-@given(arrays=requests(postprocessing.FIELDS, POST), parameters=PARAMETERS)
+@given(arrays=requests(POSTPROCESSING, POST), parameters=PARAMETERS)
 def test_any_ids_to_be_decoded_get_one_clean_answer(unary, arrays, parameters):
     check_unary(unary["post"], arrays, POST, parameters)
 

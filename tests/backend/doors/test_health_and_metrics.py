@@ -101,7 +101,7 @@ def test_a_step_that_does_not_end_is_unavailable_though_the_engine_beats(door):
     assert only(probe(door))["READY"].tolist() == [True]
     beats_say(door, steps=1000, busy_s=0.6, step_seconds=1.0)
     code, text = refusal(probe(door))
-    assert code == "UNAVAILABLE" and "the step under way has taken 0.6 s; wanted at most 0.5 s" in text
+    assert code == "UNAVAILABLE" and "the running step has taken 0.6 s; wanted at most 0.5 s" in text
 
 
 def test_a_long_step_of_an_engine_whose_steps_are_long_is_progress(door):

@@ -26,7 +26,7 @@ def offline_engine(
 ) -> OfflineEngine:
     """Small blocks, small steps and few slots, so that chunks, joins and reuse happen."""
     defaults = dict(max_sequences=4, block_tokens=8, max_step_tokens=16, cache_bytes=16 << 20)
-    place, config = torch.device(device), model_config(model)
+    place, config = torch.device(device), model_config(model.config)
     engine_config = resolve(EngineConfig(**{**defaults, **settings}), config, place)
     ops = kernels.select(place, engine_config.batch_invariant)
     weights = HfWeights(model, ops, DTYPES[engine_config.data_type], device)

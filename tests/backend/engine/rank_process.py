@@ -7,13 +7,14 @@ from pathlib import Path
 
 import torch
 
-from tridecode.backend.config import EngineConfig, read_model_config
+from tridecode.backend.config import EngineConfig
 from tridecode.backend.engine.engine import Engine
 from tridecode.backend.engine.loop import follow
 from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.engine.parallel import ProcessRanks
 from tridecode.backend.engine.settings import resolve
 from tridecode.backend.messages import SamplingParams
+from tridecode.backend.models import read_model_config
 from tridecode.backend.supervisor.rank_link import RankStatus
 
 

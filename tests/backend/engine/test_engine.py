@@ -1,5 +1,5 @@
-"""The engine on the CPU against transformers: greedy tokens, logits, log-probabilities, context
-embeddings."""
+"""The engine on the CPU against transformers: positions, preemption, 16 bit, log-probabilities, context
+embeddings. Greedy tokens and logits of each family: tests/backend/models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.backend.engine.offline_models import (
-    FP32_LOGITS,
     first_logits,
     hf_greedy,
     offline_engine,
@@ -18,58 +17,7 @@ from tests.backend.engine.offline_models import (
 from tests.backend.hf_models import bloom, gpt2, llama
 from tridecode.backend.messages import SamplingParams
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
-MODELS = {
-    "gpt2": lambda: gpt2(),
-    "gpt2 untied": lambda: gpt2(seed=1, heads=5, head_size=8, layers=3, tie_word_embeddings=False),
-    "gpt2 erf": lambda: gpt2(seed=2, activation_function="gelu"),
-    "gpt2 relu, own inner size": lambda: gpt2(seed=3, activation_function="relu", n_inner=52),
-    "bloom, 5 heads": lambda: bloom(),
-    "bloom, 12 heads, untied": lambda: bloom(seed=1, heads=12, head_size=8, tie_word_embeddings=False),
-    "bloom, residual from norm": lambda: bloom(
-        seed=4, heads=3, apply_residual_connection_post_layernorm=True
-    ),
-    "llama, grouped": lambda: llama(),
-    "llama, one kv head, tied": lambda: llama(seed=1, heads=7, kv_heads=1, tie_word_embeddings=True),
-    "llama, biases, wide heads": lambda: llama(seed=2, attention_bias=True, mlp_bias=True, hidden=120),
-    "llama3 rope": lambda: llama(seed=3, rope_parameters=LLAMA3),
-    "linear rope": lambda: llama(seed=4, kv_heads=6, rope_parameters=LINEAR),
-}
 LENGTHS = [1, 2, 7, 8, 9, 23, 30, 5, 17]
-NEW = 12
-
-
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
-def test_greedy_tokens_and_logits_equal_transformers_in_any_company(make) -> None:
-    model = make()
-    prompts = prompts_of(LENGTHS, model.config.vocab_size)
-    wanted = [hf_greedy(model, prompt, NEW) for prompt in prompts]
-    assert len({token for tokens, _ in wanted for token in tokens}) > 8, (
-        "the model is degenerate: the test sees nothing"
-    )
-    offline = offline_engine(model)
-    params = SamplingParams(max_tokens=NEW)
-    together = offline.generate(prompts, params)
-    order = np.random.default_rng(1).permutation(len(prompts))
-    late: dict[int, int] = {}
-    for i in order:  # one by one into a running batch
-        late[i] = offline.submit(prompts[i], params)
-        offline.step()
-    offline.run()
-    for i, (tokens, logits) in enumerate(wanted):
-        for generation in (together[i], offline.generations[late[i]]):
-            assert generation.tokens == tokens
-            assert np.abs(np.stack(generation.logits) - logits).max() < FP32_LOGITS
-    alone = offline.generate(prompts[5:6], params)[0]
-    assert alone.tokens == wanted[5][0]
 
 
 @pytest.mark.parametrize("make", [gpt2, llama], ids=["gpt2", "llama"])

@@ -9,30 +9,47 @@ import sys
 
 import pytest
 
-from tridecode.backend.engine import SPIN
-from tridecode.tools.bench.measure import _environment
+from tridecode.backend.supervisor.launch import engine_environment
+from tridecode.backend.threads import SPIN
+from tridecode.tools.bench import engines
+from tridecode.tools.bench.engines import ours, transformers
 
 
-def spin_count(code: str, **environment: str) -> list[str]:
-    given = {name: value for name, value in os.environ.items() if name != SPIN[0]}
-    given.update(environment, OMP_DISPLAY_ENV="verbose")
+def spin_count(environment: dict[str, str]) -> list[str]:
+    """The values that libgomp reports in a process that loads torch."""
     done = subprocess.run(
-        [sys.executable, "-c", code], env=given, capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", "import torch"],
+        env={**environment, "OMP_DISPLAY_ENV": "verbose"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
     return re.findall(rf"{SPIN[0]} = '(\d+)'", done.stderr)
 
 
-def test_threads_of_the_engine_process_spin_briefly() -> None:
-    found = spin_count("import tridecode.backend.engine.__main__")
+def test_threads_of_the_engine_process_spin_briefly(monkeypatch) -> None:
+    monkeypatch.delenv(SPIN[0], raising=False)
+    found = spin_count(engine_environment())
     if not found:
         pytest.skip("this torch does not use libgomp")
     assert set(found) == {SPIN[1]}
-    assert set(spin_count("import tridecode.backend.engine.__main__", GOMP_SPINCOUNT="77")) == {"77"}
-
-
-def test_other_engines_are_measured_as_they_come(monkeypatch) -> None:
-    monkeypatch.setenv(*SPIN)
-    assert _environment("tridecode.tools.bench.engine")[SPIN[0]] == SPIN[1]
-    assert SPIN[0] not in _environment("tridecode.tools.bench.transformers_bench")
     monkeypatch.setenv(SPIN[0], "77")  # the user's own
-    assert _environment("tridecode.tools.bench.transformers_bench")[SPIN[0]] == "77"
+    assert set(spin_count(engine_environment())) == {"77"}
+
+
+def test_loading_the_engine_leaves_the_environment_alone() -> None:
+    code = "import os; before = dict(os.environ); import tridecode.backend.engine.engine\n"
+    code += "import tridecode.tools.cli\n"
+    code += "assert dict(os.environ) == before, set(os.environ.items()) ^ set(before.items())"
+    environment = {name: value for name, value in os.environ.items() if name != SPIN[0]}
+    subprocess.run([sys.executable, "-c", code], env=environment, timeout=120, check=True)
+
+
+def test_other_engines_are_measured_with_their_own_defaults(monkeypatch) -> None:
+    monkeypatch.setenv(*SPIN)
+    assert engines.engine_environment(ours.ENGINE)[SPIN[0]] == SPIN[1]
+    assert SPIN[0] not in engines.engine_environment(transformers.ENGINE)
+    monkeypatch.setenv(SPIN[0], "77")  # the user's own
+    assert engines.engine_environment(transformers.ENGINE)[SPIN[0]] == "77"
+    assert engines.engine_environment(ours.ENGINE)[SPIN[0]] == "77"

@@ -1,0 +1,117 @@
+"""A contract as a table of tensors: what a model takes and gives.
+
+From a table follow the tensors in config.pbtxt (model_repo_templates), the parsing of a request (`inputs`)
+and the tables in docs/requests.md (`python -m tridecode.tools.request_docs --write`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from tridecode.backend.sampling_params import SamplingParams, parameters
+
+_WHOLE = (np.uint32, np.int32, np.uint64, np.int64)
+_REAL = (np.float32, np.float16, np.float64)
+#: Triton's type -> numpy types that are accepted: a config.pbtxt may declare another width than the table
+_ACCEPTED: dict[str, tuple[type[np.generic], ...]] = {
+    **dict.fromkeys(("UINT32", "INT32", "UINT64", "INT64"), _WHOLE),
+    **dict.fromkeys(("FP16", "FP32"), _REAL),
+    "BOOL": (np.bool_,),
+    "STRING": (np.object_,),
+    "UINT8": (*_WHOLE, *_REAL, np.bool_, np.object_, np.uint8),  # images: an array, a file, a text
+}
+
+
+@dataclass(frozen=True)
+class Field:
+    """One input tensor.
+
+    dtype, dims: as in config.pbtxt, dims without the batch axis. meaning, default: for docs/requests.md;
+    default is the value where the input is not sent. param: the sampling parameter that it sets, whose row
+    has the meaning and default that are not given here. alias_of: the field of which this is an older name.
+    required: Triton refuses a request without it. lenient: the model itself does not need it, for a
+    config.pbtxt that makes it optional. declared: false for a tensor that only a config.pbtxt from elsewhere
+    has. refused: not implemented; `neutral` lists the values without an effect, which are accepted.
+    kind: which limits of the envelope apply: "value" (one per row), "prompt" (one text per row), "ids" (many
+    per row), "words" (texts), "csv" (words in one text per row), "word_ids" (a [B, 2, n] word list).
+    """
+
+    name: str
+    dtype: str
+    meaning: str = ""
+    default: str = ""
+    dims: tuple[int, ...] = (1,)
+    kind: str = "value"
+    param: str = ""
+    alias_of: str = ""
+    required: bool = False
+    lenient: bool = False
+    declared: bool = True
+    refused: bool = False
+    neutral: tuple = ()
+
+    @cached_property
+    def dtypes(self) -> tuple[type[np.generic], ...]:
+        return _ACCEPTED[self.dtype]
+
+
+@dataclass(frozen=True)
+class Output:
+    """One output tensor; meaning "": declared because the contract has it, and never sent."""
+
+    name: str
+    dtype: str
+    dims: tuple[int, ...]
+    meaning: str = ""
+
+
+@dataclass(frozen=True)
+class Contract:
+    """The tensors of one model. reshape_scalars: inputs of dims [1] reach the model as [B], not [B, 1]."""
+
+    inputs: tuple[Field, ...]
+    outputs: tuple[Output, ...]
+    reshape_scalars: bool = False
+
+    @cached_property
+    def by_name(self) -> dict[str, Field]:
+        return {field.name: field for field in self.inputs}
+
+    @cached_property
+    def required(self) -> tuple[Field, ...]:
+        """The fields without which the model cannot serve a request."""
+        return tuple(field for field in self.inputs if field.required and not field.lenient)
+
+    @cached_property
+    def params(self) -> tuple[Field, ...]:
+        """The fields that set a sampling parameter."""
+        return tuple(field for field in self.inputs if field.param)
+
+
+def refused(
+    name: str, dtype: str, neutral: tuple = (), dims: tuple[int, ...] = (1,), declared: bool = True
+) -> Field:
+    return Field(name, dtype, dims=dims, declared=declared, refused=True, neutral=neutral)
+
+
+def with_parameters(
+    fields: Iterable[Field],
+    whole: str,
+    without: tuple[str, ...] = (),
+    table: type[SamplingParams] = SamplingParams,
+) -> tuple[Field, ...]:
+    """The fields, and one more for each sampling parameter with a range that none of them sets.
+
+    whole: dtype of whole numbers. without: parameters that the contract leaves out.
+    """
+    fields = tuple(fields)
+    named = {field.param for field in fields}.union(without)
+    return fields + tuple(
+        Field(row.name, "FP32" if row.type is float else whole, param=row.name)
+        for row in parameters(table)
+        if row.range and row.name not in named
+    )

@@ -1,0 +1,14 @@
+"""The tensors of `tridecode_health`."""
+
+from __future__ import annotations
+
+from tridecode.backend.doors.contracts.field import Contract, Field, Output
+
+HEALTH = Contract(
+    (Field("PROBE", "BOOL", "no effect: Triton wants a model to have an input"),),
+    (
+        Output("READY", "BOOL", (1,), "true; otherwise the answer is an error"),
+        Output("PHASE", "STRING", (1,), "`ready`"),
+        Output("DETAIL", "STRING", (1,), "what the engine is doing"),
+    ),
+)

@@ -1,0 +1,138 @@
+"""The input tensors and parameters of one request, compared with a contract.
+
+A field that this version does not implement is refused by name unless its value has no effect; nothing is
+ignored silently.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from tridecode.backend.doors.contracts.field import Contract, Field
+from tridecode.backend.errors import RequestError, UnsupportedError
+
+#: request parameters that Triton, its clients and its front ends add on their own
+HARMLESS_PARAMETERS = (
+    "triton_*",
+    "id",  # HTTP's generate endpoint hands the request id over as a parameter
+    "sequence_id",
+    "sequence_start",
+    "sequence_end",
+    "priority",
+    "timeout",
+    "binary_data_output",
+)
+_LONGEST_NAME = 64  # characters compared with the inputs: the time is quadratic
+
+
+class Inputs:
+    """A copy of a request's input tensors, checked against a contract; the request can be released.
+
+    Sizes are not checked here: Envelope.check comes before. Raises RequestError or UnsupportedError, naming
+    the field, from the constructor and from each reader.
+    """
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], contract: Contract):
+        self.arrays: dict[str, np.ndarray] = {}
+        self._sent_as: dict[str, str] = {}  # the client's name of a field, for errors
+        for name, array in arrays.items():
+            field = contract.by_name.get(name)
+            if field is None:
+                raise UnsupportedError(f"input {name} is declared in config.pbtxt but unknown to this model")
+            _check_dtype(field, array)
+            if field.refused:
+                _refuse(field, array)
+            else:
+                self._take(field, array)
+        for field in contract.required:
+            if field.name not in self.arrays:
+                raise RequestError(f"input {field.name} is missing; this model needs it")
+
+    def _take(self, field: Field, array: np.ndarray) -> None:
+        name = field.alias_of or field.name
+        if name in self.arrays:
+            other = self._sent_as[name]
+            if not np.array_equal(self.arrays[name], array):
+                raise RequestError(
+                    f"{other} and {field.name} are two names of one input and differ; send one"
+                )
+            return
+        self.arrays[name], self._sent_as[name] = np.array(array), field.name
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.arrays
+
+    def rows(self, name: str, batch: int, default: Any = None) -> list:
+        """One value for each of `batch` rows. Taken: [batch], [batch, 1], or one value for all of them."""
+        array = self.arrays.get(name)
+        if array is None:
+            return [default] * batch
+        if array.size == 1:
+            return [array.reshape(-1)[0].item() if array.dtype != object else array.reshape(-1)[0]] * batch
+        if array.size != batch:
+            found = f"{self._sent_as[name]} has shape {list(array.shape)}"
+            raise RequestError(f"{found}; wanted [{batch}, 1] for {batch} sequences")
+        return array.reshape(-1).tolist()
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """One truth value for the whole request; rows that differ are refused."""
+        array = self.arrays.get(name)
+        if array is None or array.size == 0:
+            return default
+        if array.any() != array.all():
+            raise RequestError(f"{name} differs between the rows of one request; send them apart")
+        return bool(array.any())
+
+    def params(self, batch: int, contract: Contract) -> list[dict[str, Any]]:
+        """For each row the sampling parameters that the request sets, by our names."""
+        sent = [field for field in contract.params if field.name in self.arrays]
+        columns = {field.param: self.rows(field.name, batch) for field in sent}
+        return [{param: column[row] for param, column in columns.items()} for row in range(batch)]
+
+    def client_names(self, contract: Contract) -> dict[str, str]:
+        """Sampling parameter -> the name under which this client sent it, or would."""
+        return {field.param: self._sent_as.get(field.name, field.name) for field in contract.params}
+
+
+def _check_dtype(field: Field, array: np.ndarray) -> None:
+    if array.dtype.type not in field.dtypes:
+        wanted = " or ".join(np.dtype(dtype).name for dtype in field.dtypes)
+        raise RequestError(f"{field.name} has dtype {array.dtype}; wanted {wanted}")
+
+
+def _refuse(field: Field, array: np.ndarray) -> None:
+    if array.size == 0:
+        return
+    if not field.neutral:
+        raise UnsupportedError(f"{field.name} was sent, which this version does not implement; leave it out")
+    values = [value for value in array.reshape(-1).tolist() if value not in field.neutral]
+    if values:
+        found = f"{field.name} is {_short(values[0])}, which this version does not implement"
+        raise UnsupportedError(f"{found}; wanted {_short(field.neutral[0])} or none")
+
+
+def _short(value: Any) -> str:
+    text = repr(value.decode("utf-8", "replace")) if isinstance(value, bytes) else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def check_parameters(values: Mapping[str, Any], contract: Contract, allowed: Iterable[str] = ()) -> None:
+    """RequestError unless each parameter of the request is known to be harmless.
+
+    HTTP's generate endpoint makes a parameter of every field that is not an input, so a misspelt field ends
+    here: the error names it and the input that was probably meant. allowed: further patterns to accept.
+    """
+    patterns = (*HARMLESS_PARAMETERS, *allowed)
+    for name in values:
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+            continue
+        if name in contract.by_name:
+            raise RequestError(f"{name} was sent as a request parameter; it is an input tensor of this model")
+        close = difflib.get_close_matches(name[:_LONGEST_NAME], contract.by_name, 1, 0.6)
+        meant = f"; did you mean the input {close[0]}?" if close else ""
+        raise RequestError(f"request parameter {_short(name)} is unknown to this model{meant}")

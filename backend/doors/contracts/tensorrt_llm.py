@@ -1,0 +1,92 @@
+"""Text in, text out: the tensors of TensorRT-LLM's ensemble and bls models, and older spellings of them."""
+
+from __future__ import annotations
+
+from tridecode.backend.doors.contracts.field import Contract, Field, Output, refused, with_parameters
+
+_INPUTS = (
+    Field("text_input", "STRING", "prompt; no chat template is applied", kind="prompt", required=True),
+    refused("decoder_text_input", "STRING", (b"",)),
+    Field("max_tokens", "INT32", param="max_tokens", required=True),
+    refused("num_return_sequences", "INT32", (1,)),
+    Field("bad_words", "STRING", "words that are never generated", "none", (-1,), "words"),
+    Field("stop_words", "STRING", "texts that end the answer", "none", (-1,), "words"),
+    Field("exclude_input_in_output", "BOOL", "leave the prompt out of a whole answer", "`config.pbtxt`'s"),
+    Field("end_id", "INT32", "token that ends the text", "the model's"),
+    Field("pad_id", "INT32", "no effect: nothing is padded"),
+    Field("top_k", "INT32", default="0", param="top_k"),
+    Field("top_p", "FP32", default="0", param="top_p"),
+    Field("temperature", "FP32", param="temperature"),
+    Field("length_penalty", "FP32", "no effect: it compares beams"),
+    Field("repetition_penalty", "FP32", param="repetition_penalty"),
+    Field("min_tokens", "INT32", param="min_tokens"),
+    Field("presence_penalty", "FP32", param="presence_penalty"),
+    Field("frequency_penalty", "FP32", param="frequency_penalty"),
+    Field("seed", "UINT64", param="seed"),
+    Field("return_log_probs", "BOOL", "return `cum_log_probs` and `output_log_probs`", "false"),
+    refused("return_context_logits", "BOOL", (False,)),
+    refused("return_generation_logits", "BOOL", (False,)),
+    refused("return_perf_metrics", "BOOL", (False,)),
+    Field("return_num_input_tokens", "BOOL", "return `num_input_tokens`", "true"),
+    Field("return_num_output_tokens", "BOOL", "return `num_output_tokens`", "true"),
+    refused("beam_width", "INT32", (1,)),
+    Field("stream", "BOOL", "send pieces of the answer as they are generated", "false"),
+    refused("prompt_embedding_table", "FP16", dims=(-1, -1)),
+    refused("prompt_table_extra_id", "UINT64"),
+    refused("prompt_vocab_size", "INT32", (0,)),
+    refused("embedding_bias_words", "STRING", (b"",), (-1,)),
+    refused("embedding_bias_weights", "FP32", (0.0,), (-1,)),
+    refused("lora_task_id", "UINT64", (0,)),
+    refused("lora_weights", "FP16", dims=(-1, -1)),
+    refused("lora_config", "INT32", dims=(-1, 3)),
+    refused("guided_decoding_guide_type", "STRING", (b"",)),
+    refused("guided_decoding_guide", "STRING", (b"",)),
+    # ours
+    Field("priority", "INT32", "smaller is sooner; each row has its own", "0"),
+    Field("top_p_reset_ids", "INT32", param="top_p_reset_id"),
+    # older names, which clients still send, and TensorRT-LLM's stop request
+    Field("min_length", "INT32", alias_of="min_tokens"),
+    Field("random_seed", "UINT64", alias_of="seed"),
+    Field("stop", "BOOL", "stop the running request that has the same request id, see below", "false"),
+    # only in a config.pbtxt from elsewhere
+    Field("early_stopping", "BOOL", "no effect: it ends beams", declared=False),
+    refused("beam_search_diversity_rate", "FP32", (0.0,), declared=False),
+    refused("image_input", "FP16", declared=False),
+    refused("image_bytes_input", "UINT8", declared=False),
+    refused("image_url_input", "STRING", (b"",), declared=False),
+    refused("video_bytes_input", "UINT8", declared=False),
+    refused("prompt_table_extra_ids", "UINT64", declared=False),
+    refused("num_draft_tokens", "INT32", (0,), declared=False),
+    refused("use_draft_logits", "BOOL", (False,), declared=False),
+    refused("retention_token_range_starts", "INT32", declared=False),
+    refused("retention_token_range_ends", "INT32", declared=False),
+    refused("retention_token_range_priorities", "INT32", declared=False),
+    refused("retention_token_range_durations_ms", "INT32", declared=False),
+    refused("retention_decode_priority", "INT32", declared=False),
+    refused("retention_decode_duration_ms", "INT32", declared=False),
+)
+
+_OUTPUTS = (
+    Output("text_output", "STRING", (-1,), "text"),  # the first one: LiteLLM reads it, whatever its name
+    Output("cum_log_probs", "FP32", (-1,), "sum of the log probabilities of the row so far"),
+    Output("output_log_probs", "FP32", (-1, -1), "log probability of each new token"),
+    Output("context_logits", "FP32", (-1, -1)),
+    Output("generation_logits", "FP32", (-1, -1, -1)),
+    Output("batch_index", "INT32", (1,), "row of the request"),
+    Output("sequence_index", "INT32", (1,), "0"),
+    Output("kv_cache_alloc_new_blocks", "INT32", (1,)),
+    Output("kv_cache_reused_blocks", "INT32", (1,)),
+    Output("kv_cache_alloc_total_blocks", "INT32", (1,)),
+    Output("arrival_time_ns", "INT64", (1,)),
+    Output("first_scheduled_time_ns", "INT64", (1,)),
+    Output("first_token_time_ns", "INT64", (1,)),
+    Output("last_token_time_ns", "INT64", (1,)),
+    Output("acceptance_rate", "FP32", (1,)),
+    Output("total_accepted_draft_tokens", "INT32", (1,)),
+    Output("total_draft_tokens", "INT32", (1,)),
+    Output("num_input_tokens", "INT32", (1,), "tokens of the prompt"),
+    Output("num_output_tokens", "INT32", (1,), "new tokens; in a stream, those of this response"),
+    Output("finish_reason", "STRING", (1,), "`stop`, `length` or `abort`, with the last response of a row"),
+)
+
+TENSORRT_LLM = Contract(with_parameters(_INPUTS, "INT32"), _OUTPUTS)

@@ -1,0 +1,183 @@
+"""config.ini: the INI reader, and the keys that several families share. No torch.
+
+The spellings are those of FasterTransformer's `ParallelGptTritonModel.cc`, also in sections of ours.
+"""
+
+from __future__ import annotations
+
+import configparser
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Callable
+
+from tridecode.backend.config import DEFAULT_MAX_POSITIONS, DTYPES, ModelConfig, RopeConfig, parse_flag
+from tridecode.backend.errors import ConfigError, UnsupportedError
+
+#: more layers in a config.ini mean a damaged file; the limit bounds the lists of tensors made from it
+MAX_LAYERS = 4096
+ROPE_SCALINGS = {name: name for name in ("default", "linear", "llama3")}
+#: activation_type -> ModelConfig.activation; FasterTransformer's Gelu is the tanh form, gelu_erf is ours
+GELUS_AND_RELU = {"gelu": "gelu_tanh", "gelu_erf": "gelu", "relu": "relu"}
+
+
+class IniSection:
+    """One section of a config.ini in the dialect of INIReader.h. Errors name file, section and key.
+
+    A default of None makes a key mandatory. Raises ConfigError for a missing key and a value of another type.
+    """
+
+    def __init__(self, path: Path, name: str, items: dict[str, str]):
+        self.path, self.name, self._items = path, name, items
+
+    def _convert(self, key: str, convert: Callable, wanted: str, default):
+        text = self._items.get(key.lower())
+        if text is None:
+            if default is None:
+                raise ConfigError(
+                    f"{self.path}: section [{self.name}] has no {key}; wanted {key} = <{wanted}>"
+                )
+            return default
+        try:
+            return convert(text.strip())
+        except ValueError:
+            found = f"[{self.name}] {key} = {text[:80]!r}"
+            raise ConfigError(f"{self.path}: {found}; wanted {wanted}") from None
+
+    def integer(
+        self,
+        key: str,
+        default: int | None = None,
+        minimum: int | None = None,
+        maximum: int = 2**31 - 1,
+    ) -> int:
+        value = self._convert(key, lambda text: int(text, 0), "a whole number", default)
+        if minimum is not None and value < minimum:
+            raise ConfigError(f"{self.path}: [{self.name}] {key} = {value}; wanted {minimum} or more")
+        if value > maximum:
+            raise ConfigError(f"{self.path}: [{self.name}] {key} = {value}; wanted {maximum} or less")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        return self._convert(key, _finite, "a number (finite)", default)
+
+    def text(self, key: str, default: str | None = None) -> str:
+        return self._convert(key, str, "a text", default)
+
+    def flag(self, key: str, default: bool | None = None) -> bool:
+        return self._convert(key, parse_flag, "true or false", default)
+
+    def choice(self, key: str, default: str, values: Mapping[str, str]) -> str:
+        """The value that `values` has for the key's text, in any case. UnsupportedError for another text."""
+        text = self.text(key, default).lower()
+        if text not in values:
+            raise self._unsupported(f"{key} = {text}", ", ".join(values))
+        return values[text]
+
+    def demand(self, key: str, value: bool) -> None:
+        """Raises UnsupportedError where the flag is not `value`, its default."""
+        if self.flag(key, value) is not value:
+            raise self._unsupported(f"{key} = {str(not value).lower()}", str(value).lower())
+
+    def _unsupported(self, found: str, supported: str) -> UnsupportedError:
+        return UnsupportedError(f"{self.path}: [{self.name}] {found}; this version runs {supported}")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
+
+
+def read_ini(path: Path) -> dict[str, IniSection]:
+    """Sections of an INI file by lower-case name. Raises ConfigError if it is missing or cannot be parsed."""
+    parser = configparser.ConfigParser(
+        strict=False,
+        interpolation=None,
+        delimiters=("=", ":"),
+        comment_prefixes=("#", ";"),
+        inline_comment_prefixes=(";",),
+    )
+    try:
+        parser.read_string(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} is missing; a weight directory has a config.ini") from None
+    except (configparser.Error, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not a valid INI file: {' '.join(str(error).split())}") from None
+    return {name.lower(): IniSection(path, name, dict(parser[name])) for name in parser.sections()}
+
+
+def read_common(section: IniSection, max_positions: int | None = DEFAULT_MAX_POSITIONS) -> dict[str, Any]:
+    """The fields of ModelConfig that every family reads alike. hidden_size: num_heads * head_size.
+
+    max_positions: the value without a max_pos_seq_len; None: the key is mandatory.
+    """
+    dtype_text = section.text("weight_data_type").lower()
+    dtype = next((known for known in DTYPES if known in dtype_text), None)
+    if dtype is None:
+        raise ConfigError(
+            f"{section.path}: [{section.name}] weight_data_type = {dtype_text!r}; "
+            f"wanted one of {', '.join(DTYPES)}"
+        )
+    heads, size = section.integer("head_num", minimum=1), section.integer("size_per_head", minimum=1)
+    return {
+        "model_name": section.text("model_name", "model"),
+        "num_layers": section.integer("num_layer", minimum=1, maximum=MAX_LAYERS),
+        "hidden_size": heads * size,
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_size": size,
+        "mlp_size": section.integer("inter_size", minimum=1),
+        "vocab_size": section.integer("vocab_size", minimum=1),
+        "max_positions": section.integer("max_pos_seq_len", max_positions, minimum=1),
+        "start_id": section.integer("start_id"),
+        "end_id": section.integer("end_id"),
+        "weight_dtype": dtype,
+    }
+
+
+def common_keys(config: ModelConfig, tensor_para_size: int) -> dict[str, object]:
+    """The keys that read_common reads, and layernorm_eps, which families default differently."""
+    return {
+        "model_name": config.model_name,
+        "head_num": config.num_heads,
+        "size_per_head": config.head_size,
+        "inter_size": config.mlp_size,
+        "num_layer": config.num_layers,
+        "vocab_size": config.vocab_size,
+        "max_pos_seq_len": config.max_positions,
+        "start_id": config.start_id,
+        "end_id": config.end_id,
+        "weight_data_type": config.weight_dtype,
+        "tensor_para_size": tensor_para_size,
+        "layernorm_eps": repr(config.norm_eps),
+    }
+
+
+def read_rope(section: IniSection, default_size: int | None) -> RopeConfig:
+    """rotary_embedding (rotated dimensions of a head; default_size None: mandatory) and keys of ours."""
+    return RopeConfig(
+        size=section.integer("rotary_embedding", default_size, minimum=2),
+        theta=section.number("rope_theta", 10000.0),
+        scaling=section.choice("rope_scaling_type", "default", ROPE_SCALINGS),
+        factor=section.number("rope_scaling_factor", 1.0),
+        low_freq_factor=section.number("rope_low_freq_factor", 1.0),
+        high_freq_factor=section.number("rope_high_freq_factor", 4.0),
+        original_max_positions=section.integer("rope_original_max_positions", 8192),
+    )
+
+
+def rope_keys(config: ModelConfig) -> dict[str, object]:
+    """The keys that read_rope reads."""
+    rope = config.rope
+    assert rope is not None, config
+    return {
+        "rotary_embedding": rope.size,
+        "rope_theta": repr(rope.theta),
+        "rope_scaling_type": rope.scaling,
+        "rope_scaling_factor": repr(rope.factor),
+        "rope_low_freq_factor": repr(rope.low_freq_factor),
+        "rope_high_freq_factor": repr(rope.high_freq_factor),
+        "rope_original_max_positions": rope.original_max_positions,
+    }

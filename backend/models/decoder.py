@@ -1,0 +1,95 @@
+"""A decoder on one rank: its weights, and the residual forms in which families arrange attention and MLP.
+
+A family subclasses `Decoder` and says in `forward` which form it has. Letters as in kernels.ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from tridecode.backend.config import ModelConfig, check_tensor_size
+from tridecode.backend.models.layers import Context, Ranks, Weights, add_linears, attention
+from tridecode.backend.models.specs import Layout
+from tridecode.backend.weight_layout import stage_layers
+from tridecode.kernels.ops import CacheLayer, DecoderLayer, Heads
+
+
+class Decoder:
+    """The layers of a rank's pipeline stage, with its share of heads and of the MLP.
+
+    A family's __init__ adds `heads`: those of each layer of the stage, one object where they are the same.
+    Raises ConfigError if the tensor ranks cannot share the heads or the MLP.
+    """
+
+    heads: Sequence[Heads]
+
+    def __init__(self, config: ModelConfig, weights: Weights, ranks: Ranks, layout: Layout):
+        check_tensor_size(config, ranks.tensor_size)
+        self.config, self.layout = config, layout
+        self.embedding = weights.tensor("model.wte")
+        self.final_norm = weights.norm("model.final_layernorm", config.norm_eps, layout.norm_bias)
+        self.head = weights.head(
+            self.embedding if config.tied_head else weights.tensor("model.lm_head.weight")
+        )
+        self.stage = stage_layers(config.num_layers, ranks.stage, ranks.num_stages)
+        self.layers = [self.load_layer(weights, f"model.layers.{index}") for index in self.stage]
+
+    def load_layer(self, weights: Weights, prefix: str) -> DecoderLayer:
+        config, layout = self.config, self.layout
+        up, bias = [f"{prefix}.mlp.{name}" for name in layout.up], config.mlp_bias
+        return DecoderLayer(
+            attention_norm=weights.norm(f"{prefix}.input_layernorm", config.norm_eps, layout.norm_bias),
+            qkv=weights.linear(f"{prefix}.attention.query_key_value", config.attention_bias),
+            dense=weights.linear(f"{prefix}.attention.dense", config.attention_bias),
+            mlp_norm=weights.norm(f"{prefix}.post_attention_layernorm", config.norm_eps, layout.norm_bias),
+            up=weights.fused_linear(up, bias) if len(up) > 1 else weights.linear(up[0], bias),
+            down=weights.linear(f"{prefix}.mlp.{layout.down}", bias),
+        )
+
+    def embed(self, context: Context, x: Tensor) -> None:
+        """x: (T, C), written: the embedded tokens."""
+        context.ops.embed(context.batch.token_ids, self.embedding, out=x)
+
+    def forward(self, context: Context, x: Tensor, caches: list[CacheLayer]) -> None:
+        """x: (T, C), the embedded tokens or the output of the stage before; becomes this stage's output."""
+        raise NotImplementedError
+
+    def logits(self, context: Context, x: Tensor) -> Tensor:
+        """(R, V) float32 logits of the rows that the batch wants."""
+        rows = context.batch.sample_tokens
+        last, out = context.work.last[: rows.shape[0]], context.work.logits[: rows.shape[0]]
+        context.ops.gather_rows(x, rows, out=last)
+        context.ops.linear(last, self.head, norm=self.final_norm, out=out)
+        return out
+
+    def sequential(self, context: Context, x: Tensor, activation: str, caches: list[CacheLayer]) -> None:
+        """x += attention(norm(x)), then x += mlp(norm(x)), layer after layer."""
+        if self._run_at_once(context, x, activation, caches):
+            return
+        mlp = context.work.mlp[: context.num_tokens]
+        for layer, heads, cache in zip(self.layers, self.heads, caches):
+            attended = attention(context, x, layer.qkv, layer.attention_norm, heads, cache)
+            add_linears(context, x, (attended, layer.dense))
+            context.ops.linear(x, layer.up, norm=layer.mlp_norm, activation=activation, out=mlp)
+            add_linears(context, x, (mlp, layer.down))
+
+    def parallel(self, context: Context, x: Tensor, activation: str, caches: list[CacheLayer]) -> None:
+        """x += attention(attention_norm(x)) + mlp(mlp_norm(x)), layer after layer."""
+        mlp = context.work.mlp[: context.num_tokens]
+        for layer, heads, cache in zip(self.layers, self.heads, caches):
+            attended = attention(context, x, layer.qkv, layer.attention_norm, heads, cache)
+            context.ops.linear(x, layer.up, norm=layer.mlp_norm, activation=activation, out=mlp)
+            add_linears(context, x, (attended, layer.dense), (mlp, layer.down))
+
+    def _run_at_once(
+        self, context: Context, x: Tensor, activation: str, caches: Sequence[CacheLayer]
+    ) -> bool:
+        """All layers of a small step in one launch, if the operations have one for it. False: not done.
+
+        The layers must have the same heads, and no rank may wait for another.
+        """
+        if context.ranks.tensor_size > 1 or len(set(map(id, self.heads))) != 1:
+            return False
+        return context.ops.decoder_layers(x, self.layers, self.heads[0], activation, context.batch, caches)

@@ -1,0 +1,102 @@
+"""The sampling parameters: one row each, and nothing else repeats a row.
+
+A row is a field of SamplingParams: type, neutral value, meaning and range. From the rows follow the message
+that carries them, the range check of doors and engine, the input tensors of a contract that has no name of
+its own for a parameter (`doors/contracts`), the options of `tridecode generate` and a table in
+docs/requests.md. The per-slot struct of the kernels has columns of the same names.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, get_args, get_type_hints
+
+import msgspec
+
+
+@dataclass(frozen=True)
+class Range:
+    """Values from low to high, both included; wanted: the same in words, for errors and documentation."""
+
+    low: float
+    high: float
+    wanted: str
+
+
+_ABOVE_0 = math.ulp(0.0)
+_COUNT = Range(0, 2**31 - 1, "0 to 2**31 - 1")  # an int32 of the engine holds it
+_TOP_K = Range(0, 2**31 - 1, "0 (the whole vocabulary) to 2**31 - 1")
+_SEED = Range(0, 2**64 - 1, "0 to 2**64 - 1")
+_FRACTION = Range(_ABOVE_0, 1.0, "a number in (0, 1]")
+_FACTOR = Range(_ABOVE_0, 1e6, "a number in (0, 1e6]")
+_DIVISOR = Range(0.0, 1e6, "a number from 0 to 1e6")
+_PENALTY = Range(-1e6, 1e6, "a number from -1e6 to 1e6")
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How one sequence chooses its tokens. One vocabulary for every door; `check` compares with the ranges.
+
+    The order of operations is FasterTransformer's: bad words, temperature, repetition / presence / frequency
+    penalty, min_tokens, top-k, then top-p within what top-k left. `top_k == 1` or `temperature == 0` is
+    greedy.
+    """
+
+    max_tokens: Annotated[int, "maximum number of new tokens", _COUNT] = 16
+    min_tokens: Annotated[int, "number of new tokens before which the end token is impossible", _COUNT] = 0
+    temperature: Annotated[float, "softmax temperature; 0 is greedy", _DIVISOR] = 1.0
+    top_k: Annotated[int, "sample from the k most likely tokens; 0: from all", _TOP_K] = 1
+    top_p: Annotated[float, "nucleus (top-p) probability mass; 1 keeps all tokens", _FRACTION] = 1.0
+    top_p_decay: Annotated[float, "factor on `top_p` after each token, without top-k", _FRACTION] = 1.0
+    top_p_min: Annotated[float, "lower bound of a decaying `top_p`", _FRACTION] = 1e-6
+    top_p_reset_id: Annotated[int, "token that resets a decaying `top_p`; -1: none"] = -1
+    repetition_penalty: Annotated[float, "above 1: tokens that occurred become less likely", _FACTOR] = 1.0
+    presence_penalty: Annotated[float, "subtracted once from a logit if its token occurred", _PENALTY] = 0.0
+    frequency_penalty: Annotated[float, "subtracted from a token's logit per occurrence", _PENALTY] = 0.0
+    seed: Annotated[int, "the same seed gives the same answer", _SEED] = 0
+    end_id: Annotated[int, "token that ends the sequence and stays in the output; -1: none"] = -1
+    stop_words: Annotated[list[list[int]], "sequences of ids that end the output and stay in it"] = []
+    bad_words: Annotated[list[list[int]], "sequences of ids that are never generated"] = []
+    return_log_probs: Annotated[bool, "return the log probability of each new token"] = False
+    return_context_embedding: Annotated[bool, "return the last hidden states, summed over the prompt"] = False
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One row. range: None where a check needs more than the value, as for a token id."""
+
+    name: str
+    type: type
+    default: Any
+    meaning: str
+    range: Range | None
+
+
+@cache
+def parameters(table: type[SamplingParams] = SamplingParams) -> tuple[Parameter, ...]:
+    """The rows of a table, in order."""
+    hints = get_type_hints(table, include_extras=True)
+    found = []
+    for field in msgspec.structs.fields(table):
+        kind, meaning, *limits = get_args(hints[field.name])
+        found.append(Parameter(field.name, kind, field.default, meaning, limits[0] if limits else None))
+    return tuple(found)
+
+
+@cache
+def _ranges(table: type[SamplingParams]) -> tuple[tuple[str, float, float, str], ...]:
+    return tuple((p.name, p.range.low, p.range.high, p.range.wanted) for p in parameters(table) if p.range)
+
+
+def check(params: SamplingParams) -> str | None:
+    """None, or one sentence: which field is out of its range, what was found and what was wanted."""
+    for name, low, high, wanted in _ranges(type(params)):
+        value = getattr(params, name)
+        if not low <= value <= high:  # a NaN compares false, so it is refused too
+            return f"{name} is {value}; wanted {wanted}"
+    return None
+
+
+def is_greedy(params: SamplingParams) -> bool:
+    return params.top_k == 1 or params.temperature == 0.0

@@ -1,0 +1,11 @@
+"""Text around the engine: prompts to token ids, and the engine's events to text. Used by every front end.
+
+No Triton, numpy, torch or transformers here. In the order of use:
+
+    encode, bad_word_ids     texts to token ids (`encoding`)
+    TokenizerView            what a decoder knows about a tokenizer (`detokenizer`)
+    StopAutomaton            the stop words of a row, prepared once (`stop_words`)
+    Completion, Answer       the engine's events to pieces of text, log-probs, finish reasons (`completion`)
+
+Size limits, and the meaning of a request's fields, are the front end's.
+"""

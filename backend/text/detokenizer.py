@@ -1,0 +1,133 @@
+"""Token ids to text, piece by piece: incremental detokenisation, which `tokenizers` alone does not offer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+#: replacement character: what a decoder writes for bytes that are not (yet) valid UTF-8
+BROKEN = "\ufffd"
+#: tokens of context before the new ones: a decoder strips the space of the first token that it decodes
+_CONTEXT_TOKENS = 4
+#: a longer window is trimmed to its context as soon as it ends with a complete character
+_TRIM_TOKENS = 24
+#: a longer window is split even if its last character is incomplete, at a place that keeps the text
+_MAX_WINDOW_TOKENS = 64
+#: byte tokens of one run that are held back until the run is complete
+_MAX_BYTE_RUN = 32
+#: for a larger id `tokenizers` raises OverflowError instead of reporting it as unknown
+MAX_ID = 2**32 - 1
+
+
+class TokenizerView:
+    """What decoding needs to know about a tokenizer, computed once.
+
+    byte_ids: the tokens <0x00> ... <0xFF> of a decoder with byte fallback; else empty.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool):
+        self.tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = {i for i, token in added.items() if token.special} if skip_special_tokens else set()
+        decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
+        self.byte_ids = frozenset(_byte_ids(tokenizer)) if _has_byte_fallback(decoder) else frozenset()
+
+    def shown(self, ids: list[int]) -> list[int]:
+        """The ids that appear in a text: known to the tokenizer, and not special where these are skipped."""
+        special, known = self._special, self.tokenizer.id_to_token
+        return [i for i in ids if 0 <= i <= MAX_ID and i not in special and known(i) is not None]
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def _has_byte_fallback(decoder: dict) -> bool:
+    return decoder.get("type") == "ByteFallback" or any(map(_has_byte_fallback, decoder.get("decoders", [])))
+
+
+def _byte_ids(tokenizer: Tokenizer) -> list[int]:
+    ids = (tokenizer.token_to_id(f"<0x{value:02X}>") for value in range(256))
+    return [i for i in ids if i is not None]
+
+
+class StreamDecoder:
+    """Turns a growing list of ids into pieces of text whose concatenation is the decoding of the whole list.
+
+    context: ids of the prompt; the pieces continue its text, so the space before a first word is kept.
+    An incomplete character is held back, and so is a run of byte tokens, because the decoders of
+    SentencePiece models accept or refuse a run as a whole. Only a malformed run of more than 32 byte tokens
+    may differ from the decoding of the whole list. A push decodes at most 64 tokens besides its own.
+    """
+
+    def __init__(self, tokens: TokenizerView, context: Sequence[int] = ()):
+        self._tokens = tokens
+        self._window = self._context(tokens.shown(list(context[-_MAX_WINDOW_TOKENS:])))
+        self._emitted = len(tokens.decode(self._window))  # characters of the window's text already returned
+
+    def push(self, ids: list[int]) -> str:
+        """The text that later ids cannot change any more; may be empty."""
+        self._window += self._tokens.shown(ids)
+        stable = self._stable_count()
+        text = self._tokens.decode(self._window[:stable])
+        broken = text.endswith(BROKEN)
+        piece = text[self._emitted : len(text) - broken]
+        self._emitted = max(self._emitted, len(text) - broken)
+        if stable > _TRIM_TOKENS and not broken:
+            self._trim(stable, len(text))
+        elif len(self._window) > _MAX_WINDOW_TOKENS:
+            self._split()
+        return piece
+
+    def flush(self) -> str:
+        """What was held back; call it once, after the last ids."""
+        text = self._tokens.decode(self._window)
+        piece = text[self._emitted :]
+        self._emitted = len(text)
+        return piece
+
+    def _stable_count(self) -> int:
+        """Number of tokens of the window before the run of byte tokens at its end.
+
+        A run that is too long to be held back counts up to its last complete character.
+        """
+        byte_ids, count = self._tokens.byte_ids, len(self._window)
+        start = count
+        while start and count - start <= _MAX_BYTE_RUN and self._window[start - 1] in byte_ids:
+            start -= 1
+        if count - start <= _MAX_BYTE_RUN:
+            return start
+        places = range(count, count - 4, -1)
+        return next((p for p in places if not self._tokens.decode(self._window[:p]).endswith(BROKEN)), count)
+
+    def _context(self, ids: list[int]) -> list[int]:
+        """The last tokens of `ids`; a few more or fewer where the cut would split a run of byte tokens."""
+        start, byte_ids = max(0, len(ids) - _CONTEXT_TOKENS), self._tokens.byte_ids
+        while start and len(ids) - start < _MAX_BYTE_RUN and ids[start] in byte_ids:
+            start -= 1
+        if start and ids[start] in byte_ids:
+            start = self._clean_cut(ids, self._tokens.decode(ids)) or start
+        return ids[start:]
+
+    def _trim(self, stable: int, length: int) -> None:
+        """Keep the context of the stable tokens, whose text has `length` characters, and the tokens after."""
+        context = self._context(self._window[:stable])
+        self._window = context + self._window[stable:]
+        self._emitted += len(self._tokens.decode(context)) - length
+
+    def _split(self) -> None:
+        """Drop the front of a window that ends with an incomplete character."""
+        place = self._clean_cut(self._window, self._tokens.decode(self._window))
+        self._emitted = max(0, self._emitted - len(self._tokens.decode(self._window[:place])))
+        self._window = self._window[place:]
+
+    def _clean_cut(self, ids: list[int], text: str) -> int:
+        """A place near the end where `ids` can be cut so that the halves decode to `text`, the whole; or 0.
+
+        An incomplete character has at most three bytes, hence three tokens.
+        """
+        for place in range(len(ids) - 1, max(0, len(ids) - 6), -1):
+            if self._tokens.decode(ids[:place]) + self._tokens.decode(ids[place:]) == text:
+                return place
+        return 0

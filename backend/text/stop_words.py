@@ -1,0 +1,92 @@
+"""Stop words in text that arrives in pieces."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+
+class StopAutomaton:
+    """Stop words as an automaton that reads a character at a time (Aho and Corasick 1975).
+
+    A state is the longest suffix of the text so far that is a prefix of a stop word. The cost of a step does
+    not depend on the number of words. Empty words are ignored. Rows with the same words can share one.
+    """
+
+    def __init__(self, stop_words: Iterable[str]):
+        self.empty = True
+        self._next: list[dict[str, int]] = [{}]  # transitions of each state; state 0 is the empty text
+        self._back = [0]  # failure links: the state of the longest proper suffix
+        self._ends = [0]  # length of the longest word that a state's text ends with; 0: none
+        self.depth = [0]  # length of a state's text
+        for word in stop_words:
+            if word:
+                self._add(word)
+                self.empty = False
+        self._link()
+
+    def _add(self, word: str) -> None:
+        state = 0
+        for character in word:
+            following = self._next[state].get(character)
+            if following is None:
+                following = self._next[state][character] = len(self._next)
+                self._next.append({})
+                self._back.append(0)
+                self._ends.append(0)
+                self.depth.append(self.depth[state] + 1)
+            state = following
+        self._ends[state] = len(word)
+
+    def _link(self) -> None:
+        """Fill in `_back` breadth first: a suffix is complete before the states that link to it."""
+        waiting = deque(self._next[0].values())
+        while waiting:
+            state = waiting.popleft()
+            for character, following in self._next[state].items():
+                self._back[following] = self.step(self._back[state], character)
+                self._ends[following] = self._ends[following] or self._ends[self._back[following]]
+                waiting.append(following)
+
+    def step(self, state: int, character: str) -> int:
+        while state and character not in self._next[state]:
+            state = self._back[state]
+        return self._next[state].get(character, 0)
+
+    def ending(self, state: int) -> int:
+        """Length of the longest stop word that ends in this state; 0: none."""
+        return self._ends[state]
+
+
+class StopMatcher:
+    """Finds the first stop word in text that arrives in pieces.
+
+    Text that may be the beginning of a stop word is held back. The stop word that is complete first wins, and
+    of several that end together the longest, so the result does not depend on how the text was cut.
+    """
+
+    def __init__(self, stop_words: StopAutomaton):
+        self._words = stop_words
+        self._state = 0
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """(text that can be shown, whether a stop word was found); the stop word itself is dropped."""
+        words = self._words
+        if words.empty:
+            return text, False
+        state, before = self._state, len(self._held)
+        text = self._held + text
+        for at in range(before, len(text)):
+            state = words.step(state, text[at])
+            length = words.ending(state)
+            if length:
+                self._held, self._state = "", 0
+                return text[: at + 1 - length], True
+        self._state, keep = state, words.depth[state]
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], False
+
+    def flush(self) -> str:
+        held, self._held, self._state = self._held, "", 0
+        return held

@@ -1,0 +1,89 @@
+"""Checkpoint families. A family is a module of this package that defines `FAMILY`; there is no list of them.
+
+docs/adding_a_family.md explains the parts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Callable
+
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from tridecode.backend.config import ModelConfig
+from tridecode.backend.errors import UnsupportedError
+from tridecode.converters.rules import Rule
+
+
+@dataclass(frozen=True)
+class GgufRules:
+    """How a GGUF file of one architecture gets transformers' names and layouts again.
+
+    names: llama.cpp's names to transformers', without ".weight" and ".bias"; {i} stands for a layer.
+    transposed: suffixes of llama.cpp's names of matrices that transformers keeps as (in, out).
+    restore: (llama.cpp's name, tensor, config) to the tensor in transformers' order of rows.
+    complete: (config, metadata) sets what transformers' reader does not read.
+    """
+
+    architecture: str
+    names: dict[str, str]
+    transposed: tuple[str, ...] = ()
+    restore: Callable[[str, Tensor, PreTrainedConfig], Tensor] = lambda name, tensor, config: tensor
+    complete: Callable[[PreTrainedConfig, dict[str, Any]], None] = lambda config, metadata: None
+
+
+@dataclass(frozen=True)
+class CheckpointFamily:
+    """How a checkpoint becomes a weight directory.
+
+    model_types: transformers' names. prefix: of a full model's tensors; the bare model's lack it.
+    embedding, head: names of these tensors. model_config: (transformers' config, **common) to
+    ModelConfig; common: model_name, start_id, end_id, weight_dtype, tied_head. rules: of every tensor.
+    ignored: patterns of buffers to leave out.
+    """
+
+    model_types: tuple[str, ...]
+    prefix: str
+    embedding: str
+    model_config: Callable[..., ModelConfig]
+    rules: Callable[[ModelConfig], list[Rule]]
+    head: str = "lm_head.weight"
+    ignored: tuple[str, ...] = ()
+    gguf: GgufRules | None = None
+
+    @property
+    def source_file(self) -> str:
+        """For errors about its rules."""
+        return f"converters/families/{self.rules.__module__.rpartition('.')[2]}.py"
+
+
+@cache
+def families() -> dict[str, CheckpointFamily]:
+    """The family of each model type."""
+    modules = [importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)]
+    found = [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
+    return {model_type: family for family in found for model_type in family.model_types}
+
+
+def family_of(model_type: object, where: Path) -> CheckpointFamily:
+    """Raises UnsupportedError for an unknown model type; where: the file that names it."""
+    if model_type not in families():
+        raise UnsupportedError(
+            f"{where} has model_type {model_type!r}; this version converts {', '.join(families())}"
+        )
+    return families()[str(model_type)]
+
+
+def gguf_rules(architecture: object, where: Path) -> GgufRules:
+    """Raises UnsupportedError for an unknown architecture; where: the file."""
+    known = {family.gguf.architecture: family.gguf for family in families().values() if family.gguf}
+    if architecture not in known:
+        raise UnsupportedError(
+            f"{where} has the GGUF architecture {architecture!r}; this version reads {', '.join(known)}"
+        )
+    return known[str(architecture)]

@@ -1,0 +1,85 @@
+"""BLOOM: its query_key_value is stored head by head, q, k and v of each."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from tridecode.backend.config import DEFAULT_MAX_POSITIONS, ModelConfig
+from tridecode.converters.families import CheckpointFamily, GgufRules
+from tridecode.converters.rules import (
+    Rule,
+    join_heads,
+    module_rules,
+    split_heads,
+    split_heads_transposed,
+    transpose,
+)
+
+EMBEDDING = "transformer.word_embeddings.weight"
+
+
+def model_config(hf: PreTrainedConfig, **common) -> ModelConfig:
+    return ModelConfig(
+        family="bloom",
+        num_layers=hf.n_layer,
+        hidden_size=hf.hidden_size,
+        num_heads=hf.n_head,
+        num_kv_heads=hf.n_head,
+        head_size=hf.hidden_size // hf.n_head,
+        mlp_size=4 * hf.hidden_size,
+        vocab_size=hf.vocab_size,
+        max_positions=DEFAULT_MAX_POSITIONS,  # ALiBi has no table of positions; FasterTransformer's limit
+        norm_eps=hf.layer_norm_epsilon,
+        residual="from_norm" if hf.apply_residual_connection_post_layernorm else "sequential",
+        **common,
+    )
+
+
+def rules(config: ModelConfig) -> list[Rule]:
+    layer, out, heads = "transformer.h.{i}", "model.layers.{i}", config.num_heads
+    fused = partial(split_heads_transposed, heads), partial(split_heads, heads)
+    return [
+        Rule(EMBEDDING, "model.wte"),
+        *module_rules("transformer.word_embeddings_layernorm", "model.pre_decoder_layernorm"),
+        *module_rules(f"{layer}.input_layernorm", f"{out}.input_layernorm"),
+        *module_rules(f"{layer}.self_attention.query_key_value", f"{out}.attention.query_key_value", *fused),
+        *module_rules(f"{layer}.self_attention.dense", f"{out}.attention.dense", transpose),
+        *module_rules(f"{layer}.post_attention_layernorm", f"{out}.post_attention_layernorm"),
+        *module_rules(f"{layer}.mlp.dense_h_to_4h", f"{out}.mlp.dense_h_to_4h", transpose),
+        *module_rules(f"{layer}.mlp.dense_4h_to_h", f"{out}.mlp.dense_4h_to_h", transpose),
+        *module_rules("transformer.ln_f", "model.final_layernorm"),
+        Rule("lm_head.weight", "model.lm_head.weight"),
+    ]
+
+
+def _restore(name: str, tensor: Tensor, hf: PreTrainedConfig) -> Tensor:
+    """llama.cpp stores all queries, keys and values; transformers head by head."""
+    return join_heads(hf.num_attention_heads, tensor) if ".attn_qkv." in name else tensor
+
+
+FAMILY = CheckpointFamily(
+    model_types=("bloom",),
+    prefix="transformer.",
+    embedding=EMBEDDING,
+    model_config=model_config,
+    rules=rules,
+    gguf=GgufRules(
+        architecture="bloom",
+        names={
+            "token_embd": "transformer.word_embeddings",
+            "token_embd_norm": "transformer.word_embeddings_layernorm",
+            "output_norm": "transformer.ln_f",
+            "output": "lm_head",
+            "blk.{i}.attn_norm": "transformer.h.{i}.input_layernorm",
+            "blk.{i}.attn_qkv": "transformer.h.{i}.self_attention.query_key_value",
+            "blk.{i}.attn_output": "transformer.h.{i}.self_attention.dense",
+            "blk.{i}.ffn_norm": "transformer.h.{i}.post_attention_layernorm",
+            "blk.{i}.ffn_up": "transformer.h.{i}.mlp.dense_h_to_4h",
+            "blk.{i}.ffn_down": "transformer.h.{i}.mlp.dense_4h_to_h",
+        },
+        restore=_restore,
+    ),
+)

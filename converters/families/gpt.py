@@ -1,0 +1,94 @@
+"""GPT-2: its matrices are (in, out) already."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from tridecode.backend.config import ModelConfig
+from tridecode.backend.errors import UnsupportedError
+from tridecode.converters.families import CheckpointFamily, GgufRules
+from tridecode.converters.hf_config import activation
+from tridecode.converters.rules import Rule, module_rules
+
+EMBEDDING = "transformer.wte.weight"
+#: settings that change the network, and the value that this version runs
+_FIXED = {
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "reorder_and_upcast_attn": False,
+    "add_cross_attention": False,
+}
+
+
+def model_config(hf: PreTrainedConfig, **common) -> ModelConfig:
+    for key, value in _FIXED.items():
+        if getattr(hf, key) != value:
+            raise UnsupportedError(f"GPT-2 with {key} = {getattr(hf, key)}; this version runs {value}")
+    return ModelConfig(
+        family="gpt",
+        num_layers=hf.n_layer,
+        hidden_size=hf.n_embd,
+        num_heads=hf.n_head,
+        num_kv_heads=hf.n_head,
+        head_size=hf.n_embd // hf.n_head,
+        mlp_size=hf.n_inner if hf.n_inner is not None else 4 * hf.n_embd,
+        vocab_size=hf.vocab_size,
+        max_positions=hf.n_positions,
+        norm_eps=hf.layer_norm_epsilon,
+        activation=activation(hf, "activation_function", "GPT-2"),
+        **common,
+    )
+
+
+def rules(config: ModelConfig) -> list[Rule]:
+    layer, out = "transformer.h.{i}", "model.layers.{i}"
+    return [
+        Rule(EMBEDDING, "model.wte"),
+        Rule("transformer.wpe.weight", "model.wpe"),
+        *module_rules(f"{layer}.ln_1", f"{out}.input_layernorm"),
+        *module_rules(f"{layer}.attn.c_attn", f"{out}.attention.query_key_value"),
+        *module_rules(f"{layer}.attn.c_proj", f"{out}.attention.dense"),
+        *module_rules(f"{layer}.ln_2", f"{out}.post_attention_layernorm"),
+        *module_rules(f"{layer}.mlp.c_fc", f"{out}.mlp.dense_h_to_4h"),
+        *module_rules(f"{layer}.mlp.c_proj", f"{out}.mlp.dense_4h_to_h"),
+        *module_rules("transformer.ln_f", "model.final_layernorm"),
+        Rule("lm_head.weight", "model.lm_head.weight"),
+    ]
+
+
+def _complete(hf: PreTrainedConfig, metadata: dict[str, Any]) -> None:
+    """transformers' reader takes context_length for n_ctx, which its GPT-2 does not have."""
+    hf.n_positions = int(metadata.get("gpt2.context_length", hf.n_positions))
+    hf.n_inner = metadata.get("gpt2.feed_forward_length")
+
+
+FAMILY = CheckpointFamily(
+    model_types=("gpt2",),
+    prefix="transformer.",
+    embedding=EMBEDDING,
+    model_config=model_config,
+    rules=rules,
+    ignored=(
+        "transformer.h.{i}.attn.bias",
+        "transformer.h.{i}.attn.masked_bias",
+    ),  # causal masks, once stored
+    gguf=GgufRules(
+        architecture="gpt2",
+        names={
+            "token_embd": "transformer.wte",
+            "position_embd": "transformer.wpe",
+            "output_norm": "transformer.ln_f",
+            "output": "lm_head",
+            "blk.{i}.attn_norm": "transformer.h.{i}.ln_1",
+            "blk.{i}.attn_qkv": "transformer.h.{i}.attn.c_attn",
+            "blk.{i}.attn_output": "transformer.h.{i}.attn.c_proj",
+            "blk.{i}.ffn_norm": "transformer.h.{i}.ln_2",
+            "blk.{i}.ffn_up": "transformer.h.{i}.mlp.c_fc",
+            "blk.{i}.ffn_down": "transformer.h.{i}.mlp.c_proj",
+        },
+        transposed=("attn_qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.weight"),
+        complete=_complete,
+    ),
+)

@@ -1,0 +1,98 @@
+"""LLaMA 1 to 3 and models of the same network."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from tridecode.backend.config import ModelConfig
+from tridecode.backend.errors import UnsupportedError
+from tridecode.converters.families import CheckpointFamily, GgufRules
+from tridecode.converters.hf_config import rope_config
+from tridecode.converters.rules import Rule, join, join_transposed, module_rules, transpose
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def model_config(hf: PreTrainedConfig, **common) -> ModelConfig:
+    partial_rotary = hf.rope_parameters.get("partial_rotary_factor", 1.0)
+    for key, found, wanted in (
+        ("hidden_act", hf.hidden_act, "silu"),
+        ("partial_rotary_factor", partial_rotary, 1.0),
+    ):
+        if found != wanted:
+            raise UnsupportedError(f"LLaMA with {key} = {found}; this version runs {wanted}")
+    return ModelConfig(
+        family="llama",
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        num_heads=hf.num_attention_heads,
+        num_kv_heads=hf.num_key_value_heads,
+        head_size=hf.head_dim,
+        mlp_size=hf.intermediate_size,
+        vocab_size=hf.vocab_size,
+        max_positions=hf.max_position_embeddings,
+        norm_eps=hf.rms_norm_eps,
+        activation="silu",
+        rope=rope_config(hf, hf.head_dim, "LLaMA"),
+        attention_bias=hf.attention_bias,
+        mlp_bias=hf.mlp_bias,
+        **common,
+    )
+
+
+def rules(config: ModelConfig) -> list[Rule]:
+    layer, out = "model.layers.{i}", "model.layers.{i}"
+    qkv = tuple(f"{layer}.self_attn.{name}_proj" for name in "qkv")
+    return [
+        Rule(EMBEDDING, "model.wte"),
+        *module_rules(f"{layer}.input_layernorm", f"{out}.input_layernorm"),
+        *module_rules(qkv, f"{out}.attention.query_key_value", join_transposed, join),
+        *module_rules(f"{layer}.self_attn.o_proj", f"{out}.attention.dense", transpose),
+        *module_rules(f"{layer}.post_attention_layernorm", f"{out}.post_attention_layernorm"),
+        *module_rules(f"{layer}.mlp.gate_proj", f"{out}.mlp.gate_proj", transpose),
+        *module_rules(f"{layer}.mlp.up_proj", f"{out}.mlp.up_proj", transpose),
+        *module_rules(f"{layer}.mlp.down_proj", f"{out}.mlp.down_proj", transpose),
+        *module_rules("model.norm", "model.final_layernorm"),
+        Rule("lm_head.weight", "model.lm_head.weight"),
+    ]
+
+
+def _restore(name: str, tensor: Tensor, hf: PreTrainedConfig) -> Tensor:
+    """llama.cpp's rotary embedding has pairs of neighbouring rows in q and k, transformers' halves."""
+    heads = {".attn_q.": hf.num_attention_heads, ".attn_k.": hf.num_key_value_heads}
+    for part, count in heads.items():
+        if part in name:
+            rows = tensor.reshape(count, -1, 2, *tensor.shape[1:])  # (H, D / 2, 2, C)
+            return rows.transpose(1, 2).reshape(tensor.shape)
+    return tensor
+
+
+FAMILY = CheckpointFamily(
+    model_types=("llama",),
+    prefix="model.",
+    embedding=EMBEDDING,
+    model_config=model_config,
+    rules=rules,
+    ignored=(
+        "model.layers.{i}.self_attn.rotary_emb.inv_freq",
+    ),  # of old checkpoints; follows from rope_theta
+    gguf=GgufRules(
+        architecture="llama",
+        names={
+            "token_embd": "model.embed_tokens",
+            "output_norm": "model.norm",
+            "output": "lm_head",
+            "blk.{i}.attn_norm": "model.layers.{i}.input_layernorm",
+            "blk.{i}.attn_q": "model.layers.{i}.self_attn.q_proj",
+            "blk.{i}.attn_k": "model.layers.{i}.self_attn.k_proj",
+            "blk.{i}.attn_v": "model.layers.{i}.self_attn.v_proj",
+            "blk.{i}.attn_output": "model.layers.{i}.self_attn.o_proj",
+            "blk.{i}.ffn_norm": "model.layers.{i}.post_attention_layernorm",
+            "blk.{i}.ffn_gate": "model.layers.{i}.mlp.gate_proj",
+            "blk.{i}.ffn_up": "model.layers.{i}.mlp.up_proj",
+            "blk.{i}.ffn_down": "model.layers.{i}.mlp.down_proj",
+        },
+        restore=_restore,
+    ),
+)

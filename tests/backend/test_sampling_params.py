@@ -1,0 +1,115 @@
+"""The table of sampling parameters against ranges that are written out here, and what a new row gives."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from tridecode.backend.doors.contracts.fastertransformer import FASTERTRANSFORMER
+from tridecode.backend.doors.contracts.field import Contract, with_parameters
+from tridecode.backend.doors.contracts.inputs import Inputs
+from tridecode.backend.doors.contracts.tensorrt_llm import TENSORRT_LLM
+from tridecode.backend.sampling_params import Range, SamplingParams, check, parameters
+from tridecode.model_repo_templates import render
+from tridecode.model_repo_templates.pbtxt import data_type_name, parse_model_config
+from tridecode.tools.request_docs import input_table, sampling_table
+from tridecode.tools.sampling_options import with_sampling_options
+
+COUNT = ([0, 1, 2**31 - 1], [-1, 2**31], "0 to 2**31 - 1")
+FRACTION = ([5e-324, 0.5, 1.0], [0.0, -0.1, 1.0000001, math.nan, math.inf], "a number in (0, 1]")
+PENALTY = ([-1e6, 0.0, 1e6], [-1.000001e6, 1.000001e6, math.nan, -math.inf], "a number from -1e6 to 1e6")
+#: parameter -> accepted, refused, the range in words
+RANGES = {
+    "max_tokens": COUNT,
+    "min_tokens": COUNT,
+    "temperature": ([0.0, 1e6], [-1e-9, 1.000001e6, math.nan, math.inf], "a number from 0 to 1e6"),
+    "top_k": (*COUNT[:2], "0 (the whole vocabulary) to 2**31 - 1"),
+    "top_p": FRACTION,
+    "top_p_decay": FRACTION,
+    "top_p_min": FRACTION,
+    "repetition_penalty": ([5e-324, 1.0, 1e6], [0.0, -1.0, 1.000001e6, math.nan], "a number in (0, 1e6]"),
+    "presence_penalty": PENALTY,
+    "frequency_penalty": PENALTY,
+    "seed": ([0, 2**63, 2**64 - 1], [-1, 2**64], "0 to 2**64 - 1"),
+}
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_a_value_outside_its_range_is_refused_in_one_sentence(name):
+    accepted, refused, words = RANGES[name]
+    for value in accepted:
+        assert check(SamplingParams(**{name: value})) is None
+    for value in refused:
+        assert check(SamplingParams(**{name: value})) == f"{name} is {value}; wanted {words}"
+
+
+def test_every_range_is_tested_here_and_the_first_fault_in_the_order_of_the_table_is_reported():
+    assert [row.name for row in parameters() if row.range] == list(RANGES)
+    assert (check(SamplingParams(seed=-1, top_k=-1, top_p=7.0)) or "").startswith("top_k is -1")
+
+
+def test_neutral_values_are_not_sent():
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(SamplingParams())) == {}
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(SamplingParams(top_k=5))) == {"top_k": 5}
+
+
+# ---------------------------------------------------------------- what a new row gives
+
+
+class WithMinP(SamplingParams, frozen=True, omit_defaults=True):
+    """The table with one row more."""
+
+    min_p: Annotated[float, "probability relative to the best", Range(0.0, 1.0, "a number from 0 to 1")] = 0.0
+
+
+def test_a_new_row_is_sent_and_checked():
+    params = WithMinP(min_p=0.25, top_k=0)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=WithMinP) == params
+    assert check(params) is None
+    assert check(WithMinP(min_p=1.5)) == "min_p is 1.5; wanted a number from 0 to 1"
+
+
+@pytest.mark.parametrize(
+    ("contract", "needed"),
+    [
+        (FASTERTRANSFORMER, ("input_ids", "input_lengths", "request_output_len")),
+        (TENSORRT_LLM, ("text_input", "max_tokens")),
+    ],
+)
+def test_a_new_row_is_an_optional_tensor_of_a_contract_and_of_its_documentation(contract, needed):
+    inputs = with_parameters(contract.inputs, "INT32", without=("frequency_penalty",), table=WithMinP)
+    assert [field.name for field in inputs if field not in contract.inputs] == ["min_p"]
+    grown = Contract(inputs, contract.outputs)
+    arrays = {name: np.zeros((2, 1), contract.by_name[name].dtypes[0]) for name in needed}
+    sent = Inputs({**arrays, "min_p": np.array([[0.25], [0.5]], np.float32)}, grown)
+    assert [row["min_p"] for row in sent.params(2, grown)] == [0.25, 0.5]
+    text = render(
+        "health.pbtxt", contract=grown, name="m", engine_model="e", batched=True, decoupled="false",
+        uint32_inputs=(),
+    )  # fmt: skip
+    declared = {tensor.name: tensor for tensor in parse_model_config(text, "m").input}["min_p"]
+    assert (data_type_name(declared.data_type), list(declared.dims), declared.optional) == ("FP32", [1], True)
+    assert "| `min_p` | FP32 | [B, 1] | probability relative to the best | 0 |" in input_table(
+        grown, WithMinP
+    )
+    assert "a number from 0 to 1 |" in sampling_table(WithMinP)
+
+
+def test_a_new_row_is_an_option_of_the_command_line():
+    given: list[dict[str, Any]] = []
+
+    def command(max_tokens: int = 3, *, sampling: dict[str, Any]) -> None:
+        given.append({"max_tokens": max_tokens, **sampling})
+
+    app = typer.Typer()
+    app.command()(with_sampling_options(command, WithMinP))
+    result = CliRunner().invoke(app, ["--min-p", "0.25", "--top-k", "7", "--max-tokens", "9"])
+    assert result.exit_code == 0, result.output
+    values = {"min_p": 0.25, "top_k": 7, "max_tokens": 9}
+    assert given == [{**dict.fromkeys((*RANGES, "min_p")), **values}]

@@ -1,0 +1,139 @@
+"""The concatenated pieces equal the decoding of the whole list by `tokenizers`, however the ids arrive."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.backend.doors.tokenizers_at_hand import byte_level, metaspace_unigram, sentencepiece_bpe
+from tridecode.backend.text.detokenizer import StreamDecoder, TokenizerView
+
+KINDS = {
+    "byte_level": byte_level,
+    "sentencepiece_bpe": sentencepiece_bpe,
+    "metaspace_unigram": metaspace_unigram,
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+skips = pytest.mark.parametrize("skip", [True, False])
+
+texts = st.text(
+    alphabet=st.one_of(
+        st.characters(exclude_categories=["Cs"]),
+        st.sampled_from("東京は日本の首都です世界 \n\t e\u0301\u0308😀👍🏽👨\u200d👩\u200d👧éßñ"),
+        st.sampled_from("abc the "),
+    ),
+    max_size=60,
+)
+
+
+def pieces(view: TokenizerView, ids: list[int], cuts: list[int], context: list[int] = ()) -> list[str]:
+    decoder = StreamDecoder(view, context)
+    out, start = [], 0
+    for cut in [*sorted(cuts), len(ids)]:
+        out.append(decoder.push(ids[start:cut]))
+        start = max(start, cut)
+    return [*out, decoder.flush()]
+
+
+@kinds
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_pieces_of_a_text_are_the_text_at_once(kind, data):
+    tokenizer = KINDS[kind]()
+    ids = tokenizer.encode(data.draw(texts), add_special_tokens=False).ids
+    cuts = data.draw(st.lists(st.integers(0, len(ids)), max_size=len(ids)))
+    got = pieces(TokenizerView(tokenizer, True), ids, cuts)
+    assert "".join(got) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@kinds
+@skips
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_pieces_of_random_ids_are_the_decoding_at_once(kind, skip, data):
+    tokenizer = KINDS[kind]()
+    view = TokenizerView(tokenizer, skip)
+    size = tokenizer.get_vocab_size()
+    plain = [i for i in range(size) if i not in view.byte_ids]
+    # a malformed run of byte tokens longer than what is held back is excepted, so runs are kept short
+    word = st.lists(st.sampled_from(plain), min_size=1, max_size=4)
+    run = st.lists(st.sampled_from(sorted(view.byte_ids) or plain), max_size=12)
+    ids = [
+        i for pair in data.draw(st.lists(st.tuples(word, run), max_size=20)) for part in pair for i in part
+    ]
+    cuts = (
+        list(range(len(ids))) if data.draw(st.booleans()) else data.draw(st.lists(st.integers(0, len(ids))))
+    )
+    assert "".join(pieces(view, ids, cuts)) == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+@settings(max_examples=150, deadline=None)
+@given(ids=st.lists(st.integers(2, 257), min_size=80, max_size=200))
+def test_long_runs_of_random_bytes_decode_as_at_once(ids):
+    tokenizer = byte_level()
+    got = pieces(TokenizerView(tokenizer, True), ids, list(range(len(ids))))
+    assert "".join(got) == tokenizer.decode(ids)
+
+
+@kinds
+@pytest.mark.parametrize("character", ["😀", "東", "é", "👨\u200d👩\u200d👧", "\u0e01\u0e34"])
+def test_a_long_row_of_multi_byte_characters_streams_without_broken_ones(kind, character):
+    tokenizer = KINDS[kind]()
+    ids = tokenizer.encode("go " + character * 120, add_special_tokens=False).ids
+    got = pieces(TokenizerView(tokenizer, True), ids, list(range(len(ids))))
+    assert "".join(got) == tokenizer.decode(ids)
+    if tokenizer.token_to_id("<unk>") not in ids:
+        assert not any("\ufffd" in piece for piece in got)
+        assert len([piece for piece in got if piece]) > 3  # it did stream
+
+
+@kinds
+@settings(max_examples=150, deadline=None)
+@given(prompt=texts, data=st.data())
+def test_pieces_continue_the_text_of_the_prompt(kind, prompt, data):
+    tokenizer = KINDS[kind]()
+    prompt_ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    ids = tokenizer.encode(data.draw(texts), add_special_tokens=False).ids
+    view = TokenizerView(tokenizer, True)
+    got = "".join(pieces(view, ids, list(range(len(ids))), prompt_ids))
+    assert tokenizer.decode(prompt_ids) + got == tokenizer.decode(prompt_ids + ids)
+
+
+def test_a_word_after_the_prompt_keeps_its_space():
+    tokenizer = metaspace_unigram()
+    prompt, ids = tokenizer.encode("Hello").ids, tokenizer.encode("world").ids
+    assert "".join(pieces(TokenizerView(tokenizer, True), ids, [], prompt)) == " world"
+
+
+def test_ids_that_the_tokenizer_does_not_know_are_passed_over():
+    tokenizer = byte_level()
+    ids = tokenizer.encode("fox").ids
+    got = pieces(TokenizerView(tokenizer, True), [50_000, *ids, 2**31 - 1, -1], [])
+    assert "".join(got) == "fox"
+
+
+def test_special_tokens_show_only_where_they_are_wanted():
+    tokenizer = byte_level()
+    ids = [*tokenizer.encode("a dog").ids, tokenizer.token_to_id("<|endoftext|>")]
+    assert "".join(pieces(TokenizerView(tokenizer, True), ids, [])) == "a dog"
+    assert "".join(pieces(TokenizerView(tokenizer, False), ids, [])) == "a dog<|endoftext|>"
+
+
+@kinds
+def test_the_cost_of_a_push_does_not_grow_with_the_text(kind, monkeypatch):
+    tokenizer = KINDS[kind]()
+    view = TokenizerView(tokenizer, True)
+    decoded = []
+    original = TokenizerView.decode
+    monkeypatch.setattr(
+        TokenizerView, "decode", lambda self, ids: decoded.append(len(ids)) or original(self, ids)
+    )
+    generator = random.Random(5)
+    decoder = StreamDecoder(view)
+    for _ in range(2000):
+        decoder.push([generator.randrange(tokenizer.get_vocab_size())])
+    assert max(decoded) <= 65
+    assert sum(decoded) < 2000 * 90

@@ -1,0 +1,181 @@
+"""Our engine without a server: the DecodeLoop that serves, over a front without a socket."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from tridecode.backend import messages as m
+from tridecode.backend.config import EngineConfig, ModelConfig
+from tridecode.backend.engine.engine import Engine, Ranks
+from tridecode.backend.engine.front import Front
+from tridecode.backend.engine.loop import DecodeLoop, follow
+from tridecode.backend.engine.offline import limits_of
+from tridecode.backend.engine.parallel import ProcessRanks, SingleRank
+from tridecode.backend.engine.scheduler import Scheduler
+from tridecode.backend.engine.settings import choose_device, resolve
+from tridecode.backend.engine_config_file import FILE, checkpoint_dir
+from tridecode.backend.errors import BY_CODE, TridecodeError
+from tridecode.backend.models import read_model_config
+from tridecode.backend.supervisor.rank_link import RankStatus
+from tridecode.model_repo_templates.repository import ENGINE_MODEL
+from tridecode.tools.bench.engines import BenchEngine
+from tridecode.tools.bench.measure import Job, Say, measure, silent
+
+_DOOR = b"bench"
+
+
+class _BatchFront:
+    """Submits a batch of requests at once, and stops the loop when all have ended."""
+
+    def __init__(self, submits: list[m.Submit]):
+        self._arriving: deque[tuple[bytes, m.Submit]] = deque((_DOOR, submit) for submit in submits)
+        self._open = len(submits)
+        self.tokens = 0
+        self.ended_at = 0.0
+        self.loop: DecodeLoop | None = None
+
+    def drain(self) -> list[tuple[bytes, m.Submit]]:
+        arrived = list(self._arriving)
+        self._arriving.clear()
+        if not self._open and self.loop is not None:
+            self.loop.stop()
+        return arrived
+
+    def wait(self, timeout_s: float) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def send(self, events: list[tuple[bytes, m.Event]]) -> None:
+        for _, event in events:
+            self.tokens += len(event.tokens)
+            if event.finish == "error":
+                raise BY_CODE.get(event.code, TridecodeError)(event.error)
+            if event.finish:
+                self._open -= 1
+        self.ended_at = time.perf_counter()
+
+
+class LoopRunner:
+    """Runs batches through the decode loop of an engine that is loaded."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.scheduler = Scheduler(limits_of(engine), time.monotonic)
+
+    def generate(self, prompts: Sequence[Sequence[int]], output_tokens: int) -> float:
+        """Seconds until each prompt has output_tokens new tokens. A measure.Generate.
+
+        The end token is suppressed, as by a request's min_tokens. Raises TridecodeError if one fails.
+        """
+        model = self.engine.model_config
+        params = m.SamplingParams(max_tokens=output_tokens, min_tokens=output_tokens, end_id=model.end_id)
+        front = _BatchFront(
+            [
+                m.Submit(number, [m.SequenceRequest(np.asarray(prompt, np.int32).tobytes(), params)])
+                for number, prompt in enumerate(prompts)
+            ]
+        )
+        loop = DecodeLoop(self.engine, self.scheduler, cast(Front, front), RankStatus())
+        front.loop = loop
+        started = time.perf_counter()
+        loop.run()
+        wanted = len(prompts) * output_tokens
+        if front.tokens != wanted:
+            raise TridecodeError(f"{len(prompts)} requests gave {front.tokens} tokens; wanted {wanted}")
+        return front.ended_at - started
+
+
+def weight_directory(path: str | Path) -> Path:
+    """The weights of a model repository, or `path` itself."""
+    engine_model = Path(path) / ENGINE_MODEL
+    return Path(checkpoint_dir(str(engine_model))) if (engine_model / FILE).is_file() else Path(path)
+
+
+def bench_engine(job: Job, say: Say = silent) -> dict[str, Any]:
+    """measure() of the engine alone, with what it ran on: {"engine", "model", "device", "dtype", ...}.
+
+    job.directory: a model repository or a weight directory. Raises TridecodeError.
+    """
+    say("loading")
+    with _engine(job) as engine:
+        found = measure(LoopRunner(engine).generate, job, engine.model_config.vocab_size, say)
+    return {
+        "engine": "tridecode",
+        "model": engine.model_config.model_name,
+        "device": str(engine.device),
+        "dtype": engine.config.data_type,
+        "tensor_para_size": job.tensor_para_size,
+        **found,
+    }
+
+
+def _model_and_config(job: Job) -> tuple[Path, ModelConfig, EngineConfig]:
+    if job.directory:
+        directory = weight_directory(job.directory)
+        model = read_model_config(directory)
+        dtype = job.dtype or model.weight_dtype
+    else:
+        directory, model, dtype = Path("."), job.shape, job.chosen_dtype
+    config = EngineConfig(
+        tensor_para_size=job.tensor_para_size,
+        data_type=dtype,
+        device=job.device,
+        weights="files" if job.directory else "random",
+        max_sequences=job.at_a_time,
+        max_queued_requests=max(len(job.prompts), *job.batches),
+        max_sequence_tokens=min(job.longest, model.max_positions),
+        request_timeout_s=math.inf,  # all prompts of a workload arrive at once
+    )
+    return directory, model, config
+
+
+def _load(job: Job, rank: int, meeting: str) -> Engine:
+    directory, model, config = _model_and_config(job)
+    if torch.cuda.is_available() and config.device != "cpu":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    device = choose_device(config)
+    ranks: Ranks = SingleRank()
+    if job.tensor_para_size > 1:
+        ranks = ProcessRanks(rank, job.tensor_para_size, 1, meeting, device)
+    return Engine.load(directory, model, resolve(config, model, device), ranks, device)
+
+
+@contextmanager
+def _engine(job: Job) -> Iterator[Engine]:
+    """Rank 0's engine; the other ranks are processes that follow it until the block ends."""
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = f"file://{folder}/ranks"
+        context = multiprocessing.get_context("spawn")
+        others = [
+            context.Process(target=_follow, args=(job, rank, meeting), daemon=True)
+            for rank in range(1, job.tensor_para_size)
+        ]
+        for process in others:
+            process.start()
+        try:
+            engine = _load(job, 0, meeting)
+            yield engine
+            engine.ranks.broadcast_plan(None)
+            for process in others:
+                process.join(10.0)
+        finally:
+            for process in others:
+                process.kill()
+
+
+def _follow(job: Job, rank: int, meeting: str) -> None:
+    follow(_load(job, rank, meeting), RankStatus())
+
+
+ENGINE = BenchEngine("tridecode", ("compare", "beside"), bench_engine, ours=True)

@@ -1,0 +1,107 @@
+"""Our engine behind tritonserver, streaming over gRPC."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from tridecode.backend.config import ModelConfig
+from tridecode.backend.errors import TridecodeError
+from tridecode.backend.models import read_model_config
+from tridecode.tools.bench.engines import BenchEngine
+from tridecode.tools.bench.engines.ours import weight_directory
+from tridecode.tools.bench.load.generator import TOKEN_MODEL, choose_processes, run_load
+from tridecode.tools.bench.load.prompts import find_tokenizer, text_prompts
+from tridecode.tools.bench.load.worker import LoadSpec, Prompt
+from tridecode.tools.bench.measure import Generate, Job, Say, measure, silent
+from tridecode.tools.bench.random_repo import write_random_repository
+from tridecode.tools.generate import find_text_model
+from tridecode.tools.serve.server_process import running_server
+
+_READY_S = 900.0
+
+
+def bench_server(
+    job: Job, *, tokens_in: bool = False, door_python: str | None = None, say: Say = silent
+) -> dict[str, Any]:
+    """measure() through a server that is started for it; a batch is as many concurrent streams.
+
+    job.directory: a model repository; else one with random weights is made. tokens_in: through
+    FasterTransformer's streaming model, not the text model. door_python: see triton_install.prepare. Raises
+    TridecodeError where the server does not start or a request fails.
+    """
+    with _repository(job) as directory:
+        model = read_model_config(weight_directory(directory))
+        say("starting tritonserver")
+        with running_server(directory, _READY_S, door_python=door_python) as server:
+            generate = _generator(server.grpc_url, find_tokenizer(directory), tokens_in)
+            found = measure(generate, job, model.vocab_size, say)
+    return {
+        "engine": f"tridecode behind Triton, {'token ids' if tokens_in else 'text'}",
+        "model": model.model_name,
+        "tensor_para_size": job.tensor_para_size,
+        **found,
+    }
+
+
+def engine_settings(job: Job, model: ModelConfig) -> dict[str, object]:
+    """EngineConfig parameters of a repository made for a job."""
+    return {
+        "data_type": job.chosen_dtype,
+        "device": job.device,
+        "tensor_para_size": job.tensor_para_size,
+        "max_sequences": max(job.batches),
+        "max_queued_requests": max(1024, *job.batches),
+        "max_sequence_tokens": min(job.longest, model.max_positions),
+    }
+
+
+@contextmanager
+def _repository(job: Job) -> Iterator[Path]:
+    if job.directory:
+        yield Path(job.directory)
+        return
+    with tempfile.TemporaryDirectory(prefix="tridecode-bench-") as folder:
+        model = replace(job.shape, weight_dtype=job.chosen_dtype)
+        yield write_random_repository(Path(folder, "repository"), model, engine_settings(job, model))
+
+
+def _generator(url: str, tokenizer: Tokenizer, tokens_in: bool) -> Generate:
+    name = TOKEN_MODEL if tokens_in else find_text_model(url).name
+    seeds = iter(range(1_000_000))
+
+    def generate(prompts: Sequence[Sequence[int]], output_tokens: int) -> float:
+        inputs: list[Prompt] = [np.asarray(prompt, np.int32) for prompt in prompts]
+        if not tokens_in:
+            inputs = list(text_prompts(tokenizer, len(prompts), len(prompts[0]), next(seeds)))
+        spec = LoadSpec(
+            url=url,
+            model=name,
+            prompts=inputs,
+            output_tokens=output_tokens,
+            num_requests=len(prompts),
+            concurrency=len(prompts),
+            tokens_in=tokens_in,
+            processes=choose_processes(len(prompts)),
+        )
+        records = run_load(spec)
+        tokens = sum(count for record in records for _, count in record.responses)
+        failures = [record.error for record in records if record.error]
+        if failures:
+            raise TridecodeError(f"{len(failures)} of {len(records)} requests failed: {failures[0]}")
+        if tokens != len(prompts) * output_tokens:
+            wanted = len(prompts) * output_tokens
+            raise TridecodeError(f"{len(prompts)} requests gave {tokens} tokens; wanted {wanted}")
+        return max(record.ended for record in records) - min(record.sent for record in records)
+
+    return generate
+
+
+ENGINE = BenchEngine("behind Triton", ("beside",), bench_server, ours=True)

@@ -1,0 +1,1 @@
+"""The load generator: prompts, worker processes, and the summary of their records."""

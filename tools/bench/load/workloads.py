@@ -1,0 +1,63 @@
+"""Workloads: random ids in prompts with the lengths of a data set.
+
+`lambada` is the run of FasterTransformer's bloom_lambada.py: the 5,153 texts of LAMBADA's test set without
+their last words; the published run for BLOOM-7B1 used batches of 16. That script generates as many tokens as
+the longest last word of the batch has: 3 in the median of 16 consecutive texts (1 to 9, mean 2.8). The
+lengths below were counted with SmolLM2's tokenizer, without BOS: mean 80.2, standard deviation 12.3, 58 to
+222 tokens. BLOOM's vocabulary is five times as large, so its counts are probably a little lower. The prompts
+are shuffled, not in the data set's order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tridecode.backend.errors import ConfigError
+
+LAMBADA = "lambada"
+#: new tokens of each prompt
+LAMBADA_OUTPUT = 3
+_LAMBADA_SHORTEST = 58
+#: prompts of 58, 59, ... tokens
+_LAMBADA_COUNTS = (
+    "2 1 7 15 34 62 70 98 114 132 171 187 196 186 213 195 200 215 221 189 179 177 176 172 152 160 147 "
+    "115 104 116 96 103 96 80 71 62 56 48 54 48 46 37 35 27 26 22 24 16 19 17 13 5 11 10 16 14 9 10 7 7 "
+    "3 7 0 8 7 0 5 3 2 2 1 1 0 0 2 3 1"
+)
+#: number of longer prompts, by tokens
+_LAMBADA_LONG = {
+    137: 1,
+    138: 3,
+    140: 2,
+    142: 3,
+    146: 1,
+    148: 1,
+    149: 1,
+    152: 1,
+    157: 1,
+    161: 1,
+    166: 1,
+    222: 1,
+}
+
+
+def workload_prompts(
+    name: str, vocab_size: int, limit: int | None = None, seed: int = 0
+) -> tuple[tuple[int, ...], ...]:
+    """The first `limit` prompts of a workload, which follow from the seed.
+
+    Raises ConfigError for a workload that does not exist.
+    """
+    if name != LAMBADA:
+        raise ConfigError(f"no workload {name!r}; wanted {LAMBADA}")
+    random = np.random.default_rng(seed)
+    lengths = random.permutation(_lambada_lengths())[:limit]
+    ids = random.integers(3, vocab_size, lengths.sum())  # 0 to 2 may be special
+    return tuple(tuple(part.tolist()) for part in np.split(ids, np.cumsum(lengths)[:-1]))
+
+
+def _lambada_lengths() -> np.ndarray:
+    """(5153,) tokens of each prompt, ascending."""
+    counts = [int(count) for count in _LAMBADA_COUNTS.split()]
+    usual = np.repeat(np.arange(len(counts)) + _LAMBADA_SHORTEST, counts)
+    return np.concatenate([usual, np.repeat(list(_LAMBADA_LONG), list(_LAMBADA_LONG.values()))])

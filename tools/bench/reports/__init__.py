@@ -1,0 +1,1 @@
+"""Tables for a terminal, JSON files and plots."""

@@ -1,0 +1,48 @@
+"""The options of `tridecode generate` that come from the table of sampling parameters."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Annotated, Any, Callable, Optional, get_type_hints
+
+import typer
+
+from tridecode.backend.sampling_params import Parameter, SamplingParams, parameters
+
+#: what an option means to this program, beside what the parameter means to the server
+_NOTES = {
+    "temperature": "given alone, it sets --top-p 1",
+    "seed": "default: drawn, and shown on stderr",
+}
+
+
+def with_sampling_options(
+    command: Callable[..., None], table: type[SamplingParams] = SamplingParams
+) -> Callable[..., None]:
+    """The command with an option for each sampling parameter with a range, in place of its last argument.
+
+    That argument, `sampling`, is {parameter: value, or None where the option is not given}. A parameter that
+    the command takes itself gets no second option.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    own = list(inspect.signature(command).parameters.values())[:-1]
+    rows = [row for row in parameters(table) if row.range and row.name not in hints]
+    options = [
+        inspect.Parameter(row.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_option(row))
+        for row in rows
+    ]
+
+    @functools.wraps(command)
+    def called(**arguments: Any) -> None:
+        sampling = {row.name: arguments.pop(row.name) for row in rows}
+        command(**arguments, sampling=sampling)
+
+    evaluated = [parameter.replace(annotation=hints[parameter.name]) for parameter in own]
+    called.__signature__ = inspect.Signature(evaluated + options)  # type: ignore[attr-defined]
+    return called
+
+
+def _option(row: Parameter) -> Any:
+    text = "; ".join(filter(None, (row.meaning, _NOTES.get(row.name)))).replace("`", "")
+    return Annotated[Optional[row.type], typer.Option(help=f"{text[0].upper()}{text[1:]}.")]

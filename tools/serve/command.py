@@ -1,0 +1,105 @@
+"""The commands `tridecode serve` and `tridecode tritonserver`."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Callable, NoReturn, Optional
+
+import typer
+
+from tridecode.backend.errors import ConfigError, TridecodeError
+
+
+def serve(
+    repository: Annotated[Path, typer.Argument(help="A model repository.")],
+    triton_args: Annotated[
+        Optional[list[str]], typer.Argument(metavar="-- [FLAGS]", help="Flags for tritonserver, after --.")
+    ] = None,
+    http_port: Annotated[int, typer.Option(help="HTTP port.")] = 8000,
+    grpc_port: Annotated[int, typer.Option(help="gRPC port.")] = 8001,
+    metrics_port: Annotated[int, typer.Option(help="Port of /metrics.")] = 8002,
+    address: Annotated[
+        str, typer.Option(help="Where to listen; 0.0.0.0: on every interface (read docs/security.md first).")
+    ] = "127.0.0.1",
+    metrics_address: Annotated[
+        Optional[str], typer.Option(help="Where /metrics listens, if elsewhere than --address.")
+    ] = None,
+    door_python: Annotated[
+        Optional[str], typer.Option(help="Python of the models' processes; it needs numpy < 2.")
+    ] = None,
+    drain_s: Annotated[float, typer.Option(help="Seconds for open requests after SIGTERM.")] = 20.0,
+    start_timeout_s: Annotated[
+        float, typer.Option(help="Seconds that a start may go without progress.")
+    ] = 600.0,
+    orphans: Annotated[
+        str,
+        typer.Option(
+            metavar="idle|leave|SECONDS",
+            help="When to restart tritonserver for requests whose model died: idle (once nothing else is "
+            "open), after SECONDS at the latest, or never (leave).",
+        ),
+    ] = "3.5",
+    parent: Annotated[
+        Optional[int], typer.Option(hidden=True, help="Process that started this one; end with it.")
+    ] = None,
+) -> None:
+    """Run tritonserver on a model repository.
+
+    Models whose process dies are loaded again, and a tritonserver that dies is started again; SIGTERM lets
+    open requests finish. Wrong settings end it with exit code 2, every other failure with 1.
+
+    \b
+    Example:
+      tridecode serve models --grpc-port 9001 -- --log-verbose=1
+    """
+    from tridecode.backend.supervisor import processes
+    from tridecode.tools.serve import serving
+    from tridecode.tools.serve.options import ServeOptions
+
+    if parent is not None:
+        processes.die_with_parent()
+        if os.getppid() != parent:
+            raise typer.Exit(1)
+    options = ServeOptions(
+        repository,
+        http_port,
+        grpc_port,
+        metrics_port,
+        address,
+        door_python,
+        drain_s,
+        tuple(triton_args or ()),
+        metrics_address,
+        start_timeout_s,
+        orphans,
+    )
+    _exit_with(lambda: serving.serve(options))
+
+
+def tritonserver(context: typer.Context) -> None:
+    """Run tritonserver with NVIDIA's own flags.
+
+    It listens on the loopback interface and closes the APIs of model control, shared memory, logging and
+    tracing, where the flags do not say otherwise. `tridecode serve` also restarts what dies.
+
+    \b
+    Example:
+      tridecode tritonserver --model-repository models --http-port 8000
+    """
+    from tridecode.tools.serve.tritonserver import run
+
+    _exit_with(lambda: run(context.args))
+
+
+def _exit_with(run: Callable[[], int]) -> NoReturn:
+    """Log to stderr, run, and exit with its return code; with 1 after any error but a ConfigError."""
+    import logging  # here: no other command needs it, and --help must be quick
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        code = run()
+    except ConfigError:
+        raise
+    except TridecodeError as error:
+        logging.getLogger("tridecode.serve").error("%s", error)
+        code = 1
+    raise typer.Exit(code)

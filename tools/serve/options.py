@@ -1,0 +1,113 @@
+"""The settings of `tridecode serve`, and the command line of tritonserver that follows from them."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tridecode.backend.errors import ConfigError
+from tridecode.tools.serve import triton_access
+from tridecode.tools.serve.checks import check_repository, check_triton_arguments
+from tridecode.tools.serve.ports import check_free
+from tridecode.tools.serve.triton_http import TritonHttp
+
+ORPHANS = "3.5"  # seconds: every open request gets an answer or an error within five
+
+# without a GPU these features only write warnings and errors into the log
+_WITHOUT_GPU = ("--allow-gpu-metrics=false", "--pinned-memory-pool-byte-size=0", "--enable-peer-access=false")
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """How `tridecode serve` runs.
+
+    address: where HTTP and gRPC listen, and the metrics unless metrics_address is given. door_python: see
+    triton_install.prepare. drain_s: time limit of open requests after SIGTERM. start_timeout_s: longest time
+    without progress during a start. orphans: when tritonserver is restarted for requests that cannot end
+    because their door died: "idle" (when nothing else is open), seconds (then, at the latest), or "leave".
+    key: of the control APIs.
+    """
+
+    repository: Path
+    http_port: int = 8000
+    grpc_port: int = 8001
+    metrics_port: int = 8002
+    address: str = triton_access.LOOPBACK
+    door_python: str | None = None
+    drain_s: float = 20.0
+    triton_args: tuple[str, ...] = ()
+    metrics_address: str | None = None
+    start_timeout_s: float = 600.0
+    orphans: str = ORPHANS
+    key: str = field(default_factory=triton_access.control_key, repr=False)
+
+    def server_arguments(self) -> list[str]:
+        """Of tritonserver. Where a flag occurs twice, Triton uses the later value: the user's."""
+        return [
+            f"--model-repository={self.repository}",
+            f"--http-port={self.http_port}",
+            f"--grpc-port={self.grpc_port}",
+            f"--metrics-port={self.metrics_port}",
+            *(f"--{name}-address={self.address_of(name)}" for name in ("http", "grpc", "metrics")),
+            *triton_access.restrictions(self.key, self.triton_args),
+            "--disable-auto-complete-config",
+            "--model-control-mode=explicit",
+            "--load-model=*",
+            "--model-load-thread-count=8",  # doors that start at the same time; Triton's default is 4
+            "--exit-on-error=false",  # the repository index then gives the reason of a model that failed
+            f"--exit-timeout-secs={max(1, round(self.drain_s))}",
+            *([] if shutil.which("nvidia-smi") else _WITHOUT_GPU),
+            *self.triton_args,
+        ]
+
+    def http(self) -> TritonHttp:
+        host = triton_access.LOOPBACK if self.address in ("0.0.0.0", "::", "") else self.address
+        return TritonHttp(f"{host}:{self.http_port}", self.key)
+
+    def ports(self) -> dict[str, int]:
+        """The ports that tritonserver will open, by name."""
+        ports = {"http": self.http_port, "grpc": self.grpc_port, "metrics": self.metrics_port}
+        for name in ("grpc", "metrics"):
+            values = triton_access.values_of(self.triton_args, f"allow-{name}")
+            if values and values[-1].lower() in ("false", "0"):
+                del ports[name]
+        return ports
+
+    def address_of(self, name: str) -> str:
+        """Where the port of that name listens."""
+        return self.metrics_address or self.address if name == "metrics" else self.address
+
+    def orphans_s(self) -> float | None:
+        """Longest time that orphaned requests stay open, in seconds: infinite for "idle", None for "leave".
+
+        Raises ConfigError.
+        """
+        if self.orphans in ("idle", "leave"):
+            return math.inf if self.orphans == "idle" else None
+        try:
+            seconds = float(self.orphans)
+        except ValueError:
+            seconds = -1.0
+        if not seconds >= 0.0:
+            raise ConfigError(f"--orphans is {self.orphans!r}; wanted idle, leave, or a number of seconds")
+        return seconds
+
+    def check(self) -> list[str]:
+        """The models to serve. Raises ConfigError for what can be known before anything starts."""
+        self.orphans_s()
+        for name, seconds in (("drain-s", self.drain_s), ("start-timeout-s", self.start_timeout_s)):
+            if not seconds >= 0.0:
+                raise ConfigError(f"--{name} is {seconds:g}; wanted 0 or more seconds")
+        check_triton_arguments(self.triton_args)
+        models = check_repository(self.repository)
+        ports = self.ports()
+        for name, port in ports.items():
+            same = [other for other in ports if other != name and ports[other] == port]
+            if same:
+                raise ConfigError(
+                    f"--{name}-port and --{same[0]}-port are both {port}; wanted distinct ports"
+                )
+            check_free(name, self.address_of(name), port)
+        return models

@@ -1,0 +1,107 @@
+"""TCP ports: which are free, and which process listens on one, read from /proc (Linux)."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from tridecode.backend.errors import ConfigError
+from tridecode.backend.supervisor import processes
+from tridecode.tools.serve.triton_access import LOOPBACK
+
+_LISTEN, _ESTABLISHED = "0A", "01"  # states in /proc/net/tcp
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback interface that are free now."""
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind((LOOPBACK, 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def inodes_listening(port: int) -> set[int]:
+    """The inodes of the sockets that listen on `port`; empty also where /proc is not readable."""
+    return {inode for at, state, inode in _sockets() if state == _LISTEN and at == port}
+
+
+def connections(ports: Collection[int]) -> int:
+    """The number of clients that are connected to one of our `ports`."""
+    return sum(state == _ESTABLISHED and at in ports for at, state, _ in _sockets())
+
+
+def _sockets() -> Iterator[tuple[int, str, int]]:
+    """Local port, state and inode of every TCP socket."""
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            rows = Path(table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for fields in map(str.split, rows):
+            yield int(fields[1].rpartition(":")[2], 16), fields[3], int(fields[9])
+
+
+def sockets_of(pid: int) -> set[int]:
+    """The inodes of a process' open sockets; empty where it has ended or belongs to another user."""
+    found: set[int] = set()
+    try:
+        names = os.listdir(f"/proc/{pid}/fd")
+    except OSError:
+        return found
+    for name in names:
+        try:
+            target = os.readlink(f"/proc/{pid}/fd/{name}")
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            found.add(int(target[8:-1]))
+    return found
+
+
+def listens(pid: int, port: int) -> bool:
+    return bool(inodes_listening(port) & sockets_of(pid))
+
+
+def who_listens(port: int) -> list[int]:
+    """The processes that listen on `port`, those of other users left out."""
+    inodes = inodes_listening(port)
+    return [pid for pid in processes.all_pids() if inodes & sockets_of(pid)] if inodes else []
+
+
+def in_words(pid: int) -> str:
+    return f"process {pid} ({' '.join(processes.command_line(pid))[:80]})"
+
+
+def check_free(name: str, address: str, port: int) -> None:
+    """Raises ConfigError, naming the option, where a server cannot listen on address:port now.
+
+    name: of the port, "http" for --http-port.
+    """
+    if not 0 < port < 65536:
+        raise ConfigError(f"--{name}-port is {port}; wanted 1 to 65535")
+    try:
+        family, _, _, _, place = socket.getaddrinfo(
+            address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ConfigError(f"address {address!r}: {error.strerror}; wanted a local address") from None
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections in TIME_WAIT do not count
+        try:
+            probe.bind(place)
+            probe.listen()
+        except OSError as error:
+            raise ConfigError(_why_not(name, address, port, error)) from None
+
+
+def _why_not(name: str, address: str, port: int, error: OSError) -> str:
+    if error.errno != errno.EADDRINUSE:
+        return f"--{name}-port: {address}:{port} cannot be opened: {error.strerror}"
+    holder = ", ".join(map(in_words, who_listens(port))) or "another process"
+    return f"port {port} on {address} is taken by {holder}; name a free one with --{name}-port"

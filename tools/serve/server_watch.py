@@ -1,0 +1,96 @@
+"""What `tridecode serve` watches while tritonserver runs: doors, stopped server, runtime folder, orphans."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from tridecode.backend.errors import TridecodeError
+from tridecode.backend.pauses import PauseWatch
+from tridecode.backend.supervisor import processes, state_file
+from tridecode.tools.serve import ports
+from tridecode.tools.serve.door_watch import DoorWatch
+from tridecode.tools.serve.drain import IDLE_S
+from tridecode.tools.serve.guarded_server import GuardedServer
+from tridecode.tools.serve.options import ServeOptions
+from tridecode.tools.serve.triton_http import TritonHttp
+
+WATCH_S = 0.25  # between two ticks
+_MEND_S = 2.0  # between two checks of the runtime folder
+_FROZEN_S = 3.0  # a tritonserver that a signal stops for longer is killed and started again
+
+_log = logging.getLogger("tridecode.serve")
+
+
+class ServerWatch:
+    """Watches one tritonserver from its start to its end; `tick` is called every WATCH_S."""
+
+    def __init__(self, options: ServeOptions, server: GuardedServer, http: TritonHttp) -> None:
+        self._server = server
+        self._orphans_s = options.orphans_s()
+        self._client_ports = [port for name, port in options.ports().items() if name != "metrics"]
+        self.doors = DoorWatch(server.pid, http)
+        #: whether the server was killed for requests that could not end
+        self.killed_for_orphans = False
+        self._frozen_since: float | None = None
+        self._pauses = PauseWatch(time.monotonic(), WATCH_S)
+        self._idle_since = 0.0  # of the engines, while there are orphans
+        self._mended_at = 0.0
+
+    def tick(self, now: float) -> None:
+        """now: monotonic seconds."""
+        self.doors.tick(now)
+        self._look_at_server(now)
+        self._look_at_folder(now)
+        self._look_at_orphans(now)
+
+    def _look_at_server(self, now: float) -> None:
+        """Kill a server that stays stopped: it answers nobody.
+
+        A pause of `serve` itself does not count, since everything may have been paused.
+        """
+        paused_s = self._pauses.turn(now)
+        pid = self._server.pid
+        if processes.state(pid) != "T":
+            if self._frozen_since is not None:
+                _log.warning("tritonserver %d runs again", pid)
+            self._frozen_since = None
+        elif self._frozen_since is None:
+            _log.error("tritonserver %d is stopped by a signal", pid)
+            self._frozen_since = now
+        elif paused_s:
+            self._frozen_since += paused_s
+        elif now - self._frozen_since > _FROZEN_S:
+            _log.error("tritonserver %d has been stopped for %g s: killing it", pid, _FROZEN_S)
+            self._server.kill_server()
+
+    def _look_at_folder(self, now: float) -> None:
+        if now - self._mended_at < _MEND_S:
+            return
+        self._mended_at = now
+        try:
+            if self._server.mend():
+                _log.warning("%s, or something in it, was removed: laid out again", self._server.folder)
+        except (OSError, TridecodeError) as error:
+            _log.error("%s cannot be laid out again: %s", self._server.folder, error)
+
+    def _look_at_orphans(self, now: float) -> None:
+        """Requests open at a door that died never end in Triton; only the end of the server ends them."""
+        if self._orphans_s is None or not self.doors.has_dead:
+            self._idle_since = now
+            return
+        if any(engine.running or engine.waiting for engine in state_file.read_all(self._server.folder)):
+            self._idle_since = now
+        orphaned = self.doors.orphaned(now)
+        if not orphaned or self.doors.busy or not ports.connections(self._client_ports):
+            return  # without a connection, nobody waits for them
+        waited = now - min(orphaned.values())
+        idle = now - self._idle_since > IDLE_S
+        if idle or waited > self._orphans_s:
+            _log.warning(
+                "%s died with requests open, which Triton cannot end: starting tritonserver again, since %s",
+                ", ".join(orphaned),
+                "nothing else is open" if idle else f"they are {waited:.0f} s old (--orphans)",
+            )
+            self.killed_for_orphans = True
+            self._server.kill_server()

@@ -1,0 +1,180 @@
+"""One run of `tridecode serve`: start the server, watch it, start it again when it dies, drain it."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from tridecode.backend.errors import TridecodeError
+from tridecode.backend.supervisor import state_file
+from tridecode.tools.generate import TEXT_MODELS
+from tridecode.tools.serve import triton_access
+from tridecode.tools.serve.drain import Drain
+from tridecode.tools.serve.guarded_server import GuardedServer
+from tridecode.tools.serve.options import ServeOptions
+from tridecode.tools.serve.server_watch import WATCH_S, ServerWatch
+from tridecode.tools.serve.signals import Signals
+from tridecode.tools.serve.start import Start, StartError
+from tridecode.tools.serve.triton_http import ModelState
+
+MAX_DEATHS = 10  # of tritonserver within DEATHS_WITHIN_S, after which `serve` gives up
+DEATHS_WITHIN_S = 300.0
+FIRST_PAUSE_S = 0.2  # before it is started again; doubles with each death that counts, up to
+MAX_PAUSE_S = 15.0  # below the 60 s that an engine waits for a door
+_TICK_S = 0.1
+
+_log = logging.getLogger("tridecode.serve")
+
+
+def serve(options: ServeOptions) -> int:
+    """Serve a model repository until SIGTERM, SIGINT or SIGHUP; the exit code of the process.
+
+    0: a signal requested the end, and the open requests finished or ended with an error. 1: tritonserver did
+    not become ready, died too often, or a second signal killed it; the last line of the log says why. Must
+    run in the main thread. Raises ConfigError for a wrong setting, before anything is started.
+    """
+    models = options.check()
+    signals = Signals()
+    failure: TridecodeError | None = None
+    with GuardedServer(options.server_arguments(), options.door_python, options.key) as server:
+        _log.info("tritonserver is process %d", server.pid)
+        if not shutil.which("nvidia-smi"):
+            _log.info("no GPU: Triton will say once that CudaDriverHelper is not initialized, as it must")
+        try:
+            return Serving(options, server, signals, models).run()
+        except TridecodeError as error:
+            failure = error
+    _log.error("%s", failure)  # after everything that the end of the server logs
+    return 1
+
+
+class Deaths:
+    """Deaths of tritonserver; times are monotonic seconds that the caller gives."""
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque()
+
+    def add(self, now: float) -> int:
+        """The number of deaths within DEATHS_WITHIN_S, this one included."""
+        self._times.append(now)
+        while self._times[0] < now - DEATHS_WITHIN_S:
+            self._times.popleft()
+        return len(self._times)
+
+
+class Serving:
+    """One server's life. models: which must become ready."""
+
+    def __init__(
+        self, options: ServeOptions, server: GuardedServer, signals: Signals, models: Sequence[str] = ()
+    ) -> None:
+        self._options = options
+        self._server = server
+        self._signals = signals
+        self._models = models
+        self._http = options.http()
+        self._watch = ServerWatch(options, server, self._http)
+        self._deaths = Deaths()
+        self._was_ready = False
+
+    def run(self) -> int:
+        """The exit code. Raises TridecodeError, after which the server must be closed."""
+        self._first_start()
+        while self._signals.count == 0:
+            if self._server.running():
+                self._watch.tick(time.monotonic())
+                time.sleep(WATCH_S)
+            else:
+                self._start_again()
+        # a client may have seen that the server is ready before this process has
+        may_have_requests = self._was_ready or self._http.ready()
+        drain = Drain(self._server, self._http, self._signals)
+        return drain.stop(self._options.drain_s, may_have_requests)
+
+    def _goes_on(self) -> bool:
+        """During a start."""
+        self._watch.doors.tick(time.monotonic())
+        return self._server.running() and self._signals.count == 0
+
+    def _start(self) -> list[ModelState]:
+        start = Start(self._server, self._http, self._models, self._options.ports())
+        return start.wait(self._options.start_timeout_s, self._goes_on)
+
+    def _first_start(self) -> None:
+        began = time.monotonic()
+        rows = self._start()
+        if not rows:
+            if self._signals.count == 0:
+                raise StartError(
+                    f"tritonserver {self._server.ending()} before it was ready; the lines above say why"
+                )
+            return
+        failed = sorted((row for row in rows if row.state != "READY"), key=lambda row: bool(row.reason))
+        for row in failed[:-1]:
+            _log.error("%s", _failure(row))
+        if failed:
+            raise StartError(_failure(failed[-1]))
+        self._was_ready = True
+        self._log_ready(time.monotonic() - began)
+
+    def _log_ready(self, seconds: float) -> None:
+        options, ports = self._options, self._options.ports()
+        labels = {"http": "HTTP", "grpc": "gRPC"}
+        where = [f"{labels.get(name, name)} {options.address_of(name)}:{ports[name]}" for name in ports]
+        _log.info("ready after %.1f s: %s", seconds, ", ".join(where))
+        _log.info("models: %s", ", ".join(self._models))
+        if "grpc" in ports and any(name in self._models for name in TEXT_MODELS):
+            everywhere = options.address in (triton_access.LOOPBACK, "0.0.0.0", "")
+            url = f"{'localhost' if everywhere else options.address}:{options.grpc_port}"
+            _log.info('try: tridecode generate --url %s --prompt "The capital of France is"', url)
+
+    def _start_again(self) -> None:
+        """After the server's end. Raises TridecodeError where it has died too often."""
+        how, began = self._server.ending(), time.monotonic()
+        if not self._watch.killed_for_orphans:
+            self._wait_after_death(how, began)
+        if self._signals.count:
+            return
+        engines = self._engines()
+        self._server.restart()
+        self._watch = ServerWatch(self._options, self._server, self._http)
+        try:
+            rows = self._start()
+        except StartError as error:
+            _log.error("%s", error)
+            self._server.kill_server()
+            return
+        for row in rows:
+            if row.state != "READY":
+                _log.error("%s", _failure(row))
+                self._watch.doors.bring_back(row.name)
+        if rows:
+            kept = "the engine was kept" if engines == self._engines() else "with a new engine"
+            _log.warning("tritonserver is back after %.1f s, %s", time.monotonic() - began, kept)
+
+    def _wait_after_death(self, how: str, now: float) -> None:
+        deaths = self._deaths.add(now)
+        if deaths >= MAX_DEATHS:
+            raise TridecodeError(
+                f"tritonserver {how}; that was death {deaths} within {DEATHS_WITHIN_S:g} s: giving up"
+            )
+        pause = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** (deaths - 1))
+        again = f"starting it again in {pause:.1f} s"
+        counted = f"death {deaths} within {DEATHS_WITHIN_S:g} s; at {MAX_DEATHS} serve gives up"
+        _log.error("tritonserver %s: %s (%s)", how, again, counted)
+        deadline = time.monotonic() + pause
+        while time.monotonic() < deadline and self._signals.count == 0:
+            time.sleep(min(_TICK_S, pause))
+
+    def _engines(self) -> set[tuple[int, int]]:
+        """Supervisor and epoch of each engine."""
+        return {(one.supervisor_pid, one.state.epoch) for one in state_file.read_all(self._server.folder)}
+
+
+def _failure(row: ModelState) -> str:
+    """Why a model is not ready, without the python frames that Triton appends."""
+    reason = " ".join(row.reason.partition("\n\nAt:")[0].split()) or "a model that it needs could not be"
+    return f"model {row.name} could not be loaded: {reason}"
