@@ -25,7 +25,7 @@ def parse_model_config(text: str, where: str) -> model_config_pb2.ModelConfig:
 
 
 def string_parameters(config: model_config_pb2.ModelConfig) -> dict[str, str]:
-    """The parameters as texts, as a python model finds them."""
+    """The parameters as texts, by key."""
     return {key: value.string_value for key, value in config.parameters.items()}
 
 

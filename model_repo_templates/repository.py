@@ -16,7 +16,7 @@ from tridecode.model_repo_templates import render
 from tridecode.model_repo_templates.pbtxt import parse_model_config
 
 ENGINE_MODEL = "fastertransformer"
-#: relative to the repository: Triton takes every folder at the top for a model, so one of the models holds it
+#: relative to the repository; inside a model, because Triton takes every top-level folder for a model
 TOKENIZER_DIR = "preprocessing/1/tokenizer"
 HEALTH_MODEL = "tridecode_health"
 #: kind of model -> its tensors; also the name of the door's module in backend/doors, except for the ensemble
@@ -35,7 +35,7 @@ ENSEMBLE_OWNERS = ("fastertransformer", "tensorrt_llm")
 
 @dataclass(frozen=True)
 class RepositoryModel:
-    """One model: its folder's name, its folder of templates, and their values beside the shared ones."""
+    """One model: its folder's name, its kind (a key of CONTRACTS), and its values for the template."""
 
     name: str
     template: str
@@ -53,15 +53,14 @@ def repository_models(
 ) -> list[RepositoryModel]:
     """The models of a repository.
 
-    A model answers either with one response or with a stream (decoupled), so each contract has two: one under
-    the usual name, and a sibling for the other kind of client with the suffix _streaming or _plain.
-    ensemble_owner: whose contract the name `ensemble` has, "fastertransformer" or "tensorrt_llm"; the text
+    A model sends either one response or a stream (decoupled), so each contract has two models: one with the
+    usual name, and one for the other kind of client with the suffix _streaming or _plain.
+    ensemble_owner: the contract of the name `ensemble`, "fastertransformer" or "tensorrt_llm"; the text
     models are tensorrt_llm_bls in both cases, and also `ensemble` in the second.
-    decoupled_fastertransformer: FasterTransformer's usual names stream. plain_text: the text model's does
-    not. unbatched_text: also plain text models, with the suffix _unbatched, that take shapes without a batch
-    axis (LiteLLM's /infer sends [1] where others send [1, 1]). exclude_input: the text models' answers do not
-    begin with the prompt, for requests that do not say. uint32_text_inputs: their max_tokens, top_k and
-    beam_width are UINT32, not INT32, as LangChain's client sends them.
+    decoupled_fastertransformer: FasterTransformer's usual names stream. plain_text: the text model's usual
+    name does not. unbatched_text: also plain text models, with the suffix _unbatched, whose shapes have no
+    batch axis (LiteLLM's /infer sends [1] instead of [1, 1]). exclude_input: by default the text models'
+    answers do not begin with the prompt. uint32_text_inputs: UINT32_TEXT_INPUTS are UINT32 instead of INT32.
     """
     if ensemble_owner not in ENSEMBLE_OWNERS:
         raise ConfigError(f"ensemble_owner is {ensemble_owner!r}; wanted one of {', '.join(ENSEMBLE_OWNERS)}")
@@ -101,9 +100,9 @@ def _pair(name: str, decoupled: bool) -> list[tuple[str, str]]:
 
 
 def engine_texts(settings: Mapping[str, object], where: str) -> dict[str, str]:
-    """The text of every engine parameter: `settings` over EngineConfig's defaults, "auto" for what is open.
+    """The text of every engine parameter: `settings`, else EngineConfig's defaults; "auto" for None.
 
-    Raises ConfigError for a key that EngineConfig does not have or a value it does not take.
+    Raises ConfigError for an unknown key or a value that EngineConfig refuses.
     """
     known = [field for field in fields(EngineConfig) if field.name != "extra"]
     unknown = sorted(set(settings) - {field.name for field in known})

@@ -1,8 +1,7 @@
-"""A client of the text models: their answers, piece by piece, over tritonclient's gRPC stream."""
+"""A client of the text models, which streams their answers over tritonclient's gRPC."""
 
 from __future__ import annotations
 
-import queue
 import secrets
 import time
 import uuid
@@ -14,16 +13,17 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as triton
 import typer
-from tritonclient.grpc import model_config_pb2
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype, triton_to_np_dtype
 
 from tridecode.backend.doors.contracts.tensorrt_llm import TENSORRT_LLM
 from tridecode.backend.errors import BY_CODE, ConfigError, EngineDownError, RequestError, TridecodeError
+from tridecode.model_repo_templates.pbtxt import data_type_name
+from tridecode.tools.triton_stream import plain_reason, stream_results
 
 GRPC_PORT = 8001  # tritonserver's default
 _CONNECT_S = 10.0  # until a server that does not answer counts as absent
 
-#: names that a text model may have in a repository, the one we recommend first
+#: names of text models in a repository, the recommended one first
 TEXT_MODELS = (
     "tensorrt_llm_bls",
     "tensorrt_llm_bls_streaming",
@@ -32,9 +32,16 @@ TEXT_MODELS = (
     "ensemble_streaming",
     "ensemble_plain",
 )
+
+
+def _numpy(dtype: str) -> Any:
+    """Triton's name of a type in a config.pbtxt -> numpy type; None for an unknown one."""
+    return triton_to_np_dtype("BYTES" if dtype == "STRING" else dtype)
+
+
 #: what a request may set: input of the text models -> its usual dtype (object: texts)
 SAMPLING = {
-    field.name: triton_to_np_dtype("BYTES" if field.dtype == "STRING" else field.dtype)
+    field.name: _numpy(field.dtype)
     for field in TENSORRT_LLM.inputs
     if field.param or field.name in ("end_id", "stop_words", "bad_words", "priority")
 }
@@ -50,8 +57,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class TextModel:
-    """A text model that the server has. decoupled: it answers with a stream. dtypes: of its inputs, as
-    declared in its config.pbtxt (clients of LangChain's kind need UINT32 where others send INT32)."""
+    """A text model of the server. decoupled: it answers with a stream. dtypes: of its inputs, as its
+    config.pbtxt declares them (LangChain's client needs UINT32 for some that are INT32 by default)."""
 
     name: str
     decoupled: bool
@@ -59,9 +66,9 @@ class TextModel:
 
 
 def grpc_address(url: str) -> str:
-    """host:port of a server's gRPC from what a person types: a port that is left out is 8001.
+    """host:port of a server's gRPC; the port is 8001 by default.
 
-    Raises ConfigError for an HTTP address and for what is not an address.
+    Raises ConfigError for an HTTP address and for a text that is not an address.
     """
     scheme, separator, rest = url.strip().rpartition("://")
     example = "wanted host:port of the server's gRPC, e.g. localhost:8001"
@@ -81,10 +88,10 @@ def grpc_address(url: str) -> str:
 
 
 def complete_sampling(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a request with what a person means by them.
+    """The options of a request, with top_p and seed added where the user expects them.
 
-    By the contract a temperature has no effect without top_k or top_p: alone, it sets top_p to 1, the whole
-    vocabulary. Where tokens are sampled and no seed is given, one is drawn; the server's own default is 0.
+    In the contract a temperature has no effect without top_k or top_p: here, alone, it sets top_p to 1, the
+    whole vocabulary. If tokens are sampled and no seed is given, one is drawn; the server's default is 0.
     """
     completed = dict(options)
     temperature, top_k, top_p = (completed.get(key) for key in ("temperature", "top_k", "top_p"))
@@ -97,11 +104,10 @@ def complete_sampling(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_text_model(url: str, name: str | None = None, streaming: bool = True) -> TextModel:
-    """The text model to talk to: `name`, or the first of TEXT_MODELS that the server has, one that streams
-    before one that does not (streaming=False: the other way round).
+    """The text model `name`, or the first of TEXT_MODELS that is ready: of the decoupled ones if streaming,
+    else of the others, if there are any.
 
-    url: host:port of gRPC. Raises EngineDownError where no server answers, RequestError where it has no such
-    model.
+    url: host:port of gRPC. Raises EngineDownError if no server answers, RequestError if it has no such model.
     """
     with _client(url) as client:
         if name is not None:
@@ -124,29 +130,22 @@ def stream_text(
 ) -> Iterator[Piece]:
     """The pieces of text that `model` (None: the first text model of the server) generates after `prompt`.
 
-    sampling: keys of SAMPLING. timeout_s: longest wait for a response, None: forever. Closing the iterator,
-    and Ctrl-C, cancel the request on the server. Raises EngineDownError where no server answers, RequestError
-    for an option that does not exist or does not fit its dtype, TridecodeError with the server's text where
-    the request fails.
+    sampling: keys of SAMPLING. timeout_s: longest wait for a response; None: no limit. Closing the iterator
+    cancels the request on the server, and so does Ctrl-C. Raises EngineDownError if no server answers,
+    RequestError for an option that does not exist or does not fit its dtype, TridecodeError with the server's
+    text if the request fails.
     """
     with _client(url) as client:
         found = _named(client, model) if model else find_text_model(url)
         inputs = _inputs(prompt, {"stream": found.decoupled, **sampling}, found.dtypes)
-        answers: queue.Queue = queue.Queue()
-        client.start_stream(callback=lambda result, error: answers.put((result, error)))
-        try:
-            client.async_stream_infer(
-                found.name, inputs, request_id=uuid.uuid4().hex, enable_empty_final_response=True
-            )
-            yield from _pieces(answers, found, timeout_s)
-        finally:
-            client.stop_stream(cancel_requests=True)
+        for result in stream_results(client, found.name, inputs, timeout_s, request_id=uuid.uuid4().hex):
+            yield _piece(result)
 
 
 def infer_text(
     url: str, model: str | None, prompt: str, *, timeout_s: float | None = None, **sampling: Any
 ) -> Piece:
-    """The whole answer at once, over a plain infer where the model gives one response, else over a stream.
+    """The whole answer, over a plain infer if the model gives one response, else over a stream.
 
     Raises as stream_text does.
     """
@@ -161,8 +160,8 @@ def infer_text(
 
 
 def print_stream(pieces: Iterator[Piece]) -> bool:
-    """Write pieces to stdout as they come and, to stderr, the time to the first token and tokens per second.
-    False: Ctrl-C ended them early."""
+    """Write pieces to stdout as they arrive; then, to stderr, the time to the first token and tokens/s.
+    False if Ctrl-C ended them early."""
     started, first, last, early, tokens = time.perf_counter(), 0.0, 0.0, 0, 0
     whole = True
     try:
@@ -181,28 +180,6 @@ def print_stream(pieces: Iterator[Piece]) -> bool:
         told = f"first token {(first - started) * 1000:.0f} ms{rate}; {tokens} tokens{cut}"
         typer.secho(told, dim=True, err=True)
     return whole
-
-
-def _pieces(answers: queue.Queue, model: TextModel, timeout_s: float | None) -> Iterator[Piece]:
-    while True:
-        try:
-            result, error = answers.get(timeout=timeout_s)
-        except queue.Empty:
-            raise EngineDownError(f"{model.name} has been silent for {timeout_s:g} s") from None
-        if error is not None:
-            raise _ours(error)
-        response = result.get_response()
-        if response.outputs:
-            yield _piece(result)
-        if _is_final(response, model):
-            return
-
-
-def _is_final(response: Any, model: TextModel) -> bool:
-    """A stream says of each response whether it is the last; a model with one response need not."""
-    if "triton_final_response" in response.parameters:
-        return response.parameters["triton_final_response"].bool_param
-    return not model.decoupled
 
 
 def _piece(result: triton.InferResult) -> Piece:
@@ -247,7 +224,7 @@ def _tensor(name: str, value: np.ndarray) -> triton.InferInput:
 
 @contextmanager
 def _client(url: str) -> Iterator[triton.InferenceServerClient]:
-    """A client of a server that answers, whose errors are ours."""
+    """A client whose errors are TridecodeErrors; EngineDownError if the server does not answer."""
     client = triton.InferenceServerClient(url)
     try:
         _check_live(client, url)
@@ -258,32 +235,22 @@ def _client(url: str) -> Iterator[triton.InferenceServerClient]:
         client.close()
 
 
-#: what gRPC says of a peer that is absent or not Triton -> plain words
-_NO_SERVER = {
-    "refused": "connection refused: is the server running? tridecode serve REPOSITORY",
-    "Deadline": f"no answer within {_CONNECT_S:g} s",
-    "resolution failed": "the host name is unknown",
-    "errors resolving": "the host name is unknown",
-    "HTTP/2": "not a gRPC port: HTTP has 8000 by default, gRPC 8001",
-    "http1.x": "not a gRPC port: HTTP has 8000 by default, gRPC 8001",
-    "Socket closed": "it closes the connection: HTTP has 8000 by default, gRPC 8001",
-}
-
-
 def _check_live(client: triton.InferenceServerClient, url: str) -> None:
-    """EngineDownError in plain words: gRPC's own name sockets and channel states."""
+    """EngineDownError in plain words instead of gRPC's sockets and channel states."""
     try:
         client.is_server_live(client_timeout=_CONNECT_S)
     except InferenceServerException as error:
-        text = error.message() or ""
         if error.status() not in ("StatusCode.UNAVAILABLE", "StatusCode.DEADLINE_EXCEEDED"):
-            return  # it answers; a gateway may keep this call to itself
-        why = next((words for part, words in _NO_SERVER.items() if part in text), " ".join(text.split()))
-        raise EngineDownError(f"no Triton server answers at {url} over gRPC ({why})") from None
+            return  # it answers; a gateway may block this call
+        late = error.status() == "StatusCode.DEADLINE_EXCEEDED"
+        why = f"no answer within {_CONNECT_S:g} s" if late else plain_reason(error.message() or "")
+        raise EngineDownError(
+            f"no Triton server answers at {url} over gRPC ({why}): is it running? tridecode serve REPOSITORY"
+        ) from None
 
 
 def _ours(error: InferenceServerException, url: str = "") -> TridecodeError:
-    """The server's text, as the error that its status stands for."""
+    """The server's text as the error class of its status."""
     status = (error.status() or "").removeprefix("StatusCode.")
     code = {"INVALID_ARGUMENT": "INVALID_ARG", "UNIMPLEMENTED": "UNSUPPORTED"}.get(status, status)
     where = f" (server: {url})" if url and code == "UNAVAILABLE" else ""
@@ -296,8 +263,7 @@ def _describe(client: triton.InferenceServerClient, name: str) -> TextModel | No
     declared = {tensor.name: tensor.data_type for tensor in config.input}
     if "text_input" not in declared:
         return None
-    names = {name: model_config_pb2.DataType.Name(kind)[len("TYPE_") :] for name, kind in declared.items()}
-    found = {name: triton_to_np_dtype("BYTES" if kind == "STRING" else kind) for name, kind in names.items()}
+    found = {name: _numpy(data_type_name(kind)) for name, kind in declared.items()}
     dtypes = {name: dtype for name, dtype in found.items() if dtype is not None}
     return TextModel(config.name or name, config.model_transaction_policy.decoupled, dtypes)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-import queue
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, redirect_stdout
@@ -23,17 +22,17 @@ from rich.console import Console
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from tridecode.backend.errors import ConfigError, EngineDownError, TridecodeError
+from tridecode.tools.triton_stream import NO_SERVER, plain_reason, stream_results
 
 _MAX_FILE_BYTES = 256 << 20
 _PORTS = {"http": 8000, "grpc": 8001}
-_REASON_S = 5.0  # until gRPC says why a stream failed
-_HTTP_TIMEOUT_S = 600.0  # the client cannot wait without one
+_HTTP_TIMEOUT_S = 600.0  # the HTTP client needs a time-out
 _TEXT_DTYPES = ("bytes", "object", "str", "string")
 
 
 @dataclass(frozen=True)
 class RequestFile:
-    """A request as a file and --params give it. tensors: name -> array with its batch axis."""
+    """A request from a file and --params. tensors: name -> array with its batch axis."""
 
     protocol: str = "http"
     url: str = "localhost:8000"
@@ -52,7 +51,7 @@ class Answer:
 
 
 def read_request(path: str | Path | None, params: str | None = None) -> RequestFile:
-    """The request of a file, of `params` (a JSON text that is merged over it, object by object), or of both.
+    """The request in a file, in `params` (JSON text, merged over the file, object by object), or in both.
 
     Raises ConfigError naming the file, the tensor, what was found and what was wanted.
     """
@@ -80,7 +79,7 @@ def read_request(path: str | Path | None, params: str | None = None) -> RequestF
 
 
 def _checked(value: dict[str, Any], where: str) -> dict[str, Any]:
-    """The types of a request file's parts. ConfigError names the first that is wrong."""
+    """`value`, with the types of its parts checked; ConfigError for the first wrong one."""
     config, request = value.get("config", {}), value.get("request", [])
     if not isinstance(config, dict):
         raise ConfigError(f"{where}: config is {_short(config)}; wanted an object")
@@ -102,7 +101,7 @@ def _short(value: Any) -> str:
 
 
 def _address(url: str, protocol: str, where: str) -> str:
-    """host:port; a scheme that fits is cut off, a port that is left out is Triton's default."""
+    """host:port without the scheme; the port is Triton's by default."""
     scheme, separator, rest = url.strip().rpartition("://")
     if separator and scheme.lower() != protocol:
         raise ConfigError(f"{where}: config.url is {url}; wanted host:port of the server's {protocol}")
@@ -116,9 +115,9 @@ def _address(url: str, protocol: str, where: str) -> str:
 
 
 def send_request(request: RequestFile, timeout_s: float | None = None) -> Iterator[Answer]:
-    """The responses to a request: one, or as many as a stream has. timeout_s: longest wait for a response.
+    """The responses to a request: one, or those of a stream. timeout_s: longest wait for a response.
 
-    Raises EngineDownError where no server answers, else TridecodeError with the server's text.
+    Raises EngineDownError if no server answers, TridecodeError with the server's text for any other failure.
     """
     try:
         yield from (_stream if request.stream_api else _infer)(request, timeout_s)
@@ -129,32 +128,16 @@ def send_request(request: RequestFile, timeout_s: float | None = None) -> Iterat
     except TimeoutError:
         patience = f"{timeout_s or _HTTP_TIMEOUT_S:g} s"
         raise EngineDownError(f"{request.url} has not answered within {patience}") from None
-    except (OSError, ValueError) as error:  # the HTTP client's sockets, and what it cannot parse
+    except (OSError, ValueError) as error:  # of the HTTP client's sockets and parser
         raise _no_server(request, str(error)) from None
 
 
-#: gRPC's and the HTTP client's texts where a peer is absent or not Triton -> plain words
-_NO_SERVER = {
-    "refused": "connection refused",
-    "resolution failed": "the host name is unknown",
-    "errors resolving": "the host name is unknown",
-    "Name or service": "the host name is unknown",
-    "no HTTP": "not HTTP: is it the port of gRPC?",
-    "HTTP/2": "not gRPC: is it the port of HTTP?",
-    "http1.x": "not gRPC: is it the port of HTTP?",
-    "decoding the response": "an HTTP server that is not Triton",
-    "Socket closed": "it closes the connection: is it the port of HTTP?",
-    "failed to connect": "no connection",
-}
-
-
 def _is_unreachable(error: InferenceServerException) -> bool:
-    return any(part in (error.message() or "") for part in _NO_SERVER)
+    return any(part in (error.message() or "") for part in NO_SERVER)
 
 
 def _no_server(request: RequestFile, reason: str) -> EngineDownError:
-    why = next((words for part, words in _NO_SERVER.items() if part in reason), " ".join(reason.split()))
-    found = f"no Triton server answers at {request.url} over {request.protocol} ({why})"
+    found = f"no Triton server answers at {request.url} over {request.protocol} ({plain_reason(reason)})"
     return EngineDownError(f"{found}; start one, or name its address in config.url")
 
 
@@ -167,8 +150,8 @@ def show(answer: Answer, console: Console) -> None:
 
 
 def show_streamed(answer: Answer, console: Console) -> None:
-    """One line per response of FasterTransformer's stream: time, cumulative probability, tokens of the first
-    sequence. Another model's response: every output."""
+    """Print one line per response of FasterTransformer's stream: time, cumulative probability, tokens of the
+    first sequence. Of another model's response, print every output."""
     outputs = answer.outputs
     if not {"output_ids", "sequence_length"} <= set(outputs):
         show(answer, console)
@@ -221,7 +204,7 @@ def _parse(text: str, where: str) -> dict[str, Any]:
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` wins; objects are merged key by key, lists of named tensors name by name."""
+    """`over` takes precedence; objects are merged by key, lists of named tensors by name."""
     merged = dict(base)
     for key, value in over.items():
         held = merged.get(key)
@@ -278,7 +261,7 @@ def _infer(request: RequestFile, timeout_s: float | None) -> Iterator[Answer]:
             result = client.infer(request.model_name, inputs, client_timeout=timeout_s)
         names = [output.name for output in result.get_response().outputs]
     else:
-        import tritonclient.http as http_client  # it brings gevent, which gRPC does without
+        import tritonclient.http as http_client  # it imports gevent, which gRPC does not need
 
         patience = timeout_s or _HTTP_TIMEOUT_S
         # the client prints a response that it cannot parse before it raises
@@ -299,34 +282,9 @@ def _infer(request: RequestFile, timeout_s: float | None) -> Iterator[Answer]:
 
 
 def _stream(request: RequestFile, timeout_s: float | None) -> Iterator[Answer]:
-    answers: queue.Queue = queue.Queue()
-    client = grpc_client.InferenceServerClient(request.url, verbose=request.verbose)
-    started = time.perf_counter()
-    client.start_stream(callback=lambda result, error: answers.put((result, error)))
-    try:
-        inputs = _inputs(request, grpc_client.InferInput)
-        try:
-            client.async_stream_infer(request.model_name, inputs, enable_empty_final_response=True)
-        except InferenceServerException as refusal:  # the stream failed before; its callback has the reason
-            raise (_next(answers, request, _REASON_S)[1] or refusal) from None
-        while True:
-            result, error = _next(answers, request, timeout_s)
-            if error is not None:
-                raise error
-            response = result.get_response()
-            if response.outputs:
-                outputs = {output.name: result.as_numpy(output.name) for output in response.outputs}
-                yield Answer(outputs, time.perf_counter() - started)
-            final = response.parameters.get("triton_final_response")
-            if final is None or final.bool_param:  # a model that is not decoupled says nothing of an end
-                return
-    finally:
-        client.stop_stream(cancel_requests=True)
-        client.close()
-
-
-def _next(answers: queue.Queue, request: RequestFile, timeout_s: float | None) -> tuple[Any, Any]:
-    try:
-        return answers.get(timeout=timeout_s)
-    except queue.Empty:
-        raise TridecodeError(f"{request.model_name} has been silent for {timeout_s:g} s") from None
+    inputs = _inputs(request, grpc_client.InferInput)
+    with grpc_client.InferenceServerClient(request.url, verbose=request.verbose) as client:
+        started = time.perf_counter()
+        for result in stream_results(client, request.model_name, inputs, timeout_s):
+            outputs = {output.name: result.as_numpy(output.name) for output in result.get_response().outputs}
+            yield Answer(outputs, time.perf_counter() - started)

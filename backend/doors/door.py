@@ -26,7 +26,7 @@ from tridecode.backend.doors.envelope import (
 )
 from tridecode.backend.doors.preparation import Preparation
 from tridecode.backend.doors.senders import Senders, Stream
-from tridecode.backend.doors.settings import DoorSettings, end_token_id, load_tokenizer, read_settings
+from tridecode.backend.doors.settings import DoorSettings, door_tokenizer, read_settings
 from tridecode.backend.errors import EngineDownError, TridecodeError
 from tridecode.backend.messages import Limits, SequenceRequest
 
@@ -50,7 +50,7 @@ class Received:
 class EngineDoor:
     """A TritonPythonModel whose requests go to the engine; a subclass adds `accept` and its contract."""
 
-    table: Contract
+    contract: Contract
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Called by Triton; returns when the engine is ready, TritonModelException with the reason if not."""
@@ -159,19 +159,17 @@ class EngineDoor:
         """The request, checked against the envelope, then against the contract; labels the stream."""
         stream.label = read_label(request)
         parameters = read_parameters(request)
-        check_parameters(parameters, self.table, self.settings.allowed_parameters)
+        check_parameters(parameters, self.contract, self.settings.allowed_parameters)
         stream.label = stream.label or check_label(str(parameters.get("id", "")))
         envelope = self.envelope()
-        arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-        size = envelope.check(arrays, self.table)
-        inputs = Inputs(arrays, self.table)
+        inputs, size = _read_inputs(request, self.contract, envelope)
         return Received(
             inputs,
             parameters,
             Outputs(self.settings.outputs, request.requested_output_names()),
             read_timeout_s(request),
             envelope,
-            size + sum(array.nbytes for array in inputs.arrays.values()),
+            size,
         )
 
 
@@ -187,14 +185,13 @@ class Submission:
 class UnaryDoor:
     """Base of the two unary models around the engine: tokenizer in initialize(), one response a request."""
 
-    table: Contract
+    contract: Contract
 
     def initialize(self, args: Mapping[str, str]) -> None:
         try:
             self.settings = read_settings(args)
             self.envelope = envelope_of(self.settings)
-            self.tokenizer = load_tokenizer(self.settings)
-            self.end_id = end_token_id(self.settings, self.tokenizer)
+            self.tokenizer, self.end_id = door_tokenizer(self.settings)
         except TridecodeError as error:
             raise pb_utils.TritonModelException(str(error)) from None
 
@@ -205,12 +202,10 @@ class UnaryDoor:
         label = ""
         try:
             label = read_label(request)
-            check_parameters(read_parameters(request), self.table, self.settings.allowed_parameters)
-            arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-            self.envelope.check(arrays, self.table)
+            check_parameters(read_parameters(request), self.contract, self.settings.allowed_parameters)
+            inputs, _ = _read_inputs(request, self.contract, self.envelope)
             outputs = Outputs(self.settings.outputs, request.requested_output_names())
-            answer = self.answer(Inputs(arrays, self.table))
-            return pb_utils.InferenceResponse(outputs.tensors(answer))
+            return pb_utils.InferenceResponse(outputs.tensors(self.answer(inputs)))
         except TridecodeError as error:
             return refusal(error)
         except Exception as error:
@@ -219,6 +214,14 @@ class UnaryDoor:
 
     def answer(self, inputs: Inputs) -> dict[str, Any]:
         raise NotImplementedError
+
+
+def _read_inputs(request: Any, contract: Contract, envelope: Envelope) -> tuple[Inputs, int]:
+    """A copy of the input tensors, checked, and the bytes of their texts and numbers."""
+    arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+    text_bytes = envelope.check(arrays, contract)
+    inputs = Inputs(arrays, contract)
+    return inputs, text_bytes + sum(array.nbytes for array in inputs.arrays.values())
 
 
 def refusal(error: TridecodeError) -> Any:

@@ -92,29 +92,25 @@ def _immortal(thing: Any) -> Any:
     return thing
 
 
+#: field of EngineBeat -> its gauge, and the gauge's help
+_BEAT = {
+    "running": ("tridecode_engine_running", "Sequences that have a slot"),
+    "waiting": ("tridecode_engine_waiting", "Sequences that wait for a slot"),
+    "free_blocks": ("tridecode_engine_free_blocks", "Free blocks of the KV cache"),
+    "total_blocks": ("tridecode_engine_blocks", "Blocks of the KV cache"),
+    "steps": ("tridecode_engine_steps", "Steps since the engine started"),
+    "epoch": ("tridecode_engine_epoch", "Number of times the engine has been built"),
+}
 _HELP = {
     "tridecode_requests_total": "Requests that ended, by outcome: ok, or the error's code",
     "tridecode_output_tokens_total": "Tokens generated for ended requests of this door",
     "tridecode_engine_ready": "1 while the engine sends heartbeats, 0 while it is being rebuilt",
-    "tridecode_engine_running": "Sequences that have a slot",
-    "tridecode_engine_waiting": "Sequences that wait for a slot",
-    "tridecode_engine_free_blocks": "Free blocks of the KV cache",
-    "tridecode_engine_blocks": "Blocks of the KV cache",
-    "tridecode_engine_steps": "Steps since the engine started",
-    "tridecode_engine_epoch": "Number of times the engine has been built",
+    **dict(_BEAT.values()),
 }
 
 
 def _gauges(beat: EngineBeat) -> dict[str, float]:
-    values = {
-        "tridecode_engine_ready": 1.0,
-        "tridecode_engine_running": beat.running,
-        "tridecode_engine_waiting": beat.waiting,
-        "tridecode_engine_free_blocks": beat.free_blocks,
-        "tridecode_engine_blocks": beat.total_blocks,
-        "tridecode_engine_steps": beat.steps,
-        "tridecode_engine_epoch": beat.epoch,
-    }
+    values = {gauge: float(getattr(beat, field)) for field, (gauge, _) in _BEAT.items()}
     for name, value in beat.metrics.items():
-        values[name if name.startswith("tridecode_") else f"tridecode_engine_{name}"] = value
-    return {name: float(value) for name, value in values.items()}
+        values[name if name.startswith("tridecode_") else f"tridecode_engine_{name}"] = float(value)
+    return {"tridecode_engine_ready": 1.0, **values}

@@ -70,28 +70,23 @@ class Envelope:
             if array.dtype == object:
                 total += self._check_texts(name, field.kind, array)
         if total > self.max_request_bytes:
-            found = f"the request has {total:,} bytes of text"
-            raise RequestError(
-                f"{found}; this model accepts {self.max_request_bytes:,} (max_request_bytes in config.pbtxt)"
-            )
+            most = f"{self.max_request_bytes:,} (max_request_bytes in config.pbtxt)"
+            raise _too_large(f"the request has {total:,} bytes of text", most)
         return total
 
     def _check_count(self, name: str, kind: str, array: np.ndarray) -> None:
         count = math.prod(max(1, size) for size in array.shape)  # an empty tensor may have huge axes
-        found = f"{name} has shape {list(array.shape)}"
         if kind in ("ids", "word_ids"):
             if count > self.max_response_elements:
                 most = f"{self.max_response_elements:,} elements (max_response_elements in config.pbtxt)"
-                raise RequestError(f"{found}; this model accepts {most}")
+                raise _too_large(_shape(name, array), most)
             if kind == "word_ids" and array.shape and array.shape[-1] > MAX_WORD_IDS:
-                raise RequestError(f"{found}; this model accepts {MAX_WORD_IDS:,} ids a row")
+                raise _too_large(_shape(name, array), f"{MAX_WORD_IDS:,} ids a row")
         elif kind == "words":
             if count > MAX_REQUEST_WORDS:
-                raise RequestError(
-                    f"{name} has {count:,} words; this model accepts {MAX_REQUEST_WORDS:,} in a request"
-                )
+                raise _too_large(f"{name} has {count:,} words", f"{MAX_REQUEST_WORDS:,} in a request")
         elif count > MAX_ROWS:
-            raise RequestError(f"{found}; this model accepts one value a row and {MAX_ROWS:,} rows")
+            raise _too_large(_shape(name, array), f"one value a row and {MAX_ROWS:,} rows")
 
     def _check_texts(self, name: str, kind: str, array: np.ndarray) -> int:
         sizes = np.fromiter(map(len, array.reshape(-1).tolist()), np.int64, array.size)
@@ -103,7 +98,7 @@ class Envelope:
         if sizes.size and (largest := int(sizes.max())) > most:
             where = f" of row {int(sizes.argmax())}" if array.size > 1 else ""
             setting = "" if kind == "csv" else " (max_prompt_bytes in config.pbtxt)"
-            raise RequestError(f"{name}{where} has {largest:,} bytes; this model accepts {most:,}{setting}")
+            raise _too_large(f"{name}{where} has {largest:,} bytes", f"{most:,}{setting}")
         return total
 
     def _check_words(self, name: str, sizes: np.ndarray, total: int) -> None:
@@ -111,22 +106,17 @@ class Envelope:
         rows = sizes.reshape(sizes.shape[0], -1) if sizes.ndim > 1 else sizes.reshape(1, -1)
         row_bytes = int(rows.sum(axis=1).max()) if rows.size else 0
         if rows.shape[1] > self.max_words:
-            raise RequestError(
-                f"{name} has {rows.shape[1]:,} words a row; this model accepts {self.max_words:,}"
-            )
+            raise _too_large(f"{name} has {rows.shape[1]:,} words a row", f"{self.max_words:,}")
         if row_bytes > self.max_word_bytes:
-            raise RequestError(
-                f"{name} has {row_bytes:,} bytes a row; this model accepts {self.max_word_bytes:,}"
-            )
+            raise _too_large(f"{name} has {row_bytes:,} bytes a row", f"{self.max_word_bytes:,}")
         if total > MAX_REQUEST_WORD_BYTES:
-            most = f"{MAX_REQUEST_WORD_BYTES:,} in a request"
-            raise RequestError(f"{name} has {total:,} bytes; this model accepts {most}")
+            raise _too_large(f"{name} has {total:,} bytes", f"{MAX_REQUEST_WORD_BYTES:,} in a request")
 
     def check_width(self, name: str, width: int) -> None:
         """RequestError for a width above max_sequence_tokens."""
         if width > self.max_sequence_tokens:
             most = f"{self.max_sequence_tokens:,} (max_sequence_tokens in config.pbtxt)"
-            raise RequestError(f"{name} has a width of {width:,}; this model accepts {most}")
+            raise _too_large(f"{name} has a width of {width:,}", most)
 
     def check_response(self, rows: int, width: int, output: int, hidden: int, responses: int) -> None:
         """RequestError if FasterTransformer's responses would be too large: all ids, log-probs, embeddings.
@@ -136,26 +126,30 @@ class Envelope:
         """
         elements = rows * (width + 2 * output + hidden)
         if elements > self.max_response_elements:
+            found = (
+                f"{rows:,} rows of {width:,} ids and {output:,} new tokens make a response of {elements:,}"
+            )
             most = f"{self.max_response_elements:,} (max_response_elements in config.pbtxt)"
-            raise RequestError(
-                f"{rows:,} rows of {width:,} ids and {output:,} new tokens make a response of {elements:,} "
-                f"elements; this model accepts {most}; send fewer rows at once"
-            )
+            raise _too_large(f"{found} elements", f"{most}; send fewer rows at once")
         if elements * responses > self.max_stream_elements:
+            found = f"{responses:,} responses of {elements:,} elements each are {elements * responses:,}"
             most = f"{self.max_stream_elements:,} (max_stream_elements in config.pbtxt)"
-            raise RequestError(
-                f"{responses:,} responses of {elements:,} elements each are {elements * responses:,}; this "
-                f"model accepts {most}; send fewer rows at once, or use the model that does not stream"
-            )
+            raise _too_large(found, f"{most}; send fewer rows at once, or use the model that does not stream")
 
     def check_padded(self, name: str, rows: int, width: int) -> None:
         """RequestError if a tensor padded to [rows, width] is too large."""
         if rows * width > self.max_response_elements:
             most = f"{self.max_response_elements:,} elements (max_response_elements in config.pbtxt)"
-            raise RequestError(
-                f"{name} has {rows:,} rows, and padded to the longest each has {width:,} ids; "
-                f"this model accepts {most}; send long and short texts apart"
-            )
+            found = f"{name} has {rows:,} rows, and padded to the longest each has {width:,} ids"
+            raise _too_large(found, f"{most}; send long and short texts apart")
+
+
+def _too_large(found: str, most: str) -> RequestError:
+    return RequestError(f"{found}; this model accepts {most}")
+
+
+def _shape(name: str, array: np.ndarray) -> str:
+    return f"{name} has shape {list(array.shape)}"
 
 
 def envelope_of(settings: DoorSettings, limits: Limits | None = None) -> Envelope:
@@ -188,7 +182,7 @@ def read_label(request: Any) -> str:
 
 def check_label(label: str) -> str:
     if len(label) > MAX_LABEL:
-        raise RequestError(f"the request id has {len(label):,} characters; this model accepts {MAX_LABEL:,}")
+        raise _too_large(f"the request id has {len(label):,} characters", f"{MAX_LABEL:,}")
     try:
         label.encode("utf-8")  # JSON can hold halves of surrogate pairs, which cannot be encoded
     except UnicodeEncodeError:
@@ -205,10 +199,8 @@ def read_parameters(request: Any) -> dict[str, Any]:
     if not text:
         return {}
     if len(text) > MAX_PARAMETER_BYTES:
-        raise RequestError(
-            f"the request parameters have {len(text):,} characters of JSON; "
-            f"this model accepts {MAX_PARAMETER_BYTES:,}"
-        )
+        found = f"the request parameters have {len(text):,} characters of JSON"
+        raise _too_large(found, f"{MAX_PARAMETER_BYTES:,}")
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):

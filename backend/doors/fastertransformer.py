@@ -28,7 +28,7 @@ from tridecode.backend.messages import Event, Limits, SamplingParams, SequenceRe
 class TritonPythonModel(EngineDoor):
     """Model `fastertransformer`. One request of B rows becomes one engine request of B sequences."""
 
-    table = FASTERTRANSFORMER
+    contract = FASTERTRANSFORMER
 
     def accept(self, received: Received, stream: Stream) -> None:
         inputs, limits, streams = received.inputs, self.limits(), self.settings.decoupled
@@ -128,9 +128,9 @@ def read_sequences(
     end_ids = inputs.rows("end_id", batch, limits.end_id)
     log_probs = inputs.rows("is_return_log_probs", batch, False)
     embedding = inputs.flag("is_return_context_embeddings")
-    names = inputs.client_names(FASTERTRANSFORMER)
+    names = inputs.client_names()
     sequences = []
-    for row, named in enumerate(inputs.params(batch, FASTERTRANSFORMER)):
+    for row, named in enumerate(inputs.params(batch)):
         tokens = prompts.tokens(row)
         fields.check_one_penalty(named)
         end_id = end_ids[row] if 0 <= end_ids[row] < limits.vocab_size else -1

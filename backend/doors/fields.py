@@ -32,7 +32,9 @@ def sampling_params(
     """
     values = dict(named)
     top_p = _nucleus(values.get("top_p", 0.0), names.get("top_p", "top_p"), clip_top_p)
-    values["top_k"], values["top_p"] = _candidates(values.get("top_k", 0), top_p, limits)
+    top_k = min(values.get("top_k", 0), limits.vocab_size)
+    values["top_k"] = 1 if top_k == 0 and top_p == 0.0 else top_k
+    values["top_p"] = top_p or 1.0
     if values["top_k"] != 0:
         for name in ("top_p_decay", "top_p_min", "top_p_reset_id"):
             values.pop(name, None)
@@ -61,12 +63,6 @@ def _nucleus(top_p: float, name: str, clip: bool) -> float:
         wanted = "a number from 0 (no nucleus) to 1" + (", or more, which counts as 1" if clip else "")
         raise RequestError(f"{name} is {top_p}; wanted {wanted}")
     return top_p
-
-
-def _candidates(top_k: int, top_p: float, limits: Limits) -> tuple[int, float]:
-    if top_k == 0 and top_p == 0.0:
-        return 1, 1.0
-    return min(top_k, limits.vocab_size), top_p or 1.0
 
 
 def check_one_penalty(named: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from tridecode.backend.text.detokenizer import TokenizerView
 
 
 class TritonPythonModel(UnaryDoor):
-    table = POSTPROCESSING
+    contract = POSTPROCESSING
 
     def initialize(self, args: Mapping[str, str]) -> None:
         super().initialize(args)

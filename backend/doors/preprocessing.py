@@ -21,7 +21,7 @@ from tridecode.backend.text.encoding import encode
 
 
 class TritonPythonModel(UnaryDoor):
-    table = PREPROCESSING
+    contract = PREPROCESSING
 
     def answer(self, inputs: Inputs) -> dict[str, Any]:
         """INPUT_ID (B, Wmax), REQUEST_INPUT_LEN (B, 1), BAD_WORDS_IDS and STOP_WORDS_IDS (B, 2, P)."""

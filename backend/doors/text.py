@@ -28,7 +28,7 @@ from tridecode.backend.doors.door import EngineDoor, Outputs, Received, Submissi
 from tridecode.backend.doors.envelope import MAX_STOP_WORD_BYTES, MAX_STOP_WORDS
 from tridecode.backend.doors.fields import decode_text
 from tridecode.backend.doors.senders import Stream
-from tridecode.backend.doors.settings import DoorSettings, end_token_id, load_tokenizer
+from tridecode.backend.doors.settings import DoorSettings, door_tokenizer
 from tridecode.backend.errors import RequestCancelled, RequestError
 from tridecode.backend.messages import Event, Limits, SamplingParams, SequenceRequest
 from tridecode.backend.text.completion import Answer, Completion, Piece
@@ -40,12 +40,11 @@ from tridecode.backend.text.stop_words import StopAutomaton
 class TritonPythonModel(EngineDoor):
     """A request of B texts becomes B requests of the engine, so that each can be stopped independently."""
 
-    table = TENSORRT_LLM
+    contract = TENSORRT_LLM
 
     def prepare(self, settings: DoorSettings) -> None:
-        self.tokenizer = load_tokenizer(settings)
+        self.tokenizer, self.tokenizer_end_id = door_tokenizer(settings)
         self.view = TokenizerView(self.tokenizer, settings.skip_special_tokens)
-        self.tokenizer_end_id = end_token_id(settings, self.tokenizer)
 
     def at_once(self, received: Received, stream: Stream) -> bool:
         if not received.inputs.flag("stop"):
@@ -104,9 +103,9 @@ class TritonPythonModel(EngineDoor):
         bad_words = bad_word_ids(self.tokenizer, _words(inputs, "bad_words", batch))
         stop_ids = [[token] for token in self.settings.stop_ids if 0 <= token < limits.vocab_size]
         log_probs = inputs.flag("return_log_probs")
-        names = inputs.client_names(TENSORRT_LLM)
+        names = inputs.client_names()
         params = []
-        for row, named in enumerate(inputs.params(batch, TENSORRT_LLM)):
+        for row, named in enumerate(inputs.params(batch)):
             fields.check_word_tokens("bad_words", bad_words[row], limits.max_bad_word_tokens)
             named.update(
                 max_tokens=counts[row],

@@ -88,7 +88,7 @@ def test_a_new_row_is_an_optional_tensor_of_a_contract_and_of_its_documentation(
     grown = Contract(inputs, contract.outputs)
     arrays = {name: np.zeros((2, 1), contract.by_name[name].dtypes[0]) for name in needed}
     sent = Inputs({**arrays, "min_p": np.array([[0.25], [0.5]], np.float32)}, grown)
-    assert [row["min_p"] for row in sent.params(2, grown)] == [0.25, 0.5]
+    assert [row["min_p"] for row in sent.params(2)] == [0.25, 0.5]
     text = render(
         "health.pbtxt", contract=grown, name="m", engine_model="e", batched=True, decoupled="false",
         uint32_inputs=(),

@@ -40,6 +40,7 @@ class Inputs:
     def __init__(self, arrays: Mapping[str, np.ndarray], contract: Contract):
         self.arrays: dict[str, np.ndarray] = {}
         self._sent_as: dict[str, str] = {}  # the client's name of a field, for errors
+        self._contract = contract
         for name, array in arrays.items():
             field = contract.by_name.get(name)
             if field is None:
@@ -88,15 +89,15 @@ class Inputs:
             raise RequestError(f"{name} differs between the rows of one request; send them apart")
         return bool(array.any())
 
-    def params(self, batch: int, contract: Contract) -> list[dict[str, Any]]:
+    def params(self, batch: int) -> list[dict[str, Any]]:
         """For each row the sampling parameters that the request sets, by our names."""
-        sent = [field for field in contract.params if field.name in self.arrays]
+        sent = [field for field in self._contract.params if field.name in self.arrays]
         columns = {field.param: self.rows(field.name, batch) for field in sent}
         return [{param: column[row] for param, column in columns.items()} for row in range(batch)]
 
-    def client_names(self, contract: Contract) -> dict[str, str]:
+    def client_names(self) -> dict[str, str]:
         """Sampling parameter -> the name under which this client sent it, or would."""
-        return {field.param: self._sent_as.get(field.name, field.name) for field in contract.params}
+        return {field.param: self._sent_as.get(field.name, field.name) for field in self._contract.params}
 
 
 def _check_dtype(field: Field, array: np.ndarray) -> None:
