@@ -8,8 +8,7 @@ from collections.abc import Iterable
 class BlockPool:
     """Blocks 0 .. num_blocks - 1, each with a count of its users. Used by the scheduler's thread only.
 
-    A block returns to the free list when its last user releases it. Sharing (a common prefix, the beams of
-    one request) is `share`.
+    A block returns to the free list when its last user releases it.
     """
 
     def __init__(self, num_blocks: int):
@@ -25,8 +24,7 @@ class BlockPool:
         return self._users[block]
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks with one user each. The caller has looked at num_free: MemoryError where there are
-        fewer."""
+        """`count` blocks with one user each. Raises MemoryError where fewer are free."""
         if count > len(self._free):
             raise MemoryError(f"{count} blocks wanted, {len(self._free)} of {self.num_blocks} are free")
         taken = [self._free.pop() for _ in range(count)]

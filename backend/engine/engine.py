@@ -18,7 +18,7 @@ from tridecode.backend.engine.loader import DTYPES, FileWeights
 from tridecode.backend.engine.parallel import ProcessRanks, SingleRank
 from tridecode.backend.engine.plan import StepPlan, StepResult
 from tridecode.backend.engine.random_weights import RandomWeights
-from tridecode.backend.engine.sampling import allocate_state, start_slots
+from tridecode.backend.engine.sampling import allocate_state, copy_slots, start_slots
 from tridecode.backend.engine.settings import choose_num_blocks
 from tridecode.backend.engine.step_buffers import StepBuffers
 from tridecode.backend.models.layers import Context, Weights, Workspace
@@ -171,12 +171,13 @@ class Engine:
         return DecodeGraphs(padded_sizes(self.config.max_sequences), load, self._run)
 
     def launch(self, plan: StepPlan) -> Pending:
-        """Start a step, on rank 0 for all ranks. On CUDA it returns while the device works; the next may be
-        launched before `wait`."""
+        """Start a step, on rank 0 for all ranks. On CUDA it returns while the device works, and the next step
+        may be launched before `wait`."""
         if self.ranks.rank == 0:
             self.ranks.broadcast_plan(plan)
         embeddings: list[Tensor] = []
-        count = int(np.count_nonzero(plan.samples))
+        self._copy_for_forks(plan)
+        count = plan.num_samples
         if self.graphs is None or self.on_logits is not None or self.graphs.replay(plan) is None:
             embeddings = self._run(self.buffers.load(plan), plan)
         if not self.is_asynchronous:
@@ -187,6 +188,18 @@ class Engine:
         ready = torch.cuda.Event()
         ready.record()
         return Pending(tokens[:count], log_probs[:count], embeddings, ready)
+
+    @torch.inference_mode()
+    def _copy_for_forks(self, plan: StepPlan) -> None:
+        """Execute the plan's copies; all sources are read before any destination is written."""
+        if plan.block_copies:
+            sources, destinations = torch.tensor(plan.block_copies, device=self.device).unbind(1)
+            for cache in self.caches:
+                for tensor in (cache.blocks, cache.scales):
+                    if tensor is not None:
+                        tensor[destinations] = tensor[sources]
+        if plan.slot_copies:
+            copy_slots(self.state, *zip(*plan.slot_copies))
 
     def check_device(self) -> None:
         """Make the device do a little work and wait for it: a device that died is noticed without a step.

@@ -24,7 +24,7 @@ def padded_sizes(most: int) -> list[int]:
 
 
 def decode_plan(rows: int) -> StepPlan:
-    """A plan of `rows` decoding rows that read and write nothing: what a graph is captured from."""
+    """A plan of `rows` decoding rows that read and write nothing, to capture a graph from."""
     empty = np.zeros(rows, np.int32)
     return StepPlan(
         step=0,
@@ -35,14 +35,13 @@ def decode_plan(rows: int) -> StepPlan:
         context_lens=empty,
         query_starts=np.arange(rows + 1, dtype=np.int32),
         slots=np.full(rows, -1, np.int32),
-        samples=np.ones(rows, bool),
+        samples=np.ones(rows, np.int32),
         num_decodes=rows,
     )
 
 
 def prompt_plan(tokens: int, rows: int) -> StepPlan:
-    """`rows` fresh prompts of `tokens` tokens together that are written nowhere: the largest step, for
-    warming up."""
+    """`rows` fresh prompts of `tokens` tokens together that are not written to the cache, for warming up."""
     starts = np.linspace(0, tokens, rows + 1).astype(np.int32)
     lens = np.diff(starts).astype(np.int32)
     return StepPlan(
@@ -54,15 +53,14 @@ def prompt_plan(tokens: int, rows: int) -> StepPlan:
         context_lens=lens,
         query_starts=starts,
         slots=np.full(rows, -1, np.int32),
-        samples=np.ones(rows, bool),
+        samples=np.ones(rows, np.int32),
         num_decodes=0,
     )
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Nothing is collected within the block: a graph of an engine before this one that is freed in the middle
-    of a capture would spoil it."""
+    """No garbage collection within the block: freeing an earlier engine's graph would break a capture."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
@@ -74,8 +72,8 @@ def _no_collection() -> Iterator[None]:
 
 
 def warm_up_plans(max_tokens: int, max_rows: int, longest: int) -> list[StepPlan]:
-    """The largest steps there can be of up to max_rows sequences of up to `longest` tokens, max_tokens
-    together. No position is beyond `longest`: the tables of positions end there."""
+    """The largest steps of up to max_rows sequences of up to `longest` tokens, max_tokens together. Positions
+    stay below `longest`: position tables have that many rows."""
     tokens = min(max_tokens, max_rows * longest)
     rows = max(min(max_rows, 8), -(-tokens // longest))
     return [prompt_plan(tokens, rows), prompt_plan(min(tokens, 16, longest), 1), decode_plan(max_rows)]
@@ -83,8 +81,8 @@ def warm_up_plans(max_tokens: int, max_rows: int, longest: int) -> list[StepPlan
 
 class DecodeGraphs:
     """Graphs of `run(batch)`. `load(plan, rows)` copies a plan of up to `rows` decoding rows to the device,
-    always to the same addresses. The graphs share one memory pool; captured from the largest down, so that
-    the smaller fit into it."""
+    always to the same addresses. The graphs share one memory pool; the largest is captured first, so that the
+    smaller ones fit into it."""
 
     def __init__(
         self, sizes: list[int], load: Callable[[StepPlan, int], Batch], run: Callable[[Batch], object]
@@ -102,7 +100,7 @@ class DecodeGraphs:
         pool = None
         for size in sorted(sizes, reverse=True):
             batch = self._load(decode_plan(size), size)
-            run(batch)  # what a library sets up at its first call must not happen in a capture
+            run(batch)  # a library's set-up at its first call must not happen in a capture
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -111,8 +109,9 @@ class DecodeGraphs:
             self._graphs[size] = graph
 
     def replay(self, plan: StepPlan) -> int | None:
-        """Run a plan of decoding rows; the padded size it ran at, or None where it is no such plan."""
-        if plan.num_decodes != plan.num_rows or plan.num_rows not in self._size_of:
+        """Run a plan of decoding rows with one token each and no slot starts. Returns the padded size, or
+        None for any other plan."""
+        if plan.num_decodes != plan.num_tokens or plan.starts or plan.num_rows not in self._size_of:
             return None
         size = self._size_of[plan.num_rows]
         self._load(plan, size)

@@ -138,13 +138,14 @@ class DecodeLoop:
     def _tell(self) -> None:
         """What heartbeats and metrics say of the loop."""
         scheduler, status, now = self.scheduler, self.status, time.monotonic()
+        pool = scheduler.cache.pool
         if not scheduler.has_work:
             status.busy_since = 0.0
         if now - self._told < _TELL_S and scheduler.has_work:
             return
         self._told = now
         status.running, status.waiting = scheduler.num_running, scheduler.num_requests
-        status.free_blocks, status.total_blocks = scheduler.pool.num_free, scheduler.pool.num_blocks
+        status.free_blocks, status.total_blocks = pool.num_free, pool.num_blocks
         status.metrics = {
             **asdict(scheduler.counters),
             "requests_waiting": scheduler.num_waiting,

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from tridecode.backend.config import EngineConfig, ModelConfig
+from tridecode.backend.engine.admission import SchedulerLimits
 from tridecode.backend.engine.engine import Engine
 from tridecode.backend.engine.parallel import SingleRank
 from tridecode.backend.engine.plan import StepPlan
-from tridecode.backend.engine.scheduler import Scheduler, SchedulerLimits
+from tridecode.backend.engine.scheduler import Scheduler
 from tridecode.backend.engine.settings import choose_device, resolve
 from tridecode.backend.errors import BY_CODE, TridecodeError
 from tridecode.backend.messages import Event, SamplingParams, SequenceRequest, Submit
@@ -88,9 +89,9 @@ class OfflineEngine:
         return self.engine.model_config
 
     def _keep_logits(self, plan: StepPlan, logits: Tensor) -> None:
-        rows = [sequence for sequence, samples in zip(plan.sequences, plan.samples) if samples]
+        rows = [sequence for sequence, count in zip(plan.sequences, plan.samples) if count]
         for sequence, row in zip(rows, logits.float().cpu().numpy().copy()):
-            self.generations[sequence.request].logits.append(row)
+            self.generations[sequence.group.request].logits.append(row)
 
     def submit(self, prompt: list[int], params: SamplingParams) -> int:
         """The number of the new request, an index of `generations`."""

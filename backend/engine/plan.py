@@ -11,10 +11,10 @@ from tridecode.backend.messages import SamplingParams
 
 @dataclass
 class SlotStart:
-    """A sequence takes a batch slot in this step: what the sampler has to know of it.
+    """A sequence takes a batch slot in this step, and the sampler starts from what the host knows of it.
 
-    history: int32, the prompt and, for a sequence that was preempted, what it has generated since.
-    generated: how many of these it generated; the counter of its random generator.
+    history: int32, the prompt and the output so far.
+    generated: number of output tokens in it; the counter of the sequence's random generator.
     top_p: its value now, after `generated` tokens of decay.
     """
 
@@ -27,11 +27,16 @@ class SlotStart:
 
 @dataclass
 class StepPlan:
-    """What one step does. Arrays are int32; T tokens, B rows; the first num_decodes rows have one token each.
+    """What one step does. Arrays are int32; T tokens, B rows, M block-table columns.
 
-    A token id of -1 stands for the newest sampled token of the row's slot, which only the device knows yet.
-    samples[b] says that row b's last token is one whose successor is wanted (all but the inner chunks of a
-    prompt).
+    Row b has the tokens from query_starts[b] to query_starts[b + 1]. The first num_decodes rows decode: one
+    token a row, or several where draft tokens are verified, rows of one token first. The other rows are
+    prompts or chunks of them. A token id of -1 stands for the newest sampled token of the row's slot, which
+    only the device knows yet; only a decoding row of one token has it.
+    samples[b]: how many of row b's last tokens are sampled from: 0 for an inner chunk of a prompt, else 1, or
+    more where draft tokens are verified. Their sum is at most the engine's max_sequences.
+    slot_copies, block_copies: (source, destination) pairs, executed before the step and before `starts`; all
+    sources are read before any destination is written.
     """
 
     step: int
@@ -42,12 +47,14 @@ class StepPlan:
     context_lens: np.ndarray  # (B,)
     query_starts: np.ndarray  # (B + 1,)
     slots: np.ndarray  # (B,)
-    samples: np.ndarray  # (B,) bool
+    samples: np.ndarray  # (B,)
     num_decodes: int
     starts: list[SlotStart] = field(default_factory=list)
-    #: (row, n): the sum of the last layer's output over the first n tokens of the row is wanted
+    #: (row, n): the sum of the last layer's output over the first n tokens of the row is returned
     embeds: list[tuple[int, int]] = field(default_factory=list)
-    #: rows of the plan in the scheduler's own terms; stays on rank 0
+    slot_copies: list[tuple[int, int]] = field(default_factory=list)
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
+    #: the scheduler's sequence of each row; stays on rank 0
     sequences: list = field(default_factory=list)
 
     @property
@@ -58,10 +65,14 @@ class StepPlan:
     def num_rows(self) -> int:
         return len(self.slots)
 
+    @property
+    def num_samples(self) -> int:
+        return int(self.samples.sum())
+
 
 @dataclass
 class StepResult:
-    """tokens: (R,) int32 and log_probs: (R,) float32 for the rows with samples set, in row order.
+    """tokens: (R,) int32 and log_probs: (R,) float32, R = num_samples, in row order.
 
     embeddings: (C,) float32, one for each of the plan's embeds.
     """

@@ -1,10 +1,12 @@
 """A plan as bytes, for the ranks that did not make it: MessagePack around raw little-endian arrays.
 
 Nothing in a frame is executed. `decode` checks every length before an array is used, so that a damaged frame
-is an error with a text and no wild index.
+raises an error instead of reading out of bounds.
 """
 
 from __future__ import annotations
+
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -13,10 +15,11 @@ from tridecode.backend.engine.plan import SlotStart, StepPlan
 from tridecode.backend.errors import TridecodeError
 from tridecode.backend.messages import SamplingParams
 
-#: 64 sequences that start with 128k tokens each make 33 MB; a size beyond this is a damaged one
+#: 64 sequences that start with 128k tokens each need 33 MB; a larger size is a damaged one
 MAX_BYTES = 1 << 28
 
 _INT = np.dtype("<i4")
+_Index = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _Start(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -43,13 +46,15 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     samples: bytes
     starts: list[_Start]
     embeds: list[tuple[int, int]]
+    slot_copies: list[tuple[_Index, _Index]]
+    block_copies: list[tuple[_Index, _Index]]
 
 
 _decoder = msgspec.msgpack.Decoder(_Frame)
 
 
 def encode(plan: StepPlan) -> bytes:
-    """The plan without `sequences`, which are the scheduler's own. Raises TridecodeError beyond MAX_BYTES."""
+    """The plan without `sequences`, which stay on rank 0. Raises TridecodeError beyond MAX_BYTES."""
     starts = [_Start(s.slot, s.params, _ints(s.history), s.generated, s.top_p) for s in plan.starts]
     frame = msgspec.msgpack.encode(
         _Frame(
@@ -65,9 +70,11 @@ def encode(plan: StepPlan) -> bytes:
             context_lens=_ints(plan.context_lens),
             query_starts=_ints(plan.query_starts),
             slots=_ints(plan.slots),
-            samples=plan.samples.astype(bool).tobytes(),
+            samples=_ints(plan.samples),
             starts=starts,
             embeds=plan.embeds,
+            slot_copies=plan.slot_copies,
+            block_copies=plan.block_copies,
         )
     )
     check_size(len(frame))
@@ -75,7 +82,7 @@ def encode(plan: StepPlan) -> bytes:
 
 
 def decode(frame: bytes) -> StepPlan:
-    """The plan of a frame, with read-only arrays. Raises TridecodeError naming what is wrong with it."""
+    """The plan of a frame, with read-only arrays. Raises TridecodeError that names the fault."""
     check_size(len(frame))
     try:
         found = _decoder.decode(frame)
@@ -96,17 +103,19 @@ def decode(frame: bytes) -> StepPlan:
         context_lens=_array(found, "context_lens", rows),
         query_starts=_array(found, "query_starts", rows + 1),
         slots=_array(found, "slots", rows),
-        samples=_array(found, "samples", rows, np.dtype(bool)),
+        samples=_array(found, "samples", rows),
         num_decodes=found.num_decodes,
         starts=[_start(found, start) for start in found.starts],
         embeds=found.embeds,
+        slot_copies=found.slot_copies,
+        block_copies=found.block_copies,
     )
     _check_rows(plan)
     return plan
 
 
 def check_size(size: int) -> None:
-    """Raises TridecodeError for a frame that no plan needs, before memory is taken for it."""
+    """Raises TridecodeError for a size that no plan has, before memory is allocated for it."""
     if not 0 < size <= MAX_BYTES:
         raise TridecodeError(f"a plan has {size:,} bytes; wanted 1 to {MAX_BYTES:,}")
 
@@ -116,32 +125,34 @@ def _ints(values: np.ndarray) -> bytes:
     return values.astype(_INT, copy=False).tobytes()
 
 
-def _array(frame: _Frame, name: str, count: int, dtype: np.dtype = _INT) -> np.ndarray:
-    return _checked(getattr(frame, name), count, dtype, f"plan {frame.step} from rank 0: {name}")
+def _array(frame: _Frame, name: str, count: int) -> np.ndarray:
+    return _checked(getattr(frame, name), count, f"plan {frame.step} from rank 0: {name}")
 
 
-def _checked(data: bytes, count: int, dtype: np.dtype, where: str) -> np.ndarray:
-    if len(data) != count * dtype.itemsize:
+def _checked(data: bytes, count: int, where: str) -> np.ndarray:
+    if len(data) != count * _INT.itemsize:
         raise TridecodeError(
-            f"{where} has {len(data):,} bytes; {count:,} values of {dtype} need {count * dtype.itemsize:,}"
+            f"{where} has {len(data):,} bytes; {count:,} values of {_INT} need {count * _INT.itemsize:,}"
         )
-    return np.frombuffer(data, dtype)
+    return np.frombuffer(data, _INT)
 
 
 def _start(frame: _Frame, start: _Start) -> SlotStart:
     where = f"plan {frame.step} from rank 0: history of slot {start.slot}"
-    history = _checked(start.history, len(start.history) // _INT.itemsize, _INT, where)
+    history = _checked(start.history, len(start.history) // _INT.itemsize, where)
     return SlotStart(start.slot, start.params, history, start.generated, start.top_p)
 
 
 def _check_rows(plan: StepPlan) -> None:
-    """query_starts cut the tokens into rows of one token or more; embeds name rows and tokens of theirs."""
+    """query_starts cuts the tokens into rows of one token or more; samples and embeds are within the rows."""
     queries = np.diff(plan.query_starts)
     if plan.query_starts[0] != 0 or plan.query_starts[-1] != plan.num_tokens or (queries < 1).any():
         raise TridecodeError(
             f"plan {plan.step} from rank 0: query_starts does not cut {plan.num_tokens} tokens into "
             f"{plan.num_rows} rows"
         )
+    if (plan.samples < 0).any() or (plan.samples > queries).any():
+        raise TridecodeError(f"plan {plan.step} from rank 0: samples are not within the tokens of their rows")
     for row, count in plan.embeds:
         if not (0 <= row < plan.num_rows and 0 <= count <= queries[row]):
             raise TridecodeError(

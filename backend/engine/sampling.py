@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -70,6 +73,15 @@ def start_slots(state: SamplingState, starts: list[SlotStart]) -> None:
             state.counts[start.slot] = torch.bincount(ids, minlength=state.counts.shape[1]).to(torch.int16)
         if flags & o.BAD_WORDS:
             _start_bad_words(state, start)
+
+
+def copy_slots(state: SamplingState, sources: Sequence[int], destinations: Sequence[int]) -> None:
+    """Copy all state of slot sources[i] to slot destinations[i], for every i at once, on the device."""
+    device = state.ints.device
+    both = _on_device(np.array([sources, destinations], np.int64), device)
+    for field in dataclasses.fields(state):
+        tensor = getattr(state, field.name)
+        tensor[both[1]] = tensor[both[0]]
 
 
 def _fill(ints: np.ndarray, floats: np.ndarray, start: SlotStart) -> None:

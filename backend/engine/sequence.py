@@ -1,4 +1,4 @@
-"""One generation in progress: its tokens, its place and what ends it. Plain Python: no torch."""
+"""One generation in progress: its tokens, its slot and blocks, and what ends it. Plain Python: no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tridecode.backend.messages import SamplingParams
 
 
 class Finish(str, enum.Enum):
-    """Why a sequence ended; the value is what a door is told."""
+    """Why a sequence ended; the door receives the value."""
 
     END_ID = "end_id"
     STOP_WORD = "stop_word"
@@ -30,63 +30,78 @@ class Stage(enum.Enum):
 
 
 @dataclass(eq=False)
-class Sequence:
-    """State of one sequence. `cached` and `in_flight` advance when a step is planned, `output` when it is
-    committed.
+class SequenceGroup:
+    """The sequences that continue one prompt: one, and more when it forks (beams, n samples).
 
-    door, request, index: whom its events are for. arrival: order of arrival, the tie-breaker of priority.
-    cached: tokens whose keys and values are in the cache once the planned steps have run.
-    prefill: tokens to be computed before decoding: the prompt and, after a preemption, the output so far.
-    in_flight: tokens that planned steps will yield and that are not committed yet.
+    door, request: the receiver of their events. prompt: (n,) int32. priority: smaller is sooner; arrival
+    breaks ties. deadline: monotonic seconds. sequences: those that have not ended.
     """
 
     door: bytes
     request: int
-    index: int
-    prompt: np.ndarray  # int32
-    params: SamplingParams
+    prompt: np.ndarray
+    priority: int
     arrival: int
-    priority: int = 0
-    deadline: float = float("inf")  # monotonic seconds
+    deadline: float
+    sequences: list[Sequence] = field(default_factory=list)
+    num_forks: int = 0
+
+
+@dataclass(eq=False)
+class Sequence:
+    """State of one sequence. `in_flight` advances when a step is planned, `output` when it is committed.
+
+    index: of the sequence within its request, for its events. fork: 0, or its number among the group's forks.
+    prefill: tokens to compute before decoding: the prompt and, after a preemption, the output so far.
+    in_flight: tokens that planned steps will yield and that are not committed yet.
+    embedding: (C,) float32, the context embedding as far as it is summed, if the request wants one.
+    """
+
+    group: SequenceGroup
+    index: int
+    params: SamplingParams
+    fork: int = 0
 
     output: list[int] = field(default_factory=list)
     stage: Stage = Stage.WAITING
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
-    cached: int = 0
     prefill: int = 0
     in_flight: int = 0
-    top_p: float = 1.0
-    embedding: np.ndarray | None = None  # float32 (C,), the sum so far where it was asked for
+    embedding: np.ndarray | None = None
     embedding_done: bool = False
 
     def __post_init__(self) -> None:
-        self.top_p = self.params.top_p
-        self.prefill = len(self.prompt)
+        self.prompt = self.group.prompt
+        self.order = (self.group.priority, self.group.arrival, self.fork)
         self._longest_stop = max((len(word) for word in self.params.stop_words), default=0)
-
-    @property
-    def order(self) -> tuple[int, int]:
-        return (self.priority, self.arrival)
+        self.group.sequences.append(self)
 
     @property
     def num_known(self) -> int:
         """Tokens whose ids the host knows."""
         return len(self.prompt) + len(self.output)
 
+    @property
+    def top_p(self) -> float:
+        """Its value now: decayed with every output token, reset by top_p_reset_id."""
+        params, top_p = self.params, self.params.top_p
+        if params.top_p_decay < 1.0:
+            for token in self.output:
+                reset = token == params.top_p_reset_id
+                top_p = params.top_p if reset else max(top_p * params.top_p_decay, params.top_p_min)
+        return top_p
+
     def known_tokens(self) -> np.ndarray:
-        """int32: the prompt and what was generated since."""
+        """(num_known,) int32: the prompt and the output so far."""
         return (
             np.concatenate([self.prompt, np.asarray(self.output, np.int32)]) if self.output else self.prompt
         )
 
     def append(self, token: int) -> Finish | None:
-        """Take a new token; the reason, if it ends the sequence."""
+        """Take a new token. Returns the reason if it ends the sequence."""
         self.output.append(token)
         params = self.params
-        if params.top_p_decay < 1.0:
-            reset = token == params.top_p_reset_id
-            self.top_p = params.top_p if reset else max(self.top_p * params.top_p_decay, params.top_p_min)
         if token == params.end_id:
             return Finish.END_ID
         if self._longest_stop and self._stops():
@@ -105,8 +120,22 @@ class Sequence:
             tail[-len(word) :] == word for word in self.params.stop_words if 0 < len(word) <= len(tail)
         )
 
+    def take_embedding(self) -> bytes:
+        """The context embedding as float32 bytes, once, with the first token."""
+        if self.embedding is None or self.embedding_done:
+            return b""
+        self.embedding_done = True
+        return self.embedding.astype(np.float32).tobytes()
+
+    def split(self, index: int) -> Sequence:
+        """A sequence of the same group with the same tokens, without slot and blocks."""
+        self.group.num_forks += 1
+        child = Sequence(self.group, index, self.params, self.group.num_forks, self.output.copy())
+        child.embedding_done = True  # its parent's
+        return child
+
     def restart(self) -> None:
-        """Give up the cache: everything known is computed again when the sequence gets a place again."""
-        self.stage, self.slot, self.blocks, self.cached = Stage.WAITING, -1, [], 0
+        """Forget what was computed: all known tokens are computed again after the next admission."""
+        self.stage = Stage.WAITING
         if not self.embedding_done:
             self.embedding = None

@@ -1,6 +1,6 @@
-"""What a plan becomes on the device: one packed int32 buffer, copied at once, and a Batch of views into it.
+"""A plan on the device: one packed int32 buffer, copied at once, and a Batch of views into it.
 
-The views of a padded decode batch lie at fixed addresses, so that a captured CUDA graph reads the next plan
+The views of a padded decode batch have fixed addresses, so that a captured CUDA graph reads the next plan
 from them.
 """
 
@@ -40,8 +40,7 @@ class _Layout:
 
 
 class StepBuffers:
-    """The packed buffer on host and device. A ring of host buffers: a copy under way is never written
-    over."""
+    """The packed buffer on the device and a ring of them on the host: a copy in flight is not overwritten."""
 
     RING = 4
 
@@ -54,10 +53,15 @@ class StepBuffers:
         self._turn = 0
 
     def load(self, plan: StepPlan) -> Batch:
-        """The plan as it is, for a step that runs operation by operation."""
-        layout = _Layout(plan.num_tokens, plan.num_rows, int(plan.samples.sum()), plan.block_tables.shape[1])
+        """The plan as it is, for a step that runs operation by operation.
+
+        A decoding row of several tokens runs as a chunk of a prompt: decode attention has one query a row.
+        """
+        layout = _Layout(plan.num_tokens, plan.num_rows, plan.num_samples, plan.block_tables.shape[1])
         packed = self._fill(layout, plan, plan.num_tokens, plan.num_rows)
         decodes = plan.num_decodes
+        if plan.query_starts[decodes] != decodes:
+            decodes = int(np.argmax(np.diff(plan.query_starts) > 1))
         queries = np.diff(plan.query_starts[decodes:])
         return self._batch(
             layout,
@@ -70,8 +74,7 @@ class StepBuffers:
         )
 
     def load_padded(self, plan: StepPlan, rows: int, max_context: int) -> Batch:
-        """A plan of decoding rows only, padded to `rows`, at the addresses that all plans of `rows` rows
-        share."""
+        """A plan of decoding rows of one token, padded to `rows`. All plans of a size share the addresses."""
         layout = _Layout(rows, rows, rows, self.max_columns)
         packed = self._fill(layout, plan, rows, rows)
         return self._batch(
@@ -79,7 +82,7 @@ class StepBuffers:
         )
 
     def _fill(self, layout: _Layout, plan: StepPlan, tokens: int, rows: int) -> torch.Tensor:
-        """Write the plan into the next host buffer and start its copy; padding reads and writes nothing."""
+        """Write the plan into the next host buffer and start its copy. Padding reads and writes nothing."""
         host = self._host[self._turn]
         self._turn = (self._turn + 1) % self.RING
         words = host.numpy()
@@ -94,8 +97,9 @@ class StepBuffers:
         put("kv_slots", plan.kv_slots, -1)
         put("context_lens", plan.context_lens, 0)
         put("query_starts", plan.query_starts, tokens)
-        put("sample_tokens", (plan.query_starts[1:] - 1)[plan.samples], 0)
-        put("sample_slots", plan.slots[plan.samples], -1)
+        sample_tokens, sample_slots = _samples(plan)
+        put("sample_tokens", sample_tokens, 0)
+        put("sample_slots", sample_slots, -1)
         start, stop = layout.views["block_tables"]
         tables = words[start:stop].reshape(rows, -1)
         tables[: plan.num_rows, : plan.block_tables.shape[1]] = plan.block_tables
@@ -125,3 +129,13 @@ class StepBuffers:
             max_context=max_context,
             fresh_prompts=fresh,
         )
+
+
+def _samples(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
+    """(R,) index of each token that is sampled from, and (R,) its slot."""
+    counts, last = plan.samples, plan.query_starts[1:] - 1
+    if counts.max() > 1:
+        ends = np.cumsum(counts)
+        behind = np.repeat(ends, counts) - 1 - np.arange(ends[-1])  # tokens between it and the row's last
+        return np.repeat(last, counts) - behind, np.repeat(plan.slots, counts)
+    return (last, plan.slots) if counts.all() else (last[counts > 0], plan.slots[counts > 0])

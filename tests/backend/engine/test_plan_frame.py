@@ -1,4 +1,4 @@
-"""Plans cross between ranks as bytes: every field arrives, and what is no plan is refused with a text."""
+"""Plans cross between ranks as bytes: every field arrives, and a damaged frame is refused with a text."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.backend.engine.test_scheduler import limits
+from tests.backend.engine.toy_device import limits
 from tridecode.backend.engine import plan_frame
 from tridecode.backend.engine.plan import SlotStart, StepPlan, StepResult
 from tridecode.backend.engine.scheduler import Scheduler
+from tridecode.backend.engine.sequence import Stage
 from tridecode.backend.errors import TridecodeError
 from tridecode.backend.messages import SamplingParams, SequenceRequest, Submit
 
@@ -40,7 +41,7 @@ EVERY_FIELD = SamplingParams(
 
 
 def plans_of_a_run() -> list[StepPlan]:
-    """What a scheduler plans for three sequences: chunks of prompts, joins, decodes, embeddings."""
+    """Plans of three sequences and a fork: chunks of prompts, joins, decodes, embeddings, copies."""
     clock = iter(range(10**6))
     scheduler = Scheduler(limits(max_step_tokens=6), lambda: float(next(clock)))
     for number, length in enumerate((9, 1, 4)):
@@ -53,6 +54,8 @@ def plans_of_a_run() -> list[StepPlan]:
         count = int(plan.samples.sum())
         sums = [np.zeros(4, np.float32) for _ in plan.embeds]
         scheduler.commit(plan, StepResult(np.full(count, 9, np.int32), np.zeros(count, np.float32), sums))
+        if len(plans) == 3:
+            scheduler.fork(next(s for s in plan.sequences if s.stage is Stage.DECODE), 7)
     return plans
 
 
@@ -78,6 +81,7 @@ def test_every_field_of_every_plan_arrives():
     plans = plans_of_a_run()
     assert any(plan.starts for plan in plans) and any(plan.embeds for plan in plans)
     assert any(not plan.samples.all() for plan in plans) and any(plan.num_decodes for plan in plans)
+    assert any(plan.slot_copies for plan in plans) and any(plan.block_copies for plan in plans)
     for plan in plans:
         arrived = plan_frame.decode(plan_frame.encode(plan))
         assert_equal(arrived, plan)
@@ -104,6 +108,8 @@ def changed(plan: StepPlan, **changes) -> bytes:
         ({"num_tokens": -1}, "wanted decodes <= rows <= tokens"),
         ({"num_decodes": 99}, "99 decodes"),
         ({"num_columns": 1000}, "block_tables has"),
+        ({"slot_copies": [(0, -1)]}, ">= 0"),
+        ({"block_copies": [(-4, 1)]}, ">= 0"),
         ({"embeds": [(77, 1)]}, "row 77"),
         ({"embeds": [(0, 10**6)]}, "1000000 tokens of row 0"),
     ],
@@ -120,6 +126,14 @@ def test_rows_that_the_tokens_do_not_fill_are_refused(plan):
     starts[-1] += 1
     with pytest.raises(TridecodeError, match="query_starts does not cut"):
         plan_frame.decode(changed(plan, query_starts=starts.tobytes()))
+
+
+@pytest.mark.parametrize("count", [-1, 7])
+def test_more_samples_than_a_row_has_tokens_are_refused(plan, count):
+    samples = plan.samples.copy()
+    samples[0] = count
+    with pytest.raises(TridecodeError, match="samples are not within the tokens"):
+        plan_frame.decode(changed(plan, samples=samples.tobytes()))
 
 
 def test_a_damaged_frame_is_an_error_and_nothing_else(plan):

@@ -1,135 +1,19 @@
-"""The scheduler without a device: a toy model computes what the cache would hold, so that a wrong plan is
-seen."""
+"""The scheduler without a device: the toy device computes from what the cache would hold, so that a wrong
+plan shows as a wrong token."""
 
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tridecode.backend.engine.plan import StepPlan, StepResult
-from tridecode.backend.engine.scheduler import Scheduler, SchedulerLimits
+from tests.backend.engine.toy_device import DOOR, VOCAB, Run, expected, limits
 from tridecode.backend.engine.sequence import Stage
 from tridecode.backend.errors import CapacityError, RequestError
-from tridecode.backend.messages import Event, SamplingParams, SequenceRequest, Submit
-
-DOOR = b"door"
-VOCAB = 50
-
-
-def limits(**changes) -> SchedulerLimits:
-    defaults = dict(
-        num_blocks=12, block_tokens=4, max_sequences=4, max_sequence_tokens=40, max_step_tokens=8,
-        max_queued_requests=100, vocab_size=VOCAB, request_timeout_s=1000.0,
-    )  # fmt: skip
-    return SchedulerLimits(**{**defaults, **changes})
-
-
-def next_token(tokens: list[int]) -> int:
-    """The toy model: depends on every token before and on their order."""
-    value = 7
-    for token in tokens:
-        value = (value * 31 + token + 1) % 1_000_003
-    return value % VOCAB
-
-
-def expected(prompt: list[int], count: int, end_id: int = -1) -> list[int]:
-    tokens = list(prompt)
-    while len(tokens) - len(prompt) < count:
-        tokens.append(next_token(tokens))
-        if tokens[-1] == end_id:
-            break
-    return tokens[len(prompt) :]
-
-
-class ToyDevice:
-    """A cache of token ids by slot. Checks each plan and computes its tokens from what the cache holds, as a
-    real
-    engine does: a stale or foreign block shows as a wrong token."""
-
-    def __init__(self, limits: SchedulerLimits):
-        self.limits = limits
-        self.cache = np.full(limits.num_blocks * limits.block_tokens, -1)
-        self.last: dict[int, int] = {}
-
-    def run(self, plan: StepPlan) -> StepResult:
-        assert 0 < plan.num_tokens <= self.limits.max_step_tokens
-        assert len(set(plan.slots.tolist())) == plan.num_rows, "a slot twice in a plan"
-        written = plan.kv_slots.tolist()
-        assert len(set(written)) == len(written), "two tokens are written to one place"
-        for start in plan.starts:
-            self.last.pop(start.slot, None)
-        tokens = []
-        for row in range(plan.num_rows):
-            first, last = plan.query_starts[row], plan.query_starts[row + 1]
-            slot = int(plan.slots[row])
-            if row < plan.num_decodes:
-                assert last - first == 1 and plan.token_ids[first] == -1
-            ids = [self.last[slot] if token < 0 else int(token) for token in plan.token_ids[first:last]]
-            length = int(plan.context_lens[row])
-            assert plan.positions[first:last].tolist() == list(range(length - len(ids), length))
-            self.cache[plan.kv_slots[first:last]] = ids
-            size = self.limits.block_tokens
-            places = [int(plan.block_tables[row, i // size]) * size + i % size for i in range(length)]
-            if plan.samples[row]:
-                self.last[slot] = next_token(self.cache[places].tolist())
-                tokens.append(self.last[slot])
-        return StepResult(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32))
-
-
-class Run:
-    """A scheduler, the toy device and what came of every request."""
-
-    def __init__(self, limits: SchedulerLimits, overlap: bool = False):
-        self.now = 0.0
-        self.scheduler = Scheduler(limits, lambda: self.now)
-        self.device, self.overlap = ToyDevice(limits), overlap
-        self.pending: tuple[StepPlan, StepResult] | None = None
-        self.tokens: dict[tuple[int, int], list[int]] = defaultdict(list)
-        self.ends: dict[tuple[int, int], list[Event]] = defaultdict(list)
-
-    def submit(self, request: int, *prompts: list[int], **params) -> None:
-        sequences = [
-            SequenceRequest(np.array(prompt, np.int32).tobytes(), SamplingParams(**params))
-            for prompt in prompts
-        ]
-        self.scheduler.submit(DOOR, Submit(request, sequences))
-        self._take(self.scheduler.take_events())
-
-    def step(self) -> None:
-        """As the engine's loop does it, one step ahead of the results where overlap is set."""
-        plan = self.scheduler.plan()
-        self._take(self.scheduler.take_events())
-        launched = (plan, self.device.run(plan)) if plan is not None else None
-        if self.pending is not None:
-            self._take(self.scheduler.commit(*self.pending))
-            self.pending = None
-        if launched is not None and not self.overlap:
-            self._take(self.scheduler.commit(*launched))
-        else:
-            self.pending = launched
-
-    def _take(self, events: list[tuple[bytes, Event]]) -> None:
-        for door, event in events:
-            assert door == DOOR
-            key = (event.request, event.sequence)
-            assert not self.ends[key], f"an event after the end of {key}"
-            self.tokens[key] += event.tokens
-            if event.finish:
-                self.ends[key].append(event)
-
-    def finish(self, steps: int = 2000) -> None:
-        for _ in range(steps):
-            if not self.scheduler.has_work and self.pending is None:
-                break
-            self.step()
-        assert not self.scheduler.has_work
-        assert self.scheduler.pool.num_free == self.scheduler.limits.num_blocks, "blocks leaked"
-        assert self.scheduler.num_running == 0, "slots leaked"
+from tridecode.backend.messages import SamplingParams, SequenceRequest, Submit
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -231,9 +115,9 @@ def test_a_cancelled_request_frees_its_blocks_at_once() -> None:
     run = Run(limits())
     run.submit(1, list(range(20)), max_tokens=10)
     run.step()
-    assert run.scheduler.pool.num_free < 12
+    assert run.scheduler.cache.pool.num_free < 12
     run.scheduler.cancel(DOOR, 1)
-    assert run.scheduler.pool.num_free == 12
+    assert run.scheduler.cache.pool.num_free == 12
     run.step()
     assert [event.finish for event in run.ends[1, 0]] == ["cancelled"]
 
@@ -247,7 +131,7 @@ def test_a_deadline_ends_a_running_and_a_waiting_request() -> None:
     run.step()
     assert [run.ends[key, 0][0].finish for key in (1, 2)] == ["deadline", "deadline"]
     assert run.ends[1, 0][0].code == "CANCELLED" and "1 of 30 tokens" in run.ends[1, 0][0].error
-    assert run.scheduler.pool.num_free == 12
+    assert run.scheduler.cache.pool.num_free == 12
 
 
 def test_a_full_queue_is_answered_with_unavailable() -> None:
@@ -286,9 +170,9 @@ def test_requests_that_end_in_the_queue_leave_nothing_there() -> None:
     for request in range(3, 10_003):
         run.submit(request, [1], max_tokens=1)
         run.scheduler.cancel(DOOR, request)
-        run._take(run.scheduler.take_events())
+        run.take(run.scheduler.take_events())
         assert run.scheduler.num_waiting == 1
-    assert len(run.scheduler._waiting) < 2048
+    assert len(run.scheduler.planner.waiting._entries) < 2048
     run.finish()
 
 
@@ -304,12 +188,11 @@ def test_the_queue_is_counted_right_whatever_happens(data: st.DataObject) -> Non
                 run.submit(request, *prompts, max_tokens=data.draw(st.integers(0, 9)))
         elif what == "cancel":
             run.scheduler.cancel(DOOR, data.draw(st.integers(1, request)))
-            run._take(run.scheduler.take_events())
+            run.take(run.scheduler.take_events())
         else:
             run.step()
-        waiting = [s for _, s in run.scheduler._waiting if s.stage is Stage.WAITING]
+        waiting = [s for _, s in run.scheduler.planner.waiting._entries if s.stage is Stage.WAITING]
         assert run.scheduler.num_waiting == len(waiting)
-        assert run.scheduler._num_open == sum(map(len, run.scheduler._requests.values()))
     run.finish()
 
 

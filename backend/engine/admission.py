@@ -1,0 +1,124 @@
+"""Before a sequence runs: the limits, the checks of a request, and the queue; the totals. No torch."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import Any, Callable, Generic, TypeVar
+
+import numpy as np
+
+from tridecode.backend import messages
+from tridecode.backend.errors import CapacityError, RequestError
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """Sizes the scheduler works with. max_step_tokens >= max_sequences."""
+
+    num_blocks: int
+    block_tokens: int
+    max_sequences: int
+    max_sequence_tokens: int
+    max_step_tokens: int
+    max_queued_requests: int
+    vocab_size: int
+    request_timeout_s: float
+    max_bad_word_tokens: int = 256
+    max_stop_word_tokens: int = 1024
+
+
+@dataclass
+class Counters:
+    """Totals since the engine started, for the metrics."""
+
+    requests: int = 0
+    refused: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    cancelled: int = 0
+
+
+def check_room(count: int, waiting: int, free_slots: int, limits: SchedulerLimits) -> None:
+    """Raises RequestError if `count` more sequences never fit, CapacityError if they do not fit now.
+
+    max_queued_requests counts sequences that wait beyond those for which a slot is free.
+    """
+    most = limits.max_sequences + limits.max_queued_requests
+    if count > most:
+        raise RequestError(
+            f"the request has {count:,} sequences; this model accepts {most:,} "
+            "(max_sequences and max_queued_requests in config.pbtxt)"
+        )
+    if waiting + count > limits.max_queued_requests + free_slots:
+        raise CapacityError(
+            f"{waiting:,} sequences are waiting already and the request has {count:,} more; "
+            f"{limits.max_queued_requests:,} may wait (max_queued_requests in config.pbtxt); try again later"
+        )
+
+
+def fault_of(prompt: np.ndarray, params: messages.SamplingParams, limits: SchedulerLimits) -> str | None:
+    """Why this model cannot run the sequence; None if it can. The engine does not rely on a door's checks."""
+    fault = messages.check(params)
+    if fault is not None:
+        return fault
+    if len(prompt) == 0:
+        return "the prompt has no tokens; wanted 1 or more"
+    if prompt.min() < 0 or prompt.max() >= limits.vocab_size:
+        wrong = int(prompt[(prompt < 0) | (prompt >= limits.vocab_size)][0])
+        return f"the prompt has token id {wrong}; this model has ids 0 to {limits.vocab_size - 1}"
+    total = len(prompt) + params.max_tokens
+    if total > limits.max_sequence_tokens:
+        return (
+            f"the prompt has {len(prompt)} tokens and {params.max_tokens} are wanted, {total} together; "
+            f"this model accepts {limits.max_sequence_tokens} (max_sequence_tokens in config.pbtxt)"
+        )
+    blocks = -(-total // limits.block_tokens)
+    if blocks > limits.num_blocks:
+        return (
+            f"the prompt and the tokens wanted need {blocks} cache blocks; "
+            f"the cache has {limits.num_blocks} (cache_bytes in config.pbtxt)"
+        )
+    if any(not word for word in params.bad_words):
+        return "a bad word has no tokens"
+    for name, words, most in (
+        ("bad", params.bad_words, limits.max_bad_word_tokens),
+        ("stop", params.stop_words, limits.max_stop_word_tokens),
+    ):
+        count = sum(len(word) for word in words)
+        if count > most:
+            limit = f"{most} (max_{name}_word_tokens in config.pbtxt)"
+            return f"the {name} words have {count} tokens; this model accepts {limit}"
+        if any(not 0 <= token < limits.vocab_size for word in words for token in word):
+            return f"a {name} word has a token id outside 0 to {limits.vocab_size - 1}"
+    return None
+
+
+class LazyHeap(Generic[Item]):
+    """Items by unique ascending key. An item that is no longer live stays until it is the first, or until
+    the heap has doubled; so ending an item costs nothing."""
+
+    def __init__(self, is_live: Callable[[Item], bool]):
+        self._is_live = is_live
+        self._entries: list[tuple[Any, Item]] = []
+        self._sweep_at = 1024  # entries
+
+    def push(self, key: Any, item: Item) -> None:
+        if len(self._entries) >= self._sweep_at:
+            self._entries = [entry for entry in self._entries if self._is_live(entry[1])]
+            heapq.heapify(self._entries)
+            self._sweep_at = 2 * len(self._entries) + 1024
+        heapq.heappush(self._entries, (key, item))
+
+    def first(self) -> Item | None:
+        """The live item with the least key; it stays."""
+        while self._entries and not self._is_live(self._entries[0][1]):
+            heapq.heappop(self._entries)
+        return self._entries[0][1] if self._entries else None
+
+    def pop(self) -> None:
+        """Remove the first item."""
+        heapq.heappop(self._entries)
