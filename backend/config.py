@@ -78,6 +78,16 @@ def check_tensor_size(config: ModelConfig, tensor_para_size: int) -> None:
             )
 
 
+def parse_flag(text: str) -> bool:
+    """A boolean in the spellings of INIReader.h. Raises ValueError for any other text."""
+    lowered = text.lower()
+    if lowered in ("true", "yes", "on", "1"):
+        return True
+    if lowered in ("false", "no", "off", "0"):
+        return False
+    raise ValueError(text)
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """How the engine runs, from the `parameters` of the fastertransformer model's config.pbtxt.
@@ -111,10 +121,13 @@ class EngineConfig:
     extra: dict[str, str] = field(default_factory=dict)  # parameters for others than the engine
 
 
-_INT_KEYS = {"tensor_para_size", "pipeline_para_size", "int8_mode", "max_sequences", "max_queued_requests",
-             "block_tokens", "max_bad_word_tokens", "max_stop_word_tokens", "num_threads"}  # fmt: skip
-_OPTIONAL_INT_KEYS = {"max_sequence_tokens", "max_step_tokens", "cache_bytes"}
-_FLOAT_KEYS = {"memory_fraction", "request_timeout_s", "step_timeout_s", "start_timeout_s"}
+#: type of a setting -> its conversion and what it accepts
+_CONVERSIONS: dict[str, tuple[Callable[[str], object], str]] = {
+    "int": (lambda text: int(text, 0), "a whole number"),
+    "float": (float, "a number"),
+    "bool": (parse_flag, "true or false"),
+    "str": (str, "a text"),
+}
 
 
 def read_engine_config(parameters: dict[str, str], where: str) -> EngineConfig:
@@ -122,41 +135,20 @@ def read_engine_config(parameters: dict[str, str], where: str) -> EngineConfig:
 
     "auto" and the empty text mean the default. Raises ConfigError with file, key, value and what was wanted.
     """
-    known = {f.name for f in fields(EngineConfig)} - {"extra"}
+    known = {f.name: str(f.type).removesuffix(" | None") for f in fields(EngineConfig) if f.name != "extra"}
     values: dict[str, object] = {}
     for key, text in parameters.items():
         if key not in known or text.strip() in ("", "auto"):
             continue
-        values[key] = _parameter(key, text.strip(), where)
+        convert, wanted = _CONVERSIONS[known[key]]
+        try:
+            values[key] = convert(text.strip())
+        except ValueError:
+            raise ConfigError(f"{where}: parameter {key} is {text.strip()!r}; wanted {wanted}") from None
     extra = {key: text for key, text in parameters.items() if key not in known}
     config = EngineConfig(**values, extra=extra)  # type: ignore[arg-type]
     _check_engine_config(config, where)
     return config
-
-
-def parse_flag(text: str) -> bool:
-    """A boolean in the spellings of INIReader.h. Raises ValueError for any other text."""
-    lowered = text.lower()
-    if lowered in ("true", "yes", "on", "1"):
-        return True
-    if lowered in ("false", "no", "off", "0"):
-        return False
-    raise ValueError(text)
-
-
-def _parameter(key: str, text: str, where: str) -> object:
-    convert: Callable[[str], object] = str
-    wanted = "a text"
-    if key in _INT_KEYS or key in _OPTIONAL_INT_KEYS:
-        convert, wanted = (lambda value: int(value, 0)), "a whole number"
-    elif key in _FLOAT_KEYS:
-        convert, wanted = float, "a number"
-    elif key in ("cuda_graphs", "batch_invariant"):
-        convert, wanted = parse_flag, "true or false"
-    try:
-        return convert(text)
-    except ValueError:
-        raise ConfigError(f"{where}: parameter {key} is {text!r}; wanted {wanted}") from None
 
 
 def _check_engine_config(config: EngineConfig, where: str) -> None:
@@ -167,15 +159,10 @@ def _check_engine_config(config: EngineConfig, where: str) -> None:
     demand(config.data_type in DTYPES, "data_type", "one of " + ", ".join(DTYPES))
     demand(config.weights in ("files", "random"), "weights", "files or random")
     demand(config.device in ("auto", "cpu", "cuda"), "device", "auto, cpu or cuda")
-    for key in (
-        "tensor_para_size",
-        "pipeline_para_size",
-        "max_sequences",
-        "max_queued_requests",
-        "block_tokens",
-    ):
+    sizes = "tensor_para_size pipeline_para_size max_sequences max_queued_requests block_tokens"
+    for key in sizes.split():
         demand(getattr(config, key) >= 1, key, "1 or more")
-    for key in _OPTIONAL_INT_KEYS:
+    for key in ("max_sequence_tokens", "max_step_tokens", "cache_bytes"):
         demand(getattr(config, key) is None or getattr(config, key) >= 1, key, "1 or more, or auto")
     demand(0.0 < config.memory_fraction <= 1.0, "memory_fraction", "a number in (0, 1]")
     for key in ("request_timeout_s", "step_timeout_s", "start_timeout_s"):

@@ -1,7 +1,7 @@
-"""What a weight file holds: the one description that the converter writes from and the reader reads from.
+"""The layout of weight files, which the converter writes and the reader reads.
 
 A weight directory has headerless, little-endian, C-order `.bin` files with FasterTransformer's names. A
-tensor that is split over tensor ranks has one file a rank, `<name>.<rank>.bin`; any other has `<name>.bin`.
+tensor that is split over tensor ranks has a file per rank, `<name>.<rank>.bin`; any other has `<name>.bin`.
 Matrices are stored (in, out). `weight_specs(config)` of a family lists its WeightSpecs.
 """
 
@@ -48,8 +48,7 @@ class WeightSpec:
         return f"{self.name}.bin" if self.axis is None else f"{self.name}.{rank}.bin"
 
     def shard_shape(self, world: int) -> tuple[int, ...]:
-        """Shape of one rank's file at tensor-parallel degree `world`. Raises ConfigError where it does not
-        divide."""
+        """Shape of a rank's file at tensor-parallel degree `world`. ConfigError if it cannot be split."""
         if self.axis is None:
             return self.shape
         self.check_divides(world)
@@ -62,12 +61,11 @@ class WeightSpec:
             if part % world:
                 raise ConfigError(
                     f"{self.name} {self.shape} cannot be split over tensor_para_size = {world}: "
-                    f"{part} (of axis {self.axis}) is no multiple of it"
+                    f"{part} (of axis {self.axis}) is not a multiple of it"
                 )
 
     def slices(self, rank: int, world: int) -> list[tuple[int, int]]:
-        """(start, stop) along `axis` of the whole tensor, a pair a section, that make up rank's shard, in
-        order."""
+        """Rank's shard as (start, stop) along `axis` of the whole tensor, a pair per section."""
         out, start = [], 0
         for part in self.parts:
             size = part // world
@@ -77,7 +75,6 @@ class WeightSpec:
 
 
 def stage_layers(num_layers: int, stage: int, num_stages: int) -> range:
-    """Layers of a pipeline stage: contiguous blocks of ceil(num_layers / num_stages), FasterTransformer's
-    rule."""
+    """Layers of a pipeline stage: blocks of ceil(num_layers / num_stages), FasterTransformer's rule."""
     size = -(-num_layers // num_stages)
     return range(min(stage * size, num_layers), min((stage + 1) * size, num_layers))

@@ -1,14 +1,14 @@
 """Reads a weight directory at any tensor-parallel degree, whatever degree it was written at.
 
-Files are checked, all of them and to the byte, before the first is read. A tensor comes from memory-mapped
-files: a view where one file holds it, else merged or cut while it is copied. The bytes: docs/weight_files.md.
+All files are checked, to the byte, before the first is read. Files are memory-mapped: a tensor is a view if
+one file holds it, otherwise it is merged or cut while it is copied. The bytes: docs/weight_files.md.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Callable, Optional
 
@@ -23,7 +23,7 @@ from tridecode.backend.weight_layout import WeightSpec
 
 TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 MANIFEST_FILE = "manifest.json"
-#: raised when the meaning of manifest.json changes
+#: changes with the meaning of manifest.json
 MANIFEST_FORMAT = "tridecode-weights-1"
 
 
@@ -57,14 +57,14 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 def read_manifest(directory: Path) -> Manifest | None:
-    """manifest.json of a directory, or None where there is none. Raises WeightFileError if it is damaged."""
+    """manifest.json of a directory, or None if it has none. Raises WeightFileError if it is damaged."""
     path = Path(directory) / MANIFEST_FILE
     try:
         manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
     except FileNotFoundError:
         return None
     except msgspec.DecodeError as error:
-        raise WeightFileError(f"{path} is no manifest: {error}") from None
+        raise WeightFileError(f"{path} is not a valid manifest: {error}") from None
     if manifest.format != MANIFEST_FORMAT:
         raise WeightFileError(
             f"{path} has format {manifest.format!r}; this version reads {MANIFEST_FORMAT!r}"
@@ -157,7 +157,7 @@ class WeightReader:
         return math.prod(spec.shard_shape(self.stored_size)) * self.dtype.itemsize
 
     def problems(self) -> list[str]:
-        """One sentence for each file that is missing or has a wrong length."""
+        """A sentence for each file that is missing or has a wrong length."""
         found = []
         for spec in self.specs.values():
             try:
@@ -184,7 +184,7 @@ class WeightReader:
         return f"{path} holds {length:,} bytes; {self._describe(spec)} needs {wanted:,}{hint}"
 
     def pieces(self, spec: WeightSpec, rank: int = 0, world: int = 1) -> list[Piece]:
-        """What to copy from which file to make rank's shard at degree `world`, in the order of the shard.
+        """The parts of files that make up rank's shard at degree `world`, in the order of the shard.
 
         Raises ConfigError where the tensor cannot be split over `world` ranks.
         """
@@ -201,18 +201,10 @@ class WeightReader:
                 if low >= high:
                     continue
                 before = sum(part // self.stored_size for part in spec.parts[:section])
-                source = before + low - file_slices[section][0]
-                pieces.append(
-                    Piece(
-                        path,
-                        file_shape,
-                        self.dtype,
-                        spec.axis,
-                        (source, source + high - low),
-                        (filled, filled + high - low),
-                    )
-                )
-                filled += high - low
+                first, size = before + low - file_slices[section][0], high - low
+                source, destination = (first, first + size), (filled, filled + size)
+                pieces.append(Piece(path, file_shape, self.dtype, spec.axis, source, destination))
+                filled += size
         return _join(pieces)
 
     def read(self, spec: WeightSpec, rank: int = 0, world: int = 1) -> Tensor:
@@ -261,13 +253,9 @@ def _join(pieces: list[Piece]) -> list[Piece]:
     for piece in pieces:
         last = joined[-1] if joined else None
         if last is not None and last.path == piece.path and last.source[1] == piece.source[0]:
-            joined[-1] = Piece(
-                last.path,
-                last.file_shape,
-                last.dtype,
-                last.axis,
-                (last.source[0], piece.source[1]),
-                (last.destination[0], piece.destination[1]),
+            source, destination = last.source[0], last.destination[0]
+            joined[-1] = replace(
+                last, source=(source, piece.source[1]), destination=(destination, piece.destination[1])
             )
         else:
             joined.append(piece)

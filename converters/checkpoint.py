@@ -1,7 +1,7 @@
 """Source checkpoints: a directory in Hugging Face's layout, a .gguf file, or a repository's id on the hub.
 
-All give the same: transformers' config, and tensors under transformers' names that are read one at a time, so
-that a checkpoint is never held in memory as a whole.
+All have transformers' config and tensors by transformers' names. Tensors are read one at a time: memory never
+holds a whole checkpoint.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tridecode.converters.families import GgufRules, family_of, gguf_rules
 from tridecode.converters.files import member, read_json, require_file
 
 _HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # beside the weights
-_HUB_WEIGHTS = ["*.safetensors"], ["*.bin"]  # the second where there is none of the first
+_HUB_WEIGHTS = ["*.safetensors"], ["*.bin"]  # the second if there are none of the first
 
 
 class TensorSource(Protocol):
@@ -120,7 +120,7 @@ def _check_archive(path: Path) -> None:
 
 
 def _pickle_fault(error: Exception) -> str:
-    """What torch found, in one line: its own texts are paragraphs of advice."""
+    """torch's finding in one line; its own texts are paragraphs of advice."""
     text = " ".join(str(error).split())
     name = re.search(r"GLOBAL (\S+)", text)
     if name:
@@ -144,7 +144,7 @@ _MAGIC = {
 
 
 def _foreign_format(path: Path) -> str:
-    """What a file is by its first bytes, where that is another format than its name says; else ""."""
+    """The format of a file by its first bytes, if its name says another; else ""."""
     expected = {".gguf": b"GGUF", ".bin": b"PK\x03\x04"}.get(path.suffix)
     with open(path, "rb") as file:
         start = file.read(64)
@@ -280,9 +280,7 @@ def _download(repository: str) -> Path:
             if any(path.glob(weights[0])):
                 break
         return path
-    except (
-        Exception
-    ) as error:  # the hub's client raises types of four libraries: offline, unknown, gated, misspelt
+    except Exception as error:  # the hub's client raises types of four libraries
         reason = " ".join(str(error).split())
         raise CheckpointError(
             f"{repository!r} is not a directory, not a .gguf, and the hub could not be reached or "

@@ -1,4 +1,4 @@
-"""From a checkpoint to a weight directory: the family's rules, and whether its head is the word embedding."""
+"""From a checkpoint to a weight directory, by the rules of its family."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tridecode.converters.writer import TensorToWrite, write_weights
 
 @dataclass(frozen=True)
 class PlannedConversion:
-    """A conversion that fits: what will be written, checked against the checkpoint's names and shapes."""
+    """A conversion that was checked against the checkpoint's names and shapes."""
 
     checkpoint: Checkpoint
     config: ModelConfig
@@ -60,7 +60,7 @@ def plan_conversion(
     names = full_names(checkpoint.tensors.shapes, source)
     tied = settle_head(checkpoint, source, names)
     end_id = checkpoint.eos_ids[0] if checkpoint.eos_ids else -1
-    # the start id stands in for an empty prompt, so it has to be a token even where the model names none
+    # the start id replaces an empty prompt, so it must be a token even if the model names none
     start_id = next((token for token in (checkpoint.bos_id, end_id) if token is not None and token >= 0), 0)
     common = {
         "model_name": _model_name(model_name, checkpoint),
@@ -84,7 +84,7 @@ def plan_conversion(
 
 
 def _check_sizes(checkpoint: Checkpoint) -> None:
-    """CheckpointError for sizes that no model has, before anything is made for each layer."""
+    """CheckpointError for impossible sizes, before anything is allocated per layer."""
     tensors = len(checkpoint.tensors.shapes)
     for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"):
         size = getattr(checkpoint.config, key, None)
@@ -111,7 +111,7 @@ def _check_numbers(config: ModelConfig, checkpoint: Checkpoint) -> None:
 
 
 def _model_name(given: str | None, checkpoint: Checkpoint) -> str:
-    """model_name of config.ini: a given one is checked, a folder's is made to fit one line of the file."""
+    """model_name of config.ini: a given name is checked, a folder's name is adapted to the file's syntax."""
     unfit = r"[^\w .+\-]"
     if given is None:
         return re.sub(unfit, "-", checkpoint.name, flags=re.ASCII).strip() or "model"
@@ -121,18 +121,18 @@ def _model_name(given: str | None, checkpoint: Checkpoint) -> str:
 
 
 def full_names(shapes: dict[str, tuple[int, ...]], family: CheckpointFamily) -> dict[str, str]:
-    """transformers' full name -> the checkpoint's own, which lacks the prefix if it is of the bare model."""
-    if any(name.startswith(family.prefix) for name in shapes):
-        return {name: name for name in shapes}
-    return {name if name == family.head else family.prefix + name: name for name in shapes}
+    """transformers' full name -> the checkpoint's own, which has no prefix if it is of the bare model."""
+    prefix = "" if any(name.startswith(family.prefix) for name in shapes) else family.prefix
+    today = {family.renamed.get(name, name): name for name in shapes}
+    return {name if name == family.head else prefix + name: own for name, own in today.items()}
 
 
 def settle_head(checkpoint: Checkpoint, family: CheckpointFamily, names: dict[str, str]) -> bool:
     """Whether the head is the word embedding, as transformers 5 decides when it loads the checkpoint.
 
-    Where the config ties them and both are stored, equal tensors are tied and different ones are not; where
-    one alone is stored, it serves as both (`names` is completed then). Where the config does not tie them,
-    both must be there; equal ones need one file.
+    If the config ties them and both are stored, equal tensors are tied and different ones are not; if one
+    is stored, it serves as both (and `names` is completed). If the config does not tie them, both must be
+    stored; equal ones need one file.
     """
     has_embedding, has_head = family.embedding in names, family.head in names
     ties = checkpoint.config.tie_word_embeddings

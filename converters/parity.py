@@ -1,8 +1,8 @@
-"""Does the converted model say what transformers says? Greedy tokens and logits of both, on fixed prompts.
+"""Compares a converted model with transformers: greedy tokens and logits on fixed prompts.
 
 The reference is transformers' model of the source checkpoint, its weights rounded to the dtype of the files
-and its arithmetic in float32 where memory allows. What is left is rounding in the arithmetic: a wrong layout
-or a lost tensor shows as an error thousands of times the bound, and the other of two GELUs as five times.
+and its arithmetic in float32 if memory allows. The remaining difference is rounding in the arithmetic: a
+wrong layout or a lost tensor gives an error thousands of times the bound, the wrong GELU five times.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ NEW_TOKENS = 8
 MAX_PROMPT_TOKENS = 64
 #: prompts of random ids: one token, a few, about a cache block, the longest
 _RANDOM_LENGTHS = (1, 5, 33, MAX_PROMPT_TOKENS)
-#: largest logit error that rounding explains, as a share of the largest logit; the coarser dtype counts
+#: largest logit error that rounding explains, as a share of the largest logit; the coarser dtype decides
 _BOUNDS = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}
-#: some models amplify rounding far beyond that: then it is so many times the difference of transformers' own
-#: runs in two precisions
+#: bound for models that amplify rounding more: a multiple of the difference between transformers' own runs in
+#: two precisions
 _OWN_DIFFERENCES = 4
 
 
 @dataclass(frozen=True)
 class PromptParity:
-    """One prompt. steps: how many were compared, up to and with the first whose tokens differ.
+    """One prompt. steps: number of steps compared, up to and including the first with different tokens.
 
-    margin: the distance of transformers' two best logits at that last step, or the smallest if none differs.
+    margin: between transformers' two best logits at that last step, or the smallest if no token differs.
     """
 
     prompt: str
@@ -55,10 +55,10 @@ class PromptParity:
 
 @dataclass
 class Parity:
-    """PARITY.json: what was compared and what came of it. Logits are absolute, shares lie in [0, 1].
+    """PARITY.json: the comparison and its result. Logits are absolute, shares lie in [0, 1].
 
-    reference_difference: largest logit difference of transformers' own runs in two precisions; 0 where it was
-    not asked for, because the usual bound held.
+    reference_difference: largest logit difference of transformers' own runs in two precisions; 0 if it was
+    not measured, as the usual bound held.
     """
 
     passed: bool
@@ -152,8 +152,8 @@ def _compare(described: list[tuple[str, list[int]]], ours: _Greedy, theirs: _Gre
 def _other_dtype(
     checkpoint: Checkpoint, engine_dtype: str, reference: torch.dtype, device: torch.device
 ) -> torch.dtype | None:
-    """The precision in which transformers shows what rounding does to this model: the engine's, or float64
-    where that is the reference's own. None where memory is short."""
+    """The precision of transformers' second run: the engine's, or float64 if that is the reference's own.
+    None if memory is short."""
     if TORCH_DTYPES[engine_dtype] != reference:
         return TORCH_DTYPES[engine_dtype]
     return torch.float64 if _fits(checkpoint, torch.float64, device) else None
@@ -178,7 +178,7 @@ def compare_prompt(
 
 
 def judge(compared: list[PromptParity], bound: float, **facts) -> Parity:
-    """Passed: no logit differs by more than `bound`, no token but where the two best are within 2 bounds."""
+    """Passed: no logit differs by more than `bound`, no token unless the two best are within 2 bounds."""
     within = all(item.logit_error <= bound for item in compared)  # a NaN compares false
     tokens_explained = all(item.agrees or item.margin <= 2 * bound for item in compared)
     return Parity(
@@ -193,7 +193,7 @@ def judge(compared: list[PromptParity], bound: float, **facts) -> Parity:
 
 
 def _reference_dtype(checkpoint: Checkpoint, config: ModelConfig, device: torch.device) -> str:
-    """fp32 where there is room for it, else the dtype of the files."""
+    """fp32 if memory allows, else the dtype of the files."""
     return "fp32" if _fits(checkpoint, torch.float32, device) else config.weight_dtype
 
 
@@ -230,7 +230,7 @@ def _reference_greedy(
 
 
 def _greedy(model: Module, prompt: list[int], device: torch.device) -> tuple[list[int], np.ndarray]:
-    """NEW_TOKENS greedy tokens, whatever ends them, and their logits (NEW_TOKENS, V) float32."""
+    """NEW_TOKENS greedy tokens, past any end id, and their logits (NEW_TOKENS, V) float32."""
     tokens, rows, cache = [], [], None
     ids = torch.tensor([prompt], device=device)
     for _ in range(NEW_TOKENS):
@@ -248,7 +248,7 @@ def _round_trip(tokenizer: Tokenizer) -> float:
 
 
 def compared_checksums(weights: Path, tokenizer_file: Path) -> dict[str, str]:
-    """SHA-256 of what was compared; manifest.json in turn holds that of every weight file."""
+    """SHA-256 of the compared files; manifest.json holds that of every weight file."""
     files = (weights / "config.ini", weights / MANIFEST_FILE, tokenizer_file)
     return {path.name: file_sha256(path) for path in files}
 

@@ -1,4 +1,4 @@
-"""A progress bar in bytes, for what takes long enough to be waited for."""
+"""A progress bar in bytes, for long operations."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from rich.progress import (
 
 @contextmanager
 def byte_progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show `title` on stderr while the block runs; the value is called with each number of bytes done.
+    """Show `title` on stderr while the block runs; call the value with each number of bytes done.
 
-    Elsewhere than on a terminal it is one plain line.
+    Without a terminal it prints one line.
     """
     console = Console(stderr=True)
     if not console.is_terminal:

@@ -1,7 +1,7 @@
-"""A conversion is a table of rules; here is what a rule is, and how a table is checked against a checkpoint.
+"""A conversion is a table of rules. This module defines a rule and checks a table against a checkpoint.
 
 Everything is checked on names and shapes before a byte is written: each tensor of the target is made exactly
-once, each tensor of the source is used or listed as one to leave out.
+once, each tensor of the source is used or ignored by name.
 """
 
 from __future__ import annotations
@@ -109,10 +109,10 @@ def plan_conversions(
     num_layers: int,
     where: str,
 ) -> list[Conversion]:
-    """A Conversion for each spec. shapes: the source's tensors; ignored: those of them to leave out.
+    """A Conversion for each spec. shapes: of the source's tensors; ignored: names of those to leave out.
 
-    A rule whose target is no spec does not apply (a bias that the config switches off). where: their file.
-    Raises CheckpointError naming the tensor, its shape and the rules where the two sides do not fit.
+    A rule without a spec does not apply (a bias that the config switches off). where: the file of the rules.
+    Raises CheckpointError naming the tensor, its shape and the rules if the two sides do not match.
     """
     per_layer = [
         rule.of_layer(i) if "{i}" in rule.target else rule for rule in rules for i in range(num_layers)

@@ -28,7 +28,7 @@ from tridecode.backend.weights import (
 )
 from tridecode.converters.progress import byte_progress
 
-#: tensors in flight: reading, hashing and writing release the interpreter, and memory holds so many at a time
+#: tensors in flight, all of them in memory; reading, hashing and writing release the interpreter
 _WORKERS = 4
 
 
@@ -43,10 +43,10 @@ class TensorToWrite:
 def write_weights(
     directory: Path, config: ModelConfig, tensors: Iterable[TensorToWrite], tensor_para_size: int = 1
 ) -> Manifest:
-    """Write every tensor in config.weight_dtype, split over `tensor_para_size` ranks, and what describes it.
+    """Write config.ini, manifest.json and every tensor in config.weight_dtype, split over the ranks.
 
-    The directory is created. Raises ConfigError where a tensor cannot be split so, before anything is
-    written, and CheckpointError where a value is not finite or does not fit the dtype.
+    Creates the directory. Raises ConfigError before anything is written if a tensor cannot be split, and
+    CheckpointError for a value that is not finite or does not fit the dtype.
     """
     check_tensor_size(config, tensor_para_size)
     tensors = list(tensors)

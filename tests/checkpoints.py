@@ -23,6 +23,7 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     GPT2Config,
+    GPTNeoXConfig,
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -121,6 +122,26 @@ def _draw_bloom(random: Random) -> dict[str, Any]:
         "hidden_size": heads * size,
         "n_layer": random.randint(1, 4),
         "apply_residual_connection_post_layernorm": random.random() < 0.5,
+        "tie_word_embeddings": random.random() < 0.5,
+    }
+
+
+def _draw_gptneox(random: Random) -> dict[str, Any]:
+    heads, size = random.choice([1, 3, 5, 7]), random.choice([6, 8, 10, 16])
+    rotated = 2 * random.randint(1, size // 2)
+    return {
+        "num_attention_heads": heads,
+        "hidden_size": heads * size,
+        "intermediate_size": random.choice([20, 51, 88]),
+        "num_hidden_layers": random.randint(1, 4),
+        "hidden_act": random.choice(["gelu", "gelu_new", "relu"]),
+        "attention_bias": random.random() < 0.5,
+        "use_parallel_residual": random.random() < 0.5,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": random.choice([100.0, 10000.0]),
+            "partial_rotary_factor": (rotated + 0.1) / size,
+        },
         "tie_word_embeddings": random.random() < 0.5,
     }
 
@@ -252,6 +273,49 @@ FAMILIES = {
             "rope": ROPE,
             "attention_bias": st.booleans(),
             "mlp_bias": st.booleans(),
+        },
+    ),
+    "gpt_neox": FamilyCase(
+        GPTNeoXConfig,
+        seed=4,
+        settings={
+            "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 3,
+            "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2,
+        },
+        model_type="GPT-NeoX",
+        variants={
+            "sequential": {"use_parallel_residual": False, "hidden_act": "gelu_new"},
+            "biasless-tied": {"attention_bias": False, "tie_word_embeddings": True},
+            "rotary": {
+                "rope_parameters": {
+                    "rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0,
+                },
+                "num_attention_heads": 6,
+            },
+        },
+        shared={"num_attention_heads": 12, "hidden_size": 96, "num_hidden_layers": 3},
+        draw=_draw_gptneox,
+        names={
+            "model.wte": "gpt_neox.embed_in",
+            "model.layers.{i}.input_layernorm": "gpt_neox.layers.{i}.input_layernorm",
+            "model.layers.{i}.attention.query_key_value": "gpt_neox.layers.{i}.attention.query_key_value",
+            "model.layers.{i}.attention.dense": "gpt_neox.layers.{i}.attention.dense",
+            "model.layers.{i}.post_attention_layernorm": "gpt_neox.layers.{i}.post_attention_layernorm",
+            "model.layers.{i}.mlp.dense_h_to_4h": "gpt_neox.layers.{i}.mlp.dense_h_to_4h",
+            "model.layers.{i}.mlp.dense_4h_to_h": "gpt_neox.layers.{i}.mlp.dense_4h_to_h",
+            "model.layers.{i}.mlp.attention.bias.sum": (
+                "gpt_neox.layers.{i}.attention.dense",
+                "gpt_neox.layers.{i}.mlp.dense_4h_to_h",
+            ),
+            "model.final_layernorm": "gpt_neox.final_layer_norm",
+            "model.lm_head": "lm_head",
+        },
+        heads="by head",
+        ini={
+            "activation": GELUS,
+            "rope": ROPE,
+            "residual": st.sampled_from(["sequential", "parallel"]),
+            "attention_bias": st.booleans(),
         },
     ),
 }  # fmt: skip

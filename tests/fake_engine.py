@@ -1,9 +1,9 @@
-"""An engine and a supervisor without torch: they speak backend/messages.py over zmq, around a toy model.
+"""An engine and a supervisor without torch: a toy model behind the protocol of backend/messages.py.
 
-`FakeEngine` is rank 0 as a door sees it; `FakeSupervisor` is what answers at a control endpoint. Both run
-in threads of the test. `python -m tests.fake_engine --control ... --epoch ... --rank ... --endpoint ...` is
-one rank as the supervisor sees it: it reports progress, readiness and heartbeats, obeys Stop, and can be
-told to fail in each way.
+`FakeEngine` is rank 0 as a door sees it, `FakeSupervisor` the supervisor at a control endpoint. Both run in
+threads of the test. `python -m tests.fake_engine --control ... --epoch ... --rank ... --endpoint ...` is one
+rank as the supervisor sees it: it reports progress, readiness and heartbeats, obeys Stop, and has an option
+for each way to fail.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LIMITS = m.Limits(
     hidden_size=4,
 )
 
-#: (prompt and generated ids, how many are generated, params, vocab_size) -> the next id; -1: a failure
+#: (prompt and generated ids, number of generated ids, params, vocab_size) -> the next id; -1: a failure
 NextToken = Callable[[list, int, m.SamplingParams, int], int]
 
 
@@ -49,7 +49,7 @@ def toy_next(history: list[int], generated: int, params: m.SamplingParams, vocab
 
 
 def toy_tokens(prompt: list[int], count: int, params: m.SamplingParams, vocab_size: int) -> list[int]:
-    """`count` ids that the toy model generates after `prompt`, whatever would stop it."""
+    """The first `count` ids that the toy model generates after `prompt`, without stop criteria."""
     history = list(prompt)
     for generated in range(count):
         history.append(toy_next(history, generated, params, vocab_size))
@@ -57,7 +57,7 @@ def toy_tokens(prompt: list[int], count: int, params: m.SamplingParams, vocab_si
 
 
 def scripted(tokens: list[int]) -> NextToken:
-    """A model that says `tokens` after any prompt and then repeats the last of them."""
+    """A model that generates `tokens` after any prompt, then repeats the last of them."""
     return lambda history, generated, params, vocab_size: tokens[min(generated, len(tokens) - 1)]
 
 
@@ -95,7 +95,7 @@ class _Request:
 
 
 class FakeEngine:
-    """Rank 0 on a ROUTER socket in a thread of its own: every step gives each running sequence one token."""
+    """Rank 0 on a ROUTER socket in its own thread: each step gives every running sequence one token."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class FakeEngine:
         self.hellos: list[m.Hello] = []
         self.before_step: Callable[[int], None] = lambda step: None
         self.protocol = m.PROTOCOL
-        self.busy_s, self.metrics = 0.0, {}  # what its heartbeats say
+        self.busy_s, self.metrics = 0.0, {}  # reported in its heartbeats
         self._doors: dict[bytes, m.Hello] = {}
         self._running: dict[tuple[bytes, int], _Request] = {}
         self._frozen = threading.Event()
@@ -133,13 +133,13 @@ class FakeEngine:
         return self
 
     def stop(self) -> None:
-        """End as a killed process does: nobody is told anything."""
+        """End like a killed process, without a message."""
         self._stop.set()
         self._frozen.clear()
         self._thread.join(5)
 
     def freeze(self) -> None:
-        """Neither step, answer nor beat until thaw()."""
+        """No steps, answers and heartbeats until thaw()."""
         self._is_frozen.clear()
         self._frozen.set()
         assert self._is_frozen.wait(5), "the fake engine did not freeze"
@@ -293,7 +293,7 @@ class FakeEngine:
 
 
 class FakeSupervisor:
-    """Answers at a control endpoint: tells doors the engine's state on Hello, on change and each beat."""
+    """Sends the engine's state to doors: on Hello, on each change and with each heartbeat."""
 
     def __init__(self, engine: FakeEngine | None = None, endpoint: str = "", beat_s: float = m.BEAT_S):
         self.endpoint = endpoint or "ipc://" + tempfile.mktemp(prefix="fake-control-", dir="/tmp")
@@ -337,11 +337,11 @@ class FakeSupervisor:
         self._changes.append(msgspec.structs.replace(self._state, phase=phase, detail=detail))
 
     def forget_doors(self) -> None:
-        """Know no door any more, as a supervisor that was started in another's place."""
+        """Forget all doors, like a supervisor that was restarted."""
         self._forget.set()
 
     def silence(self, silent: bool = True) -> None:
-        """Answer and say nothing, as a frozen process does."""
+        """Send nothing, like a frozen process."""
         if silent:
             self._silent.set()
         else:
@@ -400,7 +400,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--fail", default="", help="report this error instead of becoming ready")
     parser.add_argument("--fatal", action="store_true", help="with --fail: a restart would fail again")
-    parser.add_argument("--exit-after-s", type=float, default=0.0, help="os._exit(9) so long after readiness")
+    parser.add_argument(
+        "--exit-after-s", type=float, default=0.0, help="os._exit(9) this long after readiness"
+    )
     parser.add_argument("--exit-at-step", type=int, default=0, help="os._exit(9) in that step")
     parser.add_argument("--hang-at-step", type=int, default=0, help="never end that step, still beating")
     parser.add_argument("--never-ready", action="store_true", help="report progress for ever")
@@ -449,7 +451,7 @@ def main() -> None:
 
 
 def _misbehave(engine: FakeEngine, arguments: argparse.Namespace) -> Callable[[], float]:
-    """Arrange --exit-at-step and --hang-at-step; what comes back says for how long the step has been busy."""
+    """Set up --exit-at-step and --hang-at-step; returns a function that gives the busy time of the step."""
     began = [0.0]
 
     def before_step(step: int) -> None:

@@ -1,9 +1,8 @@
-"""An honest stand-in for triton_python_backend_utils, with the manners seen on Triton 2.51.
+"""A fake of triton_python_backend_utils with the behaviour of Triton 2.51.
 
-`install()` puts it into sys.modules before a door is imported. A response sender refuses to send after
-FINAL, and what was sent is kept as copies, so that a door that reuses arrays is caught; a tensor that is
-sent again is the copy that was first made of it. `ask()` runs one request through a door and waits for its
-end.
+`install()` puts it into sys.modules before a door is imported. A response sender refuses to send after FINAL.
+Sent responses are kept as copies, so that a door that reuses arrays is noticed; a tensor that is sent again
+is the first copy of it. `ask()` runs one request through a door and waits for its end.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import numpy as np
 
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 
-_TYPES = {  # all that Triton's own table has
+_TYPES = {  # the whole of Triton's own table
     "TYPE_BOOL": np.bool_,
     "TYPE_UINT8": np.uint8,
     "TYPE_UINT16": np.uint16,
@@ -75,7 +74,7 @@ class Tensor:
         return self._array
 
     def sent(self) -> np.ndarray:
-        """What goes out: the copy in shared memory, made once. Not part of Triton's interface."""
+        """The copy in shared memory, made once. Not part of Triton's interface."""
         if self._shared is None:
             self._shared = self._array.copy()
         return self._shared
@@ -106,13 +105,13 @@ class Sent:
 
 
 class ResponseSender:
-    #: what would have crashed the real server: it frees a request's factory with FINAL
+    #: uses that crash the real server, which frees a request's factory with FINAL
     crashes: list[str] = []
 
     def __init__(self, request: InferenceRequest):
         self._request = request
         self._closed = threading.Event()
-        self._asked = 0  # is_cancelled() calls under way
+        self._asked = 0  # is_cancelled() calls in progress
         self.sent: list[Sent] = []
         self.before_send: Callable[[], None] = lambda: None
 
@@ -125,7 +124,7 @@ class ResponseSender:
             raise TritonModelException("a response must be provided when the flags are zero")
         self.before_send()
         if flags and self._asked:
-            ResponseSender.crashes.append("FINAL was sent while is_cancelled() was asked")
+            ResponseSender.crashes.append("FINAL was sent during is_cancelled()")
         if response is not None:
             outputs = {t.name(): t.sent().copy() for t in response.output_tensors()}
             self.sent.append(Sent(outputs, response.error(), bool(flags)))
@@ -134,9 +133,9 @@ class ResponseSender:
 
     def is_cancelled(self) -> bool:
         if self._closed.is_set():
-            ResponseSender.crashes.append("is_cancelled() was asked after FINAL")
+            ResponseSender.crashes.append("is_cancelled() was called after FINAL")
         self._asked += 1
-        time.sleep(5e-5)  # what a round trip to the server takes
+        time.sleep(5e-5)  # a round trip to the server
         self._asked -= 1
         return self._request.is_cancelled()
 
@@ -181,12 +180,12 @@ class InferenceRequest:
         return self._cancelled
 
     def cancel(self) -> None:
-        """What the client does; not part of Triton's interface."""
+        """The client's part; not part of Triton's interface."""
         self._cancelled = True
 
 
 class Logger:
-    """Keeps what was logged, as (level, text)."""
+    """Keeps log lines as (level, text)."""
 
     lines: list[tuple[str, str]] = []
 
@@ -259,7 +258,7 @@ def model_config(
     decoupled: bool = False,
     max_batch_size: int = 64,
 ) -> dict:
-    """A model configuration as a stub gets it. inputs, outputs: name -> "TYPE_FP32"."""
+    """A model configuration as a stub receives it. inputs, outputs: name -> "TYPE_FP32"."""
     return {
         "name": name,
         "max_batch_size": max_batch_size,
@@ -283,7 +282,7 @@ def initialize_arguments(config: dict, repository: str = "/nowhere") -> dict[str
 
 
 def ask(door: Any, request: InferenceRequest, timeout_s: float = 10.0) -> list[Sent]:
-    """Run one request through the door and wait until it ended; what was sent, in order."""
+    """Run one request through the door until its end; returns the responses in order."""
     answer = door.execute([request])
     if answer is not None and answer[0] is not None:
         request.sender.send(answer[0], TRITONSERVER_RESPONSE_COMPLETE_FINAL)

@@ -1,7 +1,7 @@
-"""Every command that README.md and docs/*.md show: run against a served repository, or listed with a reason.
+"""Every command in README.md and docs/*.md: run against a served repository, or listed with a reason.
 
-A command that is neither fails test_every_command_is_run_or_listed: add it to RUN or to LISTED. Of both kinds
-the options must exist and the files of this project that they name must be there.
+A command that is in neither list fails test_every_command_is_run_or_listed: add it to RUN or to LISTED. Its
+options and the files of this project that it names must exist.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PROGRAM_S = 90
 
 #: commands of our own, after settings of the environment
 OURS = r"(\w+=(\S+|\$\([^)]*\)) )*tridecode "
-#: fences that are no commands: how they begin
+#: beginnings of fences without commands
 DRAWINGS = ("client ── gRPC", "tools → converters", "backend/               doors/")
 
 #: run as they stand, with the ports of the test's server in place of 8000 and 8001; first match counts
@@ -217,7 +217,7 @@ def test_an_option_that_does_not_exist_is_noticed(text: str, unknown: list[str])
 
 @dataclass
 class Desk:
-    """A folder with what the commands name (`models`, `tools/requests`), and a server of it."""
+    """A folder with the files that the commands name (`models`, `tools/requests`), and a server of it."""
 
     folder: Path
     server: ServerProcess

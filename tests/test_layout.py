@@ -1,5 +1,5 @@
-"""The shape of the project: imports point downwards, every folder is declared, operations agree on their
-signatures."""
+"""The layout of the project: imports point downwards, every package is declared, and all implementations of
+the operations have the same signatures."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ ALLOWED = {
     },
 }
 
-#: what must not import torch or transformers, directly or through another module of ours
+#: modules that must not import torch or transformers, directly or through another module of ours
 TORCH_FREE = (
     "backend.doors",
     "backend.supervisor",

@@ -110,7 +110,7 @@ def demo_repository(model: str, cache: Path) -> Path:
 
 def content_key(model: str) -> str:
     """Twelve hex digits that change with the model's files, our converters, and the machine's kind."""
-    digest = hashlib.sha256(f"{model} gpu={_has_gpu()}".encode())
+    digest = hashlib.sha256(f"{model} gpu={shutil.which('nvidia-smi') is not None}".encode())
     source = Path(model)
     files = sorted(path for path in source.rglob("*") if path.is_file()) if source.is_dir() else [source]
     for path in files:
@@ -126,10 +126,6 @@ def content_key(model: str) -> str:
 
 def _source_files(place: Path) -> list[Path]:
     return [place] if place.is_file() else [*place.rglob("*.py"), *place.rglob("*.jinja")]
-
-
-def _has_gpu() -> bool:
-    return shutil.which("nvidia-smi") is not None
 
 
 def room_after(text: str, repository: Path) -> int:

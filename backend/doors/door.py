@@ -26,7 +26,7 @@ from tridecode.backend.doors.envelope import (
 )
 from tridecode.backend.doors.preparation import Preparation
 from tridecode.backend.doors.senders import Senders, Stream
-from tridecode.backend.doors.settings import DoorSettings, end_token_id, load_tokenizer, read_settings
+from tridecode.backend.doors.settings import DoorSettings, door_tokenizer, read_settings
 from tridecode.backend.errors import EngineDownError, TridecodeError
 from tridecode.backend.messages import Limits, SequenceRequest
 
@@ -191,8 +191,7 @@ class UnaryDoor:
         try:
             self.settings = read_settings(args)
             self.envelope = envelope_of(self.settings)
-            self.tokenizer = load_tokenizer(self.settings)
-            self.end_id = end_token_id(self.settings, self.tokenizer)
+            self.tokenizer, self.end_id = door_tokenizer(self.settings)
         except TridecodeError as error:
             raise pb_utils.TritonModelException(str(error)) from None
 

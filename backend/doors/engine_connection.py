@@ -1,7 +1,7 @@
 """A door's sockets to the supervisor and to the engine that the supervisor names.
 
 A silent supervisor is looked for again, and replaced if it does not answer. If the engine is silent while its
-supervisor speaks, the connection to it is made anew. A peer that answers Unknown has forgotten this door,
+supervisor speaks, the door connects to it again. A peer that answers Unknown has forgotten this door,
 which says Hello again. Pauses of this process do not count as silence of a peer.
 
 Locking: see engine_link.py. Everything runs on the link's thread, except the search for the supervisor, which
@@ -66,7 +66,7 @@ class Peer:
         return True
 
     def receive(self) -> Iterator[Any]:
-        """The messages that have arrived, until the connection is closed or made anew."""
+        """The messages that have arrived, until the connection is closed or replaced."""
         socket = self.socket
         while socket is not None and not socket.closed:
             try:

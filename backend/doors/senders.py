@@ -174,7 +174,8 @@ class Stream:
         while self._events and failure is None:
             row, event = self._events.popleft()
             if event.finish in _FAILURES:
-                failure = _failure_of(event)
+                code, text = _FAILURES[event.finish]
+                failure = (event.code if event.code in BY_CODE else code), event.error or text
             else:
                 events.append((row, event))
         if events and self.answer is not None:
@@ -246,11 +247,6 @@ def _size_of(tensors: list) -> int:
         texts = array.dtype.hasobject
         size += sum(4 + len(text) for text in array.reshape(-1).tolist()) if texts else array.nbytes
     return size
-
-
-def _failure_of(event: Event) -> tuple[str, str]:
-    code, text = _FAILURES[event.finish]
-    return (event.code if event.code in BY_CODE else code), event.error or text
 
 
 class SenderThread(threading.Thread):

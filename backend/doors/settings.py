@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import triton_python_backend_utils as pb_utils
 from tokenizers import Tokenizer
 
 from tridecode.backend.errors import ConfigError
+from tridecode.backend.text.tokenizer_files import end_token_id, load_tokenizer
 
 #: About one step of many sequences, too short for a client to see. Measured on 2 cores: with half of it, 64
 #: streams at the server's limit of 10,000 responses per second had 10 % of them merged instead of 1 %; with
@@ -95,32 +95,11 @@ def read_settings(arguments: Mapping[str, str]) -> DoorSettings:
     )
 
 
-def load_tokenizer(settings: DoorSettings) -> Tokenizer:
-    """The tokenizer in `tokenizer_dir`, with truncation and padding switched off."""
-    # no thread pool: in it, a short text would wait for all rows of a large request
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    path = settings.tokenizer_dir / "tokenizer.json"
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # `tokenizers` raises bare Exception
-        where = f"parameter tokenizer_dir in {settings.config_file}"
-        raise ConfigError(f"{path} is not a valid tokenizer: {error} ({where})") from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def end_token_id(settings: DoorSettings, tokenizer: Tokenizer) -> int:
-    """The id of eos_token in tokenizer_config.json or special_tokens_map.json; -1 if neither has one."""
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        path = settings.tokenizer_dir / name
-        if path.exists():
-            token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
-            token = token.get("content") if isinstance(token, dict) else token
-            found = tokenizer.token_to_id(token) if token else None
-            if found is not None:
-                return found
-    return -1
+def door_tokenizer(settings: DoorSettings) -> tuple[Tokenizer, int]:
+    """The tokenizer in `tokenizer_dir` and the id of its end token; -1 if it has none. Raises ConfigError."""
+    setting = f"parameter tokenizer_dir in {settings.config_file}"
+    tokenizer = load_tokenizer(settings.tokenizer_dir, setting)
+    return tokenizer, end_token_id(settings.tokenizer_dir, tokenizer)
 
 
 class _Parameters:

@@ -28,7 +28,7 @@ from tridecode.backend.doors.door import EngineDoor, Outputs, Received, Submissi
 from tridecode.backend.doors.envelope import MAX_STOP_WORD_BYTES, MAX_STOP_WORDS
 from tridecode.backend.doors.fields import decode_text
 from tridecode.backend.doors.senders import Stream
-from tridecode.backend.doors.settings import DoorSettings, end_token_id, load_tokenizer
+from tridecode.backend.doors.settings import DoorSettings, door_tokenizer
 from tridecode.backend.errors import RequestCancelled, RequestError
 from tridecode.backend.messages import Event, Limits, SamplingParams, SequenceRequest
 from tridecode.backend.text.completion import Answer, Completion, Piece
@@ -43,9 +43,8 @@ class TritonPythonModel(EngineDoor):
     contract = TENSORRT_LLM
 
     def prepare(self, settings: DoorSettings) -> None:
-        self.tokenizer = load_tokenizer(settings)
+        self.tokenizer, self.tokenizer_end_id = door_tokenizer(settings)
         self.view = TokenizerView(self.tokenizer, settings.skip_special_tokens)
-        self.tokenizer_end_id = end_token_id(settings, self.tokenizer)
 
     def at_once(self, received: Received, stream: Stream) -> bool:
         if not received.inputs.flag("stop"):

@@ -10,9 +10,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from tridecode.backend.models.layers import Weights
 from tridecode.backend.weight_layout import WeightSpec
 from tridecode.backend.weights import WeightReader
-from tridecode.kernels.ops import Linear, Norm, Ops
+from tridecode.kernels.ops import Ops
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -99,8 +100,8 @@ class Uploader:
         return self._local.staging
 
 
-class FileWeights:
-    """backend.models.layers.Weights over a WeightReader. `progress` is told each tensor's name.
+class FileWeights(Weights):
+    """The tensors of a WeightReader. `progress` is told each tensor's name.
 
     On CUDA the files are read by several threads, in the order of `specs`, ahead of the model. Call `close`
     when the model has what it needs.
@@ -117,40 +118,23 @@ class FileWeights:
         device: torch.device,
         progress: Callable[[str], None] | None = None,
     ):
-        self._reader, self._specs = reader, {spec.name: spec for spec in specs}
-        self._rank, self._size = tensor_rank, tensor_size
-        self._dtype, self._ops, self._device = dtype, ops, device
+        super().__init__(specs, ops)
+        self._reader, self._rank, self._size = reader, tensor_rank, tensor_size
+        self._dtype, self._device = dtype, device
         self._progress = progress or (lambda name: None)
         self._uploader: Uploader | None = None
         if device.type == "cuda":
-            self._uploader = Uploader(self._specs, self._read, device)
+            self._uploader = Uploader(self.specs, self._read, device)
 
     def close(self) -> None:
         if self._uploader is not None:
             self._uploader.close()
 
     def _read(self, name: str) -> Tensor:
-        return self._reader.read(self._specs[name], self._rank, self._size)
+        return self._reader.read(self.specs[name], self._rank, self._size)
 
     def tensor(self, name: str) -> Tensor:
         self._progress(name)
         if self._uploader is not None:
             return self._uploader.take(name).to(self._dtype)
         return self._read(name).to(dtype=self._dtype, copy=True)
-
-    def linear(self, name: str, bias: bool) -> Linear:
-        return self._oriented(self.tensor(f"{name}.weight"), self.tensor(f"{name}.bias") if bias else None)
-
-    def fused_linear(self, names: list[str], bias: bool) -> Linear:
-        weight = torch.cat([self.tensor(f"{name}.weight") for name in names], dim=1)
-        biases = torch.cat([self.tensor(f"{name}.bias") for name in names]) if bias else None
-        return self._oriented(weight, biases)
-
-    def _oriented(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        return self._ops.pack(Linear(weight.t(), bias))
-
-    def head(self, weight: Tensor) -> Linear:
-        return self._ops.pack(Linear(weight))
-
-    def norm(self, name: str, eps: float, bias: bool) -> Norm:
-        return Norm(self.tensor(f"{name}.weight"), self.tensor(f"{name}.bias") if bias else None, eps)

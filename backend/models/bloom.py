@@ -47,7 +47,7 @@ class Model(Decoder):
 
     def __init__(self, config: ModelConfig, weights: Weights, ranks: Ranks, num_positions: int):
         super().__init__(config, weights, ranks, LAYOUT)
-        self.embedding_norm = weights.norm("model.pre_decoder_layernorm", config.norm_eps, bias=True)
+        self.embedding_norm = weights.norm("model.pre_decoder_layernorm", config.norm_eps)
         slopes = alibi_slopes(config.num_heads).to(self.embedding.device)
         self.heads = [make_heads(config, ranks, slopes=slopes)] * len(self.layers)
 

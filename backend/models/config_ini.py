@@ -18,7 +18,22 @@ from tridecode.backend.errors import ConfigError, UnsupportedError
 MAX_LAYERS = 4096
 ROPE_SCALINGS = {name: name for name in ("default", "linear", "llama3")}
 #: activation_type -> ModelConfig.activation; FasterTransformer's Gelu is the tanh form, gelu_erf is ours
-GELUS_AND_RELU = {"gelu": "gelu_tanh", "gelu_erf": "gelu", "relu": "relu"}
+ACTIVATIONS = {"gelu": "gelu_tanh", "gelu_erf": "gelu", "relu": "relu"}
+ACTIVATION_NAMES = {"gelu_tanh": "Gelu", "gelu": "gelu_erf", "relu": "Relu"}
+#: key -> field of ModelConfig
+_SIZES = {
+    "head_num": "num_heads",
+    "size_per_head": "head_size",
+    "inter_size": "mlp_size",
+    "vocab_size": "vocab_size",
+}
+#: key -> field of RopeConfig
+_ROPE_NUMBERS = {
+    "rope_theta": "theta",
+    "rope_scaling_factor": "factor",
+    "rope_low_freq_factor": "low_freq_factor",
+    "rope_high_freq_factor": "high_freq_factor",
+}
 
 
 class IniSection:
@@ -120,16 +135,13 @@ def read_common(section: IniSection, max_positions: int | None = DEFAULT_MAX_POS
             f"{section.path}: [{section.name}] weight_data_type = {dtype_text!r}; "
             f"wanted one of {', '.join(DTYPES)}"
         )
-    heads, size = section.integer("head_num", minimum=1), section.integer("size_per_head", minimum=1)
+    sizes = {field: section.integer(key, minimum=1) for key, field in _SIZES.items()}
     return {
+        **sizes,
         "model_name": section.text("model_name", "model"),
         "num_layers": section.integer("num_layer", minimum=1, maximum=MAX_LAYERS),
-        "hidden_size": heads * size,
-        "num_heads": heads,
-        "num_kv_heads": heads,
-        "head_size": size,
-        "mlp_size": section.integer("inter_size", minimum=1),
-        "vocab_size": section.integer("vocab_size", minimum=1),
+        "hidden_size": sizes["num_heads"] * sizes["head_size"],
+        "num_kv_heads": sizes["num_heads"],
         "max_positions": section.integer("max_pos_seq_len", max_positions, minimum=1),
         "start_id": section.integer("start_id"),
         "end_id": section.integer("end_id"),
@@ -140,31 +152,26 @@ def read_common(section: IniSection, max_positions: int | None = DEFAULT_MAX_POS
 def common_keys(config: ModelConfig, tensor_para_size: int) -> dict[str, object]:
     """The keys that read_common reads, and layernorm_eps, which families default differently."""
     return {
+        **{key: getattr(config, field) for key, field in _SIZES.items()},
         "model_name": config.model_name,
-        "head_num": config.num_heads,
-        "size_per_head": config.head_size,
-        "inter_size": config.mlp_size,
         "num_layer": config.num_layers,
-        "vocab_size": config.vocab_size,
         "max_pos_seq_len": config.max_positions,
         "start_id": config.start_id,
         "end_id": config.end_id,
         "weight_data_type": config.weight_dtype,
         "tensor_para_size": tensor_para_size,
-        "layernorm_eps": repr(config.norm_eps),
+        "layernorm_eps": config.norm_eps,
     }
 
 
 def read_rope(section: IniSection, default_size: int | None) -> RopeConfig:
     """rotary_embedding (rotated dimensions of a head; default_size None: mandatory) and keys of ours."""
+    original = section.integer("rope_original_max_positions", RopeConfig.original_max_positions)
     return RopeConfig(
         size=section.integer("rotary_embedding", default_size, minimum=2),
-        theta=section.number("rope_theta", 10000.0),
-        scaling=section.choice("rope_scaling_type", "default", ROPE_SCALINGS),
-        factor=section.number("rope_scaling_factor", 1.0),
-        low_freq_factor=section.number("rope_low_freq_factor", 1.0),
-        high_freq_factor=section.number("rope_high_freq_factor", 4.0),
-        original_max_positions=section.integer("rope_original_max_positions", 8192),
+        scaling=section.choice("rope_scaling_type", RopeConfig.scaling, ROPE_SCALINGS),
+        original_max_positions=original,
+        **{field: section.number(key, getattr(RopeConfig, field)) for key, field in _ROPE_NUMBERS.items()},
     )
 
 
@@ -174,10 +181,7 @@ def rope_keys(config: ModelConfig) -> dict[str, object]:
     assert rope is not None, config
     return {
         "rotary_embedding": rope.size,
-        "rope_theta": repr(rope.theta),
         "rope_scaling_type": rope.scaling,
-        "rope_scaling_factor": repr(rope.factor),
-        "rope_low_freq_factor": repr(rope.low_freq_factor),
-        "rope_high_freq_factor": repr(rope.high_freq_factor),
         "rope_original_max_positions": rope.original_max_positions,
+        **{key: getattr(rope, field) for key, field in _ROPE_NUMBERS.items()},
     }

@@ -29,7 +29,7 @@ class Decoder:
         check_tensor_size(config, ranks.tensor_size)
         self.config, self.layout = config, layout
         self.embedding = weights.tensor("model.wte")
-        self.final_norm = weights.norm("model.final_layernorm", config.norm_eps, layout.norm_bias)
+        self.final_norm = weights.norm("model.final_layernorm", config.norm_eps)
         self.head = weights.head(
             self.embedding if config.tied_head else weights.tensor("model.lm_head.weight")
         )
@@ -37,15 +37,14 @@ class Decoder:
         self.layers = [self.load_layer(weights, f"model.layers.{index}") for index in self.stage]
 
     def load_layer(self, weights: Weights, prefix: str) -> DecoderLayer:
-        config, layout = self.config, self.layout
-        up, bias = [f"{prefix}.mlp.{name}" for name in layout.up], config.mlp_bias
+        eps = self.config.norm_eps
         return DecoderLayer(
-            attention_norm=weights.norm(f"{prefix}.input_layernorm", config.norm_eps, layout.norm_bias),
-            qkv=weights.linear(f"{prefix}.attention.query_key_value", config.attention_bias),
-            dense=weights.linear(f"{prefix}.attention.dense", config.attention_bias),
-            mlp_norm=weights.norm(f"{prefix}.post_attention_layernorm", config.norm_eps, layout.norm_bias),
-            up=weights.fused_linear(up, bias) if len(up) > 1 else weights.linear(up[0], bias),
-            down=weights.linear(f"{prefix}.mlp.{layout.down}", bias),
+            attention_norm=weights.norm(f"{prefix}.input_layernorm", eps),
+            qkv=weights.linear(f"{prefix}.attention.query_key_value"),
+            dense=weights.linear(f"{prefix}.attention.dense"),
+            mlp_norm=weights.norm(f"{prefix}.post_attention_layernorm", eps),
+            up=weights.linear(*(f"{prefix}.mlp.{name}" for name in self.layout.up)),
+            down=weights.linear(f"{prefix}.mlp.{self.layout.down}"),
         )
 
     def embed(self, context: Context, x: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tridecode.backend.config import DEFAULT_MAX_POSITIONS, ModelConfig
-from tridecode.backend.models.config_ini import GELUS_AND_RELU, IniSection, read_common
+from tridecode.backend.models.config_ini import ACTIVATION_NAMES, ACTIVATIONS, IniSection, read_common
 
 #: the flags that tell the families of this section apart; FasterTransformer's defaults are GPT-2
 GPT2_FLAGS = {
@@ -27,7 +27,7 @@ def read_gpt_section(family: str, section: IniSection, tied_head: bool, **extra)
     return ModelConfig(
         family=family,
         norm_eps=section.number("layernorm_eps", 1e-6),
-        activation=section.choice("activation_type", "Gelu", GELUS_AND_RELU),
+        activation=section.choice("activation_type", "Gelu", ACTIVATIONS),
         tied_head=tied_head,
         **read_common(section, None if has_positions else DEFAULT_MAX_POSITIONS),
         **extra,
@@ -38,7 +38,7 @@ def gpt_section_keys(config: ModelConfig, flags: dict[str, bool]) -> dict[str, o
     """The keys that read_gpt_section and has_flags read."""
     return {
         "layernorm_type": "pre_layernorm",
-        "activation_type": {"gelu_tanh": "Gelu", "gelu": "gelu_erf", "relu": "Relu"}[config.activation],
+        "activation_type": ACTIVATION_NAMES[config.activation],
         "has_post_decoder_layernorm": True,
         **flags,
     }

@@ -7,6 +7,8 @@ buffer comes from `Workspace`, so that a CUDA graph can capture the step.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,27 +16,39 @@ import torch
 from torch import Tensor
 
 from tridecode.backend.config import ModelConfig, RopeConfig
+from tridecode.backend.weight_layout import WeightSpec
 from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm, Ops, Rope
 
 
-class Weights(Protocol):
+class Weights(ABC):
     """The source of a model's tensors: this rank's shard, on the device, in the engine's dtype."""
 
-    def tensor(self, name: str) -> Tensor: ...
+    def __init__(self, specs: Iterable[WeightSpec], ops: Ops):
+        self.specs, self.ops = {spec.name: spec for spec in specs}, ops
 
-    def linear(self, name: str, bias: bool) -> Linear:
-        """`<name>.weight` as (out, in), with `<name>.bias`."""
-        ...
+    @abstractmethod
+    def tensor(self, name: str) -> Tensor:
+        """The shard of the spec `name`, in the shape of its file."""
 
-    def fused_linear(self, names: list[str], bias: bool) -> Linear:
-        """The linears of `names` stacked along their outputs."""
-        ...
+    def linear(self, *names: str) -> Linear:
+        """The matrices `<name>.weight`, stacked along their outputs, with `<name>.bias` if there is one."""
+        weight = _joined([self.tensor(f"{name}.weight") for name in names])
+        has_bias = f"{names[0]}.bias" in self.specs
+        bias = _joined([self.tensor(f"{name}.bias") for name in names]) if has_bias else None
+        return self.ops.pack(Linear(weight.t(), bias))
 
     def head(self, weight: Tensor) -> Linear:
         """The language model's head over `weight` (V, C), which may be the word embedding itself."""
-        ...
+        return self.ops.pack(Linear(weight))
 
-    def norm(self, name: str, eps: float, bias: bool) -> Norm: ...
+    def norm(self, name: str, eps: float) -> Norm:
+        """A LayerNorm, or an RMSNorm if there is no `<name>.bias`."""
+        has_bias = f"{name}.bias" in self.specs
+        return Norm(self.tensor(f"{name}.weight"), self.tensor(f"{name}.bias") if has_bias else None, eps)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 class Ranks(Protocol):

@@ -2,6 +2,7 @@
 
 No Triton, numpy, torch or transformers here. In the order of use:
 
+    load_tokenizer           a tokenizer folder, with its end token (`tokenizer_files`)
     encode, bad_word_ids     texts to token ids (`encoding`)
     TokenizerView            what a decoder knows about a tokenizer (`detokenizer`)
     StopAutomaton            the stop words of a row, prepared once (`stop_words`)

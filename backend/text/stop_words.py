@@ -14,29 +14,23 @@ class StopAutomaton:
     """
 
     def __init__(self, stop_words: Iterable[str]):
-        self.empty = True
         self._next: list[dict[str, int]] = [{}]  # transitions of each state; state 0 is the empty text
         self._back = [0]  # failure links: the state of the longest proper suffix
-        self._ends = [0]  # length of the longest word that a state's text ends with; 0: none
+        self.ends = [0]  # length of the longest stop word that ends in this state; 0: none
         self.depth = [0]  # length of a state's text
         for word in stop_words:
-            if word:
-                self._add(word)
-                self.empty = False
+            state = 0
+            for depth, character in enumerate(word, 1):
+                if character not in self._next[state]:
+                    self._next[state][character] = len(self._next)
+                    self._next.append({})
+                    self._back.append(0)
+                    self.ends.append(0)
+                    self.depth.append(depth)
+                state = self._next[state][character]
+            self.ends[state] = len(word)
+        self.empty = len(self._next) == 1
         self._link()
-
-    def _add(self, word: str) -> None:
-        state = 0
-        for character in word:
-            following = self._next[state].get(character)
-            if following is None:
-                following = self._next[state][character] = len(self._next)
-                self._next.append({})
-                self._back.append(0)
-                self._ends.append(0)
-                self.depth.append(self.depth[state] + 1)
-            state = following
-        self._ends[state] = len(word)
 
     def _link(self) -> None:
         """Fill in `_back` breadth first: a suffix is complete before the states that link to it."""
@@ -45,17 +39,13 @@ class StopAutomaton:
             state = waiting.popleft()
             for character, following in self._next[state].items():
                 self._back[following] = self.step(self._back[state], character)
-                self._ends[following] = self._ends[following] or self._ends[self._back[following]]
+                self.ends[following] = self.ends[following] or self.ends[self._back[following]]
                 waiting.append(following)
 
     def step(self, state: int, character: str) -> int:
         while state and character not in self._next[state]:
             state = self._back[state]
         return self._next[state].get(character, 0)
-
-    def ending(self, state: int) -> int:
-        """Length of the longest stop word that ends in this state; 0: none."""
-        return self._ends[state]
 
 
 class StopMatcher:
@@ -79,8 +69,7 @@ class StopMatcher:
         text = self._held + text
         for at in range(before, len(text)):
             state = words.step(state, text[at])
-            length = words.ending(state)
-            if length:
+            if length := words.ends[state]:
                 self._held, self._state = "", 0
                 return text[: at + 1 - length], True
         self._state, keep = state, words.depth[state]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Callable
@@ -44,7 +45,7 @@ class CheckpointFamily:
     model_types: transformers' names. prefix: of a full model's tensors; the bare model's lack it.
     embedding, head: names of these tensors. model_config: (transformers' config, **common) to
     ModelConfig; common: model_name, start_id, end_id, weight_dtype, tied_head. rules: of every tensor.
-    ignored: patterns of buffers to leave out.
+    ignored: patterns of buffers to leave out. renamed: names of other versions to transformers' of today.
     """
 
     model_types: tuple[str, ...]
@@ -54,6 +55,7 @@ class CheckpointFamily:
     rules: Callable[[ModelConfig], list[Rule]]
     head: str = "lm_head.weight"
     ignored: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
     gguf: GgufRules | None = None
 
     @property

@@ -21,9 +21,10 @@ from transformers import (
 
 from tridecode.backend.config import ModelConfig
 from tridecode.backend.models import family
+from tridecode.backend.models.layers import Weights
 from tridecode.converters.families import family_of
 from tridecode.converters.rules import plan_conversions
-from tridecode.kernels.ops import Linear, Norm, Ops
+from tridecode.kernels.ops import Ops
 
 
 def randomize(model: torch.nn.Module, seed: int, scale: float = 0.25) -> torch.nn.Module:
@@ -112,39 +113,22 @@ def model_config(hf: PreTrainedConfig) -> ModelConfig:
     )
 
 
-class HfWeights:
-    """backend.models.layers.Weights of a transformers model, whole, in `dtype` on `device`."""
+class HfWeights(Weights):
+    """The weights of a transformers model, whole, in `dtype` on `device`."""
 
     def __init__(
         self, model: torch.nn.Module, ops: Ops, dtype: torch.dtype = torch.float32, device: str = "cpu"
     ):
-        self._ops, self._dtype, self._device = ops, dtype, device
         config, state = model_config(model.config), model.state_dict()
+        super().__init__(family(config.family).weight_specs(config), ops)
+        self._dtype, self._device = dtype, device
         source = family_of(model.config.model_type, Path("tiny"))
+        shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        rules, specs = source.rules(config), self.specs.values()
         conversions = plan_conversions(
-            source.rules(config),
-            family(config.family).weight_specs(config),
-            {name: tuple(tensor.shape) for name, tensor in state.items()},
-            {source.head},
-            config.num_layers,
-            source.source_file,
+            rules, specs, shapes, {source.head}, config.num_layers, source.source_file
         )
         self._held = {item.spec.name: item.make(state.__getitem__) for item in conversions}
 
     def tensor(self, name: str) -> Tensor:
-        return self._held[name].to(self._device, self._dtype).contiguous()
-
-    def linear(self, name: str, bias: bool) -> Linear:
-        return self.fused_linear([name], bias)
-
-    def fused_linear(self, names: list[str], bias: bool) -> Linear:
-        weight = torch.cat([self.tensor(f"{name}.weight").t() for name in names])
-        return self._ops.pack(
-            Linear(weight, torch.cat([self.tensor(f"{name}.bias") for name in names]) if bias else None)
-        )
-
-    def head(self, weight: Tensor) -> Linear:
-        return self._ops.pack(Linear(weight))
-
-    def norm(self, name: str, eps: float, bias: bool) -> Norm:
-        return Norm(self.tensor(f"{name}.weight"), self.tensor(f"{name}.bias") if bias else None, eps)
+        return self._held[name].to(self._device, self._dtype)

@@ -315,7 +315,7 @@ def test_without_a_manifest_there_is_nothing_to_verify_against(written):
 @pytest.mark.parametrize("text", ["", "{}", '{"format": 3}', "not json"])
 def test_a_damaged_manifest_is_refused(written, text):
     (written / "manifest.json").write_text(text)
-    with pytest.raises(WeightFileError, match="manifest.json is no manifest"):
+    with pytest.raises(WeightFileError, match="manifest.json is not a valid manifest"):
         WeightReader(written, CONFIGS["bloom"])
 
 

@@ -16,7 +16,7 @@ _TELLING = r"(?i)error|fail|refus|unexpected|expects|not support"
 
 @dataclass(frozen=True)
 class Expected:
-    """The server's greedy answer to `prompt`, asked for without any client."""
+    """The server's greedy answer to `prompt`, requested without any client."""
 
     prompt: str
     answer: str

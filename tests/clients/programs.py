@@ -97,7 +97,7 @@ LIBRARIES = [
         "langchain_calls.py",
         "langchain",
         {"invoke": BLS, "stream": BLS},
-        limit_s=45.0,  # refused on its stream, it waits for ever
+        limit_s=45.0,  # after an error on its stream it never ends
         options=("--uint32-text-inputs",),
         flag="`langchain-core<0.3`",
     ),

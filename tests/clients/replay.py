@@ -58,7 +58,7 @@ def arrays(response: kserve.ModelInferResponse) -> dict[str, np.ndarray]:
 
 
 def responses(url: str, entry: dict) -> Iterator[kserve.ModelInferResponse]:
-    """What gRPC at `url` answers. Raises grpc.RpcError; RuntimeError with the text of a stream's error."""
+    """The responses of gRPC at `url`. Raises grpc.RpcError; RuntimeError for a stream's error."""
     with grpc.insecure_channel(url) as channel:
         stub = GRPCInferenceServiceStub(channel)
         if not entry["stream"]:

@@ -39,7 +39,7 @@ CACHE = ROOT / ".clients"
 PROMPT, TOKENS = "The capital of France is", 16
 EXCLUDE = ("--exclude-input",)
 BUILD_S = 600.0
-NOWHERE = "http://127.0.0.1:9"  # a proxy that does not exist: what is not loopback cannot be reached
+NOWHERE = "http://127.0.0.1:9"  # a proxy that does not exist: only loopback can be reached
 
 
 @dataclass(frozen=True)
@@ -364,7 +364,7 @@ def main() -> int:
     now = datetime.now(timezone.utc).strftime("%Y-%m-%d")
     made = f"`make clients` of {now}, {Path(setting.model).stem}, Python {platform.python_version()}"
     table.write(file, rows, f"{made}. {summary(rows)}")
-    print(f"written to {file.relative_to(ROOT)}; what the programs printed is in {CACHE / 'work'}")
+    print(f"written to {file.relative_to(ROOT)}; the output of the programs is in {CACHE / 'work'}")
     return 0
 
 

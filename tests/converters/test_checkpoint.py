@@ -179,7 +179,7 @@ def test_a_hub_repository_is_fetched_without_its_pickles_if_it_has_safetensors(t
     assert "*.safetensors" in asked[0][1] and "*.bin" not in asked[0][1]
 
 
-@pytest.mark.parametrize("model_type", ["mistral", "baichuan", "gpt_neox", None])
+@pytest.mark.parametrize("model_type", ["mistral", "baichuan", "codegen", None])
 def test_another_model_type_is_refused_by_name_with_those_there_are(tmp_path, model_type):
     save(tiny_llama(), tmp_path, tokenizer=False)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -60,7 +60,7 @@ def read_qkv(directory: Path, name: str, ranks: int, queries: int, keys: int) ->
 def put_back(directory: Path, model, ranks: int) -> dict[str, np.ndarray]:
     """transformers' state dict from the files alone; sizes come from transformers' config.
 
-    A file that joins two biases comes back as their sum, "<one> + <other>".
+    A file that joins two biases comes back as "sum of <one> + <other>".
     """
     hf, case = model.config, FAMILIES[model.config.model_type]
     hidden, heads = hf.hidden_size, hf.num_attention_heads
@@ -97,7 +97,8 @@ def put_back(directory: Path, model, ranks: int) -> dict[str, np.ndarray]:
             elif (directory / f"{stem}.bin").exists() and kind == "bias":  # each rank adds its share
                 total = np.fromfile(directory / f"{stem}.bin", np.float32) * ranks
                 if not isinstance(names, str):
-                    out[" + ".join(f"{name}.bias" for name in names)] = total
+                    joined = [f"{name}.bias" for name in names if f"{name}.bias" in model.state_dict()]
+                    out[f"sum of {' + '.join(joined)}"] = total
             elif stem.endswith("query_key_value") and (directory / f"{stem}.{kind}.0.bin").exists():
                 put_qkv(stem, names, kind)
             elif whole.exists():
@@ -127,10 +128,11 @@ def test_the_files_put_back_are_transformers_tensors(tmp_path, variant):
         if model.config.tie_word_embeddings:
             assert not (tmp_path / f"w{ranks}" / "model.lm_head.weight.bin").exists()
             state.pop(FAMILIES[model.config.model_type].names["model.lm_head"] + ".weight")
-        assert sorted(part for name in back for part in name.split(" + ")) == sorted(state)
+        parts = {name: name.removeprefix("sum of ").split(" + ") for name in back}
+        assert sorted(part for names in parts.values() for part in names) == sorted(state)
         for name, value in back.items():
-            wanted = sum(state[part] for part in name.split(" + "))
-            rounding = 1e-6 if " + " in name else 0.0  # what a file joins is divided by the ranks
+            wanted = sum(state[part] for part in parts[name])
+            rounding = 1e-6 if name.startswith("sum") else 0.0  # a sum was divided by the ranks
             np.testing.assert_allclose(value, wanted, rounding, err_msg=f"{name} of {ranks} ranks")
 
 
@@ -261,10 +263,13 @@ def test_a_tensor_of_a_wrong_shape_is_named_with_both_shapes(tmp_path, shape):
 def test_the_head_is_the_one_that_transformers_uses(tmp_path, family, stored, ties):
     model = FAMILIES[family](tie_word_embeddings=ties)
     save(model, tmp_path / "hf", tokenizer=False)
-    embedding, head = (FAMILIES[family].names[stem] + ".weight" for stem in ("model.wte", "model.lm_head"))
+    embedding = FAMILIES[family].names["model.wte"] + ".weight"
     weight = model.get_input_embeddings().weight.detach().clone()
 
     def change(state: dict) -> None:
+        head = next(
+            (name for name in state if name in ("lm_head.weight", "embed_out.weight")), "lm_head.weight"
+        )
         state[head] = weight.clone() + (0.25 if stored == "different" else 0.0)
         state[embedding] = weight.clone()
         if stored == "head only":
@@ -274,7 +279,7 @@ def test_the_head_is_the_one_that_transformers_uses(tmp_path, family, stored, ti
 
     rewrite(tmp_path / "hf", change)
     if not ties and stored in ("head only", "embedding only"):
-        missing = embedding if stored == "head only" else head
+        missing = embedding if stored == "head only" else "lm_head.weight"
         with pytest.raises(CheckpointError, match=f"has no {missing}; tie_word_embeddings = false wants"):
             plan_conversion(open_checkpoint(tmp_path / "hf"))
         return

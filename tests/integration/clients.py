@@ -33,7 +33,7 @@ def infer(protocol: str, url: str, model: str, arrays: dict[str, np.ndarray], **
 
 
 def post(url: str, path: str, body: dict) -> tuple[int, str]:
-    """Status and text of a POST to /v2/models/<path>, as clients of HTTP's generate make it."""
+    """Status and text of a POST to /v2/models/<path>, the HTTP generate endpoint."""
     request = urllib.request.Request(f"http://{url}/v2/models/{path}", json.dumps(body).encode())
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
@@ -45,7 +45,7 @@ def post(url: str, path: str, body: dict) -> tuple[int, str]:
 def stream(
     url: str, model: str, arrays: dict[str, np.ndarray], timeout_s: float = 60.0, **options: Any
 ) -> Iterator:
-    """Each response of one request over a gRPC stream; raises what the server sends as an error."""
+    """Each response of one request over a gRPC stream; raises an error that the server sends."""
     answers: queue.Queue = queue.Queue()
     with grpcclient.InferenceServerClient(url) as client:
         client.start_stream(lambda result, error: answers.put((result, error)))

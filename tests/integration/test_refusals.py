@@ -1,5 +1,5 @@
 """What made FasterTransformer's backend read past its buffers, hang or die is here an error that names it, or
-an answer with a meaning, and the server goes on. With the real server and a real engine.
+a documented answer, and the server continues. With the real server and a real engine.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def test_rows_have_priorities_of_their_own_and_an_answer_each(stack: Stack) -> N
     assert stack.ask(**equal).as_numpy("sequence_length").tolist() == [[7], [6]]
 
 
-#: path, body, what the error says
+#: path, body, part of the error's text
 BAD_HTTP: dict[str, tuple[str, bytes, str]] = {
     "an id that is not UTF-8": (
         "tensorrt_llm_bls/generate",

@@ -1,4 +1,4 @@
-"""The real tritonserver under `tridecode serve`: who is killed, what clients see, and that nothing is left.
+"""The real tritonserver under `tridecode serve`: killed processes, clients' errors, and that nothing is left.
 
 The engine is tests/fake_engine.py behind the real supervisor, the doors are real.
 """
@@ -220,7 +220,7 @@ class Service:
     def close(self) -> None:
         for request in self._requests:
             request.close()
-        if self.server.stop() == -signal.SIGKILL:  # its guard goes on without it
+        if self.server.stop() == -signal.SIGKILL:  # its guard still runs
             wait_until(lambda: not self.left(), END_S, "an end of everything")
 
 
@@ -426,7 +426,7 @@ def test_requests_of_a_dead_door_end_when_nothing_else_is_open(repository):
     stream, engine = service.streaming(), service.engine_epochs()
     other = service.streaming("second", tokens=150)
     service.door("fastertransformer").kill()
-    assert other.done.wait(15) and not other.error, "what other doors do goes on"
+    assert other.done.wait(15) and not other.error, "other doors are not affected"
     assert stream.done.wait(15) and stream.error
     print(f"ended {stream.ended_at - other.ended_at:.1f} s after the last other request")
     service.wait_back()

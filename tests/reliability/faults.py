@@ -1,9 +1,9 @@
-"""The schedule of kills, freezes, pauses, lost files and full disks, under a crowd of streams.
+"""The schedule of kills, freezes, pauses, lost files and full disks, under many streams.
 
     python -m tests.reliability.faults --list
     python -m tests.reliability.faults --seed 3 --only kill:rank0 --only pause:all:12
 
-Each fault is struck at a moment that the seed draws, while every stream is open. What is measured is in Row.
+Each fault happens at a time that follows from the seed, while every stream is open. Row has the measurements.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from tests.reliability.service import DOORS, Service, build_repository, end_on_s
 from tests.reliability.traffic import CODES, Clients, Crowd, Sent, clean, controls, mixture
 from tests.reliability.watch import PROBE_BODIES, Watch
 
-BOUND_S = 5.0  # what is promised: an end for every request, and a truthful health, within so long
-SLACK_S = 0.5  # of measuring it on a machine that is busy with the test itself
-RECOVER_S = 60.0  # a server that is not back after so long is not coming back
-CALM_S = 15.0  # requests that are open when the test ends may take so long
+BOUND_S = 5.0  # promised: every request ends, and health is correct, within this time
+SLACK_S = 0.5  # measurement error on a machine that is busy with the test itself
+RECOVER_S = 60.0  # a server that has not recovered after this time never will
+CALM_S = 15.0  # time limit of requests that are open when the test ends
 RESTARTED = "tensorrt_llm_bls_plain"  # the door that is killed after a deletion
 MAX_USUAL_S = 3.0
-#: what Triton itself says of a model whose process has died, and of one between unload and load
+#: Triton's own texts for a model whose process has died, and for one between unload and load
 RELOADING = ("is not healthy", "has no available versions")
 STARTS = 5  # killed starts in a row
 DISK_BYTES = 1 << 20
@@ -42,13 +42,13 @@ DISK_BYTES = 1 << 20
 
 @dataclass
 class Row:
-    """What one fault did.
+    """The effects of one fault.
 
-    open: requests under way when it struck. ends_s: the longest time without any sign that one of them, or of
-    those sent after, waited. lost: those that the client had to give up. health_s: for how long at a time
-    health said what the probes refute. back_s: until a new request was answered, and the controls with it.
-    usual_s: the longest silence of a request before the fault, and late_s: how late this machine ran a thread
-    that only sleeps; the limits grow by both, the first up to MAX_USUAL_S.
+    open: requests in flight when it happened. ends_s: longest time without a response of one of them, or of
+    a later one. lost: requests that the client gave up. health_s: longest time for which health contradicted
+    the probes. back_s: until a new request and the controls were answered. usual_s: longest time without a
+    response before the fault. late_s: scheduling delay of a thread that only sleeps. The limits grow by
+    late_s and, up to MAX_USUAL_S, by usual_s.
     """
 
     fault: str
@@ -99,11 +99,11 @@ def cells(row: Row) -> list[str]:
 
 @dataclass(frozen=True)
 class Fault:
-    """strike(service): does it, and returns what ends it after `pause_s`, if anything does.
+    """strike(service): causes the fault, and returns a function that ends it after `pause_s`, or None.
 
-    ends_server: the server may end, with nothing left, and is started anew as a platform would. limit_known:
-    the door whose open requests Triton never ends when its stub dies; "all": of every door. door: which door
-    the probes ask. on_disk: the runtime folder lies on a small file system of its own.
+    ends_server: the server may end, leaving nothing, and is started again as a platform would. limit_known:
+    the door whose open requests Triton never ends when its stub dies; "all": of every door. door: the target
+    of the probes. on_disk: the runtime folder is on a small file system of its own.
     """
 
     name: str
@@ -116,7 +116,7 @@ class Fault:
     for_good: bool = False
 
 
-# ---------------------------------------------------------------- what can be struck
+# ---------------------------------------------------------------- kinds of faults
 
 
 def _signal(role: str, signum: int) -> Callable[[Service], None]:
@@ -127,7 +127,7 @@ def _signal(role: str, signum: int) -> Callable[[Service], None]:
 
 
 def _pause(role: str) -> Callable[[Service], Callable[[], None]]:
-    """Stop one process, or "all"; what comes back lets it run again."""
+    """Stop one process, or "all"; returns a function that continues it."""
 
     def strike(service: Service) -> Callable[[], None]:
         roles = service.roles()
@@ -161,7 +161,7 @@ def _delete(pattern: str) -> Callable[[Service], None]:
 
 
 def _then_kill_a_door(delete: Callable[[Service], None]) -> Callable[[Service], None]:
-    """A door that starts anew has to find what was deleted."""
+    """A door that is started again has to find the deleted file again."""
 
     def strike(service: Service) -> None:
         delete(service)
@@ -507,7 +507,7 @@ class Range:
             row.complaints.append(f"controls changed: {', '.join(wrong)}")
 
     def stop(self) -> str:
-        """Stop the server as an operator does; what is left of it."""
+        """Stop the server as an operator does; returns what remains of it."""
         if self.service is None:
             return ""
         if self.clients is not None:
@@ -538,7 +538,7 @@ def complaints_of(rows: Sequence[Row]) -> str:
 
 
 def _usual_silence(crowd: Crowd, moment: float) -> float:
-    """The longest time that a request was without a sign up to now."""
+    """The longest time without a response of any request so far."""
     outcomes = [sent.outcome for sent in [*crowd.open.values(), *crowd.sent]]
     times = [[o.start, *o.progress, min(o.end or moment, moment)] for o in outcomes]
     return max((b - a for one in times for a, b in zip(one, one[1:])), default=0.0)

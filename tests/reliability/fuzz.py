@@ -38,7 +38,7 @@ from tests.reliability.wire import (
 )
 from tridecode.model_repo_templates.pbtxt import data_type_name, parse_model_config
 
-LIMIT_S = 25.0  # a request without an end after so long hangs
+LIMIT_S = 25.0  # a request that has not ended after this time hangs
 WORKERS = 24
 CONTROL_EVERY = 100  # requests
 JSON_ELEMENTS = 1 << 20  # a JSON shape beyond memory aborts Triton 2.51: only in LETHAL
@@ -561,7 +561,7 @@ def _short(value: object) -> str:
 
 
 def judge(shot: Shot, outcome: Outcome) -> str:
-    """What is wrong with the way in which a request ended; "" if nothing."""
+    """The fault in how a request ended; "" if there is none."""
     if outcome.kind == "cancelled":
         return ""
     complaint = clean(outcome)
@@ -629,7 +629,7 @@ class FuzzResult:
         ]
         head = (
             f"seed {self.seed}: {self.sent:,} requests in {self.seconds:.0f} s "
-            f"({self.sent / max(self.seconds, 1e-9):.0f} a second), {self.controls:,} controls beside them, "
+            f"({self.sent / max(self.seconds, 1e-9):.0f} per second) and {self.controls:,} controls, "
             f"{len(self.controls_wrong)} with other tokens\n\n"
         )
         return head + table(["requests", "sent", "answers", "errors", "left", "slowest s", "not clean"], rows)

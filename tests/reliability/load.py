@@ -28,9 +28,9 @@ from tests.reliability.wire import Outcome, Tensor, grpc_request, http_request
 from tridecode.backend.supervisor import state_file
 
 SAMPLE_S = 0.5
-ROWS = 20  # of a request that nobody reads
-UNREAD_BYTES = 16 << 20  # what a door leaves unread of a request at most (backend/doors/senders.py)
-HEALTH_LIMIT_S = 0.1  # health answers within so long under any load
+ROWS = 20  # of a request whose responses are not read
+UNREAD_BYTES = 16 << 20  # most unread bytes of one request in a door (backend/doors/senders.py)
+HEALTH_LIMIT_S = 0.1  # for an answer of health under any load
 
 
 def load_of(service: Service) -> tuple[int, int]:
@@ -128,7 +128,7 @@ def slow_readers(
 ) -> SlowResult:
     """Streams that nobody reads, over gRPC with ROWS wide rows each, and over SSE.
 
-    All their responses would take some 30 MiB a gRPC stream. A door may leave UNREAD_BYTES of a request in
+    All their responses would take some 30 MiB per gRPC stream. A door may leave UNREAD_BYTES of a request in
     the server; the rest it has to merge.
     """
     bound = (grpc_clients + 1) * UNREAD_BYTES
@@ -186,7 +186,7 @@ async def _set(event: asyncio.Event) -> None:
 
 
 async def _never_reads_grpc(clients: Clients, request: bytes, stop: asyncio.Event) -> str:
-    """Opens a stream, reads nothing until `stop`, then all that there is."""
+    """Opens a stream, reads nothing until `stop`, then everything."""
     call = clients.grpc.open_stream()
     await call.write(request)
     await stop.wait()
@@ -326,7 +326,7 @@ class Slope:
     per_hour: float
     unit: str
     limit: float  # an hour
-    resolution: float  # of the measurement: what the values jump by on their own
+    resolution: float  # of the measurement: the jumps of a constant value
 
     def over(self, hours: float) -> bool:
         return self.per_hour * hours > self.limit * hours + self.resolution
@@ -380,7 +380,7 @@ def leaks(
 ) -> LeakResult:
     """A steady mix of requests, some of which are refused or cancelled; what each process holds meanwhile.
 
-    resolution_mib: what a process may grow by in all beside the hourly limit; the shorter, the more.
+    resolution_mib: allowed growth of a process in addition to the hourly limit.
     """
     clients = Clients(service.grpc, service.http)
     asks = mixture(seed, 40, 64, 64)

@@ -1,4 +1,4 @@
-"""A real server over a tiny random checkpoint: its processes by role, and what is left of it."""
+"""A real server over a tiny random checkpoint: its processes by role, and what remains after its end."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def _role(line: list[str], pid: int) -> str:
 
 @contextlib.contextmanager
 def _environment(entries: dict[str, str]) -> Iterator[None]:
-    """os.environ with these entries, for what is started inside the block."""
+    """os.environ with these entries, for processes that are started inside the block."""
     before = {name: os.environ.get(name) for name in entries}
     os.environ.update(entries)
     try:

@@ -1,4 +1,4 @@
-"""A short part of the schedule in faults.py: what is killed, stopped, deleted or filled, under 80 streams."""
+"""A short part of the schedule in faults.py: kills, stops, deletions and a full disk under 80 streams."""
 
 from __future__ import annotations
 

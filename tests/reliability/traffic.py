@@ -34,7 +34,7 @@ from tests.reliability.wire import (
 LIMIT_S = 30.0  # a client's own limit
 WORDS = ["the", "city", "and", "a", "small", "harbour", "begins", "with", "3", "boats", "il", "pleut"]
 WORDS += ["sur", "la", "ville", "今日は", "🙂", "façade"]
-#: what a client may be told, and nothing else; a message in a stream has no code
+#: the only codes that a client may get; a message in a stream has no code
 CODES = {"", "UNAVAILABLE", "CANCELLED", "DEADLINE_EXCEEDED", "CONNECTION", "400", "503", "499"}
 
 
@@ -98,7 +98,7 @@ class Ask:
         return await http_call(http, request, limit_s, outcome=outcome)
 
     def _wanted(self) -> tuple[str, ...]:
-        """Log probabilities may differ in the last digits with the company that a request has."""
+        """Log probabilities may differ in the last digits with the other requests of a batch."""
         if self.model.startswith("fastertransformer"):
             return ("output_ids", "sequence_length")
         return ("text_output",) if self.model.startswith("tensorrt") else ("OUTPUT_0",)
@@ -306,7 +306,7 @@ class Crowd:
 
 
 def clean(outcome: Outcome, codes: set[str] | None = None) -> str:
-    """What is wrong with the way in which a request ended; "" if nothing."""
+    """The fault in how a request ended; "" if there is none."""
     if outcome.kind == "hang":
         return "no end within the client's own limit"
     if outcome.kind == "error":

@@ -177,7 +177,7 @@ class Watch:
         self._thread.join(2)
 
     def disagreement(self, start: float, end: float) -> tuple[float, str]:
-        """For how long at a time, between two moments, health said what the probes refute; and which way."""
+        """The longest time between two moments for which health contradicted the probes, and how."""
         able = [(s.start, s.end) for s in self.of("probe") if s.good]
         said = [(s.start, s.end, s.good and s.end - s.start < NO_ANSWER_S) for s in self.of("health")]
         worst, worst_way, run, way = 0.0, "", 0.0, ""
@@ -196,9 +196,6 @@ class Watch:
     def lateness(self, start: float, end: float) -> float:
         """By how much the watching thread itself was late at worst: the load of the machine."""
         return max((s.end - s.start for s in self.of("late") if start <= s.end <= end), default=0.0)
-
-    def latencies(self, kind: str = "health") -> list[float]:
-        return sorted(s.end - s.start for s in self.of(kind))
 
 
 if __name__ == "__main__":

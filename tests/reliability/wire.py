@@ -1,6 +1,6 @@
-"""One request on the wire, and what came back: gRPC as raw protobuf over grpc.aio, HTTP over a bare socket.
+"""One request on the wire, and its responses: gRPC as raw protobuf over grpc.aio, HTTP over a plain socket.
 
-No client library stands between a test and the server, so a request may be as wrong as a test wants it to be.
+There is no client library between a test and the server, so a request may be malformed in any way.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class GrpcCaller:
         cancel_s: float = 0.0,
         outcome: Outcome | None = None,
     ) -> Outcome:
-        """One unary call of raw bytes; cancel_s: the client cancels so long after the start."""
+        """One unary call of raw bytes; cancel_s: the client cancels after this time."""
         outcome = outcome or Outcome(time.monotonic())
         answer_type = service_pb2.ModelInferResponse.FromString if method == "ModelInfer" else None
         call = self._channel().unary_unary(SERVICE + method, response_deserializer=answer_type)(request)
@@ -250,7 +250,7 @@ class GrpcCaller:
     ) -> Outcome:
         """One request on a stream of its own, read to the stream's end.
 
-        cancel_after: the client cancels after so many responses.
+        cancel_after: number of responses after which the client cancels.
         """
         outcome = outcome or Outcome(time.monotonic())
         call = self.open_stream()
@@ -279,7 +279,7 @@ class GrpcCaller:
         return await self.read_stream(call, outcome, cancel_after)
 
     async def read_stream(self, call, outcome: Outcome, cancel_after: int = -1) -> Outcome:
-        """Read to the end of the stream, or cancel after so many responses."""
+        """Read to the end of the stream, or cancel after that many responses."""
         while True:
             if 0 <= cancel_after <= outcome.responses:
                 call.cancel()
@@ -331,7 +331,7 @@ async def http_call(
     half_close: bool = False,
     outcome: Outcome | None = None,
 ) -> Outcome:
-    """Send raw bytes, read one answer. leave_s: the client closes the connection so long after sending.
+    """Send raw bytes, read one answer. leave_s: the client closes the connection this long after sending.
     half_close: the sending side is closed after the request, for bodies that are shorter than they say."""
     outcome = outcome or Outcome(time.monotonic())
     writer = None

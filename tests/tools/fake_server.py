@@ -22,7 +22,7 @@ TRITON_TYPES = {"int32": "INT32", "uint32": "UINT32", "float32": "FP32", "bool":
 @dataclass
 class FakeModel:
     """outputs: the tensors of each response in turn. first_s, gap_s: seconds before the first and before each
-    other response. error_after: so many responses are followed by an error, not the rest."""
+    other response. error_after: number of responses before an error ends the request."""
 
     name: str
     inputs: tuple[str, ...]

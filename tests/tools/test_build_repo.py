@@ -275,7 +275,7 @@ def test_an_added_token_beyond_the_vocabulary_is_only_warned_of(tmp_path):
     assert "added ids up to 331" in findings[0].found
 
 
-# ---------------------------------------------------------------- what a person sees
+# ---------------------------------------------------------------- output
 
 
 def spoken(sources, tmp_path, name: str = "repo", **options) -> str:

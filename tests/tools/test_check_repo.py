@@ -81,7 +81,7 @@ def value(key: str, text: str) -> str:
 
 
 FT, BEFORE = "fastertransformer", "instance_group"
-#: fault: (model, what stands in its config.pbtxt, what it becomes, severity, what is found)
+#: fault: (model, text in its config.pbtxt, its replacement, severity, the finding)
 CONFIG_EDITS = {
     "another name": ("ensemble", 'name: "ensemble"', 'name: "other"', "error", "name 'other'"),
     "a typing error": ("preprocessing", "max_batch_size", "max_batchsize", "error", "max_batchsize"),

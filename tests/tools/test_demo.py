@@ -61,7 +61,7 @@ def test_the_repository_is_made_once_and_again_when_the_model_changes(tmp_path, 
     (model / "config.json").write_text('{"hidden_size": 8}')
     second = demo.demo_repository(str(model), cache)
     assert built == [first, second] and second != first
-    assert sorted(cache.iterdir()) == sorted([other, second])  # what the change made stale is gone
+    assert sorted(cache.iterdir()) == sorted([other, second])  # the stale one is removed
     assert second.name.startswith("my-model-1-5b-")
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from tridecode.backend.errors import TridecodeError
+from tridecode.tools.bench.compare import BATCH_COLUMNS, rates_of
 from tridecode.tools.bench.engines import BenchEngine, engines_of, ours, run_apart, server
 from tridecode.tools.bench.measure import Job
 from tridecode.tools.bench.neighbours import Neighbours
@@ -29,7 +30,7 @@ ENGINE, SERVER = ours.ENGINE.name, server.ENGINE.name
 _MOST_OF_OTHERS = 16  # transformers would take minutes for 64 sequences
 _CALM_CORES = 0.15  # processors that others may use without disturbing a run
 _LOOK_S = 3.0
-_FIGURES = ("first_token_ms", "step_ms", "tokens_per_s", "total_tokens_per_s")
+_FIGURES = [key for key in BATCH_COLUMNS if key != "batch"]
 Round = Mapping[str, Mapping[str, Any]]  # engine -> the result of its run, or its error
 
 
@@ -45,7 +46,7 @@ class Ratio:
         return " over ".join(names)
 
     def of(self, one: Round) -> float | None:
-        over, under = _rate(one, *self.over), _rate(one, *self.under)
+        over, under = (rates_of(one.get(name, {})).get(str(count)) for name, count in (self.over, self.under))
         return over / under if over and under else None
 
 
@@ -110,10 +111,6 @@ def _rows(one: Round, engine: str) -> Sequence[Mapping[str, Any]]:
     return one.get(engine, {}).get("batches", ())
 
 
-def _rate(one: Round, engine: str, batch: int) -> float | None:
-    return next((row["total_tokens_per_s"] for row in _rows(one, engine) if row["batch"] == batch), None)
-
-
 def _medians(rounds: Sequence[Round], engine: str) -> list[dict[str, Any]]:
     """One row per batch size; none for an engine that failed in any round."""
     tables = [_rows(one, engine) for one in rounds]
@@ -151,13 +148,8 @@ def _show(
     title: str, first: Round, medians: Mapping[str, Sequence], ratios: Mapping[str, float | None]
 ) -> None:
     console = Console()
-    columns = ["", "sequences", "first token ms", "ms/step", "tokens/s decoding", "tokens/s in all"]
-    rows = [
-        [engine, row["batch"], *(row[key] for key in _FIGURES)]
-        for engine, table_rows in medians.items()
-        for row in table_rows
-    ]
-    console.print(table(title, columns, rows))
+    rows = [[engine, *(row[key] for key in BATCH_COLUMNS)] for engine in medians for row in medians[engine]]
+    console.print(table(title, ["", *BATCH_COLUMNS.values()], rows))
     for engine, found in first.items():
         console.print(f"{engine}: {found.get('error', found.get('engine'))}", highlight=False, markup=False)
     console.print(table("tokens/s in all", ["", "ratio"], [[name, ratio] for name, ratio in ratios.items()]))

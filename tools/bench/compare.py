@@ -19,7 +19,7 @@ from tridecode.tools.bench.reports.report import table, write_report
 from tridecode.tools.progress import spinner
 
 #: key of a row -> its title
-_BATCH_COLUMNS = {
+BATCH_COLUMNS = {
     "batch": "sequences",
     "first_token_ms": "first token ms",
     "step_ms": "ms/step",
@@ -105,7 +105,7 @@ def run_server(job: Job, output: Path, *, tokens_in: bool, door_python: str | No
 def ratios(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """Our output tokens per second, prompts included, over those of each other engine: {engine: {sequences:
     ratio}}."""
-    rates = {name: _rates(result) for name, result in results.items()}
+    rates = {name: rates_of(result) for name, result in results.items()}
     own = rates.pop(ours.ENGINE.name, {})
     found = {
         name: {batch: round(own[batch] / rate, 3) for batch, rate in theirs.items() if batch in own}
@@ -114,7 +114,7 @@ def ratios(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, floa
     return {name: times for name, times in found.items() if times}
 
 
-def _rates(result: Mapping[str, Any]) -> dict[str, float]:
+def rates_of(result: Mapping[str, Any]) -> dict[str, float]:
     """Output tokens per second, prompts included, by the number of sequences."""
     if "workload" in result:
         return {str(result["workload"]["at_a_time"]): result["workload"]["tokens_per_s"]}
@@ -131,7 +131,7 @@ def _conclude(kind: str, job: Job, results: Mapping[str, Mapping[str, Any]], out
             console.print(_table(_title(label, job), _WORKLOAD_COLUMNS, [result["workload"]]))
         else:
             curves[label] = result["batches"]
-            console.print(_table(_title(label, job), _BATCH_COLUMNS, result["batches"]))
+            console.print(_table(_title(label, job), BATCH_COLUMNS, result["batches"]))
     if times:
         rows = [[name, batch, ratio] for name, of in times.items() for batch, ratio in of.items()]
         console.print(table("tokens/s over those of", ["", "sequences", "ratio"], rows))

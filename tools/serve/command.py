@@ -60,18 +60,9 @@ def serve(
         if os.getppid() != parent:
             raise typer.Exit(1)
     options = ServeOptions(
-        repository,
-        http_port,
-        grpc_port,
-        metrics_port,
-        address,
-        door_python,
-        drain_s,
-        tuple(triton_args or ()),
-        metrics_address,
-        start_timeout_s,
-        orphans,
-    )
+        repository, http_port, grpc_port, metrics_port, address, door_python, drain_s,
+        tuple(triton_args or ()), metrics_address, start_timeout_s, orphans,
+    )  # fmt: skip
     _exit_with(lambda: serving.serve(options))
 
 

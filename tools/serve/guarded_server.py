@@ -62,7 +62,8 @@ class GuardedServer:
         self._read_fd, write_fd = os.pipe()
         self._start_guard(write_fd)
         os.close(write_fd)
-        self._returncode: int | None = None
+        #: of a tritonserver that has ended: negative for a signal; None if its guard was killed with it
+        self.returncode: int | None = None
         self._cleaned = False
         self._silent_since = time.monotonic()
         self._order(json.dumps(self._first_order(install)))
@@ -125,7 +126,7 @@ class GuardedServer:
             if self._guard.poll() is not None:
                 break
         self.close()
-        raise TridecodeError("tritonserver could not be started; what its guard wrote above says why")
+        raise TridecodeError("tritonserver could not be started; the output of its guard above says why")
 
     def _next_report(self, timeout_s: float) -> str:
         """The next line of the guard; "" if there is none within timeout_s."""
@@ -148,10 +149,10 @@ class GuardedServer:
         """Whether tritonserver runs; without its guard it does not."""
         line = self._next_report(0.0)
         if line.startswith("ended "):
-            self._returncode = int(line.split()[1])
-        if self._returncode is None and self._guard.poll() is None:
+            self.returncode = int(line.split()[1])
+        if self.returncode is None and self._guard.poll() is None:
             self._look_at_guard(time.monotonic())
-        return self._returncode is None and self._guard.poll() is None
+        return self.returncode is None and self._guard.poll() is None
 
     def _look_at_guard(self, now: float) -> None:
         """Kill a guard that does not report the server's end: it is frozen."""
@@ -168,16 +169,11 @@ class GuardedServer:
 
     def ending(self) -> str:
         """How tritonserver ended, in words."""
-        if self._returncode is None:
+        if self.returncode is None:
             return "was killed together with its guard"
-        if self._returncode < 0:
-            return f"was killed by {signal.Signals(-self._returncode).name}"
-        return f"ended with exit code {self._returncode}"
-
-    @property
-    def returncode(self) -> int | None:
-        """Of a tritonserver that has ended: negative for a signal; None if its guard was killed with it."""
-        return self._returncode
+        if self.returncode < 0:
+            return f"was killed by {signal.Signals(-self.returncode).name}"
+        return f"ended with exit code {self.returncode}"
 
     def restart(self) -> None:
         """Start a tritonserver that has ended again.
@@ -187,7 +183,7 @@ class GuardedServer:
         """
         if self._guard.poll() is None:
             self.mend()
-            self._returncode = None
+            self.returncode = None
             self._order("start")
             self.pid = self._wait_started()
         else:

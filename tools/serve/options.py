@@ -95,7 +95,7 @@ class ServeOptions:
         return seconds
 
     def check(self) -> list[str]:
-        """The models to serve. Raises ConfigError for what can be known before anything starts."""
+        """The models to serve. Raises ConfigError for all that can be checked before anything starts."""
         self.orphans_s()
         for name, seconds in (("drain-s", self.drain_s), ("start-timeout-s", self.start_timeout_s)):
             if not seconds >= 0.0:

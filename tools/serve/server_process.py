@@ -63,10 +63,6 @@ class ServerProcess:
         return f"127.0.0.1:{self.grpc_port}"
 
     @property
-    def metrics_url(self) -> str:
-        return f"http://127.0.0.1:{self.metrics_port}/metrics"
-
-    @property
     def http(self) -> TritonHttp:
         """With the key of the control APIs."""
         return TritonHttp(self.http_url, self._key)

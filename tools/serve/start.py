@@ -1,4 +1,4 @@
-"""Waiting until tritonserver serves every model, and saying what is waited for."""
+"""Waits until tritonserver serves every model, and reports the progress."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ TICK_S = 0.1
 
 
 class StartError(TridecodeError):
-    """The server does not become ready; the text is the cause."""
+    """The server does not become ready; the text has the cause."""
 
 
 class Start:
-    """One start of a server. models: which must become ready. ports: by name, on which it must listen."""
+    """One start of a server. models: must become ready. ports: name -> port on which it must listen."""
 
     def __init__(
         self, server: GuardedServer, http: TritonHttp, models: Sequence[str], ports: dict[str, int]
@@ -36,8 +36,8 @@ class Start:
     def wait(self, timeout_s: float, goes_on: Callable[[], bool]) -> list[ModelState]:
         """The state of each model once the server answers for all of them, READY or failed.
 
-        Empty where goes_on turned false. timeout_s: without progress. Raises StartError when it is over,
-        naming what was waited for, or where another process answers on a port.
+        Empty if goes_on turned false. timeout_s: longest time without progress. Raises StartError, with the
+        step that did not end, at the timeout, and if another process listens on a port.
         """
         with Progress() as progress:
             while goes_on():
@@ -56,7 +56,7 @@ class Start:
         return []
 
     def _look(self) -> list[ModelState] | None:
-        """The models' states when all have been decided and no engine is late; None before."""
+        """The models' states when all are known and no engine is still starting; None before."""
         late = [
             content.state
             for content in state_file.read_all(self._server.folder)
@@ -66,7 +66,7 @@ class Start:
         if rows is None:
             self._say(self._loading() if not late else f"engine {late[0].phase}: {late[0].detail}")
             return None
-        # Triton answers when it has tried every model: one without a state is an ensemble of one that failed
+        # Triton answers after it has tried every model; an ensemble with a failed member has no state
         failed = [row for row in rows if row.state in ("UNAVAILABLE", "")]
         waiting = [row.name for row in rows if row.state in ("LOADING", "UNLOADING")]
         if waiting:
@@ -80,7 +80,7 @@ class Start:
         return None
 
     def _rows(self) -> list[ModelState] | None:
-        """Of our models, once our server answers; the key is shown to no other."""
+        """States of our models, once our server answers; no other process gets the key."""
         port = self._ports["http"]
         if not ports.listens(self._server.pid, port) and ports.inodes_listening(port):
             return None
@@ -104,7 +104,7 @@ class Start:
             self._doing, self._moved_at = doing, time.monotonic()
 
     def _check_ports(self) -> None:
-        """Raises StartError where another process got a port between our look and Triton's start."""
+        """Raises StartError if another process took a port between our check and Triton's start."""
         for name, port in self._ports.items():
             others = ports.who_listens(port)
             if others and self._server.pid not in others and self._server.running():

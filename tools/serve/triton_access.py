@@ -1,8 +1,8 @@
-"""Who may call which of Triton's APIs: the flags that close what a client never needs, and the key that opens
-it for `tridecode serve`.
+"""Access to Triton's APIs: flags that close the APIs that clients do not need, and the key that opens them
+for `tridecode serve`.
 
-Triton checks a header against a value that it takes from its command line only, and other users of the
-machine can read a command line. `conceal` therefore overwrites the key there as soon as Triton has read it.
+Triton compares a header with a value that it takes from its command line only, and other users of the machine
+can read a command line. `conceal` therefore overwrites the key there as soon as Triton has read it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _FLAGS = ("http-restricted-api", "grpc-restricted-protocol")
 
 
 def control_key() -> str:
-    """The key of $TRIDECODE_CONTROL_KEY, which is taken out of our environment, else a random one.
+    """The key of $TRIDECODE_CONTROL_KEY, which is removed from our environment; default: a random key.
 
-    Raises ConfigError for a key that is short or has characters that a flag of Triton would split at.
+    Raises ConfigError for a key that is short or has characters at which Triton splits a flag.
     """
     given = os.environ.pop(KEY_VARIABLE, None)
     if given is None:
@@ -39,10 +39,10 @@ def control_key() -> str:
 
 
 def restrictions(key: str, given: Sequence[str] = ()) -> list[str]:
-    """Flags that answer calls of CLOSED without the key with 403 or UNAVAILABLE.
+    """Flags with which Triton answers calls of CLOSED without the key with 403 or UNAVAILABLE.
 
-    given: tritonserver's arguments by the user; an API that they restrict keeps their key, since Triton takes
-    one restriction an API.
+    given: the user's arguments of tritonserver; an API that they restrict keeps their key, since Triton
+    accepts one restriction per API.
     """
     flags = []
     for name in _FLAGS:
@@ -56,7 +56,7 @@ def restrictions(key: str, given: Sequence[str] = ()) -> list[str]:
 
 
 def values_of(arguments: Sequence[str], name: str) -> list[str]:
-    """The values that the flag --name has in a command line, written --name=VALUE or --name VALUE."""
+    """The values of the flag --name in a command line, as --name=VALUE or --name VALUE."""
     values = []
     for index, argument in enumerate(arguments):
         if argument.startswith(f"--{name}="):
@@ -79,9 +79,9 @@ def has_read_arguments(pid: int) -> bool:
 
 
 def conceal(pid: int, secret: str) -> None:
-    """Overwrite `secret` in the command line of a child process, where everybody could read it.
+    """Overwrite `secret` in the command line of a child process, which other users can read.
 
-    Raises OSError where the system does not let us write to the memory of a child.
+    Raises OSError if the system forbids writing to the memory of a child.
     """
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5)

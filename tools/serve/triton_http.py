@@ -1,4 +1,4 @@
-"""The few calls of Triton's HTTP interface that `tridecode serve` makes, with the standard library alone."""
+"""The calls of Triton's HTTP interface that `tridecode serve` needs, with the standard library only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tridecode.tools.serve import triton_access
 
 
 class TritonHttpError(Exception):
-    """The server answered with an error, or not at all."""
+    """The server answered with an error, or did not answer."""
 
 
 class ModelState(NamedTuple):
@@ -33,7 +33,7 @@ class TritonHttp:
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
 
     def ready(self, timeout_s: float = 2.0) -> bool:
-        """Whether the server says that it and all its models are ready."""
+        """Whether the server reports that it and all its models are ready."""
         try:
             self._get("/v2/health/ready", timeout_s)
         except TritonHttpError:
@@ -49,7 +49,7 @@ class TritonHttp:
         self._post(f"/v2/repository/models/{urllib.parse.quote(model)}/load", timeout_s)
 
     def unload(self, model: str) -> None:
-        """Returns at once; requests under way go on."""
+        """Returns at once; open requests continue."""
         self._post(f"/v2/repository/models/{urllib.parse.quote(model)}/unload", 30.0)
 
     def _get(self, path: str, timeout_s: float) -> bytes:

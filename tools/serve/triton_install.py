@@ -1,8 +1,8 @@
-"""Finds tritonserver and lays out what it needs to run our doors: backend directory, library path, PATH.
+"""Finds tritonserver and prepares what it needs to run our doors: backend directory, library path, PATH.
 
-Two kinds of installation are known: a tritonserver on PATH (NVIDIA's container), whose python backend holds
-one stub, and the nvidia-pytriton wheel, which ships a server and a stub for each python version, but no
-directory that the server could use as it is.
+Two kinds of installation are supported: a tritonserver on PATH (NVIDIA's container), whose python backend has
+one stub, and the nvidia-pytriton wheel, which ships a server and a stub per python version, but no backend
+directory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tridecode.tools.serve.checks import is_plain_path
 _STUB = "triton_python_backend_stub"
 _LEFT_OUT = ("AIP_MODE",)  # AIP_MODE=PREDICTION opens one more HTTP port, with an unrestricted control API
 
-# Runs isolated in the door's python, as Triton's stub does: PYTHONPATH and the current folder do not count.
+# Runs in the door's python, isolated as Triton's stub is: without PYTHONPATH and the current folder.
 _QUESTIONS = """
 import importlib.metadata, importlib.util, json, sys, sysconfig
 def version(name):
@@ -49,10 +49,10 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class DoorPython:
-    """What the python of the doors has.
+    """The python of the doors.
 
-    path: the executable itself, also where a shim was named. version: "3.11". libdir: where its shared
-    libpython lies, if it has one. missing: packages that a door needs. pytriton: folder of that package, if
+    path: the executable itself, also if a shim was named. version: "3.11". libdir: folder of its shared
+    libpython, if it has one. missing: packages that a door needs. pytriton: folder of that package, if
     installed.
     """
 
@@ -74,7 +74,7 @@ class TritonInstall:
 
 
 def inspect_door_python(path: str) -> DoorPython:
-    """Ask a python about itself. Raises ConfigError if it cannot be run."""
+    """Inspect a python by running it. Raises ConfigError if it cannot be run."""
     try:
         answer = subprocess.run(
             [path, "-I", "-c", _QUESTIONS], capture_output=True, text=True, timeout=60, check=True
@@ -90,11 +90,10 @@ def inspect_door_python(path: str) -> DoorPython:
 
 
 def prepare(folder: Path, door_python: str | None = None) -> TritonInstall:
-    """Lay out the backend directory in `folder` for the doors' python; what is there already stays.
+    """Create the backend directory in `folder` for the doors' python; existing links stay.
 
-    door_python: else TRIDECODE_DOOR_PYTHON, else the python that runs now. Raises ConfigError where there is
-    no tritonserver, no stub for that python's version, or that python lacks what a door needs; the text says
-    what to do.
+    door_python: default TRIDECODE_DOOR_PYTHON, else the running python. Raises ConfigError, with the remedy,
+    if there is no tritonserver or no stub for that python's version, or if that python lacks a package.
     """
     door = inspect_door_python(door_python or os.environ.get("TRIDECODE_DOOR_PYTHON") or sys.executable)
     _check_packages(door)
@@ -114,7 +113,7 @@ def _check_packages(door: DoorPython) -> None:
     if door.missing:
         raise ConfigError(
             f"the doors' python {door.path} cannot import {', '.join(door.missing)} "
-            "(PYTHONPATH does not count in Triton's stub); pip install tridecode there"
+            "(Triton's stub ignores PYTHONPATH); pip install tridecode there"
         )
 
 
@@ -131,9 +130,7 @@ def _from_path(binary: Path, door: DoorPython, folder: Path) -> TritonInstall:
         )
     if not is_plain_path(backends):  # Triton hands it to bash
         backends = link(folder / "triton-backends", backends)
-    return TritonInstall(
-        binary, ("--backend-directory", str(backends)), _environment(door, folder, os.environ, [])
-    )
+    return TritonInstall(binary, ("--backend-directory", str(backends)), _environment(door, folder, []))
 
 
 def _stub_version(stub: Path) -> str | None:
@@ -166,32 +163,32 @@ def _from_wheel(site: Path, door: DoorPython, folder: Path) -> TritonInstall:
         link(backend / source.name, source)
     arguments = ("--backend-directory", str(folder / "backends"), "--cache-directory", str(server / "caches"))
     libraries = [str(site.parent / "nvidia_pytriton.libs")]
-    return TritonInstall(
-        server / "bin" / "tritonserver", arguments, _environment(door, folder, os.environ, libraries)
-    )
+    return TritonInstall(server / "bin" / "tritonserver", arguments, _environment(door, folder, libraries))
 
 
-def _environment(door: DoorPython, folder: Path, given: os._Environ, libraries: list[str]) -> dict[str, str]:
-    """The server's environment: the stub takes the first python3 on PATH, and libpython from LD_LIBRARY_PATH.
+def _environment(door: DoorPython, folder: Path, libraries: list[str]) -> dict[str, str]:
+    """The server's environment: the stub uses the first python3 on PATH, and libpython from LD_LIBRARY_PATH.
 
-    The engine's own PATH, LD_LIBRARY_PATH and python travel along in TRIDECODE_ENGINE_…, see
+    The engine's own PATH, LD_LIBRARY_PATH and python are passed on in TRIDECODE_ENGINE_…, see
     supervisor/launch.py.
     """
-    environment = {name: value for name, value in given.items() if name not in _LEFT_OUT}
+    environment = {name: value for name, value in os.environ.items() if name not in _LEFT_OUT}
     for name in ("PATH", "LD_LIBRARY_PATH"):
-        environment.setdefault(f"TRIDECODE_ENGINE_{name}", given.get(name, ""))
+        environment.setdefault(f"TRIDECODE_ENGINE_{name}", os.environ.get(name, ""))
     environment.setdefault("TRIDECODE_ENGINE_PYTHON", sys.executable)
-    environment["PATH"] = os.pathsep.join(filter(None, [_folder_of_python3(door, folder), given.get("PATH")]))
+    environment["PATH"] = os.pathsep.join(
+        filter(None, [_folder_of_python3(door, folder), os.environ.get("PATH")])
+    )
     if door.libdir:
         libraries = [door.libdir, *libraries]
-    path = os.pathsep.join([*libraries, *filter(None, [given.get("LD_LIBRARY_PATH")])])
-    if path:
-        environment["LD_LIBRARY_PATH"] = path
+    libraries = [*libraries, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+    if libraries:
+        environment["LD_LIBRARY_PATH"] = os.pathsep.join(libraries)
     return environment
 
 
 def _folder_of_python3(door: DoorPython, folder: Path) -> str:
-    """A folder whose `python3` is the doors' python: its own where that holds, else one with a link to it."""
+    """A folder whose `python3` is the doors' python: its own, or one with a link to it."""
     path = Path(door.path)
     beside = path.with_name("python3")
     if beside.exists() and beside.resolve() == path.resolve():
@@ -202,7 +199,7 @@ def _folder_of_python3(door: DoorPython, folder: Path) -> str:
 
 
 def link(path: Path, target: Path) -> Path:
-    """Make `path` a symbolic link to `target`, whatever was there before; returns `path`."""
+    """Make `path` a symbolic link to `target`, replacing a file or link; returns `path`."""
     if not (path.is_symlink() and os.readlink(path) == str(target)):
         path.unlink(missing_ok=True)
         path.symlink_to(target)

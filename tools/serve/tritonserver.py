@@ -1,9 +1,9 @@
-"""`tridecode tritonserver`: NVIDIA's command line, with the installation that is here and with safe defaults.
+"""`tridecode tritonserver`: NVIDIA's command line, with the installed server and safe defaults.
 
 `tritonserver --model-repository models` works as NVIDIA documents it, also with the server of the
-nvidia-pytriton wheel, which ships no directory of backends to start with. What the command line leaves open
-is closed: the server listens on the loopback interface, and the APIs that load models, map shared memory, or
-set logging and tracing need a key (docs/security.md). Only `tridecode serve` restarts what dies.
+nvidia-pytriton wheel, which ships no backend directory. Flags that the command line does not set get safe
+values: the server listens on the loopback interface, and the APIs that load models, map shared memory, or set
+logging and tracing need a key (docs/security.md). Only `tridecode serve` restarts what dies.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ POLL_S = 0.1
 
 
 def with_defaults(arguments: Sequence[str], key: str) -> list[str]:
-    """A command line of tritonserver with what it leaves open closed; its own flags win.
+    """A command line of tritonserver with safe values for the flags that it does not set.
 
-    key: of the control APIs. Metrics listen where HTTP does, unless --metrics-address says otherwise.
+    key: of the control APIs. Metrics listen where HTTP does, unless --metrics-address is given.
     """
     flags = [
         f"--{name}={triton_access.LOOPBACK}"
@@ -62,7 +62,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run_bare(arguments: Sequence[str]) -> int:
-    """For what serves nothing, as --help and a command line that tritonserver refuses."""
+    """For --help, and for a command line without a repository, which tritonserver refuses."""
     with tempfile.TemporaryDirectory() as folder:
         install = triton_install.prepare(Path(folder))
         return subprocess.call([str(install.binary), *arguments], env=install.environment)

@@ -1,4 +1,4 @@
-"""Puts the stand-in for Triton's utilities in place before a door is imported."""
+"""Installs the fake of Triton's utilities before a door is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real tritonserver with our doors in its stubs and a fake engine in this process."""
+"""The real tritonserver with doors in its stubs and a fake engine in this process."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def write_repository(root: Path, models: list[RepositoryModel]) -> Path:
 def real_server(
     root: Path, models: list[RepositoryModel], step_s: float = 0.0, failure: str = ""
 ) -> Iterator[RealServer]:
-    """A server that is ready; it and everything it started are gone afterwards.
+    """A ready server; it and its processes are gone afterwards.
 
     failure: why the engine cannot start, if it cannot. AssertionError with the log if the server gives up.
     """

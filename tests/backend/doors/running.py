@@ -27,7 +27,7 @@ ERROR_NAMES = {
 
 @contextlib.contextmanager
 def door_at(model_class: type, config: dict, control: str, repository: str = "/nowhere") -> Iterator[Any]:
-    """The door, initialized against the control endpoint."""
+    """The door, initialized with the control endpoint."""
     door = model_class()
     with mock.patch.dict(os.environ, TRIDECODE_CONTROL_ENDPOINT=control):
         door.initialize(fake_triton.initialize_arguments(config, str(repository)))
@@ -42,7 +42,7 @@ def door_at(model_class: type, config: dict, control: str, repository: str = "/n
 def running(
     model_class: type, config: dict, engine: FakeEngine, repository: str = "/nowhere"
 ) -> Iterator[Any]:
-    """The door with an engine and a supervisor of its own, which are its attributes for the test."""
+    """The door with its own engine and supervisor, as attributes `test_engine` and `test_supervisor`."""
     with engine, FakeSupervisor(engine) as supervisor:
         with door_at(model_class, config, supervisor.endpoint, repository) as door:
             door.test_engine, door.test_supervisor = engine, supervisor
@@ -50,20 +50,20 @@ def running(
 
 
 def after_a_pause(door: Any, request: fake_triton.InferenceRequest) -> list[fake_triton.Sent]:
-    """What a client gets that takes its first response when all has been generated. Of a `running` door."""
+    """Responses of a `running` door to a client that reads the first one after all was generated."""
     gate = threading.Event()
     request.sender.before_send = lambda: gate.wait(5)
     before = len(door.test_engine.submits)
     door.execute([request])
     wait_until(lambda: len(door.test_engine.submits) > before and door.test_engine.running == 0)
-    time.sleep(0.1)  # the last events are on their way to the door
+    time.sleep(0.1)  # the last events are in flight to the door
     gate.set()
     assert request.sender.wait(5)
     return request.sender.sent
 
 
 def only(sent: list[fake_triton.Sent]) -> dict[str, np.ndarray]:
-    """The outputs of the one response, which must be no error and final."""
+    """The outputs of the only response, which must be final and without error."""
     assert len(sent) == 1, f"{len(sent)} responses"
     assert sent[0].error is None, sent[0].error
     assert sent[0].final
@@ -71,6 +71,6 @@ def only(sent: list[fake_triton.Sent]) -> dict[str, np.ndarray]:
 
 
 def refusal(sent: list[fake_triton.Sent]) -> tuple[str, str]:
-    """(code, text) of the one response, which must be an error and final."""
+    """(code, text) of the only response, which must be a final error."""
     assert len(sent) == 1 and sent[0].final and sent[0].error is not None, sent
     return ERROR_NAMES[sent[0].error.code()], sent[0].error.message()

@@ -22,7 +22,7 @@ from tridecode.backend.supervisor.processes import identify
 
 
 class Collector:
-    """A sink that waits for its request's end."""
+    """A sink that can wait for the end of its request."""
 
     def __init__(self, sequences: int = 1):
         self.events: list[m.Event] = []
@@ -108,7 +108,7 @@ def test_many_threads_may_submit_at_once(link):
         assert done.tokens() == toy_tokens([i], 5, m.SamplingParams(), LIMITS.vocab_size)
 
 
-def test_a_cancelled_request_is_forgotten_here_and_there(link, engine):
+def test_a_cancelled_request_is_forgotten_by_link_and_engine(link, engine):
     engine.step_s = 0.01
     seen = []
     request = link.reserve()
@@ -143,7 +143,7 @@ def test_one_failed_sequence_ends_its_request_and_the_other_sequences():
         link.close()
 
 
-def test_events_of_another_epoch_are_void(link, engine):
+def test_events_of_another_epoch_are_ignored(link, engine):
     seen = []
     engine.epoch = 9
     link.submit(link.reserve(), [sequence([4], max_tokens=3)], seen.append)
@@ -180,7 +180,7 @@ def test_a_rebuilt_engine_serves_again(link, engine, supervisor):
         assert done.tokens() == toy_tokens([4], 2, m.SamplingParams(), LIMITS.vocab_size)
 
 
-def test_a_new_epoch_without_a_word_fails_what_the_old_one_held(link, engine, supervisor):
+def test_a_new_epoch_without_notice_fails_the_requests_of_the_old_one(link, engine, supervisor):
     engine.step_s = 0.01
     done = Collector()
     link.submit(link.reserve(), [sequence([4], max_tokens=400)], done)
@@ -202,7 +202,7 @@ def test_a_request_waits_for_an_engine_that_is_starting():
         link.close()
 
 
-def test_a_request_does_not_wait_for_ever():
+def test_a_held_request_is_refused_after_hold_s():
     with FakeSupervisor() as supervisor:
         link = link_to(supervisor, hold_s=0.1)
         done = Collector()
@@ -212,7 +212,7 @@ def test_a_request_does_not_wait_for_ever():
         link.close()
 
 
-def test_waiting_for_an_engine_that_failed_tells_why():
+def test_wait_ready_gives_the_reason_of_a_failed_engine():
     with FakeSupervisor() as supervisor:
         link = link_to(supervisor)
         supervisor.set_phase("failed", "config.ini: section [gpt] has no head_num")
@@ -221,7 +221,7 @@ def test_waiting_for_an_engine_that_failed_tells_why():
         link.close()
 
 
-def test_waiting_is_bounded_and_tells_how_far_the_engine_came():
+def test_wait_ready_is_bounded_and_gives_the_last_state():
     with FakeSupervisor() as supervisor:
         link = link_to(supervisor)
         with pytest.raises(EngineDownError, match="not ready after 0 s: starting"):
@@ -239,7 +239,7 @@ def test_a_setting_that_no_supervisor_can_run_with_fails_at_once():
     link.close()
 
 
-def test_silence_of_both_fails_what_is_open_and_looks_again(engine, supervisor):
+def test_silence_of_both_fails_open_requests_and_starts_a_new_search(engine, supervisor):
     calls = []
 
     def ensure(engine_dir: str, *_) -> str:
@@ -299,7 +299,7 @@ def test_closing_says_goodbye_and_fails_what_is_open(engine, supervisor):
 def test_an_idle_link_does_not_spin(link):
     before = time.process_time()
     time.sleep(1.0)
-    assert time.process_time() - before < 0.3  # the fakes' own polling is in it
+    assert time.process_time() - before < 0.3  # including the polling of the fakes
 
 
 def test_a_door_whose_server_is_gone_ends_itself():
@@ -342,7 +342,7 @@ def test_a_door_that_the_supervisor_does_not_know_says_hello_again(link, engine,
     wait_until(lambda: link.state().phase == "down")
 
 
-def test_the_link_to_a_silent_engine_is_made_anew_while_its_supervisor_speaks(engine, supervisor):
+def test_a_silent_engine_is_connected_again_while_its_supervisor_speaks(engine, supervisor):
     link = link_to(supervisor, engine_silent_s=0.8)
     link.wait_ready(5)
     engine.step_s = 0.01
@@ -374,14 +374,14 @@ def test_a_request_that_cannot_be_encoded_is_refused_alone(link, engine, priorit
 
 def test_a_request_that_the_engine_lost_ends_after_its_deadline(link, engine, monkeypatch):
     monkeypatch.setattr("tridecode.backend.doors.open_requests._OVERDUE_S", 0.2)
-    monkeypatch.setattr(engine, "_submit", lambda *_: None)  # an engine that loses what it takes
+    monkeypatch.setattr(engine, "_submit", lambda *_: None)  # an engine that loses requests
     lost = Collector()
     link.submit(link.reserve(), [sequence([4], max_tokens=4)], lost, timeout_s=0.3)
     assert "after its deadline" in lost.wait(3)[-1].error
 
 
-def test_a_pause_of_the_door_itself_counts_against_nobody():
-    """The door's process is stopped for longer than any silence that it puts up with, then goes on."""
+def test_a_pause_of_the_door_itself_is_not_a_silence_of_its_peers():
+    """The door's process is stopped for longer than its limits of silence, then continued."""
     door = textwrap.dedent(
         """
         import sys, time

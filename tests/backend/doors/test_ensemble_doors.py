@@ -29,7 +29,7 @@ def repository(tmp_path_factory):
     root = tmp_path_factory.mktemp("repository")
     (root / "tokenizer").mkdir()
     limited = type(TOKENIZER).from_str(TOKENIZER.to_str())
-    limited.enable_truncation(3)  # as some published tokenizer files have it
+    limited.enable_truncation(3)  # as in some published tokenizer files
     limited.enable_padding(length=8)
     limited.save(str(root / "tokenizer" / "tokenizer.json"))
     (root / "tokenizer" / "special_tokens_map.json").write_text(
@@ -111,7 +111,7 @@ def test_word_lists_have_ids_and_ends_of_the_words(pre):
     assert out["STOP_WORDS_IDS"].tolist() == [[[0], [-1]]] * 3
 
 
-def test_blanks_of_a_word_count_and_empty_cells_do_not(pre):
+def test_spaces_of_a_word_are_kept_and_empty_cells_are_dropped(pre):
     out = run(pre, query(["x"], ["Hawks, Hawks,,"], [""]))
     flat, ends = out["BAD_WORDS_IDS"][0].tolist()
     assert flat == ids("Hawks") + ids(" Hawks")
@@ -154,7 +154,7 @@ def tokens(rows: list[list[int]]) -> np.ndarray:
     return np.array([[row + [EOS] * (width - len(row))] for row in rows], np.uint32)
 
 
-def test_rows_become_texts_without_fill_in_one_flat_array(post):
+def test_rows_become_texts_without_padding_in_one_flat_array(post):
     texts = ["the quick 東京 fox 😀", "a", ""]
     arrays = {
         "TOKENS_BATCH": tokens([ids(text) for text in texts]),
@@ -181,7 +181,7 @@ def test_special_tokens_inside_a_row_are_not_shown(post):
     assert run(post, {"TOKENS_BATCH": tokens([row])})["OUTPUT"].tolist() == [b"fox dog"]
 
 
-def test_special_tokens_show_where_that_is_wanted(repository):
+def test_special_tokens_are_shown_with_skip_special_tokens_false(repository):
     door = load(
         postprocessing, "postprocessing", {"OUTPUT": "TYPE_STRING"}, repository, skip_special_tokens="false"
     )

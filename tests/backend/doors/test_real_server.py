@@ -1,4 +1,4 @@
-"""Our doors in the real tritonserver, asked by the real client packages; only the engine is a fake."""
+"""Doors in the real tritonserver with the real client packages; only the engine is a fake."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def token_request(output_len: int, **others) -> dict[str, np.ndarray]:
 
 
 class Streaming:
-    """A gRPC stream: what comes until the final response of a request, or its error."""
+    """A gRPC stream: the responses up to the final one of a request, or its error."""
 
     def __init__(self, client: grpcclient.InferenceServerClient):
         self.client, self._queue = client, queue.Queue()
@@ -121,7 +121,7 @@ def test_a_streams_last_data_response_is_its_final_one(client):
     assert "".join(r.as_numpy("text_output")[0].decode() for r in results) == ANSWER
 
 
-def test_the_ways_of_litellm_are_understood(server):
+def test_requests_of_litellm_are_served(server):
     parameters = {"max_tokens": 4, "bad_words": [""], "stop_words": [""], "temperature": 0.5}
     status, body = generate(
         server, f"{TEXT}/generate", text_input="Hello", parameters=parameters, stream=False
@@ -182,8 +182,8 @@ def test_a_token_stream_has_one_response_for_each_token(client):
     ]
 
 
-def test_token_streams_that_the_server_cannot_keep_up_with_are_merged_and_whole(server, client):
-    """96 streams with all their tokens at once are more responses than the server takes in that time."""
+def test_token_streams_that_overload_the_server_are_merged_and_complete(server, client):
+    """96 streams with all tokens at once are more responses than the server can send in that time."""
     count, rows = len(ANSWER_IDS) + 1, [*ANSWER_IDS, EOS]
     stream, lengths = Streaming(client), defaultdict(list)
     server.engine.step_s, paced = 0.0, server.engine.step_s
@@ -312,21 +312,21 @@ def test_an_engine_that_dies_ends_streams_at_once_and_serves_again_when_rebuilt(
         wait_until(lambda: "ready" in generate(server, "tridecode_health/generate")[1])
 
 
-def test_the_metrics_page_counts_what_was_asked(server, client):
+def test_the_metrics_page_counts_requests(server, client):
     def counted() -> float:
         with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=5) as response:
             lines = response.read().decode().splitlines()
         wanted = 'tridecode_output_tokens_total{model="fastertransformer"} '
         return sum(float(line[len(wanted) :]) for line in lines if line.startswith(wanted))
 
-    time.sleep(1.5)  # what earlier tests asked is published within a second
+    time.sleep(1.5)  # metrics of earlier tests are published within a second
     before = counted()
     for _ in range(5):
         client.infer("fastertransformer", tensors(token_request(4)))
     wait_until(lambda: counted() == before + 5 * 2 * 4)
 
 
-def test_a_wrong_setting_ends_the_load_with_the_engines_words(tmp_path):
+def test_a_wrong_setting_fails_the_load_with_the_engines_text(tmp_path):
     models = [model for model in repository_models() if model.name in ("preprocessing", "fastertransformer")]
     with pytest.raises(AssertionError, match="config.ini: section .gpt. has no head_num"):
         with real_server(tmp_path, models, failure="config.ini: section [gpt] has no head_num"):

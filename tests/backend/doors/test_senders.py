@@ -1,4 +1,4 @@
-"""Streams, senders and the sweep for cancelled streams, without an engine."""
+"""Streams, senders and the poll for cancelled streams, without an engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tridecode.backend.messages import Event
 
 
 class Link:
-    """Remembers what was cancelled."""
+    """Records cancelled requests."""
 
     def __init__(self):
         self.cancelled: list[int] = []
@@ -26,7 +26,7 @@ class Link:
 
 
 class Echo:
-    """One response for each event; ends with the event that has a finish."""
+    """One response per event; ends with the event that has a finish."""
 
     def __init__(self):
         self.finished, self.num_output_tokens = False, 0
@@ -77,7 +77,7 @@ def test_an_end_without_data_sends_the_flag_alone(senders):
     assert len(request.sender.sent) == 1
 
 
-def test_an_error_ends_the_stream_once_and_what_it_ran(senders, ended):
+def test_an_error_ends_the_stream_once_and_cancels_its_requests(senders, ended):
     request, stream = open_stream(senders, "a")
     stream.fail(CapacityError("full"))
     stream.fail(RequestError("too late"))
@@ -91,7 +91,7 @@ def test_an_error_ends_the_stream_once_and_what_it_ran(senders, ended):
     assert ended == [("a", "unavailable")]
 
 
-def test_tokens_before_an_engines_error_still_go_out(senders):
+def test_tokens_before_an_error_of_the_engine_are_sent(senders):
     request, stream = open_stream(senders)
     stream.put(Event(7, 0, [1]))
     stream.put(Event(7, 0, finish="error", error="out of blocks", code="UNAVAILABLE"))
@@ -114,11 +114,11 @@ def test_an_answer_that_fails_ends_its_stream_only(senders):
     assert request.sender.wait(2) and other.sender.wait(2)
     assert request.sender.sent[0].error.code() == fake_triton.TritonError.INTERNAL
     message = request.sender.sent[0].error.message()
-    assert "the door failed: ValueError" in message and "broken" not in message  # the log has the rest
+    assert "the door failed: ValueError" in message and "broken" not in message  # the rest is in the log only
     assert other.sender.sent[0].error is None
 
 
-def test_a_server_that_takes_no_more_ends_the_generation(senders, ended):
+def test_a_server_that_accepts_no_responses_ends_the_generation(senders, ended):
     request, stream = open_stream(senders, "a")
 
     def refuse():
@@ -157,12 +157,12 @@ def test_a_slow_stream_does_not_hold_up_streams_of_other_senders(senders):
 
 
 def one_sender(behind_s: float) -> tuple[SenderThread, Stream]:
-    """A sender that is not started, and the stream that it serves now."""
+    """A sender that is not started, and the stream that it serves."""
     senders = Senders(Link(), 1, behind_s=behind_s)
     return senders.assign(), open_stream(senders)[1]
 
 
-def test_a_sender_is_behind_when_what_waits_would_take_it_too_long():
+def test_a_sender_is_behind_when_pending_responses_would_take_too_long():
     sender, stream = one_sender(behind_s=0.02)
     for _ in range(200):
         sender.measure(0.001)
@@ -215,7 +215,7 @@ def test_closing_ends_every_open_stream(ended):
     assert all(request.sender.wait(0) for request, _ in streams)
 
 
-def test_streams_that_end_while_the_sweep_asks_do_not_crash_the_server(senders, monkeypatch):
+def test_streams_that_end_during_a_cancellation_query_do_not_crash_the_server(senders, monkeypatch):
     monkeypatch.setattr("tridecode.backend.doors.senders._SWEEP_S", 0.0)
     monkeypatch.setattr("tridecode.backend.doors.senders._SWEEP_SHARE", 1.0)
     for _ in range(30):
@@ -230,7 +230,7 @@ def test_streams_that_end_while_the_sweep_asks_do_not_crash_the_server(senders, 
 
 
 class Full:
-    """As the token door streams: every response holds all tokens, in an array of the full width."""
+    """Like a stream of the token door: every response has all tokens, in an array of the full width."""
 
     def __init__(self, stream, width):
         self.finished, self.num_output_tokens = False, 0
@@ -249,7 +249,7 @@ class Full:
 
 
 def stream_full(senders, count: int, width: int) -> list[int]:
-    """Tokens that each response of a request of `count` tokens holds; they come one by one."""
+    """Number of tokens in each response to a request of `count` tokens, generated one by one."""
     request, stream = open_stream(senders)
     stream.answer = Full(stream, width)
     for token in range(count):
@@ -264,17 +264,17 @@ def stream_full(senders, count: int, width: int) -> list[int]:
 
 @pytest.fixture()
 def budgeted():
-    """One sender; 400,000 bytes a request and 800,000 for all."""
+    """One sender; 400,000 bytes per request, 800,000 for all."""
     senders = Senders(Link(), 1, request_bytes=400_000, door_bytes=800_000).start()
     yield senders
     senders.close(RequestError("closing"))
 
 
 def test_the_responses_of_one_request_are_bounded_in_bytes(budgeted):
-    width = 3000  # 12,000 bytes a response: 33 of them
+    width = 3000  # 12,000 bytes per response, so 33 responses
     held = stream_full(budgeted, 3000, width)
     assert 4 * width * len(held) <= 400_000 + 2 * 4 * width
-    assert held[:16] == list(range(1, 17))  # the first half of the budget is one for each token
+    assert held[:16] == list(range(1, 17))  # in the first half of the budget, one per token
     assert held == sorted(held) and held[-1] == 3000
 
 
@@ -284,7 +284,7 @@ def test_a_request_within_its_budget_is_answered_token_by_token(budgeted):
 
 def test_open_requests_share_the_budget_of_a_door(budgeted):
     alone = len(stream_full(budgeted, 400, 400))
-    others = [open_stream(budgeted) for _ in range(7)]  # an eighth of 800,000 bytes is left
+    others = [open_stream(budgeted) for _ in range(7)]  # an eighth of 800,000 bytes remains
     shared = len(stream_full(budgeted, 400, 400))
     assert alone > 100 and shared * (4 * 400 + 600) <= 100_000 + 2 * (4 * 400 + 600)
     for _, stream in others:
@@ -292,9 +292,9 @@ def test_open_requests_share_the_budget_of_a_door(budgeted):
     assert all(request.sender.wait(2) for request, _ in others)
 
 
-def test_an_end_is_sent_though_the_budget_is_spent(budgeted):
+def test_an_end_is_sent_even_beyond_the_budget(budgeted):
     request, stream = open_stream(budgeted)
-    stream.answer = Full(stream, 90_000)  # 360,000 bytes: two responses and the budget is gone
+    stream.answer = Full(stream, 90_000)  # 360,000 bytes: two responses exceed the budget
     for token in range(50):
         stream.put(Event(7, 0, [token]))
         wait_until(lambda: budgeted._threads[0].inbox.empty())

@@ -1,4 +1,4 @@
-"""The TensorRT-LLM ensemble's contract at the text door, with a model behind it that says what it is told."""
+"""The TensorRT-LLM ensemble's contract at the text door, with a scripted model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ ANSWER = " world, hello streaming 東京 text! 😀 A stop word"
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory):
-    """tokenizers of two kinds as sibling folders of the model."""
+    """Tokenizers of two kinds in sibling folders of the model."""
     root = tmp_path_factory.mktemp("repository")
     for name, tokenizer, end in (
         ("bytes", byte_level(), "<|endoftext|>"),
@@ -143,7 +143,7 @@ def test_a_request_that_does_not_stream_gets_one_response_even_when_decoupled(do
     assert "cum_log_probs" not in out
 
 
-def test_the_prompt_is_left_out_when_asked(door):
+def test_exclude_input_in_output_leaves_the_prompt_out(door):
     assert text_of(only(ask(door, tensors("Hello", exclude_input_in_output=True)))) == ANSWER
 
 
@@ -159,7 +159,7 @@ def test_max_tokens_cuts_the_answer(door):
     assert out["num_output_tokens"].tolist() == [[2]]
 
 
-def test_no_tokens_give_the_prompt_back(door):
+def test_max_tokens_0_gives_the_prompt(door):
     assert text_of(only(ask(door, tensors("Hello", 0)))) == "Hello"
 
 
@@ -196,7 +196,7 @@ def test_a_model_that_is_not_decoupled_answers_several_texts_in_one_response(rep
 
 
 def test_one_refused_row_ends_the_request_with_one_error(repository):
-    """Each row is a request of the engine's; here the queue has room for two."""
+    """Each row is one request of the engine; here the queue has room for two."""
     with serving(repository, says=ids_of("abcd ") * 90, step_s=0.005) as door:
         door.test_engine.limits = msgspec.structs.replace(door.test_engine.limits, max_queued_requests=2)
         code, text = refusal(ask(door, tensors(["a", "b", "c", "d"], 400)))
@@ -281,7 +281,7 @@ def test_a_model_that_is_not_decoupled_refuses_to_stream(repository):
 @pytest.mark.parametrize("chunk", [1, 5])
 @pytest.mark.parametrize("stop", ["streaming", "llo str", "東", "京 t", ", h"])
 def test_a_stop_word_ends_the_text_before_it_and_the_generation(repository, stop, chunk, stream):
-    says = ids_of(ANSWER) + ids_of("x") * 400  # the engine would still be at it when the word is found
+    says = ids_of(ANSWER) + ids_of("x") * 400  # the engine is still generating when the word is found
     with serving(repository, says=says, step_s=0.005, chunk=chunk) as door:
         arrays = tensors(
             "Hello", 400, stop_words=[stop, "never said"], stream=stream, exclude_input_in_output=True
@@ -302,7 +302,7 @@ def test_a_stop_word_of_one_text_leaves_the_others_alone(door):
     assert texts == {0: ANSWER[: ANSWER.index("streaming")], 1: ANSWER}
 
 
-def test_empty_words_mean_none(door):
+def test_empty_words_are_ignored(door):
     out = only(ask(door, tensors("Hello", stop_words=[""], bad_words=[""])))
     assert text_of(out) == "Hello" + ANSWER
     assert last_params(door).bad_words == []
@@ -327,7 +327,7 @@ def test_bad_words_are_forbidden_with_and_without_a_space_before(door):
     assert last_params(door).bad_words == [ids_of("fox"), ids_of(" fox"), ids_of("dog"), ids_of(" dog")]
 
 
-@pytest.mark.parametrize("over_http", [False, True])  # HTTP's generate sends the id as a parameter
+@pytest.mark.parametrize("over_http", [False, True])  # HTTP's generate endpoint sends the id as a parameter
 def test_a_stop_request_ends_the_running_request_of_the_same_id(repository, over_http):
     def named(name: str) -> dict:
         return {"parameters": {"id": name}} if over_http else {"request_id": name}
@@ -352,7 +352,7 @@ def test_a_stop_request_ends_the_running_request_of_the_same_id(repository, over
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_a_stopped_whole_answer_is_the_text_there_was(repository, decoupled, rows):
+def test_a_stopped_whole_answer_has_the_text_so_far(repository, decoupled, rows):
     says = ids_of("abcd ") * 90
     with serving(repository, says=says, step_s=0.005, decoupled=decoupled) as door:
         arrays = tensors(["Hello"] * rows, 400, exclude_input_in_output=True)

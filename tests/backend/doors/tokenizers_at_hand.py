@@ -1,4 +1,4 @@
-"""Small tokenizers of each kind, trained where they are used: nothing is fetched."""
+"""Small tokenizers of each kind, trained on the spot, so nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CORPUS = [
 
 @lru_cache(maxsize=1)
 def byte_level() -> Tokenizer:
-    """As GPT-2 and BLOOM have it: any byte has a token, and a character may be cut between tokens."""
+    """As in GPT-2 and BLOOM: every byte has a token, and a character can span tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -38,7 +38,7 @@ _BYTES = [f"<0x{value:02X}>" for value in range(256)]
 
 @lru_cache(maxsize=1)
 def sentencepiece_bpe() -> Tokenizer:
-    """As LLaMA's: words begin with a lower block, and what is not in the vocabulary falls back to bytes."""
+    """As in LLaMA: words begin with U+2581, and unknown characters fall back to byte tokens."""
     trained = Tokenizer(models.BPE(unk_token="<unk>"))
     trained.normalizer = normalizers.Sequence(
         [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
@@ -78,7 +78,7 @@ def _merges(tokenizer: Tokenizer) -> list[tuple[str, str]]:
 
 @lru_cache(maxsize=1)
 def metaspace_unigram() -> Tokenizer:
-    """As XGLM's and T5's: Unigram with Metaspace, no byte fallback."""
+    """As in XGLM and T5: Unigram with Metaspace, without byte fallback."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()

@@ -58,7 +58,7 @@ def test_pieces_of_random_ids_are_the_decoding_at_once(kind, skip, data):
     view = TokenizerView(tokenizer, skip)
     size = tokenizer.get_vocab_size()
     plain = [i for i in range(size) if i not in view.byte_ids]
-    # a malformed run of byte tokens longer than what is held back is excepted, so runs are kept short
+    # runs are short: the contract excepts malformed runs that are longer than those held back
     word = st.lists(st.sampled_from(plain), min_size=1, max_size=4)
     run = st.lists(st.sampled_from(sorted(view.byte_ids) or plain), max_size=12)
     ids = [

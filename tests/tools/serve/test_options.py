@@ -136,7 +136,7 @@ def test_arguments_of_triton_come_after_ours(tmp_path):
     assert arguments[0] == f"--model-repository={tmp_path}"
     assert arguments[-1] == "--log-verbose=1"
     assert "--exit-timeout-secs=7" in arguments
-    assert "--model-control-mode=explicit" in arguments, "without it a dead door cannot be brought back"
+    assert "--model-control-mode=explicit" in arguments, "without it a dead door cannot be reloaded"
 
 
 @pytest.mark.parametrize("gpu", [False, True])

@@ -96,42 +96,26 @@ def _add(request: service_pb2.ModelInferRequest, name: str, datatype: str, value
     request.raw_input_contents.append(value if isinstance(value, bytes) else value.tobytes())
 
 
-def _output(response: service_pb2.ModelInferResponse, name: str) -> bytes | None:
-    for tensor, data in zip(response.outputs, response.raw_output_contents):
-        if tensor.name == name:
-            return data
-    return None
-
-
-class _TextCount:
-    """New tokens of a text model's response: num_output_tokens, a count of its own in each."""
-
-    def __init__(self, prompt: Prompt):
-        self.counted = True
-
-    def __call__(self, response: service_pb2.ModelInferResponse) -> int:
-        data = _output(response, "num_output_tokens")
-        if data is None:
-            self.counted = False
-            return 1
-        return int(np.frombuffer(data, np.int32).sum())
-
-
 class _TokenCount:
-    """New tokens of a FasterTransformer response, whose sequence_length counts from the prompt's start."""
+    """New tokens of each response of one request. counted: False once a response had no count.
+
+    num_output_tokens of a text model counts one response; FasterTransformer's sequence_length counts from the
+    prompt's start.
+    """
 
     def __init__(self, prompt: Prompt):
         self.counted = True
-        self._length = len(prompt)
+        self._length = 0 if isinstance(prompt, str) else len(prompt)
 
     def __call__(self, response: service_pb2.ModelInferResponse) -> int:
-        data = _output(response, "sequence_length")
-        if data is None:
+        outputs = {tensor.name: data for tensor, data in zip(response.outputs, response.raw_output_contents)}
+        if "num_output_tokens" in outputs:
+            return int(np.frombuffer(outputs["num_output_tokens"], np.int32).sum())
+        if "sequence_length" not in outputs:
             self.counted = False
             return 1
-        length, before = int(np.frombuffer(data, np.uint32)[0]), self._length
-        self._length = length
-        return length - before
+        before, self._length = self._length, int(np.frombuffer(outputs["sequence_length"], np.uint32)[0])
+        return self._length - before
 
 
 class _Stream:
@@ -219,8 +203,7 @@ class Worker:
     async def _request(self, index: int) -> None:
         request = make_request(self.spec, index)
         stream = self._idle.pop() if self._idle else self._open()
-        prompt = self.spec.prompts[index % len(self.spec.prompts)]
-        count = (_TokenCount if self.spec.tokens_in else _TextCount)(prompt)
+        count = _TokenCount(self.spec.prompts[index % len(self.spec.prompts)])
         record = Record(index, clock())
         try:
             await asyncio.wait_for(stream.run(request, record, count), self.spec.timeout_s)

@@ -1,0 +1,95 @@
+"""GPT-NeoX: partial rotary positions, pre-LayerNorm, attention and MLP in parallel. Black et al. 2022.
+
+In its parallel form FasterTransformer keeps one sum of the biases of attention.dense and mlp.dense_4h_to_h.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from tridecode.backend.config import ModelConfig
+from tridecode.backend.models import Family
+from tridecode.backend.models.config_ini import (
+    ACTIVATION_NAMES,
+    ACTIVATIONS,
+    IniSection,
+    read_common,
+    read_rope,
+    rope_keys,
+)
+from tridecode.backend.models.decoder import Decoder
+from tridecode.backend.models.layers import Context, Ranks, Weights, make_heads, rope_table
+from tridecode.backend.models.specs import Layout
+from tridecode.backend.weight_layout import WeightSpec
+from tridecode.kernels.ops import CacheLayer, DecoderLayer
+
+LAYOUT = Layout()
+BIAS_SUM = "mlp.attention.bias.sum"
+
+
+def read(section: IniSection, tied_head: bool) -> ModelConfig:
+    """FasterTransformer's keys; activation_type, attn_bias, layernorm_eps and rope_* are ours."""
+    return ModelConfig(
+        family="gptneox",
+        norm_eps=section.number("layernorm_eps", 1e-5),
+        activation=section.choice("activation_type", "Gelu", ACTIVATIONS),
+        rope=read_rope(section, None),
+        residual="parallel" if section.flag("use_gptj_residual", True) else "sequential",
+        attention_bias=section.flag("attn_bias", True),
+        tied_head=tied_head,
+        **read_common(section),
+    )
+
+
+def keys(config: ModelConfig) -> dict[str, object]:
+    return {
+        "use_gptj_residual": int(config.residual == "parallel"),
+        "activation_type": ACTIVATION_NAMES[config.activation],
+        "attn_bias": config.attention_bias,
+        **rope_keys(config),
+    }
+
+
+def weight_specs(config: ModelConfig) -> list[WeightSpec]:
+    specs = LAYOUT.specs(config)
+    if config.residual == "sequential":
+        return specs
+    joined = (".attention.dense.bias", ".mlp.dense_4h_to_h.bias")
+    sums = [
+        WeightSpec(f"model.layers.{layer}.{BIAS_SUM}", (config.hidden_size,), layer=layer, divided=True)
+        for layer in range(config.num_layers)
+    ]
+    return [spec for spec in specs if not spec.name.endswith(joined)] + sums
+
+
+class Model(Decoder):
+    """GPT-NeoX on one rank."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, ranks: Ranks, num_positions: int):
+        super().__init__(config, weights, ranks, LAYOUT)
+        rope = rope_table(config, num_positions, self.embedding.device)
+        self.heads = [make_heads(config, ranks, rope=rope)] * len(self.layers)
+
+    def load_layer(self, weights: Weights, prefix: str) -> DecoderLayer:
+        layer = super().load_layer(weights, prefix)
+        if self.config.residual == "sequential":
+            return layer
+        return replace(layer, down=replace(layer.down, bias=weights.tensor(f"{prefix}.{BIAS_SUM}")))
+
+    def forward(self, context: Context, x: Tensor, caches: list[CacheLayer]) -> None:
+        residual = self.parallel if self.config.residual == "parallel" else self.sequential
+        residual(context, x, self.config.activation, caches)
+
+
+FAMILY = Family(
+    name="gptneox",
+    title="GPT-NeoX",
+    section="gptneox",
+    model_type="GPT-NeoX",
+    read=read,
+    keys=keys,
+    weight_specs=weight_specs,
+    model=Model,
+)
