@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 def select(device: torch.device, batch_invariant: bool = False) -> Ops:
     """The operations for a device: CUDA kernels on a GPU, torch's libraries on a CPU.
 
-    batch_invariant: see Cpu; a CPU only.
-    TRIDECODE_OPS=reference runs plain torch on either: the switch for "is it the kernel or the model?".
+    batch_invariant: see Cpu; ignored on a GPU.
+    TRIDECODE_OPS=reference runs plain torch on either, which tells an error of a kernel from one of a model.
     """
     if os.environ.get("TRIDECODE_OPS") == "reference":
         return Reference()
     if device.type == "cuda":
-        from tridecode.kernels.cuda import Cuda  # needs the built library, which a CPU machine lacks
+        from tridecode.kernels.cuda import Cuda  # imports the binding of the built library
 
         return Cuda(device)
     return Cpu(batch_invariant)

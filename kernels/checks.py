@@ -1,4 +1,4 @@
-"""Checks before a launch: letters bind to sizes, and a mismatch names both sides."""
+"""Checks before a launch: letters are bound to sizes, and an error names both sides of a mismatch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def match(operation: str, *tensors: tuple[str, str, Tensor]) -> dict[str, int]:
                     f"{operation}: {name}.shape[{axis}] is {size}, but {letter} is {sizes[letter]}"
                 )
         if tensor.device != device:
-            raise LayoutError(f"{operation}: {name} lies on {tensor.device}, {tensors[0][1]} on {device}")
+            raise LayoutError(f"{operation}: {name} is on {tensor.device}, {tensors[0][1]} on {device}")
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             raise LayoutError(
                 f"{operation}: the last axis of {name} is not contiguous (strides {tensor.stride()})"

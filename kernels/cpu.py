@@ -1,7 +1,7 @@
-"""The CPU path: the reference, with products through oneDNN's packed weights where it has them.
+"""The CPU path: the reference, with float32 products of oneDNN's packed weights.
 
 Measured on two AVX2 cores, 576 x 1536 float32, GB/s of weight bytes at 1 / 4 / 16 rows: torch.mm 24 / 13 /
-11, packed 42 / 43 / 31, whichever the number of rows, out of 52 for a plain sum over memory.
+11, packed 42 / 43 / 31; a plain sum over memory reaches 52.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear
 from tridecode.kernels.reference import Reference, cached_keys, causal_attention
 
-#: the batch that oneDNN packs for; its layout serves one row as well; without the hint it may be slow
+#: the number of rows that oneDNN packs for; the layout is as fast for one row, and may be slow without it
 _PACKED_ROWS = 16
-#: Numbers of rows that a product runs at: each up to 16, then in steps that grow. oneDNN generates code for
-#: each number of rows that it is given and keeps it for ever, 0.1 to 0.4 MiB a number and weight shape.
+#: Numbers of rows that a product runs at: each up to 16, then in growing steps. oneDNN generates code for
+#: each number of rows and never frees it, 0.1 to 0.4 MiB per number and weight shape.
 _STEPS = ((16, 1), (64, 4), (128, 8), (256, 16), (512, 32))  # up to this many rows, in steps of
 _LARGEST = _STEPS[-1][0]
 #: queries of a prompt that are scored together where results must not depend on how a prompt is cut
@@ -33,8 +33,7 @@ def rounded_rows(rows: int) -> int:
 
 
 class Cpu(Reference):
-    """kernels.ops.Ops on a CPU. Packed weights are used for float32; 16-bit products go through torch as they
-    are.
+    """kernels.ops.Ops on a CPU. float32 products use packed weights; 16-bit products are torch's.
 
     batch_invariant: the bits of a sequence's float32 results depend neither on the other sequences of its
     steps nor on how its prompt is cut into chunks; see docs/numerics.md.
@@ -95,9 +94,9 @@ def _packed_product(x: Tensor, linear: Linear, residual: Tensor | None, out: Ten
 
 
 def _with_rows(x: Tensor, size: int) -> Tensor:
-    """x with rows after it, `size` together; their values do not matter, as no row of a product sees another.
+    """x with further rows of any value, `size` in all; no row of a product depends on another.
 
-    Where x is the front of a larger buffer, as in a model's step, they are what the buffer holds.
+    If x is the front of a larger buffer, as in a model's step, the rows are those of the buffer.
     """
     rows, columns = x.shape
     if size == rows:
@@ -110,7 +109,8 @@ def _with_rows(x: Tensor, size: int) -> Tensor:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """torch's attention divides its work by the number of threads and rows; with one thread it does not."""
+    """torch's attention divides its work by the numbers of threads and rows; one thread makes it independent
+    of both."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -122,11 +122,11 @@ def _one_thread() -> Iterator[None]:
 def _tiled_attention(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
     """Causal attention of q (H, T, D), the last T positions of k, v: (K, L, D), in tiles of positions.
 
-    A tile begins at a multiple of _QUERY_TILE, whole or not: its products have the same shapes however the
-    positions came into steps.
+    Every tile begins at a multiple of _QUERY_TILE, so the shapes of its products do not depend on how steps
+    divided the positions.
     """
     tokens, length = q.shape[1], k.shape[1]
-    before = (length - tokens) % _QUERY_TILE  # positions of the first tile that are not ours
+    before = (length - tokens) % _QUERY_TILE  # positions of the first tile before q
     after = -length % _QUERY_TILE
     q = F.pad(q, (0, 0, before, after))
     k, v = F.pad(k, (0, 0, 0, after)), F.pad(v, (0, 0, 0, after))

@@ -1,9 +1,7 @@
 """The operations on an NVIDIA GPU: check, then launch. Contracts are in ops.py, the kernels in csrc/.
 
-Products of few tokens, attention, norms and sampling are kernels of ours; larger products are cuBLAS's,
-through torch, save SwiGLU on Hopper. Weights, norms, biases and rope tables are constants: kernels read them
-ahead of the kernels before them, so whoever changes one in place synchronises the device before the next
-operation.
+Weights, norms, biases and rope tables are constants: kernels prefetch them before their predecessor has
+finished. Code that changes one in place must synchronise the device before the next operation.
 """
 
 from __future__ import annotations
@@ -23,11 +21,9 @@ from tridecode.kernels.cuda_base import (
     contiguous,
     pointer,
 )
-from tridecode.kernels.cuda_products import MANY_WEIGHTS, CudaProducts
+from tridecode.kernels.cuda_gemm import CudaGemm
 from tridecode.kernels.library import KernelError, current_stream
 from tridecode.kernels.ops import (
-    NUM_FLOATS,
-    NUM_INTS,
     Batch,
     CacheLayer,
     DecoderLayer,
@@ -36,24 +32,21 @@ from tridecode.kernels.ops import (
     SamplingState,
 )
 
-#: up to this many decoding rows all layers of a model of small products are one launch, and with SwiGLU,
-#: whose products are wider
-LAYER_TOKENS, GATED_LAYER_TOKENS = 4, 2
-#: of a model whose products are large: csrc/linear_many_sm90a.cu's are faster from 2 rows on, with SwiGLU at
-#: once
-LARGE_LAYER_TOKENS, LARGE_GATED_LAYER_TOKENS = 1, 0
-#: the most that this launch takes
-MAX_LAYER_TOKENS = 8
+#: Up to how many decoding rows one launch of all layers is used, by (at most) hidden size: where a whole step
+#: gains 10 % or more over operation by operation. Gain on an H200, 512-token prompts, 1 / 2 / 3 / 4 rows:
+#:   GPT-2, 768 x 12 layers: +13 / +20 / +4 / +1 %        BLOOM-560M, 1024 x 24: +18 / +19 / +17 / +15 %
+#:   BLOOM-1B7, 2048 x 24: +12 / +11 / +2 / +2 %          BLOOM-7B1, 4096 x 30: +1 % at 1 row, slower above
+#: SmolLM2-135M, a LLaMA, was slower: the kernel has neither RMSNorm, rotation, SwiGLU nor groups.
+LAYER_ROWS = ((768, 2), (1024, 4), (2048, 2))
+#: the most rows that the launch takes, and the most bytes of their inputs of one product
+MAX_LAYER_ROWS, MAX_LAYER_INPUT_BYTES = 4, 64 << 10
 
 
-class Cuda(CudaProducts):
+class Cuda(CudaGemm):
     """Every operation of kernels.ops.Ops. Used by one thread, for tensors of `device`.
 
     dependent_launch: let a kernel start before its predecessor ends (programmatic dependent launch, compute
-    capability 9.0). None: on, unless TRIDECODE_DEPENDENT_LAUNCH=0. many: when csrc/linear_many_sm90a.cu
-    computes a product that it can: "where faster", "always" or "never". split: blocks among which such a
-    product of up to 64 tokens shares its inputs (csrc/linear_split_sm90a.cu), 1 to 3; 0: it does not; -1: as
-    is faster.
+    capability 9.0). None: on, unless TRIDECODE_DEPENDENT_LAUNCH=0.
     """
 
     def reserve(
@@ -124,26 +117,12 @@ class Cuda(CudaProducts):
         if rows == 0:
             return
         self.library.decode_attention(
-            out.data_ptr(),
-            qkv.data_ptr(),
-            cache.blocks.data_ptr(),
-            batch.block_tables.data_ptr(),
-            batch.context_lens.data_ptr(),
-            pointer(heads.slopes),
-            heads.scale,
-            rows,
-            heads.num_heads,
-            heads.num_kv_heads,
-            heads.head_size,
-            cache.block_tokens,
-            qkv.stride(0),
-            out.stride(0),
-            batch.block_tables.stride(0),
-            self._attention.data_ptr(),
-            self._counters.data_ptr(),
-            NUM_COUNTERS,
-            DTYPES[qkv.dtype],
             current_stream(self.device),
+            num_rows=rows,
+            scratch=self._attention.data_ptr(),
+            counters=self._counters.data_ptr(),
+            num_counters=NUM_COUNTERS,
+            **_attention_fields(qkv, heads, batch, cache, out),
         )
 
     def prefill_attention(
@@ -154,27 +133,13 @@ class Cuda(CudaProducts):
         if tokens == 0:
             return
         self.library.prefill_attention(
-            out.data_ptr(),
-            qkv.data_ptr(),
-            cache.blocks.data_ptr(),
-            batch.block_tables.data_ptr(),
-            batch.context_lens.data_ptr(),
-            batch.query_starts.data_ptr(),
-            pointer(heads.slopes),
-            heads.scale,
-            batch.num_decodes,
-            batch.num_rows,
-            batch.max_query,
-            heads.num_heads,
-            heads.num_kv_heads,
-            heads.head_size,
-            cache.block_tokens,
-            qkv.stride(0),
-            out.stride(0),
-            batch.block_tables.stride(0),
-            tokens,
-            DTYPES[qkv.dtype],
             current_stream(self.device),
+            num_rows=batch.num_rows,
+            query_starts=batch.query_starts.data_ptr(),
+            first_row=batch.num_decodes,
+            max_query=batch.max_query,
+            tokens=tokens,
+            **_attention_fields(qkv, heads, batch, cache, out),
         )
 
     def decoder_layers(
@@ -188,78 +153,66 @@ class Cuda(CudaProducts):
     ) -> bool:
         if not self._runs_layers(x, layers, heads, activation, batch):
             return False
-        first = layers[0]
-        hidden, inner = x.shape[1], first.down.weight.shape[1]
-        columns = heads.num_heads * heads.head_size
-        table = self._layer_table(layers, heads, caches)
-        rope = heads.rope
+        rows, hidden = x.shape
+        inner, queries = layers[0].down.weight.shape[1], heads.num_heads * heads.head_size
         self.library.decoder_layers(
-            table.data_ptr(),
-            len(layers),
-            x.data_ptr(),
-            self._temporary("queries", MAX_LAYER_TOKENS, columns, x.dtype).data_ptr(),
-            self._temporary("context", MAX_LAYER_TOKENS, columns, x.dtype).data_ptr(),
-            self._temporary("inner", MAX_LAYER_TOKENS, inner, x.dtype).data_ptr(),
-            batch.positions.data_ptr(),
-            batch.kv_slots.data_ptr(),
-            batch.block_tables.data_ptr(),
-            batch.context_lens.data_ptr(),
-            batch.block_tables.stride(0),
-            0 if rope is None else rope.cos.data_ptr(),
-            0 if rope is None else rope.sin.data_ptr(),
-            pointer(heads.slopes),
-            heads.scale,
-            first.attention_norm.eps,
-            x.shape[0],
-            hidden,
-            heads.num_heads,
-            heads.num_kv_heads,
-            heads.head_size,
-            inner,
-            0 if rope is None else rope.size,
-            ACTIVATIONS[activation],
-            caches[0].block_tokens,
-            self._sums.data_ptr(),
-            SUM_BYTES,
-            self._layer_counters.data_ptr(),
-            self._layer_counters.numel(),
-            self.layers_in_flight,
-            DTYPES[x.dtype],
             current_stream(self.device),
+            layers=self._layer_table(layers, queries, caches).data_ptr(),
+            x=x.data_ptr(),
+            queries=self._temporary("queries", MAX_LAYER_ROWS, queries, x.dtype).data_ptr(),
+            context=self._temporary("context", MAX_LAYER_ROWS, queries, x.dtype).data_ptr(),
+            mlp=self._temporary("inner", MAX_LAYER_ROWS, inner, x.dtype).data_ptr(),
+            kv_slots=batch.kv_slots.data_ptr(),
+            block_tables=batch.block_tables.data_ptr(),
+            context_lens=batch.context_lens.data_ptr(),
+            slopes=pointer(heads.slopes),
+            table_stride=batch.block_tables.stride(0),
+            scale=heads.scale,
+            norm_eps=layers[0].attention_norm.eps,
+            num_layers=len(layers),
+            tokens=rows,
+            hidden=hidden,
+            heads=heads.num_heads,
+            head_size=heads.head_size,
+            inner=inner,
+            activation=ACTIVATIONS[activation],
+            block_tokens=caches[0].block_tokens,
+            dtype=DTYPES[x.dtype],
+            partials=self._sums.data_ptr(),
+            partial_bytes=SUM_BYTES,
+            counters=self._layer_counters.data_ptr(),
+            num_counters=self._layer_counters.numel(),
         )
         return True
 
     def _runs_layers(
         self, x: Tensor, layers: Sequence[DecoderLayer], heads: Heads, activation: str, batch: Batch
     ) -> bool:
-        """Whether csrc/decoder_layers_sm90a.cu takes the step: few decoding rows, on Hopper, in 16 bit."""
-        tokens = x.shape[0]
-        if self.capability != 90 or x.dtype == torch.float32 or tokens != batch.num_decodes:
+        """Whether csrc/decoder_layers_sm90a.cu runs the step: few decoding rows, a small LayerNorm model, 16
+        bit, Hopper."""
+        rows, hidden = x.shape
+        if self.capability != 90 or x.dtype == torch.float32 or rows != batch.num_decodes or not layers:
             return False
-        if not layers or not 1 <= tokens <= self._most_layer_tokens(layers[0], activation):
+        most = self.layer_tokens
+        if most is None:
+            most = next((count for size, count in LAYER_ROWS if hidden <= size), 0)
+        if not 1 <= rows <= most:
             return False
-        rope = heads.rope
-        if heads.head_size not in (64, 128):
+        first = layers[0]
+        if first.attention_norm.bias is None or activation == "swiglu" or heads.rope is not None:
             return False
-        if rope is not None and (rope.interleaved or rope.size != heads.head_size):
+        if heads.num_kv_heads != heads.num_heads or heads.head_size not in (64, 128):
             return False
-        inner = layers[0].down.weight.shape[1]
-        return (x.shape[1] | heads.num_heads * heads.head_size | inner) % 64 == 0 and x.is_contiguous()
-
-    def _most_layer_tokens(self, layer: DecoderLayer, activation: str) -> int:
-        if self.layer_tokens is not None:
-            return self.layer_tokens
-        gated = activation == "swiglu"
-        if layer.dense.weight.numel() >= MANY_WEIGHTS:
-            return LARGE_GATED_LAYER_TOKENS if gated else LARGE_LAYER_TOKENS
-        return GATED_LAYER_TOKENS if gated else LAYER_TOKENS
+        queries, inner = heads.num_heads * heads.head_size, first.down.weight.shape[1]
+        fits = max(hidden, queries, inner) * rows * x.element_size() <= MAX_LAYER_INPUT_BYTES
+        return fits and (hidden | queries | inner) % 64 == 0 and x.is_contiguous()
 
     def _layer_table(
-        self, layers: Sequence[DecoderLayer], heads: Heads, caches: Sequence[CacheLayer]
+        self, layers: Sequence[DecoderLayer], queries: int, caches: Sequence[CacheLayer]
     ) -> Tensor:
-        """Where csrc/decoder_layers_sm90a.cu finds the tensors of these layers, made once for the same
-        addresses, outside of graph capture."""
-        addresses, first = [], layers[0]
+        """The table of these layers' tensors for decoder_layers_sm90a.cu, made once per set of addresses and
+        outside of graph capture."""
+        addresses: list[int] = []
         for layer, cache in zip(layers, caches):
             products = (layer.qkv, layer.dense, layer.up, layer.down)
             for norm in (layer.attention_norm, layer.mlp_norm):
@@ -267,16 +220,14 @@ class Cuda(CudaProducts):
             addresses += [product.weight.data_ptr() for product in products]
             addresses += [pointer(product.bias) for product in products]
             addresses.append(cache.blocks.data_ptr())
-        weight = first.qkv.weight
-        inner, up_rows = first.down.weight.shape[1], first.up.weight.shape[0]
-        shape = (weight.shape[1], heads.num_heads * heads.head_size, heads.qkv_size, inner, up_rows)
-        key = (*addresses, *shape, weight.dtype)
+        inner, hidden = layers[0].up.weight.shape
+        key = (*addresses, hidden, queries, inner, DTYPES[layers[0].up.weight.dtype])
         held = self._layer_tables.get(key)
         if held is None:
             tensors = torch.tensor(addresses, dtype=torch.int64)
             table = torch.zeros(self.library.decoder_table_bytes(len(layers)), dtype=torch.uint8)
-            dtype = DTYPES[weight.dtype]
-            self.library.decoder_table(table.data_ptr(), tensors.data_ptr(), len(layers), *shape, dtype)
+            shape = key[len(addresses) :]
+            self.library.decoder_table(table.data_ptr(), tensors.data_ptr(), len(layers), *shape)
             held = self._layer_tables[key] = table.to(self.device)
         return held
 
@@ -311,39 +262,54 @@ class Cuda(CudaProducts):
             raise DtypeError(
                 f"sample: logits are {logits.dtype}, log_probs {log_probs.dtype}; wanted float32"
             )
-        if state.ints.shape[1] != NUM_INTS or state.floats.shape[1] != NUM_FLOATS:
-            raise ShapeError(
-                f"sample: ints has {state.ints.shape[1]} columns, floats {state.floats.shape[1]}"
-            )
         needed = self.library.sample_scratch(sizes["R"], sizes["V"])
         if self._sample is None or self._sample.numel() < needed:
             raise KernelError(
                 f"sample: {sizes['R']} rows of {sizes['V']} logits need {needed:,} bytes; call reserve first"
             )
         self.library.sample(
-            logits.data_ptr(),
-            slots.data_ptr(),
-            state.ints.data_ptr(),
-            state.floats.data_ptr(),
-            state.top_p.data_ptr(),
-            state.generated.data_ptr(),
-            state.last_tokens.data_ptr(),
-            state.history.data_ptr(),
-            state.history_lens.data_ptr(),
-            state.counts.data_ptr(),
-            state.bad_ids.data_ptr(),
-            state.bad_ends.data_ptr(),
-            tokens.data_ptr(),
-            log_probs.data_ptr(),
-            sizes["R"],
-            sizes["V"],
-            state.history.shape[1],
-            state.bad_ids.shape[1],
-            logits.stride(0),
-            self._sample.data_ptr(),
-            self._counters.data_ptr(),
             current_stream(self.device),
+            logits=logits.data_ptr(),
+            slots=slots.data_ptr(),
+            state=state.slots.data_ptr(),
+            last_tokens=state.last_tokens.data_ptr(),
+            history=state.history.data_ptr(),
+            counts=state.counts.data_ptr(),
+            bad_ids=state.bad_ids.data_ptr(),
+            bad_ends=state.bad_ends.data_ptr(),
+            tokens=tokens.data_ptr(),
+            log_probs=log_probs.data_ptr(),
+            num_rows=sizes["R"],
+            vocab_size=sizes["V"],
+            history_size=state.history.shape[1],
+            bad_size=state.bad_ids.shape[1],
+            logits_stride=logits.stride(0),
+            scratch=self._sample.data_ptr(),
+            counters=self._counters.data_ptr(),
         )
+
+
+def _attention_fields(
+    qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, out: Tensor
+) -> dict[str, float]:
+    """The fields of tridecode_attention_task that both attentions read."""
+    return {
+        "out": out.data_ptr(),
+        "qkv": qkv.data_ptr(),
+        "cache": cache.blocks.data_ptr(),
+        "block_tables": batch.block_tables.data_ptr(),
+        "context_lens": batch.context_lens.data_ptr(),
+        "slopes": pointer(heads.slopes),
+        "qkv_stride": qkv.stride(0),
+        "out_stride": out.stride(0),
+        "table_stride": batch.block_tables.stride(0),
+        "scale": heads.scale,
+        "heads": heads.num_heads,
+        "kv_heads": heads.num_kv_heads,
+        "head_size": heads.head_size,
+        "block_tokens": cache.block_tokens,
+        "dtype": DTYPES[qkv.dtype],
+    }
 
 
 def _check_attention(

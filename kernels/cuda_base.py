@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import os
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from tridecode.kernels.checks import LayoutError, ShapeError, match, same_dtype
+from tridecode.kernels.gemm_table import Device, choose
 from tridecode.kernels.library import KernelError, Library
 from tridecode.kernels.ops import CacheLayer, Heads
 
-#: up to this many tokens a product may be csrc/linear.cu's
-SMALL_TOKENS = 16
-#: stages of weights that a launch of all layers has on their way at once on a multiprocessor
-LAYERS_IN_FLIGHT = 3
 ACTIVATIONS = {None: 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "swiglu": 4}
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-#: partial sums of products, and the widest of the small ones in tiles of 16 rows
+#: scratch of GEMMs: partial sums, and a counter per tile of 16 weight rows
 SUM_BYTES = 64 << 20
 NUM_COUNTERS = 1 << 17
 
@@ -29,11 +27,7 @@ class CudaBase:
         self,
         device: torch.device,
         dependent_launch: bool | None = None,
-        small_tokens: int = SMALL_TOKENS,
         layer_tokens: int | None = None,
-        layers_in_flight: int = LAYERS_IN_FLIGHT,
-        many: str = "where faster",
-        split: int = -1,
     ):
         self.device = torch.device(
             "cuda", torch.cuda.current_device() if device.index is None else device.index
@@ -44,13 +38,19 @@ class CudaBase:
         torch.zeros(1, device=self.device)  # torch's context before ours
         properties = torch.zeros(3, dtype=torch.int32)
         self.library.initialize(self.device.index, int(dependent_launch), properties.data_ptr())
-        self.multiprocessors, self.capability, self.shared_bytes = properties.tolist()
-        self.small_tokens, self.layer_tokens = small_tokens, layer_tokens
-        self.layers_in_flight, self.many, self.split = layers_in_flight, many, split
+        multiprocessors, self.capability, shared_bytes = properties.tolist()
+        self.layer_tokens = layer_tokens
+        clusters = (0, 0, 0)
+        if self.capability == 90:
+            clusters = tuple(self.library.gemm_sm90_clusters(split) for split in (1, 2, 3))
+        self.gemm_device = Device(self.capability, multiprocessors, shared_bytes, clusters)
+        #: the plan of a GEMM; a prompt's number of tokens varies, so the cache is bounded
+        self.choose_gemm = lru_cache(maxsize=1 << 14)(partial(choose, device=self.gemm_device))
         self._layer_tables: dict[tuple[object, ...], Tensor] = {}
         self._layer_counters = torch.zeros(1 << 12, dtype=torch.int32, device=self.device)
         self._sums = self._bytes(SUM_BYTES)
         self._counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=self.device)
+        self._sums_pointer, self._counters_pointer = self._sums.data_ptr(), self._counters.data_ptr()
         self._attention = self._bytes(self.library.decode_attention_scratch(256))
         self._sample: Tensor | None = None
         self._arenas: dict[str, Tensor] = {}

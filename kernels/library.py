@@ -1,8 +1,7 @@
-"""The compiled kernels as Python functions: argument types come from csrc/api.h, the one declaration.
+"""The compiled kernels as Python functions: csrc/api.h declares tasks and functions once, for C++ and Python.
 
-Bound with ctypes.PyDLL: a launch takes microseconds, and giving up the interpreter lock for it costs ten
-times more
-when another thread is busy.
+The library is bound with ctypes.PyDLL, which keeps the interpreter lock: a launch takes microseconds, and
+releasing the lock costs ten times more when another thread is busy.
 """
 
 from __future__ import annotations
@@ -16,12 +15,14 @@ import torch
 
 from tridecode.kernels.build import LIBRARY, SOURCES, source_hash
 
-_TYPES = {
+_NUMBERS = {
     "int": ctypes.c_int,
     "int64_t": ctypes.c_int64,
+    "uint64_t": ctypes.c_uint64,
     "float": ctypes.c_float,
-    "const char*": ctypes.c_char_p,
 }
+_RESULTS = {**_NUMBERS, "const char*": ctypes.c_char_p}
+_SCALARS = (*_NUMBERS.values(), ctypes.c_void_p)
 
 
 class KernelError(RuntimeError):
@@ -29,8 +30,12 @@ class KernelError(RuntimeError):
 
 
 class Library:
-    """Every function of api.h without its prefix, e.g. `library.norm(...)`; a status that is not 0 raises
-    KernelError."""
+    """Every function of api.h without its prefix, e.g. `library.norm(...)`.
+
+    A function whose first parameter is a task takes the stream and the task's fields by name, e.g.
+    `library.gemv(stream, out=..., x=...)`; a field that is not given is 0. A status that is not 0 raises
+    KernelError, an unknown field AttributeError.
+    """
 
     def __init__(self, path: Path = LIBRARY):
         rebuild = "build it with: python -m tridecode.kernels.build"
@@ -42,7 +47,11 @@ class Library:
         for result, name, types in prototypes(header):
             raw = self._function(name, result, types)
             returns_status = result is ctypes.c_int and name != "tridecode_abi_version"
-            setattr(self, name[len("tridecode_") :], self._checked(raw) if returns_status else raw)
+            if types and types[0] not in _SCALARS:
+                raw = self._launcher(raw, types[0]._type_)
+            elif returns_status:
+                raw = self._checked(raw)
+            setattr(self, name[len("tridecode_") :], raw)
         wanted = int(re.search(r"#define TRIDECODE_ABI_VERSION (\d+)", header).group(1))  # type: ignore[union-attr]
         found = self.abi_version()
         if found != wanted:
@@ -65,28 +74,53 @@ class Library:
 
         return call
 
+    def _launcher(self, raw: Callable[..., int], task: type[ctypes.Structure]) -> Callable[..., None]:
+        def launch(stream: int, **fields: Any) -> None:
+            if raw(ctypes.byref(task(**fields)), stream):
+                raise KernelError(self._text().decode())
+
+        return launch
+
     @property
     def info(self) -> str:
         """Architectures, compiler and source hash of the build."""
         return self.build_info().decode()
 
 
-def prototypes(header: str) -> list[tuple[Any, str, list[Any]]]:
-    """(result type, name, argument types) of each function that a C header declares."""
-    code = re.sub(r"//[^\n]*", "", header)
-    found = []
-    for result, name, arguments in re.findall(
-        r"^([\w ]+\*?)\s*\b(tridecode_\w+)\(([^)]*)\);", code, re.MULTILINE
-    ):
-        names = [] if arguments.strip() == "void" else [part.strip() for part in arguments.split(",")]
-        found.append((_TYPES[result.strip()], name, [_argument_type(part) for part in names]))
+def structures(header: str) -> dict[str, type[ctypes.Structure]]:
+    """Each `typedef struct {...} name;` of a C header; ctypes lays out its numbers and pointers as C does."""
+    found: dict[str, type[ctypes.Structure]] = {}
+    for body, name in re.findall(r"typedef struct \{(.*?)\} (\w+);", _code(header), re.DOTALL):
+        fields: list[tuple[str, Any]] = []
+        for declaration in filter(None, map(str.strip, body.split(";"))):
+            first, *others = (part.strip() for part in declaration.split(","))
+            fields += [(field.split()[-1], _type(first)) for field in (first, *others)]
+        found[name] = type(name, (ctypes.Structure,), {"_fields_": fields, "__slots__": ()})
     return found
 
 
-def _argument_type(declaration: str) -> Any:
-    if "*" in declaration:
-        return ctypes.c_void_p
-    return _TYPES[declaration.split()[-2]]
+def prototypes(header: str) -> list[tuple[Any, str, list[Any]]]:
+    """(result type, name, argument types) of each function that a C header declares."""
+    tasks, found = structures(header), []
+    for result, name, arguments in re.findall(
+        r"^([\w ]+\*?)\s*\b(tridecode_\w+)\(([^)]*)\);", _code(header), re.MULTILINE
+    ):
+        names = [] if arguments.strip() == "void" else [part.strip() for part in arguments.split(",")]
+        found.append((_RESULTS[result.strip()], name, [_type(part, tasks) for part in names]))
+    return found
+
+
+def _code(header: str) -> str:
+    return re.sub(r"//[^\n]*", "", header)
+
+
+def _type(declaration: str, tasks: dict[str, type[ctypes.Structure]] | None = None) -> Any:
+    """Of `int64_t x_stride`, or of a pointer: c_void_p, or POINTER(task) to one of the tasks."""
+    words = declaration.replace("*", " * ").split()
+    if "*" not in words:
+        return _NUMBERS[words[-2]]
+    task = (tasks or {}).get(words[-3])
+    return ctypes.c_void_p if task is None else ctypes.POINTER(task)
 
 
 def current_stream(device: torch.device) -> int:

@@ -1,10 +1,10 @@
-"""The operations a model is made of: their contracts. `reference.py` is their meaning, `cuda.py` their speed.
+"""The contracts of a model's operations. `reference.py` is their meaning, `cuda.py` their fast path.
 
 Letters: T tokens of this step (all sequences, concatenated), B sequences, H query heads, K key/value heads
 (of this rank), D head size, C hidden size, F MLP size, V vocabulary, S batch slots, N cache blocks, P tokens
 of a block, M block-table columns. Every operation writes into `out`, never synchronises, and is safe inside
 CUDA graph capture; scratch memory belongs to the implementation and is reserved once with `reserve`. All
-tensors of a call lie on one device. Shapes, dtypes and layouts are checked before anything is launched:
+tensors of a call are on one device. Shapes, dtypes and layouts are checked before anything is launched:
 ShapeError, DtypeError, LayoutError (kernels.checks).
 """
 
@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
+
+from tridecode.kernels.sampling_state import SamplingState
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Norm:
 @dataclass(frozen=True)
 class Linear:
     """weight: (out, in), bias: (out,) or None, as `Ops.pack` returned them: on CUDA the rows of weight are
-    contiguous, on the CPU it may be in a library's own layout."""
+    contiguous, on the CPU weight may have the layout of a library."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -71,8 +73,8 @@ class CacheLayer:
     """One layer's paged cache. blocks: (N, 2, K, P, D), keys at [:, 0], values at [:, 1]; a slot is block * P
     + offset.
 
-    The tokens of one head in one block are contiguous, so that a kernel copies them whole. scales: for the
-    8-bit caches to come, (N, 2, K, P) float32; None for a 16- or 32-bit cache.
+    The tokens of one head in one block are contiguous, so that one copy loads them. scales: (N, 2, K, P)
+    float32, for future 8-bit caches; None for a 16- or 32-bit cache.
     """
 
     blocks: Tensor
@@ -98,14 +100,14 @@ class Batch:
     block_tables: Tensor  # (B, M)
     context_lens: Tensor  # (B,) tokens in the cache after this step
     query_starts: Tensor  # (B + 1,)
-    sample_tokens: Tensor  # (R,) index of each token whose logits are wanted
+    sample_tokens: Tensor  # (R,) index of each token whose logits are needed
     sample_slots: Tensor  # (R,) its batch slot
     num_decodes: int
     max_query: int  # longest prefill row, 0 if there is none
     max_context: int  # an upper bound of context_lens
     fresh_prompts: bool  # no prefill row has tokens in the cache from before this step
-    #: what an implementation derives once a step and every layer uses; a new Batch has a new one
-    memo: dict[str, Any] = field(default_factory=dict)
+    #: what an implementation derives once per step and several layers use; every Batch has its own
+    memo: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -131,47 +133,6 @@ class DecoderLayer:
     down: Linear
 
 
-# Columns of SamplingState.ints and .floats; csrc/sampling.cu has the same numbers.
-FLAGS, TOP_K, TOP_P_RESET_ID, END_ID, MIN_TOKENS, SEED_LOW, SEED_HIGH, NUM_BAD_WORDS = range(8)
-NUM_INTS = 8
-TEMPERATURE, TOP_P_INITIAL, TOP_P_DECAY, TOP_P_MIN, REPETITION, PRESENCE, FREQUENCY, UNUSED = range(8)
-NUM_FLOATS = 8
-
-# Bits of the FLAGS column. A row without a bit pays nothing for the feature.
-GREEDY = 1  # take the largest logit, lowest id first
-PENALTIES = 2  # repetition, presence or frequency is not neutral; `counts` of the slot is kept
-BAD_WORDS = 4
-MIN_LENGTH = 8
-LOG_PROBS = 16
-DECAY = 32  # top_p_decay < 1
-
-
-@dataclass(frozen=True)
-class SamplingState:
-    """What sampling keeps of the sequences, by batch slot. Only `sample` and the engine's slot starts write
-    it.
-
-    ints: (S, NUM_INTS) int32 and floats: (S, NUM_FLOATS) float32, the parameters, columns as named above.
-    top_p: (S,) float32, its value now. generated: (S,) int32, tokens sampled so far, the counter of the
-    generator.
-    last_tokens: (S,) int32. history: (S, L) int32, prompt and output; history_lens: (S,) int32; kept only for
-    slots with BAD_WORDS. counts: (S, V) int16, occurrences of each id in prompt and output; kept only for
-    slots with PENALTIES.
-    bad_ids, bad_ends: (S, W) int32: ids of all bad words, concatenated, and their cumulative ends.
-    """
-
-    ints: Tensor
-    floats: Tensor
-    top_p: Tensor
-    generated: Tensor
-    last_tokens: Tensor
-    history: Tensor
-    history_lens: Tensor
-    counts: Tensor
-    bad_ids: Tensor
-    bad_ends: Tensor
-
-
 class Ops(Protocol):
     """Every operation. Activations, weights and cache share one dtype X: float32, float16 or bfloat16."""
 
@@ -184,8 +145,7 @@ class Ops(Protocol):
         ...
 
     def pack(self, linear: Linear) -> Linear:
-        """The same product with its weight in the layout this implementation is fastest with; called once, at
-        load.
+        """The same product with its weight in this implementation's fastest layout; called once, at load.
 
         weight: (out, in), contiguous along either axis, on the operations' device. The result may share its
         memory.
@@ -193,8 +153,8 @@ class Ops(Protocol):
         ...
 
     def resolve_tokens(self, token_ids: Tensor, slots: Tensor, last_tokens: Tensor) -> None:
-        """Where token_ids[i] < 0, put last_tokens[slots[i]] (0 where slots[i] < 0), for i < len(slots): the
-        token that the last step sampled and the host has not yet seen.
+        """Replace token_ids[i] < 0 by last_tokens[slots[i]] (0 if slots[i] < 0), for i < len(slots): the
+        token that the last step sampled and the host has not read yet.
 
         token_ids: (T,) int32, changed in place. slots: (B',) int32, B' <= T. last_tokens: (S,) int32.
         """
@@ -212,7 +172,7 @@ class Ops(Protocol):
         """out[t] = table[token_ids[t]] (+ position_table[positions[t]]).
 
         token_ids, positions: (T,) int32. table: (V, C) X, position_table: (positions, C) X. out: (T, C) X.
-        The sum is taken in float32. Ids are in range: the engine checks them when a request arrives.
+        The sum is computed in float32. The engine checks that ids are in range when a request arrives.
         """
         ...
 
@@ -256,8 +216,8 @@ class Ops(Protocol):
         *,
         out: Tensor,
     ) -> None:
-        """out = norm(x) @ weight.T + bias as (T, q | k | v); q and k are rotated where heads.rope is given; k
-        and v go to the cache at batch.kv_slots (nowhere where that is -1).
+        """out = norm(x) @ weight.T + bias as (T, q | k | v); q and k are rotated if heads.rope is given; k
+        and v are also written to the cache at batch.kv_slots (not if that is -1).
 
         x: (T, C) X. weight: ((H + 2K) * D, C) X, rows q, k, v, heads-major. out: (T, (H + 2K) * D) X, holding
         the rotated q, the rotated k and v. Rotation in float32 at batch.positions.
@@ -283,8 +243,8 @@ class Ops(Protocol):
         """Causal attention of the rows from num_decodes on: query i of row b stands at position
         context_lens[b] - its query count + i and sees the cached tokens up to itself.
 
-        qkv: (T - num_decodes, (H + 2K) * D) X, its k and v columns as project_qkv left them, so that fresh
-        prompts need not read the cache back. out: (T - num_decodes, H * D) X. Otherwise as decode_attention.
+        qkv: (T - num_decodes, (H + 2K) * D) X, its k and v columns as project_qkv wrote them, so that fresh
+        prompts need not read the cache. out: (T - num_decodes, H * D) X. Otherwise as decode_attention.
         """
         ...
 
@@ -297,12 +257,12 @@ class Ops(Protocol):
         batch: Batch,
         caches: Sequence[CacheLayer],
     ) -> bool:
-        """Run all layers at once, where this implementation has a way that is faster than the operations one
-        by one; False, and nothing done, where it has not.
+        """Run all layers in one launch if this implementation has one that is faster than the operations one
+        by one; else return False and change nothing.
 
-        x: (T, C) X, the residual stream, changed in place. activation: of the MLP, as in linear. What it
-        computes is project_qkv, attention, linear with residual x, linear with activation and linear with
-        residual x, layer after layer, each rounded to X where these operations write.
+        x: (T, C) X, the residual stream, changed in place. activation: of the MLP, as in linear. Computes,
+        layer by layer, project_qkv, decode_attention, linear with residual x, linear with activation, and
+        linear with residual x; results are rounded to X where these operations write.
         """
         ...
 
@@ -313,28 +273,28 @@ class Ops(Protocol):
     def sample(
         self, logits: Tensor, slots: Tensor, state: SamplingState, *, tokens: Tensor, log_probs: Tensor
     ) -> None:
-        """Choose the next token of each row and remember it in the state.
+        """Choose the next token of each row and update the state.
 
         logits: (R, V) float32, overwritten. slots: (R,) int32; rows with slot -1 are skipped. tokens: (R,)
-        int32 and
-        log_probs: (R,) float32, written for every other row (log_probs only where LOG_PROBS is set, else 0).
+        int32 and log_probs: (R,) float32, written for every other row; log_probs is 0 unless
+        return_log_probs is set.
 
-        In this order, each only where the slot's FLAGS ask for it: the last ids of matching bad words become
-        impossible; logits are divided by the temperature; ids with counts > 0 get the repetition penalty (x <
-        0: x * r, else x / r), then minus presence, minus frequency * count; end_id is impossible while
-        generated < min_tokens; log_probs is the log-softmax, over the whole vocabulary, of what stands then.
-        GREEDY takes the largest, lowest id first. Otherwise: ids below the top_k-th largest logit are dropped
-        (ties stay; top_k 0 drops none), then the smallest set of most likely ids whose probability within
-        what is left reaches top_p is kept (ties stay), and of these the largest logit + g wins, where g =
-        -log(-log1p(-u)) and u comes from the slot's seed: word (id % 4) of Philox-4x32-10 with key (SEED_LOW,
-        SEED_HIGH) and counter (id / 4, generated, 0, 0), as (word + 0.5) / 2^32 (u near 0 decides who wins,
-        and there float32 is fine). The answer thus depends on nothing but the sequence itself. If every id is
-        impossible, end_id is taken where the slot has one, else id 0.
+        Parameters are fields of csrc/sampling_state.h. In this order: the last ids
+        of matching bad words become impossible; logits are divided by temperature (0: not divided); ids with
+        counts > 0 get the repetition penalty (x < 0: x * r, else x / r), then minus presence, minus frequency
+        * count; end_id is impossible while generated < min_tokens; log_probs is the log-softmax, over the
+        whole vocabulary, of these logits. top_k 1 or temperature 0 is greedy: the largest logit, lowest id
+        first. Otherwise: ids below the top_k-th largest logit are dropped (ties stay; top_k 0 drops none),
+        then the smallest set of most likely ids whose probability within the rest reaches top_p_now is kept
+        (ties stay), and of these the largest logit + g wins, where g = -log(-log1p(-u)) and u comes from the
+        slot's seed: word (id % 4) of Philox-4x32-10 with the halves of seed as key, the low one first, and
+        counter (id / 4, generated, 0, 0), as (word + 0.5) / 2^32 (u near 0 decides who wins, and there
+        float32 is precise enough). The answer thus depends on nothing but the sequence itself. If every id is
+        impossible, end_id is taken where it is an id, else id 0.
 
-        Then, for the token t: last_tokens = t; history and history_lens grow by t under BAD_WORDS (a full
-        history no longer); counts[t] += 1 under PENALTIES;
-        generated += 1; under DECAY top_p = its initial value if t is the reset id, else max(top_p * decay,
-        minimum).
+        Then, for the token t: last_tokens = t; generated += 1; with bad words, history grows by t (a full
+        history no longer); counts[t] += 1 with penalties that are not neutral; with top_p_decay < 1,
+        top_p_now = top_p if t is top_p_reset_id, else max(top_p_now * top_p_decay, top_p_min).
         Sources: FasterTransformer's sampling layers for the order; Gumbel 1954 and Salmon et al. 2011 for the
         draw.
         """

@@ -1,8 +1,7 @@
 """The meaning of each operation, in plain torch: the CPU path of the engine and the oracle of the CUDA
 kernels.
 
-Contracts are in ops.py. Runs on any device (the engine setting `device` and TRIDECODE_OPS=reference choose it
-on a GPU).
+Contracts are in ops.py. Runs on any device; TRIDECODE_OPS=reference chooses it on a GPU.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tridecode.kernels import ops as o
-from tridecode.kernels.checks import indices, match, same_dtype
+from tridecode.kernels.checks import ShapeError, indices, match, same_dtype
 from tridecode.kernels.ops import Batch, CacheLayer, DecoderLayer, Heads, Linear, Norm, Rope, SamplingState
 from tridecode.kernels.philox import uniforms
+from tridecode.kernels.sampling_state import records, words
 
-#: queries of one prefill row that are scored at a time: bounds the scores' memory
+#: queries of a prefill row that are scored at a time; bounds the memory of the scores
 _QUERY_CHUNK = 256
 
 
 class Reference:
-    """Every operation of kernels.ops.Ops. Stateless but for a scratch buffer."""
+    """Every operation of kernels.ops.Ops. Its only state is a scratch buffer."""
 
     def __init__(self) -> None:
         self._scratch: dict[torch.dtype, Tensor] = {}
@@ -93,7 +92,9 @@ class Reference:
         rows, columns = x.shape[0], linear.weight.shape[0]
         same_dtype("linear", ("x", x), ("weight", linear.weight))
         match("linear", ("TI", "x", x), ("TO", "out", out))
-        assert out.shape[1] == (columns // 2 if gated else columns), (out.shape, linear.weight.shape)
+        wanted = columns // 2 if gated else columns
+        if out.shape[1] != wanted:
+            raise ShapeError(f"linear: out has {out.shape[1]} columns; {columns} weight rows give {wanted}")
         if norm is not None:
             x = _normed(x, norm)
         if out.dtype != x.dtype or gated or (activation is not None and residual is not None):
@@ -205,17 +206,24 @@ class Reference:
             ("R", "log_probs", log_probs),
         )
         indices("sample", ("slots", slots), ("tokens", tokens))
-        held = slots.tolist()
-        flags = state.ints[slots.clamp(min=0).long(), o.FLAGS].tolist()
         log_probs.zero_()
-        plain = all(flag == o.GREEDY for flag in flags)
+        rows = (slots >= 0).nonzero().squeeze(1)
+        held = slots[rows].long()
+        sequences = records(state.slots[held])
+        greedy = _greedy(sequences)
+        plain = (
+            greedy
+            & ~_penalised(sequences)
+            & (sequences["num_bad_words"] == 0)
+            & (sequences["generated"] >= sequences["min_tokens"])
+            & (sequences["return_log_probs"] == 0)
+        ).all()
         chosen = logits.argmax(dim=-1).tolist() if plain else []
-        for row, slot in enumerate(held):
-            if slot < 0:
-                continue
-            token = chosen[row] if plain else _choose(logits[row], slot, flags[row], state, log_probs[row])
+        for row, slot, sequence in zip(rows.tolist(), held.tolist(), sequences):
+            token = chosen[row] if plain else _choose(logits[row], slot, sequence, state, log_probs[row])
             tokens[row] = token
-            _remember(state, slot, flags[row], token)
+            _remember(state, slot, sequence, token)
+        state.slots[held] = words(sequences).to(state.slots.device)
 
 
 def _normed(x: Tensor, norm: Norm) -> Tensor:
@@ -235,10 +243,11 @@ def _activate(x: Tensor, activation: str | None) -> None:
 
 def _rotate(x: Tensor, rope: Rope, batch: Batch) -> None:
     """Rotate x (T, heads, D) in place at the batch's positions, in float32."""
-    if "rope" not in batch.memo:
+    key = ("rope", id(rope))
+    if key not in batch.memo:
         rows = batch.positions.long()
-        batch.memo["rope"] = (rope.cos[rows].unsqueeze(1), rope.sin[rows].unsqueeze(1))
-    cos, sin = batch.memo["rope"]  # (T, 1, size / 2)
+        batch.memo[key] = (rope.cos[rows].unsqueeze(1), rope.sin[rows].unsqueeze(1), rope)
+    cos, sin, _ = batch.memo[key]  # (T, 1, size / 2)
     half = rope.size // 2
     if rope.interleaved:
         first, second = x[..., 0 : rope.size : 2], x[..., 1 : rope.size : 2]
@@ -263,19 +272,22 @@ def _written(batch: Batch, block_tokens: int) -> tuple[Tensor | None, Tensor, Te
 def _decode_indices(batch: Batch, cache: CacheLayer, num_kv_heads: int) -> tuple[Tensor, Tensor]:
     """Rows of the cache, seen as (N * 2 * K, P, D), that hold the keys and the values of each decode row: (B
     * K * M,)."""
-    if "decode_indices" not in batch.memo:
+    key = ("decode_indices", num_kv_heads, cache.block_tokens)
+    if key not in batch.memo:
         rows = batch.num_decodes
         columns = -(-max(int(batch.context_lens[:rows].max()), 1) // cache.block_tokens)
         tables = batch.block_tables[:rows, None, :columns].clamp(min=0).long()
         heads = torch.arange(num_kv_heads, device=tables.device)[None, :, None]
         keys = (tables * (2 * num_kv_heads) + heads).flatten()
-        batch.memo["decode_indices"] = (keys, keys + num_kv_heads)
-    return batch.memo["decode_indices"]
+        batch.memo[key] = (keys, keys + num_kv_heads)
+    return batch.memo[key]
 
 
 def _decode_mask(batch: Batch, heads: Heads, width: int, dtype: torch.dtype) -> Tensor:
-    """(B, K or 1, H / K or 1, width): -inf beyond the context, ALiBi within."""
-    if "decode_mask" not in batch.memo:
+    """(B, K or 1, H / K or 1, width): -inf beyond the context, ALiBi within. Layers of the same slopes share
+    it."""
+    key = ("decode_mask", id(heads.slopes), heads.num_kv_heads, width, dtype)
+    if key not in batch.memo:
         lens = batch.context_lens[: batch.num_decodes].clamp(min=1)
         positions = torch.arange(width, device=lens.device)
         outside = positions[None, :] >= lens[:, None]
@@ -285,8 +297,9 @@ def _decode_mask(batch: Batch, heads: Heads, width: int, dtype: torch.dtype) -> 
             distances = (positions[None, :] - (lens[:, None] - 1)).float()
             slopes = heads.slopes.view(1, heads.num_kv_heads, -1, 1)
             mask = slopes * distances[:, None, None, :]
-        batch.memo["decode_mask"] = mask.masked_fill(outside[:, None, None, :], -torch.inf).to(dtype)
-    return batch.memo["decode_mask"]
+        mask = mask.masked_fill(outside[:, None, None, :], -torch.inf).to(dtype)
+        batch.memo[key] = (mask, heads.slopes)  # slopes are kept: their id stays theirs
+    return batch.memo[key][0]
 
 
 def cached_keys(cache: CacheLayer, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -325,41 +338,51 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def _choose(logits: Tensor, slot: int, flags: int, state: SamplingState, log_prob: Tensor) -> int:
-    """The next token of one row; logits (V,) float32 are changed in place, log_prob () is written under
-    LOG_PROBS."""
-    ints, floats = state.ints[slot].tolist(), state.floats[slot].tolist()
-    generated = int(state.generated[slot])
-    if flags & o.BAD_WORDS:
-        _ban(logits, slot, ints[o.NUM_BAD_WORDS], state)
-    if floats[o.TEMPERATURE] not in (0.0, 1.0):
-        logits /= floats[o.TEMPERATURE]
-    if flags & o.PENALTIES:
-        counts = state.counts[slot]
-        seen = counts > 0
-        repeated = torch.where(logits < 0, logits * floats[o.REPETITION], logits / floats[o.REPETITION])
-        repeated -= floats[o.PRESENCE] + floats[o.FREQUENCY] * counts.float()
-        torch.where(seen, repeated, logits, out=logits)
-    if flags & o.MIN_LENGTH and generated < ints[o.MIN_TOKENS] and 0 <= ints[o.END_ID] < logits.shape[0]:
-        logits[ints[o.END_ID]] = -torch.inf
+def _greedy(sequence: np.ndarray | np.void) -> np.ndarray:
+    """Of one SLOT record or of many."""
+    return (sequence["top_k"] == 1) | (sequence["temperature"] == 0)
+
+
+def _penalised(sequence: np.ndarray | np.void) -> np.ndarray:
+    return (
+        (sequence["repetition_penalty"] != 1)
+        | (sequence["presence_penalty"] != 0)
+        | (sequence["frequency_penalty"] != 0)
+    )
+
+
+def _choose(logits: Tensor, slot: int, sequence: np.void, state: SamplingState, log_prob: Tensor) -> int:
+    """The next token of one row. logits (V,) float32 are changed in place; log_prob () is written if the
+    sequence wants it."""
+    if sequence["num_bad_words"]:
+        _ban(logits, slot, sequence, state)
+    if sequence["temperature"] not in (0.0, 1.0):
+        logits /= float(sequence["temperature"])
+    if _penalised(sequence):
+        counts, factor = state.counts[slot], float(sequence["repetition_penalty"])
+        repeated = torch.where(logits < 0, logits * factor, logits / factor)
+        repeated -= (
+            float(sequence["presence_penalty"]) + float(sequence["frequency_penalty"]) * counts.float()
+        )
+        torch.where(counts > 0, repeated, logits, out=logits)
+    end_id = int(sequence["end_id"])
+    has_end = 0 <= end_id < logits.shape[0]
+    if sequence["generated"] < sequence["min_tokens"] and has_end:
+        logits[end_id] = -torch.inf
     if bool(torch.isneginf(logits).all()):
-        return ints[o.END_ID] if 0 <= ints[o.END_ID] < logits.shape[0] else 0
-    if flags & o.GREEDY:
-        token = int(logits.argmax())
-    else:
-        token = _draw(logits, ints, float(state.top_p[slot]), generated)
-    if flags & o.LOG_PROBS:
+        return end_id if has_end else 0
+    token = int(logits.argmax()) if _greedy(sequence) else _draw(logits, sequence)
+    if sequence["return_log_probs"]:
         log_prob.copy_(logits[token] - logits.logsumexp(0))
     return token
 
 
-def _ban(logits: Tensor, slot: int, num_words: int, state: SamplingState) -> None:
+def _ban(logits: Tensor, slot: int, sequence: np.void, state: SamplingState) -> None:
     """Make the last id of each bad word impossible whose other ids end the history."""
     ids = state.bad_ids[slot].tolist()
-    ends = state.bad_ends[slot, :num_words].tolist()
-    length = int(state.history_lens[slot])
+    length = int(sequence["history_length"])
     start = 0
-    for end in ends:
+    for end in state.bad_ends[slot, : int(sequence["num_bad_words"])].tolist():
         *before, last = ids[start:end]
         start = end
         tail = state.history[slot, max(length - len(before), 0) : length].tolist()
@@ -367,35 +390,35 @@ def _ban(logits: Tensor, slot: int, num_words: int, state: SamplingState) -> Non
             logits[last] = -torch.inf
 
 
-def _draw(logits: Tensor, ints: list[int], top_p: float, generated: int) -> int:
+def _draw(logits: Tensor, sequence: np.void) -> int:
     """Top-k, top-p, then the largest logit plus Gumbel noise."""
+    top_k, top_p, seed = int(sequence["top_k"]), float(sequence["top_p_now"]), int(sequence["seed"])
     keep = ~torch.isneginf(logits)
-    if 0 < ints[o.TOP_K] < logits.shape[0]:
-        keep &= logits >= logits.topk(ints[o.TOP_K]).values[-1]
+    if 0 < top_k < logits.shape[0]:
+        keep &= logits >= logits.topk(top_k).values[-1]
     if top_p < 1.0:
         values = logits[keep].sort(descending=True).values
         mass = torch.softmax(values.double(), 0).cumsum(0)
         last = min(int((mass < top_p).sum()), len(values) - 1)
         keep &= logits >= values[last]
     ids = keep.nonzero().squeeze(1)
-    key = (ints[o.SEED_LOW] & 0xFFFFFFFF, ints[o.SEED_HIGH] & 0xFFFFFFFF)
-    noise = torch.from_numpy(uniforms(key, ids.cpu().numpy(), generated)).to(logits.device)
+    key = (seed & 0xFFFFFFFF, seed >> 32)
+    noise = torch.from_numpy(uniforms(key, ids.cpu().numpy(), int(sequence["generated"]))).to(logits.device)
     with np.errstate(divide="ignore"):
         gumbel = -(-torch.log1p(-noise)).log()
     return int(ids[(logits[ids] + gumbel).argmax()])
 
 
-def _remember(state: SamplingState, slot: int, flags: int, token: int) -> None:
+def _remember(state: SamplingState, slot: int, sequence: np.void, token: int) -> None:
+    """Update the state of a slot and its record."""
     state.last_tokens[slot] = token
-    state.generated[slot] += 1
-    if flags & o.BAD_WORDS:
-        length = int(state.history_lens[slot])
-        if length < state.history.shape[1]:
-            state.history[slot, length] = token
-            state.history_lens[slot] = length + 1
-    if flags & o.PENALTIES:
+    sequence["generated"] += 1
+    length = int(sequence["history_length"])
+    if sequence["num_bad_words"] and length < state.history.shape[1]:
+        state.history[slot, length] = token
+        sequence["history_length"] = length + 1
+    if _penalised(sequence):
         state.counts[slot, token] += 1
-    if flags & o.DECAY:
-        initial, decay, least = state.floats[slot, [o.TOP_P_INITIAL, o.TOP_P_DECAY, o.TOP_P_MIN]].tolist()
-        reset = token == int(state.ints[slot, o.TOP_P_RESET_ID])
-        state.top_p[slot] = initial if reset else max(float(state.top_p[slot]) * decay, least)
+    if sequence["top_p_decay"] < 1:
+        decayed = max(sequence["top_p_now"] * sequence["top_p_decay"], sequence["top_p_min"])
+        sequence["top_p_now"] = sequence["top_p"] if token == sequence["top_p_reset_id"] else decayed

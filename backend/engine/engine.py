@@ -18,13 +18,14 @@ from tridecode.backend.engine.loader import DTYPES, FileWeights
 from tridecode.backend.engine.parallel import ProcessRanks, SingleRank
 from tridecode.backend.engine.plan import StepPlan, StepResult
 from tridecode.backend.engine.random_weights import RandomWeights
-from tridecode.backend.engine.sampling import allocate_state, copy_slots, start_slots
+from tridecode.backend.engine.sampling import copy_slots, start_slots
 from tridecode.backend.engine.settings import choose_num_blocks
 from tridecode.backend.engine.step_buffers import StepBuffers
 from tridecode.backend.models.layers import Context, Weights, Workspace
 from tridecode.backend.weight_layout import stage_layers
 from tridecode.backend.weights import WeightReader
 from tridecode.kernels.ops import Batch, CacheLayer, Ops
+from tridecode.kernels.sampling_state import SamplingState
 
 Ranks = Union[SingleRank, ProcessRanks]
 Progress = Callable[[str], None]
@@ -78,7 +79,7 @@ class Engine:
         self.work = Workspace.allocate(
             model, config.max_step_tokens, rows, ranks.tensor_size, self.dtype, device
         )
-        self.state = allocate_state(
+        self.state = SamplingState.allocate(
             rows, config.max_sequence_tokens, model.vocab_size, config.max_bad_word_tokens, device
         )
         self.ops.reserve(

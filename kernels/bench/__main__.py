@@ -1,5 +1,5 @@
-"""`python -m tridecode.kernels.bench [operation ...]`: microseconds, rate, share of the roof, and a
-peer's."""
+"""`python -m tridecode.kernels.bench [operation ...]`: time, rate, share of the roofline,
+and the time of cuBLAS or torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OPERATIONS = ("norm", "linear", "decode_attention", "prefill_attention", "sample
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tridecode.kernels.bench", description=__doc__)
-    parser.add_argument("operations", nargs="*", choices=[*OPERATIONS, []], help="all, where none is given")
+    parser.add_argument("operations", nargs="*", choices=[*OPERATIONS, []], help="default: all")
     bench = Bench()
     for operation in parser.parse_args().operations or OPERATIONS:
         for result in getattr(bench, operation)():

@@ -1,4 +1,4 @@
-"""The cases of each operation: shapes of BLOOM-7B1 and LLaMA-3-8B, beside cuBLAS or torch."""
+"""The benchmarks of each operation, with shapes of BLOOM-7B1 and LLaMA-3-8B, beside cuBLAS or torch."""
 
 # ruff: noqa: B023  every closure below is called before its loop goes on
 
@@ -12,14 +12,15 @@ from torch import Tensor
 
 from tridecode.kernels import ops as o
 from tridecode.kernels.bench.measure import Result, microseconds, over
-from tridecode.kernels.cuda import MAX_LAYER_TOKENS, Cuda
+from tridecode.kernels.bench.shapes import SHAPES, ModelShape
+from tridecode.kernels.cuda import MAX_LAYER_ROWS, Cuda
 from tridecode.kernels.ops import Batch, CacheLayer, DecoderLayer, Heads, Linear, Norm, SamplingState
 
 HALF = torch.float16
 
 
 class Bench:
-    """All cases, as one method an operation; each yields results as it measures them."""
+    """One method per operation; each yields results as it measures them."""
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -46,16 +47,10 @@ class Bench:
             yield Result("norm", f"layer norm {tokens}x{columns}", mine, 4 * tokens * columns, peer=peer)
 
     def linear(self) -> Iterator[Result]:
-        shapes = [
-            (12288, 4096),
-            (4096, 4096),
-            (16384, 4096),
-            (4096, 16384),
-            (6144, 4096),
-            (28672, 4096),
-            (4096, 14336),
-            (250880, 4096),
+        products = [
+            product for model in ("bloom-7b1", "llama-3-8b") for product in SHAPES[model].products().values()
         ]
+        shapes = dict.fromkeys((product.outputs, product.inputs) for product in products)
         for outputs, inputs in shapes:
             count = max(2, min(40, int(3e9 // (outputs * inputs * 2))))
             weights = [self.normal(outputs, inputs, scale=inputs**-0.5) for _ in range(count)]
@@ -83,7 +78,7 @@ class Bench:
         yield from self._swiglu()
 
     def _swiglu(self) -> Iterator[Result]:
-        """Gate and up of LLaMA-3-8B with what follows them, beside cuBLAS's product alone."""
+        """Gate and up of LLaMA-3-8B with SwiGLU, beside the product alone by cuBLAS."""
         outputs, inputs = 28672, 4096
         weights = [self.normal(outputs, inputs, scale=inputs**-0.5) for _ in range(8)]
         for tokens in (8, 64, 256, 1024, 8192):
@@ -184,7 +179,7 @@ class Bench:
                 )
 
     def _flash(self, qkv: Tensor, shape: Heads, rows: int, length: int) -> float | None:
-        """torch's own attention over the same ragged prompts, without ALiBi, which it has not."""
+        """torch's attention over the same ragged prompts, without ALiBi, which it does not support."""
         from torch.nn.attention.varlen import varlen_attn  # torch 2.10 and newer
 
         sizes = [shape.num_heads * 128, shape.num_kv_heads * 128, shape.num_kv_heads * 128]
@@ -196,20 +191,19 @@ class Bench:
 
     def sample(self) -> Iterator[Result]:
         vocab = 250880
-        kinds = {
-            "greedy": (o.GREEDY, 0, 1.0),
-            "greedy, log-probs": (o.GREEDY | o.LOG_PROBS, 0, 1.0),
-            "whole vocabulary": (0, 0, 1.0),
-            "top-k 50": (0, 50, 1.0),
-            "top-k 50, top-p 0.9": (0, 50, 0.9),
-            "top-p 0.9": (0, 0, 0.9),
-            "greedy, penalties": (o.GREEDY | o.PENALTIES, 0, 1.0),
+        kinds: dict[str, dict[str, float]] = {
+            "greedy": {"top_k": 1},
+            "greedy, log-probs": {"top_k": 1, "return_log_probs": 1},
+            "whole vocabulary": {},
+            "top-k 50": {"top_k": 50},
+            "top-k 50, top-p 0.9": {"top_k": 50, "top_p_now": 0.9},
+            "top-p 0.9": {"top_p_now": 0.9},
+            "greedy, penalties": {"top_k": 1, "presence_penalty": 1.0},
         }
         for rows in (1, 8, 64, 256):
-            state = self._state(rows, vocab)
             slots = self.ints(range(rows))
             tokens, log_probs = slots.clone(), torch.zeros(rows, device=self.device)
-            # a language model's logits: a few far above the many
+            # as a language model's logits: a few are far above the rest
             logits = [
                 torch.randn(rows, vocab, device=self.device) * 2 for _ in range(max(2, min(40, 128 // rows)))
             ]
@@ -220,9 +214,8 @@ class Bench:
                     torch.rand(rows, 64, device=self.device) * 18,
                 )
             peer = microseconds(over(logits, lambda each: each.argmax(-1)), len(logits))
-            for name, (flags, top_k, top_p) in kinds.items():
-                state.ints[:, o.FLAGS], state.ints[:, o.TOP_K] = flags, top_k
-                state.top_p.fill_(top_p)
+            for name, columns in kinds.items():
+                state = self._state(rows, vocab, **columns)
                 mine = microseconds(
                     over(
                         logits,
@@ -235,36 +228,23 @@ class Bench:
                     f"{rows} rows of {vocab}, {name}",
                     mine,
                     4 * rows * vocab,
-                    peer=peer if flags == o.GREEDY else None,
+                    peer=peer if columns == {"top_k": 1} else None,
                 )
 
-    def _state(self, slots: int, vocab: int) -> SamplingState:
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=self.device)
-
-        floats = zeros(slots, o.NUM_FLOATS, dtype=torch.float32) + 1
-        return SamplingState(
-            ints=zeros(slots, o.NUM_INTS),
-            floats=floats,
-            top_p=zeros(slots, dtype=torch.float32),
-            generated=zeros(slots),
-            last_tokens=zeros(slots),
-            history=zeros(slots, 8),
-            history_lens=zeros(slots),
-            counts=zeros(slots, vocab, dtype=torch.int16),
-            bad_ids=zeros(slots, 8),
-            bad_ends=zeros(slots, 8),
-        )
+    def _state(self, slots: int, vocab: int, **columns: float) -> SamplingState:
+        state = SamplingState.allocate(slots, 8, vocab, 8, self.device)
+        for name, value in columns.items():
+            state.column(name).fill_(value)
+        return state
 
     def step(self) -> Iterator[Result]:
-        """A whole decoding step of random weights, sampling included: what a graph of the engine replays."""
-        yield from self._steps("BLOOM-7B1", 30, 32, 32, 16384, 250880, gated=False)
-        yield from self._steps("LLaMA-3-8B", 32, 32, 8, 14336, 128256, gated=True)
+        """A whole decoding step with random weights, sampling included, as the engine's graphs replay it."""
+        for label in ("BLOOM-7B1", "LLaMA-3-8B"):
+            yield from self._steps(label, SHAPES[label.lower()])
 
-    def _steps(
-        self, label: str, num_layers: int, heads: int, kv_heads: int, inner: int, vocab: int, gated: bool
-    ) -> Iterator[Result]:
-        hidden, block, context = 4096, 32, 544
+    def _steps(self, label: str, model: ModelShape) -> Iterator[Result]:
+        hidden, heads, kv_heads, inner = model.hidden, model.heads, model.kv_heads, model.inner
+        num_layers, vocab, gated, block, context = model.layers, model.vocab, model.gated, 32, 544
         shape = Heads(
             heads, kv_heads, 128, 128**-0.5, None, None if gated else torch.rand(heads, device=self.device)
         )
@@ -307,8 +287,7 @@ class Bench:
                 self.normal(rows, heads * 128),
             )
             mlp, logits = self.normal(rows, inner), torch.zeros(rows, vocab, device=self.device)
-            state, slots = self._state(rows, vocab), self.ints(range(rows))
-            state.ints[:, o.FLAGS] = o.GREEDY
+            state, slots = self._state(rows, vocab, top_k=1), self.ints(range(rows))
             tokens, log_probs = slots.clone(), torch.zeros(rows, device=self.device)
 
             def one_by_one() -> None:
@@ -330,7 +309,7 @@ class Bench:
 
             case = f"{label} rows {rows} context {context}"
             moved = layer_bytes + num_layers * rows * context * kv_heads * 512
-            self.ops.layer_tokens = MAX_LAYER_TOKENS
+            self.ops.layer_tokens = MAX_LAYER_ROWS
             if at_once():  # beside the same layers operation by operation
                 peer = microseconds(one_by_one, 1)
                 yield Result("layers", case, microseconds(at_once, 1), moved, float(layer_bytes) * rows, peer)

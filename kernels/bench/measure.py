@@ -1,4 +1,4 @@
-"""Timing on the device: chains of operations in a CUDA graph, replayed, as decoding runs them."""
+"""Timing on the device: chains of operations in a CUDA graph, as decoding runs them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from typing import Callable, TypeVar
 import torch
 
 T = TypeVar("T")
-#: what one sweep of an H200's memory reads a second, and its 16-bit matrix rate, both measured
-#: (docs/benchmarks.md)
+#: memory bandwidth and 16-bit matrix rate of an H200, both measured (docs/benchmarks.md)
 ROOF_BYTES, ROOF_FLOPS = 4.46e12, 790e12
 
 
 @dataclass
 class Result:
-    """One measured case. microseconds: of one call; peer: the same by cuBLAS or torch, None where it has no
-    such thing."""
+    """One measured case. microseconds: per call; peer: per call of cuBLAS or torch, None if it has no such
+    operation."""
 
     operation: str
     case: str
@@ -29,7 +28,7 @@ class Result:
 
     @property
     def share(self) -> float:
-        """Of the bound that the case runs into: memory or matrix units."""
+        """The achieved share of the roofline: memory bandwidth or matrix units."""
         return max(self.bytes / ROOF_BYTES, self.flops / ROOF_FLOPS) / (self.microseconds * 1e-6)
 
     def line(self) -> str:
@@ -46,7 +45,7 @@ class Result:
 
 
 def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """`run`, once to warm up, then captured."""
+    """The graph of `run`, which is first called once to warm up."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -60,7 +59,7 @@ def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def over(items: Iterable[T], call: Callable[[T], object]) -> Callable[[], None]:
-    """A chain: `call` with each of the items."""
+    """A chain that calls `call` with each of the items."""
 
     def run() -> None:
         for item in items:
@@ -70,9 +69,9 @@ def over(items: Iterable[T], call: Callable[[T], object]) -> Callable[[], None]:
 
 
 def microseconds(run: Callable[[], object], calls: int, replays: int = 5, repeats: int = 5) -> float:
-    """Of one of the `calls` calls that `run` makes: the median over repeats of replays of the captured chain.
+    """The time of one of the `calls` calls of `run`: median over repeats of replays of the captured chain.
 
-    The tensors of the chain must exceed the cache together, or it is the cache that is measured.
+    Together the tensors of the chain must exceed the L2 cache, or the cache is measured.
     """
     graph = capture(run)
     graph.replay()

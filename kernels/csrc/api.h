@@ -1,5 +1,5 @@
-// The C ABI of the kernels, declared once: library.py reads this file and binds every function from
-// it.
+// The C ABI of the kernels, declared once: library.py reads this file, makes a ctypes structure of
+// every task and binds every function.
 //
 // Pointers are device addresses, strides count elements, `stream` is a cudaStream_t. Every function
 // returns 0, or a status whose text tridecode_error() gives (per thread). None of them allocates or
@@ -8,13 +8,15 @@
 #pragma once
 #include <stdint.h>
 
+#include "sampling_state.h"
+
 #ifdef __cplusplus
 extern "C" {
 #endif
 #pragma GCC visibility push(default)
 
 // Raised whenever a prototype or the meaning of an argument changes.
-#define TRIDECODE_ABI_VERSION 2
+#define TRIDECODE_ABI_VERSION 5
 
 int tridecode_abi_version(void);
 const char* tridecode_build_info(void);
@@ -43,93 +45,160 @@ int tridecode_gather_rows(void* out, const void* x, const int* rows, int num_row
                           int64_t row_bytes, int64_t x_stride_bytes, int64_t out_stride_bytes,
                           void* stream);
 
-// out = activation(product + bias) + residual, after a library product. activation: 0 none, 1 tanh
-// GELU, 2 erf GELU, 3 ReLU, 4 SwiGLU (product and bias have 2 * columns columns). product: dtype,
-// or float32 where product_float32.
-int tridecode_finish_linear(void* out, const void* product, const void* bias, const void* residual,
-                            int num_tokens, int columns, int64_t out_stride, int64_t product_stride,
-                            int64_t residual_stride, int activation, int product_float32,
-                            int out_float32, int dtype, void* stream);
+// The epilogue of a cuBLAS product: out = activation(product + bias) + residual. activation: 0
+// none, 1 tanh GELU, 2 erf GELU, 3 ReLU, 4 SwiGLU (product and bias have 2 * columns columns).
+// product: dtype, or float32 where product_float32.
+int tridecode_gemm_library_epilogue(void* out, const void* product, const void* bias,
+                                    const void* residual, int num_tokens, int columns,
+                                    int64_t out_stride, int64_t product_stride,
+                                    int64_t residual_stride, int activation, int product_float32,
+                                    int out_float32, int dtype, void* stream);
 
-// Rotates q and k of qkv (num_tokens, (heads + 2 kv_heads) * head_size) in place and writes k and v
-// to the cache. rotary_size 0: no rotation. block_tokens: tokens of a cache block.
-int tridecode_rotate_and_cache(void* qkv, const float* cos, const float* sin, const int* positions,
-                               const int* kv_slots, void* cache, int num_tokens, int heads,
-                               int kv_heads, int head_size, int rotary_size, int interleaved,
-                               int block_tokens, int64_t qkv_stride, int dtype, void* stream);
+// out = epilogue(norm(x) * weight^T). Rows are contiguous; a stride is the distance of two rows.
+//
+// activation 0 to 3: out = activation(product + bias) + residual. 4, SwiGLU: weight and bias hold
+// the gate rows, then the up rows, and out has outputs / 2 columns. With a cache: the outputs are
+// the heads of query, key and value; query and key are rotated unless rotary_size is 0, and key and
+// value are also written to the cache.
+//
+// kernels/gemm_table.py chooses the function, the tile and the split. A function refuses a task for
+// which it has no instance.
+typedef struct {
+  void* out;                // (tokens, outputs), of dtype or float32
+  const void* x;            // (tokens, inputs)
+  const void* weight;       // (outputs, inputs)
+  const void* bias;         // (outputs), or null
+  const void* residual;     // like out, or null
+  const void* norm_weight;  // (inputs), or null: x is not normalised
+  const void* norm_bias;    // (inputs); null: RMSNorm
+  int64_t x_stride, weight_stride, residual_stride, out_stride;
+  float norm_eps;
+  int tokens, inputs, outputs;
+  int activation, out_float32, dtype;
+  // query, key and value
+  const float* cos;  // (positions, rotary_size / 2)
+  const float* sin;
+  const int* positions;
+  const int* kv_slots;  // -1: this token is not written
+  void* cache;          // null: no heads
+  int heads, kv_heads, head_size, rotary_size, interleaved;
+  int block_tokens;  // of a cache block
+  // tile
+  int tile_outputs, tile_tokens;
+  int split;     // parts that the inputs are split into
+  int clusters;  // that are launched
+  int stream_k;  // the clusters share tiles
+  // scratch memory: partial sums, and counters that are zero before and after each launch
+  void* partials;
+  int64_t partial_bytes;
+  unsigned int* counters;
+  int num_counters;
+} tridecode_gemm_task;
 
-// The product of 1 to 16 tokens with a weight matrix that is read once, see linear.cu. scratch:
-// partial sums; counters: zeroed once. mode: 0 one output a row, 1 SwiGLU, 2 query, key and value.
-int tridecode_linear(void* out, const void* x, const void* weight, const void* bias,
-                     const void* norm_weight, const void* norm_bias, float eps,
-                     const void* residual, int num_tokens, int inputs, int outputs,
-                     int64_t x_stride, int64_t weight_stride, int64_t residual_stride,
-                     int64_t out_stride, int mode, int activation, int out_float32,
-                     const float* cos, const float* sin, const int* positions, const int* kv_slots,
-                     void* cache, int heads, int kv_heads, int head_size, int rotary_size,
-                     int interleaved, int block_tokens, void* scratch, int64_t scratch_bytes,
-                     unsigned int* counters, int num_counters, int dtype, void* stream);
+// 1 or 2 tokens; x fits in the shared memory of a block. No tile.
+int tridecode_gemv(const tridecode_gemm_task* task, void* stream);
 
-// The same for any number of tokens on compute capability 9.0, see linear_many_sm90a.cu: x, weight,
-// residual and a 16-bit out at multiples of 16 bytes, and their strides. activation 4: SwiGLU,
-// without a residual, of a multiple of 16 rows. With a cache: query, key and value, rotated by
-// halves of a whole head of 64, 128 or 256 where `cos` is given; else head_size a multiple of 8.
-// split: blocks among which a product of up to 64 tokens, not SwiGLU, shares its inputs, 1 to 3; 0:
-// it does not; -1: as is faster.
-int tridecode_linear_many(void* out, const void* x, const void* weight, const void* bias,
-                          const void* residual, int num_tokens, int inputs, int outputs,
-                          int64_t x_stride, int64_t weight_stride, int64_t residual_stride,
-                          int64_t out_stride, int activation, int out_float32, const float* cos,
-                          const float* sin, const int* positions, const int* kv_slots, void* cache,
-                          int heads, int kv_heads, int head_size, int block_tokens, void* scratch,
-                          int64_t scratch_bytes, unsigned int* counters, int num_counters,
-                          int split, int dtype, void* stream);
+// 1 to 8 tokens, by mma.sync. split: split-K through partials; 1 with a norm.
+int tridecode_gemm_mma(const tridecode_gemm_task* task, void* stream);
 
-// scratch: see decode_attention.cu; tridecode_decode_attention_scratch gives the bytes for any
-// batch.
+// Compute capability 9.0, no norm. 1 to 16 tokens (tile_tokens 8 or 16), tile_outputs 32 or 64,
+// without rotation.
+int tridecode_gemm_sm90_data_parallel(const tridecode_gemm_task* task, void* stream);
+
+// Compute capability 9.0, no norm; x, weight, residual and a 16-bit out at multiples of 16 bytes,
+// and their strides. Rotation: by halves of a whole head of 64, 128 or 256; else head_size is a
+// multiple of 8. A residual needs a 16-bit out and no heads.
+//
+// split_k: up to tile_tokens 16, 32 or 64; the inputs are split among a cluster of 1 to 3 blocks.
+// No SwiGLU. clusters(split): how many of its clusters the device holds at once.
+int tridecode_gemm_sm90_split_k(const tridecode_gemm_task* task, void* stream);
+int64_t tridecode_gemm_sm90_clusters(int split);
+
+// stream_k: any number of tokens; tile_tokens 16, 32 or 64, or for SwiGLU, of a multiple of 16
+// rows and without a residual, 32 to 256.
+int tridecode_gemm_sm90_stream_k(const tridecode_gemm_task* task, void* stream);
+
+// Rotates the query and key heads of out in place and writes key and value to the cache, after a
+// product that did neither: of the task all fields from `cos` to `block_tokens`, out, out_stride,
+// tokens and dtype.
+int tridecode_rotate_and_cache(const tridecode_gemm_task* task, void* stream);
+
+typedef struct {
+  void* out;                // (tokens, heads * head_size)
+  const void* qkv;          // (tokens, (heads + 2 * kv_heads) * head_size)
+  const void* cache;        // (blocks, 2, kv_heads, block_tokens, head_size)
+  const int* block_tables;  // (num_rows, columns)
+  const int* context_lens;  // (num_rows), in tokens of the cache
+  const float* slopes;      // (heads), or null: no ALiBi
+  int64_t qkv_stride, out_stride, table_stride;
+  float scale;
+  int num_rows, heads, kv_heads, head_size, block_tokens, dtype;
+  // prefill: rows first_row .. num_rows - 1; qkv and out begin with the first token of first_row
+  const int* query_starts;  // (num_rows + 1)
+  int first_row;
+  int max_query;  // the largest number of queries of a row
+  int tokens;
+  // decode: scratch memory of tridecode_decode_attention_scratch(head_size) bytes, for any batch;
+  // counters that are zero before and after each launch, one per row and group of 8 query heads
+  void* scratch;
+  unsigned int* counters;
+  int num_counters;
+} tridecode_attention_task;
+
 int64_t tridecode_decode_attention_scratch(int head_size);
-int tridecode_decode_attention(void* out, const void* qkv, const void* cache,
-                               const int* block_tables, const int* context_lens,
-                               const float* slopes, float scale, int num_rows, int heads,
-                               int kv_heads, int head_size, int block_tokens, int64_t qkv_stride,
-                               int64_t out_stride, int64_t table_stride, void* scratch,
-                               unsigned int* counters, int num_counters, int dtype, void* stream);
+int tridecode_decode_attention(const tridecode_attention_task* task, void* stream);
+int tridecode_prefill_attention(const tridecode_attention_task* task, void* stream);
 
-// Rows first_row .. num_rows - 1 of the batch; qkv and out begin with the first token of first_row.
-// max_query: the longest of their query counts; num_tokens: their sum.
-int tridecode_prefill_attention(void* out, const void* qkv, const void* cache,
-                                const int* block_tables, const int* context_lens,
-                                const int* query_starts, const float* slopes, float scale,
-                                int first_row, int num_rows, int max_query, int heads, int kv_heads,
-                                int head_size, int block_tokens, int64_t qkv_stride,
-                                int64_t out_stride, int64_t table_stride, int num_tokens, int dtype,
-                                void* stream);
+// All pre-LayerNorm layers of a decoder for 1 to 4 tokens, each of a row of its own, on compute
+// capability 9.0: see decoder_layers_sm90a.cu. 16-bit dtypes, head_size 64 or 128, hidden, heads *
+// head_size and inner multiples of 64; the tokens' inputs of a product take at most 64 KiB.
+typedef struct {
+  const void* layers;  // what tridecode_decoder_table has written, in device memory
+  void* x;             // (tokens, hidden), the residual stream, changed in place
+  void* queries;       // scratch of (tokens, heads * head_size)
+  void* context;       // scratch of (tokens, heads * head_size)
+  void* mlp;           // scratch of (tokens, inner)
+  const int* kv_slots;
+  const int* block_tables;
+  const int* context_lens;
+  const float* slopes;  // (heads), or null
+  int64_t table_stride;
+  float scale, norm_eps;
+  int num_layers, tokens, hidden, heads, head_size, inner;
+  int activation, block_tokens, dtype;
+  // scratch memory: parts of contexts, and counters that are zero before and after each launch
+  void* partials;
+  int64_t partial_bytes;
+  unsigned int* counters;
+  int num_counters;
+} tridecode_decoder_task;
+int tridecode_decoder_layers(const tridecode_decoder_task* task, void* stream);
 
-// All layers of a decoder for 1 to 8 tokens of as many rows, see decoder_layers_sm90a.cu. layers:
-// what tridecode_decoder_table has made, in device memory. counters: zeroed once. in_flight: stages
-// of 16 KiB of weights that a multiprocessor asks for at once.
-int tridecode_decoder_layers(const void* layers, int num_layers, void* x, void* qkv, void* context,
-                             void* mlp, const int* positions, const int* kv_slots,
-                             const int* block_tables, const int* context_lens, int64_t table_stride,
-                             const float* cos, const float* sin, const float* slopes, float scale,
-                             float eps, int tokens, int hidden, int heads, int kv_heads,
-                             int head_size, int inner, int rotary, int activation, int block_tokens,
-                             void* partials, int64_t partial_bytes, unsigned int* counters,
-                             int num_counters, int in_flight, int dtype, void* stream);
-
-// The table that tridecode_decoder_layers reads, made in host memory. tensors: num_layers times 13
-// pointers.
+// Writes the table of layers to host memory. tensors: per layer 13 pointers, see Tensors in
+// decoder_layers_sm90a.cu. queries: heads * head_size.
 int64_t tridecode_decoder_table_bytes(int num_layers);
 int tridecode_decoder_table(void* table, const void* tensors, int num_layers, int hidden,
-                            int queries, int qkv_rows, int inner, int up_rows, int dtype);
+                            int queries, int inner, int dtype);
+
+typedef struct {
+  float* logits;                   // (num_rows, vocab_size), overwritten, at a multiple of 16 bytes
+  const int* slots;                // (num_rows), -1: this row is skipped
+  tridecode_sampling_slot* state;  // (slots)
+  int* last_tokens;                // (slots)
+  int* history;                    // (slots, history_size)
+  int16_t* counts;                 // (slots, vocab_size)
+  const int* bad_ids;              // (slots, bad_size)
+  const int* bad_ends;             // (slots, bad_size)
+  int* tokens;                     // (num_rows), written
+  float* log_probs;                // (num_rows), written
+  int num_rows, vocab_size, history_size, bad_size;
+  int64_t logits_stride;
+  void* scratch;           // tridecode_sample_scratch() bytes
+  unsigned int* counters;  // (num_rows), zero before and after each launch
+} tridecode_sample_task;
 
 int64_t tridecode_sample_scratch(int max_rows, int vocab_size);
-int tridecode_sample(float* logits, const int* slots, const int* ints, const float* floats,
-                     float* top_p, int* generated, int* last_tokens, int* history,
-                     int* history_lens, int16_t* counts, const int* bad_ids, const int* bad_ends,
-                     int* tokens, float* log_probs, int num_rows, int vocab_size, int history_size,
-                     int bad_size, int64_t logits_stride, void* scratch, unsigned int* counters,
-                     void* stream);
+int tridecode_sample(const tridecode_sample_task* task, void* stream);
 
 #pragma GCC visibility pop
 #ifdef __cplusplus

@@ -1,4 +1,4 @@
-// What every kernel file shares: dtypes, 16-byte vectors, reductions, matrix instructions, launches
+// Shared by every kernel file: dtypes, 16-byte vectors, reductions, matrix instructions, launches
 // and errors.
 #pragma once
 #include <cuda_bf16.h>
@@ -15,11 +15,10 @@ using half = __half;
 using bfloat16 = __nv_bfloat16;
 
 enum Dtype { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2 };
-enum Activation { kNone = 0, kGeluTanh = 1, kGelu = 2, kRelu = 3, kSwiglu = 4 };
 
 // ---------------------------------------------------------------- host: errors, device, launches
 
-// Keeps the text for tridecode_error and returns a status that is not 0.
+// Sets the text of tridecode_error and returns a status other than 0.
 int fail(const char* format, ...);
 int check(cudaError_t status, const char* what);
 
@@ -39,15 +38,15 @@ inline cudaLaunchAttribute clusters_of(int blocks) {
   return attribute;
 }
 
-// Launches with programmatic dependent launch where the device has it: the kernel may start while
-// its predecessor still runs, and must call wait_for_predecessor() before it touches anything that
-// a kernel before it writes or reads. In clusters of `cluster` blocks, unless that is 0.
+// Launches with programmatic dependent launch if the device supports it: the kernel may start while
+// its predecessor still runs, and must call wait_for_predecessor() before it accesses anything that
+// an earlier kernel writes or reads. cluster: blocks per cluster; 0: no clusters.
 template <typename... Parameters, typename... Arguments>
 int launch_in_clusters(const char* what, void (*kernel)(Parameters...), int cluster, dim3 grid,
                        int threads, size_t shared, void* stream, Arguments... arguments) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return 0;
   if (shared >
-      32 * 1024) {  // beyond 48 KiB, static shared memory counted in, a kernel has to ask for it
+      32 * 1024) {  // more than 48 KiB, static shared memory included, must be allowed explicitly
     int status = check(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared),
         what);
@@ -76,7 +75,7 @@ int launch(const char* what, void (*kernel)(Parameters...), dim3 grid, int threa
   return launch_in_clusters(what, kernel, 0, grid, threads, shared, stream, arguments...);
 }
 
-// Calls body with a value of the dtype's C++ type.
+// Calls body with a value of the C++ type of the dtype.
 template <typename Body>
 int for_dtype(int dtype, const char* what, Body body) {
   if (dtype == kFloat32) return body(float());
@@ -85,12 +84,12 @@ int for_dtype(int dtype, const char* what, Body body) {
     if (device().capability < 80) return fail("%s: bfloat16 needs compute capability 8.0", what);
     return body(bfloat16());
   }
-  return fail("%s: dtype code %d is none of 0, 1, 2", what, dtype);
+  return fail("%s: dtype code %d; wanted 0, 1 or 2", what, dtype);
 }
 
 template <typename Body>
 int for_16_bit_dtype(int dtype, const char* what, Body body) {
-  if (dtype == kFloat32) return fail("%s: float32 has no such kernel", what);
+  if (dtype == kFloat32) return fail("%s: no kernel for float32", what);
   return for_dtype(dtype, what, [&](auto x) {
     if constexpr (sizeof(x) == 2) return body(x);
     return 0;
@@ -103,11 +102,12 @@ __host__ __device__ constexpr int ceil_div(int64_t a, int64_t b) {
 
 // ---------------------------------------------------------------- device: order between kernels
 
-// Blocks until every kernel before this one in the stream has finished and its writes are visible,
-// then lets the next one start. In this order, when a kernel runs, all but its direct predecessor
-// have finished: before the wait it may read what they wrote, and constants. Every block of every
-// kernel calls it, first thing or after such reads, or its two halves in this order. Norms alone
-// call them the other way round: behind a norm only constants may be read before the wait.
+// Blocks until every earlier kernel of the stream has finished and its writes are visible, then
+// lets the next kernel start. In this order, while a kernel runs, all but its direct predecessor
+// have finished: before the wait it may read what those wrote, and constants. Every block of every
+// kernel calls it first, or after such reads, or calls its two halves in this order. Only norms
+// call them in the reverse order: the kernel after a norm may read nothing but constants before its
+// wait.
 __device__ __forceinline__ void wait_for_predecessor_alone() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -123,9 +123,8 @@ __device__ __forceinline__ void wait_for_predecessor() {
   let_successor_start();
 }
 
-// What this thread wrote, or has seen written, is seen by whoever sees what it writes after this,
-// on the whole device. __threadfence() has all fences in one order besides, which takes
-// microseconds while copies are on their way.
+// Device-scope acquire-release fence. __threadfence() is sequentially consistent, which takes
+// microseconds while copies are in flight.
 __device__ __forceinline__ void device_fence() {
 #if defined(__CUDA_ARCH__)
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
@@ -240,20 +239,6 @@ inline bool aligned16(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
 }
 
-// Where the exponential is infinite the quotient is 0.
-__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
-
-__device__ __forceinline__ float activate(float x, int activation) {
-  if (activation == kGeluTanh) {
-    // 0.5 x (1 + tanh(u)) = x * sigmoid(2 u)
-    float u = 0.7978845608028654f * (x + 0.044715f * x * x * x);
-    return __fdividef(x, 1.0f + __expf(-2.0f * u));
-  }
-  if (activation == kGelu) return 0.5f * x * (1.0f + erff(x * 0.7071067811865476f));
-  if (activation == kRelu) return fmaxf(x, 0.0f);
-  return x;
-}
-
 // ---------------------------------------------------------------- device: reductions
 
 constexpr unsigned kAll = 0xffffffffu;
@@ -270,8 +255,8 @@ __device__ __forceinline__ float warp_max(float x) {
   return x;
 }
 
-// The sum over the block, in every thread. shared: one float a warp; free to be used again after
-// the next barrier.
+// The sum over the block, in every thread. shared: one float per warp, reusable after the next
+// barrier.
 __device__ __forceinline__ float block_sum(float x, float* shared) {
   const int warps = (blockDim.x + 31) / 32;
   x = warp_sum(x);
@@ -284,7 +269,7 @@ __device__ __forceinline__ float block_sum(float x, float* shared) {
 // ---------------------------------------------------------------- device: copies and matrix
 // instructions
 
-// Reads 16 bytes that no kernel writes and that are read once: past the L1 cache.
+// Loads 16 bytes that no kernel writes and that are read once, bypassing the L1 cache.
 __device__ __forceinline__ uint4 load_stream(const void* from) {
   uint4 words;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -346,7 +331,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], uint32_t a0, uint32_
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
   }
 #else
-  if constexpr (std::is_same<X, half>::value) {  // sm_75: twice 8 columns of a
+  if constexpr (std::is_same<X, half>::value) {  // sm_75: two instructions of 8 columns of a
     asm volatile(
         "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, "
         "%1, %2, %3};"
@@ -358,7 +343,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], uint32_t a0, uint32_
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a2), "r"(a3), "r"(b1));
   } else {
-    __trap();  // for_dtype refuses bfloat16 there
+    __trap();  // for_dtype refuses bfloat16 before sm_80
   }
 #endif
 }

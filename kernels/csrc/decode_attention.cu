@@ -1,51 +1,41 @@
-// One query token a row over its paged cache: multi-head, grouped and multi-query, with or without
-// ALiBi.
+// Decode attention: one query token per row over its paged cache; multi-head, grouped-query and
+// multi-query, with or without ALiBi.
 //
-// The cache is cut into tiles of 16 tokens of one kv head. All tiles of the batch, ordered by row
-// and head, are dealt out to teams in contiguous runs of equal length, from context_lens, on the
-// device: every team streams the same number of bytes whatever the lengths are, and the grid does
-// not depend on them. A team is a warp or, where rows are few, a block. Where a row and head is
-// cut, each part leaves its running maximum, sum and output in scratch memory, and the team that
-// arrives last adds them up.
+// The cache is divided into tiles of 16 tokens of one kv head. All tiles of the batch, ordered by
+// row and head, are assigned to teams in contiguous runs of equal length. The device computes the
+// runs from context_lens: every team streams the same number of bytes for any lengths, and the grid
+// does not depend on them. A team is a warp or, if rows are few, a block. If a row and head is
+// shared by several teams, each stores its running maximum, sum and output in scratch memory, and
+// the last team to arrive combines them.
 //
 // The matrix instruction multiplies keys (16 tokens x dims) with queries (dims x 8 heads), then
-// values (dims x 16 tokens) with probabilities (16 tokens x 8 heads). Keys are asked for again when
-// the scores are known, values when they are summed up. Tiles come in bulk copies, into a ring of
-// each warp's own in shared memory; before Hopper straight to the registers. Queries beyond the
-// group's size are zeros: the time goes to memory. Softmax in base 2 and float32.
+// values (dims x 16 tokens) with probabilities (16 tokens x 8 heads). The next keys are
+// loaded once the scores are computed, the next values once these are summed. Tiles arrive by bulk
+// copies in a ring of shared memory per warp, before Hopper by loads to registers. Queries beyond
+// the size of the group are zeros: the kernel is memory-bound. Softmax in base 2 and float32.
 //
 // Bytes moved: 2 * tokens * kv_heads * head_size * sizeof(X).
 // Bench: python -m tridecode.kernels.bench decode_attention
 #include "hopper.cuh"
+#include "kv_cache.cuh"
 
 namespace tridecode {
 namespace {
 
 constexpr int kTile = 16;         // tokens
-constexpr int kGroup = 8;         // query heads that share a warp's pass over the keys and values
+constexpr int kGroup = 8;         // query heads that share a pass over the keys and values
 constexpr int kWarps = 4;         // of a block
 constexpr int kMaxBlocks = 1024;  // of the grid
-constexpr int kLeastTiles = 2;    // of a warp, where there are few
+constexpr int kLeastTiles = 2;    // of a warp, if the batch has few
 
-struct Task {
-  void* out;
-  const void* qkv;
-  const void* cache;
-  const int* block_tables;
-  const int* context_lens;
-  const float* slopes;
-  float scale;
-  int num_rows, heads, kv_heads, block_tokens;
-  int64_t qkv_stride, out_stride, table_stride;
-  float* scratch;
-  unsigned int* counters;
+struct Task : tridecode_attention_task {
   int group, groups;  // query heads of a kv head; passes of kGroup heads over it
 };
 
 __host__ __device__ constexpr int slot_floats(int head_size) { return kGroup * (head_size + 2); }
 
-// Tiles of all rows before each row, those of a row rounded up to a multiple of `unit`;
-// prefix[num_rows]: their total.
+// prefix[row]: the number of tiles of all rows before it, each row rounded up to a multiple of
+// `unit`; prefix[num_rows]: the total.
 __device__ __forceinline__ void scan_rows(const Task& task, int unit, int* prefix,
                                           int* warp_totals) {
   __syncthreads();
@@ -71,15 +61,15 @@ __device__ __forceinline__ void scan_rows(const Task& task, int unit, int* prefi
   __syncthreads();
 }
 
-// ---------------------------------------------------------------- where a warp gets its tiles
+// ---------------------------------------------------------------- how a warp loads its tiles
 
 // Of a tile, in lane (g, t): key(c, i) is dims 32 c + 8 t of token g + 8 i; value(c, i) is dims 64
 // c
-// + 8 g of token 2 t + i % 2 + i / 2 * 8, zeros beyond the context, which may hold anything. Both
-// are zeros beyond D. Tiles are taken in the order in which they were asked for, at most kDepth
-// ahead; the whole warp calls everything together.
+// + 8 g of token 2 t + i % 2 + i / 2 * 8, zeros beyond the context, where the cache is
+// undefined. Both are zeros beyond D. Tiles are taken in the order in which they were requested, at
+// most kDepth ahead. The whole warp calls every function together.
 
-// Straight to registers, one tile ahead.
+// Loads to registers, one tile ahead.
 template <typename X, int D>
 struct Loads {
   static constexpr int kDepth = 1;
@@ -88,9 +78,9 @@ struct Loads {
 
   __device__ __forceinline__ Loads(char*, bool) {}
   static __device__ __forceinline__ void initialize(char*) {}
-  static __device__ __forceinline__ void give_back() {}
+  static __device__ __forceinline__ void release() {}
 
-  __device__ __forceinline__ void ask_keys(const X* from) {
+  __device__ __forceinline__ void request_keys(const X* from) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int c = 0; c < (D + 31) / 32; ++c) {
@@ -102,7 +92,7 @@ struct Loads {
       }
     }
   }
-  __device__ __forceinline__ void ask_values(const X* from, int valid) {
+  __device__ __forceinline__ void request_values(const X* from, int valid) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int c = 0; c < (D + 63) / 64; ++c) {
@@ -120,18 +110,18 @@ struct Loads {
   __device__ __forceinline__ uint4 value(int c, int i, int) const { return values[c][i]; }
 };
 
-// Bulk copies into a ring in shared memory, two tiles ahead. Tiles that are read once leave the L2
-// cache to what a step reads in every layer.
+// Bulk copies into a ring in shared memory, two tiles ahead. Tiles that are read once are evicted
+// first from the L2 cache.
 template <typename X, int D>
 struct Copies {
   static constexpr int kDepth = 2;
-  static constexpr int kHalf = kTile * D * sizeof(X);  // keys, or values, of a tile
-  static constexpr int kRing = 2 * kDepth * kHalf;     // of a warp; its barriers lie behind it
+  static constexpr int kHalf = kTile * D * sizeof(X);         // keys, or values, of a tile
+  static constexpr int kRing = 2 * kDepth * kHalf;            // of a warp; its barriers follow it
   static constexpr int kBytes = kRing + 2 * kDepth * 8 + 96;  // a multiple of 128
 
   char* const ring;
-  uint64_t policy = 0;                        // how long the L2 cache keeps tiles
-  unsigned int asked[2] = {}, taken[2] = {};  // keys, values
+  uint64_t policy = 0;                            // how long the L2 cache keeps tiles
+  unsigned int requested[2] = {}, taken[2] = {};  // keys, values
   const X* keys = nullptr;
   const X* values = nullptr;
 
@@ -147,22 +137,22 @@ struct Copies {
       barrier_init(reinterpret_cast<uint64_t*>(mine + kRing) + i, 1);
     fence_barriers();
   }
-  // Before a barrier behind which a warp asks for tiles again where this thread wrote something
-  // else.
-  static __device__ __forceinline__ void give_back() { fence_copies(); }
+  // After writes of this thread to shared memory that later copies overwrite; a barrier follows.
+  static __device__ __forceinline__ void release() { fence_copies(); }
   __device__ __forceinline__ char* place(int which, unsigned int use) const {
     return ring + (use % kDepth * 2 + which) * kHalf;
   }
   __device__ __forceinline__ uint64_t* barrier(int which, unsigned int use) const {
     return reinterpret_cast<uint64_t*>(ring + kRing) + use % kDepth * 2 + which;
   }
-  __device__ __forceinline__ void ask(int which, const X* from) {
-    __syncwarp();  // every lane has read what was there
+  __device__ __forceinline__ void request(int which, const X* from) {
+    __syncwarp();  // every lane has read the previous tile
     if (threadIdx.x % 32 == 0) {
-      barrier_expect(barrier(which, asked[which]), kHalf);
-      copy_bulk(place(which, asked[which]), from, kHalf, barrier(which, asked[which]), policy);
+      barrier_expect(barrier(which, requested[which]), kHalf);
+      copy_bulk(place(which, requested[which]), from, kHalf, barrier(which, requested[which]),
+                policy);
     }
-    ++asked[which];
+    ++requested[which];
   }
   __device__ __forceinline__ const X* take(int which) {
     const unsigned int use = taken[which]++;
@@ -172,12 +162,12 @@ struct Copies {
 #else
   __device__ __forceinline__ void set_policy(bool) {}
   static __device__ __forceinline__ void initialize(char*) {}
-  static __device__ __forceinline__ void give_back() {}
-  __device__ __forceinline__ void ask(int, const X*) {}
+  static __device__ __forceinline__ void release() {}
+  __device__ __forceinline__ void request(int, const X*) {}
   __device__ __forceinline__ const X* take(int) { return nullptr; }
 #endif
-  __device__ __forceinline__ void ask_keys(const X* from) { ask(0, from); }
-  __device__ __forceinline__ void ask_values(const X* from, int) { ask(1, from); }
+  __device__ __forceinline__ void request_keys(const X* from) { request(0, from); }
+  __device__ __forceinline__ void request_values(const X* from, int) { request(1, from); }
   __device__ __forceinline__ void take_keys() { keys = take(0); }
   __device__ __forceinline__ void take_values() { values = take(1); }
 
@@ -211,7 +201,7 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
   extern __shared__ __align__(128) char shared[];
   char* const own_shared = shared + threadIdx.x / 32 * warp_bytes<D, TEAM, Source>();
   int* const prefix = reinterpret_cast<int*>(shared + kWarps * warp_bytes<D, TEAM, Source>());
-  // what the warps of a team hand over, each where its tiles were
+  // the sums of the warps of a team, in place of their tiles
   auto sums_of = [&](int warp) {
     return reinterpret_cast<float*>(shared + warp * warp_bytes<D, TEAM, Source>());
   };
@@ -221,8 +211,8 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int per_row = task.kv_heads * task.groups;  // passes of a row
   const int available = gridDim.x * (kWarps / TEAM);
-  // Where tiles are few, every team takes kLeast tiles of one row and head: what it waits for is
-  // latency, and each part more, or a second row in the same run, is latency more.
+  // If tiles are few, every team takes kLeast tiles of one row and head: the kernel is then bound
+  // by latency, which every further part, and a second row in the same run, increases.
   constexpr int kLeast = kLeastTiles * TEAM;
   if (threadIdx.x % 32 == 0) Source::initialize(own_shared);  // scan_rows begins with a barrier
   int unit = TEAM == 1 ? 1 : kLeast;
@@ -244,10 +234,9 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
   };
   const int begin = team < teams ? start_of(team) : 0, end = team < teams ? start_of(team + 1) : 0;
 
-  Source source(own_shared, task.groups == 1);  // whether a tile is read once
+  Source source(own_shared, task.groups == 1);  // groups 1: a tile is read once
   int ids = 0, ids_base = 0;                    // 32 entries of the block table, one a lane
   const X* const cache = static_cast<const X*>(task.cache);
-  const int64_t head_stride = int64_t(task.block_tokens) * D;
 
   struct Part {  // tiles first_tile .. last_tile of a pass over a row
     int row, pass, tiles, rounded, first_tile, last_tile;
@@ -283,14 +272,18 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
   auto tile_address = [&](const Part& part, int tile) {  // of the tile's first key
     const int token = tile * kTile, entry = token / task.block_tokens;
     if (entry - ids_base >= 32) load_ids(part, tile);
-    const int64_t id = __shfl_sync(kAll, ids, entry - ids_base);
-    return cache + (id * 2 * task.kv_heads + part.pass / task.groups) * head_stride +
-           token % task.block_tokens * D;
+    const int id = __shfl_sync(kAll, ids, entry - ids_base);
+    return cache + cache_row(id, 0, part.pass / task.groups, token % task.block_tokens,
+                             task.kv_heads, task.block_tokens) *
+                       D;
   };
-  auto ask_keys = [&](const Part& part, int tile) { source.ask_keys(tile_address(part, tile)); };
-  auto ask_values = [&](const Part& part, int tile) {
-    source.ask_values(tile_address(part, tile) + task.kv_heads * head_stride,
-                      task.context_lens[part.row] - tile * kTile);
+  auto request_keys = [&](const Part& part, int tile) {
+    source.request_keys(tile_address(part, tile));
+  };
+  auto request_values = [&](const Part& part, int tile) {
+    source.request_values(
+        tile_address(part, tile) + value_offset(task.kv_heads, task.block_tokens, D),
+        task.context_lens[part.row] - tile * kTile);
   };
   bool waited = false;
   auto begin_part = [&](int at) {
@@ -300,15 +293,14 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
 #pragma unroll
     for (int ahead = 0; ahead < Source::kDepth; ++ahead) {
       const int tile = my_tile + ahead * TEAM;
-      // The newest token is written by the kernel before this one; all others may be read ahead of
-      // it.
+      // The predecessor writes the newest token; the tiles before it may be loaded before the wait.
       if (!waited && tile >= part.tiles - 1) {
         wait_for_predecessor();
         waited = true;
       }
       if (tile < part.last_tile) {
-        ask_keys(part, tile);
-        ask_values(part, tile);
+        request_keys(part, tile);
+        request_values(part, tile);
       }
     }
     if (!waited) {
@@ -317,8 +309,8 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
     }
     return part;
   };
-  // Tiles of the next part are asked for before this one's results are handed over, unless both
-  // need the same shared memory, or registers.
+  // Tiles of the next part are requested before the results of this one are stored, unless both
+  // use the same shared memory or registers.
   constexpr bool kEarly = TEAM == 1 && Source::kDepth > 1;
 
   int at = begin;
@@ -357,7 +349,7 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
         multiply_add<X>(scores[1], low.z, high.z, low.w, high.w, q[c].z, q[c].w);
       }
       const int later = tile + Source::kDepth * TEAM;
-      if (later < last_tile) ask_keys(part, later);
+      if (later < last_tile) request_keys(part, later);
       float p[4];  // tokens g and g + 8, heads 2t and 2t + 1
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -414,7 +406,7 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
                           __byte_perm(words[2], words[3], 0x7632), p0, p1);
         }
       }
-      if (later < last_tile) ask_values(part, later);
+      if (later < last_tile) request_values(part, later);
     }
     at = last_tile == tiles ? item_begin + part.rounded : at + last_tile - first_tile;
     if (kEarly && at < end) part = begin_part(at);
@@ -427,10 +419,10 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
 
     X* const out = static_cast<X*>(task.out) + row * task.out_stride + head * D;
     const bool whole = first_tile == 0 && last_tile == tiles;
-    // a team leaves at most two parts: of the row and head it began with, and of the one it ended
-    // with
+    // a team stores at most two parts: of the row and head of its first tile, and of its last
     auto slot_of = [&](int w) {
-      return task.scratch + int64_t(2 * w + (start_of(w) >= item_begin ? 0 : 1)) * slot_floats(D);
+      return static_cast<float*>(task.scratch) +
+             int64_t(2 * w + (start_of(w) >= item_begin ? 0 : 1)) * slot_floats(D);
     };
     float* const slot = TEAM == 1 ? slot_of(team) : sums_of(member);
     if (TEAM == 1 && whole) {
@@ -464,7 +456,7 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
                 make_float2(output[c][j][i], output[c][j][2 + i]);
         }
       }
-      if (TEAM > 1) {  // the warps' parts become the team's
+      if (TEAM > 1) {  // combine the parts of the warps
         __syncthreads();
         float* const part = slot_of(team);
         for (int i = threadIdx.x; i < heads * D; i += 32 * TEAM) {
@@ -486,7 +478,7 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
               __stcg(reinterpret_cast<float2*>(part + h * (D + 2) + D), make_float2(peak, all));
           }
         }
-        Source::give_back();
+        Source::release();
         __syncthreads();
       }
     }
@@ -564,30 +556,30 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
   }
 }
 
-// Any head size and dtype, no tuning: a warp takes one row and head and goes through its context
-// token by token.
-template <typename X, int DIMS>  // dims a lane
-__global__ void decode_attention_any(const __grid_constant__ Task task, int head_size) {
+// Any head size and dtype, not tuned: a warp computes one row and head, token by token.
+template <typename X, int DIMS>  // dims per lane
+__global__ void decode_attention_any(const __grid_constant__ Task task) {
   wait_for_predecessor();
   const int lane = threadIdx.x % 32;
   const int index = blockIdx.x * kWarps + threadIdx.x / 32;
   const int row = index / task.heads, head = index % task.heads;
   if (row >= task.num_rows) return;
   const int context = task.context_lens[row], kv_head = head / task.group;
+  const int head_size = task.head_size;
   const X* const q = static_cast<const X*>(task.qkv) + row * task.qkv_stride + head * head_size;
   X* const out = static_cast<X*>(task.out) + row * task.out_stride + head * head_size;
   const float slope = task.slopes ? task.slopes[head] * kLog2e : 0.0f, scale = task.scale * kLog2e;
-  const int64_t head_stride = int64_t(task.block_tokens) * head_size;
   float query[DIMS] = {}, output[DIMS] = {}, most = -CUDART_INF_F, sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < DIMS; ++i)
     if (lane + 32 * i < head_size) query[i] = to_float(q[lane + 32 * i]);
   for (int token = 0; token < context; ++token) {
     const int64_t id = task.block_tables[row * task.table_stride + token / task.block_tokens];
-    const X* const key = static_cast<const X*>(task.cache) +
-                         (id * 2 * task.kv_heads + kv_head) * head_stride +
-                         int64_t(token % task.block_tokens) * head_size;
-    const X* const value = key + task.kv_heads * head_stride;
+    const X* const key =
+        static_cast<const X*>(task.cache) +
+        cache_row(id, 0, kv_head, token % task.block_tokens, task.kv_heads, task.block_tokens) *
+            head_size;
+    const X* const value = key + value_offset(task.kv_heads, task.block_tokens, head_size);
     float score = 0.0f;
 #pragma unroll
     for (int i = 0; i < DIMS; ++i)
@@ -609,7 +601,7 @@ __global__ void decode_attention_any(const __grid_constant__ Task task, int head
 
 template <typename X, int D, typename Source>
 int run_source(const Task& task, int blocks, void* stream) {
-  // few rows and heads: a block's warps work on one together, and leave one part
+  // few rows and heads: the warps of a block share one, and store one part
   const bool few = task.num_rows * task.kv_heads * task.groups < 8 * blocks;
   return launch("decode_attention",
                 few ? decode_attention<X, D, kWarps, Source> : decode_attention<X, D, 1, Source>,
@@ -620,27 +612,27 @@ int run_source(const Task& task, int blocks, void* stream) {
 }
 
 template <typename X, int D>
-int run(const Task& task, int num_counters, void* stream) {
-  if (task.num_rows * task.kv_heads * task.groups > num_counters)
+int run(const Task& task, void* stream) {
+  if (task.num_rows * task.kv_heads * task.groups > task.num_counters)
     return fail("decode_attention: %d rows of %d kv heads need more than %d counters",
-                task.num_rows, task.kv_heads, num_counters);
+                task.num_rows, task.kv_heads, task.num_counters);
   const int multiprocessors = device().multiprocessors;
   const int fit = (device().shared_bytes + 1024) /
                   (kWarps * Copies<X, D>::kBytes + (task.num_rows + 1) * 4 + 1280);
   const int wanted = D <= 128 ? 3 : 1;
-  // One or two rows take no shared memory: products that stand beside them have begun.
+  // For one or two rows no ring in shared memory: the next GEMM becomes resident earlier.
   if (device().capability >= 90 && fit >= wanted && task.num_rows > 2)
     return run_source<X, D, Copies<X, D>>(task, wanted * multiprocessors, stream);
   return run_source<X, D, Loads<X, D>>(task, (D <= 128 ? 3 : 2) * multiprocessors, stream);
 }
 
 template <typename X>
-int run_any(const Task& task, int head_size, void* stream) {
-  const auto kernel = head_size <= 64    ? decode_attention_any<X, 2>
-                      : head_size <= 128 ? decode_attention_any<X, 4>
-                                         : decode_attention_any<X, 8>;
+int run_any(const Task& task, void* stream) {
+  const auto kernel = task.head_size <= 64    ? decode_attention_any<X, 2>
+                      : task.head_size <= 128 ? decode_attention_any<X, 4>
+                                              : decode_attention_any<X, 8>;
   return launch("decode_attention", kernel, ceil_div(int64_t(task.num_rows) * task.heads, kWarps),
-                32 * kWarps, 0, stream, task, head_size);
+                32 * kWarps, 0, stream, task);
 }
 
 }  // namespace
@@ -652,45 +644,25 @@ int64_t tridecode_decode_attention_scratch(int head_size) {
   return int64_t(kMaxBlocks) * kWarps * 2 * slot_floats(head_size) * sizeof(float);
 }
 
-int tridecode_decode_attention(void* out, const void* qkv, const void* cache,
-                               const int* block_tables, const int* context_lens,
-                               const float* slopes, float scale, int num_rows, int heads,
-                               int kv_heads, int head_size, int block_tokens, int64_t qkv_stride,
-                               int64_t out_stride, int64_t table_stride, void* scratch,
-                               unsigned int* counters, int num_counters, int dtype, void* stream) {
-  Task task = {out,
-               qkv,
-               cache,
-               block_tables,
-               context_lens,
-               slopes,
-               scale,
-               num_rows,
-               heads,
-               kv_heads,
-               block_tokens,
-               qkv_stride,
-               out_stride,
-               table_stride,
-               static_cast<float*>(scratch),
-               counters,
-               heads / kv_heads,
-               ceil_div(heads / kv_heads, kGroup)};
-  return for_dtype(dtype, "decode_attention", [&](auto zero) {
+int tridecode_decode_attention(const tridecode_attention_task* given, void* stream) {
+  const int group = given->heads / given->kv_heads, head_size = given->head_size;
+  const Task task = {*given, group, ceil_div(group, kGroup)};
+  return for_dtype(task.dtype, "decode_attention", [&](auto zero) {
     using X = decltype(zero);
     if (head_size > 256) return fail("decode_attention: head size %d; at most 256", head_size);
     if constexpr (sizeof(X) == 2) {
-      const bool aligned = aligned16(out) && aligned16(qkv) && aligned16(cache) &&
-                           qkv_stride % 8 == 0 && out_stride % 8 == 0 && block_tokens % kTile == 0;
-      if (aligned && scratch) {
-        if (head_size == 64) return run<X, 64>(task, num_counters, stream);
-        if (head_size == 80) return run<X, 80>(task, num_counters, stream);
-        if (head_size == 96) return run<X, 96>(task, num_counters, stream);
-        if (head_size == 112) return run<X, 112>(task, num_counters, stream);
-        if (head_size == 128) return run<X, 128>(task, num_counters, stream);
-        if (head_size == 256) return run<X, 256>(task, num_counters, stream);
+      const bool aligned = aligned16(task.out) && aligned16(task.qkv) && aligned16(task.cache) &&
+                           task.qkv_stride % 8 == 0 && task.out_stride % 8 == 0 &&
+                           task.block_tokens % kTile == 0;
+      if (aligned && task.scratch) {
+        if (head_size == 64) return run<X, 64>(task, stream);
+        if (head_size == 80) return run<X, 80>(task, stream);
+        if (head_size == 96) return run<X, 96>(task, stream);
+        if (head_size == 112) return run<X, 112>(task, stream);
+        if (head_size == 128) return run<X, 128>(task, stream);
+        if (head_size == 256) return run<X, 256>(task, stream);
       }
     }
-    return run_any<X>(task, head_size, stream);
+    return run_any<X>(task, stream);
   });
 }

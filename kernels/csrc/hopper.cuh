@@ -1,5 +1,4 @@
-// What the kernels for sm_90a share: barriers in shared memory, and copies of boxes of a tensor
-// behind them.
+// What the kernels for sm_90a share: mbarriers in shared memory, TMA loads and stores, clusters.
 #pragma once
 #include <cuda.h>
 
@@ -9,10 +8,9 @@ namespace tridecode {
 
 // ---------------------------------------------------------------- host: tensor maps
 
-// A tensor of 16-bit numbers of 2 to 5 dimensions, the innermost first and contiguous, as copies in
-// a swizzle of as many bytes as a box is wide read and write it: boxes whose innermost size is 64
-// or 32. strides: bytes, of the dimensions after the first. Beyond the tensor a copy reads zeros
-// and writes nothing.
+// The tensor map of 16-bit numbers of 2 to 5 dimensions, the innermost first and contiguous. Boxes
+// have an innermost size of 64 or 32, and a swizzle of the same width in bytes. strides: bytes, of
+// the dimensions after the first. Outside the tensor a load returns zeros and a store does nothing.
 int encode_map(CUtensorMap* map, const void* tensor, int dimensions, const cuuint64_t* sizes,
                const cuuint64_t* strides, const cuuint32_t* box, int dtype);
 
@@ -29,7 +27,7 @@ __device__ __forceinline__ void barrier_init(uint64_t* barrier, int count) {
                : "memory");
 }
 
-// After the last barrier_init, in the thread that did them.
+// After the last barrier_init, in the same thread.
 __device__ __forceinline__ void fence_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -62,16 +60,16 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, int parity) {
 
 // ---------------------------------------------------------------- device: between blocks
 
-// What another block has released.
+// Acquire at device scope.
 __device__ __forceinline__ unsigned int load_acquire(const unsigned int* from) {
   unsigned int value;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
   return value;
 }
 
-// ---------------------------------------------------------------- device: copies
+// ---------------------------------------------------------------- device: TMA
 
-// How long the L2 cache keeps what is copied.
+// L2 eviction policies of loads.
 __device__ __forceinline__ uint64_t evict_first() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -94,7 +92,7 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(map)) : "memory");
 }
 
-// `bytes` bytes, a multiple of 16 at addresses that are.
+// Loads `bytes` bytes; size and addresses are multiples of 16.
 __device__ __forceinline__ void copy_bulk(void* to, const void* from, int bytes, uint64_t* barrier,
                                           uint64_t policy) {
   asm volatile(
@@ -104,7 +102,7 @@ __device__ __forceinline__ void copy_bulk(void* to, const void* from, int bytes,
       : "memory");
 }
 
-// The box of a matrix that begins at (input, row).
+// Loads the box of a matrix at (input, row).
 __device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int input, int row,
                                          uint64_t* barrier, uint64_t policy) {
   asm volatile(
@@ -115,7 +113,7 @@ __device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int i
       : "memory");
 }
 
-// The box of a matrix that is seen as blocks of 64 inputs: it begins at row `row` of block `block`.
+// Loads the box of a matrix in blocks of 64 inputs, at row `row` of block `block`.
 __device__ __forceinline__ void copy_blocks(void* to, const CUtensorMap* map, int row, int block,
                                             uint64_t* barrier, uint64_t policy) {
   asm volatile(
@@ -126,8 +124,8 @@ __device__ __forceinline__ void copy_blocks(void* to, const CUtensorMap* map, in
       : "memory");
 }
 
-// The box of groups of 8 rows of two halves of a matrix, seen as (inputs, 8, 2, groups): 8 rows of
-// the first half, the same 8 of the second, and so on from group `group`.
+// Loads groups of 8 rows of two halves of a matrix, mapped as (inputs, 8, 2, groups): from group
+// `group` on, 8 rows of the first half alternate with the same 8 of the second.
 __device__ __forceinline__ void copy_paired(void* to, const CUtensorMap* map, int input, int group,
                                             uint64_t* barrier, uint64_t policy) {
   asm volatile(
@@ -138,7 +136,7 @@ __device__ __forceinline__ void copy_paired(void* to, const CUtensorMap* map, in
       : "memory");
 }
 
-// The box of groups of 8 rows of two halves of each head, seen as (inputs, 8, 2, groups, heads).
+// Loads groups of 8 rows of two halves of each head, mapped as (inputs, 8, 2, groups, heads).
 __device__ __forceinline__ void copy_heads(void* to, const CUtensorMap* map, int input, int group,
                                            int head, uint64_t* barrier, uint64_t policy) {
   asm volatile(
@@ -149,7 +147,7 @@ __device__ __forceinline__ void copy_heads(void* to, const CUtensorMap* map, int
       : "memory");
 }
 
-// copy_box into both blocks of a cluster of two: to the same place, behind the same barrier.
+// copy_box, multicast to both blocks of a cluster of two: same address, same mbarrier.
 __device__ __forceinline__ void copy_box_to_both(void* to, const CUtensorMap* map, int input,
                                                  int row, uint64_t* barrier, uint64_t policy) {
   asm volatile(
@@ -161,8 +159,8 @@ __device__ __forceinline__ void copy_box_to_both(void* to, const CUtensorMap* ma
       : "memory");
 }
 
-// A box from shared memory to a matrix. Generic writes to `from` come before it with
-// fence_copies(); the copies of a thread are grouped by commit_stores().
+// Stores a box from shared memory to a matrix. fence_copies() orders earlier writes to `from`
+// before it; commit_stores() groups the stores of a thread.
 __device__ __forceinline__ void store_box(const CUtensorMap* map, const void* from, int column,
                                           int row) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(
@@ -179,7 +177,7 @@ __device__ __forceinline__ void commit_stores() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Until all but the last PENDING groups of this thread have read their shared memory.
+// Waits until all but the last PENDING store groups of this thread have read their shared memory.
 template <int PENDING>
 __device__ __forceinline__ void wait_stores_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
@@ -193,8 +191,8 @@ __device__ __forceinline__ int cluster_rank() {
   return int(rank);
 }
 
-// Every thread of every block of the cluster, at once or in its two halves. It orders no memory but
-// what fence_barriers() has.
+// The barrier of all threads of a cluster, whole or as its two halves. It orders no memory except
+// the initialisation of mbarriers before fence_barriers().
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -206,7 +204,7 @@ __device__ __forceinline__ void cluster_sync() {
   cluster_wait();
 }
 
-// The address in block `rank` of what lies at `pointer` in this one.
+// The address in block `rank` that corresponds to `pointer` in this one.
 __device__ __forceinline__ uint32_t address_in(const void* pointer, int rank) {
   uint32_t there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
@@ -215,7 +213,7 @@ __device__ __forceinline__ uint32_t address_in(const void* pointer, int rank) {
   return there;
 }
 
-// 16 bytes to another block's shared memory, counted by a barrier of that block.
+// Stores 16 bytes to another block's shared memory and counts them at an mbarrier of that block.
 __device__ __forceinline__ void send(uint32_t to, float a, float b, float c, float d,
                                      uint32_t barrier) {
   asm volatile(
@@ -225,7 +223,7 @@ __device__ __forceinline__ void send(uint32_t to, float a, float b, float c, flo
       : "memory");
 }
 
-// For what other blocks send.
+// Waits for what other blocks send.
 __device__ __forceinline__ void barrier_wait_for_cluster(uint64_t* barrier, int parity) {
   asm volatile(
       "{\n"
@@ -240,8 +238,8 @@ __device__ __forceinline__ void barrier_wait_for_cluster(uint64_t* barrier, int 
       : "memory");
 }
 
-// Arrives at the barrier that stands at the same place in block `rank` of the cluster. For barriers
-// that only copies wait behind: a release to the whole cluster would be a fence of a microsecond.
+// Arrives at the corresponding mbarrier of block `rank` of the cluster. For mbarriers that order
+// TMA loads only: a release at cluster scope would be a fence of a microsecond.
 __device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, int rank) {
   asm volatile(
       "{\n"

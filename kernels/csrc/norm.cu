@@ -1,91 +1,87 @@
-// out[t, :] = LayerNorm(x[t, :]) or, without a bias, RMSNorm(x[t, :]).  One block a row, which
-// stays in registers; the variance is that of the centred row.
+// out[t, :] = LayerNorm(x[t, :]) or, without a bias, RMSNorm(x[t, :]).  One block per row, which
+// stays in registers.
 //
 // A norm is short: the product behind it starts beside the kernel before it, so that its weights
-// are on their way when x is there.
+// are prefetched before x is ready.
 //
 // Bytes moved: 2 * T * C * sizeof(X) + 2 * C * sizeof(X).
 // Bench: python -m tridecode.kernels.bench norm
-#include "common.cuh"
+#include "row_norm.cuh"
 
 namespace tridecode {
 namespace {
 
-constexpr int kItems = 2;  // vectors of 8 a thread
+constexpr int kItems = 2;  // vectors of 8 per thread
+
+// Adds up a row's sums over the block.
+struct BlockSums {
+  float (*shared)[32];
+  __device__ __forceinline__ void operator()(float (&sums)[1], int which) const {
+    sums[0] = block_sum(sums[0], shared[which]);
+  }
+};
 
 template <typename X>
 __global__ void norm_row(X* out, const X* x, const X* weight, const X* bias, float eps, int columns,
                          int64_t x_stride, int64_t out_stride) {
-  __shared__ float sums[2][32];
+  __shared__ float shared[2][32];
   const int first = threadIdx.x * 8, step = blockDim.x * 8;
-  float w[kItems][8], b[kItems][8] = {}, v[kItems][8];
-  // Constant: asked for before the wait. After it they would queue behind the weights that the next
-  // kernel has on their way.
+  float w[kItems][8], b[kItems][8] = {}, v[kItems][8] = {};
+  auto each_item = [&](auto body) {
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    const int c = first + i * step;
-    if (c >= columns) continue;
+    for (int i = 0; i < kItems; ++i)
+      if (first + i * step < columns) body(i, first + i * step);
+  };
+  // Constants are loaded before the wait: after it they would queue behind the weights that the
+  // next kernel prefetches.
+  each_item([&](int i, int c) {
     load8(weight + c, w[i]);
     if (bias) load8(bias + c, b[i]);
-  }
+  });
   let_successor_start();
   wait_for_predecessor_alone();
-  const X* row = x + blockIdx.x * x_stride;
-  float sum = 0.0f;
+  each_item([&](int i, int c) { load8(x + blockIdx.x * x_stride + c, v[i]); });
+  float sums[1] = {};  // a pass of its own: all loads are issued before the first is used
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    if (first + i * step < columns) {
-      load8(row + first + i * step, v[i]);
-    } else {
 #pragma unroll
-      for (int j = 0; j < 8; ++j) v[i][j] = 0.0f;
-    }
-#pragma unroll
-    for (int j = 0; j < 8; ++j) sum += v[i][j];
+    for (int j = 0; j < 8; ++j) sums[0] += v[i][j];
   }
-  const float mean = bias ? block_sum(sum, sums[0]) / columns : 0.0f;
-  float squares = 0.0f;
+  RowNorm norm[1];
+  row_statistics(
+      norm, sums, bias != nullptr, columns, eps,
+      [&](auto body) {
+        each_item([&](int i, int) {
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    if (first + i * step >= columns) continue;
+          for (int j = 0; j < 8; ++j) body(0, v[i][j]);
+        });
+      },
+      BlockSums{shared});
+  each_item([&](int i, int c) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) squares += (v[i][j] - mean) * (v[i][j] - mean);
-  }
-  const float scale = rsqrtf(block_sum(squares, sums[1]) / columns + eps);
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    const int c = first + i * step;
-    if (c >= columns) continue;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) v[i][j] = (v[i][j] - mean) * scale * w[i][j] + b[i][j];
+    for (int j = 0; j < 8; ++j) v[i][j] = norm[0](v[i][j], w[i][j], b[i][j]);
     store8(out + blockIdx.x * out_stride + c, v[i]);
-  }
+  });
 }
 
 // Any number of columns at any address: the row is read three times.
 template <typename X>
 __global__ void norm_row_any(X* out, const X* x, const X* weight, const X* bias, float eps,
                              int columns, int64_t x_stride, int64_t out_stride) {
-  __shared__ float sums[2][32];
+  __shared__ float shared[2][32];
   let_successor_start();
   wait_for_predecessor_alone();
-  const X* row = x + blockIdx.x * x_stride;
-  float mean = 0.0f, sum = 0.0f;
-  if (bias) {
-    for (int c = threadIdx.x; c < columns; c += blockDim.x) sum += to_float(row[c]);
-    mean = block_sum(sum, sums[0]) / columns;
-  }
-  float squares = 0.0f;
-  for (int c = threadIdx.x; c < columns; c += blockDim.x) {
-    float centred = to_float(row[c]) - mean;
-    squares += centred * centred;
-  }
-  const float scale = rsqrtf(block_sum(squares, sums[1]) / columns + eps);
-  for (int c = threadIdx.x; c < columns; c += blockDim.x) {
-    float value =
-        (to_float(row[c]) - mean) * scale * to_float(weight[c]) + (bias ? to_float(bias[c]) : 0.0f);
-    out[blockIdx.x * out_stride + c] = from_float<X>(value);
-  }
+  const X* const row = x + blockIdx.x * x_stride;
+  auto each = [&](auto body) {
+    for (int c = threadIdx.x; c < columns; c += blockDim.x) body(0, to_float(row[c]));
+  };
+  float sums[1] = {};
+  if (bias) each([&](int, float value) { sums[0] += value; });
+  RowNorm norm[1];
+  row_statistics(norm, sums, bias != nullptr, columns, eps, each, BlockSums{shared});
+  for (int c = threadIdx.x; c < columns; c += blockDim.x)
+    out[blockIdx.x * out_stride + c] = from_float<X>(
+        norm[0](to_float(row[c]), to_float(weight[c]), bias ? to_float(bias[c]) : 0.0f));
 }
 
 }  // namespace

@@ -1,14 +1,15 @@
-// Causal attention of many query tokens a row, ragged, with or without ALiBi (on Hopper most of it
-// is prefill_attention_sm90a.cu's): fresh prompts read keys and values from the projection's
-// output, prompts with tokens in the cache from their pages.
+// Causal attention of many query tokens per row, ragged, with or without ALiBi. On Hopper,
+// prefill_attention_sm90a.cu computes head sizes 64 and 128. Fresh prompts read keys and values
+// from the output of the projection, prompts with tokens in the cache from its blocks.
 //
-// A block takes 128 queries of one head, 16 a warp, and passes over the keys that they see in
-// tiles, two of which are in shared memory at a time: one in use, one on its way. Scores and output
-// stay in registers, softmax online, in base 2 and float32. Tiles that no query sees are never
+// A block computes 128 queries of one head, 16 per warp. It iterates over tiles of the keys that
+// they see; two tiles are in shared memory at a time, one in use and one in flight. Scores and
+// output stay in registers. Online softmax in base 2 and float32. Tiles that no query sees are not
 // read.
 //
 // FLOP: 2 * 2 * head_size * heads * sum over queries of visible keys.
 // Bench: python -m tridecode.kernels.bench prefill_attention
+#include "kv_cache.cuh"
 #include "prefill_attention.cuh"
 
 namespace tridecode {
@@ -18,24 +19,24 @@ constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kQueries = 16 * kWarps;  // of a block
 
-// Where the keys and values of a row lie.
+// The keys and values of a row.
 template <typename X>
 struct Source {
-  const X* keys;   // of fresh prompts: the row's first token
+  const X* keys;   // of a fresh prompt: of its first token
   const X* cache;  // otherwise
   const int* table;
-  int64_t stride, head_stride;
+  int64_t stride;
   int kv_heads, kv_head, block_tokens, head_size;
   bool fresh;
 
   __device__ __forceinline__ const X* key(int token) const {
     if (fresh) return keys + token * stride;
     const int64_t id = table[token / block_tokens];
-    return cache + (id * 2 * kv_heads + kv_head) * head_stride +
-           int64_t(token % block_tokens) * head_size;
+    return cache +
+           cache_row(id, 0, kv_head, token % block_tokens, kv_heads, block_tokens) * head_size;
   }
   __device__ __forceinline__ int64_t to_value() const {
-    return fresh ? int64_t(kv_heads) * head_size : kv_heads * head_stride;
+    return fresh ? int64_t(kv_heads) * head_size : value_offset(kv_heads, block_tokens, head_size);
   }
 };
 
@@ -48,7 +49,6 @@ __device__ __forceinline__ Source<X> source_of(const PrefillTask& task, int row,
           static_cast<const X*>(task.cache),
           task.block_tables + row * task.table_stride,
           task.qkv_stride,
-          int64_t(task.block_tokens) * task.head_size,
           task.kv_heads,
           kv_head,
           task.block_tokens,
@@ -74,7 +74,7 @@ __device__ __forceinline__ void load_transposed(uint32_t (&words)[4], const void
 
 template <int D, int KEYS>
 struct Layout {
-  // numbers of a row: 8 rows meet 8 different banks of 16 bytes
+  // numbers of a row: the padding spreads 8 rows over all banks
   static constexpr int kPitch = D + 8;
   static constexpr int kTile = KEYS * kPitch;
   static constexpr size_t kBytes = (size_t(kQueries) * kPitch + 4 * kTile) * 2;
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) load_matrices(q[L::kKeepQueries ? k : 0], q_row + k * 16);
     }
-    if (first_key <= before + warp_query + 15) {  // else this warp's queries see nothing of it
+    if (first_key <= before + warp_query + 15) {  // else no query of this warp sees the tile
       const X* const keys = tiles + tile % 2 * 2 * L::kTile;
       const X* const values = keys + L::kTile;
       float scores[KEYS / 8][4] = {};
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         high = fmaxf(high, __shfl_xor_sync(kAll, high, 1));
         high = fmaxf(high, __shfl_xor_sync(kAll, high, 2));
         const float now = fmaxf(most[i], high);
-        const float base = now == -CUDART_INF_F ? 0.0f : now;  // a query that sees nothing yet
+        const float base = now == -CUDART_INF_F ? 0.0f : now;  // a query that has seen no key yet
         const float shrink = exp2f(most[i] - base);
         most[i] = now;
         float part = 0.0f;
@@ -235,9 +235,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-// Any head size and dtype, no tuning: a warp takes one query of one head and goes through its keys
-// one by one.
-template <typename X, int DIMS>  // dims a lane
+// Any head size and dtype, not tuned: a warp computes one query of one head, key by key.
+template <typename X, int DIMS>  // dims per lane
 __global__ void prefill_attention_any(const __grid_constant__ PrefillTask task) {
   wait_for_predecessor();
   const int lane = threadIdx.x % 32, head = blockIdx.y, row = task.first_row + blockIdx.z;
@@ -277,10 +276,10 @@ __global__ void prefill_attention_any(const __grid_constant__ PrefillTask task) 
     if (lane + 32 * i < size) out[lane + 32 * i] = from_float<X>(output[i] / sum);
 }
 
-// 0: launched; -1: this device has too little shared memory.
+// *launched is false if the device has too little shared memory.
 template <typename X, int D>
-int run(const PrefillTask& task, int rows, int max_query, void* stream, bool* launched) {
-  const dim3 grid(ceil_div(max_query, kQueries), task.heads, rows);
+int run(const PrefillTask& task, void* stream, bool* launched) {
+  const dim3 grid(ceil_div(task.max_query, kQueries), task.heads, task.num_rows - task.first_row);
   *launched = true;
   const size_t available = device().shared_bytes;
   if (Layout<D, 64>::kBytes <= available)
@@ -294,12 +293,12 @@ int run(const PrefillTask& task, int rows, int max_query, void* stream, bool* la
 }
 
 template <typename X>
-int run_any(const PrefillTask& task, int rows, int max_query, void* stream) {
+int run_any(const PrefillTask& task, void* stream) {
   const auto kernel = task.head_size <= 64    ? prefill_attention_any<X, 2>
                       : task.head_size <= 128 ? prefill_attention_any<X, 4>
                                               : prefill_attention_any<X, 8>;
-  return launch("prefill_attention", kernel, dim3(ceil_div(max_query, kWarps), task.heads, rows),
-                kThreads, 0, stream, task);
+  const dim3 grid(ceil_div(task.max_query, kWarps), task.heads, task.num_rows - task.first_row);
+  return launch("prefill_attention", kernel, grid, kThreads, 0, stream, task);
 }
 
 }  // namespace
@@ -307,53 +306,26 @@ int run_any(const PrefillTask& task, int rows, int max_query, void* stream) {
 
 using namespace tridecode;
 
-int tridecode_prefill_attention(void* out, const void* qkv, const void* cache,
-                                const int* block_tables, const int* context_lens,
-                                const int* query_starts, const float* slopes, float scale,
-                                int first_row, int num_rows, int max_query, int heads, int kv_heads,
-                                int head_size, int block_tokens, int64_t qkv_stride,
-                                int64_t out_stride, int64_t table_stride, int num_tokens, int dtype,
-                                void* stream) {
-  const PrefillTask task = {out,
-                            qkv,
-                            cache,
-                            block_tables,
-                            context_lens,
-                            query_starts,
-                            slopes,
-                            scale,
-                            first_row,
-                            heads,
-                            kv_heads,
-                            head_size,
-                            block_tokens,
-                            qkv_stride,
-                            out_stride,
-                            table_stride,
-                            num_rows - first_row,
-                            max_query,
-                            num_tokens};
-  const int rows = task.rows;
-  return for_dtype(dtype, "prefill_attention", [&](auto zero) {
+int tridecode_prefill_attention(const tridecode_attention_task* given, void* stream) {
+  const PrefillTask& task = *given;
+  const int head_size = task.head_size;
+  return for_dtype(task.dtype, "prefill_attention", [&](auto zero) {
     using X = decltype(zero);
     if (head_size > 256) return fail("prefill_attention: head size %d; at most 256", head_size);
     if constexpr (sizeof(X) == 2) {
-      const bool aligned = aligned16(out) && aligned16(qkv) && aligned16(cache) &&
-                           qkv_stride % 8 == 0 && out_stride % 8 == 0;
-      if (aligned && takes_prefill_sm90a(task)) return run_prefill_sm90a(task, dtype, stream);
+      const bool aligned = aligned16(task.out) && aligned16(task.qkv) && aligned16(task.cache) &&
+                           task.qkv_stride % 8 == 0 && task.out_stride % 8 == 0;
+      if (aligned && takes_prefill_sm90a(task)) return run_prefill_sm90a(task, stream);
       bool launched = false;
       int status = 0;
-      if (aligned && head_size == 64) status = run<X, 64>(task, rows, max_query, stream, &launched);
-      if (aligned && head_size == 80) status = run<X, 80>(task, rows, max_query, stream, &launched);
-      if (aligned && head_size == 96) status = run<X, 96>(task, rows, max_query, stream, &launched);
-      if (aligned && head_size == 112)
-        status = run<X, 112>(task, rows, max_query, stream, &launched);
-      if (aligned && head_size == 128)
-        status = run<X, 128>(task, rows, max_query, stream, &launched);
-      if (aligned && head_size == 256)
-        status = run<X, 256>(task, rows, max_query, stream, &launched);
+      if (aligned && head_size == 64) status = run<X, 64>(task, stream, &launched);
+      if (aligned && head_size == 80) status = run<X, 80>(task, stream, &launched);
+      if (aligned && head_size == 96) status = run<X, 96>(task, stream, &launched);
+      if (aligned && head_size == 112) status = run<X, 112>(task, stream, &launched);
+      if (aligned && head_size == 128) status = run<X, 128>(task, stream, &launched);
+      if (aligned && head_size == 256) status = run<X, 256>(task, stream, &launched);
       if (launched) return status;
     }
-    return run_any<X>(task, rows, max_query, stream);
+    return run_any<X>(task, stream);
   });
 }

@@ -1,28 +1,30 @@
-// prefill_attention.cu's operation on Hopper, heads of 64 and 128: causal attention of many query
-// tokens a row, ragged, with or without ALiBi.
+// prefill_attention.cu's operation with Hopper's instructions, for head sizes 64 and 128: causal
+// attention of many query tokens per row, ragged, with or without ALiBi.
 //
-// A block takes 128 queries of one head, 64 a warp group, and passes over the keys that they see in
-// tiles of 128. Scores are products of shared memory, output is a product of the probabilities in
-// registers with values in shared memory; softmax online, in base 2 and float32, which one warp
-// group does while the other multiplies. Blocks stay and take one item after the other, the longest
-// first: one thread copies, and is at the next item's tiles while this one's are used.
+// A block computes 128 queries of one head, 64 per consumer warp group, and iterates over tiles of
+// 128 of the keys that they see. Scores are wgmma products of shared memory; the output is a
+// product of probabilities in registers and values in shared memory. Online softmax in base 2 and
+// float32: one warp group computes it while the other multiplies. Blocks are persistent and take
+// one item after the other, the longest first. A producer thread copies tiles, and runs ahead to
+// the next item.
 //
-// Fresh prompts read keys and values from the projection's output, prompts with tokens in the cache
-// from their pages.
+// Fresh prompts read keys and values from the output of the projection, prompts with tokens in the
+// cache from its blocks.
 //
 // FLOP: 2 * 2 * head_size * heads * sum over queries of visible keys.
 // Bench: python -m tridecode.kernels.bench prefill_attention
-#include "group_product.cuh"
+#include "kv_cache.cuh"
 #include "prefill_attention.cuh"
+#include "wgmma.cuh"
 
 namespace tridecode {
 namespace {
 
-constexpr int kGroups = 2;                     // warp groups that multiply
-constexpr int kThreads = 128 * kGroups + 128;  // and one of which a thread copies
+constexpr int kGroups = 2;                     // consumer warp groups
+constexpr int kThreads = 128 * kGroups + 128;  // and the producer's
 constexpr int kQueries = 64 * kGroups;
 constexpr int kKeys = 128;    // of a tile
-constexpr int kPage = 16;     // tokens that are copied from the cache at once
+constexpr int kPage = 16;     // tokens of one copy from the cache
 constexpr int kStages = 2;    // tiles in shared memory
 constexpr int kColumn = 128;  // bytes of a row of a part of 64 numbers: the width of the swizzle
 
@@ -37,7 +39,7 @@ struct Layout {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// The 128 queries of a head that a block takes next.
+// 128 queries of a head: what a block computes at a time.
 struct Item {
   int row, head, first_query, queries;
   int start;    // of the row's tokens
@@ -47,7 +49,7 @@ struct Item {
 
   // False: the row has no such queries.
   __device__ bool find(const PrefillTask& task, int index) {
-    const int each = task.heads * task.rows;
+    const int each = task.heads * (task.num_rows - task.first_row);
     const int blocks = ceil_div(task.max_query, kQueries);
     first_query = (blocks - 1 - index / each) * kQueries;  // the longest first
     const int rest = index % each;
@@ -68,7 +70,7 @@ struct Barriers {
       no_values[kStages];
 };
 
-// A place in a ring of two, and how often it went round.
+// A place in a ring of two, and the parity of its round.
 struct Turn {
   int place = 0, parity = 0;
   __device__ void next() {
@@ -86,7 +88,7 @@ struct Tiles {
   __device__ char* values(int place) const { return base + (3 + 2 * place) * L::kTileBytes; }
 };
 
-// In one thread: everything that the block's items need, in order.
+// The producer thread: copies the tiles of all items of the block, in order.
 template <typename X, int D>
 __device__ __forceinline__ void copy_items(const PrefillTask& task, const CUtensorMap* qkv_map,
                                            const CUtensorMap* cache_map, const Tiles<D>& tiles,
@@ -109,8 +111,8 @@ __device__ __forceinline__ void copy_items(const PrefillTask& task, const CUtens
     for (int token = 0; token < kKeys; token += kPage) {
       const int at = min(first + token, (item.visible - 1) / kPage * kPage);
       const int64_t id = table[at / task.block_tokens];
-      const int row = int(((id * 2 + which) * task.kv_heads + kv_head) * task.block_tokens +
-                          at % task.block_tokens);
+      const int row = int(
+          cache_row(id, which, kv_head, at % task.block_tokens, task.kv_heads, task.block_tokens));
       for (int part = 0; part < L::kParts; ++part)
         copy_box(to + part * L::kPartBytes + token * kColumn, cache_map, part * 64, row, barrier,
                  policy);
@@ -136,8 +138,8 @@ __device__ __forceinline__ void copy_items(const PrefillTask& task, const CUtens
   }
 }
 
-// Values beyond the visible ones may be anything: zeros, for all that their probabilities are 0.
-// Each warp group does it for itself, since both read all of the tile.
+// Sets values beyond the visible ones to zero: they are undefined, and 0 * NaN is NaN. Each warp
+// group does it, since both read the whole tile.
 template <int D>
 __device__ __forceinline__ void clear_values(char* values, int valid, int group) {
   using L = Layout<D>;
@@ -208,7 +210,7 @@ struct Attention {
         high = fmaxf(high, fmaxf(scores[4 * j + 2 * i], scores[4 * j + 2 * i + 1]));
       high = fmaxf(high, __shfl_xor_sync(kAll, high, 1));
       high = fmaxf(high, __shfl_xor_sync(kAll, high, 2));
-      const float base = high == -CUDART_INF_F ? 0.0f : high;  // a query that sees nothing yet
+      const float base = high == -CUDART_INF_F ? 0.0f : high;  // a query that has seen no key yet
       const float shrink = exp2f(most[i] - base);
       most[i] = high;
       float part = 0.0f;
@@ -338,20 +340,21 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 template <typename X, int D>
-int run(const PrefillTask& task, int dtype, void* stream) {
+int run(const PrefillTask& task, void* stream) {
   CUtensorMap qkv_map, cache_map;
   const cuuint64_t columns = cuuint64_t(task.heads + 2 * task.kv_heads) * D;
   const cuuint64_t sizes[] = {columns, cuuint64_t(task.tokens)},
                    strides[] = {cuuint64_t(task.qkv_stride) * 2};
   const cuuint32_t box[] = {64, 128};
-  int status = encode_map(&qkv_map, task.qkv, 2, sizes, strides, box, dtype);
-  // the cache ends where the block tables say: the map does not know
+  int status = encode_map(&qkv_map, task.qkv, 2, sizes, strides, box, task.dtype);
+  // the number of blocks is not known here: the map covers the largest possible cache
   const cuuint64_t cache_sizes[] = {D, cuuint64_t(1) << 31}, cache_strides[] = {D * 2};
   const cuuint32_t page[] = {64, kPage};
   if (!status)
-    status = encode_map(&cache_map, task.cache, 2, cache_sizes, cache_strides, page, dtype);
+    status = encode_map(&cache_map, task.cache, 2, cache_sizes, cache_strides, page, task.dtype);
   if (status) return status;
-  const int items = ceil_div(task.max_query, kQueries) * task.heads * task.rows;
+  const int items =
+      ceil_div(task.max_query, kQueries) * task.heads * (task.num_rows - task.first_row);
   const int blocks = device().multiprocessors;
   return launch("prefill_attention", prefill_attention_sm90a<X, D>, items < blocks ? items : blocks,
                 kThreads, Layout<D>::kSharedBytes, stream, qkv_map, cache_map, task, items);
@@ -364,11 +367,11 @@ bool takes_prefill_sm90a(const PrefillTask& task) {
          task.block_tokens % kPage == 0;
 }
 
-int run_prefill_sm90a(const PrefillTask& task, int dtype, void* stream) {
-  return for_16_bit_dtype(dtype, "prefill_attention", [&](auto zero) {
+int run_prefill_sm90a(const PrefillTask& task, void* stream) {
+  return for_16_bit_dtype(task.dtype, "prefill_attention", [&](auto zero) {
     using X = decltype(zero);
-    if (task.head_size == 64) return run<X, 64>(task, dtype, stream);
-    return run<X, 128>(task, dtype, stream);
+    if (task.head_size == 64) return run<X, 64>(task, stream);
+    return run<X, 128>(task, stream);
   });
 }
 

@@ -1,6 +1,6 @@
-// Rows moved by index: token ids that only the device knows, embeddings, and the rows whose logits
-// are wanted.
-// Bytes moved: twice the rows.   No bench of its own: a launch of microseconds.
+// Rows by index: token ids that only the device knows, embeddings, and the rows whose logits are
+// needed.
+// Bytes moved: twice the rows.   No bench: a launch takes microseconds.
 #include "common.cuh"
 
 namespace tridecode {
@@ -15,7 +15,7 @@ __global__ void resolve_tokens(int* token_ids, const int* slots, const int* last
   if (i < count && token_ids[i] < 0) token_ids[i] = slots[i] < 0 ? 0 : last_tokens[slots[i]];
 }
 
-// One block a token.
+// One block per token.
 template <typename X, int WIDTH>
 __global__ void embed(X* out, const int* token_ids, const X* table, const int* positions,
                       const X* position_table, int columns) {
@@ -37,7 +37,7 @@ __global__ void embed(X* out, const int* token_ids, const X* table, const int* p
   }
 }
 
-// One block a row. Word: what is copied at once.
+// One block per row. Word: the unit of the copy.
 template <typename Word>
 __global__ void gather_rows(char* out, const char* x, const int* rows, int64_t words,
                             int64_t x_stride, int64_t out_stride) {

@@ -1,4 +1,4 @@
-// Versions, error texts and the device: what library.py asks of the library itself.
+// Version, error text and device properties of the library.
 #include <cstdarg>
 #include <cstdio>
 
@@ -59,7 +59,9 @@ int encode_map(CUtensorMap* map, const void* tensor, int dimensions, const cuuin
       CU_TENSOR_MAP_INTERLEAVE_NONE,
       box[0] == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return status == CUDA_SUCCESS ? 0 : fail("cuTensorMapEncodeTiled gave %d", int(status));
+  return status == CUDA_SUCCESS
+             ? 0
+             : fail("cuTensorMapEncodeTiled failed with CUresult %d", int(status));
 }
 
 }  // namespace tridecode

@@ -1,15 +1,15 @@
 // The next token of each row, in one launch: bad words, temperature, penalties, minimum length,
-// log-probability, then the largest logit or a draw after top-k and top-p, and what the sequence's
-// slot remembers of it.
+// log-probability, then the largest logit or a draw after top-k and top-p, and the update of the
+// sequence's slot.
 //
 // Several blocks sweep a row once, in chunks of 2048 ids whose results do not depend on how many
-// blocks there are; the last of them to arrive finishes the row. Greedy rows and rows that draw
-// from the whole vocabulary (the largest logit plus Gumbel noise) are then done but for the
-// comparison of the blocks' winners. For top-k and top-p the sweep leaves the maximum of every 64
-// ids: the k-th largest maximum is a lower bound of the k-th largest logit, so that only few ids
-// are read again. The thresholds are found by a radix search over the order of float32;
-// probabilities are added up as integers, so that no order of additions matters. Where the few do
-// not suffice, the search reads the whole row.
+// blocks there are; the last block to arrive finishes the row. Greedy rows and rows that draw
+// from the whole vocabulary (the largest logit plus Gumbel noise) then only need the best of the
+// blocks' winners. For top-k and top-p the sweep stores the maximum of every 64 ids: the k-th
+// largest maximum is a lower bound of the k-th largest logit, so that few ids are read again.
+// Thresholds are found by a radix search over float32 in the order of integers; probabilities are
+// summed as integers, so that the order of additions does not matter. If the candidates do not
+// suffice, the search reads the whole row.
 //
 // Bytes moved: 4 * R * V, and 2 * R * V more under penalties.
 // Bench: python -m tridecode.kernels.bench sample
@@ -18,64 +18,24 @@
 namespace tridecode {
 namespace {
 
-// Columns and flags as in kernels/ops.py.
-enum {
-  kFlags,
-  kTopK,
-  kTopPResetId,
-  kEndId,
-  kMinTokens,
-  kSeedLow,
-  kSeedHigh,
-  kNumBadWords,
-  kNumInts
-};
-enum {
-  kTemperature,
-  kTopPInitial,
-  kTopPDecay,
-  kTopPMin,
-  kRepetition,
-  kPresence,
-  kFrequency,
-  kNumFloats = 8
-};
-enum { kGreedy = 1, kPenalties = 2, kBadWords = 4, kMinLength = 8, kLogProbs = 16, kDecay = 32 };
-
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kChunk = 8 * kThreads;  // ids
 constexpr int kSegment = 64;          // ids
 constexpr int kCandidates = 4096;
-constexpr int kTopPSegments = 256;    // whose ids are tried first where top-p stands alone
+constexpr int kTopPSegments = 256;    // the candidates' segments for top-p without top-k
 constexpr float kMostGumbel = 22.9f;  // no draw is larger: -log(2^-33) is 22.87
 
 using u64 = unsigned long long;
 
-struct Task {
-  float* logits;
-  const int* slots;
-  const int* ints;
-  const float* floats;
-  float* top_p;
-  int* generated;
-  int* last_tokens;
-  int* history;
-  int* history_lens;
-  int16_t* counts;
-  const int* bad_ids;
-  const int* bad_ends;
-  int* tokens;
-  float* log_probs;
-  int vocab, history_size, bad_size;
-  int64_t stride;
+using Slot = tridecode_sampling_slot;
+
+struct Task : tridecode_sample_task {
   int chunks, segments, chunks_each;  // of a row, of a row, of a block
-  char* scratch;
-  int64_t row_bytes;
-  unsigned int* counters;
+  int64_t row_bytes;                  // of scratch
 };
 
-// The order of float32 as that of integers; larger is larger.
+// Maps float32 to unsigned integers of the same order.
 __device__ __forceinline__ unsigned order_of(float x) {
   const unsigned bits = __float_as_uint(x);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -83,7 +43,7 @@ __device__ __forceinline__ unsigned order_of(float x) {
 __device__ __forceinline__ float from_order(unsigned order) {
   return __uint_as_float(order & 0x80000000u ? order & 0x7fffffffu : ~order);
 }
-// Compares by value, then by the lower id.
+// Ranks compare by value, then by the lower id.
 __device__ __forceinline__ u64 rank_of(float x, int id) {
   return u64(order_of(x)) << 32 | (0xffffffffu - unsigned(id));
 }
@@ -145,24 +105,23 @@ __device__ __forceinline__ Sum warp_merge(Sum mine) {
   return mine;
 }
 
-// One row: its parameters, and its logits as they stand after temperature, penalties and minimum
-// length.
+// One row: what the sweep reads of its slot, and its logits after temperature, penalties and
+// minimum length.
 struct Row {
   const float* logits;
-  const int16_t* counts;  // nullptr: no penalties
-  float temperature, repetition, presence, frequency;
-  int flags, top_k, banned, generated, vocab;
-  float top_p;
-  unsigned seed_low, seed_high;
+  const int16_t* counts;  // null: no penalties
+  float temperature, repetition, presence, frequency, top_p;
+  int top_k, banned, generated, vocab;
+  uint64_t seed;
+  bool greedy, log_probs, decays, bad_words;
   bool wide;  // float4 loads
 
-  __device__ __forceinline__ bool greedy() const { return flags & kGreedy; }
-  __device__ __forceinline__ bool limited() const {
-    return !greedy() && (top_k > 0 || top_p < 1.0f);
-  }
-  __device__ __forceinline__ bool drawn_at_once() const { return !greedy() && !limited(); }
-  __device__ __forceinline__ bool summed() const {
-    return (flags & kLogProbs) || (limited() && top_k == 0);
+  __device__ __forceinline__ bool limited() const { return !greedy && (top_k > 0 || top_p < 1.0f); }
+  __device__ __forceinline__ bool drawn_at_once() const { return !greedy && !limited(); }
+  __device__ __forceinline__ bool summed() const { return log_probs || (limited() && top_k == 0); }
+  // The random words of ids 4 * group .. 4 * group + 3.
+  __device__ __forceinline__ uint4 random(unsigned group) const {
+    return philox(unsigned(seed), unsigned(seed >> 32), group, unsigned(generated));
   }
 
   __device__ __forceinline__ float adjust(float x, int id) const {
@@ -190,39 +149,41 @@ struct Row {
       if (first + i < vocab) x[i] = adjust(x[i], first + i);
   }
   __device__ __forceinline__ float noise(int id) const {
-    const uint4 words = philox(seed_low, seed_high, unsigned(id) / 4, unsigned(generated));
+    const uint4 words = random(unsigned(id) / 4);
     return gumbel(id % 4 == 0 ? words.x : id % 4 == 1 ? words.y : id % 4 == 2 ? words.z : words.w);
   }
 };
 
 __device__ __forceinline__ Row row_at(const Task& task, int index, int slot) {
-  const int* const ints = task.ints + int64_t(slot) * kNumInts;
-  const float* const floats = task.floats + int64_t(slot) * kNumFloats;
+  const Slot& s = task.state[slot];
   Row row;
-  row.logits = task.logits + index * task.stride;
-  row.flags = ints[kFlags];
-  row.vocab = task.vocab;
-  row.generated = task.generated[slot];
-  row.temperature = floats[kTemperature] != 0.0f ? floats[kTemperature] : 1.0f;
-  row.counts = row.flags & kPenalties ? task.counts + int64_t(slot) * task.vocab : nullptr;
-  row.repetition = floats[kRepetition], row.presence = floats[kPresence],
-  row.frequency = floats[kFrequency];
-  row.banned = (row.flags & kMinLength) && row.generated < ints[kMinTokens] ? ints[kEndId] : -1;
-  row.top_k = ints[kTopK] > 0 && ints[kTopK] < task.vocab ? ints[kTopK] : 0;
-  row.top_p = row.greedy() ? 1.0f : task.top_p[slot];
-  row.seed_low = unsigned(ints[kSeedLow]), row.seed_high = unsigned(ints[kSeedHigh]);
-  row.wide = task.vocab % 4 == 0 && task.stride % 4 == 0;
+  row.logits = task.logits + index * task.logits_stride;
+  row.vocab = task.vocab_size;
+  row.temperature = s.temperature != 0.0f ? s.temperature : 1.0f;
+  row.repetition = s.repetition_penalty, row.presence = s.presence_penalty,
+  row.frequency = s.frequency_penalty;
+  const bool neutral = row.repetition == 1.0f && row.presence == 0.0f && row.frequency == 0.0f;
+  row.counts = neutral ? nullptr : task.counts + int64_t(slot) * task.vocab_size;
+  row.generated = s.generated;
+  row.banned = s.generated < s.min_tokens ? s.end_id : -1;
+  row.greedy = s.top_k == 1 || s.temperature == 0.0f;
+  row.log_probs = s.return_log_probs;
+  row.decays = s.top_p_decay < 1.0f;
+  row.bad_words = s.num_bad_words > 0;
+  row.top_k = s.top_k > 0 && s.top_k < task.vocab_size ? s.top_k : 0;
+  row.top_p = row.greedy ? 1.0f : s.top_p_now;
+  row.seed = s.seed;
+  row.wide = task.vocab_size % 4 == 0 && task.logits_stride % 4 == 0;
   return row;
 }
 
-// Makes the last id of each matching bad word impossible, for last ids in first .. end.
+// Makes the last id of each matching bad word impossible, for last ids in first .. end - 1.
 __device__ __forceinline__ void ban_words(const Task& task, int index, int slot, int first,
                                           int end) {
   const int* const ids = task.bad_ids + int64_t(slot) * task.bad_size;
   const int* const ends = task.bad_ends + int64_t(slot) * task.bad_size;
   const int* const history = task.history + int64_t(slot) * task.history_size;
-  const int length = task.history_lens[slot],
-            words = task.ints[int64_t(slot) * kNumInts + kNumBadWords];
+  const int length = task.state[slot].history_length, words = task.state[slot].num_bad_words;
   for (int word = threadIdx.x; word < words; word += kThreads) {
     const int begin = word ? ends[word - 1] : 0, before = ends[word] - begin - 1;
     if (before < 0 || before > length) continue;
@@ -231,7 +192,7 @@ __device__ __forceinline__ void ban_words(const Task& task, int index, int slot,
     bool matches = true;
     for (int i = 0; i < before && matches; ++i)
       matches = history[length - before + i] == ids[begin + i];
-    if (matches) task.logits[index * task.stride + last] = -CUDART_INF_F;
+    if (matches) task.logits[index * task.logits_stride + last] = -CUDART_INF_F;
   }
   __syncthreads();
 }
@@ -248,8 +209,8 @@ struct Shared {
 };
 
 // Finds the bits of a threshold from the top: `add(prefix, mask, shift)` fills the histogram of the
-// next 8 bits of all values whose upper bits are `prefix`. Bins are taken from the largest while
-// less than `wanted` lies in those above. Returns the smallest order_of that is kept.
+// next 8 bits of all values whose upper bits are `prefix`. Bins are taken from the largest until
+// their sum reaches `wanted`. Returns the smallest order_of that is kept.
 template <typename Weight, typename Add>
 __device__ unsigned radix_threshold(Shared& shared, Weight* bins, u64 wanted, Add add) {
   unsigned prefix = 0;
@@ -279,7 +240,7 @@ __device__ unsigned radix_threshold(Shared& shared, Weight* bins, u64 wanted, Ad
         shared.prefix = prefix | unsigned(bin) << shift;
         shared.above = before;
       } else if (found == 0 && threadIdx.x == 0) {
-        shared.prefix = prefix;  // all of it is not enough: keep all
+        shared.prefix = prefix;  // the sum of all bins is too small: keep all
         shared.above = above;
       }
     }
@@ -293,8 +254,8 @@ __device__ __forceinline__ u64 mass_of(float x, float most) {
   return u64(expf(x - most) * 1099511627776.0f);  // 2^40
 }
 
-// bins[bin] += mass. The lanes of a warp that meet in a bin add up first: 64-bit sums in shared
-// memory are slow to contend for.
+// bins[bin] += mass. The lanes of a warp with the same bin add up first: contended 64-bit atomics
+// in shared memory are slow.
 __device__ __forceinline__ void add_mass(u64* bins, unsigned bin, u64 mass) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   const unsigned peers = __match_any_sync(__activemask(), bin);
@@ -307,12 +268,12 @@ __device__ __forceinline__ void add_mass(u64* bins, unsigned bin, u64 mass) {
 #endif
 }
 
-// The draw of a row under top-k or top-p. each(body) calls body(value, id) for all ids that may be
+// The draw of a row with top-k or top-p. each(body) calls body(value, id) for all ids that may be
 // kept.
 template <typename Each>
 __device__ int draw(Shared& shared, const Row& row, float most, double total, bool total_given,
                     Each each) {
-  unsigned threshold = order_of(-CUDART_INF_F) + 1;  // what is impossible is never kept
+  unsigned threshold = order_of(-CUDART_INF_F) + 1;  // impossible ids are never kept
   if (row.top_k > 0) {
     const unsigned kth = radix_threshold(
         shared, shared.histogram, u64(row.top_k), [&](unsigned prefix, unsigned mask, int shift) {
@@ -375,7 +336,7 @@ __device__ int draw_limited(Shared& shared, const Row& row, const float* maxima,
         });
     if (threadIdx.x == 0) shared.count = shared.listed = 0;
     __syncthreads();
-    // the ids of these segments lie in shared.ids until the candidates replace them
+    // a quarter of shared.values holds the list of these segments
     int* const list = reinterpret_cast<int*>(shared.values);
     for (int i = threadIdx.x; i < segments; i += kThreads) {
       if (order_of(__ldcg(maxima + i)) < bound) continue;
@@ -385,7 +346,7 @@ __device__ int draw_limited(Shared& shared, const Row& row, const float* maxima,
     __syncthreads();
     const int listed = shared.listed;
     if (listed <= kCandidates / 4) {
-      // a quarter of the values holds the list; the candidates start behind it
+      // the values of the candidates follow the list
       float* const values = shared.values + kCandidates / 4;
       int* const ids = shared.ids;
       constexpr int kRoom = kCandidates - kCandidates / 4;
@@ -440,15 +401,15 @@ __global__ void __launch_bounds__(kThreads) sample(const __grid_constant__ Task 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
   // scratch of a row: two ranks a block, a Sum a chunk, a maximum a segment
-  u64* const ranks = reinterpret_cast<u64*>(task.scratch + index * task.row_bytes);
+  u64* const ranks =
+      reinterpret_cast<u64*>(static_cast<char*>(task.scratch) + index * task.row_bytes);
   Sum* const sums = reinterpret_cast<Sum*>(ranks + 2 * task.chunks);
   float* const maxima = reinterpret_cast<float*>(sums + task.chunks);
 
   // ---- the sweep
   const int first_chunk = blockIdx.x * task.chunks_each,
             last_chunk = min(first_chunk + task.chunks_each, task.chunks);
-  if (row.flags & kBadWords)
-    ban_words(task, index, slot, first_chunk * kChunk, last_chunk * kChunk);
+  if (row.bad_words) ban_words(task, index, slot, first_chunk * kChunk, last_chunk * kChunk);
   const bool summed = row.summed(), limited = row.limited(), drawn = row.drawn_at_once();
   u64 largest = 0, winner = 0;
   for (int chunk = first_chunk; chunk < last_chunk; ++chunk) {
@@ -464,13 +425,12 @@ __global__ void __launch_bounds__(kThreads) sample(const __grid_constant__ Task 
 #pragma unroll
       for (int i = 1; i < 4; ++i)
         if (x[half][i] > most) most = x[half][i], at = i;
-      if (id < task.vocab) {
+      if (id < task.vocab_size) {
         const u64 rank = rank_of(most, id + at);
         largest = rank > largest ? rank : largest;
       }
       if (drawn && most > -CUDART_INF_F && (!winner || most + kMostGumbel > value_of(winner))) {
-        const uint4 words =
-            philox(row.seed_low, row.seed_high, unsigned(id) / 4, unsigned(row.generated));
+        const uint4 words = row.random(unsigned(id) / 4);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           if (x[half][i] == -CUDART_INF_F ||
@@ -485,7 +445,8 @@ __global__ void __launch_bounds__(kThreads) sample(const __grid_constant__ Task 
 #pragma unroll
         for (int offset = 1; offset < kSegment / 4; offset *= 2)
           segment = fmaxf(segment, __shfl_xor_sync(kAll, segment, offset));
-        if (lane % (kSegment / 4) == 0 && id < task.vocab) __stcg(maxima + id / kSegment, segment);
+        if (lane % (kSegment / 4) == 0 && id < task.vocab_size)
+          __stcg(maxima + id / kSegment, segment);
       }
     }
     if (summed) {
@@ -537,21 +498,20 @@ __global__ void __launch_bounds__(kThreads) sample(const __grid_constant__ Task 
   largest = block_largest(largest, shared.ranks);
   if (drawn) winner = block_largest(winner, shared.ranks);
   Sum sum = {-CUDART_INF_F, 0.0f};
-  if (summed) {  // every warp alike
+  if (summed) {  // every warp computes the same
     for (int i = lane; i < task.chunks; i += 32)
       sum = merge(sum, {__ldcg(&sums[i].most), __ldcg(&sums[i].sum)});
     sum = warp_merge(sum);
     sum.most = __shfl_sync(kAll, sum.most, 0);  // the same bits everywhere
     sum.sum = __shfl_sync(kAll, sum.sum, 0);
   }
-  const int* const ints = task.ints + int64_t(slot) * kNumInts;
   const float most = value_of(largest);
   const bool impossible = most == -CUDART_INF_F;
   int token;
   if (impossible) {
-    const int end_id = ints[kEndId];
-    token = end_id >= 0 && end_id < task.vocab ? end_id : 0;
-  } else if (row.greedy()) {
+    const int end_id = task.state[slot].end_id;
+    token = end_id >= 0 && end_id < task.vocab_size ? end_id : 0;
+  } else if (row.greedy) {
     token = id_of(largest);
   } else if (drawn) {
     token = id_of(winner);
@@ -559,30 +519,22 @@ __global__ void __launch_bounds__(kThreads) sample(const __grid_constant__ Task 
     token = draw_limited(shared, row, maxima, task.segments, most, sum);
   }
 
-  // ---- what the slot remembers
+  // ---- the update of the slot
   if (threadIdx.x != 0) return;
   float log_prob = 0.0f;
-  if ((row.flags & kLogProbs) && !impossible)
+  if (row.log_probs && !impossible)
     log_prob = row.adjust(row.logits[token], token) - (sum.most + logf(sum.sum));
   task.tokens[index] = token;
   task.log_probs[index] = log_prob;
   task.last_tokens[slot] = token;
-  task.generated[slot] = row.generated + 1;
-  if (row.flags & kBadWords) {
-    const int length = task.history_lens[slot];
-    if (length < task.history_size) {
-      task.history[int64_t(slot) * task.history_size + length] = token;
-      task.history_lens[slot] = length + 1;
-    }
-  }
-  if (row.counts) task.counts[int64_t(slot) * task.vocab + token] += 1;
-  if (row.flags & kDecay) {
-    const float* const floats = task.floats + int64_t(slot) * kNumFloats;
-    const float now = task.top_p[slot];
-    task.top_p[slot] = token == ints[kTopPResetId]
-                           ? floats[kTopPInitial]
-                           : fmaxf(now * floats[kTopPDecay], floats[kTopPMin]);
-  }
+  Slot& s = task.state[slot];
+  s.generated = row.generated + 1;
+  if (row.bad_words && s.history_length < task.history_size)
+    task.history[int64_t(slot) * task.history_size + s.history_length++] = token;
+  if (row.counts) task.counts[int64_t(slot) * task.vocab_size + token] += 1;
+  if (row.decays)
+    s.top_p_now =
+        token == s.top_p_reset_id ? s.top_p : fmaxf(s.top_p_now * s.top_p_decay, s.top_p_min);
 }
 
 int64_t row_bytes(int vocab) {
@@ -599,25 +551,16 @@ int64_t tridecode_sample_scratch(int max_rows, int vocab_size) {
   return max_rows * row_bytes(vocab_size);
 }
 
-int tridecode_sample(float* logits, const int* slots, const int* ints, const float* floats,
-                     float* top_p, int* generated, int* last_tokens, int* history,
-                     int* history_lens, int16_t* counts, const int* bad_ids, const int* bad_ends,
-                     int* tokens, float* log_probs, int num_rows, int vocab_size, int history_size,
-                     int bad_size, int64_t logits_stride, void* scratch, unsigned int* counters,
-                     void* stream) {
-  Task task = {logits,      slots,     ints,         floats,       top_p,    generated,
-               last_tokens, history,   history_lens, counts,       bad_ids,  bad_ends,
-               tokens,      log_probs, vocab_size,   history_size, bad_size, logits_stride};
-  if (!aligned16(logits)) return fail("sample: the logits do not begin at a multiple of 16 bytes");
-  task.chunks = ceil_div(vocab_size, kChunk);
-  task.segments = ceil_div(vocab_size, kSegment);
-  // of a row, about
-  const int blocks = 16 * device().multiprocessors / (num_rows > 0 ? num_rows : 1);
+int tridecode_sample(const tridecode_sample_task* given, void* stream) {
+  Task task = {*given};
+  if (!aligned16(task.logits)) return fail("sample: the logits are not at a multiple of 16 bytes");
+  task.chunks = ceil_div(task.vocab_size, kChunk);
+  task.segments = ceil_div(task.vocab_size, kSegment);
+  // 16 blocks per multiprocessor, shared by the rows
+  const int blocks = 16 * device().multiprocessors / (task.num_rows > 0 ? task.num_rows : 1);
   const int splits = blocks < 1 ? 1 : blocks < task.chunks ? blocks : task.chunks;
   task.chunks_each = ceil_div(task.chunks, splits);
-  task.scratch = static_cast<char*>(scratch);
-  task.row_bytes = row_bytes(vocab_size);
-  task.counters = counters;
-  return launch("sample", sample, dim3(ceil_div(task.chunks, task.chunks_each), num_rows), kThreads,
-                0, stream, task);
+  task.row_bytes = row_bytes(task.vocab_size);
+  return launch("sample", sample, dim3(ceil_div(task.chunks, task.chunks_each), task.num_rows),
+                kThreads, 0, stream, task);
 }

@@ -1,5 +1,5 @@
-"""Batches and caches for attention tests: rows of given lengths, blocks in random order, poison wherever
-nothing is."""
+"""Batches and caches for attention tests: rows of given lengths, blocks in random order, NaN in all unused
+places."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ def make_heads(place: Place, num_heads: int, num_kv_heads: int, head_size: int, 
 
 
 def make_batch(place: Place, contexts: list[int], queries: list[int], block_tokens: int) -> Batch:
-    """Rows with contexts[b] tokens in the cache after the step, queries[b] of them new; rows of one query
-    come first
-    and count as decoding."""
+    """Rows with contexts[b] tokens in the cache after the step, queries[b] of them new. Rows of one query
+    come first and are decode rows."""
     num_decodes = next((b for b, count in enumerate(queries) if count != 1), len(queries))
     columns = max(-(-max(contexts) // block_tokens), 1) + 1
     rows = len(contexts)
@@ -50,7 +49,7 @@ def make_batch(place: Place, contexts: list[int], queries: list[int], block_toke
 
 
 def make_cache(place: Place, batch: Batch, heads: Heads, block_tokens: int, dtype: torch.dtype) -> CacheLayer:
-    """Random keys and values for every token of the batch's contexts, NaN in all other places."""
+    """Random keys and values for every token of the batch's contexts, NaN elsewhere."""
     num_blocks = batch.block_tables.numel()
     blocks = place.poison(num_blocks, 2, heads.num_kv_heads, block_tokens, heads.head_size, dtype=dtype)
     for row, context in enumerate(batch.context_lens.tolist()):

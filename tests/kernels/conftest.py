@@ -1,4 +1,4 @@
-"""Every numeric test runs on Reference, on the CPU, and, where a GPU and the built library are, on Cuda."""
+"""Every numeric test runs on Reference on the CPU and, with a GPU and the built library, on Cuda."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tridecode.kernels.reference import Reference
 
 @dataclass
 class Place:
-    """The operations under test and where their tensors live; inputs are drawn from a fixed seed."""
+    """The operations under test and the device of their tensors; inputs are drawn from a fixed seed."""
 
     ops: Ops
     device: torch.device
@@ -24,16 +24,16 @@ class Place:
         return (torch.randn(*shape, generator=self.generator) * scale).to(dtype).to(self.device)
 
     def poison(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """A tensor of NaN: what an operation does not write stays visible, what it should not read
-        spreads."""
+        """A tensor of NaN: places that an operation does not write stay NaN, and those that it should not
+        read make its results NaN."""
         return torch.full(shape, float("nan"), dtype=dtype, device=self.device)
 
     def ints(self, values: object) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int32).to(self.device)
 
     def settle(self) -> None:
-        """Kernels read constants ahead of the kernels before them: a test has just written these
-        constants."""
+        """Wait for the constants that a test has just written: kernels prefetch constants before their
+        predecessor has finished."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 

@@ -1,11 +1,9 @@
 """How far an operation may be from float64, in units of the output dtype's epsilon.
 
-A 16-bit result is rounded once (half a unit); products and sums are taken in float32. What else is allowed:
-probabilities are rounded to 16 bits before they weigh the values (attention), a normalised row is rounded to
-16 bits
-before its product, and large products round once more before an activation. float32 results differ by the
-order of
-their sums.
+A 16-bit result is rounded once (half a unit); products and sums are computed in float32. Further rounding is
+allowed: probabilities are rounded to 16 bits before they weigh the values (attention), a normalised row is
+rounded to 16 bits before its product, and large products round once more before an activation. float32
+results differ by the order of their sums.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import torch
 from tests.kernels.batches import attend, context_of, make_batch, make_cache, make_heads
 from tests.kernels.conftest import Place
 from tests.kernels.numeric import assert_close
+from tridecode.kernels.ops import Heads, Linear, Rope
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 HEADS = [(4, 4, 64), (6, 3, 80), (8, 2, 96), (4, 1, 112), (8, 2, 128), (19, 1, 64), (2, 2, 256), (5, 5, 40)]
@@ -93,3 +94,36 @@ def test_a_prompt_beside_numbers_that_are_none_is_as_it_is_alone(place: Place, h
     place.ops.prefill_attention(qkv, shape, batch, cache, out=beside)
     assert torch.isfinite(out).all() and torch.isnan(beside[40:170]).all()
     assert torch.equal(beside[:40], out[:40]) and torch.equal(beside[170:], out[170:])
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_layers_of_one_batch_keep_their_own_slopes(place: Place, kv_heads: int):
+    batch, dtype = make_batch(place, [5, 40, 17], [1, 1, 1], 16), torch.float32
+    for _ in range(3):  # layers
+        heads = make_heads(place, 4, kv_heads, 32, alibi=True)
+        cache = make_cache(place, batch, heads, 16, dtype)
+        cache.blocks.nan_to_num_()
+        qkv, out = place.normal(3, heads.qkv_size, dtype=dtype), place.poison(3, 4 * 32, dtype=dtype)
+        place.settle()
+        place.ops.decode_attention(qkv, heads, batch, cache, out=out)
+        q = qkv[:, : 4 * 32].unflatten(1, (4, 32))
+        for row in range(3):
+            k, v = context_of(cache, batch, row)
+            assert_close("attention", out[row : row + 1], attend(q[row : row + 1], k, v, heads))
+
+
+def test_layers_of_one_batch_keep_their_own_angles(place: Place):
+    batch, dtype, size = make_batch(place, [5, 40, 17], [1, 1, 1], 16), torch.float32, 32
+    for _ in range(3):  # layers
+        angles = torch.rand(64, size // 2, generator=place.generator).to(place.device) * 6
+        heads = Heads(4, 4, size, 1.0, Rope(angles.cos(), angles.sin()))
+        cache = make_cache(place, batch, heads, 16, dtype)
+        x, out = place.normal(3, 24, dtype=dtype), place.poison(3, heads.qkv_size, dtype=dtype)
+        weight = place.normal(heads.qkv_size, 24, dtype=dtype)
+        place.settle()
+        place.ops.project_qkv(x, Linear(weight), None, heads, batch, cache, out=out)
+        product = (x.double() @ weight.double().t())[:, : 4 * size].unflatten(1, (4, size)).cpu()
+        turn = torch.polar(torch.ones(()).double(), angles[batch.positions.long()].double().cpu())[:, None]
+        turned = torch.complex(product[..., : size // 2], product[..., size // 2 :]) * turn
+        wanted = torch.cat([turned.real, turned.imag], dim=-1).flatten(1)
+        assert_close("linear", out[:, : 4 * size], wanted)

@@ -1,5 +1,5 @@
-"""Operations captured in a CUDA graph and replayed over changed inputs: nothing of the captured step may
-stick."""
+"""Operations captured in a CUDA graph and replayed with other inputs: no value of the captured step may
+persist."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("tokens", [1, 8, 16, 40])
 def test_a_chain_of_products_follows_its_input(cuda_place: Place, tokens: int):
-    """Every kernel of the chain starts before its predecessor ends, and still reads what that one wrote."""
+    """Each kernel of the chain starts before its predecessor ends, and reads what its predecessor wrote."""
     place, dtype = cuda_place, torch.float16
     linears = [make_linear(place, 1024, 1024, dtype) for _ in range(6)]
     norm = Norm(place.normal(1024, dtype=dtype), place.normal(1024, dtype=dtype), 1e-5)
@@ -71,7 +71,7 @@ def test_sampling_follows_slots_and_state(cuda_place: Place):
     place, vocab = cuda_place, 30000
     state = make_state(place, 8, vocab)
     for slot in range(8):
-        configure(state, slot, 0, 0.9 if slot % 2 else 1.0, top_k=20 * (slot // 4), seed=slot)
+        configure(state, slot, top_p_now=0.9 if slot % 2 else 1.0, top_k=20 * (slot // 4), seed=slot)
     source, logits = torch.zeros(4, vocab, device=place.device), torch.zeros(4, vocab, device=place.device)
     slots, tokens = place.ints([0, 1, 4, 5]), place.ints([0] * 4)
     log_probs = torch.zeros(4, device=place.device)
@@ -81,18 +81,18 @@ def test_sampling_follows_slots_and_state(cuda_place: Place):
         place.ops.sample(logits, slots, state, tokens=tokens, log_probs=log_probs)
 
     graph = capture(run)
-    state.generated.zero_()
+    state.column("generated").zero_()
     for step, held in enumerate(([0, 1, 4, 5], [7, 6, 3, 2], [5, 4, 1, 0])):
         source.copy_(torch.randn(4, vocab, generator=place.generator) * 4)
         slots.copy_(place.ints(held))
-        before = state.generated.tolist()
+        before = state.column("generated").tolist()
         torch.cuda.synchronize()
         graph.replay()
         wanted = [
             expected_draw(
                 source[row].double().cpu().numpy(),
                 20 * (slot // 4),
-                float(state.top_p[slot]),
+                float(state.column("top_p_now")[slot]),
                 slot,
                 before[slot],
             )

@@ -13,6 +13,7 @@ from tests.kernels.batches import make_batch
 from tests.kernels.conftest import Place
 from tests.kernels.numeric import assert_close
 from tridecode.kernels.checks import ShapeError
+from tridecode.kernels.gemm_table import Plan
 from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm, Rope
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -205,7 +206,58 @@ def test_queries_and_keys_are_rotated_and_kept(
 
 def test_a_linear_of_another_width_is_refused_by_name(place: Place):
     linear = make_linear(place, 64, 32, torch.float32)
-    with pytest.raises((ShapeError, AssertionError)):
-        place.ops.linear(
-            place.normal(2, 64, dtype=torch.float32), linear, out=place.poison(2, 48, dtype=torch.float32)
-        )
+    x = place.normal(2, 64, dtype=torch.float32)
+    for activation, columns, wanted in ((None, 48, 32), ("swiglu", 32, 16)):
+        out = place.poison(2, columns, dtype=torch.float32)
+        with pytest.raises(
+            ShapeError, match=f"^linear: out has {columns} columns; 32 weight rows give {wanted}$"
+        ):
+            place.ops.linear(x, linear, activation=activation, out=out)
+        assert torch.isnan(out).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("split", [1, 2, 3, 7])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 8])
+def test_gemm_mma_adds_the_parts_of_a_split(
+    cuda_place: Place, monkeypatch: pytest.MonkeyPatch, tokens: int, split: int, dtype: torch.dtype
+):
+    place, plan = cuda_place, Plan("gemm_mma", "forced", split=split)
+    monkeypatch.setattr(place.ops, "choose_gemm", lambda gemm: plan)
+    linear = make_linear(place, 8200, 264, dtype)
+    x, residual = place.normal(tokens, 8200, dtype=dtype), place.normal(tokens, 264, dtype=dtype)
+    out = place.poison(tokens, 264, dtype=dtype)
+    place.settle()
+    for _ in range(2):  # the second launch finds the counters as the first one left them
+        out.fill_(float("nan"))
+        place.ops.linear(x, linear, residual=residual, out=out)
+        assert_close("linear", out, product64(x, linear) + residual.double())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan("gemv", "has 1 and 2 tokens"),
+        Plan("gemm_mma", "has a split from 1 on", split=0),
+        Plan("gemm_sm90_data_parallel", "has 32 and 64", 96, 8),
+        Plan("gemm_sm90_split_k", "has 16, 32 and 64", 128, 48, 1),
+        Plan("gemm_sm90_split_k", "has splits up to 3", 128, 16, 4),
+        Plan("gemm_sm90_stream_k", "has 96 for SwiGLU only", 256, 96, clusters=1),
+    ],
+    ids=lambda plan: f"{plan.kernel} {plan.why}",
+)
+def test_a_launcher_refuses_a_plan_that_it_has_no_instance_of(
+    cuda_place: Place, monkeypatch: pytest.MonkeyPatch, plan: Plan
+):
+    from tridecode.kernels.library import KernelError
+
+    place = cuda_place
+    monkeypatch.setattr(place.ops, "choose_gemm", lambda gemm: plan)
+    linear = make_linear(place, 1024, 256, torch.float16)
+    x, out = place.normal(3, 1024, dtype=torch.float16), place.poison(3, 256, dtype=torch.float16)
+    with pytest.raises(KernelError, match=f"^{plan.kernel}: "):
+        place.ops.linear(x, linear, out=out)
+    torch.cuda.synchronize()
+    assert torch.isnan(out).all()

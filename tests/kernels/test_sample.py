@@ -2,62 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from tests.kernels.conftest import Place
-from tridecode.kernels import ops as o
-from tridecode.kernels.ops import SamplingState
 from tridecode.kernels.philox import philox, uniforms
-
-COLUMNS = {
-    "top_k": (o.TOP_K, int),
-    "top_p_reset_id": (o.TOP_P_RESET_ID, int),
-    "end_id": (o.END_ID, int),
-    "min_tokens": (o.MIN_TOKENS, int),
-    "seed": (o.SEED_LOW, int),
-    "temperature": (o.TEMPERATURE, float),
-    "top_p_decay": (o.TOP_P_DECAY, float),
-    "top_p_min": (o.TOP_P_MIN, float),
-    "repetition": (o.REPETITION, float),
-    "presence": (o.PRESENCE, float),
-    "frequency": (o.FREQUENCY, float),
-}
+from tridecode.kernels.sampling_state import SamplingState
 
 
 def make_state(place: Place, slots: int, vocab: int, history: int = 32) -> SamplingState:
-    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.zeros(*shape, dtype=dtype, device=place.device)
-
-    state = SamplingState(
-        ints=zeros(slots, o.NUM_INTS),
-        floats=zeros(slots, o.NUM_FLOATS, dtype=torch.float32),
-        top_p=zeros(slots, dtype=torch.float32) + 1,
-        generated=zeros(slots),
-        last_tokens=zeros(slots),
-        history=zeros(slots, history),
-        history_lens=zeros(slots),
-        counts=zeros(slots, vocab, dtype=torch.int16),
-        bad_ids=zeros(slots, 8),
-        bad_ends=zeros(slots, 8),
-    )
-    state.floats[:, o.TEMPERATURE] = 1
-    state.floats[:, o.REPETITION] = 1
-    state.ints[:, o.END_ID] = -1
-    return state
+    return SamplingState.allocate(slots, history, vocab, 8, place.device)
 
 
-def configure(state: SamplingState, slot: int, flags: int = 0, top_p: float = 1.0, **values: Any) -> None:
-    state.ints[slot, o.FLAGS] = flags
-    state.top_p[slot] = top_p
-    state.floats[slot, o.TOP_P_INITIAL] = top_p
+def configure(state: SamplingState, slot: int, **values: float) -> None:
     for name, value in values.items():
-        column, kind = COLUMNS[name]
-        (state.ints if kind is int else state.floats)[slot, column] = value
+        state.column(name)[slot] = value
 
 
 def run(
@@ -102,11 +63,11 @@ def test_greedy_takes_the_largest_and_of_equals_the_lowest(place: Place, vocab: 
     logits[3] = -torch.inf
     state = make_state(place, 8, vocab)
     for slot in range(8):
-        configure(state, slot, o.GREEDY)
+        configure(state, slot, top_k=1)
     tokens, log_probs = run(place, logits, [3, 0, 1, 7, -1], state)
     assert tokens == [int(logits[0].argmax()), 0, vocab // 2, 0, -7]
     assert log_probs[:4] == [0.0] * 4
-    assert state.generated.tolist() == [1, 1, 0, 1, 0, 0, 0, 1]
+    assert state.column("generated").tolist() == [1, 1, 0, 1, 0, 0, 0, 1]
     assert state.last_tokens[[3, 0, 1, 7]].tolist() == tokens[:4]
 
 
@@ -128,8 +89,7 @@ def test_draws_are_those_of_the_contract(place: Place, vocab: int, scale: float)
     logits = torch.randn(len(settings), vocab, generator=place.generator) * scale
     state = make_state(place, len(settings), vocab)
     for slot, (top_k, top_p) in enumerate(settings):
-        configure(state, slot, 0, top_p, top_k=top_k, seed=1234 + slot)
-        state.generated[slot] = 5 * slot
+        configure(state, slot, top_p_now=top_p, top_k=top_k, seed=1234 + slot, generated=5 * slot)
     tokens, _ = run(place, logits, list(range(len(settings))), state)
     wanted = [
         expected_draw(row.double().numpy(), top_k, np.float32(top_p), 1234 + slot, 5 * slot)
@@ -148,8 +108,8 @@ def test_a_draw_does_not_depend_on_its_neighbours(place: Place):
             configure(
                 state,
                 slot,
-                o.LOG_PROBS,
-                0.7 if slot % 2 else 1.0,
+                return_log_probs=1,
+                top_p_now=0.7 if slot % 2 else 1.0,
                 top_k=slot % 3 * 20,
                 seed=slot,
                 temperature=0.8,
@@ -164,7 +124,7 @@ def test_draws_follow_the_distribution(place: Place):
     share = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
     state = make_state(place, 40, 5)
     for slot in range(40):
-        configure(state, slot, 0, seed=slot)
+        configure(state, slot, seed=slot)
     counts = np.zeros(5)
     for _ in range(100):
         tokens, _ = run(place, share.log().expand(40, 5), list(range(40)), state)
@@ -180,11 +140,12 @@ def test_penalties_follow_temperature_and_count_occurrences(place: Place):
     configure(
         state,
         1,
-        o.GREEDY | o.PENALTIES | o.LOG_PROBS,
+        top_k=1,
+        return_log_probs=1,
         temperature=0.5,
-        repetition=1.3,
-        presence=0.4,
-        frequency=0.2,
+        repetition_penalty=1.3,
+        presence_penalty=0.4,
+        frequency_penalty=0.2,
     )
     seen = torch.randint(0, vocab, (120,), generator=place.generator)
     seen = torch.cat([seen, logits[0].topk(20).indices])
@@ -205,31 +166,29 @@ def test_bad_words_are_stopped_at_their_last_id(place: Place):
     logits[:, 7], logits[:, 8], logits[:, 9] = 5.0, 4.0, 3.0
     state = make_state(place, 3, 50, history=4)
     for slot, history in enumerate(([1, 2, 3], [2, 3], [3])):
-        configure(state, slot, o.GREEDY | o.BAD_WORDS)
+        configure(state, slot, top_k=1, num_bad_words=2, history_length=len(history))
         state.bad_ids[slot, :5] = place.ints([2, 3, 7, 8, 9])  # the words 2 3 7, and 8, and 9
         state.bad_ends[slot, :2] = place.ints([3, 4])
-        state.ints[slot, o.NUM_BAD_WORDS] = 2
         state.history[slot, : len(history)] = place.ints(history)
-        state.history_lens[slot] = len(history)
     tokens, _ = run(place, logits, [0, 1, 2], state)
     assert tokens == [9, 9, 7]  # 8 is always stopped, 7 only after 2 3; 9 is beyond the two words
     assert state.history[:, :4].tolist() == [[1, 2, 3, 9], [2, 3, 9, 0], [3, 7, 0, 0]]
     tokens, _ = run(place, logits, [0, 1, 2], state)
-    assert state.history_lens.tolist() == [4, 4, 3]  # a full history grows no longer
+    assert state.column("history_length").tolist() == [4, 4, 3]  # a full history grows no longer
 
 
 def test_the_end_is_impossible_until_enough_tokens(place: Place):
     logits = torch.zeros(1, 70)
     logits[0, 4], logits[0, 5] = 2.0, 1.0
     state = make_state(place, 1, 70)
-    configure(state, 0, o.GREEDY | o.MIN_LENGTH, end_id=4, min_tokens=2)
+    configure(state, 0, top_k=1, end_id=4, min_tokens=2)
     assert [run(place, logits, [0], state)[0][0] for _ in range(3)] == [5, 5, 4]
 
 
 def test_where_nothing_is_possible_the_sequence_ends(place: Place):
     state = make_state(place, 2, 40)
-    configure(state, 0, 0, end_id=11, top_k=3)
-    configure(state, 1, o.LOG_PROBS)
+    configure(state, 0, end_id=11, top_k=3)
+    configure(state, 1, return_log_probs=1)
     assert run(place, torch.full((2, 40), -torch.inf), [0, 1], state) == ([11, 0], [0.0, 0.0])
 
 
@@ -237,27 +196,27 @@ def test_top_p_decays_and_is_reset(place: Place):
     logits = torch.zeros(1, 30)
     logits[0, 3] = 50.0
     state = make_state(place, 1, 30)
-    configure(state, 0, o.DECAY, 0.8, top_p_decay=0.5, top_p_min=0.15, top_p_reset_id=9)
+    configure(state, 0, top_p=0.8, top_p_now=0.8, top_p_decay=0.5, top_p_min=0.15, top_p_reset_id=9)
     seen = []
     for _ in range(3):
         run(place, logits, [0], state)
-        seen.append(float(state.top_p[0]))
+        seen.append(float(state.column("top_p_now")[0]))
     assert seen == pytest.approx([0.4, 0.2, 0.15])
     logits[0, 9] = 120.0
     run(place, logits, [0], state)
-    assert float(state.top_p[0]) == pytest.approx(0.8)
+    assert float(state.column("top_p_now")[0]) == pytest.approx(0.8)
 
 
 def test_log_probs_are_over_the_whole_vocabulary(place: Place):
     logits = torch.randn(4, 30011, generator=place.generator) * 4
     state = make_state(place, 4, 30011)
-    for slot, flags in enumerate((o.GREEDY, 0, 0, o.GREEDY)):
+    for slot, top_k in enumerate((1, 20, 0, 1)):
         configure(
             state,
             slot,
-            flags | o.LOG_PROBS,
-            0.9 if slot == 2 else 1.0,
-            top_k=20 * (slot == 1),
+            return_log_probs=1,
+            top_p_now=0.9 if slot == 2 else 1.0,
+            top_k=top_k,
             temperature=0.7,
             seed=3,
         )

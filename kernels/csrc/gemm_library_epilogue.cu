@@ -1,7 +1,7 @@
-// out = activation(product + bias) + residual: what follows a product that the library computed.
+// out = activation(product + bias) + residual: the epilogue of a cuBLAS product.
 // Bytes moved: (columns read + columns written) * T * sizeof(X), twice the reads for SwiGLU.
 // Bench: python -m tridecode.kernels.bench step
-#include "common.cuh"
+#include "epilogue.cuh"
 
 namespace tridecode {
 namespace {
@@ -9,9 +9,10 @@ namespace {
 constexpr int kThreads = 256;
 
 template <typename X, typename Product, typename Out, int WIDTH>
-__global__ void finish_linear(Out* out, const Product* product, const X* bias, const X* residual,
-                              int num_tokens, int columns, int64_t out_stride,
-                              int64_t product_stride, int64_t residual_stride, int activation) {
+__global__ void gemm_library_epilogue(Out* out, const Product* product, const X* bias,
+                                      const X* residual, int num_tokens, int columns,
+                                      int64_t out_stride, int64_t product_stride,
+                                      int64_t residual_stride, int activation) {
   wait_for_predecessor();
   const int c = (blockIdx.x * kThreads + threadIdx.x) * WIDTH;
   if (c >= columns) return;
@@ -19,24 +20,18 @@ __global__ void finish_linear(Out* out, const Product* product, const X* bias, c
   if (bias) load_some<WIDTH>(bias + c, b);
   if (bias && activation == kSwiglu) load_some<WIDTH>(bias + columns + c, up_bias);
   for (int64_t t = blockIdx.y; t < num_tokens; t += gridDim.y) {
-    float values[WIDTH];
+    float values[WIDTH], r[WIDTH] = {};
     load_some<WIDTH>(product + t * product_stride + c, values);
-#pragma unroll
-    for (int i = 0; i < WIDTH; ++i) values[i] += b[i];
+    if (residual) load_some<WIDTH>(residual + t * residual_stride + c, r);
     if (activation == kSwiglu) {
       float up[WIDTH];
       load_some<WIDTH>(product + t * product_stride + columns + c, up);
 #pragma unroll
-      for (int i = 0; i < WIDTH; ++i) values[i] = silu(values[i]) * (up[i] + up_bias[i]);
+      for (int i = 0; i < WIDTH; ++i)
+        values[i] = finish_gated(values[i], b[i], up[i], up_bias[i], r[i]);
     } else {
 #pragma unroll
-      for (int i = 0; i < WIDTH; ++i) values[i] = activate(values[i], activation);
-    }
-    if (residual) {
-      float more[WIDTH];
-      load_some<WIDTH>(residual + t * residual_stride + c, more);
-#pragma unroll
-      for (int i = 0; i < WIDTH; ++i) values[i] += more[i];
+      for (int i = 0; i < WIDTH; ++i) values[i] = finish_sum(values[i], b[i], activation, r[i]);
     }
     store_some<WIDTH>(out + t * out_stride + c, values);
   }
@@ -51,11 +46,12 @@ int run(void* out, const void* product, const void* bias, const void* residual, 
                     aligned16(bias) && aligned16(residual);
   const dim3 grid(ceil_div(columns, kThreads * (wide ? 8 : 1)),
                   num_tokens < 32768 ? num_tokens : 32768);
-  return launch("finish_linear",
-                wide ? finish_linear<X, Product, Out, 8> : finish_linear<X, Product, Out, 1>, grid,
-                kThreads, 0, stream, (Out*)out, (const Product*)product, (const X*)bias,
-                (const X*)residual, num_tokens, columns, out_stride, product_stride,
-                residual_stride, activation);
+  return launch(
+      "gemm_library_epilogue",
+      wide ? gemm_library_epilogue<X, Product, Out, 8> : gemm_library_epilogue<X, Product, Out, 1>,
+      grid, kThreads, 0, stream, (Out*)out, (const Product*)product, (const X*)bias,
+      (const X*)residual, num_tokens, columns, out_stride, product_stride, residual_stride,
+      activation);
 }
 
 }  // namespace
@@ -63,11 +59,12 @@ int run(void* out, const void* product, const void* bias, const void* residual, 
 
 using namespace tridecode;
 
-int tridecode_finish_linear(void* out, const void* product, const void* bias, const void* residual,
-                            int num_tokens, int columns, int64_t out_stride, int64_t product_stride,
-                            int64_t residual_stride, int activation, int product_float32,
-                            int out_float32, int dtype, void* stream) {
-  return for_dtype(dtype, "finish_linear", [&](auto zero) {
+int tridecode_gemm_library_epilogue(void* out, const void* product, const void* bias,
+                                    const void* residual, int num_tokens, int columns,
+                                    int64_t out_stride, int64_t product_stride,
+                                    int64_t residual_stride, int activation, int product_float32,
+                                    int out_float32, int dtype, void* stream) {
+  return for_dtype(dtype, "gemm_library_epilogue", [&](auto zero) {
     using X = decltype(zero);
     auto run_as = [&](auto kernel) {
       return kernel(out, product, bias, residual, num_tokens, columns, out_stride, product_stride,

@@ -1,5 +1,4 @@
-// Hopper's matrix instruction for a warp group: 64 rows of a times N rows of b, both in shared
-// memory, 16 inputs at a time.
+// wgmma: 64 rows of a times N rows of b, both in shared memory, 16 inputs per instruction.
 #pragma once
 #include "hopper.cuh"
 
@@ -7,14 +6,15 @@ namespace tridecode {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Rows of 128 bytes in the 128-byte swizzle; groups of 8 rows lie `group_bytes` apart.
+// Shared memory descriptor of rows of 128 bytes in the 128-byte swizzle; groups of 8 rows are
+// `group_bytes` apart.
 __device__ __forceinline__ uint64_t descriptor(const void* pointer, int group_bytes) {
   return uint64_t((shared_address(pointer) & 0x3ffff) >> 4) | uint64_t(1) << 16 |
          uint64_t(group_bytes >> 4) << 32 | uint64_t(1) << 62;
 }
 
 // clang-format off
-// the names of registers, eight by eight
+// register operands, in groups of eight
 #define TRIDECODE_S0 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define TRIDECODE_S1 "%8, %9, %10, %11, %12, %13, %14, %15"
 #define TRIDECODE_S2 "%16, %17, %18, %19, %20, %21, %22, %23"
@@ -63,7 +63,7 @@ __device__ __forceinline__ uint64_t descriptor(const void* pointer, int group_by
 // c (64 x N) += a (64 x 16) * b (N x 16) transposed, given by descriptors; where not `add`, c =.
 // Warp w of the group holds rows 16 w to 16 w + 15: lane (g, t) = (lane / 4, lane % 4) has at c[4
 // j] and c[4 j + 1] row g, columns 8 j + 2 t and the next, at c[4 j + 2] and c[4 j + 3] those of
-// row g + 8. Begin with group_fence(); c may be read after wait_groups<0>().
+// row g + 8. Call group_fence() first; c may be read after wait_groups<0>().
 template <typename X, int N>
 __device__ __forceinline__ void group_multiply_add(float (&c)[N / 2], uint64_t a, uint64_t b,
                                                    int add) {
@@ -75,7 +75,7 @@ __device__ __forceinline__ void group_multiply_add(float (&c)[N / 2], uint64_t a
 }
 
 // Columns of a matrix whose rows are inputs, 64 numbers in 128 bytes, in the 128-byte swizzle:
-// groups of 8 rows lie `group_bytes` apart, groups of 64 columns `part_bytes`.
+// groups of 8 rows are `group_bytes` apart, groups of 64 columns `part_bytes`.
 __device__ __forceinline__ uint64_t columns_descriptor(const void* pointer, int part_bytes,
                                                        int group_bytes) {
   return uint64_t((shared_address(pointer) & 0x3ffff) >> 4) | uint64_t(part_bytes >> 4) << 16 |
@@ -118,7 +118,7 @@ __device__ __forceinline__ void wait_groups() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Until the products under way are done; then their sums may be read.
+// Waits for the instructions in flight; after that their sums may be read.
 template <int COUNT>
 __device__ __forceinline__ void wait_for_sums(float (&c)[COUNT]) {
   wait_groups<0>();

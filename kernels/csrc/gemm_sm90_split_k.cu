@@ -1,24 +1,24 @@
-// The product of up to 64 tokens with a matrix of few rows: out = activation(x * weight^T + bias)
-// + residual, with Hopper's own instructions; linear_many_sm90a.cu's other half.
+// out = epilogue(x * weight^T) with TMA and wgmma, for up to 64 tokens and few weight rows: split-K
+// within a cluster.
 //
-// A block computes 128 rows of the weight, 64 a warp group, times all tokens. Where that would
-// leave the chip idle, a cluster of 2 or 3 blocks shares a tile's inputs. Each block then finishes
-// the sums of its share of the tokens, which the others send straight to its shared memory: no sums
-// go through memory, and no block waits for one that has something else to do first.
+// A block computes 128 weight rows, 64 per consumer warp group, times all tokens. A cluster of 1 to
+// 3 blocks splits the inputs of a tile. Each block then finishes the sums of its share of the
+// tokens, which the other blocks send to its shared memory: no partial sums pass through global
+// memory, and no block waits for one that computes another tile first.
 //
-// The ring fills with weights before the wait for the kernel that computes x. What a share's end
-// needs (bias, residual, angles) is asked for before the products.
+// The ring fills with weights before the wait for the kernel that computes x. What the epilogue
+// needs (bias, residual, angles) is loaded before the mainloop.
 //
 // Bytes moved: outputs * inputs * sizeof(X), once.
 // Bench: python -m tridecode.kernels.bench linear
-#include "linear_many_stages.cuh"
+#include "gemm_sm90_mainloop.cuh"
 
 namespace tridecode {
 namespace {
 
 template <int N, int SPLIT>
 struct SplitShape {
-  // blocks that finish a share of the tokens, 16 at least
+  // Blocks that finish a share of the tokens, at least 16 each.
   static constexpr int kFinishers = SPLIT > 1 && N > 16 ? 2 : 1;
   static constexpr int kTokens = N / kFinishers;
   static constexpr int kShare = kTokens / 2;  // of a thread's sums
@@ -35,10 +35,10 @@ struct SplitShape {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Stages `first` to `last` of a tile, in one thread.
+// The producer: loads stages `first` to `last` of a tile, in one thread.
 template <Mode MODE, typename S>
 __device__ __forceinline__ void copy_part(const CUtensorMap* weight_map, const CUtensorMap* x_map,
-                                          const ProductTask& task, int row, int first, int last,
+                                          const GemmTask& task, int row, int first, int last,
                                           char* base, uint64_t* full, uint64_t* empty) {
   const uint64_t weight_policy = evict_first(), x_policy = evict_last();
   auto copy_weights = [&](int step, int stage) {
@@ -65,7 +65,7 @@ __device__ __forceinline__ void copy_part(const CUtensorMap* weight_map, const C
   }
 }
 
-// The sums of this block's share of the tokens, of all blocks' parts of the inputs, added in the
+// The sums of this block's share of the tokens over all blocks' parts of the inputs, added in the
 // order of the blocks. False: this block has no share.
 template <int N, int SPLIT>
 __device__ __forceinline__ bool exchange(const float (&c)[N / 2],
@@ -117,11 +117,11 @@ __device__ __forceinline__ bool exchange(const float (&c)[N / 2],
 
 template <typename X, int N, Mode MODE, int SPLIT>
 __global__ void __launch_bounds__(kThreads, 2)
-    linear_split(const __grid_constant__ CUtensorMap weight_map,
-                 const __grid_constant__ CUtensorMap x_map,
-                 const __grid_constant__ CUtensorMap out_map,
-                 const __grid_constant__ CUtensorMap residual_map,
-                 const __grid_constant__ ProductTask task, int steps) {
+    gemm_sm90_split_k(const __grid_constant__ CUtensorMap weight_map,
+                      const __grid_constant__ CUtensorMap x_map,
+                      const __grid_constant__ CUtensorMap out_map,
+                      const __grid_constant__ CUtensorMap residual_map,
+                      const __grid_constant__ GemmTask task, int steps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using S = SplitShape<N, SPLIT>;
   using R = typename S::Results;
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       copy_part<MODE, S>(&weight_map, &x_map, task, row, first, last, base, full, empty);
     } else {
       wait_for_predecessor();
-      const int index = threadIdx.x - kGroups * 128 - 32;  // not beside the copying thread
+      const int index = threadIdx.x - kGroups * 128 - 32;  // not the producer thread's warp
       if (index >= 0)
         Finish<X, S::kTokens, MODE>::prefetch_tables(task, blockIdx.x * 96 + index, gridDim.x * 96);
     }
@@ -167,13 +167,13 @@ __global__ void __launch_bounds__(kThreads, 2)
              arrived[group], group};
     const int column = finish.first_column(row), token = rank * S::kTokens;
     const bool finishes = rank < S::kFinishers;
-    constexpr bool kAngles = MODE == kRotated && F::kBatch * 4 == S::kTokens;
+    constexpr bool kAngles = MODE == kQkvRotary && F::kBatch * 4 == S::kTokens;
     typename F::Angles angles;
     if (finishes) {
       if (MODE == kPlain && task.residual && threadIdx.x % 128 == 0)
-        finish.ask_first_residuals(column, token);
-      finish.ask_biases(column);
-      if (kAngles && finish.rotates(column)) finish.ask_angles(angles, column, token, 0);
+        finish.load_first_residuals(column, token);
+      finish.load_biases(column);
+      if (kAngles && finish.rotates(column)) finish.load_angles(angles, column, token, 0);
     }
     float c[N / 2], sums[S::kShare];
     Products<X, N, S, 1> products{base, full, empty};
@@ -187,8 +187,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
     finish.activate_all(sums);
     if (kAngles) {
-      if (finish.rotates(column)) finish.turn(sums, angles, 0);
-    } else if (MODE == kRotated) {
+      if (finish.rotates(column)) finish.rotate_batch(sums, angles, 0);
+    } else if (MODE == kQkvRotary) {
       finish.rotate_all(sums, column, token);
     }
     if (MODE == kPlain && task.out_float32) {
@@ -203,87 +203,68 @@ __global__ void __launch_bounds__(kThreads, 2)
 }
 
 template <typename X, int N, Mode MODE, int SPLIT>
-int run(const ProductTask& task, int dtype, void* stream) {
+int run(const GemmTask& task, void* stream) {
   using S = SplitShape<N, SPLIT>;
-  constexpr int kWidth = MODE == kRotated ? 32 : 64, kPart = S::Results::kPart;
-  CUtensorMap weight_map, x_map, out_map = {}, residual_map = {};
-  int status = encode_weight(&weight_map, task, MODE, dtype);
-  if (!status)
-    status =
-        encode(&x_map, task.x, task.tokens, task.inputs, task.x_stride, N, kStageInputs, dtype);
-  if (!status && !task.out_float32)
-    status = encode(&out_map, task.out, task.tokens, task.outputs, task.out_stride, kPart, kWidth,
-                    dtype);
-  if (!status && task.residual)
-    status = encode(&residual_map, task.residual, task.tokens, task.outputs, task.residual_stride,
-                    kPart, kWidth, dtype);
-  if (status) return status;
-  return launch_in_clusters("linear_split", linear_split<X, N, MODE, SPLIT>, SPLIT,
+  Maps maps;
+  if (int status = encode_maps(maps, task, MODE, N, S::Results::kPart)) return status;
+  return launch_in_clusters("gemm_sm90_split_k", gemm_sm90_split_k<X, N, MODE, SPLIT>, SPLIT,
                             SPLIT * ceil_div(task.outputs, kBlockRows), kThreads, S::kSharedBytes,
-                            stream, weight_map, x_map, out_map, residual_map, task,
+                            stream, maps.weight, maps.x, maps.out, maps.residual, task,
                             ceil_div(task.inputs, kStageInputs));
 }
 
-template <typename X, int N, Mode MODE>
-int run_split(const ProductTask& task, int split, int dtype, void* stream) {
-  if (split == 3) return run<X, N, MODE, 3>(task, dtype, stream);
-  if (split == 2) return run<X, N, MODE, 2>(task, dtype, stream);
-  return run<X, N, MODE, 1>(task, dtype, stream);
-}
-
-template <typename X, int N>
-int run_mode(const ProductTask& task, Mode mode, int split, int dtype, void* stream) {
-  if (mode == kRotated) return run_split<X, N, kRotated>(task, split, dtype, stream);
-  if (mode == kCached) return run_split<X, N, kCached>(task, split, dtype, stream);
-  return run_split<X, N, kPlain>(task, split, dtype, stream);
-}
-
-// Clusters of 1, 2 or 3 blocks that the device holds at once: less than its multiprocessors would,
-// where a part of the chip has no multiple of 3 of them.
-int clusters_at_once(int size) {
-  static const auto count = [](int each) {
-    constexpr auto kernel = &linear_split<half, 16, kPlain, 3>;
-    constexpr int kShared = SplitShape<16, 3>::kSharedBytes;
-    cudaLaunchAttribute attribute = clusters_of(each);
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(each * 32);
-    config.blockDim = dim3(kThreads);
-    config.dynamicSmemBytes = kShared;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    int clusters = 0;
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
-    if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess) clusters = 0;
-    return clusters;
-  };
-  static const int clusters[] = {count(1), count(2), count(3)};
-  return clusters[size - 1];
-}
+// (tokens of a tile, epilogue, split). gemm_table.py chooses among them.
+// clang-format off
+#define TRIDECODE_INSTANCES(_) \
+  _(16, kPlain, 1) _(16, kPlain, 2) _(16, kPlain, 3) \
+  _(16, kQkv, 1) _(16, kQkv, 2) _(16, kQkv, 3) \
+  _(16, kQkvRotary, 1) _(16, kQkvRotary, 2) _(16, kQkvRotary, 3) \
+  _(32, kPlain, 1) _(32, kPlain, 2) _(32, kPlain, 3) \
+  _(32, kQkv, 1) _(32, kQkv, 2) _(32, kQkv, 3) \
+  _(32, kQkvRotary, 1) _(32, kQkvRotary, 2) _(32, kQkvRotary, 3) \
+  _(64, kPlain, 1) _(64, kPlain, 2) _(64, kPlain, 3) \
+  _(64, kQkv, 1) _(64, kQkv, 2) _(64, kQkv, 3) \
+  _(64, kQkvRotary, 1) _(64, kQkvRotary, 2) _(64, kQkvRotary, 3)
+// clang-format on
 
 }  // namespace
+}  // namespace tridecode
 
-// As measured on an H200: two thirds of the chip read as fast as all of it, and leave the others to
-// the kernel that comes next; but a block that reads more than 80 stages takes longer than shares
-// of equal length do.
-int split_of(const ProductTask& task, Mode mode) {
-  if (mode == kGated || task.tokens > kMostSplitTokens) return 0;
-  const int tiles = ceil_div(task.outputs, kBlockRows), steps = ceil_div(task.inputs, kStageInputs);
-  int split = 0;
-  for (int each : {1, 2, 3})
-    if (tiles <= clusters_at_once(each) && steps >= each * kLeastSteps) split = each;
-  const bool fills = tiles * split * 3 >= device().multiprocessors * 2;
-  return fills && steps <= 80 * split ? split : 0;
+using namespace tridecode;
+
+int64_t tridecode_gemm_sm90_clusters(int split) {
+  constexpr auto kernel = &gemm_sm90_split_k<half, 16, kPlain, 3>;
+  constexpr int kShared = SplitShape<16, 3>::kSharedBytes;
+  cudaLaunchAttribute attribute = clusters_of(split);
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(split * 32);
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = kShared;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  int clusters = 0;
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+  const cudaError_t status = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+  if (status == cudaSuccess) return clusters;
+  cudaGetLastError();  // the next launch must not report this error
+  return 0;
 }
 
-int run_linear_split(const ProductTask& task, Mode mode, int split, int dtype, void* stream) {
-  const int steps = ceil_div(task.inputs, kStageInputs);
-  if (split > steps) split = steps;
-  return for_16_bit_dtype(dtype, "linear_split", [&](auto zero) {
+int tridecode_gemm_sm90_split_k(const tridecode_gemm_task* given, void* stream) {
+  const GemmTask& task = *given;
+  const Mode mode = mode_of(task);
+  if (int status = check_task("gemm_sm90_split_k", task, mode)) return status;
+  const int steps = ceil_div(task.inputs, kStageInputs), n = task.tile_tokens;
+  if (task.tokens > n || task.split > steps)
+    return fail("gemm_sm90_split_k: %d tokens in a tile of %d, split %d of %d stages", task.tokens,
+                n, task.split, steps);
+  return for_16_bit_dtype(task.dtype, "gemm_sm90_split_k", [&](auto zero) {
     using X = decltype(zero);
-    if (task.tokens <= 16) return run_mode<X, 16>(task, mode, split, dtype, stream);
-    if (task.tokens <= 32) return run_mode<X, 32>(task, mode, split, dtype, stream);
-    return run_mode<X, 64>(task, mode, split, dtype, stream);
+#define TRIDECODE_RUN(tokens_, mode_, split_)                \
+  if (n == tokens_ && mode == mode_ && task.split == split_) \
+    return run<X, tokens_, mode_, split_>(task, stream);
+    TRIDECODE_INSTANCES(TRIDECODE_RUN)
+    return fail("gemm_sm90_split_k: no instance for a tile of %d tokens, epilogue %d, split %d", n,
+                int(mode), task.split);
   });
 }
-
-}  // namespace tridecode

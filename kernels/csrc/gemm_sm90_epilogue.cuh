@@ -1,38 +1,41 @@
-// The results of linear_many_sm90a.cu and linear_split_sm90a.cu: from the sums in a warp group's
+// The epilogue of gemm_sm90_stream_k.cu and gemm_sm90_split_k.cu: from the sums in a warp group's
 // registers to memory.
 #pragma once
-#include "linear_many.cuh"
+#include "gemm_sm90.cuh"
+#include "kv_cache.cuh"
+#include "rotary.cuh"
 
 namespace tridecode {
 namespace {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// What a warp group has of a tile, where it is to go and what is added to it.
+// The epilogue of a warp group's part of a tile. A column is an output.
 //
-// In shared memory a token has 128 bytes: 64 columns; or 64 bytes: 32 columns, behind which, where
-// rotated, those of the other half of the head follow for all tokens.
+// Results are staged in shared memory for TMA stores: 128 bytes per token, 64 columns; or 64 bytes
+// per token, 32 columns, followed, with a rotation, by all tokens' columns of the other half of the
+// head.
 template <typename X, int N, Mode MODE>
 struct Finish {
   using S = Shape<N>;
-  static constexpr bool kPairs = MODE == kGated || MODE == kRotated;  // rows c[4 j] and c[4 j + 2]
+  static constexpr bool kPairs = MODE == kGated || MODE == kQkvRotary;  // in c[4 j] and c[4 j + 2]
   static constexpr int kBoxColumns = kPairs ? 32 : 64;
   static constexpr int kParts = N / S::kPart;
   static constexpr int kSecondHalf = S::kPart * 64;
 
-  const ProductTask& task;
+  const GemmTask& task;
   const CUtensorMap* out_map;
   const CUtensorMap* residual_map;
   char* buffers;      // of this warp group
-  uint64_t* arrived;  // a barrier for each of its buffers
+  uint64_t* arrived;  // an mbarrier for each of its buffers
   int group;
   unsigned int used = 0;  // parts stored so far
-  float biases[2] = {};   // of the rows of c[4 j] and c[4 j + 2]
+  float biases[2] = {};   // of the columns of c[4 j] and c[4 j + 2]
 
   // The first column of this warp group in the block whose rows begin at `row`.
   __device__ __forceinline__ int first_column(int row) const {
     if (MODE == kGated) return row / 2 + group * 32;
-    if (MODE != kRotated) return row + group * 64;
+    if (MODE != kQkvRotary) return row + group * 64;
     const int half = task.head_size / 2, pair = row / 2 + group * 32;
     return pair / half * task.head_size + pair % half;
   }
@@ -41,17 +44,17 @@ struct Finish {
     return buffers + use % kBuffers * S::kBufferBytes;
   }
 
-  // In the first thread of the group: the residual of part `i` of a tile into the buffer that it
-  // will be stored from. `use`: the part's number.
-  __device__ __forceinline__ void ask_residual(int column, int token, int i, unsigned int use) {
+  // In the first thread of the group: loads the residual of part `i` of a tile into the buffer that
+  // the part is stored from. use: the number of the part.
+  __device__ __forceinline__ void load_residual(int column, int token, int i, unsigned int use) {
     uint64_t* const barrier = arrived + use % kBuffers;
     barrier_expect(barrier, S::kPart * kBoxColumns * 2);
     copy_box(buffer(use), residual_map, column, token + i * S::kPart, barrier, evict_last());
   }
 
-  __device__ __forceinline__ void ask_first_residuals(int column, int token) {
+  __device__ __forceinline__ void load_first_residuals(int column, int token) {
     wait_stores_read<0>();
-    for (int i = 0; i < kBuffers && i < kParts; ++i) ask_residual(column, token, i, used + i);
+    for (int i = 0; i < kBuffers && i < kParts; ++i) load_residual(column, token, i, used + i);
   }
 
   static __device__ __forceinline__ int place64(int token, int piece) {
@@ -61,18 +64,18 @@ struct Finish {
     return token * 64 + ((piece ^ (token / 2 % 4)) * 16);
   }
 
-  // Of the lane's row of 16 bytes for store_transposed: 8 columns of four times 8 tokens (gated),
-  // of twice 8 tokens in both halves (rotated), or 16 columns of twice 8 tokens.
+  // The offset of the lane's row of 16 bytes for store_transposed: 8 columns of 32 tokens (gated),
+  // of 16 tokens in both halves (rotated), or 16 columns of 16 tokens.
   static __device__ __forceinline__ int place(int warp, int lane, int eight) {
     if (MODE == kGated) return place32(8 * eight + lane, warp);
-    if (MODE == kRotated) return lane / 16 * kSecondHalf + place32(8 * eight + lane % 16, warp);
+    if (MODE == kQkvRotary) return lane / 16 * kSecondHalf + place32(8 * eight + lane % 16, warp);
     return place64(8 * (eight + lane / 16) + lane % 8, 2 * warp + lane / 8 % 2);
   }
 
-  // Where, for matrix k of store_transposed, the first of two tokens' sums is in c.
+  // The index in c of the first of two tokens' sums of matrix k of store_transposed.
   static constexpr __device__ __forceinline__ int sums_of(int k) {
     if (MODE == kGated) return 4 * k;
-    if (MODE == kRotated) return k % 2 * 4 + k / 2 * 2;
+    if (MODE == kQkvRotary) return k % 2 * 4 + k / 2 * 2;
     return 2 * k;
   }
 
@@ -87,7 +90,7 @@ struct Finish {
       if (leads) wait_stores_read<kBuffers - 1>();
       group_sync(group);
     }
-    constexpr int kStep = MODE == kGated ? 4 : 2;  // eights of tokens stored at once
+    constexpr int kStep = MODE == kGated ? 4 : 2;  // groups of 8 tokens of a store_transposed
 #pragma unroll
     for (int eight = 0; eight < S::kPart / 8; eight += kStep) {
       char* const row = to + place(warp, lane, eight);
@@ -114,50 +117,48 @@ struct Finish {
     group_sync(group);
     if (leads) {
       store_box(out_map, to, column, token + i * S::kPart);
-      if (MODE == kRotated)
+      if (MODE == kQkvRotary)
         store_box(out_map, to + kSecondHalf, column + task.head_size / 2, token + i * S::kPart);
       commit_stores();
       if (MODE == kPlain && task.residual && i > 0 && i + 1 < kParts) {
-        wait_stores_read<kBuffers - 1>();  // the first two were asked for at the start
-        ask_residual(column, token, i + 1, used + 1);
+        wait_stores_read<kBuffers - 1>();  // the first two were loaded at the start
+        load_residual(column, token, i + 1, used + 1);
       }
     }
-    if (MODE == kCached || MODE == kRotated) keep(to, column, token + i * S::kPart);
+    if (MODE == kQkv || MODE == kQkvRotary) cache_part(to, column, token + i * S::kPart);
     ++used;
   }
 
-  // Keys and values of a part, from shared memory to the cache, 16 bytes a thread.
-  __device__ __forceinline__ void keep(const char* from, int column, int first_token) {
-    const int size = task.head_size;
-    if (column + (MODE == kCached ? 64 : 32) <= task.heads * size) return;
-    for (int item = threadIdx.x % 128; item < S::kPart * 8; item += 128) {
-      const int at = item / 8, piece = item % 8, token = first_token + at;
-      const int c =
-          MODE == kCached ? column + piece * 8 : column + piece % 4 * 8 + piece / 4 * (size / 2);
-      const int head = c / size;
-      if (token >= task.tokens || head < task.heads || c >= task.outputs) continue;
-      const int slot = task.kv_slots[token];
-      if (slot < 0) continue;
-      const int is_value = head >= task.heads + task.kv_heads;
-      const int kv_head = head - task.heads - is_value * task.kv_heads;
-      const int64_t block = slot / task.block_tokens, offset = slot % task.block_tokens;
-      const int64_t to =
-          (((block * 2 + is_value) * task.kv_heads + kv_head) * task.block_tokens + offset) * size +
-          c % size;
+  // Writes the keys and values of a part from shared memory to the cache, 16 bytes per thread. A
+  // thread has the same columns of every 16th token.
+  __device__ __forceinline__ void cache_part(const char* from, int column, int first_token) {
+    const int size = task.head_size, piece = threadIdx.x % 8;
+    const int c =
+        MODE == kQkv ? column + piece * 8 : column + piece % 4 * 8 + piece / 4 * (size / 2);
+    const int head = c / size;
+    if (head < task.heads || c >= task.outputs) return;
+    int slots[S::kPart / 16];  // loaded together
+#pragma unroll
+    for (int i = 0; i < S::kPart / 16; ++i) {
+      const int token = first_token + threadIdx.x % 128 / 8 + 16 * i;
+      slots[i] = token < task.tokens ? task.kv_slots[token] : -1;
+    }
+#pragma unroll
+    for (int i = 0; i < S::kPart / 16; ++i) {
+      const int at = threadIdx.x % 128 / 8 + 16 * i;
       const int place =
-          MODE == kCached ? place64(at, piece) : piece / 4 * kSecondHalf + place32(at, piece % 4);
-      *reinterpret_cast<uint4*>(static_cast<X*>(task.cache) + to) =
-          *reinterpret_cast<const uint4*>(from + place);
+          MODE == kQkv ? place64(at, piece) : piece / 4 * kSecondHalf + place32(at, piece % 4);
+      write_cache<X>(task, slots[i], head, c % size, *reinterpret_cast<const uint4*>(from + place));
     }
   }
 
-  // Into the L2 cache, what rotate_all and keep will read: `index` of `count` threads.
-  static __device__ __forceinline__ void prefetch_tables(const ProductTask& task, int index,
+  // Prefetches into the L2 cache what rotate_all and cache_part read: thread `index` of `count`.
+  static __device__ __forceinline__ void prefetch_tables(const GemmTask& task, int index,
                                                          int count) {
-    if (MODE != kCached && MODE != kRotated) return;
+    if (MODE != kQkv && MODE != kQkvRotary) return;
     for (int token = index; token < task.tokens; token += count) {
       if (token % 32 == 0) prefetch_l2(task.kv_slots + token);
-      if (MODE == kCached) continue;
+      if (MODE == kQkv) continue;
       const int64_t angle = int64_t(task.positions[token]) * (task.head_size / 2);
       for (int i = 0; i < task.head_size / 2; i += 32) {  // 128 bytes
         prefetch_l2(task.cos + angle + i);
@@ -166,18 +167,18 @@ struct Finish {
     }
   }
 
-  // Of some of the lane's tokens, what their pairs of queries and keys are turned by.
+  // The angles of kBatch of the lane's tokens.
   static constexpr int kBatch = N < 32 ? N / 4 : 8;
   struct Angles {
     float cosines[kBatch], sines[kBatch];
   };
 
   __device__ __forceinline__ bool rotates(int column) const {
-    return MODE == kRotated && column / task.head_size < task.heads + task.kv_heads;
+    return MODE == kQkvRotary && column / task.head_size < task.heads + task.kv_heads;
   }
 
-  // Of the lane's tokens from the `first`th on.
-  __device__ __forceinline__ void ask_angles(Angles& angles, int column, int token, int first) {
+  // The angles of the lane's tokens from the `first`th on.
+  __device__ __forceinline__ void load_angles(Angles& angles, int column, int token, int first) {
     const int half = task.head_size / 2, lane = threadIdx.x % 32;
     const int d = column % task.head_size + threadIdx.x / 32 % 4 * 8 + lane / 4;
     int at[kBatch];
@@ -191,25 +192,22 @@ struct Finish {
       angles.cosines[k] = task.cos[at[k]], angles.sines[k] = task.sin[at[k]];
   }
 
-  __device__ __forceinline__ void turn(float (&c)[N / 2], const Angles& angles, int first) {
+  __device__ __forceinline__ void rotate_batch(float (&c)[N / 2], const Angles& angles, int first) {
 #pragma unroll
     for (int k = 0; k < kBatch; ++k) {
-      float& a = c[(first + k) / 2 * 4 + k % 2];
-      float& b = c[(first + k) / 2 * 4 + 2 + k % 2];
-      const float x = a, y = b;
-      a = x * angles.cosines[k] - y * angles.sines[k];
-      b = y * angles.cosines[k] + x * angles.sines[k];
+      float* const pair = c + (first + k) / 2 * 4 + k % 2;
+      rotate(pair[0], pair[2], angles.cosines[k], angles.sines[k]);
     }
   }
 
-  // Turns the pairs of queries and keys.
+  // Rotates the pairs of queries and keys.
   __device__ __forceinline__ void rotate_all(float (&c)[N / 2], int column, int token) {
     if (!rotates(column)) return;
 #pragma unroll
     for (int first = 0; first < N / 4; first += kBatch) {
       Angles angles;
-      ask_angles(angles, column, token, first);
-      turn(c, angles, first);
+      load_angles(angles, column, token, first);
+      rotate_batch(c, angles, first);
     }
   }
 
@@ -227,22 +225,22 @@ struct Finish {
     }
   }
 
-  // The biases of the lane's rows, constants: asked for before the products. After them they would
-  // queue behind the weights that the next kernel has on their way.
-  __device__ __forceinline__ void ask_biases(int column) {
+  // Loads the biases of the lane's columns before the mainloop: after it they would queue behind
+  // the weights that the next kernel prefetches.
+  __device__ __forceinline__ void load_biases(int column) {
     const X* const bias = static_cast<const X*>(task.bias);
     if (!bias) return;
     const int warp = threadIdx.x / 32 % 4, g = threadIdx.x % 32 / 4;
     const int row = column + (kPairs ? warp * 8 : warp * 16) + g;
-    const int second = MODE == kGated     ? task.outputs / 2 + row
-                       : MODE == kRotated ? row + task.head_size / 2
-                                          : row + 8;
+    const int second = MODE == kGated       ? task.outputs / 2 + row
+                       : MODE == kQkvRotary ? row + task.head_size / 2
+                                            : row + 8;
     const int limit = MODE == kGated ? task.outputs / 2 : task.outputs;
     biases[0] = row < limit ? to_float(bias[row]) : 0.0f;
     biases[1] = (kPairs ? row : second) < limit ? to_float(bias[second]) : 0.0f;
   }
 
-  // bias, activation, and for gated pairs the product, which takes the place of the gate.
+  // Bias and activation; SwiGLU's product takes the place of the gate.
   __device__ __forceinline__ void activate_all(float (&c)[N / 2]) {
     if (task.bias) {
 #pragma unroll

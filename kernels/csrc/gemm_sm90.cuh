@@ -1,0 +1,32 @@
+// What gemm_sm90_stream_k.cu and gemm_sm90_split_k.cu share: the sizes of a tile.
+#pragma once
+#include "gemm.cuh"
+#include "wgmma.cuh"
+
+namespace tridecode {
+namespace {
+
+constexpr int kGroups = 2;                     // consumer warp groups
+constexpr int kThreads = 128 * kGroups + 128;  // and the producer warp group
+constexpr int kBlockRows = 64 * kGroups;
+constexpr int kStageInputs = 64;  // 128 bytes: the width of the swizzle
+constexpr int kBuffers = 2;       // of results, per warp group
+
+template <int N>
+struct Shape {
+  static constexpr int kWeightBytes = kBlockRows * 128;
+  static constexpr int kStageBytes = kWeightBytes + N * 128;
+  static constexpr int kPart = N < 64 ? N : N % 64 == 0 ? 64 : 32;  // tokens of a store
+  static constexpr int kBufferBytes = kPart * 128;
+  static constexpr int kStoreBytes = kGroups * kBuffers * kBufferBytes;
+  // With few tokens, leave registers free so that the small kernels that come next become resident
+  // early, on every multiprocessor.
+  static constexpr bool kSlim = N <= 64;
+  static constexpr int kRoom = 227 * 1024 - 1024 - 512 - kStoreBytes;
+  static constexpr int kStages = kRoom / kStageBytes < 12 ? kRoom / kStageBytes : 12;
+  // 1 KiB for alignment
+  static constexpr int kSharedBytes = 1024 + kStages * kStageBytes + kStoreBytes;
+};
+
+}  // namespace
+}  // namespace tridecode

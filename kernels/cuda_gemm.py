@@ -1,0 +1,266 @@
+"""GEMMs on an NVIDIA GPU: gemm_table.py chooses the kernel, this file checks and launches."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tridecode.kernels.checks import DtypeError, LayoutError, ShapeError, indices, match, same_dtype
+from tridecode.kernels.cuda_base import (
+    ACTIVATIONS,
+    DTYPES,
+    NUM_COUNTERS,
+    SUM_BYTES,
+    CudaBase,
+    check_cache,
+    pointer,
+)
+from tridecode.kernels.gemm_table import Gemm, Plan
+from tridecode.kernels.library import current_stream
+from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm
+
+
+class CudaGemm(CudaBase):
+    """norm, linear and project_qkv of kernels.ops.Ops."""
+
+    def norm(self, x: Tensor, norm: Norm, *, out: Tensor) -> None:
+        sizes = match("norm", ("TC", "x", x), ("C", "weight", norm.weight), ("TC", "out", out))
+        dtype = same_dtype("norm", ("x", x), ("weight", norm.weight), ("out", out))
+        if norm.bias is not None:
+            match("norm", ("TC", "x", x), ("C", "bias", norm.bias))
+            same_dtype("norm", ("x", x), ("bias", norm.bias))
+        self.library.norm(
+            out.data_ptr(),
+            x.data_ptr(),
+            norm.weight.data_ptr(),
+            pointer(norm.bias),
+            norm.eps,
+            sizes["T"],
+            sizes["C"],
+            x.stride(0),
+            out.stride(0),
+            DTYPES[dtype],
+            current_stream(self.device),
+        )
+
+    def linear(
+        self,
+        x: Tensor,
+        linear: Linear,
+        *,
+        norm: Norm | None = None,
+        activation: str | None = None,
+        residual: Tensor | None = None,
+        out: Tensor,
+    ) -> None:
+        _check_linear("linear", x, linear, residual, out, activation == "swiglu")
+        if x.shape[0] > 0:
+            self._gemm(x, linear, norm, activation, residual, out)
+
+    def project_qkv(
+        self,
+        x: Tensor,
+        linear: Linear,
+        norm: Norm | None,
+        heads: Heads,
+        batch: Batch,
+        cache: CacheLayer,
+        *,
+        out: Tensor,
+    ) -> None:
+        _check_linear("project_qkv", x, linear, None, out, False)
+        if out.shape[1] != heads.qkv_size:
+            raise ShapeError(f"project_qkv: out has {out.shape[1]} columns; the heads need {heads.qkv_size}")
+        check_cache("project_qkv", heads, cache, out)
+        indices("project_qkv", ("kv_slots", batch.kv_slots), ("positions", batch.positions))
+        if x.shape[0] == 0:
+            return
+        rope = heads.rope
+        fields: dict[str, float] = {
+            "positions": batch.positions.data_ptr(),
+            "kv_slots": batch.kv_slots.data_ptr(),
+            "cache": cache.blocks.data_ptr(),
+            "heads": heads.num_heads,
+            "kv_heads": heads.num_kv_heads,
+            "head_size": heads.head_size,
+            "block_tokens": cache.block_tokens,
+        }
+        if rope is not None:
+            fields["cos"], fields["sin"] = rope.cos.data_ptr(), rope.sin.data_ptr()
+            fields["rotary_size"], fields["interleaved"] = rope.size, rope.interleaved
+        plan = self._gemm(x, linear, norm, None, None, out, heads, fields)
+        if plan.fuses_heads:
+            return
+        self.library.rotate_and_cache(
+            current_stream(self.device),
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            tokens=x.shape[0],
+            dtype=DTYPES[out.dtype],
+            **fields,
+        )
+
+    def _gemm(
+        self,
+        x: Tensor,
+        linear: Linear,
+        norm: Norm | None,
+        activation: str | None,
+        residual: Tensor | None,
+        out: Tensor,
+        heads: Heads | None = None,
+        head_fields: dict[str, float] | None = None,
+    ) -> Plan:
+        """Launch what gemm_table.choose plans. head_fields: those of the task for query, key and value."""
+        weight = linear.weight
+        (tokens, inputs), outputs = x.shape, weight.shape[0]
+        x_stride, weight_stride, out_stride = x.stride(0), weight.stride(0), out.stride(0)
+        x_pointer, weight_pointer, out_pointer = x.data_ptr(), weight.data_ptr(), out.data_ptr()
+        residual_stride = residual_pointer = 0
+        if residual is not None:
+            residual_stride, residual_pointer = residual.stride(0), residual.data_ptr()
+        out_float32 = out.dtype != x.dtype
+        strides, pointers = residual_stride, residual_pointer
+        if not out_float32:
+            strides, pointers = strides | out_stride, pointers | out_pointer
+        plan = self.choose_gemm(
+            Gemm(
+                tokens,
+                inputs,
+                outputs,
+                "swiglu" if activation == "swiglu" else "qkv" if heads else "linear",
+                linear.bias is not None,
+                residual is not None,
+                norm is not None,
+                x.dtype != torch.float32,
+                out_float32,
+                (x_stride | weight_stride) % 8 == 0 and (x_pointer | weight_pointer) % 16 == 0,
+                strides % 8 == 0 and pointers % 16 == 0,
+                *(() if heads is None else _rotation(heads)),
+            )
+        )
+        if norm is not None and not plan.fuses_norm:
+            x, norm = self._normed(x, norm), None
+            x_pointer, x_stride = x.data_ptr(), x.stride(0)
+        if plan.kernel == "gemm_library":
+            self._gemm_library(x, linear, activation, residual, out)
+            return plan
+        fields = head_fields or {}
+        if norm is not None:
+            fields |= {
+                "norm_weight": norm.weight.data_ptr(),
+                "norm_bias": pointer(norm.bias),
+                "norm_eps": norm.eps,
+            }
+        getattr(self.library, plan.kernel)(
+            current_stream(self.device),
+            out=out_pointer,
+            x=x_pointer,
+            weight=weight_pointer,
+            bias=pointer(linear.bias),
+            residual=residual_pointer,
+            x_stride=x_stride,
+            weight_stride=weight_stride,
+            residual_stride=residual_stride,
+            out_stride=out_stride,
+            tokens=tokens,
+            inputs=inputs,
+            outputs=outputs,
+            activation=ACTIVATIONS[activation],
+            out_float32=out_float32,
+            dtype=DTYPES[x.dtype],
+            tile_outputs=plan.tile_outputs,
+            tile_tokens=plan.tile_tokens,
+            split=plan.split,
+            clusters=plan.clusters,
+            stream_k=plan.stream_k,
+            partials=self._sums_pointer,
+            partial_bytes=SUM_BYTES,
+            counters=self._counters_pointer,
+            num_counters=NUM_COUNTERS,
+            **fields,
+        )
+        return plan
+
+    def _normed(self, x: Tensor, norm: Norm) -> Tensor:
+        normed = self._temporary("normed", x.shape[0], x.shape[1], x.dtype)
+        self.norm(x, norm, out=normed)
+        return normed
+
+    def _gemm_library(
+        self, x: Tensor, linear: Linear, activation: str | None, residual: Tensor | None, out: Tensor
+    ) -> None:
+        """cuBLAS; a kernel of ours follows for what cuBLAS does not fuse."""
+        weight, bias, same = linear.weight.t(), linear.bias, out.dtype == x.dtype
+        if same and residual is None and bias is not None:
+            if activation is None:
+                torch.addmm(bias, x, weight, out=out)
+                return
+            if activation in ("gelu_tanh", "relu") and x.dtype != torch.float32:
+                torch._addmm_activation(bias, x, weight, use_gelu=activation == "gelu_tanh", out=out)
+                return
+        if same and residual is not None and activation is None:
+            torch.addmm(residual, x, weight, out=out)
+            if bias is not None:
+                self._library_epilogue(out, bias, None, None, out, x.dtype)
+            return
+        product = out
+        if activation == "swiglu" or (same and residual is not None):  # out may be the residual
+            product = self._temporary("product", x.shape[0], weight.shape[1], out.dtype)
+        if same:
+            torch.mm(x, weight, out=product)
+        else:
+            torch.mm(x, weight, out_dtype=out.dtype, out=product)
+        if bias is not None or activation is not None or residual is not None:
+            self._library_epilogue(product, bias, activation, residual, out, x.dtype)
+
+    def _library_epilogue(
+        self,
+        product: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        residual: Tensor | None,
+        out: Tensor,
+        dtype: torch.dtype,
+    ) -> None:
+        self.library.gemm_library_epilogue(
+            out.data_ptr(),
+            product.data_ptr(),
+            pointer(bias),
+            pointer(residual),
+            out.shape[0],
+            out.shape[1],
+            out.stride(0),
+            product.stride(0),
+            0 if residual is None else residual.stride(0),
+            ACTIVATIONS[activation],
+            int(product.dtype == torch.float32),
+            int(out.dtype == torch.float32),
+            DTYPES[dtype],
+            current_stream(self.device),
+        )
+
+
+def _rotation(heads: Heads) -> tuple[int, int, bool]:
+    rope = heads.rope
+    return (heads.head_size, 0, False) if rope is None else (heads.head_size, rope.size, rope.interleaved)
+
+
+def _check_linear(
+    operation: str, x: Tensor, linear: Linear, residual: Tensor | None, out: Tensor, gated: bool
+) -> None:
+    sizes = match(operation, ("TI", "x", x), ("WI", "weight", linear.weight), ("TO", "out", out))
+    dtype = same_dtype(operation, ("x", x), ("weight", linear.weight))
+    wanted = sizes["W"] // 2 if gated else sizes["W"]
+    if sizes["O"] != wanted:
+        raise ShapeError(f"{operation}: out has {sizes['O']} columns; {sizes['W']} weight rows give {wanted}")
+    if out.dtype not in (dtype, torch.float32):
+        raise DtypeError(f"{operation}: out is {out.dtype}; wanted {dtype} or float32")
+    if linear.bias is not None:
+        match(operation, ("WI", "weight", linear.weight), ("W", "bias", linear.bias))
+        same_dtype(operation, ("x", x), ("bias", linear.bias))
+    if residual is not None:
+        match(operation, ("TO", "out", out), ("TO", "residual", residual))
+        same_dtype(operation, ("x", x), ("residual", residual))
+    if x.data_ptr() == out.data_ptr():
+        raise LayoutError(f"{operation}: out may not be x")

@@ -1,0 +1,240 @@
+"""The one place that chooses a GEMM: a pure function from a product and a device to a kernel and its tile.
+
+out = epilogue(norm(x) @ weight^T), x (tokens, inputs), weight (outputs, inputs). cuda_gemm.py and the
+launchers in csrc execute the plan; a launcher refuses a tile that it has no instance of. `python -m
+tridecode.kernels.explain` prints the choices. This module needs neither torch nor a GPU.
+
+    gemv                      1 or 2 tokens, CUDA cores, two weight rows per warp
+    gemm_mma                  1 to 8 tokens, mma.sync, split-K through global memory
+    gemm_sm90_data_parallel   1 to 16 tokens, TMA and wgmma, all inputs of a tile in one block
+    gemm_sm90_split_k         1 to 64 tokens, TMA and wgmma, split-K within a cluster of 1 to 3 blocks
+    gemm_sm90_stream_k        any tokens, TMA and wgmma, whole tiles, or stream-K through global memory
+    gemm_library              cuBLAS, and gemm_library_epilogue for what cuBLAS does not fuse
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Device(NamedTuple):
+    """What the choice needs to know of a GPU."""
+
+    capability: int  # compute capability: 10 * major + minor
+    multiprocessors: int
+    shared_bytes: int  # largest shared memory of a block
+    #: clusters of 1, 2 and 3 blocks of gemm_sm90_split_k that are resident at once
+    clusters: tuple[int, int, int] = (0, 0, 0)
+
+
+class Gemm(NamedTuple):
+    """A product and what is fused into it, without addresses."""
+
+    tokens: int
+    inputs: int
+    outputs: int  # rows of the weight; of SwiGLU gate and up together
+    epilogue: str = "linear"  # "linear": activation and residual; "swiglu"; "qkv": rotation and cache write
+    bias: bool = False
+    residual: bool = False
+    norm: bool = False
+    half: bool = True  # x and weight are float16 or bfloat16
+    out_float32: bool = False  # of a 16-bit product
+    aligned: bool = True  # rows of x and weight begin at multiples of 16 bytes
+    out_aligned: bool = True  # rows of residual and of a 16-bit out do
+    head_size: int = 0  # of "qkv"
+    rotary_size: int = 0
+    interleaved: bool = False
+
+
+class Plan(NamedTuple):
+    """A kernel and its tile. Fields that a kernel does not have are 0."""
+
+    kernel: str  # a function of csrc/api.h without its prefix, or gemm_library
+    why: str
+    tile_outputs: int = 0
+    tile_tokens: int = 0
+    split: int = 0  # parts that the inputs are split into (split-K)
+    clusters: int = 0  # of gemm_sm90_stream_k: clusters launched
+    stream_k: bool = False  # of gemm_sm90_stream_k: a tile's inputs are shared by clusters
+    fuses_norm: bool = False  # else a norm kernel comes first
+    fuses_heads: bool = False  # else rotate_and_cache follows a "qkv" product
+
+
+# ---------------------------------------------------------------- tiles; TRIDECODE_INSTANCES of each .cu file
+
+DATA_PARALLEL_TOKENS, DATA_PARALLEL_OUTPUTS = (8, 16), (32, 64)
+SPLIT_K_TOKENS, SPLIT_K_SPLITS = (16, 32, 64), (1, 2, 3)
+#: tokens of a tile of gemm_sm90_stream_k, by epilogue
+STREAM_K_TOKENS = {"linear": (16, 32, 64), "qkv": (16, 32, 64), "swiglu": (32, 64, 96, 128, 192, 256)}
+
+# ---------------------------------------------------------------- thresholds, measured on an H200
+# Figures: microseconds of a product (weight rows x inputs, float16) in a CUDA graph over more weights than
+# the L2 cache holds, each kernel forced by replacing Cuda.choose_gemm.
+
+#: from this many weights on, gemm_sm90_split_k or gemm_sm90_stream_k replace the kernels of small products.
+#: 4096 x 4096, 8 tokens: 9.8 split-K, 10.9 data-parallel; 8192 x 2048: 11.1 stream-K, 10.3 data-parallel
+LARGE_WEIGHTS = 1 << 24
+#: above this many tokens cuBLAS is level or faster: 16384 x 4096, 64 tokens: 34.7 stream-K, 37.0 cuBLAS; at
+#: 96 LLaMA's steps gained 2 to 4 %, BLOOM's lost at 72 to 128 (docs/benchmarks.md)
+LARGE_TOKENS = 64
+#: SwiGLU saves a pass over gate and up, so gemm_sm90_stream_k wins there except in this range of tokens: up
+#: to 256 by bandwidth, from 1024 on by the pass (docs/benchmarks.md, "At 256 sequences")
+SWIGLU_LIBRARY = range(257, 1024)
+#: a fused norm is repeated in every block. 3072 x 1024, 1 / 2 tokens: 5.5 / 6.3, with a norm kernel 6.1 /
+#: 6.6
+FUSED_NORM_TOKENS = 2
+#: gemm_mma is faster while its tiles of 16 rows fill one wave of 2 blocks per multiprocessor. With a norm,
+#: 1 / 2 tokens: 3072 x 2048: 6.6 / 8.4, gemv 6.9 / 8.7; 6144 x 2048: 10.5 / 11.8, gemv 9.6 / 12.4
+GEMV_OUTPUTS = 5120
+#: cuBLAS splits long sums of few outputs better, unless a bias costs it a kernel. 4096 x 14336, 1 / 2
+#: tokens: 32.0 / 32.1, gemm_mma 33.8 / 37.3
+LONG_INPUTS, FEW_OUTPUTS = 8192, 8192
+#: 2/3 of the multiprocessors read weights as fast as all of them, and leave the rest to the next kernel
+SPLIT_K_FILL = (2, 3)
+#: but a block that loads more stages than this takes longer than stream-K's equal shares do
+SPLIT_K_STAGES = 80
+#: fewest stages of a cluster: each cluster that shares a tile costs the time of about one
+LEAST_STAGES = 4
+#: whole tiles, unless the last wave leaves more than 1/20 of the clusters' time idle
+IDLE_SHARE = 20
+
+# ---------------------------------------------------------------- sizes that the kernels are built for
+
+_STAGE_INPUTS = 64  # of a pipeline stage: 128 bytes, the width of the swizzle
+_SPLIT_K_OUTPUTS = 128  # of a tile: 64 weight rows per warp group
+_STREAM_K_OUTPUTS = 256  # of a cluster's tile
+_MMA_STEP_INPUTS = 2048  # that the 8 warps of gemm_mma take at once
+_MMA_SUM_BYTES = 8192  # of the warps' partial sums
+_MMA_MAX_SPLIT = 64
+
+
+def choose(gemm: Gemm, device: Device) -> Plan:
+    """The kernel that computes `gemm` on `device`, how it is tiled, and why."""
+    plan = None
+    if gemm.half and gemm.aligned:
+        if device.capability == 90:
+            plan = _large_sm90(gemm, device)
+        if plan is None and gemm.inputs % 8 == 0:
+            plan = _small(gemm, device)
+    return plan or Plan("gemm_library", _why_library(gemm))
+
+
+def fuses_heads_sm90(head_size: int, rotary_size: int, interleaved: bool) -> bool:
+    """Whether gemm_sm90_split_k and gemm_sm90_stream_k rotate such heads and write them to the cache."""
+    if rotary_size == 0:
+        return head_size % 8 == 0
+    return rotary_size == head_size and not interleaved and head_size in (64, 128, 256)
+
+
+def _large_sm90(gemm: Gemm, device: Device) -> Plan | None:
+    if gemm.outputs * gemm.inputs < LARGE_WEIGHTS or not gemm.out_aligned:
+        return None
+    if gemm.epilogue == "swiglu":
+        fits = not gemm.residual and not gemm.out_float32 and gemm.outputs % 16 == 0
+        return stream_k_plan(gemm, device) if fits and gemm.tokens not in SWIGLU_LIBRARY else None
+    if gemm.tokens > LARGE_TOKENS or (gemm.residual and gemm.out_float32):
+        return None
+    if gemm.epilogue == "qkv" and not fuses_heads_sm90(gemm.head_size, gemm.rotary_size, gemm.interleaved):
+        return None
+    return split_k_plan(gemm, device) or stream_k_plan(gemm, device)
+
+
+def split_k_plan(gemm: Gemm, device: Device) -> Plan | None:
+    """The largest split of which all tiles are resident at once, where that fills the device."""
+    tiles, steps = _ceil_div(gemm.outputs, _SPLIT_K_OUTPUTS), _ceil_div(gemm.inputs, _STAGE_INPUTS)
+    split = 0
+    for each in SPLIT_K_SPLITS:
+        if tiles <= device.clusters[each - 1] and steps >= each * LEAST_STAGES:
+            split = each
+    share, whole = SPLIT_K_FILL
+    if tiles * split * whole < device.multiprocessors * share or steps > SPLIT_K_STAGES * split:
+        return None
+    return Plan(
+        "gemm_sm90_split_k",
+        f"{tiles} tiles of {steps} stages: all resident with {split} per tile",
+        _SPLIT_K_OUTPUTS,
+        _at_least(gemm.tokens, SPLIT_K_TOKENS),
+        split,
+        fuses_heads=True,
+    )
+
+
+def stream_k_plan(gemm: Gemm, device: Device) -> Plan:
+    """The fewest tiles of tokens, and of those the smallest; whole tiles where they fill the last wave."""
+    sizes = STREAM_K_TOKENS[gemm.epilogue]
+    tile_tokens = _at_least(_ceil_div(gemm.tokens, _ceil_div(gemm.tokens, sizes[-1])), sizes)
+    tiles = _ceil_div(gemm.outputs, _STREAM_K_OUTPUTS) * _ceil_div(gemm.tokens, tile_tokens)
+    most = device.multiprocessors // 2
+    waves = _ceil_div(tiles, most)
+    stream = tiles * IDLE_SHARE < waves * most * (IDLE_SHARE - 1)
+    work = _ceil_div(tiles * _ceil_div(gemm.inputs, _STAGE_INPUTS), LEAST_STAGES) if stream else tiles
+    shared = "clusters share tiles" if stream else "whole tiles"
+    return Plan(
+        "gemm_sm90_stream_k",
+        f"{tiles} tiles for {most} clusters: {shared}",
+        _STREAM_K_OUTPUTS,
+        tile_tokens,
+        clusters=min(work, most),
+        stream_k=stream,
+        fuses_heads=True,
+    )
+
+
+def _small(gemm: Gemm, device: Device) -> Plan | None:
+    if gemm.tokens > FUSED_NORM_TOKENS:
+        return _data_parallel(gemm, device) if device.capability == 90 else None
+    if not gemm.bias and gemm.outputs <= FEW_OUTPUTS and gemm.inputs > LONG_INPUTS:
+        return None
+    if gemm.outputs > GEMV_OUTPUTS and gemm.tokens * gemm.inputs * 2 <= device.shared_bytes - 1024:
+        why = f"1 or 2 tokens, more than {GEMV_OUTPUTS} outputs"
+        return Plan("gemv", why, fuses_norm=gemm.norm, fuses_heads=True)
+    return _mma(gemm, device)
+
+
+def _mma(gemm: Gemm, device: Device) -> Plan | None:
+    """The smallest split whose x fits twice in the shared memory of a multiprocessor: one block streams
+    weights while the other adds up. A fused norm needs the whole row in one block."""
+    rest = _MMA_SUM_BYTES + 2 * 1024
+    if gemm.norm and _mma_x_bytes(gemm, 1) <= device.shared_bytes - rest - 1024:
+        return Plan("gemm_mma", "1 or 2 tokens, norm fused", 16, 8, 1, fuses_norm=True, fuses_heads=True)
+    for split in range(1, _MMA_MAX_SPLIT + 1):
+        if _mma_x_bytes(gemm, split) <= device.shared_bytes // 2 - rest:
+            return Plan("gemm_mma", "1 or 2 tokens", 16, 8, split, fuses_heads=True)
+    return None
+
+
+def _mma_x_bytes(gemm: Gemm, split: int) -> int:
+    """Shared memory of x's part of the inputs, padded to what the warps take at once."""
+    slice_inputs = _ceil_div(_ceil_div(gemm.inputs, 32), split) * 32
+    return _ceil_div(slice_inputs, _MMA_STEP_INPUTS) * _MMA_STEP_INPUTS * 2 * gemm.tokens
+
+
+def _data_parallel(gemm: Gemm, device: Device) -> Plan | None:
+    """The tile that gives the busiest multiprocessor the fewest weight rows; of equals the largest."""
+    tile_tokens = _at_least(gemm.tokens, DATA_PARALLEL_TOKENS)
+    if gemm.tokens > tile_tokens or gemm.outputs * gemm.inputs >= LARGE_WEIGHTS or gemm.rotary_size:
+        return None
+
+    def busiest(tile: int) -> int:
+        return _ceil_div(_ceil_div(gemm.outputs, tile), device.multiprocessors) * tile
+
+    tile = min(reversed(DATA_PARALLEL_OUTPUTS), key=busiest)
+    # 4 / 16 tokens: 4096 x 1024: 4.5 / 4.5, cuBLAS 5.8 / 5.8; 1024 x 4096: 7.4 / 7.9, cuBLAS 8.1 / 8.5
+    why = "3 to 16 tokens, a weight that cuBLAS does not spread over the device"
+    return Plan("gemm_sm90_data_parallel", why, tile, tile_tokens, fuses_heads=True)
+
+
+def _why_library(gemm: Gemm) -> str:
+    if not gemm.half:
+        return "float32"
+    if not (gemm.aligned and gemm.out_aligned and gemm.inputs % 8 == 0):
+        return "rows that are not at multiples of 16 bytes"
+    return "cuBLAS is level or faster"
+
+
+def _at_least(count: int, sizes: tuple[int, ...]) -> int:
+    return next((size for size in sizes if size >= count), sizes[-1])
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)

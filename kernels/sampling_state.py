@@ -1,0 +1,76 @@
+"""The state of sampling by batch slot. csrc/sampling_state.h declares its columns for C++ and Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tridecode.kernels.build import SOURCES
+from tridecode.kernels.library import structures
+
+#: one slot, a structured numpy dtype whose fields are those of the C struct
+SLOT = np.dtype(structures((SOURCES / "sampling_state.h").read_text())["tridecode_sampling_slot"])
+_TORCH = {"int32": torch.int32, "float32": torch.float32, "uint64": torch.int64}
+
+
+@dataclass(frozen=True)
+class SamplingState:
+    """What sampling keeps of the sequences, by batch slot. Only `sample` and the engine's slot starts and
+    copies write it.
+
+    slots: (S, W) int32, the words of one SLOT per row. last_tokens: (S,) int32.
+    history: (S, L) int32, prompt and output, kept only for slots with bad words. counts: (S, V) int16,
+    occurrences of each id in prompt and output, kept only for slots with penalties.
+    bad_ids, bad_ends: (S, W) int32: ids of all bad words, concatenated, and their cumulative ends.
+    """
+
+    slots: Tensor
+    last_tokens: Tensor
+    history: Tensor
+    counts: Tensor
+    bad_ids: Tensor
+    bad_ends: Tensor
+
+    @classmethod
+    def allocate(
+        cls, slots: int, max_tokens: int, vocab_size: int, max_bad_word_tokens: int, device: torch.device
+    ) -> SamplingState:
+        """For `slots` sequences of up to max_tokens tokens; every slot draws from the whole vocabulary."""
+        neutral = np.zeros(slots, SLOT)
+        for name in ("temperature", "top_p", "top_p_now", "top_p_decay", "repetition_penalty"):
+            neutral[name] = 1
+        neutral["end_id"] = neutral["top_p_reset_id"] = -1
+
+        def zeros(columns: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(slots, columns, dtype=dtype, device=device)
+
+        return cls(
+            slots=words(neutral).to(device),
+            last_tokens=zeros(1)[:, 0],
+            history=zeros(max_tokens),
+            counts=zeros(vocab_size, torch.int16),
+            bad_ids=zeros(max_bad_word_tokens),
+            bad_ends=zeros(max_bad_word_tokens),
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors; the first axis of each is the slot."""
+        return [getattr(self, field.name) for field in fields(self)]
+
+    def column(self, name: str) -> Tensor:
+        """(S,) a field of every slot, a view in the field's dtype."""
+        kind, offset = SLOT.fields[name][:2]  # type: ignore[index]
+        return self.slots.view(_TORCH[kind.name])[:, offset // kind.itemsize]
+
+
+def words(records: np.ndarray) -> Tensor:
+    """(R, W) int32: the words of (R,) SLOT records, in their memory."""
+    return torch.from_numpy(records.view(np.int32).reshape(len(records), -1))
+
+
+def records(words: Tensor) -> np.ndarray:
+    """(R,) SLOT records of (R, W) int32 words; a copy if these are on a device."""
+    return words.cpu().numpy().view(SLOT)[:, 0]

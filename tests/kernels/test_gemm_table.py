@@ -1,0 +1,147 @@
+"""The choice of GEMM kernels, replayed for published models: every plan has an instance in csrc, and every
+instance is chosen. No GPU needed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tridecode.kernels.bench.shapes import SHAPES, ModelShape
+from tridecode.kernels.build import SOURCES
+from tridecode.kernels.explain import DEVICES, lines
+from tridecode.kernels.gemm_table import Device, Gemm, Plan, choose
+from tridecode.tools.bench.presets import PRESETS
+
+H200 = DEVICES["h200"]
+TENSOR_SIZES = range(1, 9)
+TOKENS = range(1, 301)
+
+
+def replay(devices: list[Device]) -> Iterator[tuple[Gemm, Plan]]:
+    for shape in SHAPES.values():
+        for tensor_size in TENSOR_SIZES:
+            try:
+                products = shape.products(tensor_size)
+            except ValueError:
+                continue
+            for product in products.values():
+                for tokens in TOKENS:
+                    gemm = product._replace(tokens=tokens)
+                    for device in devices:
+                        yield gemm, choose(gemm, device)
+
+
+def instances(kernel: str) -> set[tuple[str, ...]]:
+    """The arguments of each entry of TRIDECODE_INSTANCES in the kernel's file."""
+    text = (SOURCES / f"{kernel}.cu").read_text()
+    listed = re.search(r"#define TRIDECODE_INSTANCES\(_\)((?:.*\\\n)*.*\n)", text)
+    assert listed is not None
+    found = [tuple(entry.split(", ")) for entry in re.findall(r"\b_\(([^)]*)\)", listed.group(1))]
+    assert found and len(found) == len(set(found))
+    return set(found)
+
+
+def instance_of(gemm: Gemm, plan: Plan) -> tuple[str, ...]:
+    mode = {"linear": "kPlain", "swiglu": "kGated", "qkv": "kQkvRotary" if gemm.rotary_size else "kQkv"}[
+        gemm.epilogue
+    ]
+    at_run_time = "kQkv" if mode == "kQkvRotary" else mode  # one instance, with or without rotation
+    if plan.kernel == "gemv":
+        return str(gemm.tokens), at_run_time
+    if plan.kernel == "gemm_mma":
+        return (at_run_time,)
+    if plan.kernel == "gemm_sm90_data_parallel":
+        return str(plan.tile_outputs), mode
+    if plan.kernel == "gemm_sm90_split_k":
+        return str(plan.tile_tokens), mode, str(plan.split)
+    return str(plan.tile_tokens), mode
+
+
+def test_every_choice_has_an_instance_and_every_instance_is_chosen():
+    chosen: dict[str, set[tuple[str, ...]]] = {}
+    for gemm, plan in replay(list(DEVICES.values())):
+        if plan.kernel != "gemm_library":
+            chosen.setdefault(plan.kernel, set()).add(instance_of(gemm, plan))
+    assert set(chosen) == {path.stem for path in SOURCES.glob("gem*.cu")} - {"gemm_library_epilogue"}
+    for kernel, reached in chosen.items():
+        assert reached == instances(kernel), kernel
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_a_plan_keeps_to_what_its_kernel_can(name: str):
+    device = DEVICES[name]
+    for gemm, plan in replay([device]):
+        assert device.capability == 90 or "sm90" not in plan.kernel
+        if plan.kernel in ("gemv", "gemm_mma"):
+            assert gemm.tokens <= 2
+            assert plan.fuses_norm == gemm.norm or plan.split > 1
+        elif plan.kernel in ("gemm_sm90_data_parallel", "gemm_sm90_split_k"):
+            assert gemm.tokens <= plan.tile_tokens
+        assert not plan.fuses_norm or gemm.norm
+        if plan.kernel == "gemm_sm90_split_k":
+            assert -(-gemm.outputs // 128) <= device.clusters[plan.split - 1]
+        if plan.kernel == "gemm_sm90_stream_k":
+            assert 1 <= plan.clusters <= device.multiprocessors // 2
+
+
+@pytest.mark.parametrize(
+    ("model", "product", "tokens", "kernel", "tile", "split"),
+    [  # as launched before the choice moved here, on an H200
+        ("bloom-7b1", "dense", 8, "gemm_sm90_split_k", (128, 16), 3),
+        ("bloom-7b1", "qkv", 64, "gemm_sm90_split_k", (128, 64), 1),
+        ("bloom-7b1", "down", 64, "gemm_sm90_stream_k", (256, 64), 0),
+        ("bloom-7b1", "qkv", 65, "gemm_library", (0, 0), 0),
+        ("llama-3-8b", "up", 256, "gemm_sm90_stream_k", (256, 256), 0),
+        ("llama-3-8b", "up", 257, "gemm_library", (0, 0), 0),
+        ("bloom-560m", "up", 2, "gemm_mma", (16, 8), 1),
+        ("bloom-560m", "up", 3, "gemm_sm90_data_parallel", (32, 8), 0),
+        ("bloom-560m", "up", 17, "gemm_library", (0, 0), 0),
+        ("smollm2-135m", "qkv", 3, "gemm_library", (0, 0), 0),
+        ("gpt2", "head", 1, "gemm_sm90_stream_k", (256, 16), 0),
+    ],
+)
+def test_choices_of_published_models(
+    model: str, product: str, tokens: int, kernel: str, tile: tuple[int, int], split: int
+):
+    plan = choose(SHAPES[model].products()[product]._replace(tokens=tokens), H200)
+    assert (plan.kernel, (plan.tile_outputs, plan.tile_tokens), plan.split) == (kernel, tile, split)
+
+
+def test_what_a_kernel_cannot_read_goes_to_the_library():
+    large, small = Gemm(8, 4096, 12288, bias=True), Gemm(1, 1024, 1024, bias=True)
+    for gemm in (large, small):
+        assert choose(gemm, H200).kernel != "gemm_library"
+        for other in (gemm._replace(half=False), gemm._replace(aligned=False)):
+            assert choose(other, H200).kernel == "gemm_library"
+    assert choose(large._replace(out_aligned=False), H200).kernel == "gemm_library"
+    assert choose(small._replace(inputs=1020), H200).kernel == "gemm_library"
+
+
+def test_explain_prints_a_line_for_each_product_and_number_of_tokens():
+    text = list(lines("llama-3-8b", [1, 64], 2, "h200"))
+    assert len(text) == 2 + 2 * len(SHAPES["llama-3-8b"].products(2))
+    assert "llama-3-8b" in text[0] and "tensor size 2" in text[0]
+    row = next(line for line in text if line.split()[:2] == ["down", "64"])
+    assert "4096" in row and "7168" in row and "gemm_sm90_split_k" in row
+
+
+def test_shapes_are_those_of_the_benchmarks_presets():
+    shared = PRESETS.keys() & SHAPES.keys()
+    assert shared == PRESETS.keys() - {"toy"}
+    for name in shared:
+        config = PRESETS[name].model
+        rotary = 0 if config.rope is None else config.rope.size
+        wanted = ModelShape(
+            config.num_layers,
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_size,
+            config.mlp_size,
+            config.vocab_size,
+            config.family == "llama",
+            rotary,
+        )
+        assert SHAPES[name] == wanted, name
