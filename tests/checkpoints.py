@@ -90,7 +90,7 @@ class FamilyCase:
     ini: dict[str, st.SearchStrategy]
 
     def hf_config(self, **overrides) -> PreTrainedConfig:
-        return self.config(vocab_size=TINY_VOCAB, **{**self.settings, **overrides})
+        return self.config(**{"vocab_size": TINY_VOCAB, **self.settings, **overrides})
 
     def __call__(self, seed: int | None = None, **overrides) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(self.hf_config(**overrides))
