@@ -33,9 +33,10 @@ def hf_config(model: ModelConfig) -> PretrainedConfig:
             layer_norm_epsilon=model.norm_eps,
             **ids,
         )
-    if model.rope is None or model.rope.scaling != "default" or model.rope.size != model.head_size:
+    rope = model.rope
+    if model.family != "llama" or not rope or rope.scaling != "default" or rope.size != model.head_size:
         raise UnsupportedError(
-            f"{model.model_name}: rope {model.rope} has no transformers configuration here"
+            f"{model.model_name}: {model.family} with rope {rope} has no transformers configuration here"
         )
     return LlamaConfig(
         vocab_size=model.vocab_size,
@@ -48,6 +49,6 @@ def hf_config(model: ModelConfig) -> PretrainedConfig:
         max_position_embeddings=model.max_positions,
         rms_norm_eps=model.norm_eps,
         tie_word_embeddings=model.tied_head,
-        rope_parameters={"rope_type": "default", "rope_theta": model.rope.theta},
+        rope_parameters={"rope_type": "default", "rope_theta": rope.theta},
         **ids,
     )
