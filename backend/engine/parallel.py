@@ -17,7 +17,7 @@ from tridecode.backend.engine.plan import StepPlan
 class SingleRank:
     """The whole model in one process: nothing to exchange."""
 
-    rank, world = 0, 1
+    rank = 0
     tensor_rank, tensor_size, stage, num_stages = 0, 1, 0, 1
 
     def all_reduce(self, x: Tensor) -> None: ...
@@ -48,17 +48,17 @@ class ProcessRanks:
     """
 
     def __init__(self, rank: int, tensor_size: int, num_stages: int, init_method: str, device: torch.device):
-        self.rank, self.world = rank, tensor_size * num_stages
+        self.rank, world = rank, tensor_size * num_stages
         self.tensor_rank, self.tensor_size = rank % tensor_size, tensor_size
         self.stage, self.num_stages = rank // tensor_size, num_stages
-        dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=self.world)
+        dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world)
         backend = "nccl" if device.type == "cuda" else "gloo"
         groups = [
             dist.new_group([stage * tensor_size + i for i in range(tensor_size)], backend=backend)
             for stage in range(num_stages)
         ]
         self._tensor_group = groups[self.stage]
-        self._all = dist.new_group(list(range(self.world)), backend=backend)
+        self._all = dist.new_group(list(range(world)), backend=backend)
 
     def all_reduce(self, x: Tensor) -> None:
         """Sum x over the tensor group, in place; every rank gets the same bits."""

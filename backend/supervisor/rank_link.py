@@ -54,13 +54,6 @@ class RankStatus:
         if self.busy_since:
             self.busy_since += pause_s
 
-    def begin_step(self) -> None:
-        self.busy_since = time.monotonic()
-
-    def end_step(self) -> None:
-        self.busy_since = 0.0
-        self.steps += 1
-
 
 class RankLink:
     """A daemon thread that beats for this rank.

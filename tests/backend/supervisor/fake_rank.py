@@ -43,7 +43,7 @@ def main() -> int:
     link.status.running, link.status.waiting = 3, 2
     link.ready()
     if behaviour == "stuck":
-        link.status.begin_step()
+        link.status.busy_since = time.monotonic()
     if behaviour == "deaf":
         time.sleep(600)
     stopped.wait()
