@@ -84,6 +84,7 @@ ALLOWED = {
         "backend.messages",
         "backend.models",
         "backend.pauses",
+        "backend.sampling_params",
         "backend.supervisor.processes",
         "backend.supervisor.rank_link",
         "backend.weight_layout",

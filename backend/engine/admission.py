@@ -8,8 +8,8 @@ from typing import Any, Callable, Generic, TypeVar
 
 import numpy as np
 
-from tridecode.backend import messages
 from tridecode.backend.errors import CapacityError, RequestError
+from tridecode.backend.sampling_params import SamplingParams, check
 
 Item = TypeVar("Item")
 
@@ -60,9 +60,9 @@ def check_room(count: int, waiting: int, free_slots: int, limits: SchedulerLimit
         )
 
 
-def fault_of(prompt: np.ndarray, params: messages.SamplingParams, limits: SchedulerLimits) -> str | None:
+def fault_of(prompt: np.ndarray, params: SamplingParams, limits: SchedulerLimits) -> str | None:
     """Why this model cannot run the sequence; None if it can. The engine does not rely on a door's checks."""
-    fault = messages.check(params)
+    fault = check(params)
     if fault is not None:
         return fault
     if len(prompt) == 0:

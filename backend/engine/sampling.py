@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tridecode.backend.engine.plan import SlotStart
-from tridecode.backend.messages import SamplingParams, is_greedy
+from tridecode.backend.sampling_params import SamplingParams, is_greedy
 from tridecode.kernels import ops as o
 from tridecode.kernels.ops import SamplingState
 
