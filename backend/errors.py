@@ -41,7 +41,7 @@ class UnsupportedError(TridecodeError):
 
 
 class CapacityError(TridecodeError):
-    """The server is full or has not the memory now; the same request may succeed later."""
+    """The server is full or out of memory; the same request may succeed later."""
 
     code = "UNAVAILABLE"
 

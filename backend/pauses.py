@@ -1,12 +1,12 @@
 """Pauses of this process itself: SIGSTOP, `docker pause`, a suspended machine, a held interpreter lock.
 
-Whoever judges others by their silence must not count the time in which it was itself unable to listen. A loop
-calls `PauseWatch.turn` on each turn and moves its deadlines by what that returns. Standard library only.
+A process that judges its peers by their silence must not count the time in which it could not listen. A loop
+calls `PauseWatch.turn` on each turn and moves its deadlines by the result. Standard library only.
 """
 
 from __future__ import annotations
 
-#: a turn that comes this much later than it should was delayed by a pause of our own
+#: a turn that is late by more than this was delayed by a pause of this process
 TOLERANCE_S = 1.0
 
 
@@ -19,6 +19,6 @@ class PauseWatch:
         self._limit_s = longest_turn_s + TOLERANCE_S
 
     def turn(self, now: float) -> float:
-        """Seconds since the last turn if this process stood still between the two, else 0.0."""
+        """Seconds since the last turn if this process was paused in between, else 0.0."""
         gap, self._last = now - self._last, now
         return gap if gap > self._limit_s else 0.0

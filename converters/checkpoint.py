@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import logging as transformers_logging
 
 from tridecode.backend.errors import CheckpointError, UnsupportedError
-from tridecode.converters.families import GgufRules, family_of, gguf_rules
+from tridecode.converters.families import CheckpointFamily, family_of, gguf_family
 from tridecode.converters.files import member, read_json, require_file
 
 _HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # beside the weights
@@ -165,9 +165,12 @@ class GgufSource:
     `read` undoes what llama.cpp's converter changed, by the family's GgufRules.
     """
 
-    def __init__(self, reader: gguf.GGUFReader, rules: GgufRules, config: PreTrainedConfig):
-        self._rules, self._config = rules, config
-        self._tensors = {_gguf_name(tensor.name, rules): tensor for tensor in reader.tensors}
+    def __init__(self, reader: gguf.GGUFReader, family: CheckpointFamily, config: PreTrainedConfig):
+        assert family.gguf is not None
+        self._rules, self._config = family.gguf, config
+        layers = min(config.num_hidden_layers, len(reader.tensors))  # a damaged file may say millions
+        names = _gguf_names(family, family.gguf.architecture, config.num_attention_heads, layers)
+        self._tensors = {names.get(tensor.name, tensor.name): tensor for tensor in reader.tensors}
         self.shapes = {name: self._shape(tensor) for name, tensor in self._tensors.items()}
 
     def dtype(self, name: str) -> torch.dtype:
@@ -187,13 +190,17 @@ class GgufSource:
         return tuple(sizes if held.name.endswith(self._rules.transposed) else reversed(sizes))
 
 
-def _gguf_name(name: str, rules: GgufRules) -> str:
-    """transformers' name of a tensor; an unknown name stays, and no rule will consume it."""
-    stem, _, kind = name.rpartition(".")
-    match = re.match(r"blk\.(\d+)\.", stem)
-    pattern = stem if match is None else stem.replace(match.group(0), "blk.{i}.", 1)
-    renamed = rules.names.get(pattern)
-    return name if renamed is None else f"{renamed.replace('{i}', match.group(1) if match else '')}.{kind}"
+def _gguf_names(family: CheckpointFamily, architecture: str, num_heads: int, layers: int) -> dict[str, str]:
+    """llama.cpp's name -> transformers' of every tensor that the rules read, by gguf's own table."""
+    key = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    table = gguf.get_tensor_name_map(key, layers)
+    names = {}
+    for rule in (rule.of_layer(layer) for rule in family.rules(num_heads) for layer in range(layers)):
+        for source in rule.sources:
+            for spelling in (source, source.removeprefix(family.prefix)):
+                if found := table.get_name(spelling, (".weight", ".bias")):
+                    names[found] = source
+    return names
 
 
 @dataclass
@@ -342,8 +349,8 @@ def _tensor_files(path: Path) -> TensorSource:
 
 def _open_gguf(path: Path) -> Checkpoint:
     reader, fields = _read_gguf(require_file(path))
-    rules = gguf_rules(fields.get("general.architecture"), path)
-    scaling_key = f"{rules.architecture}.rope.scaling.type"
+    family = gguf_family(fields.get("general.architecture"), path)
+    scaling_key = f"{fields['general.architecture']}.rope.scaling.type"
     scaled = f"{scaling_key} = {fields[scaling_key]}" if fields.get(scaling_key, "none") != "none" else ""
     if any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors):
         scaled = "rope_freqs.weight"
@@ -352,12 +359,13 @@ def _open_gguf(path: Path) -> Checkpoint:
             f"{path} has {scaled}: its rope scaling would be lost; convert the safetensors checkpoint"
         )
     config = _transformers_config(path.parent, gguf_file=path.name)
-    rules.complete(config, fields)
+    assert family.gguf is not None
+    family.gguf.complete(config, fields)
     end_ids = [fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot")]
     return Checkpoint(
         path,
         config,
-        GgufSource(reader, rules, config),
+        GgufSource(reader, family, config),
         fields.get("tokenizer.ggml.bos_token_id"),
         list(dict.fromkeys(int(token) for token in end_ids if token is not None)),
         fields,

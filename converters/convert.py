@@ -78,7 +78,7 @@ def plan_conversion(
     ignored = expand(source.ignored, config.num_layers) | ({source.head} if tied else set())
     specs = models.family(config.family).weight_specs(config)
     shapes = {full: checkpoint.tensors.shapes[own] for full, own in names.items()}
-    rules, where = source.rules(config), source.source_file
+    rules, where = source.rules(config.num_heads), source.source_file
     conversions = plan_conversions(rules, specs, shapes, ignored, config.num_layers, where)
     return PlannedConversion(checkpoint, config, conversions, names)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import PreTrainedConfig
 
 from tridecode.backend.config import RopeConfig
@@ -15,6 +17,19 @@ _ACTIVATIONS = {
     "gelu": "gelu",
     "relu": "relu",
 }
+
+
+def shape(hf: PreTrainedConfig) -> dict[str, Any]:
+    """The fields of ModelConfig that every config of transformers has by the same names."""
+    heads = hf.num_attention_heads
+    return {
+        "num_layers": hf.num_hidden_layers,
+        "hidden_size": hf.hidden_size,
+        "num_heads": heads,
+        "num_kv_heads": getattr(hf, "num_key_value_heads", heads),
+        "head_size": getattr(hf, "head_dim", None) or hf.hidden_size // heads,
+        "vocab_size": hf.vocab_size,
+    }
 
 
 def activation(hf: PreTrainedConfig, key: str, title: str) -> str:

@@ -76,8 +76,7 @@ def _write_tensor(
     directory: Path, item: TensorToWrite, dtype: str, ranks: int, progress: Callable[[int], None]
 ) -> ManifestTensor:
     spec = item.spec
-    loaded = item.load()
-    tensor = _cast(loaded / ranks if spec.divided else loaded, dtype, spec)
+    tensor = _cast(item.load(), dtype, spec)
     assert tensor.shape == spec.shape, (spec, tensor.shape)
     files = []
     for rank in range(1 if spec.axis is None else ranks):

@@ -73,7 +73,7 @@ class FamilyCase:
     config: transformers' class. seed, settings: of the tiny model. model_type: of config.pbtxt.
     variants: changed settings by name. shared: settings of 12 heads and 3 layers, for ranks.
     draw: settings of a random model of odd shape. names: stems of our files to transformers' modules,
-    or to those that a file joins; {i} is a layer. heads: how transformers stores query_key_value:
+    or to q, k and v; {i} is a layer. heads: how transformers stores query_key_value:
     "joined" as we do, "by head", or "apart". ini: the fields of ModelConfig that config.ini keeps
     beside the common ones.
     """
@@ -303,10 +303,6 @@ FAMILIES = {
             "model.layers.{i}.post_attention_layernorm": "gpt_neox.layers.{i}.post_attention_layernorm",
             "model.layers.{i}.mlp.dense_h_to_4h": "gpt_neox.layers.{i}.mlp.dense_h_to_4h",
             "model.layers.{i}.mlp.dense_4h_to_h": "gpt_neox.layers.{i}.mlp.dense_4h_to_h",
-            "model.layers.{i}.mlp.attention.bias.sum": (
-                "gpt_neox.layers.{i}.attention.dense",
-                "gpt_neox.layers.{i}.mlp.dense_4h_to_h",
-            ),
             "model.final_layernorm": "gpt_neox.final_layer_norm",
             "model.lm_head": "lm_head",
         },
@@ -316,6 +312,7 @@ FAMILIES = {
             "rope": ROPE,
             "residual": st.sampled_from(["sequential", "parallel"]),
             "attention_bias": st.booleans(),
+            "bias_sum": st.booleans(),
         },
     ),
 }  # fmt: skip

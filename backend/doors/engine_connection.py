@@ -41,11 +41,12 @@ class Peer:
 
     def connect(self, endpoint: str) -> None:
         self.close()
-        self.socket = zmq.Context.instance().socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.set_hwm(0)
-        self.socket.connect(endpoint)
-        self._poller.register(self.socket, zmq.POLLIN)
+        socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.set_hwm(0)
+        socket.connect(endpoint)
+        self._poller.register(socket, zmq.POLLIN)
+        self.socket = socket  # only now: an endpoint that cannot be connected to leaves it None
         self.heard_at = time.monotonic()
         self.send(self.hello)
 

@@ -68,7 +68,7 @@ def load(arguments: argparse.Namespace, link: RankLink) -> Engine:
 
 
 class _Progress:
-    """Says how far loading is, a few times a second at most."""
+    """Reports the progress of loading, at most five times a second."""
 
     def __init__(self, link: RankLink, model: ModelConfig):
         self._link, self._layers, self._last = link, model.num_layers, 0.0
@@ -84,7 +84,7 @@ class _Progress:
 
 
 def door_limits(engine: Engine) -> m.Limits:
-    """What the doors are told of the model."""
+    """The limits of the model, for the doors."""
     model, config = engine.model_config, engine.config
     assert config.max_sequence_tokens is not None
     return m.Limits(
@@ -147,7 +147,7 @@ def main() -> int:
     except TridecodeError as error:
         log.error("%s", error)
         link.failed(str(error), fatal=isinstance(error, (ConfigError, UnsupportedError, WeightFileError)))
-    except Exception as error:  # the process ends: its text is all that a client will learn
+    except Exception as error:  # the process ends: a client learns no more than this text
         log.error("%s", traceback.format_exc())
         link.failed(f"{type(error).__name__}: {error}", fatal=False)
     return 1

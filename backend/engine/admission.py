@@ -8,8 +8,9 @@ from typing import Any, Callable, Generic, TypeVar
 
 import numpy as np
 
+from tridecode.backend import sampling_params
 from tridecode.backend.errors import CapacityError, RequestError
-from tridecode.backend.sampling_params import SamplingParams, check
+from tridecode.backend.sampling_params import SamplingParams
 
 Item = TypeVar("Item")
 
@@ -62,7 +63,7 @@ def check_room(count: int, waiting: int, free_slots: int, limits: SchedulerLimit
 
 def fault_of(prompt: np.ndarray, params: SamplingParams, limits: SchedulerLimits) -> str | None:
     """Why this model cannot run the sequence; None if it can. The engine does not rely on a door's checks."""
-    fault = check(params)
+    fault = sampling_params.check(params)
     if fault is not None:
         return fault
     if len(prompt) == 0:

@@ -1,7 +1,7 @@
 """Who holds which batch slot and which blocks of the paged cache; sharing and copy on write. No torch.
 
 Sequences that forked share blocks. A full block is never written again. A partial block that is shared is
-copied for the first sequence that writes to it; the last holder writes in place. Nothing outlives its
+copied for the fork before its next token, unless the other holders are gone by then. Nothing outlives its
 sequences: `release` is where blocks would be kept for a later request.
 """
 
@@ -29,7 +29,7 @@ class CacheManager:
         columns = -(-limits.max_sequence_tokens // limits.block_tokens)
         self.tables = np.zeros((limits.max_sequences, columns), np.int32)
         self._free_slots = list(range(limits.max_sequences))  # a heap
-        self._sharing: list[Sequence] = []  # forked since the last plan: their partial block may be shared
+        self._sharing: list[Sequence] = []  # forks since the last plan whose partial block may be shared
         self._slot_copies: dict[int, int] = {}  # destination -> source, for the next plan
         self._block_copies: dict[int, int] = {}
 
@@ -56,7 +56,7 @@ class CacheManager:
         if copy_state:  # a parent that is itself to be copied to its slot stands for its source
             self._slot_copies[child.slot] = self._slot_copies.get(parent.slot, parent.slot)
         if self.lengths[child.slot] % self.block_tokens:
-            self._sharing += [s for s in (parent, child) if s not in self._sharing]
+            self._sharing.append(child)
         return True
 
     def release(self, sequence: Sequence) -> None:
@@ -72,7 +72,7 @@ class CacheManager:
         sequence.slot, sequence.blocks = -1, []
 
     def take_sharing(self) -> list[Sequence]:
-        """The sequences that need `make_room` although their last block is not full."""
+        """The forks that need `make_room` although their last block is not full."""
         sharing, self._sharing = self._sharing, []
         return sharing
 

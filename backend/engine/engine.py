@@ -1,4 +1,4 @@
-"""One rank's model, cache and sampler: takes a plan, runs it, gives the tokens."""
+"""One rank's model, cache and sampler: runs a plan and returns its tokens."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ class Engine:
         self.buffers = StepBuffers(config.max_step_tokens, rows, columns, device)
         self._tokens = torch.zeros(rows, dtype=torch.int32, device=device)
         self._log_probs = torch.zeros(rows, dtype=torch.float32, device=device)
-        self._pulse = torch.zeros(1, dtype=torch.int32, device=device)  # what check_device touches
-        # where a step's results go on the host; two steps are in flight at most
+        self._pulse = torch.zeros(1, dtype=torch.int32, device=device)  # written by check_device
+        # pinned host copies of a step's results; at most two steps are in flight
         self._results = [
             (torch.zeros(rows, dtype=torch.int32).pin_memory(), torch.zeros(rows).pin_memory())
             for _ in range(4 if self.is_asynchronous else 0)
@@ -151,8 +151,8 @@ class Engine:
         return [CacheLayer(_zeros(shape, self.dtype, self.device)) for _ in range(self._local_layers())]
 
     def _warm_up(self) -> None:
-        """The largest steps, so that what libraries keep is there before the cache takes the rest of the
-        memory."""
+        """Run the largest steps, so that libraries allocate their buffers before the cache takes the rest of
+        the memory."""
         self.caches = self._allocate_cache(1)
         longest = self.config.max_sequence_tokens
         assert longest is not None
@@ -204,9 +204,8 @@ class Engine:
     def check_device(self) -> None:
         """Make the device do a little work and wait for it: a device that died is noticed without a step.
 
-        Raises what CUDA raises for a device that is lost or a context that is poisoned (RuntimeError). About
-        20 us on a GPU, nothing on a CPU. For the loop's thread, between steps: never while one is in flight,
-        whose end it would wait for.
+        Raises RuntimeError, CUDA's own, for a lost device or a poisoned context. About 20 us on
+        a GPU, no cost on a CPU. For the loop's thread between steps: it would wait for a step in flight.
         """
         if self.is_asynchronous:
             self._pulse.add_(1)
@@ -214,8 +213,7 @@ class Engine:
 
     @torch.inference_mode()
     def _run(self, batch: Batch, plan: StepPlan | None = None) -> list[Tensor]:
-        """One forward of this stage and, on the last, sampling. Returns the context embeddings that the plan
-        asks for."""
+        """One forward of this stage and, on the last, sampling. Returns the plan's context embeddings."""
         context = Context(self.ops, self.ranks, self.work, batch)
         x = self.work.hidden[: batch.num_tokens]
         if self.ranks.stage == 0:
@@ -228,7 +226,7 @@ class Engine:
             self.ranks.receive(x)
         self.model.forward(context, x, self.caches)
         self.ranks.send(x)
-        if plan is not None and plan.starts:  # only sampling reads it: prepared while the device works
+        if plan is not None and plan.starts:  # only sampling reads it: written while the device works
             start_slots(self.state, plan.starts)
         sums = self._context_embeddings(x, plan) if plan is not None else []
         count = batch.sample_tokens.shape[0]

@@ -1,8 +1,8 @@
 """Rank 0's socket to the doors. One I/O thread owns it, so that the loop never waits for a client.
 
 A door is known by its zmq identity, from its Hello until its Goodbye, its death, or DOOR_SILENCE_S without
-a word. Then its requests are cancelled, and whatever it sends later is answered with Unknown, upon which it
-says Hello again.
+a message. Then its requests are cancelled, and each later message is answered with Unknown, so that the door
+sends Hello again.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tridecode.backend.supervisor import processes
 log = logging.getLogger("tridecode.engine")
 
 Incoming = Union[m.Submit, m.Cancel, m.Goodbye]
-#: a door that is silent for longer is frozen or gone; pauses of this process do not count
+#: a door that is silent for longer is frozen or dead; pauses of this process do not count
 DOOR_SILENCE_S = 10.0
-_LOOK_S = 1.0  # interval at which doors' processes and the socket's file are looked at
+_LOOK_S = 1.0  # interval at which the doors' processes and the socket's file are checked
 
 
 @dataclass
@@ -87,7 +87,7 @@ class Front:
         self._arrived.wait(timeout_s)
 
     def wake(self) -> None:
-        """End a `wait` under way. For any thread."""
+        """End a `wait` that is in progress. For any thread."""
         self._arrived.set()
 
     def send(self, events: list[tuple[bytes, m.Event]]) -> None:
@@ -143,7 +143,7 @@ class Front:
                 self._look_around()
 
     def _forgive(self, now: float) -> None:
-        """This process itself stood still: what the doors sent meanwhile has not been read yet."""
+        """This process was paused: the doors' messages of that time have not been read yet."""
         for door in self._doors.values():
             door.heard_at = now
 
@@ -173,7 +173,7 @@ class Front:
             self._arrived.set()
 
     def _hello(self, identity: bytes, hello: m.Hello, now: float) -> None:
-        """Enter a door. It starts without requests: those of an earlier connection of its are cancelled."""
+        """Register a door. Requests of its earlier connections are cancelled."""
         for other, door in list(self._doors.items()):
             if door.name == hello.door:
                 self._drop(other)
@@ -205,7 +205,7 @@ class Front:
                     "door %s has been silent for %.0f s; cancelling its requests", door.name, DOOR_SILENCE_S
                 )
                 self._drop(identity)
-                self._send(identity, m.Unknown())  # it reads this first when it comes back
+                self._send(identity, m.Unknown())  # the first message it reads when it runs again
             else:
                 self._socket.send_multipart([identity, frame])
 
@@ -218,7 +218,7 @@ class Front:
         path = self._endpoint.removeprefix("ipc://")
         if path != self._endpoint and not os.path.exists(path):
             try:
-                self._socket.bind(self._endpoint)  # beside the old listener: its connections go on
+                self._socket.bind(self._endpoint)  # the old connections stay open
                 log.warning("the socket %s was deleted; it is there again", path)
             except zmq.ZMQError:
                 pass  # its folder is missing: the supervisor makes it again

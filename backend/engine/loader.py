@@ -19,7 +19,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 _THREADS = 8
 _CHUNK_BYTES = 16 << 20  # of pinned memory, two a thread: one is filled while the other is copied
-_AHEAD = 48  # tensors on the device that the model has not asked for yet
+_AHEAD = 48  # tensors on the device that the model has not taken yet
 
 
 class Uploader:
@@ -32,8 +32,8 @@ class Uploader:
         self._read, self._device = read, device
         self._local = threading.local()
         self._change = threading.Condition()
-        self._ahead = 0  # tensors on the device, or on their way, that nobody has taken
-        self._wanted: set[str] = set()  # asked for while their upload was waiting for room
+        self._ahead = 0  # tensors on the device, or in flight, that the model has not taken
+        self._wanted: set[str] = set()  # taken while their upload was waiting for room
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="upload")
         self._futures: dict[str, Future[Tensor]] = {
             name: self._pool.submit(self._upload_ahead, name) for name in names
@@ -44,7 +44,7 @@ class Uploader:
         future = self._futures.pop(name, None)
         if future is None or future.cancel():
             return self._upload(name)
-        with self._change:  # what is asked for needs no room: only later takes would make some
+        with self._change:  # this upload must not wait for room: only later takes make room
             self._wanted.add(name)
             self._change.notify_all()
         try:
@@ -55,7 +55,7 @@ class Uploader:
                 self._change.notify_all()
 
     def close(self) -> None:
-        """Drop what nobody asked for."""
+        """Drop the tensors that were not taken."""
         for future in self._futures.values():
             future.cancel()
         with self._change:
@@ -74,7 +74,7 @@ class Uploader:
         out = torch.empty(source.shape, dtype=source.dtype, device=self._device)
         flat_in, flat_out = source.view(-1).view(torch.uint8), out.view(-1).view(torch.uint8)
         stream, buffers, events = self._staging()
-        # the memory of `out` may have been freed while work that reads it still waits in the device's queue
+        # the memory of `out` may have been freed while queued kernels still read it
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for turn, start in enumerate(range(0, flat_in.numel(), _CHUNK_BYTES)):
@@ -104,7 +104,7 @@ class FileWeights(Weights):
     """The tensors of a WeightReader. `progress` is told each tensor's name.
 
     On CUDA the files are read by several threads, in the order of `specs`, ahead of the model. Call `close`
-    when the model has what it needs.
+    when the model is complete.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The decode loop of rank 0: take what arrived, plan, step, commit, hand the events on."""
+"""The decode loop of rank 0: take requests, plan, step, commit, send events."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tridecode.backend.errors import CapacityError, TridecodeError
 
 log = logging.getLogger("tridecode.engine")
 
-_TELL_S = 0.05  # heartbeats are rarer than steps: status update interval
+_TELL_S = 0.05  # status update interval; heartbeats are rarer
 _IDLE_S = 0.25  # longest wait for a request
 _DEVICE_S = 1.0  # interval at which an idle device is checked
 
 
 class Status(Protocol):
-    """What the loop tells of itself; heartbeats read it from another thread."""
+    """Status of the loop; heartbeats read it from another thread."""
 
     steps: int
-    busy_since: float  # monotonic seconds when the step under way began; 0: none
+    busy_since: float  # monotonic seconds when the current step began; 0: none
     running: int
     waiting: int
     free_blocks: int
@@ -50,7 +50,7 @@ class DecodeLoop:
         self._checked = 0.0  # the device
 
     def stop(self) -> None:
-        """End after the step under way. For any thread."""
+        """End after the current step. For any thread."""
         self._stopping = True
         self.front.wake()
 
@@ -87,8 +87,8 @@ class DecodeLoop:
                 self.scheduler.cancel_door(door)
 
     def _check_device(self) -> None:
-        """An idle engine whose device has died must not look healthy until the next request. Raises what the
-        device raises; one that hangs shows as a step that does not end."""
+        """Notice a device that died while the engine is idle. Raises the device's error; a device that hangs
+        looks like a step that does not end."""
         now = time.monotonic()
         if now - self._checked >= _DEVICE_S:
             self._checked = self.status.busy_since = now
@@ -100,7 +100,7 @@ class DecodeLoop:
             self.scheduler.submit(door, submit)
         except TridecodeError as error:
             self._refuse(door, submit, str(error), error.code)
-        except Exception as error:  # one request ends alone, whatever it does to the scheduler's checks
+        except Exception as error:  # a fault in the checks ends this request alone
             log.exception("request %d of a door could not be taken", submit.request)
             self._refuse(door, submit, f"the engine could not take it: {type(error).__name__}", "INTERNAL")
 
@@ -109,7 +109,7 @@ class DecodeLoop:
 
     def _launch(self) -> tuple[StepPlan, Pending] | None:
         plan = self.scheduler.plan()
-        self.front.send(self.scheduler.take_events())  # of what was cancelled or overdue
+        self.front.send(self.scheduler.take_events())  # of requests that were cancelled or overdue
         if plan is None:
             return None
         if not self.status.busy_since:
@@ -136,7 +136,7 @@ class DecodeLoop:
         self.status.busy_since = now if self.scheduler.has_work else 0.0
 
     def _tell(self) -> None:
-        """What heartbeats and metrics say of the loop."""
+        """Update the status for heartbeats and metrics."""
         scheduler, status, now = self.scheduler, self.status, time.monotonic()
         pool = scheduler.cache.pool
         if not scheduler.has_work:

@@ -26,7 +26,7 @@ _DOOR = b"offline"
 
 
 def limits_of(engine: Engine) -> SchedulerLimits:
-    """What the scheduler has to know of an engine."""
+    """The scheduler's limits for an engine."""
     config = engine.config
     assert config.max_sequence_tokens is not None and config.max_step_tokens is not None
     return SchedulerLimits(
@@ -44,14 +44,14 @@ def limits_of(engine: Engine) -> SchedulerLimits:
 
 
 class Generation:
-    """What came of one request of one sequence."""
+    """The result of one request of one sequence."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.log_probs: list[float] = []
         self.finish = ""
         self.embedding: np.ndarray | None = None
-        self.logits: list[np.ndarray] = []  # (V,) float32 a generated token, where they were asked for
+        self.logits: list[np.ndarray] = []  # (V,) float32 per generated token, with keep_logits
 
     def take(self, event: Event) -> None:
         self.tokens += event.tokens
@@ -64,7 +64,7 @@ class Generation:
 
 
 class OfflineEngine:
-    """Submit sequences, step, read what they generated."""
+    """Submit sequences, step, read `generations`."""
 
     def __init__(self, engine: Engine, keep_logits: bool = False):
         self.engine = engine
@@ -77,7 +77,7 @@ class OfflineEngine:
     def load(
         cls, directory: str | Path, config: EngineConfig | None = None, keep_logits: bool = False
     ) -> OfflineEngine:
-        """Over a weight directory; `config` as in config.pbtxt, the default: fp32 on what device there is."""
+        """Over a weight directory; `config` as in config.pbtxt, default: fp32 on a GPU if there is one."""
         model = read_model_config(Path(directory))
         config = config or EngineConfig()
         device = choose_device(config)

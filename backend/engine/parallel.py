@@ -1,4 +1,4 @@
-"""This process's place among the ranks, and what crosses between them: plans, activations, partial sums.
+"""This process's place among the ranks, and the exchange between them: plans, activations, partial sums.
 
 Rank r has tensor rank r % tensor_size and stage r // tensor_size (FasterTransformer's order). Rank 0 plans
 and every rank runs the same plan; the first tensor rank of the last stage has the sampled tokens.
@@ -65,18 +65,17 @@ class ProcessRanks:
         dist.all_reduce(x, group=self._tensor_group)
 
     def receive(self, x: Tensor) -> None:
-        """Fill x with what the same tensor rank of the stage before sent; nothing on the first stage."""
+        """Receive x from the same tensor rank of the previous stage; nothing on the first stage."""
         if self.stage > 0:
             dist.recv(x, self.rank - self.tensor_size, group=self._all)
 
     def send(self, x: Tensor) -> None:
-        """Give x to the same tensor rank of the next stage; nothing on the last one."""
+        """Send x to the same tensor rank of the next stage; nothing on the last stage."""
         if self.stage < self.num_stages - 1:
             dist.send(x, self.rank + self.tensor_size, group=self._all)
 
     def share_tokens(self, tokens: Tensor, log_probs: Tensor) -> None:
-        """Give every stage what the last one sampled. One stage: the tensor ranks have sampled the same
-        already."""
+        """Broadcast the last stage's samples. With one stage, all tensor ranks have sampled the same."""
         if self.num_stages > 1:
             source = (self.num_stages - 1) * self.tensor_size
             dist.broadcast(tokens, source, group=self._all)
@@ -87,15 +86,15 @@ class ProcessRanks:
             dist.broadcast(sums, (self.num_stages - 1) * self.tensor_size, group=self._all)
 
     def smallest(self, value: int) -> int:
-        """The least of what the ranks give, e.g. the blocks that every rank's memory holds."""
+        """The minimum over the ranks, e.g. of the blocks that fit into their memory."""
         held = torch.tensor([value], dtype=torch.int64)
         dist.all_reduce(held, op=dist.ReduceOp.MIN)
         return int(held)
 
     def broadcast_plan(self, plan: StepPlan | None) -> StepPlan | None:
-        """Rank 0 gives a plan (None: the end), the others get it, without the scheduler's own objects.
+        """Rank 0 sends a plan (None: the end); the others return it, without the scheduler's own objects.
 
-        Raises TridecodeError on a rank that receives what is no plan; nothing that is received is executed.
+        Raises TridecodeError on a rank that receives an invalid plan; nothing that is received is executed.
         """
         if self.rank == 0:
             frame = b"" if plan is None else plan_frame.encode(plan)

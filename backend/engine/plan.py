@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tridecode.backend.messages import SamplingParams
+from tridecode.backend.sampling_params import SamplingParams
 
 
 @dataclass

@@ -13,7 +13,7 @@ import numpy as np
 
 from tridecode.backend.engine.plan import SlotStart, StepPlan
 from tridecode.backend.errors import TridecodeError
-from tridecode.backend.messages import SamplingParams
+from tridecode.backend.sampling_params import SamplingParams
 
 #: 64 sequences that start with 128k tokens each need 33 MB; a larger size is a damaged one
 MAX_BYTES = 1 << 28

@@ -1,4 +1,4 @@
-"""Every "auto" of the engine's settings decided, and said aloud."""
+"""Decides every "auto" of the engine's settings and logs the decision."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CPU_CACHE_SHARE = 0.25  # of the memory that is available, on a machine that ot
 
 
 def choose_device(config: EngineConfig) -> torch.device:
-    """The device of `config.device`. Raises ConfigError where CUDA is asked for and absent."""
+    """The device of `config.device`. Raises ConfigError if it is cuda and there is no GPU."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             "parameter device is cuda, but torch finds no CUDA device; wanted a GPU, or device = cpu or auto"

@@ -11,7 +11,7 @@ import pkgutil
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Callable
+from typing import TYPE_CHECKING, Any, Callable
 
 from tridecode.backend.config import ModelConfig
 from tridecode.backend.errors import ConfigError, UnsupportedError
@@ -39,9 +39,9 @@ class Family:
     section: str
     model_type: str
     read: Callable[[IniSection, bool], ModelConfig]
-    keys: Callable[[ModelConfig], dict[str, object]]
-    weight_specs: Callable[[ModelConfig], list[WeightSpec]]
-    model: Callable[[ModelConfig, Weights, Ranks, int], Decoder]
+    keys: Callable[[Any], dict[str, object]]  # Any: what `read` returns
+    weight_specs: Callable[[Any], list[WeightSpec]]
+    model: Callable[[Any, Weights, Ranks, int], Decoder]
     recognises: Callable[[IniSection], bool] = lambda section: True
 
 

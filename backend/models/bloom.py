@@ -11,7 +11,7 @@ from tridecode.backend.config import ModelConfig
 from tridecode.backend.models import Family
 from tridecode.backend.models.config_ini import IniSection
 from tridecode.backend.models.decoder import Decoder
-from tridecode.backend.models.gpt_section import gpt_section_keys, has_flags, read_gpt_section
+from tridecode.backend.models.gpt import gpt_section_keys, has_flags, read_gpt_section
 from tridecode.backend.models.layers import (
     Context,
     Ranks,

@@ -1,11 +1,8 @@
-"""GPT-NeoX: partial rotary positions, pre-LayerNorm, attention and MLP in parallel. Black et al. 2022.
-
-In its parallel form FasterTransformer keeps one sum of the biases of attention.dense and mlp.dense_4h_to_h.
-"""
+"""GPT-NeoX: partial rotary positions, pre-LayerNorm, attention and MLP in parallel. Black et al. 2022."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -29,32 +26,43 @@ LAYOUT = Layout()
 BIAS_SUM = "mlp.attention.bias.sum"
 
 
-def read(section: IniSection, tied_head: bool) -> ModelConfig:
-    """FasterTransformer's keys; activation_type, attn_bias, layernorm_eps and rope_* are ours."""
-    return ModelConfig(
+@dataclass(frozen=True)
+class GptNeoXConfig(ModelConfig):
+    """bias_sum: one file holds the sum of the biases of dense and dense_4h_to_h, as in FasterTransformer's
+    directories of the parallel form. Ours keep both, as a sum rounded to 16 bit is not transformers'."""
+
+    bias_sum: bool = False
+
+
+def read(section: IniSection, tied_head: bool) -> GptNeoXConfig:
+    """FasterTransformer's keys; activation_type, attn_bias, bias_sum, layernorm_eps and rope_* are ours."""
+    parallel = section.flag("use_gptj_residual", True)
+    return GptNeoXConfig(
         family="gptneox",
         norm_eps=section.number("layernorm_eps", 1e-5),
         activation=section.choice("activation_type", "Gelu", ACTIVATIONS),
         rope=read_rope(section, None),
-        residual="parallel" if section.flag("use_gptj_residual", True) else "sequential",
+        residual="parallel" if parallel else "sequential",
+        bias_sum=section.flag("bias_sum", parallel),
         attention_bias=section.flag("attn_bias", True),
         tied_head=tied_head,
         **read_common(section),
     )
 
 
-def keys(config: ModelConfig) -> dict[str, object]:
+def keys(config: GptNeoXConfig) -> dict[str, object]:
     return {
         "use_gptj_residual": int(config.residual == "parallel"),
         "activation_type": ACTIVATION_NAMES[config.activation],
         "attn_bias": config.attention_bias,
+        "bias_sum": config.bias_sum,
         **rope_keys(config),
     }
 
 
-def weight_specs(config: ModelConfig) -> list[WeightSpec]:
+def weight_specs(config: GptNeoXConfig) -> list[WeightSpec]:
     specs = LAYOUT.specs(config)
-    if config.residual == "sequential":
+    if not config.bias_sum:
         return specs
     joined = (".attention.dense.bias", ".mlp.dense_4h_to_h.bias")
     sums = [
@@ -74,7 +82,7 @@ class Model(Decoder):
 
     def load_layer(self, weights: Weights, prefix: str) -> DecoderLayer:
         layer = super().load_layer(weights, prefix)
-        if self.config.residual == "sequential":
+        if f"{prefix}.{BIAS_SUM}" not in weights.specs:
             return layer
         return replace(layer, down=replace(layer.down, bias=weights.tensor(f"{prefix}.{BIAS_SUM}")))
 

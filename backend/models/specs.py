@@ -25,6 +25,7 @@ class Layout:
     def specs(self, config: ModelConfig) -> list[WeightSpec]:
         """Every file, in the order in which Decoder reads them."""
         hidden, inner = config.hidden_size, config.mlp_size
+        queries, keys = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
         specs = [WeightSpec("model.wte", (config.vocab_size, hidden))]
         if self.positions:
             specs.append(WeightSpec("model.wpe", (config.max_positions, hidden)))
@@ -33,7 +34,9 @@ class Layout:
         for layer in range(config.num_layers):
             prefix = f"model.layers.{layer}"
             specs += norm_specs(f"{prefix}.input_layernorm", hidden, self.norm_bias, layer)
-            specs += attention_specs(config, layer)
+            qkv, bias = f"{prefix}.attention.query_key_value", config.attention_bias
+            specs += column_specs(qkv, hidden, (queries, keys, keys), bias, layer)
+            specs += row_specs(f"{prefix}.attention.dense", queries, hidden, bias, layer)
             specs += norm_specs(f"{prefix}.post_attention_layernorm", hidden, self.norm_bias, layer)
             for name in self.up:
                 specs += column_specs(f"{prefix}.mlp.{name}", hidden, (inner,), config.mlp_bias, layer)
@@ -67,13 +70,3 @@ def row_specs(name: str, inner: int, outer: int, bias: bool, layer: int) -> list
     if bias:
         specs.append(WeightSpec(f"{name}.bias", (outer,), layer=layer))
     return specs
-
-
-def attention_specs(config: ModelConfig, layer: int) -> list[WeightSpec]:
-    """Fused query_key_value (C, q | k | v) and dense (H * D, C) of one layer."""
-    queries, keys = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
-    hidden, bias, prefix = config.hidden_size, config.attention_bias, f"model.layers.{layer}.attention"
-    return [
-        *column_specs(f"{prefix}.query_key_value", hidden, (queries, keys, keys), bias, layer),
-        *row_specs(f"{prefix}.dense", queries, hidden, bias, layer),
-    ]

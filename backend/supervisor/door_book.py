@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from tridecode.backend.messages import Hello
 from tridecode.backend.supervisor import processes
 
-FROZEN_S = 10.0  # a door that has not pinged for so long is spoken of
-GOODBYE_GRACE_S = 2.0  # the engine outlives the last door that said goodbye by so long
+FROZEN_S = 10.0  # a door without a ping for this long is logged as frozen
+GOODBYE_GRACE_S = 2.0  # how long the engine outlives the last door that said goodbye
 LOST_GRACE_S = 60.0  # … and the last door that died: `tridecode serve` brings it back
 _KNOWN = 256  # door processes remembered before the dead are forgotten
 

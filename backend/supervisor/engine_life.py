@@ -25,7 +25,7 @@ FIRST_BACKOFF_S = 0.5  # doubles with each failure in a row
 MAX_BACKOFF_S = 30.0
 READY_BACKOFF_S = 4.0  # the longest pause after the death of an engine that had been ready
 HEALTHY_S = 30.0  # an engine that was ready for this long ends the row
-CHANGE_CHECK_S = 1.0  # interval at which a failed engine's settings are looked at
+CHANGE_CHECK_S = 1.0  # interval at which a failed engine's settings are checked
 SLOW_DEATH_S = 5.0  # a killed rank that lives longer is logged
 
 #: failures in a row after which the next pause is READY_BACKOFF_S
@@ -76,7 +76,7 @@ class EngineLife:
         return self._group.load if self._group and self.phase == "ready" else (0, 0)
 
     def tick(self, now: float) -> None:
-        """Look at the ranks, and go on where it is time."""
+        """Check the ranks and take the next step that is due."""
         if self.phase == "stopping":
             return
         if self.phase == "failed":
@@ -92,7 +92,7 @@ class EngineLife:
             self._group.hear(message, now)
 
     def forgive(self, now: float, pause_s: float) -> None:
-        """This process itself stood still for pause_s: nobody's silence in that time counts."""
+        """This process was paused for pause_s: no peer's silence in that time counts."""
         if self._group is not None:
             self._group.forgive(now, pause_s)
 

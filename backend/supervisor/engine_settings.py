@@ -1,4 +1,4 @@
-"""What the supervisor needs to know of an engine before it starts it."""
+"""The settings of an engine that the supervisor reads before it starts the ranks."""
 
 from __future__ import annotations
 

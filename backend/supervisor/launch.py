@@ -1,8 +1,8 @@
 """How a door finds the supervisor of its engine, or starts one. Imports the standard library, zmq's users and
 msgspec only.
 
-The runtime folder's lock is held by the supervisor for as long as it lives. Whoever gets the lock starts a
-new supervisor and hands the lock over to it, so that two doors never start two.
+The supervisor holds the runtime folder's lock for as long as it lives. The process that gets the lock starts
+a new supervisor and hands the lock over to it, so that two doors never start two.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _start(
 
 
 def _clear(folder: Path) -> None:
-    """Remove what a killed supervisor left, except the record of its epochs."""
+    """Remove the files of a killed supervisor, except the record of its epochs."""
     for entry in folder.iterdir():
         if entry.name != runtime_dir.OWNER:
             entry.unlink(missing_ok=True)  # its last rank may be at the same work

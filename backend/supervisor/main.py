@@ -37,10 +37,10 @@ from tridecode.backend.supervisor.door_book import DoorBook
 from tridecode.backend.supervisor.engine_life import EngineLife
 from tridecode.backend.supervisor.engine_settings import EngineSettings, fingerprint, read_engine_settings
 
-TICK_S = 0.1  # interval at which processes are looked at
+TICK_S = 0.1  # interval at which processes are checked
 STOP_GRACE_S = 2.0  # time that ranks have to end by themselves
 STUBS_EVERY_S = 2.0  # interval at which the server's stubs and their shared memory are listed
-PLACE_EVERY_S = 1.0  # interval at which the runtime folder and the socket are looked at
+PLACE_EVERY_S = 1.0  # interval at which the runtime folder and the socket are checked
 
 _log = logging.getLogger("tridecode.supervisor")
 
@@ -72,7 +72,7 @@ class Supervisor:
         self.owner = runtime_dir.owner_of(place.server)
         self.owner.holder_pid = os.getpid()
         self.owner.epoch = last.epoch if last else 0
-        self._complaints: dict[str, str] = {}  # what -> the error that was logged for it
+        self._complaints: dict[str, str] = {}  # subject -> the error that was logged for it
         self._write_owner()
         ranks.kill_strays(self.control)
         self.life = EngineLife(
@@ -121,7 +121,7 @@ class Supervisor:
     def _on_signal(self, signum: int, _frame: object) -> None:
         self._stop_reason = self._stop_reason or f"the supervisor got {signal.Signals(signum).name}"
 
-    # ------------------------------------------------------------ what comes in
+    # ------------------------------------------------------------ receiving
 
     def _receive(self, now: float) -> None:
         while self._socket.poll(0):
@@ -149,7 +149,7 @@ class Supervisor:
             self.life.new_door(now, alone)
         self._send(identity, self.life.state)
 
-    # ------------------------------------------------------------ what goes out
+    # ------------------------------------------------------------ sending
 
     def _send(self, identity: bytes, message: msgspec.Struct) -> None:
         self._socket.send_multipart([identity, encode(message)])
@@ -199,7 +199,7 @@ class Supervisor:
     # ------------------------------------------------------------ the runtime folder
 
     def _keep_place(self, now: float) -> None:
-        """Make the runtime folder and the socket again where somebody deleted them."""
+        """Recreate the runtime folder and the socket if they were deleted."""
         if now - self._place_at < PLACE_EVERY_S:
             return
         self._place_at = now
@@ -208,7 +208,7 @@ class Supervisor:
                 self._restore_folder()
             control = self.place.folder / runtime_dir.CONTROL
             if not self._stop_reason and not control.exists():
-                self._socket.bind(self.control)  # beside the old listener: its connections go on
+                self._socket.bind(self.control)  # the old connections stay open
                 _log.warning("the socket %s was deleted; it is there again", control)
         except (OSError, zmq.ZMQError) as error:
             self._complain(f"the runtime folder {self.place.folder}", OSError(str(error)))
@@ -280,7 +280,7 @@ class Supervisor:
         os.close(self.place.lock_fd)
 
     def _clean_after_server(self) -> None:
-        """What a killed server leaves: stubs that hang, and the shared memory of all its stubs."""
+        """Clean up after a killed server: hanging stubs, and the shared memory of all its stubs."""
         stubs = [*self._stubs.values(), *self._find_stubs()]
         for stub in stubs:
             if processes.alive(stub.process):

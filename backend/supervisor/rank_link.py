@@ -1,4 +1,4 @@
-"""A rank's tie to its supervisor: beats out, stop in, and an end when the supervisor is gone. No torch."""
+"""A rank's connection to its supervisor: sends heartbeats, receives Stop, ends an orphan. No torch."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from tridecode.backend.messages import (
 )
 from tridecode.backend.pauses import PauseWatch
 
-SUPERVISOR_SILENCE_S = 5.0  # without a word for so long, the supervisor is taken for gone
-FLUSH_S = 2.0  # how long `close` waits for the last words to leave
+SUPERVISOR_SILENCE_S = 5.0  # a supervisor that is silent for longer is considered dead
+FLUSH_S = 2.0  # how long `close` waits until its messages are sent
 _POLL_S = 0.02
 
 _log = logging.getLogger("tridecode.rank")
 
 
 class RankStatus:
-    """What the engine's loop says of itself. Plain attributes, set without locks; the link reads them each
+    """Status of the engine's loop. Plain attributes, set without locks; the link reads them each
     BEAT_S.
 
-    busy_since: time.monotonic() when the step under way began; 0.0 between steps. metrics: replaced whole,
+    busy_since: time.monotonic() when the current step began; 0.0 between steps. metrics: replaced whole,
     never changed in place.
     """
 
@@ -50,7 +50,7 @@ class RankStatus:
         self.metrics: dict[str, float] = {}
 
     def forgive(self, pause_s: float) -> None:
-        """The process stood still for pause_s: that is not time spent in the step."""
+        """The process was paused for pause_s: that is not time spent in the step."""
         if self.busy_since:
             self.busy_since += pause_s
 
@@ -86,7 +86,7 @@ class RankLink:
         self._thread.start()
 
     def progress(self, what: str) -> None:
-        """Say what a starting rank is doing ("loading layer 3 of 24"); people read it."""
+        """Report what a starting rank is doing ("loading layer 3 of 24"), for people."""
         self._outbox.put(RankProgress(self._epoch, self._rank, what))
 
     def ready(self) -> None:

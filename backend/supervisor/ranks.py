@@ -12,7 +12,7 @@ from typing import Union
 from tridecode.backend.messages import SILENCE_S, EngineBeat, RankFailed, RankProgress, RankReady
 from tridecode.backend.supervisor import processes
 
-EXIT_GRACE_S = 0.2  # the last words of a rank that ended by itself arrive within so long
+EXIT_GRACE_S = 0.2  # the last messages of a rank that ended arrive within this time
 RankMessage = Union[RankReady, RankProgress, RankFailed, EngineBeat]
 
 
@@ -59,7 +59,7 @@ class Rank:
         return code
 
     def kill(self) -> None:
-        """SIGKILL to the rank and to what it started, which may outlive it."""
+        """SIGKILL to the rank and to its children, which may outlive it."""
         if not self._killed:
             self._killed = True
             processes.kill_group(self.process.pid)
@@ -99,7 +99,7 @@ class RankGroup:
             rank.heard_at = now
 
     def progress(self) -> str:
-        """What the ranks that are not ready are doing."""
+        """The progress of the ranks that are not ready."""
         if len(self.ranks) == 1:
             return self.ranks[0].progress
         late = [f"rank {rank.index}: {rank.progress}" for rank in self.ranks if not rank.ready]

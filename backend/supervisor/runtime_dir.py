@@ -1,11 +1,11 @@
 """The runtime folder of one engine: its sockets, its lock, and the record of whom it belongs to.
 
-    <base>/<name>/owner          locked (flock) by whoever lives in the folder; holds an Owner as JSON
+    <base>/<name>/owner          locked (flock) by the process that uses the folder; holds an Owner as JSON
                   control.sock   the supervisor's socket
                   engine-N.sock  rank 0 of epoch N
-                  state.json     what the supervisor last said (state_file.py)
+                  state.json     the supervisor's last message (state_file.py)
 
-A lock ends with its process, whatever kills it, so "locked" is what we mean by "runs". Stdlib and msgspec
+A lock ends with its process, however that ends, so "locked" means "runs". Stdlib and msgspec
 only.
 """
 
@@ -31,8 +31,8 @@ MAX_SOCKET_PATH = 107  # bytes that sockaddr_un.sun_path holds, less the termina
 OWNER = "owner"
 OWNER_BYTES = 1024  # length of the record on disk
 CONTROL = "control.sock"
-UNWRITTEN_S = 60.0  # a folder without a record is stale after so long
-SWEEP_S = 10.0  # no sweep looks at one folder for so long
+UNWRITTEN_S = 60.0  # a folder without a record is stale after this time
+SWEEP_S = 10.0  # a sweep holds the lock of one folder for less than this
 STOPPING = "stopping"  # a file of this name in the parent: the server is going, start nothing new
 
 
@@ -43,7 +43,7 @@ class Owner(msgspec.Struct):
     server_start: int
     boot: str
     pid_namespace: int
-    epoch: int = 0  # the last engine epoch that was started here; the next supervisor goes on from it
+    epoch: int = 0  # the last engine epoch that was started here; the next supervisor continues from it
     holder_pid: int = 0  # the process that holds the lock
     shm_prefix: str = ""  # shared memory regions that go with the folder
 
@@ -61,7 +61,7 @@ def base_dir() -> Path:
     """Where the runtime folders of this user lie: mode 0700, made if missing.
 
     $TRIDECODE_RUNTIME_DIR (set by `tridecode serve`), else tridecode-<uid> in $XDG_RUNTIME_DIR or the folder
-    for temporary files. Raises ConfigError if it belongs to somebody else.
+    for temporary files. Raises ConfigError if it belongs to another user.
     """
     given = os.environ.get("TRIDECODE_RUNTIME_DIR")
     if given:
@@ -143,7 +143,7 @@ def restore(folder: Path) -> int | None:
 def lock_new(folder: Path) -> int:
     """As lock, of a folder whose name nobody else uses; a sweep that looks into it may hold it for a moment.
 
-    Raises ConfigError if somebody does use it.
+    Raises ConfigError if another process uses it.
     """
     deadline = time.monotonic() + SWEEP_S
     while (fd := lock(folder)) is None:

@@ -26,7 +26,7 @@ class Stub(NamedTuple):
 
 
 def stub_of(pid: int) -> Stub | None:
-    """What the command line of `pid` says; None if it is no living stub."""
+    """The stub with this pid, read from its command line; None if it is not a living stub."""
     arguments = processes.command_line(pid)
     if len(arguments) < 9 or os.path.basename(arguments[0]) != _STUB or not arguments[5].isdigit():
         return None

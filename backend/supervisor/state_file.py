@@ -1,4 +1,4 @@
-"""What the supervisor last said, as a file: for `tridecode serve`, health probes and people.
+"""The supervisor's last message, as a file: for `tridecode serve`, health probes and people.
 
 The file's modification time is the supervisor's sign of life: it is touched every TOUCH_S.
 """

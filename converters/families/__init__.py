@@ -23,16 +23,14 @@ from tridecode.converters.rules import Rule
 
 @dataclass(frozen=True)
 class GgufRules:
-    """How a GGUF file of one architecture gets transformers' names and layouts again.
+    """How a GGUF file of one architecture gets transformers' layouts again. Its names: gguf's own table.
 
-    names: llama.cpp's names to transformers', without ".weight" and ".bias"; {i} stands for a layer.
     transposed: suffixes of llama.cpp's names of matrices that transformers keeps as (in, out).
     restore: (llama.cpp's name, tensor, config) to the tensor in transformers' order of rows.
     complete: (config, metadata) sets what transformers' reader does not read.
     """
 
     architecture: str
-    names: dict[str, str]
     transposed: tuple[str, ...] = ()
     restore: Callable[[str, Tensor, PreTrainedConfig], Tensor] = lambda name, tensor, config: tensor
     complete: Callable[[PreTrainedConfig, dict[str, Any]], None] = lambda config, metadata: None
@@ -44,15 +42,16 @@ class CheckpointFamily:
 
     model_types: transformers' names. prefix: of a full model's tensors; the bare model's lack it.
     embedding, head: names of these tensors. model_config: (transformers' config, **common) to
-    ModelConfig; common: model_name, start_id, end_id, weight_dtype, tied_head. rules: of every tensor.
-    ignored: patterns of buffers to leave out. renamed: names of other versions to transformers' of today.
+    ModelConfig; common: model_name, start_id, end_id, weight_dtype, tied_head. rules: (number of heads) to
+    those of every tensor. ignored: patterns of buffers to leave out. renamed: names of other versions to
+    transformers' of today.
     """
 
     model_types: tuple[str, ...]
     prefix: str
     embedding: str
     model_config: Callable[..., ModelConfig]
-    rules: Callable[[ModelConfig], list[Rule]]
+    rules: Callable[[int], list[Rule]]
     head: str = "lm_head.weight"
     ignored: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -81,9 +80,9 @@ def family_of(model_type: object, where: Path) -> CheckpointFamily:
     return families()[str(model_type)]
 
 
-def gguf_rules(architecture: object, where: Path) -> GgufRules:
+def gguf_family(architecture: object, where: Path) -> CheckpointFamily:
     """Raises UnsupportedError for an unknown architecture; where: the file."""
-    known = {family.gguf.architecture: family.gguf for family in families().values() if family.gguf}
+    known = {family.gguf.architecture: family for family in families().values() if family.gguf}
     if architecture not in known:
         raise UnsupportedError(
             f"{where} has the GGUF architecture {architecture!r}; this version reads {', '.join(known)}"

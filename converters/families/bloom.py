@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 
 from tridecode.backend.config import DEFAULT_MAX_POSITIONS, ModelConfig
 from tridecode.converters.families import CheckpointFamily, GgufRules
+from tridecode.converters.hf_config import shape
 from tridecode.converters.rules import (
     Rule,
     join_heads,
@@ -24,13 +25,8 @@ EMBEDDING = "transformer.word_embeddings.weight"
 def model_config(hf: PreTrainedConfig, **common) -> ModelConfig:
     return ModelConfig(
         family="bloom",
-        num_layers=hf.n_layer,
-        hidden_size=hf.hidden_size,
-        num_heads=hf.n_head,
-        num_kv_heads=hf.n_head,
-        head_size=hf.hidden_size // hf.n_head,
+        **shape(hf),
         mlp_size=4 * hf.hidden_size,
-        vocab_size=hf.vocab_size,
         max_positions=DEFAULT_MAX_POSITIONS,  # ALiBi has no table of positions; FasterTransformer's limit
         norm_eps=hf.layer_norm_epsilon,
         residual="from_norm" if hf.apply_residual_connection_post_layernorm else "sequential",
@@ -38,9 +34,9 @@ def model_config(hf: PreTrainedConfig, **common) -> ModelConfig:
     )
 
 
-def rules(config: ModelConfig) -> list[Rule]:
-    layer, out, heads = "transformer.h.{i}", "model.layers.{i}", config.num_heads
-    fused = partial(split_heads_transposed, heads), partial(split_heads, heads)
+def rules(num_heads: int) -> list[Rule]:
+    layer, out = "transformer.h.{i}", "model.layers.{i}"
+    fused = partial(split_heads_transposed, num_heads), partial(split_heads, num_heads)
     return [
         Rule(EMBEDDING, "model.wte"),
         *module_rules("transformer.word_embeddings_layernorm", "model.pre_decoder_layernorm"),
@@ -68,18 +64,6 @@ FAMILY = CheckpointFamily(
     rules=rules,
     gguf=GgufRules(
         architecture="bloom",
-        names={
-            "token_embd": "transformer.word_embeddings",
-            "token_embd_norm": "transformer.word_embeddings_layernorm",
-            "output_norm": "transformer.ln_f",
-            "output": "lm_head",
-            "blk.{i}.attn_norm": "transformer.h.{i}.input_layernorm",
-            "blk.{i}.attn_qkv": "transformer.h.{i}.self_attention.query_key_value",
-            "blk.{i}.attn_output": "transformer.h.{i}.self_attention.dense",
-            "blk.{i}.ffn_norm": "transformer.h.{i}.post_attention_layernorm",
-            "blk.{i}.ffn_up": "transformer.h.{i}.mlp.dense_h_to_4h",
-            "blk.{i}.ffn_down": "transformer.h.{i}.mlp.dense_4h_to_h",
-        },
         restore=_restore,
     ),
 )

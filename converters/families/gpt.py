@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from tridecode.backend.config import ModelConfig
 from tridecode.backend.errors import UnsupportedError
 from tridecode.converters.families import CheckpointFamily, GgufRules
-from tridecode.converters.hf_config import activation
+from tridecode.converters.hf_config import activation, shape
 from tridecode.converters.rules import Rule, module_rules
 
 EMBEDDING = "transformer.wte.weight"
@@ -28,13 +28,8 @@ def model_config(hf: PreTrainedConfig, **common) -> ModelConfig:
             raise UnsupportedError(f"GPT-2 with {key} = {getattr(hf, key)}; this version runs {value}")
     return ModelConfig(
         family="gpt",
-        num_layers=hf.n_layer,
-        hidden_size=hf.n_embd,
-        num_heads=hf.n_head,
-        num_kv_heads=hf.n_head,
-        head_size=hf.n_embd // hf.n_head,
+        **shape(hf),
         mlp_size=hf.n_inner if hf.n_inner is not None else 4 * hf.n_embd,
-        vocab_size=hf.vocab_size,
         max_positions=hf.n_positions,
         norm_eps=hf.layer_norm_epsilon,
         activation=activation(hf, "activation_function", "GPT-2"),
@@ -42,7 +37,7 @@ def model_config(hf: PreTrainedConfig, **common) -> ModelConfig:
     )
 
 
-def rules(config: ModelConfig) -> list[Rule]:
+def rules(num_heads: int) -> list[Rule]:
     layer, out = "transformer.h.{i}", "model.layers.{i}"
     return [
         Rule(EMBEDDING, "model.wte"),
@@ -76,18 +71,6 @@ FAMILY = CheckpointFamily(
     ),  # causal masks, once stored
     gguf=GgufRules(
         architecture="gpt2",
-        names={
-            "token_embd": "transformer.wte",
-            "position_embd": "transformer.wpe",
-            "output_norm": "transformer.ln_f",
-            "output": "lm_head",
-            "blk.{i}.attn_norm": "transformer.h.{i}.ln_1",
-            "blk.{i}.attn_qkv": "transformer.h.{i}.attn.c_attn",
-            "blk.{i}.attn_output": "transformer.h.{i}.attn.c_proj",
-            "blk.{i}.ffn_norm": "transformer.h.{i}.ln_2",
-            "blk.{i}.ffn_up": "transformer.h.{i}.mlp.c_fc",
-            "blk.{i}.ffn_down": "transformer.h.{i}.mlp.c_proj",
-        },
         transposed=("attn_qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.weight"),
         complete=_complete,
     ),

@@ -1,33 +1,26 @@
-"""GPT-NeoX: query_key_value is stored head by head; in the parallel form two biases become one sum."""
+"""GPT-NeoX: its query_key_value is stored head by head, q, k and v of each."""
 
 from __future__ import annotations
 
 from functools import partial
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedConfig
 
-from tridecode.backend.config import ModelConfig
+from tridecode.backend.models.gptneox import GptNeoXConfig
 from tridecode.converters.families import CheckpointFamily
-from tridecode.converters.hf_config import activation, rope_config
+from tridecode.converters.hf_config import activation, rope_config, shape
 from tridecode.converters.rules import Rule, module_rules, split_heads, split_heads_transposed, transpose
 
 EMBEDDING = "gpt_neox.embed_in.weight"
 
 
-def model_config(hf: PreTrainedConfig, **common) -> ModelConfig:
-    head_size = hf.hidden_size // hf.num_attention_heads
-    rotated = int(head_size * hf.rope_parameters.get("partial_rotary_factor", 1.0))
-    return ModelConfig(
+def model_config(hf: PreTrainedConfig, **common) -> GptNeoXConfig:
+    sizes = shape(hf)
+    rotated = int(sizes["head_size"] * hf.rope_parameters.get("partial_rotary_factor", 1.0))
+    return GptNeoXConfig(
         family="gptneox",
-        num_layers=hf.num_hidden_layers,
-        hidden_size=hf.hidden_size,
-        num_heads=hf.num_attention_heads,
-        num_kv_heads=hf.num_attention_heads,
-        head_size=head_size,
+        **sizes,
         mlp_size=hf.intermediate_size,
-        vocab_size=hf.vocab_size,
         max_positions=hf.max_position_embeddings,
         norm_eps=hf.layer_norm_eps,
         activation=activation(hf, "hidden_act", "GPT-NeoX"),
@@ -38,14 +31,9 @@ def model_config(hf: PreTrainedConfig, **common) -> ModelConfig:
     )
 
 
-def add(*biases: Tensor) -> Tensor:
-    return torch.stack(biases).sum(0)
-
-
-def rules(config: ModelConfig) -> list[Rule]:
-    layer, out, heads = "gpt_neox.layers.{i}", "model.layers.{i}", config.num_heads
-    fused = partial(split_heads_transposed, heads), partial(split_heads, heads)
-    biases = (f"{layer}.attention.dense.bias", f"{layer}.mlp.dense_4h_to_h.bias")
+def rules(num_heads: int) -> list[Rule]:
+    layer, out = "gpt_neox.layers.{i}", "model.layers.{i}"
+    fused = partial(split_heads_transposed, num_heads), partial(split_heads, num_heads)
     return [
         Rule(EMBEDDING, "model.wte"),
         *module_rules(f"{layer}.input_layernorm", f"{out}.input_layernorm"),
@@ -54,7 +42,6 @@ def rules(config: ModelConfig) -> list[Rule]:
         *module_rules(f"{layer}.post_attention_layernorm", f"{out}.post_attention_layernorm"),
         *module_rules(f"{layer}.mlp.dense_h_to_4h", f"{out}.mlp.dense_h_to_4h", transpose),
         *module_rules(f"{layer}.mlp.dense_4h_to_h", f"{out}.mlp.dense_4h_to_h", transpose),
-        Rule(biases if config.attention_bias else biases[1], f"{out}.mlp.attention.bias.sum", add),
         *module_rules("gpt_neox.final_layer_norm", "model.final_layernorm"),
         Rule("lm_head.weight", "model.lm_head.weight"),
     ]

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 from tridecode.backend.config import ModelConfig
 from tridecode.backend.errors import UnsupportedError
 from tridecode.converters.families import CheckpointFamily, GgufRules
-from tridecode.converters.hf_config import rope_config
+from tridecode.converters.hf_config import rope_config, shape
 from tridecode.converters.rules import Rule, join, join_transposed, module_rules, transpose
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -24,13 +24,8 @@ def model_config(hf: PreTrainedConfig, **common) -> ModelConfig:
             raise UnsupportedError(f"LLaMA with {key} = {found}; this version runs {wanted}")
     return ModelConfig(
         family="llama",
-        num_layers=hf.num_hidden_layers,
-        hidden_size=hf.hidden_size,
-        num_heads=hf.num_attention_heads,
-        num_kv_heads=hf.num_key_value_heads,
-        head_size=hf.head_dim,
+        **shape(hf),
         mlp_size=hf.intermediate_size,
-        vocab_size=hf.vocab_size,
         max_positions=hf.max_position_embeddings,
         norm_eps=hf.rms_norm_eps,
         activation="silu",
@@ -41,7 +36,7 @@ def model_config(hf: PreTrainedConfig, **common) -> ModelConfig:
     )
 
 
-def rules(config: ModelConfig) -> list[Rule]:
+def rules(num_heads: int) -> list[Rule]:
     layer, out = "model.layers.{i}", "model.layers.{i}"
     qkv = tuple(f"{layer}.self_attn.{name}_proj" for name in "qkv")
     return [
@@ -79,20 +74,6 @@ FAMILY = CheckpointFamily(
     ),  # of old checkpoints; follows from rope_theta
     gguf=GgufRules(
         architecture="llama",
-        names={
-            "token_embd": "model.embed_tokens",
-            "output_norm": "model.norm",
-            "output": "lm_head",
-            "blk.{i}.attn_norm": "model.layers.{i}.input_layernorm",
-            "blk.{i}.attn_q": "model.layers.{i}.self_attn.q_proj",
-            "blk.{i}.attn_k": "model.layers.{i}.self_attn.k_proj",
-            "blk.{i}.attn_v": "model.layers.{i}.self_attn.v_proj",
-            "blk.{i}.attn_output": "model.layers.{i}.self_attn.o_proj",
-            "blk.{i}.ffn_norm": "model.layers.{i}.post_attention_layernorm",
-            "blk.{i}.ffn_gate": "model.layers.{i}.mlp.gate_proj",
-            "blk.{i}.ffn_up": "model.layers.{i}.mlp.up_proj",
-            "blk.{i}.ffn_down": "model.layers.{i}.mlp.down_proj",
-        },
         restore=_restore,
     ),
 )

@@ -183,7 +183,7 @@ def model_configs(draw) -> ModelConfig:
     values = {name: draw(strategy) for name, strategy in {**COMMON, **case.ini}.items()}
     heads = draw(st.integers(1, 128)) * values.get("num_kv_heads", 1)
     fixed = {"num_heads": heads, "num_kv_heads": heads, "hidden_size": heads * values["head_size"]}
-    return ModelConfig(family=model_config(case.hf_config()).family, **{**fixed, **values})
+    return dataclasses.replace(model_config(case.hf_config()), **{**fixed, **values})
 
 
 @given(config=model_configs(), ranks=st.integers(1, 8))

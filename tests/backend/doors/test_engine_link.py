@@ -282,6 +282,19 @@ def test_an_engine_of_another_protocol_is_refused():
         link.close()
 
 
+def test_an_endpoint_that_is_not_valid_is_survived(engine, supervisor):
+    link = link_to(supervisor)
+    link.wait_ready(5)
+    valid = engine.endpoint
+    engine.endpoint, engine.epoch = "no endpoint", 2
+    supervisor.set_ready(engine)
+    wait_until(lambda: link.state().epoch == 2)
+    engine.endpoint, engine.epoch = valid, 3
+    supervisor.set_ready(engine)
+    wait_until(lambda: link.state().epoch == 3 and link.state().phase == "ready")
+    link.close()
+
+
 def test_closing_says_goodbye_and_fails_what_is_open(engine, supervisor):
     engine.step_s = 0.01
     link = link_to(supervisor)

@@ -19,7 +19,7 @@ from tridecode.backend.supervisor.rank_link import RankStatus
 
 
 def run_rank(rank: int, tensor: int, stages: int, directory: Path, meeting: str, prompts, queue) -> None:
-    """One rank's process; rank 0 puts the tokens of every prompt into the queue."""
+    """One rank's process; rank 0 puts (tokens, context embedding) of every prompt into the queue."""
     torch.set_num_threads(1)
     cpu = torch.device("cpu")
     ranks = ProcessRanks(rank, tensor, stages, meeting, cpu)
@@ -32,6 +32,6 @@ def run_rank(rank: int, tensor: int, stages: int, directory: Path, meeting: str,
         offline = OfflineEngine(engine)
         done = offline.generate(prompts, SamplingParams(max_tokens=8, return_context_embedding=True))
         ranks.broadcast_plan(None)
-        queue.put([generation.tokens for generation in done])
+        queue.put([(generation.tokens, generation.embedding) for generation in done])
         time.sleep(0.2)
     ranks.close()

@@ -1,10 +1,10 @@
-"""The engine on a GPU against transformers in fp32: tokens, logits, graphs, company. Run by
-tools/bench/gpu_report.py."""
+"""The engine on a GPU against transformers in fp32: tokens, logits, graphs, company."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from tests.backend.engine.offline_models import (
     first_logits,
@@ -14,6 +14,7 @@ from tests.backend.engine.offline_models import (
     rounding_bound,
 )
 from tests.backend.hf_models import bloom, gpt2, llama
+from tridecode.backend.engine.offline import Generation
 from tridecode.backend.messages import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -62,21 +63,50 @@ def test_fp32_greedy_tokens_equal_transformers_in_any_company(make) -> None:
     assert offline.generate(prompts[3:4], SamplingParams(max_tokens=NEW))[0].tokens == wanted[3]
 
 
-@pytest.mark.parametrize("inner", [344, 384], ids=["op by op", "all layers at once when alone"])
+def steps_of_transformers(model, prompt: list[int], generation: Generation, bound: float) -> int:
+    """Tokens up to the first that differs from transformers' fp32 run. Asserts that logits differ by rounding
+    alone, and that a token differs only where transformers' two candidates are as close."""
+    tokens, logits = hf_greedy(model, prompt, NEW)
+    for step, (token, wanted) in enumerate(zip(generation.tokens, tokens)):
+        assert np.abs(generation.logits[step] - logits[step]).max() <= 2 * bound
+        assert token == generation.logits[step].argmax()
+        if token != wanted:
+            assert logits[step][wanted] - logits[step][token] <= 4 * bound
+            return step
+    return NEW
+
+
+@pytest.mark.parametrize(
+    "make, at_once",
+    [
+        (lambda: llama(head_size=64, heads=8, kv_heads=2, inner=344, vocab=512), False),
+        (lambda: bloom(head_size=64, heads=6, vocab=500), True),
+    ],
+    ids=["op by op", "all layers at once when alone"],
+)
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_the_same_request_gives_the_same_tokens_alone_and_in_a_full_batch(dtype: str, inner: int) -> None:
-    """Products of other batch sizes round otherwise: logits may differ by what both may be off, and a token
-    only where the two best are as close."""
-    model = llama(head_size=64, heads=8, kv_heads=2, inner=inner, vocab=512)
+def test_alone_and_in_a_full_batch_a_request_follows_transformers(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, make, at_once: bool
+) -> None:
+    """Other batch sizes run other kernels, which round differently."""
+    model = make()
     prompts = prompts_of([9, 30, 5, 17, 12, 3, 21, 8], model.config.vocab_size)
     bound = rounding_bound(model, prompts, dtype, DEVICE)
-    full = gpu_engine(model, data_type=dtype).generate(prompts, SamplingParams(max_tokens=NEW))
-    for prompt, generation in zip(prompts, full):
-        alone = gpu_engine(model, data_type=dtype).generate([prompt], SamplingParams(max_tokens=NEW))[0]
-        for step, (one, other) in enumerate(zip(alone.tokens, generation.tokens)):
-            assert np.abs(alone.logits[step] - generation.logits[step]).max() <= 2 * bound
-            if one != other:
-                break  # from here on the two go on from different texts
+    params = SamplingParams(max_tokens=NEW)
+    full = gpu_engine(model, data_type=dtype).generate(prompts, params)
+    single = gpu_engine(model, data_type=dtype)
+    taken = []
+    run_layers = single.engine.ops.decoder_layers
+    monkeypatch.setattr(
+        single.engine.ops, "decoder_layers", lambda *args: taken.append(run_layers(*args)) or taken[-1]
+    )
+    alone = [single.generate([prompt], params)[0] for prompt in prompts]
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert any(taken) == at_once
+    for generations in (alone, full):
+        steps = [steps_of_transformers(model, *pair, bound) for pair in zip(prompts, generations)]
+        least = len(prompts) * NEW // (2 if dtype == "fp16" else 4)
+        assert sum(steps) >= least, f"tokens before the first difference: {steps}"
 
 
 def test_sampling_is_the_same_alone_and_in_company() -> None:

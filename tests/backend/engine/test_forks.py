@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -114,14 +115,20 @@ def decoding(run: Run, steps: int, max_tokens: int = 20) -> Sequence:
     return sequence
 
 
-def copies_of(run: Run) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Slot and block copies of the next step."""
+def plans_of(run: Run, advance: Callable[[], None]) -> list[StepPlan]:
+    """The plans that are executed while the run advances."""
     plans: list[StepPlan] = []
     execute = run.device.run
     run.device.run = lambda plan: plans.append(plan) or execute(plan)
-    run.step()
+    advance()
     run.device.run = execute
-    return plans[0].slot_copies, plans[0].block_copies
+    return plans
+
+
+def copies_of(run: Run) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Slot and block copies of the next step."""
+    (plan,) = plans_of(run, run.step)
+    return plan.slot_copies, plan.block_copies
 
 
 def test_a_fork_shares_its_blocks_until_one_of_the_two_writes() -> None:
@@ -160,6 +167,39 @@ def test_a_fork_of_a_fork_copies_the_first_parents_slot() -> None:
     assert run.tokens[1, 1] == run.tokens[1, 2] == expected(PROMPT, 20)[3:]
 
 
+def test_a_fork_of_a_fork_with_another_token_starts_from_its_tokens() -> None:
+    run = Run(limits())
+    child = run.scheduler.fork(decoding(run, steps=3), 1, VOCAB - 1)
+    run.scheduler.fork(child, 2)
+    assert copies_of(run)[0] == []
+    run.finish()
+    alone = expected(PROMPT, 20, output=[*expected(PROMPT, 2), VOCAB - 1])
+    assert run.tokens[1, 1] == run.tokens[1, 2] == alone[3:]
+
+
+def test_the_slot_of_a_fork_that_ended_at_once_is_not_copied_to() -> None:
+    run = Run(limits())
+    run.scheduler.fork(decoding(run, steps=3), 1)
+    run.scheduler.cancel(DOOR, 1)
+    run.submit(2, [9, 8], max_tokens=2)
+    assert copies_of(run) == ([], [])
+
+
+def test_the_copy_of_a_block_is_dropped_when_the_fork_is_preempted_for_it() -> None:
+    """The fork takes the last free block for its copy; then an older sequence needs a block."""
+    run = Run(limits(num_blocks=4, max_sequence_tokens=16))
+    run.submit(1, PROMPT[:3], max_tokens=10)
+    run.submit(2, PROMPT, max_tokens=10)
+    run.step()
+    run.step()
+    _, parent = run.open()
+    child = run.scheduler.fork(parent, 1)
+    assert run.scheduler.cache.pool.num_free == 1
+    assert copies_of(run) == ([], []) and child.stage is Stage.WAITING
+    run.finish()
+    assert run.tokens[2, 0] == expected(PROMPT, 10) == run.tokens[2, 0][:2] + run.tokens[2, 1]
+
+
 def test_another_token_starts_another_text() -> None:
     run = Run(limits())
     parent = decoding(run, steps=3)
@@ -194,6 +234,18 @@ def test_forks_without_blocks_are_preempted_and_get_the_right_tokens() -> None:
         output = [*first, index]
         assert output + run.tokens[1, index] == expected(PROMPT, 20, output=output)
     assert run.tokens[1, 0] == expected(PROMPT, 20)
+
+
+def test_a_fork_is_not_planned_beyond_its_last_token() -> None:
+    run = Run(limits(), overlap=True)
+    run.submit(1, PROMPT, max_tokens=9)
+    for _ in range(3):
+        run.step()
+    run.settle()
+    (parent,) = run.open()
+    assert len(parent.output) == 3
+    assert run.scheduler.fork(parent, 1).stage is Stage.DECODE
+    assert sum(plan.num_rows for plan in plans_of(run, run.finish)) == 2 * (9 - 3)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -84,6 +84,7 @@ class ToyDevice:
         slots = {to: (self.last[source], self.state[source]) for source, to in plan.slot_copies}
         assert len(blocks) == len(plan.block_copies), "a block is the destination of two copies"
         assert len(slots) == len(plan.slot_copies), "a slot is the destination of two copies"
+        assert set(slots) <= set(plan.slots.tolist()), "state is copied to a slot that is not in the plan"
         for to, content in blocks.items():
             self.cache[to] = content
         for to, (token, state) in slots.items():

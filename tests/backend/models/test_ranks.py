@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch.multiprocessing as mp
 
-from tests.backend.engine.offline_models import hf_greedy, prompts_of
+from tests.backend.engine.offline_models import context_embedding, hf_greedy, prompts_of
 from tests.backend.engine.rank_process import run_rank
 from tests.checkpoints import FAMILIES, save
 from tridecode.converters.checkpoint import open_checkpoint
@@ -35,9 +36,11 @@ def test_ranks_together_give_the_tokens_of_transformers(
     for process in processes:
         process.start()
     try:
-        tokens = queue.get(timeout=60)
+        answers = queue.get(timeout=60)
     finally:
         for process in processes:
             process.join(10)
             process.kill()
-    assert tokens == [hf_greedy(model, prompt, 8)[0] for prompt in prompts]
+    for prompt, (tokens, embedding) in zip(prompts, answers):
+        assert tokens == hf_greedy(model, prompt, 8)[0]
+        assert np.allclose(embedding, context_embedding(model, prompt), atol=2e-3)
