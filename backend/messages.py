@@ -10,7 +10,7 @@ from typing import Any, Union
 
 import msgspec
 
-from tridecode.backend.sampling_params import SamplingParams, check, is_greedy  # noqa: F401  # part of Submit
+from tridecode.backend.sampling_params import SamplingParams
 
 #: Raised when the meaning of any message changes; both ends compare it in Hello / Welcome.
 PROTOCOL = 2

@@ -96,7 +96,3 @@ def check(params: SamplingParams) -> str | None:
         if not low <= value <= high:  # a NaN compares false, so it is refused too
             return f"{name} is {value}; wanted {wanted}"
     return None
-
-
-def is_greedy(params: SamplingParams) -> bool:
-    return params.top_k == 1 or params.temperature == 0.0

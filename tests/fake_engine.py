@@ -42,7 +42,9 @@ NextToken = Callable[[list, int, m.SamplingParams, int], int]
 
 def toy_next(history: list[int], generated: int, params: m.SamplingParams, vocab_size: int) -> int:
     """The toy model: a hash of the last three ids, the length and, unless greedy, the seed. Never below 3."""
-    mixed = len(history) * 7919 + (0 if m.is_greedy(params) else params.seed * 31 + 1)
+    mixed = len(history) * 7919 + (
+        0 if params.top_k == 1 or params.temperature == 0 else params.seed * 31 + 1
+    )
     for weight, token in zip((3, 17, 257), reversed(history[-3:])):
         mixed += weight * token
     return 3 + mixed % (vocab_size - 3)

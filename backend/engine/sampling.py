@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tridecode.backend.engine.plan import SlotStart
-from tridecode.backend.messages import SamplingParams
+from tridecode.backend.sampling_params import SamplingParams
 from tridecode.kernels.sampling_state import SLOT, SamplingState, words
 
 #: a parameter whose name is a column's goes there as it is

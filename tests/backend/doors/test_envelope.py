@@ -16,12 +16,12 @@ from tests.backend.doors.running import only, refusal, running
 from tests.backend.doors.tokenizers_at_hand import byte_level
 from tests.fake_engine import LIMITS, FakeEngine
 from tests.waiting import interpreter_gaps, wait_until
-from tridecode.backend import messages
 from tridecode.backend.doors import envelope as env
 from tridecode.backend.doors import fastertransformer, postprocessing, preprocessing, text
 from tridecode.backend.doors.word_lists import read_word_list
 from tridecode.backend.errors import RequestError
-from tridecode.backend.messages import SamplingParams
+from tridecode.backend.sampling_params import SamplingParams
+from tridecode.backend.sampling_params import check as check_params
 
 DOOR_LIMITS = msgspec.structs.replace(LIMITS, vocab_size=600, start_id=1, end_id=2)
 FT_OUTPUTS = {"output_ids": "TYPE_UINT32", "sequence_length": "TYPE_UINT32"}
@@ -268,8 +268,8 @@ def test_a_timeout_of_a_century_is_thirty_days(texts):
 
 @pytest.mark.parametrize("name", ["max_tokens", "min_tokens", "top_k"])
 def test_counts_of_the_engine_fit_an_int32(name):
-    assert messages.check(SamplingParams(**{name: 2**31 - 1})) is None
-    assert f"{name} is {2**31}; wanted 0" in (messages.check(SamplingParams(**{name: 2**31})) or "")
+    assert check_params(SamplingParams(**{name: 2**31 - 1})) is None
+    assert f"{name} is {2**31}; wanted 0" in (check_params(SamplingParams(**{name: 2**31})) or "")
 
 
 # ---------------------------------------------------------------- unary doors
