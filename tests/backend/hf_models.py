@@ -14,6 +14,8 @@ from transformers import (
     BloomForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedConfig,
@@ -71,6 +73,21 @@ def bloom(seed: int = 0, heads: int = 5, head_size: int = 16, layers: int = 2, v
         **extra,
     )
     return randomize(BloomForCausalLM(config), seed)
+
+
+def gptneox(seed: int = 0, heads: int = 5, head_size: int = 16, layers: int = 2, vocab: int = 107, **extra):
+    config = GPTNeoXConfig(
+        hidden_size=heads * head_size,
+        num_attention_heads=heads,
+        num_hidden_layers=layers,
+        vocab_size=vocab,
+        intermediate_size=4 * heads * head_size,
+        max_position_embeddings=128,
+        bos_token_id=1,
+        eos_token_id=2,
+        **extra,
+    )
+    return randomize(GPTNeoXForCausalLM(config), seed)
 
 
 def llama(

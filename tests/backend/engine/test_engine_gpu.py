@@ -13,7 +13,7 @@ from tests.backend.engine.offline_models import (
     prompts_of,
     rounding_bound,
 )
-from tests.backend.hf_models import bloom, gpt2, llama
+from tests.backend.hf_models import bloom, gpt2, gptneox, llama
 from tridecode.backend.engine.offline import Generation
 from tridecode.backend.messages import SamplingParams
 
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.gpu
 MODELS = {
     "gpt2": lambda: gpt2(head_size=64, heads=3, vocab=331),
     "bloom": lambda: bloom(head_size=64, heads=6, vocab=500),
+    "gptneox": lambda: gptneox(head_size=64, heads=4, vocab=397),
     "llama": lambda: llama(head_size=64, heads=8, kv_heads=2, inner=344, vocab=512),
     "llama, head 128": lambda: llama(
         seed=3, head_size=128, heads=4, kv_heads=1, inner=520, vocab=640, hidden=512
