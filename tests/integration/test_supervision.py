@@ -153,6 +153,8 @@ class Service:
         self.server = ServerProcess(root / repo, root / "serve.log", drain_s=drain_s, options=options)
         try:
             self.server.wait_ready()
+            # a client sees readiness before `serve` does; a death before that ends `serve`
+            wait_until(lambda: "ready after" in self.server.log(), END_S, "the readiness that serve logs")
         except BaseException:
             self.server.stop()
             raise

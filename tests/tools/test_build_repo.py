@@ -120,11 +120,11 @@ def test_further_end_ids_become_the_text_models_stop_ids(sources, tmp_path):
 def test_the_dtype_it_chooses_is_said_aloud(sources, tmp_path, monkeypatch):
     said = io.StringIO()
     build_repo(sources["gpt2"], tmp_path / "a", parity=False, console=Console(file=said, width=200))
-    assert "dtype: fp32, as this machine has no GPU" in said.getvalue()
+    assert "dtype: fp32, because this machine has no GPU" in said.getvalue()
     half = save(tiny_gpt2().to(torch.float16), tmp_path / "half")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     build_repo(half, tmp_path / "b", parity=False, console=Console(file=said, width=200))
-    assert "dtype: the checkpoint's, as this machine has a GPU" in said.getvalue()
+    assert "dtype: the checkpoint's, because this machine has a GPU" in said.getvalue()
     assert read_model_config(tmp_path / "b/fastertransformer/1/1-gpu").weight_dtype == "fp16"
 
 
