@@ -45,8 +45,10 @@ def keys(config: ModelConfig) -> dict[str, object]:
 class Model(Decoder):
     """BLOOM on one rank."""
 
+    layout = LAYOUT
+
     def __init__(self, config: ModelConfig, weights: Weights, ranks: Ranks, num_positions: int):
-        super().__init__(config, weights, ranks, LAYOUT)
+        super().__init__(config, weights, ranks, num_positions)
         self.embedding_norm = weights.norm("model.pre_decoder_layernorm", config.norm_eps)
         slopes = alibi_slopes(config.num_heads).to(self.embedding.device)
         self.heads = [make_heads(config, ranks, slopes=slopes)] * len(self.layers)

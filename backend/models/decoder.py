@@ -10,7 +10,15 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tridecode.backend.config import ModelConfig, check_tensor_size
-from tridecode.backend.models.layers import Context, Ranks, Weights, add_linears, attention
+from tridecode.backend.models.layers import (
+    Context,
+    Ranks,
+    Weights,
+    add_linears,
+    attention,
+    make_heads,
+    rope_table,
+)
 from tridecode.backend.models.specs import Layout
 from tridecode.backend.weight_layout import stage_layers
 from tridecode.kernels.ops import CacheLayer, DecoderLayer, Heads
@@ -19,15 +27,16 @@ from tridecode.kernels.ops import CacheLayer, DecoderLayer, Heads
 class Decoder:
     """The layers of a rank's pipeline stage, with its share of heads and of the MLP.
 
-    A family's __init__ adds `heads`: those of each layer of the stage, one object where they are the same.
+    heads: those of each layer of the stage, one object where they are the same. Here all layers share the
+    config's rotary positions, if it has any; a family with other heads replaces them in its __init__.
     Raises ConfigError if the tensor ranks cannot share the heads or the MLP.
     """
 
-    heads: Sequence[Heads]
+    layout: Layout  # the family's
 
-    def __init__(self, config: ModelConfig, weights: Weights, ranks: Ranks, layout: Layout):
+    def __init__(self, config: ModelConfig, weights: Weights, ranks: Ranks, num_positions: int):
         check_tensor_size(config, ranks.tensor_size)
-        self.config, self.layout = config, layout
+        self.config = config
         self.embedding = weights.tensor("model.wte")
         self.final_norm = weights.norm("model.final_layernorm", config.norm_eps)
         self.head = weights.head(
@@ -35,6 +44,8 @@ class Decoder:
         )
         self.stage = stage_layers(config.num_layers, ranks.stage, ranks.num_stages)
         self.layers = [self.load_layer(weights, f"model.layers.{index}") for index in self.stage]
+        rope = rope_table(config, num_positions, self.embedding.device) if config.rope else None
+        self.heads: Sequence[Heads] = [make_heads(config, ranks, rope=rope)] * len(self.layers)
 
     def load_layer(self, weights: Weights, prefix: str) -> DecoderLayer:
         eps = self.config.norm_eps

@@ -13,7 +13,7 @@ from tridecode.backend.config import DEFAULT_MAX_POSITIONS, ModelConfig
 from tridecode.backend.models import Family
 from tridecode.backend.models.config_ini import ACTIVATION_NAMES, ACTIVATIONS, IniSection, read_common
 from tridecode.backend.models.decoder import Decoder
-from tridecode.backend.models.layers import Context, Ranks, Weights, make_heads
+from tridecode.backend.models.layers import Context, Ranks, Weights
 from tridecode.backend.models.specs import Layout
 from tridecode.kernels.ops import CacheLayer
 
@@ -60,10 +60,11 @@ def gpt_section_keys(config: ModelConfig, flags: dict[str, bool]) -> dict[str, o
 class Model(Decoder):
     """GPT-2 on one rank."""
 
+    layout = LAYOUT
+
     def __init__(self, config: ModelConfig, weights: Weights, ranks: Ranks, num_positions: int):
-        super().__init__(config, weights, ranks, LAYOUT)
+        super().__init__(config, weights, ranks, num_positions)
         self.positions = weights.tensor("model.wpe")
-        self.heads = [make_heads(config, ranks)] * len(self.layers)
 
     def embed(self, context: Context, x: Tensor) -> None:
         batch = context.batch

@@ -17,7 +17,7 @@ from tridecode.backend.models.config_ini import (
     rope_keys,
 )
 from tridecode.backend.models.decoder import Decoder
-from tridecode.backend.models.layers import Context, Ranks, Weights, make_heads, rope_table
+from tridecode.backend.models.layers import Context, Weights
 from tridecode.backend.models.specs import Layout
 from tridecode.backend.weight_layout import WeightSpec
 from tridecode.kernels.ops import CacheLayer, DecoderLayer
@@ -75,10 +75,7 @@ def weight_specs(config: GptNeoXConfig) -> list[WeightSpec]:
 class Model(Decoder):
     """GPT-NeoX on one rank."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, ranks: Ranks, num_positions: int):
-        super().__init__(config, weights, ranks, LAYOUT)
-        rope = rope_table(config, num_positions, self.embedding.device)
-        self.heads = [make_heads(config, ranks, rope=rope)] * len(self.layers)
+    layout = LAYOUT
 
     def load_layer(self, weights: Weights, prefix: str) -> DecoderLayer:
         layer = super().load_layer(weights, prefix)

@@ -9,7 +9,7 @@ from tridecode.backend.errors import ConfigError
 from tridecode.backend.models import Family
 from tridecode.backend.models.config_ini import IniSection, read_common, read_rope, rope_keys
 from tridecode.backend.models.decoder import Decoder
-from tridecode.backend.models.layers import Context, Ranks, Weights, make_heads, rope_table
+from tridecode.backend.models.layers import Context
 from tridecode.backend.models.specs import Layout
 from tridecode.kernels.ops import CacheLayer
 
@@ -50,10 +50,7 @@ def keys(config: ModelConfig) -> dict[str, object]:
 class Model(Decoder):
     """LLaMA on one rank."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, ranks: Ranks, num_positions: int):
-        super().__init__(config, weights, ranks, LAYOUT)
-        rope = rope_table(config, num_positions, self.embedding.device)
-        self.heads = [make_heads(config, ranks, rope=rope)] * len(self.layers)
+    layout = LAYOUT
 
     def forward(self, context: Context, x: Tensor, caches: list[CacheLayer]) -> None:
         self.sequential(context, x, "swiglu", caches)
