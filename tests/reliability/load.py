@@ -377,10 +377,14 @@ def leaks(
     engine_mib_per_hour: float = 1.0,
     resolution_mib: float = 6.0,
     clients_count: int = 12,
+    windows: int = 1,
 ) -> LeakResult:
     """A steady mix of requests, some of which are refused or cancelled; what each process holds meanwhile.
 
-    resolution_mib: allowed growth of a process in addition to the hourly limit.
+    resolution_mib: allowed growth of a process in addition to the hourly limit. windows: a process leaks
+    if it grows too much in each of this many windows of `seconds`; the first window without such growth
+    is the result. A cache fills once (oneDNN keeps code for every number of rows, see kernels/cpu.py), a
+    leak goes on.
     """
     clients = Clients(service.grpc, service.http)
     asks = mixture(seed, 40, 64, 64)
@@ -389,21 +393,26 @@ def leaks(
     stopping = asyncio.Event()
     leaving = clients.loop.start(_leave_all_the_time(clients, seed, stopping))
     time.sleep(warm_s)
-    meter = Meter(service, max(SAMPLE_S, seconds / 2000))
-    before = len(crowd.sent)
-    time.sleep(seconds)
-    meter.close()
-    requests = len(crowd.sent) - before
+    growing: set[tuple[str, str]] | None = None
+    for _ in range(windows):
+        meter = Meter(service, max(SAMPLE_S, seconds / 2000))
+        before = len(crowd.sent)
+        time.sleep(seconds)
+        meter.close()
+        requests = len(crowd.sent) - before
+        slopes = _slopes(meter, engine_mib_per_hour, resolution_mib)
+        over = {(slope.role, slope.unit) for slope in slopes if slope.over(seconds / 3600)}
+        growing = over if growing is None else growing & over
+        if not growing:
+            break
     clients.loop.run(_set(stopping))
     leaving.result(30)
     crowd.stop(30)
     clients.close()
-    slopes = _slopes(meter, engine_mib_per_hour, resolution_mib)
-    hours = seconds / 3600
     complaints = [
         f"{slope.role}: {slope.unit} {slope.first:.1f} to {slope.last:.1f}, {slope.per_hour:+.2f} an hour"
         for slope in slopes
-        if slope.over(hours)
+        if growing and (slope.role, slope.unit) in growing
     ]
     lost = service.pids_at_start.items() - service.pids().items()
     if lost:
