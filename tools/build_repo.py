@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase
 
 from tridecode.backend.config import ModelConfig
 from tridecode.backend.errors import CheckpointError, ConfigError
@@ -107,7 +108,7 @@ def build_repo(
         written = save_tokenizer(hf_tokenizer, source, staging / TOKENIZER_DIR)
         _check_vocabulary(written, config, console)
         if parity:
-            _prove(planned, checkpoint, weights, staging, console)
+            _prove(planned, checkpoint, weights, staging, hf_tokenizer, console)
         _check_result(staging)
     console.print(f"wrote {output}")
     console.print(f"next: {serve_command(output)}", markup=False)
@@ -222,14 +223,18 @@ def _check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, console: Consol
 
 
 def _prove(
-    planned: PlannedConversion, checkpoint: Checkpoint, weights: Path, staging: Path, console: Console
+    planned: PlannedConversion,
+    checkpoint: Checkpoint,
+    weights: Path,
+    staging: Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    console: Console,
 ) -> Parity:
+    """tokenizer: the source's; None: the repository has none."""
+    file = staging / TOKENIZER_DIR / "tokenizer.json" if tokenizer is not None else None
     with console.status("comparing the converted model with transformers"):
-        parity = check_parity(checkpoint, weights, planned.config, staging / TOKENIZER_DIR / "tokenizer.json")
-    summary = (
-        f"largest logit error {parity.largest_logit_error:.2g} (bound {parity.logit_error_bound:.2g}), "
-        f"greedy tokens equal on {parity.greedy_agreement:.0%} of {len(parity.prompts)} prompts"
-    )
+        parity = check_parity(checkpoint, weights, planned.config, file, tokenizer)
+    summary = parity.summary()
     if not parity.passed:
         raise CheckpointError(
             f"the converted model is not transformers' model of {checkpoint.path}: {summary}"
