@@ -9,8 +9,6 @@ from tridecode.kernels.checks import DtypeError, LayoutError, ShapeError, indice
 from tridecode.kernels.cuda_base import (
     ACTIVATIONS,
     DTYPES,
-    NUM_COUNTERS,
-    SUM_BYTES,
     CudaBase,
     check_cache,
     pointer,
@@ -18,6 +16,7 @@ from tridecode.kernels.cuda_base import (
 from tridecode.kernels.gemm_table import Gemm, Plan
 from tridecode.kernels.library import current_stream
 from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm
+from tridecode.kernels.scratch import NUM_COUNTERS, SUM_BYTES
 
 
 class CudaGemm(CudaBase):
