@@ -125,6 +125,12 @@ def plan_rank(
     size, stages = config.tensor_para_size, config.pipeline_para_size
     place = _Place(tensor_rank, size, stage, stages)
     mine = stage_layers(model.num_layers, stage, stages)
+    if not mine:
+        each = -(-model.num_layers // stages)
+        raise ConfigError(
+            f"pipeline_para_size {stages} leaves stage {stage} without layers: stages of {each} layers share "
+            f"{model.num_layers}; wanted at most {-(-model.num_layers // each)}"
+        )
     specs = models.family(model.family).weight_specs(model)
     specs = [spec for spec in specs if spec.layer is None or spec.layer in mine]
     dtype = DTYPES[config.data_type]
