@@ -19,7 +19,6 @@ from tridecode.backend.models.layers import (
     add_linears,
     alibi_slopes,
     attention,
-    make_heads,
 )
 from tridecode.backend.models.specs import Layout
 from tridecode.kernels.ops import CacheLayer
@@ -50,8 +49,9 @@ class Model(Decoder):
     def __init__(self, config: ModelConfig, weights: Weights, ranks: Ranks, num_positions: int):
         super().__init__(config, weights, ranks, num_positions)
         self.embedding_norm = weights.norm("model.pre_decoder_layernorm", config.norm_eps)
-        slopes = alibi_slopes(config.num_heads).to(self.embedding.device)
-        self.heads = [make_heads(config, ranks, slopes=slopes)] * len(self.layers)
+
+    def slopes(self) -> Tensor:
+        return alibi_slopes(self.config.num_heads).to(self.embedding.device)
 
     def embed(self, context: Context, x: Tensor) -> None:
         super().embed(context, x)
@@ -65,8 +65,8 @@ class Model(Decoder):
 
     def from_norm(self, context: Context, x: Tensor, caches: list[CacheLayer]) -> None:
         """apply_residual_connection_post_layernorm: h = norm(x), x = h + attention(h); the MLP likewise."""
-        mlp = context.work.mlp[: context.num_tokens]
         for layer, heads, cache in zip(self.layers, self.heads, caches):
+            mlp = context.mlp(layer)
             attended = attention(context, x, layer.qkv, layer.attention_norm, heads, cache)
             context.ops.norm(x, layer.attention_norm, out=x)
             add_linears(context, x, (attended, layer.dense))

@@ -21,7 +21,7 @@ from tridecode.backend.models.layers import (
 )
 from tridecode.backend.models.specs import Layout
 from tridecode.backend.weight_layout import stage_layers
-from tridecode.kernels.ops import CacheLayer, DecoderLayer, Heads
+from tridecode.kernels.ops import CacheLayer, DecoderLayer, Heads, Rope
 
 
 class Decoder:
@@ -45,7 +45,23 @@ class Decoder:
         self.stage = stage_layers(config.num_layers, ranks.stage, ranks.num_stages)
         self.layers = [self.load_layer(weights, f"model.layers.{index}") for index in self.stage]
         rope = rope_table(config, num_positions, self.embedding.device) if config.rope else None
-        self.heads: Sequence[Heads] = [make_heads(config, ranks, rope=rope)] * len(self.layers)
+        self.heads: Sequence[Heads] = self.stage_heads(ranks, rope)
+
+    def stage_heads(self, ranks: Ranks, rope: Rope | None) -> list[Heads]:
+        """The heads of each layer, one object where they are the same."""
+        slopes, kinds, heads = self.slopes(), {}, []
+        for layer in self.stage:
+            sizes, numbers = self.config.of_layer(layer), self.config.head_numbers(layer)
+            kind = (sizes.num_heads, sizes.num_kv_heads, slopes is not None and tuple(numbers))
+            if kind not in kinds:
+                mine = None if slopes is None else slopes[list(numbers)]
+                kinds[kind] = make_heads(sizes, ranks, rope=rope, slopes=mine)
+            heads.append(kinds[kind])
+        return heads
+
+    def slopes(self) -> Tensor | None:
+        """(num_heads,) ALiBi slopes of the heads before pruning, of all ranks; None: the model has none."""
+        return None
 
     def load_layer(self, weights: Weights, prefix: str) -> DecoderLayer:
         eps = self.config.norm_eps
@@ -78,8 +94,8 @@ class Decoder:
         """x += attention(norm(x)), then x += mlp(norm(x)), layer after layer."""
         if self._run_at_once(context, x, activation, caches):
             return
-        mlp = context.work.mlp[: context.num_tokens]
         for layer, heads, cache in zip(self.layers, self.heads, caches):
+            mlp = context.mlp(layer)
             attended = attention(context, x, layer.qkv, layer.attention_norm, heads, cache)
             add_linears(context, x, (attended, layer.dense))
             context.ops.linear(x, layer.up, norm=layer.mlp_norm, activation=activation, out=mlp)
@@ -87,8 +103,8 @@ class Decoder:
 
     def parallel(self, context: Context, x: Tensor, activation: str, caches: list[CacheLayer]) -> None:
         """x += attention(attention_norm(x)) + mlp(mlp_norm(x)), layer after layer."""
-        mlp = context.work.mlp[: context.num_tokens]
         for layer, heads, cache in zip(self.layers, self.heads, caches):
+            mlp = context.mlp(layer)
             attended = attention(context, x, layer.qkv, layer.attention_norm, heads, cache)
             context.ops.linear(x, layer.up, norm=layer.mlp_norm, activation=activation, out=mlp)
             add_linears(context, x, (attended, layer.dense), (mlp, layer.down))
@@ -98,8 +114,10 @@ class Decoder:
     ) -> bool:
         """All layers of a small step in one launch, if the operations have one for it. False: not done.
 
-        The layers must have the same heads, and no rank may wait for another.
+        The layers must have the same heads and equally wide MLPs, and no rank may wait for another.
         """
         if context.ranks.tensor_size > 1 or len(set(map(id, self.heads))) != 1:
+            return False
+        if len({layer.down.weight.shape for layer in self.layers}) != 1:
             return False
         return context.ops.decoder_layers(x, self.layers, self.heads[0], activation, context.batch, caches)
