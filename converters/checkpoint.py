@@ -21,7 +21,8 @@ import transformers.modeling_gguf_pytorch_utils as transformers_gguf
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from torch.nn import Module
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from tridecode.backend.errors import CheckpointError, UnsupportedError
@@ -223,8 +224,22 @@ class Checkpoint:
         """A short name for people: of the folder or file."""
         return self.path.stem if self.is_gguf else self.path.resolve().name
 
-    def reference_model(self, dtype: torch.dtype) -> PreTrainedModel:
-        """transformers' own model of this checkpoint, in evaluation mode on the CPU."""
+    @property
+    def has_reference(self) -> bool:
+        """Whether there is an independent model to compare with; see CheckpointFamily.reference."""
+        family = family_of(self.config.model_type, self.path)
+        return family.reference is not None or family.config_class is None
+
+    def reference_model(self, dtype: torch.dtype) -> Module:
+        """An independent model of this checkpoint, in evaluation mode on the CPU: the family's, else
+        transformers' own. Raises CheckpointError where there is none (has_reference)."""
+        family = family_of(self.config.model_type, self.path)
+        if family.reference is not None:
+            return family.reference(self, dtype)
+        if family.config_class is not None:
+            raise CheckpointError(
+                f"transformers has no class for {self.config.model_type}, nor has {family.source_file}"
+            )
         if not self.is_gguf:
             with _no_progress_bars():
                 return AutoModelForCausalLM.from_pretrained(
@@ -297,14 +312,18 @@ def _download(repository: str) -> Path:
 
 def _open_directory(path: Path) -> Checkpoint:
     raw = read_json(path / "config.json")
-    family_of(raw.get("model_type"), path / "config.json")
+    family = family_of(raw.get("model_type"), path / "config.json")
     quantization = raw.get("quantization_config") or {}
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     if method:
         raise UnsupportedError(
             f"{path}/config.json says quantised by {method}; convert the unquantised checkpoint"
         )
-    config = _transformers_config(path)
+    config = (
+        _transformers_config(path)
+        if family.config_class is None
+        else _config_of(family.config_class, raw, path)
+    )
     generation = path / "generation_config.json"
     ids = read_json(generation) if generation.exists() else {}
     where = generation if generation.exists() else path / "config.json"
@@ -327,6 +346,16 @@ def _transformers_config(path: Path, **kwargs) -> PreTrainedConfig:
     except Exception as error:  # transformers checks configs with errors of its own and of huggingface_hub
         reason = " ".join(str(error).split())
         raise CheckpointError(f"transformers cannot read the config of {path}: {reason}") from None
+
+
+def _config_of(config_class: type[PreTrainedConfig], raw: dict[str, Any], path: Path) -> PreTrainedConfig:
+    """The config of a model type that transformers does not know. What it says about code is left out."""
+    settings = {key: value for key, value in raw.items() if key not in ("auto_map", "model_type")}
+    try:
+        return config_class.from_dict(settings)
+    except Exception as error:  # as in _transformers_config
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{path / 'config.json'} does not describe a model: {reason}") from None
 
 
 def _tensor_files(path: Path) -> TensorSource:
