@@ -23,7 +23,7 @@ from tridecode.backend.models.layers import (
     make_heads,
 )
 from tridecode.backend.models.specs import Layout
-from tridecode.kernels.ops import CacheLayer
+from tridecode.kernels.ops import CacheLayer, Heads
 
 FLAGS = {
     "has_positional_encoding": False,
@@ -64,8 +64,10 @@ class Model(Decoder):
     def __init__(self, config: ModelConfig, weights: Weights, ranks: Ranks, num_positions: int):
         super().__init__(config, weights, ranks, num_positions)
         self.embedding_norm = weights.norm("model.pre_decoder_layernorm", config.norm_eps)
-        slopes = alibi_slopes(config.num_heads).to(self.embedding.device)
-        self.heads = [make_heads(config, ranks, slopes=slopes)] * len(self.layers)
+
+    def stage_heads(self, ranks: Ranks, num_positions: int) -> list[Heads]:
+        slopes = alibi_slopes(self.config.num_heads).to(self.embedding.device)
+        return [make_heads(self.config, ranks, slopes=slopes)] * len(self.layers)
 
     def embed(self, context: Context, x: Tensor) -> None:
         super().embed(context, x)
