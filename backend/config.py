@@ -14,16 +14,19 @@ from typing import Callable, TypeVar
 from tridecode.backend.errors import ConfigError, UnsupportedError
 
 DTYPES = ("fp32", "fp16", "bf16")
+VERIFY_MODES = ("sizes", "sampled", "full")
 #: FasterTransformer's FT_SEQ_LEN_MAX: the limit of a model whose config.ini names none
 DEFAULT_MAX_POSITIONS = 16384
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding. size: rotated dimensions of a head; theta: base; scaling: "default",
-    "linear" or "llama3".
+    """Rotary position embedding. size: rotated dimensions of a head; theta: base; scaling: one of SCALINGS.
 
-    Source: Su et al. 2021; the llama3 rule is transformers' `_compute_llama3_parameters`.
+    factor: of all scalings but longrope. low_freq_factor, high_freq_factor: llama3. beta_fast, beta_slow,
+    truncate: yarn. short_factors, long_factors: longrope, size / 2 of each. attention_factor: cos and sin are
+    multiplied by it. interleaved: each even dimension is rotated against the next (GPT-J); else half
+    against half. Source: Su et al. 2021; the scalings are those of transformers' modeling_rope_utils.
     """
 
     size: int
@@ -33,6 +36,13 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,13 +85,21 @@ class ModelConfig:
     weight_dtype: str = "fp32"  # of the files; "fp32", "fp16" or "bf16"
     activation: str = "gelu_tanh"  # "gelu_tanh", "gelu" (erf), "relu" or "silu"
     rope: RopeConfig | None = None
-    attention_bias: bool = True  # of query_key_value and dense
+    attention_bias: bool = True  # of query_key_value, and of dense unless dense_bias differs
+    dense_bias: bool | None = None  # None: as attention_bias
     mlp_bias: bool = True
     tied_head: bool = True  # no model.lm_head.weight.bin: the head is the word embedding
+    head_bias: bool = False  # model.lm_head.bias.bin
     #: "sequential": x += attention(norm(x)), then x += mlp(norm(x)); "parallel": both from one x;
-    #: "from_norm": as sequential, but each is added to norm(x), not to x
+    #: "from_norm": as sequential, but each is added to norm(x), not to x; "post_norm": x = norm(x +
+    #: attention(x)), then x = norm(x + mlp(x)); "sandwich": x += norm(attention(norm(x))), the MLP likewise
     residual: str = "sequential"
+    #: tokens that a query of each layer sees, itself included; 0: all; empty: all in every layer
+    windows: tuple[int, ...] = ()
     layer_sizes: tuple[LayerSizes, ...] = ()  # of each layer of a pruned model; (): all as above
+
+    def window(self, layer: int) -> int:
+        return self.windows[layer] if self.windows else 0
 
     def of_layer(self: _Config, layer: int) -> _Config:
         """This config with the sizes of one layer as its own."""
@@ -160,6 +178,7 @@ class EngineConfig:
 
     device: str = "auto"  # "auto", "cpu", "cuda"
     weights: str = "files"  # or "random": of the model's shapes, for benchmarks without a checkpoint
+    verify_weights: str = "sampled"  # files against manifest.json: "sizes", "sampled" (4 KiB a MiB) or "full"
     max_sequences: int = 64  # sequences that decode together
     max_queued_requests: int = 1024  # length of the queue; a request beyond it is answered UNAVAILABLE
     max_sequence_tokens: int | None = None  # prompt + output; None: what the model's positions allow
@@ -216,6 +235,7 @@ def _check_engine_config(config: EngineConfig, where: str) -> None:
 
     demand(config.data_type in DTYPES, "data_type", "one of " + ", ".join(DTYPES))
     demand(config.weights in ("files", "random"), "weights", "files or random")
+    demand(config.verify_weights in VERIFY_MODES, "verify_weights", ", ".join(VERIFY_MODES))
     demand(config.device in ("auto", "cpu", "cuda"), "device", "auto, cpu or cuda")
     sizes = "tensor_para_size pipeline_para_size max_sequences max_queued_requests block_tokens"
     for key in sizes.split():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ from tridecode.backend.weight_layout import stage_layers
 from tridecode.backend.weights import WeightReader
 from tridecode.kernels.ops import Batch, CacheLayer, Ops
 from tridecode.kernels.sampling_state import SamplingState
+
+log = logging.getLogger("tridecode.engine")
 
 Ranks = Union[SingleRank, ProcessRanks]
 Progress = Callable[[str], None]
@@ -105,7 +108,7 @@ class Engine:
             self._warm_up()
         self.num_blocks = ranks.smallest(choose_num_blocks(config, self._block_bytes(), device))
         self.caches = self._allocate_cache(self.num_blocks)
-        self.graphs = self._capture() if self.is_asynchronous and config.cuda_graphs else None
+        self.graphs = self._capture() if self._can_capture() else None
 
     @classmethod
     def load(
@@ -126,7 +129,9 @@ class Engine:
             return cls(model, config, RandomWeights(specs, 0, *place, dtype, ops, device), ops, ranks, device)
         mine = stage_layers(model.num_layers, ranks.stage, ranks.num_stages)
         specs = [spec for spec in specs if spec.layer is None or spec.layer in mine]
-        weights = FileWeights(WeightReader(directory, model), specs, *place, dtype, ops, device, progress)
+        reader = WeightReader(directory, model)
+        reader.verify(config.verify_weights, specs)
+        weights = FileWeights(reader, specs, *place, dtype, ops, device, progress)
         try:
             return cls(model, config, weights, ops, ranks, device)
         finally:
@@ -162,6 +167,14 @@ class Engine:
         for plan in warm_up_plans(self.work.hidden.shape[0], self.config.max_sequences, longest):
             self._run(self.buffers.load(plan))
         torch.cuda.synchronize(self.device)
+
+    def _can_capture(self) -> bool:
+        if not self.is_asynchronous or not self.config.cuda_graphs:
+            return False
+        if all(self.ops.captures(heads) for heads in self.model.heads):
+            return True
+        log.info("no CUDA graphs: attention with a window or a soft cap runs through torch")
+        return False
 
     def _capture(self) -> DecodeGraphs:
         """Decode graphs for every padded number of rows."""
