@@ -20,10 +20,12 @@ DEFAULT_MAX_POSITIONS = 16384
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding. size: rotated dimensions of a head; theta: base; scaling: "default",
-    "linear" or "llama3".
+    """Rotary position embedding. size: rotated dimensions of a head; theta: base; scaling: one of SCALINGS.
 
-    Source: Su et al. 2021; the llama3 rule is transformers' `_compute_llama3_parameters`.
+    factor: of all scalings but longrope. low_freq_factor, high_freq_factor: llama3. beta_fast, beta_slow,
+    truncate: yarn. short_factors, long_factors: longrope, size / 2 of each. attention_factor: cos and sin are
+    multiplied by it. interleaved: each even dimension is rotated against the next (GPT-J); else half
+    against half. Source: Su et al. 2021; the scalings are those of transformers' modeling_rope_utils.
     """
 
     size: int
@@ -33,6 +35,13 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,12 +64,20 @@ class ModelConfig:
     weight_dtype: str = "fp32"  # of the files; "fp32", "fp16" or "bf16"
     activation: str = "gelu_tanh"  # "gelu_tanh", "gelu" (erf), "relu" or "silu"
     rope: RopeConfig | None = None
-    attention_bias: bool = True  # of query_key_value and dense
+    attention_bias: bool = True  # of query_key_value, and of dense unless dense_bias differs
+    dense_bias: bool | None = None  # None: as attention_bias
     mlp_bias: bool = True
     tied_head: bool = True  # no model.lm_head.weight.bin: the head is the word embedding
+    head_bias: bool = False  # model.lm_head.bias.bin
     #: "sequential": x += attention(norm(x)), then x += mlp(norm(x)); "parallel": both from one x;
-    #: "from_norm": as sequential, but each is added to norm(x), not to x
+    #: "from_norm": as sequential, but each is added to norm(x), not to x; "post_norm": x = norm(x +
+    #: attention(x)), then x = norm(x + mlp(x)); "sandwich": x += norm(attention(norm(x))), the MLP likewise
     residual: str = "sequential"
+    #: tokens that a query of each layer sees, itself included; 0: all; empty: all in every layer
+    windows: tuple[int, ...] = ()
+
+    def window(self, layer: int) -> int:
+        return self.windows[layer] if self.windows else 0
 
 
 def check_tensor_size(config: ModelConfig, tensor_para_size: int) -> None:

@@ -87,6 +87,11 @@ def plan_conversion(
     """
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; wanted one of {', '.join(DTYPES)}")
+    if checkpoint.plan is not None:
+        name = None if model_name is None else _model_name(model_name, checkpoint)
+        return PlannedConversion(
+            checkpoint, *checkpoint.plan(dtype, name), {name: name for name in checkpoint.tensors.shapes}
+        )
     source = family_of(checkpoint.config.model_type, checkpoint.path)
     _check_sizes(checkpoint)
     names = full_names(checkpoint.tensors.shapes, source)

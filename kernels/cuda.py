@@ -31,6 +31,7 @@ from tridecode.kernels.ops import (
     Linear,
     SamplingState,
 )
+from tridecode.kernels.reference import Reference
 
 #: Up to how many decoding rows one launch of all layers is used, by (at most) hidden size: where a whole step
 #: gains 10 % or more over operation by operation. Gain on an H200, 512-token prompts, 1 / 2 / 3 / 4 rows:
@@ -55,6 +56,9 @@ class Cuda(CudaGemm):
         self._arena("product", 2 * max_tokens * max_columns)
         self._arena("normed", 2 * max_tokens * max_columns // 2)
         self._sample = self._bytes(self.library.sample_scratch(max_rows, vocab_size))
+
+    def captures(self, heads: Heads) -> bool:
+        return _has_kernel(heads)
 
     def pack(self, linear: Linear) -> Linear:
         """Rows of the weight contiguous, as both cuBLAS and the kernels read them."""
@@ -116,6 +120,9 @@ class Cuda(CudaGemm):
         _check_attention("decode_attention", qkv, heads, batch, cache, out, rows)
         if rows == 0:
             return
+        if not _has_kernel(heads):
+            Reference().decode_attention(qkv, heads, batch, cache, out=out)
+            return
         self.library.decode_attention(
             current_stream(self.device),
             num_rows=rows,
@@ -131,6 +138,9 @@ class Cuda(CudaGemm):
         tokens = batch.num_tokens - batch.num_decodes
         _check_attention("prefill_attention", qkv, heads, batch, cache, out, tokens)
         if tokens == 0:
+            return
+        if not _has_kernel(heads):
+            Reference().prefill_attention(qkv, heads, batch, cache, out=out)
             return
         self.library.prefill_attention(
             current_stream(self.device),
@@ -199,7 +209,9 @@ class Cuda(CudaGemm):
         if not 1 <= rows <= most:
             return False
         first = layers[0]
-        if first.attention_norm.bias is None or activation == "swiglu" or heads.rope is not None:
+        if first.attention_norm.bias is None or heads.rope is not None or heads.changes_qkv:
+            return False
+        if activation not in ("gelu_tanh", "gelu", "relu") or not _has_kernel(heads):
             return False
         if heads.num_kv_heads != heads.num_heads or heads.head_size not in (64, 128):
             return False
@@ -287,6 +299,11 @@ class Cuda(CudaGemm):
             scratch=self._sample.data_ptr(),
             counters=self._counters.data_ptr(),
         )
+
+
+def _has_kernel(heads: Heads) -> bool:
+    """Whether csrc/ has attention for these heads; torch computes the others."""
+    return not heads.window and not heads.softcap
 
 
 def _attention_fields(

@@ -18,6 +18,7 @@ from tridecode.kernels.cuda_base import (
 from tridecode.kernels.gemm_table import Gemm, Plan
 from tridecode.kernels.library import current_stream
 from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm
+from tridecode.kernels.reference import GATED, activate, change_qkv, gate
 
 
 class CudaGemm(CudaBase):
@@ -53,9 +54,31 @@ class CudaGemm(CudaBase):
         residual: Tensor | None = None,
         out: Tensor,
     ) -> None:
-        _check_linear("linear", x, linear, residual, out, activation == "swiglu")
-        if x.shape[0] > 0:
+        _check_linear("linear", x, linear, residual, out, activation in GATED)
+        if x.shape[0] == 0:
+            return
+        if activation is None or activation in ACTIVATIONS:
             self._gemm(x, linear, norm, activation, residual, out)
+        else:
+            self._torch_activation(x, linear, norm, activation, residual, out)
+
+    def _torch_activation(
+        self,
+        x: Tensor,
+        linear: Linear,
+        norm: Norm | None,
+        activation: str,
+        residual: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """A product whose activation no epilogue has: torch computes it."""
+        product = self._temporary("product", x.shape[0], linear.weight.shape[0], x.dtype)
+        self._gemm(x, linear, norm, None, None, product)
+        if activation in GATED:
+            product = gate(product, activation)
+        else:
+            activate(product, activation)
+        out.copy_(product if residual is None else product.add_(residual))
 
     def project_qkv(
         self,
@@ -88,8 +111,10 @@ class CudaGemm(CudaBase):
         if rope is not None:
             fields["cos"], fields["sin"] = rope.cos.data_ptr(), rope.sin.data_ptr()
             fields["rotary_size"], fields["interleaved"] = rope.size, rope.interleaved
-        plan = self._gemm(x, linear, norm, None, None, out, heads, fields)
-        if plan.fuses_heads:
+        if heads.changes_qkv:
+            self._gemm(x, linear, norm, None, None, out)
+            change_qkv(out, heads)
+        elif self._gemm(x, linear, norm, None, None, out, heads, fields).fuses_heads:
             return
         self.library.rotate_and_cache(
             current_stream(self.device),

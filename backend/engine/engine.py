@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable, Union
@@ -26,6 +27,8 @@ from tridecode.backend.weight_layout import stage_layers
 from tridecode.backend.weights import WeightReader
 from tridecode.kernels.ops import Batch, CacheLayer, Ops
 from tridecode.kernels.sampling_state import SamplingState
+
+log = logging.getLogger("tridecode.engine")
 
 Ranks = Union[SingleRank, ProcessRanks]
 Progress = Callable[[str], None]
@@ -104,7 +107,7 @@ class Engine:
             self._warm_up()
         self.num_blocks = ranks.smallest(choose_num_blocks(config, self._block_bytes(), device))
         self.caches = self._allocate_cache(self.num_blocks)
-        self.graphs = self._capture() if self.is_asynchronous and config.cuda_graphs else None
+        self.graphs = self._capture() if self._can_capture() else None
 
     @classmethod
     def load(
@@ -162,6 +165,14 @@ class Engine:
         for plan in warm_up_plans(self.work.hidden.shape[0], self.config.max_sequences, longest):
             self._run(self.buffers.load(plan))
         torch.cuda.synchronize(self.device)
+
+    def _can_capture(self) -> bool:
+        if not self.is_asynchronous or not self.config.cuda_graphs:
+            return False
+        if all(self.ops.captures(heads) for heads in self.model.heads):
+            return True
+        log.info("no CUDA graphs: attention with a window or a soft cap runs through torch")
+        return False
 
     def _capture(self) -> DecodeGraphs:
         """Decode graphs for every padded number of rows."""

@@ -10,12 +10,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from tridecode.backend.config import ModelConfig, RopeConfig
+from tridecode.backend.config import ModelConfig
 from tridecode.backend.weight_layout import WeightSpec
 from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm, Ops, Rope
 
@@ -37,14 +37,17 @@ class Weights(ABC):
         bias = _joined([self.tensor(f"{name}.bias") for name in names]) if has_bias else None
         return self.ops.pack(Linear(weight.t(), bias))
 
-    def head(self, weight: Tensor) -> Linear:
+    def head(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """The language model's head over `weight` (V, C), which may be the word embedding itself."""
-        return self.ops.pack(Linear(weight))
+        return self.ops.pack(Linear(weight, bias))
 
-    def norm(self, name: str, eps: float) -> Norm:
-        """A LayerNorm, or an RMSNorm if there is no `<name>.bias`."""
-        has_bias = f"{name}.bias" in self.specs
-        return Norm(self.tensor(f"{name}.weight"), self.tensor(f"{name}.bias") if has_bias else None, eps)
+    def norm(self, name: str, eps: float, centred: bool = False) -> Norm:
+        """A LayerNorm, or an RMSNorm if there is no `<name>.bias`. centred: a LayerNorm, its bias 0 if there
+        is none."""
+        weight = self.tensor(f"{name}.weight")
+        if f"{name}.bias" in self.specs:
+            return Norm(weight, self.tensor(f"{name}.bias"), eps)
+        return Norm(weight, torch.zeros_like(weight) if centred else None, eps)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
@@ -78,7 +81,7 @@ class Workspace:
     qkv: Tensor  # (T, (H + 2K) * D)
     context: Tensor  # (T, H * D)
     mlp: Tensor  # (T, F)
-    delta: Tensor  # (T, C) a tensor rank's partial sums
+    delta: Tensor  # (T, C) a tensor rank's partial sums, or what is normalised before it is added
     last: Tensor  # (R, C) rows that are sampled from
     logits: Tensor  # (R, V) float32
 
@@ -95,6 +98,7 @@ class Workspace:
         def empty(rows: int, columns: int, kind: torch.dtype = dtype) -> Tensor:
             return torch.zeros(rows, columns, dtype=kind, device=device)
 
+        needs_delta = tensor_size > 1 or config.residual == "sandwich"
         queries = config.num_heads * config.head_size // tensor_size
         keys = config.num_kv_heads * config.head_size // tensor_size
         return cls(
@@ -102,7 +106,7 @@ class Workspace:
             qkv=empty(max_tokens, queries + 2 * keys),
             context=empty(max_tokens, queries),
             mlp=empty(max_tokens, config.mlp_size // tensor_size),
-            delta=empty(max_tokens if tensor_size > 1 else 0, config.hidden_size),
+            delta=empty(max_tokens if needs_delta else 0, config.hidden_size),
             last=empty(max_rows, config.hidden_size),
             logits=empty(max_rows, config.vocab_size, torch.float32),
         )
@@ -123,9 +127,10 @@ class Context:
 
 
 def attention(
-    context: Context, x: Tensor, qkv: Linear, norm: Norm, heads: Heads, cache: CacheLayer
+    context: Context, x: Tensor, qkv: Linear, norm: Norm | None, heads: Heads, cache: CacheLayer
 ) -> Tensor:
-    """(T, H * D): causal attention of norm(x) over the cache; writes the new keys and values to it."""
+    """(T, H * D): causal attention of norm(x) (norm None: of x) over the cache; writes the new keys and
+    values to it."""
     ops, batch, work = context.ops, context.batch, context.work
     tokens, decodes = batch.num_tokens, batch.num_decodes
     projected, out = work.qkv[:tokens], work.context[:tokens]
@@ -143,13 +148,25 @@ def add_linears(context: Context, residual: Tensor, *products: tuple[Tensor, Lin
         for x, linear in products:
             context.ops.linear(x, linear, residual=residual, out=residual)
         return
+    residual.add_(_sum_over_ranks(context, *products))
+
+
+def add_normed(context: Context, residual: Tensor, x: Tensor, linear: Linear, norm: Norm) -> None:
+    """residual += norm(x @ weight.T + bias), the product summed over tensor ranks."""
+    delta = _sum_over_ranks(context, (x, linear))
+    context.ops.norm(delta, norm, out=delta)
+    residual.add_(delta)
+
+
+def _sum_over_ranks(context: Context, *products: tuple[Tensor, Linear]) -> Tensor:
+    """(T, C): the sum of x @ weight.T + bias of each (x, linear), in work.delta."""
     delta = context.work.delta[: context.num_tokens]
     for index, (x, linear) in enumerate(products):
         # the bias is whole on every rank: only the first adds it
         partial = linear if context.ranks.tensor_rank == 0 else Linear(linear.weight)
         context.ops.linear(x, partial, residual=delta if index else None, out=delta)
     context.ranks.all_reduce(delta)
-    residual.add_(delta)
+    return delta
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
@@ -164,37 +181,16 @@ def alibi_slopes(num_heads: int) -> Tensor:
     return torch.tensor(slopes, dtype=torch.float32)
 
 
-def rope_table(config: ModelConfig, num_positions: int, device: torch.device) -> Rope:
-    """cos and sin of every position, float32, computed in float32 as transformers does."""
-    rope = config.rope
-    assert rope is not None, config
-    frequencies = 1.0 / rope.theta ** (torch.arange(0, rope.size, 2, dtype=torch.int64).float() / rope.size)
-    if rope.scaling == "linear":
-        frequencies = frequencies / rope.factor
-    elif rope.scaling == "llama3":
-        frequencies = _llama3_frequencies(frequencies, rope)
-    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies[None, :]
-    return Rope(angles.cos().to(device), angles.sin().to(device))
-
-
-def _llama3_frequencies(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """transformers' llama3 rule: low frequencies are divided by factor, high ones kept, the rest blended."""
-    wavelengths = 2 * math.pi / frequencies
-    longest = rope.original_max_positions / rope.low_freq_factor
-    shortest = rope.original_max_positions / rope.high_freq_factor
-    blend = (rope.original_max_positions / wavelengths - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
-    )
-    blended = (1 - blend) * frequencies / rope.factor + blend * frequencies
-    scaled = torch.where(wavelengths > longest, frequencies / rope.factor, frequencies)
-    between = (wavelengths <= longest) & (wavelengths >= shortest)
-    return torch.where(between, blended, scaled)
-
-
 def make_heads(
-    config: ModelConfig, ranks: Ranks, rope: Rope | None = None, slopes: Tensor | None = None
+    config: ModelConfig,
+    ranks: Ranks,
+    rope: Rope | None = None,
+    slopes: Tensor | None = None,
+    scale: float | None = None,
+    **fields: Any,
 ) -> Heads:
-    """This rank's share of the heads of a layer. slopes: (num_heads,), of all ranks."""
+    """This rank's share of the heads of a layer. slopes: (num_heads,), of all ranks. scale: of the scores;
+    None: 1 / sqrt(head size). fields: further ones of Heads."""
     num_heads = config.num_heads // ranks.tensor_size
     if slopes is not None:
         slopes = slopes[ranks.tensor_rank * num_heads : (ranks.tensor_rank + 1) * num_heads].contiguous()
@@ -202,7 +198,8 @@ def make_heads(
         num_heads=num_heads,
         num_kv_heads=config.num_kv_heads // ranks.tensor_size,
         head_size=config.head_size,
-        scale=config.head_size**-0.5,
+        scale=config.head_size**-0.5 if scale is None else scale,
         rope=rope,
         slopes=slopes,
+        **fields,
     )

@@ -12,8 +12,10 @@ from tridecode.backend.weight_layout import WeightSpec
 class Layout:
     """The files of a decoder whose layers have two norms, fused query_key_value and dense, and an MLP.
 
-    positions: a table of learned positions. embedding_norm: a norm after the embedding. norm_bias: LayerNorm;
-    else RMSNorm. up: the MLP's input matrices, with a gate before its values; down: its output matrix.
+    positions: a table of learned positions. embedding_norm: a norm after the embedding. norm_bias: norms have
+    biases (LayerNorm). up: the MLP's input matrices, with a gate before its values; down: its output matrix.
+    mlp_norm: the norm before the MLP; "input_layernorm" if attention and MLP share it. final_norm: a norm
+    before the head.
     """
 
     positions: bool = False
@@ -21,6 +23,8 @@ class Layout:
     norm_bias: bool = True
     up: tuple[str, ...] = ("dense_h_to_4h",)
     down: str = "dense_4h_to_h"
+    mlp_norm: str = "post_attention_layernorm"
+    final_norm: bool = True
 
     def specs(self, config: ModelConfig) -> list[WeightSpec]:
         """Every file, in the order in which Decoder reads them."""
@@ -36,14 +40,19 @@ class Layout:
             specs += norm_specs(f"{prefix}.input_layernorm", hidden, self.norm_bias, layer)
             qkv, bias = f"{prefix}.attention.query_key_value", config.attention_bias
             specs += column_specs(qkv, hidden, (queries, keys, keys), bias, layer)
-            specs += row_specs(f"{prefix}.attention.dense", queries, hidden, bias, layer)
-            specs += norm_specs(f"{prefix}.post_attention_layernorm", hidden, self.norm_bias, layer)
+            dense_bias = bias if config.dense_bias is None else config.dense_bias
+            specs += row_specs(f"{prefix}.attention.dense", queries, hidden, dense_bias, layer)
+            if self.mlp_norm != "input_layernorm":
+                specs += norm_specs(f"{prefix}.{self.mlp_norm}", hidden, self.norm_bias, layer)
             for name in self.up:
                 specs += column_specs(f"{prefix}.mlp.{name}", hidden, (inner,), config.mlp_bias, layer)
             specs += row_specs(f"{prefix}.mlp.{self.down}", inner, hidden, config.mlp_bias, layer)
-        specs += norm_specs("model.final_layernorm", hidden, self.norm_bias)
+        if self.final_norm:
+            specs += norm_specs("model.final_layernorm", hidden, self.norm_bias)
         if not config.tied_head:
             specs.append(WeightSpec("model.lm_head.weight", (config.vocab_size, hidden)))
+        if config.head_bias:
+            specs.append(WeightSpec("model.lm_head.bias", (config.vocab_size,)))
         return specs
 
 
