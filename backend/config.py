@@ -13,6 +13,7 @@ from typing import Callable
 from tridecode.backend.errors import ConfigError, UnsupportedError
 
 DTYPES = ("fp32", "fp16", "bf16")
+VERIFY_MODES = ("sizes", "sampled", "full")
 #: FasterTransformer's FT_SEQ_LEN_MAX: the limit of a model whose config.ini names none
 DEFAULT_MAX_POSITIONS = 16384
 
@@ -119,6 +120,7 @@ class EngineConfig:
 
     device: str = "auto"  # "auto", "cpu", "cuda"
     weights: str = "files"  # or "random": of the model's shapes, for benchmarks without a checkpoint
+    verify_weights: str = "sampled"  # files against manifest.json: "sizes", "sampled" (4 KiB a MiB) or "full"
     max_sequences: int = 64  # sequences that decode together
     max_queued_requests: int = 1024  # length of the queue; a request beyond it is answered UNAVAILABLE
     max_sequence_tokens: int | None = None  # prompt + output; None: what the model's positions allow
@@ -175,6 +177,7 @@ def _check_engine_config(config: EngineConfig, where: str) -> None:
 
     demand(config.data_type in DTYPES, "data_type", "one of " + ", ".join(DTYPES))
     demand(config.weights in ("files", "random"), "weights", "files or random")
+    demand(config.verify_weights in VERIFY_MODES, "verify_weights", ", ".join(VERIFY_MODES))
     demand(config.device in ("auto", "cpu", "cuda"), "device", "auto, cpu or cuda")
     sizes = "tensor_para_size pipeline_para_size max_sequences max_queued_requests block_tokens"
     for key in sizes.split():

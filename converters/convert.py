@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import math
 import re
 from dataclasses import dataclass
@@ -13,11 +15,15 @@ import torch
 from tridecode.backend import models
 from tridecode.backend.config import DTYPES, ModelConfig
 from tridecode.backend.errors import CheckpointError, ConfigError
-from tridecode.backend.weights import TORCH_DTYPES, Manifest
+from tridecode.backend.manifest import Manifest, sample_sha256
+from tridecode.backend.weights import TORCH_DTYPES
 from tridecode.converters.checkpoint import Checkpoint
 from tridecode.converters.families import CheckpointFamily, family_of
+from tridecode.converters.mapped_files import released_pages
 from tridecode.converters.rules import Conversion, expand, plan_conversions
 from tridecode.converters.writer import TensorToWrite, write_weights
+
+_MAX_FILES = 10_000  # of a checkpoint
 
 
 @dataclass(frozen=True)
@@ -41,8 +47,34 @@ class PlannedConversion:
         def read(name: str) -> torch.Tensor:
             return self.checkpoint.tensors.read(self.names[name])
 
-        tensors = [TensorToWrite(item.spec, partial(item.make, read)) for item in self.conversions]
-        return write_weights(directory, self.config, tensors, tensor_para_size)
+        tensors = [
+            TensorToWrite(item.spec, partial(item.make, read), self._memory(item))
+            for item in self.conversions
+        ]
+        files = checkpoint_files(self.checkpoint.path)
+        with released_pages(files):
+            return write_weights(directory, self.config, tensors, tensor_para_size, source_digest(files))
+
+    def _memory(self, item: Conversion) -> int:
+        """Bytes that a tensor takes while it is written, in the wider of the two dtypes."""
+        stored = [self.checkpoint.tensors.dtype(self.names[name]).itemsize for name in item.sources]
+        return math.prod(item.spec.shape) * max(*stored, TORCH_DTYPES[self.config.weight_dtype].itemsize)
+
+
+def checkpoint_files(path: Path) -> list[Path]:
+    """The files of a checkpoint: a file, or those of a directory and its folders."""
+    if path.is_file():
+        return [path]
+    found = itertools.islice(path.rglob("*"), _MAX_FILES)
+    return sorted(file for file in found if file.is_file() and ".git" not in file.parts)
+
+
+def source_digest(files: list[Path]) -> str:
+    """A digest of names and contents (SampleDigest), for telling whether a conversion goes on from them."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.name}\0{sample_sha256(file)}\n".encode())
+    return digest.hexdigest()
 
 
 def plan_conversion(
@@ -55,6 +87,11 @@ def plan_conversion(
     """
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; wanted one of {', '.join(DTYPES)}")
+    if checkpoint.plan is not None:
+        name = None if model_name is None else _model_name(model_name, checkpoint)
+        return PlannedConversion(
+            checkpoint, *checkpoint.plan(dtype, name), {name: name for name in checkpoint.tensors.shapes}
+        )
     source = family_of(checkpoint.config.model_type, checkpoint.path)
     _check_sizes(checkpoint)
     names = full_names(checkpoint.tensors.shapes, source)

@@ -58,7 +58,7 @@ class Parity:
     """PARITY.json: the comparison and its result. Logits are absolute, shares lie in [0, 1].
 
     reference_difference: largest logit difference of transformers' own runs in two precisions; 0 if it was
-    not measured, as the usual bound held.
+    not measured, as the usual bound held. tokenizer_round_trip: None without a tokenizer.
     """
 
     passed: bool
@@ -72,7 +72,7 @@ class Parity:
     largest_logit: float
     greedy_agreement: float
     smallest_margin: float
-    tokenizer_round_trip: float
+    tokenizer_round_trip: float | None
     prompts: list[PromptParity]
     reference_difference: float = 0.0
     checksums: dict[str, str] = field(default_factory=dict)
@@ -83,11 +83,15 @@ class Parity:
         return asdict(self)
 
 
-def fixed_prompts(tokenizer: Tokenizer, config: ModelConfig) -> list[tuple[str, list[int]]]:
-    """(description, ids): the tokenizer's probes, and random ids of a fixed seed; all fit the model."""
+def fixed_prompts(tokenizer: Tokenizer | None, config: ModelConfig) -> list[tuple[str, list[int]]]:
+    """(description, ids): the tokenizer's probes, and random ids of a fixed seed; all fit the model.
+
+    tokenizer None: random ids only.
+    """
     longest = min(MAX_PROMPT_TOKENS, config.max_positions - NEW_TOKENS)
     prompts = []
-    for text in PROBES:
+    for text in PROBES if tokenizer is not None else ():
+        assert tokenizer is not None
         ids = [token for token in tokenizer.encode(text).ids if token < config.vocab_size][:longest]
         if ids:
             prompts.append((text, ids))
@@ -101,10 +105,13 @@ def check_parity(
     checkpoint: Checkpoint,
     weights: Path,
     config: ModelConfig,
-    tokenizer_file: Path,
+    tokenizer_file: Path | None,
 ) -> Parity:
-    """Run both models on fixed_prompts. `passed` tells whether every difference is one of rounding."""
-    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    """Run both models on fixed_prompts. `passed` tells whether every difference is one of rounding.
+
+    tokenizer_file None: the model has no tokenizer.
+    """
+    tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file is not None else None
     described = fixed_prompts(tokenizer, config)
     prompts = [ids for _, ids in described]
     device = choose_device(EngineConfig())
@@ -126,7 +133,7 @@ def check_parity(
         engine={"device": device.type, "dtype": engine_dtype},
         reference={"device": device.type, "dtype": reference_dtype},
         largest_logit=largest,
-        tokenizer_round_trip=_round_trip(tokenizer),
+        tokenizer_round_trip=None if tokenizer is None else _round_trip(tokenizer),
         checksums=compared_checksums(weights, tokenizer_file),
         versions=_versions(),
     )
@@ -235,10 +242,11 @@ def _greedy(model: Module, prompt: list[int], device: torch.device) -> tuple[lis
     ids = torch.tensor([prompt], device=device)
     for _ in range(NEW_TOKENS):
         output = model(ids, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        cache = output.past_key_values  # None: a reference model of ours computes all tokens again
         rows.append(output.logits[0, -1].float().cpu().numpy())
         tokens.append(int(rows[-1].argmax()))
-        ids = torch.tensor([tokens[-1:]], device=device)
+        newest = torch.tensor([tokens[-1:]], device=device)
+        ids = newest if cache is not None else torch.cat([ids, newest], dim=1)
     return tokens, np.stack(rows)
 
 
@@ -247,10 +255,10 @@ def _round_trip(tokenizer: Tokenizer) -> float:
     return sum(tokenizer.decode(tokenizer.encode(text).ids) == text for text in PROBES) / len(PROBES)
 
 
-def compared_checksums(weights: Path, tokenizer_file: Path) -> dict[str, str]:
+def compared_checksums(weights: Path, tokenizer_file: Path | None) -> dict[str, str]:
     """SHA-256 of the compared files; manifest.json holds that of every weight file."""
     files = (weights / "config.ini", weights / MANIFEST_FILE, tokenizer_file)
-    return {path.name: file_sha256(path) for path in files}
+    return {path.name: file_sha256(path) for path in files if path is not None}
 
 
 def _versions() -> dict[str, str]:

@@ -48,15 +48,26 @@ PROBES = (
 )
 
 
+def has_tokenizer(checkpoint: Checkpoint) -> bool:
+    """Whether the checkpoint comes with a tokenizer; a damaged one counts."""
+    if checkpoint.tokenizer_dir is None:
+        return "tokenizer.ggml.model" in checkpoint.gguf_fields
+    return _has_tokenizer_files(checkpoint.tokenizer_dir)
+
+
+def _has_tokenizer_files(directory: Path) -> bool:
+    return any(all((directory / name).exists() for name in names) for names in _SOURCES)
+
+
 def load_tokenizer(checkpoint: Checkpoint, override: Path | None = None) -> PreTrainedTokenizerBase:
     """transformers' tokenizer of a checkpoint, or of the directory `override`.
 
     Raises CheckpointError where the files are missing or transformers cannot read them, UnsupportedError for
     a GGUF whose way of splitting text cannot be rebuilt.
     """
-    if override is not None or not checkpoint.is_gguf:
-        directory = override or checkpoint.path
-        if not any(all((directory / name).is_file() for name in names) for names in _SOURCES):
+    directory = override or checkpoint.tokenizer_dir
+    if directory is not None:
+        if not _has_tokenizer_files(directory):
             wanted = "tokenizer.json, tokenizer.model, or vocab.json and merges.txt"
             raise CheckpointError(f"{directory} has no tokenizer; wanted {wanted}")
         for name in {name for names in _SOURCES for name in names}.union(_COMPANIONS):

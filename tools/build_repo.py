@@ -9,11 +9,13 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase
 
 from tridecode.backend.config import ModelConfig
 from tridecode.backend.errors import CheckpointError, ConfigError
@@ -21,7 +23,12 @@ from tridecode.backend.models import family
 from tridecode.converters.checkpoint import Checkpoint, open_checkpoint
 from tridecode.converters.convert import PlannedConversion, plan_conversion
 from tridecode.converters.parity import Parity, check_parity
-from tridecode.converters.tokenizer import load_tokenizer, save_tokenizer, vocabulary_size
+from tridecode.converters.tokenizer import (
+    has_tokenizer,
+    load_tokenizer,
+    save_tokenizer,
+    vocabulary_size,
+)
 from tridecode.model_repo_templates.repository import (
     ENGINE_MODEL,
     TOKENIZER_DIR,
@@ -48,6 +55,7 @@ def build_repo(
     model_name: str | None = None,
     tokenizer: str | Path | None = None,
     parity: bool = True,
+    reference: str | Path | None = None,
     overwrite: bool = False,
     engine_settings: Mapping[str, object] | None = None,
     console: Console | None = None,
@@ -58,8 +66,9 @@ def build_repo(
     None: the checkpoint's on a machine with a GPU, fp32 on one without. tokenizer: a directory to take it
     from, not the model's own. ensemble_owner, decoupled_fastertransformer, plain_text, unbatched_text,
     exclude_input, uint32_text_inputs: see repository_models. engine_settings: parameters of EngineConfig.
-    parity: compare with transformers and write PARITY.json. overwrite: an output that is a model repository
-    is replaced.
+    parity: compare with transformers and write PARITY.json. reference: another checkpoint to
+    compare with: of a weight directory, the one that it was made from. overwrite: an output that is a model
+    repository is replaced.
 
     Raises CheckpointError, ConfigError or UnsupportedError with what was found and wanted, and removes its
     files.
@@ -67,7 +76,8 @@ def build_repo(
     console = console or Console(highlight=False, soft_wrap=True)
     output = Path(output)
     check_output(output, overwrite)
-    models = repository_models(
+    models = partial(
+        repository_models,
         ensemble_owner,
         decoupled_fastertransformer,
         plain_text,
@@ -75,8 +85,13 @@ def build_repo(
         exclude_input=exclude_input,
         uint32_text_inputs=uint32_text_inputs,
     )
+    models()  # wrong settings are refused before anything is read
     checkpoint = open_checkpoint(model)
+    for note in checkpoint.notes:
+        console.print("[yellow]warning[/]: ", end="")
+        console.print(note, markup=False)
     planned = plan_conversion(checkpoint, dtype or _default_dtype(console), model_name)
+    compared = checkpoint if reference is None else open_checkpoint(reference)
     config = planned.config
     console.print(
         f"{checkpoint.path}: {config.family}, {config.num_layers} layers of {config.hidden_size}, vocabulary "
@@ -90,28 +105,46 @@ def build_repo(
         "pipeline_para_size": pipeline_para_size,
     }
     engine = engine_texts(settings, "engine settings")
-    hf_tokenizer = load_tokenizer(checkpoint, Path(tokenizer) if tokenizer is not None else None)
+    hf_tokenizer = _tokenizer(checkpoint, Path(tokenizer) if tokenizer is not None else None, console)
     _check_room(output, planned)
     with _staged(output) as staging:
         weights = staging / ENGINE_MODEL / "1" / f"{tensor_para_size}-gpu"
         planned.write(weights, tensor_para_size)
         write_models(
             staging,
-            models,
+            models(has_tokenizer=hf_tokenizer is not None),
             engine=engine,
             model_type=family(config.family).model_type,
             checkpoint_path=weights.name,
             stop_ids=",".join(str(token) for token in checkpoint.eos_ids[1:]),
         )
-        source = None if checkpoint.is_gguf and tokenizer is None else Path(tokenizer or checkpoint.path)
-        written = save_tokenizer(hf_tokenizer, source, staging / TOKENIZER_DIR)
-        _check_vocabulary(written, config, console)
-        if parity:
-            _prove(planned, checkpoint, weights, staging, console)
+        if hf_tokenizer is not None:
+            source = Path(tokenizer) if tokenizer is not None else checkpoint.tokenizer_dir
+            written = save_tokenizer(hf_tokenizer, source, staging / TOKENIZER_DIR)
+            _check_vocabulary(written, config, console)
+        if parity and not compared.has_reference:
+            why = f"transformers has no class for {compared.config.model_type or config.family}"
+            console.print(f"[yellow]warning[/]: the result is not compared: {why}")
+        elif parity:
+            _prove(planned, compared, weights, staging, console)
         _check_result(staging)
     console.print(f"wrote {output}")
     console.print(f"next: {serve_command(output)}", markup=False)
     return output
+
+
+def _tokenizer(
+    checkpoint: Checkpoint, given: Path | None, console: Console
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of the checkpoint or of the folder `given`; None, said aloud, if there is none."""
+    if given is not None or has_tokenizer(checkpoint):
+        return load_tokenizer(checkpoint, given)
+    names = ", ".join(model.name for model in repository_models(has_tokenizer=False))
+    console.print(
+        f"[yellow]warning[/]: {checkpoint.path} has no tokenizer: the repository gets the models of token "
+        f"ids only ({names}); name a tokenizer's folder (--tokenizer) for those of text"
+    )
+    return None
 
 
 def serve_command(repository: Path) -> str:
@@ -225,7 +258,10 @@ def _prove(
     planned: PlannedConversion, checkpoint: Checkpoint, weights: Path, staging: Path, console: Console
 ) -> Parity:
     with console.status("comparing the converted model with transformers"):
-        parity = check_parity(checkpoint, weights, planned.config, staging / TOKENIZER_DIR / "tokenizer.json")
+        tokenizer_file = staging / TOKENIZER_DIR / "tokenizer.json"
+        parity = check_parity(
+            checkpoint, weights, planned.config, tokenizer_file if tokenizer_file.exists() else None
+        )
     summary = (
         f"largest logit error {parity.largest_logit_error:.2g} (bound {parity.logit_error_bound:.2g}), "
         f"greedy tokens equal on {parity.greedy_agreement:.0%} of {len(parity.prompts)} prompts"

@@ -276,7 +276,8 @@ def _check_engine(
     }
     for folder in sorted(folders - {""}):
         yield from _check_tokenizer(repository, folder, config)
-        if reader is not None:
+    if reader is not None:
+        for folder in sorted(folders - {""}) or [""]:  # a repository of token models has none
             yield from _check_parity(repository, weights, folder)
 
 
@@ -333,9 +334,10 @@ def _check_parity(repository: Path, weights: Path, tokenizer_dir: str) -> Iterat
             PARITY_FILE, "no passed comparison", f"{PARITY_FORMAT}, passed", "Build the repository again."
         )
         return
-    tokenizer_file = repository / tokenizer_dir / "tokenizer.json"
+    tokenizer_file = repository / tokenizer_dir / "tokenizer.json" if tokenizer_dir else None
     try:
-        require_file(tokenizer_file, MAX_JSON_BYTES)
+        if tokenizer_file is not None:
+            require_file(tokenizer_file, MAX_JSON_BYTES)
         found = compared_checksums(weights, tokenizer_file)
     except FileNotFoundError as error:
         yield _warning(

@@ -128,7 +128,9 @@ class Engine:
             return cls(model, config, RandomWeights(specs, 0, *place, dtype, ops, device), ops, ranks, device)
         mine = stage_layers(model.num_layers, ranks.stage, ranks.num_stages)
         specs = [spec for spec in specs if spec.layer is None or spec.layer in mine]
-        weights = FileWeights(WeightReader(directory, model), specs, *place, dtype, ops, device, progress)
+        reader = WeightReader(directory, model)
+        reader.verify(config.verify_weights, specs)
+        weights = FileWeights(reader, specs, *place, dtype, ops, device, progress)
         try:
             return cls(model, config, weights, ops, ranks, device)
         finally:

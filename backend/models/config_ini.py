@@ -48,10 +48,10 @@ class IniSection:
     """
 
     def __init__(self, path: Path, name: str, items: dict[str, str]):
-        self.path, self.name, self._items = path, name, items
+        self.path, self.name, self.items = path, name, items
 
     def _convert(self, key: str, convert: Callable, wanted: str, default):
-        text = self._items.get(key.lower())
+        text = self.items.get(key.lower())
         if text is None:
             if default is None:
                 raise ConfigError(

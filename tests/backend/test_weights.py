@@ -20,9 +20,10 @@ from tests.backend.hf_models import model_config
 from tests.checkpoints import FAMILIES
 from tridecode.backend.config import ModelConfig, RopeConfig
 from tridecode.backend.errors import ConfigError, WeightFileError
+from tridecode.backend.manifest import MANIFEST_FORMAT
 from tridecode.backend.models import family, model_config_ini, read_model_config
 from tridecode.backend.weight_layout import WeightSpec
-from tridecode.backend.weights import MANIFEST_FORMAT, WeightReader
+from tridecode.backend.weights import WeightReader
 
 NUMPY_DTYPES = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 
@@ -263,22 +264,29 @@ def test_an_untied_head_must_be_there(tmp_path):
 # ---------------------------------------------------------------- manifest.json
 
 
+def sampled(data: bytes) -> str:
+    """The digest of docs/weight_files.md: 4 KiB at every MiB, the last 4 KiB, the length."""
+    parts = [data[start : start + 4096] for start in range(0, len(data), 1 << 20)]
+    return hashlib.sha256(b"".join([*parts, data[-4096:], len(data).to_bytes(8, "little")])).hexdigest()
+
+
 def write_manifest(directory: Path, **changes) -> None:
     """A manifest of the directory as it is, by the description in docs/weight_files.md."""
-    tensors: dict[str, list[Path]] = {}
-    for path in sorted(directory.glob("*.bin")):
-        stem = path.name[: -len(".bin")]
-        name = stem.rpartition(".")[0] if stem.rpartition(".")[2].isdigit() else stem
-        tensors.setdefault(name, []).append(path)
     entries = [
         {
-            "name": name, "shape": [], "dtype": "fp32", "axis": None, "sections": [],
+            "name": spec.name, "shape": spec.shape, "dtype": "fp32", "axis": spec.axis,
+            "sections": spec.sections,
             "files": [
-                {"name": p.name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-                for p, data in ((p, p.read_bytes()) for p in paths)
+                {
+                    "name": p.name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest(),
+                    "sample": sampled(data),
+                }
+                for ending in (".bin", ".?.bin")
+                for p in sorted(directory.glob(spec.name + ending))
+                for data in [p.read_bytes()]
             ],
         }
-        for name, paths in tensors.items()
+        for spec in family("bloom").weight_specs(CONFIGS["bloom"])
     ]  # fmt: skip
     manifest = {
         "format": MANIFEST_FORMAT, "family": "bloom", "tensor_para_size": 2, "dtype": "fp32",
