@@ -113,7 +113,7 @@ def _layer(state, prefix: str, names: _Names, kept: list[int], heads: int, size:
     def take(name: str, indices: list[int], outputs: bool) -> None:
         weight = state[f"{name}.weight"]
         out[f"{name}.weight"] = weight.index_select(
-            0 if outputs == names.turned else 1, torch.tensor(indices)
+            0 if outputs == names.turned else 1, torch.tensor(indices, dtype=torch.long)
         )
         if outputs and f"{name}.bias" in state:
             out[f"{name}.bias"] = state[f"{name}.bias"][indices]

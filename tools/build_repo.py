@@ -29,6 +29,7 @@ from tridecode.converters.tokenizer import (
     save_tokenizer,
     vocabulary_size,
 )
+from tridecode.converters.zeros import zeros_summary
 from tridecode.model_repo_templates.repository import (
     ENGINE_MODEL,
     TOKENIZER_DIR,
@@ -37,6 +38,8 @@ from tridecode.model_repo_templates.repository import (
     write_models,
 )
 from tridecode.tools.check_repo import PARITY_FILE, check_repo
+
+_SPARSE = 0.01  # share of zeros from which a model counts as pruned
 
 
 def build_repo(
@@ -97,6 +100,8 @@ def build_repo(
         f"{checkpoint.path}: {config.family}, {config.num_layers} layers of {config.hidden_size}, vocabulary "
         f"{config.vocab_size}; weights as {config.weight_dtype}, tensor_para_size {tensor_para_size}"
     )
+    for note in planned.notes:
+        console.print(note)
     _check_stages(config, pipeline_para_size)
     settings = {
         "data_type": config.weight_dtype,
@@ -109,7 +114,9 @@ def build_repo(
     _check_room(output, planned)
     with _staged(output) as staging:
         weights = staging / ENGINE_MODEL / "1" / f"{tensor_para_size}-gpu"
-        planned.write(weights, tensor_para_size)
+        manifest = planned.write(weights, tensor_para_size)
+        if manifest.weight_sparsity >= _SPARSE:
+            console.print(zeros_summary(manifest))
         write_models(
             staging,
             models(has_tokenizer=hf_tokenizer is not None),
