@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.checkpoints import FAMILIES, greedy, save
-from tests.pruned_checkpoints import Cut, Pruned, prune
+from tests.checkpoints import greedy, save
+from tests.pruned_checkpoints import Cut, Pruned, prune, unpruned
 from tridecode.backend.config import LayerSizes
 from tridecode.backend.engine.offline import run_greedy
 from tridecode.backend.errors import CheckpointError, UnsupportedError
@@ -21,10 +21,6 @@ from tridecode.converters.convert import plan_conversion
 from tridecode.converters.parity import check_parity
 
 PROMPTS = [[5], [7, 9, 11], list(range(20, 45))]
-
-
-def model_of(family: str, **overrides):
-    return FAMILIES[family](**{**FAMILIES[family].shared, **overrides})
 
 
 def assert_answers(source: Path, directory: Path, model) -> None:
@@ -46,7 +42,7 @@ LLAMA = {0: Cut(heads=(2, 3)), 2: Cut(heads=(1, 2, 4, 7, 8, 11), neurons=(0, 5, 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama"])
 def test_shapes_alone_tell_the_sizes(family: str, tmp_path: Path) -> None:
-    pruned = prune(model_of(family), LLAMA if family == "llama" else CUTS)
+    pruned = prune(unpruned(family), LLAMA if family == "llama" else CUTS)
     source = pruned.save(tmp_path / "hf")
     assert_answers(source, tmp_path / "w", pruned.model)
     config = read_model_config(tmp_path / "w")
@@ -56,7 +52,7 @@ def test_shapes_alone_tell_the_sizes(family: str, tmp_path: Path) -> None:
 
 
 def test_lists_in_the_config_are_read_and_compared(tmp_path: Path) -> None:
-    pruned = prune(model_of("llama"), LLAMA)
+    pruned = prune(unpruned("llama"), LLAMA)
     lists = {
         "num_attention_heads": [10, 12, 6],
         "num_key_value_heads_per_layer": [5, 6, 6],
@@ -87,7 +83,7 @@ def test_lists_in_the_config_are_read_and_compared(tmp_path: Path) -> None:
 
 def test_key_value_heads_may_differ_where_query_heads_do_not(tmp_path: Path) -> None:
     """As in models of searched architectures: a layer of fewer key/value heads, each with more queries."""
-    model = model_of("llama", num_key_value_heads=4)
+    model = unpruned("llama", num_key_value_heads=4)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for name in ("k_proj", "v_proj"):  # the four heads of layer 1 become two, in pairs
         weight = model.model.layers[1].self_attn.get_submodule(name).weight.data
@@ -101,19 +97,19 @@ def test_key_value_heads_may_differ_where_query_heads_do_not(tmp_path: Path) -> 
 
 def test_all_layers_may_have_lost_as_much(tmp_path: Path) -> None:
     cuts = {layer: Cut(heads=(0, 11), neurons=tuple(range(12))) for layer in range(3)}
-    pruned = prune(model_of("gpt2"), cuts)
+    pruned = prune(unpruned("gpt2"), cuts)
     assert_answers(pruned.save(tmp_path / "hf"), tmp_path / "w", pruned.model)
     assert read_model_config(tmp_path / "w").layer_sizes == (LayerSizes(10, 10, 48),) * 3
 
 
 def test_an_unpruned_checkpoint_has_no_sizes_of_layers(tmp_path: Path) -> None:
-    source = save(model_of("bloom"), tmp_path / "hf", tokenizer=False)
+    source = save(unpruned("bloom"), tmp_path / "hf", tokenizer=False)
     planned = plan_conversion(open_checkpoint(source))
     assert planned.config.layer_sizes == () and planned.notes == []
 
 
 def test_the_heads_that_bloom_keeps_are_recorded(tmp_path: Path) -> None:
-    pruned = prune(model_of("bloom"), {1: Cut(heads=(3, 8))})
+    pruned = prune(unpruned("bloom"), {1: Cut(heads=(3, 8))})
     source = pruned.save(tmp_path / "hf", pruned_heads={"1": [8, 3]})
     planned = plan_conversion(open_checkpoint(source))
     kept = (0, 1, 2, 4, 5, 6, 7, 9, 10, 11)
@@ -151,7 +147,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("family", "cuts", "lost", "complaint"), REFUSED)
 def test_what_cannot_be_run_or_told_is_refused(family, cuts, lost, complaint, tmp_path: Path) -> None:
-    source = prune(model_of(family), cuts).save(tmp_path / "hf", **({"pruned_heads": lost} if lost else {}))
+    source = prune(unpruned(family), cuts).save(tmp_path / "hf", **({"pruned_heads": lost} if lost else {}))
     with pytest.raises((CheckpointError, UnsupportedError)) as caught:
         plan_conversion(open_checkpoint(source))
     assert complaint in str(caught.value) and str(tmp_path / "hf") in str(caught.value)
@@ -159,19 +155,19 @@ def test_what_cannot_be_run_or_told_is_refused(family, cuts, lost, complaint, tm
 
 def test_query_heads_that_are_left_must_be_spread_over_the_groups(tmp_path: Path) -> None:
     """Six heads left of three groups, but three, two and one: the shapes alone look fine."""
-    pruned = prune(model_of("llama", num_key_value_heads=4), {0: Cut(heads=(1, 2, 4, 5, 9, 10))})
+    pruned = prune(unpruned("llama", num_key_value_heads=4), {0: Cut(heads=(1, 2, 4, 5, 9, 10))})
     lost = {"pruned_heads": {"0": [1, 2, 4, 5, 9, 10]}}
     with pytest.raises(
         UnsupportedError, match="query heads and 4 key/value heads in layer 0; wanted a multiple"
     ):
         plan_conversion(open_checkpoint(pruned.save(tmp_path / "hf", **lost)))
-    uneven = prune(model_of("llama", num_key_value_heads=2), {0: Cut(heads=(0, 1))})
+    uneven = prune(unpruned("llama", num_key_value_heads=2), {0: Cut(heads=(0, 1))})
     with pytest.raises(UnsupportedError, match=r"have {0: 4, 1: 6} in each group of a key/value head"):
         plan_conversion(open_checkpoint(uneven.save(tmp_path / "hf2", pruned_heads={"0": [0, 1]})))
 
 
 def test_smaller_heads_are_refused(tmp_path: Path) -> None:
-    source = save(model_of("gpt2"), tmp_path / "hf", tokenizer=False)
+    source = save(unpruned("gpt2"), tmp_path / "hf", tokenizer=False)
     state = load_file(source / "model.safetensors")
     for name, shape in [
         ("c_attn.weight", (48, 3 * 47)), ("c_attn.bias", (3 * 47,)), ("c_proj.weight", (47, 48)),
@@ -183,7 +179,7 @@ def test_smaller_heads_are_refused(tmp_path: Path) -> None:
 
 
 def test_tensors_that_disagree_with_each_other_are_refused(tmp_path: Path) -> None:
-    pruned = prune(model_of("gpt2"), CUTS)
+    pruned = prune(unpruned("gpt2"), CUTS)
     pruned.state["transformer.h.0.attn.c_attn.weight"] = torch.zeros(48, 3 * 44)
     with pytest.raises(
         CheckpointError, match=r"c_attn.weight \(48, 132\) makes .*; the config wants \(48, 120\)"
@@ -197,7 +193,7 @@ def test_tensors_that_disagree_with_each_other_are_refused(tmp_path: Path) -> No
 @pytest.mark.parametrize("family", ["gpt2", "bloom", "gpt_neox", "llama"])
 def test_the_reference_is_the_unpruned_model_with_zeros(family: str, tmp_path: Path) -> None:
     cuts = LLAMA if family == "llama" else CUTS
-    pruned = prune(model_of(family), cuts)
+    pruned = prune(unpruned(family), cuts)
     lost = {str(layer): list(cut.heads) for layer, cut in cuts.items()}
     checkpoint = open_checkpoint(pruned.save(tmp_path / "hf", pruned_heads=lost))
     planned = plan_conversion(checkpoint)
@@ -212,7 +208,7 @@ def test_the_reference_is_the_unpruned_model_with_zeros(family: str, tmp_path: P
 
 
 def test_a_reference_of_other_weights_fails_parity(tmp_path: Path) -> None:
-    pruned = prune(model_of("gpt2"), CUTS)
+    pruned = prune(unpruned("gpt2"), CUTS)
     plan_conversion(open_checkpoint(pruned.save(tmp_path / "hf"))).write(tmp_path / "w")
     pruned.state["transformer.h.2.mlp.c_proj.weight"][3] = 0  # one more neuron
     changed = open_checkpoint(pruned.save(tmp_path / "changed"))
@@ -222,6 +218,6 @@ def test_a_reference_of_other_weights_fails_parity(tmp_path: Path) -> None:
 
 def test_transformers_itself_cannot_load_such_a_checkpoint(tmp_path: Path) -> None:
     """Should this fail one day, transformers' own model is the better reference."""
-    pruned = prune(model_of("gpt2"), CUTS)
+    pruned = prune(unpruned("gpt2"), CUTS)
     with pytest.raises(RuntimeError, match="size"):
         AutoModelForCausalLM.from_pretrained(pruned.save(tmp_path / "hf"))
