@@ -59,6 +59,7 @@ def build_repo(
     tokenizer: str | Path | None = None,
     parity: bool = True,
     reference: str | Path | None = None,
+    num_heads: int | None = None,
     overwrite: bool = False,
     engine_settings: Mapping[str, object] | None = None,
     console: Console | None = None,
@@ -70,7 +71,8 @@ def build_repo(
     from, not the model's own. ensemble_owner, decoupled_fastertransformer, plain_text, unbatched_text,
     exclude_input, uint32_text_inputs: see repository_models. engine_settings: parameters of EngineConfig.
     parity: compare with transformers and write PARITY.json. reference: another checkpoint to
-    compare with: of a weight directory, the one that it was made from. overwrite: an output that is a model
+    compare with: of a weight directory, the one that it was made from. num_heads: attention heads of a
+    Megatron checkpoint that does not say. overwrite: an output that is a model
     repository is replaced.
 
     Raises CheckpointError, ConfigError or UnsupportedError with what was found and wanted, and removes its
@@ -89,7 +91,7 @@ def build_repo(
         uint32_text_inputs=uint32_text_inputs,
     )
     models()  # wrong settings are refused before anything is read
-    checkpoint = open_checkpoint(model)
+    checkpoint = open_checkpoint(model, num_heads)
     for note in checkpoint.notes:
         console.print("[yellow]warning[/]: ", end="")
         console.print(note, markup=False)
