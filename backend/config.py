@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, fields
 from typing import Callable
 
 from tridecode.backend.errors import ConfigError, UnsupportedError
+from tridecode.backend.weight_layout import divides
 
 DTYPES = ("fp32", "fp16", "bf16")
+_MAX_RANKS = 1024  # that an error offers
 VERIFY_MODES = ("sizes", "sampled", "full")
 #: FasterTransformer's FT_SEQ_LEN_MAX: the limit of a model whose config.ini names none
 DEFAULT_MAX_POSITIONS = 16384
@@ -81,19 +83,25 @@ class ModelConfig:
 
 
 def check_tensor_size(config: ModelConfig, tensor_para_size: int) -> None:
-    """Raises ConfigError unless the tensor ranks can share the heads and the MLP evenly.
+    """Raises ConfigError unless the tensor ranks can share the heads evenly.
 
-    A matrix may be divisible where its heads are not: 3 heads of 16 have 48 columns, which 2 divides.
+    A matrix may be divisible where its heads are not: 3 heads of 16 have 48 columns, which 2 divides. Fewer
+    key/value heads than ranks are replicated; an MLP that the ranks do not divide is padded with zeros.
     """
-    for key, size in (
-        ("head_num", config.num_heads),
-        ("kv_head_num", config.num_kv_heads),
-        ("inter_size", config.mlp_size),
-    ):
-        if size % tensor_para_size:
-            raise ConfigError(
-                f"tensor_para_size = {tensor_para_size} does not divide {key} = {size} of {config.model_name}"
-            )
+
+    def problem(ranks: int) -> str:
+        if not divides(config.num_heads, ranks):
+            return f"does not divide head_num = {config.num_heads} of {config.model_name}"
+        if not divides(config.num_kv_heads, ranks, shared=True):
+            found = f"kv_head_num = {config.num_kv_heads} of {config.model_name}"
+            return f"does not divide {found} and is not a multiple of it"
+        return ""
+
+    if found := problem(tensor_para_size):
+        fitting = [str(n) for n in range(1, min(config.num_heads, _MAX_RANKS) + 1) if not problem(n)]
+        raise ConfigError(
+            f"tensor_para_size = {tensor_para_size} {found}; wanted one of {', '.join(fitting)}"
+        )
 
 
 def parse_flag(text: str) -> bool:

@@ -23,7 +23,7 @@ from tridecode.backend.engine.sampling import copy_slots, start_slots
 from tridecode.backend.engine.settings import choose_num_blocks
 from tridecode.backend.engine.step_buffers import StepBuffers
 from tridecode.backend.models.layers import Context, Weights, Workspace
-from tridecode.backend.weight_layout import stage_layers
+from tridecode.backend.weight_layout import share_size, stage_layers
 from tridecode.backend.weights import WeightReader
 from tridecode.kernels.ops import Batch, CacheLayer, Ops
 from tridecode.kernels.sampling_state import SamplingState
@@ -139,15 +139,17 @@ class Engine:
     def _widest(self) -> int:
         """Columns of the widest product of this rank."""
         model, size = self.model_config, self.ranks.tensor_size
-        qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_size // size
-        return max(qkv, 2 * model.mlp_size // size, model.hidden_size)
+        heads = model.num_heads // size + 2 * share_size(model.num_kv_heads, size)
+        mlp = share_size(model.mlp_size, size, padded=True)
+        return max(heads * model.head_size, 2 * mlp, model.hidden_size)
 
     def _local_layers(self) -> int:
         return len(stage_layers(self.model_config.num_layers, self.ranks.stage, self.ranks.num_stages))
 
     def _block_shape(self) -> tuple[int, int, int, int]:
         model = self.model_config
-        return (2, model.num_kv_heads // self.ranks.tensor_size, self.config.block_tokens, model.head_size)
+        kv_heads = share_size(model.num_kv_heads, self.ranks.tensor_size)
+        return (2, kv_heads, self.config.block_tokens, model.head_size)
 
     def _block_bytes(self) -> int:
         return self._local_layers() * int(np.prod(self._block_shape())) * self.dtype.itemsize
