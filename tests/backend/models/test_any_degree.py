@@ -1,6 +1,6 @@
 """One weight directory at any tensor and pipeline degree gives the tokens of transformers.
 
-Ranks are threads here; tests/backend/models/test_ranks.py has processes.
+Ranks are threads here; tests/backend/models/test_ranks.py has processes, for every family.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("tensor", "stages"),
-    [(1, 3), (2, 1), (4, 2)],
-    ids=["pp 3", "tp 2", "tp 4 x pp 2"],
+    [(1, 3), (4, 2)],
+    ids=["pp 3", "tp 4 x pp 2"],
 )
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_at_every_degree(folder, family, tensor, stages):
+@pytest.mark.parametrize("family", ["gpt2", "bloom", "llama", "gpt_neox"])
+def test_families_at_further_degrees(folder, family, tensor, stages):
     settings = {"num_key_value_heads": 4} if family == "llama" else {}
     directory, prompts, wanted = prepared(folder, family, **settings)
     assert generate_on_ranks(directory, tensor, stages, prompts, NEW_TOKENS)[0] == wanted
