@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tridecode.backend.config import ModelConfig
-from tridecode.backend.weight_layout import WeightSpec
+from tridecode.backend.weight_layout import WeightSpec, share_size
 from tridecode.kernels.ops import Batch, CacheLayer, DecoderLayer, Heads, Linear, Norm, Ops, Rope
 
 
@@ -101,15 +101,15 @@ class Workspace:
         def empty(rows: int, columns: int, kind: torch.dtype = dtype) -> Tensor:
             return torch.zeros(rows, columns, dtype=kind, device=device)
 
-        config = config.largest_layer()
+        config, mlp = config.largest_layer(), config.mlp_share(tensor_size)
         needs_delta = tensor_size > 1 or config.residual == "sandwich"
-        queries = config.num_heads * config.head_size // tensor_size
-        keys = config.num_kv_heads * config.head_size // tensor_size
+        queries = config.num_heads // tensor_size * config.head_size
+        keys = share_size(config.num_kv_heads, tensor_size) * config.head_size
         return cls(
             hidden=empty(max_tokens, config.hidden_size),
             qkv=empty(max_tokens, queries + 2 * keys),
             context=empty(max_tokens, queries),
-            mlp=empty(max_tokens, config.mlp_size // tensor_size),
+            mlp=empty(max_tokens, mlp),
             delta=empty(max_tokens if needs_delta else 0, config.hidden_size),
             last=empty(max_rows, config.hidden_size),
             logits=empty(max_rows, config.vocab_size, torch.float32),
@@ -210,7 +210,7 @@ def make_heads(
         slopes = slopes[ranks.tensor_rank * num_heads : (ranks.tensor_rank + 1) * num_heads].contiguous()
     return Heads(
         num_heads=num_heads,
-        num_kv_heads=config.num_kv_heads // ranks.tensor_size,
+        num_kv_heads=share_size(config.num_kv_heads, ranks.tensor_size),
         head_size=config.head_size,
         scale=config.head_size**-0.5 if scale is None else scale,
         rope=rope,
