@@ -96,6 +96,7 @@ class ModelConfig:
     #: "from_norm": as sequential, but each is added to norm(x), not to x; "post_norm": x = norm(x +
     #: attention(x)), then x = norm(x + mlp(x)); "sandwich": x += norm(attention(norm(x))), the MLP likewise
     residual: str = "sequential"
+    attention_scale: float | None = None  # of the scores; None: 1 / sqrt(head_size)
     #: tokens that a query of each layer sees, itself included; 0: all; empty: all in every layer
     windows: tuple[int, ...] = ()
     layer_sizes: tuple[LayerSizes, ...] = ()  # of each layer of a pruned model; (): all as above
