@@ -15,7 +15,6 @@ from tests.checkpoints import CORE, FAMILIES, save
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 
-
 #: the families of CORE alone at tp 2 and at pp 2, all at both
 CASES = [(family, 2, 2) for family in FAMILIES]
 CASES += [(family, *ranks) for family in CORE for ranks in ((2, 1), (1, 2))]
