@@ -292,7 +292,7 @@ FAMILIES = {
                 "short_factor": [1.0, 1.1, 1.5, 2.0], "long_factor": [1.0, 2.0, 4.0, 8.0],
                 "original_max_position_embeddings": 32, "factor": 4.0}},
         },
-        shared={"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8, "num_hidden_layers": 3},
+        shared={"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 8, "num_hidden_layers": 3},
         draw=_draw_llama,
         names={
             "model.wte": "model.embed_tokens",
