@@ -20,9 +20,11 @@ from transformers import PreTrainedTokenizerBase
 from tridecode.backend.config import ModelConfig
 from tridecode.backend.errors import CheckpointError, ConfigError
 from tridecode.backend.models import family
-from tridecode.converters.checkpoint import Checkpoint, open_checkpoint
+from tridecode.converters.adapters import merge, write_targets
+from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import PlannedConversion, plan_conversion
 from tridecode.converters.parity import Parity, check_parity
+from tridecode.converters.sources import Checkpoint
 from tridecode.converters.tokenizer import (
     has_tokenizer,
     load_tokenizer,
@@ -30,6 +32,7 @@ from tridecode.converters.tokenizer import (
     vocabulary_size,
 )
 from tridecode.model_repo_templates.repository import (
+    ADAPTERS_DIR,
     ENGINE_MODEL,
     TOKENIZER_DIR,
     engine_texts,
@@ -54,6 +57,7 @@ def build_repo(
     uint32_text_inputs: bool = False,
     model_name: str | None = None,
     tokenizer: str | Path | None = None,
+    lora: str | Path | None = None,
     parity: bool = True,
     overwrite: bool = False,
     engine_settings: Mapping[str, object] | None = None,
@@ -63,8 +67,9 @@ def build_repo(
 
     model: a Hugging Face directory, a .gguf file or a hub id. dtype: of the weight files and of the engine;
     None: the checkpoint's on a machine with a GPU, fp32 on one without. tokenizer: a directory to take it
-    from, not the model's own. ensemble_owner, decoupled_fastertransformer, plain_text, unbatched_text,
-    exclude_input, uint32_text_inputs: see repository_models. engine_settings: parameters of EngineConfig.
+    from, not the model's own. lora: folder of a LoRA adapter that is merged into the weights.
+    ensemble_owner, decoupled_fastertransformer, plain_text, unbatched_text, exclude_input,
+    uint32_text_inputs: see repository_models. engine_settings: parameters of EngineConfig.
     parity: compare with transformers and write PARITY.json. overwrite: an output that is a model repository
     is replaced.
 
@@ -84,7 +89,7 @@ def build_repo(
         uint32_text_inputs=uint32_text_inputs,
     )
     models()  # wrong settings are refused before anything is read
-    checkpoint = open_checkpoint(model)
+    checkpoint = open_checkpoint(model) if lora is None else merge(open_checkpoint(model), Path(lora))
     planned = plan_conversion(checkpoint, dtype or _default_dtype(console), model_name)
     config = planned.config
     console.print(
@@ -94,6 +99,7 @@ def build_repo(
     _check_stages(config, pipeline_para_size)
     settings = {
         "data_type": config.weight_dtype,
+        "lora_path": ADAPTERS_DIR,
         **(engine_settings or {}),
         "tensor_para_size": tensor_para_size,
         "pipeline_para_size": pipeline_para_size,
@@ -104,6 +110,7 @@ def build_repo(
     with _staged(output) as staging:
         weights = staging / ENGINE_MODEL / "1" / f"{tensor_para_size}-gpu"
         planned.write(weights, tensor_para_size)
+        write_targets(weights, planned)
         write_models(
             staging,
             models(has_tokenizer=hf_tokenizer is not None),

@@ -33,7 +33,8 @@ class Checkpoint:
     transformers' names. bos_id, eos_ids: its special tokens. reference: (dtype of the weights) to an
     independent model in evaluation mode on the CPU; None: there is none to compare with. tokenizer_dir: the
     folder of its tokenizer, whether or not it has one; None: a .gguf, which holds it itself. notes: what a
-    user should know about the source, a sentence each.
+    user should know about the source, a sentence each. adapter: the folder of the LoRA adapter that is merged
+    into `tensors` and the reference.
     """
 
     path: Path
@@ -45,6 +46,7 @@ class Checkpoint:
     reference: Callable[[torch.dtype], Module] | None = field(default=None, repr=False)
     tokenizer_dir: Path | None = None
     notes: list[str] = field(default_factory=list)
+    adapter: Path | None = None
 
     @property
     def is_gguf(self) -> bool:
