@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 
 from tridecode.backend.errors import TridecodeError
 from tridecode.backend.threads import spin_briefly
+from tridecode.tools.adapter_commands import app as adapters_app
 from tridecode.tools.bench.command import app as bench_app
 from tridecode.tools.client_commands import demo, generate, send_request
 from tridecode.tools.repo_commands import build_repo, check
@@ -82,6 +83,7 @@ app = typer.Typer(
     epilog="Start with:  tridecode demo",
 )
 app.add_typer(bench_app, name="bench")
+app.add_typer(adapters_app, name="adapters")
 
 
 def _print_version(wanted: bool) -> None:

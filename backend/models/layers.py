@@ -25,6 +25,7 @@ class Weights(ABC):
 
     def __init__(self, specs: Iterable[WeightSpec], ops: Ops):
         self.specs, self.ops = {spec.name: spec for spec in specs}, ops
+        self.linears: dict[tuple[str, ...], Linear] = {}  # what `linear` has given, by its names
 
     @abstractmethod
     def tensor(self, name: str) -> Tensor:
@@ -35,7 +36,8 @@ class Weights(ABC):
         weight = _joined([self.tensor(f"{name}.weight") for name in names])
         has_bias = f"{names[0]}.bias" in self.specs
         bias = _joined([self.tensor(f"{name}.bias") for name in names]) if has_bias else None
-        return self.ops.pack(Linear(weight.t(), bias))
+        self.linears[names] = packed = self.ops.pack(Linear(weight.t(), bias))
+        return packed
 
     def head(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """The language model's head over `weight` (V, C), which may be the word embedding itself."""
