@@ -143,7 +143,7 @@ def build_repo(
             why = f"transformers has no class for {compared.config.model_type or config.family}"
             console.print(f"[yellow]warning[/]: the result is not compared: {why}")
         elif parity:
-            _prove(planned, compared, weights, staging, console)
+            _prove(planned, compared, weights, staging, hf_tokenizer, console)
         _check_result(staging)
     console.print(f"wrote {output}")
     console.print(f"next: {serve_command(output)}", markup=False)
@@ -272,17 +272,18 @@ def _check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, console: Consol
 
 
 def _prove(
-    planned: PlannedConversion, checkpoint: Checkpoint, weights: Path, staging: Path, console: Console
+    planned: PlannedConversion,
+    checkpoint: Checkpoint,
+    weights: Path,
+    staging: Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    console: Console,
 ) -> Parity:
+    """tokenizer: the source's; None: the repository has none."""
+    file = staging / TOKENIZER_DIR / "tokenizer.json" if tokenizer is not None else None
     with console.status("comparing the converted model with transformers"):
-        tokenizer_file = staging / TOKENIZER_DIR / "tokenizer.json"
-        parity = check_parity(
-            checkpoint, weights, planned.config, tokenizer_file if tokenizer_file.exists() else None
-        )
-    summary = (
-        f"largest logit error {parity.largest_logit_error:.2g} (bound {parity.logit_error_bound:.2g}), "
-        f"greedy tokens equal on {parity.greedy_agreement:.0%} of {len(parity.prompts)} prompts"
-    )
+        parity = check_parity(checkpoint, weights, planned.config, file, tokenizer)
+    summary = parity.summary()
     if not parity.passed:
         raise CheckpointError(
             f"the converted model is not transformers' model of {checkpoint.path}: {summary}"

@@ -19,6 +19,7 @@ from tridecode.backend.threads import spin_briefly
 from tridecode.tools.adapter_commands import app as adapters_app
 from tridecode.tools.bench.command import app as bench_app
 from tridecode.tools.client_commands import demo, generate, send_request
+from tridecode.tools.evaluate.command import evaluate_lambada
 from tridecode.tools.repo_commands import build_repo, check
 from tridecode.tools.serve.command import serve, tritonserver
 
@@ -112,6 +113,7 @@ app.command(
 app.command()(generate)
 app.command("send-request")(send_request)
 app.command()(check)
+app.command("evaluate-lambada")(evaluate_lambada)
 app.command()(demo)
 
 
