@@ -7,9 +7,12 @@ Matrices are stored (in, out). `weight_specs(config)` of a family lists its Weig
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tridecode.backend.errors import ConfigError
+
+#: a padded share is a multiple of this: the 16 bytes of a vector load in 16 bit, FasterTransformer's rule
+PADDED_MULTIPLE = 8
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,10 @@ class WeightSpec:
     divided: a file holds the tensor divided by the number of ranks it was written for, as FasterTransformer's
         ranks add their copies up; the reader gives the whole value.
     layer: the layer it belongs to, or None; a pipeline stage reads its own layers only.
+    heads: the number of heads of each section. Ranks get whole heads; if there are fewer heads than ranks,
+        world / heads consecutive ranks get the same one. Empty: a section may be cut anywhere.
+    padded: a size that the ranks do not divide is padded with zeros at its end (see share_size).
+    one_file: a single file `<name>.bin` at any degree, although ranks split it: rows of the vocabulary.
     """
 
     name: str
@@ -33,10 +40,16 @@ class WeightSpec:
     sections: tuple[int, ...] = ()
     layer: int | None = None
     divided: bool = False
+    heads: tuple[int, ...] = ()
+    padded: bool = False
+    one_file: bool = False
 
     def __post_init__(self) -> None:
         if self.axis is not None and self.sections:
             assert sum(self.sections) == self.shape[self.axis], self
+        if self.heads:
+            assert len(self.heads) == len(self.parts), self
+            assert all(part % heads == 0 for part, heads in zip(self.parts, self.heads)), self
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -44,34 +57,84 @@ class WeightSpec:
             return ()
         return self.sections or (self.shape[self.axis],)
 
+    def num_files(self, stored: int) -> int:
+        """Files of the tensor in a directory that was written at degree `stored`."""
+        return 1 if self.axis is None or self.one_file else stored
+
     def file_name(self, rank: int) -> str:
-        return f"{self.name}.bin" if self.axis is None else f"{self.name}.{rank}.bin"
+        return f"{self.name}.bin" if self.num_files(2) == 1 else f"{self.name}.{rank}.bin"
+
+    def file_shape(self, stored: int) -> tuple[int, ...]:
+        """Shape of each file at degree `stored`. ConfigError if the tensor cannot be split."""
+        return self.shard_shape(self.num_files(stored))
 
     def shard_shape(self, world: int) -> tuple[int, ...]:
-        """Shape of a rank's file at tensor-parallel degree `world`. ConfigError if it cannot be split."""
+        """Shape of a rank's shard at tensor-parallel degree `world`. ConfigError if it cannot be split."""
         if self.axis is None:
             return self.shape
         self.check_divides(world)
         shape = list(self.shape)
-        shape[self.axis] = sum(part // world for part in self.parts)
+        shape[self.axis] = sum(self.share_sizes(world))
         return tuple(shape)
 
     def check_divides(self, world: int) -> None:
-        for part in self.parts:
-            if part % world:
+        """Raises ConfigError unless the tensor can be split over `world` ranks."""
+        for part, heads in zip(self.parts, self.heads or (0,) * len(self.parts)):
+            if not divides(heads or part, world, shared=heads > 0, padded=self.padded):
                 raise ConfigError(
                     f"{self.name} {self.shape} cannot be split over tensor_para_size = {world}: "
+                    f"{part} (of axis {self.axis}) is {heads} heads, which it does not share out evenly"
+                    if heads
+                    else f"{self.name} {self.shape} cannot be split over tensor_para_size = {world}: "
                     f"{part} (of axis {self.axis}) is not a multiple of it"
                 )
 
+    def share_sizes(self, world: int) -> list[int]:
+        """The size along `axis` of each section's slice in a shard, padding included."""
+        if not self.heads:
+            return [share_size(part, world, self.padded) for part in self.parts]
+        return [part // heads * share_size(heads, world) for part, heads in zip(self.parts, self.heads)]
+
     def slices(self, rank: int, world: int) -> list[tuple[int, int]]:
-        """Rank's shard as (start, stop) along `axis` of the whole tensor, a pair per section."""
-        out, start = [], 0
-        for part in self.parts:
-            size = part // world
-            out.append((start + rank * size, start + (rank + 1) * size))
-            start += part
+        """Rank's shard as (start, stop) along `axis` of the whole tensor, a pair per section.
+
+        A pair covers share_sizes, or less where the rest is padding.
+        """
+        out, begin = [], 0
+        for index, (part, size) in enumerate(zip(self.parts, self.share_sizes(world))):
+            heads = self.heads[index] if self.heads else 0
+            copies = max(world // heads, 1) if heads else 1  # ranks that have the same head
+            start, stop = (min(rank // copies * size + end, part) for end in (0, size))
+            out.append((begin + start, begin + stop))
+            begin += part
         return out
+
+
+def share_size(size: int, world: int, padded: bool = False) -> int:
+    """A rank's share of `size` columns or heads: size / world, and at least one head.
+
+    padded: where world does not divide it, the next multiple of PADDED_MULTIPLE; the last shares then hold
+    less, or nothing, and zeros after it.
+    """
+    if size % world == 0 or not padded:
+        return max(size // world, 1)
+    share = -(-size // world)
+    return -(-share // PADDED_MULTIPLE) * PADDED_MULTIPLE
+
+
+def divides(size: int, world: int, shared: bool = False, padded: bool = False) -> bool:
+    """Whether `world` ranks can have equal shares of `size`. shared: several ranks may have the same head."""
+    return size % world == 0 or padded or (shared and world % size == 0)
+
+
+def vocabulary_rows(spec: WeightSpec) -> WeightSpec:
+    """The embedding or head (V, C), which is one file, with its rows split over ranks and padded.
+
+    FasterTransformer's rule, ceil(V / t) and in 16 bit the next multiple of 8. Rank r's shard has the tokens
+    from r * shard_shape(t)[0]; rows beyond the vocabulary are zeros.
+    """
+    assert len(spec.shape) == 2 and spec.axis is None, spec
+    return replace(spec, axis=0, padded=True, one_file=True)
 
 
 def stage_layers(num_layers: int, stage: int, num_stages: int) -> range:

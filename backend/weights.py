@@ -6,70 +6,34 @@ one file holds it, otherwise it is merged or cut while it is copied. The bytes: 
 
 from __future__ import annotations
 
-import hashlib
 import math
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Callable, Optional
+from typing import Callable
 
-import msgspec
 import torch
 from torch import Tensor
 
 from tridecode.backend.config import ModelConfig
 from tridecode.backend.errors import ConfigError, WeightFileError
+from tridecode.backend.manifest import (
+    MANIFEST_FILE,
+    ManifestFile,
+    check_manifest,
+    file_kind,
+    file_sha256,
+    read_manifest,
+    sample_sha256,
+)
 from tridecode.backend.models import family
 from tridecode.backend.weight_layout import WeightSpec
 
 TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-MANIFEST_FILE = "manifest.json"
-#: changes with the meaning of manifest.json
-MANIFEST_FORMAT = "tridecode-weights-1"
-
-
-class ManifestFile(msgspec.Struct, frozen=True):
-    """One file: its name within the directory, its length and the SHA-256 of its bytes in hexadecimal."""
-
-    name: str
-    bytes: int
-    sha256: str
-
-
-class ManifestTensor(msgspec.Struct, frozen=True):
-    """One tensor as its WeightSpec has it, and its files in rank order."""
-
-    name: str
-    shape: list[int]
-    dtype: str
-    axis: Optional[int]  # noqa: UP045  msgspec evaluates it, on Python 3.9 too
-    sections: list[int]
-    files: list[ManifestFile]
-
-
-class Manifest(msgspec.Struct, frozen=True):
-    """manifest.json: what the converter wrote. Directories of FasterTransformer's converters have none."""
-
-    format: str
-    family: str
-    tensor_para_size: int
-    dtype: str
-    tensors: list[ManifestTensor]
-
-
-def read_manifest(directory: Path) -> Manifest | None:
-    """manifest.json of a directory, or None if it has none. Raises WeightFileError if it is damaged."""
-    path = Path(directory) / MANIFEST_FILE
-    try:
-        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
-    except FileNotFoundError:
-        return None
-    except msgspec.DecodeError as error:
-        raise WeightFileError(f"{path} is not a valid manifest: {error}") from None
-    if manifest.format != MANIFEST_FORMAT:
-        raise WeightFileError(
-            f"{path} has format {manifest.format!r}; this version reads {MANIFEST_FORMAT!r}"
-        )
-    return manifest
+_CHECK_THREADS = 8  # reading and hashing release the interpreter
 
 
 @dataclass(frozen=True)
@@ -115,8 +79,8 @@ class WeightReader:
     """The tensors of one weight directory. Reading is safe from several threads.
 
     specs: the WeightSpecs that the directory holds, by name. stored_size: the tensor-parallel degree it was
-    written at. dtype: of the files. Raises WeightFileError, before anything is read, where a file is missing
-    or has another length than its shape needs.
+    written at. dtype: of the files. Raises WeightFileError, before anything is read, where the manifest is
+    of another model than `config`, or a file is missing or has another length than its shape needs.
     """
 
     def __init__(self, directory: Path, config: ModelConfig):
@@ -125,6 +89,8 @@ class WeightReader:
         self.dtype = TORCH_DTYPES[config.weight_dtype]
         self.specs = {spec.name: spec for spec in family(config.family).weight_specs(config)}
         self.manifest = read_manifest(self.directory)
+        if self.manifest is not None:
+            check_manifest(self.manifest, self.directory, config, self.specs.values())
         self.stored_size = self._find_stored_size()
         problems = self.problems()
         if problems:
@@ -134,7 +100,7 @@ class WeightReader:
     def _find_stored_size(self) -> int:
         if self.manifest is not None:
             return self.manifest.tensor_para_size
-        split = next(spec for spec in self.specs.values() if spec.axis is not None)
+        split = next(spec for spec in self.specs.values() if spec.num_files(2) == 2)
         size = 0
         while (self.directory / split.file_name(size)).exists():
             size += 1
@@ -149,12 +115,11 @@ class WeightReader:
 
     def files(self, spec: WeightSpec) -> list[Path]:
         """The files of a tensor, in rank order."""
-        ranks = 1 if spec.axis is None else self.stored_size
-        return [self.directory / spec.file_name(rank) for rank in range(ranks)]
+        return [self.directory / spec.file_name(rank) for rank in range(spec.num_files(self.stored_size))]
 
     def file_bytes(self, spec: WeightSpec) -> int:
         """The length that each of its files must have."""
-        return math.prod(spec.shard_shape(self.stored_size)) * self.dtype.itemsize
+        return math.prod(spec.file_shape(self.stored_size)) * self.dtype.itemsize
 
     def problems(self) -> list[str]:
         """A sentence for each file that is missing or has a wrong length."""
@@ -172,9 +137,15 @@ class WeightReader:
 
     def _problem(self, path: Path, spec: WeightSpec, wanted: int) -> str | None:
         try:
-            length = path.stat().st_size
+            status = path.stat()
         except FileNotFoundError:
-            return f"{path} is missing; {self._describe(spec)} needs it ({wanted:,} bytes)"
+            link = f" (it is a link to {os.readlink(path)})" if path.is_symlink() else ""
+            return f"{path} is missing{link}; {self._describe(spec)} needs it ({wanted:,} bytes)"
+        except OSError as error:
+            return f"{path} cannot be read: {error.strerror}; {self._describe(spec)} needs it"
+        if kind := file_kind(status):
+            return f"{path} is {kind}; {self._describe(spec)} needs a regular file of {wanted:,} bytes"
+        length = status.st_size
         if length == wanted:
             return None
         hint = ""
@@ -186,25 +157,29 @@ class WeightReader:
     def pieces(self, spec: WeightSpec, rank: int = 0, world: int = 1) -> list[Piece]:
         """The parts of files that make up rank's shard at degree `world`, in the order of the shard.
 
-        Raises ConfigError where the tensor cannot be split over `world` ranks.
+        Padding is in no piece. Raises ConfigError where the tensor cannot be split over `world` ranks.
         """
         if spec.axis is None:
             whole = (0, spec.shape[0])
             return [Piece(self.files(spec)[0], spec.shape, self.dtype, 0, whole, whole)]
         spec.check_divides(world)
-        file_shape = spec.shard_shape(self.stored_size)
-        stored = [spec.slices(index, self.stored_size) for index in range(self.stored_size)]
-        pieces, filled = [], 0
+        files = self.files(spec)
+        stored = [spec.slices(index, len(files)) for index in range(len(files))]
+        file_shape, stored_sizes = spec.file_shape(self.stored_size), spec.share_sizes(len(files))
+        pieces, filled, held_before = [], 0, 0  # the last two: sizes of the sections before this one
+        sizes = spec.share_sizes(world)
         for section, (start, stop) in enumerate(spec.slices(rank, world)):
-            for path, file_slices in zip(self.files(spec), stored):
-                low, high = max(start, file_slices[section][0]), min(stop, file_slices[section][1])
+            at = start
+            for path, held in zip(files, stored):
+                low, high = max(at, held[section][0]), min(stop, held[section][1])
                 if low >= high:
-                    continue
-                before = sum(part // self.stored_size for part in spec.parts[:section])
-                first, size = before + low - file_slices[section][0], high - low
-                source, destination = (first, first + size), (filled, filled + size)
-                pieces.append(Piece(path, file_shape, self.dtype, spec.axis, source, destination))
-                filled += size
+                    continue  # not in this file, or in a file before it, too: ranks that share a head
+                first = held_before + low - held[section][0]
+                source, to = (first, first + high - low), filled + low - start
+                pieces.append(Piece(path, file_shape, self.dtype, spec.axis, source, (to, to + high - low)))
+                at = high
+            assert at == stop, (spec, rank, world, self.stored_size)
+            filled, held_before = filled + sizes[section], held_before + stored_sizes[section]
         return _join(pieces)
 
     def read(self, spec: WeightSpec, rank: int = 0, world: int = 1) -> Tensor:
@@ -216,12 +191,27 @@ class WeightReader:
         pieces = self.pieces(spec, rank, world)
         if spec.divided:
             return pieces[0].view() * self.stored_size
-        if len(pieces) == 1:
+        shape = spec.shard_shape(world)
+        if len(pieces) == 1 and pieces[0].view().shape == shape:
             return pieces[0].view()
-        shard = torch.empty(spec.shard_shape(world), dtype=self.dtype)
+        shard = torch.zeros(shape, dtype=self.dtype)
         for piece in pieces:
             piece.slot(shard).copy_(piece.view())
         return shard
+
+    def verify(self, mode: str, specs: Iterable[WeightSpec] | None = None) -> None:
+        """Compare the files of `specs` (None: of all tensors) with manifest.json.
+
+        mode: "sizes": nothing more than when the reader was made; "sampled": the digest of 4 KiB in each
+        MiB, where the manifest has it; "full": SHA-256 of every byte. Raises WeightFileError naming the first
+        file that differs.
+        """
+        if mode == "sizes" or (mode == "sampled" and self.manifest is None):
+            return
+        problems = list(self._digest_problems(mode == "full", specs))
+        if problems:
+            more = f"; {len(problems) - 1} more files differ" if len(problems) > 1 else ""
+            raise WeightFileError(problems[0] + more)
 
     def verify_checksums(self, progress: Callable[[int], None] | None = None) -> None:
         """Compare every file with manifest.json. Raises WeightFileError naming the first that differs.
@@ -231,28 +221,49 @@ class WeightReader:
         for problem in self.checksum_problems(progress):
             raise WeightFileError(problem)
 
-    def checksum_problems(self, progress: Callable[[int], None] | None = None):
+    def checksum_problems(self, progress: Callable[[int], None] | None = None) -> Iterator[str]:
         """Yield a sentence for each file whose bytes are not those that were written."""
+        yield from self._digest_problems(True, None, progress)
+
+    def _digest_problems(
+        self, full: bool, specs: Iterable[WeightSpec] | None, progress: Callable[[int], None] | None = None
+    ) -> Iterator[str]:
         if self.manifest is None:
             yield f"{self.directory / MANIFEST_FILE} is missing; it holds the checksums"
             return
         listed = {file.name: file for tensor in self.manifest.tensors for file in tensor.files}
-        for path in (path for spec in self.specs.values() for path in self.files(spec)):
-            file = listed.get(path.name)
-            if file is None:
-                yield f"{path} is not listed in {MANIFEST_FILE}"
-                continue
-            found = file_sha256(path, progress)
-            if found != file.sha256:
-                yield f"{path} has SHA-256 {found}; {MANIFEST_FILE} says {file.sha256}"
+        wanted = self.specs.values() if specs is None else specs
+        paths = [path for spec in wanted for path in self.files(spec)]
+        check = partial(_full_problem, progress) if full else _sample_problem
+        with ThreadPoolExecutor(_CHECK_THREADS) as pool:
+            yield from filter(None, pool.map(check, paths, [listed[path.name] for path in paths]))
+
+
+def _full_problem(progress: Callable[[int], None] | None, path: Path, file: ManifestFile) -> str:
+    found = file_sha256(path, progress)
+    return "" if found == file.sha256 else f"{path} has SHA-256 {found}; {MANIFEST_FILE} says {file.sha256}"
+
+
+def _sample_problem(path: Path, file: ManifestFile) -> str:
+    found = sample_sha256(path) if file.sample else ""
+    if found == file.sample:
+        return ""
+    return (
+        f"{path} is not the file that was converted: the SHA-256 of its samples is {found}; {MANIFEST_FILE} "
+        f"says {file.sample} (both of {path.stat().st_size:,} bytes)"
+    )
 
 
 def _join(pieces: list[Piece]) -> list[Piece]:
-    """Merge neighbours that are neighbours in the file too, so that an unsplit tensor is one piece."""
+    """Merge neighbours that are neighbours in file and shard, so that an unsplit tensor is one piece."""
     joined: list[Piece] = []
     for piece in pieces:
         last = joined[-1] if joined else None
-        if last is not None and last.path == piece.path and last.source[1] == piece.source[0]:
+        if (
+            last is not None
+            and last.path == piece.path
+            and (last.source[1], last.destination[1]) == (piece.source[0], piece.destination[0])
+        ):
             source, destination = last.source[0], last.destination[0]
             joined[-1] = replace(
                 last, source=(source, piece.source[1]), destination=(destination, piece.destination[1])
@@ -260,14 +271,3 @@ def _join(pieces: list[Piece]) -> list[Piece]:
         else:
             joined.append(piece)
     return joined
-
-
-def file_sha256(path: Path, progress: Callable[[int], None] | None = None) -> str:
-    """SHA-256 of a file in hexadecimal."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
-            if progress is not None:
-                progress(len(chunk))
-    return digest.hexdigest()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import math
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,11 +16,19 @@ import torch
 from tridecode.backend import models
 from tridecode.backend.config import DTYPES, ModelConfig
 from tridecode.backend.errors import CheckpointError, ConfigError
-from tridecode.backend.weights import TORCH_DTYPES, Manifest
+from tridecode.backend.manifest import Manifest, sample_sha256
+from tridecode.backend.weights import TORCH_DTYPES
 from tridecode.converters.checkpoint import Checkpoint
 from tridecode.converters.families import CheckpointFamily, family_of
+from tridecode.converters.mapped_files import released_pages
+from tridecode.converters.pruned_config import read_declared
+from tridecode.converters.pruned_reference import model_of, unpruned_tensors
+from tridecode.converters.pruning import describe, rules_of_layers, with_layer_sizes
 from tridecode.converters.rules import Conversion, expand, plan_conversions
+from tridecode.converters.sources.bitmasks import BitmaskSource
 from tridecode.converters.writer import TensorToWrite, write_weights
+
+_MAX_FILES = 10_000  # of a checkpoint
 
 
 @dataclass(frozen=True)
@@ -35,14 +46,47 @@ class PlannedConversion:
         elements = sum(math.prod(item.spec.shape) for item in self.conversions)
         return elements * TORCH_DTYPES[self.config.weight_dtype].itemsize
 
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know about the model: the sizes of the layers of a pruned one."""
+        return describe(self.config) if self.config.layer_sizes else []
+
     def write(self, directory: Path, tensor_para_size: int = 1) -> Manifest:
         """Write the weight directory; see writer.write_weights."""
 
         def read(name: str) -> torch.Tensor:
             return self.checkpoint.tensors.read(self.names[name])
 
-        tensors = [TensorToWrite(item.spec, partial(item.make, read)) for item in self.conversions]
-        return write_weights(directory, self.config, tensors, tensor_para_size)
+        tensors = [
+            TensorToWrite(item.spec, partial(item.make, read), self._memory(item))
+            for item in self.conversions
+        ]
+        files = checkpoint_files(self.checkpoint.path)
+        if self.checkpoint.adapter is not None:
+            files += checkpoint_files(self.checkpoint.adapter)
+        with released_pages(files):
+            return write_weights(directory, self.config, tensors, tensor_para_size, source_digest(files))
+
+    def _memory(self, item: Conversion) -> int:
+        """Bytes that a tensor takes while it is written, in the wider of the two dtypes."""
+        stored = [self.checkpoint.tensors.dtype(self.names[name]).itemsize for name in item.sources]
+        return math.prod(item.spec.shape) * max(*stored, TORCH_DTYPES[self.config.weight_dtype].itemsize)
+
+
+def checkpoint_files(path: Path) -> list[Path]:
+    """The files of a checkpoint: a file, or those of a directory and its folders."""
+    if path.is_file():
+        return [path]
+    found = itertools.islice(path.rglob("*"), _MAX_FILES)
+    return sorted(file for file in found if file.is_file() and ".git" not in file.parts)
+
+
+def source_digest(files: list[Path]) -> str:
+    """A digest of names and contents (SampleDigest), for telling whether a conversion goes on from them."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.name}\0{sample_sha256(file)}\n".encode())
+    return digest.hexdigest()
 
 
 def plan_conversion(
@@ -55,6 +99,11 @@ def plan_conversion(
     """
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; wanted one of {', '.join(DTYPES)}")
+    if checkpoint.plan is not None:
+        name = None if model_name is None else _model_name(model_name, checkpoint)
+        return PlannedConversion(
+            checkpoint, *checkpoint.plan(dtype, name), {name: name for name in checkpoint.tensors.shapes}
+        )
     source = family_of(checkpoint.config.model_type, checkpoint.path)
     _check_sizes(checkpoint)
     names = full_names(checkpoint.tensors.shapes, source)
@@ -75,12 +124,33 @@ def plan_conversion(
         found = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"the config of {checkpoint.path} does not describe a model: {found}") from None
     _check_numbers(config, checkpoint)
+    shapes = {full: checkpoint.tensors.shapes[own] for full, own in names.items()}
+    config = with_layer_sizes(config, source, shapes, read_declared(checkpoint.path, config))
     ignored = expand(source.ignored, config.num_layers) | ({source.head} if tied else set())
     specs = models.family(config.family).weight_specs(config)
-    shapes = {full: checkpoint.tensors.shapes[own] for full, own in names.items()}
-    rules, where = source.rules(config.num_heads), source.source_file
+    rules, where = rules_of_layers(source, config), source.source_file
     conversions = plan_conversions(rules, specs, shapes, ignored, config.num_layers, where)
+    if config.layer_sizes or isinstance(checkpoint.tensors, BitmaskSource):
+        checkpoint.reference = partial(_filled_reference, checkpoint, config, source, names)
     return PlannedConversion(checkpoint, config, conversions, names)
+
+
+def _filled_reference(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    source: CheckpointFamily,
+    names: dict[str, str],
+    dtype: torch.dtype,
+) -> torch.nn.Module:
+    """transformers' model of a checkpoint whose files transformers cannot read."""
+
+    def read(name: str) -> torch.Tensor:
+        return checkpoint.tensors.read(names[name])
+
+    def tensors(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, torch.Tensor]]:
+        return unpruned_tensors(config, source, names, read, shapes)
+
+    return model_of(checkpoint.config, tensors, dtype)
 
 
 def _check_sizes(checkpoint: Checkpoint) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, Callable
 
 from transformers import PreTrainedConfig
 
@@ -40,27 +41,109 @@ def activation(hf: PreTrainedConfig, key: str, title: str) -> str:
     return _ACTIVATIONS[name]
 
 
-def rope_config(hf: PreTrainedConfig, size: int, title: str) -> RopeConfig:
+def rope_config(
+    hf: PreTrainedConfig,
+    size: int,
+    title: str,
+    *,
+    interleaved: bool = False,
+    layer_type: str | None = None,
+) -> RopeConfig:
     """From rope_parameters; transformers 5 moves rope_theta, rope_scaling and rotary_pct there.
 
-    size: rotated dimensions of a head. title: the family's name, for the error.
+    size: rotated dimensions of a head. title: the family's name, for the error. layer_type: where
+    rope_parameters has an entry for each type of layer.
     """
-    rope = hf.rope_parameters
-    scaling, theta = rope["rope_type"], float(rope["rope_theta"])
-    if scaling not in ("default", "linear", "llama3"):
-        raise UnsupportedError(
-            f"{title} with rope scaling {scaling}; this version runs default, linear and llama3"
-        )
-    if scaling == "default":
-        return RopeConfig(size, theta)
-    if scaling == "linear":
-        return RopeConfig(size, theta, scaling, factor=float(rope["factor"]))
+    rope = hf.rope_parameters if layer_type is None else hf.rope_parameters[layer_type]
+    scaling = rope["rope_type"]
+    if scaling not in _ROPE_FIELDS:
+        known = ", ".join(_ROPE_FIELDS)
+        raise UnsupportedError(f"{title} with rope scaling {scaling}; this version runs {known}")
     return RopeConfig(
         size,
-        theta,
+        float(rope["rope_theta"]),
         scaling,
-        factor=float(rope["factor"]),
-        low_freq_factor=float(rope["low_freq_factor"]),
-        high_freq_factor=float(rope["high_freq_factor"]),
-        original_max_positions=int(rope["original_max_position_embeddings"]),
+        interleaved=interleaved,
+        **_ROPE_FIELDS[scaling](rope, hf),
     )
+
+
+def _longest(rope: dict[str, Any]) -> dict[str, Any]:
+    return {"original_max_positions": int(rope["original_max_position_embeddings"])}
+
+
+def _llama3(rope: dict[str, Any], hf: PreTrainedConfig) -> dict[str, Any]:
+    names = ("factor", "low_freq_factor", "high_freq_factor")
+    return {**{name: float(rope[name]) for name in names}, **_longest(rope)}
+
+
+def _yarn(rope: dict[str, Any], hf: PreTrainedConfig) -> dict[str, Any]:
+    longest = _longest(rope)
+    given = rope["factor"]
+    factor = float(hf.max_position_embeddings / longest["original_max_positions"] if given is None else given)
+    attention = rope.get("attention_factor")
+    if attention is None:
+        scale, scale_all = rope.get("mscale"), rope.get("mscale_all_dim")
+        if scale and scale_all:
+            attention = _yarn_attention(factor, scale) / _yarn_attention(factor, scale_all)
+        else:
+            attention = _yarn_attention(factor)
+    return {
+        "factor": factor,
+        "attention_factor": float(attention),
+        "beta_fast": float(rope.get("beta_fast") or 32),
+        "beta_slow": float(rope.get("beta_slow") or 1),
+        "truncate": bool(rope.get("truncate", True)),
+        **longest,
+    }
+
+
+def _yarn_attention(factor: float, scale: float = 1.0) -> float:
+    """Peng et al. 2023, equation 22."""
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _longrope(rope: dict[str, Any], hf: PreTrainedConfig) -> dict[str, Any]:
+    longest = _longest(rope)
+    length = longest["original_max_positions"]
+    given, attention = rope.get("factor"), rope.get("attention_factor")
+    factor = hf.max_position_embeddings / length if given is None else given
+    if attention is None:
+        attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))
+    return {
+        "attention_factor": float(attention),
+        "short_factors": tuple(map(float, rope["short_factor"])),
+        "long_factors": tuple(map(float, rope["long_factor"])),
+        **longest,
+    }
+
+
+#: by rope_type: the fields of RopeConfig beside size and theta, from (rope_parameters, config)
+_ROPE_FIELDS: dict[str, Callable[[dict[str, Any], PreTrainedConfig], dict[str, Any]]] = {
+    "default": lambda rope, hf: {},
+    "linear": lambda rope, hf: {"factor": float(rope["factor"])},
+    "dynamic": lambda rope, hf: {
+        "factor": float(rope["factor"]),
+        "original_max_positions": hf.max_position_embeddings,
+    },
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "llama3": _llama3,
+}
+
+
+def max_positions(hf: PreTrainedConfig) -> int:
+    """Dynamic rope scaling extends max_position_embeddings, the length of its training."""
+    rope = getattr(hf, "rope_parameters", None) or {}
+    extended = float(rope["factor"]) if rope.get("rope_type") == "dynamic" else 1.0
+    return int(hf.max_position_embeddings * extended)
+
+
+def windows(hf: PreTrainedConfig) -> tuple[int, ...]:
+    """ModelConfig.windows, from sliding_window and, if layers differ, layer_types."""
+    window = getattr(hf, "sliding_window", None)
+    if not window:
+        return ()
+    types = getattr(hf, "layer_types", None) or ["sliding_attention"] * hf.num_hidden_layers
+    found = tuple(window if kind == "sliding_attention" else 0 for kind in types)
+    return found if any(found) else ()

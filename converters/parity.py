@@ -71,7 +71,7 @@ class Parity:
     """PARITY.json: the comparison and its result. Logits are absolute, shares lie in [0, 1].
 
     reference_difference: largest logit difference of transformers' own runs in two precisions; 0 if it was
-    not measured, as the usual bound held.
+    not measured, as the usual bound held. tokenizer_round_trip: None without a tokenizer.
     """
 
     passed: bool
@@ -291,10 +291,11 @@ def _greedy(model: Module, prompt: list[int], device: torch.device) -> tuple[lis
     ids = torch.tensor([prompt], device=device)
     for _ in range(NEW_TOKENS):
         output = model(ids, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        cache = output.past_key_values  # None: a reference model of ours computes all tokens again
         rows.append(output.logits[0, -1].float().cpu().numpy())
         tokens.append(int(rows[-1].argmax()))
-        ids = torch.tensor([tokens[-1:]], device=device)
+        newest = torch.tensor([tokens[-1:]], device=device)
+        ids = newest if cache is not None else torch.cat([ids, newest], dim=1)
     return tokens, np.stack(rows)
 
 

@@ -1,11 +1,18 @@
-"""Writes a weight directory: shards, config.ini and manifest.json (docs/weight_files.md has the bytes)."""
+"""Writes a weight directory: shards, config.ini and manifest.json (docs/weight_files.md has the bytes).
+
+Tensors are written in parts of a few MiB, so that memory holds no more of them than their rules make. A
+conversion that was interrupted goes on where it stopped.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+import os
+import threading
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable
@@ -16,91 +23,317 @@ from torch import Tensor
 
 from tridecode.backend.config import ModelConfig, check_tensor_size
 from tridecode.backend.errors import CheckpointError
-from tridecode.backend.models import model_config_ini
-from tridecode.backend.weight_layout import WeightSpec
-from tridecode.backend.weights import (
-    MANIFEST_FILE,
+from tridecode.backend.manifest import (
     MANIFEST_FORMAT,
-    TORCH_DTYPES,
     Manifest,
     ManifestFile,
     ManifestTensor,
+    SampleDigest,
+    config_values,
+    file_sha256,
 )
+from tridecode.backend.models import model_config_ini
+from tridecode.backend.weight_layout import WeightSpec
+from tridecode.backend.weights import TORCH_DTYPES
+from tridecode.converters.journal import PART, Header, Journal
+from tridecode.converters.mapped_files import is_mapped
 from tridecode.converters.progress import byte_progress
+from tridecode.converters.zeros import ZeroCounter
 
-#: tensors in flight, all of them in memory; reading, hashing and writing release the interpreter
-_WORKERS = 4
+_MAX_WORKERS = 32  # threads; reading, hashing and writing release the interpreter
+_CHUNK_BYTES = 2 << 20  # a part of a tensor, of which each worker holds a few copies
+_IN_FLIGHT_BYTES = 384 << 20  # of all tensors that are being written; a larger one is written alone
+_BLOCK_ROWS = 64  # of a transposition: as many cache lines fit the first cache
+Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class TensorToWrite:
-    """One tensor of the directory; `load` gives it whole, spec.shape, in any floating dtype."""
+    """One tensor of the directory; `load` gives it whole, spec.shape, in any floating dtype.
+
+    bytes: of memory that `load` takes; 0: as much as the tensor in the dtype of the files.
+    """
 
     spec: WeightSpec
     load: Callable[[], Tensor]
+    bytes: int = 0
 
 
 def write_weights(
-    directory: Path, config: ModelConfig, tensors: Iterable[TensorToWrite], tensor_para_size: int = 1
+    directory: Path,
+    config: ModelConfig,
+    tensors: Iterable[TensorToWrite],
+    tensor_para_size: int = 1,
+    source: str = "",
 ) -> Manifest:
     """Write config.ini, manifest.json and every tensor in config.weight_dtype, split over the ranks.
 
-    Creates the directory. Raises ConfigError before anything is written if a tensor cannot be split, and
+    Creates the directory. If it holds an interrupted conversion of the same config and `source` (a digest of
+    the checkpoint), finished files whose checksums agree are kept. Raises ConfigError before anything is
+    written if a tensor cannot be split, FileExistsError for any other directory that exists, and
     CheckpointError for a value that is not finite or does not fit the dtype.
     """
     check_tensor_size(config, tensor_para_size)
     tensors = list(tensors)
     for item in tensors:
-        if item.spec.axis is not None:
-            item.spec.check_divides(tensor_para_size)
-    directory.mkdir(parents=True)
-    (directory / "config.ini").write_text(model_config_ini(config, tensor_para_size), encoding="utf-8")
-    total = sum(math.prod(item.spec.shape) for item in tensors) * TORCH_DTYPES[config.weight_dtype].itemsize
-    with byte_progress(f"writing {config.weight_dtype} weights", total) as progress:
-        with ThreadPoolExecutor(_WORKERS) as pool:
-            written = [
-                pool.submit(_write_tensor, directory, item, config.weight_dtype, tensor_para_size, progress)
-                for item in tensors
-            ]
-            try:
-                entries = [future.result() for future in written]
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
-    manifest = Manifest(MANIFEST_FORMAT, config.family, tensor_para_size, config.weight_dtype, entries)
-    (directory / MANIFEST_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+        item.spec.check_divides(tensor_para_size)
+    header = Header(model_config_ini(config, tensor_para_size), tensor_para_size, source)
+    journal = Journal(directory, header)
+    writer = _Writer(directory, config.weight_dtype, tensor_para_size, journal, tensors)
+    entries = writer.run()
+    manifest = Manifest(
+        MANIFEST_FORMAT,
+        config.family,
+        tensor_para_size,
+        config.weight_dtype,
+        entries,
+        config_values(directory),
+        *sparsity_of([entry for item, entry in zip(tensors, entries) if is_matrix(item.spec)]),
+    )
+    journal.close(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
     return manifest
 
 
-def _write_tensor(
-    directory: Path, item: TensorToWrite, dtype: str, ranks: int, progress: Callable[[int], None]
-) -> ManifestTensor:
-    spec = item.spec
-    tensor = _cast(item.load(), dtype, spec)
-    assert tensor.shape == spec.shape, (spec, tensor.shape)
-    files = []
-    for rank in range(1 if spec.axis is None else ranks):
-        shard = tensor if spec.axis is None else _shard(tensor, spec, rank, ranks)
-        data = shard.contiguous().view(torch.uint8).flatten().numpy().data
-        (directory / spec.file_name(rank)).write_bytes(data)
-        files.append(ManifestFile(spec.file_name(rank), data.nbytes, hashlib.sha256(data).hexdigest()))
-        progress(data.nbytes)
-    return ManifestTensor(spec.name, list(spec.shape), dtype, spec.axis, list(spec.sections), files)
+def is_matrix(spec: WeightSpec) -> bool:
+    """Whether the tensor is a matrix of a layer: these are the ones that are pruned."""
+    return spec.layer is not None and len(spec.shape) == 2
 
 
-def _shard(tensor: Tensor, spec: WeightSpec, rank: int, ranks: int) -> Tensor:
-    assert spec.axis is not None
-    parts = [tensor.narrow(spec.axis, start, stop - start) for start, stop in spec.slices(rank, ranks)]
-    return torch.cat(parts, dim=spec.axis)
+def sparsity_of(matrices: list[ManifestTensor]) -> tuple[float, str]:
+    """Manifest.weight_sparsity and sparsity_pattern of the matrices of all layers."""
+    weights = sum(math.prod(entry.shape) for entry in matrices)
+    pattern = "2:4" if matrices and all(entry.two_of_four for entry in matrices) else ""
+    return sum(entry.zeros for entry in matrices) / max(weights, 1), pattern
 
 
-def _cast(tensor: Tensor, dtype: str, spec: WeightSpec) -> Tensor:
-    cast = tensor.to(TORCH_DTYPES[dtype])
-    if torch.isfinite(cast).all():
-        return cast
-    if not torch.isfinite(tensor).all():
-        raise CheckpointError(f"{spec.name} {spec.shape} of the checkpoint holds values that are not finite")
-    largest = tensor.abs().max().item()
-    raise CheckpointError(
-        f"{spec.name} {spec.shape} holds values up to {largest:g}, which {dtype} cannot; use bf16 or fp32"
-    )
+class _Writer:
+    """Writes the tensors of one directory, several at a time."""
+
+    def __init__(
+        self, directory: Path, dtype: str, ranks: int, journal: Journal, tensors: list[TensorToWrite]
+    ):
+        self._directory, self._dtype, self._ranks = directory, dtype, ranks
+        self._journal, self._tensors = journal, tensors
+        sizes = [self._tensor_bytes(item) for item in tensors]
+        self._budget = _Budget(max([_IN_FLIGHT_BYTES, *sizes]))
+
+    def _tensor_bytes(self, item: TensorToWrite) -> int:
+        return item.bytes or math.prod(item.spec.shape) * TORCH_DTYPES[self._dtype].itemsize
+
+    def _file_bytes(self, spec: WeightSpec) -> int:
+        return math.prod(spec.file_shape(self._ranks)) * TORCH_DTYPES[self._dtype].itemsize
+
+    def run(self) -> list[ManifestTensor]:
+        """The entries of the manifest, in the order of the tensors."""
+        total = sum(self._file_bytes(item.spec) * item.spec.num_files(self._ranks) for item in self._tensors)
+        workers = min(len(os.sched_getaffinity(0)), _MAX_WORKERS)
+        with (
+            byte_progress(f"writing {self._dtype} weights", total) as progress,
+            _one_torch_thread(),
+            ThreadPoolExecutor(workers, thread_name_prefix="write") as pool,
+        ):
+            written = [pool.submit(self._settle, item, progress) for item in self._tensors]
+            try:
+                return [future.result() for future in written]
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def _settle(self, item: TensorToWrite, progress: Progress) -> ManifestTensor:
+        """The tensor's entry: of its finished files, or else of files that are written now."""
+        held = self._journal.finished.get(item.spec.name)
+        if held is not None and self._is_intact(item.spec, held):
+            progress(sum(file.bytes for file in held.files))
+            return held
+        with self._budget.hold(self._tensor_bytes(item)):
+            entry = self._write(item, progress)
+        self._journal.add(entry)
+        return entry
+
+    def _is_intact(self, spec: WeightSpec, held: ManifestTensor) -> bool:
+        """Whether the files of a finished tensor are those that were written."""
+        names = [spec.file_name(rank) for rank in range(spec.num_files(self._ranks))]
+        if [file.name for file in held.files] != names:
+            return False
+        for path, file in ((self._directory / file.name, file) for file in held.files):
+            if not path.is_file() or path.is_symlink() or path.stat().st_size != self._file_bytes(spec):
+                return False
+            if file_sha256(path) != file.sha256:
+                return False
+        return True
+
+    def _write(self, item: TensorToWrite, progress: Progress) -> ManifestTensor:
+        spec, tensor = item.spec, item.load()
+        assert tensor.shape == spec.shape, (spec, tensor.shape)
+        try:
+            files, zeros = self._write_files(spec, tensor, progress)
+        except _NotFinite as error:
+            raise CheckpointError(f"{spec.name} {spec.shape} {error.finding(self._dtype)}") from None
+        sections = list(spec.sections)
+        return ManifestTensor(
+            spec.name,
+            list(spec.shape),
+            self._dtype,
+            spec.axis,
+            sections,
+            files,
+            sum(counter.zeros for counter in zeros),
+            bool(zeros) and all(counter.two_of_four for counter in zeros),
+        )
+
+    def _write_files(
+        self, spec: WeightSpec, tensor: Tensor, progress: Progress
+    ) -> tuple[list[ManifestFile], list[ZeroCounter]]:
+        """The files of a tensor and, if it is a matrix of a layer, the zeros of each."""
+        dtype, files = TORCH_DTYPES[self._dtype], []
+        zeros: list[ZeroCounter] = []
+        tensor = _row_major(tensor, dtype)
+        for rank in range(spec.num_files(self._ranks)):
+            parts, padding = _shard(tensor, spec, rank, spec.num_files(self._ranks))
+            path = self._directory / spec.file_name(rank)
+            chunks = _chunks(parts, padding, spec.axis or 0, dtype)
+            if is_matrix(spec):
+                zeros.append(ZeroCounter())
+                chunks = _counted(chunks, zeros[-1])
+            files.append(_write_file(path, chunks, progress))
+        return files, zeros
+
+
+def _counted(chunks: Iterator[Tensor], counter: ZeroCounter) -> Iterator[Tensor]:
+    for chunk in chunks:
+        counter.update(chunk)
+        yield chunk
+
+
+class _Budget:
+    """Bytes of the tensors in flight: at most `limit`, or one tensor."""
+
+    def __init__(self, limit: int):
+        self._limit, self._held, self._change = limit, 0, threading.Condition()
+
+    @contextmanager
+    def hold(self, size: int) -> Iterator[None]:
+        with self._change:
+            self._change.wait_for(lambda: self._held == 0 or self._held + size <= self._limit)
+            self._held += size
+        try:
+            yield
+        finally:
+            with self._change:
+                self._held -= size
+                self._change.notify_all()
+
+
+@contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """The workers are threads: each operation of theirs needs no more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _shard(tensor: Tensor, spec: WeightSpec, rank: int, ranks: int) -> tuple[list[Tensor], list[int]]:
+    """Views of a rank's slice of each section, and the zeros that follow each along spec.axis."""
+    if spec.axis is None or ranks == 1:
+        return [tensor], [0]
+    slices = spec.slices(rank, ranks)
+    parts = [tensor.narrow(spec.axis, start, stop - start) for start, stop in slices]
+    padding = [size - (stop - start) for size, (start, stop) in zip(spec.share_sizes(ranks), slices)]
+    return parts, padding
+
+
+def _row_major(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor, copied if it is a large mapped matrix that lies in the file column by column.
+
+    Its rows would be read from all over the file, which may not fit the memory: it is read once, in the
+    order of the file.
+    """
+    if (
+        tensor.ndim != 2
+        or tensor.stride(0) >= tensor.stride(1)
+        or tensor.nbytes <= _CHUNK_BYTES
+        or not is_mapped(tensor)
+    ):
+        return tensor
+    out = torch.empty(tensor.shape, dtype=dtype)
+    for start in range(0, tensor.shape[1], _BLOCK_ROWS):
+        columns = slice(start, start + _BLOCK_ROWS)
+        out[:, columns].copy_(_cast(tensor[:, columns], dtype))
+    return out
+
+
+def _chunks(parts: list[Tensor], padding: list[int], axis: int, dtype: torch.dtype) -> Iterator[Tensor]:
+    """A shard's rows in their order, a few MiB at a time, contiguous in `dtype`; parts lie along `axis`."""
+    if axis == 0:
+        for part, zeros in zip(parts, padding):
+            for start, stop in _row_ranges(part):
+                yield _rows(part, start, stop, dtype)
+            if zeros:
+                yield torch.zeros((zeros, *part.shape[1:]), dtype=dtype)
+        return
+    for start, stop in _row_ranges(torch.cat([part.to("meta") for part in parts], dim=axis)):
+        held = []
+        for part, zeros in zip(parts, padding):
+            held.append(_rows(part, start, stop, dtype))
+            if zeros:
+                held.append(torch.zeros((stop - start, zeros, *part.shape[2:]), dtype=dtype))
+        yield held[0] if len(held) == 1 else torch.cat(held, dim=axis)
+
+
+def _row_ranges(tensor: Tensor) -> Iterator[tuple[int, int]]:
+    row_bytes = 4 * max(math.prod(tensor.shape[1:]), 1)
+    step = max(_CHUNK_BYTES // row_bytes, 1)
+    for start in range(0, tensor.shape[0], step):
+        yield start, min(start + step, tensor.shape[0])
+
+
+def _rows(tensor: Tensor, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    part = tensor[start:stop]
+    if part.ndim == 2 and part.stride(0) < part.stride(1):  # read in the order of the memory, then turned
+        return _cast(part.t().contiguous(), dtype).t().contiguous()
+    return _cast(part, dtype).contiguous()
+
+
+class _NotFinite(Exception):
+    """largest: of the values before the cast, or None if they were not finite themselves."""
+
+    def __init__(self, largest: float | None):
+        self._largest = largest
+
+    def finding(self, dtype: str) -> str:
+        if self._largest is None:
+            return "of the checkpoint holds values that are not finite"
+        return f"holds values up to {self._largest:g}, which {dtype} cannot; use bf16 or fp32"
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor` in `dtype`. Raises _NotFinite for a value that is not finite there."""
+    cast = tensor.to(dtype)
+    if not _is_finite(cast):
+        raise _NotFinite(tensor.abs().max().item() if _is_finite(tensor) else None)
+    return cast
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return tensor.numel() == 0 or all(math.isfinite(value.item()) for value in torch.aminmax(tensor))
+
+
+def _write_file(path: Path, chunks: Iterator[Tensor], progress: Progress) -> ManifestFile:
+    """Write one file under a temporary name, to the disk, and rename it."""
+    whole, sample, length = hashlib.sha256(), SampleDigest(), 0
+    part = path.with_name(path.name + PART)
+    with open(part, "wb", buffering=0) as file:
+        for chunk in chunks:
+            data = chunk.view(torch.uint8).flatten().numpy().data
+            whole.update(data)
+            sample.update(data)
+            length += data.nbytes
+            progress(data.nbytes)
+            while data:  # a full disk takes a part before it refuses
+                data = data[file.write(data) :]
+        os.fsync(file.fileno())
+    part.rename(path)
+    return ManifestFile(path.name, length, whole.hexdigest(), sample.hexdigest())

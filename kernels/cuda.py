@@ -29,6 +29,7 @@ from tridecode.kernels.ops import (
     Linear,
     SamplingState,
 )
+from tridecode.kernels.reference import Reference
 from tridecode.kernels.scratch import NUM_COUNTERS, SUM_BYTES, arena_bytes
 
 #: Up to how many decoding rows one launch of all layers is used, by (at most) hidden size: where a whole step
@@ -54,6 +55,9 @@ class Cuda(CudaGemm):
         for name, size in arena_bytes(max_tokens, max_columns).items():
             self._arena(name, size)
         self._sample = self._bytes(self.library.sample_scratch(max_rows, vocab_size))
+
+    def captures(self, heads: Heads) -> bool:
+        return _has_kernel(heads)
 
     def pack(self, linear: Linear) -> Linear:
         """Rows of the weight contiguous, as both cuBLAS and the kernels read them."""
@@ -115,6 +119,9 @@ class Cuda(CudaGemm):
         _check_attention("decode_attention", qkv, heads, batch, cache, out, rows)
         if rows == 0:
             return
+        if not _has_kernel(heads):
+            Reference().decode_attention(qkv, heads, batch, cache, out=out)
+            return
         self.library.decode_attention(
             current_stream(self.device),
             num_rows=rows,
@@ -130,6 +137,9 @@ class Cuda(CudaGemm):
         tokens = batch.num_tokens - batch.num_decodes
         _check_attention("prefill_attention", qkv, heads, batch, cache, out, tokens)
         if tokens == 0:
+            return
+        if not _has_kernel(heads):
+            Reference().prefill_attention(qkv, heads, batch, cache, out=out)
             return
         self.library.prefill_attention(
             current_stream(self.device),
@@ -198,7 +208,9 @@ class Cuda(CudaGemm):
         if not 1 <= rows <= most:
             return False
         first = layers[0]
-        if first.attention_norm.bias is None or activation == "swiglu" or heads.rope is not None:
+        if first.attention_norm.bias is None or heads.rope is not None or heads.changes_qkv:
+            return False
+        if activation not in ("gelu_tanh", "gelu", "relu") or not _has_kernel(heads):
             return False
         if heads.num_kv_heads != heads.num_heads or heads.head_size not in (64, 128):
             return False
@@ -286,6 +298,11 @@ class Cuda(CudaGemm):
             scratch=self._sample.data_ptr(),
             counters=self._counters.data_ptr(),
         )
+
+
+def _has_kernel(heads: Heads) -> bool:
+    """Whether csrc/ has attention for these heads; torch computes the others."""
+    return not heads.window and not heads.softcap and heads.key_bias is None
 
 
 def _attention_fields(

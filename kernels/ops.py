@@ -53,8 +53,15 @@ class Rope:
 
 @dataclass(frozen=True)
 class Heads:
-    """Attention heads of this rank. slopes: (H,) float32 ALiBi slopes or None; scale: of the scores,
-    1/sqrt(D)."""
+    """Attention heads of this rank. slopes: (H,) float32 ALiBi slopes or None; scale: of the scores, usually
+    1/sqrt(D).
+
+    window: a query sees this many tokens, itself included; 0: all before it. softcap: scores s become
+    softcap * tanh(s / softcap) before ALiBi and mask; 0: they stay. qkv_limit: q, k and v are clamped to
+    [-qkv_limit, qkv_limit]; 0: they are not. query_norm, key_norm: of each head, weight (D,), before the
+    rotation. key_bias: (H, positions) float32, in place of slopes: added to the scores of the key at each
+    position, the last column also beyond it.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -62,10 +69,21 @@ class Heads:
     scale: float
     rope: Rope | None = None
     slopes: Tensor | None = None
+    window: int = 0
+    softcap: float = 0.0
+    qkv_limit: float = 0.0
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
+    key_bias: Tensor | None = None
 
     @property
     def qkv_size(self) -> int:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
+
+    @property
+    def changes_qkv(self) -> bool:
+        """Whether something lies between the product and the rotation."""
+        return self.qkv_limit > 0 or self.query_norm is not None or self.key_norm is not None
 
 
 @dataclass(frozen=True)
@@ -144,6 +162,10 @@ class Ops(Protocol):
         step."""
         ...
 
+    def captures(self, heads: Heads) -> bool:
+        """Whether attention of these heads is safe inside CUDA graph capture."""
+        ...
+
     def pack(self, linear: Linear) -> Linear:
         """The same product with its weight in this implementation's fastest layout; called once, at load.
 
@@ -199,9 +221,9 @@ class Ops(Protocol):
         """out = activation(norm(x) @ weight.T + bias) + residual, products and sums in float32.
 
         x: (T, in) X. weight: (O, in) X. residual: (T, O) X, may be out. out: (T, O) X, or float32 for the
-        language model's head; it may not be x. activation: None, "gelu_tanh", "gelu" (erf), "relu", or
-        "swiglu", where weight holds O / 2 gate rows and then O / 2 up rows and out is (T, O / 2): silu(gate)
-        * up.
+        language model's head; it may not be x. activation: None, "gelu_tanh", "gelu" (erf), "relu", "silu"
+        or, gated, "swiglu", "geglu_tanh" or "geglu", where weight holds O / 2 gate rows and then O / 2 up
+        rows and out is (T, O / 2): silu (gelu_tanh, gelu) of the gate * up.
         """
         ...
 
@@ -216,8 +238,9 @@ class Ops(Protocol):
         *,
         out: Tensor,
     ) -> None:
-        """out = norm(x) @ weight.T + bias as (T, q | k | v); q and k are rotated if heads.rope is given; k
-        and v are also written to the cache at batch.kv_slots (not if that is -1).
+        """out = norm(x) @ weight.T + bias as (T, q | k | v), clamped to heads.qkv_limit; each head of q and k
+        goes through heads.query_norm and key_norm and is rotated if heads.rope is given; k and v are also
+        written to the cache at batch.kv_slots (not if that is -1).
 
         x: (T, C) X. weight: ((H + 2K) * D, C) X, rows q, k, v, heads-major. out: (T, (H + 2K) * D) X, holding
         the rotated q, the rotated k and v. Rotation in float32 at batch.positions.
@@ -225,14 +248,23 @@ class Ops(Protocol):
         """
         ...
 
+    def finish_qkv(self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer) -> None:
+        """What project_qkv does after its product: clamp, norms and rotation of qkv in place, keys and values
+        to the cache. For products that something is added to, as LoRA's deltas.
+
+        qkv: (T, (H + 2K) * D) X, rows contiguous.
+        """
+        ...
+
     def decode_attention(
         self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor
     ) -> None:
         """Attention of the decode rows: query b, the first H * D columns of qkv[b], over the context_lens[b]
-        cached tokens of row b, itself included.
+        cached tokens of row b, itself included, or over the last heads.window of them.
 
         qkv: (num_decodes, (H + 2K) * D) X, rows contiguous. out: (num_decodes, H * D) X. A row with
-        context_lens 0 gets zeros. Scores are scale * q.k (+ slopes[h] * (j - position)), softmax in float32;
+        context_lens 0 gets zeros. Scores are scale * q.k, with heads.softcap, + slopes[h] * (j - position) or
+        key_bias[h, j]; softmax in float32;
         query head h reads kv head h // (H / K). Sources: Vaswani et al. 2017; Press et al. 2022 (ALiBi).
         """
         ...

@@ -33,6 +33,9 @@ class Reference:
     ) -> None:
         """Nothing to do: torch allocates what a step needs."""
 
+    def captures(self, heads: Heads) -> bool:
+        return False  # numbers of rows and lengths are read on the host
+
     def pack(self, linear: Linear) -> Linear:
         return linear
 
@@ -88,7 +91,7 @@ class Reference:
         residual: Tensor | None = None,
         out: Tensor,
     ) -> None:
-        gated = activation == "swiglu"
+        gated = activation in GATED
         rows, columns = x.shape[0], linear.weight.shape[0]
         same_dtype("linear", ("x", x), ("weight", linear.weight))
         match("linear", ("TI", "x", x), ("TO", "out", out))
@@ -101,13 +104,13 @@ class Reference:
             product = self._temporary(rows, columns, x)
             self._product(x, linear, None, product)
             if gated:
-                product = F.silu(product[:, : columns // 2]).mul_(product[:, columns // 2 :])
+                product = gate(product, activation)
             else:
-                _activate(product, activation)
+                activate(product, activation)
             out.copy_(product if residual is None else product.add_(residual))
             return
         self._product(x, linear, residual, out)
-        _activate(out, activation)
+        activate(out, activation)
 
     def _product(self, x: Tensor, linear: Linear, residual: Tensor | None, out: Tensor) -> None:
         """out = x @ weight.T (+ bias) (+ residual)."""
@@ -133,12 +136,16 @@ class Reference:
         out: Tensor,
     ) -> None:
         self.linear(x, linear, norm=norm, out=out)
+        self.finish_qkv(out, heads, batch, cache)
+
+    def finish_qkv(self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer) -> None:
+        change_qkv(qkv, heads)
         queries, keys = heads.num_heads * heads.head_size, heads.num_kv_heads * heads.head_size
         if heads.rope is not None:
-            rotated = out[:, : queries + keys].unflatten(1, (-1, heads.head_size))
+            rotated = qkv[:, : queries + keys].unflatten(1, (-1, heads.head_size))
             _rotate(rotated, heads.rope, batch)
-        k = out[:, queries : queries + keys].unflatten(1, (heads.num_kv_heads, heads.head_size))
-        v = out[:, queries + keys :].unflatten(1, (heads.num_kv_heads, heads.head_size))
+        k = qkv[:, queries : queries + keys].unflatten(1, (heads.num_kv_heads, heads.head_size))
+        v = qkv[:, queries + keys :].unflatten(1, (heads.num_kv_heads, heads.head_size))
         rows, blocks, offsets = _written(batch, cache.block_tokens)
         cache.blocks[blocks, 0, :, offsets] = k if rows is None else k[rows]
         cache.blocks[blocks, 1, :, offsets] = v if rows is None else v[rows]
@@ -155,8 +162,7 @@ class Reference:
         k = flat.index_select(0, key_index).view(rows, heads.num_kv_heads, -1, heads.head_size)
         v = flat.index_select(0, value_index).view(rows, heads.num_kv_heads, -1, heads.head_size)
         mask = _decode_mask(batch, heads, k.shape[2], k.dtype)
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=heads.scale)
-        out.copy_(attended.reshape(rows, queries))
+        out.copy_(_attend(q, k, v, mask, heads).reshape(rows, queries))
         if (batch.context_lens[:rows] == 0).any():
             out[batch.context_lens[:rows] == 0] = 0
 
@@ -226,6 +232,40 @@ class Reference:
         state.slots[held] = words(sequences).to(state.slots.device)
 
 
+#: gated activations, and the activation of the gate
+GATED = {"swiglu": "silu", "geglu_tanh": "gelu_tanh", "geglu": "gelu"}
+
+
+def gate(product: Tensor, activation: str | None) -> Tensor:
+    """(T, F) of (T, 2F): the activation of the first half times the second, changing the first in place."""
+    gates, values = product.chunk(2, dim=-1)
+    activate(gates, GATED[activation or ""])
+    return gates.mul_(values)
+
+
+def change_qkv(qkv: Tensor, heads: Heads) -> None:
+    """What lies between the product and the rotation, in place. qkv: (T, (H + 2K) * D)."""
+    if heads.qkv_limit:
+        qkv.clamp_(-heads.qkv_limit, heads.qkv_limit)
+    first = 0
+    for norm, count in ((heads.query_norm, heads.num_heads), (heads.key_norm, heads.num_kv_heads)):
+        part = qkv[:, first : first + count * heads.head_size].unflatten(1, (count, heads.head_size))
+        if norm is not None:
+            part.copy_(_normed(part, norm))
+        first += count * heads.head_size
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, heads: Heads) -> Tensor:
+    """Attention with a mask that is added to the scores; None: causal."""
+    if not heads.softcap:
+        causal = mask is None
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=heads.scale)
+    assert mask is not None
+    scores = (q.float() @ k.float().transpose(-1, -2)).mul_(heads.scale / heads.softcap)
+    scores.tanh_().mul_(heads.softcap).add_(mask)
+    return scores.softmax(dim=-1).to(v.dtype) @ v
+
+
 def _normed(x: Tensor, norm: Norm) -> Tensor:
     if norm.bias is not None:
         return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
@@ -233,9 +273,11 @@ def _normed(x: Tensor, norm: Norm) -> Tensor:
     return (x32 * (x32.square().mean(-1, keepdim=True) + norm.eps).rsqrt()).to(x.dtype) * norm.weight
 
 
-def _activate(x: Tensor, activation: str | None) -> None:
+def activate(x: Tensor, activation: str | None) -> None:
     if activation == "relu":
         x.relu_()
+    elif activation == "silu":
+        F.silu(x, inplace=True)
     elif activation is not None:
         in_place = torch._C._nn.gelu_  # type: ignore[attr-defined]  # torch's stubs lack it
         in_place(x, approximate={"gelu": "none", "gelu_tanh": "tanh"}[activation])
@@ -286,20 +328,31 @@ def _decode_indices(batch: Batch, cache: CacheLayer, num_kv_heads: int) -> tuple
 def _decode_mask(batch: Batch, heads: Heads, width: int, dtype: torch.dtype) -> Tensor:
     """(B, K or 1, H / K or 1, width): -inf beyond the context, ALiBi within. Layers of the same slopes share
     it."""
-    key = ("decode_mask", id(heads.slopes), heads.num_kv_heads, width, dtype)
+    biases = (heads.slopes, heads.key_bias)
+    key = ("decode_mask", *map(id, biases), heads.num_kv_heads, heads.window, width, dtype)
     if key not in batch.memo:
         lens = batch.context_lens[: batch.num_decodes].clamp(min=1)
         positions = torch.arange(width, device=lens.device)
         outside = positions[None, :] >= lens[:, None]
-        if heads.slopes is None:
+        if heads.window:
+            outside = outside | (positions[None, :] < lens[:, None] - heads.window)
+        if heads.key_bias is not None:
+            mask = key_bias(heads, positions).view(1, heads.num_kv_heads, -1, width)
+        elif heads.slopes is None:
             mask = torch.zeros(outside.shape, device=lens.device)[:, None, None, :]
         else:
             distances = (positions[None, :] - (lens[:, None] - 1)).float()
             slopes = heads.slopes.view(1, heads.num_kv_heads, -1, 1)
             mask = slopes * distances[:, None, None, :]
         mask = mask.masked_fill(outside[:, None, None, :], -torch.inf).to(dtype)
-        batch.memo[key] = (mask, heads.slopes)  # slopes are kept: their id stays theirs
+        batch.memo[key] = (mask, biases)  # they are kept: their id stays theirs
     return batch.memo[key][0]
+
+
+def key_bias(heads: Heads, positions: Tensor) -> Tensor:
+    """(H, len(positions)): heads.key_bias of these positions."""
+    assert heads.key_bias is not None
+    return heads.key_bias[:, positions.clamp(max=heads.key_bias.shape[1] - 1)]
 
 
 def cached_keys(cache: CacheLayer, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -316,8 +369,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
     group = heads.num_heads // heads.num_kv_heads
     if group > 1:
         k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
-    if heads.slopes is None and tokens == length:
-        return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=heads.scale)[0]
+    windowed = 0 < heads.window < length
+    biased = heads.slopes is not None or heads.key_bias is not None
+    if not biased and tokens == length and not (windowed or heads.softcap):
+        return _attend(q[None], k[None], v[None], None, heads)[0]
     columns = torch.arange(length, device=q.device)
     parts = []
     for first in range(0, tokens, _QUERY_CHUNK):
@@ -329,12 +384,13 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
         bias = torch.zeros(1, *distances.shape, device=q.device)
         if heads.slopes is not None:
             bias = heads.slopes[:, None, None] * distances.float()
-        mask = bias.masked_fill(distances > 0, -torch.inf).to(q.dtype)
-        parts.append(
-            F.scaled_dot_product_attention(
-                chunk[None], k[None], v[None], attn_mask=mask[None], scale=heads.scale
-            )[0]
-        )
+        elif heads.key_bias is not None:
+            bias = key_bias(heads, columns)[:, None, :].expand(-1, *distances.shape)
+        hidden = distances > 0
+        if windowed:
+            hidden = hidden | (distances <= -heads.window)
+        mask = bias.masked_fill(hidden, -torch.inf).to(q.dtype)
+        parts.append(_attend(chunk[None], k[None], v[None], mask[None], heads)[0])
     return torch.cat(parts, dim=1)
 
 

@@ -18,6 +18,8 @@ from tridecode.model_repo_templates.pbtxt import parse_model_config
 ENGINE_MODEL = "fastertransformer"
 #: relative to the repository; inside a model, because Triton takes every top-level folder for a model
 TOKENIZER_DIR = "preprocessing/1/tokenizer"
+#: of LoRA adapters, within the engine's model; Triton ignores folders that are not numbers there
+ADAPTERS_DIR = "adapters"
 HEALTH_MODEL = "tridecode_health"
 #: kind of model -> its tensors; also the name of the door's module in backend/doors, except for the ensemble
 CONTRACTS = {
@@ -50,6 +52,7 @@ def repository_models(
     *,
     exclude_input: bool = False,
     uint32_text_inputs: bool = False,
+    has_tokenizer: bool = True,
 ) -> list[RepositoryModel]:
     """The models of a repository.
 
@@ -61,11 +64,18 @@ def repository_models(
     name does not. unbatched_text: also plain text models, with the suffix _unbatched, whose shapes have no
     batch axis (LiteLLM's /infer sends [1] instead of [1, 1]). exclude_input: by default the text models'
     answers do not begin with the prompt. uint32_text_inputs: UINT32_TEXT_INPUTS are UINT32 instead of INT32.
+    has_tokenizer: False leaves the models of token ids, and the probe.
     """
     if ensemble_owner not in ENSEMBLE_OWNERS:
         raise ConfigError(f"ensemble_owner is {ensemble_owner!r}; wanted one of {', '.join(ENSEMBLE_OWNERS)}")
     owns_ensemble = ensemble_owner == "fastertransformer"
     generators = _pair(ENGINE_MODEL, decoupled_fastertransformer)
+    token_models = [
+        RepositoryModel(name, "fastertransformer", {"decoupled": flag}) for name, flag in generators
+    ]
+    health = RepositoryModel(HEALTH_MODEL, "health", {"batched": False})
+    if not has_tokenizer:
+        return [*token_models, health]
     ensembles = _pair(
         "ensemble" if owns_ensemble else "fastertransformer_ensemble", decoupled_fastertransformer
     )
@@ -77,7 +87,7 @@ def repository_models(
     shared = {"exclude_input": "true" if exclude_input else "false"}
     uint32 = {"uint32_inputs": UINT32_TEXT_INPUTS if uint32_text_inputs else ()}
     return [
-        *(RepositoryModel(name, "fastertransformer", {"decoupled": flag}) for name, flag in generators),
+        *token_models,
         RepositoryModel("preprocessing", "preprocessing", {}),
         RepositoryModel("postprocessing", "postprocessing", {}),
         *(
@@ -88,7 +98,7 @@ def repository_models(
             RepositoryModel(name, "text", {"decoupled": flag, "batched": batched, **shared, **uint32})
             for name, flag, batched in texts
         ),
-        RepositoryModel(HEALTH_MODEL, "health", {"batched": False}),
+        health,
     ]
 
 

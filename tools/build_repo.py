@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,11 +20,20 @@ from transformers import PreTrainedTokenizerBase
 from tridecode.backend.config import ModelConfig
 from tridecode.backend.errors import CheckpointError, ConfigError
 from tridecode.backend.models import family
-from tridecode.converters.checkpoint import Checkpoint, open_checkpoint
+from tridecode.converters.adapters import merge, write_targets
+from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import PlannedConversion, plan_conversion
 from tridecode.converters.parity import Parity, check_parity
-from tridecode.converters.tokenizer import load_tokenizer, save_tokenizer, vocabulary_size
+from tridecode.converters.sources import Checkpoint
+from tridecode.converters.tokenizer import (
+    has_tokenizer,
+    load_tokenizer,
+    save_tokenizer,
+    vocabulary_size,
+)
+from tridecode.converters.zeros import zeros_summary
 from tridecode.model_repo_templates.repository import (
+    ADAPTERS_DIR,
     ENGINE_MODEL,
     TOKENIZER_DIR,
     engine_texts,
@@ -31,6 +41,8 @@ from tridecode.model_repo_templates.repository import (
     write_models,
 )
 from tridecode.tools.check_repo import PARITY_FILE, check_repo
+
+_SPARSE = 0.01  # share of zeros from which a model counts as pruned
 
 
 def build_repo(
@@ -48,7 +60,10 @@ def build_repo(
     uint32_text_inputs: bool = False,
     model_name: str | None = None,
     tokenizer: str | Path | None = None,
+    lora: str | Path | None = None,
     parity: bool = True,
+    reference: str | Path | None = None,
+    num_heads: int | None = None,
     overwrite: bool = False,
     engine_settings: Mapping[str, object] | None = None,
     console: Console | None = None,
@@ -57,10 +72,12 @@ def build_repo(
 
     model: a Hugging Face directory, a .gguf file or a hub id. dtype: of the weight files and of the engine;
     None: the checkpoint's on a machine with a GPU, fp32 on one without. tokenizer: a directory to take it
-    from, not the model's own. ensemble_owner, decoupled_fastertransformer, plain_text, unbatched_text,
-    exclude_input, uint32_text_inputs: see repository_models. engine_settings: parameters of EngineConfig.
-    parity: compare with transformers and write PARITY.json. overwrite: an output that is a model repository
-    is replaced.
+    from, not the model's own. lora: folder of a LoRA adapter that is merged into the weights.
+    ensemble_owner, decoupled_fastertransformer, plain_text, unbatched_text, exclude_input,
+    uint32_text_inputs: see repository_models. engine_settings: parameters of EngineConfig. parity: compare
+    with transformers and write PARITY.json. reference: another checkpoint to compare with: of a weight
+    directory, the one that it was made from. num_heads: attention heads of a Megatron checkpoint that does
+    not say. overwrite: an output that is a model repository is replaced.
 
     Raises CheckpointError, ConfigError or UnsupportedError with what was found and wanted, and removes its
     files.
@@ -68,7 +85,8 @@ def build_repo(
     console = console or Console(highlight=False, soft_wrap=True)
     output = Path(output)
     check_output(output, overwrite)
-    models = repository_models(
+    models = partial(
+        repository_models,
         ensemble_owner,
         decoupled_fastertransformer,
         plain_text,
@@ -76,43 +94,74 @@ def build_repo(
         exclude_input=exclude_input,
         uint32_text_inputs=uint32_text_inputs,
     )
-    checkpoint = open_checkpoint(model)
+    models()  # wrong settings are refused before anything is read
+    checkpoint = open_checkpoint(model, num_heads)
+    if lora is not None:
+        checkpoint = merge(checkpoint, Path(lora))
+    for note in checkpoint.notes:
+        console.print("[yellow]warning[/]: ", end="")
+        console.print(note, markup=False)
     planned = plan_conversion(checkpoint, dtype or _default_dtype(console), model_name)
+    compared = checkpoint if reference is None else open_checkpoint(reference)
     config = planned.config
     console.print(
         f"{checkpoint.path}: {config.family}, {config.num_layers} layers of {config.hidden_size}, vocabulary "
         f"{config.vocab_size}; weights as {config.weight_dtype}, tensor_para_size {tensor_para_size}"
     )
+    for note in planned.notes:
+        console.print(note)
     _check_stages(config, pipeline_para_size)
     settings = {
         "data_type": config.weight_dtype,
+        "lora_path": ADAPTERS_DIR,
         **(engine_settings or {}),
         "tensor_para_size": tensor_para_size,
         "pipeline_para_size": pipeline_para_size,
     }
     engine = engine_texts(settings, "engine settings")
-    hf_tokenizer = load_tokenizer(checkpoint, Path(tokenizer) if tokenizer is not None else None)
+    hf_tokenizer = _tokenizer(checkpoint, Path(tokenizer) if tokenizer is not None else None, console)
     _check_room(output, planned)
     with _staged(output) as staging:
         weights = staging / ENGINE_MODEL / "1" / f"{tensor_para_size}-gpu"
-        planned.write(weights, tensor_para_size)
+        manifest = planned.write(weights, tensor_para_size)
+        write_targets(weights, planned)
+        if manifest.weight_sparsity >= _SPARSE:
+            console.print(zeros_summary(manifest))
         write_models(
             staging,
-            models,
+            models(has_tokenizer=hf_tokenizer is not None),
             engine=engine,
             model_type=family(config.family).model_type,
             checkpoint_path=weights.name,
             stop_ids=",".join(str(token) for token in checkpoint.eos_ids[1:]),
         )
-        source = None if checkpoint.is_gguf and tokenizer is None else Path(tokenizer or checkpoint.path)
-        written = save_tokenizer(hf_tokenizer, source, staging / TOKENIZER_DIR)
-        _check_vocabulary(written, config, console)
-        if parity:
-            _prove(planned, checkpoint, weights, staging, hf_tokenizer, console)
+        if hf_tokenizer is not None:
+            source = Path(tokenizer) if tokenizer is not None else checkpoint.tokenizer_dir
+            written = save_tokenizer(hf_tokenizer, source, staging / TOKENIZER_DIR)
+            _check_vocabulary(written, config, console)
+        if parity and not compared.has_reference:
+            why = f"transformers has no class for {compared.config.model_type or config.family}"
+            console.print(f"[yellow]warning[/]: the result is not compared: {why}")
+        elif parity:
+            _prove(planned, compared, weights, staging, hf_tokenizer, console)
         _check_result(staging)
     console.print(f"wrote {output}")
     console.print(f"next: {serve_command(output)}", markup=False)
     return output
+
+
+def _tokenizer(
+    checkpoint: Checkpoint, given: Path | None, console: Console
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of the checkpoint or of the folder `given`; None, said aloud, if there is none."""
+    if given is not None or has_tokenizer(checkpoint):
+        return load_tokenizer(checkpoint, given)
+    names = ", ".join(model.name for model in repository_models(has_tokenizer=False))
+    console.print(
+        f"[yellow]warning[/]: {checkpoint.path} has no tokenizer: the repository gets the models of token "
+        f"ids only ({names}); name a tokenizer's folder (--tokenizer) for those of text"
+    )
+    return None
 
 
 def serve_command(repository: Path) -> str:

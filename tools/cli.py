@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 
 from tridecode.backend.errors import TridecodeError
 from tridecode.backend.threads import spin_briefly
+from tridecode.tools.adapter_commands import app as adapters_app
 from tridecode.tools.bench.command import app as bench_app
 from tridecode.tools.client_commands import demo, generate, send_request
 from tridecode.tools.doctor.command import doctor
@@ -85,6 +86,7 @@ app = typer.Typer(
     epilog="Start with:  tridecode demo",
 )
 app.add_typer(bench_app, name="bench")
+app.add_typer(adapters_app, name="adapters")
 
 
 def _print_version(wanted: bool) -> None:

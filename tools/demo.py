@@ -46,6 +46,10 @@ def run_demo(
     """
     repository = demo_repository(model or str(packaged_model()), cache)
     question, folder = prompt or PROMPT, repository / TOKENIZER_DIR
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{repository} has no tokenizer, so it has no text model; wanted one for a text"
+        )
     text = chat_prompt(folder, question) if chat_template(folder) else question
     room = room_after(text, repository)
     log_file, started = cache / "serve.log", time.perf_counter()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import configparser
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Callable
 
@@ -16,10 +16,10 @@ from tridecode.backend.errors import ConfigError, UnsupportedError
 
 #: more layers in a config.ini mean a damaged file; the limit bounds the lists of tensors made from it
 MAX_LAYERS = 4096
-ROPE_SCALINGS = {name: name for name in ("default", "linear", "llama3")}
+ROPE_SCALINGS = {name: name for name in ("default", "linear", "dynamic", "yarn", "longrope", "llama3")}
 #: activation_type -> ModelConfig.activation; FasterTransformer's Gelu is the tanh form, gelu_erf is ours
-ACTIVATIONS = {"gelu": "gelu_tanh", "gelu_erf": "gelu", "relu": "relu"}
-ACTIVATION_NAMES = {"gelu_tanh": "Gelu", "gelu": "gelu_erf", "relu": "Relu"}
+ACTIVATIONS = {"gelu": "gelu_tanh", "gelu_erf": "gelu", "relu": "relu", "silu": "silu"}
+ACTIVATION_NAMES = {"gelu_tanh": "Gelu", "gelu": "gelu_erf", "relu": "Relu", "silu": "Silu"}
 #: key -> field of ModelConfig
 _SIZES = {
     "head_num": "num_heads",
@@ -33,7 +33,12 @@ _ROPE_NUMBERS = {
     "rope_scaling_factor": "factor",
     "rope_low_freq_factor": "low_freq_factor",
     "rope_high_freq_factor": "high_freq_factor",
+    "rope_beta_fast": "beta_fast",
+    "rope_beta_slow": "beta_slow",
+    "rope_attention_factor": "attention_factor",
 }
+_ROPE_FLAGS = {"rope_truncate": "truncate", "rope_interleaved": "interleaved"}
+_ROPE_LISTS = {"rope_short_factors": "short_factors", "rope_long_factors": "long_factors"}
 
 
 class IniSection:
@@ -43,10 +48,10 @@ class IniSection:
     """
 
     def __init__(self, path: Path, name: str, items: dict[str, str]):
-        self.path, self.name, self._items = path, name, items
+        self.path, self.name, self.items = path, name, items
 
     def _convert(self, key: str, convert: Callable, wanted: str, default):
-        text = self._items.get(key.lower())
+        text = self.items.get(key.lower())
         if text is None:
             if default is None:
                 raise ConfigError(
@@ -81,6 +86,26 @@ class IniSection:
 
     def flag(self, key: str, default: bool | None = None) -> bool:
         return self._convert(key, parse_flag, "true or false", default)
+
+    def numbers(self, key: str, length: int) -> tuple[float, ...]:
+        """Numbers with blanks or commas between them: `length` of them, or none."""
+        text = self.text(key, "")
+        try:
+            values = tuple(_finite(part) for part in text.replace(",", " ").split())
+        except ValueError:
+            values = (math.nan,)
+        if values and (len(values) != length or math.isnan(values[0])):
+            found = f"[{self.name}] {key} = {text[:80]!r}"
+            raise ConfigError(f"{self.path}: {found}; wanted {length} numbers with blanks between them")
+        return values
+
+    def integers(self, key: str, length: int, minimum: int = 0) -> tuple[int, ...]:
+        """Whole numbers with blanks or commas between them: `length` of them, or none."""
+        values = self.numbers(key, length)
+        if any(value != int(value) or not minimum <= value < 2**31 for value in values):
+            found = f"[{self.name}] {key} = {self.text(key, '')[:80]!r}"
+            raise ConfigError(f"{self.path}: {found}; wanted whole numbers of {minimum} or more")
+        return tuple(map(int, values))
 
     def choice(self, key: str, default: str, values: Mapping[str, str]) -> str:
         """The value that `values` has for the key's text, in any case. UnsupportedError for another text."""
@@ -166,13 +191,18 @@ def common_keys(config: ModelConfig, tensor_para_size: int) -> dict[str, object]
 
 def read_rope(section: IniSection, default_size: int | None) -> RopeConfig:
     """rotary_embedding (rotated dimensions of a head; default_size None: mandatory) and keys of ours."""
-    original = section.integer("rope_original_max_positions", RopeConfig.original_max_positions)
-    return RopeConfig(
-        size=section.integer("rotary_embedding", default_size, minimum=2),
-        scaling=section.choice("rope_scaling_type", RopeConfig.scaling, ROPE_SCALINGS),
-        original_max_positions=original,
+    original = section.integer("rope_original_max_positions", RopeConfig.original_max_positions, minimum=1)
+    size = section.integer("rotary_embedding", default_size, minimum=2)
+    scaling = section.choice("rope_scaling_type", RopeConfig.scaling, ROPE_SCALINGS)
+    fields: dict[str, Any] = {
         **{field: section.number(key, getattr(RopeConfig, field)) for key, field in _ROPE_NUMBERS.items()},
-    )
+        **{field: section.flag(key, getattr(RopeConfig, field)) for key, field in _ROPE_FLAGS.items()},
+        **{field: section.numbers(key, size // 2) for key, field in _ROPE_LISTS.items()},
+    }
+    if scaling == "longrope" and not (fields["short_factors"] and fields["long_factors"]):
+        wanted = f"rope_short_factors and rope_long_factors of {size // 2} numbers each"
+        raise ConfigError(f"{section.path}: [{section.name}] rope_scaling_type = longrope; wanted {wanted}")
+    return RopeConfig(size=size, scaling=scaling, original_max_positions=original, **fields)
 
 
 def rope_keys(config: ModelConfig) -> dict[str, object]:
@@ -183,5 +213,21 @@ def rope_keys(config: ModelConfig) -> dict[str, object]:
         "rotary_embedding": rope.size,
         "rope_scaling_type": rope.scaling,
         "rope_original_max_positions": rope.original_max_positions,
-        **{key: getattr(rope, field) for key, field in _ROPE_NUMBERS.items()},
+        **{key: getattr(rope, field) for key, field in {**_ROPE_NUMBERS, **_ROPE_FLAGS}.items()},
+        **{key: joined(getattr(rope, field)) for key, field in _ROPE_LISTS.items() if getattr(rope, field)},
     }
+
+
+def read_windows(section: IniSection, num_layers: int) -> tuple[int, ...]:
+    """attention_windows: ModelConfig.windows."""
+    return section.integers("attention_windows", num_layers)
+
+
+def window_keys(config: ModelConfig) -> dict[str, object]:
+    """The key that read_windows reads."""
+    return {"attention_windows": joined(config.windows)} if config.windows else {}
+
+
+def joined(values: Iterable[float]) -> str:
+    """The text of a list of numbers, as IniSection.numbers reads it."""
+    return " ".join(map(repr, values))

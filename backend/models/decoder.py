@@ -6,6 +6,7 @@ A family subclasses `Decoder` and says in `forward` which form it has. Letters a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Callable
 
 from torch import Tensor
 
@@ -15,20 +16,20 @@ from tridecode.backend.models.layers import (
     Ranks,
     Weights,
     add_linears,
+    add_normed,
     attention,
     make_heads,
-    rope_table,
 )
+from tridecode.backend.models.rope import rope_table
 from tridecode.backend.models.specs import Layout
 from tridecode.backend.weight_layout import stage_layers
-from tridecode.kernels.ops import CacheLayer, DecoderLayer, Heads
+from tridecode.kernels.ops import CacheLayer, DecoderLayer, Heads, Linear, Norm
 
 
 class Decoder:
     """The layers of a rank's pipeline stage, with its share of heads and of the MLP.
 
-    heads: those of each layer of the stage, one object where they are the same. Here all layers share the
-    config's rotary positions, if it has any; a family with other heads replaces them in its __init__.
+    heads: those of each layer of the stage, one object where they are the same, from stage_heads.
     Raises ConfigError if the tensor ranks cannot share the heads or the MLP.
     """
 
@@ -38,22 +39,62 @@ class Decoder:
         check_tensor_size(config, ranks.tensor_size)
         self.config = config
         self.embedding = weights.tensor("model.wte")
-        self.final_norm = weights.norm("model.final_layernorm", config.norm_eps)
-        self.head = weights.head(
-            self.embedding if config.tied_head else weights.tensor("model.lm_head.weight")
-        )
+        self.final_norm = self.load_norm(weights, "model.final_layernorm") if self.layout.final_norm else None
+        self.head = self.load_head(weights)
         self.stage = stage_layers(config.num_layers, ranks.stage, ranks.num_stages)
         self.layers = [self.load_layer(weights, f"model.layers.{index}") for index in self.stage]
-        rope = rope_table(config, num_positions, self.embedding.device) if config.rope else None
-        self.heads: Sequence[Heads] = [make_heads(config, ranks, rope=rope)] * len(self.layers)
+        self.heads: Sequence[Heads] = self.stage_heads(ranks, num_positions)
+
+    def stage_heads(self, ranks: Ranks, num_positions: int) -> list[Heads]:
+        """The heads of each layer: here all share the config's rotary positions, if it has any, and have the
+        windows of `config.windows`."""
+        config, rope = self.config, None
+        if config.rope is not None:
+            rope = rope_table(config.rope, num_positions, self.embedding.device)
+        return self.layer_heads(
+            ranks, lambda layer: {"rope": rope, "window": seen_window(config, layer, num_positions)}
+        )
+
+    def layer_heads(self, ranks: Ranks, fields: Callable[[int], dict[str, Any]]) -> list[Heads]:
+        """The heads of each layer of the stage, with the sizes of the layer; one object where they are equal.
+
+        fields: of a layer (its number in the model), for make_heads; equal tensors must be one object. slopes
+        are those of the heads of an unpruned layer.
+        """
+        kinds: dict[object, Heads] = {}
+        every = {layer: fields(layer) for layer in self.stage}
+        heads = []
+        for layer, mine in every.items():
+            sizes, slopes = self.config.of_layer(layer), mine.get("slopes")
+            numbers = None if slopes is None else tuple(self.config.head_numbers(layer))
+            values = [value if isinstance(value, (int, float)) else id(value) for value in mine.values()]
+            kind = (sizes.num_heads, sizes.num_kv_heads, numbers, *values)
+            if kind not in kinds:
+                own = {} if slopes is None else {"slopes": slopes[list(numbers or ())]}
+                kinds[kind] = make_heads(sizes, ranks, **{**mine, **own})
+            heads.append(kinds[kind])
+        return heads
+
+    def load_head(self, weights: Weights) -> Linear:
+        return weights.head(
+            self.embedding if self.config.tied_head else weights.tensor("model.lm_head.weight"),
+            weights.tensor("model.lm_head.bias") if self.config.head_bias else None,
+        )
+
+    def load_norm(self, weights: Weights, name: str) -> Norm:
+        """With a bias file a LayerNorm, without one an RMSNorm; families with other norms override it."""
+        return weights.norm(name, self.config.norm_eps)
 
     def load_layer(self, weights: Weights, prefix: str) -> DecoderLayer:
-        eps = self.config.norm_eps
+        attention_norm = self.load_norm(weights, f"{prefix}.input_layernorm")
+        shares = self.layout.mlp_norm == "input_layernorm"
         return DecoderLayer(
-            attention_norm=weights.norm(f"{prefix}.input_layernorm", eps),
+            attention_norm=attention_norm,
             qkv=weights.linear(f"{prefix}.attention.query_key_value"),
             dense=weights.linear(f"{prefix}.attention.dense"),
-            mlp_norm=weights.norm(f"{prefix}.post_attention_layernorm", eps),
+            mlp_norm=attention_norm
+            if shares
+            else self.load_norm(weights, f"{prefix}.{self.layout.mlp_norm}"),
             up=weights.linear(*(f"{prefix}.mlp.{name}" for name in self.layout.up)),
             down=weights.linear(f"{prefix}.mlp.{self.layout.down}"),
         )
@@ -78,8 +119,8 @@ class Decoder:
         """x += attention(norm(x)), then x += mlp(norm(x)), layer after layer."""
         if self._run_at_once(context, x, activation, caches):
             return
-        mlp = context.work.mlp[: context.num_tokens]
         for layer, heads, cache in zip(self.layers, self.heads, caches):
+            mlp = context.mlp(layer)
             attended = attention(context, x, layer.qkv, layer.attention_norm, heads, cache)
             add_linears(context, x, (attended, layer.dense))
             context.ops.linear(x, layer.up, norm=layer.mlp_norm, activation=activation, out=mlp)
@@ -87,19 +128,57 @@ class Decoder:
 
     def parallel(self, context: Context, x: Tensor, activation: str, caches: list[CacheLayer]) -> None:
         """x += attention(attention_norm(x)) + mlp(mlp_norm(x)), layer after layer."""
-        mlp = context.work.mlp[: context.num_tokens]
         for layer, heads, cache in zip(self.layers, self.heads, caches):
+            mlp = context.mlp(layer)
             attended = attention(context, x, layer.qkv, layer.attention_norm, heads, cache)
             context.ops.linear(x, layer.up, norm=layer.mlp_norm, activation=activation, out=mlp)
             add_linears(context, x, (attended, layer.dense), (mlp, layer.down))
+
+    def post_norm(self, context: Context, x: Tensor, activation: str, caches: list[CacheLayer]) -> None:
+        """x = attention_norm(x + attention(x)), then x = mlp_norm(x + mlp(x)), layer after layer."""
+        for layer, heads, cache in zip(self.layers, self.heads, caches):
+            mlp = context.mlp(layer)
+            attended = attention(context, x, layer.qkv, None, heads, cache)
+            add_linears(context, x, (attended, layer.dense))
+            context.ops.norm(x, layer.attention_norm, out=x)
+            context.ops.linear(x, layer.up, activation=activation, out=mlp)
+            add_linears(context, x, (mlp, layer.down))
+            context.ops.norm(x, layer.mlp_norm, out=x)
+
+    def sandwich(
+        self,
+        context: Context,
+        x: Tensor,
+        activation: str,
+        after: Sequence[tuple[Norm, Norm]],
+        caches: list[CacheLayer],
+    ) -> None:
+        """x += norm(attention(attention_norm(x))), then x += norm(mlp(mlp_norm(x))), layer after layer.
+
+        after: the outer norms of attention and MLP, per layer.
+        """
+        for layer, norms, heads, cache in zip(self.layers, after, self.heads, caches):
+            mlp = context.mlp(layer)
+            attended = attention(context, x, layer.qkv, layer.attention_norm, heads, cache)
+            add_normed(context, x, attended, layer.dense, norms[0])
+            context.ops.linear(x, layer.up, norm=layer.mlp_norm, activation=activation, out=mlp)
+            add_normed(context, x, mlp, layer.down, norms[1])
 
     def _run_at_once(
         self, context: Context, x: Tensor, activation: str, caches: Sequence[CacheLayer]
     ) -> bool:
         """All layers of a small step in one launch, if the operations have one for it. False: not done.
 
-        The layers must have the same heads, and no rank may wait for another.
+        The layers must have the same heads and equally wide MLPs, and no rank may wait for another.
         """
         if context.ranks.tensor_size > 1 or len(set(map(id, self.heads))) != 1:
             return False
+        if len({layer.down.weight.shape for layer in self.layers}) != 1:
+            return False
         return context.ops.decoder_layers(x, self.layers, self.heads[0], activation, context.batch, caches)
+
+
+def seen_window(config: ModelConfig, layer: int, num_positions: int) -> int:
+    """The window of a layer; 0 where no sequence is longer than it."""
+    window = config.window(layer)
+    return window if window < num_positions else 0

@@ -10,14 +10,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from tridecode.backend.config import ModelConfig, RopeConfig
-from tridecode.backend.weight_layout import WeightSpec
-from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm, Ops, Rope
+from tridecode.backend.config import ModelConfig
+from tridecode.backend.weight_layout import WeightSpec, share_size
+from tridecode.kernels.ops import Batch, CacheLayer, DecoderLayer, Heads, Linear, Norm, Ops, Rope
 
 
 class Weights(ABC):
@@ -25,6 +25,7 @@ class Weights(ABC):
 
     def __init__(self, specs: Iterable[WeightSpec], ops: Ops):
         self.specs, self.ops = {spec.name: spec for spec in specs}, ops
+        self.linears: dict[tuple[str, ...], Linear] = {}  # what `linear` has given, by its names
 
     @abstractmethod
     def tensor(self, name: str) -> Tensor:
@@ -35,16 +36,20 @@ class Weights(ABC):
         weight = _joined([self.tensor(f"{name}.weight") for name in names])
         has_bias = f"{names[0]}.bias" in self.specs
         bias = _joined([self.tensor(f"{name}.bias") for name in names]) if has_bias else None
-        return self.ops.pack(Linear(weight.t(), bias))
+        self.linears[names] = packed = self.ops.pack(Linear(weight.t(), bias))
+        return packed
 
-    def head(self, weight: Tensor) -> Linear:
+    def head(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """The language model's head over `weight` (V, C), which may be the word embedding itself."""
-        return self.ops.pack(Linear(weight))
+        return self.ops.pack(Linear(weight, bias))
 
-    def norm(self, name: str, eps: float) -> Norm:
-        """A LayerNorm, or an RMSNorm if there is no `<name>.bias`."""
-        has_bias = f"{name}.bias" in self.specs
-        return Norm(self.tensor(f"{name}.weight"), self.tensor(f"{name}.bias") if has_bias else None, eps)
+    def norm(self, name: str, eps: float, centred: bool = False) -> Norm:
+        """A LayerNorm, or an RMSNorm if there is no `<name>.bias`. centred: a LayerNorm, its bias 0 if there
+        is none."""
+        weight = self.tensor(f"{name}.weight")
+        if f"{name}.bias" in self.specs:
+            return Norm(weight, self.tensor(f"{name}.bias"), eps)
+        return Norm(weight, torch.zeros_like(weight) if centred else None, eps)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
@@ -72,13 +77,16 @@ class Ranks(Protocol):
 
 @dataclass
 class Workspace:
-    """The activations of a step, allocated once for max_tokens rows and the columns of this rank's share."""
+    """The activations of a step, allocated once for max_tokens rows and the columns of this rank's share.
+
+    H, K and F are those of the largest layer; a smaller one uses the `front` of a buffer.
+    """
 
     hidden: Tensor  # (T, C) the residual stream
     qkv: Tensor  # (T, (H + 2K) * D)
     context: Tensor  # (T, H * D)
     mlp: Tensor  # (T, F)
-    delta: Tensor  # (T, C) a tensor rank's partial sums
+    delta: Tensor  # (T, C) a tensor rank's partial sums, or what is normalised before it is added
     last: Tensor  # (R, C) rows that are sampled from
     logits: Tensor  # (R, V) float32
 
@@ -95,14 +103,16 @@ class Workspace:
         def empty(rows: int, columns: int, kind: torch.dtype = dtype) -> Tensor:
             return torch.zeros(rows, columns, dtype=kind, device=device)
 
-        queries = config.num_heads * config.head_size // tensor_size
-        keys = config.num_kv_heads * config.head_size // tensor_size
+        config, mlp = config.largest_layer(), config.mlp_share(tensor_size)
+        needs_delta = tensor_size > 1 or config.residual == "sandwich"
+        queries = config.num_heads // tensor_size * config.head_size
+        keys = share_size(config.num_kv_heads, tensor_size) * config.head_size
         return cls(
             hidden=empty(max_tokens, config.hidden_size),
             qkv=empty(max_tokens, queries + 2 * keys),
             context=empty(max_tokens, queries),
-            mlp=empty(max_tokens, config.mlp_size // tensor_size),
-            delta=empty(max_tokens if tensor_size > 1 else 0, config.hidden_size),
+            mlp=empty(max_tokens, mlp),
+            delta=empty(max_tokens if needs_delta else 0, config.hidden_size),
             last=empty(max_rows, config.hidden_size),
             logits=empty(max_rows, config.vocab_size, torch.float32),
         )
@@ -121,14 +131,25 @@ class Context:
     def num_tokens(self) -> int:
         return self.batch.num_tokens
 
+    def mlp(self, layer: DecoderLayer) -> Tensor:
+        """(T, F): the workspace's buffer for the inner activations of a layer's MLP."""
+        return front(self.work.mlp, self.num_tokens, layer.down.weight.shape[1])
+
+
+def front(buffer: Tensor, rows: int, columns: int) -> Tensor:
+    """The first elements of a buffer as (rows, columns), contiguous: a layer may be narrower than another."""
+    return buffer.view(-1)[: rows * columns].view(rows, columns)
+
 
 def attention(
-    context: Context, x: Tensor, qkv: Linear, norm: Norm, heads: Heads, cache: CacheLayer
+    context: Context, x: Tensor, qkv: Linear, norm: Norm | None, heads: Heads, cache: CacheLayer
 ) -> Tensor:
-    """(T, H * D): causal attention of norm(x) over the cache; writes the new keys and values to it."""
+    """(T, H * D): causal attention of norm(x) (norm None: of x) over the cache; writes the new keys and
+    values to it."""
     ops, batch, work = context.ops, context.batch, context.work
     tokens, decodes = batch.num_tokens, batch.num_decodes
-    projected, out = work.qkv[:tokens], work.context[:tokens]
+    projected = front(work.qkv, tokens, heads.qkv_size)
+    out = front(work.context, tokens, heads.num_heads * heads.head_size)
     ops.project_qkv(x, qkv, norm, heads, batch, cache, out=projected)
     if decodes:
         ops.decode_attention(projected[:decodes], heads, batch, cache, out=out[:decodes])
@@ -143,66 +164,68 @@ def add_linears(context: Context, residual: Tensor, *products: tuple[Tensor, Lin
         for x, linear in products:
             context.ops.linear(x, linear, residual=residual, out=residual)
         return
+    residual.add_(_sum_over_ranks(context, *products))
+
+
+def add_normed(context: Context, residual: Tensor, x: Tensor, linear: Linear, norm: Norm) -> None:
+    """residual += norm(x @ weight.T + bias), the product summed over tensor ranks."""
+    delta = _sum_over_ranks(context, (x, linear))
+    context.ops.norm(delta, norm, out=delta)
+    residual.add_(delta)
+
+
+def _sum_over_ranks(context: Context, *products: tuple[Tensor, Linear]) -> Tensor:
+    """(T, C): the sum of x @ weight.T + bias of each (x, linear), in work.delta."""
     delta = context.work.delta[: context.num_tokens]
     for index, (x, linear) in enumerate(products):
         # the bias is whole on every rank: only the first adds it
         partial = linear if context.ranks.tensor_rank == 0 else Linear(linear.weight)
         context.ops.linear(x, partial, residual=delta if index else None, out=delta)
     context.ranks.all_reduce(delta)
-    residual.add_(delta)
+    return delta
 
 
-def alibi_slopes(num_heads: int) -> Tensor:
+def alibi_slopes(num_heads: int, largest: float = 8.0) -> Tensor:
     """(num_heads,) float32 slopes of Press et al. 2022, with their rule where that is not a power of two.
 
     2^(-8/n), 2^(-16/n), ... for the largest power of two n <= num_heads, then every other slope of the
-    sequence for 2n.
+    sequence for 2n. largest: in place of the 8 (MPT's alibi_bias_max).
     """
     power = 2 ** math.floor(math.log2(num_heads))
-    slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
-    slopes += [2.0 ** (-8.0 * (2 * i + 1) / (2 * power)) for i in range(num_heads - power)]
+    slopes = [2.0 ** (-largest * (i + 1) / power) for i in range(power)]
+    slopes += [2.0 ** (-largest * (2 * i + 1) / (2 * power)) for i in range(num_heads - power)]
     return torch.tensor(slopes, dtype=torch.float32)
 
 
-def rope_table(config: ModelConfig, num_positions: int, device: torch.device) -> Rope:
-    """cos and sin of every position, float32, computed in float32 as transformers does."""
-    rope = config.rope
-    assert rope is not None, config
-    frequencies = 1.0 / rope.theta ** (torch.arange(0, rope.size, 2, dtype=torch.int64).float() / rope.size)
-    if rope.scaling == "linear":
-        frequencies = frequencies / rope.factor
-    elif rope.scaling == "llama3":
-        frequencies = _llama3_frequencies(frequencies, rope)
-    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies[None, :]
-    return Rope(angles.cos().to(device), angles.sin().to(device))
-
-
-def _llama3_frequencies(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """transformers' llama3 rule: low frequencies are divided by factor, high ones kept, the rest blended."""
-    wavelengths = 2 * math.pi / frequencies
-    longest = rope.original_max_positions / rope.low_freq_factor
-    shortest = rope.original_max_positions / rope.high_freq_factor
-    blend = (rope.original_max_positions / wavelengths - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
-    )
-    blended = (1 - blend) * frequencies / rope.factor + blend * frequencies
-    scaled = torch.where(wavelengths > longest, frequencies / rope.factor, frequencies)
-    between = (wavelengths <= longest) & (wavelengths >= shortest)
-    return torch.where(between, blended, scaled)
-
-
 def make_heads(
-    config: ModelConfig, ranks: Ranks, rope: Rope | None = None, slopes: Tensor | None = None
+    config: ModelConfig,
+    ranks: Ranks,
+    rope: Rope | None = None,
+    slopes: Tensor | None = None,
+    scale: float | None = None,
+    key_bias: Tensor | None = None,
+    **fields: Any,
 ) -> Heads:
-    """This rank's share of the heads of a layer. slopes: (num_heads,), of all ranks."""
+    """This rank's share of the heads of a layer. slopes: (num_heads,), key_bias: (num_heads, positions), of
+    all ranks. scale: of the scores; None: attention_scale's. fields: further ones of Heads."""
     num_heads = config.num_heads // ranks.tensor_size
+    mine = slice(ranks.tensor_rank * num_heads, (ranks.tensor_rank + 1) * num_heads)
     if slopes is not None:
-        slopes = slopes[ranks.tensor_rank * num_heads : (ranks.tensor_rank + 1) * num_heads].contiguous()
+        slopes = slopes[mine].contiguous()
+    if key_bias is not None:
+        key_bias = key_bias[mine].contiguous()
     return Heads(
         num_heads=num_heads,
-        num_kv_heads=config.num_kv_heads // ranks.tensor_size,
+        num_kv_heads=share_size(config.num_kv_heads, ranks.tensor_size),
         head_size=config.head_size,
-        scale=config.head_size**-0.5,
+        scale=attention_scale(config) if scale is None else scale,
         rope=rope,
         slopes=slopes,
+        key_bias=key_bias,
+        **fields,
     )
+
+
+def attention_scale(config: ModelConfig) -> float:
+    """Of the scores."""
+    return config.head_size**-0.5 if config.attention_scale is None else config.attention_scale

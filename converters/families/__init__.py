@@ -11,14 +11,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Callable
+from typing import TYPE_CHECKING, Any, Callable
 
+import torch
 from torch import Tensor
+from torch.nn import Module
 from transformers import PreTrainedConfig
 
 from tridecode.backend.config import ModelConfig
 from tridecode.backend.errors import UnsupportedError
 from tridecode.converters.rules import Rule
+
+if TYPE_CHECKING:
+    from tridecode.converters.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,8 @@ class CheckpointFamily:
     ignored: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
     gguf: GgufRules | None = None
+    config_class: type[PreTrainedConfig] | None = None
+    reference: Callable[[Checkpoint, torch.dtype], Module] | None = None
 
     @property
     def source_file(self) -> str:

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 from tridecode.backend.config import ModelConfig
 from tridecode.backend.errors import UnsupportedError
 from tridecode.converters.families import CheckpointFamily, GgufRules
-from tridecode.converters.hf_config import rope_config, shape
+from tridecode.converters.hf_config import max_positions, rope_config, shape
 from tridecode.converters.rules import Rule, join, join_transposed, module_rules, transpose
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -26,7 +26,7 @@ def model_config(hf: PreTrainedConfig, **common) -> ModelConfig:
         family="llama",
         **shape(hf),
         mlp_size=hf.intermediate_size,
-        max_positions=hf.max_position_embeddings,
+        max_positions=max_positions(hf),
         norm_eps=hf.rms_norm_eps,
         activation="silu",
         rope=rope_config(hf, hf.head_dim, "LLaMA"),

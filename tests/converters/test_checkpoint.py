@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import save, tiny_bloom, tiny_gpt2, tiny_llama
 from tridecode.backend.errors import CheckpointError, UnsupportedError
-from tridecode.converters import checkpoint as checkpoint_module
 from tridecode.converters.checkpoint import open_checkpoint
+from tridecode.converters.sources import huggingface
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ def test_a_name_that_is_nothing_says_all_three_things_it_is_not(monkeypatch):
     def unreachable(repository, allow_patterns):
         raise OSError("no route\nto the hub")
 
-    monkeypatch.setattr(checkpoint_module, "snapshot_download", unreachable)
+    monkeypatch.setattr(huggingface, "snapshot_download", unreachable)
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint("someone/a-model")
     assert str(caught.value) == (
@@ -173,7 +173,7 @@ def test_a_hub_repository_is_fetched_without_its_pickles_if_it_has_safetensors(t
         asked.append((repository, allow_patterns))
         return str(tmp_path)
 
-    monkeypatch.setattr(checkpoint_module, "snapshot_download", download)
+    monkeypatch.setattr(huggingface, "snapshot_download", download)
     assert open_checkpoint("someone/a-model").config.model_type == "bloom"
     assert [repository for repository, _ in asked] == ["someone/a-model"]
     assert "*.safetensors" in asked[0][1] and "*.bin" not in asked[0][1]

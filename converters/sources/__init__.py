@@ -1,0 +1,75 @@
+"""Source checkpoints: what a reader of one format (a module of this package) gives to the conversion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from transformers import PreTrainedConfig
+
+from tridecode.backend.config import ModelConfig
+from tridecode.backend.errors import CheckpointError
+from tridecode.converters.rules import Conversion
+
+
+class TensorSource(Protocol):
+    """Tensors by transformers' names; `shapes` is known before any is read."""
+
+    shapes: dict[str, tuple[int, ...]]
+
+    def dtype(self, name: str) -> torch.dtype: ...
+
+    def read(self, name: str) -> Tensor: ...
+
+
+@dataclass
+class Checkpoint:
+    """A source model.
+
+    path: the directory or file that was opened. config: transformers' config of the model. tensors: by
+    transformers' names. bos_id, eos_ids: its special tokens. reference: (dtype of the weights) to an
+    independent model in evaluation mode on the CPU; None: there is none to compare with. tokenizer_dir: the
+    folder of its tokenizer, whether or not it has one; None: a .gguf, which holds it itself. notes: what a
+    user should know about the source, a sentence each. plan: (dtype or None, model_name or None) to the
+    config and the conversions of a source that is not converted by a family's rules. adapter: the folder of
+    the LoRA adapter that is merged into `tensors` and the reference.
+    """
+
+    path: Path
+    config: PreTrainedConfig
+    tensors: TensorSource
+    bos_id: int | None
+    eos_ids: list[int]
+    gguf_fields: dict[str, Any] = field(default_factory=dict)  # scalar metadata of a .gguf
+    reference: Callable[[torch.dtype], Module] | None = field(default=None, repr=False)
+    tokenizer_dir: Path | None = None
+    notes: list[str] = field(default_factory=list)
+    plan: Callable[[str | None, str | None], tuple[ModelConfig, list[Conversion]]] | None = field(
+        default=None, repr=False
+    )
+    adapter: Path | None = None
+
+    @property
+    def is_gguf(self) -> bool:
+        return self.path.suffix == ".gguf"
+
+    @property
+    def name(self) -> str:
+        """A short name for people: of the folder or file."""
+        return self.path.stem if self.path.is_file() else self.path.resolve().name
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether there is an independent model to compare with."""
+        return self.reference is not None
+
+    def reference_model(self, dtype: torch.dtype) -> Module:
+        """An independent model of this checkpoint. Raises CheckpointError where there is none."""
+        if self.reference is None:
+            raise CheckpointError(f"{self.path}: transformers has no class for {self.config.model_type}")
+        return self.reference(dtype)

@@ -1,0 +1,119 @@
+"""Checkpoints in Hugging Face's layout: a directory, or a repository of the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers.modeling_gguf_pytorch_utils as transformers_gguf
+from huggingface_hub import snapshot_download
+from torch.nn import Module
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.utils import logging as transformers_logging
+
+from tridecode.backend.errors import CheckpointError
+from tridecode.converters.families import family_of
+from tridecode.converters.files import read_json
+from tridecode.converters.pruned_config import uniform_config
+from tridecode.converters.sources import Checkpoint, TensorSource
+from tridecode.converters.sources.bitmasks import DESCRIPTIONS, BitmaskSource, has_bitmasks
+from tridecode.converters.sources.tensor_files import tensor_files
+
+_HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # beside the weights
+_HUB_WEIGHTS = ["*.safetensors"], ["*.bin"]  # the second if there are none of the first
+
+
+def download(repository: str) -> Path:
+    """The local copy of a hub repository, without its pickles if it has safetensors."""
+    try:
+        for weights in _HUB_WEIGHTS:
+            path = Path(snapshot_download(repository, allow_patterns=[*_HUB_FILES, *weights]))
+            if any(path.glob(weights[0])):
+                break
+        return path
+    except Exception as error:  # the hub's client raises types of four libraries
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{repository!r} is not a directory, not a .gguf, and the hub could not be reached or "
+            f"does not have it: {reason}"
+        ) from None
+
+
+def open_directory(path: Path) -> Checkpoint:
+    """A directory with config.json; no tensor is read. CheckpointError or UnsupportedError."""
+    raw = read_json(path / "config.json")
+    family = family_of(raw.get("model_type"), path / "config.json")
+    is_container = has_bitmasks(raw, path / "config.json")
+    settings = uniform_config({key: value for key, value in raw.items() if key not in DESCRIPTIONS})
+    if family.config_class is not None:
+        config = _config_of(family.config_class, settings, path)
+    elif settings != raw:
+        config = _config_of(CONFIG_MAPPING[str(raw["model_type"])], settings, path)
+    else:
+        config = transformers_config(path)
+    generation = path / "generation_config.json"
+    ids = read_json(generation) if generation.exists() else {}
+    where = generation if generation.exists() else path / "config.json"
+    eos = _token_ids(ids.get("eos_token_id", config.eos_token_id), "eos_token_id", where)
+    bos = _token_ids(ids.get("bos_token_id", config.bos_token_id), "bos_token_id", where)
+    tensors: TensorSource = tensor_files(path)
+    if is_container:
+        tensors = BitmaskSource(tensors, path)
+    checkpoint = Checkpoint(path, config, tensors, bos[0] if bos else None, eos, tokenizer_dir=path)
+    if family.reference is not None:
+        checkpoint.reference = partial(family.reference, checkpoint)
+    elif family.config_class is None:
+        checkpoint.reference = partial(_transformers_model, path)
+    return checkpoint
+
+
+def _transformers_model(path: Path, dtype: torch.dtype) -> Module:
+    with no_progress_bars():
+        return AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, local_files_only=True, trust_remote_code=False
+        ).eval()
+
+
+def _token_ids(ids: Any, key: str, where: Path) -> list[int]:
+    found: list[Any] = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if not all(isinstance(token, int) and -1 <= token < 1 << 31 for token in found):
+        raise CheckpointError(f"{where}: {key} is {str(ids)[:80]}; wanted token ids")
+    return found
+
+
+def transformers_config(path: Path, **kwargs) -> PreTrainedConfig:
+    """transformers' config of a directory. CheckpointError for what it cannot read."""
+    try:
+        with no_progress_bars():
+            return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False, **kwargs)
+    except Exception as error:  # transformers checks configs with errors of its own and of huggingface_hub
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"transformers cannot read the config of {path}: {reason}") from None
+
+
+def _config_of(config_class: type[PreTrainedConfig], raw: dict[str, Any], path: Path) -> PreTrainedConfig:
+    """The config of a model type that transformers does not know. What it says about code is left out."""
+    settings = {key: value for key, value in raw.items() if key not in ("auto_map", "model_type")}
+    try:
+        return config_class.from_dict(settings)
+    except Exception as error:  # as in transformers_config
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{path / 'config.json'} does not describe a model: {reason}") from None
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """transformers' bars write carriage returns into logs; the command has a spinner of its own."""
+    shown, bar = transformers_logging.is_progress_bar_enabled(), transformers_gguf.tqdm
+    transformers_logging.disable_progress_bar()
+    transformers_gguf.tqdm = lambda items, **_options: items
+    try:
+        yield
+    finally:
+        transformers_gguf.tqdm = bar
+        if shown:
+            transformers_logging.enable_progress_bar()

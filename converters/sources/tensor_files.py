@@ -1,0 +1,153 @@
+"""Containers of a Hugging Face checkpoint: safetensors and torch's .bin, whole or in shards."""
+
+from __future__ import annotations
+
+import re
+import struct
+import zipfile
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from tridecode.backend.errors import CheckpointError
+from tridecode.converters.files import member, read_json, require_file
+from tridecode.converters.sources import TensorSource
+
+
+def tensor_files(path: Path) -> TensorSource:
+    """The weights, in transformers' order of preference."""
+    for stem, source in (("model.safetensors", SafetensorsSource), ("pytorch_model.bin", PickleSource)):
+        if (path / stem).exists():
+            return source([require_file(path / stem)])
+        index = path / f"{stem}.index.json"
+        if index.exists():
+            listed = read_json(index).get("weight_map")
+            if not isinstance(listed, dict) or not listed:
+                raise CheckpointError(f'{index} has no "weight_map"; wanted the file of each tensor')
+            files = {name: member(path, listed[name], index.name) for name in listed}
+            return source(sorted(set(files.values())))
+    raise CheckpointError(
+        f"{path} has no weights; wanted model.safetensors, model.safetensors.index.json, pytorch_model.bin "
+        "or pytorch_model.bin.index.json"
+    )
+
+
+class SafetensorsSource:
+    """One .safetensors file or the shards of one checkpoint, memory-mapped."""
+
+    def __init__(self, files: list[Path]):
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._files = {}
+        for path in files:
+            try:
+                file = safe_open(str(path), framework="pt", device="cpu")
+            except Exception as error:  # safetensors raises its own type, OSError and others
+                found = foreign_format(path) or error
+                raise CheckpointError(f"{path} is not a readable safetensors file: {found}") from None
+            for name in file.keys():  # noqa: SIM118  safe_open is not a mapping
+                self.shapes[name] = tuple(file.get_slice(name).get_shape())
+                self._files[name] = file
+
+    def dtype(self, name: str) -> torch.dtype:
+        # of one element: get_slice names the dtype only in safetensors' own spelling
+        return self._files[name].get_slice(name)[:1].dtype
+
+    def read(self, name: str) -> Tensor:
+        return self._files[name].get_tensor(name)
+
+
+class PickleSource:
+    """One pytorch_model.bin or its shards, memory-mapped where torch can; code in them is never run."""
+
+    def __init__(self, files: list[Path]):
+        self._tensors: dict[str, Tensor] = {}
+        for path in files:
+            self._tensors.update(self._load(path))
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    @staticmethod
+    def _load(path: Path) -> dict[str, Tensor]:
+        check_archive(path)
+        try:
+            try:
+                state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except RuntimeError:  # written before torch 1.6: not a zip file, cannot be mapped
+                state = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:
+            found = foreign_format(path) or _pickle_fault(error)
+            raise CheckpointError(f"{path} cannot be loaded as plain tensors: {found}") from None
+        if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
+            raise CheckpointError(
+                f"{path} holds a {type(state).__name__}; wanted a dict of tensors (a state dict)"
+            )
+        return state
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name].dtype
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+
+def check_archive(path: Path) -> None:
+    """CheckpointError for a zip that would grow when it is read: torch stores its records uncompressed."""
+    if not zipfile.is_zipfile(path):
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            records = archive.infolist()
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        raise CheckpointError(f"{path} is not a readable zip file: {error}") from None
+    check_records(records, path.stat().st_size, str(path))
+
+
+def check_records(records: list[zipfile.ZipInfo], size: int, name: str) -> None:
+    """CheckpointError where a zip file's records are compressed or overlap. size: of the file; name: its."""
+    for record in records:
+        if record.compress_type != zipfile.ZIP_STORED:
+            found = (
+                f"{record.filename} is compressed ({record.compress_size:,} of {record.file_size:,} bytes)"
+            )
+            raise CheckpointError(f"{name}: {found}; torch.save stores tensors uncompressed")
+    total = sum(record.file_size for record in records)
+    if total > size:
+        raise CheckpointError(f"{name} holds {size:,} bytes; its records have {total:,}: they overlap")
+
+
+def _pickle_fault(error: Exception) -> str:
+    """torch's finding in one line; its own texts are paragraphs of advice."""
+    text = " ".join(str(error).split())
+    name = re.search(r"GLOBAL (\S+)", text)
+    if name:
+        return f"it holds the Python object {name.group(1)}, and code is never run; wanted tensors only"
+    fault = re.search(r"WeightsUnpickler error: (.*?)(?: Check the documentation|$)", text)
+    if fault:
+        return f"its pickle holds more than tensors ({fault.group(1)})"
+    if isinstance(error, (LookupError, ValueError, EOFError, struct.error)):  # of the unpickler's own reading
+        return f"its pickle is damaged, or it is not a pickle ({type(error).__name__})"
+    return f"{type(error).__name__}: {text}"
+
+
+_MAGIC = {
+    b"version https://git-lfs": "a Git LFS pointer; fetch the file itself (git lfs pull)",
+    b"GGUF": "a GGUF file",
+    b"PK\x03\x04": "a zip file, as torch.save writes it",
+    b"\x89HDF": "an HDF5 file (TensorFlow, Keras)",
+    b"<!DOCTYPE": "an HTML page",
+    b"<html": "an HTML page",
+}
+
+
+def foreign_format(path: Path) -> str:
+    """The format of a file by its first bytes, if its name says another; else ""."""
+    expected = {".gguf": b"GGUF", ".bin": b"PK\x03\x04"}.get(path.suffix)
+    with open(path, "rb") as file:
+        start = file.read(64)
+    if not start:
+        return "it is empty"
+    return next(
+        (f"it is {kind}" for magic, kind in _MAGIC.items() if magic != expected and start.startswith(magic)),
+        "",
+    )

@@ -1,0 +1,70 @@
+"""Repositories from sources that lack something, or are not Hugging Face's: what is built, what is said."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.checkpoints import save, tiny_gpt2, tiny_tokenizer
+from tridecode.backend.errors import CheckpointError
+from tridecode.tools.build_repo import build_repo
+from tridecode.tools.check_repo import check_repo
+from tridecode.tools.demo import run_demo
+
+
+def built(source: Path, output: Path, **options) -> str:
+    """Build `output`; returns what was said."""
+    said = io.StringIO()
+    build_repo(source, output, console=Console(file=said, soft_wrap=True), **options)
+    return said.getvalue()
+
+
+def test_without_a_tokenizer_a_repository_has_the_models_of_token_ids(tmp_path):
+    source = save(tiny_gpt2(), tmp_path / "hf", tokenizer=False)
+    said = built(source, tmp_path / "repo")
+    assert f"{source} has no tokenizer: the repository gets the models of token ids only" in said
+    models = {path.name for path in (tmp_path / "repo").iterdir() if path.is_dir()}
+    assert models == {"fastertransformer", "fastertransformer_streaming", "tridecode_health"}
+    assert not list((tmp_path / "repo").rglob("tokenizer*"))
+    assert check_repo(tmp_path / "repo", checksums=True) == []
+    parity = json.loads((tmp_path / "repo/PARITY.json").read_text())
+    assert parity["passed"] and parity["tokenizer_round_trip"] is None
+    assert [prompt["tokens"] for prompt in parity["prompts"]] == [1, 5, 33, 64]
+    assert all(prompt["prompt"].endswith("random ids") for prompt in parity["prompts"])
+    assert set(parity["checksums"]) == {"config.ini", "manifest.json"}
+
+
+def test_other_bytes_than_were_compared_show_without_a_tokenizer_too(tmp_path):
+    built(save(tiny_gpt2(), tmp_path / "hf", tokenizer=False), tmp_path / "repo")
+    parity = json.loads((tmp_path / "repo/PARITY.json").read_text())
+    parity["checksums"]["config.ini"] = "0" * 64
+    (tmp_path / "repo/PARITY.json").write_text(json.dumps(parity))
+    errors = [finding for finding in check_repo(tmp_path / "repo") if finding.severity == "error"]
+    assert any(finding.where == "config.ini" for finding in errors)
+
+
+def test_a_tokenizer_named_beside_it_brings_the_text_models_back(tmp_path):
+    source = save(tiny_gpt2(), tmp_path / "hf", tokenizer=False)
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    said = built(source, tmp_path / "repo", parity=False, tokenizer=tmp_path / "tokenizer")
+    assert "no tokenizer" not in said
+    assert (tmp_path / "repo/ensemble/config.pbtxt").is_file()
+
+
+def test_a_damaged_tokenizer_is_not_a_missing_one(tmp_path):
+    source = save(tiny_gpt2(), tmp_path / "hf")
+    (source / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match="cannot read the tokenizer"):
+        build_repo(source, tmp_path / "repo")
+    with pytest.raises(CheckpointError, match="has no tokenizer; wanted tokenizer.json"):
+        build_repo(source, tmp_path / "repo", tokenizer=tmp_path)
+
+
+def test_the_demo_of_a_model_without_a_tokenizer_says_so(tmp_path):
+    source = save(tiny_gpt2(), tmp_path / "hf", tokenizer=False)
+    with pytest.raises(CheckpointError, match="has no tokenizer, so it has no text model"):
+        run_demo(str(source), cache=tmp_path / "cache")
