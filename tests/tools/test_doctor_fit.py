@@ -98,3 +98,17 @@ def test_more_sequences_than_the_cache_holds_is_a_warning():
     room = found.blocks // 16
     assert finding.severity == "warning" and f"holds {room} of 512 tokens" in finding.found
     assert f"Set max_sequences to {room}" in finding.fix
+
+
+def test_adapters_without_room_beside_the_cache_are_warned_of():
+    config = replace(BF16, lora_path="../adapters", max_loras=64, max_lora_rank=128, max_sequence_tokens=2048)
+    found = fit(LLAMA_8B, config, Place("cuda", 80 * GIB))
+    # query_key_value counts as three modules and the gated MLP has two: docs/doctor.md
+    qkv, gate_up = 3 * (4096 + 6144), 2 * (4096 + 2 * 14336)
+    one = 128 * (qkv + (4096 + 4096) + gate_up + (14336 + 4096)) * 32 * 2
+    assert found.ranks[0].adapters == 64 * one
+    (finding,) = fit_findings("w", LLAMA_8B, config, found.place, found)
+    assert finding.severity == "warning" and "64 adapters of rank 128" in finding.found
+    (fraction,) = re.findall(r"memory_fraction to (\d\.\d+)", finding.fix)
+    changed = replace(config, memory_fraction=float(fraction))
+    assert list(fit_findings("w", LLAMA_8B, changed, found.place, fit(LLAMA_8B, changed, found.place))) == []

@@ -115,6 +115,7 @@ def fit_findings(
             f"Set max_sequence_tokens to {found.tokens} or less. {_advice(model, config, place)}",
         )
         return
+    yield from _adapter_findings(where, config, place, found)
     usual = min(_USUAL, found.longest)
     room = found.blocks // -(-usual // found.block_tokens)
     if config.max_sequences > room:
@@ -126,6 +127,23 @@ def fit_findings(
             f"Set max_sequences to {max(room, 1)}: more preempt each other, and their buffers take "
             "memory from the cache.",
         )
+
+
+def _adapter_findings(where: str, config: EngineConfig, place: Place, found: Fit) -> Iterator[Finding]:
+    """Adapters are loaded while the engine serves, into what the cache has left."""
+    adapters = max(rank.adapters for rank in found.ranks)
+    used = max(rank.fixed + found.blocks * rank.block for rank in found.ranks) + found.libraries
+    if place.kind != "cuda" or adapters <= place.memory - used:
+        return
+    percent = max(100 * (place.memory - adapters) // place.memory, 1)
+    yield Finding(
+        "warning",
+        where,
+        f"{config.max_loras} adapters of rank {config.max_lora_rank} take up to {in_words(adapters)}; "
+        f"{in_words(max(place.memory - used, 0))} are left beside the cache",
+        "room for max_loras adapters",
+        f"Lower max_loras or max_lora_rank, or set memory_fraction to {percent / 100:g}.",
+    )
 
 
 def _advice(model: ModelConfig, config: EngineConfig, place: Place) -> str:
