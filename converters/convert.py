@@ -62,6 +62,8 @@ class PlannedConversion:
             for item in self.conversions
         ]
         files = checkpoint_files(self.checkpoint.path)
+        if self.checkpoint.adapter is not None:
+            files += checkpoint_files(self.checkpoint.adapter)
         with released_pages(files):
             return write_weights(directory, self.config, tensors, tensor_para_size, source_digest(files))
 
