@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from tridecode.backend.models import family
 from tridecode.converters.checkpoint import Checkpoint, open_checkpoint
 from tridecode.converters.convert import PlannedConversion, plan_conversion
 from tridecode.converters.parity import Parity, check_parity
+from tridecode.converters.sources.nemo import open_prompts
 from tridecode.converters.tokenizer import (
     has_tokenizer,
     load_tokenizer,
@@ -57,6 +58,7 @@ def build_repo(
     parity: bool = True,
     reference: str | Path | None = None,
     num_heads: int | None = None,
+    prompts: Sequence[str | Path] = (),
     overwrite: bool = False,
     engine_settings: Mapping[str, object] | None = None,
     console: Console | None = None,
@@ -69,8 +71,8 @@ def build_repo(
     exclude_input, uint32_text_inputs: see repository_models. engine_settings: parameters of EngineConfig.
     parity: compare with transformers and write PARITY.json. reference: another checkpoint to
     compare with: of a weight directory, the one that it was made from. num_heads: attention heads of a
-    Megatron checkpoint that does not say. overwrite: an output that is a model
-    repository is replaced.
+    Megatron checkpoint that does not say. prompts: NeMo's archives of prompt learning. overwrite: an
+    output that is a model repository is replaced.
 
     Raises CheckpointError, ConfigError or UnsupportedError with what was found and wanted, and removes its
     files.
@@ -89,6 +91,11 @@ def build_repo(
     )
     models()  # wrong settings are refused before anything is read
     checkpoint = open_checkpoint(model, num_heads)
+    for archive in prompts:
+        checkpoint.prompts += open_prompts(Path(archive))
+    if checkpoint.prompts:
+        tasks = ", ".join(table.task for table in checkpoint.prompts)
+        checkpoint.notes.append(f"the prompt tables of {tasks} are written, but not served by this version")
     for note in checkpoint.notes:
         console.print("[yellow]warning[/]: ", end="")
         console.print(note, markup=False)
