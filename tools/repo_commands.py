@@ -48,6 +48,9 @@ def build_repo(
         Optional[str], typer.Option(help="model_name in config.ini; default: the checkpoint's name.")
     ] = None,
     tokenizer: Annotated[Optional[Path], typer.Option(help="Take the tokenizer from this folder.")] = None,
+    lora: Annotated[
+        Optional[Path], typer.Option(help="Merge the LoRA adapter of this folder (PEFT's layout).")
+    ] = None,
     parity: Annotated[
         bool, typer.Option(help="Compare the result with transformers and write PARITY.json.")
     ] = True,
@@ -89,6 +92,7 @@ def build_repo(
         uint32_text_inputs=uint32_text_inputs,
         model_name=model_name,
         tokenizer=tokenizer,
+        lora=lora,
         parity=parity,
         reference=reference,
         num_heads=num_heads,
