@@ -65,8 +65,11 @@ def write_weights(
     tensors: Iterable[TensorToWrite],
     tensor_para_size: int = 1,
     source: str = "",
+    more_keys: str = "",
 ) -> Manifest:
     """Write config.ini, manifest.json and every tensor in config.weight_dtype, split over the ranks.
+
+    more_keys: text behind what describes the model in config.ini.
 
     Creates the directory. If it holds an interrupted conversion of the same config and `source` (a digest of
     the checkpoint), finished files whose checksums agree are kept. Raises ConfigError before anything is
@@ -77,7 +80,7 @@ def write_weights(
     tensors = list(tensors)
     for item in tensors:
         item.spec.check_divides(tensor_para_size)
-    header = Header(model_config_ini(config, tensor_para_size), tensor_para_size, source)
+    header = Header(model_config_ini(config, tensor_para_size) + more_keys, tensor_para_size, source)
     journal = Journal(directory, header)
     writer = _Writer(directory, config.weight_dtype, tensor_para_size, journal, tensors)
     entries = writer.run()
