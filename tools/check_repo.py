@@ -20,7 +20,8 @@ from tridecode.backend.errors import TridecodeError
 from tridecode.backend.models import read_model_config
 from tridecode.backend.weights import MANIFEST_FILE, WeightReader
 from tridecode.converters.files import MAX_JSON_BYTES, read_json, require_file
-from tridecode.converters.parity import PARITY_FORMAT, compared_checksums
+from tridecode.converters.parity import PARITY_FORMAT
+from tridecode.converters.parity_files import compared_checksums
 from tridecode.converters.progress import byte_progress
 from tridecode.converters.tokenizer import vocabulary_size
 from tridecode.model_repo_templates.pbtxt import data_type_name, parse_model_config, string_parameters
@@ -277,8 +278,9 @@ def _check_engine(
     for folder in sorted(folders - {""}):
         yield from _check_tokenizer(repository, folder, config)
     if reader is not None:
-        for folder in sorted(folders - {""}) or [""]:  # a repository of token models has none
-            yield from _check_parity(repository, weights, folder)
+        tokenizers: list[str | None] = [*sorted(folders - {""})]
+        for compared in tokenizers or [None]:
+            yield from _check_parity(repository, weights, compared)
 
 
 def _check_settings(where: str, engine: EngineConfig, config: ModelConfig) -> Iterator[Finding]:
@@ -319,7 +321,8 @@ def _check_tokenizer(repository: Path, folder: str, config: ModelConfig) -> Iter
         yield _warning(str(path), f"added ids up to {size - 1}", wanted, "Prompts with these are refused.")
 
 
-def _check_parity(repository: Path, weights: Path, tokenizer_dir: str) -> Iterator[Finding]:
+def _check_parity(repository: Path, weights: Path, tokenizer_dir: str | None) -> Iterator[Finding]:
+    """tokenizer_dir: None in a repository without a tokenizer."""
     if not (repository / PARITY_FILE).exists():
         fix = "Nothing shows that the conversion is right; build with parity."
         yield _warning(PARITY_FILE, "no such file", "one", fix)
@@ -334,7 +337,7 @@ def _check_parity(repository: Path, weights: Path, tokenizer_dir: str) -> Iterat
             PARITY_FILE, "no passed comparison", f"{PARITY_FORMAT}, passed", "Build the repository again."
         )
         return
-    tokenizer_file = repository / tokenizer_dir / "tokenizer.json" if tokenizer_dir else None
+    tokenizer_file = None if tokenizer_dir is None else repository / tokenizer_dir / "tokenizer.json"
     try:
         if tokenizer_file is not None:
             require_file(tokenizer_file, MAX_JSON_BYTES)

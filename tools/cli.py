@@ -16,8 +16,10 @@ from typer.core import TyperGroup
 
 from tridecode.backend.errors import TridecodeError
 from tridecode.backend.threads import spin_briefly
+from tridecode.tools.adapter_commands import app as adapters_app
 from tridecode.tools.bench.command import app as bench_app
 from tridecode.tools.client_commands import demo, generate, send_request
+from tridecode.tools.evaluate.command import evaluate_lambada
 from tridecode.tools.repo_commands import build_repo, check
 from tridecode.tools.serve.command import serve, tritonserver
 
@@ -82,6 +84,7 @@ app = typer.Typer(
     epilog="Start with:  tridecode demo",
 )
 app.add_typer(bench_app, name="bench")
+app.add_typer(adapters_app, name="adapters")
 
 
 def _print_version(wanted: bool) -> None:
@@ -110,6 +113,7 @@ app.command(
 app.command()(generate)
 app.command("send-request")(send_request)
 app.command()(check)
+app.command("evaluate-lambada")(evaluate_lambada)
 app.command()(demo)
 
 

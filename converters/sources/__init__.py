@@ -36,7 +36,8 @@ class Checkpoint:
     independent model in evaluation mode on the CPU; None: there is none to compare with. tokenizer_dir: the
     folder of its tokenizer, whether or not it has one; None: a .gguf, which holds it itself. notes: what a
     user should know about the source, a sentence each. plan: (dtype or None, model_name or None) to the
-    config and the conversions of a source that is not converted by a family's rules.
+    config and the conversions of a source that is not converted by a family's rules. adapter: the folder of
+    the LoRA adapter that is merged into `tensors` and the reference.
     """
 
     path: Path
@@ -51,6 +52,7 @@ class Checkpoint:
     plan: Callable[[str | None, str | None], tuple[ModelConfig, list[Conversion]]] | None = field(
         default=None, repr=False
     )
+    adapter: Path | None = None
 
     @property
     def is_gguf(self) -> bool:

@@ -14,6 +14,7 @@ from tridecode.backend.engine.loop import follow
 from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.engine.parallel import ProcessRanks
 from tridecode.backend.engine.settings import resolve
+from tridecode.backend.errors import TridecodeError
 from tridecode.backend.messages import SamplingParams
 from tridecode.backend.models import read_model_config
 from tridecode.backend.supervisor.rank_link import RankStatus
@@ -92,3 +93,35 @@ def _run_rank(
         return [(generation.tokens, generation.embedding) for generation in done]
     finally:
         ranks.close()
+
+
+def run_adapter_rank(
+    rank: int, tensor: int, stages: int, directory: Path, folder: Path, meeting: str, asked, queue
+) -> None:
+    """One rank with adapters; rank 0 puts the tokens of each (prompt, name) and the names of errors."""
+    torch.set_num_threads(1)
+    cpu = torch.device("cpu")
+    ranks = ProcessRanks(rank, tensor, stages, meeting, cpu)
+    model = read_model_config(directory)
+    settings = EngineConfig(
+        max_sequences=4, block_tokens=8, max_step_tokens=16, cache_bytes=4 << 20, lora_path=str(folder)
+    )
+    engine = Engine.load(directory, model, resolve(settings, model, cpu), ranks, cpu)
+    if rank > 0:
+        follow(engine, RankStatus())
+    else:
+        offline, errors = OfflineEngine(engine), []
+        params = SamplingParams(max_tokens=6)
+        numbers = [offline.submit(prompt, params, name) for prompt, name in asked]
+        offline.run()
+        offline.submit([1], params, "unknown")
+        try:
+            offline.run()
+        except TridecodeError as error:
+            errors.append(type(error).__name__)
+        numbers.append(offline.submit(*asked[-1][:1], params, asked[-1][1]))
+        offline.run()
+        ranks.broadcast_plan(None)
+        queue.put(([offline.generations[number].tokens for number in numbers], errors))
+    engine.close()
+    ranks.close()
