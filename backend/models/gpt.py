@@ -6,8 +6,6 @@ it.
 
 from __future__ import annotations
 
-from functools import partial
-
 from torch import Tensor
 
 from tridecode.backend.config import DEFAULT_MAX_POSITIONS, ModelConfig
