@@ -7,8 +7,9 @@ model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Callable, TypeVar
 
 from tridecode.backend.errors import ConfigError, UnsupportedError
 
@@ -45,8 +46,28 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class LayerSizes:
+    """The sizes of one layer of a pruned model (docs/pruning.md), of all ranks together.
+
+    kept_heads: the number that each query head had before pruning, ascending; ALiBi slopes follow it. (): not
+    known.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    mlp_size: int
+    kept_heads: tuple[int, ...] = ()
+
+
+_Config = TypeVar("_Config", bound="ModelConfig")
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """The shape of one model. Sizes are of the whole model, not of a rank."""
+    """The shape of one model. Sizes are of the whole model, not of a rank.
+
+    num_heads, num_kv_heads, mlp_size: of a pruned model before it was pruned; `of_layer` has a layer's own.
+    """
 
     family: str  # the name of a backend.models.Family
     model_name: str
@@ -75,9 +96,42 @@ class ModelConfig:
     residual: str = "sequential"
     #: tokens that a query of each layer sees, itself included; 0: all; empty: all in every layer
     windows: tuple[int, ...] = ()
+    layer_sizes: tuple[LayerSizes, ...] = ()  # of each layer of a pruned model; (): all as above
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
+
+    def of_layer(self: _Config, layer: int) -> _Config:
+        """This config with the sizes of one layer as its own."""
+        if not self.layer_sizes:
+            return self
+        sizes = self.layer_sizes[layer]
+        return replace(
+            self,
+            num_heads=sizes.num_heads,
+            num_kv_heads=sizes.num_kv_heads,
+            mlp_size=sizes.mlp_size,
+            layer_sizes=(),
+        )
+
+    def largest_layer(self: _Config) -> _Config:
+        """This config with the largest sizes of any layer: for buffers that layers share."""
+        if not self.layer_sizes:
+            return self
+        return replace(
+            self,
+            num_heads=max(sizes.num_heads for sizes in self.layer_sizes),
+            num_kv_heads=max(sizes.num_kv_heads for sizes in self.layer_sizes),
+            mlp_size=max(sizes.mlp_size for sizes in self.layer_sizes),
+            layer_sizes=(),
+        )
+
+    def head_numbers(self, layer: int) -> Sequence[int]:
+        """The number before pruning of each query head of a layer."""
+        if not self.layer_sizes:
+            return range(self.num_heads)
+        sizes = self.layer_sizes[layer]
+        return sizes.kept_heads or range(sizes.num_heads)
 
 
 def check_tensor_size(config: ModelConfig, tensor_para_size: int) -> None:
@@ -85,15 +139,19 @@ def check_tensor_size(config: ModelConfig, tensor_para_size: int) -> None:
 
     A matrix may be divisible where its heads are not: 3 heads of 16 have 48 columns, which 2 divides.
     """
-    for key, size in (
-        ("head_num", config.num_heads),
-        ("kv_head_num", config.num_kv_heads),
-        ("inter_size", config.mlp_size),
-    ):
-        if size % tensor_para_size:
-            raise ConfigError(
-                f"tensor_para_size = {tensor_para_size} does not divide {key} = {size} of {config.model_name}"
-            )
+    for layer in range(config.num_layers if config.layer_sizes else 1):
+        where = f"layer {layer} of " if config.layer_sizes else ""
+        sizes = config.of_layer(layer)
+        for key, size in (
+            ("head_num", sizes.num_heads),
+            ("kv_head_num", sizes.num_kv_heads),
+            ("inter_size", sizes.mlp_size),
+        ):
+            if size % tensor_para_size:
+                raise ConfigError(
+                    f"tensor_para_size = {tensor_para_size} does not divide {key} = {size} of "
+                    f"{where}{config.model_name}"
+                )
 
 
 def parse_flag(text: str) -> bool:

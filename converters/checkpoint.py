@@ -10,12 +10,16 @@ from pathlib import Path
 
 from tridecode.backend.errors import CheckpointError
 from tridecode.converters.sources import Checkpoint
+from tridecode.converters.sources.fastertransformer import find_weight_directory, open_weight_directory
 from tridecode.converters.sources.gguf import open_gguf
 from tridecode.converters.sources.huggingface import download, open_directory
 
 
 def open_checkpoint(model: str | Path) -> Checkpoint:
-    """Open a directory, a .gguf file or a hub id, reading no tensor. CheckpointError or UnsupportedError."""
+    """Open a source of any format, reading no tensor; docs/sources.md has the formats.
+
+    model: a file, a directory, or a repository's id on the hub. Raises CheckpointError or UnsupportedError.
+    """
     path = Path(model)
     if path.is_file():
         if path.suffix != ".gguf":
@@ -27,6 +31,9 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
         path = download(str(model))
     if (path / "config.json").is_file():
         return open_directory(path)
+    weights = find_weight_directory(path)
+    if weights is not None:
+        return open_weight_directory(weights)
     ggufs = sorted(path.glob("*.gguf"))
     if len(ggufs) == 1:
         return open_gguf(ggufs[0])

@@ -20,6 +20,7 @@ from tridecode.backend.weights import TORCH_DTYPES
 from tridecode.converters.checkpoint import Checkpoint
 from tridecode.converters.families import CheckpointFamily, family_of
 from tridecode.converters.mapped_files import released_pages
+from tridecode.converters.pruning import read_declared, rules_of_layers, with_layer_sizes
 from tridecode.converters.rules import Conversion, expand, plan_conversions
 from tridecode.converters.writer import TensorToWrite, write_weights
 
@@ -89,6 +90,11 @@ def plan_conversion(
     """
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; wanted one of {', '.join(DTYPES)}")
+    if checkpoint.plan is not None:
+        name = None if model_name is None else _model_name(model_name, checkpoint)
+        return PlannedConversion(
+            checkpoint, *checkpoint.plan(dtype, name), {name: name for name in checkpoint.tensors.shapes}
+        )
     source = family_of(checkpoint.config.model_type, checkpoint.path)
     _check_sizes(checkpoint)
     names = full_names(checkpoint.tensors.shapes, source)
@@ -109,10 +115,11 @@ def plan_conversion(
         found = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"the config of {checkpoint.path} does not describe a model: {found}") from None
     _check_numbers(config, checkpoint)
+    shapes = {full: checkpoint.tensors.shapes[own] for full, own in names.items()}
+    config = with_layer_sizes(config, source, shapes, read_declared(checkpoint.path, config))
     ignored = expand(source.ignored, config.num_layers) | ({source.head} if tied else set())
     specs = models.family(config.family).weight_specs(config)
-    shapes = {full: checkpoint.tensors.shapes[own] for full, own in names.items()}
-    rules, where = source.rules(config.num_heads), source.source_file
+    rules, where = rules_of_layers(source, config), source.source_file
     conversions = plan_conversions(rules, specs, shapes, ignored, config.num_layers, where)
     return PlannedConversion(checkpoint, config, conversions, names)
 

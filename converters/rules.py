@@ -115,7 +115,7 @@ def plan_conversions(
     Raises CheckpointError naming the tensor, its shape and the rules if the two sides do not match.
     """
     per_layer = [
-        rule.of_layer(i) if "{i}" in rule.target else rule for rule in rules for i in range(num_layers)
+        rule.of_layer(i) for rule in rules for i in (range(num_layers) if "{i}" in rule.target else (0,))
     ]
     by_target = {rule.target: rule for rule in per_layer}
     conversions, used = [], set(ignored)

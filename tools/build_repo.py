@@ -59,6 +59,7 @@ def build_repo(
     tokenizer: str | Path | None = None,
     lora: str | Path | None = None,
     parity: bool = True,
+    reference: str | Path | None = None,
     overwrite: bool = False,
     engine_settings: Mapping[str, object] | None = None,
     console: Console | None = None,
@@ -67,11 +68,11 @@ def build_repo(
 
     model: a Hugging Face directory, a .gguf file or a hub id. dtype: of the weight files and of the engine;
     None: the checkpoint's on a machine with a GPU, fp32 on one without. tokenizer: a directory to take it
-    from, not the model's own. lora: folder of a LoRA adapter that is merged into the weights.
-    ensemble_owner, decoupled_fastertransformer, plain_text, unbatched_text, exclude_input,
-    uint32_text_inputs: see repository_models. engine_settings: parameters of EngineConfig.
-    parity: compare with transformers and write PARITY.json. overwrite: an output that is a model repository
-    is replaced.
+    from, not the model's own. lora: folder of a LoRA adapter that is merged into the weights. ensemble_owner,
+    decoupled_fastertransformer, plain_text, unbatched_text, exclude_input, uint32_text_inputs: see
+    repository_models. engine_settings: parameters of EngineConfig. parity: compare with transformers and
+    write PARITY.json. reference: another checkpoint to compare with: of a weight directory, the one that it
+    was made from. overwrite: an output that is a model repository is replaced.
 
     Raises CheckpointError, ConfigError or UnsupportedError with what was found and wanted, and removes its
     files.
@@ -89,8 +90,14 @@ def build_repo(
         uint32_text_inputs=uint32_text_inputs,
     )
     models()  # wrong settings are refused before anything is read
-    checkpoint = open_checkpoint(model) if lora is None else merge(open_checkpoint(model), Path(lora))
+    checkpoint = open_checkpoint(model)
+    for note in checkpoint.notes:
+        console.print("[yellow]warning[/]: ", end="")
+        console.print(note, markup=False)
+    if lora is not None:
+        checkpoint = merge(checkpoint, Path(lora))
     planned = plan_conversion(checkpoint, dtype or _default_dtype(console), model_name)
+    compared = checkpoint if reference is None else open_checkpoint(reference)
     config = planned.config
     console.print(
         f"{checkpoint.path}: {config.family}, {config.num_layers} layers of {config.hidden_size}, vocabulary "
@@ -123,11 +130,11 @@ def build_repo(
             source = Path(tokenizer) if tokenizer is not None else checkpoint.tokenizer_dir
             written = save_tokenizer(hf_tokenizer, source, staging / TOKENIZER_DIR)
             _check_vocabulary(written, config, console)
-        if parity and not checkpoint.has_reference:
-            why = f"transformers has no class for {checkpoint.config.model_type}"
+        if parity and not compared.has_reference:
+            why = f"transformers has no class for {compared.config.model_type or config.family}"
             console.print(f"[yellow]warning[/]: the result is not compared: {why}")
         elif parity:
-            _prove(planned, checkpoint, weights, staging, console)
+            _prove(planned, compared, weights, staging, console)
         _check_result(staging)
     console.print(f"wrote {output}")
     console.print(f"next: {serve_command(output)}", markup=False)

@@ -9,7 +9,9 @@ from tridecode.backend.errors import ConfigError
 
 
 def build_repo(
-    model: Annotated[str, typer.Option(help="Hugging Face directory, hub id, or .gguf file.")],
+    model: Annotated[
+        str, typer.Option(help="Checkpoint: a directory, a file or a hub id (docs/sources.md).")
+    ],
     output: Annotated[Path, typer.Option(help="The model repository to write.")],
     tp: Annotated[int, typer.Option(min=1, help="tensor_para_size: GPUs that share each layer.")] = 1,
     pp: Annotated[int, typer.Option(min=1, help="pipeline_para_size: stages of layers.")] = 1,
@@ -52,6 +54,10 @@ def build_repo(
     parity: Annotated[
         bool, typer.Option(help="Compare the result with transformers and write PARITY.json.")
     ] = True,
+    reference: Annotated[
+        Optional[str],
+        typer.Option(help="Compare with this checkpoint: the one that a weight directory was made from."),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the repository that exists at --output.")
     ] = False,
@@ -82,6 +88,7 @@ def build_repo(
         tokenizer=tokenizer,
         lora=lora,
         parity=parity,
+        reference=reference,
         overwrite=overwrite,
         engine_settings=_settings(setting or []),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable, Union, cast
@@ -179,23 +180,24 @@ class Engine:
 
     def _widest(self) -> int:
         """Columns of the widest product of this rank."""
-        model, size = self.model_config, self.ranks.tensor_size
+        model, size = self.model_config.largest_layer(), self.ranks.tensor_size
         qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_size // size
         return max(qkv, 2 * model.mlp_size // size, model.hidden_size)
 
-    def _local_layers(self) -> int:
-        return len(stage_layers(self.model_config.num_layers, self.ranks.stage, self.ranks.num_stages))
-
-    def _block_shape(self) -> tuple[int, int, int, int]:
-        model = self.model_config
-        return (2, model.num_kv_heads // self.ranks.tensor_size, self.config.block_tokens, model.head_size)
+    def _block_shapes(self) -> list[tuple[int, int, int, int]]:
+        """Of a block in the cache of each layer of this stage."""
+        tokens, size = self.config.block_tokens, self.ranks.tensor_size
+        stage = stage_layers(self.model_config.num_layers, self.ranks.stage, self.ranks.num_stages)
+        layers = [self.model_config.of_layer(layer) for layer in stage]
+        return [(2, layer.num_kv_heads // size, tokens, layer.head_size) for layer in layers]
 
     def _block_bytes(self) -> int:
-        return self._local_layers() * int(np.prod(self._block_shape())) * self.dtype.itemsize
+        """Of a block in the caches of all layers of this stage."""
+        return sum(math.prod(shape) for shape in self._block_shapes()) * self.dtype.itemsize
 
     def _allocate_cache(self, num_blocks: int) -> list[CacheLayer]:
-        shape = (num_blocks, *self._block_shape())
-        return [CacheLayer(_zeros(shape, self.dtype, self.device)) for _ in range(self._local_layers())]
+        shapes = [(num_blocks, *shape) for shape in self._block_shapes()]
+        return [CacheLayer(_zeros(shape, self.dtype, self.device)) for shape in shapes]
 
     def _warm_up(self) -> None:
         """Run the largest steps, so that libraries allocate their buffers before the cache takes the rest of

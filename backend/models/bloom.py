@@ -8,6 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from tridecode.backend.config import ModelConfig
+from tridecode.backend.errors import UnsupportedError
 from tridecode.backend.models import Family
 from tridecode.backend.models.config_ini import IniSection
 from tridecode.backend.models.decoder import Decoder
@@ -19,7 +20,6 @@ from tridecode.backend.models.layers import (
     add_linears,
     alibi_slopes,
     attention,
-    make_heads,
 )
 from tridecode.backend.models.specs import Layout
 from tridecode.kernels.ops import CacheLayer, Heads
@@ -33,8 +33,21 @@ LAYOUT = Layout(embedding_norm=True)
 
 
 def read(section: IniSection, tied_head: bool) -> ModelConfig:
-    residual = "from_norm" if section.flag("residual_from_norm", False) else "sequential"
-    return read_gpt_section("bloom", section, tied_head, residual=residual)
+    """FasterTransformer's converter says post_layernorm of a BLOOM with a residual from the norm, and only of
+    such; its engine then computes another network than BLOOM.
+
+    Raises UnsupportedError for a head of that converter, which writes it transposed.
+    """
+    ours = "residual_from_norm" in section.items
+    if not (ours or tied_head) and section.text("model_variant", "none").lower().startswith("bloom"):
+        raise UnsupportedError(
+            f"{section.path.parent}/model.lm_head.weight.bin is transposed, as FasterTransformer's BLOOM "
+            "converter writes it; convert the directory with build-repo"
+        )
+    post_norm = section.text("layernorm_type", "pre_layernorm").lower() == "post_layernorm"
+    from_norm = section.flag("residual_from_norm", post_norm)
+    residual = "from_norm" if from_norm else "sequential"
+    return read_gpt_section("bloom", section, tied_head, ("post_layernorm",), residual=residual)
 
 
 def keys(config: ModelConfig) -> dict[str, object]:
@@ -53,7 +66,7 @@ class Model(Decoder):
 
     def stage_heads(self, ranks: Ranks, num_positions: int) -> list[Heads]:
         slopes = alibi_slopes(self.config.num_heads).to(self.embedding.device)
-        return [make_heads(self.config, ranks, slopes=slopes)] * len(self.layers)
+        return self.layer_heads(ranks, lambda layer: {"slopes": slopes})
 
     def embed(self, context: Context, x: Tensor) -> None:
         super().embed(context, x)
@@ -67,8 +80,8 @@ class Model(Decoder):
 
     def from_norm(self, context: Context, x: Tensor, caches: list[CacheLayer]) -> None:
         """apply_residual_connection_post_layernorm: h = norm(x), x = h + attention(h); the MLP likewise."""
-        mlp = context.work.mlp[: context.num_tokens]
         for layer, heads, cache in zip(self.layers, self.heads, caches):
+            mlp = context.mlp(layer)
             attended = attention(context, x, layer.qkv, layer.attention_norm, heads, cache)
             context.ops.norm(x, layer.attention_norm, out=x)
             add_linears(context, x, (attended, layer.dense))

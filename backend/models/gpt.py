@@ -31,9 +31,15 @@ def has_flags(section: IniSection, flags: dict[str, bool]) -> bool:
     return all(section.flag(key, default) == flags[key] for key, default in GPT2_FLAGS.items())
 
 
-def read_gpt_section(family: str, section: IniSection, tied_head: bool, **extra) -> ModelConfig:
-    """ModelConfig of a pre-norm decoder with a final LayerNorm. UnsupportedError for another network."""
-    section.choice("layernorm_type", "pre_layernorm", {"pre_layernorm": "pre_layernorm"})
+def read_gpt_section(
+    family: str, section: IniSection, tied_head: bool, norm_types: tuple[str, ...] = (), **extra
+) -> ModelConfig:
+    """ModelConfig of a pre-norm decoder with a final LayerNorm. UnsupportedError for another network.
+
+    norm_types: values of layernorm_type that the family reads beside pre_layernorm.
+    """
+    known = ("pre_layernorm", *norm_types)
+    section.choice("layernorm_type", "pre_layernorm", dict(zip(known, known)))
     section.demand("has_adapters", False)
     section.demand("has_post_decoder_layernorm", True)
     has_positions = section.flag("has_positional_encoding", True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tridecode.backend.config import ModelConfig
 from tridecode.backend.weight_layout import WeightSpec
-from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm, Ops, Rope
+from tridecode.kernels.ops import Batch, CacheLayer, DecoderLayer, Heads, Linear, Norm, Ops, Rope
 
 
 class Weights(ABC):
@@ -77,7 +77,10 @@ class Ranks(Protocol):
 
 @dataclass
 class Workspace:
-    """The activations of a step, allocated once for max_tokens rows and the columns of this rank's share."""
+    """The activations of a step, allocated once for max_tokens rows and the columns of this rank's share.
+
+    H, K and F are those of the largest layer; a smaller one uses the `front` of a buffer.
+    """
 
     hidden: Tensor  # (T, C) the residual stream
     qkv: Tensor  # (T, (H + 2K) * D)
@@ -100,6 +103,7 @@ class Workspace:
         def empty(rows: int, columns: int, kind: torch.dtype = dtype) -> Tensor:
             return torch.zeros(rows, columns, dtype=kind, device=device)
 
+        config = config.largest_layer()
         needs_delta = tensor_size > 1 or config.residual == "sandwich"
         queries = config.num_heads * config.head_size // tensor_size
         keys = config.num_kv_heads * config.head_size // tensor_size
@@ -127,6 +131,15 @@ class Context:
     def num_tokens(self) -> int:
         return self.batch.num_tokens
 
+    def mlp(self, layer: DecoderLayer) -> Tensor:
+        """(T, F): the workspace's buffer for the inner activations of a layer's MLP."""
+        return front(self.work.mlp, self.num_tokens, layer.down.weight.shape[1])
+
+
+def front(buffer: Tensor, rows: int, columns: int) -> Tensor:
+    """The first elements of a buffer as (rows, columns), contiguous: a layer may be narrower than another."""
+    return buffer.view(-1)[: rows * columns].view(rows, columns)
+
 
 def attention(
     context: Context, x: Tensor, qkv: Linear, norm: Norm | None, heads: Heads, cache: CacheLayer
@@ -135,7 +148,8 @@ def attention(
     values to it."""
     ops, batch, work = context.ops, context.batch, context.work
     tokens, decodes = batch.num_tokens, batch.num_decodes
-    projected, out = work.qkv[:tokens], work.context[:tokens]
+    projected = front(work.qkv, tokens, heads.qkv_size)
+    out = front(work.context, tokens, heads.num_heads * heads.head_size)
     ops.project_qkv(x, qkv, norm, heads, batch, cache, out=projected)
     if decodes:
         ops.decode_attention(projected[:decodes], heads, batch, cache, out=out[:decodes])

@@ -28,15 +28,16 @@ class Layout:
 
     def specs(self, config: ModelConfig) -> list[WeightSpec]:
         """Every file, in the order in which Decoder reads them."""
-        hidden, inner = config.hidden_size, config.mlp_size
-        queries, keys = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+        hidden = config.hidden_size
         specs = [WeightSpec("model.wte", (config.vocab_size, hidden))]
         if self.positions:
             specs.append(WeightSpec("model.wpe", (config.max_positions, hidden)))
         if self.embedding_norm:
             specs += norm_specs("model.pre_decoder_layernorm", hidden, self.norm_bias)
         for layer in range(config.num_layers):
-            prefix = f"model.layers.{layer}"
+            prefix, sizes = f"model.layers.{layer}", config.of_layer(layer)
+            queries, keys = sizes.num_heads * sizes.head_size, sizes.num_kv_heads * sizes.head_size
+            inner = sizes.mlp_size
             specs += norm_specs(f"{prefix}.input_layernorm", hidden, self.norm_bias, layer)
             qkv, bias = f"{prefix}.attention.query_key_value", config.attention_bias
             specs += column_specs(qkv, hidden, (queries, keys, keys), bias, layer)

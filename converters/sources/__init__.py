@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedConfig
 
+from tridecode.backend.config import ModelConfig
 from tridecode.backend.errors import CheckpointError
+from tridecode.converters.rules import Conversion
 
 
 class TensorSource(Protocol):
@@ -33,8 +35,9 @@ class Checkpoint:
     transformers' names. bos_id, eos_ids: its special tokens. reference: (dtype of the weights) to an
     independent model in evaluation mode on the CPU; None: there is none to compare with. tokenizer_dir: the
     folder of its tokenizer, whether or not it has one; None: a .gguf, which holds it itself. notes: what a
-    user should know about the source, a sentence each. adapter: the folder of the LoRA adapter that is merged
-    into `tensors` and the reference.
+    user should know about the source, a sentence each. plan: (dtype or None, model_name or None) to the
+    config and the conversions of a source that is not converted by a family's rules. adapter: the folder of
+    the LoRA adapter that is merged into `tensors` and the reference.
     """
 
     path: Path
@@ -46,6 +49,9 @@ class Checkpoint:
     reference: Callable[[torch.dtype], Module] | None = field(default=None, repr=False)
     tokenizer_dir: Path | None = None
     notes: list[str] = field(default_factory=list)
+    plan: Callable[[str | None, str | None], tuple[ModelConfig, list[Conversion]]] | None = field(
+        default=None, repr=False
+    )
     adapter: Path | None = None
 
     @property

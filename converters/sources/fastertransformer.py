@@ -1,0 +1,180 @@
+"""Weight directories as sources: those of FasterTransformer's converters (1-gpu … 8-gpu), and our own.
+
+docs/sources.md lists what FasterTransformer's converters leave out or get wrong, and what is done about it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from tridecode.backend.config import ModelConfig
+from tridecode.backend.errors import CheckpointError
+from tridecode.backend.models import family, read_model_config
+from tridecode.backend.models.config_ini import IniSection, read_ini
+from tridecode.backend.models.gptneox import BIAS_SUM, GptNeoXConfig
+from tridecode.backend.weights import WeightReader
+from tridecode.converters.files import require_file
+from tridecode.converters.rules import Conversion, same
+from tridecode.converters.sources import Checkpoint
+from tridecode.converters.sources.directory_reference import directory_reference
+
+CONFIG_FILE = "config.ini"
+_MAX_CONFIG_BYTES = 1 << 20
+_DEGREE = re.compile(r"\d+-gpu")
+_MAX_TASKS = 1000
+_HEAD, _EMBEDDING = "model.lm_head.weight", "model.wte"
+
+
+class DirectoryTensors:
+    """The tensors of a weight directory, whole, by the names of `config`'s files without rank and .bin.
+
+    fixes: how to make a tensor whose file does not hold what its name says, or that has no file.
+    """
+
+    def __init__(self, reader: WeightReader, config: ModelConfig, fixes: Mapping[str, Callable[[], Tensor]]):
+        self.reader, self._fixes = reader, fixes
+        self.shapes = {spec.name: spec.shape for spec in family(config.family).weight_specs(config)}
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.reader.dtype
+
+    def read(self, name: str) -> Tensor:
+        fix = self._fixes.get(name)
+        return fix() if fix is not None else self.reader.read(self.reader.specs[name])
+
+
+def find_weight_directory(path: Path) -> Path | None:
+    """`path`, or its only folder <n>-gpu, if that holds a config.ini; None if neither does.
+
+    Raises CheckpointError if several folders do.
+    """
+    if (path / CONFIG_FILE).exists():
+        return path
+    found = sorted(
+        entry.parent for entry in path.glob(f"*-gpu/{CONFIG_FILE}") if _DEGREE.fullmatch(entry.parent.name)
+    )
+    if len(found) > 1:
+        names = ", ".join(entry.name for entry in found)
+        raise CheckpointError(f"{path} holds {names}; name one of them: each is a whole checkpoint")
+    return found[0] if found else None
+
+
+def open_weight_directory(path: Path) -> Checkpoint:
+    """A directory of config.ini and .bin files, written at any tensor-parallel degree; no tensor is read.
+
+    Raises ConfigError or UnsupportedError for its config.ini, WeightFileError for a file that is missing or
+    has another length.
+    """
+    require_file(path / CONFIG_FILE, _MAX_CONFIG_BYTES)
+    stored = read_model_config(path, tied_head=True)  # a head that needs a fix is not refused
+    if (path / f"{_HEAD}.bin").exists():
+        stored = replace(stored, tied_head=False)
+    reader = WeightReader(path, stored)
+    sections = read_ini(path / CONFIG_FILE)
+    section = sections[family(stored.family).section]
+    notes = [*_eps_notes(section), *_prompt_notes(path, sections, section)]
+    config: ModelConfig = stored
+    fixes: dict[str, Callable[[], Tensor]] = {}
+    if isinstance(stored, GptNeoXConfig):
+        config, fixes = _split_bias_sum(stored, reader)
+        notes += _bias_notes(config, reader)
+    if not config.tied_head and config.family == "bloom" and "residual_from_norm" not in section.items:
+        fixes[_HEAD] = partial(_untransposed_head, reader)
+        notes.append(
+            f"{_HEAD}.bin is transposed: FasterTransformer's BLOOM converter writes it so; turned back"
+        )
+    tensors = DirectoryTensors(reader, config, fixes)
+    if not config.tied_head and torch.equal(tensors.read(_HEAD), tensors.read(_EMBEDDING)):
+        config = replace(config, tied_head=True)
+        tensors = DirectoryTensors(reader, config, fixes)
+    return Checkpoint(
+        path,
+        PreTrainedConfig(),
+        tensors,
+        config.start_id,
+        [config.end_id],
+        reference=directory_reference(config, tensors),
+        tokenizer_dir=path,
+        notes=[f"{path / CONFIG_FILE}: {note}" for note in notes],
+        plan=partial(_plan, config),
+    )
+
+
+def _plan(
+    config: ModelConfig, dtype: str | None, model_name: str | None
+) -> tuple[ModelConfig, list[Conversion]]:
+    config = replace(
+        config, weight_dtype=dtype or config.weight_dtype, model_name=model_name or config.model_name
+    )
+    specs = family(config.family).weight_specs(config)
+    return config, [Conversion(spec, (spec.name,), same) for spec in specs]
+
+
+def _untransposed_head(reader: WeightReader) -> Tensor:
+    rows, columns = reader.specs[_HEAD].shape  # (V, C) of the file's length, whose content is (C, V)
+    return reader.read(reader.specs[_HEAD]).reshape(columns, rows).t()
+
+
+def _split_bias_sum(
+    config: GptNeoXConfig, reader: WeightReader
+) -> tuple[GptNeoXConfig, dict[str, Callable[[], Tensor]]]:
+    """The sum of two biases, which is scaled by the number of ranks, as the MLP's bias and a zero one."""
+    if not config.bias_sum:
+        return config, {}
+    fixes: dict[str, Callable[[], Tensor]] = {}
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}"
+        fixes[f"{prefix}.mlp.dense_4h_to_h.bias"] = partial(reader.read, reader.specs[f"{prefix}.{BIAS_SUM}"])
+        fixes[f"{prefix}.attention.dense.bias"] = partial(torch.zeros, config.hidden_size)
+    return replace(config, bias_sum=False), fixes
+
+
+def _bias_notes(config: ModelConfig, reader: WeightReader) -> list[str]:
+    if config.residual == "parallel" or reader.stored_size == 1 or reader.manifest is not None:
+        return []
+    return [
+        "use_gptj_residual = 0 for several ranks: FasterTransformer's Hugging Face converter divides two "
+        "biases of each layer by their number by mistake, which the files do not tell; compare (--reference)"
+    ]
+
+
+def _eps_notes(section: IniSection) -> list[str]:
+    """FasterTransformer's constants differ from what most checkpoints were trained with."""
+    if "layernorm_eps" in section.items:
+        return []
+    value = {"gpt": "1e-06", "gptj": "1e-06"}.get(section.name.lower())
+    if value is None:
+        return []
+    return [
+        f"no layernorm_eps, so {value} as in FasterTransformer; "
+        "if the model was trained with 1e-05, add layernorm_eps = 1e-05"
+    ]
+
+
+def _prompt_notes(path: Path, sections: Mapping[str, IniSection], section: IniSection) -> list[str]:
+    """Prompt learning is not served yet: names the tasks and tables that are left out."""
+    tasks = section.integer("num_tasks", 0, minimum=0, maximum=_MAX_TASKS)
+    names = [
+        sections[f"task_{task}"].text("task_name", f"task_{task}")
+        for task in range(tasks)
+        if f"task_{task}" in sections
+    ]
+    files = sorted(
+        entry.name
+        for pattern in ("model.prompt_table.*.bin", "model.prefix_prompt.*.bin")
+        for entry in path.glob(pattern)
+    )
+    if not names and not files:
+        return []
+    return [
+        f"prompt learning is not served: left out are the tasks {', '.join(names) or 'none'} and the files "
+        f"{', '.join(files) or 'none'}"
+    ]
