@@ -12,8 +12,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Callable, TypeVar
 
 from tridecode.backend.errors import ConfigError, UnsupportedError
+from tridecode.backend.weight_layout import divides, share_size
 
 DTYPES = ("fp32", "fp16", "bf16")
+_MAX_RANKS = 1024  # that an error offers
 VERIFY_MODES = ("sizes", "sampled", "full")
 #: FasterTransformer's FT_SEQ_LEN_MAX: the limit of a model whose config.ini names none
 DEFAULT_MAX_POSITIONS = 16384
@@ -94,6 +96,7 @@ class ModelConfig:
     #: "from_norm": as sequential, but each is added to norm(x), not to x; "post_norm": x = norm(x +
     #: attention(x)), then x = norm(x + mlp(x)); "sandwich": x += norm(attention(norm(x))), the MLP likewise
     residual: str = "sequential"
+    attention_scale: float | None = None  # of the scores; None: 1 / sqrt(head_size)
     #: tokens that a query of each layer sees, itself included; 0: all; empty: all in every layer
     windows: tuple[int, ...] = ()
     layer_sizes: tuple[LayerSizes, ...] = ()  # of each layer of a pruned model; (): all as above
@@ -126,6 +129,11 @@ class ModelConfig:
             layer_sizes=(),
         )
 
+    def mlp_share(self, tensor_size: int) -> int:
+        """The largest share of an MLP that a tensor rank has of any layer, padding included."""
+        layers = self.layer_sizes or (self,)
+        return max(share_size(layer.mlp_size, tensor_size, padded=True) for layer in layers)
+
     def head_numbers(self, layer: int) -> Sequence[int]:
         """The number before pruning of each query head of a layer."""
         if not self.layer_sizes:
@@ -135,23 +143,28 @@ class ModelConfig:
 
 
 def check_tensor_size(config: ModelConfig, tensor_para_size: int) -> None:
-    """Raises ConfigError unless the tensor ranks can share the heads and the MLP evenly.
+    """Raises ConfigError unless the tensor ranks can share the heads evenly.
 
-    A matrix may be divisible where its heads are not: 3 heads of 16 have 48 columns, which 2 divides.
+    A matrix may be divisible where its heads are not: 3 heads of 16 have 48 columns, which 2 divides. Fewer
+    key/value heads than ranks are replicated; an MLP that the ranks do not divide is padded with zeros.
     """
     for layer in range(config.num_layers if config.layer_sizes else 1):
-        where = f"layer {layer} of " if config.layer_sizes else ""
         sizes = config.of_layer(layer)
-        for key, size in (
-            ("head_num", sizes.num_heads),
-            ("kv_head_num", sizes.num_kv_heads),
-            ("inter_size", sizes.mlp_size),
-        ):
-            if size % tensor_para_size:
-                raise ConfigError(
-                    f"tensor_para_size = {tensor_para_size} does not divide {key} = {size} of "
-                    f"{where}{config.model_name}"
-                )
+        where = f"layer {layer} of {config.model_name}" if config.layer_sizes else config.model_name
+        if found := _unshared_heads(sizes, tensor_para_size, where):
+            most = min(sizes.num_heads, _MAX_RANKS)
+            fitting = [str(n) for n in range(1, most + 1) if not _unshared_heads(sizes, n, where)]
+            raise ConfigError(
+                f"tensor_para_size = {tensor_para_size} {found}; wanted one of {', '.join(fitting)}"
+            )
+
+
+def _unshared_heads(sizes: ModelConfig, ranks: int, where: str) -> str:
+    if not divides(sizes.num_heads, ranks):
+        return f"does not divide head_num = {sizes.num_heads} of {where}"
+    if not divides(sizes.num_kv_heads, ranks, shared=True):
+        return f"does not divide kv_head_num = {sizes.num_kv_heads} of {where} and is not a multiple of it"
+    return ""
 
 
 def parse_flag(text: str) -> bool:

@@ -13,12 +13,14 @@ from tridecode.converters.sources import Checkpoint
 from tridecode.converters.sources.fastertransformer import find_weight_directory, open_weight_directory
 from tridecode.converters.sources.gguf import open_gguf
 from tridecode.converters.sources.huggingface import download, open_directory
+from tridecode.converters.sources.megatron import find_megatron_directory, open_megatron
 
 
-def open_checkpoint(model: str | Path) -> Checkpoint:
+def open_checkpoint(model: str | Path, num_heads: int | None = None) -> Checkpoint:
     """Open a source of any format, reading no tensor; docs/sources.md has the formats.
 
-    model: a file, a directory, or a repository's id on the hub. Raises CheckpointError or UnsupportedError.
+    model: a file, a directory, or a repository's id on the hub. num_heads: attention heads of a checkpoint
+    that does not say. Raises CheckpointError or UnsupportedError.
     """
     path = Path(model)
     if path.is_file():
@@ -34,6 +36,9 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
     weights = find_weight_directory(path)
     if weights is not None:
         return open_weight_directory(weights)
+    ranks = find_megatron_directory(path)
+    if ranks is not None:
+        return open_megatron(ranks, num_heads)
     ggufs = sorted(path.glob("*.gguf"))
     if len(ggufs) == 1:
         return open_gguf(ggufs[0])

@@ -303,7 +303,7 @@ class Cuda(CudaGemm):
 
 def _has_kernel(heads: Heads) -> bool:
     """Whether csrc/ has attention for these heads; torch computes the others."""
-    return not heads.window and not heads.softcap
+    return not heads.window and not heads.softcap and heads.key_bias is None
 
 
 def _attention_fields(

@@ -31,6 +31,7 @@ from tridecode.converters.tokenizer import (
     save_tokenizer,
     vocabulary_size,
 )
+from tridecode.converters.zeros import zeros_summary
 from tridecode.model_repo_templates.repository import (
     ADAPTERS_DIR,
     ENGINE_MODEL,
@@ -40,6 +41,8 @@ from tridecode.model_repo_templates.repository import (
     write_models,
 )
 from tridecode.tools.check_repo import PARITY_FILE, check_repo
+
+_SPARSE = 0.01  # share of zeros from which a model counts as pruned
 
 
 def build_repo(
@@ -60,6 +63,7 @@ def build_repo(
     lora: str | Path | None = None,
     parity: bool = True,
     reference: str | Path | None = None,
+    num_heads: int | None = None,
     overwrite: bool = False,
     engine_settings: Mapping[str, object] | None = None,
     console: Console | None = None,
@@ -72,7 +76,8 @@ def build_repo(
     decoupled_fastertransformer, plain_text, unbatched_text, exclude_input, uint32_text_inputs: see
     repository_models. engine_settings: parameters of EngineConfig. parity: compare with transformers and
     write PARITY.json. reference: another checkpoint to compare with: of a weight directory, the one that it
-    was made from. overwrite: an output that is a model repository is replaced.
+    was made from. num_heads: attention heads of a Megatron checkpoint that does not say. overwrite: an
+    output that is a model repository is replaced.
 
     Raises CheckpointError, ConfigError or UnsupportedError with what was found and wanted, and removes its
     files.
@@ -90,7 +95,7 @@ def build_repo(
         uint32_text_inputs=uint32_text_inputs,
     )
     models()  # wrong settings are refused before anything is read
-    checkpoint = open_checkpoint(model)
+    checkpoint = open_checkpoint(model, num_heads)
     for note in checkpoint.notes:
         console.print("[yellow]warning[/]: ", end="")
         console.print(note, markup=False)
@@ -103,6 +108,8 @@ def build_repo(
         f"{checkpoint.path}: {config.family}, {config.num_layers} layers of {config.hidden_size}, vocabulary "
         f"{config.vocab_size}; weights as {config.weight_dtype}, tensor_para_size {tensor_para_size}"
     )
+    for note in planned.notes:
+        console.print(note)
     _check_stages(config, pipeline_para_size)
     settings = {
         "data_type": config.weight_dtype,
@@ -116,8 +123,10 @@ def build_repo(
     _check_room(output, planned)
     with _staged(output) as staging:
         weights = staging / ENGINE_MODEL / "1" / f"{tensor_para_size}-gpu"
-        planned.write(weights, tensor_para_size)
+        manifest = planned.write(weights, tensor_para_size)
         write_targets(weights, planned)
+        if manifest.weight_sparsity >= _SPARSE:
+            console.print(zeros_summary(manifest))
         write_models(
             staging,
             models(has_tokenizer=hf_tokenizer is not None),

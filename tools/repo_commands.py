@@ -58,6 +58,9 @@ def build_repo(
         Optional[str],
         typer.Option(help="Compare with this checkpoint: the one that a weight directory was made from."),
     ] = None,
+    num_heads: Annotated[
+        Optional[int], typer.Option(min=1, help="Attention heads of a Megatron checkpoint that does not say.")
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the repository that exists at --output.")
     ] = False,
@@ -89,6 +92,7 @@ def build_repo(
         lora=lora,
         parity=parity,
         reference=reference,
+        num_heads=num_heads,
         overwrite=overwrite,
         engine_settings=_settings(setting or []),
     )

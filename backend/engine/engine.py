@@ -28,7 +28,7 @@ from tridecode.backend.engine.sampling import copy_slots, start_slots
 from tridecode.backend.engine.settings import choose_num_blocks
 from tridecode.backend.engine.step_buffers import StepBuffers
 from tridecode.backend.models.layers import Context, Weights, Workspace
-from tridecode.backend.weight_layout import stage_layers
+from tridecode.backend.weight_layout import share_size, stage_layers
 from tridecode.backend.weights import WeightReader
 from tridecode.kernels.ops import Batch, CacheLayer, Ops
 from tridecode.kernels.sampling_state import SamplingState
@@ -181,15 +181,16 @@ class Engine:
     def _widest(self) -> int:
         """Columns of the widest product of this rank."""
         model, size = self.model_config.largest_layer(), self.ranks.tensor_size
-        qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_size // size
-        return max(qkv, 2 * model.mlp_size // size, model.hidden_size)
+        heads = model.num_heads // size + 2 * share_size(model.num_kv_heads, size)
+        mlp = self.model_config.mlp_share(size)
+        return max(heads * model.head_size, 2 * mlp, model.hidden_size)
 
     def _block_shapes(self) -> list[tuple[int, int, int, int]]:
         """Of a block in the cache of each layer of this stage."""
         tokens, size = self.config.block_tokens, self.ranks.tensor_size
         stage = stage_layers(self.model_config.num_layers, self.ranks.stage, self.ranks.num_stages)
         layers = [self.model_config.of_layer(layer) for layer in stage]
-        return [(2, layer.num_kv_heads // size, tokens, layer.head_size) for layer in layers]
+        return [(2, share_size(layer.num_kv_heads, size), tokens, layer.head_size) for layer in layers]
 
     def _block_bytes(self) -> int:
         """Of a block in the caches of all layers of this stage."""

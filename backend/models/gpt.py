@@ -1,6 +1,7 @@
 """GPT-2: learned positions, pre-LayerNorm, fused QKV, GELU. Radford et al. 2019.
 
-Its section of config.ini, [gpt], is FasterTransformer's for all decoders of this kind: BLOOM shares it.
+Its section of config.ini, [gpt], is FasterTransformer's for all decoders of this kind: BLOOM and OPT share
+it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,20 @@ GPT2_FLAGS = {
 def has_flags(section: IniSection, flags: dict[str, bool]) -> bool:
     """Whether the section is of the family with these flags."""
     return all(section.flag(key, default) == flags[key] for key, default in GPT2_FLAGS.items())
+
+
+def is_opt(section: IniSection) -> bool:
+    """OPT has GPT-2's flags. It names itself, or has another arrangement of norms. A pre-norm OPT that
+    FasterTransformer's converter wrote is GPT-2's network and is read as such."""
+    return (
+        section.text("model_variant", "").lower().startswith("opt-")
+        or section.text("layernorm_type", "pre_layernorm").lower() == "post_layernorm"
+        or not section.flag("has_post_decoder_layernorm", True)
+    )
+
+
+def recognises(section: IniSection) -> bool:
+    return has_flags(section, GPT2_FLAGS) and not is_opt(section)
 
 
 def read_gpt_section(
@@ -87,7 +102,7 @@ FAMILY = Family(
     title="GPT-2 (learned positions)",
     section="gpt",
     model_type="GPT",
-    recognises=partial(has_flags, flags=GPT2_FLAGS),
+    recognises=recognises,
     read=partial(read_gpt_section, "gpt"),
     keys=partial(gpt_section_keys, flags=GPT2_FLAGS),
     weight_specs=LAYOUT.specs,

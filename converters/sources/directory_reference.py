@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, GPTNeoXConfig, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    GPT2Config,
+    GPTJConfig,
+    GPTNeoXConfig,
+    PreTrainedConfig,
+)
 
 from tridecode.backend.config import DEFAULT_MAX_POSITIONS, ModelConfig
 from tridecode.backend.errors import CheckpointError
@@ -77,11 +84,28 @@ def _gptneox(config: ModelConfig) -> PreTrainedConfig | None:
     )
 
 
+def _gptj(config: ModelConfig) -> PreTrainedConfig | None:
+    rope = config.rope
+    if rope is None or rope.scaling != "default" or rope.theta != 10000.0:
+        return None
+    return GPTJConfig(
+        n_embd=config.hidden_size,
+        n_layer=config.num_layers,
+        n_head=config.num_heads,
+        n_inner=config.mlp_size,
+        n_positions=config.max_positions,
+        rotary_dim=rope.size,
+        activation_function=_ACTIVATIONS[config.activation],
+        layer_norm_epsilon=config.norm_eps,
+    )
+
+
 #: ModelConfig.family -> transformers' model type, and its config
 _CONFIGS: Mapping[str, tuple[str, Callable[[Any], PreTrainedConfig | None]]] = {
     "gpt": ("gpt2", _gpt2),
     "bloom": ("bloom", _bloom),
     "gptneox": ("gpt_neox", _gptneox),
+    "gptj": ("gptj", _gptj),
 }
 
 
