@@ -53,6 +53,7 @@ LISTED = {
     r"tridecode tritonserver ": "serves on fixed ports",
     r"tridecode build-repo ": "the same as the first one with an option",
     r"tridecode demo\b": "downloads a model",
+    r"tridecode adapters ": "needs an adapter: tests/tools/test_adapters.py runs them",
     r"tridecode bench load ": "takes a minute or more",
     r"tridecode bench ": "needs a GPU and takes minutes",
     r"python -m tridecode\.kernels\.": "needs a GPU or nvcc",
