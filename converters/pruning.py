@@ -50,7 +50,7 @@ class _Widths:
 
     def __init__(self, config: ModelConfig, source: CheckpointFamily, shapes: Shapes):
         self._hidden, self._shapes = config.hidden_size, shapes
-        self._rules = {rule.target: rule for rule in source.rules(config.num_heads)}
+        self._rules = {rule.target: rule for rule in source.rules_of(config)}
         self._down = {
             spec.layer: spec.name
             for spec in family(config.family).weight_specs(config)
@@ -157,14 +157,14 @@ def describe(config: ModelConfig) -> list[str]:
 
 def rules_of_layers(source: CheckpointFamily, config: ModelConfig) -> list[Rule]:
     """The rules of all tensors; those of a layer with the heads of that layer."""
-    rules = source.rules(config.num_heads)
+    rules = source.rules_of(config)
     if not config.layer_sizes:
         return rules
     layers = range(config.num_layers)
     inside = [
         rule.of_layer(layer)
         for layer in layers
-        for rule in source.rules(config.layer_sizes[layer].num_heads)
+        for rule in source.rules_of(config.of_layer(layer))
         if "{i}" in rule.target
     ]
     return [rule for rule in rules if "{i}" not in rule.target] + inside

@@ -150,7 +150,7 @@ def _prune_layer(layer: _Layer, cut: Cut, pruned: Pruned) -> None:
             layer.put(pruned, name, layer.matrix(name)[:, inner], layer.bias(name)[inner])
     places = _columns(kept, size), _columns(used, size)
     smaller = copy.deepcopy(hf)
-    smaller.num_attention_heads = len(kept)
+    smaller.num_attention_heads, smaller.hidden_size = len(kept), len(kept) * size
     for key in _KV_KEYS:
         if hasattr(hf, key):
             setattr(smaller, key, len(used))
