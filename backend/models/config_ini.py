@@ -192,7 +192,10 @@ def common_keys(config: ModelConfig, tensor_para_size: int) -> dict[str, object]
 def read_rope(section: IniSection, default_size: int | None) -> RopeConfig:
     """rotary_embedding (rotated dimensions of a head; default_size None: mandatory) and keys of ours."""
     original = section.integer("rope_original_max_positions", RopeConfig.original_max_positions, minimum=1)
-    size = section.integer("rotary_embedding", default_size, minimum=2)
+    if section.text("rotary_embedding", "").lower() == "none":  # FasterTransformer's writes Python's None
+        size = section.integer("size_per_head", minimum=2)
+    else:
+        size = section.integer("rotary_embedding", default_size, minimum=2)
     scaling = section.choice("rope_scaling_type", RopeConfig.scaling, ROPE_SCALINGS)
     fields: dict[str, Any] = {
         **{field: section.number(key, getattr(RopeConfig, field)) for key, field in _ROPE_NUMBERS.items()},
