@@ -148,6 +148,17 @@ def read_ini(path: Path) -> dict[str, IniSection]:
     return {name.lower(): IniSection(path, name, dict(parser[name])) for name in parser.sections()}
 
 
+def prompt_tasks(directory: Path) -> list[str]:
+    """Names of the tasks of prompt learning in a directory's config.ini, [task_0] and so on. They are not
+    served yet. Raises ConfigError for a file that cannot be parsed."""
+    sections = read_ini(directory / "config.ini")
+    return [
+        section.text("task_name", name)
+        for name, section in sections.items()
+        if name.startswith("task_") and name[5:].isdigit()
+    ]
+
+
 def read_common(section: IniSection, max_positions: int | None = DEFAULT_MAX_POSITIONS) -> dict[str, Any]:
     """The fields of ModelConfig that every family reads alike. hidden_size: num_heads * head_size.
 
