@@ -42,6 +42,11 @@ from tridecode.converters.progress import byte_progress
 _MAX_WORKERS = 32  # threads; reading, hashing and writing release the interpreter
 _CHUNK_BYTES = 2 << 20  # a part of a tensor, of which each worker holds a few copies
 _IN_FLIGHT_BYTES = 256 << 20  # of all tensors that are being written; a larger one is written alone
+_EXPONENTS = {
+    torch.float32: (torch.int32, 0x7F800000),
+    torch.float16: (torch.int16, 0x7C00),
+    torch.bfloat16: (torch.int16, 0x7F80),
+}
 _BLOCK_ROWS = 64  # of a transposition: as many cache lines fit the first cache
 Progress = Callable[[int], None]
 
@@ -206,7 +211,7 @@ def _row_major(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty(tensor.shape, dtype=dtype)
     for start in range(0, tensor.shape[1], _BLOCK_ROWS):
         columns = slice(start, start + _BLOCK_ROWS)
-        out[:, columns].copy_(_cast(tensor[:, columns], dtype))
+        out[:, columns].copy_(_cast(tensor[:, columns].t(), dtype).t())
     return out
 
 
@@ -263,7 +268,12 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    return tensor.numel() == 0 or all(math.isfinite(value.item()) for value in torch.aminmax(tensor))
+    if not tensor.numel():
+        return True
+    if tensor.dtype not in _EXPONENTS:
+        return bool(torch.isfinite(tensor).all())
+    bits, exponent = _EXPONENTS[tensor.dtype]  # all of its bits are set in an infinity or a NaN
+    return bool((tensor.view(bits) & exponent).max() != exponent)
 
 
 def _write_file(path: Path, chunks: Iterator[Tensor], progress: Progress) -> ManifestFile:
