@@ -96,6 +96,8 @@ class ModelConfig:
     #: "from_norm": as sequential, but each is added to norm(x), not to x; "post_norm": x = norm(x +
     #: attention(x)), then x = norm(x + mlp(x)); "sandwich": x += norm(attention(norm(x))), the MLP likewise
     residual: str = "sequential"
+    attention_scale: float | None = None  # of the scores; None: 1 / sqrt(head_size)
+    scale_by_layer: bool = False  # layer l (from 0) divides its scale by l + 1
     #: tokens that a query of each layer sees, itself included; 0: all; empty: all in every layer
     windows: tuple[int, ...] = ()
     layer_sizes: tuple[LayerSizes, ...] = ()  # of each layer of a pruned model; (): all as above
@@ -206,6 +208,9 @@ class EngineConfig:
     cuda_graphs: bool = True
     num_threads: int = 0  # CPU threads of the engine; 0: torch's own choice
     batch_invariant: bool = False  # CPU, fp32: log-probs do not depend on the other requests of a step
+    lora_path: str = "none"  # folder of LoRA adapters, relative to config.pbtxt's; "none": none are served
+    max_loras: int = 8  # adapters in memory; the least recently used one that is idle gives way
+    max_lora_rank: int = 64
 
     extra: dict[str, str] = field(default_factory=dict)  # parameters for others than the engine
 
@@ -250,7 +255,7 @@ def _check_engine_config(config: EngineConfig, where: str) -> None:
     demand(config.verify_weights in VERIFY_MODES, "verify_weights", ", ".join(VERIFY_MODES))
     demand(config.device in ("auto", "cpu", "cuda"), "device", "auto, cpu or cuda")
     sizes = "tensor_para_size pipeline_para_size max_sequences max_queued_requests block_tokens"
-    for key in sizes.split():
+    for key in (*sizes.split(), "max_loras", "max_lora_rank"):
         demand(getattr(config, key) >= 1, key, "1 or more")
     for key in ("max_sequence_tokens", "max_step_tokens", "cache_bytes"):
         demand(getattr(config, key) is None or getattr(config, key) >= 1, key, "1 or more, or auto")

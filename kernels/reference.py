@@ -136,13 +136,16 @@ class Reference:
         out: Tensor,
     ) -> None:
         self.linear(x, linear, norm=norm, out=out)
-        change_qkv(out, heads)
+        self.finish_qkv(out, heads, batch, cache)
+
+    def finish_qkv(self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer) -> None:
+        change_qkv(qkv, heads)
         queries, keys = heads.num_heads * heads.head_size, heads.num_kv_heads * heads.head_size
         if heads.rope is not None:
-            rotated = out[:, : queries + keys].unflatten(1, (-1, heads.head_size))
+            rotated = qkv[:, : queries + keys].unflatten(1, (-1, heads.head_size))
             _rotate(rotated, heads.rope, batch)
-        k = out[:, queries : queries + keys].unflatten(1, (heads.num_kv_heads, heads.head_size))
-        v = out[:, queries + keys :].unflatten(1, (heads.num_kv_heads, heads.head_size))
+        k = qkv[:, queries : queries + keys].unflatten(1, (heads.num_kv_heads, heads.head_size))
+        v = qkv[:, queries + keys :].unflatten(1, (heads.num_kv_heads, heads.head_size))
         rows, blocks, offsets = _written(batch, cache.block_tokens)
         cache.blocks[blocks, 0, :, offsets] = k if rows is None else k[rows]
         cache.blocks[blocks, 1, :, offsets] = v if rows is None else v[rows]
@@ -325,22 +328,31 @@ def _decode_indices(batch: Batch, cache: CacheLayer, num_kv_heads: int) -> tuple
 def _decode_mask(batch: Batch, heads: Heads, width: int, dtype: torch.dtype) -> Tensor:
     """(B, K or 1, H / K or 1, width): -inf beyond the context, ALiBi within. Layers of the same slopes share
     it."""
-    key = ("decode_mask", id(heads.slopes), heads.num_kv_heads, heads.window, width, dtype)
+    biases = (heads.slopes, heads.key_bias)
+    key = ("decode_mask", *map(id, biases), heads.num_kv_heads, heads.window, width, dtype)
     if key not in batch.memo:
         lens = batch.context_lens[: batch.num_decodes].clamp(min=1)
         positions = torch.arange(width, device=lens.device)
         outside = positions[None, :] >= lens[:, None]
         if heads.window:
             outside = outside | (positions[None, :] < lens[:, None] - heads.window)
-        if heads.slopes is None:
+        if heads.key_bias is not None:
+            mask = key_bias(heads, positions).view(1, heads.num_kv_heads, -1, width)
+        elif heads.slopes is None:
             mask = torch.zeros(outside.shape, device=lens.device)[:, None, None, :]
         else:
             distances = (positions[None, :] - (lens[:, None] - 1)).float()
             slopes = heads.slopes.view(1, heads.num_kv_heads, -1, 1)
             mask = slopes * distances[:, None, None, :]
         mask = mask.masked_fill(outside[:, None, None, :], -torch.inf).to(dtype)
-        batch.memo[key] = (mask, heads.slopes)  # slopes are kept: their id stays theirs
+        batch.memo[key] = (mask, biases)  # they are kept: their id stays theirs
     return batch.memo[key][0]
+
+
+def key_bias(heads: Heads, positions: Tensor) -> Tensor:
+    """(H, len(positions)): heads.key_bias of these positions."""
+    assert heads.key_bias is not None
+    return heads.key_bias[:, positions.clamp(max=heads.key_bias.shape[1] - 1)]
 
 
 def cached_keys(cache: CacheLayer, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -358,7 +370,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
     if group > 1:
         k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
     windowed = 0 < heads.window < length
-    if heads.slopes is None and tokens == length and not (windowed or heads.softcap):
+    biased = heads.slopes is not None or heads.key_bias is not None
+    if not biased and tokens == length and not (windowed or heads.softcap):
         return _attend(q[None], k[None], v[None], None, heads)[0]
     columns = torch.arange(length, device=q.device)
     parts = []
@@ -371,6 +384,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
         bias = torch.zeros(1, *distances.shape, device=q.device)
         if heads.slopes is not None:
             bias = heads.slopes[:, None, None] * distances.float()
+        elif heads.key_bias is not None:
+            bias = key_bias(heads, columns)[:, None, :].expand(-1, *distances.shape)
         hidden = distances > 0
         if windowed:
             hidden = hidden | (distances <= -heads.window)

@@ -84,7 +84,8 @@ class FamilyCase:
     (in, K * D)) to the arrays of `names`, each (in, out). ini: the fields of ModelConfig that config.ini
     keeps beside the common ones. kv_heads, mlp_size: of transformers' config; None: num_key_value_heads
     or as many as heads; intermediate_size, n_inner or four times the hidden size. turned: transformers'
-    matrices are (out, in), those of Linear, and not (in, out), of Conv1D.
+    matrices are (out, in), those of Linear, and not (in, out), of Conv1D. stored: (transformers' config,
+    state dict) to the part of it that the files hold, where a conversion changes tensors on purpose.
     """
 
     config: type[PreTrainedConfig]
@@ -100,6 +101,9 @@ class FamilyCase:
     kv_heads: Callable[[PreTrainedConfig], int] | None = None
     mlp_size: Callable[[PreTrainedConfig], int] | None = None
     turned: bool = True
+    stored: Callable[[PreTrainedConfig, dict[str, np.ndarray]], dict[str, np.ndarray]] = lambda hf, state: (
+        state
+    )
 
     def num_kv_heads(self, hf: PreTrainedConfig) -> int:
         if self.kv_heads is not None:
@@ -133,6 +137,9 @@ def _draw_gpt2(random: Random) -> dict[str, Any]:
         "n_layer": random.randint(1, 4),
         "n_inner": random.choice([None, 52, 77]),
         "activation_function": random.choice(["gelu", "gelu_new", "relu"]),
+        "scale_attn_weights": random.random() < 0.7,
+        "scale_attn_by_inverse_layer_idx": random.random() < 0.4,
+        "reorder_and_upcast_attn": random.random() < 0.3,
         "tie_word_embeddings": random.random() < 0.5,
     }
 
@@ -219,6 +226,7 @@ FAMILIES = {
         variants={
             "5x16-relu": {"n_embd": 80, "n_head": 5, "n_inner": 60, "activation_function": "relu"},
             "erf-untied": {"activation_function": "gelu", "tie_word_embeddings": False},
+            "scaled-by-layer": {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True},
         },
         shared={"n_head": 12, "n_embd": 48, "n_layer": 3, "n_inner": 60},
         draw=_draw_gpt2,
@@ -236,7 +244,10 @@ FAMILIES = {
         },
         heads="joined",
         turned=False,
-        ini={"activation": GELUS},
+        ini={
+            "activation": GELUS, "attention_scale": st.none() | st.floats(0.01, 2.0),
+            "scale_by_layer": st.booleans(),
+        },
     ),
     "bloom": FamilyCase(
         BloomConfig,

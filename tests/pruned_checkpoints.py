@@ -15,6 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tests.checkpoints import FAMILIES
+
 
 @dataclass(frozen=True)
 class _Names:
@@ -47,6 +49,25 @@ _NAMES = {
         ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj", "",
     ),
 }  # fmt: skip
+
+
+#: 3 layers of 12 heads
+_SIZES = {
+    "gpt2": {"n_head": 12, "n_embd": 48, "n_layer": 3, "n_inner": 60},
+    "bloom": {"n_head": 12, "hidden_size": 48, "n_layer": 3},
+    "gpt_neox": {
+        "num_attention_heads": 12, "hidden_size": 96, "num_hidden_layers": 3, "intermediate_size": 72,
+    },
+    "llama": {
+        "num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8, "num_hidden_layers": 3,
+        "hidden_size": 48, "intermediate_size": 72,
+    },
+}  # fmt: skip
+
+
+def unpruned(family: str, **overrides) -> PreTrainedModel:
+    """A tiny model of 3 layers with 12 heads; LLaMA's in 6 groups."""
+    return FAMILIES[family](**{**_SIZES[family], **overrides})
 
 
 @dataclass(frozen=True)
@@ -113,7 +134,7 @@ def _layer(state, prefix: str, names: _Names, kept: list[int], heads: int, size:
     def take(name: str, indices: list[int], outputs: bool) -> None:
         weight = state[f"{name}.weight"]
         out[f"{name}.weight"] = weight.index_select(
-            0 if outputs == names.turned else 1, torch.tensor(indices)
+            0 if outputs == names.turned else 1, torch.tensor(indices, dtype=torch.long)
         )
         if outputs and f"{name}.bias" in state:
             out[f"{name}.bias"] = state[f"{name}.bias"][indices]

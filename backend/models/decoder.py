@@ -23,7 +23,7 @@ from tridecode.backend.models.layers import (
 from tridecode.backend.models.rope import rope_table
 from tridecode.backend.models.specs import Layout
 from tridecode.backend.weight_layout import stage_layers
-from tridecode.kernels.ops import CacheLayer, DecoderLayer, Heads, Norm
+from tridecode.kernels.ops import CacheLayer, DecoderLayer, Heads, Linear, Norm
 
 
 class Decoder:
@@ -40,10 +40,7 @@ class Decoder:
         self.config = config
         self.embedding = weights.tensor("model.wte")
         self.final_norm = self.load_norm(weights, "model.final_layernorm") if self.layout.final_norm else None
-        self.head = weights.head(
-            self.embedding if config.tied_head else weights.tensor("model.lm_head.weight"),
-            weights.tensor("model.lm_head.bias") if config.head_bias else None,
-        )
+        self.head = self.load_head(weights)
         self.stage = stage_layers(config.num_layers, ranks.stage, ranks.num_stages)
         self.layers = [self.load_layer(weights, f"model.layers.{index}") for index in self.stage]
         self.heads: Sequence[Heads] = self.stage_heads(ranks, num_positions)
@@ -77,6 +74,12 @@ class Decoder:
                 kinds[kind] = make_heads(sizes, ranks, **{**mine, **own})
             heads.append(kinds[kind])
         return heads
+
+    def load_head(self, weights: Weights) -> Linear:
+        return weights.head(
+            self.embedding if self.config.tied_head else weights.tensor("model.lm_head.weight"),
+            weights.tensor("model.lm_head.bias") if self.config.head_bias else None,
+        )
 
     def load_norm(self, weights: Weights, name: str) -> Norm:
         """With a bias file a LayerNorm, without one an RMSNorm; families with other norms override it."""

@@ -25,6 +25,7 @@ class Weights(ABC):
 
     def __init__(self, specs: Iterable[WeightSpec], ops: Ops):
         self.specs, self.ops = {spec.name: spec for spec in specs}, ops
+        self.linears: dict[tuple[str, ...], Linear] = {}  # what `linear` has given, by its names
 
     @abstractmethod
     def tensor(self, name: str) -> Tensor:
@@ -35,7 +36,8 @@ class Weights(ABC):
         weight = _joined([self.tensor(f"{name}.weight") for name in names])
         has_bias = f"{names[0]}.bias" in self.specs
         bias = _joined([self.tensor(f"{name}.bias") for name in names]) if has_bias else None
-        return self.ops.pack(Linear(weight.t(), bias))
+        self.linears[names] = packed = self.ops.pack(Linear(weight.t(), bias))
+        return packed
 
     def head(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """The language model's head over `weight` (V, C), which may be the word embedding itself."""
@@ -183,15 +185,15 @@ def _sum_over_ranks(context: Context, *products: tuple[Tensor, Linear]) -> Tenso
     return delta
 
 
-def alibi_slopes(num_heads: int) -> Tensor:
+def alibi_slopes(num_heads: int, largest: float = 8.0) -> Tensor:
     """(num_heads,) float32 slopes of Press et al. 2022, with their rule where that is not a power of two.
 
     2^(-8/n), 2^(-16/n), ... for the largest power of two n <= num_heads, then every other slope of the
-    sequence for 2n.
+    sequence for 2n. largest: in place of the 8 (MPT's alibi_bias_max).
     """
     power = 2 ** math.floor(math.log2(num_heads))
-    slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
-    slopes += [2.0 ** (-8.0 * (2 * i + 1) / (2 * power)) for i in range(num_heads - power)]
+    slopes = [2.0 ** (-largest * (i + 1) / power) for i in range(power)]
+    slopes += [2.0 ** (-largest * (2 * i + 1) / (2 * power)) for i in range(num_heads - power)]
     return torch.tensor(slopes, dtype=torch.float32)
 
 
@@ -201,19 +203,29 @@ def make_heads(
     rope: Rope | None = None,
     slopes: Tensor | None = None,
     scale: float | None = None,
+    key_bias: Tensor | None = None,
     **fields: Any,
 ) -> Heads:
-    """This rank's share of the heads of a layer. slopes: (num_heads,), of all ranks. scale: of the scores;
-    None: 1 / sqrt(head size). fields: further ones of Heads."""
+    """This rank's share of the heads of a layer. slopes: (num_heads,), key_bias: (num_heads, positions), of
+    all ranks. scale: of the scores; None: attention_scale's. fields: further ones of Heads."""
     num_heads = config.num_heads // ranks.tensor_size
+    mine = slice(ranks.tensor_rank * num_heads, (ranks.tensor_rank + 1) * num_heads)
     if slopes is not None:
-        slopes = slopes[ranks.tensor_rank * num_heads : (ranks.tensor_rank + 1) * num_heads].contiguous()
+        slopes = slopes[mine].contiguous()
+    if key_bias is not None:
+        key_bias = key_bias[mine].contiguous()
     return Heads(
         num_heads=num_heads,
         num_kv_heads=share_size(config.num_kv_heads, ranks.tensor_size),
         head_size=config.head_size,
-        scale=config.head_size**-0.5 if scale is None else scale,
+        scale=attention_scale(config) if scale is None else scale,
         rope=rope,
         slopes=slopes,
+        key_bias=key_bias,
         **fields,
     )
+
+
+def attention_scale(config: ModelConfig) -> float:
+    """Of the scores."""
+    return config.head_size**-0.5 if config.attention_scale is None else config.attention_scale

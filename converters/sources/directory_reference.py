@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, GPTNeoXConfig, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    GPT2Config,
+    GPTJConfig,
+    GPTNeoXConfig,
+    PreTrainedConfig,
+)
 
 from tridecode.backend.config import DEFAULT_MAX_POSITIONS, ModelConfig
 from tridecode.backend.errors import CheckpointError
@@ -32,7 +39,9 @@ from tridecode.converters.sources import TensorSource
 _ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu"}
 
 
-def _gpt2(config: ModelConfig) -> PreTrainedConfig:
+def _gpt2(config: ModelConfig) -> PreTrainedConfig | None:
+    if config.attention_scale not in (None, 1.0):
+        return None
     return GPT2Config(
         n_embd=config.hidden_size,
         n_layer=config.num_layers,
@@ -41,6 +50,8 @@ def _gpt2(config: ModelConfig) -> PreTrainedConfig:
         n_positions=config.max_positions,
         activation_function=_ACTIVATIONS[config.activation],
         layer_norm_epsilon=config.norm_eps,
+        scale_attn_weights=config.attention_scale is None,
+        scale_attn_by_inverse_layer_idx=config.scale_by_layer,
     )
 
 
@@ -77,11 +88,28 @@ def _gptneox(config: ModelConfig) -> PreTrainedConfig | None:
     )
 
 
+def _gptj(config: ModelConfig) -> PreTrainedConfig | None:
+    rope = config.rope
+    if rope is None or rope.scaling != "default" or rope.theta != 10000.0:
+        return None
+    return GPTJConfig(
+        n_embd=config.hidden_size,
+        n_layer=config.num_layers,
+        n_head=config.num_heads,
+        n_inner=config.mlp_size,
+        n_positions=config.max_positions,
+        rotary_dim=rope.size,
+        activation_function=_ACTIVATIONS[config.activation],
+        layer_norm_epsilon=config.norm_eps,
+    )
+
+
 #: ModelConfig.family -> transformers' model type, and its config
 _CONFIGS: Mapping[str, tuple[str, Callable[[Any], PreTrainedConfig | None]]] = {
     "gpt": ("gpt2", _gpt2),
     "bloom": ("bloom", _bloom),
     "gptneox": ("gpt_neox", _gptneox),
+    "gptj": ("gptj", _gptj),
 }
 
 

@@ -167,3 +167,27 @@ def gptneox(model: PreTrainedModel, directory: Path, ranks: int = 1, dtype: str 
     keys.update(rotary_embedding=rotary, use_gptj_residual=int(config.use_parallel_residual))
     out.ini({"gptneox": keys})
     return directory
+
+
+def gptj(model: PreTrainedModel, directory: Path, ranks: int = 1, dtype: str = "fp32") -> Path:
+    """huggingface_gptj_ckpt_convert.py: the head always has a weight and a bias; no layernorm_eps, no
+    positions."""
+    out, state, config = Writer(directory, ranks, dtype), arrays(model), model.config
+    out.save("model.wte", state["transformer.wte.weight"])
+    out.norm("model.final_layernorm", state["transformer.ln_f.weight"], state["transformer.ln_f.bias"])
+    out.norm("model.lm_head", state["lm_head.weight"], state["lm_head.bias"])
+    for layer in range(config.n_layer):
+        get = lambda name, prefix=f"transformer.h.{layer}.": state[prefix + name]  # noqa: E731
+        to = f"model.layers.{layer}."
+        out.norm(to + "input_layernorm", get("ln_1.weight"), get("ln_1.bias"))
+        qkv = np.stack([get(f"attn.{name}_proj.weight").T for name in "qkv"], axis=1)  # (C, 3, C)
+        out.split(to + "attention.query_key_value.weight", qkv, 2)
+        out.split(to + "attention.dense.weight", get("attn.out_proj.weight").T, 0)
+        out.split(to + "mlp.dense_h_to_4h.weight", get("mlp.fc_in.weight").T, 1)
+        out.split(to + "mlp.dense_h_to_4h.bias", get("mlp.fc_in.bias"), 0)
+        out.split(to + "mlp.dense_4h_to_h.weight", get("mlp.fc_out.weight").T, 0)
+        out.save(to + "mlp.dense_4h_to_h.bias", get("mlp.fc_out.bias"))
+    keys = common(model, dtype, config.n_inner or 4 * config.n_embd)
+    keys.update(rotary_embedding=config.rotary_dim)
+    out.ini({"gptj": keys})
+    return directory

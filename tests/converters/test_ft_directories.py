@@ -20,7 +20,7 @@ from tridecode.converters.convert import plan_conversion
 
 PROMPTS = [[5], [7, 9, 11], list(range(20, 60))]
 EIGHT = {"n_head": 8, "n_embd": 64}
-tiny_gptneox = FAMILIES["gpt_neox"]
+tiny_gptneox, tiny_gptj = FAMILIES["gpt_neox"], FAMILIES["gptj"]
 NEOX = {"hidden_size": 96, "num_attention_heads": 4, "num_hidden_layers": 3, "hidden_act": "gelu_new"}
 OPT = {"activation_function": "relu", "layer_norm_epsilon": 1e-5}
 #: name -> transformers' model, the writer, its number of ranks and further settings
@@ -54,6 +54,10 @@ CASES = {
     "gptneox 4-gpu": (lambda: tiny_gptneox(**NEOX), ft_directories.gptneox, 4, {}),
     "gptneox sequential 1-gpu": (
         lambda: tiny_gptneox(use_parallel_residual=False, **NEOX), ft_directories.gptneox, 1, {},
+    ),
+    "gptj 1-gpu": (lambda: tiny_gptj(layer_norm_epsilon=1e-6), ft_directories.gptj, 1, {}),
+    "gptj 4-gpu": (
+        lambda: tiny_gptj(layer_norm_epsilon=1e-6, n_head=4, n_embd=64), ft_directories.gptj, 4, {},
     ),
 }  # fmt: skip
 
@@ -154,6 +158,12 @@ def test_prompt_learning_of_a_directory_is_left_out_and_named(tmp_path):
     [note] = open_checkpoint(directory).notes
     assert "left out are the tasks squad, mood and the files model.prompt_table.squad.weight.bin" in note
     assert_same_tokens(model, directory)
+
+
+def test_a_gptj_of_fastertransformer_has_its_epsilon(tmp_path):
+    _, directory = written(tmp_path, "gptj 1-gpu")
+    assert read_model_config(directory).norm_eps == 1e-6
+    assert any("no layernorm_eps, so 1e-06" in note for note in open_checkpoint(directory).notes)
 
 
 def test_sequential_neox_of_several_ranks_is_pointed_out(tmp_path):

@@ -28,14 +28,24 @@ class RankPool:
         self._size, self._workers = size, []  # type: ignore[var-annotated]
 
     def run(
-        self, directory: Path, tensor: int, stages: int, meeting: Path, prompts: list[list[int]]
+        self,
+        directory: Path,
+        tensor: int,
+        stages: int,
+        meeting: Path,
+        prompts: list[list[int]],
+        names: list[str] | None = None,
+        **settings,
     ) -> list[tuple[list[int], Any]]:
-        """Rank 0's (tokens, context embedding) of every prompt. Raises AssertionError if a rank fails."""
+        """Rank 0's (tokens, context embedding) of every prompt. Raises AssertionError if a rank fails.
+
+        names: of each prompt's adapter. settings: of EngineConfig.
+        """
         if not self._workers:
             self._workers = self._start()
         ranks = self._workers[: tensor * stages]
         for rank, (_, jobs, _) in enumerate(ranks):
-            jobs.put((rank, tensor, stages, directory, f"file://{meeting}", prompts))
+            jobs.put((rank, tensor, stages, directory, f"file://{meeting}", prompts, names, settings))
         try:
             answers = [answer.get(timeout=120) for _, _, answer in ranks]
         except BaseException:
@@ -74,21 +84,36 @@ def _work(jobs, answers) -> None:
 
 
 def _run_rank(
-    rank: int, tensor: int, stages: int, directory: Path, meeting: str, prompts: list[list[int]]
+    rank: int,
+    tensor: int,
+    stages: int,
+    directory: Path,
+    meeting: str,
+    prompts: list[list[int]],
+    names: list[str] | None,
+    settings: dict[str, Any],
 ) -> list[tuple[list[int], Any]]:
     cpu = torch.device("cpu")
     ranks = ProcessRanks(rank, tensor, stages, meeting, cpu)
     try:
         model = read_model_config(directory)
-        settings = EngineConfig(max_sequences=4, block_tokens=8, max_step_tokens=16, cache_bytes=4 << 20)
-        engine = Engine.load(directory, model, resolve(settings, model, cpu), ranks, cpu)
+        sizes = dict(max_sequences=4, block_tokens=8, max_step_tokens=16, cache_bytes=4 << 20)
+        config = resolve(EngineConfig(**{**sizes, **settings}), model, cpu)
+        engine = Engine.load(directory, model, config, ranks, cpu)
         if rank > 0:
             follow(engine, RankStatus())
+            engine.close()
             return []
         offline = OfflineEngine(engine)
         params = SamplingParams(max_tokens=NEW_TOKENS, return_context_embedding=True)
-        done = offline.generate(prompts, params)
+        numbers = [
+            offline.submit(prompt, params, name)
+            for prompt, name in zip(prompts, names or [""] * len(prompts))
+        ]
+        offline.run()
+        done = [offline.generations[number] for number in numbers]
         ranks.broadcast_plan(None)
+        engine.close()
         return [(generation.tokens, generation.embedding) for generation in done]
     finally:
         ranks.close()

@@ -3,19 +3,18 @@ the same heads and columns are zero."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.backend.engine.offline_models import FP32_LOGITS, context_embedding, hf_greedy, prompts_of
-from tests.backend.engine.rank_process import run_rank
-from tests.checkpoints import FAMILIES
-from tests.pruned_checkpoints import Cut, Pruned, prune
+from tests.backend.engine.rank_process import NEW_TOKENS, RankPool
+from tests.pruned_checkpoints import Cut, Pruned, prune, unpruned
 from tridecode.backend.config import EngineConfig, LayerSizes, ModelConfig, check_tensor_size
 from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.errors import ConfigError
@@ -25,8 +24,7 @@ from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 
 LENGTHS = [1, 7, 23, 9]
-NEW = 8
-#: 12 heads in 3 layers of each family (4 of 2 in LLaMA's groups); the last layer keeps all
+NEW = NEW_TOKENS
 CUTS = {
     "gpt2": {0: Cut(heads=(0, 5, 6, 11)), 1: Cut(heads=(2, 3), neurons=(0, 7, 30, 59))},
     "bloom": {0: Cut(heads=(0, 1, 6, 10)), 1: Cut(heads=(3, 11), neurons=tuple(range(0, 40, 2)))},
@@ -36,9 +34,15 @@ CUTS = {
 SMALL = EngineConfig(max_sequences=4, block_tokens=8, max_step_tokens=16, cache_bytes=4 << 20)
 
 
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    held = RankPool(2)
+    yield held
+    held.close()
+
+
 def pruned_model(family: str) -> Pruned:
-    case = FAMILIES[family]
-    return prune(case(**case.shared), CUTS[family])
+    return prune(unpruned(family), CUTS[family])
 
 
 def converted(family: str, directory: Path) -> tuple[Pruned, Path]:
@@ -80,30 +84,19 @@ def test_caches_weights_and_blocks_have_the_sizes_of_each_layer(family: str, tmp
     assert written == 4 * sum(tensor.numel() for tensor in pruned.state.values())
 
 
-@pytest.mark.parametrize(
-    "family, tensor, stages", [("llama", 2, 1), ("bloom", 2, 2)], ids=["tp 2", "tp 2 x pp 2"]
-)
-def test_ranks_share_the_heads_of_each_layer(family: str, tensor: int, stages: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["bloom", "llama"])
+def test_ranks_share_the_heads_of_each_layer(family: str, pool: RankPool, tmp_path: Path) -> None:
     pruned, directory = converted(family, tmp_path)
     prompts = prompts_of([5, 1, 20], pruned.model.config.vocab_size)
-    context = mp.get_context("spawn")
-    queue = context.Queue()
-    meeting = f"file://{tmp_path / 'meeting'}"
-    processes = [
-        context.Process(target=run_rank, args=(rank, tensor, stages, directory, meeting, prompts, queue))
-        for rank in range(tensor * stages)
+    wanted = [
+        (hf_greedy(pruned.model, prompt, NEW)[0], context_embedding(pruned.model, prompt))
+        for prompt in prompts
     ]
-    for process in processes:
-        process.start()
-    try:
-        answers = queue.get(timeout=60)
-    finally:
-        for process in processes:
-            process.join(10)
-            process.kill()
-    for prompt, (tokens, embedding) in zip(prompts, answers):
-        assert tokens == hf_greedy(pruned.model, prompt, 8)[0]
-        assert np.allclose(embedding, context_embedding(pruned.model, prompt), atol=2e-3)
+    for tensor, stages in [(2, 1), (1, 2)]:
+        answers = pool.run(directory, tensor, stages, tmp_path / f"meeting {tensor} {stages}", prompts)
+        for (tokens, embedding), (theirs, their_embedding) in zip(answers, wanted):
+            assert tokens == theirs, (tensor, stages)
+            assert np.allclose(embedding, their_embedding, atol=2e-3), (tensor, stages)
 
 
 def test_a_tensor_degree_is_checked_against_each_layer(tmp_path: Path) -> None:
@@ -126,7 +119,7 @@ _AT_ONCE = {
 
 @pytest.mark.parametrize("cuts, at_once", _AT_ONCE.values(), ids=_AT_ONCE)
 def test_layers_that_differ_are_not_launched_at_once(cuts, at_once, tmp_path: Path, monkeypatch) -> None:
-    pruned = prune(FAMILIES["bloom"](**FAMILIES["bloom"].shared), cuts)
+    pruned = prune(unpruned("bloom"), cuts)
     lost = {str(layer): list(cut.heads) for layer, cut in cuts.items()}
     plan_conversion(open_checkpoint(pruned.save(tmp_path / "hf", pruned_heads=lost))).write(tmp_path / "w")
     offline = OfflineEngine.load(tmp_path / "w", SMALL)

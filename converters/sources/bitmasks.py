@@ -1,4 +1,4 @@
-"""Sparse weights: the bitmask containers of compressed-tensors, and how many weights of a tensor are zero.
+"""Sparse checkpoints in the bitmask containers of compressed-tensors.
 
 A container stores a matrix `<module>.weight` (R, C) as `<module>.shape`, `<module>.bitmask` (R, ceil(C / 8)),
 a bit for each weight that is stored, the lowest bit first, and `<module>.compressed`, those weights by rows.
@@ -11,40 +11,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tridecode.backend.errors import CheckpointError, UnsupportedError
+from tridecode.converters.sources import TensorSource
 
+#: keys of config.json that describe a container, or a quantisation
+DESCRIPTIONS = ("quantization_config", "compression_config")
 FORMATS = ("sparse-bitmask", "sparse-24-bitmask")
 _PARTS = ("compressed", "bitmask", "shape", "row_offsets")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _CHUNK = 1 << 22  # weights that are expanded together: their mask takes a byte each
-_COUNT_CHUNK = 1 << 18  # weights that are counted together: they stay in the cache
-_GROUP = 4  # 2:4 sparsity: at most two of four consecutive inputs of an output
 
 
-class _Tensors(Protocol):
-    """As checkpoint.TensorSource, which imports this module."""
-
-    shapes: dict[str, tuple[int, ...]]
-
-    def dtype(self, name: str) -> torch.dtype: ...
-
-    def read(self, name: str) -> Tensor: ...
-
-
-def is_container(config: dict[str, Any], where: Path) -> bool:
+def has_bitmasks(config: dict[str, Any], where: Path) -> bool:
     """Whether config.json says that its tensors are in a bitmask container.
 
     Raises UnsupportedError naming the method of a checkpoint that is quantised, and the format of another
     container; CheckpointError for a description that is not one.
     """
     container = False
-    for key in ("quantization_config", "compression_config"):
+    for key in DESCRIPTIONS:
         held = config.get(key) or {}
         if not isinstance(held, dict):
             raise CheckpointError(f"{where} has {key} = {str(held)[:80]!r}; wanted an object")
@@ -84,7 +75,7 @@ class BitmaskSource:
     Shapes and sizes of all parts are checked at once. Raises CheckpointError naming the tensor.
     """
 
-    def __init__(self, inner: _Tensors, where: Path):
+    def __init__(self, inner: TensorSource, where: Path):
         self._inner, self._where = inner, where
         self._held: dict[str, _Held] = {}
         stems = [name.removesuffix(".bitmask") for name in inner.shapes if name.endswith(".bitmask")]
@@ -172,35 +163,3 @@ class BitmaskSource:
 def _words(tensor: Tensor) -> np.ndarray:
     """The tensor's bits as signed integers of the same size; the memory is shared."""
     return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]).numpy()
-
-
-@dataclass(frozen=True)
-class Sparsity:
-    """Of one matrix (in, out) of a layer. zeros: weights that are 0; two_of_four: at most two of every four
-    consecutive inputs of an output are not 0."""
-
-    weights: int
-    zeros: int
-    two_of_four: bool
-
-
-def sparsity_of(weight: Tensor) -> Sparsity:
-    """Count the zeros, of either sign, of a matrix (in, out) of any floating dtype."""
-    inputs = weight.shape[0]
-    by_output = weight.t().is_contiguous()  # a transposed matrix is read in the order of its memory
-    bits = _words(weight.t() if by_output else weight)
-    axis = 1 if by_output else 0
-    height = max(1, _COUNT_CHUNK // bits.shape[1] // _GROUP) * _GROUP
-    chunks = [bits[first : first + height] for first in range(0, bits.shape[0], height)]
-    zeros = weight.numel() - sum(np.count_nonzero(chunk << 1) for chunk in chunks)  # without the sign
-    half = inputs % _GROUP == 0 and 2 * zeros >= weight.numel()
-    two_of_four = half and all(_largest_group(chunk, axis) <= _GROUP // 2 for chunk in chunks)
-    return Sparsity(weight.numel(), zeros, two_of_four)
-
-
-def _largest_group(bits: np.ndarray, axis: int) -> int:
-    """The most weights other than 0 in any four neighbours along `axis`."""
-    filled = ((bits << 1) != 0).view(np.uint8)
-    if axis == 0:
-        return int(sum(filled[start::_GROUP] for start in range(_GROUP)).max())
-    return int(sum(filled[:, start::_GROUP] for start in range(_GROUP)).max())
