@@ -20,7 +20,7 @@ from tridecode.converters.convert import plan_conversion
 
 PROMPTS = [[5], [7, 9, 11], list(range(20, 60))]
 EIGHT = {"n_head": 8, "n_embd": 64}
-tiny_gptneox, tiny_gptj = FAMILIES["gpt_neox"], FAMILIES["gptj"]
+tiny_gptneox, tiny_gptj, tiny_opt = FAMILIES["gpt_neox"], FAMILIES["gptj"], FAMILIES["opt"]
 NEOX = {"hidden_size": 96, "num_attention_heads": 4, "num_hidden_layers": 3, "hidden_act": "gelu_new"}
 OPT = {"activation_function": "relu", "layer_norm_epsilon": 1e-5}
 #: name -> transformers' model, the writer, its number of ranks and further settings
@@ -41,6 +41,11 @@ CASES = {
             "layernorm_eps": 1e-5, "layernorm_type": "pre_layernorm", "activation_type": "Relu",
             "has_post_decoder_layernorm": 1, "int8": 0,
         },
+    ),
+    "opt-125m 2-gpu": (lambda: tiny_opt(num_attention_heads=4), ft_directories.opt, 2, {}),
+    "opt-350m 2-gpu": (
+        lambda: tiny_opt(num_attention_heads=4, do_layer_norm_before=False, word_embed_proj_dim=12),
+        ft_directories.opt, 2, {},
     ),
     "bloom 1-gpu": (tiny_bloom, ft_directories.bloom, 1, {}),
     "bloom 4-gpu": (lambda: tiny_bloom(n_head=4), ft_directories.bloom, 4, {}),
