@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import PlannedConversion, plan_conversion
 from tridecode.converters.parity import Parity, check_parity
 from tridecode.converters.sources import Checkpoint
+from tridecode.converters.sources.nemo import open_prompts
 from tridecode.converters.tokenizer import (
     has_tokenizer,
     load_tokenizer,
@@ -64,6 +65,7 @@ def build_repo(
     parity: bool = True,
     reference: str | Path | None = None,
     num_heads: int | None = None,
+    prompts: Sequence[str | Path] = (),
     overwrite: bool = False,
     engine_settings: Mapping[str, object] | None = None,
     console: Console | None = None,
@@ -77,7 +79,8 @@ def build_repo(
     uint32_text_inputs: see repository_models. engine_settings: parameters of EngineConfig. parity: compare
     with transformers and write PARITY.json. reference: another checkpoint to compare with: of a weight
     directory, the one that it was made from. num_heads: attention heads of a Megatron checkpoint that does
-    not say. overwrite: an output that is a model repository is replaced.
+    not say. prompts: NeMo's archives of prompt learning. overwrite: an output that is a model repository is
+    replaced.
 
     Raises CheckpointError, ConfigError or UnsupportedError with what was found and wanted, and removes its
     files.
@@ -96,6 +99,11 @@ def build_repo(
     )
     models()  # wrong settings are refused before anything is read
     checkpoint = open_checkpoint(model, num_heads)
+    for archive in prompts:
+        checkpoint.prompts += open_prompts(Path(archive))
+    if checkpoint.prompts:
+        tasks = ", ".join(table.task for table in checkpoint.prompts)
+        checkpoint.notes.append(f"the prompt tables of {tasks} are written, but not served by this version")
     if lora is not None:
         checkpoint = merge(checkpoint, Path(lora))
     for note in checkpoint.notes:

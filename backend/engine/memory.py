@@ -39,7 +39,8 @@ class RankMemory:
     """Bytes of one rank. weights: of the model, with tables of positions and slopes. workspace: activations,
     sampling state and the arrays of a step. scratch: of the kernels; 0 on a CPU. block: one block of the
     cache, in all layers of this rank. host: buffers on the host of a GPU's rank. max_blocks: what the longest
-    sequences together can use."""
+    sequences together can use. adapters: what LoRA adapters take at most, loaded while it serves; not part of
+    `fixed`."""
 
     stage: int
     tensor_rank: int
@@ -49,6 +50,7 @@ class RankMemory:
     block: int
     host: int
     max_blocks: int
+    adapters: int = 0
 
     @property
     def fixed(self) -> int:
@@ -125,6 +127,12 @@ def plan_rank(
     size, stages = config.tensor_para_size, config.pipeline_para_size
     place = _Place(tensor_rank, size, stage, stages)
     mine = stage_layers(model.num_layers, stage, stages)
+    if not mine:
+        each = -(-model.num_layers // stages)
+        raise ConfigError(
+            f"pipeline_para_size {stages} leaves stage {stage} without layers: stages of {each} layers share "
+            f"{model.num_layers}; wanted at most {-(-model.num_layers // each)}"
+        )
     specs = models.family(model.family).weight_specs(model)
     specs = [spec for spec in specs if spec.layer is None or spec.layer in mine]
     dtype = DTYPES[config.data_type]
@@ -142,7 +150,20 @@ def plan_rank(
         device, host = device + host, 0
     kernels = ops.bytes if isinstance(ops, _CudaShapes) else 0
     block = cache[0] // engine.num_blocks
-    return RankMemory(stage, tensor_rank, held, device, kernels, block, host, engine.num_blocks)
+    adapters = _adapter_bytes(weights, config, dtype.itemsize)
+    return RankMemory(stage, tensor_rank, held, device, kernels, block, host, engine.num_blocks, adapters)
+
+
+def _adapter_bytes(weights: Weights, config: EngineConfig, itemsize: int) -> int:
+    """Of max_loras adapters of the highest rank that change every matrix; see adapter_store.Place. A fused
+    matrix counts as three modules, which it is in some families: each has a rank of its own."""
+    if config.lora_path == "none" or config.batch_invariant:
+        return 0
+    one = 0
+    for names, linear in weights.linears.items():
+        modules = sum(max(len(weights.specs[f"{name}.weight"].sections), 1) for name in names)
+        one += modules * config.max_lora_rank * sum(linear.weight.shape)
+    return config.max_loras * one * itemsize
 
 
 def plan_ranks(model: ModelConfig, config: EngineConfig, device_type: str) -> list[RankMemory]:

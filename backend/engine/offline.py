@@ -114,8 +114,14 @@ class OfflineEngine:
         return plan is not None
 
     def _take(self, events: list[tuple[bytes, Event]]) -> None:
+        errors = []
         for _, event in events:
-            self.generations[event.request].take(event)
+            try:
+                self.generations[event.request].take(event)
+            except TridecodeError as error:
+                errors.append(error)
+        if errors:  # once the other generations have their events
+            raise errors[0]
 
     def run(self) -> None:
         """Step until every request has ended."""

@@ -28,7 +28,7 @@ from tridecode.tools.serve import serving
 from tridecode.tools.serve.server_process import running_server
 
 COMMANDS = (
-    *("build-repo", "serve", "generate", "send-request", "check", "demo", "bench"),
+    *("build-repo", "serve", "generate", "send-request", "check", "doctor", "demo", "bench"),
     "evaluate-lambada",
 )
 BENCHES = ("engine", "server", "compare", "load", "loading", "agree")

@@ -11,12 +11,17 @@ import pytest
 import torch
 
 from tests.checkpoints import FAMILIES, save, tiny_gpt2, tiny_llama
+from tests.lora_adapters import make_adapter
+from tests.pruned_checkpoints import Cut, prune, unpruned
 from tridecode.backend.config import EngineConfig
 from tridecode.backend.engine.engine import Engine
 from tridecode.backend.engine.memory import RankMemory, _Place, plan_rank, plan_ranks
+from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.engine.settings import resolve
 from tridecode.backend.errors import ConfigError
+from tridecode.backend.messages import SamplingParams
 from tridecode.backend.models import read_model_config
+from tridecode.converters.adapters import write_targets
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 from tridecode.kernels import library, scratch
@@ -107,6 +112,45 @@ def test_every_rank_is_planned(tmp_path, tensor, stages):
     assert [(rank.stage, rank.tensor_rank) for rank in ranks] == [
         (stage, rank) for stage in range(stages) for rank in range(tensor)
     ]
+
+
+def test_a_head_that_ranks_share_is_planned_on_each(tmp_path):
+    model = tiny_llama(num_attention_heads=4, num_key_value_heads=1, hidden_size=64, intermediate_size=96)
+    plan_conversion(open_checkpoint(save(model, tmp_path / "hf")), "fp32").write(tmp_path / "w")
+    alone = check(tmp_path / "w", CONFIG)
+    for rank in range(2):
+        assert check(tmp_path / "w", replace(CONFIG, tensor_para_size=2), rank).block == alone.block
+
+
+def test_layers_of_different_sizes_are_planned(tmp_path):
+    cuts = {0: Cut((1, 3, 4, 5, 7), tuple(range(0, 60, 2))), 2: Cut(neurons=(5, 6, 7, 8))}
+    source = prune(unpruned("gpt2"), cuts).save(tmp_path / "hf")
+    plan_conversion(open_checkpoint(source), "fp32").write(tmp_path / "w")
+    whole = 3 * 2 * 12 * 4 * 16 * 2  # layers, K and V, heads, size of a head, tokens, bytes
+    assert check(tmp_path / "w", CONFIG).block < whole
+    check(tmp_path / "w", replace(CONFIG, pipeline_para_size=3), stage=1)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_adapters_take_at_most_what_is_planned(tmp_path, family):
+    """As much, where the matrices of a fused one have an adapter each."""
+    model = FAMILIES[family]()
+    conversion = plan_conversion(open_checkpoint(save(model, tmp_path / "hf")), "fp32")
+    conversion.write(tmp_path / "w")
+    write_targets(tmp_path / "w", conversion)
+    make_adapter(model, tmp_path / "adapters" / "all", 1, r=4)
+    config = replace(CONFIG, lora_path=str(tmp_path / "adapters"), max_loras=3, max_lora_rank=4)
+    config = replace(config, data_type="fp32", cache_bytes=1 << 20, max_step_tokens=None)
+    offline = OfflineEngine.load(tmp_path / "w", config)
+    model_config = read_model_config(tmp_path / "w")
+    planned = plan_rank(model_config, resolve(config, model_config, CPU), 0, 0, "cpu").adapters
+    offline.submit([1, 2, 3], SamplingParams(max_tokens=1), "all")
+    offline.run()
+    assert offline.engine.adapters is not None
+    (table,) = offline.engine.adapters._tables.values()
+    taken = sum(tensor.nbytes for pair in table.values() for tensor in pair)
+    assert 3 * taken <= planned
+    assert (3 * taken == planned) == (family == "llama")
 
 
 def test_float32_on_a_cpu_counts_packed_weights(tmp_path):
