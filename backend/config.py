@@ -97,6 +97,7 @@ class ModelConfig:
     #: attention(x)), then x = norm(x + mlp(x)); "sandwich": x += norm(attention(norm(x))), the MLP likewise
     residual: str = "sequential"
     attention_scale: float | None = None  # of the scores; None: 1 / sqrt(head_size)
+    scale_by_layer: bool = False  # layer l (from 0) divides its scale by l + 1
     #: tokens that a query of each layer sees, itself included; 0: all; empty: all in every layer
     windows: tuple[int, ...] = ()
     layer_sizes: tuple[LayerSizes, ...] = ()  # of each layer of a pruned model; (): all as above

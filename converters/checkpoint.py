@@ -14,6 +14,7 @@ from tridecode.converters.sources.fastertransformer import find_weight_directory
 from tridecode.converters.sources.gguf import open_gguf
 from tridecode.converters.sources.huggingface import download, open_directory
 from tridecode.converters.sources.megatron import find_megatron_directory, open_megatron
+from tridecode.converters.sources.nemo import CONFIG_FILE, open_nemo
 
 
 def open_checkpoint(model: str | Path, num_heads: int | None = None) -> Checkpoint:
@@ -23,11 +24,12 @@ def open_checkpoint(model: str | Path, num_heads: int | None = None) -> Checkpoi
     that does not say. Raises CheckpointError or UnsupportedError.
     """
     path = Path(model)
+    if path.is_file() and path.suffix == ".nemo":
+        return open_nemo(path)
     if path.is_file():
         if path.suffix != ".gguf":
-            raise CheckpointError(
-                f"{path} is a file, but not a .gguf; wanted a checkpoint's directory or a .gguf file"
-            )
+            wanted = "a checkpoint's directory, a .gguf or a .nemo file"
+            raise CheckpointError(f"{path} is a file, but not a .gguf or .nemo; wanted {wanted}")
         return open_gguf(path)
     if not path.is_dir():
         path = download(str(model))
@@ -36,6 +38,8 @@ def open_checkpoint(model: str | Path, num_heads: int | None = None) -> Checkpoi
     weights = find_weight_directory(path)
     if weights is not None:
         return open_weight_directory(weights)
+    if (path / CONFIG_FILE).is_file():
+        return open_nemo(path)
     ranks = find_megatron_directory(path)
     if ranks is not None:
         return open_megatron(ranks, num_heads)

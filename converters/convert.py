@@ -21,6 +21,7 @@ from tridecode.backend.weights import TORCH_DTYPES
 from tridecode.converters.checkpoint import Checkpoint
 from tridecode.converters.families import CheckpointFamily, family_of
 from tridecode.converters.mapped_files import released_pages
+from tridecode.converters.prompts import check_prompts, prompt_keys, write_prompts
 from tridecode.converters.pruned_config import read_declared
 from tridecode.converters.pruned_reference import model_of, unpruned_tensors
 from tridecode.converters.pruning import describe, rules_of_layers, with_layer_sizes
@@ -62,10 +63,21 @@ class PlannedConversion:
             for item in self.conversions
         ]
         files = checkpoint_files(self.checkpoint.path)
+        prompts = self.checkpoint.prompts
+        check_prompts(prompts, self.config)
         if self.checkpoint.adapter is not None:
             files += checkpoint_files(self.checkpoint.adapter)
         with released_pages(files):
-            return write_weights(directory, self.config, tensors, tensor_para_size, source_digest(files))
+            manifest = write_weights(
+                directory,
+                self.config,
+                tensors,
+                tensor_para_size,
+                source_digest(files),
+                prompt_keys(prompts, self.config),
+            )
+        write_prompts(directory, prompts, self.config)
+        return manifest
 
     def _memory(self, item: Conversion) -> int:
         """Bytes that a tensor takes while it is written, in the wider of the two dtypes."""

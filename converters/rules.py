@@ -52,6 +52,27 @@ def join_heads(num_heads: int, tensor: Tensor) -> Tensor:
     return apart.transpose(0, 1).reshape(tensor.shape)
 
 
+def split_groups(num_heads: int, head_size: int, tensor: Tensor) -> Tensor:
+    """Rows by kv head, the queries of its group, its key and its value -> all queries, all keys, all values.
+
+    tensor: ((H + 2K) * D, ...); K follows from the number of rows.
+    """
+    kv_heads = (tensor.shape[0] // head_size - num_heads) // 2
+    groups = tensor.reshape(kv_heads, num_heads // kv_heads + 2, head_size, *tensor.shape[1:])
+    parts = groups[:, :-2], groups[:, -2:-1], groups[:, -1:]
+    return torch.cat([part.flatten(0, 2) for part in parts])
+
+
+def split_groups_transposed(num_heads: int, weight: Tensor) -> Tensor:
+    """((H + 2K) * D, C), C = H * D, by kv head -> (C, (H + 2K) * D)."""
+    return transpose(split_groups(num_heads, weight.shape[1] // num_heads, weight))
+
+
+def split_group_bias(num_heads: int, bias: Tensor, weight: Tensor) -> Tensor:
+    """The bias of split_groups_transposed's weight, which tells the head size."""
+    return split_groups(num_heads, weight.shape[1] // num_heads, bias)
+
+
 @dataclass(frozen=True)
 class Rule:
     """Tensor `target` of a weight directory is transform(tensors of `source`). {i} stands for every layer."""

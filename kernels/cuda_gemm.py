@@ -9,8 +9,6 @@ from tridecode.kernels.checks import DtypeError, LayoutError, ShapeError, indice
 from tridecode.kernels.cuda_base import (
     ACTIVATIONS,
     DTYPES,
-    NUM_COUNTERS,
-    SUM_BYTES,
     CudaBase,
     check_cache,
     pointer,
@@ -19,6 +17,7 @@ from tridecode.kernels.gemm_table import Gemm, Plan
 from tridecode.kernels.library import current_stream
 from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm
 from tridecode.kernels.reference import GATED, activate, change_qkv, gate
+from tridecode.kernels.scratch import NUM_COUNTERS, SUM_BYTES
 
 
 class CudaGemm(CudaBase):

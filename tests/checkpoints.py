@@ -137,6 +137,9 @@ def _draw_gpt2(random: Random) -> dict[str, Any]:
         "n_layer": random.randint(1, 4),
         "n_inner": random.choice([None, 52, 77]),
         "activation_function": random.choice(["gelu", "gelu_new", "relu"]),
+        "scale_attn_weights": random.random() < 0.7,
+        "scale_attn_by_inverse_layer_idx": random.random() < 0.4,
+        "reorder_and_upcast_attn": random.random() < 0.3,
         "tie_word_embeddings": random.random() < 0.5,
     }
 
@@ -223,6 +226,7 @@ FAMILIES = {
         variants={
             "5x16-relu": {"n_embd": 80, "n_head": 5, "n_inner": 60, "activation_function": "relu"},
             "erf-untied": {"activation_function": "gelu", "tie_word_embeddings": False},
+            "scaled-by-layer": {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True},
         },
         shared={"n_head": 12, "n_embd": 48, "n_layer": 3, "n_inner": 60},
         draw=_draw_gpt2,
@@ -240,7 +244,10 @@ FAMILIES = {
         },
         heads="joined",
         turned=False,
-        ini={"activation": GELUS},
+        ini={
+            "activation": GELUS, "attention_scale": st.none() | st.floats(0.01, 2.0),
+            "scale_by_layer": st.booleans(),
+        },
     ),
     "bloom": FamilyCase(
         BloomConfig,

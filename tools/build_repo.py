@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import PlannedConversion, plan_conversion
 from tridecode.converters.parity import Parity, check_parity
 from tridecode.converters.sources import Checkpoint
+from tridecode.converters.sources.nemo import open_prompts
 from tridecode.converters.tokenizer import (
     has_tokenizer,
     load_tokenizer,
@@ -64,6 +65,7 @@ def build_repo(
     parity: bool = True,
     reference: str | Path | None = None,
     num_heads: int | None = None,
+    prompts: Sequence[str | Path] = (),
     overwrite: bool = False,
     engine_settings: Mapping[str, object] | None = None,
     console: Console | None = None,
@@ -72,12 +74,13 @@ def build_repo(
 
     model: a Hugging Face directory, a .gguf file or a hub id. dtype: of the weight files and of the engine;
     None: the checkpoint's on a machine with a GPU, fp32 on one without. tokenizer: a directory to take it
-    from, not the model's own. lora: folder of a LoRA adapter that is merged into the weights. ensemble_owner,
-    decoupled_fastertransformer, plain_text, unbatched_text, exclude_input, uint32_text_inputs: see
-    repository_models. engine_settings: parameters of EngineConfig. parity: compare with transformers and
-    write PARITY.json. reference: another checkpoint to compare with: of a weight directory, the one that it
-    was made from. num_heads: attention heads of a Megatron checkpoint that does not say. overwrite: an
-    output that is a model repository is replaced.
+    from, not the model's own. lora: folder of a LoRA adapter that is merged into the weights.
+    ensemble_owner, decoupled_fastertransformer, plain_text, unbatched_text, exclude_input,
+    uint32_text_inputs: see repository_models. engine_settings: parameters of EngineConfig. parity: compare
+    with transformers and write PARITY.json. reference: another checkpoint to compare with: of a weight
+    directory, the one that it was made from. num_heads: attention heads of a Megatron checkpoint that does
+    not say. prompts: NeMo's archives of prompt learning. overwrite: an output that is a model repository is
+    replaced.
 
     Raises CheckpointError, ConfigError or UnsupportedError with what was found and wanted, and removes its
     files.
@@ -96,11 +99,16 @@ def build_repo(
     )
     models()  # wrong settings are refused before anything is read
     checkpoint = open_checkpoint(model, num_heads)
+    for archive in prompts:
+        checkpoint.prompts += open_prompts(Path(archive))
+    if checkpoint.prompts:
+        tasks = ", ".join(table.task for table in checkpoint.prompts)
+        checkpoint.notes.append(f"the prompt tables of {tasks} are written, but not served by this version")
+    if lora is not None:
+        checkpoint = merge(checkpoint, Path(lora))
     for note in checkpoint.notes:
         console.print("[yellow]warning[/]: ", end="")
         console.print(note, markup=False)
-    if lora is not None:
-        checkpoint = merge(checkpoint, Path(lora))
     planned = plan_conversion(checkpoint, dtype or _default_dtype(console), model_name)
     compared = checkpoint if reference is None else open_checkpoint(reference)
     config = planned.config
@@ -143,7 +151,7 @@ def build_repo(
             why = f"transformers has no class for {compared.config.model_type or config.family}"
             console.print(f"[yellow]warning[/]: the result is not compared: {why}")
         elif parity:
-            _prove(planned, compared, weights, staging, console)
+            _prove(planned, compared, weights, staging, hf_tokenizer, console)
         _check_result(staging)
     console.print(f"wrote {output}")
     console.print(f"next: {serve_command(output)}", markup=False)
@@ -272,17 +280,18 @@ def _check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, console: Consol
 
 
 def _prove(
-    planned: PlannedConversion, checkpoint: Checkpoint, weights: Path, staging: Path, console: Console
+    planned: PlannedConversion,
+    checkpoint: Checkpoint,
+    weights: Path,
+    staging: Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    console: Console,
 ) -> Parity:
+    """tokenizer: the source's; None: the repository has none."""
+    file = staging / TOKENIZER_DIR / "tokenizer.json" if tokenizer is not None else None
     with console.status("comparing the converted model with transformers"):
-        tokenizer_file = staging / TOKENIZER_DIR / "tokenizer.json"
-        parity = check_parity(
-            checkpoint, weights, planned.config, tokenizer_file if tokenizer_file.exists() else None
-        )
-    summary = (
-        f"largest logit error {parity.largest_logit_error:.2g} (bound {parity.logit_error_bound:.2g}), "
-        f"greedy tokens equal on {parity.greedy_agreement:.0%} of {len(parity.prompts)} prompts"
-    )
+        parity = check_parity(checkpoint, weights, planned.config, file, tokenizer)
+    summary = parity.summary()
     if not parity.passed:
         raise CheckpointError(
             f"the converted model is not transformers' model of {checkpoint.path}: {summary}"

@@ -61,6 +61,9 @@ def build_repo(
     num_heads: Annotated[
         Optional[int], typer.Option(min=1, help="Attention heads of a Megatron checkpoint that does not say.")
     ] = None,
+    prompts: Annotated[
+        Optional[list[Path]], typer.Option(help="NeMo archive of prompt learning; may be repeated.")
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the repository that exists at --output.")
     ] = False,
@@ -93,6 +96,7 @@ def build_repo(
         parity=parity,
         reference=reference,
         num_heads=num_heads,
+        prompts=prompts or [],
         overwrite=overwrite,
         engine_settings=_settings(setting or []),
     )

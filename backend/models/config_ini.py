@@ -228,6 +228,25 @@ def window_keys(config: ModelConfig) -> dict[str, object]:
     return {"attention_windows": joined(config.windows)} if config.windows else {}
 
 
+def read_attention_scale(section: IniSection) -> float | None:
+    """attention_scale: ModelConfig.attention_scale."""
+    return section.number("attention_scale") if "attention_scale" in section.items else None
+
+
+def attention_scale_keys(config: ModelConfig) -> dict[str, object]:
+    """The key that read_attention_scale reads."""
+    return {} if config.attention_scale is None else {"attention_scale": config.attention_scale}
+
+
+def read_kv_heads(section: IniSection, num_heads: int) -> int:
+    """kv_head_num: ModelConfig.num_kv_heads; num_heads if it is absent. ConfigError if it is no divisor."""
+    kv_heads = section.integer("kv_head_num", num_heads, minimum=1)
+    if num_heads % kv_heads:
+        found = f"[{section.name}] head_num = {num_heads}, kv_head_num = {kv_heads}"
+        raise ConfigError(f"{section.path}: {found}; wanted a head_num that is a multiple of it")
+    return kv_heads
+
+
 def joined(values: Iterable[float]) -> str:
     """The text of a list of numbers, as IniSection.numbers reads it."""
     return " ".join(map(repr, values))

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 
 from tridecode.backend.config import ModelConfig
 from tridecode.backend.errors import CheckpointError
+from tridecode.converters.prompts import PromptTable
 from tridecode.converters.rules import Conversion
 
 
@@ -49,6 +50,8 @@ class Checkpoint:
     reference: Callable[[torch.dtype], Module] | None = field(default=None, repr=False)
     tokenizer_dir: Path | None = None
     notes: list[str] = field(default_factory=list)
+    prompts: list[PromptTable] = field(default_factory=list)  # of prompt learning
+    keep: object = field(default=None, repr=False)  # what must live as long as the tensors
     plan: Callable[[str | None, str | None], tuple[ModelConfig, list[Conversion]]] | None = field(
         default=None, repr=False
     )

@@ -39,7 +39,9 @@ from tridecode.converters.sources import TensorSource
 _ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu"}
 
 
-def _gpt2(config: ModelConfig) -> PreTrainedConfig:
+def _gpt2(config: ModelConfig) -> PreTrainedConfig | None:
+    if config.attention_scale not in (None, 1.0):
+        return None
     return GPT2Config(
         n_embd=config.hidden_size,
         n_layer=config.num_layers,
@@ -48,6 +50,8 @@ def _gpt2(config: ModelConfig) -> PreTrainedConfig:
         n_positions=config.max_positions,
         activation_function=_ACTIVATIONS[config.activation],
         layer_norm_epsilon=config.norm_eps,
+        scale_attn_weights=config.attention_scale is None,
+        scale_attn_by_inverse_layer_idx=config.scale_by_layer,
     )
 
 

@@ -118,7 +118,7 @@ def open_megatron(path: Path, num_heads: int | None = None) -> Checkpoint:
                 f"{path} has {key} = {str(values[key])[:80]}; of Megatron's networks this version runs "
                 f"{key} = {wanted[0]}"
             )
-    settings = _settings(values, stages, float(version), path, num_heads)
+    settings = gpt_settings(values, stages, float(version), path, num_heads)
     notes = [] if values else [f"{path} holds no arguments: layernorm_eps is taken as 1e-05, GELU as tanh"]
     padded = values.get("padded_vocab_size")
     rows = sum(
@@ -129,7 +129,7 @@ def open_megatron(path: Path, num_heads: int | None = None) -> Checkpoint:
     )
     if isinstance(padded, int) and padded != rows:
         raise CheckpointError(f"{path} has {rows} rows of word embeddings; its padded_vocab_size is {padded}")
-    return gpt_checkpoint(path, stages, settings, _end_id(path), None, notes)
+    return gpt_checkpoint(path, stages, settings, end_id(path), None, notes)
 
 
 def _load(folder: Path) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def _chunks(tree: Mapping[str, Any]) -> list[str]:
     return [f"model{number}" for number in sorted(numbered)]
 
 
-def _settings(
+def gpt_settings(
     values: Mapping[str, Any],
     stages: Sequence[Sequence[Piece]],
     version: float,
@@ -202,7 +202,7 @@ def _integer(values: Mapping[str, Any], key: str, default: int, path: Path) -> i
     return value
 
 
-def _end_id(path: Path) -> int | None:
+def end_id(path: Path) -> int | None:
     """The id of <|endoftext|> in a vocab.json beside the ranks, else GPT-2's, as FasterTransformer does."""
     if not (path / "vocab.json").is_file():
         return _GPT2_END

@@ -6,10 +6,14 @@ Sources: Megatron-LM's checkpointing.py and its layers; FasterTransformer's mega
 
 from __future__ import annotations
 
+import io
+import tarfile
 from argparse import Namespace
+from collections import OrderedDict
 from pathlib import Path
 
 import torch
+import yaml
 from torch import Tensor
 from transformers import GPT2LMHeadModel
 
@@ -146,3 +150,96 @@ def core_names(whole: dict) -> dict[str, object]:
         flat[f"decoder.{name}"] = value
         flat["decoder.layers.0.self_attention.linear_qkv._extra_state"] = None
     return flat
+
+
+def nemo_settings(model: GPT2LMHeadModel, ranks: int, stages: int, **extra) -> dict[str, object]:
+    """model_config.yaml, as OmegaConf writes it: interpolations stay."""
+    config = model.config
+    return {
+        "target": "nemo.collections.nlp.models.language_modeling.megatron_gpt_model.MegatronGPTModel",
+        "nemo_version": "1.20.0", "num_layers": config.n_layer, "hidden_size": config.n_embd,
+        "num_attention_heads": config.n_head, "ffn_hidden_size": "${multiply:3,${.hidden_size}}",
+        "encoder_seq_length": config.n_positions, "max_position_embeddings": "${.encoder_seq_length}",
+        "layernorm_epsilon": config.layer_norm_epsilon, "normalization": "layernorm", "bias": True,
+        "position_embedding_type": "learned_absolute", "transformer_block_type": "pre_ln",
+        "activation": "gelu",
+        "bias_activation_fusion": True, "share_embeddings_and_output_weights": True, "kv_channels": None,
+        "tensor_model_parallel_size": ranks, "pipeline_model_parallel_size": stages, "precision": 32,
+        "optim": {"name": "adam", "sched": {"warmup_steps": 10}}, **extra,
+    }  # fmt: skip
+
+
+def nemo_members(
+    model: GPT2LMHeadModel,
+    ranks: int = 1,
+    stages: int = 1,
+    folder: str = "mp_rank_{rank:02d}",
+    tokenizer: dict[str, bytes] | None = None,
+    **extra,
+) -> dict[str, bytes]:
+    """The files of an archive; tokenizer: those that its settings name."""
+    state, members = model.state_dict(), {}
+    for stage in range(stages):
+        for rank in range(ranks):
+            layers = rank_state(model, rank, ranks, stage, stages, 3.0, NEWER)
+            flat = {f"model.language_model.encoder.{name}": tensor for name, tensor in layers.items()}
+            embedding = "model.language_model.embedding"
+            if stage == 0:
+                words = state["transformer.wte.weight"].chunk(ranks)[rank].clone()
+                flat[f"{embedding}.word_embeddings.weight"] = words
+                flat[f"{embedding}.position_embeddings.weight"] = state["transformer.wpe.weight"]
+            if stage == stages - 1:
+                for kind in ("weight", "bias"):
+                    final = f"model.language_model.encoder.final_layernorm.{kind}"
+                    flat[final] = state[f"transformer.ln_f.{kind}"]
+            if stages > 1 and stage == stages - 1:
+                flat["model.word_embeddings.weight"] = state["transformer.wte.weight"].chunk(ranks)[rank]
+            place = folder.format(rank=rank, stage=stage) + "/" if ranks * stages > 1 else ""
+            members[f"./{place}model_weights.ckpt"] = torch_bytes(OrderedDict(flat))
+    settings = nemo_settings(model, ranks, stages, **extra)
+    if tokenizer:
+        names = {"vocab.json": "vocab_file", "merges.txt": "merge_file", "tokenizer.model": "model"}
+        named = {names[name]: f"nemo:8a_{name}" for name in tokenizer}
+        settings["tokenizer"] = {"library": "megatron", "type": "GPT2BPETokenizer", **named}
+        members.update({f"./8a_{name}": data for name, data in tokenizer.items()})
+    return {"./model_config.yaml": yaml.safe_dump(settings).encode(), **members}
+
+
+def torch_bytes(tree: object) -> bytes:
+    data = io.BytesIO()
+    torch.save(tree, data)
+    return data.getvalue()
+
+
+def write_tar(path: Path, members: dict[str, bytes], compressed: bool = False) -> Path:
+    """A .nemo archive."""
+    with tarfile.open(path, "w:gz" if compressed else "w") as archive:
+        root = tarfile.TarInfo("./")
+        root.type = tarfile.DIRTYPE
+        archive.addfile(root)
+        for name, data in members.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(data)
+            archive.addfile(entry, io.BytesIO(data))
+    return path
+
+
+def prompt_members(hidden: int, tasks: dict[str, int], embeddings: dict[str, Tensor]) -> dict[str, bytes]:
+    """An archive of prompt learning: tasks' numbers of virtual tokens, in order."""
+    weights = {f"prompt_table.{task}.prompt_embeddings.weight": tensor for task, tensor in embeddings.items()}
+    settings = {
+        "target": "nemo.collections.nlp.models.language_modeling.megatron_gpt_prompt_learning_model.X",
+        "virtual_prompt_style": "p-tuning",
+        "task_templates": [
+            {
+                "taskname": task,
+                "total_virtual_tokens": length,
+                "prompt_template": "<|VIRTUAL_PROMPT_0|> {text}",
+            }
+            for task, length in tasks.items()
+        ],
+    }
+    return {
+        "./model_config.yaml": yaml.safe_dump(settings).encode(),
+        "./model_weights.ckpt": torch_bytes({"prompt_table": weights}),
+    }

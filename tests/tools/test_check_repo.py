@@ -261,6 +261,17 @@ def test_a_repository_without_proof_is_warned_of(repository):
     assert (finding.severity, finding.where) == ("warning", "PARITY.json")
 
 
+def test_the_proof_of_a_repository_without_a_tokenizer_is_checked(repository):
+    for name in {path.parent.name for path in repository.glob("*/config.pbtxt")}:
+        if not name.startswith("fastertransformer"):
+            shutil.rmtree(repository / name)
+    for config in repository.glob("*/config.pbtxt"):
+        assert "tokenizer_dir" not in config.read_text()
+    assert check_repo(repository) == []
+    edit(repository / WEIGHTS / "config.ini", "start_id", "start_id ")
+    assert the_finding(repository).found == "other bytes than were compared with transformers"
+
+
 @pytest.mark.parametrize("change", [{"passed": False}, {"format": "another"}])
 def test_a_proof_that_did_not_pass_is_an_error(repository, change):
     path = repository / "PARITY.json"
