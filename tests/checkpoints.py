@@ -1,6 +1,8 @@
 """Tiny seeded checkpoints of each family, as transformers saves them, with a tokenizer trained on the spot.
 
-FAMILIES is the one table of the families in the tests: docs/adding_a_family.md explains an entry.
+FAMILIES is the one table of the families in the tests: docs/adding_a_family.md explains an entry. It holds
+CORE and the CASES of every module of tests/families. Tests that take seconds for each family, and do not
+depend on its network, run over CORE.
 
 Weights are drawn wide enough that greedy continuations do not repeat themselves, norm weights around 1, and
 biases away from 0, so that a wrong layout shows. With the default seeds the two best logits differ by 0.03 or
@@ -9,6 +11,8 @@ more at each of 16 steps after the prompts [5], [7, 9, 11] and 20 to 59.
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +20,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -30,6 +35,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+import tests.families
 from tridecode.backend.config import RopeConfig
 
 TINY_VOCAB = 331  # no multiple of 8
@@ -74,8 +80,11 @@ class FamilyCase:
     variants: changed settings by name. shared: settings of 12 heads and 3 layers, for ranks.
     draw: settings of a random model of odd shape. names: stems of our files to transformers' modules,
     or to q, k and v; {i} is a layer. heads: how transformers stores query_key_value:
-    "joined" as we do, "by head", or "apart". ini: the fields of ModelConfig that config.ini keeps
-    beside the common ones.
+    "joined" as we do, "by head", "apart", or a function (transformers' config, q (in, H * D), k, v
+    (in, K * D)) to the arrays of `names`, each (in, out). ini: the fields of ModelConfig that config.ini
+    keeps beside the common ones. kv_heads, mlp_size: of transformers' config; None: num_key_value_heads
+    or as many as heads; intermediate_size, n_inner or four times the hidden size. turned: transformers'
+    matrices are (out, in), those of Linear, and not (in, out), of Conv1D.
     """
 
     config: type[PreTrainedConfig]
@@ -86,8 +95,21 @@ class FamilyCase:
     shared: dict[str, Any]
     draw: Callable[[Random], dict[str, Any]]
     names: dict[str, str | tuple[str, ...]]
-    heads: str
+    heads: str | Callable[..., tuple[np.ndarray, ...]]
     ini: dict[str, st.SearchStrategy]
+    kv_heads: Callable[[PreTrainedConfig], int] | None = None
+    mlp_size: Callable[[PreTrainedConfig], int] | None = None
+    turned: bool = True
+
+    def num_kv_heads(self, hf: PreTrainedConfig) -> int:
+        if self.kv_heads is not None:
+            return self.kv_heads(hf)
+        return getattr(hf, "num_key_value_heads", hf.num_attention_heads)
+
+    def inner_size(self, hf: PreTrainedConfig) -> int:
+        if self.mlp_size is not None:
+            return self.mlp_size(hf)
+        return getattr(hf, "intermediate_size", None) or getattr(hf, "n_inner", None) or 4 * hf.hidden_size
 
     def hf_config(self, **overrides) -> PreTrainedConfig:
         return self.config(**{"vocab_size": TINY_VOCAB, **self.settings, **overrides})
@@ -213,6 +235,7 @@ FAMILIES = {
             "model.lm_head": "lm_head",
         },
         heads="joined",
+        turned=False,
         ini={"activation": GELUS},
     ),
     "bloom": FamilyCase(
@@ -334,6 +357,9 @@ FAMILIES = {
         },
     ),
 }  # fmt: skip
+CORE = tuple(FAMILIES)
+for _module in pkgutil.iter_modules(tests.families.__path__):
+    FAMILIES.update(importlib.import_module(f"tests.families.{_module.name}").CASES)
 tiny_gpt2, tiny_bloom, tiny_llama = FAMILIES["gpt2"], FAMILIES["bloom"], FAMILIES["llama"]
 
 

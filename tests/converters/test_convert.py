@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import (
     FAMILIES,
@@ -62,13 +62,12 @@ def put_back(directory: Path, model, ranks: int) -> dict[str, np.ndarray]:
     hf, case = model.config, FAMILIES[model.config.model_type]
     hidden, heads = hf.hidden_size, hf.num_attention_heads
     size = getattr(hf, "head_dim", None) or hidden // heads
-    queries, keys = heads * size, getattr(hf, "num_key_value_heads", heads) * size
-    inner = getattr(hf, "intermediate_size", None) or getattr(hf, "n_inner", None) or 4 * hidden
-    turned = case.config is not GPT2Config  # Conv1D is (in, out) as our files, Linear (out, in)
+    queries, keys = heads * size, case.num_kv_heads(hf) * size
+    inner = case.inner_size(hf)
     out: dict[str, np.ndarray] = {}
 
     def put(name: str, kind: str, value: np.ndarray) -> None:
-        matrix = value.ndim == 2 and turned and name.count(".layers.") + name.count(".h.") > 0
+        matrix = value.ndim == 2 and case.turned and name.count(".layers.") + name.count(".h.") > 0
         out[f"{name}.{kind}"] = value.T if matrix else value
 
     def put_qkv(stem: str, names: str | tuple[str, ...], kind: str) -> None:
@@ -78,6 +77,8 @@ def put_back(directory: Path, model, ranks: int) -> dict[str, np.ndarray]:
             parts = (np.concatenate(by_head, axis=2).reshape(parts[0].shape[0], -1),)
         elif case.heads == "joined":
             parts = (np.concatenate(parts, axis=1),)
+        elif callable(case.heads):
+            parts = case.heads(hf, *parts)
         for name, part in zip((names,) if isinstance(names, str) else names, parts):
             put(name, kind, part if kind == "weight" else part[0])
 
@@ -126,9 +127,9 @@ def test_the_files_put_back_are_transformers_tensors(tmp_path, variant):
 
 
 def _divides(hf, ranks: int) -> bool:
-    kv_heads = getattr(hf, "num_key_value_heads", hf.num_attention_heads)
-    inner = getattr(hf, "intermediate_size", None) or getattr(hf, "n_inner", None) or 4 * hf.hidden_size
-    return all(part % ranks == 0 for part in (hf.num_attention_heads, kv_heads, inner))
+    case = FAMILIES[hf.model_type]
+    parts = (hf.num_attention_heads, case.num_kv_heads(hf), case.inner_size(hf))
+    return all(part % ranks == 0 for part in parts)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from tests.checkpoints import FAMILIES, save, tiny_gpt2, tiny_llama, tiny_tokenizer
+from tests.checkpoints import CORE, FAMILIES, save, tiny_gpt2, tiny_llama, tiny_tokenizer
 from tridecode.backend.config import ModelConfig
 from tridecode.converters import parity as parity_module
 from tridecode.converters.checkpoint import open_checkpoint
@@ -35,7 +35,7 @@ def prove(source: Path, directory: Path, dtype: str = "fp32", spoil=None) -> Par
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CORE)
 def test_a_right_conversion_passes(tmp_path, family, dtype):
     parity = prove(save(FAMILIES[family](), tmp_path / "hf"), tmp_path / "w", dtype)
     assert parity.passed
@@ -102,7 +102,7 @@ def no_rounding_allowed(monkeypatch):
     monkeypatch.setattr(parity_module, "_BOUNDS", dict.fromkeys(("fp32", "fp16", "bf16"), 1e-9))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CORE)
 def test_a_model_that_amplifies_rounding_is_held_to_what_it_does_to_transformers(
     tmp_path, family, no_rounding_allowed
 ):

@@ -11,13 +11,17 @@ import torch.multiprocessing as mp
 
 from tests.backend.engine.offline_models import context_embedding, hf_greedy, prompts_of
 from tests.backend.engine.rank_process import run_rank
-from tests.checkpoints import FAMILIES, save
+from tests.checkpoints import CORE, FAMILIES, save
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 
 
-@pytest.mark.parametrize("tensor, stages", [(2, 1), (1, 2), (2, 2)], ids=["tp 2", "pp 2", "tp 2 x pp 2"])
-@pytest.mark.parametrize("family", FAMILIES)
+#: the families of CORE alone at tp 2 and at pp 2, all at both
+CASES = [(family, 2, 2) for family in FAMILIES]
+CASES += [(family, *ranks) for family in CORE for ranks in ((2, 1), (1, 2))]
+
+
+@pytest.mark.parametrize("family, tensor, stages", CASES)
 def test_ranks_together_give_the_tokens_of_transformers(
     family: str, tensor: int, stages: int, tmp_path: Path
 ) -> None:

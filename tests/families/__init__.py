@@ -1,0 +1,1 @@
+"""A module here has CASES, its entries of tests.checkpoints.FAMILIES, by transformers' model type."""
