@@ -35,6 +35,8 @@ class StepPlan:
     only the device knows yet; only a decoding row of one token has it.
     samples[b]: how many of row b's last tokens are sampled from: 0 for an inner chunk of a prompt, else 1, or
     more where draft tokens are verified. Their sum is at most the engine's max_sequences.
+    positions: of the tokens; all of them max_sequence_tokens more in a sequence that longrope rotates with
+    its long factors throughout (backend.models.rope.rope_table).
     slot_copies, block_copies: (source, destination) pairs, executed before the step and before `starts`; all
     sources are read before any destination is written.
     """
