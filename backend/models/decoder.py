@@ -50,7 +50,8 @@ class Decoder:
         windows of `config.windows`."""
         config, rope = self.config, None
         if config.rope is not None:
-            rope = rope_table(config.rope, num_positions, self.embedding.device)
+            device, long_prompt = self.embedding.device, config.long_prompt_tokens
+            rope = rope_table(config.rope, num_positions, device, long_prompt)
         return self.layer_heads(
             ranks, lambda layer: {"rope": rope, "window": seen_window(config, layer, num_positions)}
         )
