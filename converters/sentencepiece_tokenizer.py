@@ -61,6 +61,9 @@ def load_sentencepiece(directory: Path, probes: Sequence[str]) -> PreTrainedToke
         parts = [part for part in (bos, "$A", eos) if part]
         ids = [(token, tokenizer.token_to_id(token)) for token in (bos, eos) if token]
         tokenizer.post_processor = processors.TemplateProcessing(single=parts, special_tokens=ids)
+    template = settings.get("chat_template")
+    if isinstance(template, str):
+        special["chat_template"] = template
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 

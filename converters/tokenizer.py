@@ -14,6 +14,7 @@ from transformers import (
     AutoTokenizer,
     GPT2Tokenizer,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 
 from tridecode.backend.errors import CheckpointError, UnsupportedError
@@ -125,7 +126,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, source: Path | None, dire
     CheckpointError where the written tokenizer and transformers' split a probe differently.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    if source is None:
+    if source is None or _is_rebuilt(tokenizer, source):
         tokenizer.save_pretrained(directory)
     else:
         for name in _COMPANIONS:
@@ -141,6 +142,13 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, source: Path | None, dire
         if found != wanted:
             raise CheckpointError(f"tokenizer.json splits {probe!r} into {found}; transformers into {wanted}")
     return written
+
+
+def _is_rebuilt(tokenizer: PreTrainedTokenizerBase, source: Path) -> bool:
+    """Whether the source's tokenizer_config.json is missing, or names a class that was not used."""
+    if (source / "tokenizer.json").is_file():
+        return False
+    return type(tokenizer) is PreTrainedTokenizerFast or not (source / "tokenizer_config.json").is_file()
 
 
 def _make_readable_everywhere(path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import sentencepiece
 from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 
 from tests.checkpoints import TEXTS, save, tiny_gpt2
 from tridecode.backend.errors import CheckpointError, UnsupportedError
@@ -53,7 +54,8 @@ def test_a_checkpoint_with_it_alone_gets_the_files_of_a_door(tmp_path):
     original = trained(source, model_type="bpe")
     (source / "tokenizer_config.json").write_text(
         json.dumps({
-            "tokenizer_class": "LlamaTokenizer", "add_bos_token": True,
+            "tokenizer_class": "LlamaTokenizer", "chat_template": "{{ messages[0].content }}",
+            "add_bos_token": True,
             "auto_map": {"AutoTokenizer": ["x.X", None]},
             "added_tokens_decoder": {str(original.vocab_size()): {"content": "<|im|>", "special": True}},
         })
@@ -62,6 +64,9 @@ def test_a_checkpoint_with_it_alone_gets_the_files_of_a_door(tmp_path):
     door = Tokenizer.from_file(str(tmp_path / "door/tokenizer.json"))
     assert door.encode("The city").ids == [original.bos_id(), *original.encode("The city")]
     assert door.encode("<|im|>").ids[1:] == [original.vocab_size()]
+    again = AutoTokenizer.from_pretrained(tmp_path / "door")  # as public clients load it
+    assert again("The city").input_ids == door.encode("The city").ids
+    assert again.chat_template == "{{ messages[0].content }}"
 
 
 def test_what_is_no_such_model_is_named(tmp_path):
