@@ -1,4 +1,4 @@
-"""OPT, XGLM and Phi."""
+"""OPT, XGLM, Phi and Baichuan."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 from transformers import OPTConfig, PhiConfig, PreTrainedConfig, XGLMConfig
 
+from tests.baichuan import BaichuanConfig
 from tests.checkpoints import GELUS, LLAMA3_ROPE, ROPE, FamilyCase
 
 ACTIVATIONS = ["relu", "gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast"]
@@ -79,6 +80,22 @@ def _draw_phi(random: Random) -> dict[str, Any]:
         "qk_layernorm": random.random() < 0.5,
         "layer_norm_eps": random.choice([1e-5, 1e-3]),
         **_partial_rope(random, size),
+        "tie_word_embeddings": random.random() < 0.5,
+    }
+
+
+def _draw_baichuan(random: Random) -> dict[str, Any]:
+    positions = random.choice(["max_position_embeddings", "model_max_length"])  # rotary, ALiBi
+    heads, size = random.choice([1, 3, 5, 7]), random.choice([6, 8, 10, 16])
+    return {
+        "num_attention_heads": heads,
+        "hidden_size": heads * size,
+        "num_hidden_layers": random.randint(1, 4),
+        "intermediate_size": random.choice([20, 51, 88]),
+        "rms_norm_eps": random.choice([1e-6, 1e-5]),
+        "max_position_embeddings": None,
+        positions: 128,
+        "rope_theta": random.choice([100.0, 10000.0]),
         "tie_word_embeddings": random.random() < 0.5,
     }
 
@@ -207,5 +224,36 @@ CASES = {
             "rope": ROPE,
             "head_norms": st.booleans(),
         },
+    ),
+    "baichuan": FamilyCase(
+        BaichuanConfig,
+        seed=5,
+        settings={
+            "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 3,
+            "max_position_embeddings": 128,
+        },
+        model_type="Baichuan",
+        variants={
+            "13b": {"max_position_embeddings": None, "model_max_length": 128, "num_attention_heads": 6},
+        },
+        shared={
+            "num_attention_heads": 12, "num_hidden_layers": 3, "max_position_embeddings": None,
+            "model_max_length": 128,
+        },
+        draw=_draw_baichuan,
+        names={
+            "model.wte": "model.embed_tokens",
+            "model.layers.{i}.input_layernorm": "model.layers.{i}.input_layernorm",
+            "model.layers.{i}.attention.query_key_value": "model.layers.{i}.self_attn.W_pack",
+            "model.layers.{i}.attention.dense": "model.layers.{i}.self_attn.o_proj",
+            "model.layers.{i}.post_attention_layernorm": "model.layers.{i}.post_attention_layernorm",
+            "model.layers.{i}.mlp.gate_proj": "model.layers.{i}.mlp.gate_proj",
+            "model.layers.{i}.mlp.up_proj": "model.layers.{i}.mlp.up_proj",
+            "model.layers.{i}.mlp.down_proj": "model.layers.{i}.mlp.down_proj",
+            "model.final_layernorm": "model.norm",
+            "model.lm_head": "lm_head",
+        },
+        heads="joined",
+        ini={"activation": st.just("silu"), "rope": st.none() | ROPE},
     ),
 }  # fmt: skip
