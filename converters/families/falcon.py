@@ -61,16 +61,13 @@ def _num_kv_heads(hf: PreTrainedConfig) -> int:
 def _has_mlp_norm(hf: PreTrainedConfig) -> bool:
     """Whether parallel attention and MLP have a norm each: of the new decoder, unless it says 1."""
     norms = hf.num_ln_in_parallel_attn
-    if hf.new_decoder_architecture:
-        if not hf.parallel_attn:
-            raise UnsupportedError(
-                "Falcon with new_decoder_architecture = True, parallel_attn = False; this version, as "
-                "transformers, runs parallel_attn = True there"
-            )
-        wanted = (None, 1, 2)
-    else:
-        # a sequential layer has two norms in any case
-        wanted = (None, 1, 2) if not hf.parallel_attn else (None, 1)
+    if hf.new_decoder_architecture and not hf.parallel_attn:
+        raise UnsupportedError(
+            "Falcon with new_decoder_architecture = True, parallel_attn = False; this version, as "
+            "transformers, runs parallel_attn = True there"
+        )
+    either = hf.new_decoder_architecture or not hf.parallel_attn  # a sequential layer always has two norms
+    wanted: tuple[int | None, ...] = (None, 1, 2) if either else (None, 1)
     if norms not in wanted:
         raise UnsupportedError(
             f"Falcon with new_decoder_architecture = {hf.new_decoder_architecture}, "

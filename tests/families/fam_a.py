@@ -30,7 +30,7 @@ def _draw_gptj(random: Random) -> dict[str, Any]:
         "n_inner": random.choice([None, 52, 77]),
         "rotary_dim": 2 * random.randint(1, size // 2),
         "layer_norm_epsilon": random.choice([1e-5, 1e-3]),
-        "activation_function": random.choice(["gelu", "gelu_new", "relu"]),
+        "activation_function": random.choice(["gelu", "gelu_new", "relu", "silu"]),
         "tie_word_embeddings": random.random() < 0.5,
     }
 
@@ -76,7 +76,7 @@ def _draw_falcon(random: Random) -> dict[str, Any]:
         "multi_query": random.random() < 0.5,
         "bias": random.random() < 0.5,
         "alibi": alibi,
-        "activation": random.choice(["gelu", "gelu_new", "relu"]),
+        "activation": random.choice(["gelu", "gelu_new", "relu", "silu"]),
         "layer_norm_epsilon": random.choice([1e-5, 1e-3]),
         "rope_parameters": {"rope_type": "default", "rope_theta": random.choice([100.0, 10000.0])},
         "tie_word_embeddings": random.random() < 0.5,
@@ -128,7 +128,7 @@ def _draw_gpt_neo(random: Random) -> dict[str, Any]:
         "attention_types": [[[random.choice(["global", "local"])], 1] for _ in range(layers)],
         "window_size": random.choice([1, 4, 9, 256]),
         "intermediate_size": random.choice([None, 52, 77]),
-        "activation_function": random.choice(["gelu", "gelu_new", "relu"]),
+        "activation_function": random.choice(["gelu", "gelu_new", "relu", "silu"]),
         "tie_word_embeddings": random.random() < 0.5,
     }
 
