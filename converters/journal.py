@@ -52,6 +52,8 @@ class Journal:
         """Its entries; a last line that was not written to its end is cut off."""
         header, finished, length = None, {}, 0
         for line in self._path.read_bytes().splitlines(keepends=True):
+            if not line.endswith(b"\n"):
+                break
             try:
                 if header is None:
                     header = msgspec.json.decode(line, type=Header)

@@ -63,14 +63,9 @@ def split_groups(num_heads: int, head_size: int, tensor: Tensor) -> Tensor:
     return torch.cat([part.flatten(0, 2) for part in parts])
 
 
-def split_groups_transposed(num_heads: int, weight: Tensor) -> Tensor:
-    """((H + 2K) * D, C), C = H * D, by kv head -> (C, (H + 2K) * D)."""
-    return transpose(split_groups(num_heads, weight.shape[1] // num_heads, weight))
-
-
-def split_group_bias(num_heads: int, bias: Tensor, weight: Tensor) -> Tensor:
-    """The bias of split_groups_transposed's weight, which tells the head size."""
-    return split_groups(num_heads, weight.shape[1] // num_heads, bias)
+def split_groups_transposed(num_heads: int, head_size: int, weight: Tensor) -> Tensor:
+    """((H + 2K) * D, C) by kv head -> (C, (H + 2K) * D)."""
+    return transpose(split_groups(num_heads, head_size, weight))
 
 
 @dataclass(frozen=True)
@@ -136,7 +131,7 @@ def plan_conversions(
     Raises CheckpointError naming the tensor, its shape and the rules if the two sides do not match.
     """
     per_layer = [
-        rule.of_layer(i) if "{i}" in rule.target else rule for rule in rules for i in range(num_layers)
+        rule.of_layer(i) for rule in rules for i in (range(num_layers) if "{i}" in rule.target else (0,))
     ]
     by_target = {rule.target: rule for rule in per_layer}
     conversions, used = [], set(ignored)

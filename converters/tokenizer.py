@@ -10,7 +10,12 @@ import shutil
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoTokenizer,
+    GPT2Tokenizer,
+    LlamaTokenizerFast,
+    PreTrainedTokenizerBase,
+)
 
 from tridecode.backend.errors import CheckpointError, UnsupportedError
 from tridecode.converters.checkpoint import Checkpoint
@@ -73,7 +78,7 @@ def load_tokenizer(checkpoint: Checkpoint, override: Path | None = None) -> PreT
         for name in {name for names in _SOURCES for name in names}.union(_COMPANIONS):
             if (directory / name).exists():
                 require_file(directory / name, MAX_JSON_BYTES)
-        return _load(directory)
+        return _load(directory, _class_of(directory))
     kind, split = (checkpoint.gguf_fields.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     if kind == "gpt2" and split not in (*_GGUF_SPLITS, *_OUR_SPLITS):
         raise UnsupportedError(
@@ -86,9 +91,18 @@ def load_tokenizer(checkpoint: Checkpoint, override: Path | None = None) -> PreT
     return tokenizer
 
 
-def _load(directory: Path, **kwargs) -> PreTrainedTokenizerBase:
+def _class_of(directory: Path) -> type:
+    """AutoTokenizer, except for bare files, whose class no file names: GPT-2's and sentencepiece's."""
+    if any(
+        (directory / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "config.json")
+    ):
+        return AutoTokenizer
+    return GPT2Tokenizer if (directory / "merges.txt").exists() else LlamaTokenizerFast
+
+
+def _load(directory: Path, kind: type = AutoTokenizer, **kwargs) -> PreTrainedTokenizerBase:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
+        tokenizer = kind.from_pretrained(  # type: ignore[attr-defined]
             directory, local_files_only=True, trust_remote_code=False, **kwargs
         )
     except Exception as error:  # transformers and tokenizers raise bare Exception among others

@@ -248,6 +248,14 @@ class Ops(Protocol):
         """
         ...
 
+    def finish_qkv(self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer) -> None:
+        """What project_qkv does after its product: clamp, norms and rotation of qkv in place, keys and values
+        to the cache. For products that something is added to, as LoRA's deltas.
+
+        qkv: (T, (H + 2K) * D) X, rows contiguous.
+        """
+        ...
+
     def decode_attention(
         self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor
     ) -> None:

@@ -136,13 +136,16 @@ class Reference:
         out: Tensor,
     ) -> None:
         self.linear(x, linear, norm=norm, out=out)
-        change_qkv(out, heads)
+        self.finish_qkv(out, heads, batch, cache)
+
+    def finish_qkv(self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer) -> None:
+        change_qkv(qkv, heads)
         queries, keys = heads.num_heads * heads.head_size, heads.num_kv_heads * heads.head_size
         if heads.rope is not None:
-            rotated = out[:, : queries + keys].unflatten(1, (-1, heads.head_size))
+            rotated = qkv[:, : queries + keys].unflatten(1, (-1, heads.head_size))
             _rotate(rotated, heads.rope, batch)
-        k = out[:, queries : queries + keys].unflatten(1, (heads.num_kv_heads, heads.head_size))
-        v = out[:, queries + keys :].unflatten(1, (heads.num_kv_heads, heads.head_size))
+        k = qkv[:, queries : queries + keys].unflatten(1, (heads.num_kv_heads, heads.head_size))
+        v = qkv[:, queries + keys :].unflatten(1, (heads.num_kv_heads, heads.head_size))
         rows, blocks, offsets = _written(batch, cache.block_tokens)
         cache.blocks[blocks, 0, :, offsets] = k if rows is None else k[rows]
         cache.blocks[blocks, 1, :, offsets] = v if rows is None else v[rows]

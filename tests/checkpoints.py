@@ -84,7 +84,8 @@ class FamilyCase:
     (in, K * D)) to the arrays of `names`, each (in, out). ini: the fields of ModelConfig that config.ini
     keeps beside the common ones. kv_heads, mlp_size: of transformers' config; None: num_key_value_heads
     or as many as heads; intermediate_size, n_inner or four times the hidden size. turned: transformers'
-    matrices are (out, in), those of Linear, and not (in, out), of Conv1D.
+    matrices are (out, in), those of Linear, and not (in, out), of Conv1D. stored: (transformers' config,
+    state dict) to the part of it that the files hold, where a conversion changes tensors on purpose.
     """
 
     config: type[PreTrainedConfig]
@@ -100,6 +101,9 @@ class FamilyCase:
     kv_heads: Callable[[PreTrainedConfig], int] | None = None
     mlp_size: Callable[[PreTrainedConfig], int] | None = None
     turned: bool = True
+    stored: Callable[[PreTrainedConfig, dict[str, np.ndarray]], dict[str, np.ndarray]] = lambda hf, state: (
+        state
+    )
 
     def num_kv_heads(self, hf: PreTrainedConfig) -> int:
         if self.kv_heads is not None:
@@ -295,7 +299,7 @@ FAMILIES = {
                 "short_factor": [1.0, 1.1, 1.5, 2.0], "long_factor": [1.0, 2.0, 4.0, 8.0],
                 "original_max_position_embeddings": 32, "factor": 4.0}},
         },
-        shared={"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8, "num_hidden_layers": 3},
+        shared={"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 8, "num_hidden_layers": 3},
         draw=_draw_llama,
         names={
             "model.wte": "model.embed_tokens",

@@ -53,6 +53,8 @@ LISTED = {
     r"tridecode tritonserver ": "serves on fixed ports",
     r"tridecode build-repo ": "the same as the first one with an option",
     r"tridecode demo\b": "downloads a model",
+    r"tridecode doctor": "what it finds depends on the machine",
+    r"tridecode evaluate-lambada ": "needs LAMBADA's file, which is not ours",
     r"tridecode bench load ": "takes a minute or more",
     r"tridecode bench ": "needs a GPU and takes minutes",
     r"python -m tridecode\.kernels\.": "needs a GPU or nvcc",

@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,16 +20,21 @@ from transformers import PreTrainedTokenizerBase
 from tridecode.backend.config import ModelConfig
 from tridecode.backend.errors import CheckpointError, ConfigError
 from tridecode.backend.models import family
-from tridecode.converters.checkpoint import Checkpoint, open_checkpoint
+from tridecode.converters.adapters import merge, write_targets
+from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import PlannedConversion, plan_conversion
 from tridecode.converters.parity import Parity, check_parity
+from tridecode.converters.sources import Checkpoint
+from tridecode.converters.sources.nemo import open_prompts
 from tridecode.converters.tokenizer import (
     has_tokenizer,
     load_tokenizer,
     save_tokenizer,
     vocabulary_size,
 )
+from tridecode.converters.zeros import zeros_summary
 from tridecode.model_repo_templates.repository import (
+    ADAPTERS_DIR,
     ENGINE_MODEL,
     TOKENIZER_DIR,
     engine_texts,
@@ -37,6 +42,8 @@ from tridecode.model_repo_templates.repository import (
     write_models,
 )
 from tridecode.tools.check_repo import PARITY_FILE, check_repo
+
+_SPARSE = 0.01  # share of zeros from which a model counts as pruned
 
 
 def build_repo(
@@ -54,8 +61,11 @@ def build_repo(
     uint32_text_inputs: bool = False,
     model_name: str | None = None,
     tokenizer: str | Path | None = None,
+    lora: str | Path | None = None,
     parity: bool = True,
     reference: str | Path | None = None,
+    num_heads: int | None = None,
+    prompts: Sequence[str | Path] = (),
     overwrite: bool = False,
     engine_settings: Mapping[str, object] | None = None,
     console: Console | None = None,
@@ -64,11 +74,13 @@ def build_repo(
 
     model: a Hugging Face directory, a .gguf file or a hub id. dtype: of the weight files and of the engine;
     None: the checkpoint's on a machine with a GPU, fp32 on one without. tokenizer: a directory to take it
-    from, not the model's own. ensemble_owner, decoupled_fastertransformer, plain_text, unbatched_text,
-    exclude_input, uint32_text_inputs: see repository_models. engine_settings: parameters of EngineConfig.
-    parity: compare with transformers and write PARITY.json. reference: another checkpoint to
-    compare with: of a weight directory, the one that it was made from. overwrite: an output that is a model
-    repository is replaced.
+    from, not the model's own. lora: folder of a LoRA adapter that is merged into the weights.
+    ensemble_owner, decoupled_fastertransformer, plain_text, unbatched_text, exclude_input,
+    uint32_text_inputs: see repository_models. engine_settings: parameters of EngineConfig. parity: compare
+    with transformers and write PARITY.json. reference: another checkpoint to compare with: of a weight
+    directory, the one that it was made from. num_heads: attention heads of a Megatron checkpoint that does
+    not say. prompts: NeMo's archives of prompt learning. overwrite: an output that is a model repository is
+    replaced.
 
     Raises CheckpointError, ConfigError or UnsupportedError with what was found and wanted, and removes its
     files.
@@ -86,7 +98,14 @@ def build_repo(
         uint32_text_inputs=uint32_text_inputs,
     )
     models()  # wrong settings are refused before anything is read
-    checkpoint = open_checkpoint(model)
+    checkpoint = open_checkpoint(model, num_heads)
+    for archive in prompts:
+        checkpoint.prompts += open_prompts(Path(archive))
+    if checkpoint.prompts:
+        tasks = ", ".join(table.task for table in checkpoint.prompts)
+        checkpoint.notes.append(f"the prompt tables of {tasks} are written, but not served by this version")
+    if lora is not None:
+        checkpoint = merge(checkpoint, Path(lora))
     for note in checkpoint.notes:
         console.print("[yellow]warning[/]: ", end="")
         console.print(note, markup=False)
@@ -97,9 +116,12 @@ def build_repo(
         f"{checkpoint.path}: {config.family}, {config.num_layers} layers of {config.hidden_size}, vocabulary "
         f"{config.vocab_size}; weights as {config.weight_dtype}, tensor_para_size {tensor_para_size}"
     )
+    for note in planned.notes:
+        console.print(note)
     _check_stages(config, pipeline_para_size)
     settings = {
         "data_type": config.weight_dtype,
+        "lora_path": ADAPTERS_DIR,
         **(engine_settings or {}),
         "tensor_para_size": tensor_para_size,
         "pipeline_para_size": pipeline_para_size,
@@ -109,7 +131,10 @@ def build_repo(
     _check_room(output, planned)
     with _staged(output) as staging:
         weights = staging / ENGINE_MODEL / "1" / f"{tensor_para_size}-gpu"
-        planned.write(weights, tensor_para_size)
+        manifest = planned.write(weights, tensor_para_size)
+        write_targets(weights, planned)
+        if manifest.weight_sparsity >= _SPARSE:
+            console.print(zeros_summary(manifest))
         write_models(
             staging,
             models(has_tokenizer=hf_tokenizer is not None),
@@ -126,7 +151,7 @@ def build_repo(
             why = f"transformers has no class for {compared.config.model_type or config.family}"
             console.print(f"[yellow]warning[/]: the result is not compared: {why}")
         elif parity:
-            _prove(planned, compared, weights, staging, console)
+            _prove(planned, compared, weights, staging, hf_tokenizer, console)
         _check_result(staging)
     console.print(f"wrote {output}")
     console.print(f"next: {serve_command(output)}", markup=False)
@@ -255,17 +280,18 @@ def _check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, console: Consol
 
 
 def _prove(
-    planned: PlannedConversion, checkpoint: Checkpoint, weights: Path, staging: Path, console: Console
+    planned: PlannedConversion,
+    checkpoint: Checkpoint,
+    weights: Path,
+    staging: Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    console: Console,
 ) -> Parity:
+    """tokenizer: the source's; None: the repository has none."""
+    file = staging / TOKENIZER_DIR / "tokenizer.json" if tokenizer is not None else None
     with console.status("comparing the converted model with transformers"):
-        tokenizer_file = staging / TOKENIZER_DIR / "tokenizer.json"
-        parity = check_parity(
-            checkpoint, weights, planned.config, tokenizer_file if tokenizer_file.exists() else None
-        )
-    summary = (
-        f"largest logit error {parity.largest_logit_error:.2g} (bound {parity.logit_error_bound:.2g}), "
-        f"greedy tokens equal on {parity.greedy_agreement:.0%} of {len(parity.prompts)} prompts"
-    )
+        parity = check_parity(checkpoint, weights, planned.config, file, tokenizer)
+    summary = parity.summary()
     if not parity.passed:
         raise CheckpointError(
             f"the converted model is not transformers' model of {checkpoint.path}: {summary}"

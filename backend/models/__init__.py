@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Callable
 from tridecode.backend.config import ModelConfig
 from tridecode.backend.errors import ConfigError, UnsupportedError
 from tridecode.backend.models.config_ini import IniSection, common_keys, read_ini
+from tridecode.backend.models.layer_sizes_ini import layer_size_keys, read_layer_sizes
 from tridecode.backend.weight_layout import WeightSpec
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def read_model_config(path: Path, tied_head: bool | None = None) -> ModelConfig:
     for candidate in candidates:
         section = sections[candidate.section]
         if candidate.recognises(section):
-            return candidate.read(section, tied_head)
+            return read_layer_sizes(section, candidate.read(section, tied_head))
     if candidates:
         found, titles = candidates[0].section, " and ".join(candidate.title for candidate in candidates)
         raise UnsupportedError(
@@ -90,5 +91,5 @@ def read_model_config(path: Path, tied_head: bool | None = None) -> ModelConfig:
 def model_config_ini(config: ModelConfig, tensor_para_size: int) -> str:
     """The text of config.ini for `config`; read_model_config of it gives `config` back."""
     kind = family(config.family)
-    keys = {**common_keys(config, tensor_para_size), **kind.keys(config)}
+    keys = {**common_keys(config, tensor_para_size), **kind.keys(config), **layer_size_keys(config)}
     return f"[{kind.section}]\n" + "".join(f"{key} = {value}\n" for key, value in keys.items())

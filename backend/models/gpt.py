@@ -1,11 +1,10 @@
 """GPT-2: learned positions, pre-LayerNorm, fused QKV, GELU. Radford et al. 2019.
 
-Its section of config.ini, [gpt], is FasterTransformer's for all decoders of this kind: BLOOM shares it.
+Its section of config.ini, [gpt], is FasterTransformer's for all decoders of this kind: BLOOM and OPT share
+it.
 """
 
 from __future__ import annotations
-
-from functools import partial
 
 from torch import Tensor
 
@@ -20,7 +19,7 @@ from tridecode.backend.models.config_ini import (
     read_common,
 )
 from tridecode.backend.models.decoder import Decoder
-from tridecode.backend.models.layers import Context, Ranks, Weights, attention_scale, make_heads
+from tridecode.backend.models.layers import Context, Ranks, Weights, attention_scale
 from tridecode.backend.models.specs import Layout
 from tridecode.kernels.ops import CacheLayer, Heads
 
@@ -36,6 +35,20 @@ GPT2_FLAGS = {
 def has_flags(section: IniSection, flags: dict[str, bool]) -> bool:
     """Whether the section is of the family with these flags."""
     return all(section.flag(key, default) == flags[key] for key, default in GPT2_FLAGS.items())
+
+
+def is_opt(section: IniSection) -> bool:
+    """OPT has GPT-2's flags. It names itself, or has another arrangement of norms. A pre-norm OPT that
+    FasterTransformer's converter wrote is GPT-2's network and is read as such."""
+    return (
+        section.text("model_variant", "").lower().startswith("opt-")
+        or section.text("layernorm_type", "pre_layernorm").lower() == "post_layernorm"
+        or not section.flag("has_post_decoder_layernorm", True)
+    )
+
+
+def recognises(section: IniSection) -> bool:
+    return has_flags(section, GPT2_FLAGS) and not is_opt(section)
 
 
 def read_gpt_section(
@@ -102,7 +115,7 @@ class Model(Decoder):
         if not self.config.scale_by_layer:
             return super().stage_heads(ranks, num_positions)
         scale = attention_scale(self.config)
-        return [make_heads(self.config, ranks, scale=scale / (layer + 1)) for layer in self.stage]
+        return self.layer_heads(ranks, lambda layer: {"scale": scale / (layer + 1)})
 
     def embed(self, context: Context, x: Tensor) -> None:
         batch = context.batch
@@ -119,7 +132,7 @@ FAMILY = Family(
     title="GPT-2 (learned positions)",
     section="gpt",
     model_type="GPT",
-    recognises=partial(has_flags, flags=GPT2_FLAGS),
+    recognises=recognises,
     read=read,
     keys=keys,
     weight_specs=LAYOUT.specs,

@@ -49,7 +49,7 @@ class CheckpointFamily:
     embedding, head: names of these tensors. model_config: (transformers' config, **common) to
     ModelConfig; common: model_name, start_id, end_id, weight_dtype, tied_head. rules: (number of heads) to
     those of every tensor. ignored: patterns of buffers to leave out. renamed: names of other versions to
-    transformers' of today.
+    transformers' of today. sized_rules: (config) to rules that depend on more than the number of heads.
     """
 
     model_types: tuple[str, ...]
@@ -63,6 +63,11 @@ class CheckpointFamily:
     gguf: GgufRules | None = None
     config_class: type[PreTrainedConfig] | None = None
     reference: Callable[[Checkpoint, torch.dtype], Module] | None = None
+    sized_rules: Callable[[ModelConfig], list[Rule]] | None = None
+
+    def rules_of(self, config: ModelConfig) -> list[Rule]:
+        """The rules for a model of these sizes."""
+        return self.rules(config.num_heads) if self.sized_rules is None else self.sized_rules(config)
 
     @property
     def source_file(self) -> str:

@@ -14,7 +14,7 @@ from tridecode.converters.hf_config import activation, max_positions, rope_confi
 from tridecode.converters.rules import (
     Rule,
     module_rules,
-    split_group_bias,
+    split_groups,
     split_groups_transposed,
     transpose,
 )
@@ -77,7 +77,9 @@ def _has_mlp_norm(hf: PreTrainedConfig) -> bool:
     return bool(hf.new_decoder_architecture) and norms != 1
 
 
-def rules(num_heads: int) -> list[Rule]:
+def rules(num_heads: int, head_size: int = 1) -> list[Rule]:
+    """head_size: 1 where only names matter."""
+    sizes = num_heads, head_size
     layer, out = "transformer.h.{i}", "model.layers.{i}"
     source, qkv = f"{layer}.self_attention.query_key_value", f"{out}.attention.query_key_value"
     return [
@@ -85,8 +87,7 @@ def rules(num_heads: int) -> list[Rule]:
         *module_rules(f"{layer}.input_layernorm", f"{out}.input_layernorm"),
         *module_rules(f"{layer}.ln_attn", f"{out}.ln_attn"),
         *module_rules(f"{layer}.ln_mlp", f"{out}.ln_mlp"),
-        Rule(f"{source}.weight", f"{qkv}.weight", partial(split_groups_transposed, num_heads)),
-        Rule((f"{source}.bias", f"{source}.weight"), f"{qkv}.bias", partial(split_group_bias, num_heads)),
+        *module_rules(source, qkv, partial(split_groups_transposed, *sizes), partial(split_groups, *sizes)),
         *module_rules(f"{layer}.self_attention.dense", f"{out}.attention.dense", transpose),
         *module_rules(f"{layer}.post_attention_layernorm", f"{out}.post_attention_layernorm"),
         *module_rules(f"{layer}.mlp.dense_h_to_4h", f"{out}.mlp.dense_h_to_4h", transpose),
@@ -102,5 +103,6 @@ FAMILY = CheckpointFamily(
     embedding=EMBEDDING,
     model_config=model_config,
     rules=rules,
+    sized_rules=lambda config: rules(config.num_heads, config.head_size),
     ignored=("transformer.h.{i}.self_attention.rotary_emb.inv_freq",),  # of old checkpoints
 )

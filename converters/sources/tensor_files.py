@@ -100,15 +100,20 @@ def check_archive(path: Path) -> None:
             records = archive.infolist()
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
         raise CheckpointError(f"{path} is not a readable zip file: {error}") from None
+    check_records(records, path.stat().st_size, str(path))
+
+
+def check_records(records: list[zipfile.ZipInfo], size: int, name: str) -> None:
+    """CheckpointError where a zip file's records are compressed or overlap. size: of the file; name: its."""
     for record in records:
         if record.compress_type != zipfile.ZIP_STORED:
             found = (
                 f"{record.filename} is compressed ({record.compress_size:,} of {record.file_size:,} bytes)"
             )
-            raise CheckpointError(f"{path}: {found}; torch.save stores tensors uncompressed")
-    total, size = sum(record.file_size for record in records), path.stat().st_size
+            raise CheckpointError(f"{name}: {found}; torch.save stores tensors uncompressed")
+    total = sum(record.file_size for record in records)
     if total > size:
-        raise CheckpointError(f"{path} holds {size:,} bytes; its records have {total:,}: they overlap")
+        raise CheckpointError(f"{name} holds {size:,} bytes; its records have {total:,}: they overlap")
 
 
 def _pickle_fault(error: Exception) -> str:

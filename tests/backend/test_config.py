@@ -127,13 +127,9 @@ def test_a_value_that_cannot_be_read_is_an_error_that_says_what_was_wanted(tmp_p
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        (
-            "layernorm_type = post_layernorm",
-            "layernorm_type = post_layernorm; this version runs pre_layernorm",
-        ),
+        ("layernorm_type = sandwich", "layernorm_type = sandwich; this version runs pre_layernorm"),
         ("activation_type = GeGLU", "activation_type = geglu; this version runs gelu, gelu_erf, relu"),
         ("has_adapters = true", "has_adapters = true; this version runs false"),
-        ("has_post_decoder_layernorm = 0", "has_post_decoder_layernorm = false"),
         (
             "use_attention_linear_bias = true",
             "[gpt] has the flags of another network; this version runs BLOOM (ALiBi",

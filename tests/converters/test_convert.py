@@ -65,6 +65,7 @@ def put_back(directory: Path, model, ranks: int) -> dict[str, np.ndarray]:
     size = getattr(hf, "head_dim", None) or hidden // heads
     queries, keys = heads * size, case.num_kv_heads(hf) * size
     inner = case.inner_size(hf)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     out: dict[str, np.ndarray] = {}
 
     def put(name: str, kind: str, value: np.ndarray) -> None:
@@ -90,13 +91,15 @@ def put_back(directory: Path, model, ranks: int) -> dict[str, np.ndarray]:
     for stem, names in files:
         rows_split = stem.endswith(("attention.dense", "mlp.dense_4h_to_h", "mlp.down_proj"))
         if (directory / f"{stem}.bin").exists():  # a table
-            put(str(names), "weight", read_files(directory, stem, ranks, hidden, None))
+            columns = shapes[f"{names}.weight"][1]
+            put(str(names), "weight", read_files(directory, stem, ranks, columns, None))
         for kind in ("weight", "bias"):
             whole, first = directory / f"{stem}.{kind}.bin", directory / f"{stem}.{kind}.0.bin"
             if whole.exists():
-                vector = np.fromfile(whole, np.float32)
-                head = f"{stem}.{kind}" == "model.lm_head.weight"
-                put(str(names), kind, vector.reshape(-1, hidden) if head else vector)
+                shape = shapes[f"{names}.{kind}"]
+                turned = len(shape) == 2 and stem != "model.lm_head"
+                found = np.fromfile(whole, np.float32).reshape(shape[::-1] if turned else shape)
+                out[f"{names}.{kind}"] = found.T if turned else found
             elif stem.endswith("query_key_value") and first.exists():
                 put_qkv(stem, names, kind)
             elif first.exists():
@@ -120,6 +123,7 @@ def test_the_files_put_back_are_transformers_tensors(tmp_path, variant):
         convert(tmp_path / "hf", tmp_path / f"w{ranks}", ranks, "fp32")
         back = put_back(tmp_path / f"w{ranks}", model, ranks)
         state = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+        state = FAMILIES[model.config.model_type].stored(model.config, state)
         if model.config.tie_word_embeddings:
             assert not (tmp_path / f"w{ranks}" / "model.lm_head.weight.bin").exists()
             state.pop(FAMILIES[model.config.model_type].names["model.lm_head"] + ".weight")

@@ -218,7 +218,7 @@ CASES = {
             },
         },
         shared={
-            "num_attention_heads": 12, "hidden_size": 96, "num_hidden_layers": 3, "num_kv_heads": 6,
+            "num_attention_heads": 12, "hidden_size": 96, "num_hidden_layers": 3, "num_kv_heads": 4,
             "new_decoder_architecture": True, "bias": True,
         },
         draw=_draw_falcon,
@@ -254,7 +254,7 @@ CASES = {
             "all-heads": {"multi_query": False, "tie_word_embeddings": False, "n_inner": 77},
             "unscaled": {"scale_attn_weights": False, "activation_function": "gelu"},
         },
-        shared={"n_head": 12, "n_embd": 48, "n_layer": 3, "multi_query": False},
+        shared={"n_head": 12, "n_embd": 48, "n_layer": 3},
         draw=_draw_bigcode,
         names={
             **GPT2_NAMES,
@@ -325,6 +325,9 @@ CASES = {
             "model.layers.{i}.attention.dense": "transformer.h.{i}.attn.attention.out_proj",
         },
         heads="apart",
-        ini={"activation": GELUS},
+        ini={
+            "activation": GELUS, "num_layers": st.just(3),
+            "windows": st.just(()) | st.tuples(*[st.integers(0, 5000)] * 3),
+        },
     ),
 }  # fmt: skip

@@ -27,7 +27,10 @@ from tridecode.tools.cli import app
 from tridecode.tools.serve import serving
 from tridecode.tools.serve.server_process import running_server
 
-COMMANDS = ("build-repo", "serve", "generate", "send-request", "check", "demo", "bench")
+COMMANDS = (
+    *("build-repo", "serve", "generate", "send-request", "check", "doctor", "demo", "bench"),
+    "evaluate-lambada",
+)
 BENCHES = ("engine", "server", "compare", "load", "loading", "agree")
 
 

@@ -1,0 +1,255 @@
+"""LoRA adapters at conversion: lora_targets.json for those that are served by name, and merging one.
+
+Both follow from the family's rules. A rule's transform of a weight (out, in) reorders outputs and leaves
+inputs alone, so a matrix of output numbers in place of the weight shows where each output goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from tridecode.backend.errors import CheckpointError, UnsupportedError
+from tridecode.backend.lora import (
+    PICKLE_FILE,
+    TARGETS_FILE,
+    TARGETS_FORMAT,
+    TENSOR_FILE,
+    LoraConfig,
+    LoraTarget,
+    LoraTargets,
+    read_lora_config,
+)
+from tridecode.backend.lora_tensors import LoraPair, pair_tensors
+from tridecode.converters.convert import PlannedConversion, plan_conversion
+from tridecode.converters.families import family_of
+from tridecode.converters.files import require_file
+from tridecode.converters.rules import Conversion
+from tridecode.converters.sources import Checkpoint, TensorSource
+from tridecode.converters.sources.tensor_files import PickleSource, SafetensorsSource
+
+_Shapes = Mapping[str, tuple[int, ...]]
+_Runs = tuple[tuple[int, int, int], ...]
+
+# ---------------------------------------------------------------- lora_targets.json
+
+
+@dataclass(frozen=True)
+class OutputLayout:
+    """Where the outputs of a conversion's sources go. runs: as in LoraTargets.layouts. conv1d: the sources
+    are (in, out), as transformers' Conv1D has them."""
+
+    runs: _Runs
+    conv1d: bool
+
+
+def output_layout(conversion: Conversion, shapes: list[tuple[int, ...]]) -> OutputLayout | None:
+    """The layout of a conversion of matrices; None where it does more than reorder outputs."""
+    for conv1d in (False, True):
+        outputs = [shape[1] if conv1d else shape[0] for shape in shapes]
+        starts = np.cumsum([1, *outputs])  # 0 stands for an output that no source makes
+        numbers = [
+            torch.arange(start, start + count, dtype=torch.float64) for start, count in zip(starts, outputs)
+        ]
+        try:
+            made = [_transformed(conversion, numbers, scale, conv1d) for scale in (1.0, 2.0)]
+        except (RuntimeError, IndexError, ValueError):
+            continue
+        row = made[0][0]
+        fits = all(matrix.shape == (2, conversion.spec.shape[1]) for matrix in made)
+        # the second input has twice the numbers of the first: inputs are neither moved nor mixed
+        if fits and torch.equal(made[0], made[1]) and torch.equal(made[0][1], 2 * row):
+            return _layout(row.numpy(), starts, conv1d)
+    return None
+
+
+def _transformed(conversion: Conversion, numbers: list[Tensor], scale: float, conv1d: bool) -> Tensor:
+    """The transform of weights of two inputs, whose columns are the numbers and twice the numbers."""
+    weights = [torch.stack([row, 2 * row], dim=0 if conv1d else 1) * scale for row in numbers]
+    return conversion.transform(*weights) / scale
+
+
+def _layout(row: np.ndarray, starts: np.ndarray, conv1d: bool) -> OutputLayout | None:
+    """row: the number of the source's output at each output of the target."""
+    places = row.astype(np.int64)
+    if (places != row).any() or (places < 0).any() or (places >= starts[-1]).any():
+        return None  # scaled, or otherwise computed
+    modules = np.searchsorted(starts, places, side="right") - 1
+    firsts = np.where(modules < 0, 0, places - starts[np.maximum(modules, 0)])
+    breaks = np.flatnonzero((np.diff(modules) != 0) | ((np.diff(firsts) != 1) & (modules[1:] >= 0))) + 1
+    edges = [0, *breaks.tolist(), len(places)]
+    runs = ((int(modules[low]), int(firsts[low]), high - low) for low, high in zip(edges, edges[1:]))
+    return OutputLayout(tuple(runs), conv1d)
+
+
+def layouts(planned: PlannedConversion) -> dict[str, tuple[Conversion, OutputLayout]]:
+    """The matrices of the layers that adapters can change, by the stems of their files."""
+    held = planned.checkpoint.tensors.shapes
+    found: dict[str, tuple[Conversion, OutputLayout]] = {}
+    for conversion in planned.conversions:
+        spec = conversion.spec
+        shapes = [tuple(held[planned.names[name]]) for name in conversion.sources]
+        is_matrix = spec.layer is not None and len(spec.shape) == 2 and spec.name.endswith(".weight")
+        if not is_matrix or any(len(shape) != 2 for shape in shapes):
+            continue
+        layout = output_layout(conversion, shapes)
+        if layout is not None and all(name.endswith(".weight") for name in conversion.sources):
+            found[spec.name.removesuffix(".weight")] = conversion, layout
+    return found
+
+
+def lora_targets(planned: PlannedConversion) -> LoraTargets:
+    """lora_targets.json of a conversion."""
+    held = planned.checkpoint.tensors.shapes
+    numbers: dict[_Runs, int] = {}
+    targets = []
+    for name, (conversion, layout) in layouts(planned).items():
+        axis = 1 if layout.conv1d else 0
+        outputs = [int(held[planned.names[source]][axis]) for source in conversion.sources]
+        modules = [source.removesuffix(".weight") for source in conversion.sources]
+        number = numbers.setdefault(layout.runs, len(numbers))
+        targets.append(LoraTarget(name, conversion.spec.shape[0], modules, outputs, number))
+    return LoraTargets(TARGETS_FORMAT, _prefix(planned.checkpoint), [list(runs) for runs in numbers], targets)
+
+
+def _prefix(checkpoint: Checkpoint) -> str:
+    """The prefix of a full model's tensors, which an adapter of the bare model lacks."""
+    return family_of(checkpoint.config.model_type, checkpoint.path).prefix
+
+
+def write_targets(directory: Path, planned: PlannedConversion) -> None:
+    """Write lora_targets.json into a weight directory."""
+    data = msgspec.json.encode(lora_targets(planned))
+    (Path(directory) / TARGETS_FILE).write_bytes(data)
+
+
+# ---------------------------------------------------------------- merging
+
+
+def open_adapter(directory: Path) -> tuple[LoraConfig, TensorSource, dict[str, LoraPair]]:
+    """PEFT's adapter of a directory, in .safetensors or .bin, with no tensor read.
+
+    Raises CheckpointError or UnsupportedError naming the file and what was found."""
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is not a folder; wanted an adapter as PEFT saves it")
+    config = read_lora_config(directory)
+    for name, source in ((TENSOR_FILE, SafetensorsSource), (PICKLE_FILE, PickleSource)):
+        path = directory / name
+        if path.exists():
+            tensors: TensorSource = source([require_file(path)])
+            pairs = pair_tensors(tensors.shapes, path)
+            config.check_modules(pairs)
+            return config, tensors, pairs
+    raise CheckpointError(f"{directory} has neither {TENSOR_FILE} nor {PICKLE_FILE}")
+
+
+class MergedSource:
+    """The tensors of a checkpoint with an adapter added, in float32 where it adds something."""
+
+    def __init__(self, base: TensorSource, adapter: TensorSource, deltas: Mapping[str, _Delta]):
+        self._base, self._adapter, self._deltas = base, adapter, deltas
+        self.shapes = base.shapes
+
+    def dtype(self, name: str) -> torch.dtype:
+        return torch.float32 if name in self._deltas else self._base.dtype(name)
+
+    def read(self, name: str) -> Tensor:
+        weight, delta = self._base.read(name), self._deltas.get(name)
+        if delta is None:
+            return weight
+        return weight.float() + delta.make(self._adapter)
+
+
+@dataclass(frozen=True)
+class _Delta:
+    """What an adapter adds to one tensor of the checkpoint."""
+
+    pair: LoraPair
+    scale: float
+    conv1d: bool
+
+    def make(self, tensors: TensorSource) -> Tensor:
+        """In the layout of the checkpoint's tensor, float32. Source: PEFT's get_delta_weight."""
+        delta = tensors.read(self.pair.b).float() @ tensors.read(self.pair.a).float()
+        if not delta.isfinite().all():
+            raise CheckpointError(f"{self.pair.a} and {self.pair.b} have a product that is not finite")
+        return (delta.t() if self.conv1d else delta) * self.scale
+
+
+def _merged_reference(base: Checkpoint, directory: Path, dtype: torch.dtype) -> Module:
+    """The base's independent model with the adapter merged by PEFT; without PEFT, by plain torch.
+
+    Merged in float32 and rounded once, as the weights are."""
+    model = base.reference_model(torch.float32)
+    if find_spec("peft") is not None:
+        from peft import PeftModel  # not needed to convert: a proof by a second implementation
+
+        adapted: Any = PeftModel.from_pretrained(model, str(directory))
+        model = adapted.merge_and_unload()
+    else:
+        _add_deltas(model, directory)
+    return model.to(dtype).eval()
+
+
+@torch.no_grad()
+def _add_deltas(model: Module, directory: Path) -> None:
+    config, tensors, pairs = open_adapter(directory)
+    for module, pair in pairs.items():
+        changed: Any = model.get_submodule(module)
+        delta = tensors.read(pair.b).float() @ tensors.read(pair.a).float()
+        is_conv1d = type(changed).__name__ == "Conv1D"
+        changed.weight += (delta.t() if is_conv1d else delta) * config.scale(module, pair.rank)
+
+
+def merge(checkpoint: Checkpoint, directory: Path) -> Checkpoint:
+    """`checkpoint` with the adapter of `directory` merged into its weights; they are read as before.
+
+    Raises CheckpointError or UnsupportedError, naming module and sizes, where the adapter is not of this
+    model or adapts other modules than linear layers of its blocks."""
+    config, tensors, pairs = open_adapter(directory)
+    planned = plan_conversion(checkpoint)
+    known = {
+        source: layout.conv1d
+        for conversion, layout in layouts(planned).values()
+        for source in conversion.sources
+    }
+    deltas = {}
+    for module, pair in pairs.items():
+        source = _source_of(module, _prefix(checkpoint), known, directory)
+        own, conv1d = planned.names[source], known[source]
+        wanted = (pair.inputs, pair.outputs) if conv1d else (pair.outputs, pair.inputs)
+        if tuple(checkpoint.tensors.shapes[own]) != wanted:
+            raise CheckpointError(
+                f"{directory} is of another model: {module} has {pair.inputs} inputs and {pair.outputs} "
+                f"outputs; {own} of {checkpoint.path} is {tuple(checkpoint.tensors.shapes[own])}"
+            )
+        deltas[own] = _Delta(pair, config.scale(module, pair.rank), conv1d)
+    reference = partial(_merged_reference, checkpoint, Path(directory)) if checkpoint.has_reference else None
+    return replace(
+        checkpoint,
+        tensors=MergedSource(checkpoint.tensors, tensors, deltas),
+        reference=reference,
+        adapter=Path(directory),
+    )
+
+
+def _source_of(module: str, prefix: str, known: Iterable[str], directory: Path) -> str:
+    """The full name of a module's weight, whose adapter may be of the bare model."""
+    for source in (f"{module}.weight", f"{prefix}{module}.weight"):
+        if source in known:
+            return source
+    raise UnsupportedError(
+        f"{directory} adapts {module[:200]}; wanted linear layers of the blocks, as "
+        f"{next(iter(known), 'none').removesuffix('.weight')}"
+    )
