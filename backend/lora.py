@@ -245,7 +245,7 @@ def read_targets(directory: Path) -> LoraTargets:
     path = Path(directory) / TARGETS_FILE
     if not path.exists():
         raise CheckpointError(
-            f"{path} is missing: adapters need it; build the repository again with this version of build-repo"
+            f"{path} is missing: adapters need it; build the repository from the checkpoint of transformers"
         )
     try:
         targets = msgspec.json.decode(_read(path, _MAX_TARGETS_BYTES), type=LoraTargets)

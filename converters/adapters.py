@@ -128,7 +128,9 @@ def _prefix(checkpoint: Checkpoint) -> str:
 
 
 def write_targets(directory: Path, planned: PlannedConversion) -> None:
-    """Write lora_targets.json into a weight directory."""
+    """Write lora_targets.json into a weight directory; not for a source without the modules' names."""
+    if planned.checkpoint.plan is not None:
+        return
     data = msgspec.json.encode(lora_targets(planned))
     (Path(directory) / TARGETS_FILE).write_bytes(data)
 
@@ -218,6 +220,11 @@ def merge(checkpoint: Checkpoint, directory: Path) -> Checkpoint:
     Raises CheckpointError or UnsupportedError, naming module and sizes, where the adapter is not of this
     model or adapts other modules than linear layers of its blocks."""
     config, tensors, pairs = open_adapter(directory)
+    if checkpoint.plan is not None:
+        raise UnsupportedError(
+            f"{checkpoint.path} does not have the names of the modules that {directory} adapts; merge it "
+            "into the checkpoint that these weights were made from"
+        )
     planned = plan_conversion(checkpoint)
     known = {
         source: layout.conv1d

@@ -133,17 +133,11 @@ def _check(layer: int, sizes: LayerSizes, config: ModelConfig, where: Path) -> N
         if len(groups) != sizes.num_kv_heads or len(set(groups.values())) != 1:
             found = f"the kept heads of layer {layer} have {dict(groups)} in each group of a key/value head"
             raise UnsupportedError(f"{where}: {found}; wanted equal numbers in {sizes.num_kv_heads} groups")
-    elif sizes.num_heads < config.num_heads and _has_slopes(config):
+    elif sizes.num_heads < config.num_heads and family(config.family).depends_on_heads(config):
         raise CheckpointError(
             f"{where}: layer {layer} has {sizes.num_heads} of {config.num_heads} heads; which ones decides "
             f'their ALiBi slopes; wanted {PRUNED_HEADS}: {{"{layer}": [the heads that were removed], ...}}'
         )
-
-
-def _has_slopes(config: ModelConfig) -> bool:
-    """Whether positions enter through the heads: there are neither rotary positions nor a table."""
-    tables = any(spec.name == "model.wpe" for spec in family(config.family).weight_specs(config))
-    return config.rope is None and not tables
 
 
 def describe(config: ModelConfig) -> list[str]:

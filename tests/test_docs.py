@@ -55,6 +55,7 @@ LISTED = {
     r"tridecode demo\b": "downloads a model",
     r"tridecode doctor": "what it finds depends on the machine",
     r"tridecode evaluate-lambada ": "needs LAMBADA's file, which is not ours",
+    r"tridecode adapters ": "needs an adapter: tests/tools/test_adapters.py runs them",
     r"tridecode bench load ": "takes a minute or more",
     r"tridecode bench ": "needs a GPU and takes minutes",
     r"python -m tridecode\.kernels\.": "needs a GPU or nvcc",

@@ -41,6 +41,8 @@ def limits_of(engine: Engine) -> SchedulerLimits:
         request_timeout_s=config.request_timeout_s,
         max_bad_word_tokens=config.max_bad_word_tokens,
         max_stop_word_tokens=config.max_stop_word_tokens,
+        long_prompt_tokens=engine.model_config.long_prompt_tokens,
+        recompute_long=engine.model_config.recomputes_long,
     )
 
 
@@ -114,8 +116,14 @@ class OfflineEngine:
         return plan is not None
 
     def _take(self, events: list[tuple[bytes, Event]]) -> None:
+        errors = []
         for _, event in events:
-            self.generations[event.request].take(event)
+            try:
+                self.generations[event.request].take(event)
+            except TridecodeError as error:
+                errors.append(error)
+        if errors:  # once the other generations have their events
+            raise errors[0]
 
     def run(self) -> None:
         """Step until every request has ended."""

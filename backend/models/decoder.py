@@ -50,7 +50,8 @@ class Decoder:
         windows of `config.windows`."""
         config, rope = self.config, None
         if config.rope is not None:
-            rope = rope_table(config.rope, num_positions, self.embedding.device)
+            device, long_prompt = self.embedding.device, config.long_prompt_tokens
+            rope = rope_table(config.rope, num_positions, device, long_prompt)
         return self.layer_heads(
             ranks, lambda layer: {"rope": rope, "window": seen_window(config, layer, num_positions)}
         )
@@ -65,13 +66,12 @@ class Decoder:
         every = {layer: fields(layer) for layer in self.stage}
         heads = []
         for layer, mine in every.items():
-            sizes = self.config.of_layer(layer)
-            of_heads = [name for name in ("slopes", "key_bias") if mine.get(name) is not None]
-            numbers = tuple(self.config.head_numbers(layer)) if of_heads else ()
+            sizes, numbers = self.config.of_layer(layer), list(self.config.head_numbers(layer))
+            by_head = {name: mine[name] for name in ("slopes", "key_bias") if mine.get(name) is not None}
             values = [value if isinstance(value, (int, float)) else id(value) for value in mine.values()]
-            kind = (sizes.num_heads, sizes.num_kv_heads, numbers, *values)
+            kind = (sizes.num_heads, sizes.num_kv_heads, *values, *(numbers if by_head else ()))
             if kind not in kinds:
-                own = {name: mine[name][list(numbers)] for name in of_heads}
+                own = {name: tensor[numbers] for name, tensor in by_head.items()}
                 kinds[kind] = make_heads(sizes, ranks, **{**mine, **own})
             heads.append(kinds[kind])
         return heads

@@ -123,9 +123,12 @@ class Model(GptModel):
         residual(context, x, self.config.activation, caches)
 
 
-def product(rows: Tensor, matrix: Tensor) -> Tensor:
-    """rows (V, E) @ matrix (E, C) in float32, rounded once."""
-    return (rows.float() @ matrix.float()).to(rows.dtype)
+def product(rows: Tensor, matrix: Tensor, chunk: int = 4096) -> Tensor:
+    """rows (V, E) @ matrix (E, C), rounded once; `chunk` rows at a time are in float64."""
+    out, wide = rows.new_empty(rows.shape[0], matrix.shape[1]), matrix.double()
+    for first in range(0, rows.shape[0], chunk):
+        out[first : first + chunk] = rows[first : first + chunk].double() @ wide
+    return out
 
 
 FAMILY = Family(

@@ -14,7 +14,7 @@ from tridecode.converters.hf_config import activation, max_positions, rope_confi
 from tridecode.converters.rules import (
     Rule,
     module_rules,
-    split_groups,
+    split_group_bias,
     split_groups_transposed,
     transpose,
 )
@@ -61,13 +61,16 @@ def _num_kv_heads(hf: PreTrainedConfig) -> int:
 def _has_mlp_norm(hf: PreTrainedConfig) -> bool:
     """Whether parallel attention and MLP have a norm each: of the new decoder, unless it says 1."""
     norms = hf.num_ln_in_parallel_attn
-    if hf.new_decoder_architecture and not hf.parallel_attn:
-        raise UnsupportedError(
-            "Falcon with new_decoder_architecture = True, parallel_attn = False; this version, as "
-            "transformers, runs parallel_attn = True there"
-        )
-    either = hf.new_decoder_architecture or not hf.parallel_attn  # a sequential layer always has two norms
-    wanted: tuple[int | None, ...] = (None, 1, 2) if either else (None, 1)
+    if hf.new_decoder_architecture:
+        if not hf.parallel_attn:
+            raise UnsupportedError(
+                "Falcon with new_decoder_architecture = True, parallel_attn = False; this version, as "
+                "transformers, runs parallel_attn = True there"
+            )
+        wanted = (None, 1, 2)
+    else:
+        # a sequential layer has two norms in any case
+        wanted = (None, 1, 2) if not hf.parallel_attn else (None, 1)
     if norms not in wanted:
         raise UnsupportedError(
             f"Falcon with new_decoder_architecture = {hf.new_decoder_architecture}, "
@@ -77,17 +80,18 @@ def _has_mlp_norm(hf: PreTrainedConfig) -> bool:
     return bool(hf.new_decoder_architecture) and norms != 1
 
 
-def rules(num_heads: int, head_size: int = 1) -> list[Rule]:
-    """head_size: 1 where only names matter."""
-    sizes = num_heads, head_size
+def rules(num_heads: int, head_size: int | None = None) -> list[Rule]:
     layer, out = "transformer.h.{i}", "model.layers.{i}"
+    weight = partial(split_groups_transposed, num_heads, head_size)
+    bias = partial(split_group_bias, num_heads, head_size)
     source, qkv = f"{layer}.self_attention.query_key_value", f"{out}.attention.query_key_value"
     return [
         Rule(EMBEDDING, "model.wte"),
         *module_rules(f"{layer}.input_layernorm", f"{out}.input_layernorm"),
         *module_rules(f"{layer}.ln_attn", f"{out}.ln_attn"),
         *module_rules(f"{layer}.ln_mlp", f"{out}.ln_mlp"),
-        *module_rules(source, qkv, partial(split_groups_transposed, *sizes), partial(split_groups, *sizes)),
+        Rule(f"{source}.weight", f"{qkv}.weight", weight),
+        Rule((f"{source}.bias", f"{source}.weight"), f"{qkv}.bias", bias),
         *module_rules(f"{layer}.self_attention.dense", f"{out}.attention.dense", transpose),
         *module_rules(f"{layer}.post_attention_layernorm", f"{out}.post_attention_layernorm"),
         *module_rules(f"{layer}.mlp.dense_h_to_4h", f"{out}.mlp.dense_h_to_4h", transpose),
@@ -103,6 +107,6 @@ FAMILY = CheckpointFamily(
     embedding=EMBEDDING,
     model_config=model_config,
     rules=rules,
-    sized_rules=lambda config: rules(config.num_heads, config.head_size),
+    takes_head_size=True,
     ignored=("transformer.h.{i}.self_attention.rotary_emb.inv_freq",),  # of old checkpoints
 )

@@ -19,12 +19,15 @@ from transformers import (
     GPT2Config,
     GPTJConfig,
     GPTNeoXConfig,
+    OPTConfig,
     PreTrainedConfig,
 )
 
 from tridecode.backend.config import DEFAULT_MAX_POSITIONS, ModelConfig
 from tridecode.backend.errors import CheckpointError
+from tridecode.backend.models.opt import OptConfig
 from tridecode.converters.families import families
+from tridecode.converters.families.opt import OFFSET, without_offset
 from tridecode.converters.rules import (
     join,
     join_heads,
@@ -104,12 +107,33 @@ def _gptj(config: ModelConfig) -> PreTrainedConfig | None:
     )
 
 
+def _opt(config: OptConfig) -> PreTrainedConfig | None:
+    is_pre_norm = config.residual == "sequential"
+    biases_differ = config.attention_bias != config.mlp_bias
+    if config.norm_eps != 1e-5 or biases_differ or (config.final_norm and not is_pre_norm):
+        return None
+    return OPTConfig(
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        ffn_dim=config.mlp_size,
+        max_position_embeddings=config.max_positions,
+        activation_function=_ACTIVATIONS[config.activation],
+        word_embed_proj_dim=config.embedding_size,
+        do_layer_norm_before=is_pre_norm,
+        _remove_final_layer_norm=is_pre_norm and not config.final_norm,
+        enable_bias=config.attention_bias,
+        layer_norm_elementwise_affine=config.norm_weights,
+    )
+
+
 #: ModelConfig.family -> transformers' model type, and its config
 _CONFIGS: Mapping[str, tuple[str, Callable[[Any], PreTrainedConfig | None]]] = {
     "gpt": ("gpt2", _gpt2),
     "bloom": ("bloom", _bloom),
     "gptneox": ("gpt_neox", _gptneox),
     "gptj": ("gptj", _gptj),
+    "opt": ("opt", _opt),
 }
 
 
@@ -164,6 +188,8 @@ def _undo(transform: Callable[..., Tensor], made: Tensor, sources: list[Tensor])
         return (join_heads(heads, made.t()),)
     if kind is join:
         return made.split(rows)
+    if kind is without_offset:
+        return (torch.cat([made.new_zeros(OFFSET, made.shape[1]), made]),)
     if kind is join_transposed:
         return made.t().split(rows)
     raise CheckpointError(f"{kind} has no inverse here; see converters/sources/directory_reference.py")

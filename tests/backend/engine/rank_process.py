@@ -14,7 +14,6 @@ from tridecode.backend.engine.loop import follow
 from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.engine.parallel import ProcessRanks
 from tridecode.backend.engine.settings import resolve
-from tridecode.backend.errors import TridecodeError
 from tridecode.backend.messages import SamplingParams
 from tridecode.backend.models import read_model_config
 from tridecode.backend.supervisor.rank_link import RankStatus
@@ -29,14 +28,24 @@ class RankPool:
         self._size, self._workers = size, []  # type: ignore[var-annotated]
 
     def run(
-        self, directory: Path, tensor: int, stages: int, meeting: Path, prompts: list[list[int]]
+        self,
+        directory: Path,
+        tensor: int,
+        stages: int,
+        meeting: Path,
+        prompts: list[list[int]],
+        names: list[str] | None = None,
+        **settings,
     ) -> list[tuple[list[int], Any]]:
-        """Rank 0's (tokens, context embedding) of every prompt. Raises AssertionError if a rank fails."""
+        """Rank 0's (tokens, context embedding) of every prompt. Raises AssertionError if a rank fails.
+
+        names: of each prompt's adapter. settings: of EngineConfig.
+        """
         if not self._workers:
             self._workers = self._start()
         ranks = self._workers[: tensor * stages]
         for rank, (_, jobs, _) in enumerate(ranks):
-            jobs.put((rank, tensor, stages, directory, f"file://{meeting}", prompts))
+            jobs.put((rank, tensor, stages, directory, f"file://{meeting}", prompts, names, settings))
         try:
             answers = [answer.get(timeout=120) for _, _, answer in ranks]
         except BaseException:
@@ -75,53 +84,36 @@ def _work(jobs, answers) -> None:
 
 
 def _run_rank(
-    rank: int, tensor: int, stages: int, directory: Path, meeting: str, prompts: list[list[int]]
+    rank: int,
+    tensor: int,
+    stages: int,
+    directory: Path,
+    meeting: str,
+    prompts: list[list[int]],
+    names: list[str] | None,
+    settings: dict[str, Any],
 ) -> list[tuple[list[int], Any]]:
     cpu = torch.device("cpu")
     ranks = ProcessRanks(rank, tensor, stages, meeting, cpu)
     try:
         model = read_model_config(directory)
-        settings = EngineConfig(max_sequences=4, block_tokens=8, max_step_tokens=16, cache_bytes=4 << 20)
-        engine = Engine.load(directory, model, resolve(settings, model, cpu), ranks, cpu)
+        sizes = dict(max_sequences=4, block_tokens=8, max_step_tokens=16, cache_bytes=4 << 20)
+        config = resolve(EngineConfig(**{**sizes, **settings}), model, cpu)
+        engine = Engine.load(directory, model, config, ranks, cpu)
         if rank > 0:
             follow(engine, RankStatus())
+            engine.close()
             return []
         offline = OfflineEngine(engine)
         params = SamplingParams(max_tokens=NEW_TOKENS, return_context_embedding=True)
-        done = offline.generate(prompts, params)
+        numbers = [
+            offline.submit(prompt, params, name)
+            for prompt, name in zip(prompts, names or [""] * len(prompts))
+        ]
+        offline.run()
+        done = [offline.generations[number] for number in numbers]
         ranks.broadcast_plan(None)
+        engine.close()
         return [(generation.tokens, generation.embedding) for generation in done]
     finally:
         ranks.close()
-
-
-def run_adapter_rank(
-    rank: int, tensor: int, stages: int, directory: Path, folder: Path, meeting: str, asked, queue
-) -> None:
-    """One rank with adapters; rank 0 puts the tokens of each (prompt, name) and the names of errors."""
-    torch.set_num_threads(1)
-    cpu = torch.device("cpu")
-    ranks = ProcessRanks(rank, tensor, stages, meeting, cpu)
-    model = read_model_config(directory)
-    settings = EngineConfig(
-        max_sequences=4, block_tokens=8, max_step_tokens=16, cache_bytes=4 << 20, lora_path=str(folder)
-    )
-    engine = Engine.load(directory, model, resolve(settings, model, cpu), ranks, cpu)
-    if rank > 0:
-        follow(engine, RankStatus())
-    else:
-        offline, errors = OfflineEngine(engine), []
-        params = SamplingParams(max_tokens=6)
-        numbers = [offline.submit(prompt, params, name) for prompt, name in asked]
-        offline.run()
-        offline.submit([1], params, "unknown")
-        try:
-            offline.run()
-        except TridecodeError as error:
-            errors.append(type(error).__name__)
-        numbers.append(offline.submit(*asked[-1][:1], params, asked[-1][1]))
-        offline.run()
-        ranks.broadcast_plan(None)
-        queue.put(([offline.generations[number].tokens for number in numbers], errors))
-    engine.close()
-    ranks.close()

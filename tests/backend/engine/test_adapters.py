@@ -5,16 +5,16 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from tests.backend.engine.offline_models import prompts_of
-from tests.backend.engine.rank_process import run_adapter_rank
+from tests.backend.engine.rank_process import RankPool
 from tests.checkpoints import FAMILIES, greedy, save
 from tests.lora_adapters import make_adapter
 from tests.waiting import wait_until
@@ -121,34 +121,28 @@ def test_16_bit_adapters_are_as_far_from_peft_as_16_bit_models(served) -> None:
     offline.engine.close()
 
 
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    held = RankPool(4)
+    yield held
+    held.close()
+
+
 @pytest.mark.parametrize(
     "family, tensor, stages", [("llama", 2, 1), ("bloom", 2, 2), ("gpt2", 1, 2), ("llama", 4, 1)]
 )
-def test_ranks_have_their_share_of_adapters(served, family: str, tensor: int, stages: int, tmp_path) -> None:
+def test_ranks_have_their_share_of_adapters(
+    served, pool: RankPool, family: str, tensor: int, stages: int, tmp_path
+) -> None:
+    """Two adapters where one has room, so that ranks drop and load while others run."""
     weights, folder, models = served(family, shared=True)
     prompts = prompts_of([5, 1, 20, 9], models[""].config.vocab_size)
     asked = [(prompt, name) for prompt in prompts for name in models]
-    context = mp.get_context("spawn")
-    queue = context.Queue()
-    meeting = f"file://{tmp_path / 'meeting'}"
-    processes = [
-        context.Process(
-            target=run_adapter_rank, args=(rank, tensor, stages, weights, folder, meeting, asked, queue)
-        )
-        for rank in range(tensor * stages)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        answers, errors = queue.get(timeout=90)
-    finally:
-        for process in processes:
-            process.join(10)
-            process.kill()
-    assert errors == ["RequestError"], "an unknown name, before the last request"
-    for (prompt, name), tokens in zip([*asked, asked[-1]], answers, strict=True):
-        assert tokens == greedy(models[name], prompt, TOKENS)[0]
-    assert [process.exitcode for process in processes] == [0] * len(processes)
+    answers = pool.run(
+        weights, tensor, stages, tmp_path / "meeting", *zip(*asked), lora_path=str(folder), max_loras=1
+    )
+    for (prompt, name), (tokens, _) in zip(asked, answers, strict=True):
+        assert tokens[:TOKENS] == greedy(models[name], prompt, TOKENS)[0]
 
 
 # ---------------------------------------------------------------- added, replaced, removed, damaged
