@@ -163,14 +163,18 @@ def describe(config: ModelConfig) -> list[str]:
 
 def rules_of_layers(source: CheckpointFamily, config: ModelConfig) -> list[Rule]:
     """The rules of all tensors; those of a layer with the heads of that layer."""
-    rules = source.rules(config.num_heads)
+    rules = _rules_of(source, config)
     if not config.layer_sizes:
         return rules
     layers = range(config.num_layers)
     inside = [
         rule.of_layer(layer)
         for layer in layers
-        for rule in source.rules(config.layer_sizes[layer].num_heads)
+        for rule in _rules_of(source, config.of_layer(layer))
         if "{i}" in rule.target
     ]
     return [rule for rule in rules if "{i}" not in rule.target] + inside
+
+
+def _rules_of(source: CheckpointFamily, config: ModelConfig) -> list[Rule]:
+    return source.rules(config.num_heads) + ([] if source.head_rules is None else source.head_rules(config))

@@ -49,7 +49,7 @@ class CheckpointFamily:
     embedding, head: names of these tensors. model_config: (transformers' config, **common) to
     ModelConfig; common: model_name, start_id, end_id, weight_dtype, tied_head. rules: (number of heads) to
     those of every tensor. ignored: patterns of buffers to leave out. renamed: names of other versions to
-    transformers' of today.
+    transformers' of today. head_rules: of tensors whose number depends on the config.
     """
 
     model_types: tuple[str, ...]
@@ -61,6 +61,7 @@ class CheckpointFamily:
     ignored: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
     gguf: GgufRules | None = None
+    head_rules: Callable[[ModelConfig], list[Rule]] | None = None
     config_class: type[PreTrainedConfig] | None = None
     reference: Callable[[Checkpoint, torch.dtype], Module] | None = None
 
