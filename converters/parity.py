@@ -190,6 +190,22 @@ def check_parity(
     return judge(compared, bound, reference_difference=difference, **facts)
 
 
+def without_reference(
+    why: str, source: str, weights: Path, config: ModelConfig, tokenizer_file: Path | None
+) -> dict[str, Any]:
+    """PARITY.json of a model that there is nothing independent to compare with: passed is null."""
+    return {
+        "passed": None,
+        "source": source,
+        "family": config.family,
+        "weight_dtype": config.weight_dtype,
+        "reference": {"none": why},
+        "checksums": compared_checksums(weights, tokenizer_file),
+        "versions": _versions(),
+        "format": PARITY_FORMAT,
+    }
+
+
 _Greedy = tuple[list[list[int]], list[np.ndarray]]  # tokens and logits, prompt by prompt
 
 

@@ -345,7 +345,12 @@ def _check_parity(repository: Path, weights: Path, tokenizer_dir: str | None) ->
     except TridecodeError as error:
         yield _error(PARITY_FILE, str(error), "JSON", "Build the repository again.")
         return
-    if parity.get("format") != PARITY_FORMAT or not parity.get("passed"):
+    reference = parity.get("reference")
+    why = reference.get("none") if isinstance(reference, dict) and parity.get("passed") is None else None
+    if why is not None:
+        fix = "Ask it for something that you know the answer to."
+        yield _warning(PARITY_FILE, f"nothing compared: {why}", "a comparison", fix)
+    if parity.get("format") != PARITY_FORMAT or not (parity.get("passed") or why is not None):
         yield _error(
             PARITY_FILE, "no passed comparison", f"{PARITY_FORMAT}, passed", "Build the repository again."
         )
