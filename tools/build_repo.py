@@ -22,7 +22,7 @@ from tridecode.backend.models import family
 from tridecode.converters.adapters import merge, write_targets
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import PlannedConversion, plan_conversion
-from tridecode.converters.parity import Parity, check_parity
+from tridecode.converters.parity import Parity, check_parity, without_reference
 from tridecode.converters.sources import Checkpoint
 from tridecode.converters.sources.nemo import open_prompts
 from tridecode.converters.tokenizer import (
@@ -154,8 +154,7 @@ def build_repo(
             written = save_tokenizer(hf_tokenizer, source, staging / TOKENIZER_DIR)
             _check_vocabulary(written, config, console)
         if parity and not compared.has_reference:
-            why = f"transformers has no class for {compared.config.model_type or config.family}"
-            console.print(f"[yellow]warning[/]: the result is not compared: {why}")
+            _say_unproven(planned, compared, weights, staging, hf_tokenizer is not None, console)
         elif parity:
             _prove(planned, compared, weights, staging, hf_tokenizer, console)
         _check_result(staging)
@@ -263,6 +262,23 @@ def _prove(
     )
     console.print(f"parity with transformers: {summary}")
     return parity
+
+
+def _say_unproven(
+    planned: PlannedConversion,
+    checkpoint: Checkpoint,
+    weights: Path,
+    staging: Path,
+    has_tokenizer: bool,
+    console: Console,
+) -> None:
+    """Say, and write into PARITY.json, that there was no reference."""
+    model_type = checkpoint.config.model_type or planned.config.family
+    why = f"transformers has no class for {model_type} with these settings"
+    file = staging / TOKENIZER_DIR / "tokenizer.json" if has_tokenizer else None
+    result = without_reference(why, checkpoint.path.name, weights, planned.config, file)
+    (staging / PARITY_FILE).write_text(json.dumps(result, indent=1, ensure_ascii=False), encoding="utf-8")
+    console.print(f"[yellow]warning[/]: the result is not compared: {why}")
 
 
 def _check_result(staging: Path) -> None:
