@@ -26,9 +26,11 @@ class RopeConfig:
     """Rotary position embedding. size: rotated dimensions of a head; theta: base; scaling: one of SCALINGS.
 
     factor: of all scalings but longrope. low_freq_factor, high_freq_factor: llama3. beta_fast, beta_slow,
-    truncate: yarn. short_factors, long_factors: longrope, size / 2 of each. attention_factor: cos and sin are
-    multiplied by it. interleaved: each even dimension is rotated against the next (GPT-J); else half
-    against half. Source: Su et al. 2021; the scalings are those of transformers' modeling_rope_utils.
+    truncate: yarn. short_factors, long_factors: longrope, size / 2 of each. recompute: longrope; a sequence
+    that grows beyond original_max_positions is computed again with the long factors. attention_factor: cos
+    and sin are multiplied by it. interleaved: each even dimension is rotated against the next (GPT-J); else
+    half against half. An odd size is rounded up, but its frequencies are not those of the next even one.
+    Source: Su et al. 2021; the scalings are those of transformers' modeling_rope_utils.
     """
 
     size: int
@@ -45,6 +47,7 @@ class RopeConfig:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     interleaved: bool = False
+    recompute: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,20 @@ class ModelConfig:
             return range(self.num_heads)
         sizes = self.layer_sizes[layer]
         return sizes.kept_heads or range(sizes.num_heads)
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """Of all layers."""
+        return () if self.rope is None else (self.rope,)
+
+    @property
+    def long_prompt_tokens(self) -> int:
+        """longrope: all of a longer prompt is rotated with the long factors; 0: another scaling."""
+        return max((r.original_max_positions for r in self.ropes if r.scaling == "longrope"), default=0)
+
+    @property
+    def recomputes_long(self) -> bool:
+        return any(rope.recompute for rope in self.ropes)
 
 
 def check_tensor_size(config: ModelConfig, tensor_para_size: int) -> None:

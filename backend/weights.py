@@ -212,6 +212,10 @@ class WeightReader:
         """Yield a sentence for each file whose bytes are not those that were written."""
         yield from self._digest_problems(True, None, progress)
 
+    def sample_problems(self) -> Iterator[str]:
+        """Yield a sentence for each file whose sampled digest is not that of the manifest."""
+        yield from self._digest_problems(False, None)
+
     def _digest_problems(
         self, full: bool, specs: Iterable[WeightSpec] | None, progress: Callable[[int], None] | None = None
     ) -> Iterator[str]:

@@ -206,7 +206,8 @@ def full_names(shapes: dict[str, tuple[int, ...]], family: CheckpointFamily) -> 
     """transformers' full name -> the checkpoint's own, which has no prefix if it is of the bare model."""
     prefix = "" if any(name.startswith(family.prefix) for name in shapes) else family.prefix
     today = {family.renamed.get(name, name): name for name in shapes}
-    return {name if name == family.head else prefix + name: own for name, own in today.items()}
+    head = family.head.removesuffix("weight")  # and its bias
+    return {name if name.startswith(head) else prefix + name: own for name, own in today.items()}
 
 
 def settle_head(checkpoint: Checkpoint, family: CheckpointFamily, names: dict[str, str]) -> bool:

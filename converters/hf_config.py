@@ -8,7 +8,7 @@ from typing import Any, Callable
 from transformers import PreTrainedConfig
 
 from tridecode.backend.config import RopeConfig
-from tridecode.backend.errors import UnsupportedError
+from tridecode.backend.errors import CheckpointError, UnsupportedError
 
 # the first three spellings compute one tanh formula
 _ACTIVATIONS = {
@@ -17,6 +17,11 @@ _ACTIVATIONS = {
     "gelu_fast": "gelu_tanh",
     "gelu": "gelu",
     "relu": "relu",
+}
+_GATES = {
+    "silu": "silu",
+    "swish": "silu",
+    **{name: ours for name, ours in _ACTIVATIONS.items() if ours.startswith("gelu")},
 }
 
 
@@ -39,6 +44,29 @@ def activation(hf: PreTrainedConfig, key: str, title: str) -> str:
     if name not in _ACTIVATIONS:
         raise UnsupportedError(f"{title} with {key} = {name}; this version runs {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
+
+
+def gated_activation(hf: PreTrainedConfig, key: str, title: str) -> str:
+    """ModelConfig.activation of an MLP with a gate. title: the family's name, for the error."""
+    name = getattr(hf, key)
+    if name not in _GATES:
+        raise UnsupportedError(f"{title} with {key} = {name}; this version runs {', '.join(_GATES)}")
+    return _GATES[name]
+
+
+def demand(hf: PreTrainedConfig, title: str, **wanted: Any) -> None:
+    """Raises UnsupportedError for a setting that is neither absent, nor None, nor the value in `wanted`."""
+    for key, value in wanted.items():
+        found = getattr(hf, key, None)
+        if found is not None and found != value:
+            raise UnsupportedError(f"{title} with {key} = {found}; this version runs {value}")
+
+
+def demand_whole_rotary(rope: dict[str, Any], title: str) -> None:
+    """For families whose heads are rotated as a whole, in transformers too."""
+    found = rope.get("partial_rotary_factor", 1.0)
+    if found != 1.0:
+        raise UnsupportedError(f"{title} with partial_rotary_factor = {found}; this version runs 1.0")
 
 
 def rope_config(
@@ -135,15 +163,28 @@ _ROPE_FIELDS: dict[str, Callable[[dict[str, Any], PreTrainedConfig], dict[str, A
 def max_positions(hf: PreTrainedConfig) -> int:
     """Dynamic rope scaling extends max_position_embeddings, the length of its training."""
     rope = getattr(hf, "rope_parameters", None) or {}
-    extended = float(rope["factor"]) if rope.get("rope_type") == "dynamic" else 1.0
-    return int(hf.max_position_embeddings * extended)
+    nested = [entry for entry in rope.values() if isinstance(entry, dict)]
+    factors = [float(entry["factor"]) for entry in nested or [rope] if entry.get("rope_type") == "dynamic"]
+    return int(hf.max_position_embeddings * max(factors, default=1.0))
 
 
-def windows(hf: PreTrainedConfig) -> tuple[int, ...]:
-    """ModelConfig.windows, from sliding_window and, if layers differ, layer_types."""
-    window = getattr(hf, "sliding_window", None)
-    if not window:
+def windows(hf: PreTrainedConfig, title: str) -> tuple[int, ...]:
+    """ModelConfig.windows, from sliding_window and, if layers differ, layer_types.
+
+    Raises UnsupportedError for another type of layer, CheckpointError for layers with a window of unknown
+    size. title: the family's name.
+    """
+    window, layers = getattr(hf, "sliding_window", None), hf.num_hidden_layers
+    everywhere = ["full_attention" if window is None else "sliding_attention"] * layers
+    types = getattr(hf, "layer_types", None) or everywhere
+    for kind in types:
+        if kind not in ("full_attention", "sliding_attention"):
+            found = f"{title} with a layer of {kind}"
+            raise UnsupportedError(f"{found}; this version runs full_attention and sliding_attention")
+    if len(types) != layers:
+        raise CheckpointError(f"{title} with {len(types)} layer_types; wanted {layers}, one for each layer")
+    if "sliding_attention" not in types:
         return ()
-    types = getattr(hf, "layer_types", None) or ["sliding_attention"] * hf.num_hidden_layers
-    found = tuple(window if kind == "sliding_attention" else 0 for kind in types)
-    return found if any(found) else ()
+    if window is None or window < 1:
+        raise CheckpointError(f"{title} with sliding_window = {window}; wanted 1 or more tokens")
+    return tuple(window if kind == "sliding_attention" else 0 for kind in types)

@@ -8,6 +8,7 @@ layers of other sizes.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
@@ -64,9 +65,11 @@ def unpruned_tensors(
     """
     whole = replace(config, layer_sizes=())
     after = {spec.name: spec for spec in family(config.family).weight_specs(config)}
-    whole_rules = {rule.target: rule for rule in _each_layer(source.rules(whole.num_heads), config)}
+    whole_rules = {rule.target: rule for rule in _each_layer(source.rules_of(whole), config)}
     rules = {rule.target: rule for rule in _each_layer(rules_of_layers(source, config), config)}
+    parts_of = Counter(name for rule in whole_rules.values() for name in rule.sources)
     replaced: set[str] = set()
+    open_parts: dict[str, Tensor] = {}  # tensors from which several of ours are made
     for spec in family(config.family).weight_specs(whole):
         if spec.shape == after[spec.name].shape or spec.name not in rules:
             continue
@@ -74,8 +77,14 @@ def unpruned_tensors(
         rule = whole_rules[spec.name]
         places = _places(spec, after[spec.name], config)
         parts = _scatter(rule, [shapes[part] for part in rule.sources], spec.axis or 0, places, values)
-        yield from zip(rule.sources, parts)
         replaced.update(rule.sources)
+        for name, part in zip(rule.sources, parts):
+            parts_of[name] -= 1
+            whole_part = part + open_parts.pop(name) if name in open_parts else part
+            if parts_of[name]:
+                open_parts[name] = whole_part
+            else:
+                yield name, whole_part
     for name in names:
         if name not in replaced:
             yield name, read(name)

@@ -50,7 +50,7 @@ class _Widths:
 
     def __init__(self, config: ModelConfig, source: CheckpointFamily, shapes: Shapes):
         self._hidden, self._shapes = config.hidden_size, shapes
-        self._rules = {rule.target: rule for rule in source.rules(config.num_heads)}
+        self._rules = {rule.target: rule for rule in source.rules_of(config)}
         self._down = {
             spec.layer: spec.name
             for spec in family(config.family).weight_specs(config)
@@ -133,17 +133,11 @@ def _check(layer: int, sizes: LayerSizes, config: ModelConfig, where: Path) -> N
         if len(groups) != sizes.num_kv_heads or len(set(groups.values())) != 1:
             found = f"the kept heads of layer {layer} have {dict(groups)} in each group of a key/value head"
             raise UnsupportedError(f"{where}: {found}; wanted equal numbers in {sizes.num_kv_heads} groups")
-    elif sizes.num_heads < config.num_heads and _has_slopes(config):
+    elif sizes.num_heads < config.num_heads and family(config.family).depends_on_heads(config):
         raise CheckpointError(
             f"{where}: layer {layer} has {sizes.num_heads} of {config.num_heads} heads; which ones decides "
             f'their ALiBi slopes; wanted {PRUNED_HEADS}: {{"{layer}": [the heads that were removed], ...}}'
         )
-
-
-def _has_slopes(config: ModelConfig) -> bool:
-    """Whether positions enter through the heads: there are neither rotary positions nor a table."""
-    tables = any(spec.name == "model.wpe" for spec in family(config.family).weight_specs(config))
-    return config.rope is None and not tables
 
 
 def describe(config: ModelConfig) -> list[str]:
@@ -163,18 +157,14 @@ def describe(config: ModelConfig) -> list[str]:
 
 def rules_of_layers(source: CheckpointFamily, config: ModelConfig) -> list[Rule]:
     """The rules of all tensors; those of a layer with the heads of that layer."""
-    rules = _rules_of(source, config)
+    rules = source.rules_of(config)
     if not config.layer_sizes:
         return rules
     layers = range(config.num_layers)
     inside = [
         rule.of_layer(layer)
         for layer in layers
-        for rule in _rules_of(source, config.of_layer(layer))
+        for rule in source.rules_of(config.of_layer(layer))
         if "{i}" in rule.target
     ]
     return [rule for rule in rules if "{i}" not in rule.target] + inside
-
-
-def _rules_of(source: CheckpointFamily, config: ModelConfig) -> list[Rule]:
-    return source.rules(config.num_heads) + ([] if source.head_rules is None else source.head_rules(config))

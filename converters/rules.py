@@ -63,14 +63,14 @@ def split_groups(num_heads: int, head_size: int, tensor: Tensor) -> Tensor:
     return torch.cat([part.flatten(0, 2) for part in parts])
 
 
-def split_groups_transposed(num_heads: int, weight: Tensor) -> Tensor:
-    """((H + 2K) * D, C), C = H * D, by kv head -> (C, (H + 2K) * D)."""
-    return transpose(split_groups(num_heads, weight.shape[1] // num_heads, weight))
+def split_groups_transposed(num_heads: int, head_size: int | None, weight: Tensor) -> Tensor:
+    """((H + 2K) * D, C) by kv head -> (C, (H + 2K) * D). head_size: D; None: C / H."""
+    return transpose(split_groups(num_heads, head_size or weight.shape[1] // num_heads, weight))
 
 
-def split_group_bias(num_heads: int, bias: Tensor, weight: Tensor) -> Tensor:
-    """The bias of split_groups_transposed's weight, which tells the head size."""
-    return split_groups(num_heads, weight.shape[1] // num_heads, bias)
+def split_group_bias(num_heads: int, head_size: int | None, bias: Tensor, weight: Tensor) -> Tensor:
+    """The bias of split_groups_transposed's weight, which tells the head size if it is None."""
+    return split_groups(num_heads, head_size or weight.shape[1] // num_heads, bias)
 
 
 @dataclass(frozen=True)

@@ -157,11 +157,11 @@ class Reference:
         queries = heads.num_heads * heads.head_size
         # the query heads of one kv head are taken as queries of one head: (B, K, H / K, D)
         q = qkv[:, :queries].unflatten(1, (heads.num_kv_heads, -1, heads.head_size))
-        key_index, value_index = _decode_indices(batch, cache, heads.num_kv_heads)
+        key_index, value_index = _decode_indices(batch, cache, heads)
         flat = cache.blocks.view(-1, cache.block_tokens, heads.head_size)
         k = flat.index_select(0, key_index).view(rows, heads.num_kv_heads, -1, heads.head_size)
         v = flat.index_select(0, value_index).view(rows, heads.num_kv_heads, -1, heads.head_size)
-        mask = _decode_mask(batch, heads, k.shape[2], k.dtype)
+        mask = _decode_mask(batch, heads, cache.block_tokens, k.dtype)
         out.copy_(_attend(q, k, v, mask, heads).reshape(rows, queries))
         if (batch.context_lens[:rows] == 0).any():
             out[batch.context_lens[:rows] == 0] = 0
@@ -314,37 +314,52 @@ def _written(batch: Batch, block_tokens: int) -> tuple[Tensor | None, Tensor, Te
     return batch.memo["written"]
 
 
-def _decode_indices(batch: Batch, cache: CacheLayer, num_kv_heads: int) -> tuple[Tensor, Tensor]:
-    """Rows of the cache, seen as (N * 2 * K, P, D), that hold the keys and the values of each decode row: (B
-    * K * M,)."""
-    key = ("decode_indices", num_kv_heads, cache.block_tokens)
+def _decode_blocks(batch: Batch, block_tokens: int, window: int) -> tuple[Tensor, int]:
+    """(B,): the first block that each decode row sees, and how many blocks from there the longest row has."""
+    key = ("decode_blocks", block_tokens, window)
     if key not in batch.memo:
-        rows = batch.num_decodes
-        columns = -(-max(int(batch.context_lens[:rows].max()), 1) // cache.block_tokens)
-        tables = batch.block_tables[:rows, None, :columns].clamp(min=0).long()
-        heads = torch.arange(num_kv_heads, device=tables.device)[None, :, None]
-        keys = (tables * (2 * num_kv_heads) + heads).flatten()
-        batch.memo[key] = (keys, keys + num_kv_heads)
+        lens = batch.context_lens[: batch.num_decodes].clamp(min=1)
+        first = (lens - window).clamp(min=0) // block_tokens if window else torch.zeros_like(lens)
+        count = int(((lens + block_tokens - 1) // block_tokens - first).max())
+        batch.memo[key] = (first, count)
     return batch.memo[key]
 
 
-def _decode_mask(batch: Batch, heads: Heads, width: int, dtype: torch.dtype) -> Tensor:
-    """(B, K or 1, H / K or 1, width): -inf beyond the context, ALiBi within. Layers of the same slopes share
-    it."""
-    biases = (heads.slopes, heads.key_bias)
-    key = ("decode_mask", *map(id, biases), heads.num_kv_heads, heads.window, width, dtype)
+def _decode_indices(batch: Batch, cache: CacheLayer, heads: Heads) -> tuple[Tensor, Tensor]:
+    """Rows of the cache, seen as (N * 2 * K, P, D), that hold the keys and the values which each decode row
+    sees: (B * K * blocks,)."""
+    kv_heads = heads.num_kv_heads
+    key = ("decode_indices", kv_heads, cache.block_tokens, heads.window)
     if key not in batch.memo:
-        lens = batch.context_lens[: batch.num_decodes].clamp(min=1)
-        positions = torch.arange(width, device=lens.device)
-        outside = positions[None, :] >= lens[:, None]
+        first, count = _decode_blocks(batch, cache.block_tokens, heads.window)
+        tables = batch.block_tables[: batch.num_decodes]
+        columns = first[:, None] + torch.arange(count, device=tables.device)  # (B, blocks)
+        blocks = tables.gather(1, columns.clamp(max=tables.shape[1] - 1).long()).clamp(min=0).long()
+        each = torch.arange(kv_heads, device=tables.device)[None, :, None]
+        keys = (blocks[:, None, :] * (2 * kv_heads) + each).flatten()
+        batch.memo[key] = (keys, keys + kv_heads)
+    return batch.memo[key]
+
+
+def _decode_mask(batch: Batch, heads: Heads, block_tokens: int, dtype: torch.dtype) -> Tensor:
+    """(B, K or 1, H / K or 1, tokens of the blocks): -inf outside the context and the window, ALiBi within.
+    Layers of the same slopes and window share it."""
+    biases = (heads.slopes, heads.key_bias)
+    key = ("decode_mask", *map(id, biases), heads.num_kv_heads, heads.window, block_tokens, dtype)
+    if key not in batch.memo:
+        lens = batch.context_lens[: batch.num_decodes].clamp(min=1)[:, None]
+        first, count = _decode_blocks(batch, block_tokens, heads.window)
+        inside = torch.arange(count * block_tokens, device=lens.device)
+        positions = first[:, None] * block_tokens + inside  # (B, tokens)
+        outside = positions >= lens
         if heads.window:
-            outside = outside | (positions[None, :] < lens[:, None] - heads.window)
+            outside = outside | (positions < lens - heads.window)
         if heads.key_bias is not None:
-            mask = key_bias(heads, positions).view(1, heads.num_kv_heads, -1, width)
+            mask = key_bias(heads, positions).transpose(0, 1).unflatten(1, (heads.num_kv_heads, -1))
         elif heads.slopes is None:
             mask = torch.zeros(outside.shape, device=lens.device)[:, None, None, :]
         else:
-            distances = (positions[None, :] - (lens[:, None] - 1)).float()
+            distances = (positions - (lens - 1)).float()
             slopes = heads.slopes.view(1, heads.num_kv_heads, -1, 1)
             mask = slopes * distances[:, None, None, :]
         mask = mask.masked_fill(outside[:, None, None, :], -torch.inf).to(dtype)

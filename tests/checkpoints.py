@@ -57,8 +57,8 @@ TEXTS = [
 ]
 
 
-def _settle(model: PreTrainedModel, seed: int) -> PreTrainedModel:
-    """Draw every parameter anew from `seed`; keeps what is tied tied."""
+def _settle(model: PreTrainedModel, seed: int, norm_centre: float = 1.0) -> PreTrainedModel:
+    """Draw every parameter anew from `seed`; keeps what is tied tied. norm_centre: mean of norms' weights."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -68,7 +68,7 @@ def _settle(model: PreTrainedModel, seed: int) -> PreTrainedModel:
             elif name.endswith("bias"):
                 parameter.copy_(noise * 0.1)
             else:  # a norm's weight
-                parameter.copy_(1.0 + noise * 0.1)
+                parameter.copy_(norm_centre + noise * 0.1)
     return model.eval()
 
 
@@ -84,8 +84,10 @@ class FamilyCase:
     (in, K * D)) to the arrays of `names`, each (in, out). ini: the fields of ModelConfig that config.ini
     keeps beside the common ones. kv_heads, mlp_size: of transformers' config; None: num_key_value_heads
     or as many as heads; intermediate_size, n_inner or four times the hidden size. turned: transformers'
-    matrices are (out, in), those of Linear, and not (in, out), of Conv1D. stored: (transformers' config,
-    state dict) to the part of it that the files hold, where a conversion changes tensors on purpose.
+    matrices are (out, in), those of Linear, and not (in, out), of Conv1D. A name that ends in #0, #1, … is
+    that part of a module's rows. stored: (transformers' config, state dict) to the part of it that the files
+    hold, where a conversion changes tensors on purpose. norm_centre: mean of the norms' weights; 0 where
+    transformers adds 1 to them.
     """
 
     config: type[PreTrainedConfig]
@@ -104,6 +106,7 @@ class FamilyCase:
     stored: Callable[[PreTrainedConfig, dict[str, np.ndarray]], dict[str, np.ndarray]] = lambda hf, state: (
         state
     )
+    norm_centre: float = 1.0
 
     def num_kv_heads(self, hf: PreTrainedConfig) -> int:
         if self.kv_heads is not None:
@@ -120,7 +123,7 @@ class FamilyCase:
 
     def __call__(self, seed: int | None = None, **overrides) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(self.hf_config(**overrides))
-        return _settle(model, self.seed if seed is None else seed)
+        return _settle(model, self.seed if seed is None else seed, self.norm_centre)
 
 
 def _rotary(random: Random) -> dict[str, Any]:

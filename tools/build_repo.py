@@ -104,6 +104,10 @@ def build_repo(
     if checkpoint.prompts:
         tasks = ", ".join(table.task for table in checkpoint.prompts)
         checkpoint.notes.append(f"the prompt tables of {tasks} are written, but not served by this version")
+    if lora is not None and checkpoint.plan is not None:
+        raise ConfigError(
+            f"{checkpoint.path} is a weight directory; --lora wants the checkpoint it was made from"
+        )
     if lora is not None:
         checkpoint = merge(checkpoint, Path(lora))
     for note in checkpoint.notes:
@@ -132,7 +136,8 @@ def build_repo(
     with _staged(output) as staging:
         weights = staging / ENGINE_MODEL / "1" / f"{tensor_para_size}-gpu"
         manifest = planned.write(weights, tensor_para_size)
-        write_targets(weights, planned)
+        if checkpoint.plan is None:  # adapters name transformers' modules, a weight directory has none
+            write_targets(weights, planned)
         if manifest.weight_sparsity >= _SPARSE:
             console.print(zeros_summary(manifest))
         write_models(

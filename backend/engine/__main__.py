@@ -28,6 +28,7 @@ from tridecode.backend.engine.settings import choose_device, resolve
 from tridecode.backend.engine_config_file import checkpoint_dir, read_engine_parameters
 from tridecode.backend.errors import ConfigError, TridecodeError, UnsupportedError, WeightFileError
 from tridecode.backend.models import read_model_config
+from tridecode.backend.models.config_ini import prompt_tasks
 from tridecode.backend.supervisor.rank_link import RankLink
 
 log = logging.getLogger("tridecode.engine")
@@ -60,6 +61,9 @@ def load(arguments: argparse.Namespace, link: RankLink) -> Engine:
         config = replace(config, lora_path=str(engine_dir / config.lora_path))
     directory = checkpoint_dir(str(engine_dir))
     model = read_model_config(Path(directory))
+    tasks = prompt_tasks(Path(directory))
+    if tasks and arguments.rank == 0:
+        log.warning("prompt learning is not served; ignored are the tasks %s", ", ".join(tasks))
     if torch.cuda.is_available() and config.device != "cpu":
         torch.cuda.set_device(arguments.rank % torch.cuda.device_count())
     device = choose_device(config)

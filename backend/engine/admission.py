@@ -17,7 +17,10 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """Sizes the scheduler works with. max_step_tokens >= max_sequences."""
+    """Sizes the scheduler works with. max_step_tokens >= max_sequences.
+
+    long_prompt_tokens, recompute_long: ModelConfig.long_prompt_tokens, .recomputes_long.
+    """
 
     num_blocks: int
     block_tokens: int
@@ -29,6 +32,8 @@ class SchedulerLimits:
     request_timeout_s: float
     max_bad_word_tokens: int = 256
     max_stop_word_tokens: int = 1024
+    long_prompt_tokens: int = 0
+    recompute_long: bool = False
 
 
 @dataclass

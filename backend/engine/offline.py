@@ -41,6 +41,8 @@ def limits_of(engine: Engine) -> SchedulerLimits:
         request_timeout_s=config.request_timeout_s,
         max_bad_word_tokens=config.max_bad_word_tokens,
         max_stop_word_tokens=config.max_stop_word_tokens,
+        long_prompt_tokens=engine.model_config.long_prompt_tokens,
+        recompute_long=engine.model_config.recomputes_long,
     )
 
 

@@ -37,6 +37,8 @@ class StepPlan:
     more where draft tokens are verified. Their sum is at most the engine's max_sequences.
     adapters: the number of each row's LoRA adapter, -1 for none; None if no row has one. drop_adapters: the
     numbers of adapters that neither this plan nor a later one names.
+    positions: of the tokens; all of them max_sequence_tokens more in a sequence that longrope rotates with
+    its long factors throughout (backend.models.rope.rope_table).
     slot_copies, block_copies: (source, destination) pairs, executed before the step and before `starts`; all
     sources are read before any destination is written.
     """

@@ -16,11 +16,13 @@ from tridecode.backend.engine.sequence import Sequence, Stage
 class _DecodeRows:
     """The decoding sequences as arrays, while they are the same from step to step.
 
-    slots: (B,) int32. positions: (B,) int32, of the next token. adapters: (B,) int32, -1 for none.
-    steps_left: until the last token of one of them is in flight."""
+    slots: (B,) int32. positions: (B,) int32, of the next token. shifts: (B,) int32, added to them for the
+    rotary table. adapters: (B,) int32, -1 for none. steps_left: until the last token of one of them is in
+    flight."""
 
     slots: np.ndarray
     positions: np.ndarray
+    shifts: np.ndarray
     adapters: np.ndarray
     steps_left: int
 
@@ -32,6 +34,10 @@ class Planner:
     gets a slot and the blocks of its known tokens at admission, then one block more whenever its last is
     full. Where no block is free, the last in the order is preempted: it gives slot and blocks back, keeps its
     place in the order, and is computed again later.
+
+    With longrope, all of a prompt of more than limits.long_prompt_tokens is rotated with the long factors:
+    its positions are shifted to the second half of the rotary table. With limits.recompute_long, a sequence
+    that grows beyond them is computed again so.
     """
 
     def __init__(self, limits: SchedulerLimits, cache: CacheManager, counters: Counters):
@@ -42,6 +48,7 @@ class Planner:
         self._rows: _DecodeRows | None = None  # of _decoding; None: to be rebuilt
         self._unstarted: list[Sequence] = []  # forks whose sampling state the next plan starts
         self._last_lengths = np.zeros(limits.max_sequences, np.int32)  # by slot: the last token is in flight
+        self._shifts = np.zeros(limits.max_sequences, np.int32)  # by slot: added to rotary positions
         self._steps = 0
 
     def wait(self, sequence: Sequence) -> None:
@@ -58,6 +65,7 @@ class Planner:
         if not copy_state:
             self._unstarted.append(child)
         self._last_lengths[child.slot] = self._last_lengths[parent.slot]
+        self._shifts[child.slot] = self._shifts[parent.slot]
         child.stage = Stage.DECODE
         self._set_decoding([*self._decoding, child])
 
@@ -78,9 +86,23 @@ class Planner:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None where there is nothing to do now."""
+        if self.limits.recompute_long and self.limits.long_prompt_tokens:
+            self._recompute_outgrown()
         self._make_room()
         chunks, starts = self._choose_chunks(self.limits.max_step_tokens - len(self._decoding))
         return self._build(chunks, starts) if self._decoding or chunks else None
+
+    def _recompute_outgrown(self) -> None:
+        """Preempt the sequences whose next token is the first beyond long_prompt_tokens."""
+        rows = self._decode_rows()
+        outgrown = (rows.positions == self.limits.long_prompt_tokens) & (rows.shifts == 0)
+        for sequence in [self._decoding[i] for i in np.flatnonzero(outgrown).tolist()]:
+            self.preempt(sequence)
+
+    def _shift(self, sequence: Sequence) -> int:
+        """What is added to the rotary positions of a sequence that is admitted."""
+        tokens = sequence.num_known if self.limits.recompute_long else len(sequence.prompt)
+        return self.limits.max_sequence_tokens if 0 < self.limits.long_prompt_tokens < tokens else 0
 
     def _make_room(self) -> None:
         """Give every decoding sequence a place for its next token; preempts where no block is free."""
@@ -119,6 +141,7 @@ class Planner:
         self.waiting.pop()
         sequence.stage, sequence.prefill = Stage.PREFILL, sequence.num_known
         self._last_lengths[sequence.slot] = len(sequence.prompt) + sequence.params.max_tokens - 1
+        self._shifts[sequence.slot] = self._shift(sequence)
         self._prefilling.append(sequence)
         return sequence
 
@@ -128,6 +151,7 @@ class Planner:
         rows = self._decode_rows()
         slots, positions = rows.slots, rows.positions
         kv_slots = cache.addresses(slots, positions)
+        positions = positions + rows.shifts
         token_ids = np.full(num_decodes, -1, np.int32)
         samples = np.ones(num_decodes + len(chunks), np.int32)
         query_starts = np.arange(num_decodes + len(chunks) + 1, dtype=np.int32)
@@ -177,7 +201,8 @@ class Planner:
             slots = np.array([sequence.slot for sequence in self._decoding], np.int32)
             positions = self.cache.lengths[slots]
             steps_left = (self._last_lengths[slots] - positions).min(initial=self.limits.max_sequence_tokens)
-            self._rows = _DecodeRows(slots, positions, _adapters(self._decoding), int(steps_left))
+            shifts, adapters = self._shifts[slots], _adapters(self._decoding)
+            self._rows = _DecodeRows(slots, positions, shifts, adapters, int(steps_left))
         return self._rows
 
     def _set_decoding(self, decoding: list[Sequence]) -> None:
@@ -210,6 +235,7 @@ class Planner:
         positions = np.arange(first, first + count, dtype=np.int32)
         self.cache.lengths[sequence.slot] = first + count
         addresses = self.cache.addresses(sequence.slot, positions)
+        positions += self._shifts[sequence.slot]
         return sequence.known_tokens()[first : first + count], positions, addresses
 
     def _finish_chunk(self, sequence: Sequence) -> bool:

@@ -32,7 +32,9 @@ class Family:
     of config.ini, in lower case. model_type: the parameter of config.pbtxt, in FasterTransformer's
     spelling. read: (section, tied_head) to ModelConfig. keys: what `read` reads, beside common_keys.
     weight_specs: every file of a weight directory. model: (config, weights, ranks, positions) to the
-    decoder of one rank. recognises: whether a section of this name is the family's.
+    decoder of one rank. recognises: whether a section of this name is the family's. has_slopes: whether
+    positions enter through ALiBi slopes, which belong to single heads; by default where the config has no
+    rotary positions and weight_specs no table of positions.
     """
 
     name: str
@@ -44,6 +46,13 @@ class Family:
     weight_specs: Callable[[Any], list[WeightSpec]]
     model: Callable[[Any, Weights, Ranks, int], Decoder]
     recognises: Callable[[IniSection], bool] = lambda section: True
+    has_slopes: Callable[[Any], bool] | None = None
+
+    def depends_on_heads(self, config: ModelConfig) -> bool:
+        """Whether a pruned layer must know which of its heads are left."""
+        if self.has_slopes is not None:
+            return self.has_slopes(config)
+        return config.rope is None and all(spec.name != "model.wpe" for spec in self.weight_specs(config))
 
 
 @cache

@@ -37,7 +37,11 @@ _ROPE_NUMBERS = {
     "rope_beta_slow": "beta_slow",
     "rope_attention_factor": "attention_factor",
 }
-_ROPE_FLAGS = {"rope_truncate": "truncate", "rope_interleaved": "interleaved"}
+_ROPE_FLAGS = {
+    "rope_truncate": "truncate",
+    "rope_interleaved": "interleaved",
+    "rope_recompute": "recompute",
+}
 _ROPE_LISTS = {"rope_short_factors": "short_factors", "rope_long_factors": "long_factors"}
 
 
@@ -49,6 +53,11 @@ class IniSection:
 
     def __init__(self, path: Path, name: str, items: dict[str, str]):
         self.path, self.name, self.items = path, name, items
+
+    def with_prefix(self, prefix: str) -> IniSection:
+        """The keys that begin with `prefix`, without it."""
+        own = {key[len(prefix) :]: text for key, text in self.items.items() if key.startswith(prefix)}
+        return IniSection(self.path, self.name, own)
 
     def _convert(self, key: str, convert: Callable, wanted: str, default):
         text = self.items.get(key.lower())
@@ -148,6 +157,17 @@ def read_ini(path: Path) -> dict[str, IniSection]:
     return {name.lower(): IniSection(path, name, dict(parser[name])) for name in parser.sections()}
 
 
+def prompt_tasks(directory: Path) -> list[str]:
+    """Names of the tasks of prompt learning in a directory's config.ini, [task_0] and so on. They are not
+    served yet. Raises ConfigError for a file that cannot be parsed."""
+    sections = read_ini(directory / "config.ini")
+    return [
+        section.text("task_name", name)
+        for name, section in sections.items()
+        if name.startswith("task_") and name[5:].isdigit()
+    ]
+
+
 def read_common(section: IniSection, max_positions: int | None = DEFAULT_MAX_POSITIONS) -> dict[str, Any]:
     """The fields of ModelConfig that every family reads alike. hidden_size: num_heads * head_size.
 
@@ -192,15 +212,18 @@ def common_keys(config: ModelConfig, tensor_para_size: int) -> dict[str, object]
 def read_rope(section: IniSection, default_size: int | None) -> RopeConfig:
     """rotary_embedding (rotated dimensions of a head; default_size None: mandatory) and keys of ours."""
     original = section.integer("rope_original_max_positions", RopeConfig.original_max_positions, minimum=1)
-    size = section.integer("rotary_embedding", default_size, minimum=2)
+    if section.text("rotary_embedding", "").lower() == "none":  # FasterTransformer's writes Python's None
+        size = section.integer("size_per_head", minimum=2)
+    else:
+        size = section.integer("rotary_embedding", default_size, minimum=1)
     scaling = section.choice("rope_scaling_type", RopeConfig.scaling, ROPE_SCALINGS)
     fields: dict[str, Any] = {
         **{field: section.number(key, getattr(RopeConfig, field)) for key, field in _ROPE_NUMBERS.items()},
         **{field: section.flag(key, getattr(RopeConfig, field)) for key, field in _ROPE_FLAGS.items()},
-        **{field: section.numbers(key, size // 2) for key, field in _ROPE_LISTS.items()},
+        **{field: section.numbers(key, (size + 1) // 2) for key, field in _ROPE_LISTS.items()},
     }
     if scaling == "longrope" and not (fields["short_factors"] and fields["long_factors"]):
-        wanted = f"rope_short_factors and rope_long_factors of {size // 2} numbers each"
+        wanted = f"rope_short_factors and rope_long_factors of {(size + 1) // 2} numbers each"
         raise ConfigError(f"{section.path}: [{section.name}] rope_scaling_type = longrope; wanted {wanted}")
     return RopeConfig(size=size, scaling=scaling, original_max_positions=original, **fields)
 

@@ -50,7 +50,8 @@ class Decoder:
         windows of `config.windows`."""
         config, rope = self.config, None
         if config.rope is not None:
-            rope = rope_table(config.rope, num_positions, self.embedding.device)
+            device, long_prompt = self.embedding.device, config.long_prompt_tokens
+            rope = rope_table(config.rope, num_positions, device, long_prompt)
         return self.layer_heads(
             ranks, lambda layer: {"rope": rope, "window": seen_window(config, layer, num_positions)}
         )
@@ -59,18 +60,18 @@ class Decoder:
         """The heads of each layer of the stage, with the sizes of the layer; one object where they are equal.
 
         fields: of a layer (its number in the model), for make_heads; equal tensors must be one object. slopes
-        are those of the heads of an unpruned layer.
+        and key_bias are those of the heads of an unpruned layer.
         """
         kinds: dict[object, Heads] = {}
         every = {layer: fields(layer) for layer in self.stage}
         heads = []
         for layer, mine in every.items():
-            sizes, slopes = self.config.of_layer(layer), mine.get("slopes")
-            numbers = None if slopes is None else tuple(self.config.head_numbers(layer))
+            sizes, numbers = self.config.of_layer(layer), list(self.config.head_numbers(layer))
+            by_head = {name: mine[name] for name in ("slopes", "key_bias") if mine.get(name) is not None}
             values = [value if isinstance(value, (int, float)) else id(value) for value in mine.values()]
-            kind = (sizes.num_heads, sizes.num_kv_heads, numbers, *values)
+            kind = (sizes.num_heads, sizes.num_kv_heads, *values, *(numbers if by_head else ()))
             if kind not in kinds:
-                own = {} if slopes is None else {"slopes": slopes[list(numbers or ())]}
+                own = {name: tensor[numbers] for name, tensor in by_head.items()}
                 kinds[kind] = make_heads(sizes, ranks, **{**mine, **own})
             heads.append(kinds[kind])
         return heads

@@ -21,7 +21,7 @@ from tridecode.backend.models.config_ini import (
     rope_keys,
 )
 from tridecode.backend.models.decoder import Decoder
-from tridecode.backend.models.layers import Context, Ranks, Weights, alibi_slopes, make_heads
+from tridecode.backend.models.layers import Context, Ranks, Weights, alibi_slopes
 from tridecode.backend.models.specs import Layout
 from tridecode.backend.weight_layout import WeightSpec
 from tridecode.kernels.ops import CacheLayer, Heads, Norm
@@ -106,9 +106,9 @@ class Model(Decoder):
         scale = config.head_size**-0.5
         if self.embedding.dtype == torch.float32:
             bias = alibi_bias(config.num_heads, num_positions, scale).to(device)
-            return [make_heads(config, ranks, key_bias=bias)] * len(self.layers)
+            return self.layer_heads(ranks, lambda layer: {"key_bias": bias})
         slopes = (alibi_slopes(config.num_heads).bfloat16().float() * scale).to(device)
-        return [make_heads(config, ranks, slopes=slopes)] * len(self.layers)
+        return self.layer_heads(ranks, lambda layer: {"slopes": slopes})
 
     def load_norm(self, weights: Weights, name: str) -> Norm:
         return super().load_norm(weights, attention_norm(self.config, name))

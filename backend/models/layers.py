@@ -208,6 +208,7 @@ def make_heads(
 ) -> Heads:
     """This rank's share of the heads of a layer. slopes: (num_heads,), key_bias: (num_heads, positions), of
     all ranks. scale: of the scores; None: attention_scale's. fields: further ones of Heads."""
+    assert not config.layer_sizes, "layers differ in heads: Decoder.layer_heads makes those of each"
     num_heads = config.num_heads // ranks.tensor_size
     mine = slice(ranks.tensor_rank * num_heads, (ranks.tensor_rank + 1) * num_heads)
     if slopes is not None:

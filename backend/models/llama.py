@@ -1,50 +1,74 @@
-"""LLaMA: rotary positions, RMSNorm, grouped heads, SwiGLU. Touvron et al. 2023; LLaMA-3's rope scaling."""
+"""LLaMA: rotary positions, RMSNorm, grouped heads, SwiGLU. Touvron et al. 2023; LLaMA-3's rope scaling.
+
+Mistral, Qwen, Phi-3 and Gemma extend it, each in its own file.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import Tensor
 
 from tridecode.backend.config import ModelConfig
 from tridecode.backend.errors import ConfigError
 from tridecode.backend.models import Family
-from tridecode.backend.models.config_ini import IniSection, read_common, read_rope, rope_keys
+from tridecode.backend.models.config_ini import (
+    ACTIVATION_NAMES,
+    ACTIVATIONS,
+    IniSection,
+    read_common,
+    read_rope,
+    rope_keys,
+)
 from tridecode.backend.models.decoder import Decoder
 from tridecode.backend.models.layers import Context
 from tridecode.backend.models.specs import Layout
 from tridecode.kernels.ops import CacheLayer
 
 LAYOUT = Layout(norm_bias=False, up=("gate_proj", "up_proj"), down="down_proj")
+#: ModelConfig.activation -> the gated activation of kernels.ops
+GATED = {"silu": "swiglu", "gelu_tanh": "geglu_tanh", "gelu": "geglu"}
 
 
-def read(section: IniSection, tied_head: bool) -> ModelConfig:
-    """Section [llama]: ours, in FasterTransformer's spelling."""
+def llama_fields(section: IniSection, tied_head: bool, attention_bias: bool = False) -> dict[str, Any]:
+    """The fields of ModelConfig of a decoder with grouped heads, rotary positions and a gated MLP, but its
+    family. The keys are ours, in FasterTransformer's spelling.
+
+    attention_bias: the value without attn_bias.
+    """
     common = read_common(section)
     num_heads = common["num_heads"]
     common["num_kv_heads"] = num_kv_heads = section.integer("kv_head_num", num_heads, minimum=1)
     common["hidden_size"] = section.integer("hidden_units", common["hidden_size"], minimum=1)
     if num_heads % num_kv_heads:
-        found = f"[llama] head_num = {num_heads}, kv_head_num = {num_kv_heads}"
+        found = f"[{section.name}] head_num = {num_heads}, kv_head_num = {num_kv_heads}"
         raise ConfigError(f"{section.path}: {found}; wanted a head_num that is a multiple of it")
-    return ModelConfig(
-        family="llama",
-        norm_eps=section.number("layernorm_eps", 1e-6),
-        activation="silu",
-        rope=read_rope(section, common["head_size"]),
-        attention_bias=section.flag("attn_bias", False),
-        mlp_bias=section.flag("mlp_bias", False),
-        tied_head=tied_head,
+    gates = {key: value for key, value in ACTIVATIONS.items() if value in GATED}
+    return {
+        "norm_eps": section.number("layernorm_eps", 1e-6),
+        "activation": section.choice("activation_type", "silu", gates),
+        "rope": read_rope(section, common["head_size"]),
+        "attention_bias": section.flag("attn_bias", attention_bias),
+        "mlp_bias": section.flag("mlp_bias", False),
+        "tied_head": tied_head,
         **common,
-    )
+    }
 
 
-def keys(config: ModelConfig) -> dict[str, object]:
+def llama_keys(config: ModelConfig) -> dict[str, object]:
+    """The keys that llama_fields reads."""
     return {
         "kv_head_num": config.num_kv_heads,
         "hidden_units": config.hidden_size,
+        "activation_type": ACTIVATION_NAMES[config.activation],
         "attn_bias": config.attention_bias,
         "mlp_bias": config.mlp_bias,
         **rope_keys(config),
     }
+
+
+def read(section: IniSection, tied_head: bool) -> ModelConfig:
+    return ModelConfig(family="llama", **llama_fields(section, tied_head))
 
 
 class Model(Decoder):
@@ -53,7 +77,7 @@ class Model(Decoder):
     layout = LAYOUT
 
     def forward(self, context: Context, x: Tensor, caches: list[CacheLayer]) -> None:
-        self.sequential(context, x, "swiglu", caches)
+        self.sequential(context, x, GATED[self.config.activation], caches)
 
 
 FAMILY = Family(
@@ -62,7 +86,7 @@ FAMILY = Family(
     section="llama",
     model_type="LLaMA",
     read=read,
-    keys=keys,
+    keys=llama_keys,
     weight_specs=LAYOUT.specs,
     model=Model,
 )

@@ -16,7 +16,7 @@ from tridecode.backend.models.config_ini import (
     read_common,
 )
 from tridecode.backend.models.decoder import Decoder
-from tridecode.backend.models.layers import Context, Ranks, Weights, alibi_slopes, make_heads
+from tridecode.backend.models.layers import Context, Ranks, Weights, alibi_slopes
 from tridecode.backend.models.specs import Layout
 from tridecode.kernels.ops import CacheLayer, Heads, Norm
 
@@ -68,7 +68,7 @@ class Model(Decoder):
     def stage_heads(self, ranks: Ranks, num_positions: int) -> list[Heads]:
         config = self.config
         slopes = alibi_slopes(config.num_heads, config.alibi_bias_max).to(self.embedding.device)
-        return [make_heads(config, ranks, slopes=slopes, qkv_limit=config.qkv_limit)] * len(self.layers)
+        return self.layer_heads(ranks, lambda layer: {"slopes": slopes, "qkv_limit": config.qkv_limit})
 
     def load_norm(self, weights: Weights, name: str) -> Norm:
         return weights.norm(name, self.config.norm_eps, centred=True)

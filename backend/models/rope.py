@@ -6,6 +6,7 @@ Formulas and precision (float32) are those of transformers' modeling_rope_utils.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,25 +15,34 @@ from tridecode.backend.config import RopeConfig
 from tridecode.kernels.ops import Rope
 
 
-def rope_table(rope: RopeConfig, num_positions: int, device: torch.device) -> Rope:
+def rope_table(rope: RopeConfig, num_positions: int, device: torch.device, long_prompt: int = 0) -> Rope:
     """cos and sin, (num_positions, size / 2) float32.
 
     transformers recomputes the frequencies of "dynamic" and "longrope" at each step, from the length of the
     sequence. Here row p has those of a sequence of p + 1 tokens: the same for each generated token, and for
     prompts of up to original_max_positions tokens.
+    long_prompt: ModelConfig.long_prompt_tokens. If some sequences are longer, num_positions more rows follow,
+    for sequences whose prompt is longer: with longrope's long factors throughout. The scheduler adds
+    num_positions to the positions of such a sequence. "dynamic" has no such rows: a longer prompt, whose
+    frequencies transformers takes from its length, is rotated with those of each position.
     """
     frequencies = _frequencies(rope, num_positions)  # (size / 2,) or (positions, size / 2)
-    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
+    positions = torch.arange(num_positions, dtype=torch.float32)[:, None]
+    angles = positions * frequencies
+    if 0 < long_prompt < num_positions:
+        if rope.scaling == "longrope":
+            frequencies = _longrope(replace(rope, short_factors=rope.long_factors), num_positions)
+        angles = torch.cat([angles, positions * frequencies])
     cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
     return Rope(cos.to(device), sin.to(device), rope.interleaved)
 
 
 def _frequencies(rope: RopeConfig, num_positions: int) -> Tensor:
-    exponents = torch.arange(0, rope.size, 2, dtype=torch.int64).float() / rope.size
+    exponents = _exponents(rope)
     if rope.scaling == "dynamic":
         return _dynamic(rope, exponents, num_positions)
     if rope.scaling == "longrope":
-        return _longrope(rope, exponents, num_positions)
+        return _longrope(rope, num_positions)
     plain = 1.0 / rope.theta**exponents
     if rope.scaling == "linear":
         return plain / rope.factor
@@ -41,6 +51,10 @@ def _frequencies(rope: RopeConfig, num_positions: int) -> Tensor:
     if rope.scaling == "yarn":
         return _yarn(rope, rope.theta**exponents)
     return plain
+
+
+def _exponents(rope: RopeConfig) -> Tensor:
+    return torch.arange(0, rope.size, 2, dtype=torch.int64).float() / rope.size
 
 
 def _dynamic(rope: RopeConfig, exponents: Tensor, num_positions: int) -> Tensor:
@@ -52,11 +66,11 @@ def _dynamic(rope: RopeConfig, exponents: Tensor, num_positions: int) -> Tensor:
     return 1.0 / bases[:, None] ** exponents
 
 
-def _longrope(rope: RopeConfig, exponents: Tensor, num_positions: int) -> Tensor:
+def _longrope(rope: RopeConfig, num_positions: int) -> Tensor:
     """Divisors by frequency: one set up to original_max_positions, another beyond."""
     is_long = torch.arange(num_positions)[:, None] >= rope.original_max_positions
     short, long = torch.tensor(rope.short_factors), torch.tensor(rope.long_factors)
-    return 1.0 / (torch.where(is_long, long, short) * rope.theta**exponents)
+    return 1.0 / (torch.where(is_long, long, short) * rope.theta ** _exponents(rope))
 
 
 def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:

@@ -100,4 +100,5 @@ FAMILY = Family(
     keys=keys,
     weight_specs=LAYOUT.specs,
     model=Model,
+    has_slopes=lambda config: False,
 )

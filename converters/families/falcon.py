@@ -80,16 +80,18 @@ def _has_mlp_norm(hf: PreTrainedConfig) -> bool:
     return bool(hf.new_decoder_architecture) and norms != 1
 
 
-def rules(num_heads: int) -> list[Rule]:
+def rules(num_heads: int, head_size: int | None = None) -> list[Rule]:
     layer, out = "transformer.h.{i}", "model.layers.{i}"
+    weight = partial(split_groups_transposed, num_heads, head_size)
+    bias = partial(split_group_bias, num_heads, head_size)
     source, qkv = f"{layer}.self_attention.query_key_value", f"{out}.attention.query_key_value"
     return [
         Rule(EMBEDDING, "model.wte"),
         *module_rules(f"{layer}.input_layernorm", f"{out}.input_layernorm"),
         *module_rules(f"{layer}.ln_attn", f"{out}.ln_attn"),
         *module_rules(f"{layer}.ln_mlp", f"{out}.ln_mlp"),
-        Rule(f"{source}.weight", f"{qkv}.weight", partial(split_groups_transposed, num_heads)),
-        Rule((f"{source}.bias", f"{source}.weight"), f"{qkv}.bias", partial(split_group_bias, num_heads)),
+        Rule(f"{source}.weight", f"{qkv}.weight", weight),
+        Rule((f"{source}.bias", f"{source}.weight"), f"{qkv}.bias", bias),
         *module_rules(f"{layer}.self_attention.dense", f"{out}.attention.dense", transpose),
         *module_rules(f"{layer}.post_attention_layernorm", f"{out}.post_attention_layernorm"),
         *module_rules(f"{layer}.mlp.dense_h_to_4h", f"{out}.mlp.dense_h_to_4h", transpose),
@@ -105,5 +107,6 @@ FAMILY = CheckpointFamily(
     embedding=EMBEDDING,
     model_config=model_config,
     rules=rules,
+    takes_head_size=True,
     ignored=("transformer.h.{i}.self_attention.rotary_emb.inv_freq",),  # of old checkpoints
 )

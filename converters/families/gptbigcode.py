@@ -37,15 +37,17 @@ def model_config(hf: PreTrainedConfig, **common) -> ModelConfig:
     )
 
 
-def rules(num_heads: int) -> list[Rule]:
+def rules(num_heads: int, head_size: int | None = None) -> list[Rule]:
     layer, out = "transformer.h.{i}", "model.layers.{i}"
+    weight = partial(split_groups_transposed, num_heads, head_size)
+    bias = partial(split_group_bias, num_heads, head_size)
     source, qkv = f"{layer}.attn.c_attn", f"{out}.attention.query_key_value"
     return [
         Rule(EMBEDDING, "model.wte"),
         Rule("transformer.wpe.weight", "model.wpe"),
         *module_rules(f"{layer}.ln_1", f"{out}.input_layernorm"),
-        Rule(f"{source}.weight", f"{qkv}.weight", partial(split_groups_transposed, num_heads)),
-        Rule((f"{source}.bias", f"{source}.weight"), f"{qkv}.bias", partial(split_group_bias, num_heads)),
+        Rule(f"{source}.weight", f"{qkv}.weight", weight),
+        Rule((f"{source}.bias", f"{source}.weight"), f"{qkv}.bias", bias),
         *module_rules(f"{layer}.attn.c_proj", f"{out}.attention.dense", transpose),
         *module_rules(f"{layer}.ln_2", f"{out}.post_attention_layernorm"),
         *module_rules(f"{layer}.mlp.c_fc", f"{out}.mlp.dense_h_to_4h", transpose),
@@ -61,5 +63,6 @@ FAMILY = CheckpointFamily(
     embedding=EMBEDDING,
     model_config=model_config,
     rules=rules,
+    takes_head_size=True,
     ignored=("transformer.h.{i}.attn.bias", "transformer.h.{i}.attn.masked_bias", "transformer.bias"),
 )

@@ -2,34 +2,48 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from tridecode.backend.config import ModelConfig
-from tridecode.backend.errors import UnsupportedError
+from tridecode.backend.config import ModelConfig, RopeConfig
 from tridecode.converters.families import CheckpointFamily, GgufRules
-from tridecode.converters.hf_config import max_positions, rope_config, shape
+from tridecode.converters.hf_config import (
+    demand_whole_rotary,
+    gated_activation,
+    max_positions,
+    rope_config,
+    shape,
+)
 from tridecode.converters.rules import Rule, join, join_transposed, module_rules, transpose
 
 EMBEDDING = "model.embed_tokens.weight"
 
 
+def llama_fields(hf: PreTrainedConfig, title: str, act_key: str = "hidden_act") -> dict[str, Any]:
+    """The fields of ModelConfig of a decoder with grouped heads and a gated MLP, but its rotary positions and
+    biases. title: the family's name, for errors. act_key: of the activation."""
+    return {
+        **shape(hf),
+        "mlp_size": hf.intermediate_size,
+        "max_positions": max_positions(hf),
+        "norm_eps": hf.rms_norm_eps,
+        "activation": gated_activation(hf, act_key, title),
+    }
+
+
+def whole_rope(hf: PreTrainedConfig, title: str) -> RopeConfig:
+    """Of heads that are rotated as a whole."""
+    demand_whole_rotary(hf.rope_parameters, title)
+    return rope_config(hf, shape(hf)["head_size"], title)
+
+
 def model_config(hf: PreTrainedConfig, **common) -> ModelConfig:
-    partial_rotary = hf.rope_parameters.get("partial_rotary_factor", 1.0)
-    for key, found, wanted in (
-        ("hidden_act", hf.hidden_act, "silu"),
-        ("partial_rotary_factor", partial_rotary, 1.0),
-    ):
-        if found != wanted:
-            raise UnsupportedError(f"LLaMA with {key} = {found}; this version runs {wanted}")
     return ModelConfig(
         family="llama",
-        **shape(hf),
-        mlp_size=hf.intermediate_size,
-        max_positions=max_positions(hf),
-        norm_eps=hf.rms_norm_eps,
-        activation="silu",
-        rope=rope_config(hf, hf.head_dim, "LLaMA"),
+        **llama_fields(hf, "LLaMA"),
+        rope=whole_rope(hf, "LLaMA"),
         attention_bias=hf.attention_bias,
         mlp_bias=hf.mlp_bias,
         **common,

@@ -21,7 +21,7 @@ from tridecode.converters.files import read_json
 from tridecode.converters.pruned_config import uniform_config
 from tridecode.converters.sources import Checkpoint, TensorSource
 from tridecode.converters.sources.bitmasks import DESCRIPTIONS, BitmaskSource, has_bitmasks
-from tridecode.converters.sources.tensor_files import tensor_files
+from tridecode.converters.sources.tensor_files import check_dtypes, tensor_files
 
 _HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # beside the weights
 _HUB_WEIGHTS = ["*.safetensors"], ["*.bin"]  # the second if there are none of the first
@@ -63,6 +63,7 @@ def open_directory(path: Path) -> Checkpoint:
     tensors: TensorSource = tensor_files(path)
     if is_container:
         tensors = BitmaskSource(tensors, path)
+    check_dtypes(tensors, path)
     checkpoint = Checkpoint(path, config, tensors, bos[0] if bos else None, eos, tokenizer_dir=path)
     if family.reference is not None:
         checkpoint.reference = partial(family.reference, checkpoint)

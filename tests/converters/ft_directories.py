@@ -169,7 +169,7 @@ def gptneox(model: PreTrainedModel, directory: Path, ranks: int = 1, dtype: str 
     return directory
 
 
-def gptj(model: PreTrainedModel, directory: Path, ranks: int = 1, dtype: str = "fp32") -> Path:
+def gptj(model: PreTrainedModel, directory: Path, ranks: int = 1, dtype: str = "fp32", **extra) -> Path:
     """huggingface_gptj_ckpt_convert.py: the head always has a weight and a bias; no layernorm_eps, no
     positions."""
     out, state, config = Writer(directory, ranks, dtype), arrays(model), model.config
@@ -188,37 +188,37 @@ def gptj(model: PreTrainedModel, directory: Path, ranks: int = 1, dtype: str = "
         out.split(to + "mlp.dense_4h_to_h.weight", get("mlp.fc_out.weight").T, 0)
         out.save(to + "mlp.dense_4h_to_h.bias", get("mlp.fc_out.bias"))
     keys = common(model, dtype, config.n_inner or 4 * config.n_embd)
-    keys.update(rotary_embedding=config.rotary_dim)
+    keys.update(rotary_embedding=config.rotary_dim)  # the text None where transformers has None
+    keys.update(extra)
     out.ini({"gptj": keys})
     return directory
 
 
 def opt(model: PreTrainedModel, directory: Path, ranks: int = 1, dtype: str = "fp32") -> Path:
-    """huggingface_opt_convert.py: projections multiplied into the embedding and the head, which is always
-    written; positions without their first two rows; no tensor_para_size."""
+    """huggingface_opt_convert.py: projections multiplied into embedding and head, the head in any case, the
+    first two rows of positions left out."""
     out, state, config = Writer(directory, ranks, dtype), arrays(model), model.config
-    decoder = "model.decoder."
-    embedding, head = state[decoder + "embed_tokens.weight"], state["lm_head.weight"]
-    if decoder + "project_in.weight" in state:
-        embedding = embedding @ state[decoder + "project_in.weight"].T
-        head = head @ state[decoder + "project_out.weight"]
-    out.save("model.wte", embedding)
+    words, head = state["model.decoder.embed_tokens.weight"], state["lm_head.weight"]
+    if "model.decoder.project_in.weight" in state:
+        words = words @ state["model.decoder.project_in.weight"].T
+        head = head @ state["model.decoder.project_out.weight"]
+    out.save("model.wte", words)
     out.save("model.lm_head.weight", head)
-    out.save("model.wpe", state[decoder + "embed_positions.weight"][2:])
-    final = decoder + "final_layer_norm"
-    if final + ".weight" in state:
-        out.norm("model.final_layernorm", state[final + ".weight"], state[final + ".bias"])
+    out.save("model.wpe", state["model.decoder.embed_positions.weight"][2:])
+    final = "model.decoder.final_layer_norm"
+    if f"{final}.weight" in state:
+        out.norm("model.final_layernorm", state[f"{final}.weight"], state[f"{final}.bias"])
     for layer in range(config.num_hidden_layers):
-        get = lambda name, prefix=f"{decoder}layers.{layer}.": state[prefix + name]  # noqa: E731
+        get = lambda name, prefix=f"model.decoder.layers.{layer}.": state[prefix + name]  # noqa: E731
         to = f"model.layers.{layer}."
-        for ours, theirs in (
-            ("input_layernorm", "self_attn_layer_norm"),
-            ("post_attention_layernorm", "final_layer_norm"),
-        ):
-            out.norm(to + ours, get(f"{theirs}.weight"), get(f"{theirs}.bias"))
-        qkv = to + "attention.query_key_value"
-        out.split(qkv + ".weight", np.stack([get(f"self_attn.{n}_proj.weight").T for n in "qkv"], axis=1), 2)
-        out.split(qkv + ".bias", np.stack([get(f"self_attn.{n}_proj.bias") for n in "qkv"]), 1)
+        out.norm(to + "input_layernorm", get("self_attn_layer_norm.weight"), get("self_attn_layer_norm.bias"))
+        out.norm(
+            to + "post_attention_layernorm", get("final_layer_norm.weight"), get("final_layer_norm.bias")
+        )
+        qkv = np.stack([get(f"self_attn.{part}_proj.weight").T for part in "qkv"], axis=1)
+        out.split(to + "attention.query_key_value.weight", qkv, 2)
+        bias = np.stack([get(f"self_attn.{part}_proj.bias") for part in "qkv"])
+        out.split(to + "attention.query_key_value.bias", bias, 1)
         out.split(to + "attention.dense.weight", get("self_attn.out_proj.weight").T, 0)
         out.save(to + "attention.dense.bias", get("self_attn.out_proj.bias"))
         out.split(to + "mlp.dense_h_to_4h.weight", get("fc1.weight").T, 1)
@@ -229,10 +229,9 @@ def opt(model: PreTrainedModel, directory: Path, ranks: int = 1, dtype: str = "f
     keys.update(
         max_pos_seq_len=config.max_position_embeddings,
         layernorm_eps=1e-5,
-        layernorm_type=f"{'pre' if config.do_layer_norm_before else 'post'}_layernorm",
+        layernorm_type="pre_layernorm" if config.do_layer_norm_before else "post_layernorm",
         activation_type="Relu",
-        has_post_decoder_layernorm=int(final + ".weight" in state),
-        int8=0,
+        has_post_decoder_layernorm=int(f"{final}.weight" in state),
     )
     out.ini({"gpt": keys})
     return directory

@@ -85,11 +85,14 @@ def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def convert(checkpoint: Path, output: Path, dtype: str, ranks: int) -> dict[str, float]:
+def convert(checkpoint: Path, output: Path, dtype: str, ranks: int, small: bool) -> dict[str, float]:
     """Convert in this process; resident bytes before and at the peak, and the seconds."""
+    from tridecode.converters import mapped_files, writer
     from tridecode.converters.checkpoint import open_checkpoint
     from tridecode.converters.convert import plan_conversion
 
+    if small:  # in proportion to a small checkpoint
+        writer._IN_FLIGHT_BYTES = mapped_files._RESIDENT_BYTES = 32 << 20
     before, started = resident(), time.monotonic()
     plan_conversion(open_checkpoint(checkpoint), dtype).write(output, ranks)
     return {"before": before, "peak": peak(), "seconds": time.monotonic() - started}
@@ -117,7 +120,8 @@ def load(weights: Path, ranks: int) -> dict[str, float]:
 def main() -> None:
     action, *arguments = sys.argv[1:]
     if action == "convert":
-        print(json.dumps(convert(Path(arguments[0]), Path(arguments[1]), arguments[2], int(arguments[3]))))
+        source, output, dtype, ranks, *small = arguments
+        print(json.dumps(convert(Path(source), Path(output), dtype, int(ranks), bool(small))))
     elif action == "load":
         print(json.dumps(load(Path(arguments[0]), int(arguments[1]))))
     else:

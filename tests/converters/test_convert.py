@@ -106,6 +106,20 @@ def put_back(directory: Path, model, ranks: int) -> dict[str, np.ndarray]:
                 columns = hidden if rows_split else inner // ranks
                 joined = read_files(directory, f"{stem}.{kind}", ranks, columns, 0 if rows_split else 1)
                 put(str(names), kind, joined if kind == "weight" else joined[0])
+    return join_parts(out)
+
+
+def join_parts(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Modules whose rows are apart in our files: name#0, name#1 and so on."""
+    out: dict[str, np.ndarray] = {}
+    for name in sorted(state):
+        module, mark, end = name.partition("#")
+        if not mark:
+            out[name] = state[name]
+        elif end.startswith("0."):
+            kind, count = end.split(".")[1], sum(other.startswith(f"{module}#") for other in state)
+            parts = [state[f"{module}#{part}.{kind}"] for part in range(count)]
+            out[f"{module}.{kind}"] = np.concatenate(parts)
     return out
 
 
@@ -330,8 +344,8 @@ def test_other_activations_are_refused_by_name(tmp_path):
     save(tiny_gpt2(activation_function="silu"), tmp_path / "gpt2", tokenizer=False)
     with pytest.raises(UnsupportedError, match="activation_function = silu; this version runs gelu_new, "):
         plan_conversion(open_checkpoint(tmp_path / "gpt2"))
-    save(tiny_llama(hidden_act="gelu"), tmp_path / "llama", tokenizer=False)
-    with pytest.raises(UnsupportedError, match="hidden_act = gelu; this version runs silu"):
+    save(tiny_llama(hidden_act="relu"), tmp_path / "llama", tokenizer=False)
+    with pytest.raises(UnsupportedError, match="hidden_act = relu; this version runs silu, swish, gelu"):
         plan_conversion(open_checkpoint(tmp_path / "llama"))
 
 

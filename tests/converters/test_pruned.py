@@ -10,12 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.checkpoints import greedy, save
-from tests.pruned_checkpoints import Cut, Pruned, prune, unpruned
+from tests.backend.hf_models import model_config
+from tests.checkpoints import FAMILIES, greedy, save
+from tests.pruned_checkpoints import Cut, Pruned, prune, pruned_family, unpruned
 from tridecode.backend.config import LayerSizes
 from tridecode.backend.engine.offline import run_greedy
 from tridecode.backend.errors import CheckpointError, UnsupportedError
-from tridecode.backend.models import read_model_config
+from tridecode.backend.models import family, read_model_config
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 from tridecode.converters.parity import check_parity
@@ -125,6 +126,14 @@ def test_the_heads_that_bloom_keeps_are_recorded(tmp_path: Path) -> None:
     ]
 
 
+def test_positions_tell_whether_the_kept_heads_must_be_known() -> None:
+    for name, case in FAMILIES.items():
+        config = model_config(case.hf_config())
+        learned = {"gpt2", "opt", "xglm", "gpt_bigcode", "gpt_neo"}
+        wanted = name not in learned and config.rope is None
+        assert family(config.family).depends_on_heads(config) == wanted, name
+
+
 # ---------------------------------------------------------------- refusals
 
 
@@ -190,18 +199,20 @@ def test_tensors_that_disagree_with_each_other_are_refused(tmp_path: Path) -> No
 # ---------------------------------------------------------------- the reference model
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bloom", "gpt_neox", "llama"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_reference_is_the_unpruned_model_with_zeros(family: str, tmp_path: Path) -> None:
-    cuts = LLAMA if family == "llama" else CUTS
-    pruned = prune(unpruned(family), cuts)
-    lost = {str(layer): list(cut.heads) for layer, cut in cuts.items()}
+    pruned, lost = pruned_family(family)
     checkpoint = open_checkpoint(pruned.save(tmp_path / "hf", pruned_heads=lost))
+    plan_conversion(checkpoint)
+    reference, wanted = checkpoint.reference_model(torch.float32), pruned.model
+    with torch.inference_mode():
+        ids = torch.tensor([PROMPTS[2]])
+        torch.testing.assert_close(reference(ids).logits, wanted(ids).logits, atol=1e-4, rtol=0)
+
+
+def test_a_pruned_checkpoint_passes_parity(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(prune(unpruned("llama"), LLAMA).save(tmp_path / "hf"))
     planned = plan_conversion(checkpoint)
-    reference = checkpoint.reference_model(torch.float32)
-    for prompt in PROMPTS:
-        theirs, wanted = greedy(reference, prompt, 3), greedy(pruned.model, prompt, 3)
-        assert theirs[0] == wanted[0]
-        torch.testing.assert_close(theirs[1], wanted[1], atol=1e-4, rtol=0)
     planned.write(tmp_path / "w")
     parity = check_parity(checkpoint, tmp_path / "w", planned.config, None)
     assert parity.passed and parity.greedy_agreement == 1.0

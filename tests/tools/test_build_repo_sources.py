@@ -10,7 +10,9 @@ import pytest
 from rich.console import Console
 
 from tests.checkpoints import save, tiny_gpt2, tiny_tokenizer
-from tridecode.backend.errors import CheckpointError
+from tridecode.backend.errors import CheckpointError, ConfigError
+from tridecode.converters.checkpoint import open_checkpoint
+from tridecode.converters.convert import plan_conversion
 from tridecode.tools.build_repo import build_repo
 from tridecode.tools.check_repo import check_repo
 from tridecode.tools.demo import run_demo
@@ -32,8 +34,8 @@ def test_without_a_tokenizer_a_repository_has_the_models_of_token_ids(tmp_path):
     assert not list((tmp_path / "repo").rglob("tokenizer*"))
     assert check_repo(tmp_path / "repo", checksums=True) == []
     parity = json.loads((tmp_path / "repo/PARITY.json").read_text())
-    assert parity["passed"] and parity["tokenizer_round_trip"] is None
-    assert [prompt["tokens"] for prompt in parity["prompts"]] == [1, 5, 33, 64]
+    assert parity["passed"] and parity["tokenizer"]["file"] == "none"
+    assert len(parity["prompts"]) >= 4
     assert all(prompt["prompt"].endswith("random ids") for prompt in parity["prompts"])
     assert set(parity["checksums"]) == {"config.ini", "manifest.json"}
 
@@ -68,3 +70,10 @@ def test_the_demo_of_a_model_without_a_tokenizer_says_so(tmp_path):
     source = save(tiny_gpt2(), tmp_path / "hf", tokenizer=False)
     with pytest.raises(CheckpointError, match="has no tokenizer, so it has no text model"):
         run_demo(str(source), cache=tmp_path / "cache")
+
+
+def test_an_adapter_is_not_merged_into_a_weight_directory(tmp_path):
+    source = save(tiny_gpt2(), tmp_path / "hf", tokenizer=False)
+    plan_conversion(open_checkpoint(source)).write(tmp_path / "weights")
+    with pytest.raises(ConfigError, match="is a weight directory; --lora wants the checkpoint"):
+        build_repo(tmp_path / "weights", tmp_path / "repo", lora=tmp_path / "adapter")

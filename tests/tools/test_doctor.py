@@ -99,17 +99,30 @@ def test_supposed_gpus_need_no_gpu(repository):
     assert memory.place == Place("cuda", 80 * GIB, 2) and memory.ranks[0].scratch > 64 << 20
 
 
-def test_a_changed_weight_file_is_found_in_a_sample_or_with_full(repository):
+def damage(repository: Path, offset: int) -> list[str]:
+    """Flip a bit of every weight file, `offset` bytes from its start or, negative, its end. Their names."""
     weights = repository / FT / "1" / "1-gpu"
-    names = [path.name for path in weights.glob("*.bin")]
-    for name in names:
-        data = (weights / name).read_bytes()
-        (weights / name).write_bytes(bytes([data[0] ^ 1]) + data[1:])
-    sampled = [finding for finding in findings(repository) if "SHA-256" in finding.found]
-    assert len(sampled) == 16 < len(names)
-    assert all(finding.severity == "error" for finding in sampled)
-    full = [finding for finding in findings(repository, full=True) if "SHA-256" in finding.found]
-    assert {next(name for name in names if name in finding.found) for finding in full} == set(names)
+    for path in weights.glob("*.bin"):
+        data = bytearray(path.read_bytes())
+        data[offset] ^= 1
+        path.write_bytes(data)
+    return [path.name for path in weights.glob("*.bin")]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_every_changed_weight_file_is_found(repository, full):
+    names = damage(repository, 0)
+    found = [finding for finding in findings(repository, full=full) if "SHA-256" in finding.found]
+    assert all(finding.severity == "error" for finding in found)
+    assert {next(name for name in names if name in finding.found) for finding in found} == set(names)
+
+
+def test_without_sampled_digests_some_files_are_read_whole(repository):
+    manifest = repository / FT / "1" / "1-gpu" / "manifest.json"
+    manifest.write_text(re.sub(r'"sample": "\w*"', '"sample": ""', manifest.read_text()))
+    names = damage(repository, -1)
+    found = [finding for finding in findings(repository) if "SHA-256" in finding.found]
+    assert len(found) == 16 < len(names)
 
 
 def test_a_sample_has_the_first_and_the_last_file_and_a_bound():

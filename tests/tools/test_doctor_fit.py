@@ -101,7 +101,7 @@ def test_more_sequences_than_the_cache_holds_is_a_warning():
 
 
 def test_adapters_without_room_beside_the_cache_are_warned_of():
-    config = replace(BF16, lora_path="../adapters", max_loras=64, max_lora_rank=128, max_sequence_tokens=2048)
+    config = replace(BF16, lora_path="../adapters", max_loras=64, max_lora_rank=128, max_sequences=16)
     found = fit(LLAMA_8B, config, Place("cuda", 80 * GIB))
     # query_key_value counts as three modules and the gated MLP has two: docs/doctor.md
     qkv, gate_up = 3 * (4096 + 6144), 2 * (4096 + 2 * 14336)

@@ -208,6 +208,8 @@ def test_the_command_prints_both_accuracies_and_writes_them(server, checkpoint, 
     assert "bloom_lambada.py" in done.output and "evaluate_lambada.py" in done.output
     scores = json.loads((tmp_path / "r.json").read_text())["scores"]
     assert [score["served_right"] for score in scores] == [sum(expected[name]) for name in BOTH]
+    for name, score in zip(BOTH, scores):
+        assert score["served_right_items"] == [item for item, right in enumerate(expected[name]) if right]
 
 
 def test_a_server_that_answers_otherwise_ends_with_1(server, checkpoint, data):

@@ -18,6 +18,7 @@ from tridecode.tools.doctor.fit import Fit, Place, fit, fit_findings
 from tridecode.tools.doctor.machine import Machine
 
 _SAMPLED_FILES, _SAMPLED_BYTES = 16, 512 << 20
+_MAX_PROBLEMS = 50  # findings of damaged files
 _LARGEST_FRACTION = 0.95  # memory_fraction beyond it leaves libraries no room
 
 
@@ -82,22 +83,28 @@ def repository_findings(repository: Path, full: bool) -> Iterator[Finding]:
 
 
 def _sampled(engine: Engine) -> Iterator[Finding]:
+    """4 KiB of each MiB of every file, where the manifest has that digest, and every byte of some files."""
     try:
-        manifest = WeightReader(engine.weights, engine.model).manifest
+        reader = WeightReader(engine.weights, engine.model)
     except TridecodeError:
         return  # check_repo says it
-    if manifest is None:
-        fix = "Nothing shows that the files are whole; build the repository with this version."
-        yield Finding("warning", str(engine.weights), "no manifest.json", "checksums of the weights", fix)
+    where, fix = str(engine.weights), "Copy or build it again; `tridecode doctor --full` reads every byte."
+    if reader.manifest is None:
+        text = "Nothing shows that the files are whole; build the repository with this version."
+        yield Finding("warning", where, "no manifest.json", "checksums of the weights", text)
         return
-    files = sample([file for tensor in manifest.tensors for file in tensor.files])
+    problems = list(reader.sample_problems())
+    for problem in problems[:_MAX_PROBLEMS]:
+        yield Finding("error", where, problem, "the bytes that were written", fix)
+    if problems:
+        return
+    files = sample([file for tensor in reader.manifest.tensors for file in tensor.files])
     with byte_progress("checking a sample of the weights", sum(file.bytes for file in files)) as progress:
         for file in files:
             found = file_sha256(engine.weights / file.name, progress)
             if found != file.sha256:
                 text = f"{file.name} has SHA-256 {found}; manifest.json says {file.sha256}"
-                fix = "Copy or build it again; `tridecode doctor --full` checks every file."
-                yield Finding("error", str(engine.weights), text, "the bytes that were written", fix)
+                yield Finding("error", where, text, "the bytes that were written", fix)
 
 
 def sample(files: list[ManifestFile]) -> list[ManifestFile]:

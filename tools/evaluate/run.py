@@ -22,13 +22,14 @@ from tridecode.tools.progress import counter
 @dataclass(frozen=True)
 class Score:
     """Right answers of one definition. reference: in transformers; None: not asked. differing: items that
-    only one of the two answers right."""
+    only one of the two answers right. right: items that the server answers right."""
 
     definition: str
     items: int
     served: int
     reference: int | None
     differing: list[int]
+    right: list[int]
 
     @property
     def difference(self) -> float | None:
@@ -86,6 +87,7 @@ class Evaluation:
                     else 100 * score.reference / score.items,
                     "difference": score.difference,
                     "differing_items": score.differing,
+                    "served_right_items": score.right,
                 }
                 for score in self.scores
             ],
@@ -139,8 +141,8 @@ def _score(
     definition: str, asked: Sequence[Question], ours: Sequence[bool], theirs: Sequence[bool] | None
 ) -> Score:
     mine = [index for index, question in enumerate(asked) if question.definition == definition]
-    served = sum(ours[index] for index in mine)
+    right = [asked[index].item for index in mine if ours[index]]
     if theirs is None:
-        return Score(definition, len(mine), served, None, [])
+        return Score(definition, len(mine), len(right), None, [], right)
     differing = [asked[index].item for index in mine if ours[index] != theirs[index]]
-    return Score(definition, len(mine), served, sum(theirs[index] for index in mine), differing)
+    return Score(definition, len(mine), len(right), sum(theirs[index] for index in mine), differing, right)

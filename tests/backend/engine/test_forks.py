@@ -86,6 +86,8 @@ def test_forks_get_the_tokens_of_a_run_on_their_own(overlap: bool, data: st.Data
             block_tokens=data.draw(st.sampled_from([1, 3, 4])),
             max_sequences=data.draw(st.integers(2, 5)),
             max_sequence_tokens=20,
+            long_prompt_tokens=data.draw(st.sampled_from([0, 3, 6, 9])),
+            recompute_long=data.draw(st.booleans()),
         ),
         overlap,
     )

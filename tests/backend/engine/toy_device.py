@@ -44,13 +44,15 @@ def expected(
 
 
 class ToyDevice:
-    """A cache of token ids, and for each slot its last token, seed and number of generated tokens."""
+    """A cache of token ids and of the shifts of their rotary positions; for each slot its last token, seed,
+    number of generated tokens and length of its prompt."""
 
     def __init__(self, limits: SchedulerLimits):
         self.limits = limits
         self.cache = np.full((limits.num_blocks, limits.block_tokens), -1)
+        self.shifts = np.full((limits.num_blocks, limits.block_tokens), -1)
         self.last: dict[int, int] = {}
-        self.state: dict[int, tuple[int, int]] = {}  # seed, generated
+        self.state: dict[int, tuple[int, int, int]] = {}  # seed, generated, prompt
 
     def run(self, plan: StepPlan) -> StepResult:
         assert 0 < plan.num_tokens <= self.limits.max_step_tokens
@@ -60,7 +62,8 @@ class ToyDevice:
         self._copy(plan)
         for start in plan.starts:
             self.last.pop(start.slot, None)
-            self.state[start.slot] = start.params.seed, start.generated
+            prompt = len(start.history) - start.generated
+            self.state[start.slot] = start.params.seed, start.generated, prompt
         tokens = []
         for row in range(plan.num_rows):
             first, last = plan.query_starts[row], plan.query_starts[row + 1]
@@ -69,24 +72,35 @@ class ToyDevice:
             if row < plan.num_decodes:
                 assert last - first == 1
             length = int(plan.context_lens[row])
-            assert plan.positions[first:last].tolist() == list(range(length - len(ids), length))
+            shift = int(plan.positions[first]) - (length - len(ids))
+            assert (plan.positions[first:last] - shift).tolist() == list(range(length - len(ids), length))
             self.cache.reshape(-1)[plan.kv_slots[first:last]] = ids
+            self.shifts.reshape(-1)[plan.kv_slots[first:last]] = shift
             if plan.samples[row]:
-                seed, generated = self.state[slot]
+                seed, generated, prompt = self.state[slot]
                 context = self.cache[plan.block_tables[row]].reshape(-1)[:length].tolist()
+                shifts = self.shifts[plan.block_tables[row]].reshape(-1)[:length]
+                assert (shifts == self.wanted_shift(prompt, length)).all()
                 self.last[slot] = next_token(context, seed, generated)
-                self.state[slot] = seed, generated + 1
+                self.state[slot] = seed, generated + 1, prompt
                 tokens.append(self.last[slot])
         return StepResult(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32))
 
+    def wanted_shift(self, prompt: int, length: int) -> int:
+        """Of all tokens of a sequence of `length` tokens."""
+        tokens = length if self.limits.recompute_long else prompt
+        return self.limits.max_sequence_tokens if 0 < self.limits.long_prompt_tokens < tokens else 0
+
     def _copy(self, plan: StepPlan) -> None:
-        blocks = {to: self.cache[source].copy() for source, to in plan.block_copies}
+        blocks = {
+            to: (self.cache[source].copy(), self.shifts[source].copy()) for source, to in plan.block_copies
+        }
         slots = {to: (self.last[source], self.state[source]) for source, to in plan.slot_copies}
         assert len(blocks) == len(plan.block_copies), "a block is the destination of two copies"
         assert len(slots) == len(plan.slot_copies), "a slot is the destination of two copies"
         assert set(slots) <= set(plan.slots.tolist()), "state is copied to a slot that is not in the plan"
         for to, content in blocks.items():
-            self.cache[to] = content
+            self.cache[to], self.shifts[to] = content
         for to, (token, state) in slots.items():
             self.last[to], self.state[to] = token, state
 

@@ -1,0 +1,77 @@
+"""Gemma 3, its text model: Gemma 2 with an RMSNorm of each query and key head before the rotation, and rotary
+positions of their own in the layers with a window. Gemma Team 2025."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tridecode.backend.config import RopeConfig
+from tridecode.backend.models import Family, gemma2
+from tridecode.backend.models.config_ini import IniSection, read_rope, rope_keys
+from tridecode.backend.models.gemma2 import Gemma2Config, gemma2_fields
+from tridecode.backend.models.layers import Ranks, Weights
+from tridecode.backend.models.qwen3 import head_norm_specs, load_head_norms
+from tridecode.backend.models.rope import rope_table
+from tridecode.backend.weight_layout import WeightSpec
+from tridecode.kernels.ops import Heads
+
+#: section of the same file: the keys of read_rope for the layers with a window
+LOCAL = "local_"
+
+
+@dataclass(frozen=True)
+class Gemma3Config(Gemma2Config):
+    """local_rope: of the layers with a window; `rope` is that of the others."""
+
+    local_rope: RopeConfig | None = None
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        return tuple(rope for rope in (self.rope, self.local_rope) if rope is not None)
+
+
+def read(section: IniSection, tied_head: bool) -> Gemma3Config:
+    """The keys of the local rotary positions have the prefix local_."""
+    fields = gemma2_fields(section, tied_head)
+    local = read_rope(section.with_prefix(LOCAL), fields["head_size"])
+    return Gemma3Config(family="gemma3", **fields, local_rope=local)
+
+
+def keys(config: Gemma3Config) -> dict[str, object]:
+    local = rope_keys(replace(config, rope=config.local_rope))
+    return {**gemma2.keys(config), **{LOCAL + key: value for key, value in local.items()}}
+
+
+def weight_specs(config: Gemma3Config) -> list[WeightSpec]:
+    return gemma2.weight_specs(config) + head_norm_specs(config)
+
+
+class Model(gemma2.Model):
+    """Gemma 3 on one rank."""
+
+    config: Gemma3Config
+
+    def __init__(self, config: Gemma3Config, weights: Weights, ranks: Ranks, num_positions: int):
+        super().__init__(config, weights, ranks, num_positions)
+        self.heads = load_head_norms(self.heads, weights, self.stage, config.norm_eps)
+
+    def stage_heads(self, ranks: Ranks, num_positions: int) -> list[Heads]:
+        held, config = super().stage_heads(ranks, num_positions), self.config
+        assert config.local_rope is not None
+        local = rope_table(config.local_rope, num_positions, self.embedding.device, config.long_prompt_tokens)
+        return [
+            replace(heads, rope=local) if config.window(layer) else heads
+            for heads, layer in zip(held, self.stage)
+        ]
+
+
+FAMILY = Family(
+    name="gemma3",
+    title="Gemma 3",
+    section="gemma3",
+    model_type="Gemma3",
+    read=read,
+    keys=keys,
+    weight_specs=weight_specs,
+    model=Model,
+)

@@ -1,0 +1,49 @@
+"""Gemma: LLaMA's names; its norms scale by 1 + w."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from tridecode.backend.config import ModelConfig
+from tridecode.converters.families import CheckpointFamily, llama
+from tridecode.converters.families.llama import EMBEDDING, llama_fields, whole_rope
+from tridecode.converters.hf_config import demand
+from tridecode.converters.rules import Rule
+
+
+def model_config(hf: PreTrainedConfig, **common) -> ModelConfig:
+    demand(hf, "Gemma", use_bidirectional_attention=False)
+    return ModelConfig(
+        family="gemma",
+        **llama_fields(hf, "Gemma"),
+        rope=whole_rope(hf, "Gemma"),
+        attention_bias=hf.attention_bias,
+        mlp_bias=False,
+        **common,
+    )
+
+
+def one_more(weight: Tensor) -> Tensor:
+    """1 + w in float32, as transformers adds it."""
+    return 1.0 + weight.float()
+
+
+def fold_norms(rules: list[Rule]) -> list[Rule]:
+    """The rules with 1 + w for each norm."""
+    return [replace(rule, transform=one_more) if "norm.weight" in rule.target else rule for rule in rules]
+
+
+def rules(num_heads: int) -> list[Rule]:
+    return fold_norms(llama.rules(num_heads))
+
+
+FAMILY = CheckpointFamily(
+    model_types=("gemma",),
+    prefix="model.",
+    embedding=EMBEDDING,
+    model_config=model_config,
+    rules=rules,
+)

@@ -1,0 +1,57 @@
+"""Gemma 3: Gemma 2's names, and a norm of each query and key head."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+from tridecode.backend.config import RopeConfig
+from tridecode.backend.errors import UnsupportedError
+from tridecode.backend.models.gemma3 import Gemma3Config
+from tridecode.converters.families import CheckpointFamily, gemma2
+from tridecode.converters.families.gemma import fold_norms
+from tridecode.converters.families.gemma2 import gemma2_fields
+from tridecode.converters.families.llama import EMBEDDING
+from tridecode.converters.families.qwen3 import head_norm_rules
+from tridecode.converters.hf_config import demand_whole_rotary, rope_config
+from tridecode.converters.rules import Rule
+
+
+def model_config(hf: PreTrainedConfig, **common) -> Gemma3Config:
+    """transformers does not use attn_logit_softcapping of Gemma 3."""
+    full, local = _ropes(hf)
+    return Gemma3Config(
+        family="gemma3",
+        **gemma2_fields(hf, "Gemma 3"),
+        rope=full,
+        local_rope=local,
+        **common,
+    )
+
+
+def _ropes(hf: PreTrainedConfig) -> tuple[RopeConfig, RopeConfig]:
+    """Of the layers without and with a window; a model that has one of the two has both alike."""
+    found = {}
+    for kind in set(hf.layer_types):
+        demand_whole_rotary(hf.rope_parameters[kind], "Gemma 3")
+        found[kind] = rope_config(hf, hf.head_dim, "Gemma 3", layer_type=kind)
+    ropes = [found.get(kind) for kind in ("full_attention", "sliding_attention")]
+    limits = {rope.original_max_positions for rope in found.values() if rope.scaling == "longrope"}
+    if len(limits) > 1:
+        wanted = "this version runs one for all layers"
+        raise UnsupportedError(f"Gemma 3 with original_max_position_embeddings of {sorted(limits)}; {wanted}")
+    full, local = ropes[0] or ropes[1], ropes[1] or ropes[0]
+    assert full is not None and local is not None
+    return full, local
+
+
+def rules(num_heads: int) -> list[Rule]:
+    return gemma2.rules(num_heads) + fold_norms(head_norm_rules())
+
+
+FAMILY = CheckpointFamily(
+    model_types=("gemma3_text",),
+    prefix="model.",
+    embedding=EMBEDDING,
+    model_config=model_config,
+    rules=rules,
+)

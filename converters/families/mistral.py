@@ -1,0 +1,36 @@
+"""Mistral: LLaMA's names; its layers have a window or none has one."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+from tridecode.backend.config import ModelConfig
+from tridecode.backend.errors import UnsupportedError
+from tridecode.converters.families import CheckpointFamily
+from tridecode.converters.families.llama import EMBEDDING, llama_fields, rules, whole_rope
+from tridecode.converters.hf_config import windows
+
+
+def model_config(hf: PreTrainedConfig, **common) -> ModelConfig:
+    found = windows(hf, "Mistral")
+    if len(set(found)) > 1 or (not found and hf.sliding_window):  # transformers' mask ignores layer_types
+        types = f"sliding_window = {hf.sliding_window} and layer_types = {hf.layer_types}"
+        raise UnsupportedError(f"Mistral with {types[:200]}; this version runs one window for all layers")
+    return ModelConfig(
+        family="mistral",
+        **llama_fields(hf, "Mistral"),
+        rope=whole_rope(hf, "Mistral"),
+        attention_bias=False,
+        mlp_bias=False,
+        windows=found,
+        **common,
+    )
+
+
+FAMILY = CheckpointFamily(
+    model_types=("mistral",),
+    prefix="model.",
+    embedding=EMBEDDING,
+    model_config=model_config,
+    rules=rules,
+)

@@ -1,0 +1,33 @@
+"""Qwen2: LLaMA's names, with biases of q, k and v alone."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+from tridecode.backend.config import ModelConfig
+from tridecode.converters.families import CheckpointFamily, GgufRules
+from tridecode.converters.families.llama import EMBEDDING, llama_fields, rules, whole_rope
+from tridecode.converters.hf_config import windows
+
+
+def model_config(hf: PreTrainedConfig, **common) -> ModelConfig:
+    return ModelConfig(
+        family="qwen2",
+        **llama_fields(hf, "Qwen2"),
+        rope=whole_rope(hf, "Qwen2"),
+        attention_bias=True,
+        dense_bias=False,
+        mlp_bias=False,
+        windows=windows(hf, "Qwen2"),
+        **common,
+    )
+
+
+FAMILY = CheckpointFamily(
+    model_types=("qwen2",),
+    prefix="model.",
+    embedding=EMBEDDING,
+    model_config=model_config,
+    rules=rules,
+    gguf=GgufRules(architecture="qwen2"),
+)

@@ -1,0 +1,45 @@
+"""Qwen3: LLaMA's names, and a norm of each query and key head."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+from tridecode.backend.config import ModelConfig
+from tridecode.converters.families import CheckpointFamily, GgufRules, llama
+from tridecode.converters.families.llama import EMBEDDING, llama_fields, whole_rope
+from tridecode.converters.hf_config import windows
+from tridecode.converters.rules import Rule, module_rules
+
+
+def model_config(hf: PreTrainedConfig, **common) -> ModelConfig:
+    return ModelConfig(
+        family="qwen3",
+        **llama_fields(hf, "Qwen3"),
+        rope=whole_rope(hf, "Qwen3"),
+        attention_bias=hf.attention_bias,
+        mlp_bias=False,
+        windows=windows(hf, "Qwen3"),
+        **common,
+    )
+
+
+def head_norm_rules() -> list[Rule]:
+    source, out = "model.layers.{i}.self_attn", "model.layers.{i}.attention"
+    return [
+        *module_rules(f"{source}.q_norm", f"{out}.q_norm"),
+        *module_rules(f"{source}.k_norm", f"{out}.k_norm"),
+    ]
+
+
+def rules(num_heads: int) -> list[Rule]:
+    return llama.rules(num_heads) + head_norm_rules()
+
+
+FAMILY = CheckpointFamily(
+    model_types=("qwen3",),
+    prefix="model.",
+    embedding=EMBEDDING,
+    model_config=model_config,
+    rules=rules,
+    gguf=GgufRules(architecture="qwen3"),
+)
