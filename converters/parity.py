@@ -158,7 +158,10 @@ def check_parity(
     # a CPU computes in float32 whatever the files hold: 16 bit is slower there
     engine_dtype = config.weight_dtype if device.type == "cuda" else "fp32"
     engine = EngineConfig(
-        data_type=engine_dtype, max_sequences=16, max_sequence_tokens=max(map(len, prompts)) + NEW_TOKENS
+        data_type=engine_dtype,
+        max_sequences=16,
+        max_sequence_tokens=max(map(len, prompts)) + NEW_TOKENS,
+        verify_weights="sizes",  # check_shards has read every byte
     )
     ours = run_greedy(weights, prompts, NEW_TOKENS, engine)
     bound_share = max(_BOUNDS[engine_dtype], _BOUNDS[reference_dtype])
@@ -185,6 +188,22 @@ def check_parity(
     difference = max(item.logit_error for item in _compare(described, other, reference))
     bound = max(bound_share * largest, _OWN_DIFFERENCES * difference)
     return judge(compared, bound, reference_difference=difference, **facts)
+
+
+def without_reference(
+    why: str, source: str, weights: Path, config: ModelConfig, tokenizer_file: Path | None
+) -> dict[str, Any]:
+    """PARITY.json of a model that there is nothing independent to compare with: passed is null."""
+    return {
+        "passed": None,
+        "source": source,
+        "family": config.family,
+        "weight_dtype": config.weight_dtype,
+        "reference": {"none": why},
+        "checksums": compared_checksums(weights, tokenizer_file),
+        "versions": _versions(),
+        "format": PARITY_FORMAT,
+    }
 
 
 _Greedy = tuple[list[list[int]], list[np.ndarray]]  # tokens and logits, prompt by prompt

@@ -49,8 +49,8 @@ class CheckpointFamily:
     embedding, head: names of these tensors. model_config: (transformers' config, **common) to
     ModelConfig; common: model_name, start_id, end_id, weight_dtype, tied_head. rules: (number of heads) to
     those of every tensor. takes_head_size: rules also takes the head size, which the tensors of a pruned
-    layer do not tell. head_rules: further rules, of tensors whose number depends on the config. ignored:
-    patterns of buffers to leave out. renamed: names of other versions to transformers' of today.
+    layer do not tell. ignored: patterns of buffers to leave out. renamed: names of other versions to
+    transformers' of today. head_rules: of tensors whose number depends on the config.
     """
 
     model_types: tuple[str, ...]
@@ -70,7 +70,7 @@ class CheckpointFamily:
     def rules_of(self, config: ModelConfig) -> list[Rule]:
         """The rules of all tensors where every layer has the sizes of `config`."""
         sizes = (config.num_heads, config.head_size) if self.takes_head_size else (config.num_heads,)
-        return self.rules(*sizes) + ([] if self.head_rules is None else self.head_rules(config))
+        return self.rules(*sizes) + (self.head_rules(config) if self.head_rules is not None else [])
 
     @property
     def source_file(self) -> str:

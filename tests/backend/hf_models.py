@@ -25,7 +25,6 @@ from tridecode.backend.config import ModelConfig
 from tridecode.backend.models import family
 from tridecode.backend.models.layers import Weights
 from tridecode.converters.families import family_of
-from tridecode.converters.pruning import rules_of_layers
 from tridecode.converters.rules import plan_conversions
 from tridecode.kernels.ops import Ops
 
@@ -142,7 +141,7 @@ class HfWeights(Weights):
         self._dtype, self._device = dtype, device
         source = family_of(model.config.model_type, Path("tiny"))
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-        rules, specs = rules_of_layers(source, config), self.specs.values()
+        rules, specs = source.rules_of(config), self.specs.values()
         conversions = plan_conversions(
             rules, specs, shapes, {source.head}, config.num_layers, source.source_file
         )

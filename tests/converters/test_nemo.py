@@ -14,12 +14,14 @@ import yaml
 from tests.checkpoints import greedy, tiny_tokenizer
 from tests.converters.megatron_checkpoints import nemo_members, prompt_members, torch_bytes, write_tar
 from tests.converters.test_megatron import PROMPTS, assert_state, megatron_model
+from tests.converters.test_sentencepiece_tokenizer import trained
 from tests.tools.test_build_repo_sources import built
 from tridecode.backend.engine.offline import run_greedy
 from tridecode.backend.errors import CheckpointError, TridecodeError
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 from tridecode.converters.sources.nemo import open_prompts
+from tridecode.converters.tokenizer import PROBES, load_tokenizer
 from tridecode.tools.check_repo import check_repo
 
 LAYOUTS = {
@@ -63,6 +65,18 @@ def test_an_archive_becomes_a_repository_with_its_tokenizer(tmp_path):
     weights = tmp_path / "repo/fastertransformer/1/1-gpu"
     assert "end_id = 0" in (weights / "config.ini").read_text()
     assert run_greedy(weights, PROMPTS, 8)[0] == [greedy(model, ids, 8)[0] for ids in PROMPTS]
+
+
+def test_a_sentencepiece_model_in_the_archive_is_its_tokenizer(tmp_path):
+    original = trained(tmp_path / "sp", model_type="unigram")
+    files = {"tokenizer.model": (tmp_path / "sp/tokenizer.model").read_bytes()}
+    model = megatron_model(vocab_size=480)
+    for compressed in (False, True):
+        members = nemo_members(model, tokenizer=files)
+        checkpoint = open_checkpoint(write_tar(tmp_path / "gpt.nemo", members, compressed))
+        assert checkpoint.eos_ids == [original.eos_id()]
+        tokenizer = load_tokenizer(checkpoint)
+        assert tokenizer(PROBES[0]).input_ids == original.encode(PROBES[0])
 
 
 def test_prompt_tables_are_written_under_fastertransformers_names(tmp_path):

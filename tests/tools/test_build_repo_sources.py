@@ -13,6 +13,7 @@ from tests.checkpoints import save, tiny_gpt2, tiny_tokenizer
 from tridecode.backend.errors import CheckpointError, ConfigError
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
+from tridecode.converters.sources import Checkpoint
 from tridecode.tools.build_repo import build_repo
 from tridecode.tools.check_repo import check_repo
 from tridecode.tools.demo import run_demo
@@ -77,3 +78,21 @@ def test_an_adapter_is_not_merged_into_a_weight_directory(tmp_path):
     plan_conversion(open_checkpoint(source)).write(tmp_path / "weights")
     with pytest.raises(ConfigError, match="is a weight directory; --lora wants the checkpoint"):
         build_repo(tmp_path / "weights", tmp_path / "repo", lora=tmp_path / "adapter")
+
+
+def test_without_a_reference_parity_says_so_and_still_tells_other_bytes(tmp_path, monkeypatch):
+    """transformers' GPT-2 cannot be the reference here: a source that brings none stands in."""
+    source = save(tiny_gpt2(), tmp_path / "hf")
+    monkeypatch.setattr(Checkpoint, "has_reference", False)
+    said = built(source, tmp_path / "repo")
+    assert "the result is not compared: transformers has no class for gpt2" in said
+    parity = json.loads((tmp_path / "repo/PARITY.json").read_text())
+    assert parity["passed"] is None and "no class for gpt2" in parity["reference"]["none"]
+    [finding] = check_repo(tmp_path / "repo", checksums=True)
+    assert finding.severity == "warning" and finding.found.startswith("nothing compared: transformers has no")
+    parity["checksums"]["config.ini"] = "0" * 64
+    (tmp_path / "repo/PARITY.json").write_text(json.dumps(parity))
+    assert "error" in {finding.severity for finding in check_repo(tmp_path / "repo")}
+    parity["passed"] = False
+    (tmp_path / "repo/PARITY.json").write_text(json.dumps(parity))
+    assert "no passed comparison" in {finding.found for finding in check_repo(tmp_path / "repo")}
