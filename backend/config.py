@@ -7,12 +7,15 @@ model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Callable, TypeVar
 
 from tridecode.backend.errors import ConfigError, UnsupportedError
+from tridecode.backend.weight_layout import divides, share_size
 
 DTYPES = ("fp32", "fp16", "bf16")
+_MAX_RANKS = 1024  # that an error offers
 VERIFY_MODES = ("sizes", "sampled", "full")
 #: FasterTransformer's FT_SEQ_LEN_MAX: the limit of a model whose config.ini names none
 DEFAULT_MAX_POSITIONS = 16384
@@ -48,8 +51,28 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class LayerSizes:
+    """The sizes of one layer of a pruned model (docs/pruning.md), of all ranks together.
+
+    kept_heads: the number that each query head had before pruning, ascending; ALiBi slopes follow it. (): not
+    known.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    mlp_size: int
+    kept_heads: tuple[int, ...] = ()
+
+
+_Config = TypeVar("_Config", bound="ModelConfig")
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """The shape of one model. Sizes are of the whole model, not of a rank."""
+    """The shape of one model. Sizes are of the whole model, not of a rank.
+
+    num_heads, num_kv_heads, mlp_size: of a pruned model before it was pruned; `of_layer` has a layer's own.
+    """
 
     family: str  # the name of a backend.models.Family
     model_name: str
@@ -76,11 +99,51 @@ class ModelConfig:
     #: "from_norm": as sequential, but each is added to norm(x), not to x; "post_norm": x = norm(x +
     #: attention(x)), then x = norm(x + mlp(x)); "sandwich": x += norm(attention(norm(x))), the MLP likewise
     residual: str = "sequential"
+    attention_scale: float | None = None  # of the scores; None: 1 / sqrt(head_size)
+    scale_by_layer: bool = False  # layer l (from 0) divides its scale by l + 1
     #: tokens that a query of each layer sees, itself included; 0: all; empty: all in every layer
     windows: tuple[int, ...] = ()
+    layer_sizes: tuple[LayerSizes, ...] = ()  # of each layer of a pruned model; (): all as above
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
+
+    def of_layer(self: _Config, layer: int) -> _Config:
+        """This config with the sizes of one layer as its own."""
+        if not self.layer_sizes:
+            return self
+        sizes = self.layer_sizes[layer]
+        return replace(
+            self,
+            num_heads=sizes.num_heads,
+            num_kv_heads=sizes.num_kv_heads,
+            mlp_size=sizes.mlp_size,
+            layer_sizes=(),
+        )
+
+    def largest_layer(self: _Config) -> _Config:
+        """This config with the largest sizes of any layer: for buffers that layers share."""
+        if not self.layer_sizes:
+            return self
+        return replace(
+            self,
+            num_heads=max(sizes.num_heads for sizes in self.layer_sizes),
+            num_kv_heads=max(sizes.num_kv_heads for sizes in self.layer_sizes),
+            mlp_size=max(sizes.mlp_size for sizes in self.layer_sizes),
+            layer_sizes=(),
+        )
+
+    def mlp_share(self, tensor_size: int) -> int:
+        """The largest share of an MLP that a tensor rank has of any layer, padding included."""
+        layers = self.layer_sizes or (self,)
+        return max(share_size(layer.mlp_size, tensor_size, padded=True) for layer in layers)
+
+    def head_numbers(self, layer: int) -> Sequence[int]:
+        """The number before pruning of each query head of a layer."""
+        if not self.layer_sizes:
+            return range(self.num_heads)
+        sizes = self.layer_sizes[layer]
+        return sizes.kept_heads or range(sizes.num_heads)
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -98,19 +161,28 @@ class ModelConfig:
 
 
 def check_tensor_size(config: ModelConfig, tensor_para_size: int) -> None:
-    """Raises ConfigError unless the tensor ranks can share the heads and the MLP evenly.
+    """Raises ConfigError unless the tensor ranks can share the heads evenly.
 
-    A matrix may be divisible where its heads are not: 3 heads of 16 have 48 columns, which 2 divides.
+    A matrix may be divisible where its heads are not: 3 heads of 16 have 48 columns, which 2 divides. Fewer
+    key/value heads than ranks are replicated; an MLP that the ranks do not divide is padded with zeros.
     """
-    for key, size in (
-        ("head_num", config.num_heads),
-        ("kv_head_num", config.num_kv_heads),
-        ("inter_size", config.mlp_size),
-    ):
-        if size % tensor_para_size:
+    for layer in range(config.num_layers if config.layer_sizes else 1):
+        sizes = config.of_layer(layer)
+        where = f"layer {layer} of {config.model_name}" if config.layer_sizes else config.model_name
+        if found := _unshared_heads(sizes, tensor_para_size, where):
+            most = min(sizes.num_heads, _MAX_RANKS)
+            fitting = [str(n) for n in range(1, most + 1) if not _unshared_heads(sizes, n, where)]
             raise ConfigError(
-                f"tensor_para_size = {tensor_para_size} does not divide {key} = {size} of {config.model_name}"
+                f"tensor_para_size = {tensor_para_size} {found}; wanted one of {', '.join(fitting)}"
             )
+
+
+def _unshared_heads(sizes: ModelConfig, ranks: int, where: str) -> str:
+    if not divides(sizes.num_heads, ranks):
+        return f"does not divide head_num = {sizes.num_heads} of {where}"
+    if not divides(sizes.num_kv_heads, ranks, shared=True):
+        return f"does not divide kv_head_num = {sizes.num_kv_heads} of {where} and is not a multiple of it"
+    return ""
 
 
 def parse_flag(text: str) -> bool:
@@ -153,6 +225,9 @@ class EngineConfig:
     cuda_graphs: bool = True
     num_threads: int = 0  # CPU threads of the engine; 0: torch's own choice
     batch_invariant: bool = False  # CPU, fp32: log-probs do not depend on the other requests of a step
+    lora_path: str = "none"  # folder of LoRA adapters, relative to config.pbtxt's; "none": none are served
+    max_loras: int = 8  # adapters in memory; the least recently used one that is idle gives way
+    max_lora_rank: int = 64
 
     extra: dict[str, str] = field(default_factory=dict)  # parameters for others than the engine
 
@@ -197,7 +272,7 @@ def _check_engine_config(config: EngineConfig, where: str) -> None:
     demand(config.verify_weights in VERIFY_MODES, "verify_weights", ", ".join(VERIFY_MODES))
     demand(config.device in ("auto", "cpu", "cuda"), "device", "auto, cpu or cuda")
     sizes = "tensor_para_size pipeline_para_size max_sequences max_queued_requests block_tokens"
-    for key in sizes.split():
+    for key in (*sizes.split(), "max_loras", "max_lora_rank"):
         demand(getattr(config, key) >= 1, key, "1 or more")
     for key in ("max_sequence_tokens", "max_step_tokens", "cache_bytes"):
         demand(getattr(config, key) is None or getattr(config, key) >= 1, key, "1 or more, or auto")

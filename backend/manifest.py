@@ -51,7 +51,11 @@ class ManifestFile(msgspec.Struct, frozen=True):
 
 
 class ManifestTensor(msgspec.Struct, frozen=True):
-    """One tensor as its WeightSpec has it, and its files in rank order."""
+    """One tensor as its WeightSpec has it, and its files in rank order.
+
+    zeros: of a matrix of a layer, how many weights of its files are 0; two_of_four: whether at most two of
+    every four consecutive inputs are not. 0 and false in manifests of older versions.
+    """
 
     name: str
     shape: list[int]
@@ -59,12 +63,17 @@ class ManifestTensor(msgspec.Struct, frozen=True):
     axis: Optional[int]  # noqa: UP045  msgspec evaluates it, on Python 3.9 too
     sections: list[int]
     files: list[ManifestFile]
+    zeros: int = 0
+    two_of_four: bool = False
 
 
 class Manifest(msgspec.Struct, frozen=True):
     """manifest.json: what the converter wrote. Directories of FasterTransformer's converters have none.
 
     config: the values of config.ini by section and key; empty in manifests of older versions.
+    weight_sparsity: the share of zeros among the weights of all matrices of layers, in [0, 1].
+    sparsity_pattern: "2:4" if each of these matrices is 2:4 sparse; else "".
+    source: a digest of the checkpoint's files (converters/convert.py); empty if it is not known.
     """
 
     format: str
@@ -73,6 +82,9 @@ class Manifest(msgspec.Struct, frozen=True):
     dtype: str
     tensors: list[ManifestTensor]
     config: dict[str, dict[str, str]] = {}
+    weight_sparsity: float = 0.0
+    sparsity_pattern: str = ""
+    source: str = ""
 
 
 class SampleDigest:

@@ -13,7 +13,10 @@ import msgspec
 from tridecode.backend.sampling_params import SamplingParams
 
 #: Raised when the meaning of any message changes; both ends compare it in Hello / Welcome.
-PROTOCOL = 2
+PROTOCOL = 3
+
+
+MAX_LORA_NAME = 128  # characters
 
 
 class SequenceRequest(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -21,6 +24,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     prompt: bytes  # int32 token ids, little-endian
     params: SamplingParams = SamplingParams()
+    lora_name: str = ""  # of the adapter; "": the base model
 
 
 # ---------------------------------------------------------------- door -> engine

@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Callable
@@ -31,48 +30,10 @@ from tridecode.backend.manifest import (
 )
 from tridecode.backend.models import family
 from tridecode.backend.weight_layout import WeightSpec
+from tridecode.backend.weight_pieces import Piece, join_neighbours
 
 TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _CHECK_THREADS = 8  # reading and hashing release the interpreter
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of one file that fills a part of one rank's shard.
-
-    path, file_shape: the file and the shape of what it holds. source: (start, stop) within the file, and
-    destination: (start, stop) within the shard, both along `axis`; every other axis is taken whole.
-    """
-
-    path: Path
-    file_shape: tuple[int, ...]
-    dtype: torch.dtype
-    axis: int
-    source: tuple[int, int]
-    destination: tuple[int, int]
-
-    @property
-    def byte_range(self) -> tuple[int, int]:
-        """(offset, length) of the file's bytes from the first to the last that this piece needs."""
-        inner = math.prod(self.file_shape[self.axis + 1 :]) * self.dtype.itemsize
-        outer = math.prod(self.file_shape[: self.axis])
-        stride = self.file_shape[self.axis] * inner
-        start, stop = self.source
-        return start * inner, (outer - 1) * stride + (stop - start) * inner
-
-    def view(self) -> Tensor:
-        """The part of the file as a memory-mapped CPU tensor; strided where axis is not the first."""
-        whole = _map_file(self.path, self.file_shape, self.dtype)
-        return whole.narrow(self.axis, self.source[0], self.source[1] - self.source[0])
-
-    def slot(self, shard: Tensor) -> Tensor:
-        """The part of `shard` that this piece fills."""
-        return shard.narrow(self.axis, self.destination[0], self.destination[1] - self.destination[0])
-
-
-def _map_file(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    # copy on write, and torch keeps no descriptor open: a model on the CPU holds hundreds of files for life
-    return torch.from_file(str(path), shared=False, size=math.prod(shape), dtype=dtype).view(shape)
 
 
 class WeightReader:
@@ -180,7 +141,7 @@ class WeightReader:
                 at = high
             assert at == stop, (spec, rank, world, self.stored_size)
             filled, held_before = filled + sizes[section], held_before + stored_sizes[section]
-        return _join(pieces)
+        return join_neighbours(pieces)
 
     def read(self, spec: WeightSpec, rank: int = 0, world: int = 1) -> Tensor:
         """Rank's shard at degree `world`, spec.shard_shape(world), on the CPU in the files' dtype.
@@ -191,12 +152,38 @@ class WeightReader:
         pieces = self.pieces(spec, rank, world)
         if spec.divided:
             return pieces[0].view() * self.stored_size
-        shape = spec.shard_shape(world)
-        if len(pieces) == 1 and pieces[0].view().shape == shape:
+        if len(pieces) == 1 and not self._padding(spec, pieces, world):
             return pieces[0].view()
-        shard = torch.zeros(shape, dtype=self.dtype)
+        return self._merged(spec, pieces, world, self.dtype)
+
+    def copy(self, spec: WeightSpec, rank: int, world: int, dtype: torch.dtype) -> Tensor:
+        """As `read`, a new tensor in `dtype`."""
+        pieces = self.pieces(spec, rank, world)
+        if spec.divided:
+            return (pieces[0].view() * self.stored_size).to(dtype)
+        return self._merged(spec, pieces, world, dtype)
+
+    def copied_bytes(self, spec: WeightSpec, rank: int, world: int) -> int:
+        """Of memory that a contiguous `read` takes: 0 where it is a part of one file in its order."""
+        pieces = self.pieces(spec, rank, world)
+        if len(pieces) == 1 and not self._padding(spec, pieces, world):
+            whole_rows = pieces[0].source == (0, pieces[0].file_shape[pieces[0].axis])
+            if pieces[0].axis == 0 or whole_rows:
+                return 0
+        return math.prod(spec.shard_shape(world)) * self.dtype.itemsize
+
+    @staticmethod
+    def _padding(spec: WeightSpec, pieces: list[Piece], world: int) -> int:
+        """Columns or rows of a shard that are in no piece."""
+        if spec.axis is None:
+            return 0
+        return spec.shard_shape(world)[spec.axis] - sum(p.source[1] - p.source[0] for p in pieces)
+
+    def _merged(self, spec: WeightSpec, pieces: list[Piece], world: int, dtype: torch.dtype) -> Tensor:
+        make = torch.zeros if self._padding(spec, pieces, world) else torch.empty
+        shard = make(spec.shard_shape(world), dtype=dtype)
         for piece in pieces:
-            piece.slot(shard).copy_(piece.view())
+            piece.fill(shard)
         return shard
 
     def verify(self, mode: str, specs: Iterable[WeightSpec] | None = None) -> None:
@@ -225,6 +212,10 @@ class WeightReader:
         """Yield a sentence for each file whose bytes are not those that were written."""
         yield from self._digest_problems(True, None, progress)
 
+    def sample_problems(self) -> Iterator[str]:
+        """Yield a sentence for each file whose sampled digest is not that of the manifest."""
+        yield from self._digest_problems(False, None)
+
     def _digest_problems(
         self, full: bool, specs: Iterable[WeightSpec] | None, progress: Callable[[int], None] | None = None
     ) -> Iterator[str]:
@@ -252,22 +243,3 @@ def _sample_problem(path: Path, file: ManifestFile) -> str:
         f"{path} is not the file that was converted: the SHA-256 of its samples is {found}; {MANIFEST_FILE} "
         f"says {file.sample} (both of {path.stat().st_size:,} bytes)"
     )
-
-
-def _join(pieces: list[Piece]) -> list[Piece]:
-    """Merge neighbours that are neighbours in file and shard, so that an unsplit tensor is one piece."""
-    joined: list[Piece] = []
-    for piece in pieces:
-        last = joined[-1] if joined else None
-        if (
-            last is not None
-            and last.path == piece.path
-            and (last.source[1], last.destination[1]) == (piece.source[0], piece.destination[0])
-        ):
-            source, destination = last.source[0], last.destination[0]
-            joined[-1] = replace(
-                last, source=(source, piece.source[1]), destination=(destination, piece.destination[1])
-            )
-        else:
-            joined.append(piece)
-    return joined

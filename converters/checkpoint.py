@@ -13,19 +13,23 @@ from tridecode.converters.sources import Checkpoint
 from tridecode.converters.sources.fastertransformer import find_weight_directory, open_weight_directory
 from tridecode.converters.sources.gguf import open_gguf
 from tridecode.converters.sources.huggingface import download, open_directory
+from tridecode.converters.sources.megatron import find_megatron_directory, open_megatron
+from tridecode.converters.sources.nemo import CONFIG_FILE, open_nemo
 
 
-def open_checkpoint(model: str | Path) -> Checkpoint:
+def open_checkpoint(model: str | Path, num_heads: int | None = None) -> Checkpoint:
     """Open a source of any format, reading no tensor; docs/sources.md has the formats.
 
-    model: a file, a directory, or a repository's id on the hub. Raises CheckpointError or UnsupportedError.
+    model: a file, a directory, or a repository's id on the hub. num_heads: attention heads of a checkpoint
+    that does not say. Raises CheckpointError or UnsupportedError.
     """
     path = Path(model)
+    if path.is_file() and path.suffix == ".nemo":
+        return open_nemo(path)
     if path.is_file():
         if path.suffix != ".gguf":
-            raise CheckpointError(
-                f"{path} is a file, but not a .gguf; wanted a checkpoint's directory or a .gguf file"
-            )
+            wanted = "a checkpoint's directory, a .gguf or a .nemo file"
+            raise CheckpointError(f"{path} is a file, but not a .gguf or .nemo; wanted {wanted}")
         return open_gguf(path)
     if not path.is_dir():
         path = download(str(model))
@@ -34,6 +38,11 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
     weights = find_weight_directory(path)
     if weights is not None:
         return open_weight_directory(weights)
+    if (path / CONFIG_FILE).is_file():
+        return open_nemo(path)
+    ranks = find_megatron_directory(path)
+    if ranks is not None:
+        return open_megatron(ranks, num_heads)
     ggufs = sorted(path.glob("*.gguf"))
     if len(ggufs) == 1:
         return open_gguf(ggufs[0])

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import math
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,12 @@ from tridecode.backend.weights import TORCH_DTYPES
 from tridecode.converters.checkpoint import Checkpoint
 from tridecode.converters.families import CheckpointFamily, family_of
 from tridecode.converters.mapped_files import released_pages
+from tridecode.converters.prompts import check_prompts, prompt_keys, write_prompts
+from tridecode.converters.pruned_config import read_declared
+from tridecode.converters.pruned_reference import model_of, unpruned_tensors
+from tridecode.converters.pruning import describe, rules_of_layers, with_layer_sizes
 from tridecode.converters.rules import Conversion, expand, plan_conversions
+from tridecode.converters.sources.bitmasks import BitmaskSource
 from tridecode.converters.writer import TensorToWrite, write_weights
 
 _MAX_FILES = 10_000  # of a checkpoint
@@ -41,6 +47,11 @@ class PlannedConversion:
         elements = sum(math.prod(item.spec.shape) for item in self.conversions)
         return elements * TORCH_DTYPES[self.config.weight_dtype].itemsize
 
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know about the model: the sizes of the layers of a pruned one."""
+        return describe(self.config) if self.config.layer_sizes else []
+
     def write(self, directory: Path, tensor_para_size: int = 1) -> Manifest:
         """Write the weight directory; see writer.write_weights."""
 
@@ -52,8 +63,21 @@ class PlannedConversion:
             for item in self.conversions
         ]
         files = checkpoint_files(self.checkpoint.path)
+        prompts = self.checkpoint.prompts
+        check_prompts(prompts, self.config)
+        if self.checkpoint.adapter is not None:
+            files += checkpoint_files(self.checkpoint.adapter)
         with released_pages(files):
-            return write_weights(directory, self.config, tensors, tensor_para_size, source_digest(files))
+            manifest = write_weights(
+                directory,
+                self.config,
+                tensors,
+                tensor_para_size,
+                source_digest(files),
+                prompt_keys(prompts, self.config),
+            )
+        write_prompts(directory, prompts, self.config)
+        return manifest
 
     def _memory(self, item: Conversion) -> int:
         """Bytes that a tensor takes while it is written, in the wider of the two dtypes."""
@@ -112,12 +136,33 @@ def plan_conversion(
         found = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"the config of {checkpoint.path} does not describe a model: {found}") from None
     _check_numbers(config, checkpoint)
+    shapes = {full: checkpoint.tensors.shapes[own] for full, own in names.items()}
+    config = with_layer_sizes(config, source, shapes, read_declared(checkpoint.path, config))
     ignored = expand(source.ignored, config.num_layers) | ({source.head} if tied else set())
     specs = models.family(config.family).weight_specs(config)
-    shapes = {full: checkpoint.tensors.shapes[own] for full, own in names.items()}
-    rules, where = source.rules(config.num_heads), source.source_file
+    rules, where = rules_of_layers(source, config), source.source_file
     conversions = plan_conversions(rules, specs, shapes, ignored, config.num_layers, where)
+    if config.layer_sizes or isinstance(checkpoint.tensors, BitmaskSource):
+        checkpoint.reference = partial(_filled_reference, checkpoint, config, source, names)
     return PlannedConversion(checkpoint, config, conversions, names)
+
+
+def _filled_reference(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    source: CheckpointFamily,
+    names: dict[str, str],
+    dtype: torch.dtype,
+) -> torch.nn.Module:
+    """transformers' model of a checkpoint whose files transformers cannot read."""
+
+    def read(name: str) -> torch.Tensor:
+        return checkpoint.tensors.read(names[name])
+
+    def tensors(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, torch.Tensor]]:
+        return unpruned_tensors(config, source, names, read, shapes)
+
+    return model_of(checkpoint.config, tensors, dtype)
 
 
 def _check_sizes(checkpoint: Checkpoint) -> None:
@@ -136,6 +181,11 @@ def _check_sizes(checkpoint: Checkpoint) -> None:
 
 
 def _check_numbers(config: ModelConfig, checkpoint: Checkpoint) -> None:
+    for key in ("num_heads", "num_kv_heads", "head_size", "mlp_size", "max_positions"):
+        size = getattr(config, key)
+        if isinstance(size, bool) or not isinstance(size, int) or not 0 < size < 1 << 31:
+            found = f"{key} = {str(size)[:80]}"
+            raise CheckpointError(f"the config of {checkpoint.path} has {found}; wanted 1 or more")
     numbers = {"norm_eps": config.norm_eps}
     if config.rope is not None:
         rope = config.rope
@@ -161,7 +211,8 @@ def full_names(shapes: dict[str, tuple[int, ...]], family: CheckpointFamily) -> 
     """transformers' full name -> the checkpoint's own, which has no prefix if it is of the bare model."""
     prefix = "" if any(name.startswith(family.prefix) for name in shapes) else family.prefix
     today = {family.renamed.get(name, name): name for name in shapes}
-    return {name if name == family.head else prefix + name: own for name, own in today.items()}
+    head = family.head.removesuffix("weight")  # and its bias
+    return {name if name.startswith(head) else prefix + name: own for name, own in today.items()}
 
 
 def settle_head(checkpoint: Checkpoint, family: CheckpointFamily, names: dict[str, str]) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 _PAGEOUT = getattr(mmap, "MADV_PAGEOUT", 21)  # Linux 5.4; harmless for a range that is no longer mapped
-_RESIDENT_BYTES = 192 << 20
+_RESIDENT_BYTES = 128 << 20
 _PERIOD_S = 0.02
 _LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ (\d+) *(.*)")
 

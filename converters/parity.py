@@ -1,4 +1,5 @@
-"""Compares a converted model with transformers: greedy tokens and logits on fixed prompts.
+"""Compares a converted model with transformers: greedy tokens and logits on fixed prompts, the tokenizer on
+fixed texts, the head's tying, and every weight file with its checksum.
 
 The reference is transformers' model of the source checkpoint, its weights rounded to the dtype of the files
 and its arithmetic in float32 if memory allows. The remaining difference is rounding in the arithmetic: a
@@ -18,13 +19,25 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch.nn import Module
+from transformers import PreTrainedTokenizerBase
 
 from tridecode.backend.config import EngineConfig, ModelConfig
 from tridecode.backend.engine.offline import run_greedy
 from tridecode.backend.engine.settings import choose_device
-from tridecode.backend.weights import MANIFEST_FILE, TORCH_DTYPES, file_sha256
+from tridecode.backend.models import read_model_config
+from tridecode.backend.weights import TORCH_DTYPES, WeightReader
 from tridecode.converters.checkpoint import Checkpoint
-from tridecode.converters.tokenizer import PROBES
+from tridecode.converters.parity_files import (
+    LmHead,
+    Shards,
+    TokenizerParity,
+    check_shards,
+    compare_tokenizers,
+    compared_checksums,
+    is_tied,
+    lm_head,
+)
+from tridecode.converters.tokenizer import PROBES, load_tokenizer
 
 PARITY_FORMAT = "tridecode-parity-1"
 NEW_TOKENS = 8
@@ -72,7 +85,9 @@ class Parity:
     largest_logit: float
     greedy_agreement: float
     smallest_margin: float
-    tokenizer_round_trip: float | None
+    tokenizer: TokenizerParity
+    lm_head: LmHead
+    shards: Shards
     prompts: list[PromptParity]
     reference_difference: float = 0.0
     checksums: dict[str, str] = field(default_factory=dict)
@@ -82,21 +97,36 @@ class Parity:
     def as_dict(self) -> dict:
         return asdict(self)
 
+    def summary(self) -> str:
+        """One line for people, with every part that did not pass."""
+        parts = [
+            f"largest logit error {self.largest_logit_error:.2g} (bound {self.logit_error_bound:.2g}), "
+            f"greedy tokens equal on {self.greedy_agreement:.0%} of {len(self.prompts)} prompts"
+        ]
+        if not self.tokenizer.passed:
+            parts.append(f"tokenizer agrees on {self.tokenizer.agreement:.0%} of the texts")
+        if not self.lm_head.passed:
+            head = self.lm_head
+            parts.append(f"lm_head {head.source} in the source, {head.stored} stored, {head.served} served")
+        if self.shards.damaged:
+            parts.append(f"{len(self.shards.damaged)} damaged weight files: {self.shards.damaged[0]}")
+        return "; ".join(parts)
+
 
 def fixed_prompts(tokenizer: Tokenizer | None, config: ModelConfig) -> list[tuple[str, list[int]]]:
-    """(description, ids): the tokenizer's probes, and random ids of a fixed seed; all fit the model.
-
-    tokenizer None: random ids only.
-    """
+    """(description, ids): the tokenizer's probes, and random ids of a fixed seed; all fit the model. Without
+    a tokenizer: twice as many of the latter."""
     longest = min(MAX_PROMPT_TOKENS, config.max_positions - NEW_TOKENS)
     prompts = []
-    for text in PROBES if tokenizer is not None else ():
-        assert tokenizer is not None
+    for text in PROBES:
+        if tokenizer is None:
+            break
         ids = [token for token in tokenizer.encode(text).ids if token < config.vocab_size][:longest]
         if ids:
             prompts.append((text, ids))
     random = np.random.default_rng(20240229)
-    for length in sorted({min(length, longest) for length in _RANDOM_LENGTHS}):
+    lengths = _RANDOM_LENGTHS if tokenizer is not None else (*_RANDOM_LENGTHS, 2, 12, 20, 48)
+    for length in sorted({min(length, longest) for length in lengths}):
         prompts.append((f"{length} random ids", random.integers(0, config.vocab_size, length).tolist()))
     return prompts
 
@@ -106,22 +136,32 @@ def check_parity(
     weights: Path,
     config: ModelConfig,
     tokenizer_file: Path | None,
+    source_tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Parity:
-    """Run both models on fixed_prompts. `passed` tells whether every difference is one of rounding.
+    """Run both models on fixed_prompts, compare the tokenizer, the head's tying and the weight files.
 
-    tokenizer_file None: the model has no tokenizer.
+    `passed` tells whether every difference of logits is one of rounding, and whether there is no other.
+    tokenizer_file: a door's; None: the repository has none. source_tokenizer: transformers', to compare with;
+    None: that of the checkpoint.
     """
-    tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file is not None else None
+    shards = check_shards(WeightReader(weights, read_model_config(weights)))
+    tokenizer, compared_tokenizer = None, TokenizerParity()
+    if tokenizer_file is not None:
+        tokenizer = Tokenizer.from_file(str(tokenizer_file))
+        compared_tokenizer = compare_tokenizers(tokenizer, source_tokenizer or load_tokenizer(checkpoint))
     described = fixed_prompts(tokenizer, config)
     prompts = [ids for _, ids in described]
     device = choose_device(EngineConfig())
     reference_dtype = _reference_dtype(checkpoint, config, device)
     torch_dtype = TORCH_DTYPES[reference_dtype]
-    reference = _reference_greedy(checkpoint, config, prompts, torch_dtype, device)
+    reference, source_tied = _reference_greedy(checkpoint, config, prompts, torch_dtype, device)
     # a CPU computes in float32 whatever the files hold: 16 bit is slower there
     engine_dtype = config.weight_dtype if device.type == "cuda" else "fp32"
     engine = EngineConfig(
-        data_type=engine_dtype, max_sequences=16, max_sequence_tokens=max(map(len, prompts)) + NEW_TOKENS
+        data_type=engine_dtype,
+        max_sequences=16,
+        max_sequence_tokens=max(map(len, prompts)) + NEW_TOKENS,
+        verify_weights="sizes",  # check_shards has read every byte
     )
     ours = run_greedy(weights, prompts, NEW_TOKENS, engine)
     bound_share = max(_BOUNDS[engine_dtype], _BOUNDS[reference_dtype])
@@ -133,19 +173,37 @@ def check_parity(
         engine={"device": device.type, "dtype": engine_dtype},
         reference={"device": device.type, "dtype": reference_dtype},
         largest_logit=largest,
-        tokenizer_round_trip=None if tokenizer is None else _round_trip(tokenizer),
+        tokenizer=compared_tokenizer,
+        lm_head=lm_head(source_tied, config.tied_head, weights),
+        shards=shards,
         checksums=compared_checksums(weights, tokenizer_file),
         versions=_versions(),
     )
     compared = _compare(described, ours, reference)
     parity = judge(compared, bound_share * largest, **facts)
     other_dtype = _other_dtype(checkpoint, engine_dtype, torch_dtype, device)
-    if parity.passed or other_dtype is None:
+    if _explained(compared, bound_share * largest) or other_dtype is None:
         return parity
-    other = _reference_greedy(checkpoint, config, prompts, other_dtype, device)
+    other, _ = _reference_greedy(checkpoint, config, prompts, other_dtype, device)
     difference = max(item.logit_error for item in _compare(described, other, reference))
     bound = max(bound_share * largest, _OWN_DIFFERENCES * difference)
     return judge(compared, bound, reference_difference=difference, **facts)
+
+
+def without_reference(
+    why: str, source: str, weights: Path, config: ModelConfig, tokenizer_file: Path | None
+) -> dict[str, Any]:
+    """PARITY.json of a model that there is nothing independent to compare with: passed is null."""
+    return {
+        "passed": None,
+        "source": source,
+        "family": config.family,
+        "weight_dtype": config.weight_dtype,
+        "reference": {"none": why},
+        "checksums": compared_checksums(weights, tokenizer_file),
+        "versions": _versions(),
+        "format": PARITY_FORMAT,
+    }
 
 
 _Greedy = tuple[list[list[int]], list[np.ndarray]]  # tokens and logits, prompt by prompt
@@ -185,11 +243,13 @@ def compare_prompt(
 
 
 def judge(compared: list[PromptParity], bound: float, **facts) -> Parity:
-    """Passed: no logit differs by more than `bound`, no token unless the two best are within 2 bounds."""
-    within = all(item.logit_error <= bound for item in compared)  # a NaN compares false
-    tokens_explained = all(item.agrees or item.margin <= 2 * bound for item in compared)
+    """Passed: rounding explains the differences of logits and tokens; tokenizer, head and shards are right.
+
+    facts: the other fields of Parity.
+    """
+    files = (facts["tokenizer"], facts["lm_head"], facts["shards"])
     return Parity(
-        passed=within and tokens_explained,
+        passed=_explained(compared, bound) and all(part.passed for part in files),
         largest_logit_error=max(item.logit_error for item in compared),
         logit_error_bound=bound,
         greedy_agreement=sum(item.agrees for item in compared) / len(compared),
@@ -197,6 +257,12 @@ def judge(compared: list[PromptParity], bound: float, **facts) -> Parity:
         prompts=compared,
         **facts,
     )
+
+
+def _explained(compared: list[PromptParity], bound: float) -> bool:
+    """No logit differs by more than `bound`, and no token unless the two best are within 2 bounds."""
+    within = all(item.logit_error <= bound for item in compared)  # a NaN compares false
+    return within and all(item.agrees or item.margin <= 2 * bound for item in compared)
 
 
 def _reference_dtype(checkpoint: Checkpoint, config: ModelConfig, device: torch.device) -> str:
@@ -222,8 +288,10 @@ def _reference_greedy(
     prompts: list[list[int]],
     dtype: torch.dtype,
     device: torch.device,
-) -> _Greedy:
+) -> tuple[_Greedy, bool | None]:
+    """transformers' tokens and logits, and whether its head is tied."""
     model: Module = checkpoint.reference_model(TORCH_DTYPES[config.weight_dtype])
+    tied = is_tied(model)
     model = model.to(device=device, dtype=dtype)
     try:
         with torch.inference_mode():
@@ -233,7 +301,7 @@ def _reference_greedy(
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    return [tokens for tokens, _ in results], [logits for _, logits in results]
+    return ([tokens for tokens, _ in results], [logits for _, logits in results]), tied
 
 
 def _greedy(model: Module, prompt: list[int], device: torch.device) -> tuple[list[int], np.ndarray]:
@@ -250,17 +318,6 @@ def _greedy(model: Module, prompt: list[int], device: torch.device) -> tuple[lis
     return tokens, np.stack(rows)
 
 
-def _round_trip(tokenizer: Tokenizer) -> float:
-    """The share of the probes that decode to what was encoded."""
-    return sum(tokenizer.decode(tokenizer.encode(text).ids) == text for text in PROBES) / len(PROBES)
-
-
-def compared_checksums(weights: Path, tokenizer_file: Path | None) -> dict[str, str]:
-    """SHA-256 of the compared files; manifest.json holds that of every weight file."""
-    files = (weights / "config.ini", weights / MANIFEST_FILE, tokenizer_file)
-    return {path.name: file_sha256(path) for path in files if path is not None}
-
-
 def _versions() -> dict[str, str]:
-    names = ("tridecode", "torch", "transformers", "tokenizers")
+    names = ("tridecode", "torch", "transformers", "tokenizers", "numpy")
     return {"python": platform.python_version(), **{name: version(name) for name in names}}

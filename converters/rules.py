@@ -52,6 +52,27 @@ def join_heads(num_heads: int, tensor: Tensor) -> Tensor:
     return apart.transpose(0, 1).reshape(tensor.shape)
 
 
+def split_groups(num_heads: int, head_size: int, tensor: Tensor) -> Tensor:
+    """Rows by kv head, the queries of its group, its key and its value -> all queries, all keys, all values.
+
+    tensor: ((H + 2K) * D, ...); K follows from the number of rows.
+    """
+    kv_heads = (tensor.shape[0] // head_size - num_heads) // 2
+    groups = tensor.reshape(kv_heads, num_heads // kv_heads + 2, head_size, *tensor.shape[1:])
+    parts = groups[:, :-2], groups[:, -2:-1], groups[:, -1:]
+    return torch.cat([part.flatten(0, 2) for part in parts])
+
+
+def split_groups_transposed(num_heads: int, head_size: int | None, weight: Tensor) -> Tensor:
+    """((H + 2K) * D, C) by kv head -> (C, (H + 2K) * D). head_size: D; None: C / H."""
+    return transpose(split_groups(num_heads, head_size or weight.shape[1] // num_heads, weight))
+
+
+def split_group_bias(num_heads: int, head_size: int | None, bias: Tensor, weight: Tensor) -> Tensor:
+    """The bias of split_groups_transposed's weight, which tells the head size if it is None."""
+    return split_groups(num_heads, head_size or weight.shape[1] // num_heads, bias)
+
+
 @dataclass(frozen=True)
 class Rule:
     """Tensor `target` of a weight directory is transform(tensors of `source`). {i} stands for every layer."""
@@ -115,7 +136,7 @@ def plan_conversions(
     Raises CheckpointError naming the tensor, its shape and the rules if the two sides do not match.
     """
     per_layer = [
-        rule.of_layer(i) if "{i}" in rule.target else rule for rule in rules for i in range(num_layers)
+        rule.of_layer(i) for rule in rules for i in (range(num_layers) if "{i}" in rule.target else (0,))
     ]
     by_target = {rule.target: rule for rule in per_layer}
     conversions, used = [], set(ignored)

@@ -10,11 +10,17 @@ import shutil
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoTokenizer,
+    GPT2Tokenizer,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from tridecode.backend.errors import CheckpointError, UnsupportedError
 from tridecode.converters.checkpoint import Checkpoint
 from tridecode.converters.files import MAX_JSON_BYTES, read_json, require_file
+from tridecode.converters.sentencepiece_tokenizer import MODEL_FILE, load_sentencepiece
 
 #: any of these sets makes a tokenizer
 _SOURCES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
@@ -73,7 +79,7 @@ def load_tokenizer(checkpoint: Checkpoint, override: Path | None = None) -> PreT
         for name in {name for names in _SOURCES for name in names}.union(_COMPANIONS):
             if (directory / name).exists():
                 require_file(directory / name, MAX_JSON_BYTES)
-        return _load(directory)
+        return _load_directory(directory)
     kind, split = (checkpoint.gguf_fields.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     if kind == "gpt2" and split not in (*_GGUF_SPLITS, *_OUR_SPLITS):
         raise UnsupportedError(
@@ -86,9 +92,23 @@ def load_tokenizer(checkpoint: Checkpoint, override: Path | None = None) -> PreT
     return tokenizer
 
 
-def _load(directory: Path, **kwargs) -> PreTrainedTokenizerBase:
+def _load_directory(directory: Path) -> PreTrainedTokenizerBase:
+    """transformers' choice; of bare files, whose class no file names, GPT-2's or sentencepiece's."""
+    has_model = (directory / MODEL_FILE).exists() and not (directory / "tokenizer.json").exists()
+    if any(
+        (directory / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "config.json")
+    ):
+        try:
+            return _load(directory)
+        except CheckpointError:  # code of its own, or an unfit version of protobuf
+            if not has_model:
+                raise
+    return load_sentencepiece(directory, PROBES) if has_model else _load(directory, GPT2Tokenizer)
+
+
+def _load(directory: Path, kind: type = AutoTokenizer, **kwargs) -> PreTrainedTokenizerBase:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
+        tokenizer = kind.from_pretrained(  # type: ignore[attr-defined]
             directory, local_files_only=True, trust_remote_code=False, **kwargs
         )
     except Exception as error:  # transformers and tokenizers raise bare Exception among others
@@ -106,7 +126,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, source: Path | None, dire
     CheckpointError where the written tokenizer and transformers' split a probe differently.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    if source is None:
+    if source is None or _is_rebuilt(tokenizer, source):
         tokenizer.save_pretrained(directory)
     else:
         for name in _COMPANIONS:
@@ -122,6 +142,13 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, source: Path | None, dire
         if found != wanted:
             raise CheckpointError(f"tokenizer.json splits {probe!r} into {found}; transformers into {wanted}")
     return written
+
+
+def _is_rebuilt(tokenizer: PreTrainedTokenizerBase, source: Path) -> bool:
+    """Whether the source's tokenizer_config.json is missing, or names a class that was not used."""
+    if (source / "tokenizer.json").is_file():
+        return False
+    return type(tokenizer) is PreTrainedTokenizerFast or not (source / "tokenizer_config.json").is_file()
 
 
 def _make_readable_everywhere(path: Path) -> None:

@@ -15,8 +15,6 @@ from tridecode.kernels.checks import DtypeError, ShapeError, indices, match, sam
 from tridecode.kernels.cuda_base import (
     ACTIVATIONS,
     DTYPES,
-    NUM_COUNTERS,
-    SUM_BYTES,
     check_cache,
     contiguous,
     pointer,
@@ -32,6 +30,7 @@ from tridecode.kernels.ops import (
     SamplingState,
 )
 from tridecode.kernels.reference import Reference
+from tridecode.kernels.scratch import NUM_COUNTERS, SUM_BYTES, arena_bytes
 
 #: Up to how many decoding rows one launch of all layers is used, by (at most) hidden size: where a whole step
 #: gains 10 % or more over operation by operation. Gain on an H200, 512-token prompts, 1 / 2 / 3 / 4 rows:
@@ -53,8 +52,8 @@ class Cuda(CudaGemm):
     def reserve(
         self, max_tokens: int, max_columns: int, max_rows: int, max_context: int, vocab_size: int
     ) -> None:
-        self._arena("product", 2 * max_tokens * max_columns)
-        self._arena("normed", 2 * max_tokens * max_columns // 2)
+        for name, size in arena_bytes(max_tokens, max_columns).items():
+            self._arena(name, size)
         self._sample = self._bytes(self.library.sample_scratch(max_rows, vocab_size))
 
     def captures(self, heads: Heads) -> bool:
@@ -303,7 +302,7 @@ class Cuda(CudaGemm):
 
 def _has_kernel(heads: Heads) -> bool:
     """Whether csrc/ has attention for these heads; torch computes the others."""
-    return not heads.window and not heads.softcap
+    return not heads.window and not heads.softcap and heads.key_bias is None
 
 
 def _attention_fields(

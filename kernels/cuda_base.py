@@ -12,12 +12,10 @@ from tridecode.kernels.checks import LayoutError, ShapeError, match, same_dtype
 from tridecode.kernels.gemm_table import Device, choose
 from tridecode.kernels.library import KernelError, Library
 from tridecode.kernels.ops import CacheLayer, Heads
+from tridecode.kernels.scratch import LAYER_COUNTERS, NUM_COUNTERS, SUM_BYTES
 
 ACTIVATIONS = {None: 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "swiglu": 4}
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-#: scratch of GEMMs: partial sums, and a counter per tile of 16 weight rows
-SUM_BYTES = 64 << 20
-NUM_COUNTERS = 1 << 17
 
 
 class CudaBase:
@@ -47,7 +45,7 @@ class CudaBase:
         #: the plan of a GEMM; a prompt's number of tokens varies, so the cache is bounded
         self.choose_gemm = lru_cache(maxsize=1 << 14)(partial(choose, device=self.gemm_device))
         self._layer_tables: dict[tuple[object, ...], Tensor] = {}
-        self._layer_counters = torch.zeros(1 << 12, dtype=torch.int32, device=self.device)
+        self._layer_counters = torch.zeros(LAYER_COUNTERS, dtype=torch.int32, device=self.device)
         self._sums = self._bytes(SUM_BYTES)
         self._counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=self.device)
         self._sums_pointer, self._counters_pointer = self._sums.data_ptr(), self._counters.data_ptr()

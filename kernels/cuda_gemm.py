@@ -9,8 +9,6 @@ from tridecode.kernels.checks import DtypeError, LayoutError, ShapeError, indice
 from tridecode.kernels.cuda_base import (
     ACTIVATIONS,
     DTYPES,
-    NUM_COUNTERS,
-    SUM_BYTES,
     CudaBase,
     check_cache,
     pointer,
@@ -19,6 +17,7 @@ from tridecode.kernels.gemm_table import Gemm, Plan
 from tridecode.kernels.library import current_stream
 from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm
 from tridecode.kernels.reference import GATED, activate, change_qkv, gate
+from tridecode.kernels.scratch import NUM_COUNTERS, SUM_BYTES
 
 
 class CudaGemm(CudaBase):
@@ -92,36 +91,30 @@ class CudaGemm(CudaBase):
         out: Tensor,
     ) -> None:
         _check_linear("project_qkv", x, linear, None, out, False)
-        if out.shape[1] != heads.qkv_size:
-            raise ShapeError(f"project_qkv: out has {out.shape[1]} columns; the heads need {heads.qkv_size}")
-        check_cache("project_qkv", heads, cache, out)
-        indices("project_qkv", ("kv_slots", batch.kv_slots), ("positions", batch.positions))
+        _check_qkv("project_qkv", out, heads, batch, cache)
         if x.shape[0] == 0:
             return
-        rope = heads.rope
-        fields: dict[str, float] = {
-            "positions": batch.positions.data_ptr(),
-            "kv_slots": batch.kv_slots.data_ptr(),
-            "cache": cache.blocks.data_ptr(),
-            "heads": heads.num_heads,
-            "kv_heads": heads.num_kv_heads,
-            "head_size": heads.head_size,
-            "block_tokens": cache.block_tokens,
-        }
-        if rope is not None:
-            fields["cos"], fields["sin"] = rope.cos.data_ptr(), rope.sin.data_ptr()
-            fields["rotary_size"], fields["interleaved"] = rope.size, rope.interleaved
+        fields = _head_fields(heads, batch, cache)
         if heads.changes_qkv:
             self._gemm(x, linear, norm, None, None, out)
-            change_qkv(out, heads)
         elif self._gemm(x, linear, norm, None, None, out, heads, fields).fuses_heads:
             return
+        self._finish_qkv(out, heads, fields)
+
+    def finish_qkv(self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer) -> None:
+        _check_qkv("finish_qkv", qkv, heads, batch, cache)
+        if qkv.shape[0] > 0:
+            self._finish_qkv(qkv, heads, _head_fields(heads, batch, cache))
+
+    def _finish_qkv(self, qkv: Tensor, heads: Heads, fields: dict[str, float]) -> None:
+        if heads.changes_qkv:
+            change_qkv(qkv, heads)
         self.library.rotate_and_cache(
             current_stream(self.device),
-            out=out.data_ptr(),
-            out_stride=out.stride(0),
-            tokens=x.shape[0],
-            dtype=DTYPES[out.dtype],
+            out=qkv.data_ptr(),
+            out_stride=qkv.stride(0),
+            tokens=qkv.shape[0],
+            dtype=DTYPES[qkv.dtype],
             **fields,
         )
 
@@ -264,6 +257,31 @@ class CudaGemm(CudaBase):
             DTYPES[dtype],
             current_stream(self.device),
         )
+
+
+def _check_qkv(operation: str, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer) -> None:
+    if qkv.shape[1] != heads.qkv_size:
+        raise ShapeError(f"{operation}: out has {qkv.shape[1]} columns; the heads need {heads.qkv_size}")
+    check_cache(operation, heads, cache, qkv)
+    indices(operation, ("kv_slots", batch.kv_slots), ("positions", batch.positions))
+
+
+def _head_fields(heads: Heads, batch: Batch, cache: CacheLayer) -> dict[str, float]:
+    """The fields of a GEMM task for query, key and value."""
+    rope = heads.rope
+    fields: dict[str, float] = {
+        "positions": batch.positions.data_ptr(),
+        "kv_slots": batch.kv_slots.data_ptr(),
+        "cache": cache.blocks.data_ptr(),
+        "heads": heads.num_heads,
+        "kv_heads": heads.num_kv_heads,
+        "head_size": heads.head_size,
+        "block_tokens": cache.block_tokens,
+    }
+    if rope is not None:
+        fields["cos"], fields["sin"] = rope.cos.data_ptr(), rope.sin.data_ptr()
+        fields["rotary_size"], fields["interleaved"] = rope.size, rope.interleaved
+    return fields
 
 
 def _rotation(heads: Heads) -> tuple[int, int, bool]:

@@ -58,8 +58,9 @@ class Heads:
 
     window: a query sees this many tokens, itself included; 0: all before it. softcap: scores s become
     softcap * tanh(s / softcap) before ALiBi and mask; 0: they stay. qkv_limit: q, k and v are clamped to
-    [-qkv_limit, qkv_limit]; 0: they are not. query_norm, key_norm: of each head, weight (D,), before the
-    rotation.
+    [-qkv_limit, qkv_limit]; 0: they are not. query_norm, key_norm: of each head, before the rotation; weight
+    and bias (D,), or (H, D) and (K, D) where heads have their own. key_bias: (H, positions) float32, in place
+    of slopes: added to the scores of the key at each position, the last column also beyond it.
     """
 
     num_heads: int
@@ -73,6 +74,7 @@ class Heads:
     qkv_limit: float = 0.0
     query_norm: Norm | None = None
     key_norm: Norm | None = None
+    key_bias: Tensor | None = None
 
     @property
     def qkv_size(self) -> int:
@@ -246,6 +248,14 @@ class Ops(Protocol):
         """
         ...
 
+    def finish_qkv(self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer) -> None:
+        """What project_qkv does after its product: clamp, norms and rotation of qkv in place, keys and values
+        to the cache. For products that something is added to, as LoRA's deltas.
+
+        qkv: (T, (H + 2K) * D) X, rows contiguous.
+        """
+        ...
+
     def decode_attention(
         self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor
     ) -> None:
@@ -253,8 +263,8 @@ class Ops(Protocol):
         cached tokens of row b, itself included, or over the last heads.window of them.
 
         qkv: (num_decodes, (H + 2K) * D) X, rows contiguous. out: (num_decodes, H * D) X. A row with
-        context_lens 0 gets zeros. Scores are scale * q.k, with heads.softcap, + slopes[h] * (j - position);
-        softmax in float32;
+        context_lens 0 gets zeros. Scores are scale * q.k, with heads.softcap, + slopes[h] * (j - position) or
+        key_bias[h, j]; softmax in float32;
         query head h reads kv head h // (H / K). Sources: Vaswani et al. 2017; Press et al. 2022 (ALiBi).
         """
         ...

@@ -136,13 +136,16 @@ class Reference:
         out: Tensor,
     ) -> None:
         self.linear(x, linear, norm=norm, out=out)
-        change_qkv(out, heads)
+        self.finish_qkv(out, heads, batch, cache)
+
+    def finish_qkv(self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer) -> None:
+        change_qkv(qkv, heads)
         queries, keys = heads.num_heads * heads.head_size, heads.num_kv_heads * heads.head_size
         if heads.rope is not None:
-            rotated = out[:, : queries + keys].unflatten(1, (-1, heads.head_size))
+            rotated = qkv[:, : queries + keys].unflatten(1, (-1, heads.head_size))
             _rotate(rotated, heads.rope, batch)
-        k = out[:, queries : queries + keys].unflatten(1, (heads.num_kv_heads, heads.head_size))
-        v = out[:, queries + keys :].unflatten(1, (heads.num_kv_heads, heads.head_size))
+        k = qkv[:, queries : queries + keys].unflatten(1, (heads.num_kv_heads, heads.head_size))
+        v = qkv[:, queries + keys :].unflatten(1, (heads.num_kv_heads, heads.head_size))
         rows, blocks, offsets = _written(batch, cache.block_tokens)
         cache.blocks[blocks, 0, :, offsets] = k if rows is None else k[rows]
         cache.blocks[blocks, 1, :, offsets] = v if rows is None else v[rows]
@@ -264,6 +267,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, heads: Heads) 
 
 
 def _normed(x: Tensor, norm: Norm) -> Tensor:
+    if norm.bias is not None and norm.weight.ndim == 2:  # weights of each head
+        centred = F.layer_norm(x.float(), x.shape[-1:], eps=norm.eps)
+        return (centred * norm.weight + norm.bias).to(x.dtype)
     if norm.bias is not None:
         return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
     x32 = x.float()
@@ -338,7 +344,8 @@ def _decode_indices(batch: Batch, cache: CacheLayer, heads: Heads) -> tuple[Tens
 def _decode_mask(batch: Batch, heads: Heads, block_tokens: int, dtype: torch.dtype) -> Tensor:
     """(B, K or 1, H / K or 1, tokens of the blocks): -inf outside the context and the window, ALiBi within.
     Layers of the same slopes and window share it."""
-    key = ("decode_mask", id(heads.slopes), heads.num_kv_heads, heads.window, block_tokens, dtype)
+    biases = (heads.slopes, heads.key_bias)
+    key = ("decode_mask", *map(id, biases), heads.num_kv_heads, heads.window, block_tokens, dtype)
     if key not in batch.memo:
         lens = batch.context_lens[: batch.num_decodes].clamp(min=1)[:, None]
         first, count = _decode_blocks(batch, block_tokens, heads.window)
@@ -347,15 +354,23 @@ def _decode_mask(batch: Batch, heads: Heads, block_tokens: int, dtype: torch.dty
         outside = positions >= lens
         if heads.window:
             outside = outside | (positions < lens - heads.window)
-        if heads.slopes is None:
+        if heads.key_bias is not None:
+            mask = key_bias(heads, positions).transpose(0, 1).unflatten(1, (heads.num_kv_heads, -1))
+        elif heads.slopes is None:
             mask = torch.zeros(outside.shape, device=lens.device)[:, None, None, :]
         else:
             distances = (positions - (lens - 1)).float()
             slopes = heads.slopes.view(1, heads.num_kv_heads, -1, 1)
             mask = slopes * distances[:, None, None, :]
         mask = mask.masked_fill(outside[:, None, None, :], -torch.inf).to(dtype)
-        batch.memo[key] = (mask, heads.slopes)  # slopes are kept: their id stays theirs
+        batch.memo[key] = (mask, biases)  # they are kept: their id stays theirs
     return batch.memo[key][0]
+
+
+def key_bias(heads: Heads, positions: Tensor) -> Tensor:
+    """(H, len(positions)): heads.key_bias of these positions."""
+    assert heads.key_bias is not None
+    return heads.key_bias[:, positions.clamp(max=heads.key_bias.shape[1] - 1)]
 
 
 def cached_keys(cache: CacheLayer, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -373,7 +388,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
     if group > 1:
         k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
     windowed = 0 < heads.window < length
-    if heads.slopes is None and tokens == length and not (windowed or heads.softcap):
+    biased = heads.slopes is not None or heads.key_bias is not None
+    if not biased and tokens == length and not (windowed or heads.softcap):
         return _attend(q[None], k[None], v[None], None, heads)[0]
     columns = torch.arange(length, device=q.device)
     parts = []
@@ -386,6 +402,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
         bias = torch.zeros(1, *distances.shape, device=q.device)
         if heads.slopes is not None:
             bias = heads.slopes[:, None, None] * distances.float()
+        elif heads.key_bias is not None:
+            bias = key_bias(heads, columns)[:, None, :].expand(-1, *distances.shape)
         hidden = distances > 0
         if windowed:
             hidden = hidden | (distances <= -heads.window)

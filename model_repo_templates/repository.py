@@ -18,6 +18,8 @@ from tridecode.model_repo_templates.pbtxt import parse_model_config
 ENGINE_MODEL = "fastertransformer"
 #: relative to the repository; inside a model, because Triton takes every top-level folder for a model
 TOKENIZER_DIR = "preprocessing/1/tokenizer"
+#: of LoRA adapters, within the engine's model; Triton ignores folders that are not numbers there
+ADAPTERS_DIR = "adapters"
 HEALTH_MODEL = "tridecode_health"
 #: kind of model -> its tensors; also the name of the door's module in backend/doors, except for the ensemble
 CONTRACTS = {

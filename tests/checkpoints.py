@@ -85,8 +85,9 @@ class FamilyCase:
     keeps beside the common ones. kv_heads, mlp_size: of transformers' config; None: num_key_value_heads
     or as many as heads; intermediate_size, n_inner or four times the hidden size. turned: transformers'
     matrices are (out, in), those of Linear, and not (in, out), of Conv1D. A name that ends in #0, #1, … is
-    that part of a module's rows. stored: (transformers' name, its tensor) to what our files hold of it, if
-    they differ. norm_centre: mean of the norms' weights; 0 where transformers adds 1 to them.
+    that part of a module's rows. stored: (transformers' config, state dict) to the part of it that the files
+    hold, where a conversion changes tensors on purpose. norm_centre: mean of the norms' weights; 0 where
+    transformers adds 1 to them.
     """
 
     config: type[PreTrainedConfig]
@@ -102,7 +103,9 @@ class FamilyCase:
     kv_heads: Callable[[PreTrainedConfig], int] | None = None
     mlp_size: Callable[[PreTrainedConfig], int] | None = None
     turned: bool = True
-    stored: Callable[[str, np.ndarray], np.ndarray] = lambda name, value: value
+    stored: Callable[[PreTrainedConfig, dict[str, np.ndarray]], dict[str, np.ndarray]] = lambda hf, state: (
+        state
+    )
     norm_centre: float = 1.0
 
     def num_kv_heads(self, hf: PreTrainedConfig) -> int:
@@ -137,6 +140,9 @@ def _draw_gpt2(random: Random) -> dict[str, Any]:
         "n_layer": random.randint(1, 4),
         "n_inner": random.choice([None, 52, 77]),
         "activation_function": random.choice(["gelu", "gelu_new", "relu"]),
+        "scale_attn_weights": random.random() < 0.7,
+        "scale_attn_by_inverse_layer_idx": random.random() < 0.4,
+        "reorder_and_upcast_attn": random.random() < 0.3,
         "tie_word_embeddings": random.random() < 0.5,
     }
 
@@ -223,6 +229,7 @@ FAMILIES = {
         variants={
             "5x16-relu": {"n_embd": 80, "n_head": 5, "n_inner": 60, "activation_function": "relu"},
             "erf-untied": {"activation_function": "gelu", "tie_word_embeddings": False},
+            "scaled-by-layer": {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True},
         },
         shared={"n_head": 12, "n_embd": 48, "n_layer": 3, "n_inner": 60},
         draw=_draw_gpt2,
@@ -240,7 +247,10 @@ FAMILIES = {
         },
         heads="joined",
         turned=False,
-        ini={"activation": GELUS},
+        ini={
+            "activation": GELUS, "attention_scale": st.none() | st.floats(0.01, 2.0),
+            "scale_by_layer": st.booleans(),
+        },
     ),
     "bloom": FamilyCase(
         BloomConfig,
@@ -292,7 +302,7 @@ FAMILIES = {
                 "short_factor": [1.0, 1.1, 1.5, 2.0], "long_factor": [1.0, 2.0, 4.0, 8.0],
                 "original_max_position_embeddings": 32, "factor": 4.0}},
         },
-        shared={"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8, "num_hidden_layers": 3},
+        shared={"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 8, "num_hidden_layers": 3},
         draw=_draw_llama,
         names={
             "model.wte": "model.embed_tokens",

@@ -7,8 +7,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,16 +19,21 @@ from transformers import PreTrainedTokenizerBase
 from tridecode.backend.config import ModelConfig
 from tridecode.backend.errors import CheckpointError, ConfigError
 from tridecode.backend.models import family
-from tridecode.converters.checkpoint import Checkpoint, open_checkpoint
+from tridecode.converters.adapters import merge, write_targets
+from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import PlannedConversion, plan_conversion
-from tridecode.converters.parity import Parity, check_parity
+from tridecode.converters.parity import Parity, check_parity, without_reference
+from tridecode.converters.sources import Checkpoint
+from tridecode.converters.sources.nemo import open_prompts
 from tridecode.converters.tokenizer import (
     has_tokenizer,
     load_tokenizer,
     save_tokenizer,
     vocabulary_size,
 )
+from tridecode.converters.zeros import zeros_summary
 from tridecode.model_repo_templates.repository import (
+    ADAPTERS_DIR,
     ENGINE_MODEL,
     TOKENIZER_DIR,
     engine_texts,
@@ -37,6 +41,9 @@ from tridecode.model_repo_templates.repository import (
     write_models,
 )
 from tridecode.tools.check_repo import PARITY_FILE, check_repo
+from tridecode.tools.staging import existing_parent, staged, staged_bytes
+
+_SPARSE = 0.01  # share of zeros from which a model counts as pruned
 
 
 def build_repo(
@@ -54,8 +61,11 @@ def build_repo(
     uint32_text_inputs: bool = False,
     model_name: str | None = None,
     tokenizer: str | Path | None = None,
+    lora: str | Path | None = None,
     parity: bool = True,
     reference: str | Path | None = None,
+    num_heads: int | None = None,
+    prompts: Sequence[str | Path] = (),
     overwrite: bool = False,
     engine_settings: Mapping[str, object] | None = None,
     console: Console | None = None,
@@ -64,11 +74,13 @@ def build_repo(
 
     model: a Hugging Face directory, a .gguf file or a hub id. dtype: of the weight files and of the engine;
     None: the checkpoint's on a machine with a GPU, fp32 on one without. tokenizer: a directory to take it
-    from, not the model's own. ensemble_owner, decoupled_fastertransformer, plain_text, unbatched_text,
-    exclude_input, uint32_text_inputs: see repository_models. engine_settings: parameters of EngineConfig.
-    parity: compare with transformers and write PARITY.json. reference: another checkpoint to
-    compare with: of a weight directory, the one that it was made from. overwrite: an output that is a model
-    repository is replaced.
+    from, not the model's own. lora: folder of a LoRA adapter that is merged into the weights.
+    ensemble_owner, decoupled_fastertransformer, plain_text, unbatched_text, exclude_input,
+    uint32_text_inputs: see repository_models. engine_settings: parameters of EngineConfig. parity: compare
+    with transformers and write PARITY.json. reference: another checkpoint to compare with: of a weight
+    directory, the one that it was made from. num_heads: attention heads of a Megatron checkpoint that does
+    not say. prompts: NeMo's archives of prompt learning. overwrite: an output that is a model repository is
+    replaced.
 
     Raises CheckpointError, ConfigError or UnsupportedError with what was found and wanted, and removes its
     files.
@@ -86,7 +98,18 @@ def build_repo(
         uint32_text_inputs=uint32_text_inputs,
     )
     models()  # wrong settings are refused before anything is read
-    checkpoint = open_checkpoint(model)
+    checkpoint = open_checkpoint(model, num_heads)
+    for archive in prompts:
+        checkpoint.prompts += open_prompts(Path(archive))
+    if checkpoint.prompts:
+        tasks = ", ".join(table.task for table in checkpoint.prompts)
+        checkpoint.notes.append(f"the prompt tables of {tasks} are written, but not served by this version")
+    if lora is not None and checkpoint.plan is not None:
+        raise ConfigError(
+            f"{checkpoint.path} is a weight directory; --lora wants the checkpoint it was made from"
+        )
+    if lora is not None:
+        checkpoint = merge(checkpoint, Path(lora))
     for note in checkpoint.notes:
         console.print("[yellow]warning[/]: ", end="")
         console.print(note, markup=False)
@@ -97,19 +120,27 @@ def build_repo(
         f"{checkpoint.path}: {config.family}, {config.num_layers} layers of {config.hidden_size}, vocabulary "
         f"{config.vocab_size}; weights as {config.weight_dtype}, tensor_para_size {tensor_para_size}"
     )
+    for note in planned.notes:
+        console.print(note)
     _check_stages(config, pipeline_para_size)
     settings = {
         "data_type": config.weight_dtype,
+        "lora_path": ADAPTERS_DIR,
         **(engine_settings or {}),
         "tensor_para_size": tensor_para_size,
         "pipeline_para_size": pipeline_para_size,
     }
     engine = engine_texts(settings, "engine settings")
     hf_tokenizer = _tokenizer(checkpoint, Path(tokenizer) if tokenizer is not None else None, console)
-    _check_room(output, planned)
-    with _staged(output) as staging:
-        weights = staging / ENGINE_MODEL / "1" / f"{tensor_para_size}-gpu"
-        planned.write(weights, tensor_para_size)
+    folder = Path(ENGINE_MODEL) / "1" / f"{tensor_para_size}-gpu"
+    _check_room(output, planned, folder)
+    with staged(output, folder) as staging:
+        weights = staging / folder
+        manifest = planned.write(weights, tensor_para_size)
+        if checkpoint.plan is None:  # adapters name transformers' modules, a weight directory has none
+            write_targets(weights, planned)
+        if manifest.weight_sparsity >= _SPARSE:
+            console.print(zeros_summary(manifest))
         write_models(
             staging,
             models(has_tokenizer=hf_tokenizer is not None),
@@ -123,10 +154,9 @@ def build_repo(
             written = save_tokenizer(hf_tokenizer, source, staging / TOKENIZER_DIR)
             _check_vocabulary(written, config, console)
         if parity and not compared.has_reference:
-            why = f"transformers has no class for {compared.config.model_type or config.family}"
-            console.print(f"[yellow]warning[/]: the result is not compared: {why}")
+            _say_unproven(planned, compared, weights, staging, hf_tokenizer is not None, console)
         elif parity:
-            _prove(planned, compared, weights, staging, console)
+            _prove(planned, compared, weights, staging, hf_tokenizer, console)
         _check_result(staging)
     console.print(f"wrote {output}")
     console.print(f"next: {serve_command(output)}", markup=False)
@@ -168,22 +198,17 @@ def check_output(output: Path, overwrite: bool) -> None:
             raise ConfigError(f"{output} is not a model repository of this tool; it is not overwritten")
     elif os.path.lexists(output) and not output.is_dir():
         raise ConfigError(f"{output} is not a folder; name another output")
-    folder = _existing_parent(output)
+    folder = existing_parent(output)
     if not folder.is_dir():
         raise ConfigError(f"{output} cannot be made: {folder} is not a folder")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"{output} cannot be made: no permission to write to {folder}")
 
 
-def _existing_parent(path: Path) -> Path:
-    """The nearest folder (or other file) above `path` that exists."""
-    return next(parent for parent in path.absolute().parents if os.path.lexists(parent))
-
-
-def _check_room(output: Path, planned: PlannedConversion) -> None:
+def _check_room(output: Path, planned: PlannedConversion, folder: Path) -> None:
     """ConfigError where the disk has less room than the weights take; tokenizer and configs are small."""
-    wanted = planned.total_bytes
-    free = shutil.disk_usage(_existing_parent(output)).free
+    wanted = planned.total_bytes - staged_bytes(output, folder)
+    free = shutil.disk_usage(existing_parent(output)).free
     if wanted > free:
         raise ConfigError(f"{output} needs {wanted:,} bytes for weights; its disk has {free:,} free")
 
@@ -203,45 +228,6 @@ def _check_stages(config: ModelConfig, pipeline_para_size: int) -> None:
         )
 
 
-@contextmanager
-def _staged(output: Path) -> Iterator[Path]:
-    """A temporary folder that is renamed to `output` when the block ends, and removed if it fails."""
-    made = _make_folders(output.parent)
-    staging = output.parent / f".{output.name}.building-{os.getpid()}"
-    try:
-        staging.mkdir()
-        yield staging
-        replaced = output.parent / f".{output.name}.replaced-{os.getpid()}"
-        if output.exists():
-            output.rename(replaced)
-        try:
-            staging.rename(output)
-        except OSError:
-            if replaced.exists():
-                replaced.rename(output)
-            raise
-        shutil.rmtree(replaced, ignore_errors=True)
-    except BaseException as error:
-        shutil.rmtree(staging, ignore_errors=True)
-        for folder in reversed(made):
-            if not any(folder.iterdir()):
-                folder.rmdir()
-        if isinstance(error, OSError) and error.errno is not None:
-            where = f" ({error.filename})" if error.filename else ""
-            raise ConfigError(f"{output} cannot be written: {error.strerror}{where}") from error
-        raise
-
-
-def _make_folders(folder: Path) -> list[Path]:
-    """Make a folder and those above it; returns the new ones, outermost first."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()][::-1]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be made: {error.strerror}") from None
-    return missing
-
-
 def _check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, console: Console) -> None:
     base, size = vocabulary_size(tokenizer, with_added_tokens=False), vocabulary_size(tokenizer)
     last = f"the model's vocabulary ends at {config.vocab_size - 1}"
@@ -255,17 +241,18 @@ def _check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, console: Consol
 
 
 def _prove(
-    planned: PlannedConversion, checkpoint: Checkpoint, weights: Path, staging: Path, console: Console
+    planned: PlannedConversion,
+    checkpoint: Checkpoint,
+    weights: Path,
+    staging: Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    console: Console,
 ) -> Parity:
+    """tokenizer: the source's; None: the repository has none."""
+    file = staging / TOKENIZER_DIR / "tokenizer.json" if tokenizer is not None else None
     with console.status("comparing the converted model with transformers"):
-        tokenizer_file = staging / TOKENIZER_DIR / "tokenizer.json"
-        parity = check_parity(
-            checkpoint, weights, planned.config, tokenizer_file if tokenizer_file.exists() else None
-        )
-    summary = (
-        f"largest logit error {parity.largest_logit_error:.2g} (bound {parity.logit_error_bound:.2g}), "
-        f"greedy tokens equal on {parity.greedy_agreement:.0%} of {len(parity.prompts)} prompts"
-    )
+        parity = check_parity(checkpoint, weights, planned.config, file, tokenizer)
+    summary = parity.summary()
     if not parity.passed:
         raise CheckpointError(
             f"the converted model is not transformers' model of {checkpoint.path}: {summary}"
@@ -275,6 +262,23 @@ def _prove(
     )
     console.print(f"parity with transformers: {summary}")
     return parity
+
+
+def _say_unproven(
+    planned: PlannedConversion,
+    checkpoint: Checkpoint,
+    weights: Path,
+    staging: Path,
+    has_tokenizer: bool,
+    console: Console,
+) -> None:
+    """Say, and write into PARITY.json, that there was no reference."""
+    model_type = checkpoint.config.model_type or planned.config.family
+    why = f"transformers has no class for {model_type} with these settings"
+    file = staging / TOKENIZER_DIR / "tokenizer.json" if has_tokenizer else None
+    result = without_reference(why, checkpoint.path.name, weights, planned.config, file)
+    (staging / PARITY_FILE).write_text(json.dumps(result, indent=1, ensure_ascii=False), encoding="utf-8")
+    console.print(f"[yellow]warning[/]: the result is not compared: {why}")
 
 
 def _check_result(staging: Path) -> None:

@@ -20,22 +20,19 @@ from tridecode.backend.errors import TridecodeError
 from tridecode.backend.models import read_model_config
 from tridecode.backend.weights import MANIFEST_FILE, WeightReader
 from tridecode.converters.files import MAX_JSON_BYTES, read_json, require_file
-from tridecode.converters.parity import PARITY_FORMAT, compared_checksums
+from tridecode.converters.parity import PARITY_FORMAT
+from tridecode.converters.parity_files import compared_checksums
 from tridecode.converters.progress import byte_progress
 from tridecode.converters.tokenizer import vocabulary_size
 from tridecode.model_repo_templates.pbtxt import data_type_name, parse_model_config, string_parameters
+from tridecode.tools import parameter_names
 
 PARITY_FILE = "PARITY.json"
-_MAX_CONFIG_BYTES = 1 << 20  # config.pbtxt and config.ini; ours have 6 kB
-_MAX_MODELS = 1000
+MAX_CONFIG_BYTES = 1 << 20  # config.pbtxt and config.ini; ours have 6 kB
+MAX_MODELS = 1000
 _MAX_SHOWN = 500  # characters of each part of a finding
 #: exceptions of the readers of damaged files, our own errors included
-_UNREADABLE = (TridecodeError, OSError, ValueError, ArithmeticError, RecursionError)
-#: parameters of the engine's model that the engine itself does not read
-_OTHER_PARAMETERS = {
-    *("engine_model", "model_type", "model_checkpoint_path", "enable_custom_all_reduce"),
-    *("merge_behind_s", "num_senders", "max_response_elements", "max_stream_elements"),  # its door's
-}
+UNREADABLE = (TridecodeError, OSError, ValueError, ArithmeticError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -49,11 +46,11 @@ class Finding:
     fix: str
 
     def __str__(self) -> str:
-        where, found, wanted = (_one_line(text) for text in (self.where, self.found, self.wanted))
+        where, found, wanted = (one_line(text) for text in (self.where, self.found, self.wanted))
         return f"{self.severity}: {where}: found {found}; wanted {wanted}. {self.fix}"
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
     """Text from a file without line breaks and terminal control characters, cut to _MAX_SHOWN."""
     text = "".join(char if char.isprintable() else " " for char in " ".join(text.split()))
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
@@ -68,11 +65,12 @@ def check_repo(path: str | Path, checksums: bool = False) -> list[Finding]:
     if not repository.is_dir():
         return [_error(str(path), "no directory", "a model repository", "Build one with build-repo.")]
     models, findings = _read_models(repository)
+    engines = {string_parameters(model).get("engine_model", "") for model in models.values()} - {""}
     for name, model in models.items():
         findings += _check_model(repository, name, model)
+        findings += _check_parameters(f"{name}/config.pbtxt", model, engines)
         if model.platform == "ensemble":
             findings += _check_ensemble(name, model, models)
-    engines = {string_parameters(model).get("engine_model", "") for model in models.values()} - {""}
     if not engines:
         findings.append(
             _error(str(path), "no model with a parameter engine_model", "one", "Build it with build-repo.")
@@ -108,19 +106,19 @@ def _names_engine(model: TritonConfig, engine: str) -> bool:
 def _read_models(repository: Path) -> tuple[dict[str, TritonConfig], list[Finding]]:
     models, findings = {}, []
     folders = sorted(path for path in repository.iterdir() if path.is_dir() and not path.name.startswith("."))
-    if len(folders) > _MAX_MODELS:
+    if len(folders) > MAX_MODELS:
         found = f"{len(folders):,} folders"
-        findings.append(_error(str(repository), found, f"at most {_MAX_MODELS:,}", "Is it a repository?"))
-    for folder in folders[:_MAX_MODELS]:
+        findings.append(_error(str(repository), found, f"at most {MAX_MODELS:,}", "Is it a repository?"))
+    for folder in folders[:MAX_MODELS]:
         where, path = f"{folder.name}/config.pbtxt", folder / "config.pbtxt"
         if not path.exists():
             fix = "Triton loads each folder as a model; move it."
             findings.append(_error(where, "no such file", "one in every folder", fix))
             continue
         try:
-            text = require_file(path, _MAX_CONFIG_BYTES).read_text(encoding="utf-8")
+            text = require_file(path, MAX_CONFIG_BYTES).read_text(encoding="utf-8")
             models[folder.name] = parse_model_config(text, where)
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             findings.append(_error(where, str(error), "Triton's schema", "Correct the file."))
     return models, findings
 
@@ -171,6 +169,19 @@ def _check_traps(where: str, model: TritonConfig) -> Iterator[Finding]:
     for tensor in model.input:
         if tensor.allow_ragged_batch:
             yield _error(where, f"input {tensor.name} with allow_ragged_batch", "none", "Remove it.")
+    if model.name.endswith(("_streaming", "_plain")) and decoupled != model.name.endswith("_streaming"):
+        found = f"decoupled {str(decoupled).lower()} in a model named {model.name}"
+        fix = "Clients choose by the name; build the repository again, or rename it."
+        yield _warning(where, found, "_streaming decoupled, _plain not", fix)
+
+
+def _check_parameters(where: str, model: TritonConfig, engines: set[str]) -> Iterator[Finding]:
+    """Parameters that nobody reads; only a python model reads any."""
+    of_engine = model.name in engines
+    if model.backend == "python":
+        for key in parameter_names.unknown(string_parameters(model), of_engine):
+            fix = parameter_names.advice(key, of_engine)
+            yield _warning(where, f"parameter {key}", "one that is known", fix)
 
 
 # ---------------------------------------------------------------- ensembles
@@ -232,6 +243,11 @@ def _check_ensemble(name: str, model: TritonConfig, models: dict[str, TritonConf
                 yield _error(at, f"output_map {key}", "an output of the step", fix)
             else:
                 known[value] = outputs[key]
+    steps = [models[step.model_name] for step in model.ensemble_scheduling.step]
+    if model.model_transaction_policy.decoupled and not any(
+        step.model_transaction_policy.decoupled for step in steps
+    ):
+        yield _warning(where, "decoupled, with no step that is", "both alike", fix)
     for key, tensor in _tensors(model.output).items():
         if key not in known:
             yield _error(where, f"output {key} that no step makes", "an output_map to it", fix)
@@ -249,18 +265,16 @@ def _check_engine(
     try:
         engine = read_engine_config(string_parameters(models[name]), where)
         weights = Path(checkpoint_dir(str(repository / name)))
-        for file, limit in (("config.ini", _MAX_CONFIG_BYTES), (MANIFEST_FILE, MAX_JSON_BYTES)):
+        for file, limit in (("config.ini", MAX_CONFIG_BYTES), (MANIFEST_FILE, MAX_JSON_BYTES)):
             if (weights / file).exists():
                 require_file(weights / file, limit)
         config = read_model_config(weights)
         reader = WeightReader(weights, config) if engine.weights == "files" else None
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         yield _error(
             where, str(error), "a configuration and weights that load", "Correct it, or build again."
         )
         return
-    for key in sorted(set(engine.extra) - _OTHER_PARAMETERS):
-        yield _warning(where, f"parameter {key}", "one that is known", "Nothing reads it; is it misspelt?")
     if reader is None:  # drawn when the engine starts
         yield _warning(where, f"weights {engine.weights}", "files", "Its answers are nonsense.")
     yield from _check_settings(where, engine, config)
@@ -277,8 +291,9 @@ def _check_engine(
     for folder in sorted(folders - {""}):
         yield from _check_tokenizer(repository, folder, config)
     if reader is not None:
-        for folder in sorted(folders - {""}) or [""]:  # a repository of token models has none
-            yield from _check_parity(repository, weights, folder)
+        tokenizers: list[str | None] = [*sorted(folders - {""})]
+        for compared in tokenizers or [None]:
+            yield from _check_parity(repository, weights, compared)
 
 
 def _check_settings(where: str, engine: EngineConfig, config: ModelConfig) -> Iterator[Finding]:
@@ -319,7 +334,8 @@ def _check_tokenizer(repository: Path, folder: str, config: ModelConfig) -> Iter
         yield _warning(str(path), f"added ids up to {size - 1}", wanted, "Prompts with these are refused.")
 
 
-def _check_parity(repository: Path, weights: Path, tokenizer_dir: str) -> Iterator[Finding]:
+def _check_parity(repository: Path, weights: Path, tokenizer_dir: str | None) -> Iterator[Finding]:
+    """tokenizer_dir: None in a repository without a tokenizer."""
     if not (repository / PARITY_FILE).exists():
         fix = "Nothing shows that the conversion is right; build with parity."
         yield _warning(PARITY_FILE, "no such file", "one", fix)
@@ -329,12 +345,17 @@ def _check_parity(repository: Path, weights: Path, tokenizer_dir: str) -> Iterat
     except TridecodeError as error:
         yield _error(PARITY_FILE, str(error), "JSON", "Build the repository again.")
         return
-    if parity.get("format") != PARITY_FORMAT or not parity.get("passed"):
+    reference = parity.get("reference")
+    why = reference.get("none") if isinstance(reference, dict) and parity.get("passed") is None else None
+    if why is not None:
+        fix = "Ask it for something that you know the answer to."
+        yield _warning(PARITY_FILE, f"nothing compared: {why}", "a comparison", fix)
+    if parity.get("format") != PARITY_FORMAT or not (parity.get("passed") or why is not None):
         yield _error(
             PARITY_FILE, "no passed comparison", f"{PARITY_FORMAT}, passed", "Build the repository again."
         )
         return
-    tokenizer_file = repository / tokenizer_dir / "tokenizer.json" if tokenizer_dir else None
+    tokenizer_file = None if tokenizer_dir is None else repository / tokenizer_dir / "tokenizer.json"
     try:
         if tokenizer_file is not None:
             require_file(tokenizer_file, MAX_JSON_BYTES)

@@ -1,6 +1,7 @@
 """`tridecode`: registers the commands. Heavy modules are imported by the command that needs them.
 
-Exit codes: 0 success; 1 a command that found faults (`check`, `bench load`, `serve`), or a defect with its
+Exit codes: 0 success; 1 a command that found faults (`check`, `doctor`, `bench load`, `serve`,
+`evaluate-lambada`), or a defect with its
 traceback; 2 a wrong argument or environment, one line on stderr; 130 Ctrl-C; 141 the reader of stdout has
 closed it.
 """
@@ -16,8 +17,11 @@ from typer.core import TyperGroup
 
 from tridecode.backend.errors import TridecodeError
 from tridecode.backend.threads import spin_briefly
+from tridecode.tools.adapter_commands import app as adapters_app
 from tridecode.tools.bench.command import app as bench_app
 from tridecode.tools.client_commands import demo, generate, send_request
+from tridecode.tools.doctor.command import doctor
+from tridecode.tools.evaluate.command import evaluate_lambada
 from tridecode.tools.repo_commands import build_repo, check
 from tridecode.tools.serve.command import serve, tritonserver
 
@@ -82,6 +86,7 @@ app = typer.Typer(
     epilog="Start with:  tridecode demo",
 )
 app.add_typer(bench_app, name="bench")
+app.add_typer(adapters_app, name="adapters")
 
 
 def _print_version(wanted: bool) -> None:
@@ -110,6 +115,8 @@ app.command(
 app.command()(generate)
 app.command("send-request")(send_request)
 app.command()(check)
+app.command()(doctor)
+app.command("evaluate-lambada")(evaluate_lambada)
 app.command()(demo)
 
 

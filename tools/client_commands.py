@@ -33,6 +33,9 @@ def generate(
     bad: Annotated[
         Optional[list[str]], typer.Option(help="Word that is never generated; repeatable.")
     ] = None,
+    lora_name: Annotated[
+        Optional[str], typer.Option(help="LoRA adapter of the server; see `tridecode adapters`.")
+    ] = None,
     stream: Annotated[bool, typer.Option(help="Print the text as it is generated.")] = True,
     timeout_s: Annotated[
         Optional[float], typer.Option(help="Give up after this many seconds without a response.")
@@ -57,6 +60,7 @@ def generate(
         "max_tokens": max_tokens,
         "stop_words": [_utf8("--stop", word) for word in stop or ()] or None,
         "bad_words": [_utf8("--bad", word) for word in bad or ()] or None,
+        "lora_name": None if lora_name is None else _utf8("--lora-name", lora_name),
     }
     text = _read_stdin() if prompt == "-" else _utf8("--prompt", prompt)
     url = client.grpc_address(url)

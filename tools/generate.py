@@ -43,7 +43,7 @@ def _numpy(dtype: str) -> Any:
 SAMPLING = {
     field.name: _numpy(field.dtype)
     for field in TENSORRT_LLM.inputs
-    if field.param or field.name in ("end_id", "stop_words", "bad_words", "priority")
+    if field.param or field.name in ("end_id", "stop_words", "bad_words", "priority", "lora_name")
 }
 
 

@@ -48,12 +48,21 @@ def build_repo(
         Optional[str], typer.Option(help="model_name in config.ini; default: the checkpoint's name.")
     ] = None,
     tokenizer: Annotated[Optional[Path], typer.Option(help="Take the tokenizer from this folder.")] = None,
+    lora: Annotated[
+        Optional[Path], typer.Option(help="Merge the LoRA adapter of this folder (PEFT's layout).")
+    ] = None,
     parity: Annotated[
         bool, typer.Option(help="Compare the result with transformers and write PARITY.json.")
     ] = True,
     reference: Annotated[
         Optional[str],
         typer.Option(help="Compare with this checkpoint: the one that a weight directory was made from."),
+    ] = None,
+    num_heads: Annotated[
+        Optional[int], typer.Option(min=1, help="Attention heads of a Megatron checkpoint that does not say.")
+    ] = None,
+    prompts: Annotated[
+        Optional[list[Path]], typer.Option(help="NeMo archive of prompt learning; may be repeated.")
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the repository that exists at --output.")
@@ -83,8 +92,11 @@ def build_repo(
         uint32_text_inputs=uint32_text_inputs,
         model_name=model_name,
         tokenizer=tokenizer,
+        lora=lora,
         parity=parity,
         reference=reference,
+        num_heads=num_heads,
+        prompts=prompts or [],
         overwrite=overwrite,
         engine_settings=_settings(setting or []),
     )

@@ -128,6 +128,7 @@ def read_sequences(
     end_ids = inputs.rows("end_id", batch, limits.end_id)
     log_probs = inputs.rows("is_return_log_probs", batch, False)
     embedding = inputs.flag("is_return_context_embeddings")
+    lora_names = fields.lora_names(inputs, batch)
     names = inputs.client_names()
     sequences = []
     for row, named in enumerate(inputs.params(batch)):
@@ -143,7 +144,7 @@ def read_sequences(
             return_context_embedding=embedding,
         )
         params: SamplingParams = fields.sampling_params(named, limits, names, clip_top_p=True)
-        sequences.append(SequenceRequest(tokens.astype("<i4").tobytes(), params))
+        sequences.append(SequenceRequest(tokens.astype("<i4").tobytes(), params, lora_names[row]))
     return sequences
 
 

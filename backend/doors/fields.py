@@ -9,7 +9,7 @@ from typing import Any
 from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.envelope import INT32_MAX, whole_number
 from tridecode.backend.errors import RequestError
-from tridecode.backend.messages import Limits
+from tridecode.backend.messages import MAX_LORA_NAME, Limits
 from tridecode.backend.sampling_params import SamplingParams, check
 
 
@@ -17,6 +17,19 @@ def priorities(inputs: Inputs, parameters: Mapping[str, Any], batch: int) -> lis
     """The priority of each row: the input, else the request parameter, else 0. RequestError beyond int32."""
     values = inputs.rows("priority", batch, parameters.get("priority", 0))
     return [whole_number("priority", v, -INT32_MAX - 1, INT32_MAX, "smaller is sooner") for v in values]
+
+
+def lora_names(inputs: Inputs, batch: int) -> list[str]:
+    """The adapter of each row, "" for none. RequestError for text that no name can be; the engine knows the
+    names."""
+    names = [
+        decode_text(value, "lora_name", row) for row, value in enumerate(inputs.rows("lora_name", batch, ""))
+    ]
+    for name in names:
+        if len(name) > MAX_LORA_NAME:
+            found = f"lora_name has {len(name):,} characters"
+            raise RequestError(f"{found}; wanted the name of an adapter, at most {MAX_LORA_NAME}")
+    return names
 
 
 def sampling_params(

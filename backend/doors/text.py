@@ -62,6 +62,7 @@ class TritonPythonModel(EngineDoor):
             )
         texts = _read_texts(inputs)
         params = self._read_params(inputs, len(texts), limits)
+        lora_names = fields.lora_names(inputs, len(texts))
         priorities = fields.priorities(inputs, received.parameters, len(texts))
         stop_words = _words(inputs, "stop_words", len(texts))
         for words in stop_words:
@@ -76,8 +77,8 @@ class TritonPythonModel(EngineDoor):
         ]
         stream.answer = TensorAnswer(rows, received, self.settings, streaming)
         submissions = [
-            Submission([_sequence(prompt, one, limits)], partial(stream.put_row, row), priority)
-            for row, (prompt, one, priority) in enumerate(zip(prompts, params, priorities))
+            Submission([_sequence(prompt, one, name, limits)], partial(stream.put_row, row), priority)
+            for row, (prompt, one, name, priority) in enumerate(zip(prompts, params, lora_names, priorities))
         ]
         self.submit(stream, submissions, received.timeout_s)
         if stream.stop_wanted:
@@ -138,8 +139,8 @@ def _stop_rows(stream: Stream) -> None:
         stream.put_row(row, Event(0, 0, finish="stopped"))
 
 
-def _sequence(prompt: list[int], params: SamplingParams, limits: Limits) -> SequenceRequest:
-    return SequenceRequest(np.array(prompt or [limits.start_id], "<i4").tobytes(), params)
+def _sequence(prompt: list[int], params: SamplingParams, lora_name: str, limits: Limits) -> SequenceRequest:
+    return SequenceRequest(np.array(prompt or [limits.start_id], "<i4").tobytes(), params, lora_name)
 
 
 def _read_texts(inputs: Inputs) -> list[str]:

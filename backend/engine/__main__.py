@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 import traceback
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 
 from tridecode.backend import messages as m
 from tridecode.backend.config import EngineConfig, ModelConfig, read_engine_config
+from tridecode.backend.engine.adapters import Adapters
 from tridecode.backend.engine.engine import Engine, Ranks
 from tridecode.backend.engine.front import Front
 from tridecode.backend.engine.loop import DecodeLoop, follow
@@ -26,6 +28,7 @@ from tridecode.backend.engine.settings import choose_device, resolve
 from tridecode.backend.engine_config_file import checkpoint_dir, read_engine_parameters
 from tridecode.backend.errors import ConfigError, TridecodeError, UnsupportedError, WeightFileError
 from tridecode.backend.models import read_model_config
+from tridecode.backend.models.config_ini import prompt_tasks
 from tridecode.backend.supervisor.rank_link import RankLink
 
 log = logging.getLogger("tridecode.engine")
@@ -54,8 +57,13 @@ def load(arguments: argparse.Namespace, link: RankLink) -> Engine:
     """Read the settings, load the weights. Raises TridecodeError with the exact reason."""
     engine_dir = Path(arguments.engine_dir)
     config = read_engine_config(read_engine_parameters(str(engine_dir)), str(engine_dir / "config.pbtxt"))
+    if config.lora_path != "none":
+        config = replace(config, lora_path=str(engine_dir / config.lora_path))
     directory = checkpoint_dir(str(engine_dir))
     model = read_model_config(Path(directory))
+    tasks = prompt_tasks(Path(directory))
+    if tasks and arguments.rank == 0:
+        log.warning("prompt learning is not served; ignored are the tasks %s", ", ".join(tasks))
     if torch.cuda.is_available() and config.device != "cpu":
         torch.cuda.set_device(arguments.rank % torch.cuda.device_count())
     device = choose_device(config)
@@ -110,10 +118,12 @@ def _give_up(link: RankLink, reason: str) -> None:
 
 def serve(arguments: argparse.Namespace, engine: Engine, link: RankLink) -> None:
     """Rank 0: doors, scheduler and loop, until the supervisor says Stop."""
-    scheduler = Scheduler(limits_of(engine), time.monotonic)
+    scheduler = Scheduler(limits_of(engine), time.monotonic, Adapters(engine.loader))
     front = Front(
         arguments.endpoint, arguments.epoch, door_limits(engine), link.beat, partial(_give_up, link)
     )
+    if engine.adapters is not None:
+        engine.adapters.on_finished = front.wake
     loop = DecodeLoop(engine, scheduler, front, link.status)
     link.on_stop = loop.stop
     link.ready()
@@ -122,6 +132,7 @@ def serve(arguments: argparse.Namespace, engine: Engine, link: RankLink) -> None
         loop.run()
     finally:
         engine.ranks.broadcast_plan(None)
+        engine.close()
         front.close()
 
 
@@ -143,6 +154,7 @@ def main() -> int:
         else:
             link.ready()
             follow(engine, link.status)
+            engine.close()
         return 0
     except TridecodeError as error:
         log.error("%s", error)

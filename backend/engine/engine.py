@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Union
+from typing import Callable, Union, cast
 
 import numpy as np
 import torch
@@ -14,6 +15,10 @@ from torch import Tensor
 from tridecode import kernels
 from tridecode.backend import models
 from tridecode.backend.config import EngineConfig, ModelConfig
+from tridecode.backend.engine.adapted_ops import AdaptedOps
+from tridecode.backend.engine.adapter_channel import AdapterChannel
+from tridecode.backend.engine.adapter_store import AdapterStore, Place
+from tridecode.backend.engine.adapters import Loader, NoLoader
 from tridecode.backend.engine.graphs import DecodeGraphs, padded_sizes, warm_up_plans
 from tridecode.backend.engine.loader import DTYPES, FileWeights
 from tridecode.backend.engine.parallel import ProcessRanks, SingleRank
@@ -23,7 +28,7 @@ from tridecode.backend.engine.sampling import copy_slots, start_slots
 from tridecode.backend.engine.settings import choose_num_blocks
 from tridecode.backend.engine.step_buffers import StepBuffers
 from tridecode.backend.models.layers import Context, Weights, Workspace
-from tridecode.backend.weight_layout import stage_layers
+from tridecode.backend.weight_layout import share_size, stage_layers
 from tridecode.backend.weights import WeightReader
 from tridecode.kernels.ops import Batch, CacheLayer, Ops
 from tridecode.kernels.sampling_state import SamplingState
@@ -75,6 +80,7 @@ class Engine:
         self.dtype = DTYPES[config.data_type]
         self.ops = ops
         self.model = models.family(model.family).model(model, weights, ranks, config.max_sequence_tokens)
+        self.adapters: AdapterStore | None = None
         self.is_asynchronous = device.type == "cuda"
         self.is_last_stage = ranks.stage == ranks.num_stages - 1
         self.on_logits: Callable[[StepPlan, Tensor], None] | None = None
@@ -132,29 +138,67 @@ class Engine:
         reader.verify(config.verify_weights, specs)
         weights = FileWeights(reader, specs, *place, dtype, ops, device, progress)
         try:
-            return cls(model, config, weights, ops, ranks, device)
+            engine = cls(model, config, weights, ops, ranks, device)
         finally:
             weights.close()
+        engine._serve_adapters(directory, weights)
+        return engine
+
+    def _serve_adapters(self, directory: Path, weights: Weights) -> None:
+        """Open the folder of adapters, if config.lora_path names one. Collective: all ranks call it."""
+        config, ranks = self.config, self.ranks
+        if config.lora_path == "none" or config.batch_invariant:
+            return
+        place = Place(
+            weights.specs,
+            weights.linears,
+            ranks.tensor_rank,
+            ranks.tensor_size,
+            ranks.num_stages,
+            self.dtype,
+            self.device,
+        )
+        world = ranks.tensor_size * ranks.num_stages
+        channel = AdapterChannel(ranks.rank, world) if world > 1 else None
+        self.adapters = AdapterStore(
+            Path(config.lora_path), directory, place, config.max_loras, config.max_lora_rank, channel
+        )
+
+    @property
+    def loader(self) -> Loader:
+        """Of adapters, for the scheduler."""
+        if self.adapters is not None:
+            return self.adapters
+        if self.config.batch_invariant and self.config.lora_path != "none":
+            return NoLoader("this engine is batch_invariant, which adapters are not (config.pbtxt)")
+        return NoLoader()
+
+    def close(self) -> None:
+        """End the threads that load adapters. Collective, after the last step."""
+        if self.adapters is not None:
+            self.adapters.close()
 
     def _widest(self) -> int:
         """Columns of the widest product of this rank."""
-        model, size = self.model_config, self.ranks.tensor_size
-        qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_size // size
-        return max(qkv, 2 * model.mlp_size // size, model.hidden_size)
+        model, size = self.model_config.largest_layer(), self.ranks.tensor_size
+        heads = model.num_heads // size + 2 * share_size(model.num_kv_heads, size)
+        mlp = self.model_config.mlp_share(size)
+        return max(heads * model.head_size, 2 * mlp, model.hidden_size)
 
-    def _local_layers(self) -> int:
-        return len(stage_layers(self.model_config.num_layers, self.ranks.stage, self.ranks.num_stages))
-
-    def _block_shape(self) -> tuple[int, int, int, int]:
-        model = self.model_config
-        return (2, model.num_kv_heads // self.ranks.tensor_size, self.config.block_tokens, model.head_size)
+    def _block_shapes(self) -> list[tuple[int, int, int, int]]:
+        """Of a block in the cache of each layer of this stage."""
+        tokens, size = self.config.block_tokens, self.ranks.tensor_size
+        stage = stage_layers(self.model_config.num_layers, self.ranks.stage, self.ranks.num_stages)
+        layers = [self.model_config.of_layer(layer) for layer in stage]
+        return [(2, share_size(layer.num_kv_heads, size), tokens, layer.head_size) for layer in layers]
 
     def _block_bytes(self) -> int:
-        return self._local_layers() * int(np.prod(self._block_shape())) * self.dtype.itemsize
+        """Of a block in the caches of all layers of this stage."""
+        return sum(math.prod(shape) for shape in self._block_shapes()) * self.dtype.itemsize
 
     def _allocate_cache(self, num_blocks: int) -> list[CacheLayer]:
-        shape = (num_blocks, *self._block_shape())
-        return [CacheLayer(_zeros(shape, self.dtype, self.device)) for _ in range(self._local_layers())]
+        shapes = [(num_blocks, *shape) for shape in self._block_shapes()]
+        return [CacheLayer(_zeros(shape, self.dtype, self.device)) for shape in shapes]
 
     def _warm_up(self) -> None:
         """Run the largest steps, so that libraries allocate their buffers before the cache takes the rest of
@@ -190,9 +234,11 @@ class Engine:
         if self.ranks.rank == 0:
             self.ranks.broadcast_plan(plan)
         embeddings: list[Tensor] = []
+        if self.adapters is not None:
+            self.adapters.drop(plan.drop_adapters)
         self._copy_for_forks(plan)
         count = plan.num_samples
-        if self.graphs is None or self.on_logits is not None or self.graphs.replay(plan) is None:
+        if not self._replay(plan):
             embeddings = self._run(self.buffers.load(plan), plan)
         if not self.is_asynchronous:
             return Pending(self._tokens[:count], self._log_probs[:count], embeddings)
@@ -202,6 +248,21 @@ class Engine:
         ready = torch.cuda.Event()
         ready.record()
         return Pending(tokens[:count], log_probs[:count], embeddings, ready)
+
+    def _replay(self, plan: StepPlan) -> bool:
+        """Run the plan as a graph, if there is one for it; a step with adapters has none."""
+        if self.graphs is None or self.on_logits is not None or plan.adapters is not None:
+            return False
+        return self.graphs.replay(plan) is not None
+
+    def _step_ops(self, plan: StepPlan | None) -> Ops:
+        """The operations of a step: with the deltas of its adapters, if it has any."""
+        if plan is None or plan.adapters is None:
+            return self.ops
+        assert self.adapters is not None
+        numbers = set(plan.adapters[plan.adapters >= 0].tolist())
+        tables = {number: self.adapters.table(number) for number in numbers}
+        return cast(Ops, AdaptedOps(self.ops, plan, tables, self.device))
 
     @torch.inference_mode()
     def _copy_for_forks(self, plan: StepPlan) -> None:
@@ -228,7 +289,7 @@ class Engine:
     @torch.inference_mode()
     def _run(self, batch: Batch, plan: StepPlan | None = None) -> list[Tensor]:
         """One forward of this stage and, on the last, sampling. Returns the plan's context embeddings."""
-        context = Context(self.ops, self.ranks, self.work, batch)
+        context = Context(self._step_ops(plan), self.ranks, self.work, batch)
         x = self.work.hidden[: batch.num_tokens]
         if self.ranks.stage == 0:
             if batch.num_decodes:

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from tridecode.backend.byte_budget import ByteBudget
 from tridecode.backend.models.layers import Weights
 from tridecode.backend.weight_layout import WeightSpec
 from tridecode.backend.weights import WeightReader
@@ -19,17 +20,26 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 _THREADS = 8
 _CHUNK_BYTES = 16 << 20  # of pinned memory, two a thread: one is filled while the other is copied
+_COPIED_BYTES = 512 << 20  # of tensors that are merged or cut in host memory, or one larger tensor
 _AHEAD = 48  # tensors on the device that the model has not taken yet
 
 
 class Uploader:
     """Copies tensors from mapped files to a CUDA device ahead of their use, several at a time.
 
-    `read(name)` gives a tensor on the CPU; it runs in the uploader's threads.
+    `read(name)` gives a tensor on the CPU; it runs in the uploader's threads. `copied_bytes(name)`: the
+    memory that a contiguous one takes, which is bounded for all threads together.
     """
 
-    def __init__(self, names: Iterable[str], read: Callable[[str], Tensor], device: torch.device):
-        self._read, self._device = read, device
+    def __init__(
+        self,
+        names: Iterable[str],
+        read: Callable[[str], Tensor],
+        device: torch.device,
+        copied_bytes: Callable[[str], int] = lambda name: 0,
+    ):
+        self._read, self._device, self._copied_bytes = read, device, copied_bytes
+        self._budget = ByteBudget(_COPIED_BYTES)
         self._local = threading.local()
         self._change = threading.Condition()
         self._ahead = 0  # tensors on the device, or in flight, that the model has not taken
@@ -70,7 +80,10 @@ class Uploader:
         return self._upload(name)
 
     def _upload(self, name: str) -> Tensor:
-        source = self._read(name).contiguous()
+        with self._budget.hold(self._copied_bytes(name)):
+            return self._to_device(self._read(name).contiguous())
+
+    def _to_device(self, source: Tensor) -> Tensor:
         out = torch.empty(source.shape, dtype=source.dtype, device=self._device)
         flat_in, flat_out = source.view(-1).view(torch.uint8), out.view(-1).view(torch.uint8)
         stream, buffers, events = self._staging()
@@ -124,7 +137,7 @@ class FileWeights(Weights):
         self._progress = progress or (lambda name: None)
         self._uploader: Uploader | None = None
         if device.type == "cuda":
-            self._uploader = Uploader(self.specs, self._read, device)
+            self._uploader = Uploader(self.specs, self._read, device, self._copied_bytes)
 
     def close(self) -> None:
         if self._uploader is not None:
@@ -133,8 +146,11 @@ class FileWeights(Weights):
     def _read(self, name: str) -> Tensor:
         return self._reader.read(self.specs[name], self._rank, self._size)
 
+    def _copied_bytes(self, name: str) -> int:
+        return self._reader.copied_bytes(self.specs[name], self._rank, self._size)
+
     def tensor(self, name: str) -> Tensor:
         self._progress(name)
         if self._uploader is not None:
             return self._uploader.take(name).to(self._dtype)
-        return self._read(name).to(dtype=self._dtype, copy=True)
+        return self._reader.copy(self.specs[name], self._rank, self._size, self._dtype)

@@ -59,7 +59,7 @@ class DecodeLoop:
         out-of-memory."""
         pending: tuple[StepPlan, Pending] | None = None
         while not self._stopping:
-            self._take_requests(wait=pending is None and not self.scheduler.has_work)
+            self._take_requests(may_wait=pending is None)
             launched = self._launch()
             if pending is not None:
                 self._commit(*pending)
@@ -71,9 +71,9 @@ class DecodeLoop:
         self.scheduler.fail_all(CapacityError("the engine is being stopped"))
         self.front.send(self.scheduler.take_events())
 
-    def _take_requests(self, wait: bool) -> None:
+    def _take_requests(self, may_wait: bool) -> None:
         arrived = self.front.drain()
-        if wait and not arrived:
+        if may_wait and not arrived and not self.scheduler.can_step:
             self.front.wait(_IDLE_S)
             arrived = self.front.drain()
             if not arrived:
@@ -133,13 +133,13 @@ class DecodeLoop:
         now = time.monotonic()
         self._seconds += now - self.status.busy_since
         self.status.steps += 1
-        self.status.busy_since = now if self.scheduler.has_work else 0.0
+        self.status.busy_since = now if self.scheduler.can_step else 0.0
 
     def _tell(self) -> None:
         """Update the status for heartbeats and metrics."""
         scheduler, status, now = self.scheduler, self.status, time.monotonic()
         pool = scheduler.cache.pool
-        if not scheduler.has_work:
+        if not scheduler.can_step:
             status.busy_since = 0.0
         if now - self._told < _TELL_S and scheduler.has_work:
             return

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tridecode.backend.config import EngineConfig, ModelConfig
+from tridecode.backend.engine.adapters import Adapters
 from tridecode.backend.engine.admission import SchedulerLimits
 from tridecode.backend.engine.engine import Engine
 from tridecode.backend.engine.parallel import SingleRank
@@ -70,7 +71,7 @@ class OfflineEngine:
 
     def __init__(self, engine: Engine, keep_logits: bool = False):
         self.engine = engine
-        self.scheduler = Scheduler(limits_of(engine), time.monotonic)
+        self.scheduler = Scheduler(limits_of(engine), time.monotonic, Adapters(engine.loader))
         self.generations: list[Generation] = []
         if keep_logits:
             engine.on_logits = self._keep_logits
@@ -95,11 +96,11 @@ class OfflineEngine:
         for sequence, row in zip(rows, logits.float().cpu().numpy().copy()):
             self.generations[sequence.group.request].logits.append(row)
 
-    def submit(self, prompt: list[int], params: SamplingParams) -> int:
-        """The number of the new request, an index of `generations`."""
+    def submit(self, prompt: list[int], params: SamplingParams, lora_name: str = "") -> int:
+        """The number of the new request, an index of `generations`. lora_name: of its adapter."""
         number = len(self.generations)
         self.generations.append(Generation())
-        request = SequenceRequest(np.asarray(prompt, np.int32).tobytes(), params)
+        request = SequenceRequest(np.asarray(prompt, np.int32).tobytes(), params, lora_name)
         self.scheduler.submit(_DOOR, Submit(number, [request]))
         return number
 
@@ -110,11 +111,19 @@ class OfflineEngine:
             self._take(self.scheduler.commit(plan, self.engine.launch(plan).wait()))
         else:
             self._take(self.scheduler.take_events())
+            if not self.scheduler.can_step:  # adapters are being loaded
+                time.sleep(0.001)
         return plan is not None
 
     def _take(self, events: list[tuple[bytes, Event]]) -> None:
+        errors = []
         for _, event in events:
-            self.generations[event.request].take(event)
+            try:
+                self.generations[event.request].take(event)
+            except TridecodeError as error:
+                errors.append(error)
+        if errors:  # once the other generations have their events
+            raise errors[0]
 
     def run(self) -> None:
         """Step until every request has ended."""

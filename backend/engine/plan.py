@@ -35,6 +35,8 @@ class StepPlan:
     only the device knows yet; only a decoding row of one token has it.
     samples[b]: how many of row b's last tokens are sampled from: 0 for an inner chunk of a prompt, else 1, or
     more where draft tokens are verified. Their sum is at most the engine's max_sequences.
+    adapters: the number of each row's LoRA adapter, -1 for none; None if no row has one. drop_adapters: the
+    numbers of adapters that neither this plan nor a later one names.
     positions: of the tokens; all of them max_sequence_tokens more in a sequence that longrope rotates with
     its long factors throughout (backend.models.rope.rope_table).
     slot_copies, block_copies: (source, destination) pairs, executed before the step and before `starts`; all
@@ -56,6 +58,8 @@ class StepPlan:
     embeds: list[tuple[int, int]] = field(default_factory=list)
     slot_copies: list[tuple[int, int]] = field(default_factory=list)
     block_copies: list[tuple[int, int]] = field(default_factory=list)
+    adapters: np.ndarray | None = None  # (B,)
+    drop_adapters: list[int] = field(default_factory=list)
     #: the scheduler's sequence of each row; stays on rank 0
     sequences: list = field(default_factory=list)
 

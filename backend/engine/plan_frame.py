@@ -48,6 +48,8 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     embeds: list[tuple[int, int]]
     slot_copies: list[tuple[_Index, _Index]]
     block_copies: list[tuple[_Index, _Index]]
+    adapters: bytes | None
+    drop_adapters: list[int]
 
 
 _decoder = msgspec.msgpack.Decoder(_Frame)
@@ -75,6 +77,8 @@ def encode(plan: StepPlan) -> bytes:
             embeds=plan.embeds,
             slot_copies=plan.slot_copies,
             block_copies=plan.block_copies,
+            adapters=None if plan.adapters is None else _ints(plan.adapters),
+            drop_adapters=plan.drop_adapters,
         )
     )
     check_size(len(frame))
@@ -109,6 +113,8 @@ def decode(frame: bytes) -> StepPlan:
         embeds=found.embeds,
         slot_copies=found.slot_copies,
         block_copies=found.block_copies,
+        adapters=None if found.adapters is None else _array(found, "adapters", rows),
+        drop_adapters=found.drop_adapters,
     )
     _check_rows(plan)
     return plan

@@ -17,11 +17,13 @@ class _DecodeRows:
     """The decoding sequences as arrays, while they are the same from step to step.
 
     slots: (B,) int32. positions: (B,) int32, of the next token. shifts: (B,) int32, added to them for the
-    rotary table. steps_left: until the last token of one of them is in flight."""
+    rotary table. adapters: (B,) int32, -1 for none. steps_left: until the last token of one of them is in
+    flight."""
 
     slots: np.ndarray
     positions: np.ndarray
     shifts: np.ndarray
+    adapters: np.ndarray
     steps_left: int
 
 
@@ -155,6 +157,7 @@ class Planner:
         query_starts = np.arange(num_decodes + len(chunks) + 1, dtype=np.int32)
         if self._unstarted:
             starts += self._start_forks(token_ids)
+        adapters = rows.adapters
         embeds: list[tuple[int, int]] = []
         self._advance_decodes(rows)
         context_lens = rows.positions
@@ -165,6 +168,7 @@ class Planner:
             positions = np.concatenate([positions, *(part[1] for part in parts)])
             kv_slots = np.concatenate([kv_slots, *(part[2] for part in parts)])
             slots = np.concatenate([slots, np.array([sequence.slot for sequence, _, _ in chunks], np.int32)])
+            adapters = np.concatenate([adapters, _adapters([sequence for sequence, _, _ in chunks])])
             context_lens = cache.lengths[slots]
             query_starts[num_decodes + 1 :] = num_decodes + np.cumsum([count for _, _, count in chunks])
             samples[num_decodes:] = [self._finish_chunk(sequence) for sequence, _, _ in chunks]
@@ -188,6 +192,7 @@ class Planner:
             embeds=embeds,
             slot_copies=slot_copies,
             block_copies=block_copies,
+            adapters=adapters if (adapters >= 0).any() else None,
             sequences=sequences,
         )
 
@@ -196,7 +201,8 @@ class Planner:
             slots = np.array([sequence.slot for sequence in self._decoding], np.int32)
             positions = self.cache.lengths[slots]
             steps_left = (self._last_lengths[slots] - positions).min(initial=self.limits.max_sequence_tokens)
-            self._rows = _DecodeRows(slots, positions, self._shifts[slots], int(steps_left))
+            shifts, adapters = self._shifts[slots], _adapters(self._decoding)
+            self._rows = _DecodeRows(slots, positions, shifts, adapters, int(steps_left))
         return self._rows
 
     def _set_decoding(self, decoding: list[Sequence]) -> None:
@@ -250,6 +256,11 @@ def _start(sequence: Sequence) -> SlotStart:
     return SlotStart(
         sequence.slot, sequence.params, sequence.known_tokens(), len(sequence.output), sequence.top_p
     )
+
+
+def _adapters(sequences: list[Sequence]) -> np.ndarray:
+    """(n,) int32: the number of each sequence's adapter, -1 for none."""
+    return np.array([sequence.group.adapter for sequence in sequences], np.int32)
 
 
 def _embeds(chunks: list[tuple[Sequence, int, int]], num_decodes: int) -> list[tuple[int, int]]:

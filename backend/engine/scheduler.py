@@ -13,6 +13,7 @@ from typing import Callable
 
 import numpy as np
 
+from tridecode.backend.engine.adapters import Adapters
 from tridecode.backend.engine.admission import Counters, LazyHeap, SchedulerLimits, check_room, fault_of
 from tridecode.backend.engine.cache_manager import CacheManager
 from tridecode.backend.engine.plan import StepPlan, StepResult
@@ -25,10 +26,11 @@ from tridecode.backend.messages import Event, Submit
 class Scheduler:
     """Used by the loop's thread only. `clock` gives monotonic seconds."""
 
-    def __init__(self, limits: SchedulerLimits, clock: Callable[[], float]):
+    def __init__(self, limits: SchedulerLimits, clock: Callable[[], float], adapters: Adapters | None = None):
         assert limits.max_step_tokens >= limits.max_sequences
         self.limits, self.clock = limits, clock
         self.counters = Counters()
+        self.adapters = Adapters() if adapters is None else adapters
         self.cache = CacheManager(limits)
         self.planner = Planner(limits, self.cache, self.counters)
         self._requests: dict[tuple[bytes, int], list[SequenceGroup]] = {}  # groups that have not ended
@@ -53,6 +55,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._requests)
 
+    @property
+    def can_step(self) -> bool:
+        """Whether `plan` may have something to do: false while all that is open waits for adapters."""
+        return self.has_work and (self._num_open > self.adapters.num_waiting or self.adapters.has_news)
+
     def submit(self, door: bytes, submit: Submit) -> None:
         """Accept a request whole, or raise RequestError or CapacityError and keep nothing of it."""
         key = (door, submit.request)
@@ -69,10 +76,14 @@ class Scheduler:
             fault = fault_of(prompt, wanted.params, self.limits)
             if fault is not None:
                 raise RequestError(fault if index == 0 else f"sequence {index}: {fault}")
+            if wanted.lora_name:
+                self.adapters.check(wanted.lora_name)
         deadline = self.clock() + (submit.timeout_s or self.limits.request_timeout_s)
         groups = [
-            SequenceGroup(door, submit.request, prompt, submit.priority, self._arrivals + i, deadline)
-            for i, prompt in enumerate(prompts)
+            SequenceGroup(
+                door, submit.request, prompt, submit.priority, self._arrivals + i, deadline, wanted.lora_name
+            )
+            for i, (prompt, wanted) in enumerate(zip(prompts, submit.sequences))
         ]
         self._requests[key] = groups.copy()
         self._arrivals += count
@@ -84,7 +95,8 @@ class Scheduler:
             if wanted.params.max_tokens == 0 and not wanted.params.return_context_embedding:
                 self._end(sequence, Finish.LENGTH)
             else:
-                self.planner.wait(sequence)
+                if not wanted.lora_name or self.adapters.want(group):
+                    self.planner.wait(sequence)
                 self._deadlines.push((deadline, group.arrival), group)
 
     def fork(self, parent: Sequence, index: int, token: int | None = None) -> Sequence:
@@ -135,8 +147,19 @@ class Scheduler:
             for sequence in list(group.sequences):
                 done = f"{len(sequence.output)} of {sequence.params.max_tokens} tokens"
                 text = f"the request's deadline passed when it had {done}"
+                if sequence.group.lora_name and sequence.group.adapter < 0:
+                    text += f"; it was waiting for the adapter {sequence.group.lora_name!r}"
                 self._end(sequence, Finish.DEADLINE, DeadlineError(text))
-        return self.planner.plan()
+        for group, error in self.adapters.take_ready():
+            if error is not None:
+                self._end_group(group, Finish.ERROR, error)
+                continue
+            for sequence in group.sequences:
+                self.planner.wait(sequence)
+        plan = self.planner.plan()
+        if plan is not None:
+            plan.drop_adapters = self.adapters.take_dropped()
+        return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[tuple[bytes, Event]]:
         """Append a step's tokens and end the sequences they end. Returns the events since the last call."""
@@ -192,6 +215,7 @@ class Scheduler:
         group = sequence.group
         group.sequences.remove(sequence)
         if not group.sequences:
+            self.adapters.release(group)
             key = (group.door, group.request)
             self._requests[key].remove(group)
             if not self._requests[key]:

@@ -34,7 +34,8 @@ class SequenceGroup:
     """The sequences that continue one prompt: one, and more when it forks (beams, n samples).
 
     door, request: the receiver of their events. prompt: (n,) int32. priority: smaller is sooner; arrival
-    breaks ties. deadline: monotonic seconds. sequences: those that have not ended.
+    breaks ties. deadline: monotonic seconds. lora_name: of the adapter, "" for none; adapter: its number in
+    plans once it is loaded, -1 before and for none. sequences: those that have not ended.
     """
 
     door: bytes
@@ -43,6 +44,8 @@ class SequenceGroup:
     priority: int
     arrival: int
     deadline: float
+    lora_name: str = ""
+    adapter: int = -1
     sequences: list[Sequence] = field(default_factory=list)
     num_forks: int = 0
 

@@ -16,7 +16,7 @@ log = logging.getLogger("tridecode.engine")
 _STEP_TOKENS = {"cpu": 512, "cuda": 8192}
 #: widths of decode attention at which the bits of a row did not depend on the width
 _INVARIANT_BLOCK = 32
-_CPU_CACHE_SHARE = 0.25  # of the memory that is available, on a machine that others use too
+CPU_CACHE_SHARE = 0.25  # of the memory that is available, on a machine that others use too
 
 
 def choose_device(config: EngineConfig) -> torch.device:
@@ -77,7 +77,7 @@ def choose_num_blocks(config: EngineConfig, block_bytes: int, device: torch.devi
         reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         available = int(total * config.memory_fraction) - (total - free - reusable)
     else:
-        available = int(_available_memory() * _CPU_CACHE_SHARE)
+        available = int(_available_memory() * CPU_CACHE_SHARE)
     blocks = min(most, available // block_bytes)
     if blocks < 1:
         raise ConfigError(

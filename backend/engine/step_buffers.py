@@ -52,6 +52,11 @@ class StepBuffers:
         self._device = torch.zeros(words, dtype=torch.int32, device=device) if pinned else None
         self._turn = 0
 
+    @property
+    def host_bytes(self) -> int:
+        """Of the ring; the buffer on a GPU has a RING-th of it."""
+        return sum(buffer.nbytes for buffer in self._host)
+
     def load(self, plan: StepPlan) -> Batch:
         """The plan as it is, for a step that runs operation by operation.
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Callable
 from tridecode.backend.config import ModelConfig
 from tridecode.backend.errors import ConfigError, UnsupportedError
 from tridecode.backend.models.config_ini import IniSection, common_keys, read_ini
+from tridecode.backend.models.layer_sizes_ini import layer_size_keys, read_layer_sizes
 from tridecode.backend.weight_layout import WeightSpec
 
 if TYPE_CHECKING:
@@ -31,7 +32,9 @@ class Family:
     of config.ini, in lower case. model_type: the parameter of config.pbtxt, in FasterTransformer's
     spelling. read: (section, tied_head) to ModelConfig. keys: what `read` reads, beside common_keys.
     weight_specs: every file of a weight directory. model: (config, weights, ranks, positions) to the
-    decoder of one rank. recognises: whether a section of this name is the family's.
+    decoder of one rank. recognises: whether a section of this name is the family's. has_slopes: whether
+    positions enter through ALiBi slopes, which belong to single heads; by default where the config has no
+    rotary positions and weight_specs no table of positions.
     """
 
     name: str
@@ -43,6 +46,13 @@ class Family:
     weight_specs: Callable[[Any], list[WeightSpec]]
     model: Callable[[Any, Weights, Ranks, int], Decoder]
     recognises: Callable[[IniSection], bool] = lambda section: True
+    has_slopes: Callable[[Any], bool] | None = None
+
+    def depends_on_heads(self, config: ModelConfig) -> bool:
+        """Whether a pruned layer must know which of its heads are left."""
+        if self.has_slopes is not None:
+            return self.has_slopes(config)
+        return config.rope is None and all(spec.name != "model.wpe" for spec in self.weight_specs(config))
 
 
 @cache
@@ -76,7 +86,7 @@ def read_model_config(path: Path, tied_head: bool | None = None) -> ModelConfig:
     for candidate in candidates:
         section = sections[candidate.section]
         if candidate.recognises(section):
-            return candidate.read(section, tied_head)
+            return read_layer_sizes(section, candidate.read(section, tied_head))
     if candidates:
         found, titles = candidates[0].section, " and ".join(candidate.title for candidate in candidates)
         raise UnsupportedError(
@@ -90,5 +100,5 @@ def read_model_config(path: Path, tied_head: bool | None = None) -> ModelConfig:
 def model_config_ini(config: ModelConfig, tensor_para_size: int) -> str:
     """The text of config.ini for `config`; read_model_config of it gives `config` back."""
     kind = family(config.family)
-    keys = {**common_keys(config, tensor_para_size), **kind.keys(config)}
+    keys = {**common_keys(config, tensor_para_size), **kind.keys(config), **layer_size_keys(config)}
     return f"[{kind.section}]\n" + "".join(f"{key} = {value}\n" for key, value in keys.items())

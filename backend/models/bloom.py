@@ -20,7 +20,6 @@ from tridecode.backend.models.layers import (
     add_linears,
     alibi_slopes,
     attention,
-    make_heads,
 )
 from tridecode.backend.models.specs import Layout
 from tridecode.kernels.ops import CacheLayer, Heads
@@ -67,7 +66,7 @@ class Model(Decoder):
 
     def stage_heads(self, ranks: Ranks, num_positions: int) -> list[Heads]:
         slopes = alibi_slopes(self.config.num_heads).to(self.embedding.device)
-        return [make_heads(self.config, ranks, slopes=slopes)] * len(self.layers)
+        return self.layer_heads(ranks, lambda layer: {"slopes": slopes})
 
     def embed(self, context: Context, x: Tensor) -> None:
         super().embed(context, x)
@@ -81,8 +80,8 @@ class Model(Decoder):
 
     def from_norm(self, context: Context, x: Tensor, caches: list[CacheLayer]) -> None:
         """apply_residual_connection_post_layernorm: h = norm(x), x = h + attention(h); the MLP likewise."""
-        mlp = context.work.mlp[: context.num_tokens]
         for layer, heads, cache in zip(self.layers, self.heads, caches):
+            mlp = context.mlp(layer)
             attended = attention(context, x, layer.qkv, layer.attention_norm, heads, cache)
             context.ops.norm(x, layer.attention_norm, out=x)
             add_linears(context, x, (attended, layer.dense))

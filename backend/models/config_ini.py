@@ -157,6 +157,17 @@ def read_ini(path: Path) -> dict[str, IniSection]:
     return {name.lower(): IniSection(path, name, dict(parser[name])) for name in parser.sections()}
 
 
+def prompt_tasks(directory: Path) -> list[str]:
+    """Names of the tasks of prompt learning in a directory's config.ini, [task_0] and so on. They are not
+    served yet. Raises ConfigError for a file that cannot be parsed."""
+    sections = read_ini(directory / "config.ini")
+    return [
+        section.text("task_name", name)
+        for name, section in sections.items()
+        if name.startswith("task_") and name[5:].isdigit()
+    ]
+
+
 def read_common(section: IniSection, max_positions: int | None = DEFAULT_MAX_POSITIONS) -> dict[str, Any]:
     """The fields of ModelConfig that every family reads alike. hidden_size: num_heads * head_size.
 
@@ -201,7 +212,10 @@ def common_keys(config: ModelConfig, tensor_para_size: int) -> dict[str, object]
 def read_rope(section: IniSection, default_size: int | None) -> RopeConfig:
     """rotary_embedding (rotated dimensions of a head; default_size None: mandatory) and keys of ours."""
     original = section.integer("rope_original_max_positions", RopeConfig.original_max_positions, minimum=1)
-    size = section.integer("rotary_embedding", default_size, minimum=1)
+    if section.text("rotary_embedding", "").lower() == "none":  # FasterTransformer's writes Python's None
+        size = section.integer("size_per_head", minimum=2)
+    else:
+        size = section.integer("rotary_embedding", default_size, minimum=1)
     scaling = section.choice("rope_scaling_type", RopeConfig.scaling, ROPE_SCALINGS)
     fields: dict[str, Any] = {
         **{field: section.number(key, getattr(RopeConfig, field)) for key, field in _ROPE_NUMBERS.items()},
@@ -235,6 +249,25 @@ def read_windows(section: IniSection, num_layers: int) -> tuple[int, ...]:
 def window_keys(config: ModelConfig) -> dict[str, object]:
     """The key that read_windows reads."""
     return {"attention_windows": joined(config.windows)} if config.windows else {}
+
+
+def read_attention_scale(section: IniSection) -> float | None:
+    """attention_scale: ModelConfig.attention_scale."""
+    return section.number("attention_scale") if "attention_scale" in section.items else None
+
+
+def attention_scale_keys(config: ModelConfig) -> dict[str, object]:
+    """The key that read_attention_scale reads."""
+    return {} if config.attention_scale is None else {"attention_scale": config.attention_scale}
+
+
+def read_kv_heads(section: IniSection, num_heads: int) -> int:
+    """kv_head_num: ModelConfig.num_kv_heads; num_heads if it is absent. ConfigError if it is no divisor."""
+    kv_heads = section.integer("kv_head_num", num_heads, minimum=1)
+    if num_heads % kv_heads:
+        found = f"[{section.name}] head_num = {num_heads}, kv_head_num = {kv_heads}"
+        raise ConfigError(f"{section.path}: {found}; wanted a head_num that is a multiple of it")
+    return kv_heads
 
 
 def joined(values: Iterable[float]) -> str:

@@ -6,6 +6,7 @@ A family subclasses `Decoder` and says in `forward` which form it has. Letters a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Callable
 
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from tridecode.backend.models.layers import (
 from tridecode.backend.models.rope import rope_table
 from tridecode.backend.models.specs import Layout
 from tridecode.backend.weight_layout import stage_layers
-from tridecode.kernels.ops import CacheLayer, DecoderLayer, Heads, Norm
+from tridecode.kernels.ops import CacheLayer, DecoderLayer, Heads, Linear, Norm
 
 
 class Decoder:
@@ -39,10 +40,7 @@ class Decoder:
         self.config = config
         self.embedding = weights.tensor("model.wte")
         self.final_norm = self.load_norm(weights, "model.final_layernorm") if self.layout.final_norm else None
-        self.head = weights.head(
-            self.embedding if config.tied_head else weights.tensor("model.lm_head.weight"),
-            weights.tensor("model.lm_head.bias") if config.head_bias else None,
-        )
+        self.head = self.load_head(weights)
         self.stage = stage_layers(config.num_layers, ranks.stage, ranks.num_stages)
         self.layers = [self.load_layer(weights, f"model.layers.{index}") for index in self.stage]
         self.heads: Sequence[Heads] = self.stage_heads(ranks, num_positions)
@@ -54,11 +52,35 @@ class Decoder:
         if config.rope is not None:
             device, long_prompt = self.embedding.device, config.long_prompt_tokens
             rope = rope_table(config.rope, num_positions, device, long_prompt)
-        kinds = {
-            window: make_heads(config, ranks, rope=rope, window=window)
-            for window in {seen_window(config, layer, num_positions) for layer in self.stage}
-        }
-        return [kinds[seen_window(config, layer, num_positions)] for layer in self.stage]
+        return self.layer_heads(
+            ranks, lambda layer: {"rope": rope, "window": seen_window(config, layer, num_positions)}
+        )
+
+    def layer_heads(self, ranks: Ranks, fields: Callable[[int], dict[str, Any]]) -> list[Heads]:
+        """The heads of each layer of the stage, with the sizes of the layer; one object where they are equal.
+
+        fields: of a layer (its number in the model), for make_heads; equal tensors must be one object. slopes
+        and key_bias are those of the heads of an unpruned layer.
+        """
+        kinds: dict[object, Heads] = {}
+        every = {layer: fields(layer) for layer in self.stage}
+        heads = []
+        for layer, mine in every.items():
+            sizes, numbers = self.config.of_layer(layer), list(self.config.head_numbers(layer))
+            by_head = {name: mine[name] for name in ("slopes", "key_bias") if mine.get(name) is not None}
+            values = [value if isinstance(value, (int, float)) else id(value) for value in mine.values()]
+            kind = (sizes.num_heads, sizes.num_kv_heads, *values, *(numbers if by_head else ()))
+            if kind not in kinds:
+                own = {name: tensor[numbers] for name, tensor in by_head.items()}
+                kinds[kind] = make_heads(sizes, ranks, **{**mine, **own})
+            heads.append(kinds[kind])
+        return heads
+
+    def load_head(self, weights: Weights) -> Linear:
+        return weights.head(
+            self.embedding if self.config.tied_head else weights.tensor("model.lm_head.weight"),
+            weights.tensor("model.lm_head.bias") if self.config.head_bias else None,
+        )
 
     def load_norm(self, weights: Weights, name: str) -> Norm:
         """With a bias file a LayerNorm, without one an RMSNorm; families with other norms override it."""
@@ -98,8 +120,8 @@ class Decoder:
         """x += attention(norm(x)), then x += mlp(norm(x)), layer after layer."""
         if self._run_at_once(context, x, activation, caches):
             return
-        mlp = context.work.mlp[: context.num_tokens]
         for layer, heads, cache in zip(self.layers, self.heads, caches):
+            mlp = context.mlp(layer)
             attended = attention(context, x, layer.qkv, layer.attention_norm, heads, cache)
             add_linears(context, x, (attended, layer.dense))
             context.ops.linear(x, layer.up, norm=layer.mlp_norm, activation=activation, out=mlp)
@@ -107,16 +129,16 @@ class Decoder:
 
     def parallel(self, context: Context, x: Tensor, activation: str, caches: list[CacheLayer]) -> None:
         """x += attention(attention_norm(x)) + mlp(mlp_norm(x)), layer after layer."""
-        mlp = context.work.mlp[: context.num_tokens]
         for layer, heads, cache in zip(self.layers, self.heads, caches):
+            mlp = context.mlp(layer)
             attended = attention(context, x, layer.qkv, layer.attention_norm, heads, cache)
             context.ops.linear(x, layer.up, norm=layer.mlp_norm, activation=activation, out=mlp)
             add_linears(context, x, (attended, layer.dense), (mlp, layer.down))
 
     def post_norm(self, context: Context, x: Tensor, activation: str, caches: list[CacheLayer]) -> None:
         """x = attention_norm(x + attention(x)), then x = mlp_norm(x + mlp(x)), layer after layer."""
-        mlp = context.work.mlp[: context.num_tokens]
         for layer, heads, cache in zip(self.layers, self.heads, caches):
+            mlp = context.mlp(layer)
             attended = attention(context, x, layer.qkv, None, heads, cache)
             add_linears(context, x, (attended, layer.dense))
             context.ops.norm(x, layer.attention_norm, out=x)
@@ -136,8 +158,8 @@ class Decoder:
 
         after: the outer norms of attention and MLP, per layer.
         """
-        mlp = context.work.mlp[: context.num_tokens]
         for layer, norms, heads, cache in zip(self.layers, after, self.heads, caches):
+            mlp = context.mlp(layer)
             attended = attention(context, x, layer.qkv, layer.attention_norm, heads, cache)
             add_normed(context, x, attended, layer.dense, norms[0])
             context.ops.linear(x, layer.up, norm=layer.mlp_norm, activation=activation, out=mlp)
@@ -148,9 +170,11 @@ class Decoder:
     ) -> bool:
         """All layers of a small step in one launch, if the operations have one for it. False: not done.
 
-        The layers must have the same heads, and no rank may wait for another.
+        The layers must have the same heads and equally wide MLPs, and no rank may wait for another.
         """
         if context.ranks.tensor_size > 1 or len(set(map(id, self.heads))) != 1:
+            return False
+        if len({layer.down.weight.shape for layer in self.layers}) != 1:
             return False
         return context.ops.decoder_layers(x, self.layers, self.heads[0], activation, context.batch, caches)
 

@@ -1,21 +1,27 @@
 """GPT-2: learned positions, pre-LayerNorm, fused QKV, GELU. Radford et al. 2019.
 
-Its section of config.ini, [gpt], is FasterTransformer's for all decoders of this kind: BLOOM shares it.
+Its section of config.ini, [gpt], is FasterTransformer's for all decoders of this kind: BLOOM and OPT share
+it.
 """
 
 from __future__ import annotations
-
-from functools import partial
 
 from torch import Tensor
 
 from tridecode.backend.config import DEFAULT_MAX_POSITIONS, ModelConfig
 from tridecode.backend.models import Family
-from tridecode.backend.models.config_ini import ACTIVATION_NAMES, ACTIVATIONS, IniSection, read_common
+from tridecode.backend.models.config_ini import (
+    ACTIVATION_NAMES,
+    ACTIVATIONS,
+    IniSection,
+    attention_scale_keys,
+    read_attention_scale,
+    read_common,
+)
 from tridecode.backend.models.decoder import Decoder
-from tridecode.backend.models.layers import Context, Ranks, Weights
+from tridecode.backend.models.layers import Context, Ranks, Weights, attention_scale
 from tridecode.backend.models.specs import Layout
-from tridecode.kernels.ops import CacheLayer
+from tridecode.kernels.ops import CacheLayer, Heads
 
 LAYOUT = Layout(positions=True)
 #: the flags that tell the families of this section apart; FasterTransformer's defaults are GPT-2
@@ -29,6 +35,20 @@ GPT2_FLAGS = {
 def has_flags(section: IniSection, flags: dict[str, bool]) -> bool:
     """Whether the section is of the family with these flags."""
     return all(section.flag(key, default) == flags[key] for key, default in GPT2_FLAGS.items())
+
+
+def is_opt(section: IniSection) -> bool:
+    """OPT has GPT-2's flags. It names itself, or has another arrangement of norms. A pre-norm OPT that
+    FasterTransformer's converter wrote is GPT-2's network and is read as such."""
+    return (
+        section.text("model_variant", "").lower().startswith("opt-")
+        or section.text("layernorm_type", "pre_layernorm").lower() == "post_layernorm"
+        or not section.flag("has_post_decoder_layernorm", True)
+    )
+
+
+def recognises(section: IniSection) -> bool:
+    return has_flags(section, GPT2_FLAGS) and not is_opt(section)
 
 
 def read_gpt_section(
@@ -53,6 +73,25 @@ def read_gpt_section(
     )
 
 
+def read(section: IniSection, tied_head: bool) -> ModelConfig:
+    """attention_scale and scale_attn_by_inverse_layer_idx are ours."""
+    return read_gpt_section(
+        "gpt",
+        section,
+        tied_head,
+        attention_scale=read_attention_scale(section),
+        scale_by_layer=section.flag("scale_attn_by_inverse_layer_idx", False),
+    )
+
+
+def keys(config: ModelConfig) -> dict[str, object]:
+    return {
+        **gpt_section_keys(config, GPT2_FLAGS),
+        **attention_scale_keys(config),
+        "scale_attn_by_inverse_layer_idx": config.scale_by_layer,
+    }
+
+
 def gpt_section_keys(config: ModelConfig, flags: dict[str, bool]) -> dict[str, object]:
     """The keys that read_gpt_section and has_flags read."""
     return {
@@ -72,6 +111,12 @@ class Model(Decoder):
         super().__init__(config, weights, ranks, num_positions)
         self.positions = weights.tensor("model.wpe")
 
+    def stage_heads(self, ranks: Ranks, num_positions: int) -> list[Heads]:
+        if not self.config.scale_by_layer:
+            return super().stage_heads(ranks, num_positions)
+        scale = attention_scale(self.config)
+        return self.layer_heads(ranks, lambda layer: {"scale": scale / (layer + 1)})
+
     def embed(self, context: Context, x: Tensor) -> None:
         batch = context.batch
         context.ops.embed(
@@ -87,9 +132,9 @@ FAMILY = Family(
     title="GPT-2 (learned positions)",
     section="gpt",
     model_type="GPT",
-    recognises=partial(has_flags, flags=GPT2_FLAGS),
-    read=partial(read_gpt_section, "gpt"),
-    keys=partial(gpt_section_keys, flags=GPT2_FLAGS),
+    recognises=recognises,
+    read=read,
+    keys=keys,
     weight_specs=LAYOUT.specs,
     model=Model,
 )

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from tridecode.backend.config import ModelConfig
-from tridecode.backend.weight_layout import WeightSpec
-from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm, Ops, Rope
+from tridecode.backend.weight_layout import WeightSpec, share_size
+from tridecode.kernels.ops import Batch, CacheLayer, DecoderLayer, Heads, Linear, Norm, Ops, Rope
 
 
 class Weights(ABC):
@@ -25,6 +25,7 @@ class Weights(ABC):
 
     def __init__(self, specs: Iterable[WeightSpec], ops: Ops):
         self.specs, self.ops = {spec.name: spec for spec in specs}, ops
+        self.linears: dict[tuple[str, ...], Linear] = {}  # what `linear` has given, by its names
 
     @abstractmethod
     def tensor(self, name: str) -> Tensor:
@@ -35,7 +36,8 @@ class Weights(ABC):
         weight = _joined([self.tensor(f"{name}.weight") for name in names])
         has_bias = f"{names[0]}.bias" in self.specs
         bias = _joined([self.tensor(f"{name}.bias") for name in names]) if has_bias else None
-        return self.ops.pack(Linear(weight.t(), bias))
+        self.linears[names] = packed = self.ops.pack(Linear(weight.t(), bias))
+        return packed
 
     def head(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """The language model's head over `weight` (V, C), which may be the word embedding itself."""
@@ -75,7 +77,10 @@ class Ranks(Protocol):
 
 @dataclass
 class Workspace:
-    """The activations of a step, allocated once for max_tokens rows and the columns of this rank's share."""
+    """The activations of a step, allocated once for max_tokens rows and the columns of this rank's share.
+
+    H, K and F are those of the largest layer; a smaller one uses the `front` of a buffer.
+    """
 
     hidden: Tensor  # (T, C) the residual stream
     qkv: Tensor  # (T, (H + 2K) * D)
@@ -98,14 +103,15 @@ class Workspace:
         def empty(rows: int, columns: int, kind: torch.dtype = dtype) -> Tensor:
             return torch.zeros(rows, columns, dtype=kind, device=device)
 
+        config, mlp = config.largest_layer(), config.mlp_share(tensor_size)
         needs_delta = tensor_size > 1 or config.residual == "sandwich"
-        queries = config.num_heads * config.head_size // tensor_size
-        keys = config.num_kv_heads * config.head_size // tensor_size
+        queries = config.num_heads // tensor_size * config.head_size
+        keys = share_size(config.num_kv_heads, tensor_size) * config.head_size
         return cls(
             hidden=empty(max_tokens, config.hidden_size),
             qkv=empty(max_tokens, queries + 2 * keys),
             context=empty(max_tokens, queries),
-            mlp=empty(max_tokens, config.mlp_size // tensor_size),
+            mlp=empty(max_tokens, mlp),
             delta=empty(max_tokens if needs_delta else 0, config.hidden_size),
             last=empty(max_rows, config.hidden_size),
             logits=empty(max_rows, config.vocab_size, torch.float32),
@@ -125,6 +131,15 @@ class Context:
     def num_tokens(self) -> int:
         return self.batch.num_tokens
 
+    def mlp(self, layer: DecoderLayer) -> Tensor:
+        """(T, F): the workspace's buffer for the inner activations of a layer's MLP."""
+        return front(self.work.mlp, self.num_tokens, layer.down.weight.shape[1])
+
+
+def front(buffer: Tensor, rows: int, columns: int) -> Tensor:
+    """The first elements of a buffer as (rows, columns), contiguous: a layer may be narrower than another."""
+    return buffer.view(-1)[: rows * columns].view(rows, columns)
+
 
 def attention(
     context: Context, x: Tensor, qkv: Linear, norm: Norm | None, heads: Heads, cache: CacheLayer
@@ -133,7 +148,8 @@ def attention(
     values to it."""
     ops, batch, work = context.ops, context.batch, context.work
     tokens, decodes = batch.num_tokens, batch.num_decodes
-    projected, out = work.qkv[:tokens], work.context[:tokens]
+    projected = front(work.qkv, tokens, heads.qkv_size)
+    out = front(work.context, tokens, heads.num_heads * heads.head_size)
     ops.project_qkv(x, qkv, norm, heads, batch, cache, out=projected)
     if decodes:
         ops.decode_attention(projected[:decodes], heads, batch, cache, out=out[:decodes])
@@ -169,15 +185,15 @@ def _sum_over_ranks(context: Context, *products: tuple[Tensor, Linear]) -> Tenso
     return delta
 
 
-def alibi_slopes(num_heads: int) -> Tensor:
+def alibi_slopes(num_heads: int, largest: float = 8.0) -> Tensor:
     """(num_heads,) float32 slopes of Press et al. 2022, with their rule where that is not a power of two.
 
     2^(-8/n), 2^(-16/n), ... for the largest power of two n <= num_heads, then every other slope of the
-    sequence for 2n.
+    sequence for 2n. largest: in place of the 8 (MPT's alibi_bias_max).
     """
     power = 2 ** math.floor(math.log2(num_heads))
-    slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
-    slopes += [2.0 ** (-8.0 * (2 * i + 1) / (2 * power)) for i in range(num_heads - power)]
+    slopes = [2.0 ** (-largest * (i + 1) / power) for i in range(power)]
+    slopes += [2.0 ** (-largest * (2 * i + 1) / (2 * power)) for i in range(num_heads - power)]
     return torch.tensor(slopes, dtype=torch.float32)
 
 
@@ -187,19 +203,30 @@ def make_heads(
     rope: Rope | None = None,
     slopes: Tensor | None = None,
     scale: float | None = None,
+    key_bias: Tensor | None = None,
     **fields: Any,
 ) -> Heads:
-    """This rank's share of the heads of a layer. slopes: (num_heads,), of all ranks. scale: of the scores;
-    None: 1 / sqrt(head size). fields: further ones of Heads."""
+    """This rank's share of the heads of a layer. slopes: (num_heads,), key_bias: (num_heads, positions), of
+    all ranks. scale: of the scores; None: attention_scale's. fields: further ones of Heads."""
+    assert not config.layer_sizes, "layers differ in heads: Decoder.layer_heads makes those of each"
     num_heads = config.num_heads // ranks.tensor_size
+    mine = slice(ranks.tensor_rank * num_heads, (ranks.tensor_rank + 1) * num_heads)
     if slopes is not None:
-        slopes = slopes[ranks.tensor_rank * num_heads : (ranks.tensor_rank + 1) * num_heads].contiguous()
+        slopes = slopes[mine].contiguous()
+    if key_bias is not None:
+        key_bias = key_bias[mine].contiguous()
     return Heads(
         num_heads=num_heads,
-        num_kv_heads=config.num_kv_heads // ranks.tensor_size,
+        num_kv_heads=share_size(config.num_kv_heads, ranks.tensor_size),
         head_size=config.head_size,
-        scale=config.head_size**-0.5 if scale is None else scale,
+        scale=attention_scale(config) if scale is None else scale,
         rope=rope,
         slopes=slopes,
+        key_bias=key_bias,
         **fields,
     )
+
+
+def attention_scale(config: ModelConfig) -> float:
+    """Of the scores."""
+    return config.head_size**-0.5 if config.attention_scale is None else config.attention_scale

@@ -28,20 +28,21 @@ class Layout:
 
     def specs(self, config: ModelConfig) -> list[WeightSpec]:
         """Every file, in the order in which Decoder reads them."""
-        hidden, inner = config.hidden_size, config.mlp_size
-        queries, keys = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+        hidden = config.hidden_size
         specs = [WeightSpec("model.wte", (config.vocab_size, hidden))]
         if self.positions:
             specs.append(WeightSpec("model.wpe", (config.max_positions, hidden)))
         if self.embedding_norm:
             specs += norm_specs("model.pre_decoder_layernorm", hidden, self.norm_bias)
         for layer in range(config.num_layers):
-            prefix = f"model.layers.{layer}"
+            prefix, sizes = f"model.layers.{layer}", config.of_layer(layer)
+            queries, keys = sizes.num_heads * sizes.head_size, sizes.num_kv_heads * sizes.head_size
+            heads, inner = (sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads), sizes.mlp_size
             specs += norm_specs(f"{prefix}.input_layernorm", hidden, self.norm_bias, layer)
             qkv, bias = f"{prefix}.attention.query_key_value", config.attention_bias
-            specs += column_specs(qkv, hidden, (queries, keys, keys), bias, layer)
+            specs += column_specs(qkv, hidden, (queries, keys, keys), bias, layer, heads)
             dense_bias = bias if config.dense_bias is None else config.dense_bias
-            specs += row_specs(f"{prefix}.attention.dense", queries, hidden, dense_bias, layer)
+            specs += row_specs(f"{prefix}.attention.dense", queries, hidden, dense_bias, layer, heads[:1])
             if self.mlp_norm != "input_layernorm":
                 specs += norm_specs(f"{prefix}.{self.mlp_norm}", hidden, self.norm_bias, layer)
             for name in self.up:
@@ -63,19 +64,31 @@ def norm_specs(name: str, size: int, bias: bool, layer: int | None = None) -> li
 
 
 def column_specs(
-    name: str, inner: int, sections: tuple[int, ...], bias: bool, layer: int
+    name: str,
+    inner: int,
+    sections: tuple[int, ...],
+    bias: bool,
+    layer: int,
+    heads: tuple[int, ...] = (),
 ) -> list[WeightSpec]:
-    """A matrix (inner, sum(sections)) whose columns, and bias, are split over ranks section by section."""
-    outer = sum(sections)
-    specs = [WeightSpec(f"{name}.weight", (inner, outer), axis=1, sections=sections, layer=layer)]
+    """A matrix (inner, sum(sections)) whose columns, and bias, are split over ranks section by section.
+
+    heads: of each section, which ranks get whole; empty: of an MLP, padded where the ranks do not divide it.
+    """
+    outer, padded = sum(sections), not heads
+    specs = [WeightSpec(f"{name}.weight", (inner, outer), 1, sections, layer, heads=heads, padded=padded)]
     if bias:
-        specs.append(WeightSpec(f"{name}.bias", (outer,), axis=0, sections=sections, layer=layer))
+        specs.append(WeightSpec(f"{name}.bias", (outer,), 0, sections, layer, heads=heads, padded=padded))
     return specs
 
 
-def row_specs(name: str, inner: int, outer: int, bias: bool, layer: int) -> list[WeightSpec]:
-    """A matrix (inner, outer) whose rows are split over ranks; its bias is whole on every rank."""
-    specs = [WeightSpec(f"{name}.weight", (inner, outer), axis=0, layer=layer)]
+def row_specs(
+    name: str, inner: int, outer: int, bias: bool, layer: int, heads: tuple[int, ...] = ()
+) -> list[WeightSpec]:
+    """A matrix (inner, outer) whose rows are split over ranks, heads as in column_specs; its bias is whole on
+    every rank."""
+    padded = not heads
+    specs = [WeightSpec(f"{name}.weight", (inner, outer), 0, layer=layer, heads=heads, padded=padded)]
     if bias:
         specs.append(WeightSpec(f"{name}.bias", (outer,), layer=layer))
     return specs

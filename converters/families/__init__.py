@@ -48,21 +48,29 @@ class CheckpointFamily:
     model_types: transformers' names. prefix: of a full model's tensors; the bare model's lack it.
     embedding, head: names of these tensors. model_config: (transformers' config, **common) to
     ModelConfig; common: model_name, start_id, end_id, weight_dtype, tied_head. rules: (number of heads) to
-    those of every tensor. ignored: patterns of buffers to leave out. renamed: names of other versions to
-    transformers' of today.
+    those of every tensor. takes_head_size: rules also takes the head size, which the tensors of a pruned
+    layer do not tell. ignored: patterns of buffers to leave out. renamed: names of other versions to
+    transformers' of today. head_rules: of tensors whose number depends on the config.
     """
 
     model_types: tuple[str, ...]
     prefix: str
     embedding: str
     model_config: Callable[..., ModelConfig]
-    rules: Callable[[int], list[Rule]]
+    rules: Callable[..., list[Rule]]
     head: str = "lm_head.weight"
     ignored: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
     gguf: GgufRules | None = None
+    head_rules: Callable[[ModelConfig], list[Rule]] | None = None
     config_class: type[PreTrainedConfig] | None = None
     reference: Callable[[Checkpoint, torch.dtype], Module] | None = None
+    takes_head_size: bool = False
+
+    def rules_of(self, config: ModelConfig) -> list[Rule]:
+        """The rules of all tensors where every layer has the sizes of `config`."""
+        sizes = (config.num_heads, config.head_size) if self.takes_head_size else (config.num_heads,)
+        return self.rules(*sizes) + (self.head_rules(config) if self.head_rules is not None else [])
 
     @property
     def source_file(self) -> str:

@@ -13,19 +13,12 @@ from tridecode.converters.hf_config import activation, shape
 from tridecode.converters.rules import Rule, module_rules
 
 EMBEDDING = "transformer.wte.weight"
-#: settings that change the network, and the value that this version runs
-_FIXED = {
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "reorder_and_upcast_attn": False,
-    "add_cross_attention": False,
-}
 
 
 def model_config(hf: PreTrainedConfig, **common) -> ModelConfig:
-    for key, value in _FIXED.items():
-        if getattr(hf, key) != value:
-            raise UnsupportedError(f"GPT-2 with {key} = {getattr(hf, key)}; this version runs {value}")
+    """reorder_and_upcast_attn is left out: it is a matter of float16 arithmetic, not of the network."""
+    if hf.add_cross_attention:
+        raise UnsupportedError("GPT-2 with add_cross_attention = True; this version runs False")
     return ModelConfig(
         family="gpt",
         **shape(hf),
@@ -33,6 +26,8 @@ def model_config(hf: PreTrainedConfig, **common) -> ModelConfig:
         max_positions=hf.n_positions,
         norm_eps=hf.layer_norm_epsilon,
         activation=activation(hf, "activation_function", "GPT-2"),
+        attention_scale=None if hf.scale_attn_weights else 1.0,
+        scale_by_layer=hf.scale_attn_by_inverse_layer_idx,
         **common,
     )
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 
 from tridecode.backend.config import ModelConfig
 from tridecode.backend.errors import CheckpointError
+from tridecode.converters.prompts import PromptTable
 from tridecode.converters.rules import Conversion
 
 
@@ -36,7 +37,8 @@ class Checkpoint:
     independent model in evaluation mode on the CPU; None: there is none to compare with. tokenizer_dir: the
     folder of its tokenizer, whether or not it has one; None: a .gguf, which holds it itself. notes: what a
     user should know about the source, a sentence each. plan: (dtype or None, model_name or None) to the
-    config and the conversions of a source that is not converted by a family's rules.
+    config and the conversions of a source that is not converted by a family's rules. adapter: the folder of
+    the LoRA adapter that is merged into `tensors` and the reference.
     """
 
     path: Path
@@ -48,9 +50,12 @@ class Checkpoint:
     reference: Callable[[torch.dtype], Module] | None = field(default=None, repr=False)
     tokenizer_dir: Path | None = None
     notes: list[str] = field(default_factory=list)
+    prompts: list[PromptTable] = field(default_factory=list)  # of prompt learning
+    keep: object = field(default=None, repr=False)  # what must live as long as the tensors
     plan: Callable[[str | None, str | None], tuple[ModelConfig, list[Conversion]]] | None = field(
         default=None, repr=False
     )
+    adapter: Path | None = None
 
     @property
     def is_gguf(self) -> bool:

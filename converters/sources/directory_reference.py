@@ -13,11 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, GPTNeoXConfig, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    GPT2Config,
+    GPTJConfig,
+    GPTNeoXConfig,
+    OPTConfig,
+    PreTrainedConfig,
+)
 
 from tridecode.backend.config import DEFAULT_MAX_POSITIONS, ModelConfig
 from tridecode.backend.errors import CheckpointError
+from tridecode.backend.models.opt import OptConfig
 from tridecode.converters.families import families
+from tridecode.converters.families.opt import OFFSET, without_offset
 from tridecode.converters.rules import (
     join,
     join_heads,
@@ -29,10 +39,12 @@ from tridecode.converters.rules import (
 )
 from tridecode.converters.sources import TensorSource
 
-_ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu"}
+_ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu", "silu": "silu"}
 
 
-def _gpt2(config: ModelConfig) -> PreTrainedConfig:
+def _gpt2(config: ModelConfig) -> PreTrainedConfig | None:
+    if config.attention_scale not in (None, 1.0):
+        return None
     return GPT2Config(
         n_embd=config.hidden_size,
         n_layer=config.num_layers,
@@ -41,6 +53,8 @@ def _gpt2(config: ModelConfig) -> PreTrainedConfig:
         n_positions=config.max_positions,
         activation_function=_ACTIVATIONS[config.activation],
         layer_norm_epsilon=config.norm_eps,
+        scale_attn_weights=config.attention_scale is None,
+        scale_attn_by_inverse_layer_idx=config.scale_by_layer,
     )
 
 
@@ -77,11 +91,49 @@ def _gptneox(config: ModelConfig) -> PreTrainedConfig | None:
     )
 
 
+def _gptj(config: ModelConfig) -> PreTrainedConfig | None:
+    rope = config.rope
+    if rope is None or rope.scaling != "default" or rope.theta != 10000.0:
+        return None
+    return GPTJConfig(
+        n_embd=config.hidden_size,
+        n_layer=config.num_layers,
+        n_head=config.num_heads,
+        n_inner=config.mlp_size,
+        n_positions=config.max_positions,
+        rotary_dim=rope.size,
+        activation_function=_ACTIVATIONS[config.activation],
+        layer_norm_epsilon=config.norm_eps,
+    )
+
+
+def _opt(config: OptConfig) -> PreTrainedConfig | None:
+    is_pre_norm = config.residual == "sequential"
+    biases_differ = config.attention_bias != config.mlp_bias
+    if config.norm_eps != 1e-5 or biases_differ or (config.final_norm and not is_pre_norm):
+        return None
+    return OPTConfig(
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        ffn_dim=config.mlp_size,
+        max_position_embeddings=config.max_positions,
+        activation_function=_ACTIVATIONS[config.activation],
+        word_embed_proj_dim=config.embedding_size,
+        do_layer_norm_before=is_pre_norm,
+        _remove_final_layer_norm=is_pre_norm and not config.final_norm,
+        enable_bias=config.attention_bias,
+        layer_norm_elementwise_affine=config.norm_weights,
+    )
+
+
 #: ModelConfig.family -> transformers' model type, and its config
 _CONFIGS: Mapping[str, tuple[str, Callable[[Any], PreTrainedConfig | None]]] = {
     "gpt": ("gpt2", _gpt2),
     "bloom": ("bloom", _bloom),
     "gptneox": ("gpt_neox", _gptneox),
+    "gptj": ("gptj", _gptj),
+    "opt": ("opt", _opt),
 }
 
 
@@ -136,6 +188,8 @@ def _undo(transform: Callable[..., Tensor], made: Tensor, sources: list[Tensor])
         return (join_heads(heads, made.t()),)
     if kind is join:
         return made.split(rows)
+    if kind is without_offset:
+        return (torch.cat([made.new_zeros(OFFSET, made.shape[1]), made]),)
     if kind is join_transposed:
         return made.t().split(rows)
     raise CheckpointError(f"{kind} has no inverse here; see converters/sources/directory_reference.py")

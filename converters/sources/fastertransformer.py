@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from tridecode.backend.config import ModelConfig
 from tridecode.backend.errors import CheckpointError
 from tridecode.backend.models import family, read_model_config
-from tridecode.backend.models.config_ini import IniSection, read_ini
+from tridecode.backend.models.config_ini import IniSection, prompt_tasks, read_ini
 from tridecode.backend.models.gptneox import BIAS_SUM, GptNeoXConfig
 from tridecode.backend.weights import WeightReader
 from tridecode.converters.files import require_file
@@ -29,7 +29,6 @@ from tridecode.converters.sources.directory_reference import directory_reference
 CONFIG_FILE = "config.ini"
 _MAX_CONFIG_BYTES = 1 << 20
 _DEGREE = re.compile(r"\d+-gpu")
-_MAX_TASKS = 1000
 _HEAD, _EMBEDDING = "model.lm_head.weight", "model.wte"
 
 
@@ -80,7 +79,7 @@ def open_weight_directory(path: Path) -> Checkpoint:
     reader = WeightReader(path, stored)
     sections = read_ini(path / CONFIG_FILE)
     section = sections[family(stored.family).section]
-    notes = [*_eps_notes(section), *_prompt_notes(path, sections, section)]
+    notes = [*_eps_notes(section), *_prompt_notes(path)]
     config: ModelConfig = stored
     fixes: dict[str, Callable[[], Tensor]] = {}
     if isinstance(stored, GptNeoXConfig):
@@ -159,14 +158,9 @@ def _eps_notes(section: IniSection) -> list[str]:
     ]
 
 
-def _prompt_notes(path: Path, sections: Mapping[str, IniSection], section: IniSection) -> list[str]:
+def _prompt_notes(path: Path) -> list[str]:
     """Prompt learning is not served yet: names the tasks and tables that are left out."""
-    tasks = section.integer("num_tasks", 0, minimum=0, maximum=_MAX_TASKS)
-    names = [
-        sections[f"task_{task}"].text("task_name", f"task_{task}")
-        for task in range(tasks)
-        if f"task_{task}" in sections
-    ]
+    names = prompt_tasks(path)
     files = sorted(
         entry.name
         for pattern in ("model.prompt_table.*.bin", "model.prefix_prompt.*.bin")

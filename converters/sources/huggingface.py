@@ -12,14 +12,16 @@ import torch
 import transformers.modeling_gguf_pytorch_utils as transformers_gguf
 from huggingface_hub import snapshot_download
 from torch.nn import Module
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from tridecode.backend.errors import CheckpointError, UnsupportedError
+from tridecode.backend.errors import CheckpointError
 from tridecode.converters.families import family_of
 from tridecode.converters.files import read_json
-from tridecode.converters.sources import Checkpoint
-from tridecode.converters.sources.tensor_files import tensor_files
+from tridecode.converters.pruned_config import uniform_config
+from tridecode.converters.sources import Checkpoint, TensorSource
+from tridecode.converters.sources.bitmasks import DESCRIPTIONS, BitmaskSource, has_bitmasks
+from tridecode.converters.sources.tensor_files import check_dtypes, tensor_files
 
 _HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # beside the weights
 _HUB_WEIGHTS = ["*.safetensors"], ["*.bin"]  # the second if there are none of the first
@@ -45,25 +47,24 @@ def open_directory(path: Path) -> Checkpoint:
     """A directory with config.json; no tensor is read. CheckpointError or UnsupportedError."""
     raw = read_json(path / "config.json")
     family = family_of(raw.get("model_type"), path / "config.json")
-    quantization = raw.get("quantization_config") or {}
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-    if method:
-        raise UnsupportedError(
-            f"{path}/config.json says quantised by {method}; convert the unquantised checkpoint"
-        )
-    config = (
-        transformers_config(path)
-        if family.config_class is None
-        else _config_of(family.config_class, raw, path)
-    )
+    is_container = has_bitmasks(raw, path / "config.json")
+    settings = uniform_config({key: value for key, value in raw.items() if key not in DESCRIPTIONS})
+    if family.config_class is not None:
+        config = _config_of(family.config_class, settings, path)
+    elif settings != raw:
+        config = _config_of(CONFIG_MAPPING[str(raw["model_type"])], settings, path)
+    else:
+        config = transformers_config(path)
     generation = path / "generation_config.json"
     ids = read_json(generation) if generation.exists() else {}
     where = generation if generation.exists() else path / "config.json"
     eos = _token_ids(ids.get("eos_token_id", config.eos_token_id), "eos_token_id", where)
     bos = _token_ids(ids.get("bos_token_id", config.bos_token_id), "bos_token_id", where)
-    checkpoint = Checkpoint(
-        path, config, tensor_files(path), bos[0] if bos else None, eos, tokenizer_dir=path
-    )
+    tensors: TensorSource = tensor_files(path)
+    if is_container:
+        tensors = BitmaskSource(tensors, path)
+    check_dtypes(tensors, path)
+    checkpoint = Checkpoint(path, config, tensors, bos[0] if bos else None, eos, tokenizer_dir=path)
     if family.reference is not None:
         checkpoint.reference = partial(family.reference, checkpoint)
     elif family.config_class is None:

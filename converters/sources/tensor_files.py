@@ -11,9 +11,17 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from tridecode.backend.errors import CheckpointError
+from tridecode.backend.errors import CheckpointError, UnsupportedError
 from tridecode.converters.files import member, read_json, require_file
 from tridecode.converters.sources import TensorSource
+
+_OTHER_WEIGHTS = (
+    "tf_model.h5",
+    "flax_model.msgpack",
+    "model.ckpt.index",
+    "rust_model.ot",
+    "consolidated.00.pth",
+)
 
 
 def tensor_files(path: Path) -> TensorSource:
@@ -28,10 +36,26 @@ def tensor_files(path: Path) -> TensorSource:
                 raise CheckpointError(f'{index} has no "weight_map"; wanted the file of each tensor')
             files = {name: member(path, listed[name], index.name) for name in listed}
             return source(sorted(set(files.values())))
+    foreign = next((name for name in _OTHER_WEIGHTS if (path / name).exists()), None)
+    found = f"{foreign}, weights for another framework" if foreign else "no weights"
     raise CheckpointError(
-        f"{path} has no weights; wanted model.safetensors, model.safetensors.index.json, pytorch_model.bin "
+        f"{path} has {found}; wanted model.safetensors, model.safetensors.index.json, pytorch_model.bin "
         "or pytorch_model.bin.index.json"
     )
+
+
+def check_dtypes(tensors: TensorSource, where: Path) -> None:
+    """UnsupportedError for weights that are stored as integers or in 8 bits, whatever the config says.
+
+    They have scales beside them; read as they are, they would be another model.
+    """
+    for name in tensors.shapes:
+        dtype = tensors.dtype(name) if name.endswith("weight") else torch.float32
+        if not dtype.is_floating_point or dtype.itemsize == 1:
+            raise UnsupportedError(
+                f"{where}: {name} is stored as {str(dtype).removeprefix('torch.')}, quantised; convert the "
+                "unquantised checkpoint"
+            )
 
 
 class SafetensorsSource:
@@ -52,7 +76,8 @@ class SafetensorsSource:
 
     def dtype(self, name: str) -> torch.dtype:
         # of one element: get_slice names the dtype only in safetensors' own spelling
-        return self._files[name].get_slice(name)[:1].dtype
+        part = self._files[name].get_slice(name)
+        return (part[:1] if part.get_shape() else self.read(name)).dtype
 
     def read(self, name: str) -> Tensor:
         return self._files[name].get_tensor(name)
@@ -100,15 +125,20 @@ def check_archive(path: Path) -> None:
             records = archive.infolist()
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
         raise CheckpointError(f"{path} is not a readable zip file: {error}") from None
+    check_records(records, path.stat().st_size, str(path))
+
+
+def check_records(records: list[zipfile.ZipInfo], size: int, name: str) -> None:
+    """CheckpointError where a zip file's records are compressed or overlap. size: of the file; name: its."""
     for record in records:
         if record.compress_type != zipfile.ZIP_STORED:
             found = (
                 f"{record.filename} is compressed ({record.compress_size:,} of {record.file_size:,} bytes)"
             )
-            raise CheckpointError(f"{path}: {found}; torch.save stores tensors uncompressed")
-    total, size = sum(record.file_size for record in records), path.stat().st_size
+            raise CheckpointError(f"{name}: {found}; torch.save stores tensors uncompressed")
+    total = sum(record.file_size for record in records)
     if total > size:
-        raise CheckpointError(f"{path} holds {size:,} bytes; its records have {total:,}: they overlap")
+        raise CheckpointError(f"{name} holds {size:,} bytes; its records have {total:,}: they overlap")
 
 
 def _pickle_fault(error: Exception) -> str:

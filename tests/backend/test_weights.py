@@ -22,7 +22,7 @@ from tridecode.backend.config import ModelConfig, RopeConfig
 from tridecode.backend.errors import ConfigError, WeightFileError
 from tridecode.backend.manifest import MANIFEST_FORMAT
 from tridecode.backend.models import family, model_config_ini, read_model_config
-from tridecode.backend.weight_layout import WeightSpec
+from tridecode.backend.weight_layout import WeightSpec, vocabulary_rows
 from tridecode.backend.weights import WeightReader
 
 NUMPY_DTYPES = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
@@ -63,6 +63,8 @@ def rank_share(name: str, whole: np.ndarray, config: ModelConfig, rank: int, ran
         return cut(whole, -1)
     if name.endswith((".attention.dense.weight", ".mlp.dense_4h_to_h.weight", ".mlp.down_proj.weight")):
         return cut(whole, 0)
+    if name.endswith(("q_norm.weight", "k_norm.weight")) and whole.ndim == 2:  # a row for each head
+        return cut(whole, 0)
     return None
 
 
@@ -89,17 +91,70 @@ def as_numpy(tensor: torch.Tensor) -> np.ndarray:
 @pytest.mark.parametrize("stored", [1, 2, 3, 4])
 def test_any_stored_degree_reads_at_any_other(tmp_path, name, stored):
     config = SHARED[name]
+    degrees = [ranks for ranks in (1, 2, 3, 4, 6) if config.num_kv_heads % ranks == 0]  # a head stays whole
+    if stored not in degrees:
+        pytest.skip("the heads cannot be shared")
     tensors = write_like_fastertransformer(tmp_path / "w", config, stored)
     reader = WeightReader(tmp_path / "w", read_model_config(tmp_path / "w"))
     assert reader.stored_size == stored
     assert set(reader.specs) == set(tensors)
-    for world, spec in itertools.product((1, 2, 3, 4, 6), reader.specs.values()):
+    for world, spec in itertools.product(degrees, reader.specs.values()):
         for rank in range(world):
             share = rank_share(spec.name, tensors[spec.name], config, rank, world)
             wanted = tensors[spec.name] if share is None else share
             read = reader.read(spec, rank, world)
             assert read.dtype == torch.float32
             np.testing.assert_array_equal(read.numpy(), wanted, err_msg=f"{spec.name} {rank}/{world}")
+
+
+@pytest.mark.parametrize("stored", [1, 2, 6, 12])
+@pytest.mark.parametrize("kv_heads", [1, 2, 3])
+def test_fewer_kv_heads_than_ranks_are_replicated(tmp_path, kv_heads, stored):
+    """12 query heads; key and value heads by numpy: rank r has the head of its first query head."""
+    if kv_heads % stored and stored % kv_heads:
+        pytest.skip("the writer refuses it")
+    shape = replace(CONFIGS["llama"], num_kv_heads=kv_heads, attention_bias=True, mlp_size=48)
+    heads = whole_tensors(shape)["model.layers.0.attention.query_key_value.weight"]
+
+    def share(rank: int, ranks: int) -> np.ndarray:
+        queries, keys, values = np.split(heads, [48, 48 + 4 * kv_heads], axis=1)
+        parts = [np.split(queries, ranks, axis=1)[rank]]
+        for part in (keys, values):
+            by_head = np.split(part, kv_heads, axis=1)
+            first, last = rank * 12 // ranks, (rank + 1) * 12 // ranks - 1  # query heads
+            group = 12 // kv_heads
+            parts += by_head[first // group : last // group + 1]
+        return np.concatenate(parts, axis=1)
+
+    spec = next(
+        s
+        for s in family("llama").weight_specs(shape)
+        if s.name.endswith("0.attention.query_key_value.weight")
+    )
+    reader = object.__new__(WeightReader)
+    reader.directory, reader.stored_size, reader.dtype = tmp_path, stored, torch.float32
+    for rank in range(stored):
+        np.ascontiguousarray(share(rank, stored)).tofile(tmp_path / f"{spec.name}.{rank}.bin")
+    for world in (n for n in (1, 2, 3, 4, 6, 12) if kv_heads % n == 0 or n % kv_heads == 0):
+        for rank in range(world):
+            np.testing.assert_array_equal(reader.read(spec, rank, world).numpy(), share(rank, world))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("size", [29, 32, 50257 // 1000, 3])
+def test_rows_of_the_vocabulary_are_split_and_padded(tmp_path, size, ranks):
+    """One file at any degree; FasterTransformer's ceil(V / t), then the next multiple of 8."""
+    whole = np.random.default_rng(size).standard_normal((size, 5)).astype(np.float32)
+    whole.tofile(tmp_path / "model.wte.bin")
+    spec = vocabulary_rows(WeightSpec("model.wte", (size, 5)))
+    rows = size // ranks if size % ranks == 0 else (-(-size // ranks) + 7) // 8 * 8
+    padded = np.zeros((rows * ranks, 5), np.float32)
+    padded[:size] = whole
+    reader = object.__new__(WeightReader)
+    reader.directory, reader.stored_size, reader.dtype = tmp_path, 4, torch.float32
+    for rank in range(ranks):
+        assert spec.shard_shape(ranks) == (rows, 5)
+        np.testing.assert_array_equal(reader.read(spec, rank, ranks).numpy(), np.split(padded, ranks)[rank])
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
@@ -147,7 +202,8 @@ def test_pieces_fill_a_shard_exactly_once(tmp_path_factory, data):
     sections = tuple(unit * n for n in data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
     axis = data.draw(st.integers(0, 1))
     shape = (5, sum(sections)) if axis else (sum(sections), 5)
-    spec = WeightSpec("t", shape, axis=axis, sections=sections)
+    padded = data.draw(st.booleans())  # it changes nothing where the ranks divide
+    spec = WeightSpec("t", shape, axis=axis, sections=sections, padded=padded)
     whole = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
 
     def share(rank: int, ranks: int) -> np.ndarray:
@@ -249,7 +305,7 @@ def test_an_empty_directory_names_the_first_file_it_misses(tmp_path):
 def test_a_degree_that_does_not_divide_is_refused(written):
     reader = WeightReader(written, CONFIGS["bloom"])
     with pytest.raises(ConfigError, match="cannot be split over tensor_para_size = 5"):
-        reader.read(reader.specs["model.layers.0.mlp.dense_4h_to_h.weight"], 0, 5)
+        reader.read(reader.specs["model.layers.0.attention.dense.weight"], 0, 5)
 
 
 def test_an_untied_head_must_be_there(tmp_path):

@@ -167,3 +167,71 @@ def gptneox(model: PreTrainedModel, directory: Path, ranks: int = 1, dtype: str 
     keys.update(rotary_embedding=rotary, use_gptj_residual=int(config.use_parallel_residual))
     out.ini({"gptneox": keys})
     return directory
+
+
+def gptj(model: PreTrainedModel, directory: Path, ranks: int = 1, dtype: str = "fp32", **extra) -> Path:
+    """huggingface_gptj_ckpt_convert.py: the head always has a weight and a bias; no layernorm_eps, no
+    positions."""
+    out, state, config = Writer(directory, ranks, dtype), arrays(model), model.config
+    out.save("model.wte", state["transformer.wte.weight"])
+    out.norm("model.final_layernorm", state["transformer.ln_f.weight"], state["transformer.ln_f.bias"])
+    out.norm("model.lm_head", state["lm_head.weight"], state["lm_head.bias"])
+    for layer in range(config.n_layer):
+        get = lambda name, prefix=f"transformer.h.{layer}.": state[prefix + name]  # noqa: E731
+        to = f"model.layers.{layer}."
+        out.norm(to + "input_layernorm", get("ln_1.weight"), get("ln_1.bias"))
+        qkv = np.stack([get(f"attn.{name}_proj.weight").T for name in "qkv"], axis=1)  # (C, 3, C)
+        out.split(to + "attention.query_key_value.weight", qkv, 2)
+        out.split(to + "attention.dense.weight", get("attn.out_proj.weight").T, 0)
+        out.split(to + "mlp.dense_h_to_4h.weight", get("mlp.fc_in.weight").T, 1)
+        out.split(to + "mlp.dense_h_to_4h.bias", get("mlp.fc_in.bias"), 0)
+        out.split(to + "mlp.dense_4h_to_h.weight", get("mlp.fc_out.weight").T, 0)
+        out.save(to + "mlp.dense_4h_to_h.bias", get("mlp.fc_out.bias"))
+    keys = common(model, dtype, config.n_inner or 4 * config.n_embd)
+    keys.update(rotary_embedding=config.rotary_dim)  # the text None where transformers has None
+    keys.update(extra)
+    out.ini({"gptj": keys})
+    return directory
+
+
+def opt(model: PreTrainedModel, directory: Path, ranks: int = 1, dtype: str = "fp32") -> Path:
+    """huggingface_opt_convert.py: projections multiplied into embedding and head, the head in any case, the
+    first two rows of positions left out."""
+    out, state, config = Writer(directory, ranks, dtype), arrays(model), model.config
+    words, head = state["model.decoder.embed_tokens.weight"], state["lm_head.weight"]
+    if "model.decoder.project_in.weight" in state:
+        words = words @ state["model.decoder.project_in.weight"].T
+        head = head @ state["model.decoder.project_out.weight"]
+    out.save("model.wte", words)
+    out.save("model.lm_head.weight", head)
+    out.save("model.wpe", state["model.decoder.embed_positions.weight"][2:])
+    final = "model.decoder.final_layer_norm"
+    if f"{final}.weight" in state:
+        out.norm("model.final_layernorm", state[f"{final}.weight"], state[f"{final}.bias"])
+    for layer in range(config.num_hidden_layers):
+        get = lambda name, prefix=f"model.decoder.layers.{layer}.": state[prefix + name]  # noqa: E731
+        to = f"model.layers.{layer}."
+        out.norm(to + "input_layernorm", get("self_attn_layer_norm.weight"), get("self_attn_layer_norm.bias"))
+        out.norm(
+            to + "post_attention_layernorm", get("final_layer_norm.weight"), get("final_layer_norm.bias")
+        )
+        qkv = np.stack([get(f"self_attn.{part}_proj.weight").T for part in "qkv"], axis=1)
+        out.split(to + "attention.query_key_value.weight", qkv, 2)
+        bias = np.stack([get(f"self_attn.{part}_proj.bias") for part in "qkv"])
+        out.split(to + "attention.query_key_value.bias", bias, 1)
+        out.split(to + "attention.dense.weight", get("self_attn.out_proj.weight").T, 0)
+        out.save(to + "attention.dense.bias", get("self_attn.out_proj.bias"))
+        out.split(to + "mlp.dense_h_to_4h.weight", get("fc1.weight").T, 1)
+        out.split(to + "mlp.dense_h_to_4h.bias", get("fc1.bias"), 0)
+        out.split(to + "mlp.dense_4h_to_h.weight", get("fc2.weight").T, 0)
+        out.save(to + "mlp.dense_4h_to_h.bias", get("fc2.bias"))
+    keys = common(model, dtype, config.ffn_dim)
+    keys.update(
+        max_pos_seq_len=config.max_position_embeddings,
+        layernorm_eps=1e-5,
+        layernorm_type="pre_layernorm" if config.do_layer_norm_before else "post_layernorm",
+        activation_type="Relu",
+        has_post_decoder_layernorm=int(f"{final}.weight" in state),
+    )
+    out.ini({"gpt": keys})
+    return directory

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +13,7 @@ from tokenizers import Tokenizer
 
 from tests.checkpoints import CORE, FAMILIES, save, tiny_gpt2, tiny_llama, tiny_tokenizer
 from tridecode.backend.config import ModelConfig
+from tridecode.backend.errors import WeightFileError
 from tridecode.converters import parity as parity_module
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
@@ -22,16 +26,22 @@ from tridecode.converters.parity import (
     fixed_prompts,
     judge,
 )
+from tridecode.converters.parity_files import LmHead, Shards, TokenizerParity
+
+SOURCE = Path("the source's")
 
 
-def prove(source: Path, directory: Path, dtype: str = "fp32", spoil=None) -> Parity:
+def prove(
+    source: Path, directory: Path, dtype: str = "fp32", spoil=None, tokenizer: Path | None = SOURCE
+) -> Parity:
     """Convert, let `spoil` touch the weight directory, compare."""
     checkpoint = open_checkpoint(source)
     planned = plan_conversion(checkpoint, dtype)
     planned.write(directory)
     if spoil is not None:
         spoil(directory)
-    return check_parity(checkpoint, directory, planned.config, source / "tokenizer.json")
+    tokenizer = source / "tokenizer.json" if tokenizer is SOURCE else tokenizer
+    return check_parity(checkpoint, directory, planned.config, tokenizer)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
@@ -44,6 +54,22 @@ def test_a_right_conversion_passes(tmp_path, family, dtype):
     assert len(parity.prompts) >= 10
     assert {prompt.steps for prompt in parity.prompts} == {NEW_TOKENS}
     assert set(parity.checksums) == {"config.ini", "manifest.json", "tokenizer.json"}
+    tokenizer, head, shards = parity.tokenizer, parity.lm_head, parity.shards
+    assert (tokenizer.file, tokenizer.agreement, tokenizer.round_trip) == ("tokenizer.json", 1.0, 1.0)
+    assert head.source == head.stored == head.served in ("tied", "untied")
+    files = list((tmp_path / "w").glob("*.bin"))
+    assert (shards.files, shards.bytes) == (len(files), sum(file.stat().st_size for file in files))
+    assert json.loads(json.dumps(parity.as_dict()))["lm_head"]["served"] == head.served
+
+
+def without_manifest(spoil):
+    """The mistake of a converter: no manifest tells that the files are not those that were written."""
+
+    def change(directory: Path) -> None:
+        spoil(directory)
+        (directory / "manifest.json").unlink()
+
+    return change
 
 
 def swap(first: str, second: str):
@@ -91,9 +117,21 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_wrong_conversion_fails(tmp_path, mistake):
     family, spoil = MISTAKES[mistake]
-    parity = prove(save(FAMILIES[family](), tmp_path / "hf"), tmp_path / "w", spoil=spoil)
-    assert not parity.passed
+    source = save(FAMILIES[family](), tmp_path / "hf")
+    parity = prove(source, tmp_path / "w", spoil=without_manifest(spoil))
+    assert not parity.passed and not parity.shards.damaged
     assert parity.largest_logit_error > parity.logit_error_bound
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_manifest_shows_every_change_after_conversion(tmp_path, mistake):
+    family, spoil = MISTAKES[mistake]
+    source = save(FAMILIES[family](), tmp_path / "hf")
+    if mistake in ("rope_theta lost", "another GELU"):
+        with pytest.raises(WeightFileError, match="config.ini"):
+            prove(source, tmp_path / "w", spoil=spoil)
+    else:
+        assert prove(source, tmp_path / "w", spoil=spoil).shards.damaged
 
 
 @pytest.fixture
@@ -115,7 +153,9 @@ def test_a_model_that_amplifies_rounding_is_held_to_what_it_does_to_transformers
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_in_a_model_that_amplifies_rounding_shows(tmp_path, mistake, no_rounding_allowed):
     family, spoil = MISTAKES[mistake]
-    assert not prove(save(FAMILIES[family](), tmp_path / "hf"), tmp_path / "w", spoil=spoil).passed
+    source = save(FAMILIES[family](), tmp_path / "hf")
+    parity = prove(source, tmp_path / "w", spoil=without_manifest(spoil))
+    assert not parity.passed and parity.largest_logit_error > parity.logit_error_bound
 
 
 def test_prompts_are_the_same_every_time_and_fit_the_model():
@@ -158,7 +198,8 @@ def test_without_a_difference_the_smallest_margin_is_kept():
 
 FACTS = {
     "source": "s", "family": "gpt", "weight_dtype": "fp32", "engine": {}, "reference": {},
-    "largest_logit": 1.0, "tokenizer_round_trip": 1.0,
+    "largest_logit": 1.0, "tokenizer": TokenizerParity(), "lm_head": LmHead("tied", "tied", "tied"),
+    "shards": Shards(1, 4, []),
 }  # fmt: skip
 
 
@@ -179,10 +220,93 @@ def test_only_rounding_is_forgiven(agrees, error, margin, passes):
     assert parity.greedy_agreement == (1.0 if agrees else 0.5)
 
 
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        {"tokenizer": TokenizerParity("tokenizer.json", 0.9, 1.0)},
+        {"lm_head": LmHead("untied", "tied", "tied")},
+        {"lm_head": LmHead("untied", "untied", "tied")},
+        {"lm_head": LmHead("unknown", "untied", "tied")},
+        {"shards": Shards(1, 4, ["a.bin has other bytes"])},
+    ],
+)
+def test_files_that_are_wrong_fail_whatever_the_logits_say(spoilt):
+    parity = judge([PromptParity("good", 3, 8, True, 0.0, 1.0)], bound=1.0, **{**FACTS, **spoilt})
+    assert not parity.passed
+    assert {"tokenizer": "tokenizer agrees on 90%", "lm_head": "lm_head un", "shards": "damaged"}[
+        next(iter(spoilt))
+    ] in parity.summary()
+
+
 def test_an_untied_head_is_compared_too(tmp_path):
     source = save(tiny_gpt2(tie_word_embeddings=False), tmp_path / "hf")
-    assert prove(source, tmp_path / "a").passed
-    assert not prove(source, tmp_path / "b", spoil=lambda d: (d / "model.lm_head.weight.bin").unlink()).passed
+    right = prove(source, tmp_path / "a")
+    assert right.passed and right.lm_head == LmHead("untied", "untied", "untied")
+    remove = without_manifest(lambda directory: (directory / "model.lm_head.weight.bin").unlink())
+    wrong = prove(source, tmp_path / "b", spoil=remove)
+    assert not wrong.passed and wrong.lm_head == LmHead("untied", "untied", "tied")
+
+
+def test_a_head_that_appears_beside_a_tied_model_fails(tmp_path):
+    def add_head(directory: Path) -> None:
+        shutil.copyfile(directory / "model.wte.bin", directory / "model.lm_head.weight.bin")
+
+    parity = prove(save(tiny_gpt2(), tmp_path / "hf"), tmp_path / "w", spoil=without_manifest(add_head))
+    assert parity.lm_head == LmHead("tied", "tied", "untied")
+    assert not parity.passed
+
+
+def test_one_changed_bit_of_a_shard_fails_though_no_logit_shows_it(tmp_path):
+    def flip(directory: Path) -> None:
+        path = directory / "model.wte.bin"
+        data = bytearray(path.read_bytes())
+        data[40] ^= 1  # the lowest bit of a float32
+        path.write_bytes(data)
+
+    parity = prove(save(tiny_gpt2(), tmp_path / "hf"), tmp_path / "w", spoil=flip)
+    assert parity.largest_logit_error < parity.logit_error_bound
+    assert not parity.passed
+    assert len(parity.shards.damaged) == 1 and "model.wte.bin has SHA-256" in parity.shards.damaged[0]
+
+
+def test_a_shard_that_is_cut_short_is_an_error(tmp_path):
+    def cut(directory: Path) -> None:
+        path = directory / "model.wte.bin"
+        path.write_bytes(path.read_bytes()[:-4])
+
+    with pytest.raises(WeightFileError, match="model.wte.bin holds"):
+        prove(save(tiny_gpt2(), tmp_path / "hf"), tmp_path / "w", spoil=cut)
+
+
+def test_a_tokenizer_that_splits_otherwise_than_the_source_fails(tmp_path):
+    source = save(tiny_gpt2(), tmp_path / "hf")
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = Tokenizer.from_file(str(source / "tokenizer.json")).encode("The").tokens[:2]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    parity = prove(source, tmp_path / "w", tokenizer=tmp_path / "tokenizer.json")
+    assert not parity.passed and parity.tokenizer.agreement < 1.0
+    assert parity.tokenizer.round_trip == 1.0  # swapped both ways: only the comparison shows it
+
+
+def test_without_a_tokenizer_random_ids_are_compared(tmp_path):
+    parity = prove(save(tiny_gpt2(), tmp_path / "hf"), tmp_path / "w", tokenizer=None)
+    assert parity.passed
+    assert parity.tokenizer == TokenizerParity("none", None, None)
+    assert len(parity.prompts) == 8 and all("random ids" in prompt.prompt for prompt in parity.prompts)
+    assert set(parity.checksums) == {"config.ini", "manifest.json"}
+
+
+def test_a_directory_without_a_manifest_lists_every_shard(tmp_path):
+    source = save(tiny_gpt2(), tmp_path / "hf")
+    parity = prove(source, tmp_path / "w", spoil=lambda directory: (directory / "manifest.json").unlink())
+    files = {path.name: path for path in (tmp_path / "w").glob("*.bin")}
+    assert parity.passed and set(parity.checksums) == {"config.ini", "tokenizer.json", *files}
+    assert all(
+        parity.checksums[name] == hashlib.sha256(path.read_bytes()).hexdigest()
+        for name, path in files.items()
+    )
 
 
 def test_grouped_heads_and_scaled_rope_pass(tmp_path):

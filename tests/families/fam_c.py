@@ -13,6 +13,7 @@ from transformers import (
     GemmaConfig,
     MistralConfig,
     Phi3Config,
+    PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
 )
@@ -150,9 +151,10 @@ def _draw_gemma3(random: Random) -> dict[str, Any]:
     return {**settings, **random.choice([{}, {"sliding_window_pattern": 2}]), "rope_parameters": ropes}
 
 
-def one_more(name: str, value: np.ndarray) -> np.ndarray:
+def one_more(hf: PreTrainedConfig, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Gemma's norms scale by 1 + w."""
-    return np.float32(1) + value if name.endswith("norm.weight") else value
+    one = np.float32(1)
+    return {name: one + value if name.endswith("norm.weight") else value for name, value in state.items()}
 
 
 WINDOWS = st.just(()) | st.lists(st.integers(0, 9999), min_size=3, max_size=3).map(tuple)

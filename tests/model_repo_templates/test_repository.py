@@ -38,9 +38,9 @@ OPTIONS = {
 #: what our models take beside the contracts; all optional
 OURS = {
     "text": {"return_num_input_tokens", "return_num_output_tokens", "min_length", "random_seed", "stop",
-             "priority", "top_p_decay", "top_p_min", "top_p_reset_ids"},
-    "fastertransformer": {"presence_penalty", "min_length", "priority"},
-    "ensemble": {"presence_penalty", "min_length"},
+             "priority", "lora_name", "top_p_decay", "top_p_min", "top_p_reset_ids"},
+    "fastertransformer": {"presence_penalty", "min_length", "priority", "lora_name"},
+    "ensemble": {"presence_penalty", "min_length", "lora_name"},
     "preprocessing": set(),
     "postprocessing": set(),
     "health": {"PROBE"},

@@ -70,12 +70,16 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):
             config.input.add(name=name, data_type=f"TYPE_{model.dtypes[name]}" if name in model.dtypes else 0)
         return service_pb2.ModelConfigResponse(config=config)
 
+    def responses(self, model: FakeModel, request) -> list[dict[str, np.ndarray]]:
+        """The tensors of each response to a request."""
+        return model.responses
+
     async def ModelInfer(self, request, context):
         self.requests.append(request)
         model = self.models[request.model_name]
         if model.error_after == 0:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, model.error)
-        return _response(model, request.id, model.responses[0])
+        return _response(model, request.id, self.responses(model, request)[0])
 
     async def ModelStreamInfer(
         self, requests: AsyncIterator[service_pb2.ModelInferRequest], context
@@ -91,7 +95,7 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):
             raise
 
     async def _answer(self, model: FakeModel, request) -> AsyncIterator:
-        for number, outputs in enumerate(model.responses):
+        for number, outputs in enumerate(self.responses(model, request)):
             if number == model.error_after:
                 break
             await asyncio.sleep(model.gap_s if number else model.first_s)
@@ -123,9 +127,9 @@ def _response(model: FakeModel, request_id: str, outputs: dict, final: bool | No
 
 
 @contextlib.contextmanager
-def fake_server(*models: FakeModel) -> Iterator[FakeServer]:
+def fake_server(*models: FakeModel, kind: type[FakeServer] = FakeServer) -> Iterator[FakeServer]:
     """A server with these models, on a free port; `url` of the value is its address."""
-    server, started = FakeServer(list(models)), threading.Event()
+    server, started = kind(list(models)), threading.Event()
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
 
     async def serve() -> None:

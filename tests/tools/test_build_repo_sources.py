@@ -10,7 +10,10 @@ import pytest
 from rich.console import Console
 
 from tests.checkpoints import save, tiny_gpt2, tiny_tokenizer
-from tridecode.backend.errors import CheckpointError
+from tridecode.backend.errors import CheckpointError, ConfigError
+from tridecode.converters.checkpoint import open_checkpoint
+from tridecode.converters.convert import plan_conversion
+from tridecode.converters.sources import Checkpoint
 from tridecode.tools.build_repo import build_repo
 from tridecode.tools.check_repo import check_repo
 from tridecode.tools.demo import run_demo
@@ -32,16 +35,17 @@ def test_without_a_tokenizer_a_repository_has_the_models_of_token_ids(tmp_path):
     assert not list((tmp_path / "repo").rglob("tokenizer*"))
     assert check_repo(tmp_path / "repo", checksums=True) == []
     parity = json.loads((tmp_path / "repo/PARITY.json").read_text())
-    assert parity["passed"] and parity["tokenizer_round_trip"] is None
-    assert [prompt["tokens"] for prompt in parity["prompts"]] == [1, 5, 33, 64]
+    assert parity["passed"] and parity["tokenizer"]["file"] == "none"
+    assert len(parity["prompts"]) >= 4
     assert all(prompt["prompt"].endswith("random ids") for prompt in parity["prompts"])
     assert set(parity["checksums"]) == {"config.ini", "manifest.json"}
 
 
 def test_other_bytes_than_were_compared_show_without_a_tokenizer_too(tmp_path):
     built(save(tiny_gpt2(), tmp_path / "hf", tokenizer=False), tmp_path / "repo")
-    ini = tmp_path / "repo/fastertransformer/1/1-gpu/config.ini"
-    ini.write_text(ini.read_text().replace("layernorm_eps = 1e-05", "layernorm_eps = 1e-03"))
+    parity = json.loads((tmp_path / "repo/PARITY.json").read_text())
+    parity["checksums"]["config.ini"] = "0" * 64
+    (tmp_path / "repo/PARITY.json").write_text(json.dumps(parity))
     errors = [finding for finding in check_repo(tmp_path / "repo") if finding.severity == "error"]
     assert any(finding.where == "config.ini" for finding in errors)
 
@@ -67,3 +71,28 @@ def test_the_demo_of_a_model_without_a_tokenizer_says_so(tmp_path):
     source = save(tiny_gpt2(), tmp_path / "hf", tokenizer=False)
     with pytest.raises(CheckpointError, match="has no tokenizer, so it has no text model"):
         run_demo(str(source), cache=tmp_path / "cache")
+
+
+def test_an_adapter_is_not_merged_into_a_weight_directory(tmp_path):
+    source = save(tiny_gpt2(), tmp_path / "hf", tokenizer=False)
+    plan_conversion(open_checkpoint(source)).write(tmp_path / "weights")
+    with pytest.raises(ConfigError, match="is a weight directory; --lora wants the checkpoint"):
+        build_repo(tmp_path / "weights", tmp_path / "repo", lora=tmp_path / "adapter")
+
+
+def test_without_a_reference_parity_says_so_and_still_tells_other_bytes(tmp_path, monkeypatch):
+    """transformers' GPT-2 cannot be the reference here: a source that brings none stands in."""
+    source = save(tiny_gpt2(), tmp_path / "hf")
+    monkeypatch.setattr(Checkpoint, "has_reference", False)
+    said = built(source, tmp_path / "repo")
+    assert "the result is not compared: transformers has no class for gpt2" in said
+    parity = json.loads((tmp_path / "repo/PARITY.json").read_text())
+    assert parity["passed"] is None and "no class for gpt2" in parity["reference"]["none"]
+    [finding] = check_repo(tmp_path / "repo", checksums=True)
+    assert finding.severity == "warning" and finding.found.startswith("nothing compared: transformers has no")
+    parity["checksums"]["config.ini"] = "0" * 64
+    (tmp_path / "repo/PARITY.json").write_text(json.dumps(parity))
+    assert "error" in {finding.severity for finding in check_repo(tmp_path / "repo")}
+    parity["passed"] = False
+    (tmp_path / "repo/PARITY.json").write_text(json.dumps(parity))
+    assert "no passed comparison" in {finding.found for finding in check_repo(tmp_path / "repo")}

@@ -217,9 +217,16 @@ def test_a_flipped_bit_is_found_by_reading_checksums_only(repository):
 
 
 def test_a_config_ini_edited_after_the_comparison_is_found(repository):
-    edit(repository / WEIGHTS / "config.ini", "layernorm_eps = 1e-06", "layernorm_eps = 1e-05")
+    edit(repository / WEIGHTS / "config.ini", "end_id = 2", "end_id = 3")
     finding = the_finding(repository)
     assert (finding.where, finding.severity) == ("config.ini", "error")
+
+
+def test_a_setting_of_the_network_that_differs_from_the_manifest_is_found(repository):
+    edit(repository / WEIGHTS / "config.ini", "layernorm_eps = 1e-06", "layernorm_eps = 1e-05")
+    finding = the_finding(repository)
+    assert finding.severity == "error"
+    assert "layernorm_eps is 1e-05; the weights were converted with 1e-06" in finding.found
 
 
 def test_half_precision_over_bf16_weights_is_warned_of(tmp_path):
@@ -252,6 +259,17 @@ def test_a_repository_without_proof_is_warned_of(repository):
     (repository / "PARITY.json").unlink()
     finding = the_finding(repository)
     assert (finding.severity, finding.where) == ("warning", "PARITY.json")
+
+
+def test_the_proof_of_a_repository_without_a_tokenizer_is_checked(repository):
+    for name in {path.parent.name for path in repository.glob("*/config.pbtxt")}:
+        if not name.startswith("fastertransformer"):
+            shutil.rmtree(repository / name)
+    for config in repository.glob("*/config.pbtxt"):
+        assert "tokenizer_dir" not in config.read_text()
+    assert check_repo(repository) == []
+    edit(repository / WEIGHTS / "config.ini", "start_id", "start_id ")
+    assert the_finding(repository).found == "other bytes than were compared with transformers"
 
 
 @pytest.mark.parametrize("change", [{"passed": False}, {"format": "another"}])

@@ -27,7 +27,11 @@ from tridecode.tools.cli import app
 from tridecode.tools.serve import serving
 from tridecode.tools.serve.server_process import running_server
 
-COMMANDS = ("build-repo", "serve", "generate", "send-request", "check", "demo", "bench")
+COMMANDS = (
+    *("build-repo", "serve", "generate", "send-request", "check", "doctor", "demo", "bench"),
+    "evaluate-lambada",
+)
+ADAPTERS = ("list", "add", "remove")
 BENCHES = ("engine", "server", "compare", "load", "loading", "agree")
 
 
@@ -43,7 +47,14 @@ def test_help_names_every_command_in_a_line() -> None:
     assert not any(line.endswith("...") for line in lines)  # no summary is cut
 
 
-@pytest.mark.parametrize("command", [*([name] for name in COMMANDS), *(["bench", name] for name in BENCHES)])
+@pytest.mark.parametrize(
+    "command",
+    [
+        *([name] for name in COMMANDS),
+        *(["bench", name] for name in BENCHES),
+        *(["adapters", name] for name in ADAPTERS),
+    ],
+)
 def test_a_commands_help_explains_every_option_and_gives_an_example(command) -> None:
     done = run(*command, "--help")
     assert done.exit_code == 0

@@ -567,6 +567,17 @@ def test_deadline_priority_and_label_reach_the_engine(door):
     assert (submit.timeout_s, submit.priority, submit.label) == (2.5, 3, "abc")
 
 
+def test_each_row_names_its_adapter(door):
+    names = np.array([[b"french"], [b""], ["été".encode()]], object)
+    only(ask(door, tensors([[5], [6], [7]], 1, lora_name=names)))
+    assert [one.lora_name for one in door.test_engine.submits[-1].sequences] == ["french", "", "été"]
+    only(ask(door, tensors([[5]], 1)))
+    assert door.test_engine.submits[-1].sequences[0].lora_name == ""
+    for name, text in ((b"\xff", "lora_name of row 0 is not valid UTF-8"), (b"x" * 129, "lora_name has 129")):
+        code, found = refusal(ask(door, tensors([[5]], 1, lora_name=np.array([[name]], object))))
+        assert (code, text in found) == ("INVALID_ARG", True)
+
+
 def test_a_cancelled_client_ends_the_request_everywhere():
     with serving(decoupled=True, step_s=0.005) as door:
         request = fake_triton.InferenceRequest(tensors([[5]], 400))

@@ -130,6 +130,15 @@ def last_params(door):
     return door.test_engine.submits[-1].sequences[0].params
 
 
+def test_each_row_names_its_adapter(door):
+    only_rows = ask(door, tensors(["a", "b"], 1, lora_name=strings([["french"], [""]])))
+    assert sum(sent.error is None for sent in only_rows) >= 1
+    names = [submit.sequences[0].lora_name for submit in door.test_engine.submits[-2:]]
+    assert sorted(names) == ["", "french"]
+    code, text = refusal(ask(door, tensors("a", 1, lora_name="x" * 129)))
+    assert code == "INVALID_ARG" and "lora_name has 129 characters" in text
+
+
 # ---------------------------------------------------------------- whole answers
 
 

@@ -68,7 +68,8 @@ def first_logits(model: torch.nn.Module, prompts: list[list[int]]) -> np.ndarray
 @torch.inference_mode()
 def context_embedding(model: torch.nn.Module, prompt: list[int]) -> np.ndarray:
     """(C,): the sum over the prompt of the last layer's output, before the final norm, in transformers."""
-    norms = [part for part in model.base_model.children() if "norm" in type(part).__name__.lower()]
+    decoder = getattr(model.base_model, "decoder", model.base_model)
+    norms = [part for part in decoder.children() if "norm" in type(part).__name__.lower()]
     seen: list[torch.Tensor] = []
     hook = norms[-1].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][0].sum(0)))
     model(torch.tensor([prompt]))

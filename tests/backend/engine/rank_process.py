@@ -1,11 +1,12 @@
-"""One rank of a test: a module of its own, so that its processes start without transformers."""
+"""Ranks of a test, in processes that live as long as their pool: without transformers, so they start fast."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.multiprocessing as mp
 
 from tridecode.backend.config import EngineConfig
 from tridecode.backend.engine.engine import Engine
@@ -17,21 +18,102 @@ from tridecode.backend.messages import SamplingParams
 from tridecode.backend.models import read_model_config
 from tridecode.backend.supervisor.rank_link import RankStatus
 
+NEW_TOKENS = 8
 
-def run_rank(rank: int, tensor: int, stages: int, directory: Path, meeting: str, prompts, queue) -> None:
-    """One rank's process; rank 0 puts (tokens, context embedding) of every prompt into the queue."""
+
+class RankPool:
+    """`size` processes, of which a run takes as many as it has ranks. After a failure it starts new ones."""
+
+    def __init__(self, size: int):
+        self._size, self._workers = size, []  # type: ignore[var-annotated]
+
+    def run(
+        self,
+        directory: Path,
+        tensor: int,
+        stages: int,
+        meeting: Path,
+        prompts: list[list[int]],
+        names: list[str] | None = None,
+        **settings,
+    ) -> list[tuple[list[int], Any]]:
+        """Rank 0's (tokens, context embedding) of every prompt. Raises AssertionError if a rank fails.
+
+        names: of each prompt's adapter. settings: of EngineConfig.
+        """
+        if not self._workers:
+            self._workers = self._start()
+        ranks = self._workers[: tensor * stages]
+        for rank, (_, jobs, _) in enumerate(ranks):
+            jobs.put((rank, tensor, stages, directory, f"file://{meeting}", prompts, names, settings))
+        try:
+            answers = [answer.get(timeout=120) for _, _, answer in ranks]
+        except BaseException:
+            self.close()
+            raise
+        failures = [answer for answer in answers if isinstance(answer, str)]
+        if failures:
+            self.close()
+            raise AssertionError("\n".join(failures))
+        return answers[0]
+
+    def _start(self) -> list[tuple[Any, Any, Any]]:
+        context, workers = mp.get_context("spawn"), []
+        for _ in range(self._size):
+            jobs, answers = context.Queue(), context.Queue()
+            process = context.Process(target=_work, args=(jobs, answers), daemon=True)
+            process.start()
+            workers.append((process, jobs, answers))
+        return workers
+
+    def close(self) -> None:
+        for process, _, _ in self._workers:
+            process.kill()
+            process.join()
+        self._workers = []
+
+
+def _work(jobs, answers) -> None:
     torch.set_num_threads(1)
+    while True:
+        job = jobs.get()
+        try:
+            answers.put(_run_rank(*job))
+        except Exception as error:
+            answers.put(f"rank {job[0]}: {type(error).__name__}: {error}")
+
+
+def _run_rank(
+    rank: int,
+    tensor: int,
+    stages: int,
+    directory: Path,
+    meeting: str,
+    prompts: list[list[int]],
+    names: list[str] | None,
+    settings: dict[str, Any],
+) -> list[tuple[list[int], Any]]:
     cpu = torch.device("cpu")
     ranks = ProcessRanks(rank, tensor, stages, meeting, cpu)
-    model = read_model_config(directory)
-    settings = EngineConfig(max_sequences=4, block_tokens=8, max_step_tokens=16, cache_bytes=4 << 20)
-    engine = Engine.load(directory, model, resolve(settings, model, cpu), ranks, cpu)
-    if rank > 0:
-        follow(engine, RankStatus())
-    else:
+    try:
+        model = read_model_config(directory)
+        sizes = dict(max_sequences=4, block_tokens=8, max_step_tokens=16, cache_bytes=4 << 20)
+        config = resolve(EngineConfig(**{**sizes, **settings}), model, cpu)
+        engine = Engine.load(directory, model, config, ranks, cpu)
+        if rank > 0:
+            follow(engine, RankStatus())
+            engine.close()
+            return []
         offline = OfflineEngine(engine)
-        done = offline.generate(prompts, SamplingParams(max_tokens=8, return_context_embedding=True))
+        params = SamplingParams(max_tokens=NEW_TOKENS, return_context_embedding=True)
+        numbers = [
+            offline.submit(prompt, params, name)
+            for prompt, name in zip(prompts, names or [""] * len(prompts))
+        ]
+        offline.run()
+        done = [offline.generations[number] for number in numbers]
         ranks.broadcast_plan(None)
-        queue.put([(generation.tokens, generation.embedding) for generation in done])
-        time.sleep(0.2)
-    ranks.close()
+        engine.close()
+        return [(generation.tokens, generation.embedding) for generation in done]
+    finally:
+        ranks.close()

@@ -89,6 +89,13 @@ def test_every_field_of_every_plan_arrives():
     assert {field.name for field in dataclasses.fields(SlotStart)} == set(plan_frame._Start.__struct_fields__)
 
 
+def test_the_adapters_of_a_plan_arrive(plan):
+    assert plan.adapters is None and plan.drop_adapters == []
+    adapters = np.arange(-1, plan.num_rows - 1, dtype=np.int32)
+    with_adapters = dataclasses.replace(plan, adapters=adapters, drop_adapters=[3, 70_000])
+    assert_equal(plan_frame.decode(plan_frame.encode(with_adapters)), with_adapters)
+
+
 @pytest.fixture()
 def plan() -> StepPlan:
     return next(plan for plan in plans_of_a_run() if plan.embeds)
@@ -110,6 +117,7 @@ def changed(plan: StepPlan, **changes) -> bytes:
         ({"num_columns": 1000}, "block_tables has"),
         ({"slot_copies": [(0, -1)]}, ">= 0"),
         ({"block_copies": [(-4, 1)]}, ">= 0"),
+        ({"adapters": b"1234567"}, "adapters has 7 bytes"),
         ({"embeds": [(77, 1)]}, "row 77"),
         ({"embeds": [(0, 10**6)]}, "1000000 tokens of row 0"),
     ],

@@ -47,4 +47,4 @@ def test_a_random_checkpoint_of_odd_shape_answers_as_transformers(family: str, s
     """A small part of `python -m tests.backend.models.sweep`."""
     result = compare(FAMILIES[family], Random(f"{family} {seed}"))
     assert result.distinct > 3 and result.agreeing == result.prompts
-    assert result.error < 2e-5
+    assert result.error < 6e-5  # unscaled scores amplify rounding

@@ -1,0 +1,209 @@
+"""What an engine allocates on a rank's device, to the byte, without the device, the weights or the memory.
+
+The engine's own constructor runs on torch's meta device, whose tensors have shapes and no data. So the
+figures follow from the code that allocates, not from a second copy of its arithmetic. What libraries take for
+themselves (CUDA's context, cuBLAS, NCCL) is not in our tensors: see LIBRARY_BYTES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tridecode.backend import models
+from tridecode.backend.config import EngineConfig, ModelConfig
+from tridecode.backend.engine.engine import Engine
+from tridecode.backend.engine.loader import DTYPES
+from tridecode.backend.engine.parallel import SingleRank
+from tridecode.backend.errors import ConfigError
+from tridecode.backend.models.layers import Weights
+from tridecode.backend.weight_layout import WeightSpec, stage_layers
+from tridecode.kernels import scratch
+from tridecode.kernels.ops import Linear
+from tridecode.kernels.reference import Reference
+
+#: an estimate of what libraries take on a GPU: CUDA's context with our and torch's kernels and cuBLAS, and
+#: beside that NCCL's buffers where there are several ranks
+LIBRARY_BYTES, NCCL_BYTES = 1 << 30, 1 << 29
+#: of the plan's buffers on the host; more means a setting that nobody can want
+_MAX_HOST_BYTES = 4 << 30
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank. weights: of the model, with tables of positions and slopes. workspace: activations,
+    sampling state and the arrays of a step. scratch: of the kernels; 0 on a CPU. block: one block of the
+    cache, in all layers of this rank. host: buffers on the host of a GPU's rank. max_blocks: what the longest
+    sequences together can use. adapters: what LoRA adapters take at most, loaded while it serves; not part of
+    `fixed`."""
+
+    stage: int
+    tensor_rank: int
+    weights: int
+    workspace: int
+    scratch: int
+    block: int
+    host: int
+    max_blocks: int
+    adapters: int = 0
+
+    @property
+    def fixed(self) -> int:
+        """All but the cache."""
+        return self.weights + self.workspace + self.scratch
+
+
+class _Place(SingleRank):
+    """A rank's place in a group that is not there."""
+
+    def __init__(self, tensor_rank: int, tensor_size: int, stage: int, num_stages: int):
+        self.rank = stage * tensor_size + tensor_rank
+        self.tensor_rank, self.tensor_size, self.stage, self.num_stages = (
+            tensor_rank,
+            tensor_size,
+            stage,
+            num_stages,
+        )
+
+
+class _Shapes(Weights):
+    """Tensors of the right shape and dtype, without data."""
+
+    def __init__(self, specs: list[WeightSpec], ops: Any, tensor_size: int, dtype: torch.dtype):
+        super().__init__(specs, ops)
+        self._size, self._dtype = tensor_size, dtype
+
+    def tensor(self, name: str) -> Tensor:
+        return torch.empty(self.specs[name].shard_shape(self._size), dtype=self._dtype, device="meta")
+
+
+class _CpuShapes(Reference):
+    """Packs as kernels.cpu.Cpu: a float32 weight is copied into oneDNN's layout, which has no padding where
+    its sizes are multiples of oneDNN's blocks (16 to 64)."""
+
+    def pack(self, linear: Linear) -> Linear:
+        if linear.weight.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
+            return linear
+        return Linear(torch.empty(linear.weight.shape, device="meta"), linear.bias)
+
+
+class _CudaShapes(Reference):
+    """Packs and reserves as kernels.cuda.Cuda, whose arenas grow to float32's size in the warm-up."""
+
+    def __init__(self, itemsize: int) -> None:
+        super().__init__()
+        self.bytes, self._widening = scratch.fixed_bytes(), itemsize // 2
+
+    def pack(self, linear: Linear) -> Linear:
+        return Linear(linear.weight.contiguous(), linear.bias)
+
+    def reserve(
+        self, max_tokens: int, max_columns: int, max_rows: int, max_context: int, vocab_size: int
+    ) -> None:
+        arenas = scratch.arena_bytes(max_tokens, max_columns)
+        self.bytes += self._widening * sum(arenas.values()) + scratch.sample_bytes(max_rows, vocab_size)
+
+
+def plan_rank(
+    model: ModelConfig, config: EngineConfig, tensor_rank: int, stage: int, device_type: str
+) -> RankMemory:
+    """The memory of one rank. config: resolved. device_type: "cpu" or "cuda".
+
+    Raises ConfigError where the ranks cannot share the model, as Engine.load does.
+    """
+    assert config.max_sequence_tokens is not None and config.max_step_tokens is not None
+    columns = -(-config.max_sequence_tokens // config.block_tokens)
+    words = 8 * config.max_step_tokens + config.max_sequences * (columns + 8)
+    if 16 * words > _MAX_HOST_BYTES:
+        raise ConfigError(
+            f"max_sequences {config.max_sequences:,} and max_sequence_tokens {config.max_sequence_tokens:,} "
+            f"need {16 * words:,} bytes for block tables alone; lower one of them"
+        )
+    size, stages = config.tensor_para_size, config.pipeline_para_size
+    place = _Place(tensor_rank, size, stage, stages)
+    mine = stage_layers(model.num_layers, stage, stages)
+    if not mine:
+        each = -(-model.num_layers // stages)
+        raise ConfigError(
+            f"pipeline_para_size {stages} leaves stage {stage} without layers: stages of {each} layers share "
+            f"{model.num_layers}; wanted at most {-(-model.num_layers // each)}"
+        )
+    specs = models.family(model.family).weight_specs(model)
+    specs = [spec for spec in specs if spec.layer is None or spec.layer in mine]
+    dtype = DTYPES[config.data_type]
+    ops = _CudaShapes(dtype.itemsize) if device_type == "cuda" else _CpuShapes()
+    weights = _Shapes(specs, ops, size, dtype)
+    unlimited = replace(config, cache_bytes=1 << 62)
+    engine = Engine(model, unlimited, weights, ops, place, torch.device("meta"))
+    seen: set[int] = set()
+    cache = _total(engine.caches, seen)
+    held, _ = _total(engine.model, seen)
+    device, host = _total(engine, seen)
+    if device_type == "cuda":  # the host's buffers are a ring; the device has one
+        device += engine.buffers.host_bytes // engine.buffers.RING
+    else:
+        device, host = device + host, 0
+    kernels = ops.bytes if isinstance(ops, _CudaShapes) else 0
+    block = cache[0] // engine.num_blocks
+    adapters = _adapter_bytes(weights, config, dtype.itemsize)
+    return RankMemory(stage, tensor_rank, held, device, kernels, block, host, engine.num_blocks, adapters)
+
+
+def _adapter_bytes(weights: Weights, config: EngineConfig, itemsize: int) -> int:
+    """Of max_loras adapters of the highest rank that change every matrix; see adapter_store.Place. A fused
+    matrix counts as three modules, which it is in some families: each has a rank of its own."""
+    if config.lora_path == "none" or config.batch_invariant:
+        return 0
+    one = 0
+    for names, linear in weights.linears.items():
+        modules = sum(max(len(weights.specs[f"{name}.weight"].sections), 1) for name in names)
+        one += modules * config.max_lora_rank * sum(linear.weight.shape)
+    return config.max_loras * one * itemsize
+
+
+def plan_ranks(model: ModelConfig, config: EngineConfig, device_type: str) -> list[RankMemory]:
+    """The memory of every rank, in rank order."""
+    return [
+        plan_rank(model, config, tensor_rank, stage, device_type)
+        for stage in range(config.pipeline_para_size)
+        for tensor_rank in range(config.tensor_para_size)
+    ]
+
+
+def _total(value: Any, seen: set[int]) -> tuple[int, int]:
+    """(bytes on the meta device, bytes on the host) of the tensors below `value` that are not yet in `seen`;
+    a storage counts once."""
+    device = host = 0
+    for tensor in _tensors(value, set()):
+        storage = tensor.untyped_storage()
+        if storage._cdata in seen:
+            continue
+        seen.add(storage._cdata)
+        if tensor.device.type == "meta":
+            device += storage.nbytes()
+        else:
+            host += storage.nbytes()
+    return device, host
+
+
+def _tensors(value: Any, visited: set[int]) -> Iterator[Tensor]:
+    """Every tensor that `value` holds in its attributes, elements and items."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if isinstance(value, (str, bytes, int, float, type, PurePath)) or id(value) in visited:
+        return
+    visited.add(id(value))
+    if isinstance(value, Mapping):
+        parts = list(value.values())
+    elif isinstance(value, (list, tuple, set)):
+        parts = list(value)
+    else:
+        parts = list(getattr(value, "__dict__", {}).values())
+    for part in parts:
+        yield from _tensors(part, visited)

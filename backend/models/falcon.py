@@ -1,0 +1,130 @@
+"""Falcon: rotary positions or ALiBi, attention and MLP in parallel or in sequence, one kv head, some or all.
+Almazrouei et al. 2023. The "new decoder" (40B, 180B) has grouped heads and a norm each for attention and MLP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tridecode.backend.config import ModelConfig
+from tridecode.backend.models import Family
+from tridecode.backend.models.config_ini import (
+    ACTIVATION_NAMES,
+    ACTIVATIONS,
+    IniSection,
+    read_common,
+    read_kv_heads,
+    read_rope,
+    rope_keys,
+)
+from tridecode.backend.models.decoder import Decoder
+from tridecode.backend.models.layers import Context, Ranks, Weights, alibi_slopes
+from tridecode.backend.models.specs import Layout
+from tridecode.backend.weight_layout import WeightSpec
+from tridecode.kernels.ops import CacheLayer, Heads, Norm
+
+
+@dataclass(frozen=True)
+class FalconConfig(ModelConfig):
+    """mlp_norm: attention and MLP in parallel have a norm each, ln_attn and ln_mlp. rope None: ALiBi."""
+
+    mlp_norm: bool = False
+
+
+def read(section: IniSection, tied_head: bool) -> FalconConfig:
+    """Section [falcon]: ours, in FasterTransformer's spelling."""
+    common = read_common(section)
+    common["num_kv_heads"] = read_kv_heads(section, common["num_heads"])
+    alibi = section.flag("use_attention_linear_bias", False)
+    parallel, biases = section.flag("parallel_attention", True), section.flag("linear_bias", False)
+    return FalconConfig(
+        family="falcon",
+        norm_eps=section.number("layernorm_eps", 1e-5),
+        activation=section.choice("activation_type", "gelu_erf", ACTIVATIONS),
+        rope=None if alibi else read_rope(section, common["head_size"]),
+        residual="parallel" if parallel else "sequential",
+        attention_bias=biases,
+        mlp_bias=biases,
+        tied_head=tied_head,
+        mlp_norm=section.flag("has_mlp_layernorm", False),
+        **common,
+    )
+
+
+def keys(config: FalconConfig) -> dict[str, object]:
+    return {
+        "kv_head_num": config.num_kv_heads,
+        "activation_type": ACTIVATION_NAMES[config.activation],
+        "use_attention_linear_bias": config.rope is None,
+        "parallel_attention": config.residual == "parallel",
+        "has_mlp_layernorm": config.mlp_norm,
+        "linear_bias": config.attention_bias,
+        **(rope_keys(config) if config.rope is not None else {}),
+    }
+
+
+def layout(config: FalconConfig) -> Layout:
+    if config.residual == "sequential":
+        return Layout()
+    return Layout(mlp_norm="ln_mlp" if config.mlp_norm else "input_layernorm")
+
+
+def attention_norm(config: FalconConfig, name: str) -> str:
+    """The name of input_layernorm beside ln_mlp: ln_attn."""
+    return name.replace(".input_layernorm", ".ln_attn") if config.mlp_norm else name
+
+
+def weight_specs(config: FalconConfig) -> list[WeightSpec]:
+    return [replace(spec, name=attention_norm(config, spec.name)) for spec in layout(config).specs(config)]
+
+
+def alibi_bias(num_heads: int, num_positions: int, scale: float) -> Tensor:
+    """(num_heads, num_positions) float32: ALiBi of Falcon, which transformers rounds to bfloat16 and scales
+    as the scores."""
+    slopes = alibi_slopes(num_heads).bfloat16()[:, None]
+    return (slopes * torch.arange(num_positions)).float() * scale
+
+
+class Model(Decoder):
+    """Falcon on one rank."""
+
+    config: FalconConfig
+
+    def __init__(self, config: FalconConfig, weights: Weights, ranks: Ranks, num_positions: int):
+        self.layout = layout(config)
+        super().__init__(config, weights, ranks, num_positions)
+
+    def stage_heads(self, ranks: Ranks, num_positions: int) -> list[Heads]:
+        """The rounding of ALiBi is kept in float32 alone: in 16 bit it is as coarse as the arithmetic, and
+        the kernels have slopes only."""
+        config, device = self.config, self.embedding.device
+        if config.rope is not None:
+            return super().stage_heads(ranks, num_positions)
+        scale = config.head_size**-0.5
+        if self.embedding.dtype == torch.float32:
+            bias = alibi_bias(config.num_heads, num_positions, scale).to(device)
+            return self.layer_heads(ranks, lambda layer: {"key_bias": bias})
+        slopes = (alibi_slopes(config.num_heads).bfloat16().float() * scale).to(device)
+        return self.layer_heads(ranks, lambda layer: {"slopes": slopes})
+
+    def load_norm(self, weights: Weights, name: str) -> Norm:
+        return super().load_norm(weights, attention_norm(self.config, name))
+
+    def forward(self, context: Context, x: Tensor, caches: list[CacheLayer]) -> None:
+        residual = self.parallel if self.config.residual == "parallel" else self.sequential
+        residual(context, x, self.config.activation, caches)
+
+
+FAMILY = Family(
+    name="falcon",
+    title="Falcon",
+    section="falcon",
+    model_type="Falcon",
+    read=read,
+    keys=keys,
+    weight_specs=weight_specs,
+    model=Model,
+)

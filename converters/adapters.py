@@ -1,0 +1,285 @@
+"""LoRA adapters at conversion: lora_targets.json for those that are served by name, and merging one.
+
+Both follow from the family's rules. A rule's transform of a weight (out, in) reorders outputs and leaves
+inputs alone, so a matrix with the number of each output in place of the weight shows where the outputs go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from tridecode.backend.errors import CheckpointError, UnsupportedError
+from tridecode.backend.lora import (
+    PICKLE_FILE,
+    TARGETS_FILE,
+    TARGETS_FORMAT,
+    TENSOR_FILE,
+    LoraConfig,
+    LoraTarget,
+    LoraTargets,
+    read_lora_config,
+)
+from tridecode.backend.lora_tensors import LoraPair, pair_tensors
+from tridecode.converters.convert import PlannedConversion, plan_conversion
+from tridecode.converters.families import family_of
+from tridecode.converters.files import require_file
+from tridecode.converters.rules import Conversion
+from tridecode.converters.sources import Checkpoint, TensorSource
+from tridecode.converters.sources.tensor_files import PickleSource, SafetensorsSource
+
+_Shapes = Mapping[str, tuple[int, ...]]
+_Runs = tuple[tuple[int, int, int], ...]
+
+# ---------------------------------------------------------------- lora_targets.json
+
+
+@dataclass(frozen=True)
+class OutputLayout:
+    """Where the outputs of a conversion's sources go. runs: as in LoraTargets.layouts. conv1d: the sources
+    are (in, out), as transformers' Conv1D has them."""
+
+    runs: _Runs
+    conv1d: bool
+
+
+def output_layout(conversion: Conversion, shapes: list[tuple[int, ...]]) -> OutputLayout | None:
+    """The layout of a conversion of matrices; None where it does more than reorder outputs."""
+    for conv1d in (False, True):
+        outputs = [shape[1] if conv1d else shape[0] for shape in shapes]
+        if {shape[0] if conv1d else shape[1] for shape in shapes} != {conversion.spec.shape[0]}:
+            continue
+        starts = np.cumsum([1, *outputs])  # 0 stands for an output that no source makes
+        try:
+            places = _moved(conversion, starts, conv1d)
+        except (ArithmeticError, IndexError, RuntimeError, ValueError):
+            continue
+        if places is not None and places.min() >= 0 and places.max() < starts[-1]:
+            return OutputLayout(_runs(places, starts), conv1d)
+    return None
+
+
+def _moved(conversion: Conversion, starts: np.ndarray, conv1d: bool) -> np.ndarray | None:
+    """The number of the source's output at each output of the target; None where inputs are moved or values
+    changed. The transform sees whole matrices, of single bytes of the numbers: they take the least memory."""
+    inputs, outputs = conversion.spec.shape
+    places = np.zeros(outputs, np.int64)
+    for byte in range(3):
+        rows = [torch.arange(first, stop) >> 8 * byte & 255 for first, stop in zip(starts, starts[1:])]
+        made = conversion.transform(*(_matrix(row, inputs, conv1d) for row in rows))
+        if made.shape != (inputs, outputs) or not torch.equal(made, made[:1].expand_as(made)):
+            return None
+        places += made[0].numpy().astype(np.int64) << 8 * byte
+    used = torch.from_numpy(places > 0)
+    for byte in range(3 if inputs > 1 else 1):
+        column = (torch.arange(inputs) + 1 >> 8 * byte & 255).to(torch.uint8)
+        matrices = [_matrix(column, stop - first, not conv1d) for first, stop in zip(starts, starts[1:])]
+        made = conversion.transform(*matrices)
+        if not torch.equal(made, column[:, None] * used):
+            return None
+    return places
+
+
+def _matrix(values: Tensor, count: int, along_columns: bool) -> Tensor:
+    """`values`, as bytes, repeated: (n, count), or (count, n) if they run along columns."""
+    values = values.to(torch.uint8)
+    return values.expand(count, -1) if along_columns else values[:, None].expand(-1, count)
+
+
+def _runs(places: np.ndarray, starts: np.ndarray) -> _Runs:
+    modules = np.searchsorted(starts, places, side="right") - 1
+    firsts = np.where(modules < 0, 0, places - starts[np.maximum(modules, 0)])
+    breaks = np.flatnonzero((np.diff(modules) != 0) | ((np.diff(firsts) != 1) & (modules[1:] >= 0))) + 1
+    edges = [0, *breaks.tolist(), len(places)]
+    return tuple((int(modules[low]), int(firsts[low]), high - low) for low, high in zip(edges, edges[1:]))
+
+
+def layouts(planned: PlannedConversion) -> dict[str, tuple[Conversion, OutputLayout]]:
+    """The matrices of the layers that adapters can change, by the stems of their files."""
+    held = planned.checkpoint.tensors.shapes
+    found: dict[str, tuple[Conversion, OutputLayout]] = {}
+    known: dict[object, OutputLayout | None] = {}  # the layers are alike
+    for conversion in planned.conversions:
+        spec = conversion.spec
+        shapes = [tuple(held[planned.names[name]]) for name in conversion.sources]
+        is_matrix = spec.layer is not None and len(spec.shape) == 2 and spec.name.endswith(".weight")
+        if not is_matrix or any(len(shape) != 2 for shape in shapes):
+            continue
+        key = (*_identity(conversion.transform), spec.shape, *shapes)
+        if key not in known:
+            known[key] = output_layout(conversion, shapes)
+        layout = known[key]
+        if layout is not None and all(name.endswith(".weight") for name in conversion.sources):
+            found[spec.name.removesuffix(".weight")] = conversion, layout
+    return found
+
+
+def _identity(transform: Callable[..., Tensor]) -> tuple:
+    """Equal for transforms that do the same."""
+    if isinstance(transform, partial):
+        return transform.func, transform.args, *sorted(transform.keywords.items())
+    return (transform,)
+
+
+def lora_targets(planned: PlannedConversion) -> LoraTargets:
+    """lora_targets.json of a conversion."""
+    held = planned.checkpoint.tensors.shapes
+    numbers: dict[_Runs, int] = {}
+    targets = []
+    for name, (conversion, layout) in layouts(planned).items():
+        axis = 1 if layout.conv1d else 0
+        outputs = [int(held[planned.names[source]][axis]) for source in conversion.sources]
+        modules = [source.removesuffix(".weight") for source in conversion.sources]
+        number = numbers.setdefault(layout.runs, len(numbers))
+        targets.append(LoraTarget(name, conversion.spec.shape[0], modules, outputs, number))
+    return LoraTargets(TARGETS_FORMAT, _prefix(planned.checkpoint), [list(runs) for runs in numbers], targets)
+
+
+def _prefix(checkpoint: Checkpoint) -> str:
+    """The prefix of a full model's tensors, which an adapter of the bare model lacks."""
+    return family_of(checkpoint.config.model_type, checkpoint.path).prefix
+
+
+def write_targets(directory: Path, planned: PlannedConversion) -> None:
+    """Write lora_targets.json into a weight directory; not for a source without the modules' names."""
+    if planned.checkpoint.plan is not None:
+        return
+    data = msgspec.json.encode(lora_targets(planned))
+    (Path(directory) / TARGETS_FILE).write_bytes(data)
+
+
+# ---------------------------------------------------------------- merging
+
+
+def open_adapter(directory: Path) -> tuple[LoraConfig, TensorSource, dict[str, LoraPair]]:
+    """PEFT's adapter of a directory, in .safetensors or .bin, with no tensor read.
+
+    Raises CheckpointError or UnsupportedError naming the file and what was found."""
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is not a folder; wanted an adapter as PEFT saves it")
+    config = read_lora_config(directory)
+    for name, source in ((TENSOR_FILE, SafetensorsSource), (PICKLE_FILE, PickleSource)):
+        path = directory / name
+        if path.exists():
+            tensors: TensorSource = source([require_file(path)])
+            pairs = pair_tensors(tensors.shapes, path)
+            config.check_modules(pairs)
+            return config, tensors, pairs
+    raise CheckpointError(f"{directory} has neither {TENSOR_FILE} nor {PICKLE_FILE}")
+
+
+class MergedSource:
+    """The tensors of a checkpoint with an adapter added, in float32 where it adds something."""
+
+    def __init__(self, base: TensorSource, adapter: TensorSource, deltas: Mapping[str, _Delta]):
+        self._base, self._adapter, self._deltas = base, adapter, deltas
+        self.shapes = base.shapes
+
+    def dtype(self, name: str) -> torch.dtype:
+        return torch.float32 if name in self._deltas else self._base.dtype(name)
+
+    def read(self, name: str) -> Tensor:
+        weight, delta = self._base.read(name), self._deltas.get(name)
+        if delta is None:
+            return weight
+        return weight.float() + delta.make(self._adapter)
+
+
+@dataclass(frozen=True)
+class _Delta:
+    """What an adapter adds to one tensor of the checkpoint."""
+
+    pair: LoraPair
+    scale: float
+    conv1d: bool
+
+    def make(self, tensors: TensorSource) -> Tensor:
+        """In the layout of the checkpoint's tensor, float32. Source: PEFT's get_delta_weight."""
+        delta = tensors.read(self.pair.b).float() @ tensors.read(self.pair.a).float()
+        if not delta.isfinite().all():
+            raise CheckpointError(f"{self.pair.a} and {self.pair.b} have a product that is not finite")
+        return (delta.t() if self.conv1d else delta) * self.scale
+
+
+def _merged_reference(base: Checkpoint, directory: Path, dtype: torch.dtype) -> Module:
+    """The base's independent model with the adapter merged by PEFT; without PEFT, by plain torch.
+
+    Merged in float32 and rounded once, as the weights are."""
+    model = base.reference_model(torch.float32)
+    if find_spec("peft") is not None:
+        from peft import PeftModel  # not needed to convert: a proof by a second implementation
+
+        adapted: Any = PeftModel.from_pretrained(model, str(directory))
+        model = adapted.merge_and_unload()
+    else:
+        _add_deltas(model, directory)
+    return model.to(dtype).eval()
+
+
+@torch.no_grad()
+def _add_deltas(model: Module, directory: Path) -> None:
+    config, tensors, pairs = open_adapter(directory)
+    for module, pair in pairs.items():
+        changed: Any = model.get_submodule(module)
+        delta = tensors.read(pair.b).float() @ tensors.read(pair.a).float()
+        is_conv1d = type(changed).__name__ == "Conv1D"
+        changed.weight += (delta.t() if is_conv1d else delta) * config.scale(module, pair.rank)
+
+
+def merge(checkpoint: Checkpoint, directory: Path) -> Checkpoint:
+    """`checkpoint` with the adapter of `directory` merged into its weights; they are read as before.
+
+    Raises CheckpointError or UnsupportedError, naming module and sizes, where the adapter is not of this
+    model or adapts other modules than linear layers of its blocks."""
+    config, tensors, pairs = open_adapter(directory)
+    if checkpoint.plan is not None:
+        raise UnsupportedError(
+            f"{checkpoint.path} does not have the names of the modules that {directory} adapts; merge it "
+            "into the checkpoint that these weights were made from"
+        )
+    planned = plan_conversion(checkpoint)
+    known = {
+        source: layout.conv1d
+        for conversion, layout in layouts(planned).values()
+        for source in conversion.sources
+    }
+    deltas = {}
+    for module, pair in pairs.items():
+        source = _source_of(module, _prefix(checkpoint), known, directory)
+        own, conv1d = planned.names[source], known[source]
+        wanted = (pair.inputs, pair.outputs) if conv1d else (pair.outputs, pair.inputs)
+        if tuple(checkpoint.tensors.shapes[own]) != wanted:
+            raise CheckpointError(
+                f"{directory} is of another model: {module} has {pair.inputs} inputs and {pair.outputs} "
+                f"outputs; {own} of {checkpoint.path} is {tuple(checkpoint.tensors.shapes[own])}"
+            )
+        deltas[own] = _Delta(pair, config.scale(module, pair.rank), conv1d)
+    reference = partial(_merged_reference, checkpoint, Path(directory)) if checkpoint.has_reference else None
+    return replace(
+        checkpoint,
+        tensors=MergedSource(checkpoint.tensors, tensors, deltas),
+        reference=reference,
+        adapter=Path(directory),
+    )
+
+
+def _source_of(module: str, prefix: str, known: Iterable[str], directory: Path) -> str:
+    """The full name of a module's weight, whose adapter may be of the bare model."""
+    for source in (f"{module}.weight", f"{prefix}{module}.weight"):
+        if source in known:
+            return source
+    raise UnsupportedError(
+        f"{directory} adapts {module[:200]}; wanted linear layers of the blocks, as "
+        f"{next(iter(known), 'none').removesuffix('.weight')}"
+    )

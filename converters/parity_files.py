@@ -1,0 +1,121 @@
+"""What PARITY.json says of the files themselves: the tokenizer, the head's tying, and every shard's bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch.nn import Module
+from transformers import PreTrainedTokenizerBase
+
+from tridecode.backend.models import read_model_config
+from tridecode.backend.weights import MANIFEST_FILE, WeightReader, file_sha256
+from tridecode.converters.progress import byte_progress
+from tridecode.converters.tokenizer import PROBES
+
+_MAX_DAMAGED = 20  # names in PARITY.json
+
+
+@dataclass(frozen=True)
+class TokenizerParity:
+    """file: "tokenizer.json", or "none" for a repository without a tokenizer, which has token doors only.
+
+    agreement: share of PROBES that it splits, and joins again, as transformers' tokenizer of the source does.
+    round_trip: share that it decodes to what was encoded. Both are None without a tokenizer. A tokenizer that
+    normalises text does not give it back, in transformers neither: only agreement must be 1.
+    """
+
+    file: str = "none"
+    agreement: float | None = None
+    round_trip: float | None = None
+
+    @property
+    def passed(self) -> bool:
+        return self.file == "none" or self.agreement == 1.0
+
+
+def compare_tokenizers(written: Tokenizer, source: PreTrainedTokenizerBase) -> TokenizerParity:
+    """Compare a door's tokenizer with transformers' on PROBES: ids, and their text without special tokens."""
+    agree = round_trips = 0
+    for probe in PROBES:
+        ids, wanted = written.encode(probe).ids, source(probe).input_ids
+        text = written.decode(ids)
+        theirs = source.decode(wanted, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        agree += ids == wanted and text == theirs
+        round_trips += text == probe
+    return TokenizerParity("tokenizer.json", agree / len(PROBES), round_trips / len(PROBES))
+
+
+@dataclass(frozen=True)
+class LmHead:
+    """Whether the head is the word embedding: "tied", "untied", or "unknown" where the source cannot tell.
+
+    source: in the reference model. stored: as the converter wrote the directory. served: as the engine reads
+    it from there.
+    """
+
+    source: str
+    stored: str
+    served: str
+
+    @property
+    def passed(self) -> bool:
+        return self.stored == self.served and self.source in (self.stored, "unknown")
+
+
+def tying(tied: bool | None) -> str:
+    return "unknown" if tied is None else "tied" if tied else "untied"
+
+
+def is_tied(model: Module) -> bool | None:
+    """Whether a reference model's head has the values of its word embedding; None if it shows only one."""
+    shown: Any = model
+    try:
+        embedding, head = shown.get_input_embeddings(), shown.get_output_embeddings()
+        return torch.equal(embedding.weight, head.weight)
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def lm_head(source_tied: bool | None, stored_tied: bool, weights: Path) -> LmHead:
+    served = read_model_config(weights).tied_head
+    return LmHead(tying(source_tied), tying(stored_tied), tying(served))
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The weight files. damaged: a sentence for each that differs from manifest.json, at most 20."""
+
+    files: int
+    bytes: int
+    damaged: list[str]
+
+    @property
+    def passed(self) -> bool:
+        return not self.damaged
+
+
+def check_shards(reader: WeightReader) -> Shards:
+    """Read every weight file and compare it with manifest.json; without one there is nothing to compare."""
+    sizes = [reader.file_bytes(spec) for spec in reader.specs.values() for _ in reader.files(spec)]
+    damaged: list[str] = []
+    if reader.manifest is not None:
+        with byte_progress("checking weight files", sum(sizes)) as progress:
+            damaged = [problem for problem in reader.checksum_problems(progress)]
+    return Shards(len(sizes), sum(sizes), damaged[:_MAX_DAMAGED])
+
+
+def compared_checksums(weights: Path, tokenizer_file: Path | None) -> dict[str, str]:
+    """SHA-256 of the compared files. manifest.json holds that of every weight file; without a manifest, as in
+    FasterTransformer's directories, the weight files themselves are listed."""
+    files = [weights / "config.ini"]
+    if (weights / MANIFEST_FILE).exists():
+        files.append(weights / MANIFEST_FILE)
+    else:
+        files += sorted(weights.glob("*.bin"))
+    if tokenizer_file is not None:
+        files.append(tokenizer_file)
+    return {path.name: file_sha256(path) for path in files}

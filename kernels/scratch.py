@@ -1,0 +1,34 @@
+"""Bytes of scratch memory of the CUDA operations, without torch and the library: for planning."""
+
+from __future__ import annotations
+
+#: scratch of GEMMs: partial sums, and a counter per tile of 16 weight rows
+SUM_BYTES = 64 << 20
+NUM_COUNTERS = 1 << 17
+#: counters of the launch that runs all layers
+LAYER_COUNTERS = 1 << 12
+#: csrc/decode_attention.cu: blocks of the grid, warps of a block, heads of a group, the largest head
+_BLOCKS, _WARPS, _GROUP, _HEAD = 1024, 4, 8, 256
+#: csrc/sampling.cu: ids of a chunk and of a segment; bytes of scratch of a chunk
+_CHUNK, _SEGMENT, _CHUNK_BYTES = 2048, 64, 24
+
+
+def attention_bytes() -> int:
+    """tridecode_decode_attention_scratch of the largest head: two partial results a warp."""
+    return _BLOCKS * _WARPS * 2 * _GROUP * (_HEAD + 2) * 4
+
+
+def sample_bytes(max_rows: int, vocab_size: int) -> int:
+    """tridecode_sample_scratch."""
+    chunks, segments = -(-vocab_size // _CHUNK), -(-vocab_size // _SEGMENT)
+    return max_rows * ((chunks * _CHUNK_BYTES + segments * 4 + 15) // 16 * 16)
+
+
+def arena_bytes(max_tokens: int, max_columns: int) -> dict[str, int]:
+    """What Cuda.reserve allocates for steps of max_tokens rows and max_columns columns."""
+    return {"product": 2 * max_tokens * max_columns, "normed": max_tokens * max_columns}
+
+
+def fixed_bytes() -> int:
+    """What every Cuda has, whatever the model."""
+    return SUM_BYTES + 4 * (NUM_COUNTERS + LAYER_COUNTERS) + attention_bytes()

@@ -1,0 +1,325 @@
+"""Adapters that are served by name, over weight files and PEFT's directories, compared with PEFT itself."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.backend.engine.offline_models import prompts_of
+from tests.backend.engine.rank_process import RankPool
+from tests.checkpoints import FAMILIES, greedy, save
+from tests.lora_adapters import make_adapter
+from tests.waiting import wait_until
+from tridecode.backend.config import EngineConfig
+from tridecode.backend.engine import adapter_store
+from tridecode.backend.engine.offline import OfflineEngine
+from tridecode.backend.errors import CapacityError, RequestError, TridecodeError, UnsupportedError
+from tridecode.backend.messages import SamplingParams
+from tridecode.converters.adapters import write_targets
+from tridecode.converters.checkpoint import open_checkpoint
+from tridecode.converters.convert import plan_conversion
+
+TOKENS = 6
+#: of every family one or more, in layer 1
+SOME = r".*\.1\..*(c_attn|c_fc|query_key_value|dense_4h_to_h|Wqkv|W_pack|qkv_proj|q_proj|v_proj|down_proj)"
+#: two adapters of every family, of different modules, ranks and scales
+ADAPTERS = {
+    "all": {"seed": 1},
+    "some": {"seed": 2, "r": 3, "lora_alpha": 2, "use_rslora": True, "target_modules": SOME},
+}
+
+
+def written(model, directory: Path) -> Path:
+    """The weight directory of a model."""
+    planned = plan_conversion(open_checkpoint(save(model, directory / "hf", tokenizer=False)))
+    planned.write(directory / "weights")
+    write_targets(directory / "weights", planned)
+    return directory / "weights"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """family -> (weights, folder of adapters, {name: transformers' or PEFT's model}), made once."""
+
+    @cache
+    def make(family: str, shared: bool = False):
+        directory = tmp_path_factory.mktemp(family)
+        model = FAMILIES[family](**(FAMILIES[family].shared if shared else {}))
+        models = {"": model}
+        for name, settings in ADAPTERS.items():
+            models[name] = make_adapter(model, directory / "adapters" / name, **settings)
+        return written(model, directory), directory / "adapters", models
+
+    return make
+
+
+def engine_over(weights: Path, folder: Path, **settings) -> OfflineEngine:
+    """Small blocks, small steps and few slots, so that chunks, joins and reuse happen."""
+    defaults = dict(max_sequences=4, block_tokens=8, max_step_tokens=16, cache_bytes=1 << 20)
+    return OfflineEngine.load(
+        weights, EngineConfig(**{**defaults, **settings}, lora_path=str(folder)), keep_logits=True
+    )
+
+
+def check(model, generation, prompt: list[int]) -> None:
+    tokens, logits = greedy(model, prompt, TOKENS)
+    assert generation.tokens == tokens
+    assert np.allclose(np.stack(generation.logits), logits.numpy(), atol=1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mixed_batches_give_the_tokens_of_peft(served, family: str) -> None:
+    """Chunks of prompts, decoding rows, waiting requests and preemption, with both adapters and without."""
+    weights, folder, models = served(family)
+    offline = engine_over(weights, folder, cache_bytes=8 * engine_block_bytes(weights))
+    prompts = prompts_of([20, 1, 7, 13], models[""].config.vocab_size)
+    asked = [(name, prompt) for prompt in prompts for name in models]
+    numbers = [offline.submit(prompt, SamplingParams(max_tokens=TOKENS), name) for name, prompt in asked]
+    offline.run()
+    for (name, prompt), number in zip(asked, numbers):
+        check(models[name], offline.generations[number], prompt)
+    offline.engine.close()
+
+
+def engine_block_bytes(weights: Path) -> int:
+    """Of one block of 8 tokens."""
+    config = OfflineEngine.load(weights, EngineConfig(max_sequences=1, cache_bytes=1 << 20)).model_config
+    return config.num_layers * 2 * config.num_kv_heads * 8 * config.head_size * 4
+
+
+@pytest.mark.parametrize("family", ["bloom", "llama"])
+def test_alone_an_adapter_gives_the_tokens_of_peft(served, family: str) -> None:
+    weights, folder, models = served(family)
+    offline = engine_over(weights, folder)
+    prompt = prompts_of([11], models[""].config.vocab_size, seed=3)[0]
+    for name in ("some", "", "all", "some"):
+        number = offline.submit(prompt, SamplingParams(max_tokens=TOKENS), name)
+        offline.run()
+        check(models[name], offline.generations[number], prompt)
+    offline.engine.close()
+
+
+def test_16_bit_adapters_are_as_far_from_peft_as_16_bit_models(served) -> None:
+    weights, folder, models = served("llama")
+    offline = engine_over(weights, folder, data_type="bf16")
+    prompt = prompts_of([9], models[""].config.vocab_size, seed=4)[0]
+    number = offline.submit(prompt, SamplingParams(max_tokens=1), "all")
+    offline.run()
+    with torch.inference_mode():
+        wanted = models["all"](torch.tensor([prompt])).logits[0, -1].numpy()
+        plain = models[""](torch.tensor([prompt])).logits[0, -1].numpy()
+    error = np.abs(offline.generations[number].logits[0] - wanted).max()
+    assert error < 0.05 * np.abs(wanted).max() < 0.2 * np.abs(wanted - plain).max()
+    offline.engine.close()
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    held = RankPool(4)
+    yield held
+    held.close()
+
+
+@pytest.mark.parametrize(
+    "family, tensor, stages", [("llama", 2, 1), ("bloom", 2, 2), ("gpt2", 1, 2), ("llama", 4, 1)]
+)
+def test_ranks_have_their_share_of_adapters(
+    served, pool: RankPool, family: str, tensor: int, stages: int, tmp_path
+) -> None:
+    """Two adapters where one has room, so that ranks drop and load while others run."""
+    weights, folder, models = served(family, shared=True)
+    prompts = prompts_of([5, 1, 20, 9], models[""].config.vocab_size)
+    asked = [(prompt, name) for prompt in prompts for name in models]
+    answers = pool.run(
+        weights, tensor, stages, tmp_path / "meeting", *zip(*asked), lora_path=str(folder), max_loras=1
+    )
+    for (prompt, name), (tokens, _) in zip(asked, answers, strict=True):
+        assert tokens[:TOKENS] == greedy(models[name], prompt, TOKENS)[0]
+
+
+# ---------------------------------------------------------------- added, replaced, removed, damaged
+
+
+@pytest.fixture
+def folder(served, tmp_path: Path) -> Path:
+    """A folder of one's own with the adapters of BLOOM."""
+    return Path(shutil.copytree(served("bloom")[1], tmp_path / "adapters"))
+
+
+def ask(offline: OfflineEngine, name: str, prompt: list[int]):
+    number = offline.submit(prompt, SamplingParams(max_tokens=TOKENS), name)
+    offline.run()
+    return offline.generations[number]
+
+
+def test_adapters_are_added_replaced_and_removed_while_the_engine_runs(served, folder: Path) -> None:
+    weights, _, models = served("bloom")
+    offline = engine_over(weights, folder)
+    store, prompt = offline.engine.adapters, [5, 6, 7]
+    check(models["all"], ask(offline, "all", prompt), prompt)
+    with pytest.raises(RequestError, match="lora_name is 'new'; lora_path has all, some"):
+        ask(offline, "new", prompt)
+    offline.scheduler.take_events()
+    added = make_adapter(models[""], folder / "new", seed=7)
+    check(added, ask(offline, "new", prompt), prompt)
+    replaced = make_adapter(models[""], folder / "all", seed=8)
+    store._look()  # the loading thread does once a second
+    check(replaced, ask(offline, "all", prompt), prompt)
+    shutil.rmtree(folder / "some")
+    with pytest.raises(RequestError, match="lora_path has all, new"):
+        ask(offline, "some", prompt)
+    offline.engine.close()
+
+
+def test_the_loading_thread_notices_a_change_by_itself(served, folder: Path) -> None:
+    weights, _, models = served("bloom")
+    offline = engine_over(weights, folder)
+    before = ask(offline, "some", [5]).tokens
+    changed = make_adapter(models[""], folder / "some", seed=9)
+    assert greedy(changed, [5], TOKENS)[0] != before
+    wait_until(lambda: ask(offline, "some", [5]).tokens == greedy(changed, [5], TOKENS)[0], 20)
+    offline.engine.close()
+
+
+def test_evicted_adapters_leave_memory_and_come_back(served, folder: Path) -> None:
+    weights, _, models = served("bloom")
+    for number in range(3):
+        shutil.copytree(folder / "all", folder / f"copy{number}")
+    offline = engine_over(weights, folder, max_loras=2)
+    store = offline.engine.adapters
+    for name in ("copy0", "copy1", "copy2", "copy0", "some", "copy1"):
+        check(models["some" if name == "some" else "all"], ask(offline, name, [5, 9]), [5, 9])
+        ask(offline, "", [5])
+        assert len(store._tables) <= 2
+    assert offline.scheduler.adapters.names == ["copy1", "some"]
+    offline.engine.close()
+
+
+def test_a_damaged_adapter_fails_the_requests_that_name_it(served, folder: Path) -> None:
+    weights, _, models = served("bloom")
+    path = folder / "some" / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    offline = engine_over(weights, folder)
+    good = [offline.submit([5], SamplingParams(max_tokens=TOKENS), name) for name in ("all", "")]
+    offline.submit([5], SamplingParams(max_tokens=TOKENS), "some")
+    with pytest.raises(TridecodeError, match="adapter_model.safetensors is cut short"):
+        offline.run()
+    offline.run()
+    for number, name in zip(good, ("all", "")):
+        check(models[name], offline.generations[number], [5])
+    offline.engine.close()
+
+
+def test_limits_and_missing_files_are_told(served, folder: Path) -> None:
+    weights = served("bloom")[0]
+    offline = engine_over(weights, folder, max_lora_rank=3)
+    with pytest.raises(RequestError, match="rank 4; this model accepts 3"):
+        ask(offline, "all", [5])
+    (folder / "empty").mkdir()
+    with pytest.raises(TridecodeError, match="adapter_config.json is missing"):
+        ask(offline, "empty", [5])
+    assert ask(offline, "some", [5]).tokens
+    offline.engine.close()
+    nowhere = engine_over(weights, folder / "nowhere")
+    with pytest.raises(RequestError, match="has no adapters"):
+        ask(nowhere, "some", [5])
+    nowhere.engine.close()
+    for settings in ({"lora_path": "none"}, {"batch_invariant": True, "lora_path": str(folder)}):
+        plain = OfflineEngine.load(weights, EngineConfig(max_sequences=2, cache_bytes=1 << 20, **settings))
+        with pytest.raises(UnsupportedError, match="lora_path|batch_invariant"):
+            plain.submit([5], SamplingParams(), "some")
+
+
+def test_what_does_not_fit_into_memory_fails_its_request_alone(served, folder: Path, monkeypatch) -> None:
+    offline = engine_over(served("bloom")[0], folder)
+    place, calls = adapter_store.Place.table, []
+
+    def out_of_memory(*arguments):
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("no memory")
+        return place(*arguments)
+
+    monkeypatch.setattr(adapter_store.Place, "table", out_of_memory)
+    with pytest.raises(CapacityError, match="do not fit into the device's memory"):
+        ask(offline, "all", [5])
+    assert ask(offline, "all", [5]).tokens
+    offline.engine.close()
+
+
+def test_other_requests_run_while_an_adapter_is_read(served, folder: Path, monkeypatch) -> None:
+    weights, _, models = served("bloom")
+    offline, may_go_on, read = engine_over(weights, folder), threading.Event(), adapter_store.read_lora
+
+    def slowly(*arguments):
+        assert may_go_on.wait(30)
+        return read(*arguments)
+
+    monkeypatch.setattr(adapter_store, "read_lora", slowly)
+    params = SamplingParams(max_tokens=TOKENS)
+    slow, quick = offline.submit([5], params, "all"), offline.submit([5], params)
+    while offline.generations[quick].finish == "":
+        offline.step()
+    assert offline.generations[slow].tokens == []
+    may_go_on.set()
+    offline.run()
+    check(models["all"], offline.generations[slow], [5])
+    offline.engine.close()
+
+
+# ---------------------------------------------------------------- steps without adapters
+
+
+class FakeGraphs:
+    """Counts replays; runs nothing as a graph."""
+
+    def __init__(self) -> None:
+        self.plans: list = []
+
+    def replay(self, plan):
+        self.plans.append(plan)
+
+
+def test_steps_without_adapters_keep_their_graphs_and_operations(served, folder: Path, monkeypatch) -> None:
+    """Only a step that has a row with an adapter leaves the usual path."""
+    offline = engine_over(served("bloom")[0], folder)
+    engine, graphs, seen = offline.engine, FakeGraphs(), []
+    engine.graphs, engine.on_logits = graphs, None
+    step_ops = engine._step_ops
+    monkeypatch.setattr(engine, "_step_ops", lambda plan: seen.append((plan, step_ops(plan))) or seen[-1][1])
+    ask(offline, "all", [5])
+    assert graphs.plans == [] and all(ops is not engine.ops for _, ops in seen)
+    seen.clear()
+    ask(offline, "", [5])
+    assert len(graphs.plans) == TOKENS == len(seen)
+    assert all(ops is engine.ops and plan.adapters is None for plan, ops in seen)
+    offline.engine.close()
+
+
+def test_a_loop_that_waits_for_adapters_neither_spins_nor_looks_hung(served, folder, monkeypatch) -> None:
+    from tests.backend.engine.loop_front import run_loop
+
+    offline = engine_over(served("bloom")[0], folder)
+    offline.engine.on_logits = None
+    read, may_go_on = adapter_store.read_lora, threading.Event()
+    monkeypatch.setattr(
+        adapter_store, "read_lora", lambda *arguments: may_go_on.wait(30) and read(*arguments)
+    )
+    with run_loop(offline) as (front, status):
+        front.ask([5], SamplingParams(max_tokens=TOKENS), "all")
+        time.sleep(0.6)
+        assert front.waits <= 6 and status.busy_since == 0.0, "it slept until something happened"
+        started = time.monotonic()
+        may_go_on.set()
+        wait_until(lambda: front.tokens and front.finishes == ["length"], 20)
+        assert time.monotonic() - started < 5
+    assert front.tokens == greedy(served("bloom")[2]["all"], [5], TOKENS)[0]
+    offline.engine.close()

@@ -1,0 +1,200 @@
+"""The planned memory of a rank is what a loaded engine's tensors take, to the byte."""
+
+from __future__ import annotations
+
+import gc
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoints import FAMILIES, save, tiny_gpt2, tiny_llama
+from tests.lora_adapters import make_adapter
+from tests.pruned_checkpoints import Cut, prune, unpruned
+from tridecode.backend.config import EngineConfig
+from tridecode.backend.engine.engine import Engine
+from tridecode.backend.engine.memory import RankMemory, _Place, plan_rank, plan_ranks
+from tridecode.backend.engine.offline import OfflineEngine
+from tridecode.backend.engine.settings import resolve
+from tridecode.backend.errors import ConfigError
+from tridecode.backend.messages import SamplingParams
+from tridecode.backend.models import read_model_config
+from tridecode.converters.adapters import write_targets
+from tridecode.converters.checkpoint import open_checkpoint
+from tridecode.converters.convert import plan_conversion
+from tridecode.kernels import library, scratch
+
+CPU = torch.device("cpu")
+CONFIG = EngineConfig(data_type="fp16", max_sequences=6, max_step_tokens=48, block_tokens=16, device="cpu")
+
+
+def storages() -> dict[int, int]:
+    """Address of every tensor's memory in this process -> its bytes; packed weights by their oneDNN size.
+    Found by the garbage collector: it knows nothing of engines."""
+    found = {}
+    for thing in gc.get_objects():
+        if type(thing) is torch.Tensor and thing.device.type == "cpu":
+            if thing.is_mkldnn:
+                found[id(thing)] = torch.ops.mkldnn._nbytes(thing)
+            elif thing.numel():
+                found[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+    return found
+
+
+def loaded(directory: Path, config: EngineConfig, place: _Place) -> tuple[int, int]:
+    """(bytes of all tensors of a loaded engine, blocks of its cache)."""
+    gc.collect()
+    before = storages()
+    model = read_model_config(directory)
+    engine = Engine.load(directory, model, config, place, CPU)
+    gc.collect()
+    return sum(size for at, size in storages().items() if at not in before), engine.num_blocks
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """family -> a weight directory of its tiny checkpoint."""
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            folder = tmp_path_factory.mktemp(family)
+            planned = plan_conversion(open_checkpoint(save(FAMILIES[family](), folder / "hf")), "fp32")
+            planned.write(folder / "w")
+            made[family] = folder / "w"
+        return made[family]
+
+    return make
+
+
+def check(directory: Path, config: EngineConfig, tensor_rank: int = 0, stage: int = 0) -> RankMemory:
+    model = read_model_config(directory)
+    config = resolve(config, model, CPU)
+    planned = plan_rank(model, config, tensor_rank, stage, "cpu")
+    place = _Place(tensor_rank, config.tensor_para_size, stage, config.pipeline_para_size)
+    found, blocks = loaded(directory, replace(config, cache_bytes=5 * planned.block + 7), place)
+    assert blocks == 5
+    assert planned.fixed + 5 * planned.block == found
+    return planned
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_byte_of_an_engine_is_planned(converted, family):
+    check(converted(family), CONFIG)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"data_type": "bf16"},
+        {"max_sequences": 1, "max_step_tokens": None},
+        {"max_sequences": 31, "max_sequence_tokens": 33, "block_tokens": 5},
+        {"max_bad_word_tokens": 3},
+    ],
+)
+def test_every_setting_that_takes_memory_is_planned(converted, change):
+    check(converted("gpt2"), replace(CONFIG, **change))
+
+
+@pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2), (2, 2)])
+def test_every_rank_is_planned(tmp_path, tensor, stages):
+    model = tiny_llama(num_attention_heads=4, num_key_value_heads=2, hidden_size=64, intermediate_size=96)
+    plan_conversion(open_checkpoint(save(model, tmp_path / "hf")), "fp32").write(tmp_path / "w")
+    config = replace(CONFIG, tensor_para_size=tensor, pipeline_para_size=stages)
+    for stage in range(stages):
+        for rank in range(tensor):
+            check(tmp_path / "w", config, rank, stage)
+    ranks = plan_ranks(
+        read_model_config(tmp_path / "w"), resolve(config, read_model_config(tmp_path / "w"), CPU), "cpu"
+    )
+    assert [(rank.stage, rank.tensor_rank) for rank in ranks] == [
+        (stage, rank) for stage in range(stages) for rank in range(tensor)
+    ]
+
+
+def test_a_head_that_ranks_share_is_planned_on_each(tmp_path):
+    model = tiny_llama(num_attention_heads=4, num_key_value_heads=1, hidden_size=64, intermediate_size=96)
+    plan_conversion(open_checkpoint(save(model, tmp_path / "hf")), "fp32").write(tmp_path / "w")
+    alone = check(tmp_path / "w", CONFIG)
+    for rank in range(2):
+        assert check(tmp_path / "w", replace(CONFIG, tensor_para_size=2), rank).block == alone.block
+
+
+def test_layers_of_different_sizes_are_planned(tmp_path):
+    cuts = {0: Cut((1, 3, 4, 5, 7), tuple(range(0, 60, 2))), 2: Cut(neurons=(5, 6, 7, 8))}
+    source = prune(unpruned("gpt2"), cuts).save(tmp_path / "hf")
+    plan_conversion(open_checkpoint(source), "fp32").write(tmp_path / "w")
+    whole = 3 * 2 * 12 * 4 * 16 * 2  # layers, K and V, heads, size of a head, tokens, bytes
+    assert check(tmp_path / "w", CONFIG).block < whole
+    check(tmp_path / "w", replace(CONFIG, pipeline_para_size=3), stage=1)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_adapters_take_at_most_what_is_planned(tmp_path, family):
+    """As much, where the matrices of a fused one have an adapter each."""
+    model = FAMILIES[family]()
+    conversion = plan_conversion(open_checkpoint(save(model, tmp_path / "hf")), "fp32")
+    conversion.write(tmp_path / "w")
+    write_targets(tmp_path / "w", conversion)
+    make_adapter(model, tmp_path / "adapters" / "all", 1, r=4)
+    config = replace(CONFIG, lora_path=str(tmp_path / "adapters"), max_loras=3, max_lora_rank=4)
+    config = replace(config, data_type="fp32", cache_bytes=1 << 20, max_step_tokens=None)
+    offline = OfflineEngine.load(tmp_path / "w", config)
+    model_config = read_model_config(tmp_path / "w")
+    planned = plan_rank(model_config, resolve(config, model_config, CPU), 0, 0, "cpu").adapters
+    offline.submit([1, 2, 3], SamplingParams(max_tokens=1), "all")
+    offline.run()
+    assert offline.engine.adapters is not None
+    (table,) = offline.engine.adapters._tables.values()
+    taken = sum(tensor.nbytes for pair in table.values() for tensor in pair)
+    assert 3 * taken <= planned
+    assert (3 * taken == planned) == (family == "llama")
+
+
+def test_float32_on_a_cpu_counts_packed_weights(tmp_path):
+    """Of a tied head too: its packed copy takes the embedding's bytes once more."""
+    model = tiny_gpt2(n_embd=64, n_head=4, vocab_size=640, n_inner=256)
+    plan_conversion(open_checkpoint(save(model, tmp_path / "hf")), "fp32").write(tmp_path / "w")
+    check(tmp_path / "w", replace(CONFIG, data_type="fp32"))
+
+
+def test_a_gpu_is_planned_with_its_own_buffers_and_scratch(converted):
+    model = read_model_config(converted("gpt2"))
+    config = resolve(replace(CONFIG, data_type="fp16"), model, CPU)
+    cpu, gpu = (plan_rank(model, config, 0, 0, device) for device in ("cpu", "cuda"))
+    assert gpu.weights == cpu.weights and gpu.block == cpu.block
+    assert gpu.host == 4 * (gpu.workspace - (cpu.workspace - gpu.host))  # a ring of four on the host
+    widest = max(3 * model.hidden_size, 2 * model.mlp_size)
+    assert gpu.scratch > scratch.SUM_BYTES + 3 * 48 * widest
+    assert cpu.scratch == 0
+
+
+def test_the_scratch_of_kernels_is_that_of_their_sources():
+    attention = (library.SOURCES / "decode_attention.cu").read_text()
+    constant = {
+        name: int(re.search(rf"constexpr int {name} = (\d+);", attention)[1])
+        for name in ("kWarps", "kMaxBlocks", "kGroup")
+    }
+    slot = constant["kGroup"] * (256 + 2)
+    assert scratch.attention_bytes() == constant["kMaxBlocks"] * constant["kWarps"] * 2 * slot * 4
+    sampling = (library.SOURCES / "sampling.cu").read_text()
+    threads = int(re.search(r"constexpr int kThreads = (\d+);", sampling)[1])
+    assert "kChunk = 8 * kThreads" in sampling and "kSegment = 64;" in sampling
+    chunks, segments = -(-50257 // (8 * threads)), -(-50257 // 64)
+    assert scratch.sample_bytes(3, 50257) == 3 * -(-(chunks * 24 + segments * 4) // 16) * 16
+
+
+@pytest.mark.skipif(not library.LIBRARY.exists(), reason="the kernel library is not built")
+def test_the_scratch_of_kernels_is_that_of_the_library():
+    built = library.Library()
+    assert scratch.attention_bytes() == built.decode_attention_scratch(256)
+    assert scratch.sample_bytes(64, 250880) == built.sample_scratch(64, 250880)
+
+
+def test_block_tables_beyond_reason_are_refused_before_they_are_made(converted):
+    model = read_model_config(converted("gpt2"))
+    config = replace(resolve(CONFIG, model, CPU), max_sequences=1 << 40)
+    with pytest.raises(ConfigError, match="max_sequences 1,099,511,627,776"):
+        plan_rank(model, config, 0, 0, "cpu")

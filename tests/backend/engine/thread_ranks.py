@@ -1,0 +1,129 @@
+"""Tensor and pipeline ranks as threads of one process: any degree without the start of a process each."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from pathlib import Path
+from queue import Queue
+
+import torch
+from torch import Tensor
+
+from tridecode.backend.config import EngineConfig
+from tridecode.backend.engine.engine import Engine
+from tridecode.backend.engine.loop import follow
+from tridecode.backend.engine.offline import OfflineEngine
+from tridecode.backend.engine.plan import StepPlan
+from tridecode.backend.engine.settings import resolve
+from tridecode.backend.messages import SamplingParams
+from tridecode.backend.models import read_model_config
+from tridecode.backend.supervisor.rank_link import RankStatus
+
+_WAIT_S = 60
+
+
+class Meeting:
+    """What the ranks of one engine share."""
+
+    def __init__(self, tensor_size: int, num_stages: int):
+        self.tensor_size, self.num_stages = tensor_size, num_stages
+        self.world = tensor_size * num_stages
+        self.queues: dict[object, Queue] = defaultdict(Queue)
+        self.held: dict[object, list] = {"all": [None] * self.world}
+        self.barriers = {"all": threading.Barrier(self.world)}
+        for stage in range(num_stages):
+            self.held[stage] = [None] * tensor_size
+            self.barriers[stage] = threading.Barrier(tensor_size)
+
+    def gather(self, group: object, index: int, value) -> list:
+        """Everybody's values, in the order of the group."""
+        self.held[group][index] = value
+        self.barriers[group].wait(_WAIT_S)
+        found = list(self.held[group])
+        self.barriers[group].wait(_WAIT_S)
+        return found
+
+
+class ThreadRanks:
+    """The interface of ProcessRanks."""
+
+    def __init__(self, meeting: Meeting, rank: int):
+        self.meeting, self.rank = meeting, rank
+        self.tensor_size, self.num_stages = meeting.tensor_size, meeting.num_stages
+        self.tensor_rank, self.stage = rank % self.tensor_size, rank // self.tensor_size
+
+    def all_reduce(self, x: Tensor) -> None:
+        x.copy_(torch.stack(self.meeting.gather(self.stage, self.tensor_rank, x.clone())).sum(0))
+
+    def receive(self, x: Tensor) -> None:
+        if self.stage > 0:
+            x.copy_(self.meeting.queues["activations", self.rank].get(timeout=_WAIT_S))
+
+    def send(self, x: Tensor) -> None:
+        if self.stage < self.num_stages - 1:
+            self.meeting.queues["activations", self.rank + self.tensor_size].put(x.clone())
+
+    def share_tokens(self, tokens: Tensor, log_probs: Tensor) -> None:
+        self.share_sums(tokens)
+        self.share_sums(log_probs)
+
+    def share_sums(self, sums: Tensor) -> None:
+        last = (self.num_stages - 1) * self.tensor_size
+        sums.copy_(self.meeting.gather("all", self.rank, sums.clone())[last])
+
+    def smallest(self, value: int) -> int:
+        return min(self.meeting.gather("all", self.rank, value))
+
+    def broadcast_plan(self, plan: StepPlan | None) -> StepPlan | None:
+        if self.rank > 0:
+            return self.meeting.queues["plans", self.rank].get(timeout=_WAIT_S)
+        for rank in range(1, self.meeting.world):
+            self.meeting.queues["plans", rank].put(plan)
+        return plan
+
+    def close(self) -> None: ...
+
+
+def generate_on_ranks(
+    directory: Path, tensor: int, stages: int, prompts: list[list[int]], new_tokens: int, **settings
+) -> tuple[list[list[int]], list[Engine]]:
+    """Greedy tokens of each prompt over tensor x stages ranks, and the ranks' engines."""
+    cpu, meeting = torch.device("cpu"), Meeting(tensor, stages)
+    model = read_model_config(directory)
+    config = EngineConfig(
+        max_sequences=4,
+        block_tokens=8,
+        max_step_tokens=16,
+        max_sequence_tokens=64,
+        cache_bytes=1 << 20,
+        **settings,
+    )
+    engines: dict[int, Engine] = {}
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            ranks = ThreadRanks(meeting, rank)
+            engines[rank] = Engine.load(directory, model, resolve(config, model, cpu), ranks, cpu)
+            if rank > 0:
+                follow(engines[rank], RankStatus())
+        except BaseException as error:  # told to the test's own thread
+            errors.append(error)
+            for barrier in meeting.barriers.values():
+                barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(1, meeting.world)]
+    for thread in threads:
+        thread.start()
+    run(0)
+    try:
+        if errors:
+            raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+        offline = OfflineEngine(engines[0])
+        done = offline.generate(prompts, SamplingParams(max_tokens=new_tokens))
+    finally:
+        ThreadRanks(meeting, 0).broadcast_plan(None)
+        for thread in threads:
+            thread.join(_WAIT_S)
+    return [generation.tokens for generation in done], [engines[rank] for rank in range(meeting.world)]

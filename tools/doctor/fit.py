@@ -1,0 +1,183 @@
+"""Whether a model fits: bytes of every rank, blocks of the cache, and sequences at several lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from tridecode.backend.config import EngineConfig, ModelConfig
+from tridecode.backend.engine.memory import LIBRARY_BYTES, NCCL_BYTES, RankMemory, plan_rank, plan_ranks
+from tridecode.backend.engine.settings import CPU_CACHE_SHARE, resolve
+from tridecode.backend.errors import TridecodeError
+from tridecode.tools.check_repo import Finding
+from tridecode.tools.doctor.sizes import in_words
+
+_LENGTHS = (128, 512, 2048, 8192, 32768, 131072)  # tokens of prompt and answer
+_USUAL = 512  # tokens of a sequence, where max_sequences is judged
+_MOST_RANKS = 64
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs. kind: "cuda" or "cpu". memory: bytes of its GPU, or what the machine has available.
+    devices: GPUs; 1 for a CPU. capability: of the GPUs, 90 for 9.0; None: not known."""
+
+    kind: str
+    memory: int
+    devices: int = 1
+    capability: int | None = None
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Bytes are of one rank. libraries: an estimate. cache: of the rank with the fewest blocks; may be
+    negative where not even the weights fit. sequences: (tokens of a sequence, how many fit)."""
+
+    ranks: list[RankMemory]
+    place: Place
+    libraries: int
+    cache: int
+    blocks: int
+    block_tokens: int
+    longest: int
+    sequences: list[tuple[int, int]]
+
+    @property
+    def fits(self) -> bool:
+        return self.blocks > 0
+
+    @property
+    def tokens(self) -> int:
+        """Of the whole cache."""
+        return self.blocks * self.block_tokens
+
+
+def fit(model: ModelConfig, config: EngineConfig, place: Place) -> Fit:
+    """Raises ConfigError for settings that cannot go together, as the engine does."""
+    config = resolve(config, model, torch.device(place.kind))
+    ranks = plan_ranks(model, config, place.kind)
+    return _fit(ranks, config, place)
+
+
+def _fit(ranks: list[RankMemory], config: EngineConfig, place: Place) -> Fit:
+    assert config.max_sequence_tokens is not None
+    libraries = _libraries(place, len(ranks))
+    per_rank = [_cache_bytes(rank, config, place, libraries) for rank in ranks]
+    blocks = min(min(rank.max_blocks, cache // rank.block) for rank, cache in zip(ranks, per_rank))
+    blocks = max(blocks, 0)
+    longest = config.max_sequence_tokens
+    lengths = [*(length for length in _LENGTHS if length < longest), longest]
+    sequences = [(length, blocks // -(-length // config.block_tokens)) for length in lengths]
+    return Fit(ranks, place, libraries, min(per_rank), blocks, config.block_tokens, longest, sequences)
+
+
+def _libraries(place: Place, ranks: int) -> int:
+    if place.kind == "cpu":
+        return 0
+    return LIBRARY_BYTES + (NCCL_BYTES if ranks > 1 else 0)
+
+
+def _cache_bytes(rank: RankMemory, config: EngineConfig, place: Place, libraries: int) -> int:
+    """What settings.choose_num_blocks would find on an otherwise empty device."""
+    room = place.memory - rank.fixed - libraries
+    if config.cache_bytes is not None:
+        return config.cache_bytes if config.cache_bytes <= room else room - config.cache_bytes
+    if place.kind == "cpu":
+        return int(room * CPU_CACHE_SHARE)
+    return int(place.memory * config.memory_fraction) - rank.fixed - libraries
+
+
+def fit_findings(
+    where: str, model: ModelConfig, config: EngineConfig, place: Place, found: Fit
+) -> Iterator[Finding]:
+    """Problems: it does not fit, or not one of the longest sequences does. Warnings: settings beyond use."""
+    kind = f"GPU with {in_words(place.memory)}" if place.kind == "cuda" else "machine"
+    if not found.fits:
+        largest = max(rank.fixed for rank in found.ranks)
+        needs = f"{in_words(largest)} a rank for weights, workspace and scratch"
+        if config.cache_bytes is not None:
+            needs += f", cache_bytes {in_words(config.cache_bytes)}"
+        if place.kind == "cuda":
+            needs += f", about {in_words(found.libraries)} for libraries, on a {kind}"
+        else:
+            needs += f", with {in_words(place.memory)} of memory available"
+        yield Finding("error", where, needs, "a model that fits, with a cache", _advice(model, config, place))
+        return
+    wanted = -(-found.longest // found.block_tokens)
+    if found.blocks < wanted:
+        yield Finding(
+            "error",
+            where,
+            f"max_sequence_tokens {found.longest:,}; the cache holds {found.tokens:,} tokens",
+            "room for one sequence of the longest kind",
+            f"Set max_sequence_tokens to {found.tokens} or less. {_advice(model, config, place)}",
+        )
+        return
+    yield from _adapter_findings(where, config, place, found)
+    usual = min(_USUAL, found.longest)
+    room = found.blocks // -(-usual // found.block_tokens)
+    if config.max_sequences > room:
+        yield Finding(
+            "warning",
+            where,
+            f"max_sequences {config.max_sequences}; the cache holds {room} of {usual} tokens",
+            "no more sequences than the cache holds",
+            f"Set max_sequences to {max(room, 1)}: more preempt each other, and their buffers take "
+            "memory from the cache.",
+        )
+
+
+def _adapter_findings(where: str, config: EngineConfig, place: Place, found: Fit) -> Iterator[Finding]:
+    """Adapters are loaded while the engine serves, into what the cache has left."""
+    adapters = max(rank.adapters for rank in found.ranks)
+    used = max(rank.fixed + found.blocks * rank.block for rank in found.ranks) + found.libraries
+    if place.kind != "cuda" or adapters <= place.memory - used:
+        return
+    percent = max(100 * (place.memory - adapters) // place.memory, 1)
+    yield Finding(
+        "warning",
+        where,
+        f"{config.max_loras} adapters of rank {config.max_lora_rank} take up to {in_words(adapters)}; "
+        f"{in_words(max(place.memory - used, 0))} are left beside the cache",
+        "room for max_loras adapters",
+        f"Lower max_loras or max_lora_rank, or set memory_fraction to {percent / 100:g}.",
+    )
+
+
+def _advice(model: ModelConfig, config: EngineConfig, place: Place) -> str:
+    """The nearest change that makes it fit."""
+    if config.cache_bytes is not None:
+        room = fit(model, replace(config, cache_bytes=None), place)
+        if room.fits:
+            return f"Lower cache_bytes to {room.cache} or set it to auto."
+    if config.data_type == "fp32" and place.kind == "cuda":
+        for dtype in ("bf16", "fp16"):
+            if dtype == "bf16" and (place.capability or 90) < 80:
+                continue
+            if fit(model, replace(config, data_type=dtype), place).fits:
+                return f"Set data_type to {dtype}."
+    if place.kind == "cuda":
+        for ranks in range(2, _MOST_RANKS + 1):
+            for tensor in sorted((size for size in range(1, ranks + 1) if ranks % size == 0), reverse=True):
+                if _fits_at(model, config, place, tensor, ranks // tensor):
+                    more = f", which takes {ranks} GPUs" if ranks > place.devices else ""
+                    stages = ranks // tensor
+                    return f"Set tensor_para_size {tensor} and pipeline_para_size {stages}{more}."
+    return "Take a smaller model, or a machine with more memory."
+
+
+def _fits_at(model: ModelConfig, config: EngineConfig, place: Place, tensor: int, stages: int) -> bool:
+    """Whether the first ranks of the first and of the last stage hold one of the longest sequences."""
+    if stages > model.num_layers or tensor > 16 or stages > 16:
+        return False
+    config = replace(config, tensor_para_size=tensor, pipeline_para_size=stages)
+    try:
+        config = resolve(config, model, torch.device(place.kind))
+        ends = [plan_rank(model, config, 0, stage, place.kind) for stage in sorted({0, stages - 1})]
+    except TridecodeError:  # the heads cannot be shared so
+        return False
+    libraries = _libraries(place, tensor * stages)
+    wanted = -(-(config.max_sequence_tokens or 1) // config.block_tokens)
+    return all(_cache_bytes(rank, config, place, libraries) // rank.block >= wanted for rank in ends)

@@ -1,0 +1,178 @@
+"""What is wrong with a repository for the machine it is to run on: settings, weights, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tridecode.backend.config import EngineConfig, ModelConfig, read_engine_config
+from tridecode.backend.engine_config_file import checkpoint_dir, read_engine_parameters
+from tridecode.backend.errors import TridecodeError
+from tridecode.backend.models import read_model_config
+from tridecode.backend.weights import MANIFEST_FILE, ManifestFile, WeightReader, file_sha256
+from tridecode.converters.files import MAX_JSON_BYTES, require_file
+from tridecode.converters.progress import byte_progress
+from tridecode.model_repo_templates.pbtxt import parse_model_config, string_parameters
+from tridecode.tools.check_repo import MAX_CONFIG_BYTES, MAX_MODELS, UNREADABLE, Finding, check_repo
+from tridecode.tools.doctor.fit import Fit, Place, fit, fit_findings
+from tridecode.tools.doctor.machine import Machine
+
+_SAMPLED_FILES, _SAMPLED_BYTES = 16, 512 << 20
+_MAX_PROBLEMS = 50  # findings of damaged files
+_LARGEST_FRACTION = 0.95  # memory_fraction beyond it leaves libraries no room
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The engine's settings in a repository. where: its config.pbtxt, for findings."""
+
+    where: str
+    config: EngineConfig
+    model: ModelConfig
+    weights: Path
+
+    @property
+    def ranks(self) -> int:
+        return self.config.tensor_para_size * self.config.pipeline_para_size
+
+
+def read_engines(repository: Path) -> list[Engine]:
+    """The engines that the models of a repository name. Those that cannot be read are left out: check_repo
+    has findings for them."""
+    names = set()
+    for path in sorted(repository.glob("*/config.pbtxt"))[:MAX_MODELS]:
+        try:
+            text = require_file(path, MAX_CONFIG_BYTES).read_text(encoding="utf-8")
+            names.add(string_parameters(parse_model_config(text, str(path))).get("engine_model", ""))
+        except UNREADABLE:
+            continue
+    found = []
+    for name in sorted(names - {""}):
+        try:
+            found.append(_read_engine(repository / name))
+        except UNREADABLE:
+            continue
+    return found
+
+
+def _read_engine(folder: Path) -> Engine:
+    """The files are not trusted: their kind and size are checked before they are read."""
+    where = f"{folder.name}/config.pbtxt"
+    require_file(folder / "config.pbtxt", MAX_CONFIG_BYTES)
+    config = read_engine_config(read_engine_parameters(str(folder)), where)
+    weights = Path(checkpoint_dir(str(folder)))
+    require_file(weights / "config.ini", MAX_CONFIG_BYTES)
+    if (weights / MANIFEST_FILE).exists():
+        require_file(weights / MANIFEST_FILE, MAX_JSON_BYTES)
+    return Engine(where, config, read_model_config(weights), weights)
+
+
+def place_of(
+    machine: Machine, config: EngineConfig, gpu_memory: int | None = None, gpus: int | None = None
+) -> Place:
+    """Where the engine's ranks run. gpu_memory, gpus: of a machine that is only supposed."""
+    visible = machine.cuda.visible
+    if gpu_memory is not None or gpus is not None:
+        memory = gpu_memory or min((gpu.memory for gpu in visible), default=80 << 30)
+        return Place("cuda", memory, gpus or max(len(visible), 1))
+    if config.device != "cpu" and visible:
+        least = min(visible, key=lambda gpu: gpu.memory)
+        return Place("cuda", least.memory, len(visible), min(gpu.capability for gpu in visible))
+    return Place("cpu", machine.memory_available)
+
+
+def repository_findings(repository: Path, full: bool) -> Iterator[Finding]:
+    """check_repo's, and weight files whose bytes are not those of the manifest: all, or a sample."""
+    yield from check_repo(repository, checksums=full)
+    if full:
+        return
+    for engine in read_engines(repository):
+        if engine.config.weights == "files":
+            yield from _sampled(engine)
+
+
+def _sampled(engine: Engine) -> Iterator[Finding]:
+    """4 KiB of each MiB of every file, where the manifest has that digest, and every byte of some files."""
+    try:
+        reader = WeightReader(engine.weights, engine.model)
+    except TridecodeError:
+        return  # check_repo says it
+    where, fix = str(engine.weights), "Copy or build it again; `tridecode doctor --full` reads every byte."
+    if reader.manifest is None:
+        text = "Nothing shows that the files are whole; build the repository with this version."
+        yield Finding("warning", where, "no manifest.json", "checksums of the weights", text)
+        return
+    problems = list(reader.sample_problems())
+    for problem in problems[:_MAX_PROBLEMS]:
+        yield Finding("error", where, problem, "the bytes that were written", fix)
+    if problems:
+        return
+    files = sample([file for tensor in reader.manifest.tensors for file in tensor.files])
+    with byte_progress("checking a sample of the weights", sum(file.bytes for file in files)) as progress:
+        for file in files:
+            found = file_sha256(engine.weights / file.name, progress)
+            if found != file.sha256:
+                text = f"{file.name} has SHA-256 {found}; manifest.json says {file.sha256}"
+                yield Finding("error", where, text, "the bytes that were written", fix)
+
+
+def sample(files: list[ManifestFile]) -> list[ManifestFile]:
+    """Evenly spaced files, the first and the last among them, at most 16 and 512 MiB."""
+    count = min(_SAMPLED_FILES, len(files))
+    chosen = [files[index * (len(files) - 1) // max(count - 1, 1)] for index in range(count)]
+    total = 0
+    kept: list[ManifestFile] = []
+    for file in chosen:
+        total += file.bytes
+        if not kept or total <= _SAMPLED_BYTES:
+            kept.append(file)
+    return kept
+
+
+def engine_findings(engine: Engine, machine: Machine, place: Place) -> Iterator[Finding]:
+    """Settings that this machine, or a supposed one, does not run."""
+    config, where = engine.config, engine.where
+    if config.device == "cuda" and place.kind == "cpu":
+        yield Finding(
+            "error", where, "device cuda on a machine without a GPU that torch can use", "auto or cpu",
+            "Set device to auto, or see the findings about GPUs.",
+        )  # fmt: skip
+    if place.kind == "cuda":
+        yield from _gpu_settings(engine, place)
+    elif config.data_type != "fp32":
+        yield Finding(
+            "warning", where, f"data_type {config.data_type} on a CPU", "fp32",
+            "Set data_type to fp32: 16-bit products are several times slower on most CPUs.",
+        )  # fmt: skip
+    if config.num_threads > machine.cpus:
+        found = f"num_threads {config.num_threads} on {machine.cpus} CPUs"
+        yield Finding("warning", where, found, "at most the CPUs", "Set num_threads to 0: torch chooses.")
+
+
+def _gpu_settings(engine: Engine, place: Place) -> Iterator[Finding]:
+    config, where = engine.config, engine.where
+    if engine.ranks > place.devices:
+        found = f"{engine.ranks} ranks (tensor_para_size {config.tensor_para_size} x pipeline_para_size "
+        found += f"{config.pipeline_para_size}) on {place.devices} GPUs"
+        fix = f"Lower them to {place.devices} or fewer together: two ranks would share a GPU and fail."
+        yield Finding("error", where, found, "a GPU for each rank", fix)
+    if config.data_type == "bf16" and place.capability is not None and place.capability < 80:
+        found = f"data_type bf16 on compute capability {place.capability // 10}.{place.capability % 10}"
+        yield Finding("error", where, found, "8.0 or more for bf16", "Set data_type to fp16.")
+    if config.data_type == "fp32":
+        fix = "Set data_type to bf16 or fp16: half the memory, and the kernels are made for 16 bit."
+        yield Finding("warning", where, "data_type fp32 on a GPU", "16 bit", fix)
+    if config.memory_fraction > _LARGEST_FRACTION:
+        fix = "Set memory_fraction to 0.9: libraries allocate beside the cache."
+        yield Finding("warning", where, f"memory_fraction {config.memory_fraction:g}", "0.95 or less", fix)
+
+
+def engine_fit(engine: Engine, place: Place) -> tuple[Fit | None, list[Finding]]:
+    """What the engine takes, and what is wrong with that."""
+    try:
+        found = fit(engine.model, engine.config, place)
+        return found, list(fit_findings(engine.where, engine.model, engine.config, place, found))
+    except TridecodeError as error:
+        fix = "Correct the setting that it names."
+        return None, [Finding("error", engine.where, str(error), "settings that the engine takes", fix)]

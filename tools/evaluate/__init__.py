@@ -1,0 +1,1 @@
+"""Accuracy of a served model on public test sets, and of the same model in transformers."""

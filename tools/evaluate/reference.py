@@ -1,0 +1,69 @@
+"""The same questions in transformers, teacher-forced: every token of the answer must be the best one."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Callable
+
+import torch
+from torch.nn import Module
+
+from tridecode.backend.weights import TORCH_DTYPES
+from tridecode.converters.checkpoint import open_checkpoint
+from tridecode.tools.evaluate.lambada import Question
+
+_BATCH_TOKENS = 2048  # of a forward, with padding
+
+
+def reference_answers(
+    checkpoint: str | Path, dtype: str, questions: Sequence[Question], progress: Callable[[int], None]
+) -> list[bool]:
+    """Whether transformers' model of `checkpoint` answers each question right.
+
+    dtype: of the weights, "fp32", "fp16" or "bf16"; a CPU computes in float32 with weights rounded to it, a
+    GPU in it. progress: called with the number of questions answered. Greedy decoding gives the answer if and
+    only if every token of it is the best one after those before: one forward per question.
+    """
+    model: Any = open_checkpoint(checkpoint).reference_model(TORCH_DTYPES[dtype])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = model.to(device=device, dtype=TORCH_DTYPES[dtype] if device.type == "cuda" else torch.float32)
+    right = [False] * len(questions)
+    rows: dict[tuple[int, ...], list[int]] = {}  # the two definitions of an item often have one sequence
+    for index, question in enumerate(questions):
+        rows.setdefault((*question.prompt, *question.target[:-1]), []).append(index)
+    try:
+        done = 0
+        with torch.inference_mode():
+            for batch in _batches(list(rows)):
+                for row, best in zip(batch, _best_tokens(model, batch, device)):
+                    for index in rows[row]:
+                        first, target = len(questions[index].prompt) - 1, questions[index].target
+                        right[index] = tuple(best[first : first + len(target)]) == target
+                    done += len(rows[row])
+                progress(done)
+    finally:
+        del model
+        gc.collect()
+    return right
+
+
+def _batches(rows: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+    """Sequences of about one length, at most _BATCH_TOKENS together."""
+    batch: list[tuple[int, ...]] = []
+    for row in sorted(rows, key=len):
+        if batch and (len(batch) + 1) * len(row) > _BATCH_TOKENS:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
+
+
+def _best_tokens(model: Module, batch: list[tuple[int, ...]], device: torch.device) -> list[list[int]]:
+    """The best token after each token of each sequence. Padding is behind the tokens, where causal attention
+    does not look."""
+    width = max(map(len, batch))
+    ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in batch], device=device)
+    return model(ids, use_cache=False).logits.argmax(-1).tolist()
