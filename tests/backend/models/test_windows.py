@@ -12,7 +12,7 @@ from tridecode.backend.messages import SamplingParams
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2"])
 def test_a_long_sequence_sees_its_windows(family: str):
-    """A window of 8 tokens, blocks of 8, chunks of up to 16: prompts of 3 and 59 tokens grow to 60 and 100."""
+    """Window and blocks of 8, chunks of up to 16 tokens: prompts of 3 and 59 tokens grow to 60 and 100."""
     model = FAMILIES[family]()
     prompts, counts = prompts_of([3, 59], model.config.vocab_size), [57, 41]
     offline = offline_engine(model)
