@@ -43,7 +43,7 @@ from tridecode.converters.zeros import ZeroCounter
 _MAX_WORKERS = 32  # threads; reading, hashing and writing release the interpreter
 _CHUNK_BYTES = 2 << 20  # a part of a tensor, of which each worker holds a few copies
 _IN_FLIGHT_BYTES = 256 << 20  # of all tensors that are being written; a larger one is written alone
-_BLOCK_ROWS = 64  # of a transposition: as many cache lines fit the first cache
+_BLOCK_ROWS = 128  # of a transposition: (8192, 2048) bf16, one thread: 0.55 GB/s; at once 0.6, by 1024 0.5
 Progress = Callable[[int], None]
 
 
@@ -246,7 +246,7 @@ def _row_major(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty(tensor.shape, dtype=dtype)
     for start in range(0, tensor.shape[1], _BLOCK_ROWS):
         columns = slice(start, start + _BLOCK_ROWS)
-        out[:, columns].copy_(_cast(tensor[:, columns].t(), dtype).t())
+        out[:, columns].copy_(_cast(tensor[:, columns].t(), dtype).t().contiguous())
     return out
 
 

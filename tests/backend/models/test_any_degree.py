@@ -83,3 +83,19 @@ def test_an_error_names_the_degrees_that_fit(folder, tensor, key):
     wanted = f"= {tensor} does not divide {key} .*wanted one of 1, 2, 4, 6, 12$"
     with pytest.raises(ConfigError, match=wanted):
         generate_on_ranks(directory, tensor, 1, prompts, NEW_TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("gpt_bigcode", {"multi_query": True}),
+        ("falcon", {"new_decoder_architecture": False, "multi_query": True, "alibi": False}),
+        ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": True}),
+    ],
+)
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_families_with_fewer_kv_heads_than_ranks(folder, family, settings, tensor):
+    directory, prompts, wanted = prepared(folder, family, **settings)
+    tokens, engines = generate_on_ranks(directory, tensor, 1, prompts, NEW_TOKENS)
+    assert tokens == wanted
+    assert {cache.blocks.shape[2] for engine in engines for cache in engine.caches} == {1}
