@@ -93,7 +93,8 @@ def _cuts(hf: PreTrainedConfig) -> dict[int, Cut]:
 def pruned_family(family: str) -> tuple[Pruned, dict[str, list[int]]]:
     """A tiny model of any family, pruned in two of its three layers, and pruned_heads of its config.json."""
     case = FAMILIES[family]
-    model = unpruned(family) if family == "llama" else case(**case.shared)
+    extra = {"qk_layernorm": False} if family == "stablelm" else {}  # its norms are those of single heads
+    model = unpruned(family) if family == "llama" else case(**{**case.shared, **extra})
     cuts = _cuts(model.config)
     return prune(model, cuts), {str(layer): list(cut.heads) for layer, cut in cuts.items()}
 
