@@ -73,6 +73,7 @@ class Manifest(msgspec.Struct, frozen=True):
     config: the values of config.ini by section and key; empty in manifests of older versions.
     weight_sparsity: the share of zeros among the weights of all matrices of layers, in [0, 1].
     sparsity_pattern: "2:4" if each of these matrices is 2:4 sparse; else "".
+    source: a digest of the checkpoint's files (converters/convert.py); empty if it is not known.
     """
 
     format: str
@@ -83,6 +84,7 @@ class Manifest(msgspec.Struct, frozen=True):
     config: dict[str, dict[str, str]] = {}
     weight_sparsity: float = 0.0
     sparsity_pattern: str = ""
+    source: str = ""
 
 
 class SampleDigest:

@@ -1,12 +1,12 @@
 """LoRA adapters at conversion: lora_targets.json for those that are served by name, and merging one.
 
 Both follow from the family's rules. A rule's transform of a weight (out, in) reorders outputs and leaves
-inputs alone, so a matrix of output numbers in place of the weight shows where each output goes.
+inputs alone, so a matrix with the number of each output in place of the weight shows where the outputs go.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -57,55 +57,78 @@ def output_layout(conversion: Conversion, shapes: list[tuple[int, ...]]) -> Outp
     """The layout of a conversion of matrices; None where it does more than reorder outputs."""
     for conv1d in (False, True):
         outputs = [shape[1] if conv1d else shape[0] for shape in shapes]
-        starts = np.cumsum([1, *outputs])  # 0 stands for an output that no source makes
-        numbers = [
-            torch.arange(start, start + count, dtype=torch.float64) for start, count in zip(starts, outputs)
-        ]
-        try:
-            made = [_transformed(conversion, numbers, scale, conv1d) for scale in (1.0, 2.0)]
-        except (RuntimeError, IndexError, ValueError):
+        if {shape[0] if conv1d else shape[1] for shape in shapes} != {conversion.spec.shape[0]}:
             continue
-        row = made[0][0]
-        fits = all(matrix.shape == (2, conversion.spec.shape[1]) for matrix in made)
-        # the second input has twice the numbers of the first: inputs are neither moved nor mixed
-        if fits and torch.equal(made[0], made[1]) and torch.equal(made[0][1], 2 * row):
-            return _layout(row.numpy(), starts, conv1d)
+        starts = np.cumsum([1, *outputs])  # 0 stands for an output that no source makes
+        try:
+            places = _moved(conversion, starts, conv1d)
+        except (ArithmeticError, IndexError, RuntimeError, ValueError):
+            continue
+        if places is not None and places.min() >= 0 and places.max() < starts[-1]:
+            return OutputLayout(_runs(places, starts), conv1d)
     return None
 
 
-def _transformed(conversion: Conversion, numbers: list[Tensor], scale: float, conv1d: bool) -> Tensor:
-    """The transform of weights of two inputs, whose columns are the numbers and twice the numbers."""
-    weights = [torch.stack([row, 2 * row], dim=0 if conv1d else 1) * scale for row in numbers]
-    return conversion.transform(*weights) / scale
+def _moved(conversion: Conversion, starts: np.ndarray, conv1d: bool) -> np.ndarray | None:
+    """The number of the source's output at each output of the target; None where inputs are moved or values
+    changed. The transform sees whole matrices, of single bytes of the numbers: they take the least memory."""
+    inputs, outputs = conversion.spec.shape
+    places = np.zeros(outputs, np.int64)
+    for byte in range(3):
+        rows = [torch.arange(first, stop) >> 8 * byte & 255 for first, stop in zip(starts, starts[1:])]
+        made = conversion.transform(*(_matrix(row, inputs, conv1d) for row in rows))
+        if made.shape != (inputs, outputs) or not torch.equal(made, made[:1].expand_as(made)):
+            return None
+        places += made[0].numpy().astype(np.int64) << 8 * byte
+    used = torch.from_numpy(places > 0)
+    for byte in range(3 if inputs > 1 else 1):
+        column = (torch.arange(inputs) + 1 >> 8 * byte & 255).to(torch.uint8)
+        matrices = [_matrix(column, stop - first, not conv1d) for first, stop in zip(starts, starts[1:])]
+        made = conversion.transform(*matrices)
+        if not torch.equal(made, column[:, None] * used):
+            return None
+    return places
 
 
-def _layout(row: np.ndarray, starts: np.ndarray, conv1d: bool) -> OutputLayout | None:
-    """row: the number of the source's output at each output of the target."""
-    places = row.astype(np.int64)
-    if (places != row).any() or (places < 0).any() or (places >= starts[-1]).any():
-        return None  # scaled, or otherwise computed
+def _matrix(values: Tensor, count: int, along_columns: bool) -> Tensor:
+    """`values`, as bytes, repeated: (n, count), or (count, n) if they run along columns."""
+    values = values.to(torch.uint8)
+    return values.expand(count, -1) if along_columns else values[:, None].expand(-1, count)
+
+
+def _runs(places: np.ndarray, starts: np.ndarray) -> _Runs:
     modules = np.searchsorted(starts, places, side="right") - 1
     firsts = np.where(modules < 0, 0, places - starts[np.maximum(modules, 0)])
     breaks = np.flatnonzero((np.diff(modules) != 0) | ((np.diff(firsts) != 1) & (modules[1:] >= 0))) + 1
     edges = [0, *breaks.tolist(), len(places)]
-    runs = ((int(modules[low]), int(firsts[low]), high - low) for low, high in zip(edges, edges[1:]))
-    return OutputLayout(tuple(runs), conv1d)
+    return tuple((int(modules[low]), int(firsts[low]), high - low) for low, high in zip(edges, edges[1:]))
 
 
 def layouts(planned: PlannedConversion) -> dict[str, tuple[Conversion, OutputLayout]]:
     """The matrices of the layers that adapters can change, by the stems of their files."""
     held = planned.checkpoint.tensors.shapes
     found: dict[str, tuple[Conversion, OutputLayout]] = {}
+    known: dict[object, OutputLayout | None] = {}  # the layers are alike
     for conversion in planned.conversions:
         spec = conversion.spec
         shapes = [tuple(held[planned.names[name]]) for name in conversion.sources]
         is_matrix = spec.layer is not None and len(spec.shape) == 2 and spec.name.endswith(".weight")
         if not is_matrix or any(len(shape) != 2 for shape in shapes):
             continue
-        layout = output_layout(conversion, shapes)
+        key = (*_identity(conversion.transform), spec.shape, *shapes)
+        if key not in known:
+            known[key] = output_layout(conversion, shapes)
+        layout = known[key]
         if layout is not None and all(name.endswith(".weight") for name in conversion.sources):
             found[spec.name.removesuffix(".weight")] = conversion, layout
     return found
+
+
+def _identity(transform: Callable[..., Tensor]) -> tuple:
+    """Equal for transforms that do the same."""
+    if isinstance(transform, partial):
+        return transform.func, transform.args, *sorted(transform.keywords.items())
+    return (transform,)
 
 
 def lora_targets(planned: PlannedConversion) -> LoraTargets:

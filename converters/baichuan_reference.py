@@ -21,10 +21,11 @@ def reference(checkpoint: Checkpoint, dtype: torch.dtype) -> Module:
     config = LlamaConfig(
         **{name: getattr(hf, name) for name in names},
         rms_norm_eps=hf.rms_norm_eps,
-        rope_theta=hf.rope_theta,
+        rope_parameters={"rope_type": "default", "rope_theta": hf.rope_theta},
         tie_word_embeddings=hf.tie_word_embeddings,
     )
-    model = LlamaForCausalLM(config).to(dtype)
+    model = LlamaForCausalLM(config)
+    Module.to(model, dtype)
     state: dict[str, Tensor] = {}
     for name in tensors.shapes:
         if name.endswith("rotary_emb.inv_freq"):

@@ -181,6 +181,11 @@ def _check_sizes(checkpoint: Checkpoint) -> None:
 
 
 def _check_numbers(config: ModelConfig, checkpoint: Checkpoint) -> None:
+    for key in ("num_heads", "num_kv_heads", "head_size", "mlp_size", "max_positions"):
+        size = getattr(config, key)
+        if isinstance(size, bool) or not isinstance(size, int) or not 0 < size < 1 << 31:
+            found = f"{key} = {str(size)[:80]}"
+            raise CheckpointError(f"the config of {checkpoint.path} has {found}; wanted 1 or more")
     numbers = {"norm_eps": config.norm_eps}
     if config.rope is not None:
         rope = config.rope

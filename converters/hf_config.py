@@ -10,13 +10,18 @@ from transformers import PreTrainedConfig
 from tridecode.backend.config import RopeConfig
 from tridecode.backend.errors import CheckpointError, UnsupportedError
 
-# the first three spellings compute one tanh formula
+# the first five spellings compute one tanh formula
 _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
     "gelu": "gelu",
+    "gelu_python": "gelu",
     "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
 }
 _GATES = {
     "silu": "silu",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from tridecode.backend.manifest import JOURNAL_FILE, MANIFEST_FILE, ManifestTensor
+from tridecode.backend.manifest import JOURNAL_FILE, MANIFEST_FILE, ManifestTensor, read_manifest
 
 _FORMAT = "tridecode-conversion-1"
 PART = ".part"  # suffix of a file that is being written
@@ -28,10 +28,10 @@ class Header(msgspec.Struct, frozen=True):
 
 
 class Journal:
-    """finished: the tensors that an interrupted conversion of the same header has written, by name.
+    """finished: the tensors that a conversion of the same header has written before, by name.
 
-    Their files are not looked at. Leftovers of another conversion are removed. Raises FileExistsError for a
-    directory without a journal.
+    Their files are not looked at. Leftovers of another conversion that was interrupted are removed. Raises
+    FileExistsError for any other directory.
     """
 
     def __init__(self, directory: Path, header: Header):
@@ -41,11 +41,11 @@ class Journal:
             found, self.finished = self._read()
             if found != header:
                 self._discard()
-        else:
+        elif not self._reopen(header):
             directory.mkdir(parents=True)
         if not self._path.exists():
-            (directory / "config.ini").write_text(header.config_ini, encoding="utf-8")
             self._append(header)
+            (directory / "config.ini").write_text(header.config_ini, encoding="utf-8")
         _sync_directory(directory)
 
     def _read(self) -> tuple[Header | None, dict[str, ManifestTensor]]:
@@ -65,6 +65,18 @@ class Journal:
             length += len(line)
         os.truncate(self._path, length)
         return header, finished
+
+    def _reopen(self, header: Header) -> bool:
+        """Take up a complete conversion of the same header, if the directory holds one."""
+        manifest = read_manifest(self._directory) if header.source and self._directory.is_dir() else None
+        if manifest is None or manifest.source != header.source:
+            return False
+        if (self._directory / "config.ini").read_text(encoding="utf-8") != header.config_ini:
+            return False
+        self.finished = {tensor.name: tensor for tensor in manifest.tensors}
+        for entry in (header, *manifest.tensors):
+            self._append(entry)
+        return True
 
     def _discard(self) -> None:
         names = [file.name for tensor in self.finished.values() for file in tensor.files]

@@ -158,7 +158,10 @@ def check_parity(
     # a CPU computes in float32 whatever the files hold: 16 bit is slower there
     engine_dtype = config.weight_dtype if device.type == "cuda" else "fp32"
     engine = EngineConfig(
-        data_type=engine_dtype, max_sequences=16, max_sequence_tokens=max(map(len, prompts)) + NEW_TOKENS
+        data_type=engine_dtype,
+        max_sequences=16,
+        max_sequence_tokens=max(map(len, prompts)) + NEW_TOKENS,
+        verify_weights="sizes",  # check_shards has read every byte
     )
     ours = run_greedy(weights, prompts, NEW_TOKENS, engine)
     bound_share = max(_BOUNDS[engine_dtype], _BOUNDS[reference_dtype])

@@ -84,7 +84,7 @@ def _measured(layer: int, config: ModelConfig, widths: _Widths, declared: Declar
         widths.attention(layer, "dense"), widths.attention(layer, "query_key_value"), widths.mlp(layer),
     )  # fmt: skip
     found: dict[str, int] = {"mlp_size": whole.mlp_size if inner is None or inner > whole.mlp_size else inner}
-    if queries is None or queries > whole.num_heads * size:
+    if queries is None or queries > whole.num_heads * size or size < 1:
         return replace(whole, mlp_size=found["mlp_size"])
     if queries % size:
         raise UnsupportedError(
@@ -112,12 +112,14 @@ def _compare(layer: int, found: dict[str, int], declared: Declared) -> None:
 
 def _kept(layer: int, heads: int, config: ModelConfig, declared: Declared) -> tuple[int, ...]:
     """The numbers of the heads that a layer has kept; () if it has all, or config.json does not tell."""
-    lost = declared.pruned_heads.get(layer, ())
-    kept = tuple(head for head in range(config.num_heads) if head not in lost)
-    if lost and len(kept) != heads:
-        found = f"{PRUNED_HEADS} leaves layer {layer} {len(kept)} of {config.num_heads} heads"
+    lost = set(declared.pruned_heads.get(layer, ()))
+    if not lost:
+        return ()
+    if config.num_heads - len(lost) != heads:  # so their number is bounded by that of the tensors
+        left = config.num_heads - len(lost)
+        found = f"{PRUNED_HEADS} leaves layer {layer} {left} of {config.num_heads} heads"
         raise CheckpointError(f"{declared.where}: {found}; its tensors have {heads}")
-    return kept if lost else ()
+    return tuple(head for head in range(config.num_heads) if head not in lost)
 
 
 def _check(layer: int, sizes: LayerSizes, config: ModelConfig, where: Path) -> None:

@@ -71,10 +71,10 @@ def write_weights(
 
     more_keys: text behind what describes the model in config.ini.
 
-    Creates the directory. If it holds an interrupted conversion of the same config and `source` (a digest of
-    the checkpoint), finished files whose checksums agree are kept. Raises ConfigError before anything is
-    written if a tensor cannot be split, FileExistsError for any other directory that exists, and
-    CheckpointError for a value that is not finite or does not fit the dtype.
+    Creates the directory. If it holds a conversion of the same config and `source` (a digest of the
+    checkpoint), interrupted or complete, finished files whose checksums agree are kept. Raises ConfigError
+    before anything is written if a tensor cannot be split, FileExistsError for any other directory that
+    exists, and CheckpointError for a value that is not finite or does not fit the dtype.
     """
     check_tensor_size(config, tensor_para_size)
     tensors = list(tensors)
@@ -92,6 +92,7 @@ def write_weights(
         entries,
         config_values(directory),
         *sparsity_of([entry for item, entry in zip(tensors, entries) if is_matrix(item.spec)]),
+        source,
     )
     journal.close(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
     return manifest

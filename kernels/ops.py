@@ -58,9 +58,9 @@ class Heads:
 
     window: a query sees this many tokens, itself included; 0: all before it. softcap: scores s become
     softcap * tanh(s / softcap) before ALiBi and mask; 0: they stay. qkv_limit: q, k and v are clamped to
-    [-qkv_limit, qkv_limit]; 0: they are not. query_norm, key_norm: of each head, weight (D,), before the
-    rotation. key_bias: (H, positions) float32, in place of slopes: added to the scores of the key at each
-    position, the last column also beyond it.
+    [-qkv_limit, qkv_limit]; 0: they are not. query_norm, key_norm: of each head, before the rotation; weight
+    and bias (D,), or (H, D) and (K, D) where heads have their own. key_bias: (H, positions) float32, in place
+    of slopes: added to the scores of the key at each position, the last column also beyond it.
     """
 
     num_heads: int

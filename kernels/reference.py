@@ -267,6 +267,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, heads: Heads) 
 
 
 def _normed(x: Tensor, norm: Norm) -> Tensor:
+    if norm.bias is not None and norm.weight.ndim == 2:  # weights of each head
+        centred = F.layer_norm(x.float(), x.shape[-1:], eps=norm.eps)
+        return (centred * norm.weight + norm.bias).to(x.dtype)
     if norm.bias is not None:
         return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
     x32 = x.float()

@@ -145,9 +145,14 @@ def _prune_layer(layer: _Layer, cut: Cut, pruned: Pruned) -> None:
     layer.matrix(down)[list(cut.neurons)] = 0
     inner = [i for i in range(layer.matrix(down).shape[0]) if i not in cut.neurons]
     layer.put(pruned, down, layer.matrix(down)[inner])
-    for stem in ("mlp.dense_h_to_4h", "mlp.gate_proj", "mlp.up_proj"):
-        for name in layer.names(stem):
-            layer.put(pruned, name, layer.matrix(name)[:, inner], layer.bias(name)[inner])
+    ups = [
+        name for stem in ("mlp.dense_h_to_4h", "mlp.gate_proj", "mlp.up_proj") for name in layer.names(stem)
+    ]
+    modules = {name.partition("#")[0] for name in ups}
+    width = len(inner) + len(cut.neurons)
+    for module in modules:  # one that has gate and values holds them side by side
+        columns = [start + i for start in range(0, layer.matrix(module).shape[1], width) for i in inner]
+        layer.put(pruned, module, layer.matrix(module)[:, columns], layer.bias(module)[columns])
     places = _columns(kept, size), _columns(used, size)
     smaller = copy.deepcopy(hf)
     smaller.num_attention_heads, smaller.hidden_size = len(kept), len(kept) * size

@@ -7,8 +7,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -42,6 +41,7 @@ from tridecode.model_repo_templates.repository import (
     write_models,
 )
 from tridecode.tools.check_repo import PARITY_FILE, check_repo
+from tridecode.tools.staging import existing_parent, staged, staged_bytes
 
 _SPARSE = 0.01  # share of zeros from which a model counts as pruned
 
@@ -132,9 +132,10 @@ def build_repo(
     }
     engine = engine_texts(settings, "engine settings")
     hf_tokenizer = _tokenizer(checkpoint, Path(tokenizer) if tokenizer is not None else None, console)
-    _check_room(output, planned)
-    with _staged(output) as staging:
-        weights = staging / ENGINE_MODEL / "1" / f"{tensor_para_size}-gpu"
+    folder = Path(ENGINE_MODEL) / "1" / f"{tensor_para_size}-gpu"
+    _check_room(output, planned, folder)
+    with staged(output, folder) as staging:
+        weights = staging / folder
         manifest = planned.write(weights, tensor_para_size)
         if checkpoint.plan is None:  # adapters name transformers' modules, a weight directory has none
             write_targets(weights, planned)
@@ -197,22 +198,17 @@ def check_output(output: Path, overwrite: bool) -> None:
             raise ConfigError(f"{output} is not a model repository of this tool; it is not overwritten")
     elif os.path.lexists(output) and not output.is_dir():
         raise ConfigError(f"{output} is not a folder; name another output")
-    folder = _existing_parent(output)
+    folder = existing_parent(output)
     if not folder.is_dir():
         raise ConfigError(f"{output} cannot be made: {folder} is not a folder")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"{output} cannot be made: no permission to write to {folder}")
 
 
-def _existing_parent(path: Path) -> Path:
-    """The nearest folder (or other file) above `path` that exists."""
-    return next(parent for parent in path.absolute().parents if os.path.lexists(parent))
-
-
-def _check_room(output: Path, planned: PlannedConversion) -> None:
+def _check_room(output: Path, planned: PlannedConversion, folder: Path) -> None:
     """ConfigError where the disk has less room than the weights take; tokenizer and configs are small."""
-    wanted = planned.total_bytes
-    free = shutil.disk_usage(_existing_parent(output)).free
+    wanted = planned.total_bytes - staged_bytes(output, folder)
+    free = shutil.disk_usage(existing_parent(output)).free
     if wanted > free:
         raise ConfigError(f"{output} needs {wanted:,} bytes for weights; its disk has {free:,} free")
 
@@ -230,45 +226,6 @@ def _check_stages(config: ModelConfig, pipeline_para_size: int) -> None:
         raise ConfigError(
             f"pipeline_para_size is {pipeline_para_size}; the model has {config.num_layers} layers to share"
         )
-
-
-@contextmanager
-def _staged(output: Path) -> Iterator[Path]:
-    """A temporary folder that is renamed to `output` when the block ends, and removed if it fails."""
-    made = _make_folders(output.parent)
-    staging = output.parent / f".{output.name}.building-{os.getpid()}"
-    try:
-        staging.mkdir()
-        yield staging
-        replaced = output.parent / f".{output.name}.replaced-{os.getpid()}"
-        if output.exists():
-            output.rename(replaced)
-        try:
-            staging.rename(output)
-        except OSError:
-            if replaced.exists():
-                replaced.rename(output)
-            raise
-        shutil.rmtree(replaced, ignore_errors=True)
-    except BaseException as error:
-        shutil.rmtree(staging, ignore_errors=True)
-        for folder in reversed(made):
-            if not any(folder.iterdir()):
-                folder.rmdir()
-        if isinstance(error, OSError) and error.errno is not None:
-            where = f" ({error.filename})" if error.filename else ""
-            raise ConfigError(f"{output} cannot be written: {error.strerror}{where}") from error
-        raise
-
-
-def _make_folders(folder: Path) -> list[Path]:
-    """Make a folder and those above it; returns the new ones, outermost first."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()][::-1]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be made: {error.strerror}") from None
-    return missing
 
 
 def _check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, console: Console) -> None:

@@ -28,11 +28,11 @@ from tridecode.model_repo_templates.pbtxt import data_type_name, parse_model_con
 from tridecode.tools import parameter_names
 
 PARITY_FILE = "PARITY.json"
-_MAX_CONFIG_BYTES = 1 << 20  # config.pbtxt and config.ini; ours have 6 kB
-_MAX_MODELS = 1000
+MAX_CONFIG_BYTES = 1 << 20  # config.pbtxt and config.ini; ours have 6 kB
+MAX_MODELS = 1000
 _MAX_SHOWN = 500  # characters of each part of a finding
 #: exceptions of the readers of damaged files, our own errors included
-_UNREADABLE = (TridecodeError, OSError, ValueError, ArithmeticError, RecursionError)
+UNREADABLE = (TridecodeError, OSError, ValueError, ArithmeticError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -106,19 +106,19 @@ def _names_engine(model: TritonConfig, engine: str) -> bool:
 def _read_models(repository: Path) -> tuple[dict[str, TritonConfig], list[Finding]]:
     models, findings = {}, []
     folders = sorted(path for path in repository.iterdir() if path.is_dir() and not path.name.startswith("."))
-    if len(folders) > _MAX_MODELS:
+    if len(folders) > MAX_MODELS:
         found = f"{len(folders):,} folders"
-        findings.append(_error(str(repository), found, f"at most {_MAX_MODELS:,}", "Is it a repository?"))
-    for folder in folders[:_MAX_MODELS]:
+        findings.append(_error(str(repository), found, f"at most {MAX_MODELS:,}", "Is it a repository?"))
+    for folder in folders[:MAX_MODELS]:
         where, path = f"{folder.name}/config.pbtxt", folder / "config.pbtxt"
         if not path.exists():
             fix = "Triton loads each folder as a model; move it."
             findings.append(_error(where, "no such file", "one in every folder", fix))
             continue
         try:
-            text = require_file(path, _MAX_CONFIG_BYTES).read_text(encoding="utf-8")
+            text = require_file(path, MAX_CONFIG_BYTES).read_text(encoding="utf-8")
             models[folder.name] = parse_model_config(text, where)
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             findings.append(_error(where, str(error), "Triton's schema", "Correct the file."))
     return models, findings
 
@@ -265,12 +265,12 @@ def _check_engine(
     try:
         engine = read_engine_config(string_parameters(models[name]), where)
         weights = Path(checkpoint_dir(str(repository / name)))
-        for file, limit in (("config.ini", _MAX_CONFIG_BYTES), (MANIFEST_FILE, MAX_JSON_BYTES)):
+        for file, limit in (("config.ini", MAX_CONFIG_BYTES), (MANIFEST_FILE, MAX_JSON_BYTES)):
             if (weights / file).exists():
                 require_file(weights / file, limit)
         config = read_model_config(weights)
         reader = WeightReader(weights, config) if engine.weights == "files" else None
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         yield _error(
             where, str(error), "a configuration and weights that load", "Correct it, or build again."
         )

@@ -62,9 +62,6 @@ class Model(Decoder):
     layout = LAYOUT
     config: MptConfig
 
-    def __init__(self, config: MptConfig, weights: Weights, ranks: Ranks, num_positions: int):
-        super().__init__(config, weights, ranks, num_positions)
-
     def stage_heads(self, ranks: Ranks, num_positions: int) -> list[Heads]:
         config = self.config
         slopes = alibi_slopes(config.num_heads, config.alibi_bias_max).to(self.embedding.device)

@@ -50,7 +50,7 @@ class CheckpointFamily:
     ModelConfig; common: model_name, start_id, end_id, weight_dtype, tied_head. rules: (number of heads) to
     those of every tensor. takes_head_size: rules also takes the head size, which the tensors of a pruned
     layer do not tell. ignored: patterns of buffers to leave out. renamed: names of other versions to
-    transformers' of today.
+    transformers' of today. head_rules: of tensors whose number depends on the config.
     """
 
     model_types: tuple[str, ...]
@@ -62,15 +62,15 @@ class CheckpointFamily:
     ignored: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
     gguf: GgufRules | None = None
+    head_rules: Callable[[ModelConfig], list[Rule]] | None = None
     config_class: type[PreTrainedConfig] | None = None
     reference: Callable[[Checkpoint, torch.dtype], Module] | None = None
     takes_head_size: bool = False
 
     def rules_of(self, config: ModelConfig) -> list[Rule]:
         """The rules of all tensors where every layer has the sizes of `config`."""
-        if self.takes_head_size:
-            return self.rules(config.num_heads, config.head_size)
-        return self.rules(config.num_heads)
+        sizes = (config.num_heads, config.head_size) if self.takes_head_size else (config.num_heads,)
+        return self.rules(*sizes) + (self.head_rules(config) if self.head_rules is not None else [])
 
     @property
     def source_file(self) -> str:

@@ -55,7 +55,7 @@ class BaichuanConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
         if self.vocab_size == _VOCABULARY_2 or self.z_loss_weight is not None:
-            self.model_type = "baichuan2"
+            self.model_type = "baichuan2"  # type: ignore[misc]  # as in config.json of another class
 
     @property
     def is_rotary(self) -> bool:

@@ -67,7 +67,7 @@ def _has_mlp_norm(hf: PreTrainedConfig) -> bool:
                 "Falcon with new_decoder_architecture = True, parallel_attn = False; this version, as "
                 "transformers, runs parallel_attn = True there"
             )
-        wanted = (None, 1, 2)
+        wanted: tuple[int | None, ...] = (None, 1, 2)
     else:
         # a sequential layer has two norms in any case
         wanted = (None, 1, 2) if not hf.parallel_attn else (None, 1)

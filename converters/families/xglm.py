@@ -9,6 +9,7 @@ from tridecode.backend.models.xglm import OFFSET, XglmConfig
 from tridecode.converters.families import CheckpointFamily
 from tridecode.converters.hf_config import activation, shape
 from tridecode.converters.rules import Rule, join, join_transposed, module_rules, transpose
+from tridecode.converters.xglm_reference import reference
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -60,4 +61,5 @@ FAMILY = CheckpointFamily(
     model_config=model_config,
     rules=rules,
     ignored=("model.embed_positions.weights",),  # that old checkpoints hold
+    reference=reference,
 )

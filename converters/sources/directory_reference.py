@@ -39,7 +39,7 @@ from tridecode.converters.rules import (
 )
 from tridecode.converters.sources import TensorSource
 
-_ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu"}
+_ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu", "silu": "silu"}
 
 
 def _gpt2(config: ModelConfig) -> PreTrainedConfig | None:

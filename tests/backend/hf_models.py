@@ -141,7 +141,7 @@ class HfWeights(Weights):
         self._dtype, self._device = dtype, device
         source = family_of(model.config.model_type, Path("tiny"))
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-        rules, specs = source.rules(config.num_heads), self.specs.values()
+        rules, specs = source.rules_of(config), self.specs.values()
         conversions = plan_conversions(
             rules, specs, shapes, {source.head}, config.num_layers, source.source_file
         )

@@ -63,6 +63,8 @@ def rank_share(name: str, whole: np.ndarray, config: ModelConfig, rank: int, ran
         return cut(whole, -1)
     if name.endswith((".attention.dense.weight", ".mlp.dense_4h_to_h.weight", ".mlp.down_proj.weight")):
         return cut(whole, 0)
+    if name.endswith(("q_norm.weight", "k_norm.weight")) and whole.ndim == 2:  # a row for each head
+        return cut(whole, 0)
     return None
 
 

@@ -12,15 +12,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoints import FAMILIES, save
+from tests.checkpoints import FAMILIES, save, variants
 from tests.lora_adapters import make_adapter
 from tridecode.backend.errors import CheckpointError, RequestError, TridecodeError, UnsupportedError
 from tridecode.backend.lora import TARGETS_FILE, LoraTargets, check_name, read_lora_config, read_targets
 from tridecode.backend.lora_tensors import read_lora
+from tridecode.backend.weight_layout import WeightSpec
 from tridecode.backend.weights import WeightReader
-from tridecode.converters.adapters import merge, write_targets
+from tridecode.converters.adapters import OutputLayout, merge, output_layout, write_targets
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import PlannedConversion, plan_conversion
+from tridecode.converters.rules import Conversion
 
 NAME = "adapter_model.safetensors"
 
@@ -31,7 +33,7 @@ def tiny(tmp_path_factory):
 
     @cache
     def make(family: str):
-        model = FAMILIES[family]()
+        model = variants()[family]()
         return model, open_checkpoint(save(model, tmp_path_factory.mktemp(family)))
 
     return make
@@ -64,7 +66,11 @@ def test_a_merged_checkpoint_has_the_weights_that_peft_merges(tiny, family: str,
     assert changed >= 4 * checkpoint.config.num_hidden_layers
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+#: variants that store query, key and value in another way than their family's tiny model
+OTHER_LAYOUTS = ["falcon-40b", "falcon-sequential-alibi", "gpt_bigcode-all-heads", "llama-one-kv"]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHER_LAYOUTS])
 def test_a_served_adapter_is_the_difference_that_peft_merges(tiny, family: str, tmp_path: Path) -> None:
     """b @ a in our layout: what PEFT's merge changes in the files."""
     model, checkpoint = tiny(family)
@@ -148,6 +154,26 @@ def test_what_is_not_applied_is_refused_by_name(tiny, tmp_path: Path, changes: d
     with pytest.raises(TridecodeError, match="lora") as caught:
         merge(checkpoint, tmp_path / "lora")
     assert text in str(caught.value)
+
+
+def test_a_transform_that_does_more_than_reorder_outputs_is_not_adapted() -> None:
+    def layout_of(transform, shape=(6, 4), wanted=(4, 6)):
+        conversion = Conversion(WeightSpec("x.weight", wanted, layer=0), ("x.weight",), transform)
+        return output_layout(conversion, [shape])
+
+    assert layout_of(lambda w: w.t().flip(1)).runs == tuple((0, 5 - i, 1) for i in range(6))
+    assert layout_of(lambda w: w, (4, 6)) == OutputLayout(((0, 0, 6),), conv1d=True)
+    padded = layout_of(lambda w: torch.nn.functional.pad(w.t(), (2, 0)), wanted=(4, 8))
+    assert padded.runs == ((-1, 0, 2), (0, 0, 6))
+    for changed in (
+        lambda w: w.t().flip(0),  # inputs are moved
+        lambda w: w.t() * 2,
+        lambda w: w.t() / 3,
+        lambda w: w.t() + 1,
+        lambda w: w.t().roll(1, 0),
+        lambda w: w.t()[:2],
+    ):
+        assert layout_of(changed) is None
 
 
 def test_adapters_of_head_and_embedding_are_refused_by_name(tiny, tmp_path: Path) -> None:

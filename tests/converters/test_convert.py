@@ -317,8 +317,13 @@ def test_the_head_is_the_one_that_transformers_uses(tmp_path, family, stored, ti
         ("gelu_new", "gelu_tanh"),
         ("gelu_pytorch_tanh", "gelu_tanh"),
         ("gelu_fast", "gelu_tanh"),
+        ("gelu_accurate", "gelu_tanh"),
+        ("gelu_python_tanh", "gelu_tanh"),
         ("gelu", "gelu"),
+        ("gelu_python", "gelu"),
         ("relu", "relu"),
+        ("silu", "silu"),
+        ("swish", "silu"),
     ],
 )
 def test_an_activation_computes_what_transformers_computes(tmp_path, activation, ours):
@@ -330,6 +335,7 @@ def test_an_activation_computes_what_transformers_computes(tmp_path, activation,
         "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
         "gelu": torch.nn.functional.gelu,
         "relu": torch.relu,
+        "silu": torch.nn.functional.silu,
     }[ours]
     torch.testing.assert_close(model.transformer.h[0].mlp.act(x), formula(x), atol=1e-5, rtol=0)
 
@@ -341,8 +347,8 @@ def test_a_gpt2_that_this_version_does_not_run_is_refused_by_name(tmp_path):
 
 
 def test_other_activations_are_refused_by_name(tmp_path):
-    save(tiny_gpt2(activation_function="silu"), tmp_path / "gpt2", tokenizer=False)
-    with pytest.raises(UnsupportedError, match="activation_function = silu; this version runs gelu_new, "):
+    save(tiny_gpt2(activation_function="quick_gelu"), tmp_path / "gpt2", tokenizer=False)
+    with pytest.raises(UnsupportedError, match="= quick_gelu; this version runs gelu_new, "):
         plan_conversion(open_checkpoint(tmp_path / "gpt2"))
     save(tiny_llama(hidden_act="relu"), tmp_path / "llama", tokenizer=False)
     with pytest.raises(UnsupportedError, match="hidden_act = relu; this version runs silu, swish, gelu"):

@@ -62,6 +62,16 @@ def test_a_right_conversion_passes(tmp_path, family, dtype):
     assert json.loads(json.dumps(parity.as_dict()))["lm_head"]["served"] == head.served
 
 
+def without_manifest(spoil):
+    """The mistake of a converter: no manifest tells that the files are not those that were written."""
+
+    def change(directory: Path) -> None:
+        spoil(directory)
+        (directory / "manifest.json").unlink()
+
+    return change
+
+
 def swap(first: str, second: str):
     def change(directory: Path) -> None:
         a, b = (directory / first).read_bytes(), (directory / second).read_bytes()
@@ -107,10 +117,21 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_wrong_conversion_fails(tmp_path, mistake):
     family, spoil = MISTAKES[mistake]
-    parity = prove(save(FAMILIES[family](), tmp_path / "hf"), tmp_path / "w", spoil=spoil)
-    assert not parity.passed
-    assert parity.largest_logit_error > parity.logit_error_bound  # with the checksums apart
-    assert bool(parity.shards.damaged) == (mistake not in ("rope_theta lost", "another GELU"))
+    source = save(FAMILIES[family](), tmp_path / "hf")
+    parity = prove(source, tmp_path / "w", spoil=without_manifest(spoil))
+    assert not parity.passed and not parity.shards.damaged
+    assert parity.largest_logit_error > parity.logit_error_bound
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_manifest_shows_every_change_after_conversion(tmp_path, mistake):
+    family, spoil = MISTAKES[mistake]
+    source = save(FAMILIES[family](), tmp_path / "hf")
+    if mistake in ("rope_theta lost", "another GELU"):
+        with pytest.raises(WeightFileError, match="config.ini"):
+            prove(source, tmp_path / "w", spoil=spoil)
+    else:
+        assert prove(source, tmp_path / "w", spoil=spoil).shards.damaged
 
 
 @pytest.fixture
@@ -132,7 +153,8 @@ def test_a_model_that_amplifies_rounding_is_held_to_what_it_does_to_transformers
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_in_a_model_that_amplifies_rounding_shows(tmp_path, mistake, no_rounding_allowed):
     family, spoil = MISTAKES[mistake]
-    parity = prove(save(FAMILIES[family](), tmp_path / "hf"), tmp_path / "w", spoil=spoil)
+    source = save(FAMILIES[family](), tmp_path / "hf")
+    parity = prove(source, tmp_path / "w", spoil=without_manifest(spoil))
     assert not parity.passed and parity.largest_logit_error > parity.logit_error_bound
 
 
@@ -220,7 +242,8 @@ def test_an_untied_head_is_compared_too(tmp_path):
     source = save(tiny_gpt2(tie_word_embeddings=False), tmp_path / "hf")
     right = prove(source, tmp_path / "a")
     assert right.passed and right.lm_head == LmHead("untied", "untied", "untied")
-    wrong = prove(source, tmp_path / "b", spoil=lambda d: (d / "model.lm_head.weight.bin").unlink())
+    remove = without_manifest(lambda directory: (directory / "model.lm_head.weight.bin").unlink())
+    wrong = prove(source, tmp_path / "b", spoil=remove)
     assert not wrong.passed and wrong.lm_head == LmHead("untied", "untied", "tied")
 
 
@@ -228,7 +251,7 @@ def test_a_head_that_appears_beside_a_tied_model_fails(tmp_path):
     def add_head(directory: Path) -> None:
         shutil.copyfile(directory / "model.wte.bin", directory / "model.lm_head.weight.bin")
 
-    parity = prove(save(tiny_gpt2(), tmp_path / "hf"), tmp_path / "w", spoil=add_head)
+    parity = prove(save(tiny_gpt2(), tmp_path / "hf"), tmp_path / "w", spoil=without_manifest(add_head))
     assert parity.lm_head == LmHead("tied", "tied", "untied")
     assert not parity.passed
 

@@ -30,7 +30,7 @@ def _draw_gptj(random: Random) -> dict[str, Any]:
         "n_inner": random.choice([None, 52, 77]),
         "rotary_dim": 2 * random.randint(1, size // 2),
         "layer_norm_epsilon": random.choice([1e-5, 1e-3]),
-        "activation_function": random.choice(["gelu", "gelu_new", "relu"]),
+        "activation_function": random.choice(["gelu", "gelu_new", "relu", "silu"]),
         "tie_word_embeddings": random.random() < 0.5,
     }
 
@@ -76,7 +76,7 @@ def _draw_falcon(random: Random) -> dict[str, Any]:
         "multi_query": random.random() < 0.5,
         "bias": random.random() < 0.5,
         "alibi": alibi,
-        "activation": random.choice(["gelu", "gelu_new", "relu"]),
+        "activation": random.choice(["gelu", "gelu_new", "relu", "silu"]),
         "layer_norm_epsilon": random.choice([1e-5, 1e-3]),
         "rope_parameters": {"rope_type": "default", "rope_theta": random.choice([100.0, 10000.0])},
         "tie_word_embeddings": random.random() < 0.5,
@@ -128,7 +128,7 @@ def _draw_gpt_neo(random: Random) -> dict[str, Any]:
         "attention_types": [[[random.choice(["global", "local"])], 1] for _ in range(layers)],
         "window_size": random.choice([1, 4, 9, 256]),
         "intermediate_size": random.choice([None, 52, 77]),
-        "activation_function": random.choice(["gelu", "gelu_new", "relu"]),
+        "activation_function": random.choice(["gelu", "gelu_new", "relu", "silu"]),
         "tie_word_embeddings": random.random() < 0.5,
     }
 
@@ -218,7 +218,7 @@ CASES = {
             },
         },
         shared={
-            "num_attention_heads": 12, "hidden_size": 96, "num_hidden_layers": 3, "num_kv_heads": 6,
+            "num_attention_heads": 12, "hidden_size": 96, "num_hidden_layers": 3, "num_kv_heads": 4,
             "new_decoder_architecture": True, "bias": True,
         },
         draw=_draw_falcon,
@@ -254,7 +254,7 @@ CASES = {
             "all-heads": {"multi_query": False, "tie_word_embeddings": False, "n_inner": 77},
             "unscaled": {"scale_attn_weights": False, "activation_function": "gelu"},
         },
-        shared={"n_head": 12, "n_embd": 48, "n_layer": 3, "multi_query": False},
+        shared={"n_head": 12, "n_embd": 48, "n_layer": 3},
         draw=_draw_bigcode,
         names={
             **GPT2_NAMES,
@@ -325,6 +325,9 @@ CASES = {
             "model.layers.{i}.attention.dense": "transformer.h.{i}.attn.attention.out_proj",
         },
         heads="apart",
-        ini={"activation": GELUS},
+        ini={
+            "activation": GELUS, "num_layers": st.just(3),
+            "windows": st.just(()) | st.tuples(*[st.integers(0, 5000)] * 3),
+        },
     ),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""OPT, XGLM, Phi and Baichuan."""
+"""OPT, XGLM, Phi, Baichuan and StableLM."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 from hypothesis import strategies as st
-from transformers import OPTConfig, PhiConfig, PreTrainedConfig, XGLMConfig
+from transformers import OPTConfig, PhiConfig, PreTrainedConfig, StableLmConfig, XGLMConfig
 
 from tests.baichuan import BaichuanConfig
 from tests.checkpoints import GELUS, LLAMA3_ROPE, ROPE, FamilyCase
@@ -98,6 +98,21 @@ def _draw_baichuan(random: Random) -> dict[str, Any]:
         "rope_theta": random.choice([100.0, 10000.0]),
         "tie_word_embeddings": random.random() < 0.5,
     }
+
+
+def _draw_stablelm(random: Random) -> dict[str, Any]:
+    shared = {key: value for key, value in _draw_phi(random).items() if key != "hidden_act"}
+    return {
+        **shared,
+        "hidden_act": random.choice(["silu", "gelu", "gelu_pytorch_tanh"]),
+        "use_qkv_bias": random.random() < 0.5,
+        "use_parallel_residual": random.random() < 0.5,
+    }
+
+
+def _stored_stablelm(hf: PreTrainedConfig, state: dict) -> dict:
+    """Without the norms of heads, which share a file; the engine's tests see them."""
+    return {name: array for name, array in state.items() if "_layernorm.norms." not in name}
 
 
 def _mlp(hf: PreTrainedConfig) -> int:
@@ -255,5 +270,46 @@ CASES = {
         },
         heads="joined",
         ini={"activation": st.just("silu"), "rope": st.none() | ROPE},
+    ),
+    "stablelm": FamilyCase(
+        StableLmConfig,
+        seed=18,
+        settings={
+            "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 3,
+            "num_key_value_heads": 3, "max_position_embeddings": 128, "partial_rotary_factor": 0.5,
+        },
+        model_type="StableLM",
+        variants={
+            "12b": {"qk_layernorm": True, "use_parallel_residual": True, "use_qkv_bias": True,
+                "num_attention_heads": 6, "num_key_value_heads": 2},
+        },
+        shared={"num_attention_heads": 12, "num_key_value_heads": 4, "num_hidden_layers": 3,
+            "qk_layernorm": True},
+        draw=_draw_stablelm,
+        names={
+            "model.wte": "model.embed_tokens",
+            "model.layers.{i}.input_layernorm": "model.layers.{i}.input_layernorm",
+            "model.layers.{i}.attention.query_key_value": tuple(
+                f"model.layers.{{i}}.self_attn.{name}_proj" for name in "qkv"
+            ),
+            "model.layers.{i}.attention.dense": "model.layers.{i}.self_attn.o_proj",
+            "model.layers.{i}.post_attention_layernorm": "model.layers.{i}.post_attention_layernorm",
+            "model.layers.{i}.mlp.gate_proj": "model.layers.{i}.mlp.gate_proj",
+            "model.layers.{i}.mlp.up_proj": "model.layers.{i}.mlp.up_proj",
+            "model.layers.{i}.mlp.down_proj": "model.layers.{i}.mlp.down_proj",
+            "model.final_layernorm": "model.norm",
+            "model.lm_head": "lm_head",
+        },
+        heads="apart",
+        ini={
+            "hidden_size": st.integers(1, 20000),
+            "num_kv_heads": st.integers(1, 12),
+            "activation": st.sampled_from(["silu", "gelu", "gelu_tanh"]),
+            "rope": ROPE,
+            "residual": st.sampled_from(["sequential", "parallel"]),
+            "attention_bias": st.booleans(),
+            "head_norms": st.booleans(),
+        },
+        stored=_stored_stablelm,
     ),
 }  # fmt: skip

@@ -84,5 +84,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
     )
     if heads.slopes is not None:
         scores = scores + heads.slopes.double().cpu()[:, None, None] * distance
+    if heads.key_bias is not None:
+        scores = scores + heads.key_bias.double().cpu()[:, None, : k.shape[1]]
     weights = scores.masked_fill(distance > 0, -torch.inf).softmax(-1)
     return torch.einsum("htl,hld->thd", weights, v).flatten(1)

@@ -96,6 +96,44 @@ def test_a_prompt_beside_numbers_that_are_none_is_as_it_is_alone(place: Place, h
     assert torch.equal(beside[:40], out[:40]) and torch.equal(beside[170:], out[170:])
 
 
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("fresh", [True, False])
+def test_each_key_position_may_have_a_bias(place: Place, fresh: bool, kv_heads: int):
+    """A decoding row and a prompt; layers of one batch keep their own biases."""
+    contexts, queries = [40, 33 if fresh else 150], [1, 33]
+    batch, dtype, size = make_batch(place, contexts, queries, 16), torch.float32, 4 * 32
+    for _ in range(2):  # layers
+        bias = torch.randn(4, 150, generator=place.generator).to(place.device)
+        heads = Heads(4, kv_heads, 32, 32**-0.5, key_bias=bias)
+        cache = make_cache(place, batch, heads, 16, dtype)
+        cache.blocks.nan_to_num_()
+        qkv, out = place.normal(34, heads.qkv_size, dtype=dtype), place.poison(34, size, dtype=dtype)
+        held = qkv[1:, size:].unflatten(1, (2, kv_heads, 32))
+        for i, position in enumerate(range(contexts[1] - 33, contexts[1])):
+            cache.blocks[int(batch.block_tables[1, position // 16]), :, :, position % 16] = held[i]
+        place.settle()
+        place.ops.decode_attention(qkv[:1], heads, batch, cache, out=out[:1])
+        place.ops.prefill_attention(qkv[1:], heads, batch, cache, out=out[1:])
+        q = qkv[:, :size].unflatten(1, (4, 32))
+        for row, part in enumerate((slice(0, 1), slice(1, 34))):
+            k, v = context_of(cache, batch, row)
+            assert_close("attention", out[part], attend(q[part], k, v, heads))
+
+
+def test_beyond_the_last_column_a_key_bias_stays(place: Place):
+    """A cache may hold more positions than the table: of blocks that are not full."""
+    heads = Heads(2, 2, 32, 1.0, key_bias=torch.zeros(2, 5, device=place.device))
+    batch = make_batch(place, [5], [1], 16)
+    cache = make_cache(place, batch, heads, 16, torch.float32)
+    cache.blocks.nan_to_num_()
+    qkv = place.normal(1, heads.qkv_size, dtype=torch.float32)
+    out = place.poison(1, 64, dtype=torch.float32)
+    place.settle()
+    place.ops.decode_attention(qkv, heads, batch, cache, out=out)
+    k, v = context_of(cache, batch, 0)
+    assert_close("attention", out, attend(qkv[:, :64].unflatten(1, (2, 32)), k, v, heads))
+
+
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_layers_of_one_batch_keep_their_own_slopes(place: Place, kv_heads: int):
     batch, dtype = make_batch(place, [5, 40, 17], [1, 1, 1], 16), torch.float32

@@ -31,6 +31,7 @@ COMMANDS = (
     *("build-repo", "serve", "generate", "send-request", "check", "doctor", "demo", "bench"),
     "evaluate-lambada",
 )
+ADAPTERS = ("list", "add", "remove")
 BENCHES = ("engine", "server", "compare", "load", "loading", "agree")
 
 
@@ -46,7 +47,14 @@ def test_help_names_every_command_in_a_line() -> None:
     assert not any(line.endswith("...") for line in lines)  # no summary is cut
 
 
-@pytest.mark.parametrize("command", [*([name] for name in COMMANDS), *(["bench", name] for name in BENCHES)])
+@pytest.mark.parametrize(
+    "command",
+    [
+        *([name] for name in COMMANDS),
+        *(["bench", name] for name in BENCHES),
+        *(["adapters", name] for name in ADAPTERS),
+    ],
+)
 def test_a_commands_help_explains_every_option_and_gives_an_example(command) -> None:
     done = run(*command, "--help")
     assert done.exit_code == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -169,6 +170,16 @@ def test_a_damaged_repository_ends_in_findings_not_in_an_error(repository):
     (repository / FT / "1" / "1-gpu" / "config.ini").unlink()
     found = diagnose(repository, machine=CPU_MACHINE)
     assert found.problems and not found.fits
+
+
+@pytest.mark.parametrize(
+    "name", [f"{FT}/config.pbtxt", f"{FT}/1/1-gpu/config.ini", f"{FT}/1/1-gpu/manifest.json"]
+)
+@pytest.mark.timeout(60)
+def test_a_pipe_in_place_of_a_file_is_not_read(repository, name):
+    (repository / name).unlink()
+    os.mkfifo(repository / name)
+    assert diagnose(repository, machine=CPU_MACHINE).problems
 
 
 # ---------------------------------------------------------------- the command

@@ -20,7 +20,7 @@ def doctor(
     gpus: Annotated[Optional[int], typer.Option(min=1, max=1024, help="Number of such GPUs.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Find what is wrong with this machine and a model repository.
+    """Find faults of this machine and of a model repository.
 
     Reads only. Says what to change, and what fits: bytes of each rank, sequences at several lengths. Exit
     code: 0 without problems (warnings allowed), 1 with problems.

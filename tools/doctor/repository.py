@@ -10,10 +10,11 @@ from tridecode.backend.config import EngineConfig, ModelConfig, read_engine_conf
 from tridecode.backend.engine_config_file import checkpoint_dir, read_engine_parameters
 from tridecode.backend.errors import TridecodeError
 from tridecode.backend.models import read_model_config
-from tridecode.backend.weights import ManifestFile, WeightReader, file_sha256
+from tridecode.backend.weights import MANIFEST_FILE, ManifestFile, WeightReader, file_sha256
+from tridecode.converters.files import MAX_JSON_BYTES, require_file
 from tridecode.converters.progress import byte_progress
 from tridecode.model_repo_templates.pbtxt import parse_model_config, string_parameters
-from tridecode.tools.check_repo import Finding, check_repo
+from tridecode.tools.check_repo import MAX_CONFIG_BYTES, MAX_MODELS, UNREADABLE, Finding, check_repo
 from tridecode.tools.doctor.fit import Fit, Place, fit, fit_findings
 from tridecode.tools.doctor.machine import Machine
 
@@ -40,22 +41,31 @@ def read_engines(repository: Path) -> list[Engine]:
     """The engines that the models of a repository name. Those that cannot be read are left out: check_repo
     has findings for them."""
     names = set()
-    for path in sorted(repository.glob("*/config.pbtxt"))[:1000]:
+    for path in sorted(repository.glob("*/config.pbtxt"))[:MAX_MODELS]:
         try:
-            config = parse_model_config(path.read_text(encoding="utf-8"), str(path))
-            names.add(string_parameters(config).get("engine_model", ""))
-        except (TridecodeError, OSError, ValueError):
+            text = require_file(path, MAX_CONFIG_BYTES).read_text(encoding="utf-8")
+            names.add(string_parameters(parse_model_config(text, str(path))).get("engine_model", ""))
+        except UNREADABLE:
             continue
     found = []
     for name in sorted(names - {""}):
-        where, folder = f"{name}/config.pbtxt", str(repository / name)
         try:
-            config_of_engine = read_engine_config(read_engine_parameters(folder), where)
-            weights = Path(checkpoint_dir(folder))
-            found.append(Engine(where, config_of_engine, read_model_config(weights), weights))
-        except (TridecodeError, OSError, ValueError, ArithmeticError):
+            found.append(_read_engine(repository / name))
+        except UNREADABLE:
             continue
     return found
+
+
+def _read_engine(folder: Path) -> Engine:
+    """The files are not trusted: their kind and size are checked before they are read."""
+    where = f"{folder.name}/config.pbtxt"
+    require_file(folder / "config.pbtxt", MAX_CONFIG_BYTES)
+    config = read_engine_config(read_engine_parameters(str(folder)), where)
+    weights = Path(checkpoint_dir(str(folder)))
+    require_file(weights / "config.ini", MAX_CONFIG_BYTES)
+    if (weights / MANIFEST_FILE).exists():
+        require_file(weights / MANIFEST_FILE, MAX_JSON_BYTES)
+    return Engine(where, config, read_model_config(weights), weights)
 
 
 def place_of(

@@ -66,7 +66,7 @@ MODELS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "window-of-one-block": (MistralConfig, {**LLAMA, **rope("yarn", factor=4.0), "sliding_window": 8}),
 }
 #: transformers rotates all of a longer prompt by its whole length, which the rows of one table cannot do
-WHOLE_PROMPT = ("dynamic", "longrope")
+WHOLE_PROMPT = ("dynamic",)
 
 
 def model_of(name: str):
@@ -83,8 +83,10 @@ def test_long_prompts_and_texts_are_those_of_transformers(name: str) -> None:
     prompts = prompts_of(BEFORE if name in WHOLE_PROMPT else BEFORE + AFTER, model.config.vocab_size)
     offline = offline_engine(model)  # blocks of 8 tokens, steps of 16
     together = offline.generate(prompts, SamplingParams(max_tokens=NEW))
+    seen: set[int] = set()
     for prompt, ours in zip(prompts, together):
         tokens, logits = hf_greedy(model_of(name), prompt, NEW)
-        assert len(set(tokens)) > 3, "the model repeats itself: the test sees nothing"
+        seen.update(tokens)
         assert ours.tokens == tokens, len(prompt)
         assert np.abs(np.stack(ours.logits) - logits).max() < FP32_LOGITS, len(prompt)
+    assert len(seen) > 8, "the model repeats itself: the test sees nothing"

@@ -36,7 +36,8 @@ def test_greedy_tokens_and_logits_equal_transformers_in_any_company(variant: str
     for i, (tokens, logits) in enumerate(wanted):
         for generation in (together[i], offline.generations[late[i]]):
             assert generation.tokens == tokens
-            assert np.abs(np.stack(generation.logits) - logits).max() < FP32_LOGITS
+            bound = max(FP32_LOGITS, 1e-5 * np.abs(logits).max())
+            assert np.abs(np.stack(generation.logits) - logits).max() < bound
     alone = offline.generate(prompts[5:6], params)[0]
     assert alone.tokens == wanted[5][0]
 
