@@ -126,7 +126,8 @@ def _yarn(rope: dict[str, Any], hf: PreTrainedConfig) -> dict[str, Any]:
         "attention_factor": float(attention),
         "beta_fast": float(rope.get("beta_fast") or 32),
         "beta_slow": float(rope.get("beta_slow") or 1),
-        "truncate": bool(rope.get("truncate", True)),
+        # not rope's own where layers differ: so in transformers
+        "truncate": bool(hf.rope_parameters.get("truncate", True)),
         **longest,
     }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tridecode.backend.config import ModelConfig
@@ -27,7 +28,7 @@ class Model(llama.Model):
     def __init__(self, config: Any, weights: Weights, ranks: Ranks, num_positions: int):
         super().__init__(config, weights, ranks, num_positions)
         # transformers rounds the scale to the dtype of the embedding
-        self.embedding_scale = float(self.embedding.new_tensor(math.sqrt(config.hidden_size)))
+        self.embedding_scale = float(torch.tensor(math.sqrt(config.hidden_size), dtype=self.embedding.dtype))
 
     def embed(self, context: Context, x: Tensor) -> None:
         super().embed(context, x)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedConfig
 
 from tridecode.backend.config import ModelConfig
-from tridecode.converters.families import CheckpointFamily, GgufRules
+from tridecode.converters.families import CheckpointFamily
 from tridecode.converters.families.llama import EMBEDDING, llama_fields, rules, whole_rope
 from tridecode.converters.hf_config import windows
 
@@ -29,5 +29,4 @@ FAMILY = CheckpointFamily(
     embedding=EMBEDDING,
     model_config=model_config,
     rules=rules,
-    gguf=GgufRules(architecture="qwen2"),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedConfig
 
 from tridecode.backend.config import ModelConfig
-from tridecode.converters.families import CheckpointFamily, GgufRules, llama
+from tridecode.converters.families import CheckpointFamily, llama
 from tridecode.converters.families.llama import EMBEDDING, llama_fields, whole_rope
 from tridecode.converters.hf_config import windows
 from tridecode.converters.rules import Rule, module_rules
@@ -41,5 +41,4 @@ FAMILY = CheckpointFamily(
     embedding=EMBEDDING,
     model_config=model_config,
     rules=rules,
-    gguf=GgufRules(architecture="qwen3"),
 )

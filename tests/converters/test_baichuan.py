@@ -62,7 +62,7 @@ def test_the_rotary_network_of_the_tests_is_transformers_llama():
     torch.testing.assert_close(model(ids).logits, llama.eval()(ids).logits, atol=2e-4, rtol=0)
 
 
-@pytest.mark.parametrize("positions", [{}, ALIBI], ids=["rotary", "ALiBi"])
+@pytest.mark.parametrize("positions", [{"rope_theta": 500.0}, ALIBI], ids=["rotary", "ALiBi"])
 def test_baichuan_2_with_its_normalised_head_answers_as_the_published_network(tmp_path, positions):
     model = TINY(seed=6, z_loss_weight=0.0, **positions)
     source = save(model, tmp_path / "hf")

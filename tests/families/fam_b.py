@@ -154,7 +154,7 @@ CASES = {
             "350m": {"do_layer_norm_before": False, "word_embed_proj_dim": 12},
             "plain": {
                 "enable_bias": False, "layer_norm_elementwise_affine": False, "activation_function": "gelu",
-                "word_embed_proj_dim": 60, "tie_word_embeddings": False,
+                "word_embed_proj_dim": 12, "tie_word_embeddings": False,
             },
         },
         shared={"num_attention_heads": 12, "num_hidden_layers": 3},

@@ -306,7 +306,10 @@ CASES = {
         variants={
             "scaled": {
                 "layer_types": LAYER_TYPES, "final_logit_softcapping": 20.0, "attention_bias": True,
-                "rope_parameters": {"full_attention": LINEAR, "sliding_attention": YARN},
+                "rope_parameters": {
+                    "full_attention": LINEAR,
+                    "sliding_attention": {**YARN, "truncate": False, "beta_fast": 4.0},
+                },
             },
         },
         shared=SHARED,

@@ -34,7 +34,12 @@ _INPUTS = (
     Field("min_length", "UINT32", param="min_tokens"),
     # ours
     Field("priority", "INT32", "smaller is sooner; one value for all rows", "0"),
-    Field("lora_name", "STRING", "name of the LoRA adapter of each row", "none: the base model"),
+    Field(
+        "lora_name",
+        "STRING",
+        "name of the LoRA adapter of each row, see [adapters.md](adapters.md)",
+        "the base model",
+    ),
     refused("is_return_context_cum_log_probs", "BOOL", (False,), declared=False),
     refused("session_len", "UINT32", declared=False),
     refused("memory_len", "UINT32", declared=False),

@@ -43,7 +43,12 @@ _INPUTS = (
     refused("guided_decoding_guide", "STRING", (b"",)),
     # ours
     Field("priority", "INT32", "smaller is sooner; each row has its own", "0"),
-    Field("lora_name", "STRING", "name of the LoRA adapter of each row", "none: the base model"),
+    Field(
+        "lora_name",
+        "STRING",
+        "name of the LoRA adapter of each row, see [adapters.md](adapters.md)",
+        "the base model",
+    ),
     Field("top_p_reset_ids", "INT32", param="top_p_reset_id"),
     # older names, which clients still send, and TensorRT-LLM's stop request
     Field("min_length", "INT32", alias_of="min_tokens"),

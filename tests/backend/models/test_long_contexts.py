@@ -10,7 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, MistralConfig, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPTJConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+)
 
 from tests.backend.engine.offline_models import FP32_LOGITS, hf_greedy, offline_engine, prompts_of
 from tests.backend.hf_models import randomize
@@ -62,9 +70,24 @@ MODELS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "partial": (GPTNeoXConfig, {**NEOX, **rope("default", partial_rotary_factor=0.25)}),
     "partial-linear": (GPTNeoXConfig, {**NEOX, **rope("linear", factor=4.0, partial_rotary_factor=0.5)}),
     "partial-yarn": (GPTNeoXConfig, {**NEOX, **rope("yarn", factor=4.0, partial_rotary_factor=0.5)}),
+    "interleaved": (
+        GPTJConfig,
+        {"n_embd": 64, "n_head": 4, "n_layer": 2, "rotary_dim": 8, "n_positions": LONGEST, "vocab_size": 131},
+    ),
+    "local-and-global": (
+        Gemma3TextConfig,
+        {
+            **LLAMA, "num_hidden_layers": 3, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
     "window": (MistralConfig, {**LLAMA, **rope("default"), "sliding_window": 20}),
     "window-of-one-block": (MistralConfig, {**LLAMA, **rope("yarn", factor=4.0), "sliding_window": 8}),
-}
+}  # fmt: skip
 #: transformers rotates all of a longer prompt by its whole length, which the rows of one table cannot do
 WHOLE_PROMPT = ("dynamic",)
 
