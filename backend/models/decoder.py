@@ -11,6 +11,7 @@ from typing import Any, Callable
 from torch import Tensor
 
 from tridecode.backend.config import ModelConfig, check_tensor_size
+from tridecode.backend.errors import ConfigError
 from tridecode.backend.models.layers import (
     Context,
     Ranks,
@@ -42,6 +43,11 @@ class Decoder:
         self.final_norm = self.load_norm(weights, "model.final_layernorm") if self.layout.final_norm else None
         self.head = self.load_head(weights)
         self.stage = stage_layers(config.num_layers, ranks.stage, ranks.num_stages)
+        if not self.stage:
+            raise ConfigError(
+                f"pipeline_para_size = {ranks.num_stages} leaves stage {ranks.stage} without layers; "
+                f"{config.model_name} has {config.num_layers} of them"
+            )
         self.layers = [self.load_layer(weights, f"model.layers.{index}") for index in self.stage]
         self.heads: Sequence[Heads] = self.stage_heads(ranks, num_positions)
 
