@@ -220,7 +220,13 @@ def _merged_reference(base: Checkpoint, directory: Path, dtype: torch.dtype) -> 
     if find_spec("peft") is not None:
         from peft import PeftModel  # not needed to convert: a proof by a second implementation
 
-        adapted: Any = PeftModel.from_pretrained(model, str(directory))
+        try:
+            adapted: Any = PeftModel.from_pretrained(model, str(directory))
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"PEFT cannot apply {directory} to the reference of {base.path}, so nothing shows that the "
+                f"merge is right (--no-parity builds without): {error}"
+            ) from None
         model = adapted.merge_and_unload()
     else:
         _add_deltas(model, directory)

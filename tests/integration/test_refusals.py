@@ -382,6 +382,14 @@ def _short_file(repository: Path) -> None:
     path.write_bytes(path.read_bytes()[:-4])
 
 
+def _swapped_files(repository: Path) -> None:
+    one = repository / "fastertransformer" / "1" / "1-gpu" / _FILE
+    other = one.with_name(one.name.replace("layers.1", "layers.0"))
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+
+
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "no tensor ranks": (_parameter("tensor_para_size", "0"), "tensor_para_size is 0; wanted 1 or more"),
     "no pipeline stages": (
@@ -391,8 +399,9 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "an unknown data type": (_parameter("data_type", "fp8"), "data_type is 'fp8'; wanted one of fp32, fp16"),
     "more ranks than heads": (_parameter("tensor_para_size", "2"), "tensor_para_size = 2 does not divide"),
     "a missing key": (_ini("head_num", None), r"section \[gpt\] has no head_num"),
-    "a layer too many": (_ini("num_layer", "3"), r"model\.layers\.2\..*(missing|no such|not found)"),
-    "another width": (_ini("inter_size", "100"), "holds [0-9,]+ bytes; .* needs"),
+    "a layer too many": (_ini("num_layer", "3"), "num_layer is 3; the weights were converted with 2"),
+    "another width": (_ini("inter_size", "100"), "inter_size is 100; the weights were converted with"),
+    "swapped files": (_swapped_files, "dense_h_to_4h.weight.0.bin is not the file that was converted"),
     "a missing file": (_no_file, re.escape(_FILE)),
     "a short file": (_short_file, re.escape(_FILE) + " holds [0-9,]+ bytes; .* needs"),
 }
