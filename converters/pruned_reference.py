@@ -115,8 +115,9 @@ def _places(whole: WeightSpec, pruned: WeightSpec, config: ModelConfig) -> Place
         inner = torch.arange(pruned.shape[whole.axis])
         return inner, inner
     queries, keys = _heads(config, whole.layer)
-    if len(whole.parts) == 1:  # attention.dense
-        return _columns(queries, config.head_size)
+    if len(whole.parts) == 1:  # attention.dense, or a vector for each head, as of its norm
+        heads = queries if whole.heads == (config.num_heads,) else keys
+        return _columns(heads, whole.parts[0] // whole.heads[0])
     sections = [_columns(heads, config.head_size) for heads in (queries, keys, keys)]
     starts = [(sum(whole.parts[:i]), sum(pruned.parts[:i])) for i in range(3)]
     destination = torch.cat([section[0] + start[0] for section, start in zip(sections, starts)])

@@ -57,6 +57,7 @@ class Pruned:
     kept_heads: list[list[int]] = field(default_factory=list)
     kv_heads: list[int] = field(default_factory=list)
     inner: list[int] = field(default_factory=list)
+    gone: set[str] = field(default_factory=set)
 
     def save(self, directory: Path, **config) -> Path:
         """A directory with the model's config.json, changed by `config`, and model.safetensors."""
@@ -75,7 +76,11 @@ def prune(model: PreTrainedModel, cuts: dict[int, Cut]) -> Pruned:
     for layer in range(hf.num_hidden_layers):
         _prune_layer(_Layer(hf, state, layer), cuts.get(layer, Cut()), pruned)
     for name, tensor in state.items():
-        if name not in pruned.state and not (hf.tie_word_embeddings and name == "lm_head.weight"):
+        if (
+            name not in pruned.state
+            and name not in pruned.gone
+            and not (hf.tie_word_embeddings and name == "lm_head.weight")
+        ):
             pruned.state[name] = tensor.clone()
     return pruned
 
@@ -93,8 +98,7 @@ def _cuts(hf: PreTrainedConfig) -> dict[int, Cut]:
 def pruned_family(family: str) -> tuple[Pruned, dict[str, list[int]]]:
     """A tiny model of any family, pruned in two of its three layers, and pruned_heads of its config.json."""
     case = FAMILIES[family]
-    extra = {"qk_layernorm": False} if family == "stablelm" else {}  # its norms are those of single heads
-    model = unpruned(family) if family == "llama" else case(**{**case.shared, **extra})
+    model = unpruned(family) if family == "llama" else case(**case.shared)
     cuts = _cuts(model.config)
     return prune(model, cuts), {str(layer): list(cut.heads) for layer, cut in cuts.items()}
 
@@ -167,6 +171,13 @@ def _prune_layer(layer: _Layer, cut: Cut, pruned: Pruned) -> None:
     )
     for name, weight, bias in zip(names, weights, biases):
         layer.put(pruned, name, weight, bias[0])
+    attention = dense.rpartition(".")[0]
+    for kind, chosen in (("q", kept), ("k", used)):  # norms of single heads, as StableLM's, are numbered anew
+        norms = f"{attention}.{kind}_layernorm.norms."
+        pruned.gone.update(name for name in layer.state if name.startswith(norms))
+        for place, head in enumerate(chosen):
+            if f"{norms}{head}.weight" in layer.state:
+                pruned.state[f"{norms}{place}.weight"] = layer.state[f"{norms}{head}.weight"].clone()
     pruned.kept_heads.append(kept)
     pruned.kv_heads.append(len(used))
     pruned.inner.append(len(inner))
