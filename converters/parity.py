@@ -9,6 +9,7 @@ wrong layout or a lost tensor gives an error thousands of times the bound, the w
 from __future__ import annotations
 
 import gc
+import math
 import platform
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -24,7 +25,8 @@ from transformers import PreTrainedTokenizerBase
 from tridecode.backend.config import EngineConfig, ModelConfig
 from tridecode.backend.engine.offline import run_greedy
 from tridecode.backend.engine.settings import choose_device
-from tridecode.backend.models import read_model_config
+from tridecode.backend.host_memory import available_memory
+from tridecode.backend.models import family, read_model_config
 from tridecode.backend.weights import TORCH_DTYPES, WeightReader
 from tridecode.converters.checkpoint import Checkpoint
 from tridecode.converters.parity_files import (
@@ -273,13 +275,32 @@ def _reference_dtype(checkpoint: Checkpoint, config: ModelConfig, device: torch.
 def _fits(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether twice the model's size in this dtype is free."""
     parameters = sum(int(np.prod(shape)) for shape in checkpoint.tensors.shapes.values())
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _available_memory()
-    return 2 * dtype.itemsize * parameters < free
+    return 2 * dtype.itemsize * parameters < _free_memory(device)
 
 
-def _available_memory() -> int:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+def _free_memory(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+
+
+def too_large(config: ModelConfig) -> str:
+    """Why the comparison would not fit the memory of this machine; "" if it does. For a sentence.
+
+    The reference is loaded on the CPU in the dtype of the files, or wider; after it the engine on its device,
+    on a CPU in fp32.
+    """
+    parameters = sum(math.prod(spec.shape) for spec in family(config.family).weight_specs(config))
+    device = choose_device(EngineConfig())
+    item = TORCH_DTYPES[config.weight_dtype].itemsize
+    sizes = {torch.device("cpu"): item * parameters}
+    sizes[device] = parameters * (item if device.type == "cuda" else 4)
+    for place, size in sizes.items():
+        free = _free_memory(place)
+        if 1.1 * size > free:
+            return (
+                f"the comparison needs {size / 2**30:,.1f} GiB of memory ({place.type}), and "
+                f"{free / 2**30:,.1f} GiB are available"
+            )
+    return ""
 
 
 def _reference_greedy(

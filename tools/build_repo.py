@@ -22,7 +22,7 @@ from tridecode.backend.models import family
 from tridecode.converters.adapters import merge, write_targets
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import PlannedConversion, plan_conversion
-from tridecode.converters.parity import Parity, check_parity, without_reference
+from tridecode.converters.parity import Parity, check_parity, too_large, without_reference
 from tridecode.converters.sources import Checkpoint
 from tridecode.converters.sources.nemo import open_prompts
 from tridecode.converters.tokenizer import (
@@ -153,8 +153,9 @@ def build_repo(
             source = Path(tokenizer) if tokenizer is not None else checkpoint.tokenizer_dir
             written = save_tokenizer(hf_tokenizer, source, staging / TOKENIZER_DIR)
             _check_vocabulary(written, config, console)
-        if parity and not compared.has_reference:
-            _say_unproven(planned, compared, weights, staging, hf_tokenizer is not None, console)
+        why = _no_comparison(compared, config)
+        if parity and why:
+            _say_unproven(why, planned, compared, weights, staging, hf_tokenizer is not None, console)
         elif parity:
             _prove(planned, compared, weights, staging, hf_tokenizer, console)
         _check_result(staging)
@@ -264,7 +265,17 @@ def _prove(
     return parity
 
 
+def _no_comparison(checkpoint: Checkpoint, config: ModelConfig) -> str:
+    """Why the result cannot be compared with another model of the checkpoint; "" if it can."""
+    if checkpoint.has_reference:
+        return too_large(config)
+    return (
+        f"transformers has no class for {checkpoint.config.model_type or config.family} with these settings"
+    )
+
+
 def _say_unproven(
+    why: str,
     planned: PlannedConversion,
     checkpoint: Checkpoint,
     weights: Path,
@@ -272,9 +283,7 @@ def _say_unproven(
     has_tokenizer: bool,
     console: Console,
 ) -> None:
-    """Say, and write into PARITY.json, that there was no reference."""
-    model_type = checkpoint.config.model_type or planned.config.family
-    why = f"transformers has no class for {model_type} with these settings"
+    """Say, and write into PARITY.json, that nothing was compared, and why."""
     file = staging / TOKENIZER_DIR / "tokenizer.json" if has_tokenizer else None
     result = without_reference(why, checkpoint.path.name, weights, planned.config, file)
     (staging / PARITY_FILE).write_text(json.dumps(result, indent=1, ensure_ascii=False), encoding="utf-8")

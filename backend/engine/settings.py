@@ -9,6 +9,7 @@ import torch
 
 from tridecode.backend.config import EngineConfig, ModelConfig
 from tridecode.backend.errors import ConfigError
+from tridecode.backend.host_memory import available_memory
 
 log = logging.getLogger("tridecode.engine")
 
@@ -77,7 +78,7 @@ def choose_num_blocks(config: EngineConfig, block_bytes: int, device: torch.devi
         reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         available = int(total * config.memory_fraction) - (total - free - reusable)
     else:
-        available = int(_available_memory() * CPU_CACHE_SHARE)
+        available = int(available_memory() * CPU_CACHE_SHARE)
     blocks = min(most, available // block_bytes)
     if blocks < 1:
         raise ConfigError(
@@ -88,12 +89,3 @@ def choose_num_blocks(config: EngineConfig, block_bytes: int, device: torch.devi
         "cache: %d blocks of %d tokens, %.2f GiB", blocks, config.block_tokens, blocks * block_bytes / 2**30
     )
     return blocks
-
-
-def _available_memory() -> int:
-    """Bytes that the kernel says can be taken without swapping."""
-    with open("/proc/meminfo") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/meminfo has no MemAvailable")

@@ -1,0 +1,62 @@
+"""Host memory that this process may take: the kernel's figure, within the limits of its cgroups. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+_UNLIMITED = 1 << 60  # version 1 of cgroups writes 2**63 rounded to pages
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that can be taken without swapping or being killed. root: of /proc and /sys, for tests.
+
+    Of a cgroup, version 1 or 2: its limit less what it holds, of which clean pages of files can be given up.
+    """
+    lines = (root / "proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return max(min([free, *_cgroup_rooms(root)]), 0)
+
+
+def _cgroup_rooms(root: Path) -> Iterator[int]:
+    for folder in _cgroup_folders(root):
+        for limit_file, use_file, clean in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            limit, use = _number(folder / limit_file), _number(folder / use_file)
+            if limit is not None and use is not None and limit < _UNLIMITED:
+                yield limit - use + _statistic(folder / "memory.stat", clean)
+
+
+def _cgroup_folders(root: Path) -> Iterator[Path]:
+    """This process's cgroups of memory, from its own up to the root of what it sees."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        folder = base / path.lstrip("/")
+        yield from (
+            parent for parent in (folder, *folder.parents) if parent == base or base in parent.parents
+        )
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _statistic(path: Path, name: str) -> int:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)
