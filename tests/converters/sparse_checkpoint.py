@@ -9,6 +9,7 @@ import json
 import math
 import resource
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,25 @@ def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+class AnonymousPeak(threading.Thread):
+    """The largest RssAnon, sampled: memory that is not pages of files, which the kernel can take back."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.bytes = 0
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            self.bytes = max(self.bytes, anonymous())
+            time.sleep(0.002)
+
+
+def anonymous() -> int:
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
 def convert(checkpoint: Path, output: Path, dtype: str, ranks: int, small: bool) -> dict[str, float]:
     """Convert in this process; resident bytes before and at the peak, and the seconds."""
     from tridecode.converters import mapped_files, writer
@@ -93,9 +113,15 @@ def convert(checkpoint: Path, output: Path, dtype: str, ranks: int, small: bool)
 
     if small:  # in proportion to a small checkpoint
         writer._IN_FLIGHT_BYTES = mapped_files._RESIDENT_BYTES = 32 << 20
-    before, started = resident(), time.monotonic()
+    before, started, sampled = resident(), time.monotonic(), AnonymousPeak()
+    held = anonymous()
     plan_conversion(open_checkpoint(checkpoint), dtype).write(output, ranks)
-    return {"before": before, "peak": peak(), "seconds": time.monotonic() - started}
+    return {
+        "before": before,
+        "peak": peak(),
+        "anonymous": sampled.bytes - held,
+        "seconds": time.monotonic() - started,
+    }
 
 
 def load(weights: Path, ranks: int) -> dict[str, float]:
@@ -108,13 +134,19 @@ def load(weights: Path, ranks: int) -> dict[str, float]:
     from tridecode.kernels import select
 
     before, started, cpu = resident(), time.monotonic(), torch.device("cpu")
+    sampled, held = AnonymousPeak(), anonymous()
     reader = WeightReader(weights, read_model_config(weights))
     reader.verify("sampled")
     specs = list(reader.specs.values())
     source = FileWeights(reader, specs, ranks - 1, ranks, reader.dtype, select(cpu), cpu)
     for spec in specs:
         source.tensor(spec.name)
-    return {"before": before, "peak": peak(), "seconds": time.monotonic() - started}
+    return {
+        "before": before,
+        "peak": peak(),
+        "anonymous": sampled.bytes - held,
+        "seconds": time.monotonic() - started,
+    }
 
 
 def main() -> None:

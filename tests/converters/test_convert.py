@@ -395,13 +395,12 @@ def test_every_spelling_of_the_rotary_embedding_is_understood(tmp_path, spelling
     assert plan_conversion(open_checkpoint(tmp_path / "hf")).config.rope == wanted
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "yarn"])
-def test_another_rope_scaling_is_refused_by_name(tmp_path, kind):
+def test_another_rope_scaling_is_refused_by_name(tmp_path):
     save(tiny_llama(), tmp_path / "hf", tokenizer=False)
+    kind = "proportional"
     edit_config(tmp_path / "hf", rope_parameters={"rope_type": kind, "rope_theta": 1e4, "factor": 2.0})
-    with pytest.raises(
-        UnsupportedError, match=f"rope scaling {kind}; this version runs default, linear and llama3"
-    ):
+    known = "default, linear, dynamic, yarn, longrope, llama3"
+    with pytest.raises(UnsupportedError, match=f"rope scaling {kind}; this version runs {known}"):
         plan_conversion(open_checkpoint(tmp_path / "hf"))
 
 

@@ -26,7 +26,7 @@ SETTINGS = {
     "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2,
     "pad_token_id": None,
 }  # fmt: skip
-SHARED = {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8, "num_hidden_layers": 3}
+SHARED = {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 8, "num_hidden_layers": 3}
 GATES = ["silu", "gelu", "gelu_new", "gelu_pytorch_tanh"]
 LAYER_TYPES = ["full_attention", "sliding_attention"]
 LINEAR = {"rope_type": "linear", "rope_theta": 20000.0, "factor": 4.0}
@@ -247,7 +247,7 @@ CASES = {
                     "rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5,
                 }},
         },
-        shared={"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 96,
+        shared={"num_attention_heads": 12, "num_key_value_heads": 4, "hidden_size": 96,
             "num_hidden_layers": 3},
         draw=_draw_phi3,
         names={

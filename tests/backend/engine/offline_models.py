@@ -21,6 +21,11 @@ from tridecode.backend.engine.settings import resolve
 FP32_LOGITS = 2e-4
 
 
+def fp32_bound(logits: np.ndarray) -> float:
+    """FP32_LOGITS, or in proportion to larger logits."""
+    return max(FP32_LOGITS, 2e-5 * float(np.abs(logits).max()))
+
+
 def offline_engine(
     model: torch.nn.Module, device: str = "cpu", keep_logits: bool = True, **settings
 ) -> OfflineEngine:

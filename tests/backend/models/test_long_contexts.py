@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from tests.backend.engine.offline_models import FP32_LOGITS, hf_greedy, offline_engine, prompts_of
+from tests.backend.engine.offline_models import fp32_bound, hf_greedy, offline_engine, prompts_of
 from tests.backend.hf_models import randomize
 from tridecode.backend.messages import SamplingParams
 from tridecode.converters.families import families
@@ -111,5 +111,5 @@ def test_long_prompts_and_texts_are_those_of_transformers(name: str) -> None:
         tokens, logits = hf_greedy(model_of(name), prompt, NEW)
         seen.update(tokens)
         assert ours.tokens == tokens, len(prompt)
-        assert np.abs(np.stack(ours.logits) - logits).max() < FP32_LOGITS, len(prompt)
+        assert np.abs(np.stack(ours.logits) - logits).max() < fp32_bound(logits), len(prompt)
     assert len(seen) > 8, "the model repeats itself: the test sees nothing"

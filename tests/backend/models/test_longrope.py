@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from tests.backend.engine.offline_models import FP32_LOGITS, hf_greedy, offline_engine, prompts_of
+from tests.backend.engine.offline_models import fp32_bound, hf_greedy, offline_engine, prompts_of
 from tests.checkpoints import FAMILIES
 from tests.families.fam_c import longrope
 from tridecode.backend.messages import SamplingParams
@@ -55,4 +55,4 @@ def test_prompts_and_sequences_around_the_limit(family: str, scarce: bool):
     for prompt, answer in zip(prompts, answers):
         tokens, logits = hf_greedy(model, prompt, new)
         assert answer.tokens == tokens, len(prompt)
-        assert np.abs(np.stack(answer.logits) - logits).max() < FP32_LOGITS
+        assert np.abs(np.stack(answer.logits) - logits).max() < fp32_bound(logits)

@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from tests.backend.engine.offline_models import FP32_LOGITS, hf_greedy, offline_engine, prompts_of
+from tests.backend.engine.offline_models import fp32_bound, hf_greedy, offline_engine, prompts_of
 from tests.backend.models.sweep import compare
 from tests.checkpoints import FAMILIES, variants
 from tridecode.backend.messages import SamplingParams
@@ -36,8 +36,7 @@ def test_greedy_tokens_and_logits_equal_transformers_in_any_company(variant: str
     for i, (tokens, logits) in enumerate(wanted):
         for generation in (together[i], offline.generations[late[i]]):
             assert generation.tokens == tokens
-            bound = max(FP32_LOGITS, 1e-5 * np.abs(logits).max())
-            assert np.abs(np.stack(generation.logits) - logits).max() < bound
+            assert np.abs(np.stack(generation.logits) - logits).max() < fp32_bound(logits)
     alone = offline.generate(prompts[5:6], params)[0]
     assert alone.tokens == wanted[5][0]
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.backend.engine.offline_models import FP32_LOGITS, context_embedding, hf_greedy, prompts_of
+from tests.backend.engine.offline_models import context_embedding, fp32_bound, hf_greedy, prompts_of
 from tests.backend.engine.rank_process import NEW_TOKENS, RankPool
 from tests.checkpoints import FAMILIES
 from tests.pruned_checkpoints import Cut, Pruned, prune, pruned_family, unpruned
@@ -56,7 +56,7 @@ def test_a_pruned_model_answers_as_the_zeroed_one_alone_and_in_a_batch(family: s
         tokens, logits = hf_greedy(pruned.model, prompt, NEW)
         for answer in answers:
             assert answer.tokens == tokens
-            assert np.abs(np.stack(answer.logits) - logits).max() < FP32_LOGITS
+            assert np.abs(np.stack(answer.logits) - logits).max() < fp32_bound(logits)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bloom", "llama"])

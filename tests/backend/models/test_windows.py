@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.backend.engine.offline_models import FP32_LOGITS, hf_greedy, offline_engine, prompts_of
+from tests.backend.engine.offline_models import fp32_bound, hf_greedy, offline_engine, prompts_of
 from tests.checkpoints import FAMILIES
 from tridecode.backend.messages import SamplingParams
 
@@ -22,4 +22,4 @@ def test_a_long_sequence_sees_its_windows(family: str):
         tokens, logits = hf_greedy(model, prompt, count)
         answer = offline.generations[number]
         assert answer.tokens == tokens and len(set(tokens)) > 20
-        assert np.abs(np.stack(answer.logits) - logits).max() < FP32_LOGITS
+        assert np.abs(np.stack(answer.logits) - logits).max() < fp32_bound(logits)
