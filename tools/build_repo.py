@@ -153,8 +153,8 @@ def build_repo(
             source = Path(tokenizer) if tokenizer is not None else checkpoint.tokenizer_dir
             written = save_tokenizer(hf_tokenizer, source, staging / TOKENIZER_DIR)
             _check_vocabulary(written, config, console)
-        why = _no_comparison(compared, config)
-        if parity and why:
+        why = _no_comparison(compared, config) if parity else ""
+        if why:
             _say_unproven(why, planned, compared, weights, staging, hf_tokenizer is not None, console)
         elif parity:
             _prove(planned, compared, weights, staging, hf_tokenizer, console)
