@@ -6,7 +6,9 @@ finished. Code that changes one in place must synchronise the device before the 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -24,13 +26,17 @@ from tridecode.kernels.library import KernelError, current_stream
 from tridecode.kernels.ops import (
     Batch,
     CacheLayer,
+    CandidateRows,
     DecoderLayer,
     Heads,
     Linear,
     SamplingState,
 )
-from tridecode.kernels.reference import Reference
+from tridecode.kernels.quantized import QuantizedWeight
+from tridecode.kernels.reference import Reference, beam_candidates
 from tridecode.kernels.scratch import NUM_COUNTERS, SUM_BYTES, arena_bytes
+
+log = logging.getLogger("tridecode.engine")
 
 #: Up to how many decoding rows one launch of all layers is used, by (at most) hidden size: where a whole step
 #: gains 10 % or more over operation by operation. Gain on an H200, 512-token prompts, 1 / 2 / 3 / 4 rows:
@@ -40,6 +46,18 @@ from tridecode.kernels.scratch import NUM_COUNTERS, SUM_BYTES, arena_bytes
 LAYER_ROWS = ((768, 2), (1024, 4), (2048, 2))
 #: the most rows that the launch takes, and the most bytes of their inputs of one product
 MAX_LAYER_ROWS, MAX_LAYER_INPUT_BYTES = 4, 64 << 10
+
+
+@lru_cache(None)
+def _say_expanded(format: str, rounds_activations: bool, dtype: torch.dtype) -> None:
+    """Once for a format."""
+    log.warning(
+        "%s weights are expanded to %s at load: the kernels do not read them, and the memory is that of %s%s",
+        format,
+        dtype,
+        dtype,
+        "; activations are not rounded" if rounds_activations else "",
+    )
 
 
 class Cuda(CudaGemm):
@@ -59,9 +77,13 @@ class Cuda(CudaGemm):
     def captures(self, heads: Heads) -> bool:
         return _has_kernel(heads)
 
-    def pack(self, linear: Linear) -> Linear:
-        """Rows of the weight contiguous, as both cuBLAS and the kernels read them."""
-        return Linear(linear.weight.contiguous(), linear.bias)
+    def pack(self, linear: Linear, dtype: torch.dtype = torch.float32) -> Linear:
+        """Rows of the weight contiguous, as cuBLAS and the kernels read them; a quantised one expanded."""
+        weight = linear.weight
+        if isinstance(weight, QuantizedWeight):
+            _say_expanded(weight.format, bool(weight.activations), dtype)
+            weight = weight.expanded(dtype)
+        return Linear(weight.contiguous(), linear.bias)
 
     def resolve_tokens(self, token_ids: Tensor, slots: Tensor, last_tokens: Tensor) -> None:
         indices("resolve_tokens", ("token_ids", token_ids), ("slots", slots), ("last_tokens", last_tokens))
@@ -228,11 +250,11 @@ class Cuda(CudaGemm):
             products = (layer.qkv, layer.dense, layer.up, layer.down)
             for norm in (layer.attention_norm, layer.mlp_norm):
                 addresses += [norm.weight.data_ptr(), pointer(norm.bias)]
-            addresses += [product.weight.data_ptr() for product in products]
+            addresses += [product.dense.data_ptr() for product in products]
             addresses += [pointer(product.bias) for product in products]
             addresses.append(cache.blocks.data_ptr())
         inner, hidden = layers[0].up.weight.shape
-        key = (*addresses, hidden, queries, inner, DTYPES[layers[0].up.weight.dtype])
+        key = (*addresses, hidden, queries, inner, DTYPES[layers[0].up.dense.dtype])
         held = self._layer_tables.get(key)
         if held is None:
             tensors = torch.tensor(addresses, dtype=torch.int64)
@@ -298,6 +320,9 @@ class Cuda(CudaGemm):
             scratch=self._sample.data_ptr(),
             counters=self._counters.data_ptr(),
         )
+
+    def candidates(self, logits: Tensor, wanted: CandidateRows, *, ids: Tensor, log_probs: Tensor) -> None:
+        beam_candidates(logits, wanted, ids, log_probs)  # torch: no kernel yet
 
 
 def _has_kernel(heads: Heads) -> bool:

@@ -16,7 +16,7 @@ from tridecode.kernels.cuda_base import (
 from tridecode.kernels.gemm_table import Gemm, Plan
 from tridecode.kernels.library import current_stream
 from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm
-from tridecode.kernels.reference import GATED, activate, change_qkv, gate
+from tridecode.kernels.reference import GATED, activated, change_qkv
 from tridecode.kernels.scratch import NUM_COUNTERS, SUM_BYTES
 
 
@@ -73,10 +73,7 @@ class CudaGemm(CudaBase):
         """A product whose activation no epilogue has: torch computes it."""
         product = self._temporary("product", x.shape[0], linear.weight.shape[0], x.dtype)
         self._gemm(x, linear, norm, None, None, product)
-        if activation in GATED:
-            product = gate(product, activation)
-        else:
-            activate(product, activation)
+        product = activated(product, activation)
         out.copy_(product if residual is None else product.add_(residual))
 
     def project_qkv(
@@ -130,7 +127,7 @@ class CudaGemm(CudaBase):
         head_fields: dict[str, float] | None = None,
     ) -> Plan:
         """Launch what gemm_table.choose plans. head_fields: those of the task for query, key and value."""
-        weight = linear.weight
+        weight = linear.dense
         (tokens, inputs), outputs = x.shape, weight.shape[0]
         x_stride, weight_stride, out_stride = x.stride(0), weight.stride(0), out.stride(0)
         x_pointer, weight_pointer, out_pointer = x.data_ptr(), weight.data_ptr(), out.data_ptr()
@@ -209,7 +206,7 @@ class CudaGemm(CudaBase):
         self, x: Tensor, linear: Linear, activation: str | None, residual: Tensor | None, out: Tensor
     ) -> None:
         """cuBLAS; a kernel of ours follows for what cuBLAS does not fuse."""
-        weight, bias, same = linear.weight.t(), linear.bias, out.dtype == x.dtype
+        weight, bias, same = linear.dense.t(), linear.bias, out.dtype == x.dtype
         if same and residual is None and bias is not None:
             if activation is None:
                 torch.addmm(bias, x, weight, out=out)
@@ -292,15 +289,15 @@ def _rotation(heads: Heads) -> tuple[int, int, bool]:
 def _check_linear(
     operation: str, x: Tensor, linear: Linear, residual: Tensor | None, out: Tensor, gated: bool
 ) -> None:
-    sizes = match(operation, ("TI", "x", x), ("WI", "weight", linear.weight), ("TO", "out", out))
-    dtype = same_dtype(operation, ("x", x), ("weight", linear.weight))
+    sizes = match(operation, ("TI", "x", x), ("WI", "weight", linear.dense), ("TO", "out", out))
+    dtype = same_dtype(operation, ("x", x), ("weight", linear.dense))
     wanted = sizes["W"] // 2 if gated else sizes["W"]
     if sizes["O"] != wanted:
         raise ShapeError(f"{operation}: out has {sizes['O']} columns; {sizes['W']} weight rows give {wanted}")
     if out.dtype not in (dtype, torch.float32):
         raise DtypeError(f"{operation}: out is {out.dtype}; wanted {dtype} or float32")
     if linear.bias is not None:
-        match(operation, ("WI", "weight", linear.weight), ("W", "bias", linear.bias))
+        match(operation, ("WI", "weight", linear.dense), ("W", "bias", linear.bias))
         same_dtype(operation, ("x", x), ("bias", linear.bias))
     if residual is not None:
         match(operation, ("TO", "out", out), ("TO", "residual", residual))

@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from tridecode.kernels.quantized import QuantizedWeight
 from tridecode.kernels.sampling_state import SamplingState
 
 
@@ -31,10 +33,22 @@ class Norm:
 @dataclass(frozen=True)
 class Linear:
     """weight: (out, in), bias: (out,) or None, as `Ops.pack` returned them: on CUDA the rows of weight are
-    contiguous, on the CPU weight may have the layout of a library."""
+    contiguous, on the CPU weight may have the layout of a library.
 
-    weight: Tensor
+    A weight that is quantised is the matrix that it stands for (kernels/quantized.py). activations: "int8" or
+    "fp8" where `pack` has expanded a weight whose product rounds its input: each row of x, after the norm, is
+    rounded to it first.
+    """
+
+    weight: Tensor | QuantizedWeight
     bias: Tensor | None = None
+    activations: str = ""
+
+    @property
+    def dense(self) -> Tensor:
+        """The weight of an implementation whose `pack` leaves none quantised."""
+        assert isinstance(self.weight, Tensor), self.weight.format
+        return self.weight
 
 
 @dataclass(frozen=True)
@@ -92,7 +106,7 @@ class CacheLayer:
     + offset.
 
     The tokens of one head in one block are contiguous, so that one copy loads them. scales: (N, 2, K, P)
-    float32, for future 8-bit caches; None for a 16- or 32-bit cache.
+    float32 where blocks are int8 or float8_e4m3fn, as kernels.kv_rounding makes them; None where they are X.
     """
 
     blocks: Tensor
@@ -101,6 +115,11 @@ class CacheLayer:
     @property
     def block_tokens(self) -> int:
         return self.blocks.shape[3]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that a block consists of, each with the N blocks as its first axis."""
+        return (self.blocks,) if self.scales is None else (self.blocks, self.scales)
 
 
 @dataclass
@@ -137,6 +156,25 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class CandidateRows:
+    """The rows of a step whose most likely tokens are wanted, and what their sequences do to the logits.
+
+    rows: (n,) int64, of the logits. temperature, repetition, presence, frequency: (n, 1) float32 or None
+    where neutral in every row. seen: (3, P) int64 or None: index into rows, token id, occurrences of it in
+    prompt and output, for the penalties. banned: (2, Q) int64 or None: index into rows, token id that is
+    impossible.
+    """
+
+    rows: Tensor
+    temperature: Tensor | None = None
+    repetition: Tensor | None = None
+    presence: Tensor | None = None
+    frequency: Tensor | None = None
+    seen: Tensor | None = None
+    banned: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class DecoderLayer:
     """One pre-norm layer: x += dense(attention(attention_norm(x))); x += down(activation(up(mlp_norm(x)))).
 
@@ -152,7 +190,8 @@ class DecoderLayer:
 
 
 class Ops(Protocol):
-    """Every operation. Activations, weights and cache share one dtype X: float32, float16 or bfloat16."""
+    """Every operation. Activations, weights and cache share one dtype X: float32, float16 or bfloat16; the
+    cache may be in 8 bits instead, with scales."""
 
     def reserve(
         self, max_tokens: int, max_columns: int, max_rows: int, max_context: int, vocab_size: int
@@ -166,11 +205,12 @@ class Ops(Protocol):
         """Whether attention of these heads is safe inside CUDA graph capture."""
         ...
 
-    def pack(self, linear: Linear) -> Linear:
+    def pack(self, linear: Linear, dtype: torch.dtype = torch.float32) -> Linear:
         """The same product with its weight in this implementation's fastest layout; called once, at load.
 
-        weight: (out, in), contiguous along either axis, on the operations' device. The result may share its
-        memory.
+        weight: (out, in), contiguous along either axis, on the operations' device. dtype: X, which a
+        quantised weight is expanded to by an implementation that does not read it as it is. The result may
+        share its memory.
         """
         ...
 
@@ -220,10 +260,10 @@ class Ops(Protocol):
     ) -> None:
         """out = activation(norm(x) @ weight.T + bias) + residual, products and sums in float32.
 
-        x: (T, in) X. weight: (O, in) X. residual: (T, O) X, may be out. out: (T, O) X, or float32 for the
-        language model's head; it may not be x. activation: None, "gelu_tanh", "gelu" (erf), "relu", "silu"
-        or, gated, "swiglu", "geglu_tanh" or "geglu", where weight holds O / 2 gate rows and then O / 2 up
-        rows and out is (T, O / 2): silu (gelu_tanh, gelu) of the gate * up.
+        x: (T, in) X. weight: (O, in) X or quantised. residual: (T, O) X, may be out. out: (T, O) X, or
+        float32 for the language model's head; it may not be x. activation: None, "gelu_tanh", "gelu" (erf),
+        "relu", "silu" or, gated, "swiglu", "geglu_tanh" or "geglu", where weight holds O / 2 gate rows and
+        then O / 2 up rows and out is (T, O / 2): silu (gelu_tanh, gelu) of the gate * up.
         """
         ...
 
@@ -243,14 +283,16 @@ class Ops(Protocol):
         written to the cache at batch.kv_slots (not if that is -1).
 
         x: (T, C) X. weight: ((H + 2K) * D, C) X, rows q, k, v, heads-major. out: (T, (H + 2K) * D) X, holding
-        the rotated q, the rotated k and v. Rotation in float32 at batch.positions.
+        the rotated q, the rotated k and v; with an 8-bit cache k and v as a reader of the cache gets them.
+        Rotation in float32 at batch.positions.
         Source: Su et al. 2021; agrees with transformers' apply_rotary_pos_emb.
         """
         ...
 
     def finish_qkv(self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer) -> None:
-        """What project_qkv does after its product: clamp, norms and rotation of qkv in place, keys and values
-        to the cache. For products that something is added to, as LoRA's deltas.
+        """What project_qkv does after its product: clamp, norms, rotation and the rounding of an 8-bit cache,
+        of qkv in place; keys and values to the cache. For products that something is added to, as LoRA's
+        deltas.
 
         qkv: (T, (H + 2K) * D) X, rows contiguous.
         """
@@ -322,12 +364,26 @@ class Ops(Protocol):
         slot's seed: word (id % 4) of Philox-4x32-10 with the halves of seed as key, the low one first, and
         counter (id / 4, generated, 0, 0), as (word + 0.5) / 2^32 (u near 0 decides who wins, and there
         float32 is precise enough). The answer thus depends on nothing but the sequence itself. If every id is
-        impossible, end_id is taken where it is an id, else id 0.
+        impossible, end_id is taken where it is an id, else id 0. Where the largest
+        logit is +inf, or all are NaN, the token is -1 and log_prob 0, and the state goes on as if id 0 had
+        been taken. (A NaN in a hidden state makes all logits of its row NaN; one NaN among numbers gives -1
+        in the reference and is not looked for on a GPU.)
 
         Then, for the token t: last_tokens = t; generated += 1; with bad words, history grows by t (a full
-        history no longer); counts[t] += 1 with penalties that are not neutral; with top_p_decay < 1,
-        top_p_now = top_p if t is top_p_reset_id, else max(top_p_now * top_p_decay, top_p_min).
+        history no longer); counts[t] += 1, up to 32767, with penalties that are not neutral; with
+        top_p_decay < 1, top_p_now = top_p if t is top_p_reset_id, else
+        max(top_p_now * top_p_decay, top_p_min).
         Sources: FasterTransformer's sampling layers for the order; Gumbel 1954 and Salmon et al. 2011 for the
         draw.
+        """
+        ...
+
+    def candidates(self, logits: Tensor, wanted: CandidateRows, *, ids: Tensor, log_probs: Tensor) -> None:
+        """The most likely next tokens of some rows, most likely first, for beam search.
+
+        logits: (R, V) float32, unchanged. ids: (n, W) int32 and log_probs: (n, W) float32, W <= V. The logits
+        of a row go through the order of `sample`: divided by temperature (0: not), penalties of the ids in
+        `seen`, minus infinity for `banned` ids; log_probs is their log-softmax over the whole vocabulary. The
+        order of equal ones is not defined. May allocate; is not part of a captured graph.
         """
         ...

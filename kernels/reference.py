@@ -14,9 +14,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tridecode.kernels.checks import ShapeError, indices, match, same_dtype
-from tridecode.kernels.ops import Batch, CacheLayer, DecoderLayer, Heads, Linear, Norm, Rope, SamplingState
+from tridecode.kernels.kv_rounding import expanded, rounded
+from tridecode.kernels.ops import (
+    Batch,
+    CacheLayer,
+    CandidateRows,
+    DecoderLayer,
+    Heads,
+    Linear,
+    Norm,
+    Rope,
+    SamplingState,
+)
 from tridecode.kernels.philox import uniforms
-from tridecode.kernels.sampling_state import records, words
+from tridecode.kernels.quantized import QuantizedWeight, rounded_activations
+from tridecode.kernels.sampling_state import MOST_COUNTED, records, words
 
 #: queries of a prefill row that are scored at a time; bounds the memory of the scores
 _QUERY_CHUNK = 256
@@ -36,8 +48,8 @@ class Reference:
     def captures(self, heads: Heads) -> bool:
         return False  # numbers of rows and lengths are read on the host
 
-    def pack(self, linear: Linear) -> Linear:
-        return linear
+    def pack(self, linear: Linear, dtype: torch.dtype = torch.float32) -> Linear:
+        return linear  # a quantised weight is expanded at each call
 
     def _temporary(self, rows: int, columns: int, like: Tensor) -> Tensor:
         """(rows, columns) of scratch, valid until the next operation."""
@@ -93,20 +105,23 @@ class Reference:
     ) -> None:
         gated = activation in GATED
         rows, columns = x.shape[0], linear.weight.shape[0]
-        same_dtype("linear", ("x", x), ("weight", linear.weight))
+        if isinstance(linear.weight, Tensor):
+            same_dtype("linear", ("x", x), ("weight", linear.weight))
         match("linear", ("TI", "x", x), ("TO", "out", out))
         wanted = columns // 2 if gated else columns
         if out.shape[1] != wanted:
             raise ShapeError(f"linear: out has {out.shape[1]} columns; {columns} weight rows give {wanted}")
         if norm is not None:
             x = _normed(x, norm)
+        activations = linear.activations
+        if isinstance(linear.weight, QuantizedWeight):
+            activations = linear.weight.activations
+        if activations:
+            x = _rounded(x, activations)
         if out.dtype != x.dtype or gated or (activation is not None and residual is not None):
             product = self._temporary(rows, columns, x)
             self._product(x, linear, None, product)
-            if gated:
-                product = gate(product, activation)
-            else:
-                activate(product, activation)
+            product = activated(product, activation)
             out.copy_(product if residual is None else product.add_(residual))
             return
         self._product(x, linear, residual, out)
@@ -114,6 +129,12 @@ class Reference:
 
     def _product(self, x: Tensor, linear: Linear, residual: Tensor | None, out: Tensor) -> None:
         """out = x @ weight.T (+ bias) (+ residual)."""
+        if isinstance(linear.weight, QuantizedWeight):
+            product = x.float() @ linear.weight.expanded().t()
+            if linear.bias is not None:
+                product += linear.bias
+            out.copy_(product if residual is None else product.add_(residual))
+            return
         weight = linear.weight.t()
         if residual is not None:
             torch.addmm(residual, x, weight, out=out)
@@ -144,11 +165,15 @@ class Reference:
         if heads.rope is not None:
             rotated = qkv[:, : queries + keys].unflatten(1, (-1, heads.head_size))
             _rotate(rotated, heads.rope, batch)
-        k = qkv[:, queries : queries + keys].unflatten(1, (heads.num_kv_heads, heads.head_size))
-        v = qkv[:, queries + keys :].unflatten(1, (heads.num_kv_heads, heads.head_size))
+        kv = qkv[:, queries:].unflatten(1, (2, heads.num_kv_heads, heads.head_size))
         rows, blocks, offsets = _written(batch, cache.block_tokens)
-        cache.blocks[blocks, 0, :, offsets] = k if rows is None else k[rows]
-        cache.blocks[blocks, 1, :, offsets] = v if rows is None else v[rows]
+        if cache.scales is None:
+            cache.blocks[blocks, :, :, offsets] = kv if rows is None else kv[rows]
+            return
+        values, scales = rounded(kv, cache.blocks.dtype)
+        kv.copy_(expanded(values, scales, kv.dtype))  # a prompt attends to what later steps will read
+        cache.blocks[blocks, :, :, offsets] = values if rows is None else values[rows]
+        cache.scales[blocks, :, :, offsets] = scales if rows is None else scales[rows]
 
     def decode_attention(
         self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor
@@ -158,9 +183,9 @@ class Reference:
         # the query heads of one kv head are taken as queries of one head: (B, K, H / K, D)
         q = qkv[:, :queries].unflatten(1, (heads.num_kv_heads, -1, heads.head_size))
         key_index, value_index = _decode_indices(batch, cache, heads)
-        flat = cache.blocks.view(-1, cache.block_tokens, heads.head_size)
-        k = flat.index_select(0, key_index).view(rows, heads.num_kv_heads, -1, heads.head_size)
-        v = flat.index_select(0, value_index).view(rows, heads.num_kv_heads, -1, heads.head_size)
+        shape = (rows, heads.num_kv_heads, -1, heads.head_size)
+        k = _decode_tokens(cache, key_index, q.dtype).view(shape)
+        v = _decode_tokens(cache, value_index, q.dtype).view(shape)
         mask = _decode_mask(batch, heads, cache.block_tokens, k.dtype)
         out.copy_(_attend(q, k, v, mask, heads).reshape(rows, queries))
         if (batch.context_lens[:rows] == 0).any():
@@ -182,7 +207,7 @@ class Reference:
                 k = mine[:, queries : queries + keys].unflatten(1, (-1, heads.head_size)).transpose(0, 1)
                 v = mine[:, queries + keys :].unflatten(1, (-1, heads.head_size)).transpose(0, 1)
             else:
-                k, v = cached_keys(cache, batch.block_tables[row], lens[row])
+                k, v = cached_keys(cache, batch.block_tables[row], lens[row], q.dtype)
             attended = causal_attention(q, k, v, heads)
             out[first:last].copy_(attended.transpose(0, 1).reshape(last - first, queries))
 
@@ -214,6 +239,8 @@ class Reference:
         indices("sample", ("slots", slots), ("tokens", tokens))
         log_probs.zero_()
         rows = (slots >= 0).nonzero().squeeze(1)
+        if not len(rows):
+            return
         held = slots[rows].long()
         sequences = records(state.slots[held])
         greedy = _greedy(sequences)
@@ -224,12 +251,61 @@ class Reference:
             & (sequences["generated"] >= sequences["min_tokens"])
             & (sequences["return_log_probs"] == 0)
         ).all()
-        chosen = logits.argmax(dim=-1).tolist() if plain else []
+        chosen = _largest(logits) if plain else []
         for row, slot, sequence in zip(rows.tolist(), held.tolist(), sequences):
             token = chosen[row] if plain else _choose(logits[row], slot, sequence, state, log_probs[row])
             tokens[row] = token
-            _remember(state, slot, sequence, token)
+            _remember(state, slot, sequence, max(token, 0))
         state.slots[held] = words(sequences).to(state.slots.device)
+
+    def candidates(self, logits: Tensor, wanted: CandidateRows, *, ids: Tensor, log_probs: Tensor) -> None:
+        beam_candidates(logits, wanted, ids, log_probs)
+
+
+#: float32 values of the copy of the logits that candidates are chosen from at a time
+_CANDIDATE_LOGITS = 1 << 24
+
+
+def beam_candidates(logits: Tensor, wanted: CandidateRows, ids: Tensor, log_probs: Tensor) -> None:
+    """Ops.candidates on any device, without waiting for it."""
+    match("candidates", ("nW", "ids", ids), ("nW", "log_probs", log_probs), ("n", "rows", wanted.rows))
+    step = max(1, _CANDIDATE_LOGITS // logits.shape[1])
+    for first in range(0, len(wanted.rows), step):
+        part = slice(first, first + step)
+        x = torch.log_softmax(processed_rows(logits, wanted, part), dim=-1)
+        best = x.topk(ids.shape[1], dim=-1)
+        ids[part].copy_(best.indices)
+        log_probs[part].copy_(best.values)
+
+
+def processed_rows(logits: Tensor, wanted: CandidateRows, part: slice) -> Tensor:
+    """(n', V): the logits of a part of the rows after temperature, penalties and bans."""
+    x = logits[wanted.rows[part]]
+    if wanted.temperature is not None:
+        x /= wanted.temperature[part]
+    if wanted.seen is not None:
+        counts = _scattered(wanted.seen[:2], wanted.seen[2].float(), part, x)
+        repeated = x
+        if wanted.repetition is not None:
+            repeated = torch.where(x < 0, x * wanted.repetition[part], x / wanted.repetition[part])
+        if wanted.presence is not None:
+            repeated = repeated - wanted.presence[part]
+        if wanted.frequency is not None:
+            repeated = repeated - wanted.frequency[part] * counts
+        x = torch.where(counts > 0, repeated, x)
+    if wanted.banned is not None:
+        ones = torch.ones_like(wanted.banned[0], dtype=x.dtype)
+        x.masked_fill_(_scattered(wanted.banned, ones, part, x) > 0, -torch.inf)
+    return x
+
+
+def _scattered(places: Tensor, values: Tensor, part: slice, like: Tensor) -> Tensor:
+    """Values at (row, id) of a part of the rows; zeros elsewhere, of the shape of `like`."""
+    rows, last = places[0] - part.start, like.shape[0]
+    inside = (rows >= 0) & (rows < last)
+    out = torch.zeros(last + 1, like.shape[1], dtype=like.dtype, device=like.device)
+    out[torch.where(inside, rows, last), places[1]] = values  # values of other parts go to a row of their own
+    return out[:last]
 
 
 #: gated activations, and the activation of the gate
@@ -241,6 +317,14 @@ def gate(product: Tensor, activation: str | None) -> Tensor:
     gates, values = product.chunk(2, dim=-1)
     activate(gates, GATED[activation or ""])
     return gates.mul_(values)
+
+
+def activated(product: Tensor, activation: str | None) -> Tensor:
+    """product (T, O) with its activation, changed in place; of a gated one (T, O / 2), a view."""
+    if activation in GATED:
+        return gate(product, activation)
+    activate(product, activation)
+    return product
 
 
 def change_qkv(qkv: Tensor, heads: Heads) -> None:
@@ -274,6 +358,12 @@ def _normed(x: Tensor, norm: Norm) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
     x32 = x.float()
     return (x32 * (x32.square().mean(-1, keepdim=True) + norm.eps).rsqrt()).to(x.dtype) * norm.weight
+
+
+def _rounded(x: Tensor, format: str) -> Tensor:
+    """x with each row rounded to a format of activations, in the dtype of x."""
+    values, scales = rounded_activations(x, format)
+    return (values.float() * scales).to(x.dtype)
 
 
 def activate(x: Tensor, activation: str | None) -> None:
@@ -341,6 +431,15 @@ def _decode_indices(batch: Batch, cache: CacheLayer, heads: Heads) -> tuple[Tens
     return batch.memo[key]
 
 
+def _decode_tokens(cache: CacheLayer, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """(len(index), P, D): rows of the cache, seen as (N * 2 * K, P, D)."""
+    held = cache.blocks.view(-1, *cache.blocks.shape[3:]).index_select(0, index)
+    if cache.scales is None:
+        return held
+    scales = cache.scales.view(-1, cache.block_tokens).index_select(0, index)
+    return expanded(held, scales, dtype)
+
+
 def _decode_mask(batch: Batch, heads: Heads, block_tokens: int, dtype: torch.dtype) -> Tensor:
     """(B, K or 1, H / K or 1, tokens of the blocks): -inf outside the context and the window, ALiBi within.
     Layers of the same slopes and window share it."""
@@ -373,10 +472,12 @@ def key_bias(heads: Heads, positions: Tensor) -> Tensor:
     return heads.key_bias[:, positions.clamp(max=heads.key_bias.shape[1] - 1)]
 
 
-def cached_keys(cache: CacheLayer, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Keys and values (K, length, D) of one row, from its blocks."""
-    count = -(-length // cache.block_tokens)
-    held = cache.blocks[table[:count].long()]  # (M, 2, K, P, D)
+def cached_keys(cache: CacheLayer, table: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values (K, length, D) of one row, from its blocks. dtype: what an 8-bit cache expands to."""
+    blocks = table[: -(-length // cache.block_tokens)].long()
+    held = cache.blocks[blocks]  # (M, 2, K, P, D)
+    if cache.scales is not None:
+        held = expanded(held, cache.scales[blocks], dtype)
     kv = held.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]  # (2, K, length, D)
     return kv[0], kv[1]
 
@@ -425,9 +526,16 @@ def _penalised(sequence: np.ndarray | np.void) -> np.ndarray:
     )
 
 
+def _largest(logits: Tensor) -> list[int]:
+    """The id of the largest logit of each row, the lowest of equal ones; -1 for a row that has NaN or
+    infinity."""
+    values, ids = logits.max(dim=-1)  # a NaN counts as the largest
+    return torch.where(values < torch.inf, ids, -1).tolist()
+
+
 def _choose(logits: Tensor, slot: int, sequence: np.void, state: SamplingState, log_prob: Tensor) -> int:
-    """The next token of one row. logits (V,) float32 are changed in place; log_prob () is written if the
-    sequence wants it."""
+    """The next token of one row, -1 where a logit is NaN or infinity. logits (V,) float32 are changed in
+    place; log_prob () is written if the sequence wants it."""
     if sequence["num_bad_words"]:
         _ban(logits, slot, sequence, state)
     if sequence["temperature"] not in (0.0, 1.0):
@@ -443,9 +551,13 @@ def _choose(logits: Tensor, slot: int, sequence: np.void, state: SamplingState, 
     has_end = 0 <= end_id < logits.shape[0]
     if sequence["generated"] < sequence["min_tokens"] and has_end:
         logits[end_id] = -torch.inf
-    if bool(torch.isneginf(logits).all()):
+    largest = int(logits.argmax())  # a NaN counts as the largest
+    value = float(logits[largest])
+    if not value < torch.inf:
+        return -1
+    if value == -torch.inf:
         return end_id if has_end else 0
-    token = int(logits.argmax()) if _greedy(sequence) else _draw(logits, sequence)
+    token = largest if _greedy(sequence) else _draw(logits, sequence)
     if sequence["return_log_probs"]:
         log_prob.copy_(logits[token] - logits.logsumexp(0))
     return token
@@ -492,7 +604,7 @@ def _remember(state: SamplingState, slot: int, sequence: np.void, token: int) ->
         state.history[slot, length] = token
         sequence["history_length"] = length + 1
     if _penalised(sequence):
-        state.counts[slot, token] += 1
+        state.counts[slot, token] = min(int(state.counts[slot, token]) + 1, MOST_COUNTED)
     if sequence["top_p_decay"] < 1:
         decayed = max(sequence["top_p_now"] * sequence["top_p_decay"], sequence["top_p_min"])
         sequence["top_p_now"] = sequence["top_p"] if token == sequence["top_p_reset_id"] else decayed

@@ -14,6 +14,7 @@ from tridecode.kernels.library import structures
 #: one slot, a structured numpy dtype whose fields are those of the C struct
 SLOT = np.dtype(structures((SOURCES / "sampling_state.h").read_text())["tridecode_sampling_slot"])
 _TORCH = {"int32": torch.int32, "float32": torch.float32, "uint64": torch.int64}
+MOST_COUNTED = 32_767  # occurrences of a token, for penalties: more count as so many
 
 
 @dataclass(frozen=True)

@@ -273,7 +273,7 @@ class Bench:
         ]
         head, last_norm = Linear(self.normal(vocab, hidden, scale=0.01)), norm()
         parts = [part for layer in layers for part in (layer.qkv, layer.dense, layer.up, layer.down)]
-        layer_bytes = 2 * sum(part.weight.numel() for part in parts)
+        layer_bytes = 2 * sum(part.dense.numel() for part in parts)
         activation = "swiglu" if gated else "gelu_tanh"
         for rows in (1, 2, 4, 8, 32, 64, 128, 256):
             columns = context // block + 1

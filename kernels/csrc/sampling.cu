@@ -507,8 +507,12 @@ __global__ void __launch_bounds__(kThreads) sample(const __grid_constant__ Task 
   }
   const float most = value_of(largest);
   const bool impossible = most == -CUDART_INF_F;
+  // +inf, or NaN: a NaN in the hidden state makes all logits of its row NaN
+  const bool broken = !(most < CUDART_INF_F);
   int token;
-  if (impossible) {
+  if (broken) {
+    token = 0;
+  } else if (impossible) {
     const int end_id = task.state[slot].end_id;
     token = end_id >= 0 && end_id < task.vocab_size ? end_id : 0;
   } else if (row.greedy) {
@@ -522,16 +526,19 @@ __global__ void __launch_bounds__(kThreads) sample(const __grid_constant__ Task 
   // ---- the update of the slot
   if (threadIdx.x != 0) return;
   float log_prob = 0.0f;
-  if (row.log_probs && !impossible)
+  if (row.log_probs && !impossible && !broken)
     log_prob = row.adjust(row.logits[token], token) - (sum.most + logf(sum.sum));
-  task.tokens[index] = token;
+  task.tokens[index] = broken ? -1 : token;
   task.log_probs[index] = log_prob;
   task.last_tokens[slot] = token;
   Slot& s = task.state[slot];
   s.generated = row.generated + 1;
   if (row.bad_words && s.history_length < task.history_size)
     task.history[int64_t(slot) * task.history_size + s.history_length++] = token;
-  if (row.counts) task.counts[int64_t(slot) * task.vocab_size + token] += 1;
+  if (row.counts) {
+    int16_t& count = task.counts[int64_t(slot) * task.vocab_size + token];
+    if (count < INT16_MAX) count += 1;
+  }
   if (row.decays)
     s.top_p_now =
         token == s.top_p_reset_id ? s.top_p : fmaxf(s.top_p_now * s.top_p_decay, s.top_p_min);

@@ -1,0 +1,129 @@
+"""Quantised weights of a product: what is stored, and the matrix that it stands for.
+
+The meaning of every format is `QuantizedWeight.expanded`; kernels that read fewer bytes are compared with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tridecode.kernels.checks import ShapeError
+
+#: format -> dtype of the stored values
+VALUE_DTYPES = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}
+#: format of activations -> largest magnitude of a quantised value
+ACTIVATION_LIMITS = {"int8": 127.0, "fp8": 448.0}
+
+_EXPANDED_TOGETHER = 1 << 24  # weights; temporary tensors stay small beside a large matrix
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A matrix (out, in) in 8 or 4 bit: weight[o, i] = (values[o, i] - zeros[o, g]) * scales[o, g].
+
+    format: "int8": values (out, in) int8. "fp8": values (out, in) float8_e4m3fn. "int4": two unsigned values
+        of 0 to 15 in each byte of (out, ceil(in / 2)) uint8, the even column in the low half.
+    columns: in.
+    scales: (ceil(out / block_rows), G) float32; G = 1 is one scale per output channel.
+    zeros: (out, G) float32, the value that stands for 0, or None: 0 (int8, fp8) or 8 (int4).
+    group_size: consecutive columns of a group; 0: all (G = 1).
+    groups: (in,) int32, the group of each column where they are not consecutive (GPTQ's act-order), or None.
+    block_rows: rows that share a scale; 128 for the 128 x 128 blocks of FP8 checkpoints, else 1.
+    activations: "": the product takes x as it is. "int8", "fp8": each row of x is rounded to that format
+        first, with the scale max|x| / 127 or / 448 of the row (W8A8).
+    """
+
+    format: str
+    columns: int
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    group_size: int = 0
+    groups: Tensor | None = None
+    block_rows: int = 1
+    activations: str = ""
+
+    def __post_init__(self) -> None:
+        stored = -(-self.columns // 2) if self.format == "int4" else self.columns
+        if self.values.ndim != 2 or self.values.shape[1] != stored:
+            raise ShapeError(f"{self.format} values {tuple(self.values.shape)}; wanted (out, {stored})")
+        num_groups = self.scales.shape[1]
+        if self.groups is None and num_groups != -(-self.columns // (self.group_size or self.columns)):
+            wanted = f"groups of {self.group_size or self.columns} columns"
+            raise ShapeError(f"{num_groups} {wanted}; the matrix has {self.columns} columns")
+        rows = -(-self.values.shape[0] // self.block_rows)
+        if self.scales.shape[0] != rows:
+            raise ShapeError(f"scales {tuple(self.scales.shape)}; wanted ({rows}, {num_groups})")
+        if self.zeros is not None and self.zeros.shape != (self.values.shape[0], num_groups):
+            raise ShapeError(
+                f"zeros {tuple(self.zeros.shape)}; wanted ({self.values.shape[0]}, {num_groups})"
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+        return self.values.shape[0], self.columns
+
+    @property
+    def nbytes(self) -> int:
+        parts = (self.values, self.scales, self.zeros, self.groups)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def expanded(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """(out, in): the matrix, computed in float32 and rounded to `dtype`, some rows at a time."""
+        rows, columns = self.shape
+        out = torch.empty(rows, columns, dtype=dtype, device=self.values.device)
+        groups = self._group_of_each_column()
+        step = max(1, _EXPANDED_TOGETHER // max(columns, 1) // self.block_rows) * self.block_rows
+        for first in range(0, rows, step):
+            out[first : first + step] = self._rows(first, min(first + step, rows), groups)
+        return out
+
+    def _rows(self, first: int, stop: int, groups: Tensor) -> Tensor:
+        """(stop - first, in) float32. first: a multiple of block_rows. groups: (in,) int64, by column."""
+        stored = self.values[first:stop]
+        weight = (unpacked(stored, self.columns) if self.format == "int4" else stored).float()
+        scales = self.scales[first // self.block_rows : -(-stop // self.block_rows)].float()
+        scales = scales.repeat_interleave(self.block_rows, 0)[: stop - first]
+        if self.zeros is not None:
+            weight = weight - self.zeros[first:stop].float()[:, groups]
+        elif self.format == "int4":
+            weight = weight - 8.0
+        return weight * scales[:, groups]
+
+    def _group_of_each_column(self) -> Tensor:
+        if self.groups is not None:
+            return self.groups.long()
+        columns = torch.arange(self.columns, device=self.values.device)
+        return columns // (self.group_size or self.columns)
+
+
+def packed(values: Tensor) -> Tensor:
+    """(out, in) of integers 0 to 15 -> (out, ceil(in / 2)) uint8, the even column in the low half."""
+    if values.shape[1] % 2:
+        values = torch.nn.functional.pad(values, (0, 1))
+    values = values.to(torch.uint8)
+    return values[:, 0::2] | (values[:, 1::2] << 4)
+
+
+def unpacked(values: Tensor, columns: int) -> Tensor:
+    """The inverse of `packed`: (out, columns) uint8."""
+    return torch.stack((values & 15, values >> 4), dim=-1).flatten(1)[:, :columns]
+
+
+def rounded_activations(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    """x (T, C) -> (values (T, C) int8 or float8_e4m3fn, scales (T, 1) float32): x is about values * scales.
+
+    A row of zeros has scale 1, one with NaN or infinity a scale that is not finite, so that its products are
+    NaN. Halves are rounded to even.
+    """
+    limit = ACTIVATION_LIMITS[format]
+    largest = x.abs().amax(dim=-1, keepdim=True).float()
+    scales = torch.where(largest == 0, 1.0, largest / limit)
+    scaled = (x.float() / scales).clamp(-limit, limit).nan_to_num(0.0)
+    if format == "int8":
+        return scaled.round().to(torch.int8), scales
+    return scaled.to(torch.float8_e4m3fn), scales
