@@ -52,6 +52,12 @@ class EngineDownError(TridecodeError):
     code = "UNAVAILABLE"
 
 
+class SessionGoneError(TridecodeError):
+    """The session that a request goes on with does not exist any more; the client must start it again."""
+
+    code = "NOT_FOUND"
+
+
 class RequestCancelled(TridecodeError):
     """The client cancelled, left, or sent a stop request."""
 
@@ -70,5 +76,6 @@ BY_CODE: dict[str, type[TridecodeError]] = {
     "UNSUPPORTED": UnsupportedError,
     "UNAVAILABLE": CapacityError,
     "CANCELLED": RequestCancelled,
+    "NOT_FOUND": SessionGoneError,
     "INTERNAL": TridecodeError,
 }

@@ -25,6 +25,8 @@ class Range:
     wanted: str
 
 
+#: tokens of a step; vLLM's default limit
+MAX_TOP_LOG_PROBS = 20
 _ABOVE_0 = math.ulp(0.0)
 _COUNT = Range(0, 2**31 - 1, "0 to 2**31 - 1")  # an int32 of the engine holds it
 _TOP_K = Range(0, 2**31 - 1, "0 (the whole vocabulary) to 2**31 - 1")
@@ -33,6 +35,11 @@ _FRACTION = Range(_ABOVE_0, 1.0, "a number in (0, 1]")
 _FACTOR = Range(_ABOVE_0, 1e6, "a number in (0, 1e6]")
 _DIVISOR = Range(0.0, 1e6, "a number from 0 to 1e6")
 _PENALTY = Range(-1e6, 1e6, "a number from -1e6 to 1e6")
+MAX_BEAMS = 64
+_BEAMS = Range(1, MAX_BEAMS, f"1 to {MAX_BEAMS}")
+_RETURNED = Range(0, MAX_BEAMS, f"0 (every beam, else 1) to {MAX_BEAMS}")
+_EXPONENT = Range(-16.0, 16.0, "a number from -16 to 16")
+_EARLY_STOPPING = Range(0, 2, "0 (by a heuristic), 1 (as soon as all are found) or 2 (never)")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -41,6 +48,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     The order of operations is FasterTransformer's: bad words, temperature, repetition / presence / frequency
     penalty, min_tokens, top-k, then top-p within what top-k left. `top_k == 1` or `temperature == 0` is
     greedy.
+
+    beam_width above 1 is beam search (backend/engine/beams.py), where top_k, top_p and seed have no effect.
+    Else num_return_sequences n samples n sequences of one prompt: sample i is what the seed plus i, modulo
+    2**64, gives alone.
     """
 
     max_tokens: Annotated[int, "maximum number of new tokens", _COUNT] = 16
@@ -54,12 +65,39 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     repetition_penalty: Annotated[float, "above 1: tokens that occurred become less likely", _FACTOR] = 1.0
     presence_penalty: Annotated[float, "subtracted once from a logit if its token occurred", _PENALTY] = 0.0
     frequency_penalty: Annotated[float, "subtracted from a token's logit per occurrence", _PENALTY] = 0.0
+    count_prompt: Annotated[bool, "the penalties count tokens of the prompt, too"] = True
     seed: Annotated[int, "the same seed gives the same answer", _SEED] = 0
+    beam_width: Annotated[int, "beams of a beam search; 1: none", _BEAMS] = 1
+    len_penalty: Annotated[float, "beams compare log probability / length ** this", _EXPONENT] = 0.0
+    beam_search_diversity_rate: Annotated[
+        float, "added to a candidate's score per rank within its beam, modulo the beams", _PENALTY
+    ] = 0.0
+    early_stopping: Annotated[int, "when a pool of found beams is final", _EARLY_STOPPING] = 1
+    num_return_sequences: Annotated[int, "answers to one prompt: samples or best beams", _RETURNED] = 0
+    beam_pool: Annotated[bool, "ended beams leave the beam for a pool, as in transformers"] = False
     end_id: Annotated[int, "token that ends the sequence and stays in the output; -1: none"] = -1
     stop_words: Annotated[list[list[int]], "sequences of ids that end the output and stay in it"] = []
     bad_words: Annotated[list[list[int]], "sequences of ids that are never generated"] = []
     return_log_probs: Annotated[bool, "return the log probability of each new token"] = False
+    top_log_probs: Annotated[int, "return the n most likely tokens of each step; -1: none"] = -1
     return_context_embedding: Annotated[bool, "return the last hidden states, summed over the prompt"] = False
+    return_context_logits: Annotated[bool, "return the logits at each token of the prompt"] = False
+    return_generation_logits: Annotated[bool, "return the logits that each new token is chosen from"] = False
+    return_context_log_prob: Annotated[bool, "return the log probability of the prompt"] = False
+    return_perf_metrics: Annotated[bool, "return times and cache blocks of the sequence"] = False
+
+    @property
+    def num_slots(self) -> int:
+        """Batch slots of the prompt's group once all its sequences run."""
+        return self.beam_width if self.beam_width > 1 else max(1, self.num_return_sequences)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of the prompt's group in the engine's events. Beams that compete to the end are one
+        sequence, whose events have the steps of all of them."""
+        if self.beam_width == 1:
+            return max(1, self.num_return_sequences)
+        return (self.num_return_sequences or self.beam_width) if self.beam_pool else 1
 
 
 @dataclass(frozen=True)
@@ -95,4 +133,7 @@ def check(params: SamplingParams) -> str | None:
         value = getattr(params, name)
         if not low <= value <= high:  # a NaN compares false, so it is refused too
             return f"{name} is {value}; wanted {wanted}"
+    if params.num_return_sequences > params.beam_width > 1:
+        found = f"num_return_sequences is {params.num_return_sequences}"
+        return f"{found}; wanted at most beam_width, {params.beam_width}"
     return None

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from dataclasses import replace
@@ -16,20 +17,30 @@ from pathlib import Path
 import torch
 
 from tridecode.backend import messages as m
-from tridecode.backend.config import EngineConfig, ModelConfig, read_engine_config
+from tridecode.backend.config import EngineConfig, ModelConfig, check_ranks, read_engine_config
 from tridecode.backend.engine.adapters import Adapters
+from tridecode.backend.engine.agreement import AgreementError, PeerLost, StepDigest, facts_of
 from tridecode.backend.engine.engine import Engine, Ranks
 from tridecode.backend.engine.front import Front
 from tridecode.backend.engine.loop import DecodeLoop, follow
-from tridecode.backend.engine.offline import limits_of
-from tridecode.backend.engine.parallel import ProcessRanks, SingleRank
+from tridecode.backend.engine.meeting import join, set_gpu
+from tridecode.backend.engine.offline import limits_of, prompt_book
+from tridecode.backend.engine.parallel import Joining, ProcessRanks, SingleRank
 from tridecode.backend.engine.scheduler import Scheduler
 from tridecode.backend.engine.settings import choose_device, resolve
 from tridecode.backend.engine_config_file import checkpoint_dir, read_engine_parameters
-from tridecode.backend.errors import ConfigError, TridecodeError, UnsupportedError, WeightFileError
+from tridecode.backend.errors import (
+    ConfigError,
+    EngineDownError,
+    TridecodeError,
+    UnsupportedError,
+    WeightFileError,
+)
 from tridecode.backend.models import read_model_config
-from tridecode.backend.models.config_ini import prompt_tasks
 from tridecode.backend.supervisor.rank_link import RankLink
+
+#: a rank that the others' end does not end in this time after Stop ends itself; the supervisor waits 2 s
+LEAVE_S = 1.5
 
 log = logging.getLogger("tridecode.engine")
 
@@ -42,15 +53,25 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--epoch", type=int, required=True)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--world", type=int, required=True)
+    parser.add_argument("--meeting", help="tcp://HOST:PORT of rank 0 (default: a file beside the endpoint)")
+    parser.add_argument("--meeting-fd", type=int, help="of rank 0: the socket that listens there")
+    parser.add_argument("--local-world", type=int, help="ranks of this node (default: all)")
+    parser.add_argument("--first-device", type=int, default=0, help="of this node's ranks")
+    parser.add_argument("--devices", help="GPUs of the ranks, in place of the parameter of that name")
     return parser.parse_args()
 
 
-def make_ranks(arguments: argparse.Namespace, config: EngineConfig, device: torch.device) -> Ranks:
-    """This rank's place. Ranks of one engine meet through a file beside rank 0's socket."""
+def make_ranks(
+    arguments: argparse.Namespace, config: EngineConfig, device: torch.device, joining: Joining
+) -> Ranks:
+    """This rank's place. Ranks of one node meet through a file beside rank 0's socket."""
     if config.tensor_para_size * config.pipeline_para_size == 1:
         return SingleRank()
-    meeting = "file://" + arguments.endpoint.removeprefix("ipc://") + ".ranks"
-    return ProcessRanks(arguments.rank, config.tensor_para_size, config.pipeline_para_size, meeting, device)
+    url = arguments.meeting or "file://" + arguments.endpoint.removeprefix("ipc://") + ".ranks"
+    store = join(url, arguments.rank, arguments.world, arguments.meeting_fd, config.start_timeout_s)
+    return ProcessRanks(
+        arguments.rank, config.tensor_para_size, config.pipeline_para_size, store, device, joining
+    )
 
 
 def load(arguments: argparse.Namespace, link: RankLink) -> Engine:
@@ -59,20 +80,30 @@ def load(arguments: argparse.Namespace, link: RankLink) -> Engine:
     config = read_engine_config(read_engine_parameters(str(engine_dir)), str(engine_dir / "config.pbtxt"))
     if config.lora_path != "none":
         config = replace(config, lora_path=str(engine_dir / config.lora_path))
+    if arguments.devices:
+        config = replace(config, devices=arguments.devices)
     directory = checkpoint_dir(str(engine_dir))
     model = read_model_config(Path(directory))
-    tasks = prompt_tasks(Path(directory))
-    if tasks and arguments.rank == 0:
-        log.warning("prompt learning is not served; ignored are the tasks %s", ", ".join(tasks))
-    if torch.cuda.is_available() and config.device != "cpu":
-        torch.cuda.set_device(arguments.rank % torch.cuda.device_count())
+    check_ranks(model, config.tensor_para_size, config.pipeline_para_size)
+    set_gpu(config, arguments.rank, arguments.local_world or arguments.world, arguments.first_device)
     device = choose_device(config)
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     link.progress(f"joining {arguments.world} ranks")
-    ranks = make_ranks(arguments, config, device)
+    facts = facts_of(config, model, Path(directory), device)
+    ranks = make_ranks(arguments, config, device, Joining(facts, config.start_timeout_s, link.progress))
+    if isinstance(ranks, ProcessRanks):
+        link.status.exchange = ranks
     config = resolve(config, model, device)
-    return Engine.load(Path(directory), model, config, ranks, device, _Progress(link, model))
+    config = replace(config, max_sequences=ranks.smallest(config.slots))
+    engine = Engine.load(Path(directory), model, config, ranks, device, _Progress(link, model), link.progress)
+    if isinstance(ranks, ProcessRanks):
+        engine.digest = StepDigest(arguments.epoch, arguments.rank, ranks.stage, link.status, link.tell)
+    if engine.adapters is not None:
+        engine.adapters.on_broken = partial(_give_up, link)
+        if engine.adapters.broken is not None:
+            raise engine.adapters.broken
+    return engine
 
 
 class _Progress:
@@ -98,29 +129,45 @@ def door_limits(engine: Engine) -> m.Limits:
     return m.Limits(
         vocab_size=model.vocab_size,
         max_sequence_tokens=config.max_sequence_tokens,
-        max_sequences=config.max_sequences,
+        max_sequences=config.slots,
         max_queued_requests=config.max_queued_requests,
         max_bad_word_tokens=config.max_bad_word_tokens,
         max_stop_word_tokens=config.max_stop_word_tokens,
+        max_logits_bytes=config.max_logits_bytes,
         start_id=model.start_id,
         end_id=model.end_id,
         model_name=model.model_name,
         hidden_size=model.hidden_size,
         request_timeout_s=config.request_timeout_s,
+        prompts=engine.prompt_limits,
     )
 
 
-def _give_up(link: RankLink, reason: str) -> None:
+def _tell_failure(link: RankLink, error: BaseException) -> None:
+    """Say why this rank ends, so that the supervisor finds whose fault it is."""
+    if isinstance(error, TridecodeError):
+        fatal = isinstance(error, (ConfigError, UnsupportedError, WeightFileError))
+        kinds = {AgreementError: "group", PeerLost: "peer", EngineDownError: "peer"}
+        link.failed(str(error), fatal, kinds.get(type(error), "self"))
+    else:
+        link.failed(f"{type(error).__name__}: {error}", fatal=False)
+
+
+def _give_up(link: RankLink, error: BaseException) -> None:
     """End the process: the supervisor tells the doors why and starts the next engine."""
-    link.failed(reason, fatal=False)
+    _tell_failure(link, error)
     os._exit(1)
 
 
 def serve(arguments: argparse.Namespace, engine: Engine, link: RankLink) -> None:
     """Rank 0: doors, scheduler and loop, until the supervisor says Stop."""
-    scheduler = Scheduler(limits_of(engine), time.monotonic, Adapters(engine.loader))
+    scheduler = Scheduler(limits_of(engine), time.monotonic, Adapters(engine.loader), prompt_book(engine))
     front = Front(
-        arguments.endpoint, arguments.epoch, door_limits(engine), link.beat, partial(_give_up, link)
+        arguments.endpoint,
+        arguments.epoch,
+        door_limits(engine),
+        link.beat,
+        lambda reason: _give_up(link, TridecodeError(reason)),
     )
     if engine.adapters is not None:
         engine.adapters.on_finished = front.wake
@@ -131,9 +178,23 @@ def serve(arguments: argparse.Namespace, engine: Engine, link: RankLink) -> None
     try:
         loop.run()
     finally:
-        engine.ranks.broadcast_plan(None)
-        engine.close()
         front.close()
+    engine.ranks.broadcast_plan(None)
+    engine.close()
+
+
+def serve_as_follower(engine: Engine, link: RankLink) -> None:
+    """A rank > 0: rank 0's plans, until rank 0 ends them."""
+
+    def leave_soon() -> None:
+        timer = threading.Timer(LEAVE_S, os._exit, (0,))
+        timer.daemon = True
+        timer.start()
+
+    link.on_stop = leave_soon
+    link.ready()
+    follow(engine, link.status)
+    engine.close()
 
 
 def main() -> int:
@@ -152,16 +213,13 @@ def main() -> int:
         if arguments.rank == 0:
             serve(arguments, engine, link)
         else:
-            link.ready()
-            follow(engine, link.status)
-            engine.close()
+            serve_as_follower(engine, link)
         return 0
-    except TridecodeError as error:
-        log.error("%s", error)
-        link.failed(str(error), fatal=isinstance(error, (ConfigError, UnsupportedError, WeightFileError)))
     except Exception as error:  # the process ends: a client learns no more than this text
-        log.error("%s", traceback.format_exc())
-        link.failed(f"{type(error).__name__}: {error}", fatal=False)
+        log.error("%s", error if isinstance(error, TridecodeError) else traceback.format_exc())
+        _tell_failure(link, error)
+    if arguments.world > 1:  # groups that others have left may block an orderly end
+        os._exit(1)
     return 1
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from tridecode.backend.engine.adapter_store import Table
 from tridecode.backend.engine.plan import StepPlan
 from tridecode.kernels.ops import Batch, CacheLayer, DecoderLayer, Heads, Linear, Norm, Ops
-from tridecode.kernels.reference import GATED, activate, gate
+from tridecode.kernels.reference import activated
 
 #: tokens whose deltas, or activations, are in memory at a time
 _CHUNK = 1024
@@ -71,10 +71,7 @@ class AdaptedOps:
             product = torch.empty(x[tokens].shape[0], linear.weight.shape[0], dtype=x.dtype, device=x.device)
             self._ops.linear(x[tokens], linear, out=product)
             _add(parts, x[tokens], linear, product)
-            if activation in GATED:
-                product = gate(product, activation)
-            else:
-                activate(product, activation)
+            product = activated(product, activation)
             out[tokens] = product if residual is None else product.add_(residual[tokens])
 
     def project_qkv(

@@ -9,6 +9,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from tridecode.backend.engine.parallel import exchange
 from tridecode.backend.lora_tensors import Lora
 
 #: a rank waits for the next adapter as long as it lives
@@ -23,12 +24,16 @@ class _Header(msgspec.Struct, array_like=True):
 
 
 class AdapterChannel:
-    """Made on all ranks together, once torch.distributed is initialised. One thread a rank uses it."""
+    """Made on all ranks together, once torch.distributed is initialised. One thread a rank uses it.
+    Each method raises PeerLost if another rank is gone."""
+
+    waits = ""
 
     def __init__(self, rank: int, world: int):
         self.is_first = rank == 0
         self._group: Any = dist.new_group(list(range(world)), backend="gloo", timeout=_FOREVER)
 
+    @exchange("an adapter's way to the ranks")
     def send(self, number: int, lora: Lora) -> None:
         """On rank 0: an adapter to the others, which `receive` it. All then call `agree`."""
         pairs = [(name, *a.shape, b.shape[0]) for name, (a, b) in lora.pairs.items()]
@@ -37,8 +42,9 @@ class AdapterChannel:
             for tensor in pair:
                 dist.broadcast(tensor.contiguous(), 0, group=self._group)
 
+    @exchange("an adapter's way to the ranks")
     def receive(self) -> tuple[int, Lora] | None:
-        """On the others: the next adapter, None after the end. Raises RuntimeError if rank 0 is gone."""
+        """On the others: the next adapter, None after the end."""
         size = torch.zeros(1, dtype=torch.int64)
         dist.broadcast(size, 0, group=self._group)
         if not int(size):
@@ -54,12 +60,14 @@ class AdapterChannel:
             pairs[name] = a, b
         return header.number, Lora(pairs)
 
+    @exchange("an adapter's way to the ranks")
     def agree(self, fine: bool) -> bool:
         """Whether all ranks are fine."""
         value = torch.tensor([int(fine)])
         dist.all_reduce(value, op=dist.ReduceOp.MIN, group=self._group)
         return bool(value)
 
+    @exchange("an adapter's way to the ranks")
     def end(self) -> None:
         """On rank 0: no more adapters."""
         dist.broadcast(torch.zeros(1, dtype=torch.int64), 0, group=self._group)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tridecode.backend.engine.adapter_channel import AdapterChannel
 from tridecode.backend.engine.adapters import unknown_adapter
+from tridecode.backend.engine.agreement import PeerLost
 from tridecode.backend.errors import CapacityError, CheckpointError, TridecodeError
 from tridecode.backend.lora import LoraTargets, read_targets
 from tridecode.backend.lora_tensors import Lora, fingerprint, read_lora
@@ -105,6 +106,8 @@ class AdapterStore:
 
     folder: has a directory for each adapter. weights: the directory of lora_targets.json. channel: to the
     other ranks, if there are any. on_finished: called, in the loading thread, when a load has ended.
+    on_broken: called there with what ended the thread: the rank must end then, as it can load no adapter any
+    more. broken: the same, of a thread that ended before on_broken was set.
     """
 
     def __init__(
@@ -118,6 +121,8 @@ class AdapterStore:
     ):
         self.folder, self.max_loras = Path(folder), max_loras
         self.on_finished: Callable[[], None] = lambda: None
+        self.on_broken: Callable[[BaseException], None] = lambda error: None
+        self.broken: BaseException | None = None
         self._weights, self._place, self._max_rank = Path(weights), place, max_rank
         self._channel = channel
         self._tables: dict[int, Table] = {}
@@ -163,8 +168,16 @@ class AdapterStore:
             self._thread.join(5.0)
 
     def _run_in_thread(self, target: Callable[[], None]) -> None:
-        self._thread = threading.Thread(target=target, name="adapters", daemon=True)
+        self._thread = threading.Thread(target=self._guarded, args=(target,), name="adapters", daemon=True)
         self._thread.start()
+
+    def _guarded(self, target: Callable[[], None]) -> None:
+        try:
+            target()
+        except Exception as error:
+            log.error("the thread that loads adapters ends: %s: %s", type(error).__name__, error)
+            self.broken = error
+            self.on_broken(error)
 
     # ------------------------------------------------------------ the loading thread of rank 0
 
@@ -193,6 +206,8 @@ class AdapterStore:
             lora = self._read(name)
             if self._channel is not None:
                 self._channel.send(number, lora)
+        except PeerLost:
+            raise
         except TridecodeError as error:
             return error
         except Exception as error:
@@ -260,12 +275,9 @@ class AdapterStore:
     def _follow(self) -> None:
         """The loading thread of the other ranks: take what rank 0 sends, until it sends the end."""
         assert self._channel is not None
-        try:
-            while (received := self._channel.receive()) is not None:
-                number, lora = received
-                error = self._place_table(number, lora)
-                if error is not None:
-                    log.error("adapter %d: %s", number, error)
-                self._channel.agree(error is None)
-        except RuntimeError as error:  # rank 0 is gone: the supervisor ends this process
-            log.info("no more adapters: %s", str(error).splitlines()[0])
+        while (received := self._channel.receive()) is not None:
+            number, lora = received
+            error = self._place_table(number, lora)
+            if error is not None:
+                log.error("adapter %d: %s", number, error)
+            self._channel.agree(error is None)

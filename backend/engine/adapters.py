@@ -48,7 +48,7 @@ class NoLoader:
 
     max_loras = 0
 
-    def __init__(self, why: str = "this engine serves no adapters (lora_path in config.pbtxt)"):
+    def __init__(self, why: str = "wanted none: this engine serves no adapters (lora_path in config.pbtxt)"):
         self.why = why
 
     def start(self, number: int, name: str) -> None:
@@ -105,8 +105,8 @@ class Adapters:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences whose adapter is not loaded yet."""
-        return sum(len(group.sequences) for groups in self._waiting.values() for group in groups)
+        """Groups whose adapter is not loaded yet."""
+        return sum(bool(group.sequences) for groups in self._waiting.values() for group in groups)
 
     @property
     def has_news(self) -> bool:

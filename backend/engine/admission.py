@@ -10,7 +10,7 @@ import numpy as np
 
 from tridecode.backend import sampling_params
 from tridecode.backend.errors import CapacityError, RequestError
-from tridecode.backend.sampling_params import SamplingParams
+from tridecode.backend.sampling_params import MAX_TOP_LOG_PROBS, SamplingParams
 
 Item = TypeVar("Item")
 
@@ -19,7 +19,10 @@ Item = TypeVar("Item")
 class SchedulerLimits:
     """Sizes the scheduler works with. max_step_tokens >= max_sequences.
 
-    long_prompt_tokens, recompute_long: ModelConfig.long_prompt_tokens, .recomputes_long.
+    long_prompt_tokens, recompute_long: ModelConfig.long_prompt_tokens, .recomputes_long. ring_fault: why this
+    model cannot attend to the last tokens alone (sessions.py); "" if it can. micro_batches: plans in flight
+    over which the decoding sequences are spread, so that no pipeline stage idles; a plan then has the ids of
+    all its tokens. 1: a plan has all decoding sequences.
     """
 
     num_blocks: int
@@ -32,8 +35,11 @@ class SchedulerLimits:
     request_timeout_s: float
     max_bad_word_tokens: int = 256
     max_stop_word_tokens: int = 1024
+    max_logits_bytes: int = 256 << 20
     long_prompt_tokens: int = 0
     recompute_long: bool = False
+    ring_fault: str = ""
+    micro_batches: int = 1
 
 
 @dataclass
@@ -66,15 +72,21 @@ def check_room(count: int, waiting: int, free_slots: int, limits: SchedulerLimit
         )
 
 
-def fault_of(prompt: np.ndarray, params: SamplingParams, limits: SchedulerLimits) -> str | None:
-    """Why this model cannot run the sequence; None if it can. The engine does not rely on a door's checks."""
+def fault_of(
+    prompt: np.ndarray, params: SamplingParams, limits: SchedulerLimits, ring: int = 0, virtual: int = 0
+) -> str | None:
+    """Why this model cannot run the sequence; None if it can. The engine does not rely on a door's checks.
+
+    ring: tokens that the cache keeps of it; 0: all. virtual: number of ids behind the vocabulary that the
+    prompt may have, of prompt learning.
+    """
     fault = sampling_params.check(params)
     if fault is not None:
         return fault
     if len(prompt) == 0:
         return "the prompt has no tokens; wanted 1 or more"
-    if prompt.min() < 0 or prompt.max() >= limits.vocab_size:
-        wrong = int(prompt[(prompt < 0) | (prompt >= limits.vocab_size)][0])
+    if prompt.min() < 0 or prompt.max() >= limits.vocab_size + virtual:
+        wrong = int(prompt[(prompt < 0) | (prompt >= limits.vocab_size + virtual)][0])
         return f"the prompt has token id {wrong}; this model has ids 0 to {limits.vocab_size - 1}"
     total = len(prompt) + params.max_tokens
     if total > limits.max_sequence_tokens:
@@ -82,11 +94,27 @@ def fault_of(prompt: np.ndarray, params: SamplingParams, limits: SchedulerLimits
             f"the prompt has {len(prompt)} tokens and {params.max_tokens} are wanted, {total} together; "
             f"this model accepts {limits.max_sequence_tokens} (max_sequence_tokens in config.pbtxt)"
         )
-    blocks = -(-total // limits.block_tokens)
+    if params.beam_width > 1 and (params.return_generation_logits or params.top_log_probs >= 0):
+        wanted = "return_generation_logits" if params.return_generation_logits else "top_log_probs"
+        return f"{wanted} is set and beam_width is {params.beam_width}; wanted one of them"
+    if params.beam_width > limits.max_sequences:
+        limit = f"{limits.max_sequences} (max_sequences in config.pbtxt)"
+        return f"beam_width is {params.beam_width}; this model accepts {limit}"
+    blocks = -(-(min(total, ring) if ring else total) // limits.block_tokens)
+    beams = f" with {params.beam_width} beams" if params.beam_width > 1 else ""
+    if beams:
+        shared = len(prompt) // limits.block_tokens
+        blocks = shared + params.beam_width * (blocks - shared)
     if blocks > limits.num_blocks:
         return (
-            f"the prompt and the tokens wanted need {blocks} cache blocks; "
+            f"the prompt and the tokens wanted{beams} need {blocks} cache blocks; "
             f"the cache has {limits.num_blocks} (cache_bytes in config.pbtxt)"
+        )
+    if not -1 <= params.top_log_probs <= MAX_TOP_LOG_PROBS:
+        return f"top_log_probs is {params.top_log_probs}; wanted 0 to {MAX_TOP_LOG_PROBS}, or -1 for none"
+    if params.top_log_probs >= 0 and params.beam_width > 1:
+        return (
+            f"top_log_probs is {params.top_log_probs} with beam_width {params.beam_width}; wanted one of them"
         )
     if any(not word for word in params.bad_words):
         return "a bad word has no tokens"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Callable, Union, cast
 
@@ -19,23 +19,35 @@ from tridecode.backend.engine.adapted_ops import AdaptedOps
 from tridecode.backend.engine.adapter_channel import AdapterChannel
 from tridecode.backend.engine.adapter_store import AdapterStore, Place
 from tridecode.backend.engine.adapters import Loader, NoLoader
+from tridecode.backend.engine.agreement import StepDigest, copied_state
 from tridecode.backend.engine.graphs import DecodeGraphs, padded_sizes, warm_up_plans
 from tridecode.backend.engine.loader import DTYPES, FileWeights
-from tridecode.backend.engine.parallel import ProcessRanks, SingleRank
-from tridecode.backend.engine.plan import StepPlan, StepResult
+from tridecode.backend.engine.logits import StepExtras, prompt_logits, sample_logits
+from tridecode.backend.engine.parallel import Posted, ProcessRanks, SingleRank
+from tridecode.backend.engine.plan import BeamRows, StepPlan, StepResult
+from tridecode.backend.engine.prompt_store import PromptPlace, PromptStore, load_tasks, prompt_limits
 from tridecode.backend.engine.random_weights import RandomWeights
-from tridecode.backend.engine.sampling import copy_slots, start_slots
+from tridecode.backend.engine.sampling import candidate_rows, copy_slots, start_slots
 from tridecode.backend.engine.settings import choose_num_blocks
 from tridecode.backend.engine.step_buffers import StepBuffers
+from tridecode.backend.engine.top_log_probs import PendingTops, TopLogProbsOfStep
+from tridecode.backend.engine.vocab_logits import beam_candidates
+from tridecode.backend.engine.vocab_sampler import sample
+from tridecode.backend.engine.vocab_share import mask_padding, share_vocabulary, whole_rows
 from tridecode.backend.models.layers import Context, Weights, Workspace
+from tridecode.backend.models.prompt_ini import PromptSection, read_prompt_section
+from tridecode.backend.prompt_learning import NO_PROMPT, default_start_id
+from tridecode.backend.quantization import stored_specs
 from tridecode.backend.weight_layout import share_size, stage_layers
 from tridecode.backend.weights import WeightReader
+from tridecode.kernels.kv_rounding import CACHE_DTYPES
 from tridecode.kernels.ops import Batch, CacheLayer, Ops
 from tridecode.kernels.sampling_state import SamplingState
 
 log = logging.getLogger("tridecode.engine")
 
 Ranks = Union[SingleRank, ProcessRanks]
+
 Progress = Callable[[str], None]
 
 
@@ -45,25 +57,43 @@ class Pending:
 
     tokens: Tensor
     log_probs: Tensor
-    embeddings: list[Tensor]
+    extras: StepExtras
     ready: torch.cuda.Event | None = None
+    tops: PendingTops | None = None
+    candidates: tuple[Tensor, Tensor] | None = None
+    on_result: Callable[[StepResult], None] | None = None
+    posted: list[Posted] = field(default_factory=list)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would not wait."""
+        return self.ready is None or self.ready.query()
 
     def wait(self) -> StepResult:
+        for transfer in self.posted:
+            transfer.wait()
         if self.ready is not None:
             self.ready.synchronize()
-        return StepResult(
+        result = StepResult(
             self.tokens.numpy().copy(),
             self.log_probs.numpy().copy(),
-            [sums.cpu().numpy() for sums in self.embeddings],
+            top_log_probs=self.tops.result() if self.tops is not None else [],
+            **self.extras.on_host(),
         )
+        if self.candidates is not None:
+            result.candidates = self.candidates[0].numpy(), self.candidates[1].numpy()
+        if self.on_result is not None:
+            self.on_result(result)
+        return result
 
 
 class Engine:
     """Owns the device: weights, cache blocks, sampling state, buffers. Used by one thread.
 
     config is resolved (settings.resolve). `on_logits`, where set, sees the logits of each step and its plan
-    before they
-    are sampled from: for checks against other implementations.
+    before they are sampled from: for checks against other implementations. All ranks of the last stage set
+    it, or none. vocab: this rank's ids where the tensor ranks share the vocabulary, else None. `digest`: of a
+    rank of several that serves.
     """
 
     def __init__(
@@ -81,22 +111,28 @@ class Engine:
         self.ops = ops
         self.model = models.family(model.family).model(model, weights, ranks, config.max_sequence_tokens)
         self.adapters: AdapterStore | None = None
+        none = PromptSection(NO_PROMPT, default_start_id(model.vocab_size, model.end_id), [])
+        self.prompt_limits = prompt_limits(none, model, self.dtype, None)
+        self.prompts = PromptStore(self._prompt_place())
         self.is_asynchronous = device.type == "cuda"
         self.is_last_stage = ranks.stage == ranks.num_stages - 1
         self.on_logits: Callable[[StepPlan, Tensor], None] | None = None
-        rows = config.max_sequences
+        self.digest: StepDigest | None = None
+        rows = config.slots
+        self.vocab = self.model.vocab
+        columns = model.vocab_size if self.vocab is None else self.vocab.size
         self.work = Workspace.allocate(
-            model, config.max_step_tokens, rows, ranks.tensor_size, self.dtype, device
+            model, config.max_step_tokens, rows, ranks.tensor_size, self.dtype, device, columns
         )
         self.state = SamplingState.allocate(
-            rows, config.max_sequence_tokens, model.vocab_size, config.max_bad_word_tokens, device
+            rows, config.max_sequence_tokens, columns, config.max_bad_word_tokens, device
         )
         self.ops.reserve(
             config.max_step_tokens,
             self._widest(),
             rows,
             config.max_sequence_tokens,
-            model.vocab_size,
+            columns,
         )
         columns = -(-config.max_sequence_tokens // config.block_tokens)
         self.buffers = StepBuffers(config.max_step_tokens, rows, columns, device)
@@ -108,7 +144,9 @@ class Engine:
             (torch.zeros(rows, dtype=torch.int32).pin_memory(), torch.zeros(rows).pin_memory())
             for _ in range(4 if self.is_asynchronous else 0)
         ]
+        self._tops: PendingTops | None = None  # of the step that is being launched
         self.graphs: DecodeGraphs | None = None
+        ranks.barrier("loaded")  # with a limit and a diagnosis, which what follows has not
         if self.is_asynchronous:
             self._warm_up()
         self.num_blocks = ranks.smallest(choose_num_blocks(config, self._block_bytes(), device))
@@ -124,25 +162,39 @@ class Engine:
         ranks: Ranks,
         device: torch.device,
         progress: Progress | None = None,
+        phase: Progress | None = None,
     ) -> Engine:
-        """An engine over the weight files of `directory`. Raises WeightFileError, ConfigError,
+        """An engine over the weight files of `directory`. progress: told each tensor's name. phase: told what
+        begins. Raises WeightFileError, ConfigError,
         UnsupportedError."""
         specs = models.family(model.family).weight_specs(model)
+        specs = share_vocabulary(specs, ranks.tensor_size, device.type)
         dtype, ops = DTYPES[config.data_type], kernels.select(device, config.batch_invariant)
         place = (ranks.tensor_rank, ranks.tensor_size)
+        int8 = config.int8_mode == 1
         if config.weights == "random":
-            return cls(model, config, RandomWeights(specs, 0, *place, dtype, ops, device), ops, ranks, device)
+            made = RandomWeights(specs, 0, *place, dtype, ops, device, model.quantization, int8)
+            return cls(model, config, made, ops, ranks, device)
         mine = stage_layers(model.num_layers, ranks.stage, ranks.num_stages)
         specs = [spec for spec in specs if spec.layer is None or spec.layer in mine]
+        if phase is not None:
+            phase(f"verifying weights ({config.verify_weights})")
         reader = WeightReader(directory, model)
-        reader.verify(config.verify_weights, specs)
-        weights = FileWeights(reader, specs, *place, dtype, ops, device, progress)
+        reader.verify(config.verify_weights, stored_specs(specs, model.quantization))
+        weights = FileWeights(reader, specs, *place, dtype, ops, device, progress, int8)
         try:
             engine = cls(model, config, weights, ops, ranks, device)
         finally:
             weights.close()
+        section = read_prompt_section(directory, model)
+        engine.prompt_limits = prompt_limits(section, model, engine.dtype, directory)
+        engine.prompts = load_tasks(reader, engine.prompt_limits, engine._prompt_place())
         engine._serve_adapters(directory, weights)
         return engine
+
+    def _prompt_place(self) -> PromptPlace:
+        scale = self.model.embedding_scale
+        return PromptPlace(self.model_config, self.ranks, self.dtype, self.device, scale)
 
     def _serve_adapters(self, directory: Path, weights: Weights) -> None:
         """Open the folder of adapters, if config.lora_path names one. Collective: all ranks call it."""
@@ -173,6 +225,16 @@ class Engine:
             return NoLoader("this engine is batch_invariant, which adapters are not (config.pbtxt)")
         return NoLoader()
 
+    @property
+    def micro_batches(self) -> int:
+        """Plans in flight that keep all pipeline stages busy, see SchedulerLimits; 1: no stages."""
+        return self.ranks.num_stages if self.ranks.is_pipelined else 1
+
+    @property
+    def depth(self) -> int:
+        """Plans in flight before the oldest is waited for."""
+        return 2 if self.is_asynchronous else self.micro_batches
+
     def close(self) -> None:
         """End the threads that load adapters. Collective, after the last step."""
         if self.adapters is not None:
@@ -193,12 +255,15 @@ class Engine:
         return [(2, share_size(layer.num_kv_heads, size), tokens, layer.head_size) for layer in layers]
 
     def _block_bytes(self) -> int:
-        """Of a block in the caches of all layers of this stage."""
-        return sum(math.prod(shape) for shape in self._block_shapes()) * self.dtype.itemsize
+        """Of a block in the caches of all layers of this stage, with its scales."""
+        layers = self._allocate_cache(1, torch.device("meta"))
+        return sum(tensor.nbytes for layer in layers for tensor in layer.tensors)
 
-    def _allocate_cache(self, num_blocks: int) -> list[CacheLayer]:
+    def _allocate_cache(self, num_blocks: int, device: torch.device | None = None) -> list[CacheLayer]:
+        """Empty caches of all layers of this stage. device: None: the engine's."""
+        dtype = CACHE_DTYPES.get(self.config.kv_cache_dtype, self.dtype)
         shapes = [(num_blocks, *shape) for shape in self._block_shapes()]
-        return [CacheLayer(_zeros(shape, self.dtype, self.device)) for shape in shapes]
+        return [_cache_layer(shape, dtype, device or self.device) for shape in shapes]
 
     def _warm_up(self) -> None:
         """Run the largest steps, so that libraries allocate their buffers before the cache takes the rest of
@@ -206,12 +271,12 @@ class Engine:
         self.caches = self._allocate_cache(1)
         longest = self.config.max_sequence_tokens
         assert longest is not None
-        for plan in warm_up_plans(self.work.hidden.shape[0], self.config.max_sequences, longest):
+        for plan in warm_up_plans(self.work.hidden.shape[0], self.config.slots, longest):
             self._run(self.buffers.load(plan))
         torch.cuda.synchronize(self.device)
 
     def _can_capture(self) -> bool:
-        if not self.is_asynchronous or not self.config.cuda_graphs:
+        if not self.is_asynchronous or not self.config.cuda_graphs or self.vocab is not None:
             return False
         if all(self.ops.captures(heads) for heads in self.model.heads):
             return True
@@ -226,43 +291,88 @@ class Engine:
         def load(plan: StepPlan, rows: int) -> Batch:
             return self.buffers.load_padded(plan, rows, longest)
 
-        return DecodeGraphs(padded_sizes(self.config.max_sequences), load, self._run)
+        return DecodeGraphs(padded_sizes(self.config.slots), load, self._run)
 
     def launch(self, plan: StepPlan) -> Pending:
         """Start a step, on rank 0 for all ranks. On CUDA it returns while the device works, and the next step
         may be launched before `wait`."""
         if self.ranks.rank == 0:
             self.ranks.broadcast_plan(plan)
-        embeddings: list[Tensor] = []
+        extras = StepExtras()
         if self.adapters is not None:
             self.adapters.drop(plan.drop_adapters)
+        if plan.prompts is not None:
+            self.prompts.prepare(plan.prompts, self.caches)
         self._copy_for_forks(plan)
-        count = plan.num_samples
+        if self.ranks.is_pipelined:  # the results of the steps in flight arrive in the tensors of each
+            self._tokens, self._log_probs = torch.zeros_like(self._tokens), torch.zeros_like(self._log_probs)
+        count, self._tops = plan.num_samples, None
         if not self._replay(plan):
-            embeddings = self._run(self.buffers.load(plan), plan)
+            extras = self._run(self.buffers.load(plan), plan)
+        candidates = self._candidates(plan.beams) if plan.beams is not None else None
+        on_result = None if self.digest is None else self._take_digest(self.digest, plan)
         if not self.is_asynchronous:
-            return Pending(self._tokens[:count], self._log_probs[:count], embeddings)
+            tokens, log_probs = self._tokens[:count], self._log_probs[:count]
+            posted = self.ranks.take_posted()
+            return Pending(tokens, log_probs, extras, None, self._tops, candidates, on_result, posted)
         tokens, log_probs = self._results[plan.step % len(self._results)]
         tokens[:count].copy_(self._tokens[:count], non_blocking=True)
         log_probs[:count].copy_(self._log_probs[:count], non_blocking=True)
         ready = torch.cuda.Event()
         ready.record()
-        return Pending(tokens[:count], log_probs[:count], embeddings, ready)
+        return Pending(tokens[:count], log_probs[:count], extras, ready, self._tops, candidates, on_result)
+
+    def _take_digest(self, digest: StepDigest, plan: StepPlan) -> Callable[[StepResult], None]:
+        """Digest the state after a step, if its turn has come; returns what digests its tokens."""
+        if not self.is_asynchronous:  # on a GPU only the tokens: reading the state would wait for the device
+            digest.launched(plan, lambda: copied_state(self.state, self.work.hidden, plan.num_tokens))
+        if self.ranks.is_pipelined:  # few ranks get the tokens: all have them as the ids of a later plan
+            return lambda result: digest.committed_ids(plan, plan.token_ids)
+        return partial(digest.committed, plan)
 
     def _replay(self, plan: StepPlan) -> bool:
-        """Run the plan as a graph, if there is one for it; a step with adapters has none."""
+        """Run the plan as a graph, if there is one for it. A step with adapters has none, nor has one that
+        returns logits or top log probs."""
         if self.graphs is None or self.on_logits is not None or plan.adapters is not None:
+            return False
+        if plan.beams is not None and not self.is_last_stage:
+            return False  # its graph would write the tokens of slot -1
+        if plan.logit_samples or plan.top_log_probs is not None:
             return False
         return self.graphs.replay(plan) is not None
 
     def _step_ops(self, plan: StepPlan | None) -> Ops:
-        """The operations of a step: with the deltas of its adapters, if it has any."""
-        if plan is None or plan.adapters is None:
+        """The operations of a step: with its virtual tokens and the deltas of its adapters, if it has any."""
+        if plan is None:
             return self.ops
+        ops = self.ops if plan.prompts is None else self.prompts.ops(self.ops, plan.prompts.virtual)
+        if plan.adapters is None:
+            return ops
         assert self.adapters is not None
         numbers = set(plan.adapters[plan.adapters >= 0].tolist())
         tables = {number: self.adapters.table(number) for number in numbers}
-        return cast(Ops, AdaptedOps(self.ops, plan, tables, self.device))
+        return cast(Ops, AdaptedOps(ops, plan, tables, self.device))
+
+    @torch.inference_mode()
+    def _candidates(self, beams: BeamRows) -> tuple[Tensor, Tensor]:
+        """The most likely tokens of the plan's beams and their log probabilities, on the way to the host.
+        `sample` has left the logits of these rows as they were."""
+        shape = (len(beams.rows), min(beams.width, self.model_config.vocab_size))
+        ids = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        log_probs = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        if self.is_last_stage:
+            if self.vocab is None:
+                wanted = candidate_rows(beams, self.device)
+                self.ops.candidates(self.work.logits, wanted, ids=ids, log_probs=log_probs)
+            else:
+                beam_candidates(self.work.logits, beams, self.vocab, self.ranks, ids, log_probs)
+        self.ranks.share_tokens(ids, log_probs)
+        if not self.is_asynchronous:
+            return ids, log_probs
+        host = torch.empty(shape, dtype=torch.int32, pin_memory=True), torch.empty(shape, pin_memory=True)
+        host[0].copy_(ids, non_blocking=True)
+        host[1].copy_(log_probs, non_blocking=True)
+        return host
 
     @torch.inference_mode()
     def _copy_for_forks(self, plan: StepPlan) -> None:
@@ -270,9 +380,8 @@ class Engine:
         if plan.block_copies:
             sources, destinations = torch.tensor(plan.block_copies, device=self.device).unbind(1)
             for cache in self.caches:
-                for tensor in (cache.blocks, cache.scales):
-                    if tensor is not None:
-                        tensor[destinations] = tensor[sources]
+                for tensor in cache.tensors:
+                    tensor[destinations] = tensor[sources]
         if plan.slot_copies:
             copy_slots(self.state, *zip(*plan.slot_copies))
 
@@ -287,8 +396,8 @@ class Engine:
             torch.cuda.synchronize(self.device)
 
     @torch.inference_mode()
-    def _run(self, batch: Batch, plan: StepPlan | None = None) -> list[Tensor]:
-        """One forward of this stage and, on the last, sampling. Returns the plan's context embeddings."""
+    def _run(self, batch: Batch, plan: StepPlan | None = None) -> StepExtras:
+        """One forward of this stage and, on the last, sampling. Returns what else the plan wants."""
         context = Context(self._step_ops(plan), self.ranks, self.work, batch)
         x = self.work.hidden[: batch.num_tokens]
         if self.ranks.stage == 0:
@@ -302,21 +411,51 @@ class Engine:
         self.model.forward(context, x, self.caches)
         self.ranks.send(x)
         if plan is not None and plan.starts:  # only sampling reads it: written while the device works
-            start_slots(self.state, plan.starts)
-        sums = self._context_embeddings(x, plan) if plan is not None else []
+            start_slots(self.state, plan.starts, 0 if self.vocab is None else self.vocab.first)
+        extras = StepExtras()
+        if plan is not None:
+            extras.embeddings = self._context_embeddings(x, plan)
+            extras.prompt_logits = prompt_logits(
+                self.model, context, x, plan, self.ranks, self.model_config.vocab_size
+            )
         count = batch.sample_tokens.shape[0]
         tokens, log_probs = self._tokens[:count], self._log_probs[:count]
         if count == 0:
-            return sums
-        if self.is_last_stage:
-            logits = self.model.logits(context, x)
+            return extras
+        tops = None
+        if plan is not None and plan.top_log_probs is not None:
+            tops = TopLogProbsOfStep(plan, self.model_config.vocab_size, self.device, self.ranks, self.vocab)
+        logits = mask_padding(self.model.logits(context, x), self.vocab) if self.is_last_stage else None
+        if plan is not None and plan.logit_samples:
+            extras.sample_logits = sample_logits(
+                logits, plan, self.ranks, self.vocab, self.model_config.vocab_size, x
+            )
+        if logits is not None:
+            if tops is not None:
+                tops.before(logits)
             if self.on_logits is not None and plan is not None:
-                self.on_logits(plan, logits)
-            self.ops.sample(logits, batch.sample_slots, self.state, tokens=tokens, log_probs=log_probs)
+                self.on_logits(plan, whole_rows(logits, self.vocab, self.ranks))
+            self._sample(logits, batch.sample_slots, tokens, log_probs)
         self.ranks.share_tokens(tokens, log_probs)
-        if not self.is_last_stage:
-            self.state.last_tokens[batch.sample_slots.long()] = tokens
-        return sums
+        if tops is not None:
+            self._tops = tops.after(tokens)
+        if not self.is_last_stage and not self.ranks.is_pipelined:
+            self._keep_tokens(batch.sample_slots, tokens.clamp(min=0), plan)
+        return extras
+
+    def _sample(self, logits: Tensor, slots: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
+        if self.vocab is None:
+            self.ops.sample(logits, slots, self.state, tokens=tokens, log_probs=log_probs)
+        else:
+            sample(logits, slots, self.state, self.vocab, self.ranks, tokens=tokens, log_probs=log_probs)
+
+    def _keep_tokens(self, slots: Tensor, tokens: Tensor, plan: StepPlan | None) -> None:
+        """Write last_tokens on a stage that does not sample. Slots of beams are -1."""
+        if plan is not None and plan.beams is not None:
+            rows = np.delete(np.arange(len(slots)), plan.beams.rows)
+            kept = torch.from_numpy(rows).to(self.device)
+            slots, tokens = slots[kept], tokens[kept]
+        self.state.last_tokens[slots.long()] = tokens
 
     def _context_embeddings(self, x: Tensor, plan: StepPlan) -> list[Tensor]:
         """(C,) float32 sums of the last layer's output over the prompts' rows that the plan names."""
@@ -328,10 +467,16 @@ class Engine:
         return sums
 
 
+def _cache_layer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> CacheLayer:
+    """An empty cache. shape: of its blocks, (N, 2, K, P, D); they have scales where dtype has 8 bits."""
+    blocks = _zeros(shape, dtype, device)
+    return CacheLayer(blocks, _zeros(shape[:-1], torch.float32, device) if dtype.itemsize == 1 else None)
+
+
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros; on the CPU as pages that take no memory before they are written, which torch.zeros would
     touch."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    words = np.zeros(shape, np.int32 if dtype.itemsize == 4 else np.int16)
+    words = np.zeros(shape, {1: np.int8, 2: np.int16, 4: np.int32}[dtype.itemsize])
     return torch.from_numpy(words).view(dtype)

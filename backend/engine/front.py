@@ -24,7 +24,7 @@ from tridecode.backend.supervisor import processes
 
 log = logging.getLogger("tridecode.engine")
 
-Incoming = Union[m.Submit, m.Cancel, m.Goodbye]
+Incoming = Union[m.Submit, m.Cancel, m.EndSession, m.Goodbye]
 #: a door that is silent for longer is frozen or dead; pauses of this process do not count
 DOOR_SILENCE_S = 10.0
 _LOOK_S = 1.0  # interval at which the doors' processes and the socket's file are checked
@@ -168,7 +168,7 @@ class Front:
         door.heard_at = now
         if isinstance(message, m.Goodbye):
             del self._doors[identity]
-        if isinstance(message, (m.Submit, m.Cancel, m.Goodbye)):
+        if isinstance(message, (m.Submit, m.Cancel, m.EndSession, m.Goodbye)):
             self._inbox.append((identity, message))
             self._arrived.set()
 

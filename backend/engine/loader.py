@@ -130,27 +130,30 @@ class FileWeights(Weights):
         ops: Ops,
         device: torch.device,
         progress: Callable[[str], None] | None = None,
+        round_to_int8: bool = False,
     ):
-        super().__init__(specs, ops)
-        self._reader, self._rank, self._size = reader, tensor_rank, tensor_size
-        self._dtype, self._device = dtype, device
+        quantization = reader.config.quantization
+        super().__init__(specs, ops, quantization, round_to_int8, tensor_rank, tensor_size, dtype)
+        self._reader, self._device = reader, device
         self._progress = progress or (lambda name: None)
         self._uploader: Uploader | None = None
         if device.type == "cuda":
-            self._uploader = Uploader(self.specs, self._read, device, self._copied_bytes)
+            self._uploader = Uploader(self.files, self._read, device, self._copied_bytes)
 
     def close(self) -> None:
         if self._uploader is not None:
             self._uploader.close()
 
     def _read(self, name: str) -> Tensor:
-        return self._reader.read(self.specs[name], self._rank, self._size)
+        return self._reader.read(self.files[name], self.rank, self.size)
 
     def _copied_bytes(self, name: str) -> int:
-        return self._reader.copied_bytes(self.specs[name], self._rank, self._size)
+        return self._reader.copied_bytes(self.files[name], self.rank, self.size)
 
     def tensor(self, name: str) -> Tensor:
         self._progress(name)
+        spec = self.files[name]
+        dtype = self._reader.file_dtype(spec) if spec.dtype else self.dtype
         if self._uploader is not None:
-            return self._uploader.take(name).to(self._dtype)
-        return self._reader.copy(self.specs[name], self._rank, self._size, self._dtype)
+            return self._uploader.take(name).to(dtype)
+        return self._reader.copy(spec, self.rank, self.size, dtype)

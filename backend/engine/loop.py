@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from dataclasses import asdict
 from typing import Protocol
 
@@ -13,6 +14,7 @@ from tridecode.backend import messages as m
 from tridecode.backend.engine.engine import Engine, Pending
 from tridecode.backend.engine.front import Front
 from tridecode.backend.engine.plan import StepPlan
+from tridecode.backend.engine.plan_queue import End, PlanQueue
 from tridecode.backend.engine.scheduler import Scheduler
 from tridecode.backend.errors import CapacityError, TridecodeError
 
@@ -21,6 +23,7 @@ log = logging.getLogger("tridecode.engine")
 _TELL_S = 0.05  # status update interval; heartbeats are rarer
 _IDLE_S = 0.25  # longest wait for a request
 _DEVICE_S = 1.0  # interval at which an idle device is checked
+_POLL_S = 0.0005  # how often a follower that waits for a plan looks after its step in flight
 
 
 class Status(Protocol):
@@ -39,7 +42,7 @@ class DecodeLoop:
     """Owns scheduler and engine; the only thread that touches them.
 
     On a device that works by itself (engine.is_asynchronous) the next step is launched before the tokens of
-    the one before are read.
+    the one before are read; with pipeline stages as many steps are in flight as there are stages.
     """
 
     def __init__(self, engine: Engine, scheduler: Scheduler, front: Front, status: Status):
@@ -57,17 +60,18 @@ class DecodeLoop:
     def run(self) -> None:
         """Until `stop`; then every open request ends with an error. Raises what a step raises, except
         out-of-memory."""
-        pending: tuple[StepPlan, Pending] | None = None
+        pending: deque[tuple[StepPlan, Pending]] = deque()
         while not self._stopping:
-            self._take_requests(may_wait=pending is None)
+            self._take_requests(may_wait=not pending)
             launched = self._launch()
-            if pending is not None:
-                self._commit(*pending)
-            if launched is not None and not self.engine.is_asynchronous:
-                self._commit(*launched)
-                launched = None
-            pending = launched
+            if launched is not None:
+                pending.append(launched)
+            if pending and (launched is None or len(pending) >= self.engine.depth):
+                self._commit(*pending.popleft())
             self._tell()
+        if self.engine.micro_batches > 1:
+            for _, step in pending:  # the other stages send their results before they take the end
+                step.wait()
         self.scheduler.fail_all(CapacityError("the engine is being stopped"))
         self.front.send(self.scheduler.take_events())
 
@@ -83,6 +87,8 @@ class DecodeLoop:
                 self._submit(door, message)
             elif isinstance(message, m.Cancel):
                 self.scheduler.cancel(door, message.request)
+            elif isinstance(message, m.EndSession):
+                self.scheduler.end_session(door, message.session)
             else:
                 self.scheduler.cancel_door(door)
 
@@ -117,6 +123,8 @@ class DecodeLoop:
         try:
             return plan, self.engine.launch(plan)
         except torch.OutOfMemoryError as error:
+            if self.engine.ranks.tensor_size * self.engine.ranks.num_stages > 1:
+                raise  # the other ranks are in this step and wait for this one
             log.error("a step of %d tokens did not fit in memory: %s", plan.num_tokens, error)
             self._abandon(plan)
             return None
@@ -150,18 +158,47 @@ class DecodeLoop:
             **asdict(scheduler.counters),
             "requests_waiting": scheduler.num_waiting,
             "sequences_running": scheduler.num_running,
+            "sessions": len(scheduler.sessions),
+            "session_blocks": scheduler.sessions.num_blocks,
             "step_seconds": self._seconds,
             "steps": status.steps,
         }
 
 
 def follow(engine: Engine, status: Status) -> None:
-    """The loop of a rank > 0: run the plans that rank 0 broadcasts, until it sends the end."""
+    """The loop of a rank > 0: run the plans that rank 0 broadcasts, until it sends the end.
+
+    A thread receives the plans, so that rank 0 never waits for this rank's step. On a device that works by
+    itself the next plan is launched before the step in flight has ended, as rank 0 does it.
+    """
+    plans, pending = PlanQueue(engine.ranks), None
     while True:
-        plan = engine.ranks.broadcast_plan(None)
-        if plan is None:
-            return
-        status.busy_since = time.monotonic()
-        engine.launch(plan).wait()
-        status.steps += 1
-        status.busy_since = 0.0
+        plan = _next_plan(plans, pending)
+        if isinstance(plan, End):
+            break
+        launched = None
+        if plan is not None:
+            status.busy_since = status.busy_since or time.monotonic()
+            launched = engine.launch(plan)
+        if pending is not None:
+            _finish(pending, status, launched is not None)
+        if launched is not None and not engine.is_asynchronous:
+            _finish(launched, status, False)
+            launched = None
+        pending = launched
+
+
+def _next_plan(plans: PlanQueue, pending: Pending | None) -> StepPlan | End | None:
+    """The next plan, or None once the step in flight is done and no plan has arrived."""
+    if pending is None:
+        return plans.take()
+    while (plan := plans.take(_POLL_S)) is None and not pending.is_done:
+        pass
+    return plan
+
+
+def _finish(pending: Pending, status: Status, more: bool) -> None:
+    """Wait for a step of a follower. more: another one is in flight."""
+    pending.wait()
+    status.steps += 1
+    status.busy_since = time.monotonic() if more else 0.0

@@ -20,11 +20,15 @@ from tridecode.backend.config import EngineConfig, ModelConfig
 from tridecode.backend.engine.engine import Engine
 from tridecode.backend.engine.loader import DTYPES
 from tridecode.backend.engine.parallel import SingleRank
+from tridecode.backend.engine.vocab_share import share_vocabulary
 from tridecode.backend.errors import ConfigError
 from tridecode.backend.models.layers import Weights
-from tridecode.backend.weight_layout import WeightSpec, stage_layers
+from tridecode.backend.weight_layout import stage_layers
+from tridecode.backend.weights import FILE_DTYPES
 from tridecode.kernels import scratch
+from tridecode.kernels.cpu import keeps_int8
 from tridecode.kernels.ops import Linear
+from tridecode.kernels.quantized import QuantizedWeight
 from tridecode.kernels.reference import Reference
 
 #: an estimate of what libraries take on a GPU: CUDA's context with our and torch's kernels and cuBLAS, and
@@ -74,22 +78,29 @@ class _Place(SingleRank):
 class _Shapes(Weights):
     """Tensors of the right shape and dtype, without data."""
 
-    def __init__(self, specs: list[WeightSpec], ops: Any, tensor_size: int, dtype: torch.dtype):
-        super().__init__(specs, ops)
-        self._size, self._dtype = tensor_size, dtype
-
     def tensor(self, name: str) -> Tensor:
-        return torch.empty(self.specs[name].shard_shape(self._size), dtype=self._dtype, device="meta")
+        spec = self.files[name]
+        dtype = FILE_DTYPES[spec.dtype] if spec.dtype else self.dtype
+        return torch.empty(spec.shard_shape(self.size), dtype=dtype, device="meta")
 
 
 class _CpuShapes(Reference):
     """Packs as kernels.cpu.Cpu: a float32 weight is copied into oneDNN's layout, which has no padding where
     its sizes are multiples of oneDNN's blocks (16 to 64)."""
 
-    def pack(self, linear: Linear) -> Linear:
-        if linear.weight.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
+    def __init__(self, batch_invariant: bool) -> None:
+        super().__init__()
+        self._batch_invariant = batch_invariant
+
+    def pack(self, linear: Linear, dtype: torch.dtype = torch.float32) -> Linear:
+        weight = linear.weight
+        if isinstance(weight, QuantizedWeight):
+            if keeps_int8(weight, self._batch_invariant):
+                return linear
+            return replace(linear, weight=torch.empty(weight.shape, dtype=dtype, device="meta"))
+        if weight.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
             return linear
-        return Linear(torch.empty(linear.weight.shape, device="meta"), linear.bias)
+        return Linear(torch.empty(weight.shape, device="meta"), linear.bias)
 
 
 class _CudaShapes(Reference):
@@ -99,8 +110,11 @@ class _CudaShapes(Reference):
         super().__init__()
         self.bytes, self._widening = scratch.fixed_bytes(), itemsize // 2
 
-    def pack(self, linear: Linear) -> Linear:
-        return Linear(linear.weight.contiguous(), linear.bias)
+    def pack(self, linear: Linear, dtype: torch.dtype = torch.float32) -> Linear:
+        weight = linear.weight
+        if isinstance(weight, QuantizedWeight):
+            weight = torch.empty(weight.shape, dtype=dtype, device="meta")
+        return Linear(weight.contiguous(), linear.bias)
 
     def reserve(
         self, max_tokens: int, max_columns: int, max_rows: int, max_context: int, vocab_size: int
@@ -118,26 +132,21 @@ def plan_rank(
     """
     assert config.max_sequence_tokens is not None and config.max_step_tokens is not None
     columns = -(-config.max_sequence_tokens // config.block_tokens)
-    words = 8 * config.max_step_tokens + config.max_sequences * (columns + 8)
+    words = 8 * config.max_step_tokens + config.slots * (columns + 8)
     if 16 * words > _MAX_HOST_BYTES:
         raise ConfigError(
-            f"max_sequences {config.max_sequences:,} and max_sequence_tokens {config.max_sequence_tokens:,} "
+            f"max_sequences {config.slots:,} and max_sequence_tokens {config.max_sequence_tokens:,} "
             f"need {16 * words:,} bytes for block tables alone; lower one of them"
         )
     size, stages = config.tensor_para_size, config.pipeline_para_size
     place = _Place(tensor_rank, size, stage, stages)
     mine = stage_layers(model.num_layers, stage, stages)
-    if not mine:
-        each = -(-model.num_layers // stages)
-        raise ConfigError(
-            f"pipeline_para_size {stages} leaves stage {stage} without layers: stages of {each} layers share "
-            f"{model.num_layers}; wanted at most {-(-model.num_layers // each)}"
-        )
-    specs = models.family(model.family).weight_specs(model)
+    specs = share_vocabulary(models.family(model.family).weight_specs(model), size, device_type)
     specs = [spec for spec in specs if spec.layer is None or spec.layer in mine]
     dtype = DTYPES[config.data_type]
-    ops = _CudaShapes(dtype.itemsize) if device_type == "cuda" else _CpuShapes()
-    weights = _Shapes(specs, ops, size, dtype)
+    ops = _CudaShapes(dtype.itemsize) if device_type == "cuda" else _CpuShapes(config.batch_invariant)
+    int8 = config.int8_mode == 1
+    weights = _Shapes(specs, ops, model.quantization, int8, tensor_rank, size, dtype)
     unlimited = replace(config, cache_bytes=1 << 62)
     engine = Engine(model, unlimited, weights, ops, place, torch.device("meta"))
     seen: set[int] = set()

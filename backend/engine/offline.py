@@ -4,6 +4,8 @@ benchmarks."""
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,17 +13,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tridecode.backend.beam_tree import BeamTree
 from tridecode.backend.config import EngineConfig, ModelConfig
 from tridecode.backend.engine.adapters import Adapters
 from tridecode.backend.engine.admission import SchedulerLimits
-from tridecode.backend.engine.engine import Engine
+from tridecode.backend.engine.engine import Engine, Pending
 from tridecode.backend.engine.parallel import SingleRank
 from tridecode.backend.engine.plan import StepPlan
+from tridecode.backend.engine.prompts import PromptBook
 from tridecode.backend.engine.scheduler import Scheduler
 from tridecode.backend.engine.settings import choose_device, resolve
 from tridecode.backend.errors import BY_CODE, TridecodeError
-from tridecode.backend.messages import Event, SamplingParams, SequenceRequest, Submit
+from tridecode.backend.messages import (
+    Event,
+    Perf,
+    SamplingParams,
+    SequenceRequest,
+    SessionRound,
+    Submit,
+    TopLogProbs,
+)
 from tridecode.backend.models import read_model_config
+from tridecode.backend.prompt_learning import LearnedPrompt
+from tridecode.kernels.ops import Heads
 
 _DOOR = b"offline"
 
@@ -33,7 +47,7 @@ def limits_of(engine: Engine) -> SchedulerLimits:
     return SchedulerLimits(
         num_blocks=engine.num_blocks,
         block_tokens=config.block_tokens,
-        max_sequences=config.max_sequences,
+        max_sequences=config.slots,
         max_sequence_tokens=config.max_sequence_tokens,
         max_step_tokens=config.max_step_tokens,
         max_queued_requests=config.max_queued_requests,
@@ -41,26 +55,78 @@ def limits_of(engine: Engine) -> SchedulerLimits:
         request_timeout_s=config.request_timeout_s,
         max_bad_word_tokens=config.max_bad_word_tokens,
         max_stop_word_tokens=config.max_stop_word_tokens,
+        max_logits_bytes=config.max_logits_bytes,
         long_prompt_tokens=engine.model_config.long_prompt_tokens,
         recompute_long=engine.model_config.recomputes_long,
+        ring_fault=ring_fault(engine.model_config, engine.model.heads),
+        micro_batches=engine.micro_batches,
     )
 
 
+def prompt_book(engine: Engine) -> PromptBook:
+    """The scheduler's tables of prompt learning for an engine."""
+    model, config = engine.model_config, engine.config
+    return PromptBook(engine.prompt_limits, model.hidden_size, model.vocab_size, config.prompt_table_bytes)
+
+
+def ring_fault(config: ModelConfig, heads: Iterable[Heads]) -> str:
+    """SchedulerLimits.ring_fault: attention that depends on the order of keys. heads: of each layer."""
+    for layer in heads:
+        if layer.slopes is not None or layer.key_bias is not None:
+            return "this model's attention (ALiBi) needs the distance of every key"
+    return "this model's attention has a sliding window of its own" if any(config.windows) else ""
+
+
 class Generation:
-    """The result of one request of one sequence."""
+    """The result of one request of one prompt: its first sequence, and all of them if there are more.
+
+    sequences: samples, or beams, best first; the first is this object."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.log_probs: list[float] = []
+        self.top_log_probs: list[TopLogProbs] = []
         self.finish = ""
+        self.sequences: list[Generation] = [self]
+        self._beams = BeamTree()
         self.embedding: np.ndarray | None = None
         self.logits: list[np.ndarray] = []  # (V,) float32 per generated token, with keep_logits
+        self.context_logits = self.generation_logits = b""  # float32, if the request wants them
+        self.context_log_prob = 0.0
+        self.perf: Perf | None = None
+
+    @property
+    def cum_log_prob(self) -> float:
+        return sum(self.log_probs)
 
     def take(self, event: Event) -> None:
+        self._take(event)
+        if event.beams is not None:
+            beams = self._beams.take(event.beams)
+            self._resize(len(beams))
+            for one, beam in zip(self.sequences, beams):
+                one.tokens, one.log_probs, one.finish = beam.tokens, beam.log_probs, event.finish
+
+    def take_of(self, index: int, event: Event) -> None:
+        """Add an event of the sequence with this index."""
+        if index >= len(self.sequences):
+            self._resize(index + 1)
+        self.sequences[index].take(event)
+
+    def _resize(self, count: int) -> None:
+        self.sequences += [Generation() for _ in range(count - len(self.sequences))]
+
+    def _take(self, event: Event) -> None:
         self.tokens += event.tokens
         self.log_probs += event.log_probs
+        self.top_log_probs += event.top_log_probs
         if event.context_embedding:
             self.embedding = np.frombuffer(event.context_embedding, np.float32)
+        if event.extra is not None:
+            self.context_logits += event.extra.context_logits
+            self.generation_logits += event.extra.generation_logits
+            self.context_log_prob += event.extra.context_log_prob
+            self.perf = event.extra.perf or self.perf
         if event.finish == "error":
             raise BY_CODE.get(event.code, TridecodeError)(event.error)
         self.finish = event.finish
@@ -71,8 +137,11 @@ class OfflineEngine:
 
     def __init__(self, engine: Engine, keep_logits: bool = False):
         self.engine = engine
-        self.scheduler = Scheduler(limits_of(engine), time.monotonic, Adapters(engine.loader))
+        self.scheduler = Scheduler(
+            limits_of(engine), time.monotonic, Adapters(engine.loader), prompt_book(engine)
+        )
         self.generations: list[Generation] = []
+        self._pending: deque[tuple[StepPlan, Pending]] = deque()
         if keep_logits:
             engine.on_logits = self._keep_logits
 
@@ -96,30 +165,43 @@ class OfflineEngine:
         for sequence, row in zip(rows, logits.float().cpu().numpy().copy()):
             self.generations[sequence.group.request].logits.append(row)
 
-    def submit(self, prompt: list[int], params: SamplingParams, lora_name: str = "") -> int:
-        """The number of the new request, an index of `generations`. lora_name: of its adapter."""
+    def submit(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        lora_name: str = "",
+        learned: LearnedPrompt | None = None,
+        session: SessionRound | None = None,
+    ) -> int:
+        """The number of the new request, an index of `generations`. lora_name: of its adapter. learned: the
+        table of its virtual tokens. session: the request is a round of it."""
         number = len(self.generations)
         self.generations.append(Generation())
-        request = SequenceRequest(np.asarray(prompt, np.int32).tobytes(), params, lora_name)
-        self.scheduler.submit(_DOOR, Submit(number, [request]))
+        request = SequenceRequest(np.asarray(prompt, np.int32).tobytes(), params, lora_name, learned)
+        self.scheduler.submit(_DOOR, Submit(number, [request], session=session))
         return number
 
     def step(self) -> bool:
-        """One step; False when there was nothing to do."""
+        """One step; False when there was nothing to do. With pipeline stages the steps in flight are
+        committed once there is one for each stage, or nothing to launch."""
         plan = self.scheduler.plan()
         if plan is not None:
-            self._take(self.scheduler.commit(plan, self.engine.launch(plan).wait()))
-        else:
+            self._pending.append((plan, self.engine.launch(plan)))
+        if self._pending and (plan is None or len(self._pending) >= self.engine.micro_batches):
+            oldest, step = self._pending.popleft()
+            self._take(self.scheduler.commit(oldest, step.wait()))
+        elif plan is None:
             self._take(self.scheduler.take_events())
             if not self.scheduler.can_step:  # adapters are being loaded
                 time.sleep(0.001)
-        return plan is not None
+            return False
+        return True
 
     def _take(self, events: list[tuple[bytes, Event]]) -> None:
         errors = []
         for _, event in events:
             try:
-                self.generations[event.request].take(event)
+                self.generations[event.request].take_of(event.sequence, event)
             except TridecodeError as error:
                 errors.append(error)
         if errors:  # once the other generations have their events
@@ -127,7 +209,7 @@ class OfflineEngine:
 
     def run(self) -> None:
         """Step until every request has ended."""
-        while self.scheduler.has_work:
+        while self.scheduler.has_work or self._pending:
             self.step()
 
     def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[Generation]:

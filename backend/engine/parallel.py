@@ -6,12 +6,99 @@ and every rank runs the same plan; the first tensor rank of the last stage has t
 
 from __future__ import annotations
 
+import functools
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar, cast
+from urllib.parse import urlsplit
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tridecode.backend.engine import plan_frame
+from tridecode.backend.engine import plan_frame, plan_wire
+from tridecode.backend.engine.agreement import Meeting, PeerLost, PlanOrder, Told, seal, unseal
 from tridecode.backend.engine.plan import StepPlan
+
+#: Types of devices on which pipeline stages have several plans in flight: none. On one machine the ranks of a
+#: CPU share its cores, and a step of fewer rows costs nearly as much as one of all (docs/architecture.md has
+#: figures). On "cuda" every rank gets the tokens in stream order and two steps are in flight: the results
+#: would need a stream of their own there, so that a stage's next step does not wait for them.
+PIPELINE_DEVICES: frozenset[str] = frozenset()
+
+
+class Posted(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> object: ...
+
+
+#: gloo's own limit of an exchange in a step. The supervisor ends a step that hangs much earlier
+#: (step_timeout_s), and a pause of the whole machine must not break a step that waits.
+_STEP_LIMIT = timedelta(minutes=30)
+#: an idle engine's ranks wait for a plan as long as they live; they end with their supervisor (rank_link)
+_FOREVER = timedelta(days=365)
+#: errors of this rank's own device; older versions of torch have no AcceleratorError
+_DEVICE_ERRORS = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def exchange(what: str) -> Callable[[_Method], _Method]:
+    """A method that waits for other ranks. what: in words, for diagnoses; "": one that may wait for long.
+
+    self.waits is `what` meanwhile. An error of torch.distributed becomes PeerLost: the cause is probably
+    another rank. Errors of the device rise as they are.
+    """
+
+    def wrap(method: _Method) -> _Method:
+        @functools.wraps(method)
+        def run(self: Any, *arguments: Any, **named: Any) -> Any:
+            if what:
+                self.waits = what
+            try:
+                return method(self, *arguments, **named)
+            except _DEVICE_ERRORS:
+                raise
+            except RuntimeError as error:
+                if str(error).startswith("CUDA"):
+                    raise
+                raise PeerLost(f"{what or 'the broadcast of a plan'} broke: {_short(error)}") from error
+            finally:
+                if what:
+                    self.waits = ""
+
+        return cast(_Method, run)
+
+    return wrap
+
+
+def _short(error: BaseException) -> str:
+    """The first sentence of an error of gloo or NCCL, without the place in its source."""
+    text = re.sub(r"^\[[^\]]*\]\s*", "", str(error).split("\n")[0])
+    return text.split(". This is typically")[0].strip()
+
+
+@dataclass(frozen=True)
+class Joining:
+    """How a rank joins. facts: what all ranks must have alike. limit_s: the longest wait for other ranks
+    while the engine starts. told: what this rank waits in, and for which ranks."""
+
+    facts: Mapping[str, str] = field(default_factory=dict)
+    limit_s: float = 900.0
+    told: Told | None = None
+
+
+def open_store(meeting: str, rank: int, world: int, limit_s: float) -> Any:
+    """The store of torch.distributed at a URL, file://PATH or tcp://HOST:PORT; rank 0 serves the latter."""
+    place = urlsplit(meeting)
+    if place.scheme == "file":
+        return dist.FileStore(place.path, world)
+    if place.scheme != "tcp" or place.port is None:
+        raise ValueError(f"{meeting}; wanted file://PATH or tcp://HOST:PORT")
+    limit = timedelta(seconds=limit_s)
+    return dist.TCPStore(place.hostname or "", place.port, world, rank == 0, limit, wait_for_workers=False)
 
 
 class SingleRank:
@@ -19,8 +106,12 @@ class SingleRank:
 
     rank = 0
     tensor_rank, tensor_size, stage, num_stages = 0, 1, 0, 1
+    is_pipelined = False
 
     def all_reduce(self, x: Tensor) -> None: ...
+
+    def gather(self, x: Tensor) -> Tensor:
+        return x.unsqueeze(0)
 
     def receive(self, x: Tensor) -> None: ...
 
@@ -30,8 +121,15 @@ class SingleRank:
 
     def share_sums(self, sums: Tensor) -> None: ...
 
+    def to_first(self, x: Tensor) -> None: ...
+
+    def take_posted(self) -> list[Posted]:
+        return []
+
     def smallest(self, value: int) -> int:
         return value
+
+    def barrier(self, what: str) -> None: ...
 
     def broadcast_plan(self, plan: StepPlan | None) -> StepPlan | None:
         return plan
@@ -43,73 +141,156 @@ class ProcessRanks:
     """One process a rank, joined by torch.distributed: gloo for plans, and gloo (CPU) or NCCL (CUDA) for
     tensors.
 
-    init_method: a URL that torch.distributed understands, the same on all ranks. Collective: returns when all
-    are there.
+    meeting: a URL (open_store), the same on all ranks, or {"store": an open store}. Collective: returns when
+    all are there. Raises AgreementError if they differ in joining.facts, PeerLost if one does not come.
+    waits: the exchange that this rank waits in; "" for none. pipeline_devices: types of devices with several
+    plans in flight. There rank 0 gets a step's results when it waits for them, and no other rank needs them:
+    a plan has the ids of all its tokens.
     """
 
-    def __init__(self, rank: int, tensor_size: int, num_stages: int, init_method: str, device: torch.device):
+    def __init__(
+        self,
+        rank: int,
+        tensor_size: int,
+        num_stages: int,
+        meeting: str | Mapping[str, Any],
+        device: torch.device,
+        joining: Joining = Joining(),
+        pipeline_devices: Collection[str] = PIPELINE_DEVICES,
+    ):
+        self.waits = ""
         self.rank, world = rank, tensor_size * num_stages
         self.tensor_rank, self.tensor_size = rank % tensor_size, tensor_size
         self.stage, self.num_stages = rank // tensor_size, num_stages
-        dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world)
+        self.is_pipelined = num_stages > 1 and device.type in pipeline_devices
+        self._posted: list[Posted] = []
+        self._order = PlanOrder(rank)
+        place = {"init_method": meeting} if isinstance(meeting, str) else meeting
+        store: Any = place.get("store") or open_store(place["init_method"], rank, world, joining.limit_s)
+        self._meeting = Meeting(dist.PrefixStore("facts", store), rank, world, joining.limit_s, joining.told)
+        self._meeting.agree(joining.facts)
+        self._connect(dist.PrefixStore("groups", store), world, device)
+        self.barrier("joining")
+
+    @exchange("joining")
+    def _connect(self, store: Any, world: int, device: torch.device) -> None:
+        """Make the groups. Collective."""
+        tensor_size, num_stages = self.tensor_size, self.num_stages
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=world, timeout=_FOREVER)
         backend = "nccl" if device.type == "cuda" else "gloo"
+        limit = _STEP_LIMIT if backend == "gloo" else None  # NCCL's own
         groups = [
-            dist.new_group([stage * tensor_size + i for i in range(tensor_size)], backend=backend)
+            dist.new_group([stage * tensor_size + i for i in range(tensor_size)], limit, backend)
             for stage in range(num_stages)
         ]
         self._tensor_group = groups[self.stage]
-        self._all = dist.new_group(list(range(world)), backend=backend)
+        self._all = dist.new_group(list(range(world)), limit, backend)
 
+    def barrier(self, what: str) -> None:
+        """Return once all ranks have come here, while the engine starts. Raises PeerLost if one does not."""
+        self._meeting.barrier(what)
+
+    @exchange("the sum over the tensor ranks")
     def all_reduce(self, x: Tensor) -> None:
         """Sum x over the tensor group, in place; every rank gets the same bits."""
         dist.all_reduce(x, group=self._tensor_group)
 
+    @exchange("the gathering from the tensor ranks")
+    def gather(self, x: Tensor) -> Tensor:
+        """(tensor_size, *x.shape): x of every rank of the tensor group, in rank order; x has equal shapes on
+        all of them."""
+        out = x.new_empty(self.tensor_size, *x.shape)
+        dist.all_gather(list(out.unbind(0)), x.contiguous(), group=self._tensor_group)
+        return out
+
+    @exchange("the receipt from the stage before")
     def receive(self, x: Tensor) -> None:
         """Receive x from the same tensor rank of the previous stage; nothing on the first stage."""
         if self.stage > 0:
             dist.recv(x, self.rank - self.tensor_size, group=self._all)
 
+    @exchange("the sending to the next stage")
     def send(self, x: Tensor) -> None:
         """Send x to the same tensor rank of the next stage; nothing on the last stage."""
         if self.stage < self.num_stages - 1:
             dist.send(x, self.rank + self.tensor_size, group=self._all)
 
+    @exchange("the broadcast of the tokens")
     def share_tokens(self, tokens: Tensor, log_probs: Tensor) -> None:
-        """Broadcast the last stage's samples. With one stage, all tensor ranks have sampled the same."""
-        if self.num_stages > 1:
-            source = (self.num_stages - 1) * self.tensor_size
-            dist.broadcast(tokens, source, group=self._all)
-            dist.broadcast(log_probs, source, group=self._all)
+        """Broadcast the last stage's samples. With one stage, all tensor ranks have sampled the same; with
+        is_pipelined only rank 0 gets them, see to_first."""
+        self.share_sums(tokens)
+        self.share_sums(log_probs)
 
+    @exchange("the broadcast of the sums")
     def share_sums(self, sums: Tensor) -> None:
-        if self.num_stages > 1:
+        if self.is_pipelined:
+            self.to_first(sums)
+        elif self.num_stages > 1:
             dist.broadcast(sums, (self.num_stages - 1) * self.tensor_size, group=self._all)
 
+    @exchange("the sending to rank 0")
+    def to_first(self, x: Tensor) -> None:
+        """Send x from the first tensor rank of the last stage to rank 0; nothing with one stage.
+
+        With is_pipelined rank 0 does not wait: x, contiguous, is valid once those of take_posted are done.
+        """
+        if self.num_stages > 1:
+            source = (self.num_stages - 1) * self.tensor_size
+            if self.rank == source:
+                dist.send(x.contiguous(), 0, group=self._all)
+            elif self.rank == 0 and self.is_pipelined:
+                assert x.is_contiguous()
+                self._posted.append(_Receipt(self, dist.irecv(x, source, group=self._all)))
+            elif self.rank == 0:
+                dist.recv(x, source, group=self._all)
+
+    def take_posted(self) -> list[Posted]:
+        """The results that were posted since the last call; empty unless is_pipelined on rank 0."""
+        posted, self._posted = self._posted, []
+        return posted
+
+    @exchange("the receipt of the results")
+    def finish(self, work: Any) -> None:
+        """Wait for a transfer of torch.distributed."""
+        work.wait()
+
+    @exchange("the minimum over the ranks")
     def smallest(self, value: int) -> int:
         """The minimum over the ranks, e.g. of the blocks that fit into their memory."""
         held = torch.tensor([value], dtype=torch.int64)
         dist.all_reduce(held, op=dist.ReduceOp.MIN)
         return int(held)
 
+    @exchange("")
     def broadcast_plan(self, plan: StepPlan | None) -> StepPlan | None:
         """Rank 0 sends a plan (None: the end); the others return it, without the scheduler's own objects.
 
         Raises TridecodeError on a rank that receives an invalid plan; nothing that is received is executed.
         """
         if self.rank == 0:
-            frame = b"" if plan is None else plan_frame.encode(plan)
-            dist.broadcast(torch.tensor([len(frame)]), 0)
-            if frame:
-                dist.broadcast(torch.frombuffer(bytearray(frame), dtype=torch.uint8), 0)
+            frame = b"" if plan is None else seal(plan_frame.encode(plan))
+            for message in plan_wire.messages(frame):
+                dist.broadcast(torch.from_numpy(message), 0)
             return plan
-        size = torch.zeros(1, dtype=torch.int64)
-        dist.broadcast(size, 0)
-        if not int(size):
-            return None
-        plan_frame.check_size(int(size))
-        data = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(data, 0)
-        return plan_frame.decode(data.numpy().tobytes())
+        first = torch.empty(plan_wire.FIRST_BYTES, dtype=torch.uint8)
+        dist.broadcast(first, 0)
+        frame, missing = plan_wire.read_first(first.numpy())
+        if missing:
+            rest = torch.empty(missing, dtype=torch.uint8)
+            dist.broadcast(rest, 0)
+            frame += rest.numpy().tobytes()
+        return self._order.check(plan_frame.decode(unseal(frame))) if frame else None
 
     def close(self) -> None:
         dist.destroy_process_group()
+
+
+class _Receipt:
+    """Posted of ProcessRanks."""
+
+    def __init__(self, ranks: ProcessRanks, work: Any):
+        self._ranks, self._work = ranks, work
+
+    def wait(self) -> None:
+        self._ranks.finish(self._work)

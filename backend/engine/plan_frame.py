@@ -6,16 +6,17 @@ raises an error instead of reading out of bounds.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Optional
 
 import msgspec
 import numpy as np
 
-from tridecode.backend.engine.plan import SlotStart, StepPlan
+from tridecode.backend.engine.plan import BeamRows, LogitRows, SlotStart, StepPlan
+from tridecode.backend.engine.prompt_plan import StepPrompts, check_prompts
 from tridecode.backend.errors import TridecodeError
-from tridecode.backend.sampling_params import SamplingParams
+from tridecode.backend.sampling_params import MAX_BEAMS, SamplingParams
 
-#: 64 sequences that start with 128k tokens each need 33 MB; a larger size is a damaged one
+#: 64 sequences that start with 128k tokens each need 33 MB, tables of prompts 128; a larger size is damaged
 MAX_BYTES = 1 << 28
 
 _INT = np.dtype("<i4")
@@ -28,6 +29,22 @@ class _Start(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     history: bytes
     generated: int
     top_p: float
+
+
+class _Beams(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    num_rows: _Index
+    width: Annotated[int, msgspec.Meta(ge=1, le=2 * MAX_BEAMS)]
+    rows: bytes
+    reals: bytes  # temperature, repetition, presence, frequency
+    seen: bytes
+    banned: bytes
+
+
+class _LogitRows(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    row: _Index
+    first: _Index
+    count: _Index
+    targets: bytes | None
 
 
 class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -46,10 +63,15 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     samples: bytes
     starts: list[_Start]
     embeds: list[tuple[int, int]]
+    logit_rows: list[_LogitRows]
+    logit_samples: list[_Index]
     slot_copies: list[tuple[_Index, _Index]]
     block_copies: list[tuple[_Index, _Index]]
     adapters: bytes | None
     drop_adapters: list[int]
+    top_log_probs: bytes | None
+    beams: _Beams | None
+    prompts: Optional[StepPrompts]  # noqa: UP045  msgspec evaluates it, on Python 3.9 too
 
 
 _decoder = msgspec.msgpack.Decoder(_Frame)
@@ -75,10 +97,15 @@ def encode(plan: StepPlan) -> bytes:
             samples=_ints(plan.samples),
             starts=starts,
             embeds=plan.embeds,
+            logit_rows=[_LogitRows(w.row, w.first, w.count, _optional(w.targets)) for w in plan.logit_rows],
+            logit_samples=plan.logit_samples,
             slot_copies=plan.slot_copies,
             block_copies=plan.block_copies,
-            adapters=None if plan.adapters is None else _ints(plan.adapters),
+            adapters=_optional(plan.adapters),
             drop_adapters=plan.drop_adapters,
+            top_log_probs=None if plan.top_log_probs is None else _ints(plan.top_log_probs),
+            beams=None if plan.beams is None else _beam_bytes(plan.beams),
+            prompts=plan.prompts,
         )
     )
     check_size(len(frame))
@@ -111,12 +138,20 @@ def decode(frame: bytes) -> StepPlan:
         num_decodes=found.num_decodes,
         starts=[_start(found, start) for start in found.starts],
         embeds=found.embeds,
+        logit_rows=[_logit_rows(found, wanted) for wanted in found.logit_rows],
+        logit_samples=found.logit_samples,
         slot_copies=found.slot_copies,
         block_copies=found.block_copies,
         adapters=None if found.adapters is None else _array(found, "adapters", rows),
         drop_adapters=found.drop_adapters,
+        top_log_probs=None if found.top_log_probs is None else _array(found, "top_log_probs", rows),
+        prompts=found.prompts,
     )
     _check_rows(plan)
+    if found.beams is not None:
+        plan.beams = _beam_rows(found.beams, plan)
+    if plan.prompts is not None:
+        check_prompts(plan.prompts, plan.num_tokens, f"plan {plan.step} from rank 0")
     return plan
 
 
@@ -129,6 +164,10 @@ def check_size(size: int) -> None:
 def _ints(values: np.ndarray) -> bytes:
     assert values.dtype == np.int32, values.dtype
     return values.astype(_INT, copy=False).tobytes()
+
+
+def _optional(values: np.ndarray | None) -> bytes | None:
+    return None if values is None else _ints(values)
 
 
 def _array(frame: _Frame, name: str, count: int) -> np.ndarray:
@@ -149,8 +188,38 @@ def _start(frame: _Frame, start: _Start) -> SlotStart:
     return SlotStart(start.slot, start.params, history, start.generated, start.top_p)
 
 
+def _beam_bytes(beams: BeamRows) -> _Beams:
+    reals = np.stack([beams.temperature, beams.repetition, beams.presence, beams.frequency])
+    reals = reals.astype("<f4", copy=False).tobytes()
+    return _Beams(
+        len(beams.rows), beams.width, _ints(beams.rows), reals, _ints(beams.seen), _ints(beams.banned)
+    )
+
+
+def _beam_rows(found: _Beams, plan: StepPlan) -> BeamRows:
+    """The beams of a frame; their indices lie within the plan."""
+    where, count = f"plan {plan.step} from rank 0: beams", found.num_rows
+    rows = _checked(found.rows, count, f"{where}: rows")
+    reals = _checked(found.reals, 4 * count, f"{where}: reals").view("<f4").reshape(4, count)
+    seen = _checked(found.seen, len(found.seen) // 12 * 3, f"{where}: seen").reshape(3, -1)
+    banned = _checked(found.banned, len(found.banned) // 8 * 2, f"{where}: banned").reshape(2, -1)
+    if (rows < 0).any() or (rows >= plan.num_samples).any():
+        raise TridecodeError(f"{where}: rows are not within the {plan.num_samples} samples of the plan")
+    for places in (seen, banned):
+        if (places < 0).any() or (places[0] >= count).any():
+            raise TridecodeError(f"{where}: penalties or bans are not within its {count} rows")
+    temperature, repetition, presence, frequency = reals
+    return BeamRows(rows, found.width, temperature, repetition, presence, frequency, seen, banned)
+
+
+def _logit_rows(frame: _Frame, wanted: _LogitRows) -> LogitRows:
+    where = f"plan {frame.step} from rank 0: targets of row {wanted.row}"
+    targets = None if wanted.targets is None else _checked(wanted.targets, wanted.count, where)
+    return LogitRows(wanted.row, wanted.first, wanted.count, targets)
+
+
 def _check_rows(plan: StepPlan) -> None:
-    """query_starts cuts the tokens into rows of one token or more; samples and embeds are within the rows."""
+    """query_starts cuts the tokens into rows of one token or more; all that is wanted is within the rows."""
     queries = np.diff(plan.query_starts)
     if plan.query_starts[0] != 0 or plan.query_starts[-1] != plan.num_tokens or (queries < 1).any():
         raise TridecodeError(
@@ -165,3 +234,14 @@ def _check_rows(plan: StepPlan) -> None:
                 f"plan {plan.step} from rank 0: embeds has {count} tokens of row {row}; the plan has "
                 f"{plan.num_rows} rows"
             )
+    for wanted in plan.logit_rows:
+        if not (wanted.row < plan.num_rows and wanted.first + wanted.count <= queries[wanted.row]):
+            raise TridecodeError(
+                f"plan {plan.step} from rank 0: logit_rows has tokens {wanted.first} to "
+                f"{wanted.first + wanted.count} of row {wanted.row}, which the plan does not have"
+            )
+    if plan.logit_samples and max(plan.logit_samples) >= plan.num_samples:
+        raise TridecodeError(
+            f"plan {plan.step} from rank 0: logit_samples has {max(plan.logit_samples)}; the plan has "
+            f"{plan.num_samples} samples"
+        )

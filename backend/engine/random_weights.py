@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from tridecode.backend.models.layers import Weights
+from tridecode.backend.quantization import Quantization
 from tridecode.backend.weight_layout import WeightSpec
 from tridecode.kernels.ops import Ops
+from tridecode.kernels.quantized import QuantizedWeight
+from tridecode.kernels.round_to_nearest import round_to_nearest
 
 _SCALE = 0.02  # of matrices and embeddings, as GPT-2 initialises them
 
@@ -28,15 +31,23 @@ class RandomWeights(Weights):
         dtype: torch.dtype,
         ops: Ops,
         device: torch.device,
+        quantization: Quantization | None = None,
+        round_to_int8: bool = False,
     ):
-        super().__init__(specs, ops)
-        self._seed, self._rank, self._size = seed, tensor_rank, tensor_size
-        self._dtype, self._device = dtype, device
+        super().__init__(specs, ops, quantization, round_to_int8, tensor_rank, tensor_size, dtype)
+        self._seed, self._device = seed, device
 
     def tensor(self, name: str) -> Tensor:
         generator = torch.Generator(self._device)
-        generator.manual_seed(self._seed ^ zlib.crc32(f"{name}.{self._rank}".encode()))
-        shape = self.specs[name].shard_shape(self._size)
-        out = torch.empty(shape, dtype=self._dtype, device=self._device)
+        generator.manual_seed(self._seed ^ zlib.crc32(f"{name}.{self.rank}".encode()))
+        shape = self.specs[name].shard_shape(self.size)
+        out = torch.empty(shape, dtype=self.dtype, device=self._device)
         out.normal_(0.0, _SCALE, generator=generator)
         return out.add_(1.0) if "layernorm.weight" in name else out
+
+    def quantized(self, name: str) -> QuantizedWeight:
+        """The matrix rounded to the nearest values, one after the other: whatever made a directory's, their
+        number and width are these."""
+        assert self.quantization is not None
+        q = self.quantization
+        return round_to_nearest(self.tensor(name).t(), q.weights, q.group, q.activations)

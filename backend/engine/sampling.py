@@ -7,16 +7,17 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from tridecode.backend.engine.plan import SlotStart
+from tridecode.backend.engine.plan import BeamRows, SlotStart
 from tridecode.backend.sampling_params import SamplingParams
-from tridecode.kernels.sampling_state import SLOT, SamplingState, words
+from tridecode.kernels.ops import CandidateRows
+from tridecode.kernels.sampling_state import MOST_COUNTED, SLOT, SamplingState, words
 
 #: a parameter whose name is a column's goes there as it is
 _PARAMETERS = [name for name in SLOT.names or () if name in SamplingParams.__struct_fields__]
 
 
-def start_slots(state: SamplingState, starts: list[SlotStart]) -> None:
-    """Put the sequences that start in this step into their slots."""
+def start_slots(state: SamplingState, starts: list[SlotStart], first_id: int = 0) -> None:
+    """Put the sequences that start in this step into their slots. first_id: of state.counts' columns."""
     device = state.slots.device
     rows = np.zeros(len(starts), SLOT)
     for name in _PARAMETERS:
@@ -30,8 +31,12 @@ def start_slots(state: SamplingState, starts: list[SlotStart]) -> None:
     for start in starts:
         params, slot = start.params, start.slot
         if (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0):
-            ids = _on_device(torch.from_numpy(start.history.astype(np.int64)), device)
-            state.counts[slot] = torch.bincount(ids, minlength=state.counts.shape[1]).to(torch.int16)
+            first = 0 if params.count_prompt else len(start.history) - start.generated
+            columns = state.counts.shape[1]
+            known = start.history[first:].astype(np.int64) - first_id
+            ids = _on_device(torch.from_numpy(known[(known >= 0) & (known < columns)]), device)
+            counts = torch.bincount(ids, minlength=columns)
+            state.counts[slot] = counts.clamp(max=MOST_COUNTED).to(torch.int16)
         if params.bad_words:
             ends = np.cumsum([len(word) for word in params.bad_words])
             _put(state.bad_ids[slot], [token for word in params.bad_words for token in word])
@@ -48,6 +53,30 @@ def copy_slots(state: SamplingState, sources: Sequence[int], destinations: Seque
     both = _on_device(torch.tensor([sources, destinations], dtype=torch.int64), state.slots.device)
     for tensor in state.tensors():
         tensor[both[1]] = tensor[both[0]]
+
+
+def candidate_rows(beams: BeamRows, device: torch.device) -> CandidateRows:
+    """What `Ops.candidates` reads of a plan, on the device."""
+
+    def real(values: np.ndarray, neutral: float) -> torch.Tensor | None:
+        return (
+            None
+            if (values == neutral).all()
+            else _on_device(torch.from_numpy(values.copy())[:, None], device)
+        )
+
+    def whole(values: np.ndarray) -> torch.Tensor:
+        return _on_device(torch.from_numpy(values.astype(np.int64)), device)
+
+    return CandidateRows(
+        whole(beams.rows),
+        real(beams.temperature, 1.0),
+        real(beams.repetition, 1.0),
+        real(beams.presence, 0.0),
+        real(beams.frequency, 0.0),
+        whole(beams.seen) if beams.seen.size else None,
+        whole(beams.banned) if beams.banned.size else None,
+    )
 
 
 def _put(to: torch.Tensor, values: np.ndarray | list[int]) -> None:

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
+from tridecode.backend.engine.sessions import SessionRow
+from tridecode.backend.messages import TopLogProbs
 from tridecode.backend.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from tridecode.backend.engine.beams import BeamSearch
+    from tridecode.backend.engine.extras import Extras
+    from tridecode.backend.engine.prompts import HeldPrompt
 
 
 class Finish(str, enum.Enum):
@@ -27,6 +36,7 @@ class Stage(enum.Enum):
     DECODE = 2
     DRAINING = 3  # its last token is in flight
     ENDED = 4
+    AWAITED = 5  # as DECODE, but its newest token is in flight and must be known first: of micro-batches
 
 
 @dataclass(eq=False)
@@ -35,7 +45,9 @@ class SequenceGroup:
 
     door, request: the receiver of their events. prompt: (n,) int32. priority: smaller is sooner; arrival
     breaks ties. deadline: monotonic seconds. lora_name: of the adapter, "" for none; adapter: its number in
-    plans once it is loaded, -1 before and for none. sequences: those that have not ended.
+    plans once it is loaded, -1 before and for none. learned: its table of virtual tokens (engine/prompts.py),
+    None for none. session, row: of a session's round, the session's number within the door and what the
+    session keeps of the conversation. sequences: those that have not ended.
     """
 
     door: bytes
@@ -46,8 +58,15 @@ class SequenceGroup:
     deadline: float
     lora_name: str = ""
     adapter: int = -1
+    learned: HeldPrompt | None = None
+    session: int = -1
+    row: SessionRow | None = None
     sequences: list[Sequence] = field(default_factory=list)
     num_forks: int = 0
+    #: samples that wait until the first sequence has computed the prompt
+    followers: list[Sequence] = field(default_factory=list)
+    has_samples: bool = False  # more than one sequence from the start
+    search: BeamSearch | None = None  # of a beam search; `sequences` are the beams that run
 
 
 @dataclass(eq=False)
@@ -73,6 +92,8 @@ class Sequence:
     in_flight: int = 0
     embedding: np.ndarray | None = None
     embedding_done: bool = False
+    top: TopLogProbs | None = None  # of the token that is committed now
+    extras: Extras | None = None  # where it wants logits or metrics
 
     def __post_init__(self) -> None:
         self.prompt = self.group.prompt
@@ -104,6 +125,16 @@ class Sequence:
     def append(self, token: int) -> Finish | None:
         """Take a new token. Returns the reason if it ends the sequence."""
         self.output.append(token)
+        return self._end_of(token)
+
+    def end_with(self, token: int) -> Finish | None:
+        """What `append` would return."""
+        self.output.append(token)
+        finish = self._end_of(token)
+        self.output.pop()
+        return finish
+
+    def _end_of(self, token: int) -> Finish | None:
         params = self.params
         if token == params.end_id:
             return Finish.END_ID
@@ -130,11 +161,17 @@ class Sequence:
         self.embedding_done = True
         return self.embedding.astype(np.float32).tobytes()
 
+    def take_top(self) -> list[TopLogProbs]:
+        """The most likely tokens of the committed step, for the event of its token."""
+        top, self.top = self.top, None
+        return [] if top is None else [top]
+
     def split(self, index: int) -> Sequence:
         """A sequence of the same group with the same tokens, without slot and blocks."""
         self.group.num_forks += 1
         child = Sequence(self.group, index, self.params, self.group.num_forks, self.output.copy())
         child.embedding_done = True  # its parent's
+        child.extras = self.extras.split(self) if self.extras is not None else None
         return child
 
     def restart(self) -> None:
@@ -142,3 +179,17 @@ class Sequence:
         self.stage = Stage.WAITING
         if not self.embedding_done:
             self.embedding = None
+
+
+def add_samples(first: Sequence) -> None:
+    """The other samples of a prompt: sample i has the seed of the first plus i. They wait until the first has
+    computed the prompt."""
+    group, params = first.group, first.params
+    group.has_samples = True
+    for i in range(1, params.num_return_sequences):
+        seed = (params.seed + i) % 2**64
+        sample = Sequence(group, first.index + i, msgspec.structs.replace(params, seed=seed), i)
+        sample.embedding_done = True  # the first one's
+        if first.extras is not None:
+            sample.extras = first.extras.split(sample)
+        group.followers.append(sample)

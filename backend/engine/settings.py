@@ -18,6 +18,9 @@ _STEP_TOKENS = {"cpu": 512, "cuda": 8192}
 #: widths of decode attention at which the bits of a row did not depend on the width
 _INVARIANT_BLOCK = 32
 CPU_CACHE_SHARE = 0.25  # of the memory that is available, on a machine that others use too
+FEWEST_SLOTS = 64
+MORE_SLOTS = (256, 128)  # on a GPU whose cache then holds USUAL_TOKENS of each sequence
+USUAL_TOKENS = 512
 
 
 def choose_device(config: EngineConfig) -> torch.device:
@@ -31,10 +34,13 @@ def choose_device(config: EngineConfig) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def resolve(config: EngineConfig, model: ModelConfig, device: torch.device) -> EngineConfig:
-    """`config` with max_sequence_tokens and max_step_tokens decided; logs each decision once.
+def resolve(
+    config: EngineConfig, model: ModelConfig, device: torch.device, memory: int | None = None
+) -> EngineConfig:
+    """`config` with max_sequences, max_sequence_tokens and max_step_tokens decided; logs each decision once.
 
-    Raises ConfigError for settings that cannot go together.
+    memory: bytes of a GPU that the engine may use; None: those that are free on `device`. Raises ConfigError
+    for settings that cannot go together.
     """
     if config.batch_invariant and (device.type != "cpu" or config.data_type != "fp32"):
         raise ConfigError(
@@ -46,23 +52,58 @@ def resolve(config: EngineConfig, model: ModelConfig, device: torch.device) -> E
             f"parameter block_tokens is {config.block_tokens} with batch_invariant; wanted a multiple of "
             f"{_INVARIANT_BLOCK}: attention over other widths rounds otherwise"
         )
+    if config.kv_cache_dtype != "auto" and device.type != "cpu":
+        raise ConfigError(
+            f"parameter kv_cache_dtype is {config.kv_cache_dtype} on {device.type}, whose attention kernels "
+            "do not read 8-bit caches; wanted auto, or device = cpu (docs/kv_cache.md)"
+        )
     longest = config.max_sequence_tokens or model.max_positions
     if longest > model.max_positions:
         raise ConfigError(
             f"parameter max_sequence_tokens is {longest}; the model has {model.max_positions} positions "
             "(max_pos_seq_len in config.ini)"
         )
-    step = config.max_step_tokens or max(_STEP_TOKENS[device.type], config.max_sequences)
-    if step < config.max_sequences:
+    most = config.max_step_tokens or max(_STEP_TOKENS[device.type], config.max_sequences or 0)
+    decided = replace(config, max_sequence_tokens=longest, max_step_tokens=most)
+    slots = config.max_sequences or min(most, _choose_slots(decided, model, device, memory))
+    if most < slots:
         raise ConfigError(
-            f"parameter max_step_tokens is {step}; wanted at least max_sequences = {config.max_sequences}, "
-            "one token a sequence"
+            f"parameter max_step_tokens is {most}; wanted at least max_sequences = {slots}, one token a "
+            "sequence"
         )
     if config.max_sequence_tokens is None:
         log.info("max_sequence_tokens: %d (the model's positions)", longest)
     if config.max_step_tokens is None:
-        log.info("max_step_tokens: %d", step)
-    return replace(config, max_sequence_tokens=longest, max_step_tokens=step)
+        log.info("max_step_tokens: %d", most)
+    if config.max_sequences is None:
+        log.info("max_sequences: %d", slots)
+    return replace(decided, max_sequences=slots)
+
+
+def _choose_slots(config: EngineConfig, model: ModelConfig, device: torch.device, memory: int | None) -> int:
+    """The most batch slots of which the cache holds USUAL_TOKENS each, beside the buffers that they take."""
+    if device.type != "cuda":
+        return FEWEST_SLOTS
+    from tridecode.backend.engine import memory as plans  # it runs the engine, which needs this module
+
+    if memory is None:
+        memory = torch.cuda.mem_get_info(device)[0]
+    assert config.max_sequence_tokens is not None
+    tokens = min(USUAL_TOKENS, config.max_sequence_tokens)
+    for slots in MORE_SLOTS:
+        trial = replace(config, max_sequences=slots)
+        ranks = [plans.plan_rank(model, trial, 0, stage, "cuda") for stage in _ends(config)]
+        left = int(memory * config.memory_fraction) - max(rank.fixed for rank in ranks) - plans.LIBRARY_BYTES
+        cache = left if config.cache_bytes is None else min(left, config.cache_bytes)
+        blocks = slots * -(-tokens // config.block_tokens)
+        if blocks * max(rank.block for rank in ranks) <= cache:
+            return slots
+    return FEWEST_SLOTS
+
+
+def _ends(config: EngineConfig) -> set[int]:
+    """The stages that hold most: the first and the last."""
+    return {0, config.pipeline_para_size - 1}
 
 
 def choose_num_blocks(config: EngineConfig, block_bytes: int, device: torch.device) -> int:
@@ -70,7 +111,7 @@ def choose_num_blocks(config: EngineConfig, block_bytes: int, device: torch.devi
     than the longest sequences together can use. Raises ConfigError where not one sequence of the longest kind
     fits in cache_bytes."""
     assert config.max_sequence_tokens is not None
-    most = config.max_sequences * -(-config.max_sequence_tokens // config.block_tokens)
+    most = config.slots * -(-config.max_sequence_tokens // config.block_tokens)
     if config.cache_bytes is not None:
         available = config.cache_bytes
     elif device.type == "cuda":
