@@ -28,7 +28,7 @@ from tridecode.backend.doors.preparation import Preparation
 from tridecode.backend.doors.senders import Senders, Stream
 from tridecode.backend.doors.settings import DoorSettings, door_tokenizer, read_settings
 from tridecode.backend.errors import EngineDownError, TridecodeError
-from tridecode.backend.messages import Limits, SequenceRequest
+from tridecode.backend.messages import Limits, SequenceRequest, SessionRound
 
 _log = logging.getLogger("tridecode.door")
 #: the supervisor reports a failed start after start_timeout_s; a door waits a little longer for the report
@@ -51,6 +51,7 @@ class EngineDoor:
     """A TritonPythonModel whose requests go to the engine; a subclass adds `accept` and its contract."""
 
     contract: Contract
+    known_parameters: tuple[str, ...] = ()  # request parameters that the door reads
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Called by Triton; returns when the engine is ready, TritonModelException with the reason if not."""
@@ -64,14 +65,15 @@ class EngineDoor:
     def _connect(self, instance: str) -> None:
         settings = self.settings
         self._envelope: tuple[Limits, Envelope] | None = None
-        self.link = EngineLink(str(settings.engine_dir), instance, settings.hold_s).start()
+        number = settings.engine_number
+        self.link = EngineLink(str(settings.engine_dir), instance, settings.hold_s, number=number).start()
         try:
             if settings.wait_for_engine:
                 self.link.wait_ready(settings.start_timeout_s + _START_MARGIN_S)
         except TridecodeError:
             self.link.close()
             raise
-        self.metrics = DoorMetrics(settings.name, settings.engine_dir.name, self.link)
+        self.metrics = DoorMetrics(settings.name, settings.engine_label(number), self.link)
         self.senders = Senders(
             self.link, settings.num_senders, self.metrics.count, settings.merge_behind_s
         ).start()
@@ -151,6 +153,7 @@ class EngineDoor:
                 priority=one.priority,
                 timeout_s=timeout_s,
                 label=stream.label,
+                session=one.session,
             )
         if stream.ended:
             stream.cancel_rows()
@@ -159,7 +162,8 @@ class EngineDoor:
         """The request, checked against the envelope, then against the contract; labels the stream."""
         stream.label = read_label(request)
         parameters = read_parameters(request)
-        check_parameters(parameters, self.contract, self.settings.allowed_parameters)
+        allowed = (*self.settings.allowed_parameters, *self.known_parameters)
+        check_parameters(parameters, self.contract, allowed)
         stream.label = stream.label or check_label(str(parameters.get("id", "")))
         envelope = self.envelope()
         inputs, size = _read_inputs(request, self.contract, envelope)
@@ -175,11 +179,14 @@ class EngineDoor:
 
 @dataclass(frozen=True)
 class Submission:
-    """One request of the engine: some sequences of a Triton request, and the receiver of their events."""
+    """One request of the engine: some sequences of a Triton request, and the receiver of their events.
+
+    session: if it is a round of one."""
 
     sequences: list[SequenceRequest]
     sink: Sink
     priority: int
+    session: SessionRound | None = None
 
 
 class UnaryDoor:

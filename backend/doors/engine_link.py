@@ -34,6 +34,7 @@ from tridecode.backend.supervisor import launch
 #: the engine's limit of silence is longer: its supervisor gets the time to notice it first and to say why
 _ENGINE_SILENT_S = m.SILENCE_S + 1.25
 _POLL_MS = 250
+_LENDING_S = 60.0  # interval at which a door of a node that serves nobody looks up
 
 _log = logging.getLogger("tridecode.door")
 
@@ -49,7 +50,7 @@ def shared_memory_region() -> str:
 
 
 class EngineLink:
-    """Submits requests to the engine of `engine_dir` and passes its events to sinks.
+    """Submits requests to an engine of `engine_dir` and passes its events to sinks.
 
     A sink is called on the link's thread with each Event of its request and must not block. Every request
     that was submitted ends with a last event of each of its sequences, or with one event of finish "error",
@@ -65,9 +66,11 @@ class EngineLink:
         ensure: Callable[..., str] = launch.ensure,
         silent_s: float = m.SILENCE_S,
         engine_silent_s: float = _ENGINE_SILENT_S,
+        number: int = 0,
     ):
         """hold_s: how long a request waits for an engine that is starting before it is refused.
-        silent_s, engine_silent_s: seconds of silence after which a peer is lost."""
+        silent_s, engine_silent_s: seconds of silence after which a peer is lost. number: of the engine among
+        those of the model's instance_group."""
         pid, server_pid = os.getpid(), os.getppid()
         hello = m.Hello(f"{door}:{pid}", pid, server_pid, shared_memory_region())
         self._hold_s = hold_s
@@ -76,7 +79,7 @@ class EngineLink:
         self._wake_read, self._wake_write = posix.socketpair()
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
-        search = partial(ensure, engine_dir, server_pid)
+        search = partial(ensure, engine_dir, server_pid, number)
         self._connection = EngineConnection(hello, search, self._call, silent_s, engine_silent_s)
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="engine-link", daemon=True)
@@ -100,6 +103,7 @@ class EngineLink:
         priority: int = 0,
         timeout_s: float = 0.0,
         label: str = "",
+        session: m.SessionRound | None = None,
     ) -> None:
         """Submit a request under an id from reserve().
 
@@ -108,14 +112,19 @@ class EngineLink:
         """
         if self._closed:
             raise EngineDownError("the model is being unloaded")
-        frame = _encode(m.Submit(request, sequences, priority, timeout_s, label))
+        frame = _encode(m.Submit(request, sequences, priority, timeout_s, label, session))
         hold_until = time.monotonic() + self._hold_s
-        entry = OpenRequest(request, frame, sink, len(sequences), hold_until, timeout_s)
+        count = sum(sequence.params.num_sequences for sequence in sequences)
+        entry = OpenRequest(request, frame, sink, count, hold_until, timeout_s)
         self._call(self._connection.requests.submit, entry)
 
     def cancel(self, request: int) -> None:
         """Forget the request, here and in the engine; no effect if it has ended."""
         self._call(self._connection.requests.cancel, request)
+
+    def end_session(self, number: int) -> None:
+        """Have the engine forget a session; without an engine there is none."""
+        self._call(self._send_end, m.EndSession(number))
 
     def limits(self) -> m.Limits | None:
         """Limits of the engine, or of the last one while it is rebuilt; None before the first was ready."""
@@ -143,6 +152,8 @@ class EngineLink:
                 if state.phase in ("failed", "stopping"):
                     raise EngineDownError(state.detail)
                 left = deadline - time.monotonic()
+                if state.phase == "lending":
+                    left = _LENDING_S  # for ever, so that Triton reports this node as not ready
                 if left <= 0:
                     last = f"{state.phase}, {state.detail}"
                     raise EngineDownError(f"the engine was not ready after {timeout_s:.0f} s: {last}")
@@ -163,6 +174,9 @@ class EngineLink:
             self._wake_write.send(b"\0")
 
     # ------------------------------------------------------------ the link's thread
+
+    def _send_end(self, message: m.EndSession) -> None:
+        self._connection.engine.send(message)
 
     def _run(self) -> None:
         connection = self._connection

@@ -31,6 +31,7 @@ MAX_REQUEST_WORD_BYTES = 262_144
 MAX_STOP_WORDS = 256  # of one row; the text doors match them in the text
 MAX_STOP_WORD_BYTES = 4096
 MAX_WORD_IDS = 16_384  # n of a [B, 2, n] word list
+MAX_TABLES_BYTES = 268_435_456  # of the prompt tables of all rows
 MAX_PARAMETERS = 64  # request parameters
 MAX_PARAMETER_BYTES = 65_536  # of their JSON text
 MAX_LABEL = 1024  # characters of a request id
@@ -82,6 +83,9 @@ class Envelope:
                 raise _too_large(_shape(name, array), most)
             if kind == "word_ids" and array.shape and array.shape[-1] > MAX_WORD_IDS:
                 raise _too_large(_shape(name, array), f"{MAX_WORD_IDS:,} ids a row")
+        elif kind == "table":
+            if count * array.itemsize > MAX_TABLES_BYTES:
+                raise _too_large(_shape(name, array), f"{MAX_TABLES_BYTES:,} bytes of prompt tables")
         elif kind == "words":
             if count > MAX_REQUEST_WORDS:
                 raise _too_large(f"{name} has {count:,} words", f"{MAX_REQUEST_WORDS:,} in a request")
@@ -103,7 +107,9 @@ class Envelope:
 
     def _check_words(self, name: str, sizes: np.ndarray, total: int) -> None:
         """sizes: bytes of each word, [n] or [B, n]."""
-        rows = sizes.reshape(sizes.shape[0], -1) if sizes.ndim > 1 else sizes.reshape(1, -1)
+        rows = (
+            sizes.reshape(len(sizes), math.prod(sizes.shape[1:])) if sizes.ndim > 1 else sizes.reshape(1, -1)
+        )
         row_bytes = int(rows.sum(axis=1).max()) if rows.size else 0
         if rows.shape[1] > self.max_words:
             raise _too_large(f"{name} has {rows.shape[1]:,} words a row", f"{self.max_words:,}")

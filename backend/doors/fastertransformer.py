@@ -9,20 +9,23 @@ from its start_id, and every invalid value is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from tridecode.backend.doors import fields
+from tridecode.backend.beam_tree import BeamTree
+from tridecode.backend.doors import fields, prompt_inputs
 from tridecode.backend.doors.contracts.fastertransformer import FASTERTRANSFORMER
 from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.door import EngineDoor, Outputs, Received, Submission
 from tridecode.backend.doors.envelope import MAX_ROWS, Envelope
+from tridecode.backend.doors.logits import LogitsArrays, WantedLogits
+from tridecode.backend.doors.prompt_inputs import RowPrompt
 from tridecode.backend.doors.senders import Stream
 from tridecode.backend.doors.word_lists import read_word_list
 from tridecode.backend.errors import RequestError
-from tridecode.backend.messages import Event, Limits, SamplingParams, SequenceRequest
+from tridecode.backend.messages import BeamStep, Event, Limits, SamplingParams, SequenceRequest
 
 
 class TritonPythonModel(EngineDoor):
@@ -37,15 +40,21 @@ class TritonPythonModel(EngineDoor):
         counts = read_counts(inputs, prompts, limits)
         hidden_size = limits.hidden_size if inputs.flag("is_return_context_embeddings") else 0
         responses = max(1, *counts) if streams else 1
-        received.envelope.check_response(batch, width, max(counts), hidden_size, responses)
+        wanted = WantedLogits.of(inputs)
+        wanted.check(prompts.prompt_lengths, counts, limits)
         sequences = read_sequences(inputs, prompts, counts, limits)
+        beams = [sequence.params.beam_width for sequence in sequences]
+        rows = batch * max(beams)
+        received.envelope.check_response(rows, width, max(counts), hidden_size, responses)
         stream.answer = Answer(
             prompts,
             counts,
             received.outputs,
-            any(sequence.params.return_log_probs for sequence in sequences),
+            any(s.params.return_log_probs or s.params.return_context_log_prob for s in sequences),
             hidden_size,
             stream.behind if streams else None,
+            LogitsArrays(wanted, prompts.prompt_lengths, counts, limits.vocab_size),
+            beams,
         )
         priorities = fields.priorities(inputs, received.parameters, batch)
         if min(priorities) != max(priorities):
@@ -55,19 +64,29 @@ class TritonPythonModel(EngineDoor):
 
 @dataclass
 class Prompts:
-    """ids: (B, W) int64 as sent; lengths: real tokens of each row; fill: the id after a row's end."""
+    """ids: (B, W) int64 as sent, without virtual tokens; lengths: real tokens of each row; fill: the id after
+    a row's end."""
 
     ids: np.ndarray
     lengths: list[int]
     start_ids: list[int]
     fill: list[int]
+    learned: list[RowPrompt | None] = field(default_factory=list)  # of each row; empty: no row has one
+    placed: list[np.ndarray | None] = field(default_factory=list)  # the engine's ids of the rows with one
 
     @property
     def batch(self) -> int:
         return len(self.lengths)
 
+    @property
+    def prompt_lengths(self) -> list[int]:
+        """Tokens of the engine's prompts."""
+        return [length or 1 for length in self.lengths]
+
     def tokens(self, row: int) -> np.ndarray:
         """The engine's prompt: an empty row starts from its start_id, which is not part of the answer."""
+        if self.placed and (placed := self.placed[row]) is not None:
+            return placed
         length = self.lengths[row]
         return self.ids[row, :length] if length else np.array([self.start_ids[row]], np.int64)
 
@@ -85,7 +104,9 @@ def read_prompts(inputs: Inputs, limits: Limits, envelope: Envelope) -> Prompts:
     lengths = inputs.rows("input_lengths", batch)
     for row, length in enumerate(lengths):
         if not 0 <= length <= width:
-            raise RequestError(f"input_lengths of row {row} is {length}; input_ids has a width of {width}")
+            raise RequestError(
+                f"input_lengths of row {row} is {length}; wanted 0 to {width}, the width of input_ids"
+            )
     end_ids = inputs.rows("end_id", batch, limits.end_id)
     prompts = Prompts(
         ids.astype(np.int64),
@@ -93,6 +114,12 @@ def read_prompts(inputs: Inputs, limits: Limits, envelope: Envelope) -> Prompts:
         inputs.rows("start_id", batch, limits.start_id),
         [max(0, end_id) for end_id in end_ids],
     )
+    learned = prompt_inputs.read_row_prompts(inputs, batch, limits)
+    if any(learned):
+        prompts.learned = learned
+        prompts.ids, prompts.lengths, prompts.placed = prompt_inputs.place_rows(
+            prompts.ids, lengths, prompts.start_ids, learned, limits
+        )
     for row in range(batch):
         _check_ids(prompts, row, limits.vocab_size)
     return prompts
@@ -112,7 +139,7 @@ def read_counts(inputs: Inputs, prompts: Prompts, limits: Limits) -> list[int]:
     """New tokens of each row, which fit into a sequence with its prompt."""
     counts = inputs.rows("request_output_len", prompts.batch)
     for row, count in enumerate(counts):
-        length = prompts.lengths[row] or 1  # an empty row has its start_id
+        length = len(prompts.tokens(row))
         fields.check_length(length, count, limits, f"row {row} of input_ids", "request_output_len")
         if count < 0:
             raise RequestError(f"request_output_len of row {row} is {count}; wanted 0 or more")
@@ -127,7 +154,11 @@ def read_sequences(
     bad_words = _words(inputs, "bad_words_list", batch, limits, limits.max_bad_word_tokens)
     end_ids = inputs.rows("end_id", batch, limits.end_id)
     log_probs = inputs.rows("is_return_log_probs", batch, False)
-    embedding = inputs.flag("is_return_context_embeddings")
+    context_log_prob = inputs.rows("is_return_context_cum_log_probs", batch, False)
+    flags = {
+        "return_context_embedding": inputs.flag("is_return_context_embeddings"),
+        **WantedLogits.of(inputs).params(),
+    }
     lora_names = fields.lora_names(inputs, batch)
     names = inputs.client_names()
     sequences = []
@@ -141,10 +172,13 @@ def read_sequences(
             stop_words=stop_words[row],
             bad_words=bad_words[row],
             return_log_probs=bool(log_probs[row]),
-            return_context_embedding=embedding,
+            return_context_log_prob=bool(context_log_prob[row]),
+            **flags,
         )
         params: SamplingParams = fields.sampling_params(named, limits, names, clip_top_p=True)
-        sequences.append(SequenceRequest(tokens.astype("<i4").tobytes(), params, lora_names[row]))
+        prompt = prompts.learned[row] if prompts.learned else None
+        learned = None if prompt is None else prompt.learned
+        sequences.append(SequenceRequest(tokens.astype("<i4").tobytes(), params, lora_names[row], learned))
     return sequences
 
 
@@ -159,13 +193,23 @@ def _words(inputs: Inputs, name: str, batch: int, limits: Limits, limit: int) ->
 
 @dataclass
 class _Row:
+    """What the engine has generated for a row; a row with beams has their steps instead of tokens."""
+
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    steps: list[BeamStep] = field(default_factory=list)
     ended: bool = False
+
+    @property
+    def positions(self) -> int:
+        return len(self.tokens) or len(self.steps)
 
 
 class Answer:
     """Builds responses in FasterTransformer's shapes: the first one has the full width already.
+
+    K is the widest row's beam_width. A row with fewer beams has sequence_length 0 and nothing but its end_id
+    in the others. A response has the beams after its position, best first.
 
     Not decoupled: one response, when every row has ended. Decoupled: one per generated position of the
     longest row, in order, because clients count them; if the sender is behind, one for all pending positions.
@@ -181,31 +225,42 @@ class Answer:
         log_probs: bool,
         hidden_size: int,
         behind: Callable[[int], bool] | None,
+        logits: LogitsArrays | None = None,
+        beams: Sequence[int] = (),
     ):
         """log_probs: whether any row has them. hidden_size 0: no embeddings. behind(responses): whether this
-        number would be sent too late (Stream.behind); None: not decoupled."""
+        number would be sent too late (Stream.behind); None: not decoupled. logits: of the last response.
+        beams: of each row, default 1."""
         batch, width, most = prompts.batch, prompts.ids.shape[1], max(counts)
+        beams = beams or [1] * batch
+        widest = max(beams)
         self.finished = False
         self.num_output_tokens = 0
-        self._outputs, self._behind = outputs, behind
+        self._outputs, self._behind, self._logits = outputs, behind, logits
         self._rows = [_Row() for _ in range(batch)]
         self._position = 0  # generated positions in the arrays
         self._sent = 0  # responses made
         self._lengths = prompts.lengths
-        self._ids = np.empty((batch, 1, width + most), np.int64)
-        self._ids[:, 0] = np.array(prompts.fill)[:, None]
+        self._fill = prompts.fill
+        self._trees = [BeamTree() for _ in range(batch)]
+        self._ids = np.empty((batch, widest, width + most), np.int64)
+        self._ids[:] = np.array(prompts.fill)[:, None, None]
+        self._sequence_length = np.zeros((batch, widest), np.int64)
         for row, length in enumerate(prompts.lengths):
-            self._ids[row, 0, :length] = prompts.ids[row, :length]
-        self._sequence_length = np.array(prompts.lengths, np.int64)[:, None]
-        self._log_probs = np.zeros((batch, 1, most), np.float32)
-        self._cum_log_probs = np.zeros((batch, 1), np.float64)
-        self._embeddings = np.zeros((batch, 1, hidden_size), np.float32)
+            self._ids[row, : beams[row], :length] = prompts.ids[row, :length]
+            self._sequence_length[row, : beams[row]] = length
+        self._log_probs = np.zeros((batch, widest, most), np.float32)
+        self._cum_log_probs = np.zeros((batch, widest), np.float64)
+        self._context_log_probs = [0.0] * batch
+        self._embeddings = np.zeros((batch, widest, hidden_size), np.float32)
         self._changing: dict[str, np.ndarray] = {
             "output_ids": self._ids,
             "sequence_length": self._sequence_length,
         }
-        fixed: dict[str, np.ndarray] = {"response_input_lengths": np.array(prompts.lengths)[:, None]}
+        input_lengths = np.repeat(np.array(prompts.lengths)[:, None], widest, axis=1)
+        fixed: dict[str, np.ndarray] = {"response_input_lengths": input_lengths}
         holder = self._changing if log_probs else fixed
+        self._has_log_probs = log_probs
         holder.update(cum_log_probs=self._cum_log_probs, output_log_probs=self._log_probs)
         if hidden_size:
             self._changing["context_embeddings"] = self._embeddings
@@ -216,17 +271,17 @@ class Answer:
         for row, event in events:
             self._take(self._rows[row], row, event)
         all_ended = all(row.ended for row in self._rows)
-        longest = max(len(row.tokens) for row in self._rows)
+        longest = max(row.positions for row in self._rows)
         if self._behind is not None:
-            ready = longest if all_ended else min(len(row.tokens) for row in self._rows if not row.ended)
+            ready = longest if all_ended else min(row.positions for row in self._rows if not row.ended)
             while self._position < ready:
                 self._advance(self._next(ready, self._behind))
-                yield self._response()
+                yield self._response(all_ended and self._position == ready)
         elif all_ended:
             self._advance(longest)
         self.finished = all_ended
         if all_ended and self._sent == 0:
-            yield self._response()
+            yield self._response(True)
 
     def _next(self, ready: int, behind: Callable[[int], bool]) -> int:
         """The last position of the next response; positions up to `ready` are generated."""
@@ -239,21 +294,51 @@ class Answer:
         state.log_probs += event.log_probs
         state.ended = state.ended or bool(event.finish)
         self.num_output_tokens += len(event.tokens)
+        if event.beams is not None:
+            state.steps.append(event.beams)
+            self.num_output_tokens += sum(token >= 0 for token in event.beams.tokens)
         if event.context_embedding and self._embeddings.size:
-            self._embeddings[row, 0] = np.frombuffer(event.context_embedding, np.float32)
+            self._embeddings[row] = np.frombuffer(event.context_embedding, np.float32)
+        if event.extra is not None:
+            self._context_log_probs[row] += event.extra.context_log_prob
+            self._cum_log_probs[row] += event.extra.context_log_prob
+            if self._logits is not None:
+                self._logits.take(row, event.extra)
 
     def _advance(self, position: int) -> None:
         """Copy the tokens up to `position` into the arrays."""
         for row, state in enumerate(self._rows):
+            if state.steps:
+                self._advance_beams(row, state.steps[self._position : position])
+                continue
             tokens = state.tokens[self._position : position]
             log_probs = state.log_probs[self._position : position]
             start = self._lengths[row] + self._position
             self._ids[row, 0, start : start + len(tokens)] = tokens
             self._log_probs[row, 0, self._position : self._position + len(log_probs)] = log_probs
-            self._cum_log_probs[row] += sum(log_probs)
-            self._sequence_length[row] += len(tokens)
+            self._cum_log_probs[row, 0] += sum(log_probs)
+            self._sequence_length[row, 0] += len(tokens)
         self._position = position
 
-    def _response(self) -> list:
+    def _advance_beams(self, row: int, steps: list[BeamStep]) -> None:
+        """Take these steps of a row, and write all of its beams."""
+        if not steps:
+            return
+        for step in steps:
+            beams = self._trees[row].take(step)
+        length = self._lengths[row]
+        self._ids[row, : len(beams), length:] = self._fill[row]
+        for k, beam in enumerate(beams):
+            end = len(beam.tokens)
+            self._ids[row, k, length : length + end] = beam.tokens
+            self._sequence_length[row, k] = length + end
+            if self._has_log_probs:
+                self._log_probs[row, k, :end], self._log_probs[row, k, end:] = beam.log_probs, 0.0
+                self._cum_log_probs[row, k] = self._context_log_probs[row] + beam.cum_log_prob
+
+    def _response(self, last: bool) -> list:
         self._sent += 1
-        return self._outputs.tensors(self._changing) + self._fixed
+        tensors = self._outputs.tensors(self._changing) + self._fixed
+        if last and self._logits is not None:
+            tensors += self._outputs.tensors(self._logits.arrays())
+        return tensors

@@ -98,7 +98,9 @@ def check_word_tokens(name: str, words: list[list[int]], limit: int) -> None:
     """RequestError if the ids of a sequence's words together exceed the engine's limit."""
     count = sum(map(len, words))
     if count > limit:
-        raise RequestError(f"{name} has {count:,} token ids; this model accepts {limit:,}")
+        setting = "max_bad_word_tokens" if "bad" in name.lower() else "max_stop_word_tokens"
+        most = f"{limit:,} in all words of a row ({setting} in config.pbtxt)"
+        raise RequestError(f"{name} has {count:,} token ids; this model accepts {most}")
 
 
 def decode_text(value: Any, name: str, row: int | None = None) -> str:
@@ -110,4 +112,4 @@ def decode_text(value: Any, name: str, row: int | None = None) -> str:
     except UnicodeDecodeError as error:
         where = name if row is None else f"{name} of row {row}"
         byte = f"byte {error.start} is 0x{value[error.start]:02x}"
-        raise RequestError(f"{where} is not valid UTF-8: {byte}") from None
+        raise RequestError(f"{where} is not valid UTF-8: {byte}; wanted UTF-8 text") from None

@@ -1,4 +1,4 @@
-"""Model `tridecode_health`: does the engine make progress?
+"""Model `tridecode_health`: does the engine make progress? Of a model with several engines: do all of them?
 
 Triton's own readiness stays true when a model's process or the engine has died. This model answers from the
 supervisor's last state, the engine's heartbeats and the age of the running step. A probe needs no queue, slot
@@ -43,9 +43,15 @@ class TritonPythonModel:
         except TridecodeError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         settings = self.settings
-        self.link = EngineLink(str(settings.engine_dir), args["model_instance_name"], settings.hold_s).start()
-        self.metrics = DoorMetrics(settings.name, settings.engine_dir.name, self.link)
-        self.metrics.start()
+        instance, engine_dir = args["model_instance_name"], str(settings.engine_dir)
+        numbers = range(settings.num_engines)
+        self.links = [EngineLink(engine_dir, instance, settings.hold_s, number=i).start() for i in numbers]
+        self.link = self.links[0]
+        labels = [settings.engine_label(number) for number in numbers]
+        gauges = [DoorMetrics(settings.name, label, link) for label, link in zip(labels, self.links)]
+        self.metrics, self._all_metrics = gauges[0], gauges
+        for metrics in gauges:
+            metrics.start()
 
     def execute(self, requests: Sequence[Any]) -> list:
         """Called by Triton; the responses, in order."""
@@ -53,8 +59,10 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """Called by Triton when the model is unloaded."""
-        self.metrics.close()
-        self.link.close()
+        for metrics in self._all_metrics:
+            metrics.close()
+        for link in self.links:
+            link.close()
 
     def _respond(self, request: Any) -> Any:
         try:
@@ -73,8 +81,20 @@ class TritonPythonModel:
         return response
 
     def _progress(self) -> str:
+        """The load of all engines in words. Raises EngineDownError if one of them makes no progress."""
+        if len(self.links) == 1:
+            return self._progress_of(self.links[0])
+        words = []
+        for number, link in enumerate(self.links):
+            try:
+                words.append(f"{number}: {self._progress_of(link)}")
+            except EngineDownError as error:
+                raise EngineDownError(f"engine {number} of {len(self.links)}: {error}") from None
+        return "; ".join(words)
+
+    def _progress_of(self, link: EngineLink) -> str:
         """The engine's load in words. Raises EngineDownError with the reason if it makes no progress."""
-        state, silent_s, beat = self.link.state(), self.link.silent_s(), self.link.beat()
+        state, silent_s, beat = link.state(), link.silent_s(), link.beat()
         if state.phase != "ready":
             raise EngineDownError(f"the engine is not ready ({state.phase}): {state.detail}")
         if silent_s > _SILENCE_S:

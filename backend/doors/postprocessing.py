@@ -23,6 +23,7 @@ from tridecode.backend.text.detokenizer import TokenizerView
 
 class TritonPythonModel(UnaryDoor):
     contract = POSTPROCESSING
+    length_name = "sequence_length"  # the input of the rows' lengths
 
     def initialize(self, args: Mapping[str, str]) -> None:
         super().initialize(args)
@@ -34,7 +35,10 @@ class TritonPythonModel(UnaryDoor):
         if tokens.ndim not in (2, 3):
             raise RequestError(f"TOKENS_BATCH has shape {list(tokens.shape)}; wanted [B, K, L]")
         rows = tokens.reshape(math.prod(tokens.shape[:-1]), -1 if tokens.size else 0).tolist()
-        ends = inputs.rows("sequence_length", len(rows))
+        ends = inputs.rows(self.length_name, len(rows))
+        for row, end in enumerate(ends):
+            if end is not None and end < 0:
+                raise RequestError(f"{self.length_name} of row {row} is {end}; wanted 0 or more")
         texts = [self._decode(row[:end]) for row, end in zip(rows, ends)]
         return {"OUTPUT": np.array(texts, dtype=object)}
 

@@ -46,7 +46,8 @@ class TritonPythonModel(UnaryDoor):
             return word_list_tensor([[]] * batch)
         texts = _first_column(inputs.arrays[name], name)
         if len(texts) != batch:
-            raise RequestError(f"{name} has {len(texts)} rows; QUERY has {batch}")
+            found = f"{name} has shape {list(inputs.arrays[name].shape)}"
+            raise RequestError(f"{found}; wanted [{batch}, 1], a text for each of the {batch} rows of QUERY")
         rows = encode_words(texts, name, self.tokenizer)
         self.envelope.check_padded(name, 2 * batch, max(sum(map(len, words)) for words in rows))
         return word_list_tensor(rows)

@@ -66,6 +66,7 @@ class Stream:
         self.label = label
         self.answer: Answer | None = None
         self.requests: list[int] = []  # ids in the engine link, one per row or one for all rows
+        self.on_end: Callable[[str], None] = lambda outcome: None  # called once; outcome as in Senders
         self.stop_wanted = False  # set by a stop request, which may come before the answer exists
         self._senders, self._sender = senders, sender
         self._events: deque[tuple[int, Event]] = deque()
@@ -323,6 +324,7 @@ class Senders:
             if not self._open:
                 self._some_open.clear()
         self._on_end(stream, outcome)
+        stream.on_end(outcome)
 
     def close(self, error: TridecodeError, timeout_s: float = 5.0) -> None:
         """Fail all open streams, wait until that is sent, end the threads."""

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import triton_python_backend_utils as pb_utils
 from tokenizers import Tokenizer
 
+from tridecode.backend.config import engine_parameters
+from tridecode.backend.door_parameters import DOOR_PARAMETERS, MERGE_BEHIND_S, known_names, refuse_unknown
+from tridecode.backend.engine_instances import instance_number, num_engines, read_groups
 from tridecode.backend.errors import ConfigError
 from tridecode.backend.text.tokenizer_files import end_token_id, load_tokenizer
-
-#: About one step of many sequences, too short for a client to see. Measured on 2 cores: with half of it, 64
-#: streams at the server's limit of 10,000 responses per second had 10 % of them merged instead of 1 %; with
-#: 0.03, tokens of 256 streams above that limit waited in the door for 24 ms instead of 13 (90th percentile).
-_MERGE_BEHIND_S = 0.02
 
 
 @dataclass(frozen=True)
 class DoorSettings:
-    """Triton's own settings of the model, then ours from `parameters`.
+    """Triton's own settings of the model, then ours from `parameters`: the rows of DOOR_PARAMETERS.
 
-    outputs: declared output -> numpy type. engine_dir: the model folder whose config.pbtxt is the engine's.
+    outputs: declared output -> numpy type. sequence_idle_s: Triton's time-out of idle sequences.
+    engine_dir: the model folder whose config.pbtxt is the engine's. num_engines: of that model.
+    engine_number: the one of this door.
     """
 
     name: str
@@ -32,19 +32,25 @@ class DoorSettings:
     decoupled: bool
     max_batch_size: int
     outputs: Mapping[str, Any]
+    sequence_idle_s: float
 
     engine_dir: Path
+    num_engines: int
+    engine_number: int
     tokenizer_dir: Path
     stop_ids: tuple[int, ...] = ()  # ids that end a text, besides end_id, and are not shown
     exclude_input_in_output: bool = False  # default of the input of that name
     add_special_tokens: bool = False  # when a prompt is tokenised
     skip_special_tokens: bool = True  # when an answer is decoded
+    wrap_token_ids: bool = False  # ids beyond the vocabulary count modulo its size (benchmarks)
     num_senders: int = 4
-    merge_behind_s: float = _MERGE_BEHIND_S  # streamed token ids: a longer queue is merged
+    merge_behind_s: float = MERGE_BEHIND_S  # streamed token ids: a longer queue is merged
     wait_for_engine: bool = True  # the model becomes ready when the engine is
     start_timeout_s: float = 900.0
+    session_idle_s: float | None = None  # a session without a round for so long ends; None: sequence_idle_s
     hold_s: float = 2.0  # longest wait of a request for an engine that is being rebuilt
     probe_timeout_s: float = 5.0  # health: a longer step of the engine counts as stuck
+    made_by: str = ""  # stand-ins: the options of build-repo that make the model
     allowed_parameters: tuple[str, ...] = ()  # request parameters to ignore; may be patterns
 
     # size limits of a request; None: see backend.doors.envelope
@@ -55,6 +61,10 @@ class DoorSettings:
     max_preparing_requests: int = 1024  # received, and not submitted to the engine yet
     max_preparing_bytes: int = 67_108_864  # of their texts and token ids
 
+    def engine_label(self, number: int) -> str:
+        """An engine's name on the metrics page."""
+        return self.engine_dir.name if self.num_engines == 1 else f"{self.engine_dir.name}:{number}"
+
     @property
     def config_file(self) -> Path:
         return self.repository / self.name / "config.pbtxt"
@@ -64,7 +74,12 @@ def read_settings(arguments: Mapping[str, str]) -> DoorSettings:
     """DoorSettings from the arguments of initialize(). ConfigError names file, key, found and wanted."""
     config = json.loads(arguments["model_config"])
     folder = Path(arguments["model_repository"])
-    reader = _Parameters(config, folder / "config.pbtxt")
+    texts = {key: value.get("string_value", "") for key, value in (config.get("parameters") or {}).items()}
+    values = read_door_parameters(texts, folder / "config.pbtxt")
+    values["engine_dir"] = folder.parent / values.pop("engine_model")
+    values["tokenizer_dir"] = folder.parent / values["tokenizer_dir"]
+    _refuse_unknown(texts, folder, values["engine_dir"])
+    engines = num_engines(read_groups(values["engine_dir"]))
     return DoorSettings(
         name=config["name"],
         repository=folder.parent,
@@ -73,26 +88,40 @@ def read_settings(arguments: Mapping[str, str]) -> DoorSettings:
         outputs={
             o["name"]: pb_utils.triton_string_to_numpy(o["data_type"]) for o in config.get("output", [])
         },
-        engine_dir=folder.parent / reader.read("engine_model", str, "a folder's name", "fastertransformer"),
-        tokenizer_dir=folder.parent / reader.read("tokenizer_dir", str, "a folder's name", "."),
-        stop_ids=reader.read("stop_ids", _ids, "token ids separated by commas", ()),
-        exclude_input_in_output=reader.read("exclude_input_in_output", _flag, "true or false", False),
-        add_special_tokens=reader.read("add_special_tokens", _flag, "true or false", False),
-        skip_special_tokens=reader.read("skip_special_tokens", _flag, "true or false", True),
-        num_senders=reader.read("num_senders", _count, "a number from 1 to 64", 4),
-        merge_behind_s=reader.read("merge_behind_s", _seconds, "more than 0 seconds", _MERGE_BEHIND_S),
-        wait_for_engine=reader.read("wait_for_engine", _flag, "true or false", True),
-        start_timeout_s=reader.read("start_timeout_s", _seconds, "more than 0 seconds", 900.0),
-        hold_s=reader.read("hold_s", float, "a number of seconds", 2.0),
-        probe_timeout_s=reader.read("probe_timeout_s", _seconds, "more than 0 seconds", 5.0),
-        allowed_parameters=reader.read("allowed_parameters", _names, "names separated by commas", ()),
-        max_prompt_bytes=reader.read("max_prompt_bytes", _size, _SIZE, None),
-        max_request_bytes=reader.read("max_request_bytes", _size, _SIZE, None),
-        max_response_elements=reader.read("max_response_elements", _size, _SIZE, 4_194_304),
-        max_stream_elements=reader.read("max_stream_elements", _size, _SIZE, 1_073_741_824),
-        max_preparing_requests=reader.read("max_preparing_requests", _size, _SIZE, 1024),
-        max_preparing_bytes=reader.read("max_preparing_bytes", _size, _SIZE, 67_108_864),
+        sequence_idle_s=_sequence_idle_s(config),
+        num_engines=engines,
+        engine_number=instance_number(arguments["model_instance_name"], config) % engines,
+        **values,
     )
+
+
+def _sequence_idle_s(config: Mapping[str, Any]) -> float:
+    """Triton's default is 1 s."""
+    batching = config.get("sequence_batching") or {}
+    return (int(batching.get("max_sequence_idle_microseconds", 0)) or 1_000_000) / 1e6
+
+
+def read_door_parameters(texts: Mapping[str, str], path: Path) -> dict[str, Any]:
+    """The value of each row of DOOR_PARAMETERS; its default for "" and "auto". Raises ConfigError."""
+    values = {}
+    for row in DOOR_PARAMETERS:
+        text = texts.get(row.name, "").strip()
+        try:
+            values[row.name] = row.default if text in ("", "auto") else row.convert(text)
+        except ValueError:
+            raise ConfigError(f"{path}: parameter {row.name} is {text!r}; wanted {row.wanted}") from None
+    return values
+
+
+def _refuse_unknown(names: Iterable[str], folder: Path, engine_dir: Path) -> None:
+    """ConfigError for a parameter that nobody reads, or that has no effect in this model."""
+    path, engine = folder / "config.pbtxt", {row.name for row in engine_parameters()}
+    of_engine = folder.name == engine_dir.name
+    if not of_engine:
+        for name in sorted(engine.intersection(names) - known_names(())):
+            found = f"{path}: parameter {name} configures the engine"
+            raise ConfigError(f"{found}; it belongs into {engine_dir.name}/config.pbtxt")
+    refuse_unknown(names, engine if of_engine else (), str(path))
 
 
 def door_tokenizer(settings: DoorSettings) -> tuple[Tokenizer, int]:
@@ -100,54 +129,3 @@ def door_tokenizer(settings: DoorSettings) -> tuple[Tokenizer, int]:
     setting = f"parameter tokenizer_dir in {settings.config_file}"
     tokenizer = load_tokenizer(settings.tokenizer_dir, setting)
     return tokenizer, end_token_id(settings.tokenizer_dir, tokenizer)
-
-
-class _Parameters:
-    def __init__(self, config: Mapping[str, Any], path: Path):
-        self._parameters, self._path = config.get("parameters") or {}, path
-
-    def read(self, key: str, convert: Callable[[str], Any], wanted: str, default: Any) -> Any:
-        text = self._parameters.get(key, {}).get("string_value", "").strip()
-        if text in ("", "auto"):
-            return default
-        try:
-            return convert(text)
-        except ValueError:
-            raise ConfigError(f"{self._path}: parameter {key} is {text!r}; wanted {wanted}") from None
-
-
-def _flag(text: str) -> bool:
-    if text.lower() in ("true", "yes", "on", "1"):
-        return True
-    if text.lower() in ("false", "no", "off", "0"):
-        return False
-    raise ValueError(text)
-
-
-def _count(text: str) -> int:
-    if not 1 <= int(text) <= 64:
-        raise ValueError(text)
-    return int(text)
-
-
-_SIZE = "a whole number of 1 or more"
-
-
-def _size(text: str) -> int:
-    if int(text) < 1:
-        raise ValueError(text)
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    if not float(text) > 0:
-        raise ValueError(text)
-    return float(text)
-
-
-def _ids(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(",") if part.strip())
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())

@@ -6,7 +6,10 @@ generation at once. Decisions where the contract leaves room:
 
   text_output is one flat array of texts. Prompt + answer is exactly the text that the model continued.
   Without `stream` a row gets one response, also from a decoupled model: HTTP's generate endpoint needs that.
-  From a decoupled model each of several rows gets a response of its own, as soon as that row has ended.
+  From a decoupled model each of several rows gets a response of its own, as soon as that row has ended; so
+  does each sample (num_return_sequences) or beam of a row, named by sequence_index. In one response the
+  texts of a row follow each other.
+  Beams can change to their end, so they are sent whole when the search is over, also with `stream`.
   A streamed response merges what is pending; its num_output_tokens counts its own tokens only.
   num_output_tokens counts every generated token, including those of an end id or a stop word.
   Stop words are matched in the text and not shown; an empty stop word is ignored.
@@ -16,29 +19,65 @@ generation at once. Decisions where the contract leaves room:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from tridecode.backend.doors import fields
+from tridecode.backend.doors import fields, prompt_inputs
 from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.contracts.tensorrt_llm import TENSORRT_LLM
 from tridecode.backend.doors.door import EngineDoor, Outputs, Received, Submission
 from tridecode.backend.doors.envelope import MAX_STOP_WORD_BYTES, MAX_STOP_WORDS
 from tridecode.backend.doors.fields import decode_text
+from tridecode.backend.doors.logits import WantedLogits, metrics, piece_logits
+from tridecode.backend.doors.prompt_inputs import RowPrompt
 from tridecode.backend.doors.senders import Stream
 from tridecode.backend.doors.settings import DoorSettings, door_tokenizer
+from tridecode.backend.doors.stop_requests import stop_rows, stop_running
 from tridecode.backend.errors import RequestCancelled, RequestError
 from tridecode.backend.messages import Event, Limits, SamplingParams, SequenceRequest
-from tridecode.backend.text.completion import Answer, Completion, Piece
+from tridecode.backend.text.completion import Answer, Completion, Piece, Siblings
 from tridecode.backend.text.detokenizer import TokenizerView
 from tridecode.backend.text.encoding import bad_word_ids, encode
 from tridecode.backend.text.stop_words import StopAutomaton
 
 
+@dataclass(frozen=True)
+class TextRequest:
+    """What a request of B texts asks for; lists have one item a text.
+
+    stop_words: checked (check_stop_words). exclude: a whole answer does not begin with its prompt.
+    show_stop, min_tokens: see Completion. keep_last: tokens of a longer prompt that count; 0: all.
+    skip_special: special tokens are left out of the answer; None: as config.pbtxt says. log_probs: of
+    alternatives. stop_ids: tokens that end an answer as stop words do; the engine does not know them. tables:
+    of virtual tokens, of each text; (): none has one.
+    """
+
+    texts: list[str]
+    params: list[SamplingParams]
+    stop_words: list[tuple[str, ...]]
+    lora_names: list[str]
+    priorities: list[int]
+    streaming: bool
+    exclude: bool
+    show_stop: bool = False
+    min_tokens: int = 0
+    keep_last: int = 0
+    skip_special: bool | None = None
+    log_probs: bool = False
+    stop_ids: frozenset[int] = frozenset()
+    tables: Sequence[RowPrompt | None] = ()
+
+
 class TritonPythonModel(EngineDoor):
-    """A request of B texts becomes B requests of the engine, so that each can be stopped independently."""
+    """A request of B texts becomes B requests of the engine, so that each can be stopped independently.
+
+    A door of another text contract overrides `contract`, `read`, `fit` and `answer`.
+    """
 
     contract = TENSORRT_LLM
 
@@ -49,61 +88,105 @@ class TritonPythonModel(EngineDoor):
     def at_once(self, received: Received, stream: Stream) -> bool:
         if not received.inputs.flag("stop"):
             return False
-        self._stop(stream, received.outputs)
+        stop_running(self.senders, stream)
+        stream.answer = _EmptyAnswer(received.outputs)
+        stream.put(Event(0, 0, finish="length"))
         return True
 
     def accept(self, received: Received, stream: Stream) -> None:
-        inputs, limits = received.inputs, self.limits()
-        streaming = inputs.flag("stream")
-        if streaming and not self.settings.decoupled:
-            wanted = "model_transaction_policy { decoupled: true }"
-            raise RequestError(
-                f"stream is true; this model cannot stream ({wanted} in config.pbtxt would allow it)"
-            )
-        texts = _read_texts(inputs)
-        params = self._read_params(inputs, len(texts), limits)
-        lora_names = fields.lora_names(inputs, len(texts))
-        priorities = fields.priorities(inputs, received.parameters, len(texts))
-        stop_words = _words(inputs, "stop_words", len(texts))
-        for words in stop_words:
-            _check_stop_words(words)
-        prompts = self._tokenise(texts, params, limits, stream)
-        exclude = inputs.flag("exclude_input_in_output", self.settings.exclude_input_in_output)
-        echoes = [""] * len(texts) if streaming or exclude else texts
-        automata = {words: StopAutomaton(words) for words in set(stop_words)}
-        rows = [
-            Completion(self.view, prompt, automata[words], partial(stream.cancel_row, row), echo)
-            for row, (prompt, words, echo) in enumerate(zip(prompts, stop_words, echoes))
+        limits = self.limits()
+        asked = self.read(received, limits)
+        tables = asked.tables or [None] * len(asked.texts)
+        prompts, placed, params = self._tokenise(asked, tables, limits, stream)
+        sizes = [
+            (len(prompt) or 1, one.max_tokens)
+            for prompt, one in zip(prompts, params)
+            for _ in range(one.num_sequences)
         ]
-        stream.answer = TensorAnswer(rows, received, self.settings, streaming)
-        submissions = [
-            Submission([_sequence(prompt, one, name, limits)], partial(stream.put_row, row), priority)
-            for row, (prompt, one, name, priority) in enumerate(zip(prompts, params, lora_names, priorities))
-        ]
+        WantedLogits.of(received.inputs).check(
+            [prompt for prompt, _ in sizes], [count for _, count in sizes], limits
+        )
+        automata = {words: StopAutomaton(words) for words in set(asked.stop_words)}
+        rows: list[Completion] = []
+        submissions = []
+        for row, (prompt, one) in enumerate(zip(prompts, params)):
+            if one.beam_width > 1:
+                one = self._beam_params(one, asked.stop_words[row], limits)
+            sink = partial(_put, stream, len(rows))
+            siblings = Siblings(one.num_sequences, partial(stream.cancel_row, row))
+            rows += self._completions(asked, row, prompt, one, automata[asked.stop_words[row]], siblings)
+            sequence = _sequence(placed[row], one, asked.lora_names[row], tables[row])
+            submissions.append(Submission([sequence], sink, asked.priorities[row]))
+        stream.answer = self.answer(rows, received, asked)
         self.submit(stream, submissions, received.timeout_s)
         if stream.stop_wanted:
-            _stop_rows(stream)
+            stop_rows(stream)
 
-    def _stop(self, stream: Stream, outputs: Outputs) -> None:
-        """End the running requests with the same request id; the stop request itself gets an empty text."""
-        if not stream.label:
-            raise RequestError("stop is true; it needs the request id of the request to stop")
-        for other in self.senders.open_streams():
-            if other.label == stream.label and other is not stream:
-                other.stop_wanted = True  # for a request that is still being prepared
-                _stop_rows(other)
-        stream.answer = _EmptyAnswer(outputs)
-        stream.put(Event(0, 0, finish="length"))
+    # ------------------------------------------------------------ what contracts differ in
+
+    def read(self, received: Received, limits: Limits) -> TextRequest:
+        """What the request asks for. RequestError or UnsupportedError naming the field."""
+        inputs = received.inputs
+        streaming = self.streaming(inputs, "stream")
+        texts = read_texts(inputs)
+        params = self._read_params(inputs, len(texts), limits)
+        stop_words = read_words(inputs, "stop_words", len(texts))
+        for words in stop_words:
+            check_stop_words(words)
+        return TextRequest(
+            texts=texts,
+            params=params,
+            stop_words=stop_words,
+            lora_names=fields.lora_names(inputs, len(texts)),
+            priorities=fields.priorities(inputs, received.parameters, len(texts)),
+            streaming=streaming,
+            exclude=inputs.flag("exclude_input_in_output", self.settings.exclude_input_in_output),
+            tables=prompt_inputs.read_virtual_tables(inputs, len(texts), limits),
+        )
+
+    def view_of(self, asked: TextRequest) -> TokenizerView:
+        """How the answer is decoded."""
+        return self.view
+
+    def fit(self, prompt: int, params: SamplingParams, limits: Limits) -> SamplingParams:
+        """The parameters of a prompt of this many tokens; RequestError if the answer has no room."""
+        fields.check_length(prompt or 1, params.max_tokens, limits, "text_input", "max_tokens")
+        return params
+
+    def answer(self, rows: list[Completion], received: Received, asked: TextRequest) -> TensorAnswer:
+        vocab_size = self.limits().vocab_size
+        return TensorAnswer(rows, received, self.settings, asked.streaming, vocab_size=vocab_size)
 
     # ------------------------------------------------------------ reading
 
+    def streaming(self, inputs: Inputs, name: str) -> bool:
+        """The flag of that name; RequestError if it is true and this model cannot stream."""
+        streaming = inputs.flag(name)
+        if streaming and not self.settings.decoupled:
+            wanted = "model_transaction_policy { decoupled: true }"
+            raise RequestError(
+                f"{name} is true; this model cannot stream ({wanted} in config.pbtxt would allow it)"
+            )
+        return streaming
+
+    def end_id(self, limits: Limits) -> int:
+        """The token that ends a text by default; -1: none."""
+        end_id = limits.end_id if limits.end_id >= 0 else self.tokenizer_end_id
+        return end_id if 0 <= end_id < limits.vocab_size else -1
+
+    def stop_ids(self, limits: Limits) -> list[list[int]]:
+        """The stop_ids of config.pbtxt, as stop words of one token."""
+        return [[token] for token in self.settings.stop_ids if 0 <= token < limits.vocab_size]
+
     def _read_params(self, inputs: Inputs, batch: int, limits: Limits) -> list[SamplingParams]:
         counts = inputs.rows("max_tokens", batch)
-        default_end = limits.end_id if limits.end_id >= 0 else self.tokenizer_end_id
-        end_ids = inputs.rows("end_id", batch, default_end)
-        bad_words = bad_word_ids(self.tokenizer, _words(inputs, "bad_words", batch))
-        stop_ids = [[token] for token in self.settings.stop_ids if 0 <= token < limits.vocab_size]
-        log_probs = inputs.flag("return_log_probs")
+        end_ids = inputs.rows("end_id", batch, self.end_id(limits))
+        bad_words = bad_word_ids(self.tokenizer, read_words(inputs, "bad_words", batch))
+        flags = {
+            "return_log_probs": inputs.flag("return_log_probs"),
+            "return_perf_metrics": inputs.flag("return_perf_metrics"),
+            **WantedLogits.of(inputs).params(),
+        }
         names = inputs.client_names()
         params = []
         for row, named in enumerate(inputs.params(batch)):
@@ -111,46 +194,95 @@ class TritonPythonModel(EngineDoor):
             named.update(
                 max_tokens=counts[row],
                 end_id=end_ids[row] if 0 <= end_ids[row] < limits.vocab_size else -1,
-                stop_words=stop_ids,
+                stop_words=self.stop_ids(limits),
                 bad_words=bad_words[row],
-                return_log_probs=log_probs,
+                **flags,
             )
+            if "early_stopping" in named:
+                named["early_stopping"] = int(named["early_stopping"])
             params.append(fields.sampling_params(named, limits, names))
         return params
 
     def _tokenise(
-        self, texts: list[str], params: list[SamplingParams], limits: Limits, stream: Stream
-    ) -> list[list[int]]:
-        """Token ids of the prompts, checked to fit. RequestCancelled as soon as the stream has ended."""
-        prompts = []
-        for ids, one in zip(encode(self.tokenizer, texts, self.settings.add_special_tokens), params):
+        self, asked: TextRequest, tables: Sequence[RowPrompt | None], limits: Limits, stream: Stream
+    ) -> tuple[list[list[int]], list[np.ndarray], list[SamplingParams]]:
+        """Token ids of the prompts, checked to fit, those for the engine, which have virtual tokens, and the
+        parameters that fit. RequestCancelled as soon as the stream has ended."""
+        prompts, placed, params = [], [], []
+        texts = encode(self.tokenizer, asked.texts, self.settings.add_special_tokens)
+        for row, (ids, one, table) in enumerate(zip(texts, asked.params, tables)):
             if stream.ended:
                 raise RequestCancelled("the request ended while it was being prepared")
+            if table is not None:
+                where, sent = f"row {row} of text_input", np.array(ids, np.int64)
+                seen, found = prompt_inputs.place(sent, table, limits.start_id, limits, where)
+                ids = seen.tolist()
             _check_ids(ids, limits.vocab_size)
-            fields.check_length(len(ids) or 1, one.max_tokens, limits, "text_input", "max_tokens")
+            ids = ids[-asked.keep_last :]
+            if table is None:
+                found = np.array(ids or [limits.start_id])
+            params.append(self.fit(len(found), one, limits))
             prompts.append(ids)
-        return prompts
+            placed.append(found)
+        return prompts, placed, params
+
+    def _beam_params(self, params: SamplingParams, words: tuple[str, ...], limits: Limits) -> SamplingParams:
+        """Of a beam search, which compares beams that have ended: the engine gets the stop words, too."""
+        (ids,) = bad_word_ids(self.tokenizer, [words])
+        stop_words = params.stop_words + ids
+        fields.check_word_tokens("stop_words", stop_words, limits.max_stop_word_tokens)
+        return msgspec.structs.replace(params, stop_words=stop_words, beam_pool=True)
+
+    def _completions(
+        self,
+        asked: TextRequest,
+        row: int,
+        prompt: list[int],
+        params: SamplingParams,
+        stop_words: StopAutomaton,
+        siblings: Siblings,
+    ) -> list[Completion]:
+        """One for each sequence of a text."""
+        completions = []
+        for index in range(params.num_sequences):
+            one = Completion(
+                self.view_of(asked),
+                prompt,
+                stop_words,
+                siblings.stopped,
+                "" if asked.streaming or asked.exclude else asked.texts[row],
+                asked.show_stop,
+                asked.min_tokens,
+                stops_by_id=params.beam_width > 1,
+                ended=siblings.ended,
+                stop_ids=asked.stop_ids,
+            )
+            one.place = row, index
+            completions.append(one)
+        return completions
 
 
-def _stop_rows(stream: Stream) -> None:
-    """End every row as it is. The sender discards the events while there is no answer."""
-    stream.cancel_rows()
-    for row in range(len(stream.requests)):
-        stream.put_row(row, Event(0, 0, finish="stopped"))
+def _put(stream: Stream, first: int, event: Event) -> None:
+    """Add an event of a text whose sequences are the rows from `first` on."""
+    stream.put_row(first + event.sequence, event)
 
 
-def _sequence(prompt: list[int], params: SamplingParams, lora_name: str, limits: Limits) -> SequenceRequest:
-    return SequenceRequest(np.array(prompt or [limits.start_id], "<i4").tobytes(), params, lora_name)
+def _sequence(
+    ids: np.ndarray, params: SamplingParams, lora_name: str, table: RowPrompt | None
+) -> SequenceRequest:
+    return SequenceRequest(
+        ids.astype("<i4").tobytes(), params, lora_name, None if table is None else table.learned
+    )
 
 
-def _read_texts(inputs: Inputs) -> list[str]:
+def read_texts(inputs: Inputs) -> list[str]:
     array = inputs.arrays["text_input"]
     if array.size == 0 or array.ndim > 2 or (array.ndim == 2 and array.shape[1] != 1):
         raise RequestError(f"text_input has shape {list(array.shape)}; wanted [B, 1]")
     return [decode_text(value, "text_input", row) for row, value in enumerate(array.reshape(-1).tolist())]
 
 
-def _words(inputs: Inputs, name: str, batch: int) -> list[tuple[str, ...]]:
+def read_words(inputs: Inputs, name: str, batch: int) -> list[tuple[str, ...]]:
     """The non-empty words of each row, each once: [B, n], or [n] for all rows."""
     array = inputs.arrays.get(name)
     if array is None:
@@ -167,12 +299,12 @@ def _row_words(values: np.ndarray, name: str, row: int) -> tuple[str, ...]:
     return tuple(dict.fromkeys(text for text in texts if text))
 
 
-def _check_stop_words(words: tuple[str, ...]) -> None:
+def check_stop_words(words: tuple[str, ...], name: str = "stop_words") -> None:
     size = sum(len(word.encode("utf-8")) for word in words)
     if len(words) > MAX_STOP_WORDS or size > MAX_STOP_WORD_BYTES:
-        found = f"stop_words has {len(words):,} words of {size:,} bytes"
+        found = f"{name} has {len(words):,} words of {size:,} bytes a row"
         raise RequestError(
-            f"{found}; this model accepts {MAX_STOP_WORDS} of {MAX_STOP_WORD_BYTES:,} together"
+            f"{found}; this model accepts {MAX_STOP_WORDS} words, and {MAX_STOP_WORD_BYTES:,} bytes"
         )
 
 
@@ -198,10 +330,20 @@ _OPTIONAL = {
 class TensorAnswer(Answer):
     """An Answer as output tensors: [rows, 1] with a batch dimension, [rows] without; text_output is flat."""
 
-    def __init__(self, rows: list[Completion], received: Received, settings: DoorSettings, streamed: bool):
-        super().__init__(rows, streamed, apart=settings.decoupled)
+    def __init__(
+        self,
+        rows: list[Completion],
+        received: Received,
+        settings: DoorSettings,
+        streamed: bool,
+        together: bool = False,
+        vocab_size: int = 0,
+    ):
+        """vocab_size: of logits, where the request wants some."""
+        super().__init__(rows, streamed, apart=settings.decoupled and not together, together=together)
         self._outputs = received.outputs
         self._batched = settings.max_batch_size > 0
+        self._logits, self._vocab_size = WantedLogits.of(received.inputs), vocab_size
         self._unwanted = {
             name for name, (flag, default) in _OPTIONAL.items() if not received.inputs.flag(flag, default)
         }
@@ -214,20 +356,25 @@ class TensorAnswer(Answer):
         columns: dict[str, list[Any]] = {
             "num_input_tokens": [piece.num_prompt_tokens for piece in rows],
             "num_output_tokens": [piece.num_tokens for piece in rows],
-            "batch_index": list(pieces),
-            "sequence_index": [0] * len(rows),
+            "batch_index": [self._rows[row].place[0] for row in pieces],
+            "sequence_index": [self._rows[row].place[1] for row in pieces],
         }
         if "output_log_probs" not in self._unwanted:
             longest = max(len(piece.log_probs) for piece in rows)
             columns["cum_log_probs"] = [piece.cum_log_prob for piece in rows]
             columns["output_log_probs"] = [p.log_probs + [0.0] * (longest - len(p.log_probs)) for p in rows]
+        extras = [piece.extras for piece in rows]
         if all(piece.finish_reason for piece in rows):
             columns["finish_reason"] = [piece.finish_reason.encode() for piece in rows]
+            columns.update(metrics(extras) if any(extras) else {})
         # text_output is first: LiteLLM reads the first output, whatever its name
         arrays: dict[str, Any] = {"text_output": [piece.text.encode("utf-8") for piece in rows]}
         for name, column in columns.items():
             if name not in self._unwanted:
                 arrays[name] = [[value] for value in column] if self._batched else column
+        if any(extras):
+            for name, array in piece_logits(self._logits, extras, self._vocab_size).items():
+                arrays[name] = array if self._batched else array[0]
         return self._outputs.tensors(arrays)
 
 

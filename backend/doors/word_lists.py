@@ -22,8 +22,10 @@ def words_of_csv(text: str, name: str) -> list[str]:
     try:
         record = next(csv.reader([text]), [])
     except csv.Error as error:
+        lines = len(text.splitlines())
+        found = f"has {lines:,} lines" if lines > 1 else f"is not a valid line of CSV ({error})"
         raise RequestError(
-            f'{name} is not a valid line of CSV: {error}; wanted words separated by commas, as in "a, b"'
+            f'{name} {found}; wanted one line of words separated by commas, as in "a, b"'
         ) from None
     return [word for word in record if word]
 
@@ -69,10 +71,11 @@ def read_word_list(tensor: np.ndarray, batch: int, name: str, vocab_size: int) -
     it in a stop list, which its own sample request did not intend. A word with an id beyond the vocabulary is
     ignored too, as it can never be generated. RequestError if the tensor is malformed.
     """
+    sent = list(tensor.shape)
     if tensor.ndim == 2:
         tensor = tensor[None]
     if tensor.ndim != 3 or tensor.shape[1] != 2 or tensor.shape[0] not in (1, batch):
-        raise RequestError(f"{name} has shape {list(tensor.shape)}; wanted [{batch}, 2, n]")
+        raise RequestError(f"{name} has shape {sent}; wanted [{batch}, 2, n]")
     rows = [_read_row(row, name, vocab_size) for row in tensor]
     return rows * batch if len(rows) == 1 else rows
 
@@ -84,7 +87,7 @@ def _read_row(row: np.ndarray, name: str, vocab_size: int) -> list[list[int]]:
     wrong = np.flatnonzero((ends < starts) | (ends > width))
     if wrong.size:
         found = f"{name} has the offset {ends[wrong[0]]} after {starts[wrong[0]]}"
-        raise RequestError(f"{found}; wanted ascending offsets, at most its {width} ids")
+        raise RequestError(f"{found}; wanted ascending offsets of 0 to {width}, its number of ids")
     used = ids[: ends[-1]] if ends.size else ids[:0]
     if used.size and used.min() < 0:
         raise RequestError(f"{name} has the token id {used[used < 0][0]}; wanted ids of 0 or more")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Callable, NamedTuple
 
-from tridecode.backend.messages import Event
+from tridecode.backend.messages import Event, EventExtra, TopLogProbs
 from tridecode.backend.text.detokenizer import StreamDecoder, TokenizerView
 from tridecode.backend.text.stop_words import StopAutomaton, StopMatcher
 
@@ -17,7 +17,9 @@ class Piece(NamedTuple):
     """What one response says about one row.
 
     text and log_probs (natural logarithms, one per token) are those of the num_tokens new tokens;
-    cum_log_prob is the sum over the row so far. finish_reason: "" unless the row has ended.
+    cum_log_prob is the sum over the row so far. finish_reason: "" unless the row has ended. tops: each new
+    token with the most likely ones of its step, for requests that want them. stop_word: the text that
+    ended the row, if one did. extras: of the events, each with the number of its tokens that count.
     """
 
     num_prompt_tokens: int
@@ -26,12 +28,15 @@ class Piece(NamedTuple):
     log_probs: list[float]
     cum_log_prob: float
     finish_reason: str
+    tops: list[tuple[int, TopLogProbs]] = []
+    stop_word: str = ""
+    extras: list[tuple[int, EventExtra]] = []
 
 
 class Completion:
     """The generated text of one sequence. Keeps what has not been reported yet.
 
-    Neither an end id nor a stop word is shown, but their tokens are counted.
+    Neither an end id nor a stop word is shown, unless show_stop says so, but their tokens are counted.
     """
 
     def __init__(
@@ -41,57 +46,116 @@ class Completion:
         stop_words: StopAutomaton,
         cancel: Callable[[], None],
         echo: str = "",
+        show_stop: bool = False,
+        min_tokens: int = 0,
+        stops_by_id: bool = False,
+        ended: Callable[[], None] = lambda: None,
+        stop_ids: frozenset[int] = frozenset(),
     ):
-        """prompt: its token ids. cancel(): called when a stop word ends the text before the engine does.
-        echo: text to be reported ahead of the generated text."""
+        """prompt: its token ids. cancel(): called when a stop word ends the text before the engine does;
+        ended(): when the engine ends it. echo: text to be reported ahead of the generated text. show_stop:
+        what ends the text is part of it. min_tokens: a stop word that one of the first min_tokens tokens
+        completes is ignored. stops_by_id: the engine has the ids of the stop words, too, so that its last
+        tokens may be one. stop_ids: tokens that end the text, as stop words do."""
         self.text = ""
         self.num_tokens = 0
         self.finish_reason = ""  # "": it has not ended
+        self.place = (0, 0)  # text of the request, and which of its sequences
         self._echo, self._num_prompt_tokens = echo, len(prompt)
         self._log_probs: list[float] = []
+        self._tops: list[tuple[int, TopLogProbs]] = []
+        self._extras: list[tuple[int, EventExtra]] = []
         self._cum_log_prob = 0.0
         self._decoder = StreamDecoder(view, prompt)
-        self._matcher = StopMatcher(stop_words)
-        self._by_token = not stop_words.empty
-        self._cancel = cancel
+        self._matcher = StopMatcher(stop_words, show_stop)
+        self._show_stop, self._unchecked = show_stop, min_tokens
+        self._stop_ids = stop_ids
+        self._by_token = not stop_words.empty or bool(stop_ids)
+        self._stops_by_id = stops_by_id and not stop_words.empty
+        self._cancel, self._ended = cancel, ended
 
     def take(self, event: Event) -> None:
         """Add an event; none counts after the end. Failures (Event.error) are the caller's."""
         if self.finish_reason:
             return
         tokens = event.tokens
-        shown = tokens[:-1] if event.finish in ("end_id", "stop_word") else tokens
+        hidden = event.finish in ("end_id", "stop_word") and not self._show_stop
+        shown = tokens[:-1] if hidden else tokens
         used = self._push(shown, len(tokens))
+        if event.finish == "stop_word" and self._stops_by_id and not self.finish_reason:
+            used = self._push(tokens[-1:], 1) + len(shown)
         self.num_tokens += used
         self._log_probs += event.log_probs[:used]
         self._cum_log_prob += sum(event.log_probs[:used])
+        self._tops += zip(tokens[:used], event.top_log_probs)
+        if event.extra is not None:
+            self._extras.append((used, event.extra))
         if self.finish_reason:
-            if not event.finish:
-                self._cancel()
+            (self._ended if event.finish else self._cancel)()
         elif event.finish:
             self._end(FINISH_REASONS.get(event.finish, event.finish))
+            self._ended()
 
     def report(self) -> Piece:
         """Everything since the last report."""
-        text, count, log_probs = self._echo + self.text, self.num_tokens, self._log_probs
-        self._echo, self.text, self.num_tokens, self._log_probs = "", "", 0, []
-        return Piece(self._num_prompt_tokens, text, count, log_probs, self._cum_log_prob, self.finish_reason)
+        piece = Piece(
+            self._num_prompt_tokens,
+            self._echo + self.text,
+            self.num_tokens,
+            self._log_probs,
+            self._cum_log_prob,
+            self.finish_reason,
+            self._tops,
+            self._matcher.found,
+            self._extras,
+        )
+        self._echo, self.text, self.num_tokens = "", "", 0
+        self._log_probs, self._tops, self._extras = [], [], []
+        return piece
 
     def _push(self, shown: list[int], count: int) -> int:
         """Decode tokens. Returns how many of `count` were used: all, unless a stop word ended the text."""
         # token by token, so that the token that ends the text does not depend on how events were merged
         for index, ids in enumerate([[token] for token in shown] if self._by_token else [shown]):
-            text, stopped = self._matcher.push(self._decoder.push(ids))
+            checked = self._unchecked <= 0
+            ends = checked and not self._stop_ids.isdisjoint(ids)
+            if ends and not self._show_stop:
+                self._end("stop")
+                return index + 1
+            text, stopped = self._matcher.push(self._decoder.push(ids), checked)
+            self._unchecked -= len(ids)
             self.text += text
-            if stopped:
+            if stopped or ends:
+                if ends:
+                    self._end("stop")
                 self.finish_reason = "stop"
                 return index + 1
         return count
 
     def _end(self, reason: str) -> None:
         self.finish_reason = reason
-        text, stopped = self._matcher.push(self._decoder.flush())
+        text, stopped = self._matcher.push(self._decoder.flush(), self._unchecked <= 0)
         self.text += text if stopped else text + self._matcher.flush()
+
+
+class Siblings:
+    """The `count` completions of one request, which is cancelled when all have ended and the engine does not
+    know it of some, because a stop word ended their text."""
+
+    def __init__(self, count: int, cancel: Callable[[], None]):
+        self._open, self._cancel = count, cancel
+        self._stopped = False
+
+    def stopped(self) -> None:
+        """A stop word ended the text of one before the engine did."""
+        self._stopped = True
+        self.ended()
+
+    def ended(self) -> None:
+        """One has ended."""
+        self._open -= 1
+        if self._open == 0 and self._stopped:
+            self._cancel()
 
 
 class Answer:
@@ -99,12 +163,15 @@ class Answer:
 
     streamed: a response for each row with new text, with everything since its last one. Else whole rows: each
     in a response of its own as soon as it has ended (apart), or all in one response when the last has ended.
+    together: a streamed response has all rows, also those without new text.
     """
 
-    def __init__(self, rows: list[Completion], streamed: bool, apart: bool = False):
+    def __init__(self, rows: list[Completion], streamed: bool, apart: bool = False, together: bool = False):
         self.finished = False  # every row has ended
         self.num_output_tokens = 0  # of all rows, so far
+        self.num_rows = len(rows)
         self._rows, self._streamed, self._apart = rows, streamed, streamed or apart
+        self._together = together and streamed
         self._open = set(range(len(rows)))
 
     def pieces(self, events: Sequence[tuple[int, Event]]) -> list[dict[int, Piece]]:
@@ -123,8 +190,12 @@ class Answer:
             elif self._streamed and row.text:
                 ready.append(index)
         self.finished = not self._open
+        if self._together and ready:
+            ready = list(range(len(rows)))
         for index in ready:
             self.num_output_tokens += rows[index].num_tokens
+        if self._together:
+            return [{index: rows[index].report() for index in ready}] if ready else []
         if self._apart:
             return [{index: rows[index].report()} for index in ready]
         return [{index: row.report() for index, row in enumerate(rows)}] if self.finished else []

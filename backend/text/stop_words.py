@@ -55,13 +55,16 @@ class StopMatcher:
     of several that end together the longest, so the result does not depend on how the text was cut.
     """
 
-    def __init__(self, stop_words: StopAutomaton):
-        self._words = stop_words
+    def __init__(self, stop_words: StopAutomaton, shown: bool = False):
+        """shown: a stop word is part of the text that it ends."""
+        self._words, self._shown = stop_words, shown
+        self.found = ""  # the stop word that ended the text
         self._state = 0
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """(text that can be shown, whether a stop word was found); the stop word itself is dropped."""
+    def push(self, text: str, check: bool = True) -> tuple[str, bool]:
+        """(text that can be shown, whether a stop word was found); the stop word itself is dropped unless it
+        is shown. check: False ignores the stop words that this text completes."""
         words = self._words
         if words.empty:
             return text, False
@@ -69,9 +72,10 @@ class StopMatcher:
         text = self._held + text
         for at in range(before, len(text)):
             state = words.step(state, text[at])
-            if length := words.ends[state]:
+            if check and (length := words.ends[state]):
                 self._held, self._state = "", 0
-                return text[: at + 1 - length], True
+                self.found = text[at + 1 - length : at + 1]
+                return text[: at + 1 - (0 if self._shown else length)], True
         self._state, keep = state, words.depth[state]
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False

@@ -12,7 +12,8 @@ PREPROCESSING = Contract(
         Field("QUERY", "STRING", "prompt", dims=(-1,), kind="prompt", required=True),
         Field("BAD_WORDS_DICT", "STRING", _WORDS, dims=(-1,), kind="csv", required=True, lenient=True),
         Field("STOP_WORDS_DICT", "STRING", _WORDS, dims=(-1,), kind="csv", required=True, lenient=True),
-        Field("REQUEST_OUTPUT_LEN", "UINT32", "number of new tokens", dims=(-1,), required=True),
+        # [-1] in FasterTransformer; see request_output_len
+        Field("REQUEST_OUTPUT_LEN", "UINT32", "number of new tokens", required=True, keeps_axis=True),
     ),
     (
         Output("INPUT_ID", "UINT32", (-1,), "token ids, padded with the tokenizer's end id"),
@@ -33,15 +34,23 @@ POSTPROCESSING = Contract(
         Field("SEQUENCE_LENGTH", "UINT32", alias_of="sequence_length", declared=False),
     ),
     (Output("OUTPUT", "STRING", (-1, -1), "[B * K]: one flat array of texts"),),
+    own_batch_axis=True,
 )
 
 #: inputs of the fastertransformer model that the ensemble takes from preprocessing or does not have
-_NOT_PASSED_ON = ("is_return_context_embeddings", "stop_words_list", "bad_words_list", "priority")
+_NOT_PASSED_ON = (
+    "is_return_context_embeddings",
+    "stop_words_list",
+    "bad_words_list",
+    "priority",
+    "return_context_logits",
+    "return_generation_logits",
+)
 
 ENSEMBLE = Contract(
     (
         Field("INPUT_0", "STRING", "prompt", dims=(-1,), kind="prompt", required=True),
-        Field("INPUT_1", "UINT32", "maximum number of new tokens", dims=(-1,), required=True),
+        Field("INPUT_1", "UINT32", "maximum number of new tokens", required=True, keeps_axis=True),
         Field("INPUT_2", "STRING", f"bad {_WORDS}", dims=(-1,), kind="csv", required=True),
         Field("INPUT_3", "STRING", f"stop {_WORDS}", dims=(-1,), kind="csv", required=True),
         *(

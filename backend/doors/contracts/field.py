@@ -33,11 +33,14 @@ class Field:
     dtype, dims: as in config.pbtxt, dims without the batch axis. meaning, default: for docs/requests.md;
     default is the value where the input is not sent. param: the sampling parameter that it sets, whose row
     has the meaning and default that are not given here. alias_of: the field of which this is an older name.
-    required: Triton refuses a request without it. lenient: the model itself does not need it, for a
-    config.pbtxt that makes it optional. declared: false for a tensor that only a config.pbtxt from elsewhere
-    has. refused: not implemented; `neutral` lists the values without an effect, which are accepted.
+    required: Triton refuses a request without it. keeps_axis: one fixed axis, not reshaped, where the
+    original has a free one: with it Triton refuses a request without rows. lenient: the model itself does
+    not need it, for a config.pbtxt that makes it optional. declared: false for a tensor that only a
+    config.pbtxt from elsewhere has. refused: not implemented; `neutral` lists the values without an effect,
+    which are accepted.
     kind: which limits of the envelope apply: "value" (one per row), "prompt" (one text per row), "ids" (many
-    per row), "words" (texts), "csv" (words in one text per row), "word_ids" (a [B, 2, n] word list).
+    per row), "words" (texts), "csv" (words in one text per row), "word_ids" (a [B, 2, n] word list), "table"
+    (a [B, n, m] prompt table).
     """
 
     name: str
@@ -50,6 +53,7 @@ class Field:
     alias_of: str = ""
     required: bool = False
     lenient: bool = False
+    keeps_axis: bool = False
     declared: bool = True
     refused: bool = False
     neutral: tuple = ()
@@ -71,11 +75,21 @@ class Output:
 
 @dataclass(frozen=True)
 class Contract:
-    """The tensors of one model. reshape_scalars: inputs of dims [1] reach the model as [B], not [B, 1]."""
+    """The tensors of one model. reshape_scalars: inputs of dims [1] reach the model as [B], not [B, 1].
+
+    parameters: request parameters that its clients send without an effect. batched: the original has a batch
+    axis; False: shapes are the dims alone. own_batch_axis: config.pbtxt has max_batch_size 0 and the batch
+    axis among the dims, so that Triton hands on a request without rows, which it would drop otherwise.
+    leading_axis: every tensor has an axis of size 1 in front of the rows (interactive.py).
+    """
 
     inputs: tuple[Field, ...]
     outputs: tuple[Output, ...]
     reshape_scalars: bool = False
+    parameters: tuple[str, ...] = ()
+    batched: bool = True
+    own_batch_axis: bool = False
+    leading_axis: bool = False
 
     @cached_property
     def by_name(self) -> dict[str, Field]:
@@ -109,7 +123,7 @@ def with_parameters(
     whole: dtype of whole numbers. without: parameters that the contract leaves out.
     """
     fields = tuple(fields)
-    named = {field.param for field in fields}.union(without)
+    named = {name for field in fields for name in (field.param, field.name)}.union(without)
     return fields + tuple(
         Field(row.name, "FP32" if row.type is float else whole, param=row.name)
         for row in parameters(table)

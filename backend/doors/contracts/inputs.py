@@ -27,6 +27,7 @@ HARMLESS_PARAMETERS = (
     "timeout",
     "binary_data_output",
 )
+_OTHER_TYPES = {"b": "BOOL", "O": "STRING"}
 _LONGEST_NAME = 64  # characters compared with the inputs: the time is quadratic
 
 
@@ -44,7 +45,7 @@ class Inputs:
         for name, array in arrays.items():
             field = contract.by_name.get(name)
             if field is None:
-                raise UnsupportedError(f"input {name} is declared in config.pbtxt but unknown to this model")
+                raise UnsupportedError(f"this model has no input {_short(name)}{_meant(name, contract)}")
             _check_dtype(field, array)
             if field.refused:
                 _refuse(field, array)
@@ -65,6 +66,10 @@ class Inputs:
             return
         self.arrays[name], self._sent_as[name] = np.array(array), field.name
 
+    def sent_as(self, name: str) -> str:
+        """The client's name of a field that was sent."""
+        return self._sent_as.get(name, name)
+
     def __contains__(self, name: str) -> bool:
         return name in self.arrays
 
@@ -77,7 +82,8 @@ class Inputs:
             return [array.reshape(-1)[0].item() if array.dtype != object else array.reshape(-1)[0]] * batch
         if array.size != batch:
             found = f"{self._sent_as[name]} has shape {list(array.shape)}"
-            raise RequestError(f"{found}; wanted [{batch}, 1] for {batch} sequences")
+            rows = f"a value for each of the {batch} rows of {self._contract.inputs[0].name}"
+            raise RequestError(f"{found}; wanted [{batch}, 1], {rows}")
         return array.reshape(-1).tolist()
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -102,8 +108,13 @@ class Inputs:
 
 def _check_dtype(field: Field, array: np.ndarray) -> None:
     if array.dtype.type not in field.dtypes:
-        wanted = " or ".join(np.dtype(dtype).name for dtype in field.dtypes)
-        raise RequestError(f"{field.name} has dtype {array.dtype}; wanted {wanted}")
+        raise RequestError(f"{field.name} has the type {_triton_type(array.dtype)}; wanted {field.dtype}")
+
+
+def _triton_type(dtype: np.dtype) -> str:
+    """E.g. FP32, INT64, STRING."""
+    kinds = {"f": "FP", "i": "INT", "u": "UINT"}
+    return kinds[dtype.kind] + str(8 * dtype.itemsize) if dtype.kind in kinds else _OTHER_TYPES[dtype.kind]
 
 
 def _refuse(field: Field, array: np.ndarray) -> None:
@@ -128,12 +139,24 @@ def check_parameters(values: Mapping[str, Any], contract: Contract, allowed: Ite
     HTTP's generate endpoint makes a parameter of every field that is not an input, so a misspelt field ends
     here: the error names it and the input that was probably meant. allowed: further patterns to accept.
     """
-    patterns = (*HARMLESS_PARAMETERS, *allowed)
+    patterns = (*HARMLESS_PARAMETERS, *contract.parameters, *allowed)
     for name in values:
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
             continue
         if name in contract.by_name:
             raise RequestError(f"{name} was sent as a request parameter; it is an input tensor of this model")
-        close = difflib.get_close_matches(name[:_LONGEST_NAME], contract.by_name, 1, 0.6)
-        meant = f"; did you mean the input {close[0]}?" if close else ""
+        known = [*contract.by_name, *(pattern for pattern in patterns if "*" not in pattern)]
+        close = difflib.get_close_matches(name[:_LONGEST_NAME], known, 1, 0.6)
+        kind = "the input " if close and close[0] in contract.by_name else ""
+        meant = f"; did you mean {kind}{close[0]}?" if close else ""
         raise RequestError(f"request parameter {_short(name)} is unknown to this model{meant}")
+
+
+def _nearest(name: str, contract: Contract) -> str:
+    return next(iter(difflib.get_close_matches(name[:_LONGEST_NAME], contract.by_name, 1, 0.6)), "")
+
+
+def _meant(name: str, contract: Contract) -> str:
+    """What to do about an input that the model does not know, but its config.pbtxt declares."""
+    close = _nearest(name, contract)
+    return f"; did you mean {close}?" if close else "; leave it out, and remove it from config.pbtxt"

@@ -1,0 +1,34 @@
+"""A stand-in for a model that the repository was not built with: each request gets the option that makes it.
+
+Triton itself answers a request for a model that does not exist, without such a hint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from tridecode.backend.doors.door import refusal
+from tridecode.backend.doors.senders import FINAL
+from tridecode.backend.doors.settings import read_settings
+from tridecode.backend.errors import TridecodeError, UnsupportedError
+
+
+class TritonPythonModel:
+    """Has the inputs of the model that it stands for, so that Triton lets its clients' requests pass."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        try:
+            settings = read_settings(args)
+        except TridecodeError as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+        self.error = UnsupportedError(
+            f"model {settings.name} is not part of this repository; tridecode build-repo {settings.made_by} "
+            "makes it"
+        )
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        for request in requests:
+            request.get_response_sender().send(refusal(self.error), flags=FINAL)

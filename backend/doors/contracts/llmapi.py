@@ -1,0 +1,71 @@
+"""The tensors of TensorRT-LLM's LLM API model: a text model `tensorrt_llm` without a batch axis.
+
+Source: triton_backend/all_models/llmapi/tensorrt_llm/config.pbtxt of TensorRT-LLM.
+"""
+
+from __future__ import annotations
+
+from tridecode.backend.doors.contracts.field import Contract, Field, Output, refused
+
+_PREFIX = "sampling_param_"
+_INPUTS = (
+    Field(
+        "text_input",
+        "STRING",
+        "prompts; no chat template is applied",
+        dims=(-1,),
+        kind="prompt",
+        required=True,
+    ),
+    refused("image_url", "STRING", (b"",)),
+    Field("streaming", "BOOL", "send pieces of the answer as they are generated", "false"),
+    refused(_PREFIX + "best_of", "INT32", (1,)),
+    Field(_PREFIX + "temperature", "FP32", param="temperature"),
+    Field(_PREFIX + "top_k", "INT32", default="0", param="top_k"),
+    Field(_PREFIX + "top_p", "FP32", default="1", param="top_p"),
+    Field(_PREFIX + "frequency_penalty", "FP32", param="frequency_penalty"),
+    Field(_PREFIX + "presence_penalty", "FP32", param="presence_penalty"),
+    Field(_PREFIX + "max_tokens", "INT32", default="32", param="max_tokens"),
+    Field(_PREFIX + "stop", "STRING", "texts that end the answer", "none", (-1,), "words"),
+    Field(_PREFIX + "seed", "UINT64", param="seed"),
+    Field(
+        _PREFIX + "exclude_input_from_output",
+        "BOOL",
+        "leave the prompt out of a whole answer",
+        "`config.pbtxt`'s",
+    ),
+    Field(
+        _PREFIX + "return_perf_metrics", "BOOL", "return times and cache blocks with a whole answer", "false"
+    ),
+    Field("return_finish_reason", "BOOL", "return `finish_reason`", "false"),
+    Field("return_stop_reason", "BOOL", "return `stop_reason`", "false"),
+    Field("return_cumulative_logprob", "BOOL", "return `cumulative_logprob`", "false"),
+    Field("stop", "BOOL", "stop the running request that has the same request id, see below", "false"),
+    Field(
+        "lora_name", "STRING", "name of the LoRA adapter, see [adapters.md](adapters.md)", "the base model"
+    ),
+    Field("lora_id", "UINT64", "no effect: the name chooses the adapter"),
+    refused("lora_path", "STRING", (b"",)),
+    refused("lora_ckpt_source", "STRING", (b"", b"hf")),
+)
+
+_OUTPUTS = (
+    Output("text_output", "STRING", (-1,), "one text per prompt"),
+    Output("finish_reason", "STRING", (-1,), "`stop`, `length` or `abort`; `None` while it is generated"),
+    Output("stop_reason", "STRING", (-1,), "the stop text that ended the answer, else `None`"),
+    Output("cumulative_logprob", "FP32", (-1,), "sum of the log probabilities of the new tokens so far"),
+    Output("kv_cache_reused_block", "INT32", (1,), "cache blocks that were shared"),
+    Output("kv_cache_hit_rate", "FP32", (1,), "share of them in all blocks"),
+    Output("kv_cache_alloc_new_blocks", "INT32", (1,), "cache blocks that were taken"),
+    Output("kv_cache_alloc_total_blocks", "INT32", (1,), "cache blocks in all"),
+    Output("kv_cache_missed_block", "INT32", (1,), "as `kv_cache_alloc_new_blocks`"),
+    Output("arrival_time_ns", "INT64", (1,), "since 1970, as the other times"),
+    Output("first_scheduled_time_ns", "INT64", (1,), "when its first step began"),
+    Output("first_token_time_ns", "INT64", (1,), "of the first new token"),
+    Output("last_token_time_ns", "INT64", (1,), "of the last new token"),
+    Output("acceptance_rate", "FP32", (1,), "0: draft tokens are not used"),
+    Output("total_accepted_draft_tokens", "INT32", (1,), "0"),
+    Output("total_draft_tokens", "INT32", (1,), "0"),
+)
+
+LLMAPI = Contract(_INPUTS, _OUTPUTS, batched=False)

@@ -1,0 +1,129 @@
+"""vLLM's backend: text in, text out, and the sampling parameters as one JSON object.
+
+Source: src/model.py and src/utils/request.py of vllm_backend (its config is completed automatically:
+decoupled, max_batch_size 0), and SamplingParams of vLLM for the keys of the object.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tridecode.backend.doors.contracts.field import Contract, Field, Output, refused
+from tridecode.backend.sampling_params import MAX_BEAMS, MAX_TOP_LOG_PROBS
+
+_INPUTS = (
+    Field("text_input", "STRING", "prompt; no chat template is applied", kind="prompt", required=True),
+    refused("image", "STRING", dims=(-1,)),
+    Field("stream", "BOOL", "send pieces of the answer as they are generated", "false"),
+    Field("sampling_parameters", "STRING", "a JSON object, see below", "the request parameters"),
+    Field(
+        "exclude_input_in_output",
+        "BOOL",
+        "leave the prompt out of a whole answer; a stream never has it, and false is refused",
+        "`config.pbtxt`'s",
+    ),
+    Field("return_finish_reason", "BOOL", "return `finish_reason`", "false"),
+    Field("return_cumulative_logprob", "BOOL", "return `cumulative_logprob`", "false"),
+    Field("return_logprobs", "BOOL", "return `logprobs`", "false"),
+    Field("return_num_input_tokens", "BOOL", "return `num_input_tokens`", "false"),
+    Field("return_num_output_tokens", "BOOL", "return `num_output_tokens`", "false"),
+    refused("embedding_request", "STRING"),
+)
+
+_OUTPUTS = (
+    Output("text_output", "STRING", (-1,), "text; one per sequence"),
+    Output("finish_reason", "STRING", (-1,), "`stop`, `length` or `abort`; `None` while it is generated"),
+    Output("cumulative_logprob", "FP32", (-1,), "sum of the log probabilities of the new tokens so far"),
+    Output("logprobs", "STRING", (-1,), "JSON, see below; `null` without `logprobs`"),
+    Output("num_input_tokens", "UINT32", (1,), "tokens of the prompt"),
+    Output("num_output_tokens", "UINT32", (-1,), "new tokens; in a stream, those of this response"),
+)
+
+VLLM = Contract(_INPUTS, _OUTPUTS, batched=False)
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the JSON object.
+
+    kind: "int", "float", "bool", "text", "texts" (a text or a list of them), "ids" (a list of whole numbers)
+    or "any" (only compared with `neutral`). low, high: both included. refused: values other than `neutral`
+    are not implemented. A null counts as not sent.
+    """
+
+    name: str
+    kind: str
+    meaning: str
+    default: str = ""
+    low: float = 0
+    high: float = 2**31 - 1
+    wanted: str = ""
+    refused: bool = False
+    neutral: tuple[Any, ...] = ()
+
+    @property
+    def in_words(self) -> str:
+        """The accepted values."""
+        if self.wanted or self.kind not in ("int", "float"):
+            return self.wanted or _IN_WORDS[self.kind].format(int(self.high))
+        if self.kind == "int":
+            return f"a whole number from {int(self.low)} to {int(self.high)}"
+        return f"a number from {self.low:g} to {self.high:g}"
+
+
+_IN_WORDS = {
+    "bool": "true or false",
+    "text": "a text of at most {} characters",
+    "texts": "a text or a list of texts",
+    "ids": "a list of token ids",
+}
+
+
+def _refused(name: str, *neutral: Any) -> Key:
+    return Key(name, "any", "", refused=True, neutral=(None, *neutral))
+
+
+KEYS = (
+    Key("n", "int", "number of answers, each with a seed of its own; one unless they are sampled", "1", 1,
+        MAX_BEAMS),
+    Key("best_of", "int", "no effect: the value of `n` alone is accepted", "`n`", 1),
+    Key("temperature", "float", "softmax temperature; 0 is greedy, below 0.01 counts as 0.01", "1", 0, 1e6),
+    Key("top_k", "int", "sample from the k most likely tokens; -1 or 0: from all", "-1", -1),
+    Key("top_p", "float", "nucleus (top-p) probability mass", "1", 0, 1, "a number in (0, 1]"),
+    Key("repetition_penalty", "float", "above 1: tokens of prompt and answer become less likely", "1", 0, 1e4,
+        "a number in (0, 1e4]"),
+    Key("presence_penalty", "float", "subtracted from a logit if the answer has its token", "0", -2, 2),
+    Key("frequency_penalty", "float", "subtracted per occurrence of the token in the answer", "0", -2, 2),
+    Key("seed", "int", "the same seed gives the same answer; -1: drawn at random", "-1", -(2**63), 2**64 - 1),
+    Key("max_tokens", "int", "maximum number of new tokens, cut to the room that the prompt leaves", "16", 1),
+    Key("min_tokens", "int", "new tokens before which nothing but `max_tokens` ends the answer", "0"),
+    Key("stop", "texts", "texts that end the answer", "none"),
+    Key("stop_token_ids", "ids", "tokens that end the answer", "none"),
+    Key("bad_words", "texts", "words that are never generated", "none"),
+    Key("include_stop_str_in_output", "bool", "the answer shows what ended it", "false"),
+    Key("ignore_eos", "bool", "end tokens do not end the answer", "false"),
+    Key("skip_special_tokens", "bool", "leave special tokens out of the answer", "true"),
+    Key("logprobs", "int", "alternatives per token in the output `logprobs`", "none", 0, MAX_TOP_LOG_PROBS),
+    Key("truncate_prompt_tokens", "int", "keep only the last tokens of the prompt; -1: as fit", "all", -1),
+    Key("lora_name", "text", "name of the LoRA adapter, see [adapters.md](adapters.md)", "the base model",
+        high=128),
+    _refused("min_p", 0),
+    _refused("logit_bias", {}),
+    _refused("allowed_token_ids", []),
+    _refused("prompt_logprobs"),
+    _refused("detokenize", True),
+    _refused("spaces_between_special_tokens", True),
+    _refused("guided_decoding", "", {}),
+    _refused("structured_outputs", "", {}),
+    _refused("logits_processors", []),
+    _refused("extra_args", {}),
+    _refused("output_kind", 0),
+    _refused("flat_logprobs", False),
+    _refused("skip_reading_prefix_cache", False),
+    # older versions of SamplingParams
+    _refused("use_beam_search", False),
+    _refused("length_penalty", 1),
+    _refused("early_stopping", False),
+)  # fmt: skip
+KEYS_BY_NAME = {key.name: key for key in KEYS}

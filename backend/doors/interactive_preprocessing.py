@@ -1,0 +1,35 @@
+"""Model `preprocessing` of the interactive contract: that of FasterTransformer's ensemble, one axis deeper.
+
+The tokenizer's special tokens, such as a BOS, belong to the start of a conversation: a round that goes on has
+none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tridecode.backend.doors import preprocessing
+from tridecode.backend.doors.contracts.inputs import Inputs
+from tridecode.backend.doors.contracts.interactive import INTERACTIVE_PREPROCESSING
+from tridecode.backend.doors.interactive_axis import with_axis, without_axis
+
+_SEQUENCE_START = 1  # a bit of a request's flags in Triton
+
+
+class TritonPythonModel(preprocessing.TritonPythonModel):
+    contract = INTERACTIVE_PREPROCESSING
+
+    def _respond(self, request: Any) -> Any:
+        """Triton calls with one request at a time of a sequence, on one thread."""
+        goes_on = bool(request.correlation_id()) and not request.flags() & _SEQUENCE_START
+        settings = self.settings
+        if goes_on:
+            self.settings = replace(settings, add_special_tokens=False)
+        try:
+            return super()._respond(request)
+        finally:
+            self.settings = settings
+
+    def answer(self, inputs: Inputs) -> dict[str, Any]:
+        return with_axis(super().answer(without_axis(inputs)))

@@ -1,0 +1,118 @@
+"""TensorRT-LLM's LLM API contract at one door: the text door with other names, and no batch axis.
+
+A request of several texts gets all of them in each response. Without temperature, top_k and top_p the answer
+is greedy, and so it is with a temperature of 0, a top_k of 1 or a top_p of 0; otherwise the parameters that
+are not sent keep all tokens. Source: SamplingParams of TensorRT-LLM's LLM API.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tridecode.backend.doors import fields
+from tridecode.backend.doors.contracts.inputs import Inputs
+from tridecode.backend.doors.contracts.llmapi import LLMAPI
+from tridecode.backend.doors.door import Received
+from tridecode.backend.doors.logits import metrics
+from tridecode.backend.doors.settings import DoorSettings
+from tridecode.backend.doors.text import (
+    TensorAnswer,
+    TextRequest,
+    check_stop_words,
+    read_texts,
+    read_words,
+)
+from tridecode.backend.doors.text import TritonPythonModel as TextModel
+from tridecode.backend.errors import RequestError
+from tridecode.backend.messages import Limits, SamplingParams
+from tridecode.backend.text.completion import Completion, Piece
+
+_STOP = "sampling_param_stop"
+_EXCLUDE = "sampling_param_exclude_input_from_output"
+_MAX_TOKENS = 32  # the LLM API's default
+
+
+class TritonPythonModel(TextModel):
+    contract = LLMAPI
+
+    def read(self, received: Received, limits: Limits) -> TextRequest:
+        inputs = received.inputs
+        streaming = self.streaming(inputs, "streaming")
+        texts = read_texts(inputs)
+        stop_words = read_words(inputs, _STOP, len(texts))
+        for words in set(stop_words):
+            check_stop_words(words, _STOP)
+        log_probs = inputs.flag("return_cumulative_logprob")
+        return TextRequest(
+            texts=texts,
+            params=[self._params(named, inputs, limits, log_probs) for named in inputs.params(len(texts))],
+            stop_words=stop_words,
+            lora_names=fields.lora_names(inputs, len(texts)),
+            priorities=fields.priorities(inputs, received.parameters, len(texts)),
+            streaming=streaming,
+            exclude=inputs.flag(_EXCLUDE, self.settings.exclude_input_in_output),
+        )
+
+    def _params(
+        self, named: dict[str, Any], inputs: Inputs, limits: Limits, log_probs: bool
+    ) -> SamplingParams:
+        temperature, top_k, top_p = (named.get(name) for name in ("temperature", "top_k", "top_p"))
+        is_greedy = temperature is None and top_k is None and top_p is None
+        if is_greedy or temperature == 0 or top_k == 1 or top_p == 0:
+            named["top_k"], named["top_p"] = 1, 1.0
+        elif top_p is None:
+            named["top_p"] = 1.0
+        named.setdefault("max_tokens", _MAX_TOKENS)
+        if named["max_tokens"] == 0:
+            raise RequestError("sampling_param_max_tokens is 0; wanted 1 to 2**31 - 1")
+        named.update(
+            end_id=self.end_id(limits),
+            stop_words=self.stop_ids(limits),
+            return_log_probs=log_probs,
+            return_perf_metrics=inputs.flag("sampling_param_return_perf_metrics"),
+        )
+        return fields.sampling_params(named, limits, inputs.client_names())
+
+    def fit(self, prompt: int, params: SamplingParams, limits: Limits) -> SamplingParams:
+        name = "sampling_param_max_tokens"
+        fields.check_length(prompt or 1, params.max_tokens, limits, "text_input", name)
+        return params
+
+    def answer(self, rows: list[Completion], received: Received, asked: TextRequest) -> TensorAnswer:
+        return LlmApiAnswer(rows, received, self.settings, asked.streaming)
+
+
+class LlmApiAnswer(TensorAnswer):
+    """Output tensors [texts]; each response has all of them."""
+
+    def __init__(self, rows: list[Completion], received: Received, settings: DoorSettings, streamed: bool):
+        super().__init__(rows, received, settings, streamed, together=True)
+        names = ("finish_reason", "stop_reason", "cumulative_logprob")
+        self._wanted = {name for name in names if received.inputs.flag(f"return_{name}")}
+
+    def _tensors(self, pieces: dict[int, Piece]) -> list:
+        rows = list(pieces.values())
+        columns = {
+            "finish_reason": [(piece.finish_reason or "None").encode() for piece in rows],
+            "stop_reason": [(piece.stop_word or "None").encode() for piece in rows],
+            "cumulative_logprob": [piece.cum_log_prob for piece in rows],
+        }
+        arrays: dict[str, Any] = {"text_output": [piece.text.encode("utf-8") for piece in rows]}
+        arrays.update((name, column) for name, column in columns.items() if name in self._wanted)
+        if all(piece.finish_reason and piece.extras for piece in rows):
+            arrays.update(_named(metrics([piece.extras for piece in rows])))
+        return self._outputs.tensors(arrays)
+
+
+def _named(found: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Performance metrics by the LLM API's names."""
+    if not found:
+        return {}
+    reused, missed = found.pop("kv_cache_reused_blocks"), found["kv_cache_alloc_new_blocks"]
+    rates = [hits / max(1, hits + misses) for hits, misses in zip(reused, missed)]
+    return {
+        **found,
+        "kv_cache_reused_block": reused,
+        "kv_cache_missed_block": missed,
+        "kv_cache_hit_rate": rates,
+    }

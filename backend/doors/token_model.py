@@ -1,0 +1,150 @@
+"""TensorRT-LLM's model `tensorrt_llm`: token ids in, token ids out, streamed or whole.
+
+Source: config.pbtxt of TensorRT-LLM's inflight_batcher_llm, what its client programs send and read, and its
+sampling kernels (an end id is not part of the answer). Decisions where the contract leaves room:
+
+  A whole answer is prompt + new tokens, without the prompt if exclude_input_in_output is true. A response of
+  a stream has the row's new tokens only. sequence_length is the number of the row's ids in this response.
+  A decoupled model sends a response for each row, any other model one for all rows. The beams of a row are
+  the second axis of its response, best first, when their search is over, also with `streaming`; its samples
+  (num_return_sequences) are responses of their own from a decoupled model, named by sequence_index.
+  The end id is not shown, the words of stop_words_list are. Both have log-probs and count as output tokens.
+  Where the model has several end ids, a request that sends none of its own, or one of them, ends at each.
+  A request that a stop request ends is a success, with the tokens so far; the stop request gets no tensors.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from tridecode.backend.doors import fields
+from tridecode.backend.doors.contracts.inputs import Inputs
+from tridecode.backend.doors.contracts.tensorrt_llm_tokens import TENSORRT_LLM_TOKENS
+from tridecode.backend.doors.door import EngineDoor, Received, Submission
+from tridecode.backend.doors.fastertransformer import Prompts, read_prompts
+from tridecode.backend.doors.logits import WantedLogits
+from tridecode.backend.doors.senders import Stream
+from tridecode.backend.doors.stop_requests import stop_rows, stop_running
+from tridecode.backend.doors.token_answer import EmptyAnswer, Layout, TokenAnswer, TokenSequence
+from tridecode.backend.doors.word_lists import read_word_list
+from tridecode.backend.errors import RequestError
+from tridecode.backend.messages import Event, Limits, SamplingParams, SequenceRequest
+
+
+class TritonPythonModel(EngineDoor):
+    """A request of B rows becomes B requests of the engine, so that each can be stopped independently."""
+
+    contract = TENSORRT_LLM_TOKENS
+
+    def at_once(self, received: Received, stream: Stream) -> bool:
+        if not received.inputs.flag("stop"):
+            return False
+        stop_running(self.senders, stream)
+        stream.answer = EmptyAnswer()
+        stream.put(Event(0, 0, finish="length"))
+        return True
+
+    def accept(self, received: Received, stream: Stream) -> None:
+        inputs, limits = received.inputs, self.limits()
+        streaming = inputs.flag("streaming")
+        if streaming and not self.settings.decoupled:
+            raise RequestError(
+                "streaming is true; this model cannot stream "
+                "(model_transaction_policy { decoupled: true } in config.pbtxt would allow it)"
+            )
+        if "input_ids" not in inputs:
+            raise RequestError("input input_ids is missing; this model needs it")
+        if self.settings.wrap_token_ids:
+            inputs.arrays["input_ids"] = np.mod(inputs.arrays["input_ids"], limits.vocab_size)
+        prompts = read_prompts(inputs, limits, received.envelope)
+        params, ends = self._read_params(inputs, prompts, limits)
+        counts = [one.max_tokens for one in params]
+        most = max(one.num_sequences for one in params)
+        received.envelope.check_response(prompts.batch * most, prompts.ids.shape[1], max(counts), 0, 1)
+        lengths = [length or 1 for length in prompts.lengths]
+        WantedLogits.of(inputs).check(lengths, [one.num_sequences * one.max_tokens for one in params], limits)
+        lora_names = fields.lora_names(inputs, prompts.batch)
+        priorities = fields.priorities(inputs, received.parameters, prompts.batch)
+        exclude = inputs.flag("exclude_input_in_output", self.settings.exclude_input_in_output)
+        sequences: list[TokenSequence] = []
+        submissions = []
+        for row, one in enumerate(params):
+            sink = partial(_put, stream, len(sequences))
+            length = prompts.lengths[row]
+            echo = prompts.ids[row, : 0 if streaming or exclude else length].tolist()
+            sequences += [
+                TokenSequence(echo, length, ends[row], (row, index)) for index in range(one.num_sequences)
+            ]
+            asked = SequenceRequest(prompts.tokens(row).astype("<i4").tobytes(), one, lora_names[row])
+            submissions.append(Submission([asked], sink, priorities[row]))
+        fill = _fill(inputs, prompts)
+        layout = Layout.of(inputs, received.outputs, self.settings, fill, limits.vocab_size)
+        beams = [one.beam_width > 1 for one in params]
+        stream.answer = TokenAnswer(sequences, beams, layout, streaming)
+        self.submit(stream, submissions, received.timeout_s)
+        if stream.stop_wanted:
+            stop_rows(stream)
+
+    def _read_params(
+        self, inputs: Inputs, prompts: Prompts, limits: Limits
+    ) -> tuple[list[SamplingParams], list[frozenset[int]]]:
+        """For each row its parameters, and the ids that end it without being part of the answer."""
+        batch = prompts.batch
+        counts = _counts(inputs, prompts, limits)
+        end_ids = inputs.rows("end_id", batch, limits.end_id)
+        stop_words = _words(inputs, "stop_words_list", batch, limits, limits.max_stop_word_tokens)
+        bad_words = _words(inputs, "bad_words_list", batch, limits, limits.max_bad_word_tokens)
+        more_ends = {token for token in self.settings.stop_ids if 0 <= token < limits.vocab_size}
+        flags = ("log_probs", "context_logits", "generation_logits", "perf_metrics")
+        wanted = {f"return_{flag}": inputs.flag(f"return_{flag}") for flag in flags}
+        names = inputs.client_names()
+        params, ends = [], []
+        for row, named in enumerate(inputs.params(batch)):
+            end_id = end_ids[row] if 0 <= end_ids[row] < limits.vocab_size else -1
+            others = {*more_ends, limits.end_id} if end_id in (*more_ends, limits.end_id) else set()
+            others -= {end_id, -1}
+            named.update(
+                max_tokens=counts[row],
+                end_id=end_id,
+                stop_words=stop_words[row] + [[token] for token in sorted(others)],
+                bad_words=bad_words[row],
+                **wanted,
+            )
+            if "early_stopping" in named:
+                named["early_stopping"] = int(named["early_stopping"])
+            if named.get("beam_width", 1) > 1:
+                named["beam_pool"] = True
+            params.append(fields.sampling_params(named, limits, names))
+            ends.append(frozenset(others))
+        return params, ends
+
+
+def _put(stream: Stream, first: int, event: Event) -> None:
+    """Add an event of a row whose sequences are those of the answer from `first` on."""
+    stream.put_row(first + event.sequence, event)
+
+
+def _counts(inputs: Inputs, prompts: Prompts, limits: Limits) -> list[int]:
+    """New tokens of each row, which fit into a sequence with its prompt."""
+    counts = inputs.rows("request_output_len", prompts.batch)
+    for row, (count, length) in enumerate(zip(counts, prompts.lengths)):
+        fields.check_length(length or 1, count, limits, f"row {row} of input_ids", "request_output_len")
+    return counts
+
+
+def _words(inputs: Inputs, name: str, batch: int, limits: Limits, limit: int) -> list[list[list[int]]]:
+    if name not in inputs:
+        return [[]] * batch
+    rows = read_word_list(inputs.arrays[name], batch, name, limits.vocab_size)
+    for words in rows:
+        fields.check_word_tokens(name, words, limit)
+    return rows
+
+
+def _fill(inputs: Inputs, prompts: Prompts) -> list[int]:
+    """The id after the end of each row in a response with several."""
+    return [
+        pad if pad >= 0 else fill for pad, fill in zip(inputs.rows("pad_id", prompts.batch, -1), prompts.fill)
+    ]

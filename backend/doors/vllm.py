@@ -1,0 +1,248 @@
+"""vLLM's contract at one door: text in, text out, sampling parameters as JSON. The rest is the text door's.
+
+Where vLLM's backend and its engine leave room or are defective:
+
+  Without `sampling_parameters` the request parameters count, as with vLLM; with it they are not read.
+  An unknown key is refused by name (vLLM answers with an internal error), and so is a key twice.
+  presence_penalty and frequency_penalty count tokens of the answer, repetition_penalty those of the prompt,
+  too; with both kinds the request is refused. They apply before the temperature, as with vLLM.
+  max_tokens is cut to the room that the prompt leaves, as with vLLM; a prompt without room is refused.
+  Log probabilities are those of the model's own logits: vLLM's default, logprobs_mode "raw_logprobs".
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import msgspec
+
+from tridecode.backend.doors import fields, sampling_json
+from tridecode.backend.doors.contracts.vllm import KEYS_BY_NAME, VLLM
+from tridecode.backend.doors.door import Received
+from tridecode.backend.doors.fields import decode_text
+from tridecode.backend.doors.settings import DoorSettings
+from tridecode.backend.doors.text import TensorAnswer, TextRequest, check_stop_words, read_texts
+from tridecode.backend.doors.text import TritonPythonModel as TextModel
+from tridecode.backend.errors import RequestError, UnsupportedError
+from tridecode.backend.messages import Limits, SamplingParams, TopLogProbs
+from tridecode.backend.sampling_params import check
+from tridecode.backend.text.completion import Completion, Piece
+from tridecode.backend.text.detokenizer import TokenizerView
+from tridecode.backend.text.encoding import bad_word_ids
+from tridecode.backend.text.token_texts import TokenTexts
+
+_GREEDY_BELOW = 1e-5  # vLLM's _SAMPLING_EPS
+_LOWEST_TEMPERATURE = 0.01  # vLLM's _MAX_TEMP
+_NO_LOG_PROB = -9999.0  # JSON has no infinity; as vLLM's OpenAI server
+_random = random.SystemRandom()
+
+
+class TritonPythonModel(TextModel):
+    contract = VLLM
+    known_parameters = tuple(KEYS_BY_NAME)
+
+    def prepare(self, settings: DoorSettings) -> None:
+        super().prepare(settings)
+        self.token_texts = TokenTexts(self.view)
+        other = not settings.skip_special_tokens
+        self.views = {
+            settings.skip_special_tokens: self.view,
+            other: TokenizerView(self.tokenizer, other),
+        }
+
+    def read(self, received: Received, limits: Limits) -> TextRequest:
+        inputs = received.inputs
+        streaming = self.streaming(inputs, "stream")
+        texts = read_texts(inputs)
+        if len(texts) != 1:
+            raise RequestError(f"text_input has {len(texts)} texts; wanted one")
+        if streaming and not inputs.flag("exclude_input_in_output", True):
+            raise RequestError("stream is true and exclude_input_in_output is false; a stream has no prompt")
+        keys = self._keys(received)
+        stop_words = tuple(dict.fromkeys(text for text in keys.get("stop", ()) if text))
+        check_stop_words(stop_words, "stop")
+        keep_last = keys.get("truncate_prompt_tokens", 0)
+        stop_ids = self._stop_ids(keys, limits)
+        in_door = keys.get("min_tokens", 0) > 0  # the engine would end at a stop id before min_tokens, too
+        return TextRequest(
+            texts=texts,
+            params=[self._params(keys, [] if in_door else stop_ids, received, limits)],
+            stop_words=[stop_words],
+            lora_names=[keys.get("lora_name", "")],
+            priorities=fields.priorities(inputs, received.parameters, 1),
+            streaming=streaming,
+            exclude=inputs.flag("exclude_input_in_output", self.settings.exclude_input_in_output),
+            show_stop=keys.get("include_stop_str_in_output", False),
+            min_tokens=keys.get("min_tokens", 0),
+            keep_last=keep_last if keep_last >= 0 else limits.max_sequence_tokens - 1,
+            skip_special=keys.get("skip_special_tokens"),
+            log_probs="logprobs" in keys,
+            stop_ids=frozenset(token for (token,) in stop_ids) if in_door else frozenset(),
+        )
+
+    def _keys(self, received: Received) -> dict[str, Any]:
+        """The sampling parameters that were sent."""
+        array = received.inputs.arrays.get("sampling_parameters")
+        if array is None or array.size == 0:
+            sent = {name: value for name, value in received.parameters.items() if name in KEYS_BY_NAME}
+            return sampling_json.convert(sent, "request parameters")
+        if array.size > 1:
+            raise RequestError(f"sampling_parameters has {array.size} texts; wanted one")
+        return sampling_json.parse(decode_text(array.reshape(-1)[0], "sampling_parameters"))
+
+    def _params(
+        self, keys: dict[str, Any], stop_ids: list[list[int]], received: Received, limits: Limits
+    ) -> SamplingParams:
+        n = keys.get("n", 1)
+        if keys.get("best_of", n) != n:
+            found = f"best_of is {keys['best_of']} and n is {n}"
+            raise UnsupportedError(f"{found}; this version implements no choice among answers: wanted n")
+        max_tokens = keys.get("max_tokens", 16)
+        if keys.get("min_tokens", 0) > max_tokens:
+            found = f"min_tokens is {keys['min_tokens']} and max_tokens is {max_tokens}"
+            raise RequestError(f"{found}; wanted min_tokens of at most max_tokens")
+        seed = keys.get("seed", -1)
+        distribution = _distribution(keys, limits)
+        if n > 1 and distribution["top_k"] == 1:
+            raise RequestError(f"n is {n} and the answer is greedy (temperature 0 or top_k 1); wanted n of 1")
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=keys.get("min_tokens", 0),
+            num_return_sequences=n,
+            **distribution,
+            seed=_random.getrandbits(64) if seed == -1 else seed % 2**64,
+            end_id=-1 if keys.get("ignore_eos") else self.end_id(limits),
+            stop_words=stop_ids,
+            bad_words=self._bad_words(keys, received, limits),
+            top_log_probs=_top_log_probs(keys, received),
+        )
+        complaint = check(params)
+        if complaint:
+            raise RequestError(f"sampling_parameters: {complaint}")
+        return params
+
+    def _stop_ids(self, keys: dict[str, Any], limits: Limits) -> list[list[int]]:
+        mine = keys.get("stop_token_ids", [])
+        wrong = [token for token in mine if token >= limits.vocab_size]
+        if wrong:
+            raise RequestError(f"stop_token_ids has {wrong[0]}; wanted token ids below {limits.vocab_size}")
+        fields.check_word_tokens("stop_token_ids", [mine], limits.max_stop_word_tokens)
+        words = [[token] for token in dict.fromkeys(mine)]
+        return words if keys.get("ignore_eos") else words + self.stop_ids(limits)
+
+    def _bad_words(self, keys: dict[str, Any], received: Received, limits: Limits) -> list[list[int]]:
+        words = tuple(dict.fromkeys(text for text in keys.get("bad_words", ()) if text))
+        most = received.envelope.max_words
+        if len(words) > most:
+            raise RequestError(f"bad_words has {len(words):,} words; this model accepts {most:,}")
+        ids = bad_word_ids(self.tokenizer, [words])[0]
+        fields.check_word_tokens("bad_words", ids, limits.max_bad_word_tokens)
+        return ids
+
+    def view_of(self, asked: TextRequest) -> TokenizerView:
+        return self.view if asked.skip_special is None else self.views[asked.skip_special]
+
+    def fit(self, prompt: int, params: SamplingParams, limits: Limits) -> SamplingParams:
+        """max_tokens within the room that the prompt leaves."""
+        room = limits.max_sequence_tokens - (prompt or 1)
+        if room < 1:
+            fields.check_length(prompt, 1, limits, "text_input", "max_tokens")
+        if params.max_tokens <= room:
+            return params
+        return msgspec.structs.replace(params, max_tokens=room)
+
+    def answer(self, rows: list[Completion], received: Received, asked: TextRequest) -> VllmAnswer:
+        return VllmAnswer(rows, received, self.settings, asked, self.token_texts)
+
+
+def _distribution(keys: dict[str, Any], limits: Limits) -> dict[str, Any]:
+    """The parameters that shape the distribution, by our names; vLLM's defaults draw from all tokens."""
+    temperature = keys.get("temperature", 1.0)
+    greedy = temperature < _GREEDY_BELOW
+    if not greedy:
+        temperature = max(temperature, _LOWEST_TEMPERATURE)
+    top_k = keys.get("top_k", -1)
+    repetition = keys.get("repetition_penalty", 1.0)
+    presence, frequency = keys.get("presence_penalty", 0.0), keys.get("frequency_penalty", 0.0)
+    if repetition != 1.0 and (presence or frequency):
+        found = f"repetition_penalty is {repetition:g} with a presence_penalty or frequency_penalty"
+        raise UnsupportedError(f"{found}, which this version does not implement together; wanted one kind")
+    # vLLM subtracts before it divides by the temperature, the engine after
+    divisor = 1.0 if greedy else temperature
+    return {
+        "temperature": 1.0 if greedy else temperature,
+        "top_k": 1 if greedy else min(max(top_k, 0), limits.vocab_size),
+        "top_p": 1.0 if greedy else keys.get("top_p", 1.0),
+        "repetition_penalty": repetition,
+        "presence_penalty": presence / divisor,
+        "frequency_penalty": frequency / divisor,
+        "count_prompt": not (presence or frequency),
+    }
+
+
+def _top_log_probs(keys: dict[str, Any], received: Received) -> int:
+    """SamplingParams.top_log_probs: -1 unless an output needs them."""
+    inputs = received.inputs
+    if inputs.flag("return_logprobs") and "logprobs" in keys:
+        return keys["logprobs"]
+    return 0 if inputs.flag("return_cumulative_logprob") else -1
+
+
+# ---------------------------------------------------------------- answering
+
+_OPTIONAL = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens")
+
+
+class VllmAnswer(TensorAnswer):
+    """Output tensors [rows], one row per sequence of the prompt; each response has all rows."""
+
+    def __init__(
+        self,
+        rows: list[Completion],
+        received: Received,
+        settings: DoorSettings,
+        asked: TextRequest,
+        token_texts: TokenTexts,
+    ):
+        super().__init__(rows, received, settings, asked.streaming, together=True)
+        self._wanted = {name for name in _OPTIONAL if received.inputs.flag(f"return_{name}")}
+        self._has_log_probs = asked.log_probs
+        self._cumulative = [0.0] * len(rows)
+        self._token_texts = token_texts
+
+    def _tensors(self, pieces: dict[int, Piece]) -> list:
+        rows = list(pieces.values())
+        for row, piece in pieces.items():
+            self._cumulative[row] += sum(top.log_prob for _, top in piece.tops)
+        columns = {
+            "finish_reason": [(piece.finish_reason or "None").encode() for piece in rows],
+            "cumulative_logprob": [self._cumulative[row] for row in pieces],
+            "num_input_tokens": [rows[0].num_prompt_tokens],
+            "num_output_tokens": [piece.num_tokens for piece in rows],
+        }
+        if "logprobs" in self._wanted:
+            columns["logprobs"] = [self._log_probs(piece).encode() for piece in rows]
+        arrays: dict[str, Any] = {"text_output": [piece.text.encode("utf-8") for piece in rows]}
+        arrays.update((name, column) for name, column in columns.items() if name in self._wanted)
+        return self._outputs.tensors(arrays)
+
+    def _log_probs(self, piece: Piece) -> str:
+        """JSON: for each new token an object of token ids, the chosen one first."""
+        if not self._has_log_probs:
+            return "null"
+        return json.dumps([self._alternatives(token, top) for token, top in piece.tops])
+
+    def _alternatives(self, token: int, top: TopLogProbs) -> dict[str, dict[str, Any]]:
+        found = {token: (top.log_prob, top.rank)}
+        for rank, (other, log_prob) in enumerate(zip(top.ids, top.log_probs), 1):
+            found.setdefault(other, (log_prob, rank))
+        return {
+            str(other): {
+                "logprob": max(log_prob, _NO_LOG_PROB),
+                "rank": rank,
+                "decoded_token": self._token_texts[other],
+            }
+            for other, (log_prob, rank) in found.items()
+        }
