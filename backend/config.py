@@ -8,13 +8,16 @@ model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Callable, TypeVar
+from dataclasses import Field, dataclass, field, fields, replace
+from typing import Any, Callable, TypeVar
 
+from tridecode.backend.door_parameters import Parameter, refuse_unknown
 from tridecode.backend.errors import ConfigError, UnsupportedError
-from tridecode.backend.weight_layout import divides, share_size
+from tridecode.backend.quantization import Quantization
+from tridecode.backend.weight_layout import divides, share_size, stage_layers
 
 DTYPES = ("fp32", "fp16", "bf16")
+CACHE_FORMATS = ("fp8", "int8")  # of kv_cache_dtype, beside that of data_type
 _MAX_RANKS = 1024  # that an error offers
 VERIFY_MODES = ("sizes", "sampled", "full")
 #: FasterTransformer's FT_SEQ_LEN_MAX: the limit of a model whose config.ini names none
@@ -104,6 +107,7 @@ class ModelConfig:
     #: tokens that a query of each layer sees, itself included; 0: all; empty: all in every layer
     windows: tuple[int, ...] = ()
     layer_sizes: tuple[LayerSizes, ...] = ()  # of each layer of a pruned model; (): all as above
+    quantization: Quantization | None = None  # of the layers' matrices; None: all files have weight_dtype
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
@@ -169,19 +173,54 @@ def check_tensor_size(config: ModelConfig, tensor_para_size: int) -> None:
     for layer in range(config.num_layers if config.layer_sizes else 1):
         sizes = config.of_layer(layer)
         where = f"layer {layer} of {config.model_name}" if config.layer_sizes else config.model_name
-        if found := _unshared_heads(sizes, tensor_para_size, where):
-            most = min(sizes.num_heads, _MAX_RANKS)
-            fitting = [str(n) for n in range(1, most + 1) if not _unshared_heads(sizes, n, where)]
-            raise ConfigError(
-                f"tensor_para_size = {tensor_para_size} {found}; wanted one of {', '.join(fitting)}"
-            )
+        check_heads(sizes.num_heads, sizes.num_kv_heads, tensor_para_size, where)
 
 
-def _unshared_heads(sizes: ModelConfig, ranks: int, where: str) -> str:
-    if not divides(sizes.num_heads, ranks):
-        return f"does not divide head_num = {sizes.num_heads} of {where}"
-    if not divides(sizes.num_kv_heads, ranks, shared=True):
-        return f"does not divide kv_head_num = {sizes.num_kv_heads} of {where} and is not a multiple of it"
+def check_heads(num_heads: int, num_kv_heads: int, tensor_para_size: int, where: str) -> None:
+    """Raises ConfigError unless the tensor ranks can share so many heads evenly."""
+    if found := _unshared_heads(num_heads, num_kv_heads, tensor_para_size, where):
+        most = min(num_heads, _MAX_RANKS)
+        every = range(1, most + 1)
+        fitting = [str(n) for n in every if not _unshared_heads(num_heads, num_kv_heads, n, where)]
+        raise ConfigError(
+            f"tensor_para_size = {tensor_para_size} {found}; wanted one of {', '.join(fitting)}"
+        )
+
+
+def check_stages(num_layers: int, pipeline_para_size: int, where: str) -> None:
+    """Raises ConfigError if a pipeline stage would have no layer.
+
+    Stages have ceil(layers / stages) layers, the last one what is left: 4 stages of 2 layers would share 6
+    layers among 3.
+    """
+    if _has_idle_stage(num_layers, pipeline_para_size):
+        each = -(-num_layers // pipeline_para_size)
+        fitting = [
+            str(n) for n in range(1, min(num_layers, _MAX_RANKS) + 1) if not _has_idle_stage(num_layers, n)
+        ]
+        raise ConfigError(
+            f"pipeline_para_size = {pipeline_para_size} leaves stages without layers: num_layer = "
+            f"{num_layers} of {where} in stages of {each} fills {-(-num_layers // each)}; wanted one of "
+            f"{', '.join(fitting)}"
+        )
+
+
+def _has_idle_stage(num_layers: int, stages: int) -> bool:
+    return not stage_layers(num_layers, stages - 1, stages)
+
+
+def check_ranks(config: ModelConfig, tensor_para_size: int, pipeline_para_size: int) -> None:
+    """Raises ConfigError, which says what would fit, unless every rank gets an equal share of the heads and
+    at least one layer."""
+    check_tensor_size(config, tensor_para_size)
+    check_stages(config.num_layers, pipeline_para_size, config.model_name)
+
+
+def _unshared_heads(num_heads: int, num_kv_heads: int, ranks: int, where: str) -> str:
+    if not divides(num_heads, ranks):
+        return f"does not divide head_num = {num_heads} of {where}"
+    if not divides(num_kv_heads, ranks, shared=True):
+        return f"does not divide kv_head_num = {num_kv_heads} of {where} and is not a multiple of it"
     return ""
 
 
@@ -196,40 +235,125 @@ def parse_flag(text: str) -> bool:
 
 
 @dataclass(frozen=True)
+class Accepted:
+    """The values of a setting, beyond its type. wanted: in words, for errors and docs/config_pbtxt.md."""
+
+    wanted: str
+    test: Callable[[Any], bool]
+
+
+_T = TypeVar("_T")
+
+
+def setting(default: _T, meaning: str, accepted: Accepted | None = None) -> _T:
+    """A field of EngineConfig. meaning: for docs/config_pbtxt.md. accepted: None: every value of the type."""
+    return field(default=default, metadata={"meaning": meaning, "accepted": accepted})
+
+
+def _one_of(*values: str) -> Accepted:
+    return Accepted("one of " + ", ".join(values), lambda value: value in values)
+
+
+_COUNT = Accepted("1 or more", lambda value: value >= 1)
+_SOME = Accepted("0 or more", lambda value: value >= 0)
+_CHOSEN = Accepted("1 or more, or auto", lambda value: value is None or value >= 1)
+_SECONDS = Accepted("more than 0 seconds", lambda value: value > 0)
+_DEVICES = Accepted(
+    "numbers separated by commas, as in 0,1, or auto",
+    lambda value: value == "auto" or all(part.strip().isdigit() for part in value.split(",")),
+)
+_SHARE = Accepted("a number in (0, 1]", lambda value: 0.0 < value <= 1.0)
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """How the engine runs, from the `parameters` of the fastertransformer model's config.pbtxt.
 
     The keys of the first group are FasterTransformer's, the others ours. None: chosen and logged at start-up.
     """
 
-    tensor_para_size: int = 1
-    pipeline_para_size: int = 1
-    data_type: str = "fp32"
-    int8_mode: int = 0
+    tensor_para_size: int = setting(1, "tensor-parallel degree; weight files of any degree load", _COUNT)
+    pipeline_para_size: int = setting(1, "pipeline-parallel degree", _COUNT)
+    data_type: str = setting(
+        "fp32",
+        "dtype of the computation and, unless `kv_cache_dtype` says otherwise, of the cache",
+        _one_of(*DTYPES),
+    )
+    int8_mode: int = setting(
+        0,
+        "1: matrices of layers that the files hold in 16 or 32 bit are rounded to int8 while they are loaded",
+    )
 
-    device: str = "auto"  # "auto", "cpu", "cuda"
-    weights: str = "files"  # or "random": of the model's shapes, for benchmarks without a checkpoint
-    verify_weights: str = "sampled"  # files against manifest.json: "sizes", "sampled" (4 KiB a MiB) or "full"
-    max_sequences: int = 64  # sequences that decode together
-    max_queued_requests: int = 1024  # length of the queue; a request beyond it is answered UNAVAILABLE
-    max_sequence_tokens: int | None = None  # prompt + output; None: what the model's positions allow
-    max_step_tokens: int | None = None  # tokens of one step; longer prompts are computed in chunks
-    block_tokens: int = 32  # KV-cache tokens of one block
-    cache_bytes: int | None = None  # None: memory_fraction of what is free after loading and warm-up
-    memory_fraction: float = 0.9
-    max_bad_word_tokens: int = 256  # ids of all bad words of a sequence together
-    max_stop_word_tokens: int = 1024
-    request_timeout_s: float = 600.0  # deadline of a request that sets none
-    step_timeout_s: float = 60.0  # a step that takes longer counts as hung
-    start_timeout_s: float = 900.0  # loading and warming up, at most
-    cuda_graphs: bool = True
-    num_threads: int = 0  # CPU threads of the engine; 0: torch's own choice
-    batch_invariant: bool = False  # CPU, fp32: log-probs do not depend on the other requests of a step
-    lora_path: str = "none"  # folder of LoRA adapters, relative to config.pbtxt's; "none": none are served
-    max_loras: int = 8  # adapters in memory; the least recently used one that is idle gives way
-    max_lora_rank: int = 64
+    device: str = setting("auto", "auto: cuda if there is a GPU", _one_of("auto", "cpu", "cuda"))
+    devices: str = setting(
+        "auto",
+        "GPUs of the ranks of a node, as CUDA numbers those of `CUDA_VISIBLE_DEVICES`, separated by commas; "
+        "the engines of several instances take them in order; auto: from 0 on",
+        _DEVICES,
+    )
+    weights: str = setting(
+        "files",
+        "random: of the model's shapes, for benchmarks without a checkpoint",
+        _one_of("files", "random"),
+    )
+    verify_weights: str = setting(
+        "sampled",
+        "files against `manifest.json` at start-up: sizes, sampled (4 KiB of each MiB), full (every byte)",
+        _one_of(*VERIFY_MODES),
+    )
+    max_sequences: int | None = setting(
+        None,
+        "sequences that decode together (batch slots); auto: 64 on a CPU, 64 to 256 on a GPU, by its memory",
+        _CHOSEN,
+    )
+    max_queued_requests: int = setting(
+        1024, "length of the queue; a request beyond it is answered UNAVAILABLE", _COUNT
+    )
+    max_sequence_tokens: int | None = setting(
+        None, "prompt and output of one sequence; auto: the model's number of positions", _CHOSEN
+    )
+    max_step_tokens: int | None = setting(
+        None, "tokens of one step; longer prompts are computed in chunks", _CHOSEN
+    )
+    block_tokens: int = setting(32, "KV-cache tokens of one block", _COUNT)
+    kv_cache_dtype: str = setting(
+        "auto",
+        "keys and values in 8 bits with a scale for each token and head, on a CPU; auto: `data_type`",
+        _one_of("auto", *CACHE_FORMATS),
+    )
+    cache_bytes: int | None = setting(
+        None, "bytes of the KV cache; auto: `memory_fraction` of what is free after loading", _CHOSEN
+    )
+    memory_fraction: float = setting(0.9, "share of the free memory that the KV cache takes", _SHARE)
+    max_bad_word_tokens: int = setting(256, "ids of all bad words of a sequence together", _SOME)
+    max_stop_word_tokens: int = setting(1024, "ids of all stop words of a sequence together", _SOME)
+    max_logits_bytes: int = setting(256 << 20, "bytes of the logits that one request returns", _SOME)
+    request_timeout_s: float = setting(600.0, "deadline of a request that sets none, in seconds", _SECONDS)
+    step_timeout_s: float = setting(60.0, "a step that takes longer counts as hung, in seconds", _SECONDS)
+    start_timeout_s: float = setting(
+        900.0, "time for loading and warming up, in seconds; the doors wait as long", _SECONDS
+    )
+    cuda_graphs: bool = setting(True, "decode steps as CUDA graphs; false for debugging")
+    num_threads: int = setting(0, "CPU threads of the engine; 0: torch's own choice", _SOME)
+    batch_invariant: bool = setting(
+        False, "CPU and fp32: log probabilities do not depend on the other requests of a step"
+    )
+    lora_path: str = setting(
+        "none", "folder of LoRA adapters, relative to that of `config.pbtxt`; none: none are served"
+    )
+    max_loras: int = setting(8, "adapters in memory; the least recently used idle one is replaced", _COUNT)
+    max_lora_rank: int = setting(64, "largest rank of an adapter", _COUNT)
+    prompt_table_bytes: int = setting(
+        256 << 20, "bytes of the prompt tables that all open requests have sent", _SOME
+    )
 
     extra: dict[str, str] = field(default_factory=dict)  # parameters for others than the engine
+
+    @property
+    def slots(self) -> int:
+        """max_sequences, once it is decided."""
+        assert self.max_sequences is not None
+        return self.max_sequences
 
 
 #: type of a setting -> its conversion and what it accepts
@@ -246,7 +370,8 @@ def read_engine_config(parameters: dict[str, str], where: str) -> EngineConfig:
 
     "auto" and the empty text mean the default. Raises ConfigError with file, key, value and what was wanted.
     """
-    known = {f.name: str(f.type).removesuffix(" | None") for f in fields(EngineConfig) if f.name != "extra"}
+    known = {row.name: row.type for row in engine_parameters()}
+    refuse_unknown(parameters, known, where)
     values: dict[str, object] = {}
     for key, text in parameters.items():
         if key not in known or text.strip() in ("", "auto"):
@@ -262,22 +387,26 @@ def read_engine_config(parameters: dict[str, str], where: str) -> EngineConfig:
     return config
 
 
-def _check_engine_config(config: EngineConfig, where: str) -> None:
-    def demand(fine: bool, key: str, wanted: str) -> None:
-        if not fine:
-            raise ConfigError(f"{where}: parameter {key} is {getattr(config, key)!r}; wanted {wanted}")
+def engine_parameters() -> tuple[Parameter, ...]:
+    """The engine's parameters in config.pbtxt, for docs/config_pbtxt.md and for the names that are known."""
+    return tuple(_engine_parameter(row) for row in fields(EngineConfig) if row.name != "extra")
 
-    demand(config.data_type in DTYPES, "data_type", "one of " + ", ".join(DTYPES))
-    demand(config.weights in ("files", "random"), "weights", "files or random")
-    demand(config.verify_weights in VERIFY_MODES, "verify_weights", ", ".join(VERIFY_MODES))
-    demand(config.device in ("auto", "cpu", "cuda"), "device", "auto, cpu or cuda")
-    sizes = "tensor_para_size pipeline_para_size max_sequences max_queued_requests block_tokens"
-    for key in (*sizes.split(), "max_loras", "max_lora_rank"):
-        demand(getattr(config, key) >= 1, key, "1 or more")
-    for key in ("max_sequence_tokens", "max_step_tokens", "cache_bytes"):
-        demand(getattr(config, key) is None or getattr(config, key) >= 1, key, "1 or more, or auto")
-    demand(0.0 < config.memory_fraction <= 1.0, "memory_fraction", "a number in (0, 1]")
-    for key in ("request_timeout_s", "step_timeout_s", "start_timeout_s"):
-        demand(getattr(config, key) > 0, key, "more than 0 seconds")
-    if config.int8_mode != 0:
-        raise UnsupportedError(f"{where}: parameter int8_mode is {config.int8_mode}; this version runs 0")
+
+def _engine_parameter(row: Field[Any]) -> Parameter:
+    accepted: Accepted | None = row.metadata["accepted"]
+    kind = str(row.type).removesuffix(" | None")
+    wanted = accepted.wanted if accepted else _CONVERSIONS[kind][1]
+    return Parameter(row.name, kind, row.default, wanted, row.metadata["meaning"])
+
+
+def _check_engine_config(config: EngineConfig, where: str) -> None:
+    for row in fields(EngineConfig):
+        accepted: Accepted | None = row.metadata.get("accepted")
+        value = getattr(config, row.name)
+        if accepted and not accepted.test(value):
+            raise ConfigError(f"{where}: parameter {row.name} is {value!r}; wanted {accepted.wanted}")
+    if config.int8_mode not in (0, 1):
+        raise UnsupportedError(
+            f"{where}: parameter int8_mode is {config.int8_mode}; this version runs 0 and 1 (activations in "
+            "8 bit are those of a directory that was quantised so, docs/quantization.md)"
+        )

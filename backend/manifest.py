@@ -26,16 +26,23 @@ MANIFEST_FILE = "manifest.json"
 JOURNAL_FILE = "conversion.journal"
 #: changes with the meaning of manifest.json
 MANIFEST_FORMAT = "tridecode-weights-1"
-#: tables of prompt learning may lie beside a model's tensors; the engine does not read them
+#: tables of prompt learning may lie beside a model's tensors
 PROMPT_TABLES = "model.prompt_table."
 
 _MAX_BYTES = 64 << 20  # of manifest.json; 4 MB for 176B parameters over 8 ranks
 _MAX_RANKS = 1024
-_ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+_ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1, "uint8": 1, "fp8": 1, "int32": 4}
 _SAMPLE_BYTES = 4096
 _SAMPLE_EVERY = 1 << 20
-#: keys of config.ini that name the model and its tokens to clients, and change no tensor
-_FREE_KEYS = ("model_name", "start_id", "end_id")
+#: keys of config.ini that name the model, its tokens and its tasks to clients, and change no tensor
+_FREE_KEYS = (
+    "model_name",
+    "start_id",
+    "end_id",
+    "num_tasks",
+    "prompt_learning_start_id",
+    "prompt_learning_type",
+)
 
 
 class ManifestFile(msgspec.Struct, frozen=True):
@@ -221,6 +228,8 @@ def _config_problems(manifest: Manifest, directory: Path) -> Iterator[str]:
     hint = "restore it, or convert the checkpoint again"
     found = config_values(directory)
     for name, values in manifest.config.items():
+        if name.lower().startswith("task_"):
+            continue  # tasks of prompt learning may come and go
         for key in sorted({*values, *found.get(name, {})} - set(_FREE_KEYS)):
             old, new = (side.get(name, {}).get(key, "nothing") for side in (manifest.config, found))
             if old != new:
@@ -249,13 +258,17 @@ def _tensor_problems(manifest: Manifest, directory: Path, specs: dict[str, Weigh
         if held != wanted:
             yield f"has {_split(tensor.name, *held)}; config.ini wants {_split(tensor.name, *wanted)}"
             continue
+        dtype = spec.dtype or manifest.dtype
+        if tensor.dtype != dtype:
+            yield f"says that {tensor.name} is {tensor.dtype[:20]!r}; config.ini wants {dtype}"
+            continue
         names = [spec.file_name(rank) for rank in range(spec.num_files(manifest.tensor_para_size))]
         listed = [file.name for file in tensor.files]
         if listed != names:
             odd = next((name for name in listed if name not in names), f"{len(listed)} files")
             yield f"lists {odd[:200]!r} for {tensor.name}; wanted {', '.join(names[:3])}"
             continue
-        wanted_bytes = math.prod(spec.file_shape(manifest.tensor_para_size)) * _ITEM_BYTES[manifest.dtype]
+        wanted_bytes = math.prod(spec.file_shape(manifest.tensor_para_size)) * _ITEM_BYTES[dtype]
         for file in tensor.files:
             if file.bytes != wanted_bytes:
                 yield f"says that {file.name} has {file.bytes:,} bytes; its shape needs {wanted_bytes:,}"

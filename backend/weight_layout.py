@@ -32,6 +32,9 @@ class WeightSpec:
         world / heads consecutive ranks get the same one. Empty: a section may be cut anywhere.
     padded: a size that the ranks do not divide is padded with zeros at its end (see share_size).
     one_file: a single file `<name>.bin` at any degree, although ranks split it: rows of the vocabulary.
+    dtype: of its files, where it is not the directory's weight_data_type: "int8", "uint8", "int32", "fp8" or
+        "fp32" (backend/quantization.py).
+    pairs: sizes along `axis` are of bytes that hold two columns each; shares have the sizes that columns get.
     """
 
     name: str
@@ -43,6 +46,8 @@ class WeightSpec:
     heads: tuple[int, ...] = ()
     padded: bool = False
     one_file: bool = False
+    dtype: str = ""
+    pairs: bool = False
 
     def __post_init__(self) -> None:
         if self.axis is not None and self.sections:
@@ -88,9 +93,16 @@ class WeightSpec:
                     else f"{self.name} {self.shape} cannot be split over tensor_para_size = {world}: "
                     f"{part} (of axis {self.axis}) is not a multiple of it"
                 )
+            if self.pairs and world > 1 and not heads and share_size(2 * part, world, self.padded) % 2:
+                raise ConfigError(
+                    f"{self.name} {self.shape} cannot be split over tensor_para_size = {world}: a rank would "
+                    f"have an odd number of its {2 * part} columns, of which a byte holds two"
+                )
 
     def share_sizes(self, world: int) -> list[int]:
         """The size along `axis` of each section's slice in a shard, padding included."""
+        if self.pairs and not self.heads:
+            return [share_size(2 * part, world, self.padded) // 2 for part in self.parts]
         if not self.heads:
             return [share_size(part, world, self.padded) for part in self.parts]
         return [part // heads * share_size(heads, world) for part, heads in zip(self.parts, self.heads)]
@@ -128,13 +140,49 @@ def divides(size: int, world: int, shared: bool = False, padded: bool = False) -
 
 
 def vocabulary_rows(spec: WeightSpec) -> WeightSpec:
-    """The embedding or head (V, C), which is one file, with its rows split over ranks and padded.
+    """The embedding or head (V, C), or the head's bias (V,), which is one file, with its rows split over
+    ranks and padded.
 
     FasterTransformer's rule, ceil(V / t) and in 16 bit the next multiple of 8. Rank r's shard has the tokens
     from r * shard_shape(t)[0]; rows beyond the vocabulary are zeros.
     """
-    assert len(spec.shape) == 2 and spec.axis is None, spec
+    assert spec.axis is None, spec
     return replace(spec, axis=0, padded=True, one_file=True)
+
+
+@dataclass(frozen=True)
+class VocabShare:
+    """The token ids of tensor rank `rank` of `world`, where the vocabulary is cut by vocabulary_rows.
+
+    Its ids are first .. stop - 1 in the first `count` of its `size` columns; the rest are padding. A tiny
+    vocabulary leaves the last ranks without ids.
+    """
+
+    vocab_size: int
+    rank: int
+    world: int
+
+    @property
+    def size(self) -> int:
+        """Columns, the same on all ranks."""
+        return share_size(self.vocab_size, self.world, padded=True)
+
+    @property
+    def first(self) -> int:
+        return min(self.rank * self.size, self.vocab_size)
+
+    @property
+    def stop(self) -> int:
+        return min((self.rank + 1) * self.size, self.vocab_size)
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.first
+
+    @property
+    def counts(self) -> list[int]:
+        """Ids of each rank."""
+        return [VocabShare(self.vocab_size, rank, self.world).count for rank in range(self.world)]
 
 
 def stage_layers(num_layers: int, stage: int, num_stages: int) -> range:

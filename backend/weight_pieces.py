@@ -60,7 +60,9 @@ class Piece:
 
 def _map_file(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     # copy on write, and torch keeps no descriptor open: a model on the CPU holds hundreds of files for life
-    return torch.from_file(str(path), shared=False, size=math.prod(shape), dtype=dtype).view(shape)
+    size = math.prod(shape) * dtype.itemsize  # in bytes: from_file does not know every dtype
+    whole = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+    return whole.view(dtype).view(shape)
 
 
 def _release_pages(rows: Tensor) -> None:

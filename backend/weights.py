@@ -28,11 +28,19 @@ from tridecode.backend.manifest import (
     read_manifest,
     sample_sha256,
 )
-from tridecode.backend.models import family
+from tridecode.backend.models import file_specs
 from tridecode.backend.weight_layout import WeightSpec
 from tridecode.backend.weight_pieces import Piece, join_neighbours
 
 TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+#: also of the parts of quantised matrices
+FILE_DTYPES = {
+    **TORCH_DTYPES,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "int32": torch.int32,
+    "fp8": torch.float8_e4m3fn,
+}
 _CHECK_THREADS = 8  # reading and hashing release the interpreter
 
 
@@ -40,15 +48,16 @@ class WeightReader:
     """The tensors of one weight directory. Reading is safe from several threads.
 
     specs: the WeightSpecs that the directory holds, by name. stored_size: the tensor-parallel degree it was
-    written at. dtype: of the files. Raises WeightFileError, before anything is read, where the manifest is
-    of another model than `config`, or a file is missing or has another length than its shape needs.
+    written at. dtype: of the files whose spec names none. Raises WeightFileError, before anything is read,
+    where the manifest is of another model than `config`, or a file is missing or has another length than its
+    shape needs.
     """
 
     def __init__(self, directory: Path, config: ModelConfig):
         self.directory = Path(directory)
         self.config = config
         self.dtype = TORCH_DTYPES[config.weight_dtype]
-        self.specs = {spec.name: spec for spec in family(config.family).weight_specs(config)}
+        self.specs = {spec.name: spec for spec in file_specs(config)}
         self.manifest = read_manifest(self.directory)
         if self.manifest is not None:
             check_manifest(self.manifest, self.directory, config, self.specs.values())
@@ -72,7 +81,10 @@ class WeightReader:
         return size
 
     def _describe(self, spec: WeightSpec) -> str:
-        return f"{spec.name} {spec.shape} {self.config.weight_dtype}"
+        return f"{spec.name} {spec.shape} {spec.dtype or self.config.weight_dtype}"
+
+    def file_dtype(self, spec: WeightSpec) -> torch.dtype:
+        return FILE_DTYPES[spec.dtype] if spec.dtype else self.dtype
 
     def files(self, spec: WeightSpec) -> list[Path]:
         """The files of a tensor, in rank order."""
@@ -80,23 +92,25 @@ class WeightReader:
 
     def file_bytes(self, spec: WeightSpec) -> int:
         """The length that each of its files must have."""
-        return math.prod(spec.file_shape(self.stored_size)) * self.dtype.itemsize
+        return math.prod(spec.file_shape(self.stored_size)) * self.file_dtype(spec).itemsize
 
     def problems(self) -> list[str]:
         """A sentence for each file that is missing or has a wrong length."""
         found = []
         for spec in self.specs.values():
             try:
-                wanted = self.file_bytes(spec)
+                self.file_bytes(spec)
             except ConfigError as error:
                 return [f"{self.directory} has files of {self.stored_size} ranks, but {error}"]
             for path in self.files(spec):
-                problem = self._problem(path, spec, wanted)
+                problem = self.problem(path, spec)
                 if problem:
                     found.append(problem)
         return found
 
-    def _problem(self, path: Path, spec: WeightSpec, wanted: int) -> str | None:
+    def problem(self, path: Path, spec: WeightSpec) -> str | None:
+        """A sentence if one of the tensor's files is missing or has a wrong length."""
+        wanted = self.file_bytes(spec)
         try:
             status = path.stat()
         except FileNotFoundError:
@@ -110,7 +124,7 @@ class WeightReader:
         if length == wanted:
             return None
         hint = ""
-        if length * 2 == wanted or length == wanted * 2:
+        if not spec.dtype and (length * 2 == wanted or length == wanted * 2):
             other = "fp16 or bf16" if length < wanted else "fp32"
             hint = f" (the length of {other}; weight_data_type in config.ini is {self.config.weight_dtype})"
         return f"{path} holds {length:,} bytes; {self._describe(spec)} needs {wanted:,}{hint}"
@@ -120,9 +134,10 @@ class WeightReader:
 
         Padding is in no piece. Raises ConfigError where the tensor cannot be split over `world` ranks.
         """
+        dtype = self.file_dtype(spec)
         if spec.axis is None:
             whole = (0, spec.shape[0])
-            return [Piece(self.files(spec)[0], spec.shape, self.dtype, 0, whole, whole)]
+            return [Piece(self.files(spec)[0], spec.shape, dtype, 0, whole, whole)]
         spec.check_divides(world)
         files = self.files(spec)
         stored = [spec.slices(index, len(files)) for index in range(len(files))]
@@ -137,14 +152,14 @@ class WeightReader:
                     continue  # not in this file, or in a file before it, too: ranks that share a head
                 first = held_before + low - held[section][0]
                 source, to = (first, first + high - low), filled + low - start
-                pieces.append(Piece(path, file_shape, self.dtype, spec.axis, source, (to, to + high - low)))
+                pieces.append(Piece(path, file_shape, dtype, spec.axis, source, (to, to + high - low)))
                 at = high
             assert at == stop, (spec, rank, world, self.stored_size)
             filled, held_before = filled + sizes[section], held_before + stored_sizes[section]
         return join_neighbours(pieces)
 
     def read(self, spec: WeightSpec, rank: int = 0, world: int = 1) -> Tensor:
-        """Rank's shard at degree `world`, spec.shard_shape(world), on the CPU in the files' dtype.
+        """Rank's shard at degree `world`, spec.shard_shape(world), on the CPU in the file's dtype.
 
         A view of the mapped file where one file suffices (strided where its columns are cut), else a new
         tensor. Treat it as read-only.
@@ -154,7 +169,7 @@ class WeightReader:
             return pieces[0].view() * self.stored_size
         if len(pieces) == 1 and not self._padding(spec, pieces, world):
             return pieces[0].view()
-        return self._merged(spec, pieces, world, self.dtype)
+        return self._merged(spec, pieces, world, self.file_dtype(spec))
 
     def copy(self, spec: WeightSpec, rank: int, world: int, dtype: torch.dtype) -> Tensor:
         """As `read`, a new tensor in `dtype`."""
@@ -170,7 +185,7 @@ class WeightReader:
             whole_rows = pieces[0].source == (0, pieces[0].file_shape[pieces[0].axis])
             if pieces[0].axis == 0 or whole_rows:
                 return 0
-        return math.prod(spec.shard_shape(world)) * self.dtype.itemsize
+        return math.prod(spec.shard_shape(world)) * self.file_dtype(spec).itemsize
 
     @staticmethod
     def _padding(spec: WeightSpec, pieces: list[Piece], world: int) -> int:

@@ -16,7 +16,10 @@ from typing import TYPE_CHECKING, Any, Callable
 from tridecode.backend.config import ModelConfig
 from tridecode.backend.errors import ConfigError, UnsupportedError
 from tridecode.backend.models.config_ini import IniSection, common_keys, read_ini
+from tridecode.backend.models.ini_keys import refuse_misspelt
 from tridecode.backend.models.layer_sizes_ini import layer_size_keys, read_layer_sizes
+from tridecode.backend.models.quantization_ini import quantization_keys, read_quantization
+from tridecode.backend.quantization import stored_specs
 from tridecode.backend.weight_layout import WeightSpec
 
 if TYPE_CHECKING:
@@ -31,10 +34,10 @@ class Family:
     name: ModelConfig.family. title: for messages; tells apart families that share a section. section:
     of config.ini, in lower case. model_type: the parameter of config.pbtxt, in FasterTransformer's
     spelling. read: (section, tied_head) to ModelConfig. keys: what `read` reads, beside common_keys.
-    weight_specs: every file of a weight directory. model: (config, weights, ranks, positions) to the
-    decoder of one rank. recognises: whether a section of this name is the family's. has_slopes: whether
-    positions enter through ALiBi slopes, which belong to single heads; by default where the config has no
-    rotary positions and weight_specs no table of positions.
+    weight_specs: every tensor of the model; file_specs has the files. model: (config, weights, ranks,
+    positions) to the decoder of one rank. recognises: whether a section of this name is the family's.
+    has_slopes: whether positions enter through ALiBi slopes, which belong to single heads; by default where
+    the config has no rotary positions and weight_specs no table of positions.
     """
 
     name: str
@@ -86,7 +89,9 @@ def read_model_config(path: Path, tied_head: bool | None = None) -> ModelConfig:
     for candidate in candidates:
         section = sections[candidate.section]
         if candidate.recognises(section):
-            return read_layer_sizes(section, candidate.read(section, tied_head))
+            refuse_misspelt(section)
+            config = read_layer_sizes(section, candidate.read(section, tied_head))
+            return read_quantization(section, config)
     if candidates:
         found, titles = candidates[0].section, " and ".join(candidate.title for candidate in candidates)
         raise UnsupportedError(
@@ -100,5 +105,15 @@ def read_model_config(path: Path, tied_head: bool | None = None) -> ModelConfig:
 def model_config_ini(config: ModelConfig, tensor_para_size: int) -> str:
     """The text of config.ini for `config`; read_model_config of it gives `config` back."""
     kind = family(config.family)
-    keys = {**common_keys(config, tensor_para_size), **kind.keys(config), **layer_size_keys(config)}
+    keys = {
+        **common_keys(config, tensor_para_size),
+        **kind.keys(config),
+        **layer_size_keys(config),
+        **quantization_keys(config),
+    }
     return f"[{kind.section}]\n" + "".join(f"{key} = {value}\n" for key, value in keys.items())
+
+
+def file_specs(config: ModelConfig) -> list[WeightSpec]:
+    """Every file of a directory of this model: its tensors, with the parts of those that are quantised."""
+    return stored_specs(family(config.family).weight_specs(config), config.quantization)

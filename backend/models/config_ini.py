@@ -157,17 +157,6 @@ def read_ini(path: Path) -> dict[str, IniSection]:
     return {name.lower(): IniSection(path, name, dict(parser[name])) for name in parser.sections()}
 
 
-def prompt_tasks(directory: Path) -> list[str]:
-    """Names of the tasks of prompt learning in a directory's config.ini, [task_0] and so on. They are not
-    served yet. Raises ConfigError for a file that cannot be parsed."""
-    sections = read_ini(directory / "config.ini")
-    return [
-        section.text("task_name", name)
-        for name, section in sections.items()
-        if name.startswith("task_") and name[5:].isdigit()
-    ]
-
-
 def read_common(section: IniSection, max_positions: int | None = DEFAULT_MAX_POSITIONS) -> dict[str, Any]:
     """The fields of ModelConfig that every family reads alike. hidden_size: num_heads * head_size.
 
@@ -268,6 +257,16 @@ def read_kv_heads(section: IniSection, num_heads: int) -> int:
         found = f"[{section.name}] head_num = {num_heads}, kv_head_num = {kv_heads}"
         raise ConfigError(f"{section.path}: {found}; wanted a head_num that is a multiple of it")
     return kv_heads
+
+
+def read_grouped(section: IniSection) -> dict[str, Any]:
+    """read_common, with kv_head_num and hidden_units."""
+    common = read_common(section)
+    return {
+        **common,
+        "num_kv_heads": read_kv_heads(section, common["num_heads"]),
+        "hidden_size": section.integer("hidden_units", common["hidden_size"], minimum=1),
+    }
 
 
 def joined(values: Iterable[float]) -> str:

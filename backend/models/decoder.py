@@ -6,12 +6,13 @@ A family subclasses `Decoder` and says in `forward` which form it has. Letters a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import Any, Callable
 
 from torch import Tensor
 
-from tridecode.backend.config import ModelConfig, check_tensor_size
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.config import ModelConfig, check_ranks
 from tridecode.backend.models.layers import (
     Context,
     Ranks,
@@ -22,8 +23,8 @@ from tridecode.backend.models.layers import (
     make_heads,
 )
 from tridecode.backend.models.rope import rope_table
-from tridecode.backend.models.specs import Layout
-from tridecode.backend.weight_layout import stage_layers
+from tridecode.backend.models.specs import HEAD_NORMS, Layout
+from tridecode.backend.weight_layout import VocabShare, stage_layers
 from tridecode.kernels.ops import CacheLayer, DecoderLayer, Heads, Linear, Norm
 
 
@@ -31,23 +32,23 @@ class Decoder:
     """The layers of a rank's pipeline stage, with its share of heads and of the MLP.
 
     heads: those of each layer of the stage, one object where they are the same, from stage_heads.
+    vocab: this rank's ids, where the weights of embedding and head are cut by vocabulary; else None.
     Raises ConfigError if the tensor ranks cannot share the heads or the MLP.
     """
 
     layout: Layout  # the family's
+    embedding_scale: float = 1.0  # `embed` multiplies the rows of the table by it
 
     def __init__(self, config: ModelConfig, weights: Weights, ranks: Ranks, num_positions: int):
-        check_tensor_size(config, ranks.tensor_size)
+        check_ranks(config, ranks.tensor_size, ranks.num_stages)
         self.config = config
         self.embedding = weights.tensor("model.wte")
+        self.vocab: VocabShare | None = None
+        if weights.specs["model.wte"].axis == 0:
+            self.vocab = VocabShare(config.vocab_size, ranks.tensor_rank, ranks.tensor_size)
         self.final_norm = self.load_norm(weights, "model.final_layernorm") if self.layout.final_norm else None
         self.head = self.load_head(weights)
         self.stage = stage_layers(config.num_layers, ranks.stage, ranks.num_stages)
-        if not self.stage:
-            raise ConfigError(
-                f"pipeline_para_size = {ranks.num_stages} leaves stage {ranks.stage} without layers; "
-                f"{config.model_name} has {config.num_layers} of them"
-            )
         self.layers = [self.load_layer(weights, f"model.layers.{index}") for index in self.stage]
         self.heads: Sequence[Heads] = self.stage_heads(ranks, num_positions)
 
@@ -88,6 +89,18 @@ class Decoder:
             weights.tensor("model.lm_head.bias") if self.config.head_bias else None,
         )
 
+    def with_head_norms(self, weights: Weights, centred: bool = False) -> list[Heads]:
+        """`heads` with the norms of query and key heads of their layers. centred: see Weights.norm."""
+
+        def normed(held: Heads, layer: int) -> Heads:
+            query, key = (
+                weights.norm(f"model.layers.{layer}.attention.{name}", self.config.norm_eps, centred)
+                for name in HEAD_NORMS
+            )
+            return replace(held, query_norm=query, key_norm=key)
+
+        return [normed(held, layer) for held, layer in zip(self.heads, self.stage)]
+
     def load_norm(self, weights: Weights, name: str) -> Norm:
         """With a bias file a LayerNorm, without one an RMSNorm; families with other norms override it."""
         return weights.norm(name, self.config.norm_eps)
@@ -108,14 +121,35 @@ class Decoder:
 
     def embed(self, context: Context, x: Tensor) -> None:
         """x: (T, C), written: the embedded tokens."""
-        context.ops.embed(context.batch.token_ids, self.embedding, out=x)
+        self.look_up(context, x)
+
+    def look_up(self, context: Context, x: Tensor, position_table: Tensor | None = None) -> None:
+        """x = the rows of the word embedding (+ those of position_table at the batch's positions).
+
+        Where the ranks share the vocabulary, each looks up its ids and zeros the other rows of x; the sum
+        over the ranks then has the bits of the whole table's look-up.
+        """
+        batch, vocab = context.batch, self.vocab
+        positions = None if position_table is None else batch.positions
+        if vocab is None:
+            context.ops.embed(
+                batch.token_ids, self.embedding, positions=positions, position_table=position_table, out=x
+            )
+            return
+        ids = batch.token_ids - vocab.first
+        mine = (ids >= 0) & (ids < vocab.count)
+        ids = ids.clamp_(0, vocab.size - 1)
+        context.ops.embed(ids, self.embedding, positions=positions, position_table=position_table, out=x)
+        x.masked_fill_(~mine[:, None], 0)
+        context.ranks.all_reduce(x)
 
     def forward(self, context: Context, x: Tensor, caches: list[CacheLayer]) -> None:
         """x: (T, C), the embedded tokens or the output of the stage before; becomes this stage's output."""
         raise NotImplementedError
 
     def logits(self, context: Context, x: Tensor) -> Tensor:
-        """(R, V) float32 logits of the rows that the batch wants."""
+        """(R, V) float32 logits of the rows that the batch wants; (R, size) of this rank's ids where the
+        ranks share the vocabulary, of which columns from `count` on have no meaning."""
         rows = context.batch.sample_tokens
         last, out = context.work.last[: rows.shape[0]], context.work.logits[: rows.shape[0]]
         context.ops.gather_rows(x, rows, out=last)
@@ -178,11 +212,14 @@ class Decoder:
 
         The layers must have the same heads and equally wide MLPs, and no rank may wait for another.
         """
-        if context.ranks.tensor_size > 1 or len(set(map(id, self.heads))) != 1:
-            return False
-        if len({layer.down.weight.shape for layer in self.layers}) != 1:
+        if context.ranks.tensor_size > 1 or not self._layers_are_alike:
             return False
         return context.ops.decoder_layers(x, self.layers, self.heads[0], activation, context.batch, caches)
+
+    @cached_property
+    def _layers_are_alike(self) -> bool:
+        shapes = {layer.down.weight.shape for layer in self.layers}
+        return len(set(map(id, self.heads))) == 1 and len(shapes) == 1
 
 
 def seen_window(config: ModelConfig, layer: int, num_positions: int) -> int:

@@ -10,8 +10,8 @@ from tridecode.backend.models import Family, gemma2
 from tridecode.backend.models.config_ini import IniSection, read_rope, rope_keys
 from tridecode.backend.models.gemma2 import Gemma2Config, gemma2_fields
 from tridecode.backend.models.layers import Ranks, Weights
-from tridecode.backend.models.qwen3 import head_norm_specs, load_head_norms
 from tridecode.backend.models.rope import rope_table
+from tridecode.backend.models.specs import head_norm_specs
 from tridecode.backend.weight_layout import WeightSpec
 from tridecode.kernels.ops import Heads
 
@@ -43,7 +43,7 @@ def keys(config: Gemma3Config) -> dict[str, object]:
 
 
 def weight_specs(config: Gemma3Config) -> list[WeightSpec]:
-    return gemma2.weight_specs(config) + head_norm_specs(config)
+    return gemma2.weight_specs(config) + head_norm_specs(config, bias=False)
 
 
 class Model(gemma2.Model):
@@ -53,7 +53,7 @@ class Model(gemma2.Model):
 
     def __init__(self, config: Gemma3Config, weights: Weights, ranks: Ranks, num_positions: int):
         super().__init__(config, weights, ranks, num_positions)
-        self.heads = load_head_norms(self.heads, weights, self.stage, config.norm_eps)
+        self.heads = self.with_head_norms(weights)
 
     def stage_heads(self, ranks: Ranks, num_positions: int) -> list[Heads]:
         held, config = super().stage_heads(ranks, num_positions), self.config

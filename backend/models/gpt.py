@@ -118,10 +118,7 @@ class Model(Decoder):
         return self.layer_heads(ranks, lambda layer: {"scale": scale / (layer + 1)})
 
     def embed(self, context: Context, x: Tensor) -> None:
-        batch = context.batch
-        context.ops.embed(
-            batch.token_ids, self.embedding, positions=batch.positions, position_table=self.positions, out=x
-        )
+        self.look_up(context, x, self.positions)
 
     def forward(self, context: Context, x: Tensor, caches: list[CacheLayer]) -> None:
         self.sequential(context, x, self.config.activation, caches)

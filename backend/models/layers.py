@@ -9,39 +9,72 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from tridecode.backend.config import ModelConfig
+from tridecode.backend.models.quantized_parts import read_quantized, stacked
+from tridecode.backend.quantization import Quantization, stored_specs
 from tridecode.backend.weight_layout import WeightSpec, share_size
 from tridecode.kernels.ops import Batch, CacheLayer, DecoderLayer, Heads, Linear, Norm, Ops, Rope
+from tridecode.kernels.quantized import QuantizedWeight
+from tridecode.kernels.round_to_nearest import round_to_nearest
 
 
 class Weights(ABC):
-    """The source of a model's tensors: this rank's shard, on the device, in the engine's dtype."""
+    """The source of a model's tensors: this rank's shard, on the device, in the engine's dtype.
 
-    def __init__(self, specs: Iterable[WeightSpec], ops: Ops):
+    specs: of the model's tensors; files: those that hold them, the parts of quantised matrices among them.
+    quantization: of the files. round_to_int8: round the matrices of layers that are not quantised (int8_mode
+    1). tensor_rank, tensor_size, dtype: of the shards.
+    """
+
+    def __init__(
+        self,
+        specs: Iterable[WeightSpec],
+        ops: Ops,
+        quantization: Quantization | None = None,
+        round_to_int8: bool = False,
+        tensor_rank: int = 0,
+        tensor_size: int = 1,
+        dtype: torch.dtype = torch.float32,
+    ):
         self.specs, self.ops = {spec.name: spec for spec in specs}, ops
+        self.files = {spec.name: spec for spec in stored_specs(self.specs.values(), quantization)}
+        self.quantization, self.rounds = quantization, round_to_int8 and quantization is None
+        self.rank, self.size, self.dtype = tensor_rank, tensor_size, dtype
         self.linears: dict[tuple[str, ...], Linear] = {}  # what `linear` has given, by its names
 
     @abstractmethod
     def tensor(self, name: str) -> Tensor:
-        """The shard of the spec `name`, in the shape of its file."""
+        """The shard of the file `name`, in its shape; a part of a quantised matrix in its own dtype."""
 
     def linear(self, *names: str) -> Linear:
         """The matrices `<name>.weight`, stacked along their outputs, with `<name>.bias` if there is one."""
-        weight = _joined([self.tensor(f"{name}.weight") for name in names])
+        weight = self._matrix([f"{name}.weight" for name in names])
         has_bias = f"{names[0]}.bias" in self.specs
         bias = _joined([self.tensor(f"{name}.bias") for name in names]) if has_bias else None
-        self.linears[names] = packed = self.ops.pack(Linear(weight.t(), bias))
+        self.linears[names] = packed = self.ops.pack(Linear(weight, bias), self.dtype)
         return packed
+
+    def _matrix(self, names: list[str]) -> Tensor | QuantizedWeight:
+        """(out, in): matrices of files (in, out), stacked along their outputs."""
+        if names[0] not in self.files:
+            return stacked([self.quantized(name) for name in names])
+        dense = _joined([self.tensor(name) for name in names]).t()
+        return round_to_nearest(dense, "int8") if self.rounds else dense
+
+    def quantized(self, name: str) -> QuantizedWeight:
+        """This rank's shard of a matrix that is quantised in the files."""
+        assert self.quantization is not None, name
+        return read_quantized(self.specs[name], self.quantization, self.tensor, self.rank, self.size)
 
     def head(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """The language model's head over `weight` (V, C), which may be the word embedding itself."""
-        return self.ops.pack(Linear(weight, bias))
+        return self.ops.pack(Linear(weight, bias), self.dtype)
 
     def norm(self, name: str, eps: float, centred: bool = False) -> Norm:
         """A LayerNorm, or an RMSNorm if there is no `<name>.bias`. centred: a LayerNorm, its bias 0 if there
@@ -68,6 +101,10 @@ class Ranks(Protocol):
         """Sum x over the tensor group, in place, in rank order, so that every rank holds the same bits."""
         ...
 
+    def gather(self, x: Tensor) -> Tensor:
+        """(tensor_size, *x.shape): x of every rank of the tensor group, in rank order."""
+        ...
+
     def receive(self, x: Tensor) -> None:
         """Fill x (T, C) with the output of the stage before."""
         ...
@@ -79,7 +116,7 @@ class Ranks(Protocol):
 class Workspace:
     """The activations of a step, allocated once for max_tokens rows and the columns of this rank's share.
 
-    H, K and F are those of the largest layer; a smaller one uses the `front` of a buffer.
+    H, K and F are those of the largest layer; a smaller one uses the front of a buffer (Context.parts).
     """
 
     hidden: Tensor  # (T, C) the residual stream
@@ -88,7 +125,7 @@ class Workspace:
     mlp: Tensor  # (T, F)
     delta: Tensor  # (T, C) a tensor rank's partial sums, or what is normalised before it is added
     last: Tensor  # (R, C) rows that are sampled from
-    logits: Tensor  # (R, V) float32
+    logits: Tensor  # (R, V) float32, or (R, VocabShare.size) where ranks share the vocabulary
 
     @classmethod
     def allocate(
@@ -99,7 +136,10 @@ class Workspace:
         tensor_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        logit_columns: int | None = None,
     ) -> Workspace:
+        """logit_columns: None: the vocabulary."""
+
         def empty(rows: int, columns: int, kind: torch.dtype = dtype) -> Tensor:
             return torch.zeros(rows, columns, dtype=kind, device=device)
 
@@ -114,7 +154,7 @@ class Workspace:
             mlp=empty(max_tokens, mlp),
             delta=empty(max_tokens if needs_delta else 0, config.hidden_size),
             last=empty(max_rows, config.hidden_size),
-            logits=empty(max_rows, config.vocab_size, torch.float32),
+            logits=empty(max_rows, logit_columns or config.vocab_size, torch.float32),
         )
 
 
@@ -126,6 +166,7 @@ class Context:
     ranks: Ranks
     work: Workspace
     batch: Batch
+    _parts: dict[tuple[str, int], Parts] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -133,12 +174,26 @@ class Context:
 
     def mlp(self, layer: DecoderLayer) -> Tensor:
         """(T, F): the workspace's buffer for the inner activations of a layer's MLP."""
-        return front(self.work.mlp, self.num_tokens, layer.down.weight.shape[1])
+        return self.parts("mlp", layer.down.weight.shape[1]).whole
+
+    def parts(self, name: str, columns: int) -> Parts:
+        """The front of a buffer of the workspace as (T, columns), contiguous: a layer may be narrower than
+        another. Made once for all layers of a width: a view costs the host as much as a launch."""
+        found = self._parts.get((name, columns))
+        if found is None:
+            tokens = self.num_tokens
+            whole = getattr(self.work, name).view(-1)[: tokens * columns].view(tokens, columns)
+            decodes = self.batch.num_decodes
+            found = self._parts[name, columns] = Parts(whole, whole[:decodes], whole[decodes:])
+        return found
 
 
-def front(buffer: Tensor, rows: int, columns: int) -> Tensor:
-    """The first elements of a buffer as (rows, columns), contiguous: a layer may be narrower than another."""
-    return buffer.view(-1)[: rows * columns].view(rows, columns)
+class Parts(NamedTuple):
+    """A buffer of a step: the whole, the rows of decoding sequences, those of prompts."""
+
+    whole: Tensor
+    decodes: Tensor
+    prompts: Tensor
 
 
 def attention(
@@ -146,16 +201,15 @@ def attention(
 ) -> Tensor:
     """(T, H * D): causal attention of norm(x) (norm None: of x) over the cache; writes the new keys and
     values to it."""
-    ops, batch, work = context.ops, context.batch, context.work
-    tokens, decodes = batch.num_tokens, batch.num_decodes
-    projected = front(work.qkv, tokens, heads.qkv_size)
-    out = front(work.context, tokens, heads.num_heads * heads.head_size)
-    ops.project_qkv(x, qkv, norm, heads, batch, cache, out=projected)
-    if decodes:
-        ops.decode_attention(projected[:decodes], heads, batch, cache, out=out[:decodes])
-    if decodes < tokens:
-        ops.prefill_attention(projected[decodes:], heads, batch, cache, out=out[decodes:])
-    return out
+    ops, batch = context.ops, context.batch
+    projected = context.parts("qkv", heads.qkv_size)
+    out = context.parts("context", heads.num_heads * heads.head_size)
+    ops.project_qkv(x, qkv, norm, heads, batch, cache, out=projected.whole)
+    if batch.num_decodes:
+        ops.decode_attention(projected.decodes, heads, batch, cache, out=out.decodes)
+    if batch.num_decodes < batch.num_tokens:
+        ops.prefill_attention(projected.prompts, heads, batch, cache, out=out.prompts)
+    return out.whole
 
 
 def add_linears(context: Context, residual: Tensor, *products: tuple[Tensor, Linear]) -> None:
@@ -179,7 +233,7 @@ def _sum_over_ranks(context: Context, *products: tuple[Tensor, Linear]) -> Tenso
     delta = context.work.delta[: context.num_tokens]
     for index, (x, linear) in enumerate(products):
         # the bias is whole on every rank: only the first adds it
-        partial = linear if context.ranks.tensor_rank == 0 else Linear(linear.weight)
+        partial = linear if context.ranks.tensor_rank == 0 else replace(linear, bias=None)
         context.ops.linear(x, partial, residual=delta if index else None, out=delta)
     context.ranks.all_reduce(delta)
     return delta

@@ -10,13 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from tridecode.backend.config import ModelConfig
-from tridecode.backend.errors import ConfigError
 from tridecode.backend.models import Family
 from tridecode.backend.models.config_ini import (
     ACTIVATION_NAMES,
     ACTIVATIONS,
     IniSection,
-    read_common,
+    read_grouped,
     read_rope,
     rope_keys,
 )
@@ -36,13 +35,7 @@ def llama_fields(section: IniSection, tied_head: bool, attention_bias: bool = Fa
 
     attention_bias: the value without attn_bias.
     """
-    common = read_common(section)
-    num_heads = common["num_heads"]
-    common["num_kv_heads"] = num_kv_heads = section.integer("kv_head_num", num_heads, minimum=1)
-    common["hidden_size"] = section.integer("hidden_units", common["hidden_size"], minimum=1)
-    if num_heads % num_kv_heads:
-        found = f"[{section.name}] head_num = {num_heads}, kv_head_num = {num_kv_heads}"
-        raise ConfigError(f"{section.path}: {found}; wanted a head_num that is a multiple of it")
+    common = read_grouped(section)
     gates = {key: value for key, value in ACTIVATIONS.items() if value in GATED}
     return {
         "norm_eps": section.number("layernorm_eps", 1e-6),

@@ -3,30 +3,27 @@ everywhere, also in the head. Li et al. 2023."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from tridecode.backend.config import ModelConfig
-from tridecode.backend.errors import ConfigError
 from tridecode.backend.models import Family
 from tridecode.backend.models.config_ini import (
     ACTIVATION_NAMES,
     ACTIVATIONS,
     IniSection,
-    read_common,
+    read_grouped,
     read_rope,
     rope_keys,
 )
 from tridecode.backend.models.decoder import Decoder
 from tridecode.backend.models.layers import Context, Ranks, Weights
-from tridecode.backend.models.specs import Layout, norm_specs
+from tridecode.backend.models.specs import Layout, head_norm_specs
 from tridecode.backend.weight_layout import WeightSpec
-from tridecode.kernels.ops import CacheLayer, Heads
+from tridecode.kernels.ops import CacheLayer
 
 LAYOUT = Layout(mlp_norm="input_layernorm")
-HEAD_NORMS = "q_norm", "k_norm"
 
 
 @dataclass(frozen=True)
@@ -51,17 +48,6 @@ def read(section: IniSection, tied_head: bool) -> PhiConfig:
     )
 
 
-def read_grouped(section: IniSection) -> dict:
-    """read_common, with kv_head_num and hidden_units. Raises ConfigError if heads cannot share their keys."""
-    common = read_common(section)
-    heads, kv_heads = common["num_heads"], section.integer("kv_head_num", common["num_heads"], minimum=1)
-    if heads % kv_heads:
-        found = f"[{section.name}] head_num = {heads}, kv_head_num = {kv_heads}"
-        raise ConfigError(f"{section.path}: {found}; wanted a head_num that is a multiple of it")
-    hidden = section.integer("hidden_units", common["hidden_size"], minimum=1)
-    return {**common, "num_kv_heads": kv_heads, "hidden_size": hidden}
-
-
 def keys(config: PhiConfig) -> dict[str, object]:
     return {
         "kv_head_num": config.num_kv_heads,
@@ -73,13 +59,7 @@ def keys(config: PhiConfig) -> dict[str, object]:
 
 
 def weight_specs(config: PhiConfig) -> list[WeightSpec]:
-    layers = range(config.num_layers if config.head_norms else 0)
-    return LAYOUT.specs(config) + [
-        spec
-        for layer in layers
-        for name in HEAD_NORMS
-        for spec in norm_specs(f"model.layers.{layer}.attention.{name}", config.head_size, True, layer)
-    ]
+    return LAYOUT.specs(config) + (head_norm_specs(config, bias=True) if config.head_norms else [])
 
 
 class Model(Decoder):
@@ -91,15 +71,7 @@ class Model(Decoder):
     def __init__(self, config: PhiConfig, weights: Weights, ranks: Ranks, num_positions: int):
         super().__init__(config, weights, ranks, num_positions)
         if config.head_norms:
-            self.heads = self.with_norms(self.heads, weights)
-
-    def with_norms(self, heads: Sequence[Heads], weights: Weights) -> list[Heads]:
-        def normed(held: Heads, layer: int) -> Heads:
-            prefix = f"model.layers.{layer}.attention"
-            query, key = (weights.norm(f"{prefix}.{name}", self.config.norm_eps) for name in HEAD_NORMS)
-            return replace(held, query_norm=query, key_norm=key)
-
-        return [normed(held, layer) for held, layer in zip(heads, self.stage)]
+            self.heads = self.with_head_norms(weights)
 
     def forward(self, context: Context, x: Tensor, caches: list[CacheLayer]) -> None:
         self.parallel(context, x, self.config.activation, caches)

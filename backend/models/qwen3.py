@@ -3,17 +3,13 @@ Yang et al. 2025."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
-
 from tridecode.backend.config import ModelConfig
 from tridecode.backend.models import Family, llama
 from tridecode.backend.models.config_ini import IniSection, read_windows, window_keys
 from tridecode.backend.models.layers import Ranks, Weights
 from tridecode.backend.models.llama import LAYOUT, llama_fields, llama_keys
-from tridecode.backend.models.specs import norm_specs
+from tridecode.backend.models.specs import head_norm_specs
 from tridecode.backend.weight_layout import WeightSpec
-from tridecode.kernels.ops import Heads
 
 
 def read(section: IniSection, tied_head: bool) -> ModelConfig:
@@ -25,31 +21,8 @@ def keys(config: ModelConfig) -> dict[str, object]:
     return {**llama_keys(config), **window_keys(config)}
 
 
-def head_norm_specs(config: ModelConfig) -> list[WeightSpec]:
-    """attention.q_norm and attention.k_norm of each layer: (D,), shared by its heads."""
-    return [
-        spec
-        for layer in range(config.num_layers)
-        for name in ("q_norm", "k_norm")
-        for spec in norm_specs(f"model.layers.{layer}.attention.{name}", config.head_size, False, layer)
-    ]
-
-
 def weight_specs(config: ModelConfig) -> list[WeightSpec]:
-    return LAYOUT.specs(config) + head_norm_specs(config)
-
-
-def load_head_norms(
-    heads: Iterable[Heads], weights: Weights, layers: Iterable[int], eps: float
-) -> list[Heads]:
-    """`heads` with the norms of their layers."""
-
-    def normed(held: Heads, layer: int) -> Heads:
-        prefix = f"model.layers.{layer}.attention"
-        query, key = (weights.norm(f"{prefix}.{name}", eps) for name in ("q_norm", "k_norm"))
-        return replace(held, query_norm=query, key_norm=key)
-
-    return [normed(held, layer) for held, layer in zip(heads, layers)]
+    return LAYOUT.specs(config) + head_norm_specs(config, bias=False)
 
 
 class Model(llama.Model):
@@ -57,7 +30,7 @@ class Model(llama.Model):
 
     def __init__(self, config: ModelConfig, weights: Weights, ranks: Ranks, num_positions: int):
         super().__init__(config, weights, ranks, num_positions)
-        self.heads = load_head_norms(self.heads, weights, self.stage, config.norm_eps)
+        self.heads = self.with_head_norms(weights)
 
 
 FAMILY = Family(

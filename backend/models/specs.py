@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from tridecode.backend.config import ModelConfig
 from tridecode.backend.weight_layout import WeightSpec
 
+#: below model.layers.<i>.attention: the norms of query and key heads
+HEAD_NORMS = "q_norm", "k_norm"
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -92,3 +95,13 @@ def row_specs(
     if bias:
         specs.append(WeightSpec(f"{name}.bias", (outer,), layer=layer))
     return specs
+
+
+def head_norm_specs(config: ModelConfig, bias: bool) -> list[WeightSpec]:
+    """HEAD_NORMS of each layer: (D,), shared by its heads."""
+    return [
+        spec
+        for layer in range(config.num_layers)
+        for name in HEAD_NORMS
+        for spec in norm_specs(f"model.layers.{layer}.attention.{name}", config.head_size, bias, layer)
+    ]

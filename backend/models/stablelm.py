@@ -3,8 +3,7 @@ parallel after one norm, and a norm of each head. Bellagente et al. 2024."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -14,18 +13,16 @@ from tridecode.backend.models.config_ini import (
     ACTIVATION_NAMES,
     ACTIVATIONS,
     IniSection,
+    read_grouped,
     read_rope,
     rope_keys,
 )
 from tridecode.backend.models.decoder import Decoder
 from tridecode.backend.models.layers import Context, Ranks, Weights
-from tridecode.backend.models.phi import HEAD_NORMS, read_grouped
-from tridecode.backend.models.specs import Layout
+from tridecode.backend.models.llama import GATED
+from tridecode.backend.models.specs import HEAD_NORMS, Layout
 from tridecode.backend.weight_layout import WeightSpec
-from tridecode.kernels.ops import CacheLayer, Heads
-
-#: activation -> that of the gated MLP
-GATES = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}
+from tridecode.kernels.ops import CacheLayer
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ class StableLmConfig(ModelConfig):
 
 def read(section: IniSection, tied_head: bool) -> StableLmConfig:
     """Section [stablelm]: ours, in FasterTransformer's spelling."""
-    gated = {name: kind for name, kind in ACTIVATIONS.items() if kind in GATES}
+    gated = {name: kind for name, kind in ACTIVATIONS.items() if kind in GATED}
     return StableLmConfig(
         family="stablelm",
         norm_eps=section.number("layernorm_eps", 1e-5),
@@ -91,21 +88,11 @@ class Model(Decoder):
         self.layout = layout(config)
         super().__init__(config, weights, ranks, num_positions)
         if config.head_norms:
-            self.heads = self.with_norms(self.heads, weights)
-
-    def with_norms(self, heads: Sequence[Heads], weights: Weights) -> list[Heads]:
-        def normed(held: Heads, layer: int) -> Heads:
-            query, key = (
-                weights.norm(f"model.layers.{layer}.attention.{name}", self.config.norm_eps, centred=True)
-                for name in HEAD_NORMS
-            )
-            return replace(held, query_norm=query, key_norm=key)
-
-        return [normed(held, layer) for held, layer in zip(heads, self.stage)]
+            self.heads = self.with_head_norms(weights, centred=True)
 
     def forward(self, context: Context, x: Tensor, caches: list[CacheLayer]) -> None:
         residual = self.parallel if self.config.residual == "parallel" else self.sequential
-        residual(context, x, GATES[self.config.activation], caches)
+        residual(context, x, GATED[self.config.activation], caches)
 
 
 FAMILY = Family(

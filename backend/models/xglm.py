@@ -73,19 +73,16 @@ class Model(Decoder):
 
     def __init__(self, config: XglmConfig, weights: Weights, ranks: Ranks, num_positions: int):
         super().__init__(config, weights, ranks, num_positions)
-        self.scale = math.sqrt(config.hidden_size) if config.scale_embedding else 1.0
+        self.embedding_scale = math.sqrt(config.hidden_size) if config.scale_embedding else 1.0
         table = sinusoids(num_positions, config.hidden_size)
         if 0 <= config.zero_position < num_positions:
             table[config.zero_position] = 0
-        self.positions = (table / self.scale).to(self.embedding)
+        self.positions = (table / self.embedding_scale).to(self.embedding)
 
     def embed(self, context: Context, x: Tensor) -> None:
         """scale * (word + position / scale): the sum is part of the look-up."""
-        batch = context.batch
-        context.ops.embed(
-            batch.token_ids, self.embedding, positions=batch.positions, position_table=self.positions, out=x
-        )
-        x.mul_(self.scale)
+        self.look_up(context, x, self.positions)
+        x.mul_(self.embedding_scale)
 
     def forward(self, context: Context, x: Tensor, caches: list[CacheLayer]) -> None:
         self.sequential(context, x, self.config.activation, caches)

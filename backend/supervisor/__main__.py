@@ -21,16 +21,24 @@ def main() -> None:
         "--lock-fd", required=True, type=int, help="locked file descriptor of the runtime folder"
     )
     parser.add_argument("--server", required=True, help="PID:START of the tritonserver")
+    parser.add_argument("--number", type=int, default=0, help="of the engine among those of instance_group")
     arguments = parser.parse_args()
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Triton's threads block signals, and a mask is inherited
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    which = f" engine {arguments.number}" if arguments.number else ""
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s %(name)s{which}: %(message)s")
     os.set_inheritable(arguments.lock_fd, False)  # the ranks must not hold the lock
     runtime_dir.sweep(arguments.runtime_dir.parent)
     pid, start = arguments.server.split(":")
     server = ProcessId(int(pid), int(start))
-    Supervisor(
-        Place(arguments.engine_dir, arguments.runtime_dir, arguments.lock_fd, server, default_rank_command())
-    ).run()
+    place = Place(
+        arguments.engine_dir,
+        arguments.runtime_dir,
+        arguments.lock_fd,
+        server,
+        default_rank_command(),
+        arguments.number,
+    )
+    Supervisor(place).run()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import logging
 import math
 from collections.abc import Callable
 
-from tridecode.backend.errors import TridecodeError
+from tridecode.backend.errors import ConfigError, TridecodeError
 from tridecode.backend.messages import EngineState
 from tridecode.backend.supervisor.engine_settings import EngineSettings
 from tridecode.backend.supervisor.ranks import Failure, RankGroup, RankMessage
@@ -38,7 +38,8 @@ class EngineLife:
     """Times are monotonic seconds that the caller gives; nothing here sleeps or blocks.
 
     read_settings, fingerprint: of the engine's files, now. start: starts the ranks of an epoch.
-    endpoint: address of rank 0 in an epoch. first_epoch: the epoch before the first one.
+    endpoint: address of rank 0 in an epoch. first_epoch: the epoch before the first one. waits_for: what else
+    must be there before a start, as "waiting for …"; "" when all is; may raise TridecodeError.
     """
 
     def __init__(
@@ -48,11 +49,13 @@ class EngineLife:
         start: Callable[[int, EngineSettings, float], RankGroup],
         endpoint: Callable[[int], str],
         first_epoch: int,
+        waits_for: Callable[[], str] = lambda: "",
     ) -> None:
         self._read_settings = read_settings
         self._fingerprint = fingerprint
         self._start = start
         self._endpoint = endpoint
+        self._waits_for = waits_for
         self._settings = EngineSettings()
         self._seen: object = None  # fingerprint when the epoch began
         self._group: RankGroup | None = None
@@ -74,6 +77,11 @@ class EngineLife:
     def load(self) -> tuple[int, int]:
         """Sequences that run and that wait."""
         return self._group.load if self._group and self.phase == "ready" else (0, 0)
+
+    @property
+    def group(self) -> RankGroup | None:
+        """The ranks of the epoch."""
+        return self._group
 
     def tick(self, now: float) -> None:
         """Check the ranks and take the next step that is due."""
@@ -120,6 +128,10 @@ class EngineLife:
     def gone(self) -> bool:
         return self._group is None or self._group.gone()
 
+    def living(self) -> str:
+        """The ranks that have not ended, in words."""
+        return "" if self._group is None else self._group.living()
+
     def _rebuild_when_due(self, now: float) -> None:
         if self._group is not None and not self._group.gone():
             if self._killed_at is not None and now - self._killed_at > SLOW_DEATH_S:
@@ -127,7 +139,7 @@ class EngineLife:
                 _log.warning("killed ranks (pid %s) have not ended; the driver may hold them", pids)
                 self._killed_at = now
             return
-        if now < self._next_start:
+        if now < self._next_start or self._must_wait(now):
             return
         self.epoch += 1
         self.phase, self.detail = "starting", "starting python"
@@ -142,6 +154,18 @@ class EngineLife:
         except OSError as error:
             self._group = None
             self._down(now, Failure(f"the ranks cannot be started: {error}"))
+
+    def _must_wait(self, now: float) -> bool:
+        """Whether the start waits for other nodes, or cannot be."""
+        try:
+            waiting = self._waits_for()
+        except TridecodeError as error:
+            self._down(now, Failure(str(error), fatal=isinstance(error, ConfigError)))
+            return True
+        reason = self.detail.partition("; waiting for ")[0]
+        if waiting:
+            self.detail = waiting if self.phase == "starting" else f"{reason}; {waiting}"
+        return bool(waiting)
 
     def _watch(self, group: RankGroup, now: float) -> None:
         failure = group.check(now, self._settings.start_timeout_s, self._settings.step_timeout_s)

@@ -19,6 +19,7 @@ import zmq
 
 from tridecode.backend import messages, pauses
 from tridecode.backend.errors import ConfigError, EngineDownError
+from tridecode.backend.nodes.launchers import inherited_fds
 from tridecode.backend.supervisor import processes, runtime_dir
 from tridecode.backend.threads import spin_briefly
 
@@ -32,16 +33,22 @@ _log = logging.getLogger("tridecode.launch")
 _started: list[subprocess.Popen] = []  # kept to be reaped, so that a killed supervisor leaves no zombie
 
 
-def ensure(engine_dir: str, server_pid: int, replacing: Callable[[str], None] = lambda reason: None) -> str:
-    """The control endpoint of the supervisor for `engine_dir`, which is started if none runs.
+def ensure(
+    engine_dir: str,
+    server_pid: int,
+    number: int = 0,
+    replacing: Callable[[str], None] = lambda reason: None,
+) -> str:
+    """The control endpoint of the supervisor for an engine of `engine_dir`, which is started if none runs.
 
     engine_dir: the model directory that holds config.pbtxt and the version folders. server_pid: the
-    tritonserver whose life the engine shares, unless TRIDECODE_OWNER names another process. Any number of
-    doors may call at once. A door that gets no EngineState for SILENCE_S should call again and reconnect: the
-    supervisor was killed, frozen or about to leave. replacing(reason): called before a new supervisor is
-    started in place of one that was killed or does not answer; its engine ends with it. Blocks for as long as
-    a supervisor takes to start, START_S at most. Raises EngineDownError if it does not start or the server is
-    stopping, ConfigError if the setting is wrong.
+    tritonserver whose life the engine shares, unless TRIDECODE_OWNER names another process. number: of the
+    engine among those of instance_group. Any number of doors may call at once. A door that gets no
+    EngineState for SILENCE_S should call again and reconnect: the supervisor was killed, frozen or about to
+    leave. replacing(reason): called before a new supervisor is started in place of one that was killed or
+    does not answer; its engine ends with it. Blocks for as long as a supervisor takes to start, START_S at
+    most. Raises EngineDownError if it does not start or the server is stopping, ConfigError if the setting is
+    wrong.
     """
     given = os.environ.get("TRIDECODE_CONTROL_ENDPOINT")
     if given:
@@ -49,7 +56,7 @@ def ensure(engine_dir: str, server_pid: int, replacing: Callable[[str], None] = 
     _started[:] = [process for process in _started if process.poll() is None]
     engine_dir = os.path.abspath(engine_dir)
     server = runtime_dir.life_owner(server_pid)
-    folder = runtime_dir.engine_dir_path(engine_dir, server)
+    folder = runtime_dir.engine_dir_path(engine_dir, server, number)
     control = runtime_dir.endpoint(folder / runtime_dir.CONTROL)
     deadline = time.monotonic() + START_S
     told = ""
@@ -62,7 +69,7 @@ def ensure(engine_dir: str, server_pid: int, replacing: Callable[[str], None] = 
                     raise EngineDownError("the server is stopping; no engine is started")
                 if runtime_dir.read_owner(folder) is not None:
                     replacing(_ENDED)
-                return _start(folder, fd, engine_dir, server, control, deadline)
+                return _start(folder, fd, engine_dir, server, number, deadline)
             finally:
                 os.close(fd)
         silence = _silence(folder)
@@ -122,18 +129,19 @@ def _pings(holder: processes.ProcessId, control: str) -> bool:
 
 
 def _start(
-    folder: Path, fd: int, engine_dir: str, server: processes.ProcessId, control: str, deadline: float
+    folder: Path, fd: int, engine_dir: str, server: processes.ProcessId, number: int, deadline: float
 ) -> str:
     """Start a supervisor that takes the lock `fd` over; returns when its socket is bound."""
     _clear(folder)
+    control = runtime_dir.endpoint(folder / runtime_dir.CONTROL)
     command = [engine_python(), "-m", "tridecode.backend.supervisor"]
     command += ["--engine-dir", engine_dir, "--runtime-dir", str(folder), "--lock-fd", str(fd)]
-    command += ["--server", f"{server.pid}:{server.start}"]
+    command += ["--server", f"{server.pid}:{server.start}", "--number", str(number)]
     try:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            pass_fds=(fd,),
+            pass_fds=(fd, *inherited_fds(os.environ)),
             start_new_session=True,
             env=engine_environment(),
         )

@@ -31,6 +31,7 @@ from tridecode.backend.messages import (
     decode,
     encode,
 )
+from tridecode.backend.nodes.supervising import Nodes
 from tridecode.backend.pauses import PauseWatch
 from tridecode.backend.supervisor import processes, ranks, runtime_dir, shared_memory, state_file
 from tridecode.backend.supervisor.door_book import DoorBook
@@ -54,6 +55,7 @@ class Place:
     lock_fd: int
     server: processes.ProcessId  # whose life the engine shares: tritonserver, or the guard that restarts it
     rank_command: list[str]  # argument list before the options; tests put a rank without torch here
+    number: int = 0  # of the engine among those of instance_group
 
 
 def default_rank_command() -> list[str]:
@@ -75,12 +77,14 @@ class Supervisor:
         self._complaints: dict[str, str] = {}  # subject -> the error that was logged for it
         self._write_owner()
         ranks.kill_strays(self.control)
-        self.life = EngineLife(
-            lambda: read_engine_settings(place.engine_dir),
+        self.nodes = Nodes(place.engine_dir, place.server, place.folder.parent)
+        self.life = self.nodes.lender(self._rank_options) or EngineLife(
+            self._read_settings,
             lambda: fingerprint(place.engine_dir),
             self._start_ranks,
             self._engine_endpoint,
             self.owner.epoch,
+            self.nodes.waits_for,
         )
         self.doors = DoorBook(now)
         self._stubs: dict[int, shared_memory.Stub] = {}
@@ -112,6 +116,7 @@ class Supervisor:
                 self.life.forgive(now, pause)
                 self.doors.forgive(now)
             self._receive(now)
+            self.nodes.tick(now, self.life)
             self.life.tick(now)
             self._tell(now)
             self._look_around(now)
@@ -229,18 +234,24 @@ class Supervisor:
     def _engine_endpoint(self, epoch: int) -> str:
         return runtime_dir.endpoint(self.place.folder / f"engine-{epoch}.sock")
 
+    def _read_settings(self) -> EngineSettings:
+        self.nodes.check()
+        return read_engine_settings(self.place.engine_dir, self.place.number)
+
+    def _rank_options(self, epoch: int) -> list[str]:
+        """The command of a rank, before the options that differ between ranks."""
+        options = ["--engine-dir", self.place.engine_dir, "--control", self.control, "--epoch", str(epoch)]
+        return [*self.place.rank_command, *options, "--endpoint", self._engine_endpoint(epoch)]
+
     def _start_ranks(self, epoch: int, settings: EngineSettings, now: float) -> ranks.RankGroup:
         self.owner.epoch = epoch
         self._write_owner()
         self._rank_identities.clear()
         for old in self.place.folder.glob("engine-*"):
             old.unlink(missing_ok=True)
-        options = ["--engine-dir", self.place.engine_dir, "--control", self.control, "--epoch", str(epoch)]
-        options += ["--world", str(settings.world), "--endpoint", self._engine_endpoint(epoch)]
-        commands = [
-            [*self.place.rank_command, *options, "--rank", str(rank)] for rank in range(settings.world)
-        ]
-        return ranks.RankGroup(commands, now)
+        options = [*self._rank_options(epoch), "--world", str(settings.world), *settings.device_options]
+        commands = [[*options, "--rank", str(rank)] for rank in range(settings.world)]
+        return self.nodes.start_ranks(commands, epoch, now) or ranks.RankGroup(commands, now)
 
     # ------------------------------------------------------------ the server and its stubs
 
@@ -268,10 +279,15 @@ class Supervisor:
             self._send(identity, Stop())
         deadline = time.monotonic() + STOP_GRACE_S
         while not self.life.gone() and time.monotonic() < deadline:
+            self.nodes.tick(time.monotonic(), self.life)
             time.sleep(0.02)
+        if left := self.life.living():
+            _log.warning("killing what has not ended within %g s of the stop: %s", STOP_GRACE_S, left)
         self.life.kill()
         while not self.life.gone():
+            self.nodes.tick(time.monotonic(), self.life)
             time.sleep(0.02)
+        self.nodes.close()
         if not processes.alive(self.place.server):
             self._clean_after_server()
         self._socket.close()

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_PF_EXITING = 0x4  # of the kernel's task flags
 _libc = ctypes.CDLL(None, use_errno=True)
 
 STATE_WORDS = {
@@ -22,6 +23,7 @@ STATE_WORDS = {
     "D": "waiting for the disk or a driver",
     "R": "its interpreter is blocked by a computation",
     "S": "its interpreter is blocked by a wait",
+    "X": "it is ending",
 }
 
 
@@ -43,9 +45,14 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def state(pid: int) -> str:
-    """The one-letter state that ps shows (R, S, D, T, t, Z, …); "" if there is no such process."""
+    """The one-letter state that ps shows (R, S, D, T, t, Z, …); "" if there is no such process.
+
+    X: it has begun to end. Its connections may be closed some time before its parent sees the end.
+    """
     fields = _stat(pid)
-    return fields[0] if fields else ""
+    if fields is None:
+        return ""
+    return "X" if int(fields[6]) & _PF_EXITING and fields[0] != "Z" else fields[0]
 
 
 def identify(pid: int) -> ProcessId | None:

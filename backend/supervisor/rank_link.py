@@ -7,7 +7,8 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -16,6 +17,7 @@ from tridecode.backend.messages import (
     BEAT_S,
     EngineBeat,
     FromSupervisor,
+    RankDigest,
     RankFailed,
     RankProgress,
     RankReady,
@@ -32,15 +34,24 @@ _POLL_S = 0.02
 _log = logging.getLogger("tridecode.rank")
 
 
+class Exchange(Protocol):
+    """waits: the exchange with other ranks that this rank waits in; "" for none."""
+
+    waits: str
+
+
 class RankStatus:
     """Status of the engine's loop. Plain attributes, set without locks; the link reads them each
     BEAT_S.
 
     busy_since: time.monotonic() when the current step began; 0.0 between steps. metrics: replaced whole,
-    never changed in place.
+    never changed in place. digest: (steps, RankDigest.tokens after them), replaced whole. exchange: has what
+    the rank waits in.
     """
 
     def __init__(self) -> None:
+        self.exchange: Exchange | None = None
+        self.digest = (0, 0)
         self.steps = 0
         self.busy_since = 0.0
         self.running = 0
@@ -78,16 +89,20 @@ class RankLink:
         self._thread = threading.Thread(target=self._run, name="rank-link", daemon=True)
         self._thread.start()
 
-    def progress(self, what: str) -> None:
-        """Report what a starting rank is doing ("loading layer 3 of 24"), for people."""
-        self._outbox.put(RankProgress(self._epoch, self._rank, what))
+    def progress(self, what: str, waits_for: Sequence[int] = ()) -> None:
+        """Report what a starting rank is doing ("loading layer 3 of 24"), for people; and the ranks that it
+        waits for."""
+        self._outbox.put(RankProgress(self._epoch, self._rank, what, list(waits_for)))
+
+    def tell(self, digest: RankDigest) -> None:
+        self._outbox.put(digest)
 
     def ready(self) -> None:
         self._outbox.put(RankReady(self._epoch, self._rank))
 
-    def failed(self, error: str, fatal: bool) -> None:
-        """Say why this rank ends, and close. fatal: a restart would fail again in the same way."""
-        self._outbox.put(RankFailed(self._epoch, self._rank, error, fatal))
+    def failed(self, error: str, fatal: bool, cause: str = "self") -> None:
+        """Say why this rank ends, and close. fatal, cause: see RankFailed."""
+        self._outbox.put(RankFailed(self._epoch, self._rank, error, fatal, cause))
         self.close()
 
     def close(self) -> None:
@@ -149,6 +164,9 @@ class RankLink:
             free_blocks=status.free_blocks,
             total_blocks=status.total_blocks,
             metrics=status.metrics,
+            waits="" if status.exchange is None else status.exchange.waits,
+            digest_steps=status.digest[0],
+            digest=status.digest[1],
         )
 
     def _receive(self, frame: bytes) -> None:

@@ -3,39 +3,71 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Union
+from typing import Protocol, Union
 
-from tridecode.backend.messages import SILENCE_S, EngineBeat, RankFailed, RankProgress, RankReady
+from tridecode.backend.messages import EngineBeat, RankDigest, RankFailed, RankProgress, RankReady
 from tridecode.backend.supervisor import processes
+from tridecode.backend.supervisor.blame import Digests, Failure, find_cause, ranks_text
 
-EXIT_GRACE_S = 0.2  # the last messages of a rank that ended arrive within this time
-RankMessage = Union[RankReady, RankProgress, RankFailed, EngineBeat]
+RankMessage = Union[RankReady, RankProgress, RankFailed, RankDigest, EngineBeat]
 
 
-@dataclass
-class Failure:
-    """Why an epoch is over. fatal: a restart would fail again in the same way."""
+class RankProcess(Protocol):
+    """The process of a rank, on this node or on another one. pid: on its own node."""
 
-    reason: str
-    fatal: bool = False
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None:
+        """The return code once the process has ended, as subprocess has it."""
+
+    def state(self) -> str:
+        """The one-letter state that ps shows; "" if there is no such process."""
+
+    def kill(self) -> None:
+        """SIGKILL to the process and to its children, which may outlive it."""
+
+
+class LocalProcess:
+    """A rank on this node, in a session of its own, so that its whole tree can be killed."""
+
+    def __init__(self, command: Sequence[str], pass_fds: Sequence[int] = ()) -> None:
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=processes.die_with_parent,
+            pass_fds=pass_fds,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def state(self) -> str:
+        return processes.state(self._process.pid)
+
+    def kill(self) -> None:
+        processes.kill_group(self._process.pid)
 
 
 class Rank:
-    """One rank process, in a session of its own, so that its whole tree can be killed."""
+    """One rank of an epoch, and what it has said."""
 
-    def __init__(self, index: int, command: Sequence[str], now: float) -> None:
+    def __init__(self, index: int, process: RankProcess, now: float) -> None:
         self.index = index
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=processes.die_with_parent
-        )
+        self.process = process
         self.ready = False
         self.progress = "starting python"
+        self.waits_for: list[int] = []
         self.beat: EngineBeat | None = None
         self.failed: RankFailed | None = None
+        self.failed_at = 0.0
         self.heard_at = now
         self.exited_at: float | None = None
         self._killed = False
@@ -45,10 +77,10 @@ class Rank:
         if isinstance(message, RankReady):
             self.ready = True
         elif isinstance(message, RankProgress):
-            self.progress = message.what
+            self.progress, self.waits_for = message.what, message.waits_for
         elif isinstance(message, RankFailed):
-            self.failed = message
-        else:
+            self.failed, self.failed_at = message, now
+        elif isinstance(message, EngineBeat):
             self.beat = message
 
     def poll(self, now: float) -> int | None:
@@ -62,7 +94,7 @@ class Rank:
         """SIGKILL to the rank and to its children, which may outlive it."""
         if not self._killed:
             self._killed = True
-            processes.kill_group(self.process.pid)
+            self.process.kill()
 
 
 class RankGroup:
@@ -70,13 +102,18 @@ class RankGroup:
 
     def __init__(self, commands: Sequence[Sequence[str]], now: float) -> None:
         self.started_at = now
+        self._digests = Digests()
         self.ranks: list[Rank] = []
         try:
             for index, command in enumerate(commands):
-                self.ranks.append(Rank(index, command, now))
+                self.ranks.append(Rank(index, self.start(index, command), now))
         except OSError:
             self.kill()
             raise
+
+    def start(self, index: int, command: Sequence[str]) -> RankProcess:
+        """Start one rank; a group over several nodes starts some of them elsewhere."""
+        return LocalProcess(command)
 
     @property
     def ready(self) -> bool:
@@ -89,8 +126,16 @@ class RankGroup:
         return (beat.running, beat.waiting) if beat else (0, 0)
 
     def hear(self, message: RankMessage, now: float) -> None:
-        if 0 <= message.rank < len(self.ranks):
-            self.ranks[message.rank].hear(message, now)
+        if not 0 <= message.rank < len(self.ranks):
+            return
+        self.ranks[message.rank].hear(message, now)
+        if len(self.ranks) == 1:
+            return
+        if isinstance(message, RankDigest):
+            self._digests.hear(message)
+        elif isinstance(message, EngineBeat) and message.digest_steps:
+            tokens = RankDigest(message.epoch, message.rank, message.digest_steps, message.digest)
+            self._digests.hear(tokens)
 
     def forgive(self, now: float, pause_s: float) -> None:
         """Count silence from now on: this process itself stood still for pause_s."""
@@ -102,77 +147,21 @@ class RankGroup:
         """The progress of the ranks that are not ready."""
         if len(self.ranks) == 1:
             return self.ranks[0].progress
-        late = [f"rank {rank.index}: {rank.progress}" for rank in self.ranks if not rank.ready]
+        late = [f"rank {rank.index}: {rank.progress}{_waits(rank)}" for rank in self.ranks if not rank.ready]
         return "; ".join(late) or "all ranks are ready"
 
     def check(self, now: float, start_timeout_s: float, step_timeout_s: float) -> Failure | None:
         """The first cause found of why the epoch is over, or None while all is well."""
-        return (
-            self._killed(now)
-            or self._failed()
-            or self._ended(now)
-            or self._silent(now)
-            or self._stuck(step_timeout_s)
-            or self._slow_start(now, start_timeout_s)
-        )
+        cause = find_cause(self.ranks, now, self.started_at, start_timeout_s, step_timeout_s)
+        return cause or self._digests.cause(now)
 
-    def _killed(self, now: float) -> Failure | None:
-        """A rank that a signal ended comes first: the others fail because of it."""
-        for rank in self.ranks:
-            code = rank.poll(now)
-            if code is not None and code < 0 and rank.failed is None:
-                return Failure(f"rank {rank.index} was killed by signal {-code}{_signal_hint(-code)}")
-        return None
-
-    def _failed(self) -> Failure | None:
-        for rank in self.ranks:
-            if rank.failed is not None:
-                return Failure(f"rank {rank.index}: {rank.failed.error}", rank.failed.fatal)
-        return None
-
-    def _ended(self, now: float) -> Failure | None:
-        for rank in self.ranks:
-            if rank.exited_at is not None and now - rank.exited_at >= EXIT_GRACE_S:
-                where = "" if rank.ready else f" while {rank.progress}"
-                return Failure(f"rank {rank.index} ended with exit code {rank.process.returncode}{where}")
-        return None
-
-    def _silent(self, now: float) -> Failure | None:
-        for rank in self.ranks:
-            silent = now - rank.heard_at
-            if silent < SILENCE_S or rank.exited_at is not None:
-                continue
-            state = processes.state(rank.process.pid)
-            if (
-                rank.ready or state == "T"
-            ):  # a start may hold the interpreter for long, but it is never stopped
-                why = processes.STATE_WORDS.get(state, f"process state {state}")
-                return Failure(f"rank {rank.index} has been silent for {silent:.1f} s ({why})")
-        return None
-
-    def _stuck(self, step_timeout_s: float) -> Failure | None:
-        for rank in self.ranks:
-            if rank.beat is not None and rank.beat.busy_s > step_timeout_s:
-                return Failure(
-                    f"rank {rank.index} has been in one step for {rank.beat.busy_s:.3g} s; "
-                    f"step_timeout_s is {step_timeout_s:g}"
-                )
-        return None
-
-    def _slow_start(self, now: float, start_timeout_s: float) -> Failure | None:
-        if self.ready or now - self.started_at < start_timeout_s:
-            return None
-        doing = "; ".join(
-            f"rank {rank.index} {'is ready' if rank.ready else 'was still ' + rank.progress}"
-            f"{self._silence(rank, now)}"
+    def living(self) -> str:
+        """The ranks that have not ended, and what their processes do; "" if all have."""
+        return "; ".join(
+            f"{ranks_text([rank.index])} ({processes.STATE_WORDS.get(rank.process.state(), 'busy')})"
             for rank in self.ranks
+            if rank.process.poll() is None
         )
-        return Failure(f"not ready after {start_timeout_s:g} s (start_timeout_s): {doing}")
-
-    @staticmethod
-    def _silence(rank: Rank, now: float) -> str:
-        silent = now - rank.heard_at
-        return f" (silent for {silent:.1f} s)" if silent > SILENCE_S else ""
 
     def kill(self) -> None:
         """SIGKILL to every rank and its children; `gone` says when they have ended."""
@@ -186,13 +175,8 @@ class RankGroup:
         return [rank.process.pid for rank in self.ranks if rank.process.poll() is None]
 
 
-def _signal_hint(signum: int) -> str:
-    hints: dict[int, str] = {
-        signal.SIGSEGV: " (segmentation fault)",
-        signal.SIGABRT: " (abort)",
-        signal.SIGBUS: " (bus error; is /dev/shm or a weight file truncated?)",
-    }
-    return hints.get(signum, "")
+def _waits(rank: Rank) -> str:
+    return f" (waits for {ranks_text(rank.waits_for)})" if rank.waits_for else ""
 
 
 def kill_strays(control: str) -> None:

@@ -89,9 +89,9 @@ def _private(path: Path) -> Path:
     return path
 
 
-def engine_dir_path(engine_dir: str, server: ProcessId) -> Path:
-    """The runtime folder of the engine of `engine_dir` (an absolute path) under that server; not made yet."""
-    key = f"{server.pid}:{server.start}:{os.path.realpath(engine_dir)}"
+def engine_dir_path(engine_dir: str, server: ProcessId, number: int = 0) -> Path:
+    """The runtime folder of an engine of `engine_dir` (an absolute path) under that server; not made yet."""
+    key = f"{server.pid}:{server.start}:{os.path.realpath(engine_dir)}" + (f":{number}" if number else "")
     return base_dir() / hashlib.sha256(key.encode()).hexdigest()[:12]
 
 

@@ -1,0 +1,53 @@
+"""What the nodes of an engine must have alike, as short digests by name."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib import metadata
+from pathlib import Path
+
+from tridecode.backend.engine_config_file import FILE, checkpoint_dir
+from tridecode.backend.errors import TridecodeError
+from tridecode.backend.messages import PROTOCOL
+
+_DIGITS = 12
+
+
+def identity(engine_dir: str) -> dict[str, str]:
+    """By name: digests of config.pbtxt, config.ini and manifest.json, "missing" where there is none; the
+    engine's name, the version and the protocol."""
+    files = {FILE: Path(engine_dir) / FILE}
+    try:
+        weights = Path(checkpoint_dir(engine_dir))
+    except TridecodeError:
+        pass  # reading the settings will tell
+    else:
+        files.update({name: weights / name for name in ("config.ini", "manifest.json")})
+    return {
+        "the engine's model": Path(engine_dir).name,
+        "tridecode's version": _version(),
+        "the protocol": str(PROTOCOL),
+        **{name: _digest(path) for name, path in files.items()},
+    }
+
+
+def difference(theirs: dict[str, str], ours: dict[str, str]) -> str:
+    """The first thing that differs, in words; "" if nothing does."""
+    for name in (*ours, *theirs):
+        if theirs.get(name) != ours.get(name):
+            return f"{name} is {theirs.get(name)} there and {ours.get(name)} on node 0"
+    return ""
+
+
+def _digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:_DIGITS]
+    except OSError:
+        return "missing"
+
+
+def _version() -> str:
+    try:
+        return metadata.version("tridecode")
+    except metadata.PackageNotFoundError:
+        return "unknown"
