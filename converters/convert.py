@@ -6,8 +6,8 @@ import hashlib
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +17,8 @@ from tridecode.backend import models
 from tridecode.backend.config import DTYPES, ModelConfig
 from tridecode.backend.errors import CheckpointError, ConfigError
 from tridecode.backend.manifest import Manifest, sample_sha256
-from tridecode.backend.weights import TORCH_DTYPES
+from tridecode.backend.quantization import Quantization, stored_specs
+from tridecode.backend.weights import FILE_DTYPES, TORCH_DTYPES
 from tridecode.converters.checkpoint import Checkpoint
 from tridecode.converters.families import CheckpointFamily, family_of
 from tridecode.converters.mapped_files import released_pages
@@ -25,9 +26,13 @@ from tridecode.converters.prompts import check_prompts, prompt_keys, write_promp
 from tridecode.converters.pruned_config import read_declared
 from tridecode.converters.pruned_reference import model_of, unpruned_tensors
 from tridecode.converters.pruning import describe, rules_of_layers, with_layer_sizes
+from tridecode.converters.quantized_writer import quantized_tensors
 from tridecode.converters.rules import Conversion, expand, plan_conversions
 from tridecode.converters.sources.bitmasks import BitmaskSource
+from tridecode.converters.sources.quantized import QuantizedSource
 from tridecode.converters.writer import TensorToWrite, write_weights
+from tridecode.kernels.quantized import QuantizedWeight
+from tridecode.kernels.round_to_nearest import round_to_nearest
 
 _MAX_FILES = 10_000  # of a checkpoint
 
@@ -40,28 +45,30 @@ class PlannedConversion:
     config: ModelConfig
     conversions: list[Conversion]
     names: dict[str, str]  # transformers' full name -> the checkpoint's own
+    #: (name of a target, how to make it dense) -> what is written in its place: a QuantizedWeight for each
+    #: tensor that config.quantization covers. None: these are rounded to the nearest values
+    replaced: Callable[[str, Callable[[], torch.Tensor]], torch.Tensor | QuantizedWeight] | None = None
+    replaced_by: str = ""  # a digest of that; a conversion that was interrupted goes on if it is the same
 
     @property
     def total_bytes(self) -> int:
         """Of the weight files."""
-        elements = sum(math.prod(item.spec.shape) for item in self.conversions)
-        return elements * TORCH_DTYPES[self.config.weight_dtype].itemsize
+        specs = stored_specs([item.spec for item in self.conversions], self.config.quantization)
+        dtype = self.config.weight_dtype
+        return sum(math.prod(spec.shape) * FILE_DTYPES[spec.dtype or dtype].itemsize for spec in specs)
 
     @property
     def notes(self) -> list[str]:
         """What a user should know about the model: the sizes of the layers of a pruned one."""
         return describe(self.config) if self.config.layer_sizes else []
 
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor of the checkpoint, by transformers' full name."""
+        return self.checkpoint.tensors.read(self.names[name])
+
     def write(self, directory: Path, tensor_para_size: int = 1) -> Manifest:
         """Write the weight directory; see writer.write_weights."""
-
-        def read(name: str) -> torch.Tensor:
-            return self.checkpoint.tensors.read(self.names[name])
-
-        tensors = [
-            TensorToWrite(item.spec, partial(item.make, read), self._memory(item))
-            for item in self.conversions
-        ]
+        tensors = [part for item in self.conversions for part in self._to_write(item)]
         files = checkpoint_files(self.checkpoint.path)
         prompts = self.checkpoint.prompts
         check_prompts(prompts, self.config)
@@ -73,11 +80,37 @@ class PlannedConversion:
                 self.config,
                 tensors,
                 tensor_para_size,
-                source_digest(files),
-                prompt_keys(prompts, self.config),
+                source_digest(files, self.replaced_by),
+                prompt_keys(prompts, self.config, self.checkpoint.prompt_start_id),
             )
-        write_prompts(directory, prompts, self.config)
+        write_prompts(directory, prompts, self.config, tensor_para_size)
         return manifest
+
+    def _to_write(self, item: Conversion) -> list[TensorToWrite]:
+        """The files of a tensor: one, or the parts of a quantised matrix."""
+        quantization, memory = self.config.quantization, self._memory(item)
+        dense = partial(item.make, self.read)
+        if quantization is not None and quantization.covers(item.spec):
+            load = partial(self._quantized, item.spec.name, quantization, dense)
+            return quantized_tensors(item.spec, quantization, load, memory)
+        return [TensorToWrite(item.spec, partial(self._dense, item.spec.name, dense), memory)]
+
+    def _quantized(
+        self, name: str, quantization: Quantization, dense: Callable[[], torch.Tensor]
+    ) -> QuantizedWeight:
+        if self.replaced is None:
+            q = quantization
+            return round_to_nearest(dense().t(), q.weights, q.group, q.activations)
+        weight = self.replaced(name, dense)
+        assert isinstance(weight, QuantizedWeight), name
+        return weight
+
+    def _dense(self, name: str, dense: Callable[[], torch.Tensor]) -> torch.Tensor:
+        if self.replaced is None:
+            return dense()
+        tensor = self.replaced(name, dense)
+        assert isinstance(tensor, torch.Tensor), name
+        return tensor
 
     def _memory(self, item: Conversion) -> int:
         """Bytes that a tensor takes while it is written, in the wider of the two dtypes."""
@@ -93,29 +126,34 @@ def checkpoint_files(path: Path) -> list[Path]:
     return sorted(file for file in found if file.is_file() and ".git" not in file.parts)
 
 
-def source_digest(files: list[Path]) -> str:
+def source_digest(files: list[Path], replaced_by: str = "") -> str:
     """A digest of names and contents (SampleDigest), for telling whether a conversion goes on from them."""
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(replaced_by.encode())
     for file in files:
         digest.update(f"{file.name}\0{sample_sha256(file)}\n".encode())
     return digest.hexdigest()
 
 
 def plan_conversion(
-    checkpoint: Checkpoint, dtype: str | None = None, model_name: str | None = None
+    checkpoint: Checkpoint,
+    dtype: str | None = None,
+    model_name: str | None = None,
+    quantization: Quantization | None = None,
 ) -> PlannedConversion:
     """Find the family's rules and check them against the checkpoint; nothing is written.
 
-    dtype: "fp32", "fp16" or "bf16"; None: the checkpoint's own. Raises UnsupportedError for a model type or
-    setting that this version does not run, CheckpointError where a tensor is missing, unknown or misshapen.
+    dtype: "fp32", "fp16" or "bf16"; None: the checkpoint's own. quantization: of the layers' matrices. Raises
+    UnsupportedError for a model type or setting that this version does not run, CheckpointError where a
+    tensor is missing, unknown or misshapen.
     """
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; wanted one of {', '.join(DTYPES)}")
     if checkpoint.plan is not None:
         name = None if model_name is None else _model_name(model_name, checkpoint)
-        return PlannedConversion(
-            checkpoint, *checkpoint.plan(dtype, name), {name: name for name in checkpoint.tensors.shapes}
-        )
+        config, conversions = checkpoint.plan(dtype, name)
+        config = replace(config, quantization=quantization)
+        own = {name: name for name in checkpoint.tensors.shapes}
+        return PlannedConversion(checkpoint, config, conversions, own)
     source = family_of(checkpoint.config.model_type, checkpoint.path)
     _check_sizes(checkpoint)
     names = full_names(checkpoint.tensors.shapes, source)
@@ -139,11 +177,16 @@ def plan_conversion(
     shapes = {full: checkpoint.tensors.shapes[own] for full, own in names.items()}
     config = with_layer_sizes(config, source, shapes, read_declared(checkpoint.path, config))
     ignored = expand(source.ignored, config.num_layers) | ({source.head} if tied else set())
+    if isinstance(checkpoint.tensors, QuantizedSource):
+        empty = checkpoint.tensors.empty_biases()
+        ignored |= {full for full, own in names.items() if own in empty}
     specs = models.family(config.family).weight_specs(config)
     rules, where = rules_of_layers(source, config), source.source_file
     conversions = plan_conversions(rules, specs, shapes, ignored, config.num_layers, where)
-    if config.layer_sizes or isinstance(checkpoint.tensors, BitmaskSource):
+    expands = isinstance(checkpoint.tensors, (BitmaskSource, QuantizedSource)) and source.config_class is None
+    if config.layer_sizes or expands:
         checkpoint.reference = partial(_filled_reference, checkpoint, config, source, names)
+    config = replace(config, quantization=quantization)
     return PlannedConversion(checkpoint, config, conversions, names)
 
 

@@ -45,18 +45,19 @@ def shape(hf: PreTrainedConfig) -> dict[str, Any]:
 
 def activation(hf: PreTrainedConfig, key: str, title: str) -> str:
     """ModelConfig.activation of an MLP without a gate. title: the family's name, for the error."""
-    name = getattr(hf, key)
-    if name not in _ACTIVATIONS:
-        raise UnsupportedError(f"{title} with {key} = {name}; this version runs {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[name]
+    return _choice(hf, key, title, _ACTIVATIONS)
 
 
 def gated_activation(hf: PreTrainedConfig, key: str, title: str) -> str:
     """ModelConfig.activation of an MLP with a gate. title: the family's name, for the error."""
+    return _choice(hf, key, title, _GATES)
+
+
+def _choice(hf: PreTrainedConfig, key: str, title: str, values: dict[str, str]) -> str:
     name = getattr(hf, key)
-    if name not in _GATES:
-        raise UnsupportedError(f"{title} with {key} = {name}; this version runs {', '.join(_GATES)}")
-    return _GATES[name]
+    if name not in values:
+        raise UnsupportedError(f"{title} with {key} = {name}; this version runs {', '.join(values)}")
+    return values[name]
 
 
 def demand(hf: PreTrainedConfig, title: str, **wanted: Any) -> None:

@@ -29,6 +29,7 @@ from tridecode.backend.host_memory import available_memory
 from tridecode.backend.models import family, read_model_config
 from tridecode.backend.weights import TORCH_DTYPES, WeightReader
 from tridecode.converters.checkpoint import Checkpoint
+from tridecode.converters.convert import PlannedConversion
 from tridecode.converters.parity_files import (
     LmHead,
     Shards,
@@ -39,6 +40,7 @@ from tridecode.converters.parity_files import (
     is_tied,
     lm_head,
 )
+from tridecode.converters.quantized_parity import Floor, QuantizationParity, compare_quantized
 from tridecode.converters.tokenizer import PROBES, load_tokenizer
 
 PARITY_FORMAT = "tridecode-parity-1"
@@ -73,7 +75,8 @@ class Parity:
     """PARITY.json: the comparison and its result. Logits are absolute, shares lie in [0, 1].
 
     reference_difference: largest logit difference of transformers' own runs in two precisions; 0 if it was
-    not measured, as the usual bound held. tokenizer_round_trip: None without a tokenizer.
+    not measured, as the usual bound held. quantization: of a quantised directory, which this judges in place
+    of the logits' bound, then 0. tokenizer_round_trip: None without a tokenizer.
     """
 
     passed: bool
@@ -92,6 +95,7 @@ class Parity:
     shards: Shards
     prompts: list[PromptParity]
     reference_difference: float = 0.0
+    quantization: QuantizationParity | None = None
     checksums: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     format: str = PARITY_FORMAT
@@ -105,6 +109,8 @@ class Parity:
             f"largest logit error {self.largest_logit_error:.2g} (bound {self.logit_error_bound:.2g}), "
             f"greedy tokens equal on {self.greedy_agreement:.0%} of {len(self.prompts)} prompts"
         ]
+        if self.quantization is not None:
+            parts = [self.quantization.summary()]
         if not self.tokenizer.passed:
             parts.append(f"tokenizer agrees on {self.tokenizer.agreement:.0%} of the texts")
         if not self.lm_head.passed:
@@ -139,12 +145,14 @@ def check_parity(
     config: ModelConfig,
     tokenizer_file: Path | None,
     source_tokenizer: PreTrainedTokenizerBase | None = None,
+    quantized: tuple[PlannedConversion, Floor] | None = None,
 ) -> Parity:
     """Run both models on fixed_prompts, compare the tokenizer, the head's tying and the weight files.
 
     `passed` tells whether every difference of logits is one of rounding, and whether there is no other.
     tokenizer_file: a door's; None: the repository has none. source_tokenizer: transformers', to compare with;
-    None: that of the checkpoint.
+    None: that of the checkpoint. quantized: the conversion of a quantised directory, and what it must reach
+    in place of equal logits.
     """
     shards = check_shards(WeightReader(weights, read_model_config(weights)))
     tokenizer, compared_tokenizer = None, TokenizerParity()
@@ -182,6 +190,10 @@ def check_parity(
         versions=_versions(),
     )
     compared = _compare(described, ours, reference)
+    if quantized is not None:
+        planned, floor = quantized
+        facts["quantization"] = compare_quantized(planned, weights, ours, reference, floor)
+        return judge(compared, 0.0, **facts)
     parity = judge(compared, bound_share * largest, **facts)
     other_dtype = _other_dtype(checkpoint, engine_dtype, torch_dtype, device)
     if _explained(compared, bound_share * largest) or other_dtype is None:
@@ -250,8 +262,10 @@ def judge(compared: list[PromptParity], bound: float, **facts) -> Parity:
     facts: the other fields of Parity.
     """
     files = (facts["tokenizer"], facts["lm_head"], facts["shards"])
+    quality: QuantizationParity | None = facts.get("quantization")
+    fine = _explained(compared, bound) if quality is None else quality.passed
     return Parity(
-        passed=_explained(compared, bound) and all(part.passed for part in files),
+        passed=fine and all(part.passed for part in files),
         largest_logit_error=max(item.logit_error for item in compared),
         logit_error_bound=bound,
         greedy_agreement=sum(item.agrees for item in compared) / len(compared),

@@ -34,7 +34,7 @@ from tridecode.backend.manifest import (
 )
 from tridecode.backend.models import model_config_ini
 from tridecode.backend.weight_layout import WeightSpec
-from tridecode.backend.weights import TORCH_DTYPES
+from tridecode.backend.weights import FILE_DTYPES
 from tridecode.converters.journal import PART, Header, Journal
 from tridecode.converters.mapped_files import is_mapped
 from tridecode.converters.progress import byte_progress
@@ -44,12 +44,15 @@ _MAX_WORKERS = 32  # threads; reading, hashing and writing release the interpret
 _CHUNK_BYTES = 2 << 20  # a part of a tensor, of which each worker holds a few copies
 _IN_FLIGHT_BYTES = 256 << 20  # of all tensors that are being written; a larger one is written alone
 _BLOCK_ROWS = 128  # of a transposition: (8192, 2048) bf16, one thread: 0.55 GB/s; at once 0.6, by 1024 0.5
+#: they have no infinity; the values of fp8 are rounded from finite ones
+_UNCHECKED = (torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn)
 Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class TensorToWrite:
-    """One tensor of the directory; `load` gives it whole, spec.shape, in any floating dtype.
+    """One tensor of the directory; `load` gives it whole, spec.shape, in any floating dtype, or in that of
+    its files where spec.dtype is one of integers or fp8.
 
     bytes: of memory that `load` takes; 0: as much as the tensor in the dtype of the files.
     """
@@ -67,7 +70,7 @@ def write_weights(
     source: str = "",
     more_keys: str = "",
 ) -> Manifest:
-    """Write config.ini, manifest.json and every tensor in config.weight_dtype, split over the ranks.
+    """Write config.ini, manifest.json and every tensor in its dtype, split over the ranks.
 
     more_keys: text behind what describes the model in config.ini.
 
@@ -99,8 +102,8 @@ def write_weights(
 
 
 def is_matrix(spec: WeightSpec) -> bool:
-    """Whether the tensor is a matrix of a layer: these are the ones that are pruned."""
-    return spec.layer is not None and len(spec.shape) == 2
+    """Whether the tensor is a matrix of a layer that is not quantised: these are looked at for pruning."""
+    return spec.layer is not None and len(spec.shape) == 2 and not spec.dtype
 
 
 def sparsity_of(matrices: list[ManifestTensor]) -> tuple[float, str]:
@@ -121,11 +124,14 @@ class _Writer:
         sizes = [self._tensor_bytes(item) for item in tensors]
         self._budget = ByteBudget(max([_IN_FLIGHT_BYTES, *sizes]))
 
+    def _dtype_of(self, spec: WeightSpec) -> str:
+        return spec.dtype or self._dtype
+
     def _tensor_bytes(self, item: TensorToWrite) -> int:
-        return item.bytes or math.prod(item.spec.shape) * TORCH_DTYPES[self._dtype].itemsize
+        return item.bytes or math.prod(item.spec.shape) * FILE_DTYPES[self._dtype_of(item.spec)].itemsize
 
     def _file_bytes(self, spec: WeightSpec) -> int:
-        return math.prod(spec.file_shape(self._ranks)) * TORCH_DTYPES[self._dtype].itemsize
+        return math.prod(spec.file_shape(self._ranks)) * FILE_DTYPES[self._dtype_of(spec)].itemsize
 
     def run(self) -> list[ManifestTensor]:
         """The entries of the manifest, in the order of the tensors."""
@@ -172,12 +178,12 @@ class _Writer:
         try:
             files, zeros = self._write_files(spec, tensor, progress)
         except _NotFinite as error:
-            raise CheckpointError(f"{spec.name} {spec.shape} {error.finding(self._dtype)}") from None
+            raise CheckpointError(f"{spec.name} {spec.shape} {error.finding(self._dtype_of(spec))}") from None
         sections = list(spec.sections)
         return ManifestTensor(
             spec.name,
             list(spec.shape),
-            self._dtype,
+            self._dtype_of(spec),
             spec.axis,
             sections,
             files,
@@ -189,7 +195,7 @@ class _Writer:
         self, spec: WeightSpec, tensor: Tensor, progress: Progress
     ) -> tuple[list[ManifestFile], list[ZeroCounter]]:
         """The files of a tensor and, if it is a matrix of a layer, the zeros of each."""
-        dtype, files = TORCH_DTYPES[self._dtype], []
+        dtype, files = FILE_DTYPES[self._dtype_of(spec)], []
         zeros: list[ZeroCounter] = []
         tensor = _row_major(tensor, dtype)
         for rank in range(spec.num_files(self._ranks)):
@@ -297,6 +303,8 @@ class _NotFinite(Exception):
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """`tensor` in `dtype`. Raises _NotFinite for a value that is not finite there."""
     cast = tensor.to(dtype)
+    if dtype in _UNCHECKED:
+        return cast
     if not _is_finite(cast):
         raise _NotFinite(tensor.abs().max().item() if _is_finite(tensor) else None)
     return cast
@@ -313,7 +321,7 @@ def _write_file(path: Path, chunks: Iterator[Tensor], progress: Progress) -> Man
     part = path.with_name(path.name + PART)
     with open(part, "wb", buffering=0) as file:
         for chunk in chunks:
-            data = chunk.view(torch.uint8).flatten().numpy().data
+            data = chunk.flatten().view(torch.uint8).numpy().data
             whole.update(data)
             sample.update(data)
             length += data.nbytes

@@ -17,14 +17,18 @@ def render(template: str, **values: object) -> str:
 def _tensors(contract: Contract, uint32_inputs: Collection[str] = ()) -> str:
     """One tensor per line. uint32_inputs: names of INT32 inputs that are declared as UINT32."""
     lines = []
+    axis = (-1,) if contract.own_batch_axis else ()
     for field in contract.inputs:
         if field.declared:
             dtype = "UINT32" if field.name in uint32_inputs else field.dtype
-            reshape = " reshape: { shape: [ ] }" if contract.reshape_scalars and field.dims == (1,) else ""
+            scalar = contract.reshape_scalars and field.dims[-1:] == (1,) and not field.keeps_axis
+            shape = "".join(f"{size} " for size in field.dims[:-1])
+            reshape = f" reshape: {{ shape: [ {shape}] }}" if scalar else ""
+            dims = (*axis, *field.dims)
             optional = "" if field.required else " optional: true"
-            lines.append(_tensor("input", field.name, dtype, field.dims, reshape + optional))
+            lines.append(_tensor("input", field.name, dtype, dims, reshape + optional))
     lines.append("")
-    lines += [_tensor("output", output.name, output.dtype, output.dims) for output in contract.outputs]
+    lines += [_tensor("output", one.name, one.dtype, (*axis, *one.dims)) for one in contract.outputs]
     return "\n".join(lines)
 
 

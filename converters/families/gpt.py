@@ -7,9 +7,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from tridecode.backend.config import ModelConfig
-from tridecode.backend.errors import UnsupportedError
 from tridecode.converters.families import CheckpointFamily, GgufRules
-from tridecode.converters.hf_config import activation, shape
+from tridecode.converters.hf_config import activation, demand, shape
 from tridecode.converters.rules import Rule, module_rules
 
 EMBEDDING = "transformer.wte.weight"
@@ -17,8 +16,7 @@ EMBEDDING = "transformer.wte.weight"
 
 def model_config(hf: PreTrainedConfig, **common) -> ModelConfig:
     """reorder_and_upcast_attn is left out: it is a matter of float16 arithmetic, not of the network."""
-    if hf.add_cross_attention:
-        raise UnsupportedError("GPT-2 with add_cross_attention = True; this version runs False")
+    demand(hf, "GPT-2", add_cross_attention=False)
     return ModelConfig(
         family="gpt",
         **shape(hf),

@@ -8,9 +8,8 @@ from functools import partial
 from transformers import PreTrainedConfig
 
 from tridecode.backend.config import ModelConfig
-from tridecode.backend.errors import UnsupportedError
 from tridecode.converters.families import CheckpointFamily
-from tridecode.converters.hf_config import activation, shape
+from tridecode.converters.hf_config import activation, demand, shape
 from tridecode.converters.rules import (
     Rule,
     module_rules,
@@ -23,8 +22,7 @@ EMBEDDING = "transformer.wte.weight"
 
 
 def model_config(hf: PreTrainedConfig, **common) -> ModelConfig:
-    if hf.add_cross_attention:
-        raise UnsupportedError("GPT-BigCode with add_cross_attention = True; this version runs False")
+    demand(hf, "GPT-BigCode", add_cross_attention=False)
     return ModelConfig(
         family="gptbigcode",
         **{**shape(hf), "num_kv_heads": 1 if hf.multi_query else hf.n_head},

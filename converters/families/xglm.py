@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from tridecode.backend.errors import UnsupportedError
 from tridecode.backend.models.xglm import OFFSET, XglmConfig
 from tridecode.converters.families import CheckpointFamily
-from tridecode.converters.hf_config import activation, shape
+from tridecode.converters.hf_config import activation, demand, shape
 from tridecode.converters.rules import Rule, join, join_transposed, module_rules, transpose
 from tridecode.converters.xglm_reference import reference
 
@@ -15,8 +14,7 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 def model_config(hf: PreTrainedConfig, **common) -> XglmConfig:
-    if hf.add_cross_attention:
-        raise UnsupportedError("XGLM with add_cross_attention = True; this version runs False")
+    demand(hf, "XGLM", add_cross_attention=False)
     return XglmConfig(
         family="xglm",
         **shape(hf),

@@ -51,6 +51,7 @@ class Checkpoint:
     tokenizer_dir: Path | None = None
     notes: list[str] = field(default_factory=list)
     prompts: list[PromptTable] = field(default_factory=list)  # of prompt learning
+    prompt_start_id: int | None = None  # prompt_learning_start_id of the source; None: it has none
     keep: object = field(default=None, repr=False)  # what must live as long as the tensors
     plan: Callable[[str | None, str | None], tuple[ModelConfig, list[Conversion]]] | None = field(
         default=None, repr=False

@@ -29,10 +29,10 @@ _CHUNK = 1 << 22  # weights that are expanded together: their mask takes a byte 
 
 
 def has_bitmasks(config: dict[str, Any], where: Path) -> bool:
-    """Whether config.json says that its tensors are in a bitmask container.
+    """Whether config.json, which says of no quantisation, says that its tensors are in a bitmask container.
 
-    Raises UnsupportedError naming the method of a checkpoint that is quantised, and the format of another
-    container; CheckpointError for a description that is not one.
+    Raises UnsupportedError naming the format of another container; CheckpointError for a description that is
+    not one.
     """
     container = False
     for key in DESCRIPTIONS:
@@ -44,12 +44,6 @@ def has_bitmasks(config: dict[str, Any], where: Path) -> bool:
 
 
 def _is_sparse(held: dict[str, Any], where: Path) -> bool:
-    method = held.get("quant_method", "compressed-tensors")
-    if method != "compressed-tensors":
-        raise UnsupportedError(f"{where} says quantised by {method}; convert the unquantised checkpoint")
-    if held.get("config_groups"):
-        found = f"{method} as {held.get('format', 'an unnamed format')}"
-        raise UnsupportedError(f"{where} says quantised by {found}; convert the unquantised checkpoint")
     sparsity = held.get("sparsity_config") or {}
     form = sparsity.get("format", "dense") if isinstance(sparsity, dict) else sparsity
     if form in FORMATS:

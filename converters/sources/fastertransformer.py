@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
 
 import torch
@@ -18,10 +19,14 @@ from transformers import PreTrainedConfig
 from tridecode.backend.config import ModelConfig
 from tridecode.backend.errors import CheckpointError
 from tridecode.backend.models import family, read_model_config
-from tridecode.backend.models.config_ini import IniSection, prompt_tasks, read_ini
+from tridecode.backend.models.config_ini import IniSection, read_ini
 from tridecode.backend.models.gptneox import BIAS_SUM, GptNeoXConfig
+from tridecode.backend.models.prompt_ini import read_prompt_section, task_spec
+from tridecode.backend.prompt_learning import PREFIX_PROMPT, PromptTask
+from tridecode.backend.weight_layout import WeightSpec
 from tridecode.backend.weights import WeightReader
 from tridecode.converters.files import require_file
+from tridecode.converters.prompts import PromptTable
 from tridecode.converters.rules import Conversion, same
 from tridecode.converters.sources import Checkpoint
 from tridecode.converters.sources.directory_reference import directory_reference
@@ -76,10 +81,14 @@ def open_weight_directory(path: Path) -> Checkpoint:
     stored = read_model_config(path, tied_head=True)  # a head that needs a fix is not refused
     if (path / f"{_HEAD}.bin").exists():
         stored = replace(stored, tied_head=False)
+    if stored.quantization is not None:
+        found = f"{path} is quantised ({stored.quantization.weights})"
+        raise CheckpointError(f"{found}; build from the checkpoint that it was made from")
     reader = WeightReader(path, stored)
     sections = read_ini(path / CONFIG_FILE)
     section = sections[family(stored.family).section]
-    notes = [*_eps_notes(section), *_prompt_notes(path)]
+    tables, start_id, prompt_notes = _prompt_tables(path, stored, reader)
+    notes = [*_eps_notes(section), *prompt_notes]
     config: ModelConfig = stored
     fixes: dict[str, Callable[[], Tensor]] = {}
     if isinstance(stored, GptNeoXConfig):
@@ -104,6 +113,8 @@ def open_weight_directory(path: Path) -> Checkpoint:
         tokenizer_dir=path,
         notes=[f"{path / CONFIG_FILE}: {note}" for note in notes],
         plan=partial(_plan, config),
+        prompts=tables,
+        prompt_start_id=start_id,
     )
 
 
@@ -158,17 +169,41 @@ def _eps_notes(section: IniSection) -> list[str]:
     ]
 
 
-def _prompt_notes(path: Path) -> list[str]:
-    """Prompt learning is not served yet: names the tasks and tables that are left out."""
-    names = prompt_tasks(path)
-    files = sorted(
-        entry.name
-        for pattern in ("model.prompt_table.*.bin", "model.prefix_prompt.*.bin")
-        for entry in path.glob(pattern)
-    )
-    if not names and not files:
-        return []
-    return [
-        f"prompt learning is not served: left out are the tasks {', '.join(names) or 'none'} and the files "
-        f"{', '.join(files) or 'none'}"
-    ]
+def _prompt_tables(
+    path: Path, config: ModelConfig, reader: WeightReader
+) -> tuple[list[PromptTable], int | None, list[str]]:
+    """The tasks of prompt learning, prompt_learning_start_id, and notes. A task without a file keeps its
+    number. Raises CheckpointError for a table of another length."""
+    section, notes, tables = read_prompt_section(path, config), [], []
+    if section.tasks and not any(task.kind for task in section.tasks):
+        return [], None, ["prompt_learning_type is 0, so its tasks are left out"]
+    known: set[str] = set()
+    for task in section.tasks:
+        spec = task_spec(task, config)
+        files = reader.files(spec)
+        if not task.length or not any(file.exists() for file in files):
+            notes.append(f"the task {task.name} of prompt learning has no {spec.file_name(0)}")
+            tables.append(PromptTable(task.name, (task.length, 0), None, task.kind))
+            continue
+        for file in files:
+            if problem := reader.problem(file, spec):
+                raise CheckpointError(problem)
+        known.update(file.name for file in files)
+        rows = prod(spec.shape) // task.length
+        tables.append(
+            PromptTable(task.name, (task.length, rows), partial(_read_task, reader, task, spec), task.kind)
+        )
+    patterns = ("model.prompt_table.*.bin", "model.prefix_prompt.*.bin")
+    left = {entry.name for pattern in patterns for entry in path.glob(pattern)} - known
+    if left:
+        notes.append(
+            f"no task of prompt learning names the files {', '.join(sorted(left))}; they are left out"
+        )
+    return tables, section.start_id if tables else None, notes
+
+
+def _read_task(reader: WeightReader, task: PromptTask, spec: WeightSpec) -> Tensor:
+    values = reader.read(spec)
+    if task.kind == PREFIX_PROMPT:
+        values = values.permute(3, 0, 1, 2, 4)
+    return values.reshape(task.length, -1)

@@ -21,6 +21,7 @@ from tridecode.converters.files import read_json
 from tridecode.converters.pruned_config import uniform_config
 from tridecode.converters.sources import Checkpoint, TensorSource
 from tridecode.converters.sources.bitmasks import DESCRIPTIONS, BitmaskSource, has_bitmasks
+from tridecode.converters.sources.quantized import QuantizedSource, quantization_of
 from tridecode.converters.sources.tensor_files import check_dtypes, tensor_files
 
 _HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # beside the weights
@@ -47,7 +48,8 @@ def open_directory(path: Path) -> Checkpoint:
     """A directory with config.json; no tensor is read. CheckpointError or UnsupportedError."""
     raw = read_json(path / "config.json")
     family = family_of(raw.get("model_type"), path / "config.json")
-    is_container = has_bitmasks(raw, path / "config.json")
+    quantization = quantization_of(raw, path / "config.json")
+    is_container = quantization is None and has_bitmasks(raw, path / "config.json")
     settings = uniform_config({key: value for key, value in raw.items() if key not in DESCRIPTIONS})
     if family.config_class is not None:
         config = _config_of(family.config_class, settings, path)
@@ -61,21 +63,33 @@ def open_directory(path: Path) -> Checkpoint:
     eos = _token_ids(ids.get("eos_token_id", config.eos_token_id), "eos_token_id", where)
     bos = _token_ids(ids.get("bos_token_id", config.bos_token_id), "bos_token_id", where)
     tensors: TensorSource = tensor_files(path)
+    notes: list[str] = []
     if is_container:
         tensors = BitmaskSource(tensors, path)
+    elif quantization is not None:
+        method, unknown = quantization
+        tensors = QuantizedSource(tensors, path, method, str(raw["model_type"]))
+        notes = tensors.notes + [
+            f"settings of the quantisation that are not read: {', '.join(unknown)}"
+        ] * bool(unknown)
     check_dtypes(tensors, path)
-    checkpoint = Checkpoint(path, config, tensors, bos[0] if bos else None, eos, tokenizer_dir=path)
+    checkpoint = Checkpoint(
+        path, config, tensors, bos[0] if bos else None, eos, tokenizer_dir=path, notes=notes
+    )
     if family.reference is not None:
         checkpoint.reference = partial(family.reference, checkpoint)
     elif family.config_class is None:
-        checkpoint.reference = partial(_transformers_model, path)
+        softcap = getattr(config, "attn_logit_softcapping", None)
+        checkpoint.reference = partial(_transformers_model, path, "eager" if softcap else None)
     return checkpoint
 
 
-def _transformers_model(path: Path, dtype: torch.dtype) -> Module:
+def _transformers_model(path: Path, attention: str | None, dtype: torch.dtype) -> Module:
+    """attention: transformers' implementation, None for its choice. Before 5.21 that can be one that ignores
+    a soft cap of the scores."""
     with no_progress_bars():
         return AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, local_files_only=True, trust_remote_code=False
+            path, dtype=dtype, attn_implementation=attention, local_files_only=True, trust_remote_code=False
         ).eval()
 
 

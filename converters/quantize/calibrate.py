@@ -1,0 +1,250 @@
+"""Quantises the layers' matrices of a checkpoint with statistics of texts, layer by layer.
+
+Each layer runs over the texts twice: as it is, for the statistics of its inputs, and quantised, for the
+inputs of the next layer. Memory holds transformers' model, the hidden states of the texts, the statistics
+of one layer, and what was quantised so far.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from transformers import PreTrainedTokenizerBase
+
+from tridecode.backend.config import EngineConfig
+from tridecode.backend.engine.settings import choose_device
+from tridecode.backend.errors import CheckpointError, UnsupportedError
+from tridecode.backend.host_memory import available_memory
+from tridecode.backend.weights import TORCH_DTYPES
+from tridecode.converters.baichuan_reference import Reference as BaichuanReference
+from tridecode.converters.convert import PlannedConversion
+from tridecode.converters.families import llama
+from tridecode.converters.progress import byte_progress
+from tridecode.converters.quantize.built_in_texts import BUILT_IN
+from tridecode.converters.quantize.layers import LayerRun, find_layers
+from tridecode.converters.quantize.methods import Method
+from tridecode.converters.quantize.source_tensors import SourceTensors
+from tridecode.converters.quantize.statistics import Collector, InputStatistics
+from tridecode.converters.quantize.structure import SharedInput, shared_inputs
+from tridecode.converters.quantize.texts import BUILT_IN_NOTE, check_texts, token_sequences
+from tridecode.converters.rules import plan_conversions
+from tridecode.converters.tokenizer import load_tokenizer
+from tridecode.kernels.quantized import QuantizedWeight
+
+
+@dataclass
+class Calibrated:
+    """The tensors of a quantised weight directory.
+
+    changed: by target name, QuantizedWeight for the matrices that method.quantization covers, and other
+    tensors with folded scales, float32. errors: of each quantised matrix, ||(W - Wq) x|| / ||W x|| over the
+    calibration set, whose token ids are `sequences`.
+    """
+
+    planned: PlannedConversion
+    method: Method
+    sequences: list[list[int]]
+    changed: dict[str, Tensor | QuantizedWeight] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.sequences))
+
+    def conversion(self) -> PlannedConversion:
+        """What writes the quantised directory."""
+        config = replace(self.planned.config, quantization=self.method.quantization)
+        return replace(self.planned, config=config, replaced=self.replaced, replaced_by=self._digest())
+
+    def replaced(self, name: str, dense: Callable[[], Tensor]) -> Tensor | QuantizedWeight:
+        """A tensor of the directory; dense: makes what the checkpoint has."""
+        return self.changed[name] if name in self.changed else dense()
+
+    def _digest(self) -> str:
+        """Of the method, the texts, and what tells one run's folding and grids from another's."""
+        digest = hashlib.sha256(f"{self.method.name} {self.sequences}".encode())
+        for name, value in sorted(self.changed.items()):
+            digest.update(name.encode())
+            part = value.scales if isinstance(value, QuantizedWeight) else value
+            digest.update(part.contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+
+def calibrate(
+    planned: PlannedConversion,
+    texts: list[str] | None,
+    method: Method,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> Calibrated:
+    """Quantise a checkpoint that plan_conversion accepted. texts: None: a built-in one, and a note that
+    says so. tokenizer: None: the checkpoint's.
+
+    Raises UnsupportedError for pruned layers and for a weight directory, CheckpointError for inputs or
+    weights that are not finite, ConfigError for texts beyond the limits.
+    """
+    checkpoint, config = planned.checkpoint, planned.config
+    if checkpoint.plan is not None:
+        wanted = "calibration wants the checkpoint it was made from"
+        raise UnsupportedError(f"{checkpoint.path} is a weight directory; {wanted}")
+    if config.layer_sizes:
+        raise UnsupportedError(f"{checkpoint.path} is pruned; calibration wants layers of equal sizes")
+    notes = [] if texts is not None else [BUILT_IN_NOTE]
+    texts = BUILT_IN if texts is None else texts
+    check_texts(texts, "calibration texts")
+    sequences = token_sequences(
+        texts, tokenizer or load_tokenizer(checkpoint), config.vocab_size, config.max_positions
+    )
+    notes += _few_tokens(planned, method, sum(map(len, sequences)))
+    model = checkpoint.reference_model(_dtype_that_fits(planned))
+    matrices = sum(math.prod(item.spec.shape) for item in planned.conversions if item.spec.layer is not None)
+    total = matrices * TORCH_DTYPES[config.weight_dtype].itemsize
+    with byte_progress(f"calibrating {method.name}", total) as progress:
+        result = calibrate_model(model, planned, sequences, method, progress)
+    result.notes += notes
+    return result
+
+
+def calibrate_model(
+    model: Module,
+    planned: PlannedConversion,
+    sequences: list[list[int]],
+    method: Method,
+    progress: Callable[[int], None] = lambda done: None,
+    device: torch.device | None = None,
+) -> Calibrated:
+    """As `calibrate`, of a model in memory, whose layers are quantised in place. sequences: token ids.
+
+    Arithmetic is in float32, or float64 for a model in float64. device: that layers run on; None: a CUDA
+    device if there is one.
+    """
+    config = planned.config
+    specs = [item.spec for item in planned.conversions if item.spec.layer is not None]
+    tensors = source_tensors(model, planned)
+    first = [source for spec in specs if spec.layer == 0 for source in tensors.sources(spec.name)]
+    layers = find_layers(tensors.model, config.num_layers, first)
+    held = next(model.parameters()).dtype
+    dtype = torch.float64 if held == torch.float64 else torch.float32
+    device = device or choose_device(EngineConfig())
+    run = LayerRun(model, layers, sequences, device, dtype)
+    result = Calibrated(planned, method, sequences)
+    itemsize = TORCH_DTYPES[config.weight_dtype].itemsize
+    for index, layer in enumerate(layers):
+        layer.to(device, dtype)
+        inputs = shared_inputs(config, specs, index)
+        # no name keeps the statistics while those of the next layer are collected
+        _quantize_layer(result, tensors, inputs, _statistics(run, layer, index, inputs, tensors))
+        run.advance(layer, index)
+        layer.to("cpu", held)
+        progress(itemsize * sum(math.prod(spec.shape) for spec in specs if spec.layer == index))
+    return result
+
+
+def _statistics(
+    run: LayerRun,
+    layer: Module,
+    index: int,
+    inputs: Sequence[SharedInput],
+    tensors: SourceTensors,
+) -> list[InputStatistics]:
+    """Of each input of the layer."""
+    names = [tensors.sources(shared.matrices[0])[0].removesuffix(".weight") for shared in inputs]
+    collector = Collector()
+    with collector.watching({name: tensors.model.get_submodule(name) for name in names}):
+        for _output in run.run(layer, index):
+            pass
+    return [collector.taken(name) for name in names]
+
+
+def _quantize_layer(
+    result: Calibrated,
+    tensors: SourceTensors,
+    inputs: Sequence[SharedInput],
+    statistics: list[InputStatistics],
+) -> None:
+    """Fold all scales of a layer before rounding: a matrix can consume one scale and take back another."""
+    method, touched = result.method, set[str]()
+    for number, shared in enumerate(inputs):
+        if method.scales is not None and shared.makers:
+            weights = [tensors.read(name).t() for name in shared.matrices]
+            scales = method.scales(weights, statistics[number], method.grid)
+            fold(tensors, shared, scales)
+            statistics[number] = statistics[number].divided(scales)
+            touched.update(shared.makers, shared.matrices)
+    for shared, seen in zip(inputs, statistics):
+        for name in shared.matrices:
+            if not method.quantization.covers(tensors.spec(name)):
+                continue
+            weight = tensors.read(name).t().contiguous()  # (out, in)
+            stored = method.rounded(name, weight, seen)
+            expanded = stored.expanded().to(weight.dtype)
+            result.errors[name] = _relative_error(name, weight, expanded, seen)
+            result.changed[name] = _on_cpu(stored)
+            tensors.write(name, expanded.t())
+    for name in touched - set(result.changed):
+        result.changed[name] = tensors.read(name).float().cpu()
+
+
+def fold(tensors: SourceTensors, shared: SharedInput, scales: Tensor) -> None:
+    """Multiply the weights of each input by its scale (in,), and divide what makes the input."""
+    for name in shared.matrices:
+        tensors.write(name, tensors.read(name) * scales[:, None])
+    for name in shared.makers:
+        maker = tensors.read(name)
+        maker[..., shared.first : shared.stop] /= scales
+        tensors.write(name, maker)
+
+
+def _relative_error(name: str, weight: Tensor, rounded: Tensor, seen: InputStatistics) -> float:
+    error = weight - rounded
+    squared = float(((error @ seen.hessian) * error).sum())
+    whole = float(((weight @ seen.hessian) * weight).sum())
+    if not math.isfinite(squared):
+        raise CheckpointError(f"{name} {tuple(weight.shape)} has values that are not finite")
+    return math.sqrt(max(squared, 0.0) / whole) if whole > 0 else 0.0
+
+
+def _on_cpu(stored: QuantizedWeight) -> QuantizedWeight:
+    return replace(
+        stored,
+        values=stored.values.cpu(),
+        scales=stored.scales.cpu(),
+        zeros=None if stored.zeros is None else stored.zeros.cpu(),
+        groups=None if stored.groups is None else stored.groups.cpu(),
+    )
+
+
+def source_tensors(model: Module, planned: PlannedConversion) -> SourceTensors:
+    """The layers' tensors, from the names of the model: transformers', but for Baichuan LLaMA's."""
+    conversions = [item for item in planned.conversions if item.spec.layer is not None]
+    if not isinstance(model, BaichuanReference):
+        return SourceTensors(model, conversions)
+    inner: Module = model.model
+    shapes = {name: tuple(parameter.shape) for name, parameter in inner.named_parameters()}
+    rules, specs = llama.rules(planned.config.num_heads), [item.spec for item in conversions]
+    layers = planned.config.num_layers
+    return SourceTensors(inner, plan_conversions(rules, specs, shapes, set(shapes), layers, "llama.py"))
+
+
+def _few_tokens(planned: PlannedConversion, method: Method, num_tokens: int) -> list[str]:
+    """A warning, if there are too few for the method."""
+    covered = [item.spec for item in planned.conversions if method.quantization.covers(item.spec)]
+    inputs = max((spec.shape[0] for spec in covered), default=0)
+    wanted = method.tokens_per_input * inputs
+    if num_tokens >= wanted:
+        return []
+    found = f"{num_tokens:,} calibration tokens are few for matrices of {inputs:,} inputs"
+    return [f"{found}: {method.name} wants {wanted:,} or more, or loses on other texts"]
+
+
+def _dtype_that_fits(planned: PlannedConversion) -> torch.dtype:
+    """float32 if a model of it takes at most half the free memory, else the dtype of the files."""
+    parameters = sum(math.prod(item.spec.shape) for item in planned.conversions)
+    fits = 2 * 4 * parameters < available_memory()
+    return torch.float32 if fits else TORCH_DTYPES[planned.config.weight_dtype]

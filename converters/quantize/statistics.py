@@ -1,0 +1,89 @@
+"""Statistics of the inputs of a layer's matrices over the calibration set, collected while the layer runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from tridecode.backend.errors import CheckpointError
+
+
+@dataclass
+class InputStatistics:
+    """Of the inputs x of one matrix, in their dtype: float32 or float64.
+
+    hessian: (in, in) the mean of x x^T. mean_abs, max_abs: (in,) of |x|.
+    """
+
+    hessian: Tensor
+    mean_abs: Tensor
+    max_abs: Tensor
+
+    def divided(self, scales: Tensor) -> InputStatistics:
+        """Of the inputs x / scales, (in,)."""
+        return InputStatistics(
+            self.hessian / (scales[:, None] * scales), self.mean_abs / scales, self.max_abs / scales
+        )
+
+
+class _Sums:
+    """Sums over the tokens seen so far."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.sums: InputStatistics | None = None
+
+    def add(self, x: Tensor) -> None:
+        """x: (..., in)."""
+        x = x.detach().flatten(0, -2)
+        magnitudes = x.abs()
+        if self.sums is None:
+            size = x.shape[1]
+            self.sums = InputStatistics(x.new_zeros(size, size), x.new_zeros(size), x.new_zeros(size))
+        self.sums.hessian.addmm_(x.t(), x)
+        self.sums.mean_abs += magnitudes.sum(0)
+        self.sums.max_abs = torch.maximum(self.sums.max_abs, magnitudes.amax(0))
+        self.count += x.shape[0]
+
+    def mean(self, name: str) -> InputStatistics:
+        if self.sums is None:
+            raise CheckpointError(f"the model did not run the module that {name} belongs to")
+        if not torch.isfinite(self.sums.mean_abs).all():
+            raise CheckpointError(f"the calibration texts give inputs of {name} that are not finite")
+        sums = self.sums
+        return InputStatistics(sums.hessian.div_(self.count), sums.mean_abs.div_(self.count), sums.max_abs)
+
+
+class Collector:
+    """The statistics of several modules' inputs, by name."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, _Sums] = {}
+
+    @contextmanager
+    def watching(self, modules: Mapping[str, Module]) -> Iterator[None]:
+        """Collect while the block runs the modules."""
+
+        def watch(name: str, module: Module) -> Any:
+            sums = self._sums.setdefault(name, _Sums())
+            return module.register_forward_pre_hook(lambda _module, args: sums.add(args[0]))
+
+        handles = [watch(name, module) for name, module in modules.items()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def taken(self, name: str) -> InputStatistics:
+        """The statistics of a module, which are freed here.
+
+        CheckpointError if it did not run, or its inputs are not finite.
+        """
+        return self._sums.pop(name).mean(name)

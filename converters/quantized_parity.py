@@ -1,0 +1,106 @@
+"""How far a quantised directory is from its source: divergence of predictions, error of each matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tridecode.backend.models import read_model_config
+from tridecode.backend.models.quantized_parts import read_quantized
+from tridecode.backend.weights import WeightReader
+from tridecode.converters.convert import PlannedConversion
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What a quantised model must reach to be written. mean_kl: at most, in nats. agreement: at least, the
+    share of steps with the source's token."""
+
+    mean_kl: float = 0.5
+    agreement: float = 0.5
+
+
+@dataclass(frozen=True)
+class QuantizationParity:
+    """A quantised directory against its source in the source's precision.
+
+    steps: predictions that were compared, of greedy decoding after the fixed prompts: those after the same
+    tokens, up to the first that differs. mean_kl, largest_kl: of the source's distribution from ours, in
+    nats. agreement: share of these steps with the same token. weight_errors: of each matrix, the Frobenius
+    norm of its error divided by its own; {} where the method changed other tensors too.
+    """
+
+    weights: str
+    activations: str
+    steps: int
+    mean_kl: float
+    largest_kl: float
+    agreement: float
+    floor: Floor
+    weight_errors: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        return self.mean_kl <= self.floor.mean_kl and self.agreement >= self.floor.agreement
+
+    def summary(self) -> str:
+        """In words, with the floor."""
+        return (
+            f"{self.weights}: mean KL {self.mean_kl:.3g} nats (floor {self.floor.mean_kl:g}), largest "
+            f"{self.largest_kl:.3g}, greedy tokens equal on {self.agreement:.1%} of {self.steps} steps "
+            f"(floor {self.floor.agreement:.0%})"
+        )
+
+
+def divergence(source: np.ndarray, ours: np.ndarray) -> np.ndarray:
+    """(n,) float64: KL(softmax(source) || softmax(ours)) of each row of logits (n, V), in nats."""
+    rows = [torch.from_numpy(logits).double().log_softmax(-1) for logits in (source, ours)]
+    return (rows[0].exp() * (rows[0] - rows[1])).sum(-1).clamp(min=0).numpy()
+
+
+def compare_quantized(
+    planned: PlannedConversion,
+    directory: Path,
+    ours: tuple[list[list[int]], list[np.ndarray]],
+    source: tuple[list[list[int]], list[np.ndarray]],
+    floor: Floor,
+) -> QuantizationParity:
+    """ours, source: greedy tokens and logits (steps, V) of each prompt."""
+    quantization = planned.config.quantization
+    assert quantization is not None
+    found, equal = [], 0
+    for mine, my_logits, theirs, their_logits in zip(*ours, *source):
+        same = [one == other for one, other in zip(mine, theirs)]
+        steps = len(same) if all(same) else same.index(False) + 1
+        equal += sum(same[:steps])
+        found.append(divergence(their_logits[:steps], my_logits[:steps]))
+    every = np.concatenate(found)
+    return QuantizationParity(
+        quantization.weights,
+        quantization.activations,
+        len(every),
+        float(every.mean()),
+        float(every.max()),
+        equal / len(every),
+        floor,
+        weight_errors(planned, directory),
+    )
+
+
+def weight_errors(planned: PlannedConversion, directory: Path) -> dict[str, float]:
+    """Relative error of each quantised matrix of `directory`, in float32."""
+    quantization = planned.config.quantization
+    if quantization is None or planned.replaced is not None:
+        return {}
+    reader = WeightReader(directory, read_model_config(directory))
+    errors = {}
+    for item in planned.conversions:
+        if quantization.covers(item.spec):
+            weight = item.make(planned.read).t().float()
+            held = read_quantized(item.spec, quantization, lambda name: reader.read(reader.specs[name]), 0, 1)
+            error = (held.expanded() - weight).norm() / weight.norm().clamp(min=1e-30)
+            errors[item.spec.name] = float(f"{error.item():.3g}")
+    return errors
