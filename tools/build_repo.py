@@ -16,15 +16,21 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from tridecode.backend.config import ModelConfig
+from tridecode.backend.config import ModelConfig, check_ranks
 from tridecode.backend.errors import CheckpointError, ConfigError
+from tridecode.backend.lora import CONFIG_FILE as PEFT_CONFIG
 from tridecode.backend.models import family
+from tridecode.backend.quantization import Quantization
 from tridecode.converters.adapters import merge, write_targets
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import PlannedConversion, plan_conversion
+from tridecode.converters.kept_quantized import kept_or_dense
 from tridecode.converters.parity import Parity, check_parity, too_large, without_reference
+from tridecode.converters.quantized_parity import Floor
 from tridecode.converters.sources import Checkpoint
 from tridecode.converters.sources.nemo import open_prompts
+from tridecode.converters.sources.peft_prompts import open_peft_prompt
+from tridecode.converters.sources.quantized import QuantizedSource
 from tridecode.converters.tokenizer import (
     has_tokenizer,
     load_tokenizer,
@@ -34,12 +40,13 @@ from tridecode.converters.tokenizer import (
 from tridecode.converters.zeros import zeros_summary
 from tridecode.model_repo_templates.repository import (
     ADAPTERS_DIR,
-    ENGINE_MODEL,
-    TOKENIZER_DIR,
     engine_texts,
     repository_models,
+    tokenizer_dir,
     write_models,
 )
+from tridecode.model_repo_templates.served import DEFAULT, ENGINE_MODEL, RepositoryModel
+from tridecode.tools.calibration import Calibration, calibrated
 from tridecode.tools.check_repo import PARITY_FILE, check_repo
 from tridecode.tools.staging import existing_parent, staged, staged_bytes
 
@@ -53,12 +60,18 @@ def build_repo(
     tensor_para_size: int = 1,
     pipeline_para_size: int = 1,
     dtype: str | None = None,
-    ensemble_owner: str = "fastertransformer",
+    contracts: Sequence[str] = DEFAULT,
+    owners: Sequence[str] = (),
+    ensemble_owner: str = "",
+    decoupled: Sequence[str] = (),
     decoupled_fastertransformer: bool = False,
     plain_text: bool = False,
     unbatched_text: bool = False,
     exclude_input: bool = False,
     uint32_text_inputs: bool = False,
+    wrap_token_ids: bool = False,
+    stand_ins: bool = False,
+    vllm_model: str = "vllm_model",
     model_name: str | None = None,
     tokenizer: str | Path | None = None,
     lora: str | Path | None = None,
@@ -67,6 +80,10 @@ def build_repo(
     num_heads: int | None = None,
     prompts: Sequence[str | Path] = (),
     overwrite: bool = False,
+    quantization: Quantization | None = None,
+    keep_quantization: bool = True,
+    quantization_floor: Floor = Floor(),
+    calibration: Calibration | None = None,
     engine_settings: Mapping[str, object] | None = None,
     console: Console | None = None,
 ) -> Path:
@@ -74,13 +91,16 @@ def build_repo(
 
     model: a Hugging Face directory, a .gguf file or a hub id. dtype: of the weight files and of the engine;
     None: the checkpoint's on a machine with a GPU, fp32 on one without. tokenizer: a directory to take it
-    from, not the model's own. lora: folder of a LoRA adapter that is merged into the weights.
-    ensemble_owner, decoupled_fastertransformer, plain_text, unbatched_text, exclude_input,
-    uint32_text_inputs: see repository_models. engine_settings: parameters of EngineConfig. parity: compare
-    with transformers and write PARITY.json. reference: another checkpoint to compare with: of a weight
-    directory, the one that it was made from. num_heads: attention heads of a Megatron checkpoint that does
-    not say. prompts: NeMo's archives of prompt learning. overwrite: an output that is a model repository is
-    replaced.
+    from, not the model's own. lora: folder of a LoRA adapter that is merged into the weights. contracts,
+    owners, ensemble_owner, decoupled, decoupled_fastertransformer, plain_text, unbatched_text, exclude_input,
+    uint32_text_inputs, wrap_token_ids, stand_ins, vllm_model: see repository_models. engine_settings:
+    parameters of EngineConfig. parity: compare with transformers and write PARITY.json. reference: another
+    checkpoint to compare with: of a weight directory, the one that it was made from. num_heads: attention
+    heads of a Megatron checkpoint that does not say. prompts: NeMo's archives of prompt learning and PEFT's
+    folders. overwrite: an output that is a model repository is replaced. quantization: round the
+    layers' matrices to the nearest values of it. keep_quantization: those of a quantised checkpoint stay as
+    they are where a weight directory has their format. quantization_floor: what the result must then reach.
+    calibration: quantise by its method, in place of `quantization`.
 
     Raises CheckpointError, ConfigError or UnsupportedError with what was found and wanted, and removes its
     files.
@@ -94,16 +114,20 @@ def build_repo(
         decoupled_fastertransformer,
         plain_text,
         unbatched_text,
+        contracts=contracts,
+        owners=owners,
+        decoupled=decoupled,
         exclude_input=exclude_input,
         uint32_text_inputs=uint32_text_inputs,
+        wrap_token_ids=wrap_token_ids,
+        stand_ins=stand_ins,
+        vllm_model=vllm_model,
     )
     models()  # wrong settings are refused before anything is read
     checkpoint = open_checkpoint(model, num_heads)
-    for archive in prompts:
-        checkpoint.prompts += open_prompts(Path(archive))
-    if checkpoint.prompts:
-        tasks = ", ".join(table.task for table in checkpoint.prompts)
-        checkpoint.notes.append(f"the prompt tables of {tasks} are written, but not served by this version")
+    for learned in map(Path, prompts):
+        is_peft = (learned / PEFT_CONFIG).exists()
+        checkpoint.prompts += [open_peft_prompt(learned)] if is_peft else open_prompts(learned)
     if lora is not None and checkpoint.plan is not None:
         raise ConfigError(
             f"{checkpoint.path} is a weight directory; --lora wants the checkpoint it was made from"
@@ -113,16 +137,28 @@ def build_repo(
     for note in checkpoint.notes:
         console.print("[yellow]warning[/]: ", end="")
         console.print(note, markup=False)
-    planned = plan_conversion(checkpoint, dtype or _default_dtype(console), model_name)
+    if calibration is not None:
+        quantization = calibration.method.quantization
+    planned = plan_conversion(checkpoint, dtype or _default_dtype(console), model_name, quantization)
+    how = f"matrices of layers: {quantization.weights}, rounded to nearest" if quantization else ""
+    if isinstance(checkpoint.tensors, QuantizedSource) and quantization is None and keep_quantization:
+        planned, how = kept_or_dense(planned)
     compared = checkpoint if reference is None else open_checkpoint(reference)
     config = planned.config
     console.print(
         f"{checkpoint.path}: {config.family}, {config.num_layers} layers of {config.hidden_size}, vocabulary "
         f"{config.vocab_size}; weights as {config.weight_dtype}, tensor_para_size {tensor_para_size}"
     )
+    if calibration is not None:
+        method = calibration.method
+        how = f"matrices of layers: {method.quantization.weights}, calibrated by {method.name}"
+    if how:
+        console.print(how, markup=False)
     for note in planned.notes:
         console.print(note)
-    _check_stages(config, pipeline_para_size)
+    for number, table in enumerate(checkpoint.prompts):
+        console.print(f"prompt task {number}: {table.task}, {table.shape[0]} positions", markup=False)
+    check_ranks(config, tensor_para_size, pipeline_para_size)
     settings = {
         "data_type": config.weight_dtype,
         "lora_path": ADAPTERS_DIR,
@@ -131,33 +167,43 @@ def build_repo(
         "pipeline_para_size": pipeline_para_size,
     }
     engine = engine_texts(settings, "engine settings")
-    hf_tokenizer = _tokenizer(checkpoint, Path(tokenizer) if tokenizer is not None else None, console)
+    hf_tokenizer = _tokenizer(
+        checkpoint, Path(tokenizer) if tokenizer is not None else None, models(has_tokenizer=False), console
+    )
+    chosen = models(has_tokenizer=hf_tokenizer is not None)
     folder = Path(ENGINE_MODEL) / "1" / f"{tensor_para_size}-gpu"
     _check_room(output, planned, folder)
+    if calibration is not None:
+        planned = calibrated(planned, calibration, hf_tokenizer, console)
     with staged(output, folder) as staging:
         weights = staging / folder
         manifest = planned.write(weights, tensor_para_size)
-        if checkpoint.plan is None:  # adapters name transformers' modules, a weight directory has none
+        folds = calibration is not None and calibration.method.folds
+        # adapters name transformers' modules, a weight directory has none; folded ones have other inputs
+        if checkpoint.plan is None and not folds:
             write_targets(weights, planned)
         if manifest.weight_sparsity >= _SPARSE:
             console.print(zeros_summary(manifest))
         write_models(
             staging,
-            models(has_tokenizer=hf_tokenizer is not None),
+            chosen,
             engine=engine,
             model_type=family(config.family).model_type,
             checkpoint_path=weights.name,
             stop_ids=",".join(str(token) for token in checkpoint.eos_ids[1:]),
         )
+        tokenizer_file = None
         if hf_tokenizer is not None:
+            tokenizer_file = staging / tokenizer_dir(chosen) / "tokenizer.json"
             source = Path(tokenizer) if tokenizer is not None else checkpoint.tokenizer_dir
-            written = save_tokenizer(hf_tokenizer, source, staging / TOKENIZER_DIR)
+            written = save_tokenizer(hf_tokenizer, source, tokenizer_file.parent)
             _check_vocabulary(written, config, console)
         why = _no_comparison(compared, config) if parity else ""
         if why:
-            _say_unproven(why, planned, compared, weights, staging, hf_tokenizer is not None, console)
+            _say_unproven(why, planned, compared, weights, staging, tokenizer_file, console)
         elif parity:
-            _prove(planned, compared, weights, staging, hf_tokenizer, console)
+            floor = quantization_floor
+            _prove(planned, compared, weights, staging, tokenizer_file, hf_tokenizer, console, floor)
         _check_result(staging)
     console.print(f"wrote {output}")
     console.print(f"next: {serve_command(output)}", markup=False)
@@ -165,12 +211,15 @@ def build_repo(
 
 
 def _tokenizer(
-    checkpoint: Checkpoint, given: Path | None, console: Console
+    checkpoint: Checkpoint, given: Path | None, without: Sequence[RepositoryModel], console: Console
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of the checkpoint or of the folder `given`; None, said aloud, if there is none."""
+    """The tokenizer of the checkpoint or of the folder `given`; None, said aloud, if there is none.
+
+    without: the models of a repository without a tokenizer.
+    """
     if given is not None or has_tokenizer(checkpoint):
         return load_tokenizer(checkpoint, given)
-    names = ", ".join(model.name for model in repository_models(has_tokenizer=False))
+    names = ", ".join(model.name for model in without)
     console.print(
         f"[yellow]warning[/]: {checkpoint.path} has no tokenizer: the repository gets the models of token "
         f"ids only ({names}); name a tokenizer's folder (--tokenizer) for those of text"
@@ -222,13 +271,6 @@ def _default_dtype(console: Console) -> str | None:
     return "fp32"
 
 
-def _check_stages(config: ModelConfig, pipeline_para_size: int) -> None:
-    if pipeline_para_size > config.num_layers:
-        raise ConfigError(
-            f"pipeline_para_size is {pipeline_para_size}; the model has {config.num_layers} layers to share"
-        )
-
-
 def _check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, console: Console) -> None:
     base, size = vocabulary_size(tokenizer, with_added_tokens=False), vocabulary_size(tokenizer)
     last = f"the model's vocabulary ends at {config.vocab_size - 1}"
@@ -246,14 +288,23 @@ def _prove(
     checkpoint: Checkpoint,
     weights: Path,
     staging: Path,
+    file: Path | None,
     tokenizer: PreTrainedTokenizerBase | None,
     console: Console,
+    floor: Floor,
 ) -> Parity:
-    """tokenizer: the source's; None: the repository has none."""
-    file = staging / TOKENIZER_DIR / "tokenizer.json" if tokenizer is not None else None
+    """file: the repository's tokenizer.json; tokenizer: the source's; None: the repository has none. floor:
+    of a quantised model."""
+    quantized = None if planned.config.quantization is None else (planned, floor)
     with console.status("comparing the converted model with transformers"):
-        parity = check_parity(checkpoint, weights, planned.config, file, tokenizer)
+        parity = check_parity(checkpoint, weights, planned.config, file, tokenizer, quantized)
     summary = parity.summary()
+    quality = parity.quantization
+    if quality is not None and not quality.passed:
+        raise CheckpointError(
+            f"the quantised model is too far from {checkpoint.path}: {summary}; choose another format, or "
+            "another floor (--quantize-floor)"
+        )
     if not parity.passed:
         raise CheckpointError(
             f"the converted model is not transformers' model of {checkpoint.path}: {summary}"
@@ -280,11 +331,10 @@ def _say_unproven(
     checkpoint: Checkpoint,
     weights: Path,
     staging: Path,
-    has_tokenizer: bool,
+    file: Path | None,
     console: Console,
 ) -> None:
     """Say, and write into PARITY.json, that nothing was compared, and why."""
-    file = staging / TOKENIZER_DIR / "tokenizer.json" if has_tokenizer else None
     result = without_reference(why, checkpoint.path.name, weights, planned.config, file)
     (staging / PARITY_FILE).write_text(json.dumps(result, indent=1, ensure_ascii=False), encoding="utf-8")
     console.print(f"[yellow]warning[/]: the result is not compared: {why}")

@@ -12,6 +12,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig as TritonConfig
 from tridecode.backend.config import (
     EngineConfig,
     ModelConfig,
+    check_stages,
     check_tensor_size,
     read_engine_config,
 )
@@ -26,6 +27,8 @@ from tridecode.converters.progress import byte_progress
 from tridecode.converters.tokenizer import vocabulary_size
 from tridecode.model_repo_templates.pbtxt import data_type_name, parse_model_config, string_parameters
 from tridecode.tools import parameter_names
+from tridecode.tools.check_instances import instance_faults
+from tridecode.tools.check_sequences import sequence_faults
 
 PARITY_FILE = "PARITY.json"
 MAX_CONFIG_BYTES = 1 << 20  # config.pbtxt and config.ini; ours have 6 kB
@@ -68,6 +71,8 @@ def check_repo(path: str | Path, checksums: bool = False) -> list[Finding]:
     engines = {string_parameters(model).get("engine_model", "") for model in models.values()} - {""}
     for name, model in models.items():
         findings += _check_model(repository, name, model)
+        for severity, was, wanted, advice in instance_faults(model, models, engines):
+            findings.append(Finding(severity, f"{name}/config.pbtxt", was, wanted, advice))
         findings += _check_parameters(f"{name}/config.pbtxt", model, engines)
         if model.platform == "ensemble":
             findings += _check_ensemble(name, model, models)
@@ -149,26 +154,20 @@ def _check_traps(where: str, model: TritonConfig) -> Iterator[Finding]:
             "none",
             "The engine forms its own batches; Triton's queue only adds delay, up to 0.5 s per request.",
         )
-    if model.HasField("sequence_batching"):
-        yield _error(where, "sequence_batching", "none", "Every request is complete in itself; remove it.")
+    for found, wanted, advice in sequence_faults(model):
+        yield _error(where, found, wanted, advice)
     if model.response_cache.enable and decoupled:
         yield _error(
             where, "response_cache on a decoupled model", "one of them", "Triton refuses to load both."
         )
-    for group in model.instance_group:
-        if group.kind != group.KIND_CPU:
-            kind = type(group).Kind.Name(group.kind)
-            yield _error(where, f"instance_group {kind}", "KIND_CPU", "These models only talk to the engine.")
-        if group.count > 1:
-            yield _warning(
-                where,
-                f"{group.count} instances",
-                "1",
-                "Each is one more process; one serves hundreds of requests.",
-            )
     for tensor in model.input:
         if tensor.allow_ragged_batch:
-            yield _error(where, f"input {tensor.name} with allow_ragged_batch", "none", "Remove it.")
+            yield _warning(
+                where,
+                f"input {tensor.name} with allow_ragged_batch",
+                "none",
+                "It has an effect with dynamic_batching only, which these models do not need.",
+            )
     if model.name.endswith(("_streaming", "_plain")) and decoupled != model.name.endswith("_streaming"):
         found = f"decoupled {str(decoupled).lower()} in a model named {model.name}"
         fix = "Clients choose by the name; build the repository again, or rename it."
@@ -176,12 +175,12 @@ def _check_traps(where: str, model: TritonConfig) -> Iterator[Finding]:
 
 
 def _check_parameters(where: str, model: TritonConfig, engines: set[str]) -> Iterator[Finding]:
-    """Parameters that nobody reads; only a python model reads any."""
+    """Parameters that nobody reads, with which a model does not load; only a python model reads any."""
     of_engine = model.name in engines
     if model.backend == "python":
         for key in parameter_names.unknown(string_parameters(model), of_engine):
             fix = parameter_names.advice(key, of_engine)
-            yield _warning(where, f"parameter {key}", "one that is known", fix)
+            yield _error(where, f"parameter {key}", "one that is known", fix)
 
 
 # ---------------------------------------------------------------- ensembles
@@ -202,10 +201,14 @@ class _Tensor:
         return all(a == b or -1 in (a, b) for a, b in zip(self.dims, other.dims))
 
 
-def _tensors(declared) -> dict[str, _Tensor]:
+def _tensors(declared, model: TritonConfig) -> dict[str, _Tensor]:
+    """With the batch axis, which not every model of an ensemble leaves to Triton."""
+    batch = (-1,) if model.max_batch_size > 0 else ()
     return {
         tensor.name: _Tensor(
-            data_type_name(tensor.data_type), tuple(tensor.dims), bool(getattr(tensor, "optional", False))
+            data_type_name(tensor.data_type),
+            (*batch, *tensor.dims),
+            bool(getattr(tensor, "optional", False)),
         )
         for tensor in declared
     }
@@ -214,7 +217,7 @@ def _tensors(declared) -> dict[str, _Tensor]:
 def _check_ensemble(name: str, model: TritonConfig, models: dict[str, TritonConfig]) -> Iterator[Finding]:
     """Check every tensor from step to step: names, types, dims, and that required inputs exist."""
     where, fix = f"{name}/config.pbtxt", "Correct the ensemble or the step's model."
-    known = _tensors(model.input)  # tensors that a step can use, after the steps before it
+    known = _tensors(model.input, model)  # tensors that a step can use, after the steps before it
     for step in model.ensemble_scheduling.step:
         target = models.get(step.model_name)
         at = f"{where}, step {step.model_name}"
@@ -223,7 +226,7 @@ def _check_ensemble(name: str, model: TritonConfig, models: dict[str, TritonConf
             return
         if target.model_transaction_policy.decoupled and not model.model_transaction_policy.decoupled:
             yield _error(at, "a decoupled step in an ensemble that is not", "both alike", fix)
-        inputs, outputs = _tensors(target.input), _tensors(target.output)
+        inputs, outputs = _tensors(target.input, target), _tensors(target.output, target)
         for key, value in step.input_map.items():
             if key not in inputs or value not in known:
                 yield _error(
@@ -248,7 +251,7 @@ def _check_ensemble(name: str, model: TritonConfig, models: dict[str, TritonConf
         step.model_transaction_policy.decoupled for step in steps
     ):
         yield _warning(where, "decoupled, with no step that is", "both alike", fix)
-    for key, tensor in _tensors(model.output).items():
+    for key, tensor in _tensors(model.output, model).items():
         if key not in known:
             yield _error(where, f"output {key} that no step makes", "an output_map to it", fix)
         elif not tensor.fits(known[key]):
@@ -263,7 +266,9 @@ def _check_engine(
 ) -> Iterator[Finding]:
     where = f"{name}/config.pbtxt"
     try:
-        engine = read_engine_config(string_parameters(models[name]), where)
+        texts = string_parameters(models[name])
+        misspelt = parameter_names.unknown(texts, engine=True)  # a finding of their own
+        engine = read_engine_config({key: texts[key] for key in texts if key not in misspelt}, where)
         weights = Path(checkpoint_dir(str(repository / name)))
         for file, limit in (("config.ini", MAX_CONFIG_BYTES), (MANIFEST_FILE, MAX_JSON_BYTES)):
             if (weights / file).exists():
@@ -301,9 +306,10 @@ def _check_settings(where: str, engine: EngineConfig, config: ModelConfig) -> It
         check_tensor_size(config, engine.tensor_para_size)
     except TridecodeError as error:
         yield _error(where, str(error), "one that divides it", "Choose another tensor_para_size.")
-    if engine.pipeline_para_size > config.num_layers:
-        found = f"pipeline_para_size {engine.pipeline_para_size}"
-        yield _error(where, found, f"at most the {config.num_layers} layers", "Choose a smaller one.")
+    try:
+        check_stages(config.num_layers, engine.pipeline_para_size, config.model_name)
+    except TridecodeError as error:
+        yield _error(where, str(error), "layers for every stage", "Choose another pipeline_para_size.")
     if (engine.max_sequence_tokens or 0) > config.max_positions:
         found = f"max_sequence_tokens {engine.max_sequence_tokens}"
         yield _error(

@@ -22,6 +22,7 @@ from tridecode.tools.bench.command import app as bench_app
 from tridecode.tools.client_commands import demo, generate, send_request
 from tridecode.tools.doctor.command import doctor
 from tridecode.tools.evaluate.command import evaluate_lambada
+from tridecode.tools.evaluate.prompt_command import evaluate_prompts
 from tridecode.tools.repo_commands import build_repo, check
 from tridecode.tools.serve.command import serve, tritonserver
 
@@ -117,6 +118,7 @@ app.command("send-request")(send_request)
 app.command()(check)
 app.command()(doctor)
 app.command("evaluate-lambada")(evaluate_lambada)
+app.command("evaluate-prompts")(evaluate_prompts)
 app.command()(demo)
 
 

@@ -17,6 +17,7 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype, tri
 
 from tridecode.backend.doors.contracts.tensorrt_llm import TENSORRT_LLM
 from tridecode.backend.errors import BY_CODE, ConfigError, EngineDownError, RequestError, TridecodeError
+from tridecode.model_repo_templates.contracts_in import with_advice
 from tridecode.model_repo_templates.pbtxt import data_type_name
 from tridecode.tools.triton_stream import plain_reason, stream_results
 
@@ -43,8 +44,11 @@ def _numpy(dtype: str) -> Any:
 SAMPLING = {
     field.name: _numpy(field.dtype)
     for field in TENSORRT_LLM.inputs
-    if field.param or field.name in ("end_id", "stop_words", "bad_words", "priority", "lora_name")
+    if field.declared
+    and (field.param or field.name in ("end_id", "stop_words", "bad_words", "priority", "lora_name"))
 }
+#: sampling parameter -> its input of the text models, where the names differ: length_penalty
+_INPUT_OF = {field.param: field.name for field in TENSORRT_LLM.params if field.param != field.name}
 
 
 @dataclass(frozen=True)
@@ -192,7 +196,10 @@ def _piece(result: triton.InferResult) -> Piece:
 def _inputs(prompt: str, options: dict[str, Any], dtypes: Mapping[str, Any]) -> list[triton.InferInput]:
     flags = {"stream": bool(options.pop("stream", False)), "exclude_input_in_output": True}
     flags["return_num_output_tokens"] = True
-    unknown = sorted(set(options) - set(SAMPLING))
+    options = {_INPUT_OF.get(name, name): value for name, value in options.items()}
+    if (options.get("beam_width") or 1) > 1:
+        options["num_return_sequences"] = 1  # the best beam is the answer
+    unknown = sorted(name for name in set(options) - set(SAMPLING) if options[name] is not None)
     if unknown:
         raise RequestError(f"no sampling option {unknown[0]}; there are {', '.join(SAMPLING)}")
     options.setdefault("max_tokens", 128)
@@ -254,7 +261,7 @@ def _ours(error: InferenceServerException, url: str = "") -> TridecodeError:
     status = (error.status() or "").removeprefix("StatusCode.")
     code = {"INVALID_ARGUMENT": "INVALID_ARG", "UNIMPLEMENTED": "UNSUPPORTED"}.get(status, status)
     where = f" (server: {url})" if url and code == "UNAVAILABLE" else ""
-    return BY_CODE.get(code, TridecodeError)(f"{error.message()}{where}")
+    return BY_CODE.get(code, TridecodeError)(f"{with_advice(error.message() or '')}{where}")
 
 
 def _describe(client: triton.InferenceServerClient, name: str) -> TextModel | None:

@@ -2,43 +2,25 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
-from dataclasses import fields
 
-from tridecode.backend.config import EngineConfig
+from tridecode.backend import door_parameters
+from tridecode.backend.config import engine_parameters
 
-ENGINE = frozenset(field.name for field in fields(EngineConfig) if field.name != "extra")
-#: of every door (backend/doors/settings.py)
-DOORS = frozenset(
-    {
-        *("engine_model", "tokenizer_dir", "stop_ids", "exclude_input_in_output", "add_special_tokens"),
-        *("skip_special_tokens", "num_senders", "merge_behind_s", "wait_for_engine", "start_timeout_s"),
-        *("hold_s", "probe_timeout_s", "allowed_parameters", "max_prompt_bytes", "max_request_bytes"),
-        *("max_response_elements", "max_stream_elements", "max_preparing_requests", "max_preparing_bytes"),
-    }
-)
-#: of FasterTransformer's configurations and of Triton's python backend: others read them, or nobody
-OTHERS = frozenset(
-    {
-        *("model_type", "model_checkpoint_path", "enable_custom_all_reduce"),
-        *("EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"),
-    }
-)
+
+def _known(engine: bool) -> set[str]:
+    """engine: of the engine's model, else of another door."""
+    return door_parameters.known_names(row.name for row in engine_parameters() if engine)
 
 
 def unknown(names: Iterable[str], engine: bool) -> list[str]:
-    """Those that nobody reads. engine: of the engine's model, else of another door."""
-    known = DOORS | OTHERS | (ENGINE if engine else frozenset())
-    return sorted(set(names) - known)
+    """Those that nobody reads: a model that has one does not load."""
+    return sorted(set(names) - _known(engine))
 
 
 def nearest(name: str, engine: bool) -> str | None:
     """The known name that a misspelt one was probably meant to be."""
-    known = DOORS | OTHERS | (ENGINE if engine else frozenset())
-    spelt = {one.lower(): one for one in known}
-    found = difflib.get_close_matches(name.lower().replace("-", "_"), sorted(spelt), n=1, cutoff=0.7)
-    return spelt[found[0]] if found else None
+    return door_parameters.nearest(name, _known(engine))
 
 
 def advice(name: str, engine: bool) -> str:

@@ -1,11 +1,16 @@
 """The commands `tridecode build-repo` and `tridecode check`."""
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
 from tridecode.backend.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tridecode.backend.quantization import Quantization
+    from tridecode.converters.quantized_parity import Floor
+    from tridecode.tools.calibration import Calibration
 
 
 def build_repo(
@@ -19,9 +24,24 @@ def build_repo(
         Optional[str],
         typer.Option(help="fp32, fp16 or bf16; default: the checkpoint's with a GPU, fp32 without."),
     ] = None,
-    ensemble_owner: Annotated[
-        str, typer.Option(help="Contract of the model `ensemble`: fastertransformer or tensorrt_llm.")
-    ] = "fastertransformer",
+    contract: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            metavar="NAME[,NAME...]",
+            help="Contracts to serve (docs/clients.md); default: fastertransformer,tensorrt_llm.",
+        ),
+    ] = None,
+    owner: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            metavar="CONTRACT[,CONTRACT...]", help="Keeps a model's name that several contracts have."
+        ),
+    ] = None,
+    ensemble_owner: Annotated[str, typer.Option(help="The same for the model `ensemble` only.")] = "",
+    decoupled: Annotated[
+        Optional[list[str]],
+        typer.Option(metavar="CONTRACT", help="Its models stream under their usual names; may be repeated."),
+    ] = None,
     decoupled_fastertransformer: Annotated[
         bool, typer.Option("--decoupled-fastertransformer", help="`fastertransformer` itself streams.")
     ] = False,
@@ -39,6 +59,20 @@ def build_repo(
     uint32_text_inputs: Annotated[
         bool,
         typer.Option("--uint32-text-inputs", help="max_tokens, top_k, beam_width as UINT32 (LangChain)."),
+    ] = False,
+    wrap_token_ids: Annotated[
+        bool,
+        typer.Option("--wrap-token-ids", help="`tensorrt_llm` takes ids beyond the vocabulary modulo it."),
+    ] = False,
+    vllm_model: Annotated[
+        str, typer.Option(metavar="NAME", help="Name of the model with vLLM's contract.")
+    ] = "vllm_model",
+    stand_ins: Annotated[
+        bool,
+        typer.Option(
+            "--stand-ins",
+            help="Also models of the other contracts, which answer with the option to build them.",
+        ),
     ] = False,
     setting: Annotated[
         Optional[list[str]],
@@ -62,8 +96,31 @@ def build_repo(
         Optional[int], typer.Option(min=1, help="Attention heads of a Megatron checkpoint that does not say.")
     ] = None,
     prompts: Annotated[
-        Optional[list[Path]], typer.Option(help="NeMo archive of prompt learning; may be repeated.")
+        Optional[list[Path]],
+        typer.Option(help="NeMo archive or PEFT folder of prompt learning; may be repeated."),
     ] = None,
+    quantize: Annotated[
+        Optional[str],
+        typer.Option(
+            metavar="FORMAT",
+            help="Layers' matrices rounded to int8, int4 or fp8 (docs/quantization.md), or calibrated: "
+            "int4-gptq, int4-awq, smoothquant (docs/calibration.md); none: expand quantised ones.",
+        ),
+    ] = None,
+    calibrate: Annotated[
+        Optional[Path],
+        typer.Option(metavar="JSONL", help="Texts to calibrate with; default: a short built-in one."),
+    ] = None,
+    quantize_group: Annotated[
+        int, typer.Option(min=8, max=65536, help="int4: inputs that share a scale and a zero.")
+    ] = 128,
+    quantize_floor: Annotated[
+        str,
+        typer.Option(
+            metavar="KL,SHARE",
+            help="Refuse a quantised model with a higher mean KL (nats) or fewer equal greedy tokens.",
+        ),
+    ] = "0.5,0.5",
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the repository that exists at --output.")
     ] = False,
@@ -76,20 +133,28 @@ def build_repo(
     Example:
       tridecode build-repo --model bigscience/bloom-560m --output models --set max_sequences=128
     """
+    from tridecode.model_repo_templates.served import DEFAULT
     from tridecode.tools.build_repo import build_repo as build
 
+    calibration = _calibration(quantize, quantize_group, calibrate)
     build(
         model,
         output,
         tensor_para_size=tp,
         pipeline_para_size=pp,
         dtype=dtype,
+        contracts=_names(contract) or DEFAULT,
+        owners=_names(owner),
         ensemble_owner=ensemble_owner,
+        decoupled=_names(decoupled),
         decoupled_fastertransformer=decoupled_fastertransformer,
         plain_text=plain_text,
         unbatched_text=unbatched_text,
         exclude_input=exclude_input,
         uint32_text_inputs=uint32_text_inputs,
+        wrap_token_ids=wrap_token_ids,
+        stand_ins=stand_ins,
+        vllm_model=vllm_model,
         model_name=model_name,
         tokenizer=tokenizer,
         lora=lora,
@@ -98,8 +163,61 @@ def build_repo(
         num_heads=num_heads,
         prompts=prompts or [],
         overwrite=overwrite,
+        quantization=_quantization(quantize, quantize_group),
+        keep_quantization=quantize != "none",
+        calibration=calibration,
+        quantization_floor=_floor(quantize_floor),
         engine_settings=_settings(setting or []),
     )
+
+
+def _quantization(format: Optional[str], group: int) -> "Optional[Quantization]":
+    """None for a format that needs calibration, and for "none"."""
+    from tridecode.backend.quantization import Quantization
+    from tridecode.converters.quantize.methods import METHODS
+
+    formats = {
+        "int8": Quantization("int8"),
+        "int4": Quantization("int4", group=group, zeros=True),
+        "fp8": Quantization("fp8"),
+    }
+    if format is None or format in ("none", *METHODS):
+        return None
+    if format not in formats:
+        raise ConfigError(f"--quantize {format}: wanted one of {', '.join((*formats, *METHODS))}, none")
+    return formats[format]
+
+
+def _calibration(format: Optional[str], group: int, file: Optional[Path]) -> "Optional[Calibration]":
+    """None for a format that needs no calibration."""
+    if format is None and file is None:
+        return None
+    from tridecode.converters.quantize.methods import METHODS, method_of
+    from tridecode.tools.calibration import read_calibration
+
+    if format in METHODS:
+        return read_calibration(method_of(str(format), group), file)
+    if file is not None:
+        raise ConfigError(f"--calibrate {file} with --quantize {format}; wanted one of {', '.join(METHODS)}")
+    return None
+
+
+def _floor(text: str) -> "Floor":
+    from tridecode.converters.quantized_parity import Floor
+
+    try:
+        mean_kl, agreement = map(float, text.split(","))
+    except ValueError:
+        mean_kl = agreement = -1.0
+    if not (mean_kl >= 0 and 0 <= agreement <= 1):
+        wanted = "KL,SHARE with KL in nats from 0 and SHARE from 0 to 1, e.g. 0.5,0.5"
+        raise ConfigError(f"--quantize-floor {text}: wanted {wanted}")
+    return Floor(mean_kl, agreement)
+
+
+def _names(texts: Optional[list[str]]) -> list[str]:
+    """The names of options such as `--contract a,b --contract c`."""
+    return [name.strip() for text in texts or [] for name in text.split(",") if name.strip()]
 
 
 def _settings(texts: list[str]) -> dict[str, str]:
@@ -126,6 +244,7 @@ def check(
     Example:
       tridecode check models --checksums
     """
+    from tridecode.model_repo_templates.contracts_in import in_words
     from tridecode.tools.check_repo import check_repo
 
     findings = check_repo(repository, checksums=checksums)
@@ -133,6 +252,8 @@ def check(
         colour = typer.colors.RED if finding.severity == "error" else typer.colors.YELLOW
         typer.secho(str(finding), fg=colour)
     errors = sum(finding.severity == "error" for finding in findings)
+    if repository.is_dir():
+        typer.echo(f"contracts: {in_words(repository)}")
     typer.echo(f"{repository}: errors: {errors}, warnings: {len(findings) - errors}")
     if errors:
         raise typer.Exit(1)

@@ -8,31 +8,30 @@ of the page is not the one that would be written.
 
 from __future__ import annotations
 
-import re
 import sys
 import textwrap
-from collections.abc import Iterable
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from tridecode.backend.doors.contracts.field import Contract, Field
+from tridecode.backend.doors.contracts.vllm import KEYS
 from tridecode.backend.sampling_params import SamplingParams, parameters
 from tridecode.model_repo_templates.repository import CONTRACTS
+from tridecode.tools import doc_tables
+from tridecode.tools.doc_tables import DOCS, markdown, write_or_compare
 
-PAGE = Path(__file__).parents[1] / "docs" / "requests.md"
+PAGE = DOCS / "requests.md"
 _WIDTH = 120
-_BLOCK = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def updated(page: str) -> str:
     """The page with new tables. Raises KeyError for a marker that names no table."""
-    made = tables()
-    return _BLOCK.sub(lambda found: f"{found[1]}\n{made[found[2]]}\n\n{found[3]}", page)
+    return doc_tables.updated(page, tables())
 
 
 def tables() -> dict[str, str]:
     """Name in a marker -> Markdown."""
-    made = {"sampling": sampling_table()}
+    made = {"sampling": sampling_table(), "vllm keys": vllm_keys(), "vllm refused keys": refused_vllm_keys()}
     for name, contract in CONTRACTS.items():
         made[f"{name} inputs"] = input_table(contract)
         made[f"{name} refused"] = refused_inputs(contract)
@@ -48,7 +47,7 @@ def sampling_table(table: type[SamplingParams] = SamplingParams) -> str:
         for row in parameters(table)
         if row.range
     ]
-    return _markdown(("text models", "token ids", "range"), rows)
+    return markdown(("text models", "token ids", "range"), rows)
 
 
 def input_table(contract: Contract, table: type[SamplingParams] = SamplingParams) -> str:
@@ -62,8 +61,9 @@ def input_table(contract: Contract, table: type[SamplingParams] = SamplingParams
             default = field.default or (_value(param.default) if param else "")
             if field.required:
                 default = "required"
-            rows.append((f"`{field.name}`" + "".join(older), field.dtype, _shape(field), meaning, default))
-    return _markdown(("input", "type", "shape", "meaning", "default"), rows)
+            shape = _shape(field, contract) if contract.batched else _unbatched_shape(field)
+            rows.append((f"`{field.name}`" + "".join(older), field.dtype, shape, meaning, default))
+    return markdown(("input", "type", "shape", "meaning", "default"), rows)
 
 
 def refused_inputs(contract: Contract) -> str:
@@ -80,36 +80,50 @@ def output_table(contract: Contract) -> str:
     ]
     never = ", ".join(f"`{output.name}`" for output in contract.outputs if not output.meaning)
     told = textwrap.fill(f"Declared and never sent: {never}.", _WIDTH)
-    return _markdown(("output", "type", "meaning"), rows) + (f"\n\n{told}" if never else "")
+    return markdown(("output", "type", "meaning"), rows) + (f"\n\n{told}" if never else "")
 
 
-def _shape(field: Field) -> str:
+def _shape(field: Field, contract: Contract) -> str:
+    if contract.leading_axis:
+        inner = _shape(replace(field, dims=field.dims[1:]), replace(contract, leading_axis=False))
+        return "[1, " + inner[1:]
     if field.kind in ("value", "prompt", "csv"):  # one per row, even where the contract declares -1
         return "[B, 1]"
     names = iter("nm")
     return f"[B, {', '.join(next(names) if size < 0 else str(size) for size in field.dims)}]"
 
 
+def _unbatched_shape(field: Field) -> str:
+    names = iter("B" if field.kind == "prompt" else "nm")
+    return f"[{', '.join(next(names) if size < 0 else str(size) for size in field.dims)}]"
+
+
+def vllm_keys() -> str:
+    rows = [(f"`{key.name}`", key.meaning, key.default, key.in_words) for key in KEYS if not key.refused]
+    return markdown(("key", "meaning", "default", "range"), rows)
+
+
+def refused_vllm_keys() -> str:
+    neutral = {key.name: [value for value in key.neutral if value is not None] for key in KEYS if key.refused}
+    texts = [
+        f"`{name}`" + (f" other than {_value(values[0])}" if values else "")
+        for name, values in neutral.items()
+    ]
+    return textwrap.fill(f"Refused: {', '.join(texts)}.", _WIDTH)
+
+
 def _value(value: Any) -> str:
+    if isinstance(value, (list, dict)):
+        return "an empty one"
     if isinstance(value, bool):
         return str(value).lower()
-    return '""' if value == b"" else f"{value:g}"
-
-
-def _markdown(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [head, ("---",) * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return '""' if value in (b"", "") else f"{value:g}"
 
 
 def main(arguments: list[str]) -> int:
-    page = PAGE.read_text(encoding="utf-8")
-    new = updated(page)
-    if "--write" in arguments:
-        PAGE.write_text(new, encoding="utf-8")
-    elif new != page:
-        print(f"{PAGE} has old tables; run python -m tridecode.tools.request_docs --write", file=sys.stderr)
-        return 1
-    return 0
+    return write_or_compare(
+        {PAGE: tables()}, "--write" in arguments, "python -m tridecode.tools.request_docs"
+    )
 
 
 if __name__ == "__main__":

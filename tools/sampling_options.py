@@ -13,8 +13,11 @@ from tridecode.backend.sampling_params import Parameter, SamplingParams, paramet
 #: what an option means to this program, beside what the parameter means to the server
 _NOTES = {
     "temperature": "given alone, it sets --top-p 1",
+    "beam_width": "the best one is printed",
     "seed": "default: drawn, and shown on stderr",
 }
+#: it prints one answer, and the text models do not declare the others
+_WITHOUT = ("num_return_sequences", "early_stopping", "beam_search_diversity_rate")
 
 
 def with_sampling_options(
@@ -27,7 +30,7 @@ def with_sampling_options(
     """
     hints = get_type_hints(command, include_extras=True)
     own = list(inspect.signature(command).parameters.values())[:-1]
-    rows = [row for row in parameters(table) if row.range and row.name not in hints]
+    rows = [row for row in parameters(table) if row.range and row.name not in (*hints, *_WITHOUT)]
     options = [
         inspect.Parameter(row.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_option(row))
         for row in rows

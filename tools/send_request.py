@@ -22,6 +22,7 @@ from rich.console import Console
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from tridecode.backend.errors import ConfigError, EngineDownError, TridecodeError
+from tridecode.model_repo_templates.contracts_in import with_advice
 from tridecode.tools.triton_stream import NO_SERVER, plain_reason, stream_results
 
 _MAX_FILE_BYTES = 256 << 20
@@ -124,7 +125,8 @@ def send_request(request: RequestFile, timeout_s: float | None = None) -> Iterat
     except InferenceServerException as error:
         if _is_unreachable(error):
             raise _no_server(request, error.message()) from None
-        raise TridecodeError(f"{request.model_name} at {request.url}: {error.message()}") from None
+        text = with_advice(error.message() or "")
+        raise TridecodeError(f"{request.model_name} at {request.url}: {text}") from None
     except TimeoutError:
         patience = f"{timeout_s or _HTTP_TIMEOUT_S:g} s"
         raise EngineDownError(f"{request.url} has not answered within {patience}") from None

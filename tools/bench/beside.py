@@ -122,8 +122,10 @@ def _medians(rounds: Sequence[Round], engine: str) -> list[dict[str, Any]]:
     ]
 
 
-def _middle(values: Sequence[float]) -> float:
-    return round(statistics.median(values), 3)
+def _middle(values: Sequence[float | None]) -> float | None:
+    """None where a run has no such figure: not every engine tells when its steps were done."""
+    found = [value for value in values if value is not None]
+    return round(statistics.median(found), 3) if found and len(found) == len(values) else None
 
 
 def _ratios(batches: Sequence[int], others: Sequence[str]) -> list[Ratio]:

@@ -23,6 +23,9 @@ _Preset = Annotated[
         help="Random weights of a true shape: bloom-7b1, bloom-560m, llama-3-8b, smollm2-135m, gpt2, toy."
     ),
 ]
+_Model = Annotated[
+    Optional[Path], typer.Option(help="A repository or weight directory in place of the preset.")
+]
 _Dtype = Annotated[Optional[str], typer.Option(help="fp32, fp16 or bf16; default: the preset's.")]
 _Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 _Batches = Annotated[
@@ -68,9 +71,7 @@ _Number = TypeVar("_Number", int, float)
 @app.command()
 def engine(
     preset: _Preset = "smollm2-135m",
-    model: Annotated[
-        Optional[Path], typer.Option(help="A repository or weight directory in place of the preset.")
-    ] = None,
+    model: _Model = None,
     dtype: _Dtype = None,
     device: _Device = "auto",
     batches: _Batches = None,
@@ -165,6 +166,38 @@ def compare_engines(
         prompts, tokenizer, workload, requests,
     )  # fmt: skip
     compare.run_compare(job, output)
+
+
+@app.command()
+def mix(
+    preset: _Preset = "smollm2-135m",
+    model: _Model = None,
+    dtype: _Dtype = None,
+    device: _Device = "auto",
+    requests: Annotated[int, typer.Option(min=1, help="Requests of the load.")] = 1000,
+    slots: Annotated[int, typer.Option(min=1, help="Most sequences that run at once.")] = 256,
+    rate: Annotated[
+        float, typer.Option(min=0.0, help="Poisson arrivals per second; 0: all requests at once.")
+    ] = 0.0,
+    repeats: _Repeats = 3,
+    tp: _Tp = 1,
+    output: _Output = _RESULTS,
+) -> None:
+    """Measure a load of chats: prompts and answers of many lengths.
+
+    Prompts of about 180 tokens (16 to 1,024), answers of about 150 (4 to 512), of log-normal lengths. Our
+    engine, step by step, and vLLM where it is installed.
+
+    \b
+    Example:
+      tridecode bench mix --preset llama-3-8b
+    """
+    from tridecode.tools.bench import compare, jobs
+
+    job = jobs.make_job(
+        preset, model, dtype, device=device, batches=(slots,), repeats=repeats, tensor_para_size=tp, rate=rate
+    )
+    compare.run_compare(jobs.with_mix(job, requests), output, "mix")
 
 
 @app.command()

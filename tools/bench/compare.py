@@ -23,6 +23,7 @@ BATCH_COLUMNS = {
     "batch": "sequences",
     "first_token_ms": "first token ms",
     "step_ms": "ms/step",
+    "steady_step_ms": "ms/step steady",
     "tokens_per_s": "tokens/s decoding",
     "total_tokens_per_s": "tokens/s in all",
 }
@@ -34,6 +35,19 @@ _WORKLOAD_COLUMNS = {
     "seconds": "seconds",
     "tokens_per_s": "tokens/s",
 }
+#: of an engine that tells when its steps were done
+_LATENCY_COLUMNS = {
+    "first_token_p50_ms": "first token ms p50",
+    "first_token_p95_ms": "p95",
+    "token_gap_p50_ms": "between tokens ms p50",
+    "token_gap_p99_ms": "p99",
+    "decode_steps": "decode steps",
+    "decode_step_ms": "ms",
+    "mixed_steps": "steps with prompts",
+    "mixed_step_ms": "ms",
+    "prompt_tokens_per_mixed_step": "their prompt tokens",
+    "decoding_share": "slots that decode",
+}
 
 
 def run_engine(job: Job, output: Path) -> None:
@@ -42,13 +56,16 @@ def run_engine(job: Job, output: Path) -> None:
     _conclude("engine", job, {ours.ENGINE.name: result}, output)
 
 
-def run_compare(job: Job, output: Path) -> None:
-    """Each engine runs in a process of its own; one that fails or is absent is one line of the report."""
+def run_compare(job: Job, output: Path, command: str = "compare") -> None:
+    """Each engine runs in a process of its own; one that fails or is absent is one line of the report.
+
+    command: "compare" or "mix", whose engines end each request of a batch by itself.
+    """
     results = {}
-    for engine in engines_of("compare"):
-        with spinner(f"{engine.name}: {job.preset}"):
+    for engine in engines_of(command):
+        with spinner(f"{engine.name}: {_model(job)}"):
             results[engine.name] = run_apart(engine, job)
-    _conclude("compare", job, results, output)
+    _conclude(command, job, results, output)
     if "error" in results[ours.ENGINE.name]:
         raise TridecodeError(results[ours.ENGINE.name]["error"])
 
@@ -129,15 +146,17 @@ def _conclude(kind: str, job: Job, results: Mapping[str, Mapping[str, Any]], out
             console.print(f"{name}: {result['error']}", highlight=False, markup=False)
         elif "workload" in result:
             console.print(_table(_title(label, job), _WORKLOAD_COLUMNS, [result["workload"]]))
+            if "decode_steps" in result["workload"]:
+                console.print(_table(f"{name}, step by step", _LATENCY_COLUMNS, [result["workload"]]))
         else:
             curves[label] = result["batches"]
             console.print(_table(_title(label, job), BATCH_COLUMNS, result["batches"]))
     if times:
         rows = [[name, batch, ratio] for name, of in times.items() for batch, ratio in of.items()]
         console.print(table("tokens/s over those of", ["", "sequences", "ratio"], rows))
-    settings = asdict(replace(job, prompts=()))
+    settings = asdict(replace(job, prompts=(), outputs=()))
     name = f"{kind}-{_model(job)}"  # one file per model
-    if job.workload:
+    if job.workload and job.workload != kind:
         name += f"-{job.workload}"
     report = {**results, "ratios": times} if times else dict(results)
     written = [write_report(output / f"{name}.json", kind, settings, report)]
@@ -157,7 +176,10 @@ def _model(job: Job) -> str:
 def _title(what: str, job: Job) -> str:
     model = Path(job.directory).name if job.directory else f"{job.preset} {job.chosen_dtype}, random weights"
     prompts = f"prompts of {job.prompt_tokens} tokens" if not job.prompts else job.workload
-    return f"{what}: {model}, {prompts}, {job.output_tokens} new tokens"
+    outputs = (
+        f"{job.output_tokens} new tokens" if not job.outputs else f"{sum(job.outputs):,} new tokens in all"
+    )
+    return f"{what}: {model}, {prompts}, {outputs}"
 
 
 def _wrote(*paths: Path) -> None:

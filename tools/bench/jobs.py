@@ -10,7 +10,7 @@ from tridecode.backend.errors import ConfigError
 from tridecode.backend.models import read_model_config
 from tridecode.tools.bench.engines.ours import weight_directory
 from tridecode.tools.bench.load.prompts import find_tokenizer, read_prompts
-from tridecode.tools.bench.load.workloads import workload_prompts
+from tridecode.tools.bench.load.workloads import MIX, mix_requests, workload_prompts
 from tridecode.tools.bench.measure import Job
 from tridecode.tools.bench.presets import preset as find_preset
 
@@ -43,6 +43,13 @@ def with_workload(job: Job, name: str, limit: int | None) -> Job:
     """The job with the first `limit` prompts of a workload. Raises ConfigError for an unknown one."""
     shape = job.shape if job.preset else read_model_config(weight_directory(job.directory))
     return _with(job, name, workload_prompts(name, shape.vocab_size, limit, job.seed))
+
+
+def with_mix(job: Job, count: int) -> Job:
+    """The job with `count` requests of the workload `mix`."""
+    shape = job.shape if job.preset else read_model_config(weight_directory(job.directory))
+    prompts, outputs = mix_requests(shape.vocab_size, count, job.seed)
+    return _with(replace(job, outputs=outputs), MIX, prompts)
 
 
 def _with(job: Job, name: str, prompts: tuple[tuple[int, ...], ...]) -> Job:

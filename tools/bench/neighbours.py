@@ -7,6 +7,7 @@ import threading
 import time
 from types import TracebackType
 
+_PROC = "/proc"
 _TICK_S = 0.25
 _HZ = os.sysconf("SC_CLK_TCK")
 
@@ -45,11 +46,11 @@ class Neighbours:
     def _look(self) -> None:
         """Record the time of each of our processes; one that was ours stays ours when its parent dies."""
         parents, used = {}, {}
-        for entry in os.listdir("/proc"):
+        for entry in os.listdir(_PROC):
             if not entry.isdigit():
                 continue
             try:
-                with open(f"/proc/{entry}/stat") as file:
+                with open(f"{_PROC}/{entry}/stat") as file:
                     fields = file.read().rpartition(")")[2].split()
             except OSError:  # it has just ended
                 continue
@@ -68,6 +69,6 @@ def _descends(pid: int, ancestor: int, parents: dict[int, int]) -> bool:
 
 def _busy_s() -> float:
     """Seconds that all processors together have been busy since the machine started."""
-    with open("/proc/stat") as file:
+    with open(f"{_PROC}/stat") as file:
         user, nice, system, _idle, _wait, interrupts, soft, steal = map(int, file.readline().split()[1:9])
     return (user + nice + system + interrupts + soft + steal) / _HZ

@@ -17,6 +17,7 @@ from tridecode.tools.doctor.repository import (
     place_of,
     read_engines,
     repository_findings,
+    sharing_findings,
 )
 
 
@@ -58,6 +59,7 @@ def _fit_dict(found: Fit) -> dict[str, Any]:
         "cache_blocks": found.blocks,
         "cache_tokens": found.tokens,
         "block_tokens": found.block_tokens,
+        "cache_dtype": found.cache_dtype,
         "fits": found.fits,
         "sequences": [{"tokens": tokens, "count": count} for tokens, count in found.sequences],
     }
@@ -88,6 +90,7 @@ def diagnose(
         places = [place_of(machine, engine.config, gpu_memory, gpus) for engine in engines]
         on_gpu = any(place.kind == "cuda" for place in places) and not supposed
         found.findings += machine_findings(machine, ranks, on_gpu if engines else None)
+        found.findings += sharing_findings(engines, places)
         for engine, place in zip(engines, places):
             _examine(found, engine, place)
     found.findings.sort(key=lambda finding: finding.severity)

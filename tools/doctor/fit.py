@@ -9,13 +9,12 @@ import torch
 
 from tridecode.backend.config import EngineConfig, ModelConfig
 from tridecode.backend.engine.memory import LIBRARY_BYTES, NCCL_BYTES, RankMemory, plan_rank, plan_ranks
-from tridecode.backend.engine.settings import CPU_CACHE_SHARE, resolve
+from tridecode.backend.engine.settings import CPU_CACHE_SHARE, USUAL_TOKENS, resolve
 from tridecode.backend.errors import TridecodeError
 from tridecode.tools.check_repo import Finding
 from tridecode.tools.doctor.sizes import in_words
 
 _LENGTHS = (128, 512, 2048, 8192, 32768, 131072)  # tokens of prompt and answer
-_USUAL = 512  # tokens of a sequence, where max_sequences is judged
 _MOST_RANKS = 64
 
 
@@ -33,7 +32,9 @@ class Place:
 @dataclass(frozen=True)
 class Fit:
     """Bytes are of one rank. libraries: an estimate. cache: of the rank with the fewest blocks; may be
-    negative where not even the weights fit. sequences: (tokens of a sequence, how many fit)."""
+    negative where not even the weights fit. sequences: (tokens of a sequence, how many fit). slots:
+    max_sequences, as given or as the engine would choose it. cache_dtype: of keys and values, such as "fp16"
+    or "int8"."""
 
     ranks: list[RankMemory]
     place: Place
@@ -43,6 +44,8 @@ class Fit:
     block_tokens: int
     longest: int
     sequences: list[tuple[int, int]]
+    slots: int = 0
+    cache_dtype: str = ""
 
     @property
     def fits(self) -> bool:
@@ -56,7 +59,7 @@ class Fit:
 
 def fit(model: ModelConfig, config: EngineConfig, place: Place) -> Fit:
     """Raises ConfigError for settings that cannot go together, as the engine does."""
-    config = resolve(config, model, torch.device(place.kind))
+    config = resolve(config, model, torch.device(place.kind), place.memory)
     ranks = plan_ranks(model, config, place.kind)
     return _fit(ranks, config, place)
 
@@ -70,7 +73,9 @@ def _fit(ranks: list[RankMemory], config: EngineConfig, place: Place) -> Fit:
     longest = config.max_sequence_tokens
     lengths = [*(length for length in _LENGTHS if length < longest), longest]
     sequences = [(length, blocks // -(-length // config.block_tokens)) for length in lengths]
-    return Fit(ranks, place, libraries, min(per_rank), blocks, config.block_tokens, longest, sequences)
+    dtype = config.data_type if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    size, slots = config.block_tokens, config.slots
+    return Fit(ranks, place, libraries, min(per_rank), blocks, size, longest, sequences, slots, dtype)
 
 
 def _libraries(place: Place, ranks: int) -> int:
@@ -116,13 +121,13 @@ def fit_findings(
         )
         return
     yield from _adapter_findings(where, config, place, found)
-    usual = min(_USUAL, found.longest)
+    usual = min(USUAL_TOKENS, found.longest)
     room = found.blocks // -(-usual // found.block_tokens)
-    if config.max_sequences > room:
+    if found.slots > room:
         yield Finding(
             "warning",
             where,
-            f"max_sequences {config.max_sequences}; the cache holds {room} of {usual} tokens",
+            f"max_sequences {found.slots}; the cache holds {room} of {usual} tokens",
             "no more sequences than the cache holds",
             f"Set max_sequences to {max(room, 1)}: more preempt each other, and their buffers take "
             "memory from the cache.",
@@ -174,7 +179,7 @@ def _fits_at(model: ModelConfig, config: EngineConfig, place: Place, tensor: int
         return False
     config = replace(config, tensor_para_size=tensor, pipeline_para_size=stages)
     try:
-        config = resolve(config, model, torch.device(place.kind))
+        config = resolve(config, model, torch.device(place.kind), place.memory)
         ends = [plan_rank(model, config, 0, stage, place.kind) for stage in sorted({0, stages - 1})]
     except TridecodeError:  # the heads cannot be shared so
         return False

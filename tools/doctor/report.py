@@ -16,7 +16,7 @@ from tridecode.tools.doctor.sizes import in_words
 def print_report(found: Diagnosis, console: Console) -> None:
     console.print(_machine(found.machine))
     for where, fit in found.fits.items():
-        console.print(_memory(where, fit, found.engines[where].config.max_sequences))
+        console.print(_memory(where, fit))
         console.print(_sequences(fit))
     if found.findings:
         console.print(_findings(found.findings))
@@ -69,7 +69,7 @@ def _facts(machine: Machine) -> list[tuple[str, str]]:
     return [*facts, ("ports taken", taken)]
 
 
-def _memory(where: str, fit: Fit, max_sequences: int) -> Table:
+def _memory(where: str, fit: Fit) -> Table:
     """A column for each group of ranks with the same bytes."""
     kind = "a CPU" if fit.place.kind == "cpu" else f"{fit.place.devices} x {in_words(fit.place.memory)} GPU"
     table = Table(title=f"memory of {where} on {kind}", title_justify="left")
@@ -92,8 +92,8 @@ def _memory(where: str, fit: Fit, max_sequences: int) -> Table:
     totals = (sum(numbers[:3]) + numbers[4] + size + fit.libraries for numbers, size in zip(groups, cache))
     table.add_row("together", *(f"{size:,}" for size in totals))
     table.caption = (
-        f"cache: {fit.blocks:,} blocks of {fit.block_tokens} tokens, {fit.tokens:,} tokens; "
-        f"max_sequences {max_sequences}"
+        f"cache in {fit.cache_dtype}: {fit.blocks:,} blocks of {fit.block_tokens} tokens, "
+        f"{fit.tokens:,} tokens; max_sequences {fit.slots}"
     )
     return table
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tridecode.backend.config import EngineConfig, ModelConfig, read_engine_config
 from tridecode.backend.engine_config_file import checkpoint_dir, read_engine_parameters
-from tridecode.backend.errors import TridecodeError
+from tridecode.backend.engine_instances import InstanceGroup, engine_gpus, num_engines, read_groups
+from tridecode.backend.errors import ConfigError, TridecodeError
 from tridecode.backend.models import read_model_config
 from tridecode.backend.weights import MANIFEST_FILE, ManifestFile, WeightReader, file_sha256
 from tridecode.converters.files import MAX_JSON_BYTES, require_file
@@ -25,12 +26,14 @@ _LARGEST_FRACTION = 0.95  # memory_fraction beyond it leaves libraries no room
 
 @dataclass(frozen=True)
 class Engine:
-    """The engine's settings in a repository. where: its config.pbtxt, for findings."""
+    """The engine's settings in a repository. where: its config.pbtxt, for findings. groups: its instances, an
+    engine each."""
 
     where: str
     config: EngineConfig
     model: ModelConfig
     weights: Path
+    groups: tuple[InstanceGroup, ...] = (InstanceGroup(),)
 
     @property
     def ranks(self) -> int:
@@ -65,7 +68,7 @@ def _read_engine(folder: Path) -> Engine:
     require_file(weights / "config.ini", MAX_CONFIG_BYTES)
     if (weights / MANIFEST_FILE).exists():
         require_file(weights / MANIFEST_FILE, MAX_JSON_BYTES)
-    return Engine(where, config, read_model_config(weights), weights)
+    return Engine(where, config, read_model_config(weights), weights, read_groups(folder))
 
 
 def place_of(
@@ -152,6 +155,10 @@ def engine_findings(engine: Engine, machine: Machine, place: Place) -> Iterator[
 
 def _gpu_settings(engine: Engine, place: Place) -> Iterator[Finding]:
     config, where = engine.config, engine.where
+    try:
+        gpus_of(engine, place)
+    except ConfigError as error:
+        yield Finding("error", where, str(error), "GPUs of its own for each engine", "Change one of them.")
     if engine.ranks > place.devices:
         found = f"{engine.ranks} ranks (tensor_para_size {config.tensor_para_size} x pipeline_para_size "
         found += f"{config.pipeline_para_size}) on {place.devices} GPUs"
@@ -166,6 +173,34 @@ def _gpu_settings(engine: Engine, place: Place) -> Iterator[Finding]:
     if config.memory_fraction > _LARGEST_FRACTION:
         fix = "Set memory_fraction to 0.9: libraries allocate beside the cache."
         yield Finding("warning", where, f"memory_fraction {config.memory_fraction:g}", "0.95 or less", fix)
+
+
+def gpus_of(engine: Engine, place: Place) -> list[int]:
+    """The GPUs of all engines of the model. Raises ConfigError where they are not distinct."""
+    found: list[int] = []
+    for number in range(num_engines(engine.groups)):
+        gpus = engine_gpus(engine.groups, number, engine.ranks, engine.config.devices, place.devices)
+        found += gpus or range(number * engine.ranks, (number + 1) * engine.ranks)
+    return found
+
+
+def sharing_findings(engines: Sequence[Engine], places: Sequence[Place]) -> Iterator[Finding]:
+    """Engines of several models that take the same GPUs."""
+    owner: dict[int, str] = {}
+    for engine, place in zip(engines, places):
+        if place.kind != "cuda":
+            continue
+        try:
+            gpus = gpus_of(engine, place)
+        except ConfigError:
+            continue  # engine_findings has it
+        shared = [gpu for gpu in gpus if gpu in owner]
+        if shared:
+            found = f"GPU {shared[0]}, which the engine of {owner[shared[0]]} takes too"
+            fix = "Set the parameter devices of both, such as 0,1 and 2,3."
+            yield Finding("warning", engine.where, found, "GPUs of its own for each engine", fix)
+        for gpu in gpus:
+            owner.setdefault(gpu, engine.where)
 
 
 def engine_fit(engine: Engine, place: Place) -> tuple[Fit | None, list[Finding]]:

@@ -15,6 +15,7 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from tridecode.backend.errors import EngineDownError, RequestError, TridecodeError
+from tridecode.model_repo_templates.contracts_in import with_advice
 from tridecode.model_repo_templates.pbtxt import data_type_name
 from tridecode.tools.evaluate.lambada import Question
 from tridecode.tools.triton_stream import NO_SERVER, plain_reason, stream_results
@@ -89,7 +90,7 @@ def ask(
         except InferenceServerException as error:
             failed.set()
             where = f"{model.name} at {url}, item {questions[indices[0]].item}"
-            raise TridecodeError(f"{where}: {error.message()}") from None
+            raise TridecodeError(f"{where}: {with_advice(error.message() or '')}") from None
         except BaseException:
             failed.set()
             raise

@@ -23,6 +23,7 @@ import sys
 import time
 from pathlib import Path
 
+from tridecode.backend.nodes.launchers import inherited_fds
 from tridecode.backend.supervisor import processes, runtime_dir, shared_memory
 from tridecode.tools.serve import triton_access
 
@@ -142,6 +143,7 @@ class Guard:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
                 preexec_fn=_prepare_server,
+                pass_fds=inherited_fds(os.environ),
             )
             self._report(f"started {process.pid}")
             self._report(f"ended {self._watch(process, order.get('secret', ''))}")

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tridecode.backend.errors import TridecodeError
+from tridecode.backend.nodes.launchers import inherited_fds
 from tridecode.backend.supervisor import processes, runtime_dir
 from tridecode.tools.serve import guard, triton_install
 from tridecode.tools.serve.checks import check_plain_path, is_plain_path, repositories
@@ -108,7 +109,10 @@ class GuardedServer:
         command += ["--shm-prefix", self.shm_prefix, "--report-fd", str(write_fd)]
         command += ["--lock-fd", str(self._lock_fd)]
         self._guard = subprocess.Popen(
-            command, stdin=subprocess.PIPE, pass_fds=(write_fd, self._lock_fd), start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            pass_fds=(write_fd, self._lock_fd, *inherited_fds(os.environ)),
+            start_new_session=True,
         )
         self._write_owner()
 

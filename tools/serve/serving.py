@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from tridecode.backend.errors import TridecodeError
 from tridecode.backend.supervisor import state_file
+from tridecode.model_repo_templates.contracts_in import in_words
 from tridecode.tools.generate import TEXT_MODELS
 from tridecode.tools.serve import triton_access
 from tridecode.tools.serve.drain import Drain
@@ -126,6 +127,7 @@ class Serving:
         where = [f"{labels.get(name, name)} {options.address_of(name)}:{ports[name]}" for name in ports]
         _log.info("ready after %.1f s: %s", seconds, ", ".join(where))
         _log.info("models: %s", ", ".join(self._models))
+        _log.info("contracts: %s", in_words(options.repository))
         if "grpc" in ports and any(name in self._models for name in TEXT_MODELS):
             everywhere = options.address in (triton_access.LOOPBACK, "0.0.0.0", "")
             url = f"{'localhost' if everywhere else options.address}:{options.grpc_port}"

@@ -46,7 +46,7 @@ class Start:
                     self._check_ports()
                     return rows
                 silent_s = time.monotonic() - self._moved_at
-                if silent_s > timeout_s:
+                if silent_s > timeout_s and not self._lending():
                     raise StartError(
                         f"the server was not ready: no progress for {timeout_s:g} s (--start-timeout-s) "
                         f"while {self._doing}"
@@ -78,6 +78,11 @@ class Start:
         else:
             return rows
         return None
+
+    def _lending(self) -> bool:
+        """Whether this node lends its GPUs to node 0: it never becomes ready."""
+        states = [content.state for content in state_file.read_all(self._server.folder)]
+        return any(state.phase == "lending" for state in states)
 
     def _rows(self) -> list[ModelState] | None:
         """States of our models, once our server answers; no other process gets the key."""

@@ -36,12 +36,13 @@ def place(name):
     except ModuleNotFoundError:
         return None
     return list(spec.submodule_search_locations or [spec.origin])[0] if spec else None
+wanted = ("tridecode.backend", "zmq", "msgspec", "numpy", "google.protobuf")
 print(json.dumps({
     "path": sys.executable,
     "version": "%d.%d" % sys.version_info[:2],
     "libdir": sysconfig.get_config_var("LIBDIR") if sysconfig.get_config_var("Py_ENABLE_SHARED") else None,
     "numpy": version("numpy"),
-    "missing": [name for name in ("tridecode.backend", "zmq", "msgspec", "numpy") if place(name) is None],
+    "missing": [name for name in wanted if place(name) is None],
     "pytriton": place("pytriton"),
 }))
 """

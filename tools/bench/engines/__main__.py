@@ -14,7 +14,7 @@ from tridecode.tools.bench.measure import Job
 def main(module: str, job_file: str, result_file: str) -> None:
     engine = importlib.import_module(f"tridecode.tools.bench.engines.{module}").ENGINE
     fields = json.loads(Path(job_file).read_text(encoding="utf-8"))
-    for key in ("batches", "prompts"):
+    for key in ("batches", "prompts", "outputs"):
         fields[key] = tuple(tuple(item) if isinstance(item, list) else item for item in fields[key])
     try:
         result = engine.run(Job(**fields))

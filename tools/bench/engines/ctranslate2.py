@@ -15,7 +15,7 @@ import torch
 
 from tridecode.tools.bench.engines import BenchEngine
 from tridecode.tools.bench.engines.transformers import load_model
-from tridecode.tools.bench.measure import Job, measure
+from tridecode.tools.bench.measure import Job, measure, one_length
 
 _TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
@@ -32,20 +32,21 @@ def bench_ctranslate2(job: Job) -> dict[str, Any]:
         threads = torch.get_num_threads()  # the other engines' number
         engine = ctranslate2.Generator(folder, device="cpu", compute_type=dtype, intra_threads=threads)
 
-    def generate(prompts: Sequence[Sequence[int]], output_tokens: int) -> float:
+    def generate(prompts: Sequence[Sequence[int]], output_tokens: int | Sequence[int]) -> float:
+        length = one_length(output_tokens)
         inputs = [[str(token) for token in prompt] for prompt in prompts]
         started = time.perf_counter()
         answers = engine.generate_batch(
             inputs,
             beam_size=1,
             sampling_topk=1,
-            min_length=output_tokens,
-            max_length=output_tokens,
+            min_length=length,
+            max_length=length,
             include_prompt_in_result=False,
             max_batch_size=0,
         )
         seconds = time.perf_counter() - started
-        assert all(len(one.sequences_ids[0]) == output_tokens for one in answers)
+        assert all(len(one.sequences_ids[0]) == length for one in answers)
         return seconds
 
     return {

@@ -5,95 +5,25 @@ from __future__ import annotations
 import math
 import multiprocessing
 import tempfile
-import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 
-from tridecode.backend import messages as m
 from tridecode.backend.config import EngineConfig, ModelConfig
 from tridecode.backend.engine.engine import Engine, Ranks
-from tridecode.backend.engine.front import Front
-from tridecode.backend.engine.loop import DecodeLoop, follow
-from tridecode.backend.engine.offline import limits_of
+from tridecode.backend.engine.loop import follow
 from tridecode.backend.engine.parallel import ProcessRanks, SingleRank
-from tridecode.backend.engine.scheduler import Scheduler
 from tridecode.backend.engine.settings import choose_device, resolve
 from tridecode.backend.engine_config_file import FILE, checkpoint_dir
-from tridecode.backend.errors import BY_CODE, TridecodeError
 from tridecode.backend.models import read_model_config
 from tridecode.backend.supervisor.rank_link import RankStatus
 from tridecode.model_repo_templates.repository import ENGINE_MODEL
 from tridecode.tools.bench.engines import BenchEngine
+from tridecode.tools.bench.loop_runner import LoopRunner
 from tridecode.tools.bench.measure import Job, Say, measure, silent
-
-_DOOR = b"bench"
-
-
-class _BatchFront:
-    """Submits a batch of requests at once, and stops the loop when all have ended."""
-
-    def __init__(self, submits: list[m.Submit]):
-        self._arriving: deque[tuple[bytes, m.Submit]] = deque((_DOOR, submit) for submit in submits)
-        self._open = len(submits)
-        self.tokens = 0
-        self.ended_at = 0.0
-        self.loop: DecodeLoop | None = None
-
-    def drain(self) -> list[tuple[bytes, m.Submit]]:
-        arrived = list(self._arriving)
-        self._arriving.clear()
-        if not self._open and self.loop is not None:
-            self.loop.stop()
-        return arrived
-
-    def wait(self, timeout_s: float) -> None: ...
-
-    def wake(self) -> None: ...
-
-    def send(self, events: list[tuple[bytes, m.Event]]) -> None:
-        for _, event in events:
-            self.tokens += len(event.tokens)
-            if event.finish == "error":
-                raise BY_CODE.get(event.code, TridecodeError)(event.error)
-            if event.finish:
-                self._open -= 1
-        self.ended_at = time.perf_counter()
-
-
-class LoopRunner:
-    """Runs batches through the decode loop of an engine that is loaded."""
-
-    def __init__(self, engine: Engine):
-        self.engine = engine
-        self.scheduler = Scheduler(limits_of(engine), time.monotonic)
-
-    def generate(self, prompts: Sequence[Sequence[int]], output_tokens: int) -> float:
-        """Seconds until each prompt has output_tokens new tokens. A measure.Generate.
-
-        The end token is suppressed, as by a request's min_tokens. Raises TridecodeError if one fails.
-        """
-        model = self.engine.model_config
-        params = m.SamplingParams(max_tokens=output_tokens, min_tokens=output_tokens, end_id=model.end_id)
-        front = _BatchFront(
-            [
-                m.Submit(number, [m.SequenceRequest(np.asarray(prompt, np.int32).tobytes(), params)])
-                for number, prompt in enumerate(prompts)
-            ]
-        )
-        loop = DecodeLoop(self.engine, self.scheduler, cast(Front, front), RankStatus())
-        front.loop = loop
-        started = time.perf_counter()
-        loop.run()
-        wanted = len(prompts) * output_tokens
-        if front.tokens != wanted:
-            raise TridecodeError(f"{len(prompts)} requests gave {front.tokens} tokens; wanted {wanted}")
-        return front.ended_at - started
 
 
 def weight_directory(path: str | Path) -> Path:
@@ -109,7 +39,8 @@ def bench_engine(job: Job, say: Say = silent) -> dict[str, Any]:
     """
     say("loading")
     with _engine(job) as engine:
-        found = measure(LoopRunner(engine).generate, job, engine.model_config.vocab_size, say)
+        runner = LoopRunner(engine, job.rate, job.seed)
+        found = measure(runner.generate, job, engine.model_config.vocab_size, say, runner.take_run)
     return {
         "engine": "tridecode",
         "model": engine.model_config.model_name,
@@ -178,4 +109,4 @@ def _follow(job: Job, rank: int, meeting: str) -> None:
     follow(_load(job, rank, meeting), RankStatus())
 
 
-ENGINE = BenchEngine("tridecode", ("compare", "beside"), bench_engine, ours=True)
+ENGINE = BenchEngine("tridecode", ("compare", "beside", "mix"), bench_engine, ours=True)

@@ -20,7 +20,7 @@ from tridecode.tools.bench.engines.ours import weight_directory
 from tridecode.tools.bench.load.generator import TOKEN_MODEL, choose_processes, run_load
 from tridecode.tools.bench.load.prompts import find_tokenizer, text_prompts
 from tridecode.tools.bench.load.worker import LoadSpec, Prompt
-from tridecode.tools.bench.measure import Generate, Job, Say, measure, silent
+from tridecode.tools.bench.measure import Generate, Job, Say, measure, one_length, silent
 from tridecode.tools.bench.random_repo import write_random_repository
 from tridecode.tools.generate import find_text_model
 from tridecode.tools.serve.server_process import running_server
@@ -77,7 +77,8 @@ def _generator(url: str, tokenizer: Tokenizer, tokens_in: bool) -> Generate:
     name = TOKEN_MODEL if tokens_in else find_text_model(url).name
     seeds = iter(range(1_000_000))
 
-    def generate(prompts: Sequence[Sequence[int]], output_tokens: int) -> float:
+    def generate(prompts: Sequence[Sequence[int]], output_tokens: int | Sequence[int]) -> float:
+        length = one_length(output_tokens)
         inputs: list[Prompt] = [np.asarray(prompt, np.int32) for prompt in prompts]
         if not tokens_in:
             inputs = list(text_prompts(tokenizer, len(prompts), len(prompts[0]), next(seeds)))
@@ -85,7 +86,7 @@ def _generator(url: str, tokenizer: Tokenizer, tokens_in: bool) -> Generate:
             url=url,
             model=name,
             prompts=inputs,
-            output_tokens=output_tokens,
+            output_tokens=length,
             num_requests=len(prompts),
             concurrency=len(prompts),
             tokens_in=tokens_in,
@@ -96,8 +97,8 @@ def _generator(url: str, tokenizer: Tokenizer, tokens_in: bool) -> Generate:
         failures = [record.error for record in records if record.error]
         if failures:
             raise TridecodeError(f"{len(failures)} of {len(records)} requests failed: {failures[0]}")
-        if tokens != len(prompts) * output_tokens:
-            wanted = len(prompts) * output_tokens
+        if tokens != len(prompts) * length:
+            wanted = len(prompts) * length
             raise TridecodeError(f"{len(prompts)} requests gave {tokens} tokens; wanted {wanted}")
         return max(record.ended for record in records) - min(record.sent for record in records)
 

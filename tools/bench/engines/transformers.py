@@ -16,7 +16,7 @@ from tridecode.backend.engine.settings import choose_device
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.tools.bench.engines import BenchEngine
 from tridecode.tools.bench.hf_config import hf_config
-from tridecode.tools.bench.measure import Job, measure
+from tridecode.tools.bench.measure import Job, measure, one_length
 
 
 def bench_transformers(job: Job) -> dict[str, Any]:
@@ -24,11 +24,11 @@ def bench_transformers(job: Job) -> dict[str, Any]:
     device = choose_device(EngineConfig(device=job.device))
     model = load_model(job, device)
 
-    def generate(prompts: Sequence[Sequence[int]], output_tokens: int) -> float:
+    def generate(prompts: Sequence[Sequence[int]], output_tokens: int | Sequence[int]) -> float:
         size = len(prompts) if not job.prompts else job.at_a_time
         started = time.perf_counter()
         for first in range(0, len(prompts), size):
-            _generate(model, prompts[first : first + size], output_tokens)
+            _generate(model, prompts[first : first + size], one_length(output_tokens))
         return time.perf_counter() - started
 
     found = measure(generate, job, model.config.vocab_size)

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from tridecode.tools.bench.engines import BenchEngine
 from tridecode.tools.bench.hf_config import hf_config
-from tridecode.tools.bench.measure import Job, measure
+from tridecode.tools.bench.measure import Job, measure, output_lengths
 
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _MEMORY_FRACTION = 0.9
@@ -23,6 +23,8 @@ def bench_vllm(job: Job) -> dict[str, Any]:
     """measure() of vLLM, or {"error": "vllm is not installed"}. job.directory: a Hugging Face checkpoint."""
     if importlib.util.find_spec("vllm") is None:
         return {"error": "vllm is not installed"}
+    if job.rate:
+        return {"error": "vLLM is measured with all requests at once, not with --rate"}
     vllm = importlib.import_module("vllm")  # here, because it is optional
     with tempfile.TemporaryDirectory() as folder:
         if not job.directory:
@@ -40,15 +42,17 @@ def bench_vllm(job: Job) -> dict[str, Any]:
             seed=job.seed,
         )
 
-    def generate(prompts: Sequence[Sequence[int]], output_tokens: int) -> float:
-        params = vllm.SamplingParams(
-            temperature=0.0, max_tokens=output_tokens, ignore_eos=True, detokenize=False
-        )
+    def generate(prompts: Sequence[Sequence[int]], output_tokens: int | Sequence[int]) -> float:
+        lengths = output_lengths(prompts, output_tokens)
+        params = [
+            vllm.SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False)
+            for length in lengths
+        ]
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         started = time.perf_counter()
         answers = engine.generate(inputs, params, use_tqdm=False)
         seconds = time.perf_counter() - started
-        assert all(len(one.outputs[0].token_ids) == output_tokens for one in answers)
+        assert [len(one.outputs[0].token_ids) for one in answers] == list(lengths)
         return seconds
 
     if job.directory:
@@ -65,4 +69,4 @@ def bench_vllm(job: Job) -> dict[str, Any]:
     }
 
 
-ENGINE = BenchEngine("vLLM", ("compare",), bench_vllm)
+ENGINE = BenchEngine("vLLM", ("compare", "mix"), bench_vllm)

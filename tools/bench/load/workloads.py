@@ -6,6 +6,9 @@ the longest last word of the batch has: 3 in the median of 16 consecutive texts 
 lengths below were counted with SmolLM2's tokenizer, without BOS: mean 80.2, standard deviation 12.3, 58 to
 222 tokens. BLOOM's vocabulary is five times as large, so its counts are probably a little lower. The prompts
 are shuffled, not in the data set's order.
+
+`mix` is a load of chats: prompts and answers of log-normal lengths, as traces of public chat services have
+them. It has no data set behind it.
 """
 
 from __future__ import annotations
@@ -14,9 +17,11 @@ import numpy as np
 
 from tridecode.backend.errors import ConfigError
 
-LAMBADA = "lambada"
+LAMBADA, MIX = "lambada", "mix"
 #: new tokens of each prompt
 LAMBADA_OUTPUT = 3
+#: (median, least, most) tokens of the prompts and of the answers of `mix`; the deviation of the logarithms
+MIX_PROMPT, MIX_OUTPUT, MIX_SIGMA = (180, 16, 1024), (150, 4, 512), 0.8
 _LAMBADA_SHORTEST = 58
 #: prompts of 58, 59, ... tokens
 _LAMBADA_COUNTS = (
@@ -61,3 +66,20 @@ def _lambada_lengths() -> np.ndarray:
     counts = [int(count) for count in _LAMBADA_COUNTS.split()]
     usual = np.repeat(np.arange(len(counts)) + _LAMBADA_SHORTEST, counts)
     return np.concatenate([usual, np.repeat(list(_LAMBADA_LONG), list(_LAMBADA_LONG.values()))])
+
+
+def mix_requests(
+    vocab_size: int, count: int, seed: int = 0
+) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    """(prompts, new tokens of each) of `count` requests of `mix`, which follow from the seed."""
+    random = np.random.default_rng(seed)
+    prompts, outputs = (_log_normal(random, count, *shape) for shape in (MIX_PROMPT, MIX_OUTPUT))
+    ids = random.integers(3, vocab_size, prompts.sum())  # 0 to 2 may be special
+    parts = np.split(ids, np.cumsum(prompts)[:-1])
+    return tuple(tuple(part.tolist()) for part in parts), tuple(outputs.tolist())
+
+
+def _log_normal(random: np.random.Generator, count: int, median: int, least: int, most: int) -> np.ndarray:
+    """(count,) whole numbers; those beyond the bounds are moved to them."""
+    values = np.exp(random.normal(np.log(median), MIX_SIGMA, count))
+    return np.clip(values.round().astype(np.int64), least, most)

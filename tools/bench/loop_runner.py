@@ -1,0 +1,117 @@
+"""Requests through the decode loop that serves, over a front without a socket, and a record of every step."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+
+from tridecode.backend import messages as m
+from tridecode.backend.engine.engine import Engine, Pending
+from tridecode.backend.engine.front import Front
+from tridecode.backend.engine.loop import DecodeLoop
+from tridecode.backend.engine.offline import limits_of
+from tridecode.backend.engine.plan import StepPlan
+from tridecode.backend.engine.scheduler import Scheduler
+from tridecode.backend.errors import BY_CODE, TridecodeError
+from tridecode.backend.supervisor.rank_link import RankStatus
+from tridecode.tools.bench.measure import Run, Step, output_lengths
+
+_DOOR = b"bench"
+
+
+class _BatchFront:
+    """Submits each request at its time, seconds after the start, and stops the loop when all have ended."""
+
+    def __init__(self, submits: list[m.Submit], arrivals: Sequence[float]):
+        self._coming = deque(sorted(zip(arrivals, submits), key=lambda pair: pair[0]))
+        self._open = len(submits)
+        self.started = time.perf_counter()
+        self.run = Run([0.0] * len(submits), [[] for _ in submits], [])
+        self.ended_at = 0.0
+        self.loop: DecodeLoop | None = None
+
+    def drain(self) -> list[tuple[bytes, m.Submit]]:
+        arrived, now = [], time.perf_counter()
+        while self._coming and self.started + self._coming[0][0] <= now:
+            after, submit = self._coming.popleft()
+            self.run.arrivals[submit.request] = self.started + after
+            arrived.append((_DOOR, submit))
+        if not self._open and self.loop is not None:
+            self.loop.stop()
+        return arrived
+
+    def wait(self, timeout_s: float) -> None:
+        if self._coming:
+            time.sleep(max(min(self.started + self._coming[0][0] - time.perf_counter(), timeout_s), 0.0))
+
+    def wake(self) -> None: ...
+
+    def send(self, events: list[tuple[bytes, m.Event]]) -> None:
+        now = time.perf_counter()
+        for _, event in events:
+            self.run.token_times[event.request] += [now] * len(event.tokens)
+            if event.finish == "error":
+                raise BY_CODE.get(event.code, TridecodeError)(event.error)
+            if event.finish:
+                self._open -= 1
+        self.ended_at = now
+
+
+class _RecordedLoop(DecodeLoop):
+    """The loop that serves, which also notes when each step was done and what was in it."""
+
+    steps: list[Step]
+
+    def _commit(self, plan: StepPlan, pending: Pending) -> None:
+        super()._commit(plan, pending)
+        self.steps.append(Step(time.perf_counter(), plan.num_decodes, plan.num_tokens - plan.num_decodes))
+
+
+class LoopRunner:
+    """Runs requests through the decode loop of an engine that is loaded.
+
+    rate: arrivals a second, at exponentially distributed distances that follow from seed; 0: all at once.
+    """
+
+    def __init__(self, engine: Engine, rate: float = 0.0, seed: int = 0):
+        self.engine, self._rate, self._seed = engine, rate, seed
+        self.scheduler = Scheduler(limits_of(engine), time.monotonic)
+        self._run: Run | None = None
+
+    def generate(self, prompts: Sequence[Sequence[int]], output_tokens: int | Sequence[int]) -> float:
+        """Seconds until each prompt has its number of new tokens. A measure.Generate.
+
+        The end token is suppressed, as by a request's min_tokens. Raises TridecodeError if one fails.
+        """
+        end_id, lengths = self.engine.model_config.end_id, output_lengths(prompts, output_tokens)
+        submits = []
+        for number, (prompt, length) in enumerate(zip(prompts, lengths)):
+            params = m.SamplingParams(max_tokens=length, min_tokens=length, end_id=end_id)
+            ids = np.asarray(prompt, np.int32).tobytes()
+            submits.append(m.Submit(number, [m.SequenceRequest(ids, params)]))
+        front = _BatchFront(submits, self._arrivals(len(prompts)))
+        loop = _RecordedLoop(self.engine, self.scheduler, cast(Front, front), RankStatus())
+        loop.steps, front.loop = front.run.steps, loop
+        front.started = time.perf_counter()
+        loop.run()
+        found = sum(map(len, front.run.token_times))
+        if found != sum(lengths):
+            raise TridecodeError(f"{len(prompts)} requests gave {found} tokens; wanted {sum(lengths)}")
+        self._run = front.run
+        return front.ended_at - front.started
+
+    def take_run(self) -> Run:
+        """What happened in the last `generate`."""
+        assert self._run is not None
+        return self._run
+
+    def _arrivals(self, count: int) -> Sequence[float]:
+        """Seconds after the start."""
+        if not self._rate:
+            return [0.0] * count
+        gaps = np.random.default_rng(self._seed).exponential(1 / self._rate, count)
+        return (np.cumsum(gaps) - gaps[0]).tolist()

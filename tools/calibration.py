@@ -1,0 +1,48 @@
+"""`build-repo --quantize int4-gptq|int4-awq|smoothquant`: rounding with statistics of calibration texts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from tridecode.converters.convert import PlannedConversion
+from tridecode.converters.quantize.calibrate import calibrate
+from tridecode.converters.quantize.methods import Method
+from tridecode.converters.quantize.texts import read_texts
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """texts: None: the built-in ones."""
+
+    method: Method
+    texts: list[str] | None = None
+
+
+def read_calibration(method: Method, file: Path | None) -> Calibration:
+    """file: JSONL with a field text. Raises CheckpointError or ConfigError for another one."""
+    return Calibration(method, None if file is None else read_texts(file))
+
+
+def calibrated(
+    planned: PlannedConversion,
+    calibration: Calibration,
+    tokenizer: PreTrainedTokenizerBase | None,
+    console: Console,
+) -> PlannedConversion:
+    """The conversion that writes what calibration made; prints its errors. tokenizer: None: the source's."""
+    result = calibrate(planned, calibration.texts, calibration.method, tokenizer)
+    for note in result.notes:
+        console.print("[yellow]warning[/]: ", end="")
+        console.print(note, markup=False)
+    worst = max(result.errors, key=lambda name: result.errors[name])
+    mean = sum(result.errors.values()) / len(result.errors)
+    console.print(
+        f"{calibration.method.name} with {result.num_tokens:,} tokens: relative error of a product "
+        f"{mean:.3g} on average, {result.errors[worst]:.3g} at most ({worst})",
+        markup=False,
+    )
+    return result.conversion()

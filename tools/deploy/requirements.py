@@ -1,0 +1,25 @@
+"""Print requirements of pyproject.toml, one a line: `python requirements.py pyproject.toml [EXTRA]`.
+
+The image installs them before our own code, in a layer that a change of the code leaves as it is. Runs in the
+image's Python, from 3.9 on, without any package but pip.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    from pip._vendor import tomli as tomllib
+
+
+def requirements(path: Path, extra: str = "") -> list[str]:
+    """The dependencies of the project, and those of one extra. Raises KeyError for an unknown extra."""
+    project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
+    return project["dependencies"] + (project["optional-dependencies"][extra] if extra else [])
+
+
+if __name__ == "__main__":
+    print("\n".join(requirements(Path(sys.argv[1]), *sys.argv[2:])))
