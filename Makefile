@@ -27,7 +27,7 @@ BENCH ?= $(if $(GPU),server --preset bloom-7b1,server --preset smollm2-135m --st
 
 export MODEL PROMPT
 
-.PHONY: help demo test soak test-gpu lint format typecheck kernels bench clients install clean distclean
+.PHONY: help demo test soak fuzz test-gpu lint format typecheck kernels bench clients install clean distclean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,8 +38,8 @@ help: ## this list
 demo: $(READY) $(if $(GPU),kernels) ## convert a small model, serve it, answer a prompt; MODEL=, PROMPT=
 	@$(BIN)/tridecode demo $${MODEL:+--model "$$MODEL"} $${PROMPT:+--prompt "$$PROMPT"}
 
-test: $(READY) $(if $(GPU),kernels) ## all tests except those for a GPU, with the real server; ARGS=
-	@$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+test: $(READY) $(if $(GPU),kernels) ## all tests except those for a GPU, with the real server; ARGS=, WORKERS=
+	@$(BIN)/python -m tests.parts $(ARGS)
 
 MINUTES ?= 60
 SEED ?= 1
@@ -48,7 +48,14 @@ REPORT ?= build/soak.md
 
 soak: $(READY) ## faults, fuzz, floods and leaks against the real server; MINUTES=, SEED=, STREAMS=, REPORT=
 	@mkdir -p $(dir $(REPORT))
-	@$(BIN)/python -m tests.reliability.soak --minutes $(MINUTES) --seed $(SEED) --streams $(STREAMS) --report $(REPORT)
+	@$(BIN)/python -m tests.reliability.soak --minutes $(MINUTES) --seed $(SEED) --streams $(STREAMS) --report $(REPORT); \
+	found=$$?; $(BIN)/python -m tests.reliability.rank_faults && exit $$found
+
+CASES ?= 2000
+
+fuzz: $(READY) ## every tensor of every door in one process, each case in a report; CASES= (mixed, a door), SEED=
+	@mkdir -p build
+	@$(BIN)/python -m tests.reliability.door_fuzz --mixed $(CASES) --seed $(SEED) --report build/door_fuzz.md
 
 test-gpu: $(READY) kernels ## the tests that need a GPU; ARGS=
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
