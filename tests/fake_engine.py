@@ -36,6 +36,8 @@ LIMITS = m.Limits(
     hidden_size=4,
 )
 
+TOY_PERF = (10**18, 10**18 + 1, 10**18 + 2, 10**18 + 3, 5, 1)  # the fields of messages.Perf
+
 #: (prompt and generated ids, number of generated ids, params, vocab_size) -> the next id; -1: a failure
 NextToken = Callable[[list, int, m.SamplingParams, int], int]
 
@@ -67,6 +69,45 @@ def toy_log_prob(token: int) -> float:
     return -(token % 7 + 1) / 8.0  # exact in float32
 
 
+def toy_beam_steps(params: m.SamplingParams) -> list[m.BeamStep]:
+    """What the toy engine says of a beam search: max_tokens steps whose parents change places; in the last
+    one the best beam has ended before."""
+    width, count = params.beam_width, params.max_tokens
+    steps = []
+    for step in range(count):
+        parents = [(k * 2 + step) % width if step else 0 for k in range(width)]
+        tokens = [3 + (31 * step + 7 * k) % 500 for k in range(width)]
+        log_probs = [toy_log_prob(token) for token in tokens]
+        if step == count - 1 and step:
+            tokens[0], log_probs[0] = -1, 0.0
+        steps.append(m.BeamStep(parents, tokens, log_probs))
+    return steps
+
+
+@dataclass
+class _Beams:
+    """A beam search without a pool."""
+
+    params: m.SamplingParams
+    steps: list[m.BeamStep]
+    finish: str = ""
+
+
+def toy_tops(token: int, count: int, vocab_size: int) -> m.TopLogProbs:
+    """The token is the most likely one; the ids after it, modulo the vocabulary, follow."""
+    ids = [(token + step) % vocab_size for step in range(count)]
+    return m.TopLogProbs(toy_log_prob(token), 1, ids, [toy_log_prob(token) - step for step in range(count)])
+
+
+def toy_logits(tokens: list[int], vocab_size: int, scale: float) -> np.ndarray:
+    """(len(tokens), vocab_size) float32: of the prompt (scale 1) or of new tokens (-1), with the token."""
+    return np.repeat(np.array(tokens, np.float32)[:, None] * scale, vocab_size, axis=1)
+
+
+def toy_context_log_prob(prompt: list[int]) -> float:
+    return -sum(prompt) / 8.0
+
+
 @dataclass
 class _Sequence:
     history: list[int]
@@ -91,9 +132,20 @@ class _Sequence:
 class _Request:
     door: bytes
     submit: m.Submit
-    sequences: list[_Sequence]
+    sequences: list[_Sequence | _Beams]
     deadline: float
     embedded: set[int] = field(default_factory=set)
+
+
+def _sequences(wanted: m.SequenceRequest) -> list[_Sequence | _Beams]:
+    """The sequences of one prompt: samples have seeds of their own, and so have the beams of a pool here."""
+    prompt, params = np.frombuffer(wanted.prompt, "<i4").tolist(), wanted.params
+    if params.beam_width > 1 and not params.beam_pool:
+        return [_Beams(params, toy_beam_steps(params))]
+    return [
+        _Sequence(list(prompt), msgspec.structs.replace(params, seed=params.seed + i))
+        for i in range(params.num_sequences)
+    ]
 
 
 class FakeEngine:
@@ -116,6 +168,8 @@ class FakeEngine:
         self.submits: list[m.Submit] = []
         self.cancels: list[int] = []
         self.goodbyes: list[bytes] = []
+        self.sessions: dict[tuple[bytes, int], list[list[int]]] = {}  # the tokens of each row
+        self.ended_sessions: list[int] = []
         self.hellos: list[m.Hello] = []
         self.before_step: Callable[[int], None] = lambda step: None
         self.protocol = m.PROTOCOL
@@ -179,7 +233,7 @@ class FakeEngine:
                     time.sleep(0.005)
                     continue
                 if self._forget.is_set():
-                    self._doors, self._running = {}, {}
+                    self._doors, self._running, self.sessions = {}, {}, {}
                     self._forget.clear()
                 while socket.poll(0 if self._running else 20) and not self._frozen.is_set():
                     door, frame = socket.recv_multipart()
@@ -206,6 +260,9 @@ class FakeEngine:
         elif isinstance(message, m.Cancel):
             self.cancels.append(message.request)
             self._finish(socket, door, message.request, "cancelled", "the request was cancelled", "CANCELLED")
+        elif isinstance(message, m.EndSession):
+            self.ended_sessions.append(message.session)
+            self.sessions.pop((door, message.session), None)
         elif isinstance(message, m.Goodbye):
             self.goodbyes.append(door)
             self._doors.pop(door)
@@ -218,7 +275,17 @@ class FakeEngine:
                 socket, door, [m.Event(submit.request, 0, finish="error", error=text, code="UNAVAILABLE")]
             )
             return
-        sequences = [_Sequence(np.frombuffer(s.prompt, "<i4").tolist(), s.params) for s in submit.sequences]
+        sequences = [one for wanted in submit.sequences for one in _sequences(wanted)]
+        if submit.session is not None and submit.session.kept:
+            rows = self.sessions.get((door, submit.session.session))
+            if rows is None:
+                lost = m.Event(
+                    submit.request, 0, finish="error", error="the engine lost it", code="NOT_FOUND"
+                )
+                self._send(socket, door, [lost])
+                return
+            for sequence, row, kept in zip(sequences, rows, submit.session.kept):
+                sequence.history[:0] = row[:kept]
         deadline = time.monotonic() + submit.timeout_s if submit.timeout_s else float("inf")
         self._running[door, submit.request] = _Request(door, submit, sequences, deadline)
 
@@ -246,21 +313,30 @@ class FakeEngine:
                     events.setdefault(key[0], []).append(self._advance(request, index, sequence))
             if all(sequence.finish for sequence in request.sequences):
                 del self._running[key]
+                if request.submit.session is not None:
+                    rows = [sequence.history for sequence in request.sequences]
+                    self.sessions[key[0], request.submit.session.session] = rows
         for door, batch in events.items():
             self._send(socket, door, batch)
         if self.step_s:
             time.sleep(self.step_s)
 
-    def _advance(self, request: _Request, index: int, sequence: _Sequence) -> m.Event:
+    def _advance(self, request: _Request, index: int, sequence: _Sequence | _Beams) -> m.Event:
+        if isinstance(sequence, _Beams):
+            step = sequence.steps.pop(0) if sequence.steps else None
+            sequence.finish = "" if sequence.steps else "length"
+            return m.Event(request.submit.request, index, finish=sequence.finish, beams=step)
         embedding = b""
         if sequence.params.return_context_embedding and index not in request.embedded:
             request.embedded.add(index)
             total = float(sum(sequence.history))
             embedding = np.full(self.limits.hidden_size, total, np.float32).tobytes()
+        is_first, prompt = sequence.generated == 0, list(sequence.history)
         tokens: list[int] = []
         if sequence.params.max_tokens == 0:
             sequence.finish = "length"
-        while not sequence.finish and len(tokens) < self.chunk:
+        chunk = sequence.params.max_tokens if sequence.params.beam_width > 1 else self.chunk
+        while not sequence.finish and len(tokens) < chunk:
             tokens.append(sequence.step(self.next_token, self.limits.vocab_size))
         if tokens and tokens[-1] < 0:
             sequence.finish, text = "error", "the toy model failed"
@@ -273,7 +349,24 @@ class FakeEngine:
             log_probs=log_probs,
             finish=sequence.finish,
             context_embedding=embedding,
+            top_log_probs=[toy_tops(t, sequence.params.top_log_probs, self.limits.vocab_size) for t in tokens]
+            if sequence.params.top_log_probs >= 0
+            else [],
+            extra=self._extra(sequence, prompt if is_first else [], tokens),
         )
+
+    def _extra(self, sequence: _Sequence, prompt: list[int], tokens: list[int]) -> m.EventExtra | None:
+        params, vocab_size = sequence.params, self.limits.vocab_size
+        perf = None
+        if params.return_perf_metrics:
+            perf = m.Perf(*TOY_PERF)
+        extra = m.EventExtra(
+            toy_logits(prompt, vocab_size, 1).tobytes() if params.return_context_logits else b"",
+            toy_logits(tokens, vocab_size, -1).tobytes() if params.return_generation_logits else b"",
+            toy_context_log_prob(prompt) if params.return_context_log_prob else 0.0,
+            perf,
+        )
+        return None if extra == m.EventExtra() else extra
 
     def _send(self, socket: zmq.Socket, door: bytes, events: list[m.Event]) -> None:
         if events:

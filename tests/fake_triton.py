@@ -151,9 +151,12 @@ class InferenceRequest:
         parameters: dict[str, Any] | None = None,
         requested_output_names: list[str] | None = None,
         timeout_us: int = 0,
+        correlation_id: int | str = 0,
+        flags: int = 0,
     ):
         self._inputs = [Tensor(name, array) for name, array in inputs.items()]
         self._request_id, self._parameters, self._timeout_us = request_id, parameters or {}, timeout_us
+        self._correlation_id, self._flags = correlation_id, flags
         self.outputs = requested_output_names
         self._cancelled = False
         self.sender = ResponseSender(self)
@@ -169,6 +172,12 @@ class InferenceRequest:
 
     def requested_output_names(self) -> list[str]:
         return list(self.outputs or [])
+
+    def correlation_id(self) -> int | str:
+        return self._correlation_id
+
+    def flags(self) -> int:
+        return self._flags
 
     def timeout(self) -> int:
         return self._timeout_us
@@ -257,6 +266,7 @@ def model_config(
     parameters: dict[str, str] | None = None,
     decoupled: bool = False,
     max_batch_size: int = 64,
+    **more,
 ) -> dict:
     """A model configuration as a stub receives it. inputs, outputs: name -> "TYPE_FP32"."""
     return {
@@ -266,6 +276,7 @@ def model_config(
         "input": [{"name": n, "data_type": t, "dims": ["-1"]} for n, t in inputs.items()],
         "output": [{"name": n, "data_type": t, "dims": ["-1"]} for n, t in outputs.items()],
         "parameters": {key: {"string_value": value} for key, value in (parameters or {}).items()},
+        **more,
     }
 
 

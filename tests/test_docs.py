@@ -7,30 +7,24 @@ options and the files of this project that it names must exist.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 import pytest
-import torch
 import typer.main
 
-from tests.checkpoints import TINY_VOCAB, save, tiny_gpt2
+from tests.desk import BUILD, Desk
 from tridecode.tools.cli import app
-from tridecode.tools.serve.server_process import ServerProcess, running_server
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHELL = ("", "sh", "bash", "shell", "console")
 PLACEHOLDER = "<directory, hub id or .gguf>"
-PROGRAM_S = 90
 
 #: commands of our own, after settings of the environment
 OURS = r"(\w+=(\S+|\$\([^)]*\)) )*tridecode "
@@ -48,19 +42,24 @@ RUN = (
 )
 #: why a command is not run here
 LISTED = {
-    r"make (demo|test|test-gpu|clients|soak|kernels|bench|install)\b": "installs, or takes minutes",
+    r"make (demo|test|test-gpu|clients|soak|fuzz|kernels|bench|install)\b": "installs, or takes minutes",
     OURS + "serve ": "the server of this test runs so, on free ports",
+    r"(mpirun|srun) ": "needs several nodes: tests/integration/test_nodes.py runs mpirun on one",
     r"tridecode tritonserver ": "serves on fixed ports",
     r"tridecode build-repo ": "the same as the first one with an option",
     r"tridecode demo\b": "downloads a model",
     r"tridecode doctor": "what it finds depends on the machine",
     r"tridecode evaluate-lambada ": "needs LAMBADA's file, which is not ours",
+    r"tridecode evaluate-prompts ": "needs a trained task: tests/integration/test_prompt_learning.py runs it",
     r"tridecode adapters ": "needs an adapter: tests/tools/test_adapters.py runs them",
     r"tridecode bench load ": "takes a minute or more",
     r"tridecode bench ": "needs a GPU and takes minutes",
     r"python -m tridecode\.kernels\.": "needs a GPU or nvcc",
     r"(PYTHONPATH=\$PWD )?python (tools/)?(gpt/)?(identity_test|end_to_end_test|issue_request|evaluate_)":
         "FasterTransformer's program: `make clients` runs it",
+    r"python client\.py ": "vLLM's client: `make clients` runs it",
+    r"python (inflight_batcher_llm_client|benchmark_core_model)\.py ":
+        "TensorRT-LLM's program: `make clients` runs it",
     r"(pip|python -m pip) (install|download) ": "the network",
     r"python -m zipfile -e tritonclient|libs=\$\(python|ln -s \"\$libs\"|export LD_LIBRARY_PATH=\$PWD/pa":
         "follows a download: `make clients` does the same",
@@ -69,7 +68,7 @@ LISTED = {
     r"aiperf profile ": "AIPerf: `make clients` runs it",
     r"python -m tests\.": "takes minutes",
     r"curl .*tridecode-control": "needs the key of one run",
-    r"docker |openssl |nginx|kubectl ": "an external program",
+    r"docker |openssl |nginx|kubectl |enroot |(\w+=\S+ )*sbatch ": "an external program",
 }  # fmt: skip
 
 
@@ -218,60 +217,12 @@ def test_an_option_that_does_not_exist_is_noticed(text: str, unknown: list[str])
 # ---------------------------------------------------------------- those that are run
 
 
-@dataclass
-class Desk:
-    """A folder with the files that the commands name (`models`, `tools/requests`), and a server of it."""
-
-    folder: Path
-    server: ServerProcess
-
-    def run(self, text: str) -> str:
-        text = text.replace("localhost:8000", self.server.http_url)
-        text = text.replace("localhost:8001", self.server.grpc_url)
-        if text.startswith("tridecode generate ") and " --url " not in text:
-            text += f" --url {self.server.grpc_url}"
-        if "send-request" in text and self.server.http_url not in text:
-            url = self.server.grpc_url if "stream" in text else self.server.http_url
-            text += f""" --params '{{"config": {{"url": "{url}"}}}}'"""
-        return shell(text, self.folder)
-
-
-def shell(text: str, folder: Path) -> str:
-    """What bash prints for `text` in `folder`; an exit code other than 0 is a failure with both outputs."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", text],
-        cwd=folder,
-        env={**os.environ, "PATH": path, "COLUMNS": "120"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=PROGRAM_S,
-    )
-    assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
-    folder = tmp_path_factory.mktemp("docs")
-    model = tiny_gpt2(vocab_size=30_000, n_positions=256)  # above the ids of the request files
-    with torch.no_grad():  # answers are of ids that the tokenizer has, so that they have text
-        model.get_input_embeddings().weight[TINY_VOCAB:] *= 0.2
-    checkpoint = save(model, folder / "checkpoint")
-    (folder / "tools").mkdir()
-    (folder / "tools" / "requests").symlink_to(ROOT / "tools" / "requests")
-    (build,) = {one.text for one in COMMANDS if re.match(RUN[0], one.text)}
-    shell(build.replace(PLACEHOLDER, str(checkpoint)), folder)
-    with running_server(folder / "models") as server:
-        yield Desk(folder, server)
-
-
 @pytest.mark.server
 @pytest.mark.slow
 @pytest.mark.parametrize("text", sorted({one.text for one in COMMANDS if is_run(one)}))
 def test_it_runs(desk: Desk, text: str) -> None:
     if re.match(RUN[0], text):
+        assert text.replace(PLACEHOLDER, "{checkpoint}") == BUILD
         assert (desk.folder / "models" / "PARITY.json").is_file()  # the fixture has run it
         return
     shown = desk.run(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import sys
 from pathlib import Path
 
@@ -35,26 +36,41 @@ ALLOWED = {
         "backend.lora",
         "backend.lora_tensors",
         "backend.manifest",
+        "backend.prompt_learning",
+        "backend.quantization",
         "backend.engine.offline",
         "backend.engine.settings",
+        "kernels.quantized",
+        "kernels.round_to_nearest",
     },
     "model_repo_templates": {
         "model_repo_templates",
         "backend.config",
+        "backend.door_parameters",
         "backend.doors.contracts",
         "backend.errors",
     },
     "kernels": {"kernels"},
     "backend.errors": set(),
     "backend.sampling_params": set(),
-    "backend.messages": {"backend.sampling_params"},
+    "backend.prompt_learning": set(),
+    "backend.prompt_tables": set(),
+    "backend.messages": {"backend.prompt_learning", "backend.sampling_params"},
+    "backend.beam_tree": {"backend.messages"},
     "backend.pauses": set(),
     "backend.threads": set(),
     "backend.byte_budget": set(),
     "backend.host_memory": set(),
     "backend.weight_pieces": set(),
-    "backend.config": {"backend.errors", "backend.weight_layout"},
+    "backend.door_parameters": {"backend.errors"},
+    "backend.config": {
+        "backend.door_parameters",
+        "backend.errors",
+        "backend.quantization",
+        "backend.weight_layout",
+    },
     "backend.weight_layout": {"backend.errors"},
+    "backend.quantization": {"backend.weight_layout"},
     "backend.lora": {"backend.errors", "backend.messages"},
     "backend.lora_tensors": {"backend.errors", "backend.lora"},
     "backend.manifest": {
@@ -72,19 +88,30 @@ ALLOWED = {
         "backend.weight_pieces",
     },
     "backend.engine_config_file": {"backend.errors"},
+    "backend.engine_instances": {"backend.errors"},
     "backend.models": {
         "backend.models",
         "backend.config",
         "backend.errors",
+        "backend.prompt_learning",
+        "backend.quantization",
         "backend.weight_layout",
         "kernels.ops",
+        "kernels.quantized",
+        "kernels.round_to_nearest",
     },
     "backend.doors.contracts": {"backend.doors.contracts", "backend.errors", "backend.sampling_params"},
     "backend.doors": {
+        "backend.beam_tree",
+        "backend.config",
+        "backend.door_parameters",
         "backend.doors",
+        "backend.engine_instances",
         "backend.errors",
         "backend.messages",
         "backend.pauses",
+        "backend.prompt_learning",
+        "backend.prompt_tables",
         "backend.sampling_params",
         "backend.supervisor.launch",
         "backend.text",
@@ -94,13 +121,26 @@ ALLOWED = {
         "backend.supervisor",
         "backend.config",
         "backend.engine_config_file",
+        "backend.engine_instances",
         "backend.errors",
         "backend.messages",
+        "backend.models.config_ini",
+        "backend.nodes",
         "backend.pauses",
         "backend.threads",
     },
+    "backend.nodes": {
+        "backend.nodes",
+        "backend.engine_config_file",
+        "backend.engine_instances",
+        "backend.errors",
+        "backend.messages",
+        "backend.supervisor",
+    },
     "backend.engine": {
         "backend.engine",
+        "backend.nodes",
+        "backend.beam_tree",
         "backend.config",
         "backend.engine_config_file",
         "backend.errors",
@@ -108,9 +148,13 @@ ALLOWED = {
         "backend.host_memory",
         "backend.lora",
         "backend.lora_tensors",
+        "backend.manifest",
         "backend.messages",
         "backend.models",
         "backend.pauses",
+        "backend.prompt_learning",
+        "backend.quantization",
+        "backend.prompt_tables",
         "backend.sampling_params",
         "backend.supervisor.processes",
         "backend.supervisor.rank_link",
@@ -126,8 +170,12 @@ TORCH_FREE = (
     "backend.supervisor",
     "backend.text",
     "backend.messages",
+    "backend.prompt_learning",
+    "backend.prompt_tables",
     "backend.sampling_params",
     "backend.engine.scheduler",
+    "backend.engine.prompts",
+    "backend.engine.prompt_plan",
     "backend.engine.adapters",
     "backend.engine.admission",
     "backend.engine.cache_manager",
@@ -230,6 +278,24 @@ def test_the_text_core_needs_the_standard_library_and_tokenizers_only() -> None:
     assert len(core) > 3
     for path in core.values():
         assert imports(path)[1] <= {*sys.stdlib_module_names, "tokenizers"}, path
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
+def test_the_environment_of_a_door_has_all_that_doors_import() -> None:
+    """An environment with the dependencies and without an extra is Triton's stub's."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {"pyzmq": "zmq", "protobuf": "google"}
+    found = [re.split("[<>=]", requirement)[0] for requirement in project["dependencies"]]
+    installed = {names.get(name, name) for name in found}
+    known = modules()
+    reached = {module for module in known if module.startswith("backend.doors")}
+    todo = list(reached)
+    while todo:
+        ours, others = imports(known[todo.pop()])
+        assert others <= {*sys.stdlib_module_names, *installed, "triton_python_backend_utils"}, others
+        targets = {resolved(name, known) for name in ours} - reached - {""}
+        reached |= targets
+        todo += targets
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")

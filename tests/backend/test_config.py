@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.backend.hf_models import model_config
@@ -14,6 +15,7 @@ from tests.checkpoints import FAMILIES
 from tridecode.backend.config import (
     EngineConfig,
     ModelConfig,
+    check_stages,
     read_engine_config,
 )
 from tridecode.backend.errors import ConfigError, UnsupportedError
@@ -182,6 +184,7 @@ def model_configs(draw) -> ModelConfig:
     return dataclasses.replace(model_config(case.hf_config()), **{**fixed, **values})
 
 
+@settings(deadline=None)
 @given(config=model_configs(), ranks=st.integers(1, 8))
 def test_what_is_written_is_what_is_read(tmp_path_factory, config, ranks):
     directory = write(tmp_path_factory.mktemp("ini"), model_config_ini(config, ranks))
@@ -222,7 +225,8 @@ def test_auto_and_an_empty_text_are_the_default():
         ("cuda_graphs", "perhaps", "true or false"),
         ("batch_invariant", "2", "true or false"),
         ("data_type", "fp8", "one of fp32, fp16, bf16"),
-        ("device", "tpu", "auto, cpu or cuda"),
+        ("kv_cache_dtype", "fp16", "one of auto, fp8, int8"),
+        ("device", "tpu", "one of auto, cpu, cuda"),
     ],
 )
 def test_a_wrong_parameter_is_an_error_with_file_key_found_and_wanted(key, text, wanted):
@@ -230,6 +234,24 @@ def test_a_wrong_parameter_is_an_error_with_file_key_found_and_wanted(key, text,
         read_engine_config({key: text}, "the/config.pbtxt")
 
 
-def test_int8_weights_are_refused_by_name():
-    with pytest.raises(UnsupportedError, match="int8_mode is 1"):
-        read_engine_config({"int8_mode": "1"}, "config.pbtxt")
+def test_int8_mode_rounds_weights_and_refuses_other_modes_by_name():
+    assert read_engine_config({"int8_mode": "1"}, "config.pbtxt").int8_mode == 1
+    with pytest.raises(UnsupportedError, match="int8_mode is 2; this version runs 0 and 1"):
+        read_engine_config({"int8_mode": "2"}, "config.pbtxt")
+
+
+@pytest.mark.parametrize("layers", [1, 3, 5, 6, 12, 80])
+def test_the_stages_that_are_refused_are_those_of_which_one_would_be_empty(layers):
+    """Against stages that are filled by hand, layer by layer."""
+    fitting = []
+    for stages in range(1, layers + 3):
+        each = math.ceil(layers / stages)
+        filled = {layer // each for layer in range(layers)}
+        if filled == set(range(stages)):
+            fitting.append(str(stages))
+            check_stages(layers, stages, "a model")
+        else:
+            with pytest.raises(ConfigError, match=f"pipeline_para_size = {stages} leaves stages"):
+                check_stages(layers, stages, "a model")
+    with pytest.raises(ConfigError, match=f"wanted one of {', '.join(fitting)}$"):
+        check_stages(layers, layers + 1, "a model")

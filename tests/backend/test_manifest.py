@@ -118,7 +118,7 @@ def test_full_finds_a_bit_between_the_samples_and_sampled_does_not(weights):
 def test_an_unknown_mode_is_refused_by_name():
     from tridecode.backend.config import read_engine_config
 
-    with pytest.raises(ConfigError, match="verify_weights is 'never'; wanted sizes, sampled, full"):
+    with pytest.raises(ConfigError, match="verify_weights is 'never'; wanted one of sizes, sampled, full"):
         read_engine_config({"verify_weights": "never"}, "config.pbtxt")
 
 

@@ -19,7 +19,7 @@ from tridecode.backend.sampling_params import Range, SamplingParams, check, para
 from tridecode.model_repo_templates import render
 from tridecode.model_repo_templates.pbtxt import data_type_name, parse_model_config
 from tridecode.tools.request_docs import input_table, sampling_table
-from tridecode.tools.sampling_options import with_sampling_options
+from tridecode.tools.sampling_options import _WITHOUT, with_sampling_options
 
 COUNT = ([0, 1, 2**31 - 1], [-1, 2**31], "0 to 2**31 - 1")
 FRACTION = ([5e-324, 0.5, 1.0], [0.0, -0.1, 1.0000001, math.nan, math.inf], "a number in (0, 1]")
@@ -37,6 +37,11 @@ RANGES = {
     "presence_penalty": PENALTY,
     "frequency_penalty": PENALTY,
     "seed": ([0, 2**63, 2**64 - 1], [-1, 2**64], "0 to 2**64 - 1"),
+    "beam_width": ([1, 64], [0, -1, 65], "1 to 64"),
+    "len_penalty": ([-16.0, 0.0, 16.0], [-16.1, 17.0, math.nan, math.inf], "a number from -16 to 16"),
+    "beam_search_diversity_rate": PENALTY,
+    "early_stopping": ([0, 2], [-1, 3], "0 (by a heuristic), 1 (as soon as all are found) or 2 (never)"),
+    "num_return_sequences": ([0, 64], [-1, 65], "0 (every beam, else 1) to 64"),
 }
 
 
@@ -62,6 +67,10 @@ def test_neutral_values_are_not_sent():
 # ---------------------------------------------------------------- what a new row gives
 
 
+#: what FasterTransformer's contract leaves out
+OURS = ("early_stopping", "num_return_sequences")
+
+
 class WithMinP(SamplingParams, frozen=True, omit_defaults=True):
     """The table with one row more."""
 
@@ -83,7 +92,7 @@ def test_a_new_row_is_sent_and_checked():
     ],
 )
 def test_a_new_row_is_an_optional_tensor_of_a_contract_and_of_its_documentation(contract, needed):
-    inputs = with_parameters(contract.inputs, "INT32", without=("frequency_penalty",), table=WithMinP)
+    inputs = with_parameters(contract.inputs, "INT32", without=OURS, table=WithMinP)
     assert [field.name for field in inputs if field not in contract.inputs] == ["min_p"]
     grown = Contract(inputs, contract.outputs)
     arrays = {name: np.zeros((2, 1), contract.by_name[name].dtypes[0]) for name in needed}
@@ -112,4 +121,5 @@ def test_a_new_row_is_an_option_of_the_command_line():
     result = CliRunner().invoke(app, ["--min-p", "0.25", "--top-k", "7", "--max-tokens", "9"])
     assert result.exit_code == 0, result.output
     values = {"min_p": 0.25, "top_k": 7, "max_tokens": 9}
-    assert given == [{**dict.fromkeys((*RANGES, "min_p")), **values}]
+    options = [name for name in RANGES if name not in _WITHOUT]
+    assert given == [{**dict.fromkeys((*options, "min_p")), **values}]

@@ -16,10 +16,11 @@ _TELLING = r"(?i)error|fail|refus|unexpected|expects|not support"
 
 @dataclass(frozen=True)
 class Expected:
-    """The server's greedy answer to `prompt`, requested without any client."""
+    """The server's greedy answer to `prompt`, and the best of two beams, requested without any client."""
 
     prompt: str
     answer: str
+    beams: str = ""
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,10 @@ def judge(program: Program, status: int | None, output: str, expected: Expected)
 
 
 def _pattern(shows: str, expected: Expected) -> str:
-    words = r"\s+".join(re.escape(word) for word in expected.answer.split())
-    return shows.replace("{answer}", words).replace("{prompt}", re.escape(expected.prompt))
+    for name in ("answer", "beams"):
+        words = r"\s+".join(re.escape(word) for word in getattr(expected, name).split())
+        shows = shows.replace(f"{{{name}}}", words)
+    return shows.replace("{prompt}", re.escape(expected.prompt))
 
 
 def _answer(output: str, expected: Expected) -> Verdict:

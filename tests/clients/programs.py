@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+VLLM, LLMAPI = "vllm_model", "tensorrt_llm"
 BLS, PLAIN, UNBATCHED = "tensorrt_llm_bls", "tensorrt_llm_bls_plain", "tensorrt_llm_bls_unbatched"
 FT, FT_STREAM = "fastertransformer", "fastertransformer_streaming"
 
@@ -138,6 +139,9 @@ def _perf(use: str, model: str, protocol: str, data: str, *options: str, **field
     )
 
 
+#: the tokenizer that genai-perf gets is in the model preprocessing
+_VLLM = ("--contract", "fastertransformer,tensorrt_llm,vllm")
+_LLMAPI = ("--contract", "tensorrt_llm,llmapi")
 _STREAM = ("--streaming", "--async")
 PERF_ANALYZER = [
     _perf("text, HTTP", PLAIN, "http", "text.json"),
@@ -147,6 +151,7 @@ PERF_ANALYZER = [
     _perf("text, `--streaming`", BLS, "grpc", "stream.json", *_STREAM),
     _perf("`ensemble_streaming`, `--streaming`", "ensemble_streaming", "grpc", "ensemble.json", *_STREAM),
     _perf("token ids, `--streaming`", FT_STREAM, "grpc", "ids.json", *_STREAM),
+    _perf("vLLM's contract, `--streaming`", VLLM, "grpc", "vllm.json", *_STREAM, options=_VLLM),
     _perf(
         "random inputs, no `--input-data`",
         PLAIN,
@@ -198,10 +203,11 @@ GENAI_PERF = [
     ),
     _genai(
         "`--backend vllm --streaming`",
-        BLS,
+        VLLM,
         *("--backend", "vllm", "--streaming", "-u", "{grpc}"),
-        why="vLLM's contract (`sampling_parameters`) is not served yet",
+        options=_VLLM,
     ),
+    _genai("`--backend vllm`", f"{VLLM}_plain", "--backend", "vllm", "-u", "{grpc}", options=_VLLM),
     _genai(
         "`--endpoint-type chat --streaming`",
         BLS,
@@ -304,7 +310,6 @@ FASTERTRANSFORMER = [
         recorded=(("FasterTransformer identity_test.py -beam 2", FT),),
         model=FT,
         shows=_PASSED,
-        why="beams are refused by name; they are not implemented yet",
     ),
     _program(
         _FT_NAME,
@@ -358,11 +363,11 @@ FASTERTRANSFORMER = [
         _FT_NAME,
         "`interactive_text_generation/identity_test.py`",
         _FT + "interactive_text_generation/identity_test.py",
-        *("-i", "grpc", "-u", "{grpc}", "-o", "8", "-n", "1"),
+        *("-i", "grpc", "-u", "{grpc}", "-o", "8", "-n", "1", "--session_id", "1"),
         recorded=(("FasterTransformer interactive_text_generation/identity_test.py", FT),),
         model=FT,
         shows=_PASSED,
-        why="its sequences with a session (`session_len`, `memory_len`, `continue_gen`) are not implemented",
+        options=("--contract", "interactive,tensorrt_llm"),
     ),
     _program(
         _FT_NAME,
@@ -370,7 +375,7 @@ FASTERTRANSFORMER = [
         "",
         recorded=(("FasterTransformer prompt learning", FT),),
         model=FT,
-        why="prompt learning is refused by name; it is not implemented yet",
+        why="the model of this check has no tasks of prompt learning (docs/prompt_learning.md)",
     ),
     _program(
         _FT_NAME,
@@ -384,7 +389,9 @@ FASTERTRANSFORMER = [
 
 _TRT = "tensorrtllm_backend/"
 _TRT_NAME = "TensorRT-LLM"
-_IDS_WHY = "its token id contract (model `tensorrt_llm`, INT32) is not served yet"
+_IDS = ("--contract", "tensorrt_llm,tensorrt_llm_tokens")
+_IDS_CLIENT = _TRT + "inflight_batcher_llm/client/inflight_batcher_llm_client.py"
+_IDS_ARGUMENTS = ("-u", "{grpc}", "--tokenizer-dir", "{tokenizer}", "--text", "{prompt}")
 _GRPC_CLIENT = _TRT + "inflight_batcher_llm/client/end_to_end_grpc_client.py"
 _GRPC_ARGUMENTS = ("-u", "{grpc}", "-o", "{tokens}", "--model-name")
 TENSORRT_LLM = [
@@ -433,9 +440,8 @@ TENSORRT_LLM = [
         _GRPC_CLIENT,
         *(*_GRPC_ARGUMENTS, BLS, "-p", "{prompt}", "--beam-width", "2", "-v"),
         recorded=(("TensorRT-LLM end_to_end_grpc_client.py --beam-width 2", BLS),),
-        shows="{answer}",
+        shows="{beams}",
         never="Received an error|Traceback",
-        why="beams are refused by name; they are not implemented yet",
     ),
     _program(
         _TRT_NAME,
@@ -445,50 +451,98 @@ TENSORRT_LLM = [
         recorded=(("TensorRT-LLM end_to_end_grpc_client.py --return-context-logits", BLS),),
         shows="context_logits.shape",
         never="Received an error|Traceback",
-        why="logits are refused by name; they are not implemented yet",
     ),
     _program(
         _TRT_NAME,
         "`inflight_batcher_llm_client.py`",
-        _TRT + "inflight_batcher_llm/client/inflight_batcher_llm_client.py",
-        *("-u", "{grpc}", "--tokenizer-dir", "{tokenizer}", "--streaming"),
+        _IDS_CLIENT,
+        *_IDS_ARGUMENTS,
         recorded=(("TensorRT-LLM inflight_batcher_llm_client.py", "tensorrt_llm"),),
         model="tensorrt_llm",
-        shows="Output beam 0",
-        why=_IDS_WHY,
+        shows="Output beam 0: +{answer}",
+        never="Received an error|Traceback",
+        options=_IDS,
     ),
     _program(
         _TRT_NAME,
-        "`benchmark_core_model.py`",
-        "",
+        "`inflight_batcher_llm_client.py --streaming`",
+        _IDS_CLIENT,
+        *(*_IDS_ARGUMENTS, "--streaming", "--exclude-input-in-output"),
+        recorded=(("TensorRT-LLM inflight_batcher_llm_client.py --streaming", "tensorrt_llm"),),
+        model="tensorrt_llm",
+        shows="Output beam 0: +{answer}",
+        never="Received an error|Traceback",
+        options=(*_IDS, "--decoupled", "tensorrt_llm_tokens"),
+    ),
+    _program(
+        _TRT_NAME,
+        "`inflight_batcher_llm_client.py --stop-after-ms`",
+        _IDS_CLIENT,
+        *(*_IDS_ARGUMENTS, "--request-output-len", "400", "--stop-after-ms", "300", "--request-id", "1"),
+        recorded=(("TensorRT-LLM inflight_batcher_llm_client.py", "tensorrt_llm"),),
+        model="tensorrt_llm",
+        shows="Got cancellation response from server",
+        never="Received an error|Traceback|AssertionError",
+        options=_IDS,
+    ),
+    _program(
+        _TRT_NAME,
+        "`benchmark_core_model.py dataset`",
+        _TRT + "tools/inflight_batcher_llm/benchmark_core_model.py",
+        *("-i", "grpc", "-u", "{grpc}", "--max-input-len", "100", "--num-requests", "8"),
+        *("dataset", "--dataset", "{data}/dataset.json", "--tokenizer-dir", "{tokenizer}"),
         recorded=(("TensorRT-LLM benchmark_core_model.py", "tensorrt_llm"),),
         model="tensorrt_llm",
-        why=_IDS_WHY,
+        shows=r"Total requests +\| +4\.00",
+        never="Traceback|Failed",
+        options=_IDS,
+        limit_s=300.0,
+    ),
+    _program(
+        _TRT_NAME,
+        "`benchmark_core_model.py token-norm-dist`",
+        _TRT + "tools/inflight_batcher_llm/benchmark_core_model.py",
+        *("-i", "grpc", "-u", "{grpc}", "--max-input-len", "100", "--num-requests", "8", "token-norm-dist"),
+        *("--input-mean", "20", "--input-stdev", "3", "--output-mean", "8", "--output-stdev", "2"),
+        recorded=(("TensorRT-LLM benchmark_core_model.py token-norm-dist", "tensorrt_llm"),),
+        model="tensorrt_llm",
+        shows=r"Total requests +\| +8\.00",
+        never="Traceback|Failed",
+        options=(*_IDS, "--wrap-token-ids"),
+        limit_s=300.0,
     ),
     _program(
         _TRT_NAME,
         "`gpt/client.py`",
         _TRT + "tools/gpt/client.py",
         *("-i", "grpc", "-u", "{grpc}", "--tokenizer_dir", "{tokenizer}"),
+        *("--text", "{prompt}", "--output_len", "{tokens}"),
         recorded=(("TensorRT-LLM gpt/client.py", "tensorrt_llm"),),
         model="tensorrt_llm",
-        why=_IDS_WHY,
+        shows="Output: +{answer}",
+        options=_IDS,
     ),
     _program(
         _TRT_NAME,
-        "`end_to_end_test.py`",
-        "",
+        "`end_to_end_test.py --test-bls`",
+        _TRT + "tools/inflight_batcher_llm/end_to_end_test.py",
+        *("-i", "grpc", "-u", "{grpc}", "--max-input-len", "100", "--dataset", "{data}/dataset.json"),
+        *("--return-log-probs", "--test-bls"),
         recorded=(("TensorRT-LLM end_to_end_test.py, preprocessing", "preprocessing"),),
         model="preprocessing",
-        why="its `preprocessing` (INT32, `OUT_END_ID`) and `tensorrt_llm` are not served yet",
+        shows=r"(?s)Functionality test succeed.*Total Latency",
+        options=(*_IDS, "--plain-text"),
     ),
     _program(
         _TRT_NAME,
         "`end_to_end_test.py --test-llmapi`",
-        "",
-        recorded=(("TensorRT-LLM llmapi", "tensorrt_llm"),),
-        model="tensorrt_llm",
-        why="the contract of its LLM API (`sampling_param_*`) is not served yet",
+        _TRT + "tools/inflight_batcher_llm/end_to_end_test.py",
+        *("-i", "grpc", "-u", "{grpc}", "--max-input-len", "100", "--dataset", "{data}/dataset.json"),
+        *("--test-llmapi", "--model-name", LLMAPI),
+        recorded=(("TensorRT-LLM llmapi", LLMAPI),),
+        model=LLMAPI,
+        shows=r"(?s)Functionality test succeeded.*Total Latency",
+        options=_LLMAPI,
     ),
 ]
 
@@ -497,11 +551,12 @@ OTHERS = [
         "vLLM backend",
         "`samples/client.py`",
         "vllm_backend/samples/client.py",
-        *("-u", "{grpc}", "-m", BLS, "--input-prompts", "{data}/prompts.txt", "-s"),
+        *("-u", "{grpc}", "--input-prompts", "{data}/prompts.txt", "-s"),
         *("--exclude-inputs-in-outputs", "--results-file", "{work}/results.txt"),
-        recorded=(("vLLM backend client.py", BLS),),
+        recorded=(("vLLM backend client.py", VLLM),),
+        model=VLLM,
         shows="PASS",
-        why="vLLM's contract (`sampling_parameters`, no batch axis) is not served yet",
+        options=_VLLM,
     ),
     _program(
         "Triton CLI",
@@ -521,9 +576,10 @@ OTHERS = [
     Program(
         "Triton's OpenAI front end",
         "`--backend vllm`",
-        recorded=(("OpenAI front end --backend vllm", BLS),),
+        recorded=(("OpenAI front end --backend vllm", VLLM),),
+        model=VLLM,
+        options=_VLLM,
         flag="not on PyPI, wants Triton's in-process API",
-        why="vLLM's contract (`sampling_parameters`, no batch axis) is not served yet",
     ),
 ]
 

@@ -31,7 +31,8 @@ def request_of(entry: dict) -> kserve.ModelInferRequest:
     """The message that a client sent."""
     request = kserve.ModelInferRequest(model_name=entry["model"], id=entry["id"])
     for name, value in entry["parameters"].items():
-        request.parameters[name].bool_param = value
+        kind = {bool: "bool_param", int: "int64_param", str: "string_param"}[type(value)]
+        setattr(request.parameters[name], kind, value)
     for name in entry["outputs"]:
         request.outputs.add(name=name)
     for tensor in entry["inputs"]:

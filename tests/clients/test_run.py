@@ -8,11 +8,11 @@ import pytest
 
 from tests.checkpoints import TINY_VOCAB, save, tiny_gpt2
 from tests.clients import run
-from tests.clients.programs import BLS, HTTP, Program
+from tests.clients.programs import HTTP, Program
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
-REFUSED = Program("vLLM", "its request", recorded=(("vLLM backend client.py", BLS),))
+REFUSED = Program("vLLM", "its request", recorded=(("vLLM backend client.py", "vllm_model"),))
 ENSEMBLE = (("TensorRT-LLM end_to_end_grpc_client.py --streaming", "ensemble"),)
 WITH_OPTION = Program("owner", "a stream", recorded=ENSEMBLE, options=("--ensemble-owner", "tensorrt_llm"))
 ABSENT = Program("absent", "a way", ("{python}", "-c", "0"), environment="absent")
@@ -28,7 +28,7 @@ def test_a_run_says_of_each_program_whether_it_works_and_why_not(tmp_path, monke
     rows = run.run_all([HTTP[0], REFUSED, WITH_OPTION, ABSENT], setting)
     verdicts = [row.verdict for row in rows]
     assert verdicts[0] == "works"
-    assert verdicts[1].startswith("does not: ") and "sampling_parameters" in verdicts[1]
+    assert verdicts[1].startswith("does not: ") and "vllm_model" in verdicts[1]
     assert verdicts[2] == "works with `--ensemble-owner tensorrt_llm`"
     assert verdicts[3].startswith("does not: cannot be installed: ") and "exist.whl" in verdicts[3]
     assert rows[1].how == "its request, its request replayed"

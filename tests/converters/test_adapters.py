@@ -19,9 +19,10 @@ from tridecode.backend.lora import TARGETS_FILE, LoraTargets, check_name, read_l
 from tridecode.backend.lora_tensors import read_lora
 from tridecode.backend.weight_layout import WeightSpec
 from tridecode.backend.weights import WeightReader
-from tridecode.converters.adapters import OutputLayout, merge, output_layout, write_targets
+from tridecode.converters.adapters import merge, write_targets
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import PlannedConversion, plan_conversion
+from tridecode.converters.output_layout import OutputLayout, output_layout
 from tridecode.converters.rules import Conversion
 
 NAME = "adapter_model.safetensors"

@@ -190,12 +190,12 @@ def test_another_model_type_is_refused_by_name_with_those_there_are(tmp_path, mo
         open_checkpoint(tmp_path)
 
 
-def test_a_quantised_checkpoint_is_refused_by_its_method(tmp_path):
+def test_a_method_of_quantisation_that_is_not_read_is_refused_by_name(tmp_path):
     save(tiny_llama(), tmp_path, tokenizer=False)
     config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    config["quantization_config"] = {"quant_method": "aqlm", "nbits_per_codebook": 16}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedError, match="quantised by gptq; convert the unquantised checkpoint"):
+    with pytest.raises(UnsupportedError, match="quantised by 'aqlm'; this version reads gptq, awq"):
         open_checkpoint(tmp_path)
 
 

@@ -151,7 +151,7 @@ def test_a_head_equal_to_the_embedding_needs_no_file(tmp_path):
     assert "model.lm_head.weight" not in {item.spec.name for item in planned.conversions}
 
 
-def test_prompt_learning_of_a_directory_is_left_out_and_named(tmp_path):
+def test_prompt_learning_of_a_directory_is_kept(tmp_path):
     model, directory = written(tmp_path, "megatron 2-gpu")
     tasks = "num_tasks = 2\nprompt_learning_start_id = 50257\nprompt_learning_type = 3\n"
     tasks += (
@@ -159,9 +159,15 @@ def test_prompt_learning_of_a_directory_is_left_out_and_named(tmp_path):
     )
     with open(directory / "config.ini", "a") as file:
         file.write(tasks)
-    np.zeros((16, 64), np.float32).tofile(directory / "model.prompt_table.squad.weight.bin")
-    [note] = open_checkpoint(directory).notes
-    assert "left out are the tasks squad, mood and the files model.prompt_table.squad.weight.bin" in note
+    for name in ("squad", "other"):
+        np.ones((16, 64), np.float32).tofile(directory / f"model.prompt_table.{name}.weight.bin")
+    checkpoint = open_checkpoint(directory)
+    assert "the task mood of prompt learning has no model.prompt_table.mood.weight.bin" in checkpoint.notes[0]
+    assert "names the files model.prompt_table.other.weight.bin; they are left out" in checkpoint.notes[1]
+    assert [(table.task, table.shape[0], table.kind) for table in checkpoint.prompts] == [
+        ("squad", 16, 3), ("mood", 4, 3)
+    ]  # fmt: skip
+    assert checkpoint.prompt_start_id == 50257
     assert_same_tokens(model, directory)
 
 

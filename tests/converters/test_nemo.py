@@ -86,7 +86,7 @@ def test_prompt_tables_are_written_under_fastertransformers_names(tmp_path):
     members = prompt_members(32, {"squad": 6, "mood": 3}, {"mood": mood, "squad": squad})
     prompts = write_tar(tmp_path / "tasks.nemo", members)
     said = built(base, tmp_path / "repo", prompts=[prompts], dtype="fp16")
-    assert "the prompt tables of squad, mood are written, but not served by this version" in said
+    assert "prompt task 0: squad, 6 positions" in said and "prompt task 1: mood, 3 positions" in said
     weights = tmp_path / "repo/fastertransformer/1/1-gpu"
     for task, tensor in {"squad": squad, "mood": mood}.items():
         stored = np.fromfile(weights / f"model.prompt_table.{task}.weight.bin", np.float16)

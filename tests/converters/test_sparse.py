@@ -208,10 +208,9 @@ def _narrow(state: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("described", "complaint"),
     [
-        ({"config_groups": {"group_0": {}}, "format": "pack-quantized"}, "as pack-quantized"),
         ({"sparsity_config": {"format": "sparse-nm"}}, "compressed as sparse-nm; this version reads"),
         ({"format": "marlin-24", "sparsity_config": {}}, "compressed as marlin-24; this version reads"),
-        ({"quant_method": "gptq"}, "quantised by gptq; convert the unquantised checkpoint"),
+        ({"quant_method": "quip"}, "quantised by 'quip'; this version reads gptq, awq, compressed-tensors"),
     ],
 )  # fmt: skip
 def test_other_formats_are_refused_by_name(described, complaint, tmp_path: Path) -> None:

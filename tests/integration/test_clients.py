@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 import torch
@@ -34,6 +35,9 @@ pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 RECORDED = recorded()
 FT = "FasterTransformer "
+TRT = "TensorRT-LLM "
+CONTRACTS = ["fastertransformer", "tensorrt_llm", "tensorrt_llm_tokens"]
+OURS = "tensorrt_llm_tokens_"  # in front of the names that FasterTransformer's models keep
 VOCABULARY = 30_000  # above the ids that the clients send, below their end id, as SmolLM2's is
 
 
@@ -67,6 +71,8 @@ def stack(tmp_path_factory) -> Iterator[Stack]:
         parity=False,
         engine_settings=settings,
         unbatched_text=True,
+        contracts=CONTRACTS,
+        owners=CONTRACTS,
     )
     with running_server(repository) as server:
         yield Stack(server, model)
@@ -75,9 +81,12 @@ def stack(tmp_path_factory) -> Iterator[Stack]:
 # ---------------------------------------------------------------- recorded requests
 
 
-def replay(stack: Stack, client: str, model: str) -> list[dict[str, np.ndarray]]:
-    """The outputs of each response to a recorded request, without empty ones, which only say "final"."""
+def replay(stack: Stack, client: str, model: str, to: str = "") -> list[dict[str, np.ndarray]]:
+    """The outputs of each response to a recorded request, without empty ones, which only say "final".
+
+    to: the model that gets it, if not the one that the client names."""
     entry = RECORDED[client, model]
+    entry = {**entry, "model": to or model}
     answers = list(responses(stack.grpc, entry))
     if entry["stream"] and entry["parameters"].get("triton_enable_empty_final_response"):
         finals = [answer.parameters["triton_final_response"].bool_param for answer in answers]
@@ -191,6 +200,110 @@ def test_litellm_reads_the_text_from_the_first_output(stack: Stack) -> None:
         first = json.loads(answer.read())["outputs"][0]
     whole = infer("http", stack.http, "tensorrt_llm_bls_plain", text_inputs("the cat", 8))
     assert "".join(first["data"]) == whole.as_numpy("text_output")[0].decode()
+
+
+# ---------------------------------------------------------------- TensorRT-LLM's token programs
+
+
+def test_inflight_batcher_llm_client_gets_whole_rows_and_streams(stack: Stack) -> None:
+    client = TRT + "inflight_batcher_llm_client.py"
+    prompt = sent(client, "tensorrt_llm", "input_ids")[0].tolist()
+    wanted = stack.greedy(prompt, 16)
+    (whole,) = replay(stack, client, "tensorrt_llm")
+    assert whole["output_ids"].tolist() == [[prompt + wanted]] and whole["sequence_length"].tolist() == [[21]]
+    parts = replay(stack, client + " --streaming", "tensorrt_llm", "tensorrt_llm_streaming")
+    assert sum((part["output_ids"][0, 0].tolist() for part in parts), []) == wanted
+    assert len(parts) > 1
+
+
+def test_gpt_client_py_gets_the_log_probs_that_its_older_name_asks_for(stack: Stack) -> None:
+    (answer,) = replay(stack, TRT + "gpt/client.py", "tensorrt_llm")
+    prompt = sent(TRT + "gpt/client.py", "tensorrt_llm", "input_ids")[0].tolist()
+    tokens, logits = hf_greedy(stack.model, prompt, 16)
+    wanted = torch.from_numpy(logits).double().log_softmax(-1)[range(16), tokens].numpy()
+    assert answer["output_ids"][0, 0].tolist() == prompt + tokens
+    np.testing.assert_allclose(answer["output_log_probs"][0, 0], wanted, atol=1e-4)
+    np.testing.assert_allclose(answer["cum_log_probs"], [[wanted.sum()]], atol=1e-3)
+
+
+def test_benchmark_core_model_gets_rows_of_exact_length_and_an_error_for_its_random_ids(stack: Stack) -> None:
+    client = TRT + "benchmark_core_model.py"
+    (answer,) = replay(stack, client, "tensorrt_llm")
+    assert next(iter(answer)) == "output_ids" and answer["output_ids"].shape == (1, 1, 21)
+    with pytest.raises(grpc.RpcError, match="token id 2013345011; wanted ids below 30,000"):
+        replay(stack, client + " token-norm-dist", "tensorrt_llm")
+
+
+def test_end_to_end_test_py_agrees_with_itself_and_with_transformers(stack: Stack) -> None:
+    client = TRT + "end_to_end_test.py, preprocessing"
+    (tokens,) = replay(stack, client, "preprocessing", OURS + "preprocessing")
+    true = np.array([[True]])
+    wanted = {"return_log_probs": true, "return_context_logits": true, "return_generation_logits": true}
+    names = {
+        "input_ids": "INPUT_ID", "decoder_input_ids": "DECODER_INPUT_ID",
+        "input_lengths": "REQUEST_INPUT_LEN", "request_output_len": "REQUEST_OUTPUT_LEN",
+        "end_id": "OUT_END_ID", "pad_id": "OUT_PAD_ID",
+    }  # fmt: skip
+    inputs = {**{name: tokens[output] for name, output in names.items()}, **wanted}
+    ids = infer("grpc", stack.grpc, "tensorrt_llm", inputs)
+    inputs = {
+        "TOKENS_BATCH": ids.as_numpy("output_ids"), "SEQUENCE_LENGTH": ids.as_numpy("sequence_length")
+    }  # fmt: skip
+    texts = infer("http", stack.http, OURS + "postprocessing", inputs).as_numpy("OUTPUT")
+    words = np.array([[b""]], object)
+    query = sent(client, "preprocessing", "QUERY")[0, 0]
+    ensemble = text_inputs(query, 16) | {"bad_words": words, "stop_words": words, **wanted}
+    whole = infer("grpc", stack.grpc, OURS + "ensemble", ensemble)
+    assert texts.tolist() == whole.as_numpy("text_output").tolist() and texts[0].decode().startswith(query)
+    for name in ("cum_log_probs", "output_log_probs", "context_logits", "generation_logits"):
+        np.testing.assert_array_equal(ids.as_numpy(name), whole.as_numpy(name))
+    prompt = tokens["INPUT_ID"]
+    with torch.no_grad():
+        reference = stack.model(torch.tensor(prompt)).logits.numpy()
+    np.testing.assert_allclose(ids.as_numpy("context_logits"), reference, atol=1e-3)
+    count = ids.as_numpy("generation_logits").shape[2]
+    _, logits = hf_greedy(stack.model, prompt[0].tolist(), count)
+    np.testing.assert_allclose(ids.as_numpy("generation_logits")[0, 0], logits, atol=1e-3)
+
+
+def test_beams_of_the_token_model_are_those_of_transformers(stack: Stack) -> None:
+    with torch.no_grad():
+        reference = stack.model.generate(
+            torch.tensor([PROMPT]), attention_mask=torch.ones(1, 4, dtype=torch.long), max_new_tokens=8,
+            num_beams=3, num_return_sequences=3, do_sample=False, length_penalty=1.0, early_stopping=True,
+            eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+    inputs = {"input_ids": np.array([PROMPT], np.int32), "input_lengths": np.array([[4]], np.int32)}
+    inputs |= {"request_output_len": np.array([[8]], np.int32), "beam_width": np.array([[3]], np.int32)}
+    inputs |= {"len_penalty": np.array([[1.0]], np.float32), "end_id": np.array([[-1]], np.int32)}
+    answer = infer("grpc", stack.grpc, "tensorrt_llm", inputs)
+    assert answer.as_numpy("output_ids")[0].tolist() == reference.tolist()
+    assert answer.as_numpy("sequence_length").tolist() == [[12, 12, 12]]
+
+
+def test_a_stop_request_of_the_token_model_ends_the_running_one(stack: Stack) -> None:
+    def ids(*values: int) -> np.ndarray:
+        return np.array([values], np.int32)
+
+    answers: queue.Queue = queue.Queue()
+    running = {"input_ids": ids(*PROMPT), "input_lengths": ids(4), "request_output_len": ids(200)}
+    running |= {"streaming": np.array([[True]]), "end_id": ids(-1)}
+    stop = {"input_ids": ids(0), "input_lengths": ids(0), "request_output_len": ids(0)}
+    stop |= {"stop": np.array([[True]])}
+    tokens: list[int] = []
+    with grpcclient.InferenceServerClient(stack.grpc) as client:
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        for inputs in (running, stop):
+            client.async_stream_infer("tensorrt_llm_streaming", fill(grpcclient, inputs), request_id="mine")
+            if inputs is running:
+                tokens += ids_of(answers.get(timeout=60)[0])
+        client.stop_stream()
+    while not answers.empty():
+        result, error = answers.get()
+        assert error is None
+        if result.as_numpy("output_ids") is not None:
+            tokens += ids_of(result)
+    assert 1 <= len(tokens) < 200 and tokens == stack.greedy(PROMPT, 200)[: len(tokens)]
 
 
 # ---------------------------------------------------------------- tritonclient's ways of calling

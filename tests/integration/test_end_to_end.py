@@ -17,10 +17,13 @@ import psutil
 import pytest
 from tritonclient.utils import InferenceServerException
 
+from tests.backend.engine.beam_oracle import competition
 from tests.backend.engine.offline_models import hf_greedy
+from tests.backend.engine.test_beams import logits_of
 from tests.checkpoints import save, tiny_bloom, tiny_gpt2, tiny_llama
 from tests.integration.clients import infer, post, standard_inputs, stream, text_inputs, token_inputs
 from tests.waiting import wait_until
+from tridecode.backend.messages import SamplingParams
 from tridecode.tools.build_repo import build_repo
 from tridecode.tools.serve.server_process import ServerProcess, running_server
 
@@ -50,6 +53,10 @@ def stack(request, tmp_path_factory) -> Iterator[Stack]:
     assert json.loads((repository / "PARITY.json").read_text())["passed"]
     with running_server(repository) as server:
         yield Stack(server, repository, model)
+
+
+#: for what doors, supervisor and scheduler do, which no family changes
+one_family = pytest.mark.parametrize("stack", ["gpt2"], indirect=True, scope="module")
 
 
 def url_of(server: ServerProcess, protocol: str) -> str:
@@ -88,6 +95,55 @@ def test_the_streaming_door_sends_one_response_a_token(stack: Stack) -> None:
         assert answer.as_numpy("output_ids")[0, 0, : 4 + count].tolist() == PROMPTS[0] + wanted[:count]
 
 
+def test_beams_equal_a_search_by_the_book_whole_and_streamed(stack: Stack) -> None:
+    inputs = {**standard_inputs(PROMPTS, [6] * 4), "beam_width": np.full((4, 1), 3, np.uint32)}
+    inputs["len_penalty"] = np.full((4, 1), 1.0, np.float32)
+    answer = infer("http", stack.server.http_url, "fastertransformer", inputs)
+    streamed = list(stream(stack.server.grpc_url, "fastertransformer_streaming", inputs))
+    params = SamplingParams(max_tokens=6, beam_width=3, len_penalty=1.0)
+    for row, prompt in enumerate(PROMPTS):
+        history = competition(logits_of(stack.model), prompt, params)
+        assert len(streamed) == len(history) == 6
+        for step, beams in zip([*streamed, answer], [*history, history[-1]]):
+            ids, cum = step.as_numpy("output_ids"), step.as_numpy("cum_log_probs")
+            assert ids.shape == (4, 3, 7 + 6)
+            for k, text in enumerate(beams):
+                end = len(prompt) + len(text.tokens)
+                assert ids[row, k, :end].tolist() == prompt + text.tokens
+                assert step.as_numpy("sequence_length")[row, k] == end
+                assert cum[row, k] == pytest.approx(text.cum, abs=1e-3)
+
+
+def test_samples_and_beams_of_a_text_come_apart_and_together(stack: Stack) -> None:
+    def texts(model: str, **others) -> dict[int, str]:
+        asked = text_inputs("the cat sat", 8, exclude_input_in_output=True)
+        asked.update({name: np.array([[value]]) for name, value in others.items()})
+        found = {}
+        for answer in stream(stack.server.grpc_url, model, asked):
+            numbers = answer.as_numpy("sequence_index").flatten().tolist()
+            pieces = answer.as_numpy("text_output").flatten().tolist()
+            found.update({number: piece.decode() for number, piece in zip(numbers, pieces)})
+        return found
+
+    seed, hot, many = np.uint64(5), np.float32(0.9), np.int32(3)
+    alone = [texts("tensorrt_llm_bls", seed=seed + np.uint64(i), top_p=hot)[0] for i in range(3)]
+    for model in ("tensorrt_llm_bls", "tensorrt_llm_bls_plain"):
+        together = texts(model, seed=seed, top_p=hot, num_return_sequences=many)
+        assert together == dict(enumerate(alone))
+    beams = [texts(f"tensorrt_llm_bls{end}", beam_width=many) for end in ("", "_plain")]
+    assert beams[0] == beams[1] and len(set(beams[0].values())) == 3
+    inputs = {
+        "INPUT_0": np.array([["the cat sat"]], object),
+        "INPUT_1": np.array([[8]], np.uint32),
+        "INPUT_2": np.array([[""]], object),
+        "INPUT_3": np.array([[""]], object),
+        "beam_width": np.array([[3]], np.uint32),
+    }
+    whole = infer("http", stack.server.http_url, "ensemble", inputs).as_numpy("OUTPUT_0").flatten().tolist()
+    assert len(whole) == 3 and len(set(whole)) == 3
+    assert all(text.decode().startswith("the cat sat") for text in whole)
+
+
 @pytest.mark.parametrize("model", ["ensemble", "ensemble_streaming"])
 def test_the_ensembles_text_is_the_tokenizers_decoding_of_prompt_and_answer(stack: Stack, model: str) -> None:
     inputs = {
@@ -123,6 +179,7 @@ def test_streamed_pieces_make_the_one_shot_text_over_every_door(stack: Stack) ->
         assert [answer.as_numpy("text_output").flatten()[0].decode() for answer in answers] == [text]
 
 
+@one_family
 @pytest.mark.parametrize(
     "changes, text",
     [
@@ -135,7 +192,7 @@ def test_streamed_pieces_make_the_one_shot_text_over_every_door(stack: Stack) ->
         ({"temperature": np.array([[-1]], np.float32)}, "temperature"),
         ({"temperature": np.array([[np.nan]], np.float32)}, "temperature"),
         ({"repetition_penalty": np.array([[0]], np.float32)}, "repetition_penalty"),
-        ({"beam_width": np.array([[4]], np.uint32)}, "beam_width"),
+        ({"beam_width": np.array([[65]], np.uint32)}, "beam_width"),
         ({"bad_words_list": np.array([[[5, 6], [9, -1]]], np.int32)}, "bad_words_list"),
         ({"prompt_learning_task_name_ids": np.array([[3]], np.uint32)}, "prompt_learning_task_name_ids"),
     ],
@@ -233,6 +290,7 @@ class Load:
             thread.join(90)  # longer than `stream` waits for an answer
 
 
+@one_family
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_a_lost_engine_under_load_is_an_error_within_five_seconds_and_comes_back(
     stack: Stack, blow: int

@@ -97,7 +97,7 @@ REFUSED: dict[str, tuple[dict[str, np.ndarray], str, str]] = {
     "several output lengths a row": (
         {"request_output_len": np.full((2, 3), 4, np.uint32)},
         "INVALID",
-        "request_output_len has shape",
+        "input 'request_output_len'|request_output_len has shape",
     ),
     "a negative temperature": ({"temperature": column(1, -1, kind=np.float32)}, "INVALID", "temperature"),
     "a temperature of NaN": ({"temperature": column(np.nan, 1, kind=np.float32)}, "INVALID", "temperature"),
@@ -118,9 +118,9 @@ REFUSED: dict[str, tuple[dict[str, np.ndarray], str, str]] = {
     ),
     "a top_p of NaN": ({"runtime_top_p": column(np.nan, 0, kind=np.float32)}, "INVALID", "runtime_top_p"),
     "a negative top_p": ({"runtime_top_p": column(-0.5, 0, kind=np.float32)}, "INVALID", "runtime_top_p"),
-    "no beams": ({"beam_width": column(0, 0)}, "UNIMPLEMENTED", "beam_width is 0"),
-    "too many beams": ({"beam_width": column(65, 65)}, "UNIMPLEMENTED", "beam_width is 65"),
-    "beams in one row only": ({"beam_width": column(1, 4)}, "UNIMPLEMENTED", "beam_width is 4"),
+    "no beams": ({"beam_width": column(0, 0)}, "INVALID", "beam_width is 0; wanted 1 to 64"),
+    "too many beams": ({"beam_width": column(65, 65)}, "INVALID", "beam_width is 65; wanted 1 to 64"),
+    "no beams in one row": ({"beam_width": column(4, 0)}, "INVALID", "beam_width is 0; wanted 1 to 64"),
     "both penalties": (
         {
             "repetition_penalty": column(1.2, 1.2, kind=np.float32),
@@ -156,8 +156,8 @@ REFUSED: dict[str, tuple[dict[str, np.ndarray], str, str]] = {
     ),
     "a task of prompt learning": (
         {"prompt_learning_task_name_ids": column(3, 3)},
-        "UNIMPLEMENTED",
-        "prompt_learning_task_name_ids",
+        "INVALID",
+        "prompt_learning_task_name_ids of row 0 is 3; wanted none: this model has no tasks",
     ),
     "seeds of another batch": (
         {"random_seed": column(1, 2, 3, kind=np.uint64)},

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from tests.kernels.conftest import Place
 from tridecode.kernels.philox import philox, uniforms
-from tridecode.kernels.sampling_state import SamplingState
+from tridecode.kernels.reference import Reference
+from tridecode.kernels.sampling_state import MOST_COUNTED, SamplingState
 
 
 def make_state(place: Place, slots: int, vocab: int, history: int = 32) -> SamplingState:
@@ -161,6 +162,17 @@ def test_penalties_follow_temperature_and_count_occurrences(place: Place):
     assert int(state.counts[0].sum()) == 0
 
 
+def test_a_token_counts_up_to_the_largest_number(place: Place):
+    state = make_state(place, 1, 40)
+    configure(state, 0, top_k=1, presence_penalty=0.1)
+    state.counts[0, 7] = MOST_COUNTED - 1
+    logits = torch.zeros(1, 40)
+    logits[0, 7] = 5.0
+    for _ in range(3):
+        assert run(place, logits, [0], state)[0] == [7]
+        assert int(state.counts[0, 7]) == MOST_COUNTED
+
+
 def test_bad_words_are_stopped_at_their_last_id(place: Place):
     logits = torch.zeros(3, 50)
     logits[:, 7], logits[:, 8], logits[:, 9] = 5.0, 4.0, 3.0
@@ -225,3 +237,44 @@ def test_log_probs_are_over_the_whole_vocabulary(place: Place):
     assert log_probs == pytest.approx(
         [float(wanted[row, token]) for row, token in enumerate(tokens)], abs=1e-4
     )
+
+
+def broken_rows(place: Place, logits: torch.Tensor, settings: dict) -> None:
+    """Row 1 of logits (3, V) gives no token and leaves the others alone."""
+    state = make_state(place, 3, logits.shape[1])
+    for slot in range(3):
+        configure(state, slot, **{"repetition_penalty": 1.5, **settings})
+    tokens, log_probs = run(place, logits, [0, 1, 2], state)
+    assert tokens[1] == -1 and log_probs[1] == 0.0 and min(tokens[0], tokens[2]) >= 0
+    assert int(state.last_tokens[1]) == 0  # an id: the next step may be on its way with it
+
+
+BROKEN_SETTINGS = [
+    {"top_k": 1},
+    {"top_k": 1, "repetition_penalty": 1.0},
+    {"top_k": 5},
+    {"top_k": 0, "top_p": 0.5},
+    {"top_k": 0, "temperature": 0.7},
+    {"top_k": 1, "return_log_probs": 1},
+]
+
+
+@pytest.mark.parametrize("settings", BROKEN_SETTINGS)
+@pytest.mark.parametrize("wrong", ["all NaN", "+inf"])
+@pytest.mark.parametrize("vocab_size", [40, 50_257])
+def test_no_token_is_taken_from_logits_that_are_not_numbers(
+    place: Place, wrong: str, settings: dict, vocab_size: int
+) -> None:
+    logits = torch.randn(3, vocab_size, generator=place.generator)
+    logits[1] = torch.nan if wrong == "all NaN" else logits[1]
+    logits[1, 17] = torch.nan if wrong == "all NaN" else torch.inf
+    broken_rows(place, logits, settings)
+
+
+@pytest.mark.parametrize("settings", BROKEN_SETTINGS)
+def test_the_reference_sees_a_single_nan(settings: dict) -> None:
+    """The CUDA kernel does not look for one; see the contract."""
+    place = Place(Reference(), torch.device("cpu"), torch.Generator().manual_seed(1))
+    logits = torch.randn(3, 40, generator=place.generator)
+    logits[1, 17] = torch.nan
+    broken_rows(place, logits, settings)

@@ -34,16 +34,29 @@ OPTIONS = {
         "ensemble_owner": "tensorrt_llm", "decoupled_fastertransformer": True, "plain_text": True,
         "unbatched_text": True, "exclude_input": True, "uint32_text_inputs": True,
     },
+    "tokens": {"contracts": ["tensorrt_llm", "tensorrt_llm_tokens"], "decoupled": ["tensorrt_llm_tokens"]},
 }  # fmt: skip
 #: what our models take beside the contracts; all optional
 OURS = {
     "text": {"return_num_input_tokens", "return_num_output_tokens", "min_length", "random_seed", "stop",
              "priority", "lora_name", "top_p_decay", "top_p_min", "top_p_reset_ids"},
-    "fastertransformer": {"presence_penalty", "min_length", "priority", "lora_name"},
-    "ensemble": {"presence_penalty", "min_length", "lora_name"},
+    "fastertransformer": {"presence_penalty", "frequency_penalty", "min_length", "priority", "lora_name",
+                          "is_return_context_cum_log_probs", "return_context_logits",
+                          "return_generation_logits"},
+    "ensemble": {"presence_penalty", "frequency_penalty", "min_length", "lora_name",
+                 "is_return_context_cum_log_probs"},
     "preprocessing": set(),
     "postprocessing": set(),
+    "vllm": set(),
+    "llmapi": set(),
     "health": {"PROBE"},
+    "token_model": {"return_num_input_tokens", "return_num_output_tokens", "min_length", "random_seed",
+                    "output_log_probs", "priority", "lora_name"},
+    "tensorrt_llm_preprocessing": set(),
+    "tensorrt_llm_postprocessing": set(),
+    "tensorrt_llm_ensemble": {"return_num_input_tokens", "return_num_output_tokens", "min_length",
+                              "random_seed", "lora_name", "top_p_decay", "top_p_min", "top_p_reset_ids"},
+    "text_v05": {"exclude_input_in_output", "return_log_probs", "stop", "priority", "lora_name"},
 }  # fmt: skip
 
 
@@ -78,25 +91,73 @@ CASES = [
     ("ensemble", "fastertransformer/gpt/ensemble"),
     ("ensemble", "fastertransformer/bloom/ensemble"),
     ("text", "trtllm_inflight_batcher_llm/ensemble"),
+    ("token_model", "trtllm_inflight_batcher_llm/tensorrt_llm"),
+    ("tensorrt_llm_preprocessing", "trtllm_inflight_batcher_llm/preprocessing"),
+    ("tensorrt_llm_postprocessing", "trtllm_inflight_batcher_llm/postprocessing"),
+    ("tensorrt_llm_ensemble", "trtllm_inflight_batcher_llm/ensemble"),
+    ("text_v05", "trtllm_ensemble_v0.5.0"),
+    ("vllm", "vllm_backend"),
+    ("llmapi", "trtllm_llmapi/tensorrt_llm"),
 ]
+#: kind of model -> the contract of build-repo that has it; else the default ones
+CONTRACT_OF = {
+    "token_model": "tensorrt_llm_tokens",
+    "tensorrt_llm_preprocessing": "tensorrt_llm_tokens",
+    "tensorrt_llm_postprocessing": "tensorrt_llm_tokens",
+    "tensorrt_llm_ensemble": "tensorrt_llm_tokens",
+    "text_v05": "tensorrt_llm_v0.5",
+    "vllm": "vllm",
+    "llmapi": "llmapi",
+}
+#: outputs of ours
+OUR_OUTPUTS = {
+    "text": {"num_input_tokens", "num_output_tokens", "finish_reason"},
+    "tensorrt_llm_ensemble": {"num_input_tokens", "num_output_tokens", "finish_reason"},
+    "token_model": {"num_input_tokens", "num_output_tokens", "finish_reason"},
+    "text_v05": {"cum_log_probs", "output_log_probs", "batch_index", "finish_reason"},
+    "fastertransformer": {"context_logits", "generation_logits"},
+}
+
+
+#: flat for any number of rows, as TensorRT-LLM sends them. With one axis declared beside the batch's,
+#: Triton would put an axis of 1 before them, because our postprocessing has no batch axis of Triton's.
+FLAT_TEXTS = {("tensorrt_llm_postprocessing", "OUTPUT"), ("tensorrt_llm_ensemble", "text_output")}
 
 
 @pytest.mark.parametrize(("template", "contract"), CASES)
 def test_every_tensor_of_the_contract_is_declared_and_nothing_else_is_required(tmp_path, template, contract):
-    for name, (kind, config) in render(tmp_path).items():
-        if kind != template:
-            continue
+    options = {"contracts": [CONTRACT_OF[template]]} if template in CONTRACT_OF else {}
+    models = {name: model for name, model in render(tmp_path, **options).items() if model[0] == template}
+    assert models
+    for name, (_, config) in models.items():
         inputs, outputs = table(config.input), table(config.output)
+        batch = [-1] if template.endswith("postprocessing") else []  # they have the axis themselves
         for tensor, dtype, dims, optional in CONTRACTS[contract]["input"]:
             # GPT-J's and GPT-NeoX's postprocessing does not take it
             optional = optional or tensor == "RESPONSE_INPUT_LENGTHS"
+            # with a fixed axis Triton refuses a request without rows, which it would not answer otherwise
+            fixed = tensor in ("request_output_len", "REQUEST_OUTPUT_LEN", "INPUT_1", "max_tokens")
+            dims = [1] if fixed else [*batch, *dims]
             assert inputs.pop(tensor) == (dtype, dims, optional), (name, tensor)
         assert set(inputs) == OURS[template]
         assert all(optional for _, _, optional in inputs.values())
         for tensor, dtype, dims, _ in CONTRACTS[contract]["output"]:
-            assert outputs.pop(tensor) == (dtype, dims, False), (name, tensor)
-        ours = {"num_input_tokens", "num_output_tokens", "finish_reason"} if template == "text" else set()
-        assert set(outputs) == ours
+            dims = [*dims, -1] if (template, tensor) in FLAT_TEXTS else dims
+            assert outputs.pop(tensor) == (dtype, [*batch, *dims], False), (name, tensor)
+        assert set(outputs) == OUR_OUTPUTS.get(template, set())
+
+
+def test_every_model_has_an_answer_for_a_request_without_rows(tmp_path):
+    """Triton's python backend drops a batch of 0 rows. Its core refuses one that lacks the bytes of an axis
+    that is neither free nor removed; with max_batch_size 0 the model itself gets it."""
+    for options in (*({"contracts": [name]} for name in CONTRACT_OF.values()), {}):
+        for name, (template, config) in render(tmp_path / str(len(str(options))), **options).items():
+            guards = [
+                tensor.name
+                for tensor in config.input
+                if min(tensor.dims) > 0 and not tensor.optional and not tensor.HasField("reshape")
+            ]
+            assert guards or config.max_batch_size == 0 or template.endswith("ensemble"), name
 
 
 def test_the_aliases_have_the_types_that_clients_send(tmp_path):
@@ -193,10 +254,27 @@ def test_callers_without_a_batch_axis_get_a_model_of_their_own_if_asked_for(tmp_
     assert table(config.input) == table(usual.input) and table(config.output) == table(usual.output)
 
 
+def test_vllms_and_the_llm_apis_models_have_no_batch_axis_and_stream_as_their_clients_expect(tmp_path):
+    models = render(tmp_path, contracts=("vllm", "llmapi"), vllm_model="opt-125m")
+    usual = render(tmp_path / "decoupled", contracts=["llmapi"], decoupled=["llmapi"])["tensorrt_llm"][1]
+    assert usual.model_transaction_policy.decoupled
+    found = {
+        name: (config.max_batch_size, config.model_transaction_policy.decoupled)
+        for name, (kind, config) in models.items()
+        if kind in ("vllm", "llmapi")
+    }
+    assert found == {
+        "opt-125m": (0, True), "opt-125m_plain": (0, False),
+        "tensorrt_llm": (0, False), "tensorrt_llm_streaming": (0, True),
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="vllm_model is 'a/b'; wanted a folder's name"):
+        repository_models(contracts=["vllm"], vllm_model="a/b")
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 def test_an_ensemble_streams_exactly_if_its_generator_does(tmp_path, options):
     models = render(tmp_path, **OPTIONS[options])
-    ensembles = [config for kind, config in models.values() if kind == "ensemble"]
+    ensembles = [config for kind, config in models.values() if kind.endswith("ensemble")]
     assert len(ensembles) == 2
     for config in ensembles:
         generator = models[config.ensemble_scheduling.step[1].model_name][1]
@@ -207,11 +285,13 @@ def test_an_ensemble_streams_exactly_if_its_generator_does(tmp_path, options):
 def test_every_model_is_one_cpu_instance_without_a_queue_of_tritons_own(tmp_path, options):
     for name, (kind, config) in render(tmp_path, **OPTIONS[options]).items():
         assert config.name == name
-        assert config.max_batch_size == (0 if kind == "health" or name.endswith("_unbatched") else 1024)
+        assert config.max_batch_size == (
+            0 if kind == "health" or kind.endswith("postprocessing") or name.endswith("_unbatched") else 1024
+        )
         assert not config.HasField("dynamic_batching") and not config.HasField("sequence_batching")
         assert not config.batch_input and not any(tensor.allow_ragged_batch for tensor in config.input)
         version = tmp_path / name / "1"
-        if kind == "ensemble":
+        if kind.endswith("ensemble"):
             assert config.platform == "ensemble" and version.is_dir()
             continue
         assert config.backend == "python"
@@ -271,7 +351,7 @@ def test_engine_settings_reach_the_file(tmp_path):
 
 
 def test_a_setting_that_the_engine_does_not_have_is_refused_by_name():
-    with pytest.raises(ConfigError, match="no parameter max_sequence; there are .*max_sequences"):
+    with pytest.raises(ConfigError, match="no parameter max_sequence; did you mean max_sequences"):
         engine_texts({"max_sequence": 3}, "engine settings")
 
 

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -145,6 +146,31 @@ def _pause(role: str) -> Callable[[Service], Callable[[], None]]:
     return strike
 
 
+def _slow(role: str) -> Callable[[Service], Callable[[], None]]:
+    """Let one process run for a third of the time only; returns a function that ends that."""
+
+    def strike(service: Service) -> Callable[[], None]:
+        process, ended = service.roles()[role], threading.Event()
+
+        def hinder() -> None:
+            with contextlib.suppress(psutil.Error):
+                while not ended.wait(0.1):
+                    process.suspend()
+                    ended.wait(0.2)
+                    process.resume()
+
+        thread = threading.Thread(target=hinder, daemon=True)
+        thread.start()
+
+        def leave() -> None:
+            ended.set()
+            thread.join()
+
+        return leave
+
+    return strike
+
+
 def _delete(pattern: str) -> Callable[[Service], None]:
     """Remove what matches in the run folder; "" for the folder of this server with all that is in it."""
 
@@ -253,6 +279,7 @@ def schedule(ranks: int = 1) -> list[Fault]:
                     **options,
                 )
             )
+    faults += [Fault(f"slow:{role}", _slow(role), 6) for role in rank_roles]
     faults += [Fault(f"pause:all:{seconds}", _pause("all"), seconds) for seconds in (6, 12, 60)]
     faults += [
         Fault("delete:engine-socket", _delete("*/*/engine-*.sock")),
@@ -389,7 +416,7 @@ class Range:
             if undo is not None:
                 time.sleep(fault.pause_s)
                 undo()
-                if fault.name.startswith("pause") or fault.name.startswith("vanish"):
+                if fault.name.startswith(("pause", "slow", "vanish")):
                     struck = time.monotonic()
             elif fault.name == "kill:starts":
                 struck = time.monotonic()

@@ -37,9 +37,11 @@ from tests.reliability.wire import (
     json_infer,
 )
 from tridecode.model_repo_templates.pbtxt import data_type_name, parse_model_config
+from tridecode.model_repo_templates.served import SERVED
 
 LIMIT_S = 25.0  # a request that has not ended after this time hangs
 WORKERS = 24
+HIDDEN = 48  # of service.build_repository's model
 CONTROL_EVERY = 100  # requests
 JSON_ELEMENTS = 1 << 20  # a JSON shape beyond memory aborts Triton 2.51: only in LETHAL
 
@@ -92,6 +94,24 @@ TEXTS = [
     b" ",
     b"\n\r\t",
     b"\xe2\x80\xae\xed\x9f\xbf",
+]
+SAMPLING = [  # vLLM's sampling_parameters
+    b"",
+    b"{}",
+    b"[1]",
+    b"{",
+    b'{"max_tokens": 2, "temperature": "0.5", "top_p": "0.9"}',
+    b'{"max_tokens": 2, "logprobs": 20}',
+    b'{"temperature": NaN}',
+    b'{"max_tokens": 1e999}',
+    b'{"seed": 99999999999999999999999}',
+    b'{"stop": ["a", 1]}',
+    b'{"top_k": 1, "top_k": 2}',
+    b'{"topk": 1}',
+    b'{"stop": ' + b"[" * 3000 + b"]" * 3000 + b"}",
+    b'{"bad_words": ["\\ud800"]}',
+    b'{"stop": "\xff"}',
+    b'{"logit_bias": {"5": 100}}',
 ]
 SMALL = {"request_output_len", "max_tokens", "INPUT_1", "REQUEST_OUTPUT_LEN"}  # what costs steps
 VALUES = [
@@ -268,6 +288,8 @@ class _Draw:
 
     def _value(self, name: str, datatype: str, edge: bool = False):
         if datatype == "BYTES":
+            if name == "sampling_parameters":
+                return self.r.choice(SAMPLING if edge else SAMPLING[4:6])
             if edge:
                 return self.r.choice(TEXTS)
             return b"the small city" if name in ("text_input", "INPUT_0", "QUERY") else b""
@@ -286,6 +308,7 @@ class _Draw:
     def _mutations(self) -> list[Callable[[list[Tensor]], None]]:
         common = [self._edges, self._optional, self._optional, self._optional, self._shape, self._dtype]
         common += [self._drop, self._duplicate, self._unknown, self._length, self._bytes, self._batch]
+        common += [self._prompt_table]
         return [*common, *common, *common, self._large, self._region]
 
     def _pick(self, tensors: list[Tensor]) -> int:
@@ -307,6 +330,32 @@ class _Draw:
             name, datatype, dims, _ = self.r.choice(absent)
             tensors.append(self._tensor(name, datatype, dims, edge=True))
             self.notes.append(f"+{name}={_short(tensors[-1].data)}")
+
+    def _prompt_table(self, tensors: list[Tensor]) -> None:
+        """A table of prompt learning of all rows, with the tensors that belong to it; often a right one."""
+        known = {name for name, *_ in self.schema.inputs}
+        right, positions = self.r.random() < 0.5, self.r.randint(1, 4)
+        shape = [
+            self.rows,
+            positions,
+            HIDDEN if right or self.r.random() < 0.5 else self.r.choice([0, 1, 47, 96]),
+        ]
+        values = [self.r.random() for _ in range(self.rows * positions * shape[2])]
+        if values and not right:
+            values[self.r.randrange(len(values))] = self.r.choice(REALS)
+        counts = [self.r.randint(0, positions if right else positions + 1) for _ in range(self.rows)]
+        kinds = [self.r.choice([0, 1, 3] if right else [1, 2, 3, 4]) for _ in range(self.rows)]
+        column = [self.rows, 1]
+        if "request_prompt_embedding" in known:
+            tensors.append(Tensor("request_prompt_embedding", "FP16", shape, values))
+            tensors.append(Tensor("request_prompt_lengths", "UINT32", column, counts))
+            tensors.append(Tensor("request_prompt_type", "UINT32", column, kinds))
+        elif "prompt_embedding_table" in known:
+            tensors.append(Tensor("prompt_embedding_table", "FP16", shape, values))
+            tensors.append(Tensor("prompt_vocab_size", "INT32", column, counts))
+        else:
+            return
+        self.notes.append(f"a prompt table {shape}, {counts}, {kinds}")
 
     def _shape(self, tensors: list[Tensor]) -> None:
         if (at := self._pick(tensors)) < 0:
@@ -791,10 +840,14 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--index", type=int, action="append", default=[], help="send only these")
     parser.add_argument("--lethal", action="store_true", help="send only what aborts Triton 2.51")
+    contracts = ",".join(SERVED)
+    parser.add_argument(
+        "--contracts", default=contracts, help=f"served, the controls' among them: {contracts}"
+    )
     arguments = parser.parse_args()
     end_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="tdrelrepo") as folder:
-        service = Service(build_repository(Path(folder)))
+        service = Service(build_repository(Path(folder), contracts=arguments.contracts.split(",")))
         try:
             if arguments.lethal:
                 print(lethal_table(send_lethal(service)))

@@ -11,13 +11,14 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
 from rich.console import Console
 
 from tests.checkpoints import save, tiny_llama
+from tridecode.model_repo_templates.served import DEFAULT
 from tridecode.tools.build_repo import build_repo
 from tridecode.tools.serve.server_process import ServerProcess
 
@@ -43,8 +44,13 @@ def end_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
-def build_repository(folder: Path, ranks: int = 1, **engine_settings: object) -> Path:
-    """A repository of a LLaMA with 2 layers of 48, 1,024 positions, 331 tokens; cut for `ranks` ranks."""
+def build_repository(
+    folder: Path, ranks: int = 1, contracts: Sequence[str] = DEFAULT, **engine_settings: object
+) -> Path:
+    """A repository of a LLaMA with 2 layers of 48, 1,024 positions, 331 tokens; cut for `ranks` ranks.
+
+    contracts: served beside each other; the first one that has a name keeps it.
+    """
     settings = {
         "cache_bytes": 64 << 20,
         "num_threads": 1,
@@ -59,6 +65,8 @@ def build_repository(folder: Path, ranks: int = 1, **engine_settings: object) ->
         str(checkpoint),
         folder / "repo",
         tensor_para_size=ranks,
+        contracts=contracts,
+        owners=contracts,
         engine_settings={name: str(value) for name, value in settings.items()},
         console=Console(file=io.StringIO()),
     )

@@ -383,7 +383,7 @@ def _judge_http(status: str, headers: dict[str, str], body: bytes, outcome: Outc
     if status != "200":
         outcome.finish("error", status, text)
     elif "event-stream" in headers.get("content-type", "") or text.startswith("data: "):
-        events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+        events = [json.loads(line[6:]) for line in text.split("\n") if line.startswith("data: ")]
         outcome.responses = len(events)
         errors = [event["error"] for event in events if "error" in event]
         outcome.outputs["text_output"] = "".join(

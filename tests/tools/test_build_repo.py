@@ -232,10 +232,13 @@ def test_a_folder_that_is_no_repository_is_never_overwritten(sources, tmp_path):
     ("options", "complaint"),
     [
         ({"tensor_para_size": 2}, "tensor_para_size = 2 does not divide head_num = 5"),
-        ({"pipeline_para_size": 3}, "pipeline_para_size is 3; the model has 2 layers"),
+        ({"pipeline_para_size": 3}, "pipeline_para_size = 3 leaves stages without layers"),
         ({"dtype": "int4"}, "dtype is 'int4'; wanted one of fp32, fp16, bf16"),
         ({"ensemble_owner": "me"}, "ensemble_owner is 'me'"),
-        ({"engine_settings": {"max_sequnces": 3}}, "no parameter max_sequnces; there are "),
+        (
+            {"engine_settings": {"max_sequnces": 3}},
+            "no parameter max_sequnces; did you mean max_sequences\\?",
+        ),
         ({"engine_settings": {"memory_fraction": 2}}, "memory_fraction is 2.0; wanted"),
         ({"model_name": "../x"}, "model_name is '../x'; wanted letters"),
         ({"model_name": "x\nhead_num = 7"}, "model_name is .*; wanted letters"),
@@ -293,12 +296,11 @@ def test_the_last_line_is_the_next_command_to_type(sources, tmp_path):
 
 def test_nothing_is_drawn_where_there_is_no_terminal(tmp_path, sources):
     command = [sys.executable, "-m", "tridecode.tools.cli", "build-repo", "--dtype", "fp32"]
-    for model in ("gpt2", "bloom"):
-        arguments = ["--model", str(sources[model]), "--output", str(tmp_path / model)]
-        done = subprocess.run([*command, *arguments], capture_output=True)
-        assert done.returncode == 0, done.stderr
-        assert not {b"\r", b"\x1b"} & {bytes([byte]) for byte in done.stdout + done.stderr}
-        assert "━" not in (done.stdout + done.stderr).decode() and b"it/s" not in done.stderr
+    arguments = ["--model", str(sources["gpt2"]), "--output", str(tmp_path / "repo")]
+    done = subprocess.run([*command, *arguments], capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert not {b"\r", b"\x1b"} & {bytes([byte]) for byte in done.stdout + done.stderr}
+    assert "━" not in (done.stdout + done.stderr).decode() and b"it/s" not in done.stderr
 
 
 def test_a_folder_whose_name_would_be_settings_becomes_a_plain_model_name(tmp_path):

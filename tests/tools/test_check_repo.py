@@ -92,8 +92,12 @@ CONFIG_EDITS = {
     ),
     "a GPU instance": ("postprocessing", "KIND_CPU", "KIND_GPU", "error", "instance_group KIND_GPU"),
     "four instances": ("tensorrt_llm_bls_plain", "count: 1", "count: 4", "warning", "4 instances"),
+    "two engines": (
+        FT, "count: 1", "count: 2", "warning", "1 instance(s) for the 2 engines of fastertransformer",
+    ),
+    "an engine on any GPU": (FT, "KIND_CPU", "KIND_GPU", "error", "instance_group KIND_GPU"),
     "ragged input": (
-        FT, "dims: [ -1 ]", "dims: [ -1 ] allow_ragged_batch: true", "error",
+        FT, "dims: [ -1 ]", "dims: [ -1 ] allow_ragged_batch: true", "warning",
         "input input_ids with allow_ragged_batch",
     ),
     "sequence batching": (
@@ -101,7 +105,7 @@ CONFIG_EDITS = {
         "sequence_batching",
     ),
     "a misspelt setting": (
-        FT, 'key: "max_sequences"', 'key: "max_sequence"', "warning", "parameter max_sequence",
+        FT, 'key: "max_sequences"', 'key: "max_sequence"', "error", "parameter max_sequence",
     ),
     "a setting out of range": (
         FT, value("memory_fraction", "0.9"), value("memory_fraction", "9"), "error",
@@ -117,7 +121,7 @@ CONFIG_EDITS = {
     ),
     "more stages than layers": (
         FT, value("pipeline_para_size", "1"), value("pipeline_para_size", "3"), "error",
-        "pipeline_para_size 3",
+        "pipeline_para_size = 3 leaves stages without layers",
     ),
     "invented weights": (
         FT, value("weights", "files"), value("weights", "random"), "warning", "weights random",
@@ -128,11 +132,11 @@ CONFIG_EDITS = {
     ),
     "a wrong type on the way": (
         "preprocessing", '"INPUT_ID" data_type: TYPE_UINT32', '"INPUT_ID" data_type: TYPE_INT32', "error",
-        "_INPUT_ID INT32 [-1] into input_ids UINT32 [-1]",
+        "_INPUT_ID INT32 [-1, -1] into input_ids UINT32 [-1, -1]",
     ),
     "a wrong shape on the way": (
-        "postprocessing", "TYPE_UINT32 dims: [ -1, -1 ]", "TYPE_UINT32 dims: [ -1 ]", "error",
-        "into TOKENS_BATCH UINT32 [-1]",
+        "postprocessing", "TYPE_UINT32 dims: [ -1, -1, -1 ]", "TYPE_UINT32 dims: [ -1, -1 ]", "error",
+        "into TOKENS_BATCH UINT32 [-1, -1]",
     ),
     "an input that the ensemble does not feed": (
         "postprocessing", "output {", 'input { name: "MORE" data_type: TYPE_FP32 dims: [ 1 ] } output {',
@@ -152,6 +156,24 @@ def test_a_fault_in_a_config_is_found(repository, fault):
     assert any(found in finding.found and finding.severity == severity for finding in findings), [
         str(finding) for finding in findings
     ]
+
+
+def test_two_engines_that_all_models_reach_are_no_fault(repository):
+    reaching = [
+        "fastertransformer",
+        "fastertransformer_streaming",
+        "tensorrt_llm_bls",
+        "tensorrt_llm_bls_plain",
+    ]
+    for model in reaching:
+        assert any(model in finding.where for finding in check_repo(repository)) == (model != reaching[0])
+        edit(repository / model / "config.pbtxt", "count: 1", "count: 2")
+    assert check_repo(repository) == []
+
+
+def test_an_engine_on_listed_gpus_is_no_fault(repository):
+    edit(repository / FT / "config.pbtxt", "kind: KIND_CPU", "kind: KIND_GPU gpus: [ 1 ]")
+    assert check_repo(repository) == []
 
 
 def test_an_optional_input_cannot_feed_a_required_one(repository):

@@ -30,6 +30,7 @@ from tridecode.tools.serve.server_process import running_server
 COMMANDS = (
     *("build-repo", "serve", "generate", "send-request", "check", "doctor", "demo", "bench"),
     "evaluate-lambada",
+    "evaluate-prompts",
 )
 ADAPTERS = ("list", "add", "remove")
 BENCHES = ("engine", "server", "compare", "load", "loading", "agree")
@@ -176,8 +177,10 @@ def test_a_reader_that_leaves_ends_a_command_silently(tmp_path) -> None:
 
 
 def test_ctrl_c_while_stdin_is_read_ends_without_a_word() -> None:
+    # a shell's background job, which the tests may be, ignores SIGINT and hands that on
+    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
     code = "import tridecode.tools.generate, tridecode.tools.cli as c; print('up', flush=True); c.main()"
-    command = [sys.executable, "-c", code, "generate", "-p", "-"]
+    command = [sys.executable, "-c", heed + code, "generate", "-p", "-"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as child:

@@ -69,7 +69,7 @@ SETTINGS = {
     "more threads than CPUs": (FT, "num_threads", "0", "64", CPU_MACHINE, "warning", "64 on 32 CPUs", "to 0"),
     "not one block": (FT, "cache_bytes", "auto", "100", CPU_MACHINE, "error", "cache_bytes 100 B", "auto"),
     "stages without layers": (
-        FT, "pipeline_para_size", "1", "3", CPU_MACHINE, "error", "pipeline_para_size 3", "",
+        FT, "pipeline_para_size", "1", "3", CPU_MACHINE, "error", "pipeline_para_size = 3", "",
     ),
 }  # fmt: skip
 
@@ -89,6 +89,31 @@ def test_more_ranks_than_gpus_is_a_problem(repository):
     edit(config, value("data_type", "fp32"), value("data_type", "bf16"))
     (finding,) = findings(repository, GPU_MACHINE)
     assert finding.severity == "error" and "2 ranks" in finding.found and "on 1 GPUs" in finding.found
+    assert findings(repository, GPU_MACHINE, gpus=2) == []
+
+
+def test_two_instances_want_gpus_for_two_engines(repository):
+    config = repository / FT / "config.pbtxt"
+    edit(config, value("data_type", "fp32"), value("data_type", "bf16"))
+    edit(config, "count: 1", "count: 2")
+    (finding,) = [one for one in findings(repository, GPU_MACHINE) if one.severity == "error"]
+    assert "2 engines of 1 rank(s) each, which take 2 GPUs; this node shows 1" in finding.found
+    assert {one.severity for one in findings(repository, GPU_MACHINE, gpus=2)} == {
+        "warning"
+    }  # of other doors
+
+
+def test_two_models_on_one_gpu_are_warned_of(repository):
+    config = repository / FT / "config.pbtxt"
+    edit(config, value("data_type", "fp32"), value("data_type", "bf16"))
+    shutil.copytree(repository / FT, repository / "second")
+    second = repository / "second" / "config.pbtxt"
+    edit(second, f'name: "{FT}"', 'name: "second"')
+    edit(second, value("engine_model", FT), value("engine_model", "second"))
+    (finding,) = findings(repository, GPU_MACHINE, gpus=2)
+    assert (finding.severity, finding.where) == ("warning", "second/config.pbtxt")
+    assert finding.found == f"GPU 0, which the engine of {FT}/config.pbtxt takes too"
+    edit(second, value("devices", "auto"), value("devices", "1"))
     assert findings(repository, GPU_MACHINE, gpus=2) == []
 
 
@@ -141,11 +166,6 @@ def test_a_misspelt_parameter_comes_with_the_nearest_known_one(repository):
     fixes = {finding.found: finding.fix for finding in findings(repository)}
     assert "did you mean max_sequences?" in fixes["parameter max_seqences"]
     assert "did you mean tokenizer_dir?" in fixes["parameter tokeniser_dir"]
-
-
-def test_the_known_parameters_of_doors_are_those_that_doors_read():
-    source = (Path(parameter_names.__file__).parents[1] / "backend/doors/settings.py").read_text()
-    assert set(re.findall(r'reader\.read\("(\w+)"', source)) == parameter_names.DOORS
 
 
 def test_a_name_that_is_like_nothing_is_to_be_removed():

@@ -9,6 +9,7 @@ import pytest
 
 from tests.tools.doctors import GIB
 from tridecode.backend.config import EngineConfig, ModelConfig, RopeConfig
+from tridecode.backend.errors import ConfigError
 from tridecode.tools.doctor.fit import Place, fit, fit_findings
 
 LLAMA_8B = ModelConfig(
@@ -66,6 +67,25 @@ def test_a_model_that_does_not_fit_is_a_problem_with_a_way_out(config, place, wa
     (finding,) = fit_findings("where", LLAMA_8B, config, place, found)
     assert not found.fits and finding.severity == "error"
     assert finding.fix.startswith(wanted), finding.fix
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_an_8_bit_cache_is_planned_with_its_scales(dtype: str):
+    config = replace(BF16, data_type="fp32", max_sequences=64, kv_cache_dtype=dtype)
+    narrow = fit(LLAMA_8B, config, Place("cpu", 80 * GIB))
+    whole = fit(LLAMA_8B, replace(config, kv_cache_dtype="auto"), Place("cpu", 80 * GIB))
+    assert (whole.cache_dtype, narrow.cache_dtype) == ("fp32", dtype)
+    # layers, K and V, kv heads, tokens; a byte for each of 128 numbers and 4 for their scale
+    assert narrow.ranks[0].block == 32 * 2 * 8 * 32 * (128 + 4)
+    assert 3.8 * whole.blocks < narrow.blocks <= 512 / 132 * (whole.blocks + 1)
+    assert narrow.ranks[0].fixed == whole.ranks[0].fixed
+
+
+def test_an_8_bit_cache_on_a_gpu_is_refused_with_the_settings_name():
+    with pytest.raises(
+        ConfigError, match="parameter kv_cache_dtype is int8 on cuda, whose attention kernels"
+    ):
+        fit(LLAMA_8B, replace(BF16, kv_cache_dtype="int8"), Place("cuda", 80 * GIB))
 
 
 def follow(fix: str, config: EngineConfig) -> EngineConfig:

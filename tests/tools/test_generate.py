@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 from tests.tools.fake_server import FakeModel, fake_server, text_responses
+from tridecode.backend.doors.contracts.tensorrt_llm import TENSORRT_LLM
 from tridecode.backend.errors import ConfigError, EngineDownError, RequestError, TridecodeError
+from tridecode.backend.sampling_params import parameters
+from tridecode.tools import generate
 from tridecode.tools.generate import (
     Piece,
     complete_sampling,
@@ -64,6 +67,13 @@ def test_options_travel_as_the_text_models_tensors() -> None:
 def test_an_option_that_does_not_exist_is_named() -> None:
     with fake_server(text_model()) as server, pytest.raises(RequestError, match="topk.*top_k"):
         list(stream_text(server.url, None, "hello", topk=3))
+
+
+def test_a_model_that_was_not_built_is_named_with_the_option_that_builds_it() -> None:
+    with fake_server(text_model()) as server:
+        wanted = "unknown model: 'ensemble_plain'.*build-repo .*--contract tensorrt_llm_v0.5"
+        with pytest.raises(TridecodeError, match=wanted):
+            list(stream_text(server.url, "ensemble_plain", "hello"))
 
 
 def test_an_error_in_mid_stream_has_the_servers_text() -> None:
@@ -227,3 +237,13 @@ def test_a_number_that_its_dtype_does_not_hold_is_refused_before_it_is_sent(opti
         with pytest.raises(RequestError, match=rf"{name} is .*; wanted .* to .*\(u?int\d+\)"):
             list(stream_text(server.url, None, "hello", **options))
         assert server.requests == []
+
+
+def test_every_option_of_the_sampling_table_reaches_an_input_of_the_text_models():
+    rows = [row for row in parameters() if row.range]
+    without = ("early_stopping", "beam_search_diversity_rate")  # not declared by the text models
+    options = {row.name: None if row.name in without else row.default for row in rows}
+    inputs = generate._inputs("Hello", options, {})
+    known = {field.name for field in TENSORRT_LLM.inputs if field.declared and not field.refused}
+    sent = {tensor.name() for tensor in inputs}
+    assert sent <= known and {"length_penalty", "max_tokens"} <= sent

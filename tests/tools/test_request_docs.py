@@ -20,6 +20,11 @@ SOURCES = {
     "ensemble": "fastertransformer/gpt/ensemble",
     "preprocessing": "fastertransformer/gpt/preprocessing",
     "postprocessing": "fastertransformer/gpt/postprocessing",
+    "token_model": "trtllm_inflight_batcher_llm/tensorrt_llm",
+    "tensorrt_llm_preprocessing": "trtllm_inflight_batcher_llm/preprocessing",
+    "text_v05": "trtllm_ensemble_v0.5.0",
+    "vllm": "vllm_backend",
+    "llmapi": "trtllm_llmapi/tensorrt_llm",
 }
 
 

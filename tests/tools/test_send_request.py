@@ -223,6 +223,18 @@ def test_the_servers_refusal_is_our_error(tmp_path, stream) -> None:
             list(send_request(read_request(written(tmp_path, SAMPLE), json.dumps(over))))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_model_that_was_not_built_is_named_with_the_option_that_builds_it(tmp_path, stream) -> None:
+    unknown = "Request for unknown model: 'tensorrt_llm' is not found"  # Triton's own words
+    model = FakeModel("tensorrt_llm", (), [ANSWER], error_after=0, error=unknown)
+    with fake_server(model) as server:
+        over = {"config": {"url": server.url, "stream_api": stream, "model_name": "tensorrt_llm"}}
+        with pytest.raises(
+            TridecodeError, match="is not found; .*build-repo .*--contract tensorrt_llm_tokens"
+        ):
+            list(send_request(read_request(written(tmp_path, SAMPLE), json.dumps(over))))
+
+
 def test_every_output_comes_back_over_http(tmp_path) -> None:
     bodies = []
 

@@ -20,9 +20,9 @@ from tests.backend.doors.tokenizers_at_hand import byte_level
 from tests.fake_engine import LIMITS, FakeEngine, FakeSupervisor, scripted
 from tridecode.backend.supervisor.shared_memory import unlink_prefix
 from tridecode.model_repo_templates.repository import (
-    TOKENIZER_DIR,
     RepositoryModel,
     engine_texts,
+    tokenizer_dir,
     write_models,
 )
 from tridecode.tools.serve.guarded_server import SHM_PREFIX
@@ -56,7 +56,7 @@ def write_repository(root: Path, models: list[RepositoryModel]) -> Path:
         checkpoint_path="/nowhere",
         stop_ids="",
     )
-    tokenizer = repository / TOKENIZER_DIR
+    tokenizer = repository / tokenizer_dir(models)
     tokenizer.mkdir(parents=True)
     byte_level().save(str(tokenizer / "tokenizer.json"))
     (tokenizer / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))

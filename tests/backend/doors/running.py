@@ -22,6 +22,7 @@ ERROR_NAMES = {
     fake_triton.TritonError.UNAVAILABLE: "UNAVAILABLE",
     fake_triton.TritonError.CANCELLED: "CANCELLED",
     fake_triton.TritonError.INTERNAL: "INTERNAL",
+    fake_triton.TritonError.NOT_FOUND: "NOT_FOUND",
 }
 
 

@@ -131,10 +131,10 @@ def test_what_is_encoded_can_be_read_back_by_the_engine_door(pre):
 @pytest.mark.parametrize(
     ("arrays", "text"),
     [
-        (query(["x"], ["a\nb"]), "BAD_WORDS_DICT is not a valid line of CSV"),
+        (query(["x"], ["a\nb"]), "BAD_WORDS_DICT has 2 lines; wanted one line of words"),
         (query([b"\xff"]), "QUERY of row 0 is not valid UTF-8"),
         (query(["x"], stop=[b"\xff"]), "STOP_WORDS_DICT of row 0 is not valid UTF-8"),
-        (query(["x", "y"], ["a"]), "BAD_WORDS_DICT has 1 rows; QUERY has 2"),
+        (query(["x", "y"], ["a"]), "BAD_WORDS_DICT has shape [1, 1]; wanted [2, 1], a text for"),
         ({"QUERY": column(["x"])}, "REQUEST_OUTPUT_LEN is missing"),
         ({**query(["x"]), "QUERY": np.empty((1, 0), object)}, "QUERY has shape [1, 0]"),
     ],

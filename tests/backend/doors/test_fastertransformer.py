@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import re
 import time
 import weakref
 from collections.abc import Callable, Iterable
 
+import msgspec
 import numpy as np
 import pytest
 
 from tests import fake_triton
 from tests.backend.doors.running import after_a_pause, door_at, only, refusal, running
-from tests.fake_engine import LIMITS, FakeEngine, FakeSupervisor, scripted, toy_log_prob, toy_tokens
+from tests.fake_engine import (
+    LIMITS,
+    FakeEngine,
+    FakeSupervisor,
+    scripted,
+    toy_beam_steps,
+    toy_context_log_prob,
+    toy_log_prob,
+    toy_tokens,
+)
 from tests.waiting import wait_until
 from tridecode.backend.doors.door import Outputs
 from tridecode.backend.doors.fastertransformer import Answer, Prompts, TritonPythonModel
@@ -35,6 +46,8 @@ OUTPUTS = {
     "cum_log_probs": "TYPE_FP32",
     "output_log_probs": "TYPE_FP32",
     "context_embeddings": "TYPE_FP32",
+    "context_logits": "TYPE_FP32",
+    "generation_logits": "TYPE_FP32",
 }
 DTYPES = {
     "runtime_top_k": np.uint32,
@@ -48,6 +61,9 @@ DTYPES = {
     "is_return_log_probs": np.bool_,
     "is_return_context_embeddings": np.bool_,
     "is_return_context_cum_log_probs": np.bool_,
+    "return_context_logits": np.bool_,
+    "return_generation_logits": np.bool_,
+    "frequency_penalty": np.float32,
     "beam_width": np.uint32,
     "start_id": np.uint32,
     "end_id": np.uint32,
@@ -67,6 +83,7 @@ def config(decoupled: bool = False, **parameters: str) -> dict:
 
 @contextlib.contextmanager
 def serving(decoupled: bool = False, **engine):
+    engine.setdefault("limits", msgspec.structs.replace(LIMITS, max_logits_bytes=3_000_000))
     with running(TritonPythonModel, config(decoupled), FakeEngine(**engine)) as door:
         yield door
 
@@ -119,6 +136,65 @@ def last_params(door) -> SamplingParams:
 # ---------------------------------------------------------------- answers
 
 
+def beam_texts(params: SamplingParams, steps: int | None = None) -> list[list[tuple[int, float]]]:
+    """(token, log probability) of each beam after so many steps of the toy engine, parents followed back."""
+    taken = toy_beam_steps(params)[:steps]
+    texts = []
+    for beam in range(params.beam_width):
+        text: list[tuple[int, float]] = []
+        for step in reversed(taken):
+            if step.tokens[beam] >= 0:
+                text.append((step.tokens[beam], step.log_probs[beam]))
+            beam = step.parents[beam]
+        texts.append(text[::-1])
+    return texts
+
+
+def check_beams(out, row: int, prompt: list[int], texts: list[list[tuple[int, float]]], fill: int) -> None:
+    for k, text in enumerate(texts):
+        ids = prompt + [token for token, _ in text]
+        width = out["output_ids"].shape[2]
+        assert out["output_ids"][row, k].tolist() == ids + [fill] * (width - len(ids))
+        assert out["sequence_length"][row, k] == len(ids)
+        log_probs = [log_prob for _, log_prob in text]
+        padding = out["output_log_probs"].shape[2] - len(log_probs)
+        assert out["output_log_probs"][row, k].tolist() == log_probs + [0.0] * padding
+        assert out["cum_log_probs"][row, k] == sum(log_probs)
+
+
+def test_beams_come_best_first_and_rows_may_have_fewer_of_them(door):
+    prompts = [[11, 12, 13, 14], [21, 22], [31]]
+    widths = [2, 3, 1]
+    others = {"end_id": [90, 91, 92], "beam_width": widths, "is_return_log_probs": True}
+    out = only(ask(door, tensors(prompts, [3, 5, 4], pad=7, **others)))
+    assert out["output_ids"].shape == (3, 3, 4 + 5) and out["output_log_probs"].shape == (3, 3, 5)
+    assert out["cum_log_probs"].shape == out["sequence_length"].shape == (3, 3)
+    assert out["response_input_lengths"].tolist() == [[4] * 3, [2] * 3, [1] * 3]
+    check_beams(out, 0, prompts[0], beam_texts(SamplingParams(beam_width=2, max_tokens=3)), 90)
+    check_beams(out, 1, prompts[1], beam_texts(SamplingParams(beam_width=3, max_tokens=5)), 91)
+    alone = [(token, toy_log_prob(token)) for token in said(prompts[2], 4)]
+    check_beams(out, 2, prompts[2], [alone], 92)
+    assert (out["output_ids"][0, 2] == 90).all() and out["sequence_length"][0, 2] == 0
+    assert (out["output_ids"][2, 1:] == 92).all() and not out["sequence_length"][2, 1:].any()
+
+
+def test_beams_without_log_probs_have_zeros(door):
+    out = only(ask(door, tensors([[5, 6]], 3, beam_width=2)))
+    assert out["output_log_probs"].shape == (1, 2, 3)
+    assert not out["cum_log_probs"].any() and not out["output_log_probs"].any()
+
+
+def test_each_response_of_a_stream_has_the_best_beams_of_its_step(streaming):
+    prompts = [[5, 6, 7], [8]]
+    sent = tensors(prompts, [4, 3], end_id=[9, 9], beam_width=[3, 1], is_return_log_probs=True)
+    answers = [response.outputs for response in ask(streaming, sent)]
+    assert len(answers) == 4
+    params = SamplingParams(beam_width=3, max_tokens=4)
+    for step, out in enumerate(answers, 1):
+        check_beams(out, 0, prompts[0], beam_texts(params, step), 9)
+        assert out["sequence_length"][1, 0] == 1 + min(step, 3)
+
+
 def test_rows_come_without_prompt_padding_and_filled_with_their_end_id(door):
     prompts = [[11, 12, 13, 14], [21, 22]]
     out = only(ask(door, tensors(prompts, [3, 5], pad=7, end_id=[90, 91])))
@@ -156,6 +232,42 @@ def test_context_embeddings_come_when_asked_for(door):
     assert out["context_embeddings"].shape == (2, 1, LIMITS.hidden_size)
     assert out["context_embeddings"][:, 0, 0].tolist() == [30.0, 70.0]
     assert "context_embeddings" not in only(ask(door, tensors(prompts, 2)))
+
+
+def test_logits_come_when_asked_for_and_are_zero_beyond_their_row(door):
+    prompts, vocab = [[10, 20, 30], [40]], LIMITS.vocab_size
+    out = only(ask(door, tensors(prompts, [2, 4], return_context_logits=True, return_generation_logits=True)))
+    context, generation = out["context_logits"], out["generation_logits"]
+    assert (context.shape, generation.shape) == ((2, 3, vocab), (2, 1, 4, vocab))
+    assert context.dtype == generation.dtype == np.float32
+    assert context[:, :, 0].tolist() == context[:, :, -1].tolist() == [[10, 20, 30], [40, 0, 0]]
+    first, second = ([-float(token) for token in said(p, n)] for p, n in zip(prompts, (2, 4)))
+    assert generation[:, 0, :, 7].tolist() == [[*first, 0, 0], second]
+    out = only(ask(door, tensors(prompts, 2, return_context_logits=True)))
+    assert "context_logits" in out and "generation_logits" not in out
+    assert not {"context_logits", "generation_logits"} & set(only(ask(door, tensors(prompts, 2))))
+
+
+def test_a_stream_has_its_logits_with_the_last_response(streaming):
+    wanted = tensors([[10, 20], [30]], [2, 5], return_context_logits=True, return_generation_logits=True)
+    sent = ask(streaming, wanted)
+    assert [("context_logits" in s.outputs, "generation_logits" in s.outputs) for s in sent] == [
+        *[(False, False)] * 4,
+        (True, True),
+    ]
+    assert sent[-1].outputs["context_logits"][:, :, 0].tolist() == [[10, 20], [30, 0]]
+    assert sent[-1].outputs["generation_logits"][1, 0, :, 0].tolist() == [-t for t in said([30], 5)]
+
+
+def test_the_prompts_log_probability_is_added_to_the_sum_alone(door):
+    prompts = [[11, 12], [21, 22]]
+    flags = {"is_return_log_probs": True, "is_return_context_cum_log_probs": [True, False]}
+    out = only(ask(door, tensors(prompts, 2, **flags)))
+    sums = [sum(toy_log_prob(token) for token in said(prompt, 2)) for prompt in prompts]
+    assert out["cum_log_probs"].tolist() == [[sums[0] + toy_context_log_prob(prompts[0])], [sums[1]]]
+    assert out["output_log_probs"][0, 0].tolist() == [toy_log_prob(token) for token in said(prompts[0], 2)]
+    out = only(ask(door, tensors(prompts, 2, is_return_context_cum_log_probs=True)))
+    assert out["cum_log_probs"].tolist() == [[toy_context_log_prob(prompt)] for prompt in prompts]
 
 
 def test_no_output_tokens_give_the_prompt_back(door):
@@ -362,6 +474,7 @@ def test_a_stream_of_no_tokens_is_one_response(streaming):
         ({"random_seed": 2**64 - 1}, {"seed": 2**64 - 1}),
         ({"repetition_penalty": 1.25, "presence_penalty": 0.0}, {"repetition_penalty": 1.25}),
         ({"repetition_penalty": 1.0, "presence_penalty": 0.5}, {"presence_penalty": 0.5}),
+        ({"frequency_penalty": 0.25}, {"frequency_penalty": 0.25}),
         ({"min_length": 3}, {"min_tokens": 3}),
         (
             {"runtime_top_p": 0.5, "top_p_min": 0.0, "top_p_decay": 0.0},
@@ -424,7 +537,7 @@ BAD = {
     "length beyond the width": (
         {**tensors([[5]], 1), "input_lengths": np.array([[2]], np.uint32)},
         "INVALID_ARG",
-        "input_lengths of row 0 is 2; input_ids has a width of 1",
+        "input_lengths of row 0 is 2; wanted 0 to 1, the width of input_ids",
     ),
     "id beyond the vocabulary": (
         tensors([[5, 1000]], 1),
@@ -471,27 +584,19 @@ BAD = {
         "INVALID_ARG",
         "top_p_reset_ids is 5000",
     ),
-    "beams": (tensors([[5]], 1, beam_width=4), "UNSUPPORTED", "beam_width is 4"),
-    "no beam": (tensors([[5]], 1, beam_width=0), "UNSUPPORTED", "beam_width is 0"),
+    "too many beams": (tensors([[5]], 1, beam_width=65), "INVALID_ARG", "beam_width is 65; wanted 1 to 64"),
+    "no beam": (tensors([[5]], 1, beam_width=0), "INVALID_ARG", "beam_width is 0; wanted 1 to 64"),
     "beam diversity": (
-        tensors([[5]], 1, beam_search_diversity_rate=0.5),
-        "UNSUPPORTED",
-        "beam_search_diversity_rate",
+        tensors([[5]], 1, beam_search_diversity_rate=math.nan),
+        "INVALID_ARG",
+        "beam_search_diversity_rate is nan; wanted a number from -1e6 to 1e6",
     ),
-    "task id": (
-        tensors([[5]], 1, prompt_learning_task_name_ids=0),
-        "UNSUPPORTED",
-        "prompt_learning_task_name_ids",
-    ),
-    "prompt embedding": (
-        tensors([[5]], 1, request_prompt_embedding=np.ones((1, 2, 4), np.float16)),
-        "UNSUPPORTED",
-        "request_prompt_embedding",
-    ),
-    "prompt log-probs": (
-        tensors([[5]], 1, is_return_context_cum_log_probs=True),
-        "UNSUPPORTED",
-        "is_return_context_cum_log_probs is True",
+    "length penalty": (tensors([[5]], 1, len_penalty=17.0), "INVALID_ARG", "len_penalty is 17.0"),
+    "more logits than the engine gives": (
+        tensors([[5] * 100] * 2, 400, return_context_logits=True, return_generation_logits=True),
+        "INVALID_ARG",
+        r"return_context_logits and return_generation_logits: 2 rows of 500 tokens have 4,000,000 bytes of "
+        r"logits; this model accepts 3,000,000 \(max_logits_bytes",
     ),
     "falling offsets": (
         tensors([[5]], 1, stop_words_list=word_list([1, 2, 3], [2, 1, 3])),
@@ -501,7 +606,7 @@ BAD = {
     "offset beyond the ids": (
         tensors([[5]], 1, bad_words_list=word_list([1, 2], [1, 3])),
         "INVALID_ARG",
-        "bad_words_list has the offset 3 after 1; wanted ascending offsets, at most its 2 ids",
+        "bad_words_list has the offset 3 after 1; wanted ascending offsets of 0 to 2, its number of ids",
     ),
     "negative word id": (
         tensors([[5]], 1, bad_words_list=word_list([-4], [1])),
@@ -647,7 +752,7 @@ def test_many_requests_at_once_get_their_own_tokens(door):
         assert only(request.sender.sent)["output_ids"][0, 0, 2:].tolist() == said([i, i + 1], 8)
 
 
-@pytest.mark.parametrize("case", ["served", "beams", "no lengths", "negative temperature"])
+@pytest.mark.parametrize("case", ["served", "no beam", "no lengths", "negative temperature"])
 def test_a_request_is_let_go_when_it_has_ended(door, case):
     """Triton's request holds shared memory, and a stub that exits with one in its garbage crashes."""
     arrays = tensors([[5]], 1) if case == "served" else BAD[case][0]

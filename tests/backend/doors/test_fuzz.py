@@ -16,11 +16,24 @@ from tests import fake_triton
 from tests.backend.doors.running import ERROR_NAMES, running
 from tests.backend.doors.tokenizers_at_hand import byte_level
 from tests.fake_engine import LIMITS, FakeEngine
-from tridecode.backend.doors import fastertransformer, postprocessing, preprocessing, text
+from tridecode.backend.doors import (
+    fastertransformer,
+    postprocessing,
+    preprocessing,
+    tensorrt_llm_postprocessing,
+    tensorrt_llm_preprocessing,
+    text,
+    token_model,
+)
 from tridecode.backend.doors.contracts.ensemble import POSTPROCESSING, PREPROCESSING
 from tridecode.backend.doors.contracts.fastertransformer import FASTERTRANSFORMER
 from tridecode.backend.doors.contracts.field import Contract, Field
 from tridecode.backend.doors.contracts.tensorrt_llm import TENSORRT_LLM
+from tridecode.backend.doors.contracts.tensorrt_llm_tokens import (
+    TENSORRT_LLM_POSTPROCESSING,
+    TENSORRT_LLM_PREPROCESSING,
+    TENSORRT_LLM_TOKENS,
+)
 
 EDGES = [0, 1, 2, 3, -1, 7, 999, 1000, 1023, 1025, 50256, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**64 - 1]
 REALS = [0.0, -0.0, 1.0, 0.5, -0.5, 1e-30, 1e30, float("nan"), float("inf"), float("-inf"), 65504.0]
@@ -80,7 +93,7 @@ def requests(contract: Contract, sensible: dict[str, np.ndarray]):
     @st.composite
     def build(draw):
         optional = [field for field in contract.inputs if field.name not in sensible]
-        chosen = draw(st.lists(st.sampled_from(optional), unique=True, max_size=5))
+        chosen = draw(st.lists(st.sampled_from(optional), unique=True, max_size=5)) if optional else []
         needed = [field for field in contract.inputs if field.name in sensible and draw(st.integers(0, 9))]
         return {field.name: draw(array_for(field, sensible.get(field.name))) for field in [*needed, *chosen]}
 
@@ -103,6 +116,13 @@ PRE = {
     "REQUEST_OUTPUT_LEN": np.array([[3], [2]], np.uint32),
 }
 POST = {"TOKENS_BATCH": np.array([[[5, 6]], [[7, 8]]], np.uint32)}
+TOKENS = {name: array.astype(np.int32) for name, array in FT.items()}
+LLM_PRE = {**PRE, "REQUEST_OUTPUT_LEN": np.array([[3], [2]], np.int32)}
+LLM_POST = {
+    "TOKENS_BATCH": np.array([[[5, 6]], [[7, 8]]], np.int32),
+    "SEQUENCE_LENGTH": np.array([[2], [1]], np.int32),
+}
+LLM_PRE_OUTPUTS = {output.name: f"TYPE_{output.dtype}" for output in TENSORRT_LLM_PREPROCESSING.outputs}
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +139,8 @@ def unary(root):
     for name, module, outputs in (
         ("pre", preprocessing, {"INPUT_ID": "TYPE_UINT32", "REQUEST_OUTPUT_LEN": "TYPE_UINT32"}),
         ("post", postprocessing, {"OUTPUT": "TYPE_STRING"}),
+        ("llm pre", tensorrt_llm_preprocessing, LLM_PRE_OUTPUTS),
+        ("llm post", tensorrt_llm_postprocessing, {"OUTPUT": "TYPE_STRING"}),
     ):
         config = fake_triton.model_config(name, {}, outputs, {"tokenizer_dir": "."})
         doors[name] = module.TritonPythonModel()
@@ -138,12 +160,15 @@ def doors(root):
     }
     ft = fake_triton.model_config("fastertransformer", {}, ft_outputs, {}, True)
     llm = fake_triton.model_config("text", {}, llm_outputs, {"tokenizer_dir": "."}, True)
+    token_outputs = {output.name: f"TYPE_{output.dtype}" for output in TENSORRT_LLM_TOKENS.outputs}
+    tokens = fake_triton.model_config("tensorrt_llm", {}, token_outputs, {}, True)
+    models = (("ft", fastertransformer, ft), ("llm", text, llm), ("tokens", token_model, tokens))
     with contextlib.ExitStack() as stack:
         yield {
             name: stack.enter_context(
                 running(module.TritonPythonModel, config, FakeEngine(limits=limits), root)
             )
-            for name, module, config in (("ft", fastertransformer, ft), ("llm", text, llm))
+            for name, module, config in models
         }
 
 
@@ -174,7 +199,7 @@ def check_unary(door, arrays, sensible, parameters) -> None:
         assert ERROR_NAMES[first.error().code()] in ("INVALID_ARG", "UNSUPPORTED"), first.error().message()
 
 
-SETTINGS = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @SETTINGS
@@ -199,6 +224,24 @@ def test_any_texts_to_be_tokenised_get_one_clean_answer(unary, arrays, parameter
 @given(arrays=requests(POSTPROCESSING, POST), parameters=PARAMETERS)
 def test_any_ids_to_be_decoded_get_one_clean_answer(unary, arrays, parameters):
     check_unary(unary["post"], arrays, POST, parameters)
+
+
+@settings(SETTINGS, max_examples=150)
+@given(arrays=requests(TENSORRT_LLM_TOKENS, TOKENS), parameters=PARAMETERS)
+def test_any_tensors_of_the_token_model_get_one_clean_answer(doors, arrays, parameters):
+    arrays.pop("stop", None)  # a stop request of the same id would end the one beside it
+    check(doors["tokens"], arrays, TOKENS, parameters)
+
+
+@settings(SETTINGS, max_examples=100)
+@given(
+    pre=requests(TENSORRT_LLM_PREPROCESSING, LLM_PRE),
+    post=requests(TENSORRT_LLM_POSTPROCESSING, LLM_POST),
+    parameters=PARAMETERS,
+)
+def test_any_tensors_around_the_token_model_get_one_clean_answer(unary, pre, post, parameters):
+    check_unary(unary["llm pre"], pre, LLM_PRE, parameters)
+    check_unary(unary["llm post"], post, LLM_POST, parameters)
 
 
 @settings(max_examples=100, deadline=None)

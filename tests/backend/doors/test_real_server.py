@@ -16,7 +16,7 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 from tests.backend.doors.real_server import ANSWER, ANSWER_IDS, EOS, RealServer, real_server
 from tests.backend.doors.tokenizers_at_hand import byte_level
 from tests.fake_engine import FakeEngine, toy_log_prob
-from tests.integration.clients import post
+from tests.integration.clients import post, standard_inputs
 from tests.waiting import wait_until
 from tridecode.model_repo_templates.repository import repository_models
 
@@ -26,7 +26,8 @@ TEXT = "tensorrt_llm_bls"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with real_server(tmp_path_factory.mktemp("server"), repository_models(), step_s=0.004) as server:
+    models = repository_models(contracts=("fastertransformer", "tensorrt_llm", "vllm", "llmapi"))
+    with real_server(tmp_path_factory.mktemp("server"), models, step_s=0.004) as server:
         yield server
 
 
@@ -182,6 +183,80 @@ def test_a_token_stream_has_one_response_for_each_token(client):
     ]
 
 
+def test_the_identity_test_of_streams_gets_a_response_for_each_position(client):
+    """As identity_test.py -d counts: output_len responses to its sixteen inputs, each at full width, the
+    last of them final. Rows of fewer tokens are filled with their end id."""
+    batch, width, count = 8, 8, 24
+    arrays = standard_inputs([[9] * width] * batch, [count] * (batch - 1) + [5])
+    stream = Streaming(client)
+    stream.ask("fastertransformer_streaming", arrays)
+    results = stream.all()
+    assert len(results) == count
+    fill = int(arrays["end_id"][0, 0])
+    for position, result in enumerate(results, start=1):
+        assert result.as_numpy("output_ids").shape == (batch, 1, width + count)
+        assert is_final(result) == (position == count)
+        for row, most in ((0, count), (batch - 1, 5)):
+            said = [*ANSWER_IDS, *[EOS] * count][: min(position, most)]  # 50256 is no end to this engine
+            wanted = [9] * width + said + [fill] * (count - len(said))
+            assert result.as_numpy("output_ids")[row, 0].tolist() == wanted
+            assert result.as_numpy("sequence_length")[row, 0] == width + len(said)
+
+
+def test_a_stream_that_ends_early_has_a_response_for_each_of_its_tokens(server, client):
+    stream = Streaming(client)
+    stream.ask("fastertransformer_streaming", token_request(200))
+    results = stream.all()
+    assert len(results) == len(ANSWER_IDS) + 1 and is_final(results[-1])
+    last = results[-1].as_numpy("output_ids")[0, 0].tolist()
+    assert last == [5, 6, 7, *ANSWER_IDS, EOS] + [EOS] * (200 - len(ANSWER_IDS) - 1)
+
+
+def test_an_error_after_streaming_began_is_the_last_response(server, client):
+    """The engine fails one of two streams after three tokens; the other one goes on."""
+    usual = server.engine.next_token
+
+    def failing(history: list[int], generated: int, params, vocab_size: int) -> int:
+        return -1 if history[0] == 77 and generated == 3 else usual(history, generated, params, vocab_size)
+
+    server.engine.next_token = failing
+    try:
+        one, other = {}, token_request(9)
+        for name, array in token_request(9).items():
+            one[name] = array.copy()
+        one["input_ids"][0, 0] = 77
+        stream = Streaming(client)
+        stream.ask("fastertransformer_streaming", one, "one")
+        stream.ask("fastertransformer_streaming", other, "other")
+        seen, errors = defaultdict(list), []
+        while not errors or not seen["other"] or not is_final(seen["other"][-1]):
+            try:
+                result = stream.next()
+                seen[result.get_response().id].append(result)
+            except InferenceServerException as error:
+                errors.append(error)
+    finally:
+        server.engine.next_token = usual
+    assert [r.as_numpy("sequence_length")[0, 0] for r in seen["one"]] == [4, 5, 6]
+    assert len(errors) == 1 and "the toy model failed" in errors[0].message()
+    assert [r.as_numpy("sequence_length")[0, 0] for r in seen["other"]] == list(range(4, 13))
+    client.stop_stream()
+
+
+def test_logits_come_over_the_wire_with_the_last_response(client):
+    flags = {name: np.ones((2, 1), bool) for name in ("return_context_logits", "return_generation_logits")}
+    stream = Streaming(client)
+    stream.ask("fastertransformer_streaming", token_request(4, **flags))
+    *before, last = stream.all()
+    assert len(before) == 3 and all(r.as_numpy("context_logits") is None for r in before)
+    assert last.as_numpy("context_logits").shape == (2, 3, 600)
+    assert last.as_numpy("context_logits")[:, :, 1].tolist() == [[5, 6, 7], [8, 9, 0]]
+    assert last.as_numpy("generation_logits")[1, 0, :, 1].tolist() == [-token for token in ANSWER_IDS[:4]]
+    whole = client.infer("fastertransformer", tensors(token_request(4, **flags)))
+    for name in ("context_logits", "generation_logits"):
+        assert np.array_equal(whole.as_numpy(name), last.as_numpy(name))
+
+
 def test_token_streams_that_overload_the_server_are_merged_and_complete(server, client):
     """96 streams with all tokens at once are more responses than the server can send in that time."""
     count, rows = len(ANSWER_IDS) + 1, [*ANSWER_IDS, EOS]
@@ -241,7 +316,7 @@ def test_the_ensemble_streams(client):
 @pytest.mark.parametrize(
     ("change", "status", "text"),
     [
-        ({"beam_width": np.full((2, 1), 2, np.uint32)}, "UNIMPLEMENTED", "beam_width is 2"),
+        ({"beam_width": np.full((2, 1), 65, np.uint32)}, "INVALID_ARGUMENT", "beam_width is 65"),
         ({"temperature": np.full((2, 1), -1, np.float32)}, "INVALID_ARGUMENT", "temperature is -1.0"),
         (
             {"request_output_len": np.full((2, 1), 10**6, np.uint32)},
@@ -331,3 +406,80 @@ def test_a_wrong_setting_fails_the_load_with_the_engines_text(tmp_path):
     with pytest.raises(AssertionError, match="config.ini: section .gpt. has no head_num"):
         with real_server(tmp_path, models, failure="config.ini: section [gpt] has no head_num"):
             pass
+
+
+NOBODY = {
+    "fastertransformer": {
+        "input_ids": np.zeros((0, 0), np.uint32),
+        "input_lengths": np.zeros((0, 1), np.uint32),
+        "request_output_len": np.zeros((0, 0), np.uint32),
+    },
+    "postprocessing": {"TOKENS_BATCH": np.zeros((0, 0, 2), np.uint32)},
+    "preprocessing": {
+        "REQUEST_OUTPUT_LEN": np.zeros((0, 0), np.uint32),
+        **{name: np.zeros((0, 0), object) for name in ("QUERY", "BAD_WORDS_DICT", "STOP_WORDS_DICT")},
+    },
+    "ensemble": {
+        "INPUT_1": np.zeros((0, 0), np.uint32),
+        **{name: np.zeros((0, 0), object) for name in ("INPUT_0", "INPUT_2", "INPUT_3")},
+    },
+    "tensorrt_llm_bls_plain": {
+        "text_input": np.zeros((0, 1), object),
+        "max_tokens": np.zeros((0, 1), np.int32),
+    },
+}
+
+
+@pytest.mark.parametrize("model", NOBODY)
+def test_a_request_without_rows_is_refused_or_answered_without_rows(client, model):
+    """Triton's python backend neither executes nor ends one whose bytes its core accepts."""
+    try:
+        answer = client.infer(model, tensors(NOBODY[model]), client_timeout=5)
+    except InferenceServerException as error:
+        assert "INVALID_ARGUMENT" in str(error.status()), error
+        assert any(name in error.message() for name in NOBODY[model])
+    else:
+        assert model == "postprocessing" and answer.as_numpy("OUTPUT").size == 0
+
+
+# ---------------------------------------------------------------- models without a batch axis
+
+
+def test_vllms_generate_takes_sampling_parameters_as_request_parameters(server):
+    sent = {"text_input": "Hello", "parameters": {"stream": False, "temperature": 0, "max_tokens": 3}}
+    status, body = generate(server, "vllm_model/generate", **sent)
+    assert status == 200 and json.loads(body)["text_output"] == "Hello" + byte_level().decode(ANSWER_IDS[:3])
+    params = server.engine.submits[-1].sequences[0].params
+    assert (params.max_tokens, params.top_k) == (3, 1)
+    status, body = generate(server, "vllm_model/generate", text_input="Hello", topk=3)
+    assert status == 400 and json.loads(body)["error"].endswith("did you mean top_k?")
+
+
+def test_a_stream_of_vllms_client_has_deltas_and_log_probs(server, client):
+    sampling = {"temperature": "0.1", "top_p": "0.95", "max_tokens": "100", "logprobs": 1}
+    arrays = {
+        "text_input": np.array([b"Hello"], object),
+        "sampling_parameters": np.array([json.dumps(sampling).encode()], object),
+        **{name: np.array([True]) for name in ("stream", "exclude_input_in_output", "return_logprobs")},
+    }
+    stream = Streaming(client)
+    stream.ask("vllm_model", arrays)
+    text, tokens = "", 0
+    for result in stream.all():
+        if result.as_numpy("text_output") is not None:
+            text += result.as_numpy("text_output")[0].decode()
+            tokens += len(json.loads(result.as_numpy("logprobs")[0]))
+    assert text == ANSWER and tokens == len(ANSWER_IDS) + 1
+
+
+def test_the_llm_apis_model_answers_several_texts_in_one_response(server, client):
+    arrays = {
+        "text_input": np.array([b"Hello", b"fox"], object),
+        "sampling_param_max_tokens": np.array([3], np.int32),
+        "return_cumulative_logprob": np.array([True]),
+    }
+    result = client.infer("tensorrt_llm", tensors(arrays))
+    first = byte_level().decode(ANSWER_IDS[:3])
+    assert [text.decode() for text in result.as_numpy("text_output")] == ["Hello" + first, "fox" + first]
+    log_prob = sum(map(toy_log_prob, ANSWER_IDS[:3]))
+    assert result.as_numpy("cumulative_logprob").tolist() == [log_prob, log_prob]

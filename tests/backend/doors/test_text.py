@@ -12,7 +12,7 @@ import pytest
 from tests import fake_triton
 from tests.backend.doors.running import after_a_pause, only, refusal, running
 from tests.backend.doors.tokenizers_at_hand import byte_level, metaspace_unigram
-from tests.fake_engine import LIMITS, FakeEngine, scripted, toy_log_prob
+from tests.fake_engine import LIMITS, TOY_PERF, FakeEngine, scripted, toy_log_prob
 from tests.waiting import wait_until
 from tridecode.backend.doors.text import TritonPythonModel
 
@@ -26,6 +26,16 @@ OUTPUTS = {
     "batch_index": "TYPE_INT32",
     "sequence_index": "TYPE_INT32",
     "finish_reason": "TYPE_STRING",
+    "context_logits": "TYPE_FP32",
+    "generation_logits": "TYPE_FP32",
+    **dict.fromkeys(("kv_cache_alloc_new_blocks", "kv_cache_reused_blocks"), "TYPE_INT32"),
+    **dict.fromkeys(("kv_cache_alloc_total_blocks", "total_draft_tokens"), "TYPE_INT32"),
+    "total_accepted_draft_tokens": "TYPE_INT32",
+    "arrival_time_ns": "TYPE_INT64",
+    "first_scheduled_time_ns": "TYPE_INT64",
+    "first_token_time_ns": "TYPE_INT64",
+    "last_token_time_ns": "TYPE_INT64",
+    "acceptance_rate": "TYPE_FP32",
 }
 DTYPES = {
     "max_tokens": np.int32,
@@ -76,7 +86,9 @@ def serving(
 ):
     """says: the ids the model generates, whatever the prompt; by default ANSWER, then the end."""
     tokens = [*ids_of(ANSWER), EOS] if says is None else says
-    limits = msgspec.structs.replace(LIMITS, vocab_size=600, end_id=EOS, start_id=EOS)
+    limits = msgspec.structs.replace(
+        LIMITS, vocab_size=600, end_id=EOS, start_id=EOS, max_logits_bytes=300_000
+    )
     settings = fake_triton.model_config(
         "text", INPUTS, OUTPUTS, {"tokenizer_dir": tokenizer, **(config or {})}, decoupled, max_batch_size
     )
@@ -189,6 +201,83 @@ def test_several_texts_in_one_request_get_an_answer_each(door):
     assert all(rows[row]["batch_index"].shape == (1, 1) for row in rows)
 
 
+SAYINGS = ["one", "two, and more", "three STOP never"]
+
+
+def by_seed(history, generated, params, vocab_size) -> int:
+    """The toy model says what the seed says."""
+    ids = ids_of(SAYINGS[params.seed % 3])
+    return ids[generated] if generated < len(ids) else EOS
+
+
+@pytest.fixture(scope="module")
+def choir(repository):
+    with serving(repository) as door:
+        door.test_engine.next_token = by_seed
+        yield door
+
+
+@pytest.mark.parametrize("kind", [{"num_return_sequences": 3}, {"beam_width": 3}], ids=["samples", "beams"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_samples_and_beams_are_responses_with_a_sequence_index(choir, kind, stream):
+    sent = ask(choir, tensors(["Hello", "x"], 30, exclude_input_in_output=True, stream=stream, **kind))
+    assert [s.final for s in sent] == [False] * (len(sent) - 1) + [True]
+    texts: dict[tuple[int, int], str] = {}
+    ends = []
+    for one in sent:
+        key = one.outputs["batch_index"].item(), one.outputs["sequence_index"].item()
+        texts[key] = texts.get(key, "") + text_of(one.outputs)
+        ends += [key] * ("finish_reason" in one.outputs)
+    assert texts == {(row, i): SAYINGS[i] for row in range(2) for i in range(3)}
+    assert sorted(ends) == sorted(texts)
+
+
+def test_a_stop_word_ends_one_sample_and_not_the_others(choir):
+    asked = tensors("x", 30, num_return_sequences=3, exclude_input_in_output=True, stop_words=["STOP", "two"])
+    texts = {s.outputs["sequence_index"].item(): text_of(s.outputs) for s in ask(choir, asked)}
+    assert texts == {0: "one", 1: "", 2: "three "}
+
+
+def test_the_request_is_cancelled_when_a_stop_word_has_ended_its_last_sample(repository):
+    with serving(repository, step_s=0.002) as door:
+        endless = ids_of("two STOP") + ids_of("a") * 400
+
+        def next_token(history, generated, params, vocab_size):
+            return endless[generated] if params.seed else by_seed(history, generated, params, vocab_size)
+
+        door.test_engine.next_token = next_token
+        asked = tensors("x", 400, num_return_sequences=3, exclude_input_in_output=True, stop_words=["STOP"])
+        texts = {s.outputs["sequence_index"].item(): text_of(s.outputs) for s in ask(door, asked)}
+        assert texts == {0: "one", 1: "two ", 2: "two "}
+        wait_until(lambda: door.test_engine.cancels, 2)
+
+
+def test_beams_have_the_stop_words_as_ids_and_do_not_show_them(choir):
+    sent = ask(choir, tensors("x", 30, beam_width=3, exclude_input_in_output=True, stop_words=["STOP"]))
+    assert [text_of(one.outputs) for one in sent] == ["one", "two, and more", "three "]
+    params = last_params(choir)
+    assert params.beam_pool and ids_of("STOP") in params.stop_words
+    assert params.num_sequences == 3
+
+
+def test_beams_can_be_fewer_than_they_were_searched_with(choir):
+    early = np.array([[False]])
+    sent = ask(choir, tensors("x", 5, beam_width=4, num_return_sequences=2, early_stopping=early))
+    assert [one.outputs["sequence_index"].item() for one in sent] == [0, 1]
+    params = last_params(choir)
+    assert (params.beam_width, params.early_stopping, params.num_return_sequences) == (4, 0, 2)
+
+
+def test_one_response_has_all_sequences_of_a_model_that_is_not_decoupled(repository):
+    with serving(repository, decoupled=False) as door:
+        door.test_engine.next_token = by_seed
+        asked = tensors(["Hello", "x"], 30, num_return_sequences=2, exclude_input_in_output=True)
+        out = only(ask(door, asked))
+    assert [text.decode() for text in out["text_output"]] == [*SAYINGS[:2]] * 2
+    assert out["batch_index"].tolist() == [[0], [0], [1], [1]]
+    assert out["sequence_index"].tolist() == [[0], [1], [0], [1]]
+
+
 def test_each_text_is_answered_as_soon_as_it_has_ended(repository):
     with serving(repository, step_s=0.005) as door:
         counts = np.array([[20], [1], [8]], np.int32)
@@ -211,6 +300,78 @@ def test_one_refused_row_ends_the_request_with_one_error(repository):
         code, text = refusal(ask(door, tensors(["a", "b", "c", "d"], 400)))
         assert code == "UNAVAILABLE" and "the limit is 2" in text
         wait_until(lambda: door.test_engine.running == 0)
+
+
+WITH_LOGITS = {"return_context_logits": True, "return_generation_logits": True}
+
+
+def test_logits_are_those_of_the_prompt_and_of_each_new_token(door):
+    prompt, answer = ids_of("Hello"), [*ids_of(ANSWER), EOS]
+    out = only(ask(door, tensors("Hello", 60, **WITH_LOGITS)))
+    assert out["context_logits"].shape == (1, len(prompt), 600)
+    assert out["context_logits"][0, :, 3].tolist() == prompt
+    assert out["generation_logits"].shape == (1, 1, len(answer), 600)
+    assert out["generation_logits"][0, 0, :, 599].tolist() == [-token for token in answer]
+    assert not {"context_logits", "generation_logits"} & set(only(ask(door, tensors("Hello"))))
+
+
+def test_a_stream_has_the_prompts_logits_once_and_each_responses_own(door):
+    answer = [*ids_of(ANSWER), EOS]
+    sent = ask(door, tensors("Hello", 60, stream=True, **WITH_LOGITS))
+    assert ["context_logits" in s.outputs for s in sent] == [True] + [False] * (len(sent) - 1)
+    parts = [s.outputs["generation_logits"] for s in sent if "generation_logits" in s.outputs]
+    assert np.concatenate(parts, 2)[0, 0, :, 0].tolist() == [-token for token in answer]
+    for response in sent:
+        rows = (
+            response.outputs["generation_logits"].shape[2] if "generation_logits" in response.outputs else 0
+        )
+        assert rows == response.outputs["num_output_tokens"].item()
+
+
+def test_logits_end_with_the_token_that_completes_a_stop_word(repository):
+    with serving(repository, chunk=4) as door:
+        out = only(ask(door, tensors("Hello", 60, stop_words=["streaming"], **WITH_LOGITS)))
+        assert text_of(out) == "Hello world, hello "
+        count = out["num_output_tokens"].item()
+        answer = [*ids_of(ANSWER), EOS]
+        assert out["generation_logits"][0, 0, :, 0].tolist() == [-token for token in answer[:count]]
+
+
+def test_rows_of_several_lengths_have_zeros_beyond_their_logits(repository):
+    with serving(repository, decoupled=False) as door:
+        out = only(ask(door, tensors(["Hello", "Hello there"], 4, **WITH_LOGITS)))
+        lengths = [len(ids_of("Hello")), len(ids_of("Hello there"))]
+        assert out["context_logits"].shape == (2, max(lengths), 600)
+        assert [int((row[:, 0] != 0).sum()) for row in out["context_logits"]] == lengths
+        assert out["generation_logits"].shape == (2, 1, 4, 600)
+
+
+def test_metrics_come_with_the_end_of_a_row(door):
+    wanted = {
+        "arrival_time_ns": TOY_PERF[0], "first_scheduled_time_ns": TOY_PERF[1],
+        "first_token_time_ns": TOY_PERF[2], "last_token_time_ns": TOY_PERF[3],
+        "kv_cache_alloc_new_blocks": TOY_PERF[4], "kv_cache_reused_blocks": TOY_PERF[5],
+        "kv_cache_alloc_total_blocks": TOY_PERF[4] + TOY_PERF[5],
+        "acceptance_rate": 0.0, "total_accepted_draft_tokens": 0, "total_draft_tokens": 0,
+    }  # fmt: skip
+    out = only(ask(door, tensors("Hello", return_perf_metrics=True)))
+    assert {name: out[name].tolist() for name in wanted} == {name: [[v]] for name, v in wanted.items()}
+    stopped = only(ask(door, tensors("Hello", stop_words=["hello"], return_perf_metrics=True)))
+    assert stopped["arrival_time_ns"].tolist() == [[TOY_PERF[0]]]
+    *before, last = ask(door, tensors("Hello", stream=True, return_perf_metrics=True))
+    assert last.outputs["last_token_time_ns"].tolist() == [[TOY_PERF[3]]]
+    assert not any("arrival_time_ns" in response.outputs for response in before)
+    assert "arrival_time_ns" not in only(ask(door, tensors("Hello")))
+
+
+def test_a_model_without_a_batch_axis_has_logits_without_one(repository):
+    with serving(repository, max_batch_size=0) as door:
+        arrays = {"text_input": np.array([b"Hello"], object), "max_tokens": np.array([3], np.int32)}
+        flags = {name: np.array([True]) for name in (*WITH_LOGITS, "return_perf_metrics")}
+        out = only(ask(door, {**arrays, **flags}))
+        assert out["context_logits"].shape == (len(ids_of("Hello")), 600)
+        assert out["generation_logits"].shape == (1, 3, 600)
+        assert out["arrival_time_ns"].tolist() == [TOY_PERF[0]]
 
 
 def test_log_probs_belong_to_the_tokens(door):
@@ -478,15 +639,25 @@ BAD = {
         "INVALID_ARG",
         "bad_words has",
     ),
-    "beams": (tensors("a", beam_width=2), "UNSUPPORTED", "beam_width is 2"),
-    "several sequences": (tensors("a", num_return_sequences=2), "UNSUPPORTED", "num_return_sequences is 2"),
+    "too many beams": (tensors("a", beam_width=65), "INVALID_ARG", "beam_width is 65; wanted 1 to 64"),
+    "no beam": (tensors("a", beam_width=0), "INVALID_ARG", "beam_width is 0; wanted 1 to 64"),
+    "more answers than beams": (
+        tensors("a", beam_width=2, num_return_sequences=3),
+        "INVALID_ARG",
+        "num_return_sequences is 3; wanted at most beam_width, 2",
+    ),
+    "too many samples": (tensors("a", num_return_sequences=65), "INVALID_ARG", "num_return_sequences is 65"),
     "LoRA": (tensors("a", lora_task_id=1), "UNSUPPORTED", "lora_task_id is 1"),
     "guided decoding": (
         tensors("a", guided_decoding_guide_type="json_schema", guided_decoding_guide="{}"),
         "UNSUPPORTED",
         "guided_decoding_guide_type is 'json_schema'",
     ),
-    "logits": (tensors("a", return_context_logits=True), "UNSUPPORTED", "return_context_logits is True"),
+    "more logits than the engine gives": (
+        tensors("Hello", 200, return_context_logits=True, return_generation_logits=True),
+        "INVALID_ARG",
+        "1 rows of 201 tokens have 482,400 bytes of logits; this model accepts 300,000 (max_logits_bytes",
+    ),
     "decoder text": (tensors("a", decoder_text_input="x"), "UNSUPPORTED", "decoder_text_input is 'x'"),
     "bias": (tensors("a", embedding_bias_words=["x"]), "UNSUPPORTED", "embedding_bias_words is 'x'"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 
 import numpy as np
 import torch
@@ -17,6 +18,8 @@ from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.engine.parallel import SingleRank
 from tridecode.backend.engine.settings import resolve
 
+#: where offline engines run: the tests of requests hold on a GPU too (TRIDECODE_TEST_DEVICE=cuda)
+DEVICE = os.environ.get("TRIDECODE_TEST_DEVICE", "cpu")
 #: rounding in fp32 over two tiny layers with logits of the order of 10
 FP32_LOGITS = 2e-4
 
@@ -27,7 +30,7 @@ def fp32_bound(logits: np.ndarray) -> float:
 
 
 def offline_engine(
-    model: torch.nn.Module, device: str = "cpu", keep_logits: bool = True, **settings
+    model: torch.nn.Module, device: str = DEVICE, keep_logits: bool = True, **settings
 ) -> OfflineEngine:
     """Small blocks, small steps and few slots, so that chunks, joins and reuse happen."""
     defaults = dict(max_sequences=4, block_tokens=8, max_step_tokens=16, cache_bytes=16 << 20)

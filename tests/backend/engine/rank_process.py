@@ -19,6 +19,7 @@ from tridecode.backend.models import read_model_config
 from tridecode.backend.supervisor.rank_link import RankStatus
 
 NEW_TOKENS = 8
+GREEDY = SamplingParams(max_tokens=NEW_TOKENS, return_context_embedding=True)
 
 
 class RankPool:
@@ -35,17 +36,22 @@ class RankPool:
         meeting: Path,
         prompts: list[list[int]],
         names: list[str] | None = None,
+        params: SamplingParams | list[SamplingParams] = GREEDY,
+        pipelined: bool = False,
         **settings,
     ) -> list[tuple[list[int], Any]]:
-        """Rank 0's (tokens, context embedding) of every prompt. Raises AssertionError if a rank fails.
+        """Rank 0's (tokens, context embedding) of every prompt; with other params than GREEDY its
+        Generations. Raises AssertionError if a rank fails.
 
-        names: of each prompt's adapter. settings: of EngineConfig.
+        names: of each prompt's adapter. params: of all prompts, or of each. pipelined: with a plan in
+        flight for each stage. settings: of EngineConfig.
         """
         if not self._workers:
             self._workers = self._start()
         ranks = self._workers[: tensor * stages]
         for rank, (_, jobs, _) in enumerate(ranks):
-            jobs.put((rank, tensor, stages, directory, f"file://{meeting}", prompts, names, settings))
+            place = (rank, tensor, stages, directory, f"file://{meeting}", pipelined)
+            jobs.put((*place, prompts, names, params, settings))
         try:
             answers = [answer.get(timeout=120) for _, _, answer in ranks]
         except BaseException:
@@ -89,12 +95,14 @@ def _run_rank(
     stages: int,
     directory: Path,
     meeting: str,
+    pipelined: bool,
     prompts: list[list[int]],
     names: list[str] | None,
+    params: SamplingParams | list[SamplingParams],
     settings: dict[str, Any],
-) -> list[tuple[list[int], Any]]:
+) -> list[Any]:
     cpu = torch.device("cpu")
-    ranks = ProcessRanks(rank, tensor, stages, meeting, cpu)
+    ranks = ProcessRanks(rank, tensor, stages, meeting, cpu, pipeline_devices={"cpu"} if pipelined else ())
     try:
         model = read_model_config(directory)
         sizes = dict(max_sequences=4, block_tokens=8, max_step_tokens=16, cache_bytes=4 << 20)
@@ -105,15 +113,15 @@ def _run_rank(
             engine.close()
             return []
         offline = OfflineEngine(engine)
-        params = SamplingParams(max_tokens=NEW_TOKENS, return_context_embedding=True)
+        of_each = params if isinstance(params, list) else [params] * len(prompts)
         numbers = [
-            offline.submit(prompt, params, name)
-            for prompt, name in zip(prompts, names or [""] * len(prompts))
+            offline.submit(prompt, one, name)
+            for prompt, one, name in zip(prompts, of_each, names or [""] * len(prompts))
         ]
         offline.run()
         done = [offline.generations[number] for number in numbers]
         ranks.broadcast_plan(None)
         engine.close()
-        return [(generation.tokens, generation.embedding) for generation in done]
+        return [(one.tokens, one.embedding) for one in done] if params == GREEDY else done
     finally:
         ranks.close()

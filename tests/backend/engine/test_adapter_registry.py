@@ -107,6 +107,20 @@ def test_a_request_waits_for_its_adapter_and_delays_nobody() -> None:
     assert run.used == {(1, 0): {"a"}, (2, 0): {""}}
 
 
+@pytest.mark.parametrize(
+    "several", [{"beam_width": 3}, {"num_return_sequences": 3}], ids=["beams", "samples"]
+)
+def test_beams_and_samples_wait_for_their_adapter_and_use_it(several) -> None:
+    run = AdapterRun(num_blocks=40)
+    prompt, params = np.array([5, 6], np.int32).tobytes(), SamplingParams(max_tokens=4, **several)
+    run.scheduler.submit(DOOR, Submit(1, [SequenceRequest(prompt, params, "a")]))
+    assert not run.scheduler.can_step
+    run.loader.end("a")
+    run.finish()
+    assert all(run.done(1, i) for i in range(params.num_sequences))
+    assert set.union(*run.used.values()) == {"a"} and not run.scheduler.can_step
+
+
 def test_rows_of_one_request_may_have_several_adapters_and_none() -> None:
     run = AdapterRun()
     run.ask(1, "a", "", "b", "a")
@@ -261,7 +275,7 @@ def test_names_are_checked_before_a_request_is_kept() -> None:
     assert not run.scheduler.has_work
     plain = Scheduler(limits(), lambda: 0.0)
     sequence = SequenceRequest(np.array([5], np.int32).tobytes(), SamplingParams(), "a")
-    with pytest.raises(UnsupportedError, match="lora_name is 'a'; this engine serves no adapters"):
+    with pytest.raises(UnsupportedError, match="lora_name is 'a'; wanted none: this engine serves"):
         plain.submit(DOOR, Submit(1, [sequence]))
     assert not plain.has_work
 

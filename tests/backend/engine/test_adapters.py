@@ -231,7 +231,8 @@ def test_limits_and_missing_files_are_told(served, folder: Path) -> None:
         ask(nowhere, "some", [5])
     nowhere.engine.close()
     for settings in ({"lora_path": "none"}, {"batch_invariant": True, "lora_path": str(folder)}):
-        plain = OfflineEngine.load(weights, EngineConfig(max_sequences=2, cache_bytes=1 << 20, **settings))
+        config = EngineConfig(device="cpu", max_sequences=2, cache_bytes=1 << 20, **settings)
+        plain = OfflineEngine.load(weights, config)
         with pytest.raises(UnsupportedError, match="lora_path|batch_invariant"):
             plain.submit([5], SamplingParams(), "some")
 

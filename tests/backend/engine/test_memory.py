@@ -21,6 +21,7 @@ from tridecode.backend.engine.settings import resolve
 from tridecode.backend.errors import ConfigError
 from tridecode.backend.messages import SamplingParams
 from tridecode.backend.models import read_model_config
+from tridecode.backend.quantization import Quantization
 from tridecode.converters.adapters import write_targets
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
@@ -92,6 +93,8 @@ def test_every_byte_of_an_engine_is_planned(converted, family):
         {"max_sequences": 1, "max_step_tokens": None},
         {"max_sequences": 31, "max_sequence_tokens": 33, "block_tokens": 5},
         {"max_bad_word_tokens": 3},
+        {"kv_cache_dtype": "int8"},
+        {"kv_cache_dtype": "fp8", "data_type": "bf16", "block_tokens": 5},
     ],
 )
 def test_every_setting_that_takes_memory_is_planned(converted, change):
@@ -112,6 +115,22 @@ def test_every_rank_is_planned(tmp_path, tensor, stages):
     assert [(rank.stage, rank.tensor_rank) for rank in ranks] == [
         (stage, rank) for stage in range(stages) for rank in range(tensor)
     ]
+
+
+@pytest.mark.parametrize(
+    ("format", "data_type"), [("int8", "fp32"), ("int8", "bf16"), ("fp8", "bf16"), ("int4", "bf16")]
+)
+def test_quantised_weights_are_planned(tmp_path, format, data_type):
+    """int8 is held as it is, fp8 and int4 are expanded. oneDNN pads no head of 384 rows."""
+    quantization = Quantization(format, 16 if format == "int4" else 0, zeros=format == "int4")
+    checkpoint = open_checkpoint(save(FAMILIES["llama"](vocab_size=384), tmp_path / "hf"))
+    plan_conversion(checkpoint, "fp32", None, quantization).write(tmp_path / "w")
+    check(tmp_path / "w", replace(CONFIG, data_type=data_type))
+
+
+def test_weights_that_are_rounded_while_loading_are_planned(converted):
+    whole = check(converted("llama"), CONFIG)
+    assert check(converted("llama"), replace(CONFIG, int8_mode=1)).weights < whole.weights
 
 
 def test_a_head_that_ranks_share_is_planned_on_each(tmp_path):

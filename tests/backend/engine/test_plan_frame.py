@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.backend.engine.toy_device import limits
+from tests.backend.engine.toy_device import Run, limits
 from tridecode.backend.engine import plan_frame
 from tridecode.backend.engine.plan import SlotStart, StepPlan, StepResult
 from tridecode.backend.engine.scheduler import Scheduler
@@ -32,11 +32,21 @@ EVERY_FIELD = SamplingParams(
     presence_penalty=0.0,
     frequency_penalty=0.0,
     seed=2**64 - 1,
+    beam_width=1,
+    len_penalty=0.5,
+    beam_search_diversity_rate=0.25,
+    early_stopping=2,
+    num_return_sequences=1,
+    beam_pool=True,
     end_id=2,
     stop_words=[[1, 2], [3]],
     bad_words=[[4], [5, 6]],
     return_log_probs=True,
     return_context_embedding=True,
+    return_context_logits=True,
+    return_generation_logits=True,
+    return_context_log_prob=True,
+    top_log_probs=3,
 )
 
 
@@ -53,7 +63,10 @@ def plans_of_a_run() -> list[StepPlan]:
         plans.append(plan)
         count = int(plan.samples.sum())
         sums = [np.zeros(4, np.float32) for _ in plan.embeds]
-        scheduler.commit(plan, StepResult(np.full(count, 9, np.int32), np.zeros(count, np.float32), sums))
+        rows = [np.zeros((one.count, 50) if one.targets is None else ()) for one in plan.logit_rows]
+        kept = np.zeros((len(plan.logit_samples), 50), np.float32)
+        tokens, log_probs = np.full(count, 9, np.int32), np.zeros(count, np.float32)
+        scheduler.commit(plan, StepResult(tokens, log_probs, sums, [], rows, kept))
         if len(plans) == 3:
             scheduler.fork(next(s for s in plan.sequences if s.stage is Stage.DECODE), 7)
     return plans
@@ -69,7 +82,9 @@ def assert_equal(found: object, wanted: object) -> None:
         if isinstance(other, np.ndarray):
             assert (mine.dtype, mine.shape) == (other.dtype, other.shape), field.name
             assert np.array_equal(mine, other), field.name
-        elif field.name == "starts":
+        elif field.name == "beams" and other is not None:
+            assert_equal(mine, other)
+        elif field.name in ("starts", "logit_rows"):
             assert len(mine) == len(other)
             for one, two in zip(mine, other):
                 assert_equal(one, two)
@@ -82,6 +97,8 @@ def test_every_field_of_every_plan_arrives():
     assert any(plan.starts for plan in plans) and any(plan.embeds for plan in plans)
     assert any(not plan.samples.all() for plan in plans) and any(plan.num_decodes for plan in plans)
     assert any(plan.slot_copies for plan in plans) and any(plan.block_copies for plan in plans)
+    assert any(plan.logit_samples for plan in plans)
+    assert {one.targets is None for plan in plans for one in plan.logit_rows} == {True, False}
     for plan in plans:
         arrived = plan_frame.decode(plan_frame.encode(plan))
         assert_equal(arrived, plan)
@@ -94,6 +111,59 @@ def test_the_adapters_of_a_plan_arrive(plan):
     adapters = np.arange(-1, plan.num_rows - 1, dtype=np.int32)
     with_adapters = dataclasses.replace(plan, adapters=adapters, drop_adapters=[3, 70_000])
     assert_equal(plan_frame.decode(plan_frame.encode(with_adapters)), with_adapters)
+
+
+def with_beams() -> StepPlan:
+    """A step with a sequence and two groups of beams that have penalties and bad words."""
+    run = Run(limits(max_sequences=8, num_blocks=40, max_step_tokens=16))
+    run.submit(1, [1, 2], max_tokens=9)
+    run.submit(2, [3, 4, 5], max_tokens=9, beam_width=2, bad_words=[[7]], end_id=9, min_tokens=5)
+    run.submit(3, [6, 7, 6], max_tokens=9, beam_width=3, temperature=0.5)
+    run.step()
+    run.step()
+    groups = [group for groups in run.scheduler._requests.values() for group in groups]
+    penalised = msgspec.structs.replace(groups[2].sequences[0].params, repetition_penalty=1.5)
+    for beam in groups[2].sequences:
+        beam.params = penalised
+    plan = run.scheduler.plan()
+    assert plan is not None
+    return plan
+
+
+def test_the_beams_of_a_plan_arrive_and_have_no_slot():
+    plan = with_beams()
+    beams = plan.beams
+    assert beams is not None and beams.rows.tolist() == [1, 2, 3, 4, 5] and beams.width == 6
+    assert plan.slots.tolist()[1:] == [-1] * 5 and plan.slots[0] >= 0
+    assert beams.temperature.tolist() == [1, 1, 0.5, 0.5, 0.5]
+    assert beams.repetition.tolist() == [1, 1, 1.5, 1.5, 1.5]
+    assert beams.banned.T.tolist() == [[0, 7], [0, 9], [1, 7], [1, 9]]
+    assert {2, 3, 4} == set(beams.seen[0].tolist()) and [2, 6, 2] in beams.seen.T.tolist()
+    assert_equal(plan_frame.decode(plan_frame.encode(plan)), plan)
+
+
+@pytest.mark.parametrize(
+    "changes, text",
+    [
+        ({"num_rows": 4}, "rows has 20 bytes"),
+        ({"num_rows": -1}, ">= 0"),
+        ({"width": 0}, ">= 1"),
+        ({"width": 10**6}, "<= 128"),
+        ({"rows": np.array([1, 2, 3, 4, 6], "<i4").tobytes()}, "not within the 6 samples"),
+        ({"rows": np.array([-1, 2, 3, 4, 5], "<i4").tobytes()}, "not within the 6 samples"),
+        ({"reals": b"1234"}, "reals has 4 bytes"),
+        ({"seen": b"1" * 13}, "seen has 13 bytes"),
+        ({"banned": np.array([5, 1], "<i4").tobytes()}, "not within its 5 rows"),
+        ({"banned": np.array([1, -1], "<i4").tobytes()}, "not within its 5 rows"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_beams_whose_parts_disagree_are_refused(changes, text):
+    plan = with_beams()
+    beams = plan_frame._decoder.decode(plan_frame.encode(plan)).beams
+    with pytest.raises(TridecodeError, match="from rank 0") as caught:
+        plan_frame.decode(changed(plan, beams=msgspec.structs.replace(beams, **changes)))
+    assert text in str(caught.value)
 
 
 @pytest.fixture()
@@ -118,6 +188,7 @@ def changed(plan: StepPlan, **changes) -> bytes:
         ({"slot_copies": [(0, -1)]}, ">= 0"),
         ({"block_copies": [(-4, 1)]}, ">= 0"),
         ({"adapters": b"1234567"}, "adapters has 7 bytes"),
+        ({"top_log_probs": b"1"}, "top_log_probs has 1 bytes"),
         ({"embeds": [(77, 1)]}, "row 77"),
         ({"embeds": [(0, 10**6)]}, "1000000 tokens of row 0"),
     ],

@@ -16,11 +16,11 @@ from tridecode.backend.errors import CapacityError, RequestError
 from tridecode.backend.messages import SamplingParams, SequenceRequest, Submit
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("overlap", "micro_batches"), [(False, 1), (True, 1), (False, 2), (False, 4)])
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_every_request_gets_its_own_tokens_whatever_shares_the_cache(
-    overlap: bool, data: st.DataObject
+    overlap: bool, micro_batches: int, data: st.DataObject
 ) -> None:
     run = Run(
         limits(
@@ -28,6 +28,7 @@ def test_every_request_gets_its_own_tokens_whatever_shares_the_cache(
             max_step_tokens=data.draw(st.integers(4, 12)),
             block_tokens=data.draw(st.sampled_from([1, 3, 4])) if data.draw(st.booleans()) else 4,
             max_sequence_tokens=20,
+            micro_batches=micro_batches,
         ),
         overlap,
     )
@@ -75,6 +76,23 @@ def test_a_request_joins_while_others_run() -> None:
     assert len(run.tokens[2, 0]) == 1 and len(run.tokens[1, 0]) == 6, (
         "the newcomer waited for a running request"
     )
+
+
+def test_a_slot_whose_last_token_is_in_flight_takes_the_next_prompt() -> None:
+    """One slot, three requests: no step is lost between the end of one and the beginning of the next."""
+    run = Run(limits(max_sequences=1, num_blocks=2), overlap=True)
+    prompts = {1: [1, 2, 3], 2: [4, 5], 3: [6, 7, 8, 9]}
+    for request, prompt in prompts.items():
+        run.submit(request, prompt, max_tokens=2)
+    for step in range(3 * 2):
+        run.step()
+        assert run.scheduler.num_running <= 1
+        assert run.scheduler.num_waiting == 2 - step // 2, "no slot is waited for by a last token"
+    while run.pending:
+        run.settle()
+    for request, prompt in prompts.items():
+        assert run.tokens[request, 0] == expected(prompt, 2)
+    run.finish(steps=0)
 
 
 def test_a_long_prompt_is_cut_into_chunks_and_does_not_stop_the_others() -> None:

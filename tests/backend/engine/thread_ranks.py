@@ -6,6 +6,7 @@ import threading
 from collections import defaultdict
 from pathlib import Path
 from queue import Queue
+from typing import Callable, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,14 +14,16 @@ from torch import Tensor
 from tridecode.backend.config import EngineConfig
 from tridecode.backend.engine.engine import Engine
 from tridecode.backend.engine.loop import follow
-from tridecode.backend.engine.offline import OfflineEngine
+from tridecode.backend.engine.offline import Generation, OfflineEngine
 from tridecode.backend.engine.plan import StepPlan
 from tridecode.backend.engine.settings import resolve
 from tridecode.backend.messages import SamplingParams
 from tridecode.backend.models import read_model_config
+from tridecode.backend.prompt_learning import LearnedPrompt
 from tridecode.backend.supervisor.rank_link import RankStatus
 
 _WAIT_S = 60
+Result = TypeVar("Result")
 
 
 class Meeting:
@@ -45,16 +48,32 @@ class Meeting:
         return found
 
 
+class Arrival:
+    """A result that rank 0 has not received yet; those of a queue are waited for in order."""
+
+    def __init__(self, queue: Queue, x: Tensor):
+        self.queue, self.x = queue, x
+
+    @torch.inference_mode()
+    def wait(self) -> None:
+        self.x.copy_(self.queue.get(timeout=_WAIT_S))
+
+
 class ThreadRanks:
     """The interface of ProcessRanks."""
 
-    def __init__(self, meeting: Meeting, rank: int):
+    def __init__(self, meeting: Meeting, rank: int, pipelined: bool = False):
         self.meeting, self.rank = meeting, rank
         self.tensor_size, self.num_stages = meeting.tensor_size, meeting.num_stages
         self.tensor_rank, self.stage = rank % self.tensor_size, rank // self.tensor_size
+        self.is_pipelined = self.num_stages > 1 and pipelined
+        self.posted: list[Arrival] = []
 
     def all_reduce(self, x: Tensor) -> None:
         x.copy_(torch.stack(self.meeting.gather(self.stage, self.tensor_rank, x.clone())).sum(0))
+
+    def gather(self, x: Tensor) -> Tensor:
+        return torch.stack(self.meeting.gather(self.stage, self.tensor_rank, x.clone()))
 
     def receive(self, x: Tensor) -> None:
         if self.stage > 0:
@@ -64,16 +83,35 @@ class ThreadRanks:
         if self.stage < self.num_stages - 1:
             self.meeting.queues["activations", self.rank + self.tensor_size].put(x.clone())
 
+    def to_first(self, x: Tensor) -> None:
+        if self.num_stages > 1:
+            source = (self.num_stages - 1) * self.tensor_size
+            if self.rank == source:
+                self.meeting.queues["to first"].put(x.clone())
+            elif self.rank == 0:
+                self.posted.append(Arrival(self.meeting.queues["to first"], x))
+                if not self.is_pipelined:
+                    self.take_posted()[0].wait()
+
+    def take_posted(self) -> list[Arrival]:
+        posted, self.posted = self.posted, []
+        return posted
+
     def share_tokens(self, tokens: Tensor, log_probs: Tensor) -> None:
         self.share_sums(tokens)
         self.share_sums(log_probs)
 
     def share_sums(self, sums: Tensor) -> None:
+        if self.is_pipelined:
+            self.to_first(sums)
+            return
         last = (self.num_stages - 1) * self.tensor_size
         sums.copy_(self.meeting.gather("all", self.rank, sums.clone())[last])
 
     def smallest(self, value: int) -> int:
         return min(self.meeting.gather("all", self.rank, value))
+
+    def barrier(self, what: str) -> None: ...
 
     def broadcast_plan(self, plan: StepPlan | None) -> StepPlan | None:
         if self.rank > 0:
@@ -86,25 +124,65 @@ class ThreadRanks:
 
 
 def generate_on_ranks(
-    directory: Path, tensor: int, stages: int, prompts: list[list[int]], new_tokens: int, **settings
+    directory: Path,
+    tensor: int,
+    stages: int,
+    prompts: list[list[int]],
+    new_tokens: int,
+    learned: list[LearnedPrompt] | None = None,
+    **settings,
 ) -> tuple[list[list[int]], list[Engine]]:
-    """Greedy tokens of each prompt over tensor x stages ranks, and the ranks' engines."""
+    """Greedy tokens of each prompt over tensor x stages ranks, and the ranks' engines. learned: the tables of
+    the prompts' virtual tokens."""
+    params = SamplingParams(max_tokens=new_tokens)
+    done, engines = generations_on_ranks(directory, tensor, stages, prompts, params, learned, **settings)
+    return [generation.tokens for generation in done], engines
+
+
+def generations_on_ranks(
+    directory: Path,
+    tensor: int,
+    stages: int,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    learned: list[LearnedPrompt] | None = None,
+    **settings,
+) -> tuple[list[Generation], list[Engine]]:
+    """The generation of each prompt over tensor x stages ranks, and the ranks' engines."""
+
+    def use(engine: OfflineEngine) -> list[Generation]:
+        tables = learned or [None] * len(prompts)
+        numbers = [engine.submit(prompt, params, "", table) for prompt, table in zip(prompts, tables)]
+        engine.run()
+        return [engine.generations[number] for number in numbers]
+
+    return on_ranks(directory, tensor, stages, use, **settings)
+
+
+def on_ranks(
+    directory: Path,
+    tensor: int,
+    stages: int,
+    use: Callable[[OfflineEngine], Result],
+    pipelined: bool = False,
+    **settings,
+) -> tuple[Result, list[Engine]]:
+    """What `use` makes of an engine over tensor x stages ranks, and the ranks' engines.
+
+    pipelined: with a plan in flight for each stage.
+    """
     cpu, meeting = torch.device("cpu"), Meeting(tensor, stages)
     model = read_model_config(directory)
-    config = EngineConfig(
-        max_sequences=4,
-        block_tokens=8,
-        max_step_tokens=16,
-        max_sequence_tokens=64,
-        cache_bytes=1 << 20,
-        **settings,
+    sizes = dict(
+        max_sequences=4, block_tokens=8, max_step_tokens=16, max_sequence_tokens=64, cache_bytes=1 << 20
     )
+    config = EngineConfig(**{**sizes, **settings})
     engines: dict[int, Engine] = {}
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
-            ranks = ThreadRanks(meeting, rank)
+            ranks = ThreadRanks(meeting, rank, pipelined)
             engines[rank] = Engine.load(directory, model, resolve(config, model, cpu), ranks, cpu)
             if rank > 0:
                 follow(engines[rank], RankStatus())
@@ -120,10 +198,9 @@ def generate_on_ranks(
     try:
         if errors:
             raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
-        offline = OfflineEngine(engines[0])
-        done = offline.generate(prompts, SamplingParams(max_tokens=new_tokens))
+        result = use(OfflineEngine(engines[0]))
     finally:
         ThreadRanks(meeting, 0).broadcast_plan(None)
         for thread in threads:
             thread.join(_WAIT_S)
-    return [generation.tokens for generation in done], [engines[rank] for rank in range(meeting.world)]
+    return result, [engines[rank] for rank in range(meeting.world)]

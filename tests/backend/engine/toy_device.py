@@ -3,15 +3,16 @@ shared block, or a wrong slot, shows as a wrong token."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
+from dataclasses import replace
 
 import numpy as np
 
 from tridecode.backend.engine.admission import SchedulerLimits
-from tridecode.backend.engine.plan import StepPlan, StepResult
+from tridecode.backend.engine.plan import BeamRows, StepPlan, StepResult
 from tridecode.backend.engine.scheduler import Scheduler
 from tridecode.backend.engine.sequence import Sequence, Stage
-from tridecode.backend.messages import Event, SamplingParams, SequenceRequest, Submit
+from tridecode.backend.messages import BeamStep, Event, SamplingParams, SequenceRequest, Submit
 
 DOOR = b"door"
 VOCAB = 50
@@ -43,6 +44,11 @@ def expected(
     return found
 
 
+def toy_logits(tokens: list[int]) -> np.ndarray:
+    """(VOCAB,) float64: the toy model for beam search, which depends on all tokens and their order."""
+    return 2 * np.random.default_rng([len(tokens), *tokens]).normal(size=VOCAB)
+
+
 class ToyDevice:
     """A cache of token ids and of the shifts of their rotary positions; for each slot its last token, seed,
     number of generated tokens and length of its prompt."""
@@ -56,7 +62,8 @@ class ToyDevice:
 
     def run(self, plan: StepPlan) -> StepResult:
         assert 0 < plan.num_tokens <= self.limits.max_step_tokens
-        assert len(set(plan.slots.tolist())) == plan.num_rows, "a slot twice in a plan"
+        sampled = plan.slots[plan.slots >= 0].tolist()  # beams have no sampling state
+        assert len(set(sampled)) == len(sampled), "a slot twice in a plan"
         written = plan.kv_slots.tolist()
         assert len(set(written)) == len(written), "two tokens are written to one place"
         self._copy(plan)
@@ -64,10 +71,13 @@ class ToyDevice:
             self.last.pop(start.slot, None)
             prompt = len(start.history) - start.generated
             self.state[start.slot] = start.params.seed, start.generated, prompt
-        tokens = []
+        tokens: list[int] = []
+        contexts: list[list[int]] = []
         for row in range(plan.num_rows):
             first, last = plan.query_starts[row], plan.query_starts[row + 1]
             slot = int(plan.slots[row])
+            if row < plan.num_decodes and self.limits.micro_batches > 1:
+                assert plan.token_ids[first] >= 0, "a first stage does not know the sampled tokens"
             ids = [self.last[slot] if token < 0 else int(token) for token in plan.token_ids[first:last]]
             if row < plan.num_decodes:
                 assert last - first == 1
@@ -77,14 +87,34 @@ class ToyDevice:
             self.cache.reshape(-1)[plan.kv_slots[first:last]] = ids
             self.shifts.reshape(-1)[plan.kv_slots[first:last]] = shift
             if plan.samples[row]:
-                seed, generated, prompt = self.state[slot]
                 context = self.cache[plan.block_tables[row]].reshape(-1)[:length].tolist()
                 shifts = self.shifts[plan.block_tables[row]].reshape(-1)[:length]
+                contexts.append(context)
+                if slot < 0:
+                    prompt = len(plan.sequences[row].prompt)
+                    assert (shifts == self.wanted_shift(prompt, length)).all()
+                    tokens.append(-7)
+                    continue
+                seed, generated, prompt = self.state[slot]
                 assert (shifts == self.wanted_shift(prompt, length)).all()
                 self.last[slot] = next_token(context, seed, generated)
                 self.state[slot] = seed, generated + 1, prompt
                 tokens.append(self.last[slot])
-        return StepResult(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32))
+        result = StepResult(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32))
+        if plan.beams is not None:
+            assert [i for i, token in enumerate(tokens) if token == -7] == plan.beams.rows.tolist()
+            result.candidates = self.candidates(plan.beams, contexts)
+        return result
+
+    def candidates(self, beams: BeamRows, contexts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+        """Of each beam the most likely tokens. Nothing here has penalties."""
+        assert not beams.seen.size
+        logits = np.array([toy_logits(contexts[row]) for row in beams.rows.tolist()])
+        logits[beams.banned[0], beams.banned[1]] = -np.inf
+        with np.errstate(divide="ignore", invalid="ignore"):  # nothing is possible: NaN, as on a device
+            log_probs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+        ids = np.argsort(-log_probs, axis=1)[:, : beams.width]
+        return ids.astype(np.int32), np.take_along_axis(log_probs, ids, 1).astype(np.float32)
 
     def wanted_shift(self, prompt: int, length: int) -> int:
         """Of all tokens of a sequence of `length` tokens."""
@@ -106,15 +136,19 @@ class ToyDevice:
 
 
 class Run:
-    """A scheduler, the toy device and what came of every request."""
+    """A scheduler, the toy device and what came of every request. overlap: the next plan is made while a step
+    is in flight; "stages": as for two pipeline stages, with micro-batches."""
 
-    def __init__(self, limits: SchedulerLimits, overlap: bool = False):
+    def __init__(self, limits: SchedulerLimits, overlap: bool | str = False):
+        if overlap == "stages":
+            overlap, limits = False, replace(limits, micro_batches=2)
         self.now = 0.0
         self.scheduler = Scheduler(limits, lambda: self.now)
         self.device, self.overlap = ToyDevice(limits), overlap
-        self.pending: tuple[StepPlan, StepResult] | None = None
+        self.pending: deque[tuple[StepPlan, StepResult]] = deque()
         self.tokens: dict[tuple[int, int], list[int]] = defaultdict(list)
         self.ends: dict[tuple[int, int], list[Event]] = defaultdict(list)
+        self.beam_steps: dict[tuple[int, int], list[BeamStep]] = defaultdict(list)
 
     def submit(self, request: int, *prompts: list[int], **params) -> None:
         sequences = [
@@ -125,23 +159,29 @@ class Run:
         self.take(self.scheduler.take_events())
 
     def step(self) -> None:
-        """As the engine's loop does it, one step ahead of the results where overlap is set."""
+        """As the engine's loop does it: one step ahead of the results where overlap is set, and with
+        micro-batches as many plans in flight."""
+        depth = max(self.scheduler.limits.micro_batches, 2 if self.overlap else 1)
         plan = self.scheduler.plan()
         self.take(self.scheduler.take_events())
-        launched = None
         if plan is not None:
             self._check_written(plan)
-            launched = plan, self.device.run(plan)
-        self.settle()
-        self.pending = launched
-        if not self.overlap:
+            self._check_in_flight(plan)
+            self.pending.append((plan, self.device.run(plan)))
+        if plan is None or len(self.pending) >= depth:
             self.settle()
 
     def settle(self) -> None:
-        """Commit the step in flight."""
-        if self.pending is not None:
-            self.take(self.scheduler.commit(*self.pending))
-            self.pending = None
+        """Commit the oldest step in flight."""
+        if self.pending:
+            self.take(self.scheduler.commit(*self.pending.popleft()))
+
+    def _check_in_flight(self, plan: StepPlan) -> None:
+        """With micro-batches a decoding row's sequence has no token in another plan."""
+        if self.scheduler.limits.micro_batches == 1:
+            return
+        others = {id(s) for held, _ in self.pending for s, n in zip(held.sequences, held.samples) if n}
+        assert not others & {id(sequence) for sequence in plan.sequences[: plan.num_decodes]}
 
     def open(self) -> list[Sequence]:
         """The sequences that have not ended."""
@@ -154,12 +194,13 @@ class Run:
             key = (event.request, event.sequence)
             assert not self.ends[key], f"an event after the end of {key}"
             self.tokens[key] += event.tokens
+            self.beam_steps[key] += [event.beams] if event.beams is not None else []
             if event.finish:
                 self.ends[key].append(event)
 
     def finish(self, steps: int = 2000) -> None:
         for _ in range(steps):
-            if not self.scheduler.has_work and self.pending is None:
+            if not self.scheduler.has_work and not self.pending:
                 break
             self.step()
         assert not self.scheduler.has_work
@@ -168,16 +209,28 @@ class Run:
 
     def check_holders(self) -> None:
         """Every block's user count equals its holders; slots and tables agree with the sequences."""
-        cache, running = self.scheduler.cache, [s for s in self.open() if s.stage is not Stage.WAITING]
+        cache, running = self.scheduler.cache, [s for s in self.open() if s.slot >= 0]
+        without = [s for s in self.open() if s.slot < 0]
+        assert all(s.stage in (Stage.WAITING, Stage.DRAINING) and not s.blocks for s in without)
         holders = Counter(block for sequence in running for block in sequence.blocks)
         blocks = range(cache.pool.num_blocks)
         assert [cache.pool.users(block) for block in blocks] == [holders[block] for block in blocks]
         assert cache.pool.num_free == len(blocks) - len(holders)
-        assert len({sequence.slot for sequence in running}) == len(running) == self.scheduler.num_running
+        assert len({sequence.slot for sequence in running}) == len(running)
+        assert len(running) + cache.reserved == self.scheduler.num_running
         for sequence in running:
             assert cache.tables[sequence.slot, : len(sequence.blocks)].tolist() == sequence.blocks
 
     def _check_written(self, plan: StepPlan) -> None:
         pool, size = self.scheduler.cache.pool, self.scheduler.limits.block_tokens
-        for block in {slot // size for slot in plan.kv_slots.tolist()} | {to for _, to in plan.block_copies}:
-            assert pool.users(block) == 1, f"block {block} is written while {pool.users(block)} hold it"
+        for _, block in plan.block_copies:
+            assert pool.users(block) == 1, f"block {block} is copied to while {pool.users(block)} hold it"
+        for row, sequence in enumerate(plan.sequences):
+            first, last = plan.query_starts[row], plan.query_starts[row + 1]
+            beams = sequence.group.sequences
+            for block in {slot // size for slot in plan.kv_slots[first:last].tolist()}:
+                holders = 1
+                if row >= plan.num_decodes and sequence is beams[0]:  # the others wait until it is written
+                    holders = sum(block in beam.blocks for beam in beams)
+                users = pool.users(block)
+                assert users == holders, f"block {block} is written while {users} hold it"

@@ -1,6 +1,6 @@
 """Random checkpoints of every family, through conversion in memory, against transformers.
 
-    python -m tests.backend.models.sweep [checkpoints of each family] [first seed]
+    python -m tests.backend.models.sweep [checkpoints of each family] [first seed] [cpu|cuda]
 
 prints a line for each checkpoint and the totals. Drawn are head counts, head sizes, MLP widths, biases,
 rotary settings, tied and untied heads, residual forms.
@@ -36,12 +36,12 @@ class Result:
     distinct: int
 
 
-def compare(case: FamilyCase, random: Random) -> Result:
+def compare(case: FamilyCase, random: Random, device: str = "cpu") -> Result:
     """A model drawn by `case`, greedy, all prompts in one batch."""
     settings = case.draw(random)
     model = case(seed=random.getrandbits(30), **settings)
     prompts = prompts_of(list(LENGTHS), model.config.vocab_size, seed=random.getrandbits(30))
-    answers = offline_engine(model).generate(prompts, SamplingParams(max_tokens=NEW))
+    answers = offline_engine(model, device).generate(prompts, SamplingParams(max_tokens=NEW))
     agreeing, error, margin, seen = 0, 0.0, 0.0, set()
     for prompt, answer in zip(prompts, answers):
         tokens, logits = hf_greedy(model, prompt, NEW)
@@ -56,11 +56,11 @@ def compare(case: FamilyCase, random: Random) -> Result:
     return Result(settings, len(prompts), agreeing, error, margin, len(seen))
 
 
-def main(count: int = 20, first: int = 1000) -> None:
+def main(count: str = "20", first: str = "1000", device: str = "cpu") -> None:
     for family, case in FAMILIES.items():
         results = []
-        for seed in range(first, first + count):
-            results.append(compare(case, Random(f"{family} {seed}")))
+        for seed in range(int(first), int(first) + int(count)):
+            results.append(compare(case, Random(f"{family} {seed}"), device))
             print(family, seed, results[-1], flush=True)
         print(
             f"{family}: {count} checkpoints, {sum(r.agreeing for r in results)} of "
@@ -71,4 +71,4 @@ def main(count: int = 20, first: int = 1000) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*sys.argv[1:])

@@ -23,7 +23,6 @@ from transformers import (
 from tests.backend.engine.offline_models import fp32_bound, hf_greedy, offline_engine, prompts_of
 from tests.backend.hf_models import randomize
 from tridecode.backend.messages import SamplingParams
-from tridecode.converters.families import families
 
 ORIGINAL = 48  # positions of the training
 LONGEST = 4 * ORIGINAL
@@ -95,8 +94,6 @@ WHOLE_PROMPT = ("dynamic",)
 def model_of(name: str):
     """A new model: transformers' rotary embedding remembers the longest sequence it has seen."""
     config, settings = MODELS[name]
-    if config.model_type not in families():
-        pytest.skip(f"there is no family of {config.model_type}")
     return randomize(AutoModelForCausalLM.from_config(config(**settings)), 3, scale=0.3)
 
 

@@ -88,24 +88,27 @@ class World:
         self.processes = [self.server]
         self.doors: list[Door] = []
 
-    def configure(self, **parameters: object) -> None:
+    def configure(self, more: str = "", **parameters: object) -> None:
+        """more: fields of config.pbtxt beside the parameters."""
         lines = [
             f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}'
             for key, value in parameters.items()
         ]
-        (self.engine_dir / "config.pbtxt").write_text('name: "fastertransformer"\n' + "\n".join(lines))
+        (self.engine_dir / "config.pbtxt").write_text(
+            'name: "fastertransformer"\n' + "\n".join([more, *lines])
+        )
 
     def behave(self, behaviour: str) -> None:
         (self.engine_dir / "behaviour").write_text(behaviour)
 
-    def ensure(self) -> str:
-        return launch.ensure(str(self.engine_dir), self.server.pid)
+    def ensure(self, number: int = 0) -> str:
+        return launch.ensure(str(self.engine_dir), self.server.pid, number)
 
-    def door(self, **options) -> Door:
-        """A door in the name of a process of its own."""
+    def door(self, number: int = 0, **options) -> Door:
+        """A door of an engine in the name of a process of its own."""
         process = subprocess.Popen(["sleep", "600"])
         self.processes.append(process)
-        self.doors.append(Door(self.ensure(), self.server.pid, process.pid, **options))
+        self.doors.append(Door(self.ensure(number), self.server.pid, process.pid, **options))
         return self.doors[-1]
 
     @property

@@ -22,7 +22,7 @@ def main() -> int:
         parser.add_argument(name, required=True)
     for name in ("--epoch", "--rank", "--world"):
         parser.add_argument(name, required=True, type=int)
-    arguments = parser.parse_args()
+    arguments, _ = parser.parse_known_args()  # of several nodes: where the ranks meet
     engine_dir = Path(arguments.engine_dir)
     stopped = threading.Event()
     link = RankLink(arguments.control, arguments.epoch, arguments.rank)

@@ -32,6 +32,43 @@ def test_doors_that_call_at_once_start_one_supervisor(world):
     assert len(world.supervisors()) == 1
 
 
+def test_each_engine_of_instance_group_has_a_supervisor_and_devices_of_its_own(world):
+    world.configure("instance_group [{ count: 2 }]", devices="7,5,4,6", tensor_para_size=2)
+    states = [world.door(number=number).wait("ready") for number in range(2)]
+    assert len({state.endpoint for state in states}) == len(world.supervisors()) == 2
+    found = {}
+    for pid in world.ranks():
+        line = processes.command_line(pid)
+        found.setdefault(line[line.index("--endpoint") + 1], []).append(line[line.index("--devices") + 1])
+    assert [found[state.endpoint] for state in states] == [["7,5"] * 2, ["4,6"] * 2]
+    first, second = world.doors
+    os.kill(_ranks_at(world, states[1].endpoint)[0], signal.SIGKILL)
+    second.wait("ready", states[1].epoch + 1)
+    assert first.states[-1].phase == "ready" and first.states[-1].epoch == states[0].epoch
+
+
+def _ranks_at(world, endpoint: str) -> list[int]:
+    return [pid for pid in world.ranks() if endpoint in processes.command_line(pid)]
+
+
+def test_engines_that_cannot_have_gpus_of_their_own_do_not_start(world):
+    world.configure("instance_group [{ count: 2 }]", devices="0,1,2", tensor_para_size=2)
+    for number in range(2):
+        detail = world.door(number=number).wait("failed").detail
+        assert "2 engines of 2 rank(s) each, which take 4 GPUs; parameter devices names 3" in detail
+    assert not world.ranks()
+
+
+def test_several_engines_of_a_model_are_refused_over_nodes(world, monkeypatch, tmp_path):
+    (tmp_path / "secret").write_text("0123456789abcdef0123456789abcdef")
+    monkeypatch.setenv("TRIDECODE_NODES_SECRET_FILE", str(tmp_path / "secret"))
+    monkeypatch.setenv("TRIDECODE_NODES", "127.0.0.1:7117,other")
+    monkeypatch.setenv("TRIDECODE_NODE", "1")
+    world.configure("instance_group [{ count: 2 }]")
+    detail = world.door(number=1).wait("failed").detail
+    assert "makes 2 engines" in detail and "a job of 2 nodes; wanted 1 instance" in detail
+
+
 def test_a_killed_supervisor_takes_its_ranks_along_and_is_replaced_in_a_later_epoch(world):
     door = world.door()
     first = door.wait("ready")

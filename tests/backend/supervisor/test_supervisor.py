@@ -108,6 +108,22 @@ def test_a_wrong_setting_is_reported_to_the_doors(world):
     assert "config.pbtxt: parameter tensor_para_size is 'two'; wanted a whole number" in failed.detail
 
 
+def test_numbers_of_ranks_that_the_model_cannot_have_are_refused_before_any_rank_starts(world):
+    (world.engine_dir / "1" / "1-gpu").mkdir()
+    (world.engine_dir / "1" / "1-gpu" / "config.ini").write_text("[gpt]\nhead_num = 6\nnum_layer = 5\n")
+    world.configure(tensor_para_size=4)
+    door = world.door()
+    assert "tensor_para_size = 4 does not divide head_num = 6" in door.wait("failed").detail
+    assert "wanted one of 1, 2, 3, 6" in door.states[-1].detail
+    assert not any("python" in state.detail for state in door.states), "a rank was started"
+    world.configure(pipeline_para_size=4)
+    detail = door.wait("failed", door.states[-1].epoch + 1).detail
+    assert "pipeline_para_size = 4 leaves stages without layers" in detail
+    assert detail.endswith("in stages of 2 fills 3; wanted one of 1, 2, 3, 5")
+    world.configure(pipeline_para_size=3)
+    door.wait("ready", door.states[-1].epoch + 1)
+
+
 def test_a_door_that_comes_alone_after_a_change_of_settings_gets_a_new_engine(world):
     first = world.door()
     epoch = first.wait("ready").epoch

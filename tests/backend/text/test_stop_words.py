@@ -46,3 +46,12 @@ def test_a_possible_beginning_of_a_stop_word_is_held_back():
 
 def test_the_empty_stop_word_never_stops():
     assert run_matcher([""], ["a", "b"]) == ("ab", False)
+
+
+def test_a_stop_word_can_be_shown_or_ignored_for_a_while():
+    matcher = StopMatcher(StopAutomaton(["END", "NDX"]), shown=True)
+    assert matcher.push("an END", check=False) == ("an ", False)  # "END" may still become "NDX"
+    assert matcher.push("X rest") == ("ENDX", True)
+    matcher = StopMatcher(StopAutomaton(["END"]), shown=True)
+    assert matcher.push("EN", check=False) == ("", False)
+    assert matcher.push("D.") == ("END", True)  # it began in the ignored part and is completed after it

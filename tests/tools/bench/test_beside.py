@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-import time
+from pathlib import Path
+from types import SimpleNamespace
 
-import psutil
 import pytest
 
 from tests.checkpoints import save, tiny_llama
-from tests.waiting import wait_until
 from tridecode.tools.bench import neighbours
 from tridecode.tools.bench.beside import ENGINE, SERVER, Ratio, run_beside
 from tridecode.tools.bench.engines import ctranslate2, transformers
@@ -36,39 +33,62 @@ def test_a_ratio_is_of_one_rounds_tokens_a_second() -> None:
     assert Ratio((ENGINE, 1), (CTRANSLATE2, 1)).of(one) is None
 
 
-def processor_s(pid: int) -> float:
-    """Seconds of a processor that a process has used."""
-    return sum(psutil.Process(pid).cpu_times()[:2])
+class FakeProc:
+    """A machine of which every figure is known: `/proc` in the form of proc(5), and a clock."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.directory, self.seconds = directory, 100.0
+        monkeypatch.setattr(neighbours, "_PROC", str(directory))
+        monkeypatch.setattr(neighbours, "_TICK_S", 3600.0)  # the block's two ends are the only looks
+        monkeypatch.setattr(neighbours, "time", SimpleNamespace(monotonic=lambda: self.seconds))
+
+    def machine(self, **ticks: int) -> None:
+        names = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal", "guest", "guest_nice")
+        line = " ".join(str(ticks.get(name, 0)) for name in names)
+        (self.directory / "stat").write_text(f"cpu  {line}\ncpu0 {line}\n")
+
+    def process(self, pid: int, parent: int, user: int, system: int = 0, name: str = "a) R (b") -> None:
+        (self.directory / str(pid)).mkdir(exist_ok=True)
+        rest = f"R {parent} {pid} {pid} 0 -1 4194304 1 2 3 4 {user} {system} 99 98 20 0 1 0 5 6 7"
+        (self.directory / str(pid) / "stat").write_text(f"{pid} ({name}) {rest}\n")
 
 
-BURN = "print('up', flush=True)\nwhile True: pass"
-# a process whose parent ends at once is nobody's child
-ORPHAN = f"""
-import subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", {BURN!r}], stdout=subprocess.DEVNULL, start_new_session=True)
-print(child.pid, flush=True)
-"""
+def test_neighbours_are_others_and_not_our_descendants(tmp_path, monkeypatch) -> None:
+    hz = os.sysconf("SC_CLK_TCK")
+    ours, child, grandchild, other = os.getpid(), 4_000_001, 4_000_002, 4_000_003
+    proc = FakeProc(tmp_path, monkeypatch)
+    proc.machine(user=1000 * hz, idle=5000 * hz)
+    proc.process(ours, 1, 10 * hz)
+    proc.process(child, ours, 20 * hz)
+    proc.process(other, 1, 30 * hz)
+    with Neighbours() as found:
+        # eight seconds of four: two ours, one of the child, two of a grandchild that is new, three another's
+        proc.seconds += 4.0
+        proc.machine(user=1005 * hz, system=2 * hz, softirq=1 * hz, idle=5004 * hz, iowait=4 * hz)
+        proc.process(ours, 1, 11 * hz, 1 * hz)
+        proc.process(child, ours, 20 * hz, 1 * hz)
+        proc.process(grandchild, child, 1 * hz, 1 * hz)
+        proc.process(other, 1, 33 * hz)
+    assert found.cores == pytest.approx(3 / 4)
 
 
-def test_neighbours_are_others_and_not_our_children(monkeypatch) -> None:
-    """The machine of this test runs three processes: this one, a child, and somebody else's."""
-    done = subprocess.run([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, check=True)
-    other = psutil.Process(int(done.stdout))
-    child = subprocess.Popen([sys.executable, "-c", BURN], stdout=subprocess.PIPE)
-    try:
-        everybody = (os.getpid(), child.pid, other.pid)
-        monkeypatch.setattr(neighbours, "_busy_s", lambda: sum(map(processor_s, everybody)))
-        assert child.stdout.readline() == b"up\n"
-        child_before, other_before, began = processor_s(child.pid), processor_s(other.pid), time.monotonic()
-        with Neighbours() as found:
-            wait_until(lambda: processor_s(child.pid) - child_before > 0.4, 60, "work of the child")
-            wait_until(lambda: processor_s(other.pid) - other_before > 0.4, 60, "work of the other process")
-        share = (processor_s(other.pid) - other_before) / (time.monotonic() - began)
-        assert found.cores == pytest.approx(share, rel=0.2), "the child's work is not among it"
-    finally:
-        for process in (child, other):
-            process.kill()
-        child.communicate()
+def test_a_descendant_whose_parent_ends_is_still_ours(tmp_path, monkeypatch) -> None:
+    hz = os.sysconf("SC_CLK_TCK")
+    proc = FakeProc(tmp_path, monkeypatch)
+    proc.machine()
+    proc.process(os.getpid(), 1, 0)
+    proc.process(4_000_001, os.getpid(), 0)
+    with Neighbours() as found:
+        proc.seconds += 2.0
+        proc.machine(user=3 * hz)
+        proc.process(4_000_001, 1, 2 * hz)
+    assert found.cores == pytest.approx(1 / 2)
+
+
+def test_this_machine_s_figures_are_read() -> None:
+    with Neighbours() as found:
+        pass
+    assert found.cores >= 0.0
 
 
 @pytest.mark.server
@@ -87,6 +107,7 @@ def test_a_report_has_every_engine_and_no_path(tmp_path) -> None:
     for engine in (ENGINE, SERVER, TRANSFORMERS):
         assert [row["batch"] for row in medians[engine]] == [1, 2]
         assert all(row["total_tokens_per_s"] > 0 for row in medians[engine])
+    assert medians[ENGINE][0]["steady_step_ms"] > 0 and medians[TRANSFORMERS][0]["steady_step_ms"] is None
     assert report["results"]["ratios"][f"{ENGINE} with 1 over {TRANSFORMERS} with 1"] > 0
     assert (tmp_path / "results" / "tiny.png").stat().st_size > 1000
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -16,8 +17,14 @@ from tridecode.tools.bench.engines.ctranslate2 import bench_ctranslate2
 from tridecode.tools.bench.engines.ours import bench_engine
 from tridecode.tools.bench.engines.transformers import bench_transformers
 from tridecode.tools.bench.engines.vllm import bench_vllm
-from tridecode.tools.bench.load.workloads import workload_prompts
-from tridecode.tools.bench.measure import Job, measure, timing
+from tridecode.tools.bench.load.workloads import (
+    MIX_OUTPUT,
+    MIX_PROMPT,
+    MIX_SIGMA,
+    mix_requests,
+    workload_prompts,
+)
+from tridecode.tools.bench.measure import Job, Run, Step, latencies, measure, steady_gaps, timing
 from tridecode.tools.bench.presets import random_prompts
 from tridecode.tools.cli import app
 
@@ -26,6 +33,56 @@ def test_a_step_is_the_time_of_all_tokens_less_the_first_over_the_rest() -> None
     figures = timing(4, 11, one=[0.5, 0.4, 0.6], whole=[1.5, 9.0, 1.4])
     assert figures.first_token_ms == 500 and figures.step_ms == 100
     assert figures.tokens_per_s == 40 and figures.total_tokens_per_s == round(44 / 1.5, 2)
+
+
+def test_a_steady_step_is_between_two_that_all_sequences_decode_in() -> None:
+    steps = [
+        Step(0.0, 0, 30),
+        Step(0.5, 2, 0),
+        Step(0.6, 2, 0),
+        Step(1.0, 2, 9),
+        Step(1.1, 2, 0),
+        Step(1.3, 2, 0),
+    ]
+    gaps = steady_gaps([*steps, Step(9.0, 1, 0)], 2)
+    assert gaps == pytest.approx([0.1, 0.2])
+    assert timing(2, 11, [0.5], [1.5], gaps).steady_step_ms == pytest.approx(150)
+    assert timing(2, 11, [0.5], [1.5]).steady_step_ms is None
+
+
+def test_latencies_are_of_requests_from_their_arrival_and_of_steps_by_their_kind() -> None:
+    steps = [Step(1.0, 0, 40), Step(1.5, 1, 20), Step(1.7, 2, 0), Step(1.8, 2, 0)]
+    found = latencies([Run([0.0, 1.0], [[1.0, 1.5, 1.7], [1.5, 1.7, 1.8]], steps)], slots=4)
+    assert found["first_token_p50_ms"] == 750 and found["token_gap_p50_ms"] == pytest.approx(200)
+    assert (found["mixed_steps"], found["decode_steps"]) == (1, 2)
+    assert found["mixed_step_ms"] == 500 and found["decode_step_ms"] == pytest.approx(150)
+    assert found["prompt_tokens_per_mixed_step"] == 30 and found["decoding_share"] == 5 / 16
+
+
+def test_the_mix_has_the_lengths_it_is_said_to_have() -> None:
+    prompts, outputs = mix_requests(1024, 4000)
+    lengths = np.array([len(prompt) for prompt in prompts])
+    for found, (median, least, most) in ((lengths, MIX_PROMPT), (np.array(outputs), MIX_OUTPUT)):
+        assert np.median(found) == pytest.approx(median, rel=0.05)
+        assert least <= found.min() and found.max() == most
+        inner = np.log(
+            found[(found > least) & (found < most)]
+        )  # the middle half of a normal: 1.349 deviations
+        assert np.subtract(*np.percentile(inner, [75, 25])) == pytest.approx(1.349 * MIX_SIGMA, rel=0.1)
+    assert mix_requests(1024, 50, 1) == mix_requests(1024, 50, 1) != mix_requests(1024, 50, 2)
+
+
+@pytest.mark.parametrize("rate", ["0", "200"])
+def test_the_mix_is_answered_with_the_lengths_that_each_request_wants(rate, tmp_path) -> None:
+    arguments = ["bench", "mix", "--preset", "toy", "--requests", "12", "--slots", "3", "--rate", rate]
+    arguments += ["--repeats", "1", "--device", "cpu", "--output", str(tmp_path)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    report = json.loads((tmp_path / "mix-toy.json").read_text())
+    load, (prompts, outputs) = report["results"]["tridecode"]["workload"], mix_requests(1024, 12)
+    assert (load["prompt_tokens"], load["output_tokens"]) == (sum(map(len, prompts)), sum(outputs))
+    assert 0 < load["decoding_share"] <= 1 and load["first_token_p95_ms"] >= load["first_token_p50_ms"] > 0
+    assert load["mixed_steps"] > 0 and load["decode_steps"] > 0
 
 
 def test_every_engine_is_asked_the_same_prompts() -> None:

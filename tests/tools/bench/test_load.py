@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -186,7 +187,9 @@ def test_ctrl_c_ends_a_load_without_a_traceback_of_any_process(tmp_path) -> None
         command = [sys.executable, "-m", "tridecode.tools.cli", "bench", "load", "--url", server.url]
         command += ["--model", "text", "--prompts", str(tmp_path / "p.jsonl"), "--output", str(tmp_path)]
         pipe = subprocess.PIPE
-        child = subprocess.Popen(command, stdout=pipe, stderr=pipe, start_new_session=True)
+        # a shell's background job, which the tests may be, ignores SIGINT and hands that on
+        heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        child = subprocess.Popen(command, stdout=pipe, stderr=pipe, start_new_session=True, preexec_fn=heed)
         deadline = time.monotonic() + 60
         while not server.requests and time.monotonic() < deadline:
             time.sleep(0.1)

@@ -1,0 +1,96 @@
+"""Tokens per second of two pipeline stages on a CPU, with one plan in flight and with two, in turns.
+
+    python -m tests.backend.engine.pipeline_rates --rounds 12 --batches 1 4 16 64
+
+The model has random weights. Printed are the medians, the median ratio of each round, and the processors that
+other processes used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from tridecode.backend.config import EngineConfig, ModelConfig, RopeConfig
+from tridecode.backend.engine.agreement import PlanOrder
+from tridecode.backend.engine.engine import Engine
+from tridecode.backend.engine.loop import follow
+from tridecode.backend.engine.parallel import ProcessRanks
+from tridecode.backend.engine.settings import resolve
+from tridecode.backend.supervisor.rank_link import RankStatus
+from tridecode.tools.bench.engines.ours import LoopRunner
+from tridecode.tools.bench.neighbours import Neighbours
+
+HIDDEN, LAYERS, VOCAB = 256, 8, 8192
+PROMPT = 16  # tokens
+STEPS = {1: 60, 4: 60, 16: 40, 64: 24}  # of a run with so many sequences, about half a second
+MODEL = ModelConfig(
+    "llama", "small", LAYERS, HIDDEN, HIDDEN // 32, HIDDEN // 32, 32, 704, VOCAB, 1024, 1e-5, 1, 2, "fp32",
+    "silu", RopeConfig(32), attention_bias=False, mlp_bias=False, tied_head=False,
+)  # fmt: skip
+
+
+def load(rank: int, meeting: str) -> Engine:
+    torch.set_num_threads(1)
+    cpu = torch.device("cpu")
+    config = EngineConfig(
+        pipeline_para_size=2, device="cpu", weights="random", cache_bytes=256 << 20, max_sequence_tokens=512
+    )
+    ranks = ProcessRanks(rank, 1, 2, meeting, cpu)
+    return Engine.load(Path("."), MODEL, resolve(config, MODEL, cpu), ranks, cpu)
+
+
+def runs(rounds: int, batches: list[int]) -> Iterator[tuple[int, bool]]:
+    """(sequences, with two plans in flight) of each run, after one to warm up."""
+    yield batches[0], False
+    for number in range(rounds):
+        for batch in batches:
+            first = bool(number % 2)
+            yield from ((batch, first), (batch, not first))
+
+
+def follower(meeting: str, rounds: int, batches: list[int]) -> None:
+    engine = load(1, meeting)
+    for _, pipelined in runs(rounds, batches):
+        engine.ranks.is_pipelined = pipelined  # type: ignore[misc]
+        engine.ranks._order = PlanOrder(1)  # type: ignore[union-attr]
+        follow(engine, RankStatus())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--batches", type=int, nargs="+", default=list(STEPS), choices=list(STEPS))
+    given = parser.parse_args()
+    rates: dict[tuple[int, bool], list[float]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as folder, Neighbours() as neighbours:
+        meeting = f"file://{folder}/ranks"
+        arguments = (meeting, given.rounds, given.batches)
+        other = multiprocessing.get_context("spawn").Process(target=follower, args=arguments, daemon=True)
+        other.start()
+        engine = load(0, meeting)
+        for batch, pipelined in runs(given.rounds, given.batches):
+            engine.ranks.is_pipelined = pipelined  # type: ignore[misc]
+            prompts = [[number % 50 + 3] * PROMPT for number in range(batch)]
+            seconds = LoopRunner(engine).generate(prompts, STEPS[batch])
+            engine.ranks.broadcast_plan(None)
+            rates[batch, pipelined].append(batch * STEPS[batch] / seconds)
+        other.join()
+    rates[given.batches[0], False].pop(0)
+    for batch in given.batches:
+        one, two = rates[batch, False], rates[batch, True]
+        ratio = statistics.median(b / a for a, b in zip(one, two, strict=True))
+        medians = f"{statistics.median(one):.1f} and {statistics.median(two):.1f} tokens/s"
+        print(f"{batch} sequences, one plan and two: {medians}, ratio {ratio:.2f}")
+    print(f"others used {neighbours.cores:.2f} processors")
+
+
+if __name__ == "__main__":
+    main()

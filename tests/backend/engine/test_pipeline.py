@@ -1,0 +1,163 @@
+"""Pipeline stages with several plans in flight: they work at the same time, and the answers are those of one
+stage."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.backend.engine.loop_front import run_loop
+from tests.backend.engine.offline_models import prompts_of
+from tests.backend.engine.thread_ranks import on_ranks
+from tests.backend.engine.toy_device import Run, expected, limits
+from tests.checkpoints import FAMILIES, save
+from tridecode.backend.engine.engine import Engine
+from tridecode.backend.engine.offline import OfflineEngine
+from tridecode.backend.messages import SamplingParams
+from tridecode.converters.checkpoint import open_checkpoint
+from tridecode.converters.convert import plan_conversion
+
+WAIT_S = 20.0
+NEW = 10
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pipeline")
+    model = FAMILIES["gpt2"](**{**FAMILIES["gpt2"].shared, "n_layer": 4})
+    plan_conversion(open_checkpoint(str(save(model, folder / "hf")))).write(folder / "w")
+    return folder / "w"
+
+
+class Stages:
+    """Lets the last stage begin its n-th step only when the first stage has begun the one after it."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Condition()
+        self.steps = 0
+        self.late = 0
+
+    def watch(self, engine: Engine) -> None:
+        forward, own = engine.model.forward, [0]
+
+        def watched(*arguments) -> None:
+            own[0] += 1
+            with self.begun:
+                if engine.ranks.stage == 0:
+                    self.steps = own[0]
+                    self.begun.notify_all()
+                elif not self.begun.wait_for(lambda: self.steps > own[0], 2.0):
+                    self.late += 1
+            forward(*arguments)
+
+        engine.model.forward = watched  # type: ignore[method-assign]
+
+
+def test_the_first_stage_has_begun_the_next_step_before_the_last_begins_this_one(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two streams, one step in each stage, until the last steps: nothing comes after them."""
+    stages, load = Stages(), Engine.load.__func__  # type: ignore[attr-defined]
+
+    def watched(cls, *arguments) -> Engine:
+        engine = load(cls, *arguments)
+        stages.watch(engine)
+        return engine
+
+    monkeypatch.setattr(Engine, "load", classmethod(watched))
+
+    def use(offline: OfflineEngine) -> int:
+        offline.submit([1, 2, 3], SamplingParams(max_tokens=NEW))
+        offline.step()
+        offline.submit([4, 5], SamplingParams(max_tokens=NEW))
+        offline.run()
+        return offline.scheduler.counters.output_tokens
+
+    tokens, _ = on_ranks(directory, 1, 2, use, pipelined=True)
+    assert tokens == 2 * NEW and stages.steps == 2 * NEW
+    assert stages.late <= 2
+
+
+EVERY = [
+    SamplingParams(max_tokens=NEW),
+    SamplingParams(max_tokens=NEW, top_k=0, top_p=0.9, temperature=1.5, seed=5, return_log_probs=True),
+    SamplingParams(max_tokens=NEW, repetition_penalty=1.3, top_log_probs=2),
+    SamplingParams(max_tokens=NEW, num_return_sequences=3, top_k=9, seed=8),
+    SamplingParams(max_tokens=NEW, beam_width=2, len_penalty=1.0, beam_pool=True),
+    SamplingParams(max_tokens=NEW, return_generation_logits=True, return_context_log_prob=True),
+    SamplingParams(max_tokens=0, return_context_embedding=True),
+    SamplingParams(max_tokens=1, return_context_logits=True),
+]
+
+
+@pytest.mark.parametrize("pipelined", [True, False])
+@pytest.mark.parametrize(("stages", "blocks"), [(2, 40), (4, 40), (2, 12)])
+def test_answers_do_not_depend_on_the_number_of_stages(
+    directory: Path, stages: int, blocks: int, pipelined: bool
+) -> None:
+    """12 blocks: sequences are preempted while a token of theirs is in flight."""
+    vocab = 96
+    prompts = prompts_of([9, 3, 17, 5, 6, 20, 30, 4], vocab)
+
+    def use(offline: OfflineEngine) -> tuple[list, int]:
+        assert offline.engine.num_blocks == blocks
+        numbers = [offline.submit(prompt, params) for prompt, params in zip(prompts, EVERY)]
+        offline.run()
+        done = [offline.generations[number] for number in numbers]
+        return done, offline.scheduler.counters.preemptions
+
+    def on(stages: int):
+        block = blocks * sizes[stages]
+        sized = dict(max_sequences=8, max_step_tokens=24, cache_bytes=block)
+        return on_ranks(directory, 1, stages, use, pipelined, **sized)[0]
+
+    sizes = {stages: _block_bytes(directory, stages) for stages in (1, stages)}
+    (wanted, _), (found, preemptions) = on(1), on(stages)
+    for one, other in zip(found, wanted, strict=True):
+        assert [sample.tokens for sample in one.sequences] == [sample.tokens for sample in other.sequences]
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
+        assert [top.ids for top in one.top_log_probs] == [top.ids for top in other.top_log_probs]
+        assert one.context_log_prob == pytest.approx(other.context_log_prob, abs=1e-3)
+        assert len(one.context_logits) == len(other.context_logits)
+        assert len(one.generation_logits) == len(other.generation_logits)
+        assert (one.embedding is None) == (other.embedding is None)
+        if one.embedding is not None:
+            assert one.embedding == pytest.approx(other.embedding, abs=1e-3)
+    assert (preemptions > 0) == (blocks == 12)
+
+
+def _block_bytes(directory: Path, stages: int) -> int:
+    return on_ranks(directory, 1, stages, lambda offline: offline.engine._block_bytes())[0]
+
+
+def test_the_loop_ends_with_steps_in_flight(directory: Path) -> None:
+    def use(offline: OfflineEngine) -> tuple[list[int], list[str]]:
+        with run_loop(offline) as (front, status):
+            front.ask([1, 2, 3], SamplingParams(max_tokens=5), "")
+            for _ in range(2000):
+                if front.finishes:
+                    break
+                threading.Event().wait(0.005)
+            first = list(front.tokens)
+            front.ask([1, 2, 3], SamplingParams(max_tokens=50), "")
+            while status.steps < 8:
+                threading.Event().wait(0.002)
+        return first, front.finishes
+
+    (tokens, finishes), _ = on_ranks(directory, 1, 2, use, pipelined=True)
+    alone, _ = on_ranks(directory, 1, 1, lambda offline: offline.generate([[1, 2, 3]], EVERY[0])[0].tokens)
+    assert tokens == alone[:5] and finishes == ["length", "error"]
+
+
+def test_sequences_spread_over_the_plans_in_flight() -> None:
+    run = Run(limits(num_blocks=60, max_sequences=8, max_step_tokens=64, micro_batches=4))
+    for request in range(8):
+        run.submit(request, [request], max_tokens=12)
+    for _ in range(16):
+        run.step()
+    sizes = [plan.num_rows for plan, _ in run.pending]
+    assert sizes == [2, 2, 2]  # and the plan to come
+    run.finish()
+    assert all(run.tokens[request, 0] == expected([request], 12) for request in range(8))

@@ -1,0 +1,316 @@
+"""Sampling over logits that several ranks share: the tokens, log probabilities and state of Reference.sample
+on the whole logits. The ranks are threads; TRIDECODE_TEST_DEVICE=cuda runs them on one GPU."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.backend.engine.offline_models import DEVICE
+from tests.backend.engine.thread_ranks import Meeting, ThreadRanks
+from tridecode.backend.engine import vocab_draw, vocab_logits
+from tridecode.backend.engine.plan import BeamRows
+from tridecode.backend.engine.sampling import candidate_rows
+from tridecode.backend.engine.vocab_draw import threshold, uniforms
+from tridecode.backend.engine.vocab_sampler import sample
+from tridecode.backend.engine.vocab_share import mask_padding, values_at, whole_rows
+from tridecode.backend.weight_layout import VocabShare
+from tridecode.kernels import philox
+from tridecode.kernels.reference import Reference
+from tridecode.kernels.sampling_state import SamplingState
+from tridecode.kernels.top_log_probs import best_tokens, raw_log_probs
+
+SLOTS, HISTORY = 64, 24
+
+
+def on_ranks(world: int, work: Callable[[int, ThreadRanks], Any]) -> list[Any]:
+    """What `work` returns on each of `world` tensor ranks."""
+    meeting, found, errors = Meeting(world, 1), [None] * world, []
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = work(rank, ThreadRanks(meeting, rank))
+        except BaseException as error:
+            errors.append(error)
+            for barrier in meeting.barriers.values():
+                barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if errors:
+        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+    return found
+
+
+def cut(x: Tensor, share: VocabShare, padding: float = 7.0) -> Tensor:
+    """The columns of a rank, as a head with padded rows gives them: padding has any value."""
+    out = torch.full((x.shape[0], share.size), padding, dtype=x.dtype, device=x.device)
+    out[:, : share.count] = x[:, share.first : share.stop]
+    return out
+
+
+def random_state(vocab: int, rows: int, random: np.random.Generator, **always: Any) -> SamplingState:
+    """Slots with every setting mixed, a history, counts of it and bad words. always: columns of all slots."""
+    state = SamplingState.allocate(SLOTS, HISTORY, vocab, 8, torch.device(DEVICE))
+    for slot in range(rows):
+        ks = [0, 0, 1, 2, 5, 40, vocab - 1, vocab, vocab + 9]
+        some = {
+            "top_k": int(random.choice(ks)),
+            "top_p": float(random.choice([1.0, 0.0, 0.1, 0.5, 0.9, 0.999])),
+            "temperature": float(random.choice([0.0, 0.3, 1.0, 1.7])),
+            "repetition_penalty": float(random.choice([1.0, 1.3, 0.8])),
+            "presence_penalty": float(random.choice([0.0, 0.4])),
+            "frequency_penalty": float(random.choice([0.0, -0.3])),
+            "min_tokens": int(random.choice([0, 5])),
+            "end_id": int(random.integers(-1, vocab)),
+            "generated": int(random.integers(0, 9)),
+            "seed": int(random.integers(0, 2**63)),
+            "return_log_probs": int(random.integers(0, 2)),
+            "top_p_decay": float(random.choice([1.0, 0.9])),
+            "top_p_min": 0.2,
+            "top_p_reset_id": int(random.integers(-1, vocab)),
+            **always,
+        }
+        some["top_p_now"] = some["top_p"]
+        for name, value in some.items():
+            state.column(name)[slot] = value
+        history = random.integers(0, vocab, HISTORY)
+        length = int(random.integers(3, HISTORY + 1))
+        state.history[slot] = torch.from_numpy(history.astype(np.int32))
+        state.column("history_length")[slot] = length
+        ids = torch.from_numpy(history[:length])
+        state.counts[slot] = torch.bincount(ids, minlength=vocab).to(torch.int16)
+        if random.integers(0, 2):  # one word of an id, one that the history ends with, one that it does not
+            words = [[int(random.integers(0, vocab))], [*history[length - 2 : length].tolist(), 0]]
+            words.append([(int(history[length - 1]) + 1) % vocab, 1])
+            ends = np.cumsum([len(word) for word in words])
+            state.column("num_bad_words")[slot] = len(words)
+            flat = [token for word in words for token in word]
+            state.bad_ids[slot, : len(flat)] = torch.tensor(flat, dtype=torch.int32)
+            state.bad_ends[slot, : len(ends)] = torch.from_numpy(ends.astype(np.int32))
+    return state
+
+
+def cloned(state: SamplingState, share: VocabShare | None = None) -> SamplingState:
+    parts = {name: getattr(state, name).clone() for name in state.__dataclass_fields__}
+    if share is not None:
+        parts["counts"] = cut(parts["counts"], share, 0)
+    return SamplingState(**parts)
+
+
+def compare(logits: Tensor, slots: list[int], state: SamplingState, world: int) -> list[int]:
+    """Sample on `world` ranks and with Reference; the tokens."""
+    vocab, place = logits.shape[1], logits.device
+    wanted_state, slot_ids = cloned(state), torch.tensor(slots, dtype=torch.int32, device=place)
+    wanted = torch.full((len(slots),), -7, dtype=torch.int32, device=place)
+    wanted_probs = torch.zeros(len(slots), device=place)
+    Reference().sample(logits.clone(), slot_ids, wanted_state, tokens=wanted, log_probs=wanted_probs)
+
+    def work(rank: int, ranks: ThreadRanks) -> tuple[Tensor, Tensor, SamplingState]:
+        share = VocabShare(vocab, rank, world)
+        mine, own = mask_padding(cut(logits, share), share), cloned(state, share)
+        tokens, log_probs = torch.full_like(wanted, -7), torch.full_like(wanted_probs, 3.0)
+        untouched = mine[slot_ids < 0].clone()
+        sample(mine, slot_ids, own, share, ranks, tokens=tokens, log_probs=log_probs)
+        assert torch.equal(mine[slot_ids < 0], untouched)  # candidates of beams read them afterwards
+        return tokens, log_probs, own
+
+    done = on_ranks(world, work)
+    for rank, (tokens, log_probs, own) in enumerate(done):
+        share = VocabShare(vocab, rank, world)
+        assert tokens.tolist() == wanted.tolist()
+        torch.testing.assert_close(log_probs, wanted_probs, atol=1e-5, rtol=0)
+        for name in ("slots", "last_tokens", "history"):
+            assert torch.equal(getattr(own, name), getattr(wanted_state, name)), name
+        assert torch.equal(own.counts, cut(wanted_state.counts, share, 0))
+    return wanted.tolist()
+
+
+@pytest.mark.parametrize(("vocab", "world"), [(1000, 2), (1003, 4), (50257, 2), (9, 2), (10, 4)])
+def test_all_settings_give_the_tokens_of_the_whole_logits(vocab: int, world: int) -> None:
+    """Vocabularies of 9 and 10 leave ranks without ids: a share is a multiple of 8."""
+    random = np.random.default_rng(vocab)
+    rounds, rows = (2, 12) if vocab > 10_000 else (6, 48)
+    for scale in np.linspace(0.5, 6.0, rounds):
+        state = random_state(vocab, SLOTS, random)
+        logits = torch.from_numpy(random.normal(0, scale, (rows, vocab)).astype(np.float32)).to(DEVICE)
+        slots = random.permutation(SLOTS)[:rows]
+        slots[random.random(rows) < 0.1] = -1
+        compare(logits, slots.tolist(), state, world)
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 1}, {"temperature": 0.0}, {}])
+def test_equal_logits_across_ranks(settings: dict) -> None:
+    """Greedy takes the lowest id of all ranks; top-k and top-p keep all ids that equal the last one."""
+    random = np.random.default_rng(3)
+    state = random_state(40, SLOTS, random, **settings)
+    logits = torch.from_numpy(random.integers(-2, 3, (SLOTS, 40)).astype(np.float32)).to(DEVICE)
+    logits[:, 5] = logits[:, 30] = 4.0
+    logits[1], logits[2], logits[3] = (
+        0.0,
+        -3.0,
+        torch.where(torch.arange(40, device=DEVICE) % 2 == 0, -0.0, 0.0),
+    )
+    for world in (2, 4):
+        compare(logits, list(range(SLOTS)), state, world)
+
+
+def test_a_plain_greedy_batch_exchanges_one_message(monkeypatch) -> None:
+    random = np.random.default_rng(4)
+    logits = torch.from_numpy(random.normal(size=(5, 100)).astype(np.float32)).to(DEVICE)
+    state = SamplingState.allocate(8, 4, 100, 2, torch.device(DEVICE))
+    state.column("top_k")[:] = 1
+    sent: list[tuple[int, ...]] = []
+
+    class Counting(ThreadRanks):
+        def gather(self, x: Tensor) -> Tensor:
+            sent.append(tuple(x.shape))
+            return super().gather(x)
+
+        def all_reduce(self, x: Tensor) -> None:
+            raise AssertionError("a sum over the ranks")
+
+    def work(rank: int, ranks: ThreadRanks) -> list[int]:
+        share, own = VocabShare(100, rank, 2), cloned(state)
+        tokens, log_probs = torch.zeros(5, dtype=torch.int32, device=DEVICE), torch.zeros(5, device=DEVICE)
+        slots = torch.arange(5, dtype=torch.int32, device=DEVICE)
+        ranks = Counting(ranks.meeting, rank)
+        sample(cut(logits, share), slots, own, share, ranks, tokens=tokens, log_probs=log_probs)
+        return tokens.tolist()
+
+    assert on_ranks(2, work) == [logits.argmax(1).tolist()] * 2
+    assert sent == [(2, 5)] * 2
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 1}, {"top_k": 0, "top_p": 0.8}, {"top_k": 7}])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_logits_that_are_not_numbers_on_one_rank_end_the_row_on_all(settings: dict, bad: float) -> None:
+    random = np.random.default_rng(5)
+    state = random_state(60, SLOTS, random, num_bad_words=0, temperature=1.0, **settings)
+    state.column("num_bad_words")[:] = 0
+    logits = torch.from_numpy(random.normal(size=(6, 60)).astype(np.float32)).to(DEVICE)
+    logits[1, 45], logits[3] = bad, bad
+    assert [token < 0 for token in compare(logits, [9, 1, 2, 3, 4, 5], state, 2)] == [
+        False, True, False, True, False, False,
+    ]  # fmt: skip
+
+
+def test_where_nothing_is_possible_the_end_is_taken() -> None:
+    random = np.random.default_rng(6)
+    state = random_state(30, SLOTS, random, return_log_probs=1, end_id=21)
+    state.column("end_id")[2] = -1
+    logits = torch.full((4, 30), -torch.inf, device=DEVICE)
+    logits[3, 28] = 0.0  # on the last rank alone
+    state.column("num_bad_words")[:] = 0
+    assert compare(logits, [0, 1, 2, 3], state, 2) == [21, 21, 0, 28]
+
+
+def test_a_top_k_beyond_what_is_exchanged_is_searched_by_bits(monkeypatch) -> None:
+    monkeypatch.setattr(vocab_draw, "MOST_CANDIDATES", 3)
+    random = np.random.default_rng(7)
+    state = random_state(500, SLOTS, random, temperature=1.3, top_k=60)
+    state.column("top_k")[::3] = 499
+    logits = torch.from_numpy(random.normal(0, 3, (SLOTS, 500)).astype(np.float32)).to(DEVICE)
+    logits[:9] = logits[:9].round()  # ties at the k-th
+    compare(logits, list(range(SLOTS)), state, 4)
+
+
+def test_rows_are_drawn_in_parts(monkeypatch) -> None:
+    monkeypatch.setattr(vocab_draw, "_VALUES", 300)
+    random = np.random.default_rng(8)
+    state = random_state(200, SLOTS, random, temperature=1.0, top_k=0)
+    logits = torch.from_numpy(random.normal(0, 3, (40, 200)).astype(np.float32)).to(DEVICE)
+    compare(logits, list(range(40)), state, 2)
+
+
+def test_the_threshold_is_a_value_of_the_row_at_exact_weights() -> None:
+    """Against a sort, for weights that have no rounding, with negative values, both zeros and extremes."""
+    random = np.random.default_rng(9)
+    values = random.choice([-3e38, -1.5, -1e-40, -0.0, 0.0, 1e-40, 2.0, 2.0000002, 3e38], (20, 64))
+    values = values.astype(np.float32)
+    weights = random.integers(1, 9, values.shape).astype(np.float64)
+    wanted = np.array([random.integers(1, row.sum() + 1) for row in weights], np.float64)
+    place = torch.device(DEVICE)
+
+    def work(rank: int, ranks: ThreadRanks) -> Tensor:
+        part = slice(32 * rank, 32 * rank + 32)
+        x, w = (torch.from_numpy(a[:, part].copy()).to(place) for a in (values, weights))
+        return threshold(x, w, torch.from_numpy(wanted).to(place), ranks, is_share=False).cpu()
+
+    found = on_ranks(2, work)[1].numpy()
+    for row in range(20):
+        order = np.argsort(-values[row], kind="stable")
+        reached = np.cumsum(weights[row, order]) >= wanted[row]
+        assert found[row] == values[row, order[reached.argmax()]]
+
+
+def test_the_generator_is_philox_for_every_seed_and_counter() -> None:
+    random = np.random.default_rng(10)
+    for seed in (0, 1, 2**64 - 1, int(random.integers(2**63)) + 2**63):
+        ids, drawn = random.integers(0, 250_880, 200), int(random.integers(0, 2**20))
+        wanted = philox.uniforms((seed & 0xFFFFFFFF, seed >> 32), ids, drawn)
+        seeds = torch.from_numpy(np.full(200, seed, np.uint64).view(np.int64))
+        found = uniforms(seeds, torch.from_numpy(ids), torch.full((200,), drawn))
+        assert np.array_equal(found.numpy(), wanted)
+
+
+@pytest.mark.parametrize(("vocab", "world"), [(90, 2), (10, 4)])
+def test_other_readers_of_logits_get_those_of_the_whole_vocabulary(vocab: int, world: int) -> None:
+    """Candidates of beams, the most likely tokens, whole rows and single values."""
+    random = np.random.default_rng(11)
+    logits = torch.from_numpy(random.normal(0, 2, (6, vocab)).astype(np.float32)).to(DEVICE)
+    banned = np.stack([np.repeat([0, 1, 2], 3), random.integers(0, vocab, 9)]).astype(np.int32)
+    if vocab == 10:  # fewer possible tokens than candidates: every id must still be one of the vocabulary
+        banned = np.stack([np.zeros(8), np.arange(8)]).astype(np.int32)
+    beams = BeamRows(
+        rows=np.array([0, 2, 5], np.int32),
+        width=min(12, vocab),
+        temperature=np.array([1, 0.7, 2], np.float32),
+        repetition=np.array([1, 1.5, 0.8], np.float32),
+        presence=np.array([0.1, 0, 0], np.float32),
+        frequency=np.array([0, 0.2, 0], np.float32),
+        seen=np.stack(
+            [np.repeat([0, 1, 2], 5), random.permutation(vocab)[:5].tolist() * 3, [1, 2, 3, 4, 5] * 3]
+        ).astype(np.int32),
+        banned=banned,
+    )
+    place = torch.device(DEVICE)
+    shape = 3, beams.width
+    ids, log_probs = torch.zeros(shape, dtype=torch.int32, device=place), torch.zeros(shape, device=place)
+    Reference().candidates(logits, candidate_rows(beams, place), ids=ids, log_probs=log_probs)
+    rows, chosen = torch.tensor([1, 4], device=place), torch.tensor([3, vocab - 1], device=place)
+    tops = best_tokens(raw_log_probs(logits, rows), chosen, 5)
+
+    def work(rank: int, ranks: ThreadRanks):
+        share = VocabShare(vocab, rank, world)
+        mine = mask_padding(cut(logits, share), share)
+        found = torch.zeros_like(ids), torch.zeros_like(log_probs)
+        vocab_logits.beam_candidates(mine, beams, share, ranks, *found)
+        raw = vocab_logits.raw_log_probs(mine, rows, ranks)
+        best = vocab_logits.best_tokens(raw, chosen, 5, share, ranks)
+        targets = torch.arange(6, device=place) * (vocab - 1) // 5
+        picked = (
+            values_at(mine, targets, share, ranks),
+            vocab_logits.log_probs_at(mine, targets, share, ranks),
+        )
+        return found, best, whole_rows(mine, share, ranks), targets, picked
+
+    for found, best, rows_of, targets, picked in on_ranks(world, work):
+        finite = torch.isfinite(log_probs)
+        assert torch.equal(found[0][finite], ids[finite])
+        assert all(len(set(row)) == beams.width and max(row) < vocab for row in found[0].tolist())
+        torch.testing.assert_close(found[1], log_probs, atol=1e-5, rtol=0)
+        assert torch.equal(best[0], tops[0])
+        torch.testing.assert_close(best[1], tops[1], atol=1e-5, rtol=0)
+        assert torch.equal(rows_of, logits)
+        assert torch.equal(picked[0], logits.gather(1, targets[:, None])[:, 0])
+        wanted = logits.double().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+        torch.testing.assert_close(picked[1], wanted, atol=1e-5, rtol=0)

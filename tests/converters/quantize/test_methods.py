@@ -1,0 +1,274 @@
+"""The methods over single matrices, against float64 written out step by step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tridecode.backend.errors import CheckpointError
+from tridecode.converters.quantize.awq import awq_scales, clipped
+from tridecode.converters.quantize.gptq import gptq
+from tridecode.converters.quantize.rounding import Grid
+from tridecode.converters.quantize.smoothquant import smoothing_scales
+
+OUT, IN, TOKENS = 24, 96, 400
+
+
+def weight_of(seed: int, out: int = OUT, inputs: int = IN) -> Tensor:
+    return torch.randn(out, inputs, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def inputs_of(seed: int, inputs: int = IN, tokens: int = TOKENS) -> Tensor:
+    """(tokens, inputs): correlated, and of different sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    mixed = torch.randn(tokens, inputs, generator=generator, dtype=torch.float64)
+    mixed = mixed @ torch.randn(inputs, inputs, generator=generator, dtype=torch.float64) / inputs**0.5
+    return (
+        mixed
+        * torch.linspace(0.2, 3, inputs, dtype=torch.float64)[torch.randperm(inputs, generator=generator)]
+    )
+
+
+def hessian_of(x: Tensor) -> Tensor:
+    return x.T @ x / x.shape[0]
+
+
+def error_of(weight: Tensor, rounded: Tensor, x: Tensor) -> float:
+    """||(W - Wq) x|| / ||W x||."""
+    return float(((weight - rounded.double()) @ x.T).norm() / (weight @ x.T).norm())
+
+
+def written_out(weight: Tensor, group_size: int, format: str, symmetric: bool) -> Tensor:
+    """Rounding to nearest, number by number."""
+    out = torch.empty_like(weight)
+    for row in range(weight.shape[0]):
+        for first in range(0, weight.shape[1], group_size or weight.shape[1]):
+            group = weight[row, first : first + (group_size or weight.shape[1])]
+            least, most, zero = -127, 127, 0
+            if format == "int4":
+                least, most, zero = 0, 15, 8
+            largest = float(group.abs().max())
+            step = largest / (7.5 if format == "int4" else 127)
+            if not symmetric:
+                low, high = min(float(group.min()), 0.0), max(float(group.max()), 0.0)
+                step = (high - low) / 15
+            step = float(torch.tensor(step, dtype=torch.float32))  # as it is stored
+            if not symmetric:
+                zero = round(-low / step)
+            for column, number in enumerate(group.tolist()):
+                level = min(max(round(number / step) + zero, least), most)
+                out[row, first + column] = (level - zero) * step
+    return out
+
+
+@pytest.mark.parametrize("columns", [96, 90, 33])
+@pytest.mark.parametrize(
+    "format, group_size, symmetric",
+    [("int4", 32, False), ("int4", 32, True), ("int8", 0, True), ("int8", 32, True), ("int4", 0, False)],
+)
+def test_rounding_to_nearest_is_the_formula(
+    format: str, group_size: int, symmetric: bool, columns: int
+) -> None:
+    weight = weight_of(1, 5, columns)
+    weight[0] = weight[0].abs()  # a row without negative weights
+    stored = Grid(format, group_size, symmetric).rounded(weight)
+    wanted = written_out(weight, group_size, format, symmetric)
+    assert stored.shape == (5, columns)
+    assert (stored.zeros is not None) == (not symmetric)
+    torch.testing.assert_close(stored.expanded(torch.float64), wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_fp8_rounds_to_e4m3() -> None:
+    weight = weight_of(2)
+    stored = Grid("fp8", 0, symmetric=True).rounded(weight)
+    scales = (weight.abs().amax(1, keepdim=True) / 448).float()
+    assert torch.equal(stored.scales, scales)
+    # a number has 3 bits behind the leading one: an error of 1/16 at most, where it is not subnormal
+    error = (stored.expanded().double() - weight).abs()
+    assert (error <= weight.abs() / 16 + scales * 2**-10).all()
+    assert float(stored.expanded().abs().max()) == pytest.approx(float(weight.abs().max()))
+
+
+def test_a_group_of_zeros_stays_zero() -> None:
+    weight = torch.zeros(4, 64)
+    weight[:, 32:] = 1.0
+    for symmetric in (True, False):
+        assert (Grid("int4", 32, symmetric).rounded(weight).expanded()[:, :32] == 0).all()
+
+
+def brain_surgeon(
+    weight: Tensor, hessian: Tensor, group_size: int, act_order: bool, static: bool, damping: float = 0.01
+) -> tuple[Tensor, Tensor]:
+    """Optimal brain quantisation in one order, with the inverse Hessian of the rest at each step.
+
+    Returns the rounded matrix and the group of each column. Asymmetric int4.
+    """
+    count = weight.shape[1]
+    order = sorted(range(count), key=lambda j: -float(hessian[j, j])) if act_order else list(range(count))
+    damped = hessian + damping * hessian.diagonal().mean() * torch.eye(count, dtype=torch.float64)
+    rest, result = weight.clone(), torch.empty_like(weight)
+    grids: dict[int, list[tuple[float, int]]] = {}
+    group_of = torch.empty(count, dtype=torch.int64)
+    for place, column in enumerate(order):
+        left = order[place:]
+        inverse = torch.linalg.inv(damped[left][:, left])
+        group = (column if static else place) // group_size
+        group_of[column] = group
+        if group not in grids:
+            members = range(group * group_size, min((group + 1) * group_size, count))
+            columns = list(members) if static else [order[member] for member in members]
+            grids[group] = [_grid(row) for row in (weight if static else rest)[:, columns].tolist()]
+        for row in range(weight.shape[0]):
+            step, zero = grids[group][row]
+            level = min(max(round(float(rest[row, column]) / step) + zero, 0), 15)
+            result[row, column] = (level - zero) * step
+        error = (rest[:, column] - result[:, column]) / inverse[0, 0]
+        rest[:, left] -= error[:, None] * inverse[0]
+    return result, group_of
+
+
+def _grid(numbers: list[float]) -> tuple[float, int]:
+    low, high = min([0.0, *numbers]), max([0.0, *numbers])
+    step = float(torch.tensor((high - low) / 15, dtype=torch.float32))
+    return step, round(-low / step)
+
+
+@pytest.mark.parametrize("group_size", [32, 128, 24])
+@pytest.mark.parametrize("act_order, static", [(False, False), (True, False), (True, True)])
+def test_gptq_is_optimal_brain_quantisation(group_size: int, act_order: bool, static: bool) -> None:
+    """150 inputs: more than a block of GPTQ's, and a last group that is not whole."""
+    weight, x = weight_of(3, 6, 150), inputs_of(4, 150)
+    hessian = hessian_of(x)
+    stored = gptq(weight, hessian, Grid("int4", group_size), act_order, static)
+    wanted, group_of = brain_surgeon(weight, hessian, group_size, act_order, static)
+    torch.testing.assert_close(stored.expanded(torch.float64), wanted, rtol=1e-6, atol=1e-6)
+    if act_order and not static:
+        assert stored.groups is not None and torch.equal(stored.groups.long(), group_of)
+    else:
+        assert stored.groups is None and stored.group_size == group_size
+
+
+@pytest.mark.parametrize(
+    "format, group_size, symmetric", [("int4", 32, False), ("int4", 32, True), ("int8", 0, True)]
+)
+@pytest.mark.parametrize("act_order, static", [(False, False), (True, False), (True, True)])
+def test_gptq_errs_less_than_rounding(
+    format: str, group_size: int, symmetric: bool, act_order: bool, static: bool
+) -> None:
+    weight, x, unseen = weight_of(5), inputs_of(6)[:300], inputs_of(6)[300:]
+    grid = Grid(format, group_size, symmetric)
+    stored = gptq(weight.float(), hessian_of(x).float(), grid, act_order, static)
+    nearest = grid.rounded(weight)
+    assert stored.format == format and stored.expanded().isfinite().all()
+    for inputs in (x, unseen):
+        gained = error_of(weight, stored.expanded(), inputs) / error_of(weight, nearest.expanded(), inputs)
+        assert gained < 0.9
+
+
+def test_inputs_that_were_never_seen_are_rounded_to_nearest() -> None:
+    weight, x = weight_of(7), inputs_of(8)
+    x[:, [3, 40]] = 0
+    stored = gptq(weight, hessian_of(x), Grid("int4", 32))
+    nearest = Grid("int4", 32).rounded(weight)
+    assert torch.equal(stored.expanded()[:, [3, 40]], nearest.expanded()[:, [3, 40]])
+
+
+def test_fewer_tokens_than_inputs_are_enough() -> None:
+    weight, x = weight_of(9), inputs_of(10)[:5]
+    stored = gptq(weight.float(), hessian_of(x).float(), Grid("int4", 32))
+    nearest = Grid("int4", 32).rounded(weight)
+    assert error_of(weight, stored.expanded(), x) < 0.3 * error_of(weight, nearest.expanded(), x)
+
+
+def test_a_hessian_with_nan_is_refused() -> None:
+    hessian = hessian_of(inputs_of(1))
+    hessian[4, 4] = torch.nan
+    with pytest.raises(CheckpointError, match="not finite"):
+        gptq(weight_of(1), hessian, Grid("int4", 32))
+
+
+def outliers(seed: int) -> Tensor:
+    """Inputs of which a few are 30 times as large as the others."""
+    x = torch.randn(TOKENS, IN, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    x[:, [5, 37, 70]] *= 30
+    return x
+
+
+def test_awq_errs_less_than_rounding_where_inputs_have_outliers() -> None:
+    weight, x = weight_of(11), outliers(12)
+    grid = Grid("int4", 32)
+    scales = awq_scales([weight], hessian_of(x), x.abs().mean(0), grid)
+    assert (scales[[5, 37, 70]] > 2 * scales.median()).all()
+    stored = grid.rounded(weight * scales)
+    unseen = outliers(13)
+    nearest = error_of(weight, grid.rounded(weight).expanded(), unseen)
+    assert error_of(weight, stored.expanded().double() / scales, unseen) < 0.6 * nearest
+
+
+def test_awq_leaves_matrices_alone_where_no_scale_helps() -> None:
+    weight = torch.zeros(OUT, IN, dtype=torch.float64)  # nothing is rounded
+    x = outliers(14)
+    assert torch.equal(
+        awq_scales([weight], hessian_of(x), x.abs().mean(0), Grid("int4", 32)), torch.ones(IN).double()
+    )
+
+
+@pytest.mark.parametrize("columns", [96, 90])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_clipping_has_the_least_error_of_all_ranges(symmetric: bool, columns: int) -> None:
+    """Each range by itself; inputs of different groups are uncorrelated, as clipping supposes."""
+    weight = weight_of(15, 5, columns)
+    weight[:, ::32] *= 6
+    weight[2] = 0
+    grid = Grid("int4", 32, symmetric)
+    hessian = torch.zeros(columns, columns, dtype=torch.float64)
+    for first in range(0, columns, 32):
+        part = inputs_of(first, min(32, columns - first))
+        hessian[first : first + 32, first : first + 32] = hessian_of(part)
+    found = clipped(weight, hessian, grid).expanded().double() - weight
+    losses = []
+    for step in range(21):
+        error = grid.rounded(weight, 1 - step / 40).expanded().double() - weight
+        blocks = range(0, columns, 32)
+        losses.append([_loss(error[:, i : i + 32], hessian[i : i + 32, i : i + 32]) for i in blocks])
+    blocks = range(0, columns, 32)
+    mine = torch.stack([_loss(found[:, i : i + 32], hessian[i : i + 32, i : i + 32]) for i in blocks])
+    least = torch.stack([torch.stack(row) for row in losses]).amin(0)
+    torch.testing.assert_close(mine, least, rtol=1e-4, atol=1e-9)
+    whole = torch.stack(losses[0])
+    assert mine[:, [0, 1, 3, 4]].sum() < 0.9 * whole[:, [0, 1, 3, 4]].sum()
+
+
+def _loss(error: Tensor, hessian: Tensor) -> Tensor:
+    return torch.einsum("oi,ij,oj->o", error, hessian, error)
+
+
+def test_smoothing_is_the_papers_formula() -> None:
+    weights, x = [weight_of(16), weight_of(17, 7)], outliers(18)
+    weights[0][:, 20] = weights[1][:, 20] = 0
+    largest = x.abs().amax(0)
+    largest[30] = 0
+    found = smoothing_scales(weights, largest, 0.5)
+    wanted = [
+        float(largest[j]) ** 0.5 / max(float(weight[:, j].abs().max()) for weight in weights) ** 0.5
+        if j not in (20, 30)
+        else 1.0
+        for j in range(IN)
+    ]
+    torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64))
+
+
+def test_smoothing_lets_outliers_fit_8_bit() -> None:
+    """W8A8 by hand: per-token inputs and per-output weights, with and without smoothing."""
+    weight, x = weight_of(19) / 10, outliers(20)
+    scales = smoothing_scales([weight], x.abs().amax(0))
+    exact = x @ weight.T
+    plain = _int8(x) @ _int8(weight).T - exact
+    smoothed = _int8(x / scales) @ _int8(weight * scales).T - exact
+    assert smoothed.norm() < 0.5 * plain.norm()
+
+
+def _int8(rows: Tensor) -> Tensor:
+    steps = rows.abs().amax(1, keepdim=True) / 127
+    return (rows / steps).round() * steps

@@ -1,0 +1,75 @@
+"""A real model, SmolLM2-135M: what calibration gains on a text that it has not seen."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from tridecode.converters.checkpoint import open_checkpoint
+from tridecode.converters.convert import PlannedConversion, plan_conversion
+from tridecode.converters.quantize.built_in_texts import BUILT_IN
+from tridecode.converters.quantize.calibrate import calibrate_model
+from tridecode.converters.quantize.methods import method_of
+from tridecode.converters.quantize.rounding import Grid
+from tridecode.converters.tokenizer import load_tokenizer
+from tridecode.tools.demo import packaged_model
+
+DOCS = Path(__file__).parents[3] / "docs"
+#: texts that are unlike those of the calibration
+PAGES = "adapters", "adding_a_family", "adding_an_operation", "architecture"
+
+
+def log_probs(model: Module, sequences: list[list[int]]) -> Tensor:
+    with torch.inference_mode():
+        return torch.cat([model(torch.tensor([ids])).logits[0].log_softmax(-1) for ids in sequences])
+
+
+@dataclass
+class SmolLM2:
+    """The model, the calibration set, and a set that no method has seen, with the model's answers to it."""
+
+    planned: PlannedConversion
+    model: Module
+    seen: list[list[int]]
+    unseen: list[list[int]]
+    exact: Tensor
+
+    def divergence(self, model: Module) -> float:
+        """Mean KL divergence in nats per token."""
+        return float((self.exact.exp() * (self.exact - log_probs(model, self.unseen))).sum(-1).mean())
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> SmolLM2:
+    checkpoint = open_checkpoint(packaged_model())
+    tokenizer = load_tokenizer(checkpoint)
+    seen = [tokenizer.encode(text) for text in BUILT_IN]
+    pages = [(DOCS / f"{name}.md").read_text(encoding="utf-8") for name in PAGES]
+    unseen = [tokenizer.encode(page[:1500])[:160] for page in pages]
+    model = checkpoint.reference_model(torch.float32)
+    return SmolLM2(plan_conversion(checkpoint, "fp32"), model, seen, unseen, log_probs(model, unseen))
+
+
+@pytest.fixture(scope="module")
+def rounded(smollm2: SmolLM2) -> float:
+    """The divergence of the model whose matrices are rounded to nearest, one by one."""
+    model = copy.deepcopy(smollm2.model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("_proj.weight"):
+                parameter.copy_(Grid("int4", 128).rounded(parameter).expanded())
+    return smollm2.divergence(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["int4-gptq", "int4-awq"])
+def test_calibrated_smollm2_is_nearer_than_a_rounded_one(name: str, smollm2: SmolLM2, rounded: float) -> None:
+    model = copy.deepcopy(smollm2.model)
+    calibrate_model(model, smollm2.planned, smollm2.seen, method_of(name), device=torch.device("cpu"))
+    assert smollm2.divergence(model) < 0.9 * rounded

@@ -1,0 +1,333 @@
+"""FasterTransformer's rules of sampling, one by one and together, as exact probabilities in float64.
+
+`exact` is the contract written out in numpy; transformers' processors are the second opinion on it. Draws are
+compared with it by Pearson's chi-square over many seeds. The seeds are fixed, so a test's outcome never
+changes; the limit is the 99.99 % quantile, so that a right sampler with other seeds would fail a case once in
+10,000 times. Each test of a rule shows as well that the same draws do not fit the rule's likely mistakes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from tests.kernels.conftest import Place
+from tridecode.backend.engine.plan import SlotStart
+from tridecode.backend.engine.sampling import start_slots
+from tridecode.backend.sampling_params import SamplingParams
+from tridecode.kernels.reference import Reference
+from tridecode.kernels.sampling_state import SamplingState
+
+VOCAB = 24
+BATCH = 64  # rows of a call
+DRAWS = 448  # of a case, each with a seed of its own
+LOGITS = np.random.default_rng(7).normal(0, 1.6, VOCAB).astype(np.float32)
+BEST, SECOND, THIRD = np.argsort(-LOGITS)[:3].tolist()
+PROMPT, OUTPUT = [3, THIRD, THIRD, SECOND, 3], [THIRD, 5]
+ORDER = ("bad words", "temperature", "penalties", "min_tokens", "top_k", "top_p")
+
+
+@dataclass
+class State:
+    """Of one sequence: what the rules read and change."""
+
+    params: SamplingParams
+    prompt: list[int]
+    output: list[int]
+    logits: np.ndarray = field(default_factory=lambda: LOGITS.astype(np.float64))
+
+    @property
+    def history(self) -> list[int]:
+        return self.prompt + self.output
+
+
+def _bad_words(state: State) -> None:
+    for *before, last in state.params.bad_words:
+        if not before or state.history[-len(before) :] == before:
+            state.logits[last] = -np.inf
+
+
+def _temperature(state: State) -> None:
+    state.logits /= state.params.temperature
+
+
+def _penalties(state: State) -> None:
+    params = state.params
+    for token in set(state.history):
+        factor = params.repetition_penalty
+        state.logits[token] *= factor if state.logits[token] < 0 else 1 / factor
+        state.logits[token] -= params.presence_penalty
+        state.logits[token] -= params.frequency_penalty * state.history.count(token)
+
+
+def _min_tokens(state: State) -> None:
+    if len(state.output) < state.params.min_tokens:
+        state.logits[state.params.end_id] = -np.inf
+
+
+def _top_k(state: State) -> None:
+    if state.params.top_k:
+        state.logits[np.argsort(-state.logits)[state.params.top_k :]] = -np.inf
+
+
+def _top_p(state: State) -> None:
+    """The smallest set of the most likely ids that has the mass p, of what top-k left."""
+    order = np.argsort(-state.logits)
+    mass = np.exp(state.logits[order] - state.logits.max())
+    before = np.concatenate([[0], np.cumsum(mass / mass.sum())[:-1]])
+    state.logits[order[before >= state.params.top_p]] = -np.inf
+
+
+RULES = {
+    "bad words": _bad_words,
+    "temperature": _temperature,
+    "penalties": _penalties,
+    "min_tokens": _min_tokens,
+    "top_k": _top_k,
+    "top_p": _top_p,
+}
+
+
+def exact(params: SamplingParams, prompt=PROMPT, output=OUTPUT, order=ORDER) -> np.ndarray:
+    """(VOCAB,) float64: the probability of each id."""
+    state = State(params, list(prompt), list(output))
+    for rule in order:
+        RULES[rule](state)
+    weights = np.exp(state.logits - state.logits.max())
+    return weights / weights.sum()
+
+
+def swapped(first: str, second: str) -> tuple[str, ...]:
+    """The order of the rules with two of them exchanged."""
+    return tuple({first: second, second: first}.get(rule, rule) for rule in ORDER)
+
+
+def make_state(place: Place, cases: list[SamplingParams], prompt=PROMPT, output=OUTPUT) -> SamplingState:
+    """Slot i draws by cases[i]: the engine's own way from parameters to slots."""
+    state = SamplingState.allocate(len(cases), 32, VOCAB, 16, place.device)
+    history = np.array([*prompt, *output], np.int32)
+    starts = [SlotStart(slot, p, history, len(output), p.top_p) for slot, p in enumerate(cases)]
+    start_slots(state, starts)
+    return state
+
+
+def sample(place: Place, state: SamplingState, slots: list[int]) -> tuple[list[int], list[float]]:
+    tokens = place.ints([-7] * len(slots))
+    log_probs = torch.zeros(len(slots), device=place.device)
+    logits = torch.from_numpy(np.tile(LOGITS, (len(slots), 1))).to(place.device)
+    place.settle()
+    place.ops.sample(logits, place.ints(slots), state, tokens=tokens, log_probs=log_probs)
+    return tokens.tolist(), log_probs.tolist()
+
+
+def seeded(params: SamplingParams, seed: int) -> SamplingParams:
+    values = {name: getattr(params, name) for name in params.__struct_fields__}
+    return SamplingParams(**{**values, "seed": seed})
+
+
+def counts_of(place: Place, cases: list[SamplingParams], draws: int = DRAWS) -> np.ndarray:
+    """(cases, VOCAB): how often each id was drawn. Rows of all cases share their batches."""
+    counts = np.zeros((len(cases), VOCAB))
+    rows = [(case, seed) for seed in range(draws) for case in range(len(cases))]
+    for first in range(0, len(rows), BATCH):
+        batch = rows[first : first + BATCH]
+        state = make_state(place, [seeded(cases[case], seed) for case, seed in batch])
+        tokens, _ = sample(place, state, list(range(len(batch))))
+        for (case, _), token in zip(batch, tokens):
+            counts[case, token] += 1
+    return counts
+
+
+def misfit(counts: np.ndarray, probabilities: np.ndarray) -> float:
+    """Pearson's chi-square in units of its 99.99 % quantile; infinite if an impossible id was drawn. Ids of
+    fewer than 5 expected draws are one class."""
+    if counts[probabilities == 0].any():
+        return np.inf
+    expected = probabilities * counts.sum()
+    common = expected >= 5
+    found = np.append(counts[common], counts[~common].sum())
+    wanted = np.append(expected[common], expected[~common].sum())
+    found, wanted = found[wanted > 0], wanted[wanted > 0]
+    freedom = len(wanted) - 1
+    if freedom == 0:
+        return 0.0
+    spread = 2 / (9 * freedom)  # Wilson and Hilferty 1931
+    quantile = freedom * (1 - spread + 3.719 * np.sqrt(spread)) ** 3
+    return float(((found - wanted) ** 2 / wanted).sum() / quantile)
+
+
+def params(**values) -> SamplingParams:
+    return SamplingParams(**{"top_k": 0, **values})
+
+
+#: name -> the parameters, and what their draws must not fit. None: not drawn, as the exact log-probs suffice
+CASES: dict[str, tuple[SamplingParams, SamplingParams | tuple[str, ...] | None]] = {
+    "the whole vocabulary": (params(), params(temperature=1.6)),
+    "temperature": (params(temperature=2.5), params(temperature=1.2)),
+    "a low temperature": (params(temperature=0.5), None),
+    "top-k": (params(top_k=5), params(top_k=6)),
+    "top-k above the vocabulary": (params(top_k=VOCAB), None),
+    "top-p": (params(top_p=0.6), params(top_p=0.7)),
+    "top-k and top-p": (params(top_k=8, top_p=0.7), params(top_p=0.7)),
+    "top-p within top-k, not before it": (params(top_k=6, top_p=0.8), swapped("top_k", "top_p")),
+    "repetition penalty": (params(repetition_penalty=1.8), None),
+    "repetition penalty below 1": (params(repetition_penalty=0.6), None),
+    "presence penalty": (params(presence_penalty=1.0), None),
+    "frequency penalty": (params(frequency_penalty=0.8), None),
+    "presence after temperature": (params(presence_penalty=2.0, temperature=2.5), None),
+    "no end yet": (params(min_tokens=3, end_id=BEST), None),
+    "an end": (params(min_tokens=2, end_id=BEST), None),
+    "bad words": (params(bad_words=[[SECOND], [0], [THIRD, 5, 6], [14, 5, 7]]), params(bad_words=[[0]])),
+    "a bad word that begins in the prompt": (params(bad_words=[[SECOND, 3, THIRD, 5, BEST]]), None),
+    "min_tokens before top-k": (
+        params(min_tokens=9, end_id=BEST, top_k=4),
+        swapped("min_tokens", "top_k"),
+    ),
+    "penalties before top-k": (params(presence_penalty=2.0, top_k=4), swapped("penalties", "top_k")),
+    "everything": (
+        params(
+            bad_words=[[2], [THIRD, 5, 6]], temperature=1.4, repetition_penalty=1.3, presence_penalty=0.6,
+            frequency_penalty=0.3, min_tokens=5, end_id=BEST, top_k=12, top_p=0.85,
+        ),
+        swapped("penalties", "top_p"),
+    ),
+}  # fmt: skip
+
+
+DRAWN = {name: (right, wrong) for name, (right, wrong) in CASES.items() if wrong is not None}
+
+
+@pytest.fixture(scope="module")
+def reference_counts() -> dict[str, np.ndarray]:
+    place = Place(Reference(), torch.device("cpu"), torch.Generator())
+    return dict(zip(DRAWN, counts_of(place, [right for right, _ in DRAWN.values()])))
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_draws_have_the_exact_probabilities(reference_counts: dict[str, np.ndarray], name: str):
+    right, wrong = DRAWN[name]
+    counts = reference_counts[name]
+    assert misfit(counts, exact(right)) < 1
+    other = exact(wrong) if isinstance(wrong, SamplingParams) else exact(right, order=wrong)
+    assert misfit(counts, other) > 1, "the draws cannot tell the rule from its mistake"
+
+
+@pytest.mark.gpu
+def test_draws_of_the_kernel_have_the_exact_probabilities(cuda_place: Place):
+    counts = counts_of(cuda_place, [right for right, _ in CASES.values()])
+    for name, found in zip(CASES, counts):
+        assert misfit(found, exact(CASES[name][0])) < 1, name
+
+
+class _Penalties(LogitsProcessor):
+    """Presence and frequency, which transformers lacks; OpenAI's definition."""
+
+    def __init__(self, given: SamplingParams):
+        self.given = given
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        counts = torch.bincount(input_ids[0], minlength=scores.shape[1])
+        presence = self.given.presence_penalty * (counts > 0)
+        return scores - presence - self.given.frequency_penalty * counts
+
+
+def processors(given: SamplingParams) -> LogitsProcessorList:
+    """transformers' of the same parameters, in FasterTransformer's order."""
+    found: list = []
+    if given.bad_words:
+        found.append(NoBadWordsLogitsProcessor(given.bad_words))
+    found.append(TemperatureLogitsWarper(given.temperature))
+    found += [RepetitionPenaltyLogitsProcessor(given.repetition_penalty), _Penalties(given)]
+    if given.min_tokens:
+        found.append(MinNewTokensLengthLogitsProcessor(len(PROMPT), given.min_tokens, given.end_id))
+    if given.top_k:
+        found.append(TopKLogitsWarper(given.top_k))
+    if given.top_p < 1:
+        found.append(TopPLogitsWarper(given.top_p))
+    return LogitsProcessorList(found)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_exact_probabilities_are_those_of_transformers_processors(name: str):
+    given, _ = CASES[name]
+    scores = torch.from_numpy(LOGITS.astype(np.float64))[None]
+    scores = processors(given)(torch.tensor([PROMPT + OUTPUT]), scores)
+    assert exact(given) == pytest.approx(scores[0].softmax(-1).numpy(), abs=1e-8)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_log_probs_are_of_the_whole_vocabulary_after_temperature_and_penalties(place: Place, name: str):
+    given, _ = CASES[name]
+    wanted = exact(given, order=ORDER[:4])
+    values = {field: getattr(given, field) for field in given.__struct_fields__}
+    cases = [SamplingParams(**{**values, "seed": seed, "return_log_probs": True}) for seed in range(16)]
+    tokens, log_probs = sample(place, make_state(place, cases), list(range(16)))
+    assert log_probs == pytest.approx(np.log(wanted[tokens]).tolist(), abs=2e-5)
+
+
+def test_greedy_takes_the_likeliest_under_every_rule(place: Place):
+    for given, _ in CASES.values():
+        values = {field: getattr(given, field) for field in given.__struct_fields__}
+        greedy = [SamplingParams(**{**values, "top_k": 1}), SamplingParams(**{**values, "temperature": 0.0})]
+        tokens, _ = sample(place, make_state(place, greedy), [0, 1])
+        warm = exact(SamplingParams(**{**values, "top_k": 0, "top_p": 1.0}))
+        cold = exact(SamplingParams(**{**values, "top_k": 0, "top_p": 1.0, "temperature": 1.0}))
+        assert tokens == [int(warm.argmax()), int(cold.argmax())]
+
+
+# ---------------------------------------------------------------- factual nucleus
+
+
+def test_a_decaying_top_p_shrinks_the_nucleus_and_a_reset_id_restores_it(place: Place):
+    """The second token of many sequences: of the nucleus 0.9 * 0.5, or of 0.9 after the reset id."""
+    reset = SECOND
+    given = params(top_p=0.9, top_p_decay=0.5, top_p_min=0.1, top_p_reset_id=reset)
+    counts = {True: np.zeros(VOCAB), False: np.zeros(VOCAB)}
+    for first in range(0, 640, BATCH):
+        state = make_state(place, [seeded(given, first + i) for i in range(BATCH)])
+        firsts, _ = sample(place, state, list(range(BATCH)))
+        for one, two in zip(firsts, sample(place, state, list(range(BATCH)))[0]):
+            counts[one == reset][two] += 1
+    whole, half = exact(params(top_p=0.9)), exact(params(top_p=0.45))
+    assert misfit(counts[True], whole) < 1 < misfit(counts[True], half)
+    assert misfit(counts[False], half) < 1 < misfit(counts[False], whole)
+
+
+@pytest.mark.parametrize(
+    ("decay", "least", "steps", "wanted"),
+    [
+        (1.0, 1e-6, 5, 0.9),  # the defaults: no decay
+        (0.5, 1e-6, 3, 0.9 * 0.125),
+        (0.5, 0.3, 5, 0.3),  # never below the minimum
+        (1e-4, 1e-6, 3, 1e-6),
+    ],
+)
+def test_top_p_decays_to_its_minimum(place: Place, decay: float, least: float, steps: int, wanted: float):
+    state = make_state(place, [params(top_p=0.9, top_p_decay=decay, top_p_min=least)])
+    for _ in range(steps):
+        sample(place, state, [0])
+    assert float(state.column("top_p_now")[0]) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_counts_follow_the_generated_tokens(place: Place):
+    """The penalty of a token begins with the step after the one that drew it."""
+    given = params(frequency_penalty=1.5, top_k=1)
+    state, output = make_state(place, [given]), list(OUTPUT)
+    for _ in range(12):
+        (token,), _ = sample(place, state, [0])
+        assert token == int(exact(params(frequency_penalty=1.5), output=output).argmax())
+        output.append(token)
+    assert 4 < len(set(output)) < len(output)

@@ -1,0 +1,158 @@
+"""`python -m tests.parts [arguments of pytest]`: the suite in two parts, with one closing line for both.
+
+The first part runs on several processes (pytest-xdist), a file at a time. The second has the tests whose
+limits are seconds of a real server, or whose subject is a process that is killed or stopped: one after
+another, with the machine to themselves. SERIAL names them.
+
+A test that fails is run a second time with nothing beside it, where a part has AGAIN of them or fewer: the
+limits of a few tests are seconds of a machine that others may use. What passes then is named in the output
+and counted as passed; what fails twice has failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PARTS = ("parallel", "serial")
+#: folders and files of the second part, below tests/
+SERIAL = (
+    "backend/doors/test_real_server.py",
+    "backend/nodes/test_two_supervisors.py",
+    "backend/supervisor",
+    "integration/test_instances.py",
+    "integration/test_nodes.py",
+    "integration/test_supervision.py",
+    "reliability",
+    "tools/bench/test_load.py",
+    "tools/serve",
+)
+AGAIN = 3  # more failures than that are no accident
+MAX_WORKERS = 8  # each has torch and transformers in memory: 1 GB
+
+Closing = tuple[dict[str, int], float]  # counts and seconds of a closing line
+
+_COUNTS = ("failed", "passed", "skipped", "deselected", "xfailed", "xpassed", "warnings", "errors")
+_CLOSING = re.compile(r"^=* ?((?:\d+ \w+(?:, )?)+|no tests ran) in ([\d.]+)s\b.*$")
+_NOTHING = 5  # pytest's exit code where no test was selected
+
+
+def part_of(path: Path) -> str:
+    """Of a test file or a folder of tests."""
+    name = path.relative_to(ROOT / "tests").as_posix()
+    return "serial" if any(name == one or name.startswith(one + "/") for one in SERIAL) else "parallel"
+
+
+def counts_of(line: str) -> Closing | None:
+    """Counts and seconds of pytest's closing line; None for any other line."""
+    found = _CLOSING.match(re.sub(r"\x1b\[[\d;]*m", "", line.strip()))
+    if found is None:
+        return None
+    counts: dict[str, int] = {}
+    for number, word in re.findall(r"(\d+) (\w+)", found[1]):
+        plural = word + "s" if word in ("warning", "error") else word
+        counts[plural] = counts.get(plural, 0) + int(number)
+    return (counts, float(found[2])) if set(counts) <= set(_COUNTS) else None
+
+
+def closing_line(parts: Sequence[Closing]) -> str:
+    """The sum, in pytest's form."""
+    total = {name: sum(counts.get(name, 0) for counts, _ in parts) for name in _COUNTS}
+    seconds = sum(seconds for _, seconds in parts)
+    words = [
+        f"{count} {name[:-1] if count == 1 and name in ('warnings', 'errors') else name}"
+        for name, count in total.items()
+        if count
+    ]
+    clock = (
+        f" ({int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02})"
+        if seconds >= 60
+        else ""
+    )
+    return f"{', '.join(words) or 'no tests ran'} in {seconds:.2f}s{clock}"
+
+
+def exit_code(codes: Sequence[int]) -> int:
+    """The first failure; a part without a selected test is none, unless both are."""
+    failures = [code for code in codes if code not in (0, _NOTHING)]
+    return failures[0] if failures else 0 if 0 in codes else _NOTHING
+
+
+def command(part: str, given: Sequence[str], cache: str, again: bool = False) -> list[str]:
+    """pytest's; cache: a directory where it notes what failed. again: only that, in one process."""
+    words = [sys.executable, "-m", "pytest", "--part", part, "-m", "not gpu", "-o", f"cache_dir={cache}"]
+    if part == "parallel":
+        workers = min(len(os.sched_getaffinity(0)), MAX_WORKERS)
+        words += ["-n", os.environ.get("WORKERS") or str(workers), "--no-loadscope-reorder"]
+    if sys.stdout.isatty():
+        words.append("--color=yes")
+    return [*words, *given, *(["-n", "0", "--last-failed", "-v"] if again else [])]
+
+
+def run(words: Sequence[str], part: str) -> tuple[int, Closing]:
+    """Exit code, counts and seconds of pytest; its output goes to ours as it comes."""
+    environment = dict(os.environ)
+    # hundreds of processes import our modules: compile each once
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    if part == "parallel":
+        environment.setdefault("OMP_NUM_THREADS", "1")  # every worker has a processor of its own
+    closing: Closing = ({}, 0.0)
+    with subprocess.Popen(words, stdout=subprocess.PIPE, env=environment, cwd=ROOT) as process:
+        assert process.stdout is not None
+        line = b""
+        while piece := process.stdout.read1(1 << 16):  # type: ignore[attr-defined]
+            sys.stdout.buffer.write(piece)
+            sys.stdout.flush()
+            *ended, line = (line + piece).split(b"\n")
+            for one in ended:
+                closing = counts_of(one.decode(errors="replace")) or closing
+    return process.returncode, closing
+
+
+def after_second_run(first: Closing, second: Closing) -> Closing:
+    """The counts of a part whose failures ran again."""
+    counts = dict(first[0])
+    passed = second[0].get("passed", 0)
+    counts["failed"] -= passed
+    counts["passed"] = counts.get("passed", 0) + passed
+    return counts, first[1] + second[1]
+
+
+def run_part(part: str, given: Sequence[str]) -> tuple[int, Closing]:
+    with tempfile.TemporaryDirectory(prefix="tests-") as cache:
+        code, closing = run(command(part, given, cache), part)
+        failed = closing[0].get("failed", 0)
+        if code != 1 or not 0 < failed <= AGAIN or closing[0].get("errors"):
+            return code, closing
+        print(f"\n{failed} failed: run again, alone", flush=True)
+        code, second = run(command(part, given, cache, again=True), part)
+        if second[0].get("passed", 0) > failed:  # not what failed: believe the first run
+            return 1, closing
+        print(f"{second[0].get('passed', 0)} of {failed} failed once and passed alone", flush=True)
+        return code, after_second_run(closing, second)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, add_help=False, allow_abbrev=False)
+    parser.add_argument("--part", choices=PARTS, help="only this one")
+    chosen, given = parser.parse_known_args(arguments)
+    codes, sums = [], []
+    for part in [chosen.part] if chosen.part else PARTS:
+        code, closing = run_part(part, given)
+        codes.append(code)
+        sums.append(closing)
+        if code == 2:  # interrupted
+            break
+    print(closing_line(sums), flush=True)
+    return exit_code(codes)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

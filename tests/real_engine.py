@@ -1,0 +1,55 @@
+"""The real engine on a tiny model in a thread of this process, behind the socket that doors connect to.
+
+It stands where `FakeEngine` stands, when the answers themselves matter: they are those of transformers.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+
+import torch
+
+from tests.backend.engine.offline_models import offline_engine
+from tridecode.backend import messages as m
+from tridecode.backend.engine.__main__ import door_limits
+from tridecode.backend.engine.front import Front
+from tridecode.backend.engine.loop import DecodeLoop
+from tridecode.backend.supervisor.rank_link import RankStatus
+
+
+class RealEngine:
+    """Rank 0 over `model`. settings: of EngineConfig. Log probabilities do not depend on the batch."""
+
+    def __init__(self, model: torch.nn.Module, **settings):
+        self.endpoint = "ipc://" + tempfile.mktemp(prefix="real-engine-", dir="/tmp")
+        self.epoch = 1
+        offline = offline_engine(model, keep_logits=False, batch_invariant=True, block_tokens=32, **settings)
+        self.engine, self.scheduler = offline.engine, offline.scheduler
+        self.limits = door_limits(self.engine)
+
+    def __enter__(self) -> RealEngine:
+        self._status = RankStatus()
+        self._front = Front(self.endpoint, self.epoch, self.limits, self._beat)
+        self._loop = DecodeLoop(self.engine, self.scheduler, self._front, self._status)
+        self._thread = threading.Thread(target=self._loop.run, name="engine")
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._loop.stop()
+        self._front.wake()
+        self._thread.join(10)
+        self._front.close()
+        assert not self._thread.is_alive(), "the engine's loop did not end"
+
+    def _beat(self) -> m.EngineBeat:
+        return m.EngineBeat(self.epoch, 0, self._status.steps, 0.0)
+
+    def idle(self, timeout_s: float = 5.0) -> bool:
+        """Whether all requests end within the time."""
+        deadline = time.monotonic() + timeout_s
+        while self.scheduler.has_work and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return not self.scheduler.has_work

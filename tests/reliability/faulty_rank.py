@@ -1,0 +1,150 @@
+"""A rank of the real engine that has one accident at a named point: for tests of the blame.
+
+The supervisor starts it in the place of `python -m tridecode.backend.engine` (TRIDECODE_RANK_COMMAND).
+TRIDECODE_TEST_ACCIDENT is RANK:POINT:KIND. It happens once: the file TRIDECODE_TEST_STRUCK, which must not
+exist before, then holds the monotonic time.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the supervisor starts this file as a program
+
+from tridecode.backend.engine import __main__ as program
+from tridecode.backend.engine import loader
+from tridecode.backend.engine.adapter_store import AdapterStore
+from tridecode.backend.engine.engine import Engine
+from tridecode.backend.engine.parallel import ProcessRanks
+from tridecode.backend.supervisor.rank_link import RankLink
+from tridecode.backend.weights import WeightReader
+
+STEP = 6  # the step, counted from 0, in which "step" is
+LONG_S = 600.0
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _fail() -> None:
+    raise ValueError("an accident of this test")
+
+
+def _hang() -> None:
+    time.sleep(LONG_S)
+
+
+def _leave() -> None:
+    os._exit(3)
+
+
+KINDS: dict[str, Callable[[], None]] = {
+    "kill": _kill, "stop": _stop, "fail": _fail, "hang": _hang, "leave": _leave,
+}  # fmt: skip
+
+
+def _at(owner: Any, name: str, strike: Callable[..., None]) -> None:
+    """Call strike with the arguments of `owner.name` before each call of it."""
+    before = getattr(owner, name)
+
+    def run(*arguments: Any, **named: Any) -> Any:
+        strike(*arguments)
+        return before(*arguments, **named)
+
+    setattr(owner, name, run)
+
+
+def arrange(point: str, strike: Callable[[], None]) -> None:
+    """Have `strike` called when this rank comes to the point."""
+    calls = [0]
+
+    def at(number: int) -> Callable[..., None]:
+        def count(*_: Any) -> None:
+            calls[0] += 1
+            if calls[0] == number:
+                strike()
+
+        return count
+
+    if point == "python":
+        strike()
+    elif point == "joining":
+        _at(ProcessRanks, "__init__", at(1))
+    elif point == "verify":
+        _at(WeightReader, "verify", at(1))
+    elif point == "loading":
+        _at(loader.FileWeights, "tensor", at(8))
+    elif point == "warm-up":
+        _at(Engine, "_allocate_cache", at(1))
+    elif point == "step":
+        _at(ProcessRanks, "all_reduce" if _tensor_size() > 1 else "share_tokens", at(4 * STEP))
+    elif point == "plan":  # between two steps
+        _at(Engine, "launch", at(STEP))
+    elif point == "adapter":
+        _at(AdapterStore, "_place_table", at(1))
+    elif point == "end":
+        _at(Engine, "close", at(1))
+    else:
+        raise SystemExit(f"no point {point}")
+
+
+def _tensor_size() -> int:
+    return int(os.environ.get("TRIDECODE_TEST_TENSOR", "2"))
+
+
+def disagree(what: str) -> None:
+    """Make this rank differ from the others in `what`."""
+    if what == "flip":  # a bit of the sampling state, which each tensor rank has; in a slot that nobody takes
+
+        def flip(engine: Engine, *_: Any) -> None:
+            engine.state.slots[-1, 0] = 7
+
+        _at(Engine, "launch", flip)
+        return
+    facts = program.facts_of
+
+    def wrong(*arguments: Any, **named: Any) -> dict[str, str]:
+        return {**facts(*arguments, **named), what: "another"}
+
+    program.facts_of = wrong
+
+
+def record(struck: Path) -> None:
+    """Write the time of the accident at once, so that a reader never sees an empty file."""
+    part = struck.with_suffix(".part")
+    part.write_text(str(time.monotonic()))
+    part.rename(struck)
+
+
+def main() -> int:
+    rank, _, rest = os.environ.get("TRIDECODE_TEST_ACCIDENT", "").partition(":")
+    struck = Path(os.environ.get("TRIDECODE_TEST_STRUCK", "/nonexistent"))
+    if rank and f"--rank {rank} " in " ".join([*sys.argv, ""]) and not struck.exists():
+        point, _, kind = rest.partition(":")
+
+        def strike() -> None:
+            record(struck)
+            KINDS[kind]()
+
+        if point == "disagree":
+            record(struck)
+            disagree(kind)
+        else:
+            arrange(point, strike)
+    return program.main()
+
+
+if __name__ == "__main__":
+    assert RankLink is not None
+    sys.exit(main())

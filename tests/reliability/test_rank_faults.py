@@ -1,0 +1,52 @@
+"""A short part of the schedule in rank_faults.py: the rank at fault is named, and the next engine serves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.reliability.rank_faults import Accident, RankRange, cells, schedule
+
+pytestmark = pytest.mark.slow
+
+#: every kind, every phase, every degree, and each rank of four at least once
+SHORT = [
+    (2, 1, Accident(1, "step", "leave")),  # its neighbour is the first to report a failure
+    (2, 1, Accident(1, "disagree", "flip")),
+    (1, 2, Accident(1, "joining", "kill")),
+    (1, 2, Accident(1, "warm-up", "stop")),
+    (1, 2, Accident(0, "idle", "stop")),
+    (1, 2, Accident(0, "plan", "kill")),
+    (1, 2, Accident(1, "adapter", "fail")),
+    (1, 2, Accident(1, "step", "hang")),
+    (2, 2, Accident(0, "verify", "kill")),
+    (2, 2, Accident(0, "loading", "stop")),
+    (2, 2, Accident(1, "step", "stop")),
+    (2, 2, Accident(2, "step", "kill")),
+    (2, 2, Accident(3, "disagree", "torch")),
+    (2, 2, Accident(3, "end", "stop")),
+]
+
+
+@pytest.fixture(scope="module")
+def strikes(tmp_path_factory) -> Iterator[RankRange]:
+    held = RankRange(tmp_path_factory.mktemp("ranks"))
+    yield held
+    print("\n" + held.table())
+
+
+def test_the_short_schedule_has_every_kind_and_phase_of_the_whole_one() -> None:
+    whole = {(accident.point, accident.kind) for accident in schedule(2, 2)}
+    short = {(accident.point, accident.kind) for _, _, accident in SHORT}
+    phases = {point for point, _ in whole} - {"python"}  # before it does anything, a rank is as any process
+    assert phases == {point for point, _ in short} and {kind for _, kind in whole} == {k for _, k in short}
+
+
+@pytest.mark.parametrize(("tensor", "stages", "accident"), SHORT, ids=lambda value: str(value))
+def test_the_rank_at_fault_is_named_in_time_and_the_next_engine_gives_the_same_tokens(
+    strikes: RankRange, tensor: int, stages: int, accident: Accident
+) -> None:
+    assert accident in schedule(tensor, stages)
+    row = strikes.strike(tensor, stages, accident)
+    assert not row.complaint, cells(row)
