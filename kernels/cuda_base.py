@@ -12,6 +12,7 @@ from tridecode.kernels.checks import LayoutError, ShapeError, match, same_dtype
 from tridecode.kernels.gemm_table import Device, choose
 from tridecode.kernels.library import KernelError, Library
 from tridecode.kernels.ops import CacheLayer, Heads
+from tridecode.kernels.packed_table import choose_packed
 from tridecode.kernels.scratch import LAYER_COUNTERS, NUM_COUNTERS, SUM_BYTES
 
 ACTIVATIONS = {None: 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "swiglu": 4}
@@ -44,6 +45,7 @@ class CudaBase:
         self.gemm_device = Device(self.capability, multiprocessors, shared_bytes, clusters)
         #: the plan of a GEMM; a prompt's number of tokens varies, so the cache is bounded
         self.choose_gemm = lru_cache(maxsize=1 << 14)(partial(choose, device=self.gemm_device))
+        self.choose_packed = lru_cache(maxsize=1 << 14)(partial(choose_packed, device=self.gemm_device))
         self._layer_tables: dict[tuple[object, ...], Tensor] = {}
         self._layer_counters = torch.zeros(LAYER_COUNTERS, dtype=torch.int32, device=self.device)
         self._sums = self._bytes(SUM_BYTES)

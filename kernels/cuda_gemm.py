@@ -6,21 +6,17 @@ import torch
 from torch import Tensor
 
 from tridecode.kernels.checks import DtypeError, LayoutError, ShapeError, indices, match, same_dtype
-from tridecode.kernels.cuda_base import (
-    ACTIVATIONS,
-    DTYPES,
-    CudaBase,
-    check_cache,
-    pointer,
-)
+from tridecode.kernels.cuda_base import ACTIVATIONS, DTYPES, check_cache, pointer
+from tridecode.kernels.cuda_packed import CudaPacked
 from tridecode.kernels.gemm_table import Gemm, Plan
 from tridecode.kernels.library import current_stream
 from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm
+from tridecode.kernels.packed_weight import PackedWeight
 from tridecode.kernels.reference import GATED, activated, change_qkv
 from tridecode.kernels.scratch import NUM_COUNTERS, SUM_BYTES
 
 
-class CudaGemm(CudaBase):
+class CudaGemm(CudaPacked):
     """norm, linear and project_qkv of kernels.ops.Ops."""
 
     def norm(self, x: Tensor, norm: Norm, *, out: Tensor) -> None:
@@ -127,6 +123,10 @@ class CudaGemm(CudaBase):
         head_fields: dict[str, float] | None = None,
     ) -> Plan:
         """Launch what gemm_table.choose plans. head_fields: those of the task for query, key and value."""
+        if isinstance(linear.weight, PackedWeight):
+            return self._packed_gemm(
+                x, linear, linear.weight, norm, activation, residual, out, heads, head_fields
+            )
         weight = linear.dense
         (tokens, inputs), outputs = x.shape, weight.shape[0]
         x_stride, weight_stride, out_stride = x.stride(0), weight.stride(0), out.stride(0)
@@ -289,15 +289,26 @@ def _rotation(heads: Heads) -> tuple[int, int, bool]:
 def _check_linear(
     operation: str, x: Tensor, linear: Linear, residual: Tensor | None, out: Tensor, gated: bool
 ) -> None:
-    sizes = match(operation, ("TI", "x", x), ("WI", "weight", linear.dense), ("TO", "out", out))
-    dtype = same_dtype(operation, ("x", x), ("weight", linear.dense))
-    wanted = sizes["W"] // 2 if gated else sizes["W"]
+    sizes = match(operation, ("TI", "x", x), ("TO", "out", out))
+    dtype, weight = same_dtype(operation, ("x", x)), linear.weight
+    if isinstance(weight, PackedWeight):
+        if (weight.columns, weight.dtype) != (sizes["I"], dtype):
+            found = f"x is (T, {sizes['I']}) of {dtype}"
+            raise ShapeError(
+                f"{operation}: {found}; the weight takes (T, {weight.columns}) of {weight.dtype}"
+            )
+    else:
+        match(operation, ("TI", "x", x), ("WI", "weight", linear.dense))
+        same_dtype(operation, ("x", x), ("weight", linear.dense))
+    rows = weight.shape[0]
+    wanted = rows // 2 if gated else rows
     if sizes["O"] != wanted:
-        raise ShapeError(f"{operation}: out has {sizes['O']} columns; {sizes['W']} weight rows give {wanted}")
+        raise ShapeError(f"{operation}: out has {sizes['O']} columns; {rows} weight rows give {wanted}")
     if out.dtype not in (dtype, torch.float32):
         raise DtypeError(f"{operation}: out is {out.dtype}; wanted {dtype} or float32")
     if linear.bias is not None:
-        match(operation, ("WI", "weight", linear.dense), ("W", "bias", linear.bias))
+        if linear.bias.shape != (rows,):
+            raise ShapeError(f"{operation}: bias is {tuple(linear.bias.shape)}; wanted ({rows},)")
         same_dtype(operation, ("x", x), ("bias", linear.bias))
     if residual is not None:
         match(operation, ("TO", "out", out), ("TO", "residual", residual))

@@ -159,15 +159,20 @@ def split_k_plan(gemm: Gemm, device: Device) -> Plan | None:
     )
 
 
-def stream_k_plan(gemm: Gemm, device: Device) -> Plan:
-    """The fewest tiles of tokens, and of those the smallest; whole tiles where they fill the last wave."""
-    sizes = STREAM_K_TOKENS[gemm.epilogue]
+def stream_k_plan(
+    gemm: Gemm, device: Device, sizes: tuple[int, ...] = (), stage_inputs: int = _STAGE_INPUTS
+) -> Plan:
+    """The fewest tiles of tokens, and of those the smallest; whole tiles where they fill the last wave.
+
+    sizes: tokens of a tile, those of gemm_sm90_stream_k unless given.
+    """
+    sizes = sizes or STREAM_K_TOKENS[gemm.epilogue]
     tile_tokens = _at_least(_ceil_div(gemm.tokens, _ceil_div(gemm.tokens, sizes[-1])), sizes)
     tiles = _ceil_div(gemm.outputs, _STREAM_K_OUTPUTS) * _ceil_div(gemm.tokens, tile_tokens)
     most = device.multiprocessors // 2
     waves = _ceil_div(tiles, most)
     stream = tiles * IDLE_SHARE < waves * most * (IDLE_SHARE - 1)
-    work = _ceil_div(tiles * _ceil_div(gemm.inputs, _STAGE_INPUTS), LEAST_STAGES) if stream else tiles
+    work = _ceil_div(tiles * _ceil_div(gemm.inputs, stage_inputs), LEAST_STAGES) if stream else tiles
     shared = "clusters share tiles" if stream else "whole tiles"
     return Plan(
         "gemm_sm90_stream_k",

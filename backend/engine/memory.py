@@ -28,6 +28,7 @@ from tridecode.backend.weights import FILE_DTYPES
 from tridecode.kernels import scratch
 from tridecode.kernels.cpu import keeps_int8
 from tridecode.kernels.ops import Linear
+from tridecode.kernels.packed_weight import not_packed, pack
 from tridecode.kernels.quantized import QuantizedWeight
 from tridecode.kernels.reference import Reference
 
@@ -109,11 +110,17 @@ class _CudaShapes(Reference):
     def __init__(self, itemsize: int) -> None:
         super().__init__()
         self.bytes, self._widening = scratch.fixed_bytes(), itemsize // 2
+        self._expanded = 0
 
     def pack(self, linear: Linear, dtype: torch.dtype = torch.float32) -> Linear:
         weight = linear.weight
         if isinstance(weight, QuantizedWeight):
-            weight = torch.empty(weight.shape, dtype=dtype, device="meta")
+            expanded = torch.empty(weight.shape, dtype=dtype, device="meta")
+            if not_packed(weight, dtype):
+                return Linear(expanded, linear.bias)
+            more = expanded.nbytes - self._expanded  # scratch for the largest
+            self._expanded, self.bytes = max(self._expanded, expanded.nbytes), self.bytes + max(more, 0)
+            return Linear(pack(weight, dtype), linear.bias)
         return Linear(weight.contiguous(), linear.bias)
 
     def reserve(

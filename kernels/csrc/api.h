@@ -16,7 +16,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 // Raised whenever a prototype or the meaning of an argument changes.
-#define TRIDECODE_ABI_VERSION 5
+#define TRIDECODE_ABI_VERSION 6
 
 int tridecode_abi_version(void);
 const char* tridecode_build_info(void);
@@ -75,6 +75,12 @@ typedef struct {
   float norm_eps;
   int tokens, inputs, outputs;
   int activation, out_float32, dtype;
+  // a weight in 8 or 4 bit, arranged by kernels/packed_weight.py; weight_stride is not read
+  int weight_format;           // 1 int8, 2 fp8 (E4M3), 3 int4; 0: of dtype, in rows
+  const float* weight_scales;  // (outputs), int8 and fp8
+  const uint32_t*
+      weight_groups;   // (rows / 8, chunks, 8, groups of a granule), int4: scale and zero
+  int granule_groups;  // 1, 2 or 4
   // query, key and value
   const float* cos;  // (positions, rotary_size / 2)
   const float* sin;
@@ -117,6 +123,16 @@ int64_t tridecode_gemm_sm90_clusters(int split);
 // stream_k: any number of tokens; tile_tokens 16, 32 or 64, or for SwiGLU, of a multiple of 16
 // rows and without a residual, 32 to 256.
 int tridecode_gemm_sm90_stream_k(const tridecode_gemm_task* task, void* stream);
+
+// The same product with a weight in 8 or 4 bit. packed_mma: 1 to 8 tokens, tile_outputs 16; norm,
+// split and alignment as gemm_mma, rotation by halves. packed_sm90: as gemm_sm90_stream_k,
+// tile_tokens 16 (no SwiGLU), 32 or 64.
+int tridecode_gemm_packed_mma(const tridecode_gemm_task* task, void* stream);
+int tridecode_gemm_packed_sm90(const tridecode_gemm_task* task, void* stream);
+
+// out (outputs, inputs), in rows of out_stride numbers of dtype, = the weight. Of the task: out,
+// out_stride, inputs, outputs, dtype and what describes the weight.
+int tridecode_expand_weight(const tridecode_gemm_task* task, void* stream);
 
 // Rotates the query and key heads of out in place and writes key and value to the cache, after a
 // product that did neither: of the task all fields from `cos` to `block_tokens`, out, out_stride,

@@ -98,17 +98,16 @@ int encode_weight(CUtensorMap* map, const GemmTask& task, Mode mode, int dtype) 
 }
 
 struct Maps {
-  CUtensorMap weight, x, out = {}, residual = {};
+  CUtensorMap weight, x, out = {}, residual = {}, groups = {};
 };
 
-// x_rows: tokens of a TMA load of x; part: of a store of out and a load of the residual.
-int encode_maps(Maps& maps, const GemmTask& task, Mode mode, int x_rows, int part) {
+// All but the weight. x_rows: tokens of a TMA load of x; part: of a store of out and a load of the
+// residual.
+int encode_rows(Maps& maps, const GemmTask& task, Mode mode, int x_rows, int part) {
   const int width = mode == kGated || mode == kQkvRotary ? 32 : 64;
   const int columns = mode == kGated ? task.outputs / 2 : task.outputs;
-  int status = encode_weight(&maps.weight, task, mode, task.dtype);
-  if (!status)
-    status = encode(&maps.x, task.x, task.tokens, task.inputs, task.x_stride, x_rows, kStageInputs,
-                    task.dtype);
+  int status = encode(&maps.x, task.x, task.tokens, task.inputs, task.x_stride, x_rows,
+                      kStageInputs, task.dtype);
   if (!status && !task.out_float32)
     status =
         encode(&maps.out, task.out, task.tokens, columns, task.out_stride, part, width, task.dtype);
@@ -116,6 +115,11 @@ int encode_maps(Maps& maps, const GemmTask& task, Mode mode, int x_rows, int par
     status = encode(&maps.residual, task.residual, task.tokens, columns, task.residual_stride, part,
                     width, task.dtype);
   return status;
+}
+
+int encode_maps(Maps& maps, const GemmTask& task, Mode mode, int x_rows, int part) {
+  const int status = encode_weight(&maps.weight, task, mode, task.dtype);
+  return status ? status : encode_rows(maps, task, mode, x_rows, part);
 }
 
 int check_task(const char* what, const GemmTask& task, Mode mode) {

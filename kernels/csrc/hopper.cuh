@@ -14,6 +14,10 @@ namespace tridecode {
 int encode_map(CUtensorMap* map, const void* tensor, int dimensions, const cuuint64_t* sizes,
                const cuuint64_t* strides, const cuuint32_t* box, int dtype);
 
+// The same for words of 32 bits, without a swizzle.
+int encode_words(CUtensorMap* map, const void* tensor, int dimensions, const cuuint64_t* sizes,
+                 const cuuint64_t* strides, const cuuint32_t* box);
+
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
 // ---------------------------------------------------------------- device: barriers
@@ -145,6 +149,35 @@ __device__ __forceinline__ void copy_heads(void* to, const CUtensorMap* map, int
       "l"(reinterpret_cast<uint64_t>(map)), "r"(input), "r"(0), "r"(group), "r"(head),
       "r"(shared_address(barrier)), "l"(policy)
       : "memory");
+}
+
+// Loads the box of a tensor of 3, 4 or 5 dimensions at (0, second, third, fourth, fifth).
+template <int DIMENSIONS>
+__device__ __forceinline__ void copy_granules(void* to, const CUtensorMap* map, int second,
+                                              int third, int fourth, int fifth, uint64_t* barrier,
+                                              uint64_t policy) {
+  const uint32_t address = shared_address(to), arrival = shared_address(barrier);
+  const uint64_t from = reinterpret_cast<uint64_t>(map);
+  if constexpr (DIMENSIONS == 3) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(address),
+        "l"(from), "r"(0), "r"(second), "r"(third), "r"(arrival), "l"(policy)
+        : "memory");
+  } else if constexpr (DIMENSIONS == 4) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(address),
+        "l"(from), "r"(0), "r"(second), "r"(third), "r"(fourth), "r"(arrival), "l"(policy)
+        : "memory");
+  } else {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".L2::cache_hint [%0], [%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(address),
+        "l"(from), "r"(0), "r"(second), "r"(third), "r"(fourth), "r"(fifth), "r"(arrival),
+        "l"(policy)
+        : "memory");
+  }
 }
 
 // copy_box, multicast to both blocks of a cluster of two: same address, same mbarrier.

@@ -48,20 +48,33 @@ Encode find_encode() {
 }
 }  // namespace
 
-int encode_map(CUtensorMap* map, const void* tensor, int dimensions, const cuuint64_t* sizes,
-               const cuuint64_t* strides, const cuuint32_t* box, int dtype) {
+static int encode(CUtensorMap* map, CUtensorMapDataType type, CUtensorMapSwizzle swizzle,
+                  const void* tensor, int dimensions, const cuuint64_t* sizes,
+                  const cuuint64_t* strides, const cuuint32_t* box) {
   static const Encode call = find_encode();
   if (!call) return fail("the driver has no cuTensorMapEncodeTiled");
   const cuuint32_t steps[] = {1, 1, 1, 1, 1};
-  const CUresult status = call(
-      map, dtype == kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-      dimensions, const_cast<void*>(tensor), sizes, strides, box, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE,
-      box[0] == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult status =
+      call(map, type, dimensions, const_cast<void*>(tensor), sizes, strides, box, steps,
+           CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+           CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return status == CUDA_SUCCESS
              ? 0
              : fail("cuTensorMapEncodeTiled failed with CUresult %d", int(status));
+}
+
+int encode_map(CUtensorMap* map, const void* tensor, int dimensions, const cuuint64_t* sizes,
+               const cuuint64_t* strides, const cuuint32_t* box, int dtype) {
+  return encode(
+      map, dtype == kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+      box[0] == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B, tensor, dimensions,
+      sizes, strides, box);
+}
+
+int encode_words(CUtensorMap* map, const void* tensor, int dimensions, const cuuint64_t* sizes,
+                 const cuuint64_t* strides, const cuuint32_t* box) {
+  return encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT32, CU_TENSOR_MAP_SWIZZLE_NONE, tensor, dimensions,
+                sizes, strides, box);
 }
 
 }  // namespace tridecode

@@ -83,14 +83,16 @@ __device__ __forceinline__ uint64_t columns_descriptor(const void* pointer, int 
 }
 
 // clang-format off
-#define TRIDECODE_WGMMA_ROWS(type, n, registers, a0, a1, a2, a3, at_b, ...)                       \
+#define TRIDECODE_WGMMA_ROWS(type, n, registers, a0, a1, a2, a3, at_b, columns, ...)             \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {" registers      \
-               "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " at_b ", 1, 1, 1, 1;\n"                    \
+               "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " at_b ", 1, 1, 1, " columns ";\n"          \
                : __VA_ARGS__                                                                      \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-#define TRIDECODE_ROWS_PRODUCT(type)                                                              \
-  if constexpr (N == 64) TRIDECODE_WGMMA_ROWS(type, "64", TRIDECODE_N64, "%32", "%33", "%34", "%35", "%36", TRIDECODE_C4(0)); \
-  if constexpr (N == 128) TRIDECODE_WGMMA_ROWS(type, "128", TRIDECODE_N128, "%64", "%65", "%66", "%67", "%68", TRIDECODE_C8(0))
+#define TRIDECODE_ROWS_PRODUCT(type, columns)                                                     \
+  if constexpr (N == 16) TRIDECODE_WGMMA_ROWS(type, "16", TRIDECODE_N16, "%8", "%9", "%10", "%11", "%12", columns, TRIDECODE_C(0)); \
+  if constexpr (N == 32) TRIDECODE_WGMMA_ROWS(type, "32", TRIDECODE_N32, "%16", "%17", "%18", "%19", "%20", columns, TRIDECODE_C2(0)); \
+  if constexpr (N == 64) TRIDECODE_WGMMA_ROWS(type, "64", TRIDECODE_N64, "%32", "%33", "%34", "%35", "%36", columns, TRIDECODE_C4(0)); \
+  if constexpr (N == 128) TRIDECODE_WGMMA_ROWS(type, "128", TRIDECODE_N128, "%64", "%65", "%66", "%67", "%68", columns, TRIDECODE_C8(0))
 // clang-format on
 
 // c (64 x N) += a (64 x 16) * b (16 x N): a in registers, as multiply_add's, of the warp's 16 rows;
@@ -99,9 +101,20 @@ template <typename X, int N>
 __device__ __forceinline__ void group_multiply_add_rows(float (&c)[N / 2], const uint32_t (&a)[4],
                                                         uint64_t b) {
   if constexpr (std::is_same<X, half>::value) {
-    TRIDECODE_ROWS_PRODUCT("f16");
+    TRIDECODE_ROWS_PRODUCT("f16", "1");
   } else {
-    TRIDECODE_ROWS_PRODUCT("bf16");
+    TRIDECODE_ROWS_PRODUCT("bf16", "1");
+  }
+}
+
+// c (64 x N) += a (64 x 16) * b (N x 16) transposed: a in registers, b by descriptor().
+template <typename X, int N>
+__device__ __forceinline__ void group_multiply_add_registers(float (&c)[N / 2],
+                                                             const uint32_t (&a)[4], uint64_t b) {
+  if constexpr (std::is_same<X, half>::value) {
+    TRIDECODE_ROWS_PRODUCT("f16", "0");
+  } else {
+    TRIDECODE_ROWS_PRODUCT("bf16", "0");
   }
 }
 

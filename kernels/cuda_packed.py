@@ -1,0 +1,179 @@
+"""Products with weights in 8 or 4 bit on an NVIDIA GPU: packed_table.py chooses the kernel."""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from tridecode.kernels.cuda_base import ACTIVATIONS, DTYPES, CudaBase, pointer
+from tridecode.kernels.gemm_table import Gemm, Plan
+from tridecode.kernels.library import current_stream
+from tridecode.kernels.ops import Heads, Linear, Norm
+from tridecode.kernels.packed_weight import (
+    GRANULE_INPUTS,
+    PackedWeight,
+    loses_scales,
+    not_packed,
+    pack,
+)
+from tridecode.kernels.quantized import QuantizedWeight
+from tridecode.kernels.scratch import NUM_COUNTERS, SUM_BYTES
+
+log = logging.getLogger("tridecode.engine")
+
+
+@lru_cache(None)
+def _say_expanded(format: str, why: str, dtype: torch.dtype) -> None:
+    """Once for a format and a reason."""
+    log.warning(
+        "%s weights with %s are expanded to %s at load: no kernel reads them, and the memory is that of %s",
+        format,
+        why,
+        dtype,
+        dtype,
+    )
+
+
+class CudaPacked(CudaBase):
+    """pack of kernels.ops.Ops, and what becomes of a packed weight."""
+
+    def pack(self, linear: Linear, dtype: torch.dtype = torch.float32) -> Linear:
+        """Rows of the weight contiguous, as cuBLAS and the kernels read them; a quantised one arranged for
+        the kernels that read it, or expanded."""
+        weight = linear.weight
+        if not isinstance(weight, QuantizedWeight):
+            return Linear(linear.dense.contiguous(), linear.bias)
+        why = not_packed(weight, dtype)
+        if not why and loses_scales(weight, dtype):
+            why = f"scales that are too small for {dtype}"
+        if why:
+            _say_expanded(weight.format, why, dtype)
+            return Linear(weight.expanded(dtype).contiguous(), linear.bias)
+        packed = pack(weight, dtype)
+        self._arena("expanded", packed.rows * packed.columns * dtype.itemsize)  # outside of graph capture
+        return Linear(packed, linear.bias)
+
+    def _packed_gemm(
+        self,
+        x: Tensor,
+        linear: Linear,
+        weight: PackedWeight,
+        norm: Norm | None,
+        activation: str | None,
+        residual: Tensor | None,
+        out: Tensor,
+        heads: Heads | None,
+        head_fields: dict[str, float] | None,
+    ) -> Plan:
+        """Launch what choose_packed plans; arguments as those of _gemm."""
+        plan = self._packed_plan(x, linear, weight, norm, activation, residual, out, heads)
+        if plan.kernel == "expand_weight":
+            expanded = Linear(self._expanded(weight), linear.bias)
+            return self._gemm(x, expanded, norm, activation, residual, out, heads, head_fields)
+        if norm is not None and not plan.fuses_norm:
+            x, norm = self._normed(x, norm), None
+        fields: dict[str, float] = dict(head_fields or {}) if plan.fuses_heads else {}
+        if norm is not None:
+            fields |= {
+                "norm_weight": norm.weight.data_ptr(),
+                "norm_bias": pointer(norm.bias),
+                "norm_eps": norm.eps,
+            }
+        getattr(self.library, plan.kernel)(
+            current_stream(self.device),
+            out=out.data_ptr(),
+            x=x.data_ptr(),
+            bias=pointer(linear.bias),
+            residual=pointer(residual),
+            x_stride=x.stride(0),
+            residual_stride=0 if residual is None else residual.stride(0),
+            out_stride=out.stride(0),
+            tokens=x.shape[0],
+            inputs=weight.columns,
+            outputs=weight.rows,
+            activation=ACTIVATIONS[activation],
+            out_float32=out.dtype != x.dtype,
+            dtype=DTYPES[x.dtype],
+            tile_outputs=plan.tile_outputs,
+            tile_tokens=plan.tile_tokens,
+            split=plan.split,
+            clusters=plan.clusters,
+            stream_k=plan.stream_k,
+            partials=self._sums_pointer,
+            partial_bytes=SUM_BYTES,
+            counters=self._counters_pointer,
+            num_counters=NUM_COUNTERS,
+            **weight.fields(),
+            **fields,
+        )
+        return plan
+
+    def _packed_plan(
+        self,
+        x: Tensor,
+        linear: Linear,
+        weight: PackedWeight,
+        norm: Norm | None,
+        activation: str | None,
+        residual: Tensor | None,
+        out: Tensor,
+        heads: Heads | None,
+    ) -> Plan:
+        written = [
+            tensor for tensor in (residual, out if out.dtype == x.dtype else None) if tensor is not None
+        ]
+        rope = None if heads is None else heads.rope
+        gemm = Gemm(
+            x.shape[0],
+            weight.columns,
+            weight.rows,
+            "swiglu" if activation == "swiglu" else "qkv" if heads else "linear",
+            linear.bias is not None,
+            residual is not None,
+            norm is not None,
+            out_float32=out.dtype != x.dtype,
+            aligned=_aligned(x),
+            out_aligned=all(_aligned(tensor) for tensor in written),
+            head_size=0 if heads is None else heads.head_size,
+            rotary_size=0 if rope is None else rope.size,
+            interleaved=rope is not None and rope.interleaved,
+        )
+        return self.choose_packed(gemm, GRANULE_INPUTS[weight.format])
+
+    def _expanded(self, weight: PackedWeight) -> Tensor:
+        """(out, in) in scratch memory, until the next call."""
+        out = self._temporary("expanded", weight.rows, weight.columns, weight.dtype)
+        self.library.expand_weight(
+            current_stream(self.device),
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            inputs=weight.columns,
+            outputs=weight.rows,
+            dtype=DTYPES[weight.dtype],
+            **weight.fields(),
+        )
+        return out
+
+    def _normed(self, x: Tensor, norm: Norm) -> Tensor:
+        raise NotImplementedError
+
+    def _gemm(
+        self,
+        x: Tensor,
+        linear: Linear,
+        norm: Norm | None,
+        activation: str | None,
+        residual: Tensor | None,
+        out: Tensor,
+        heads: Heads | None = None,
+        head_fields: dict[str, float] | None = None,
+    ) -> Plan:
+        raise NotImplementedError
+
+
+def _aligned(tensor: Tensor) -> bool:
+    """Rows begin at multiples of 16 bytes, of 16-bit numbers."""
+    return tensor.stride(0) % 8 == 0 and tensor.data_ptr() % 16 == 0

@@ -1,0 +1,76 @@
+"""Chooses the kernel of a product whose weight is in 8 or 4 bit (packed_weight.py); gemm_table.py chooses the
+others. A pure function, without torch or a GPU.
+
+    gemm_packed_mma    1 to 8 tokens, mma.sync, split-K through global memory
+    gemm_packed_sm90   any tokens, TMA and wgmma, whole tiles, or stream-K through global memory
+    expand_weight      many tokens: the weight is expanded to 16 bit, and gemm_table.py chooses for that
+"""
+
+from __future__ import annotations
+
+from tridecode.kernels.gemm_table import Device, Gemm, Plan, fuses_heads_sm90, stream_k_plan
+
+#: above this many tokens the weight is expanded
+PACKED_TOKENS = 64
+MMA_TOKENS = 8
+FUSED_NORM_TOKENS = 2
+STAGE_INPUTS = 128  # of gemm_packed_sm90
+STREAM_K_TOKENS = {"linear": (16, 32, 64), "qkv": (16, 32, 64), "swiglu": (32, 64)}
+
+_MMA_STEP_INPUTS = 2048  # that the 8 warps of gemm_packed_mma take at once
+_SUM_BYTES = 8192
+_MAX_SPLIT = 64
+
+
+def choose_packed(gemm: Gemm, granule_inputs: int, device: Device) -> Plan:
+    """The kernel, its tile, and why. granule_inputs: 64 or 128."""
+    if gemm.tokens <= PACKED_TOKENS and gemm.aligned and gemm.inputs % 8 == 0:
+        plan = _mma(gemm, granule_inputs, device) if gemm.tokens <= MMA_TOKENS else None
+        if plan is None and device.capability == 90:
+            plan = _sm90(gemm, device)
+        if plan is not None:
+            return plan
+    return Plan("expand_weight", f"more than {PACKED_TOKENS} tokens, or rows not at multiples of 16 bytes")
+
+
+def _mma(gemm: Gemm, granule_inputs: int, device: Device) -> Plan | None:
+    """The smallest split whose x fits twice in the shared memory of a multiprocessor; with a fused norm the
+    whole of x in one block."""
+    if gemm.epilogue == "swiglu" and gemm.outputs % 16:
+        return None
+    rest, heads = _SUM_BYTES + 2 * 1024, _fuses_heads(gemm)
+    fused = gemm.norm and gemm.tokens <= FUSED_NORM_TOKENS
+    if fused and _x_bytes(gemm, 1, granule_inputs) <= device.shared_bytes - rest - 1024:
+        return Plan(
+            "gemm_packed_mma", "1 or 2 tokens, norm fused", 16, 8, 1, fuses_norm=True, fuses_heads=heads
+        )
+    for split in range(1, _MAX_SPLIT + 1):
+        if _x_bytes(gemm, split, granule_inputs) <= device.shared_bytes // 2 - rest:
+            return Plan("gemm_packed_mma", "1 to 8 tokens", 16, 8, split, fuses_heads=heads)
+    return None
+
+
+def _x_bytes(gemm: Gemm, split: int, granule_inputs: int) -> int:
+    """Shared memory of x's part of the inputs, padded to what the warps take at once."""
+    chunks = _ceil_div(_ceil_div(gemm.inputs, granule_inputs), split)
+    return _ceil_div(chunks * granule_inputs, _MMA_STEP_INPUTS) * _MMA_STEP_INPUTS * 2 * gemm.tokens
+
+
+def _fuses_heads(gemm: Gemm) -> bool:
+    if gemm.rotary_size == 0:
+        return gemm.head_size % 8 == 0
+    return not gemm.interleaved and gemm.head_size % 16 == 0 and gemm.rotary_size % 16 == 0
+
+
+def _sm90(gemm: Gemm, device: Device) -> Plan | None:
+    if not gemm.out_aligned or (gemm.residual and gemm.out_float32):
+        return None
+    if gemm.epilogue == "swiglu" and (gemm.residual or gemm.out_float32 or gemm.outputs % 16):
+        return None
+    heads = gemm.epilogue == "qkv" and fuses_heads_sm90(gemm.head_size, gemm.rotary_size, gemm.interleaved)
+    plan = stream_k_plan(gemm, device, STREAM_K_TOKENS[gemm.epilogue], STAGE_INPUTS)
+    return plan._replace(kernel="gemm_packed_sm90", fuses_heads=heads)
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)

@@ -1,0 +1,152 @@
+"""Weights in 8 or 4 bit as the CUDA kernels read them: csrc/packed_weight.cuh has the arrangement.
+
+A matrix is packed once, at load. Formats that no kernel reads are named by `not_packed`; they are expanded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tridecode.kernels.quantized import QuantizedWeight, unpacked
+
+GRANULE_ROWS, GRANULE_BYTES = 8, 512
+#: format -> inputs of a granule
+GRANULE_INPUTS = {"int8": 64, "fp8": 64, "int4": 128}
+#: format -> weight_format of a task (csrc/api.h)
+FORMAT_CODES = {"int8": 1, "fp8": 2, "int4": 3}
+#: what a number of 4 bits is added to before its zero is subtracted, by dtype of the product
+_BIASES = {torch.float16: 1024.0, torch.bfloat16: 128.0}
+#: scales of groups are rounded to the product's dtype; float16's smallest numbers lose more than that
+_SCALE_ERROR = 2.0**-8
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight (rows, columns) in 8 or 4 bit on a GPU.
+
+    format: of QuantizedWeight. dtype: of the product. values: (ceil(rows / 8), chunks, 512) uint8, chunks of
+    64 or 128 columns. scales: (rows,) float32, int8 and fp8. groups: (ceil(rows / 8), chunks, 8, G) int32,
+    int4: the scale in the low half, the zero in the high one, numbers of dtype, the zero plus 1024 (float16)
+    or 128 (bfloat16).
+    """
+
+    format: str
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    values: Tensor
+    scales: Tensor | None = None
+    groups: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+        return self.rows, self.columns
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def nbytes(self) -> int:
+        parts = (self.values, self.scales, self.groups)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def fields(self) -> dict[str, float]:
+        """Those of a GEMM task that describe the weight."""
+        return {
+            "weight": self.values.data_ptr(),
+            "weight_format": FORMAT_CODES[self.format],
+            "weight_scales": 0 if self.scales is None else self.scales.data_ptr(),
+            "weight_groups": 0 if self.groups is None else self.groups.data_ptr(),
+            "granule_groups": 0 if self.groups is None else self.groups.shape[3],
+        }
+
+
+def not_packed(weight: QuantizedWeight, dtype: torch.dtype) -> str:
+    """Why the kernels do not read such a weight for products of dtype; "" where they do.
+
+    Decided by shapes and formats alone, so that memory can be planned without the weights.
+    """
+    if dtype not in _BIASES:
+        return f"products of {dtype}"
+    if weight.activations:
+        return f"activations in {weight.activations}"
+    if weight.columns % 8:
+        return f"{weight.columns} inputs, which are no multiple of 8"
+    if weight.groups is not None:
+        return "groups that are not consecutive inputs"
+    if weight.format != "int4":
+        grouped = weight.scales.shape[1] > 1 or weight.block_rows > 1
+        return "several scales of a row in 8 bit" if grouped else ""
+    size = weight.group_size or weight.columns
+    if weight.scales.shape[1] > 1 and size % 128 and size not in (32, 64):
+        return f"groups of {size} inputs; wanted 32, 64 or multiples of 128"
+    return ""
+
+
+def pack(weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
+    """The same matrix for the kernels; `not_packed` is "". int4's scales are rounded to dtype."""
+    rows, columns = weight.shape
+    if weight.format == "int4":
+        values = _packed4(unpacked(weight.values, columns))
+        groups = _packed_groups(weight, dtype)
+        return PackedWeight(weight.format, rows, columns, dtype, values, None, groups)
+    values = _packed8(weight.values.view(torch.uint8))
+    return PackedWeight(weight.format, rows, columns, dtype, values, weight.scales[:, 0].float().contiguous())
+
+
+def granules(format: str, rows: int, columns: int) -> tuple[int, int]:
+    """Granules down and across a matrix."""
+    return -(-rows // GRANULE_ROWS), -(-columns // GRANULE_INPUTS[format])
+
+
+def _padded(values: Tensor, inputs: int) -> Tensor:
+    """(out, in) -> (eights, 8, chunks, inputs), padded with zeros."""
+    rows, columns = values.shape
+    values = torch.nn.functional.pad(values, (0, -columns % inputs, 0, -rows % GRANULE_ROWS))
+    return values.unflatten(1, (-1, inputs)).unflatten(0, (-1, GRANULE_ROWS))
+
+
+def _packed8(values: Tensor) -> Tensor:
+    """uint8 (out, in) -> (eights, chunks, 512)."""
+    # inputs of a granule are (step, half, t, second): 16 step + 8 half + 2 t + second
+    parts = _padded(values, GRANULE_INPUTS["int8"]).unflatten(3, (4, 2, 4, 2))
+    # bytes are (row, t, step, second, half)
+    return parts.permute(0, 2, 1, 5, 3, 6, 4).flatten(2).contiguous()
+
+
+def _packed4(values: Tensor) -> Tensor:
+    """uint8 of 0 to 15 (out, in) -> (eights, chunks, 512)."""
+    # inputs of a granule are (word, step, half, t, second): 32 word + 16 step + 8 half + 2 t + second
+    parts = _padded(values, GRANULE_INPUTS["int4"]).unflatten(3, (4, 2, 2, 4, 2))
+    # bytes are (row, t, word, second, step), of a low half byte and a high one
+    parts = parts.permute(0, 2, 1, 6, 3, 7, 4, 5)
+    return (parts[..., 0] | (parts[..., 1] << 4)).flatten(2).contiguous()
+
+
+def _packed_groups(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    rows, columns = weight.shape
+    size = weight.group_size or columns
+    count = 1 if weight.scales.shape[1] == 1 or size % 128 == 0 else 128 // size  # of a granule
+    eights, chunks = granules(weight.format, rows, columns)
+    firsts = torch.arange(chunks * count, device=weight.scales.device) * (128 // count)
+    of_group = (firsts // size).clamp_(max=weight.scales.shape[1] - 1)
+    scales = weight.scales.float()[:, of_group]
+    zeros = torch.full_like(scales, 8.0) if weight.zeros is None else weight.zeros.float()[:, of_group]
+    pad = (0, 0, 0, eights * GRANULE_ROWS - rows)
+    words = torch.stack((scales.to(dtype), (zeros + _BIASES[dtype]).to(dtype)), dim=-1)
+    words = torch.nn.functional.pad(words.view(torch.int32).squeeze(-1), pad)
+    return words.view(eights, GRANULE_ROWS, chunks, count).transpose(1, 2).contiguous()
+
+
+def loses_scales(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
+    """Whether a group's scale, rounded to dtype, is off by more than the rounding of a normal number."""
+    if weight.format != "int4":
+        return False
+    scales = weight.scales.float()
+    error = (scales.to(dtype).float() - scales).abs()
+    return bool((error > _SCALE_ERROR * scales.abs()).any())
