@@ -69,14 +69,14 @@ class Cpu(Reference):
             weight = linear.dense
         if weight.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
             return linear
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_ROWS)
+        packed = torch.ops.mkldnn._reorder_linear_weight(linear.dense.contiguous(), _PACKED_ROWS)
         return replace(linear, weight=packed)
 
     def _product(self, x: Tensor, linear: Linear, residual: Tensor | None, out: Tensor) -> None:
         if isinstance(linear.weight, QuantizedWeight):
             _int8_product(x, linear.weight, linear.bias, residual, out)
             return
-        if not linear.weight.is_mkldnn:
+        if not linear.dense.is_mkldnn:
             super()._product(x, linear, residual, out)
             return
         for first in range(0, x.shape[0], _LARGEST):

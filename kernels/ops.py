@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tridecode.kernels.packed_weight import PackedWeight
 from tridecode.kernels.quantized import QuantizedWeight
 from tridecode.kernels.sampling_state import SamplingState
 
@@ -35,12 +36,12 @@ class Linear:
     """weight: (out, in), bias: (out,) or None, as `Ops.pack` returned them: on CUDA the rows of weight are
     contiguous, on the CPU weight may have the layout of a library.
 
-    A weight that is quantised is the matrix that it stands for (kernels/quantized.py). activations: "int8" or
-    "fp8" where `pack` has expanded a weight whose product rounds its input: each row of x, after the norm, is
-    rounded to it first.
+    A weight that is quantised is the matrix that it stands for (kernels/quantized.py), on CUDA arranged by
+    kernels/packed_weight.py. activations: "int8" or "fp8" where `pack` has expanded a weight whose product
+    rounds its input: each row of x, after the norm, is rounded to it first.
     """
 
-    weight: Tensor | QuantizedWeight
+    weight: Tensor | QuantizedWeight | PackedWeight
     bias: Tensor | None = None
     activations: str = ""
 

@@ -135,7 +135,7 @@ class Reference:
                 product += linear.bias
             out.copy_(product if residual is None else product.add_(residual))
             return
-        weight = linear.weight.t()
+        weight = linear.dense.t()
         if residual is not None:
             torch.addmm(residual, x, weight, out=out)
             if linear.bias is not None:

@@ -121,7 +121,7 @@ class _CudaShapes(Reference):
             more = expanded.nbytes - self._expanded  # scratch for the largest
             self._expanded, self.bytes = max(self._expanded, expanded.nbytes), self.bytes + max(more, 0)
             return Linear(pack(weight, dtype), linear.bias)
-        return Linear(weight.contiguous(), linear.bias)
+        return Linear(linear.dense.contiguous(), linear.bias)
 
     def reserve(
         self, max_tokens: int, max_columns: int, max_rows: int, max_context: int, vocab_size: int
