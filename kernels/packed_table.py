@@ -2,7 +2,7 @@
 others. A pure function, without torch or a GPU.
 
     gemm_packed_mma    1 to 8 tokens, mma.sync, split-K through global memory
-    gemm_packed_sm90   any tokens, TMA and wgmma, whole tiles, or stream-K through global memory
+    gemm_packed_sm90   to 256 tokens, TMA and wgmma, whole tiles, or stream-K through global memory
     expand_weight      many tokens: the weight is expanded to 16 bit, and gemm_table.py chooses for that
 """
 
@@ -11,11 +11,12 @@ from __future__ import annotations
 from tridecode.kernels.gemm_table import Device, Gemm, Plan, fuses_heads_sm90, stream_k_plan
 
 #: above this many tokens the weight is expanded
-PACKED_TOKENS = 64
-MMA_TOKENS = 8
+PACKED_TOKENS = 256
+#: up to this many tokens gemm_packed_mma is faster than gemm_packed_sm90, and how many it takes
+FEW_TOKENS, MMA_TOKENS = 2, 8
 FUSED_NORM_TOKENS = 2
 STAGE_INPUTS = 128  # of gemm_packed_sm90
-STREAM_K_TOKENS = {"linear": (16, 32, 64), "qkv": (16, 32, 64), "swiglu": (32, 64)}
+STREAM_K_TOKENS = {"linear": (16, 32, 64, 128), "qkv": (16, 32, 64, 128), "swiglu": (32, 64, 128)}
 
 _MMA_STEP_INPUTS = 2048  # that the 8 warps of gemm_packed_mma take at once
 _SUM_BYTES = 8192
@@ -25,7 +26,8 @@ _MAX_SPLIT = 64
 def choose_packed(gemm: Gemm, granule_inputs: int, device: Device) -> Plan:
     """The kernel, its tile, and why. granule_inputs: 64 or 128."""
     if gemm.tokens <= PACKED_TOKENS and gemm.aligned and gemm.inputs % 8 == 0:
-        plan = _mma(gemm, granule_inputs, device) if gemm.tokens <= MMA_TOKENS else None
+        few = FEW_TOKENS if device.capability == 90 else MMA_TOKENS
+        plan = _mma(gemm, granule_inputs, device) if gemm.tokens <= few else None
         if plan is None and device.capability == 90:
             plan = _sm90(gemm, device)
         if plan is not None:
@@ -38,7 +40,7 @@ def _mma(gemm: Gemm, granule_inputs: int, device: Device) -> Plan | None:
     whole of x in one block."""
     if gemm.epilogue == "swiglu" and gemm.outputs % 16:
         return None
-    rest, heads = _SUM_BYTES + 2 * 1024, _fuses_heads(gemm)
+    rest, heads = _SUM_BYTES + 4 * 1024, _fuses_heads(gemm)
     fused = gemm.norm and gemm.tokens <= FUSED_NORM_TOKENS
     if fused and _x_bytes(gemm, 1, granule_inputs) <= device.shared_bytes - rest - 1024:
         return Plan(
@@ -46,7 +48,7 @@ def _mma(gemm: Gemm, granule_inputs: int, device: Device) -> Plan | None:
         )
     for split in range(1, _MAX_SPLIT + 1):
         if _x_bytes(gemm, split, granule_inputs) <= device.shared_bytes // 2 - rest:
-            return Plan("gemm_packed_mma", "1 to 8 tokens", 16, 8, split, fuses_heads=heads)
+            return Plan("gemm_packed_mma", "few tokens", 16, 8, split, fuses_heads=heads)
     return None
 
 

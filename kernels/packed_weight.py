@@ -17,8 +17,9 @@ GRANULE_ROWS, GRANULE_BYTES = 8, 512
 GRANULE_INPUTS = {"int8": 64, "fp8": 64, "int4": 128}
 #: format -> weight_format of a task (csrc/api.h)
 FORMAT_CODES = {"int8": 1, "fp8": 2, "int4": 3}
-#: what a number of 4 bits is added to before its zero is subtracted, by dtype of the product
-_BIASES = {torch.float16: 1024.0, torch.bfloat16: 128.0}
+#: what a kernel adds to a number of 4 bits, and `groups` to its zero: 16 to 31 are exact in either dtype
+BIAS = 16.0
+DTYPES = (torch.float16, torch.bfloat16)
 #: scales of groups are rounded to the product's dtype; float16's smallest numbers lose more than that
 _SCALE_ERROR = 2.0**-8
 
@@ -29,8 +30,7 @@ class PackedWeight:
 
     format: of QuantizedWeight. dtype: of the product. values: (ceil(rows / 8), chunks, 512) uint8, chunks of
     64 or 128 columns. scales: (rows,) float32, int8 and fp8. groups: (ceil(rows / 8), chunks, 8, G) int32,
-    int4: the scale in the low half, the zero in the high one, numbers of dtype, the zero plus 1024 (float16)
-    or 128 (bfloat16).
+    int4: the scale in the low half, the zero plus BIAS in the high one, numbers of dtype.
     """
 
     format: str
@@ -71,7 +71,7 @@ def not_packed(weight: QuantizedWeight, dtype: torch.dtype) -> str:
 
     Decided by shapes and formats alone, so that memory can be planned without the weights.
     """
-    if dtype not in _BIASES:
+    if dtype not in DTYPES:
         return f"products of {dtype}"
     if weight.activations:
         return f"activations in {weight.activations}"
@@ -138,7 +138,7 @@ def _packed_groups(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     scales = weight.scales.float()[:, of_group]
     zeros = torch.full_like(scales, 8.0) if weight.zeros is None else weight.zeros.float()[:, of_group]
     pad = (0, 0, 0, eights * GRANULE_ROWS - rows)
-    words = torch.stack((scales.to(dtype), (zeros + _BIASES[dtype]).to(dtype)), dim=-1)
+    words = torch.stack((scales.to(dtype), (zeros + BIAS).to(dtype)), dim=-1)
     words = torch.nn.functional.pad(words.view(torch.int32).squeeze(-1), pad)
     return words.view(eights, GRANULE_ROWS, chunks, count).transpose(1, 2).contiguous()
 

@@ -10,7 +10,9 @@
 // times one slice of the inputs; the warps share the inputs of a slice. Sums of several slices meet
 // in scratch memory, where the last block to arrive adds them up in order.
 //
-// Scales of rows multiply the finished sums, those of groups the weights.
+// Scales of rows multiply the finished sums. Of groups the values, each plus a bias, are summed
+// first; then the bias and the zero are taken off by the sum of the group's inputs, and the scale
+// multiplies what is left.
 //
 // Bytes moved: outputs * inputs, or half of it, and 4 bytes of each group, once.
 // Bench: python -m tridecode.kernels.bench packed_linear
@@ -35,6 +37,7 @@ struct Division {
   int slices, slice_chunks;
   int warp_chunks;  // granules of a slice that a warp takes, a multiple of ring_of
   int tiles;
+  int group_sums;  // floats, a multiple of 4
 };
 
 // Granules of 8 rows that a warp has in flight.
@@ -54,12 +57,13 @@ __global__ void __launch_bounds__(kThreads, resident_blocks(GROUPS, MODE))
   constexpr int kInputs = granule_inputs(F), kSteps = kInputs / 16, kRing = ring_of(F);
   extern __shared__ uint4 shared[];
   float* const sums = reinterpret_cast<float*>(shared);
-  uint4* const xs = shared + kBuffers * kSums / 4;
+  float* const group_sums = sums + kBuffers * kSums;  // of x: (group, token)
   __shared__ bool is_last;
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int g = lane / 4, t = lane % 4;
   const int tokens = task.tokens, warp_chunks = division.warp_chunks;
+  uint4* const xs = shared + (kBuffers * kSums + division.group_sums) / 4;
   const int64_t units = int64_t(division.slices) * division.tiles;
   const int begin = int(units * blockIdx.x / gridDim.x),
             end = int(units * (blockIdx.x + 1) / gridDim.x);
@@ -154,6 +158,20 @@ __global__ void __launch_bounds__(kThreads, resident_blocks(GROUPS, MODE))
       for (int j = 0; j < 4; ++j) xs[4 * i + j] = to[j];
     }
   };
+  auto add_groups = [&]() {
+    constexpr int kPieces = kInputs / 32 / (GROUPS ? GROUPS : 1) * 4;  // of a group of a token
+    for (int i = threadIdx.x; i < pieces / kPieces * tokens; i += kThreads) {
+      const int group = i / tokens, token = i % tokens;
+      float sum = 0.0f;
+      for (int p = 0; p < kPieces; ++p) {
+        float values[8];
+        load8(reinterpret_cast<const X*>(piece_of(group * kPieces + p, token)), values);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) sum += values[k];
+      }
+      group_sums[i] = sum;
+    }
+  };
 
   int loaded = -1;
   int slice = begin / division.tiles, tile = begin % division.tiles - 1;
@@ -168,6 +186,10 @@ __global__ void __launch_bounds__(kThreads, resident_blocks(GROUPS, MODE))
       __syncthreads();
       turn_x();
       __syncthreads();
+      if (GROUPS) {
+        add_groups();
+        __syncthreads();
+      }
       loaded = slice;
     }
 
@@ -178,17 +200,38 @@ __global__ void __launch_bounds__(kThreads, resident_blocks(GROUPS, MODE))
       for (int slot = 0; slot < kRing; ++slot) {
         const int chunk = (turned(chunk_base) + slot) * kWarps + warp;
         const uint4* const x_of = xs + (int64_t(chunk) * (kInputs / 32) * tokens + g) * 4 + t;
+        float part[4] = {};  // of a group
 #pragma unroll
         for (int step = 0; step < kSteps; step += 2) {
           const uint4 b = g < tokens ? x_of[step / 2 * tokens * 4] : make_uint4(0, 0, 0, 0);
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            const int group = GROUPS ? (step + i) * GROUPS / kSteps : 0;
             uint32_t upper[2], lower[2];
-            expand_step<X, F>(ring[slot][0], step + i, groups[slot][0][group], upper);
-            expand_step<X, F>(ring[slot][1], step + i, groups[slot][1][group], lower);
-            multiply_add<X>(c, upper[0], lower[0], upper[1], lower[1], get(b, 2 * i),
-                            get(b, 2 * i + 1));
+            if constexpr (GROUPS > 0) {
+#pragma unroll
+              for (int k = 0; k < 2; ++k) {
+                upper[k] = biased_pair<X>(ring[slot][0], step + i, k);
+                lower[k] = biased_pair<X>(ring[slot][1], step + i, k);
+              }
+            } else {
+              expand_step<X, F>(ring[slot][0], step + i, 0, upper);
+              expand_step<X, F>(ring[slot][1], step + i, 0, lower);
+            }
+            multiply_add<X>(GROUPS ? part : c, upper[0], lower[0], upper[1], lower[1],
+                            get(b, 2 * i), get(b, 2 * i + 1));
+          }
+          if constexpr (GROUPS > 0) {
+            constexpr int kGroupSteps = kSteps / GROUPS;
+            if ((step + 2) % kGroupSteps) continue;
+            const int group = step / kGroupSteps;
+            const float* const x_sums = group_sums + (chunk * GROUPS + group) * tokens;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              const float2 of = unpack<X>(groups[slot][i / 2][group]);  // scale, zero
+              const int token = 2 * t + i % 2;
+              c[i] += of.x * (part[i] - of.y * x_sums[token < tokens ? token : 0]);
+              part[i] = 0.0f;
+            }
           }
         }
         fetch(slot, ahead_chunk);
@@ -316,8 +359,12 @@ int tridecode_gemm_packed_mma(const tridecode_gemm_task* given, void* stream) {
     division.slice_chunks = ceil_div(division.chunks, task.split);
     division.warp_chunks = ceil_div(division.slice_chunks, kWarps * ring_of(F)) * ring_of(F);
     division.tiles = ceil_div(task.outputs, kRows);
-    const int shared =
-        kBuffers * kSums * 4 + division.warp_chunks * kWarps * kInputs * 2 * task.tokens;
+    division.group_sums = 0;
+    if (F == kInt4)
+      division.group_sums = division.warp_chunks * kWarps * task.granule_groups * task.tokens;
+    division.group_sums = ceil_div(division.group_sums, 4) * 4;
+    const int shared = (kBuffers * kSums + division.group_sums) * 4 +
+                       division.warp_chunks * kWarps * kInputs * 2 * task.tokens;
     const int64_t needed =
         int64_t(division.tiles) * task.split * (kRows / 2) * ((task.tokens + 1) / 2) * 16;
     if (task.split > 1 && (needed > task.partial_bytes || division.tiles > task.num_counters))

@@ -329,7 +329,8 @@ int run(const GemmTask& task, const Division& division, void* stream) {
   _(16, kPlain) _(16, kQkv) _(16, kQkvRotary)           \
   _(32, kPlain) _(32, kQkv) _(32, kQkvRotary)           \
   _(64, kPlain) _(64, kQkv) _(64, kQkvRotary)           \
-  _(32, kGated) _(64, kGated)
+  _(128, kPlain) _(128, kQkv) _(128, kQkvRotary)        \
+  _(32, kGated) _(64, kGated) _(128, kGated)
 // clang-format on
 
 }  // namespace

@@ -67,10 +67,29 @@ __device__ __forceinline__ uint32_t even_bytes(uint32_t word) {
   }
 }
 
+// ---------------------------------------------------------------- 4 bit
+
+// What is added to a 4-bit value, and to the zero of a group: 16 to 31 are exact in either dtype.
+constexpr uint32_t kBias = 16;
+
+// Pair `i` of a step of 4-bit values, each plus kBias.
+template <typename X>
+__device__ __forceinline__ uint32_t biased_pair(const uint4& words, int step, int i) {
+  // the value takes the place of the first 4 bits of the mantissa
+  constexpr bool kIsHalf = std::is_same<X, half>::value;
+  constexpr int kPlace = kIsHalf ? 6 : 3;
+  constexpr uint32_t kMask = kIsHalf ? 0x03c003c0u : 0x00780078u;
+  constexpr uint32_t kSixteen = kIsHalf ? 0x4c004c00u : 0x41804180u;
+  const uint32_t word = get(words, step / 2);
+  const int from = 4 * (step % 2 * 2 + i);
+  const uint32_t placed = from > kPlace ? word >> (from - kPlace) : word << (kPlace - from);
+  return (placed & kMask) | kSixteen;
+}
+
 // ---------------------------------------------------------------- operands
 
 // The scale and the zero of a group of a row of 4-bit weights, from the word that holds both. The
-// zero is biased as the numbers are in expand_step.
+// zero is biased as the values are.
 struct Group {
   uint32_t scale, zero;  // twice each
   __device__ __forceinline__ explicit Group(uint32_t word) {
@@ -85,14 +104,10 @@ __device__ __forceinline__ void expand_step(const uint4& words, int step, uint32
                                             uint32_t (&pairs)[2]) {
   if constexpr (F == kInt4) {
     const Group of(group);
-    // 1024 or 128 plus a number of 4 bits is exact
-    constexpr uint32_t kBias = std::is_same<X, half>::value ? 0x64006400u : 0x43004300u;
-    const uint32_t word = get(words, step / 2);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint32_t biased = (word >> 4 * (step % 2 * 2 + i) & 0x000f000fu) | kBias;
-      pairs[i] = multiply_pairs<X>(subtract_pairs<X>(biased, of.zero), of.scale);
-    }
+    for (int i = 0; i < 2; ++i)
+      pairs[i] =
+          multiply_pairs<X>(subtract_pairs<X>(biased_pair<X>(words, step, i), of.zero), of.scale);
   } else {
     const uint32_t word = get(words, step);
     pairs[0] = even_bytes<X, F>(word);

@@ -16,6 +16,7 @@ BUDGETS = {
     "embed": (0.5, 0.5),
     "norm": (2, 8),
     "linear": (8, 512),
+    "two products": (16, 512),  # SwiGLU of rounded weights
     "logits": (512, 512),  # float32 out of 16-bit inputs
     "attention": (8, 64),
 }

@@ -28,7 +28,7 @@ FORMATS = [
     ("int4", 64, False),
     ("int4", 128, True),
 ]
-TOKENS = [1, 2, 3, 8, 9, 16, 17, 33, 64, 65, 111]
+TOKENS = [1, 2, 3, 8, 9, 16, 17, 33, 64, 65, 111, 129, 200, 300]
 #: inputs, outputs
 SHAPES = [(64, 96), (104, 72), (768, 1000), (2048, 130), (4096, 520), (14336, 264), (512, 6152)]
 
@@ -86,7 +86,7 @@ def test_norm_and_activation_are_fused(cuda_place: Place, norm_bias, activation,
         "gelu_tanh": lambda v: F.gelu(v, approximate="tanh"),
         "relu": F.relu,
     }
-    for tokens in (1, 2, 7, 16, 40, 130):
+    for tokens in (1, 2, 7, 16, 40, 130, 280):
         x, out = place.normal(tokens, inputs, dtype=dtype), place.poison(tokens, outputs, dtype=dtype)
         place.settle()
         place.ops.linear(x, case.linear, norm=norm, activation=activation, out=out)
@@ -100,12 +100,13 @@ def test_norm_and_activation_are_fused(cuda_place: Place, norm_bias, activation,
 def test_swiglu_pairs_gate_and_up_rows(cuda_place: Place, inner, format, dtype):
     place = cuda_place
     case = Case(place, format, 256, 2 * inner, dtype, bias=inner == 88)
-    for tokens in (1, 2, 5, 16, 33, 64, 100):
+    for tokens in (1, 2, 5, 16, 33, 64, 100, 256, 300):
         x, out = place.normal(tokens, 256, dtype=dtype), place.poison(tokens, inner, dtype=dtype)
         place.settle()
         place.ops.linear(x, case.linear, activation="swiglu", out=out)
         both = case.product64(x)
-        assert_close("linear", out, F.silu(both[:, :inner]) * both[:, inner:])
+        # weights are rounded to 16 bit, and a product of two sums has the errors of both
+        assert_close("two products", out, F.silu(both[:, :inner]) * both[:, inner:])
 
 
 @pytest.mark.gpu
@@ -138,7 +139,7 @@ def test_logits_are_float32(cuda_place: Place, tokens, format, dtype):
 )
 def test_queries_and_keys_are_rotated_and_kept(cuda_place: Place, heads, format, dtype):
     place = cuda_place
-    for tokens in (1, 5, 16, 40, 90):
+    for tokens in (1, 5, 16, 40, 90, 270):
         made: HeadsCase = make_heads(place, tokens, 64, heads, dtype)
         case = Case(place, format, 64, made.heads.qkv_size, dtype)
         made.linear = case.linear
@@ -164,6 +165,7 @@ def test_queries_and_keys_are_rotated_and_kept(cuda_place: Place, heads, format,
         Plan("gemm_packed_mma", "split", 16, 8, 3),
         Plan("gemm_packed_sm90", "shared tiles", 256, 16, clusters=5, stream_k=True),
         Plan("gemm_packed_sm90", "shared tiles", 256, 64, clusters=7, stream_k=True),
+        Plan("gemm_packed_sm90", "shared tiles", 256, 128, clusters=4, stream_k=True),
         Plan("gemm_packed_sm90", "whole tiles", 256, 32, clusters=2),
     ],
     ids=lambda plan: f"{plan.kernel} {plan.why} {plan.tile_tokens}",

@@ -42,7 +42,6 @@ def quantized(
 def read_back(weight: PackedWeight) -> NDArray[np.float64]:
     """The matrix, element by element, from the words of granules."""
     words = weight.values.numpy().view("<u4").reshape(*weight.values.shape[:2], 8, 4, 4)  # (.., g, t, word)
-    number = np.float16 if weight.dtype == torch.float16 else None
     out = np.full(weight.shape, np.nan)
     inputs = GRANULE_INPUTS[weight.format]
     for row in range(weight.rows):
@@ -64,7 +63,7 @@ def read_back(weight: PackedWeight) -> NDArray[np.float64]:
             of = weight.groups[row // 8, chunk, row % 8]
             word = of[column % inputs * of.shape[0] // inputs]
             scale, zero = word.view(1).view(weight.dtype).double().tolist()
-            out[row, column] = (nibble - (zero - (1024 if number else 128))) * scale
+            out[row, column] = (nibble - (zero - 16)) * scale
     return out
 
 
@@ -125,12 +124,16 @@ def test_packing_follows_shapes_alone():
 
 
 def test_the_choice_follows_the_tokens():
-    names = {tokens: choose_packed(Gemm(tokens, 4096, 4096), 64, H200).kernel for tokens in (1, 8, 9, 64, 65)}
-    assert names[1] == names[8] == "gemm_packed_mma" and names[9] == names[64] == "gemm_packed_sm90"
-    assert names[65] == "expand_weight" and PACKED_TOKENS == 64
-    assert choose_packed(Gemm(16, 4096, 4096), 64, H200._replace(capability=80)).kernel == "expand_weight"
+    names = {
+        tokens: choose_packed(Gemm(tokens, 4096, 4096), 64, H200).kernel for tokens in (1, 2, 3, 256, 257)
+    }
+    assert names[1] == names[2] == "gemm_packed_mma" and names[3] == names[256] == "gemm_packed_sm90"
+    assert names[257] == "expand_weight" and PACKED_TOKENS == 256
+    older = H200._replace(capability=80)
+    assert choose_packed(Gemm(8, 4096, 4096), 64, older).kernel == "gemm_packed_mma"
+    assert choose_packed(Gemm(16, 4096, 4096), 64, older).kernel == "expand_weight"
     # x of 8 tokens does not fit whole: the inputs are split
-    assert choose_packed(Gemm(8, 14336, 4096), 64, H200).split > 1
+    assert choose_packed(Gemm(8, 14336, 4096), 64, older).split > 1
 
 
 @pytest.mark.parametrize("granule_inputs", [64, 128])
@@ -140,7 +143,7 @@ def test_every_choice_has_an_instance_and_every_instance_is_chosen(granule_input
     for shape in SHAPES.values():
         for product in [each for size in (1, 2, 4) if shape.kv_heads % size == shape.inner % size == 0
                         for each in shape.products(size).values()]:  # fmt: skip
-            for tokens in (*range(1, 70), 200):
+            for tokens in (*range(1, 130), 200, 300):
                 gemm = product._replace(tokens=tokens)
                 plan = choose_packed(gemm, granule_inputs, H200)
                 assert (plan.kernel == "expand_weight") == (tokens > PACKED_TOKENS)
