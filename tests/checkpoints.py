@@ -122,7 +122,10 @@ class FamilyCase:
         return self.config(**{"vocab_size": TINY_VOCAB, **self.settings, **overrides})
 
     def __call__(self, seed: int | None = None, **overrides) -> PreTrainedModel:
-        model = AutoModelForCausalLM.from_config(self.hf_config(**overrides))
+        config = self.hf_config(**overrides)
+        # before transformers 5.21 its own choice ignores a soft cap of the scores
+        attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
         return _settle(model, self.seed if seed is None else seed, self.norm_centre)
 
 

@@ -58,6 +58,9 @@ def group_of(file: str) -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getoption("markexpr") == "gpu":
+        return None  # they share no server: one by one, by xdist's own scheduler
+
     from xdist.scheduler import LoadScopeScheduling  # here: only where tests run on several processes
 
     class ByFile(LoadScopeScheduling):

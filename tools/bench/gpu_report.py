@@ -1,6 +1,6 @@
 """All that needs a GPU in one run: the tests marked gpu, then the kernel benchmarks, as one JSON file.
 
-    python tools/bench/gpu_report.py --name h200 [--out DIR] [operation ...]
+    python tools/bench/gpu_report.py --name h200 [--out DIR] [--workers N] [operation ...]
 
 CI has no GPU: the file under tools/bench/results is committed with the change that it is evidence for.
 """
@@ -34,12 +34,17 @@ GPU_TESTS = (
     "tests/backend/engine/test_engine_gpu.py",
     "tests/backend/engine/test_families_gpu.py",
     "tests/backend/engine/test_sessions_gpu.py",
+    "tests/backend/models/test_quantized_gpu.py",
 )
 
 
-def run_tests(paths: Sequence[str] = GPU_TESTS, marker: str = "gpu") -> dict[str, object]:
-    """Exit status and last line of pytest, counts of outcomes per file, and the names of failed tests."""
+def run_tests(paths: Sequence[str] = GPU_TESTS, marker: str = "gpu", workers: int = 0) -> dict[str, object]:
+    """Exit status and last line of pytest, counts of outcomes per file, and the names of failed tests.
+
+    workers: processes of pytest-xdist; 0: none but pytest's own.
+    """
     command = [sys.executable, "-m", "pytest", "-q", "-m", marker, "-p", "no:cacheprovider", *paths]
+    command += ["-n", str(workers)] if workers else []
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "tests.xml"
         options = [f"--junitxml={results}", "-o", "junit_family=xunit1"]
@@ -103,13 +108,14 @@ def main() -> None:
     )
     parser.add_argument("--name", default="gpu", help="of the result file, after the date")
     parser.add_argument("--out", type=Path, default=ROOT / "tools" / "bench" / "results")
+    parser.add_argument("--workers", type=int, default=0, help="test processes (pytest-xdist); default: one")
     parser.add_argument("operations", nargs="*", default=list(OPERATIONS), help=f"of {', '.join(OPERATIONS)}")
     arguments = parser.parse_args()
     report: dict[str, object] = {
         "command": "python " + typed(["tools/bench/gpu_report.py", *sys.argv[1:]]),
         **describe(),
     }
-    report["tests"] = run_tests()
+    report["tests"] = run_tests(workers=arguments.workers)
     report["benchmarks"] = run_benchmarks(arguments.operations)
     path = arguments.out / f"{datetime.date.today().isoformat()}-{arguments.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)

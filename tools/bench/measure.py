@@ -195,7 +195,7 @@ def _measure_workload(
 ) -> dict[str, Any]:
     outputs = job.outputs or job.output_tokens
     say("warming up")
-    generate(job.prompts[: job.at_a_time], _WARM_UP_TOKENS)
+    generate(job.prompts[: job.at_a_time], min(_WARM_UP_TOKENS, job.output_tokens))
     runs, happened = [], []
     for run in range(1, job.repeats + 1):
         say(f"{len(job.prompts)} prompts, {job.at_a_time} at a time: run {run} of {job.repeats}")

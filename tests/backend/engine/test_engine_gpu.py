@@ -13,8 +13,10 @@ from tests.backend.engine.offline_models import (
     prompts_of,
     rounding_bound,
 )
+from tests.backend.engine.test_sessions_gpu import run_ahead
 from tests.backend.hf_models import bloom, gpt2, gptneox, llama
 from tridecode.backend.engine.offline import Generation
+from tridecode.backend.engine.settings import MORE_SLOTS
 from tridecode.backend.messages import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -124,3 +126,34 @@ def test_sampling_is_the_same_alone_and_in_company() -> None:
     assert [offline.generations[number].tokens for number in numbers] == alone
     again = gpu_engine(model).generate(prompts[:1], params[1])[0].tokens
     assert again != alone[0]
+
+
+def test_a_slot_given_back_with_its_last_token_in_flight_serves_the_next_request() -> None:
+    """More requests than slots, some of a single token, planned one step ahead as in the loop."""
+    model = gpt2(head_size=64, heads=3, vocab=331)
+    prompts = prompts_of([9, 1, 30, 7, 40, 2, 17, 33, 5, 12], model.config.vocab_size) * 2
+    lengths = [1, 2, 5, 1, 3, 8, 1, 4, 2, 6] * 2
+    offline = gpu_engine(model, keep_logits=False, max_sequences=3)
+    numbers = [
+        offline.submit(prompt, SamplingParams(max_tokens=new)) for prompt, new in zip(prompts, lengths)
+    ]
+    drawn = SamplingParams(max_tokens=7, top_k=0, temperature=1.5, seed=3, repetition_penalty=1.2)
+    samples = [offline.submit(prompt, drawn) for prompt in prompts[:6]]
+    run_ahead(offline)
+    for number, prompt, new in zip(numbers, prompts, lengths):
+        assert offline.generations[number].tokens == hf_greedy(model, prompt, new)[0]
+    for number, prompt in zip(samples, prompts):
+        assert offline.generations[number].tokens == gpu_engine(model).generate([prompt], drawn)[0].tokens
+
+
+def test_the_slots_that_an_engine_chooses_itself_decode_together() -> None:
+    model = gpt2(head_size=64, heads=3, vocab=331)
+    offline = gpu_engine(
+        model, keep_logits=False, max_sequences=None, max_step_tokens=None, cache_bytes=1 << 30
+    )
+    slots = offline.engine.config.slots
+    prompts = prompts_of([3 + i % 9 for i in range(slots + 10)], model.config.vocab_size)
+    done = offline.generate(prompts, SamplingParams(max_tokens=3))
+    assert slots == MORE_SLOTS[0]
+    for prompt, generation in list(zip(prompts, done))[::29]:
+        assert generation.tokens == hf_greedy(model, prompt, 3)[0]
