@@ -7,12 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.backend.engine.offline_models import hf_greedy
+from tests.backend.engine.offline_models import first_logits, hf_greedy, rounding_bound
 from tests.backend.models.test_quantized import FORMATS, NEW, PROMPTS, planned
 from tests.checkpoints import FAMILIES, save
 from tests.quantized import rounded_model
 from tridecode.backend.config import EngineConfig
-from tridecode.backend.engine.offline import run_greedy
+from tridecode.backend.engine.offline import OfflineEngine, run_greedy
+from tridecode.backend.messages import SamplingParams
+from tridecode.backend.quantization import Quantization
+from tridecode.kernels.packed_weight import PackedWeight
 
 pytestmark = pytest.mark.gpu
 
@@ -38,3 +41,38 @@ def test_logits_are_those_of_transformers_with_rounded_weights(
         wanted, their_logits = hf_greedy(rounded, prompt, NEW)
         assert ours == wanted
         assert np.abs(our_logits - their_logits).max() < FP32_BOUND * np.abs(their_logits).max()
+
+
+PACKED = {
+    "int8": Quantization("int8"),
+    "fp8": Quantization("fp8"),
+    "int4": Quantization("int4", group=32, zeros=True),
+    "int4 without zeros": Quantization("int4", group=64),
+}
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("format", PACKED)
+@pytest.mark.parametrize("family", ["gpt2", "bloom", "llama"])
+def test_packed_weights_in_16_bits_are_as_near_as_transformers_own_run(
+    family: str, format: str, dtype: str, tmp_path: Path
+) -> None:
+    """The kernels that read 8 and 4 bit, in prompts, in steps, and in CUDA graphs."""
+    case = FAMILIES[family]
+    model = case(**case.shared)
+    save(model, tmp_path / "hf", tokenizer=False)
+    plan = planned(tmp_path / "hf", PACKED[format])
+    plan.write(tmp_path / "w")
+    rounded = rounded_model(model, plan, case.turned)
+    config = EngineConfig(
+        device="cuda", data_type=dtype, max_sequences=4, max_sequence_tokens=64, cache_bytes=64 << 20
+    )
+    offline = OfflineEngine.load(tmp_path / "w", config, keep_logits=True)
+    assert isinstance(offline.engine.model.layers[0].qkv.weight, PackedWeight)
+    done = offline.generate(PROMPTS, SamplingParams(max_tokens=2))
+    error = np.abs(np.stack([each.logits[0] for each in done]) - first_logits(rounded, PROMPTS))
+    assert error.max() <= 2 * rounding_bound(rounded, PROMPTS, dtype, "cuda")
+    graphs = OfflineEngine.load(tmp_path / "w", config)
+    assert [each.tokens for each in graphs.generate(PROMPTS, SamplingParams(max_tokens=2))] == [
+        each.tokens for each in done
+    ]
