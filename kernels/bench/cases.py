@@ -14,6 +14,7 @@ from tridecode.kernels import ops as o
 from tridecode.kernels.bench.measure import Result, microseconds, over
 from tridecode.kernels.bench.shapes import SHAPES, ModelShape
 from tridecode.kernels.cuda import MAX_LAYER_ROWS, Cuda
+from tridecode.kernels.kv_rounding import CACHE_DTYPES, rounded
 from tridecode.kernels.ops import Batch, CacheLayer, DecoderLayer, Heads, Linear, Norm, SamplingState
 
 HALF = torch.float16
@@ -134,25 +135,30 @@ class Bench:
                 columns = context // block + 1
                 size = rows * columns * 2 * kv_heads * block * 128 * 2
                 layers = max(2, min(30, int(2e9 // size)))
-                caches = [
-                    CacheLayer(self.normal(rows * columns, 2, kv_heads, block, 128)) for _ in range(layers)
-                ]
                 tables = (
                     torch.randperm(rows * columns, device=self.device).to(torch.int32).view(rows, columns)
                 )
                 batch = self._batch([context] * rows, [1] * rows, tables, rows)
                 qkv, out = self.normal(rows, shape.qkv_size), self.normal(rows, heads * 128)
-                mine = microseconds(
-                    over(caches, lambda c: self.ops.decode_attention(qkv, shape, batch, c, out=out)),
-                    layers,
-                )
-                yield Result(
-                    "decode_attention",
-                    f"{label} rows {rows} context {context}",
-                    mine,
-                    rows * context * kv_heads * 512,
-                )
-                caches.clear()
+                for name in ("", *CACHE_DTYPES):
+                    blocks = (rows * columns, 2, kv_heads, block, 128)
+                    caches = [self._cache(blocks, name) for _ in range(layers * (2 if name else 1))]
+                    mine = microseconds(
+                        over(caches, lambda c: self.ops.decode_attention(qkv, shape, batch, c, out=out)),
+                        len(caches),
+                    )
+                    caches.clear()
+                    yield Result(
+                        "decode_attention",
+                        f"{label} rows {rows} context {context}{name and ' ' + name}",
+                        mine,
+                        rows * context * kv_heads * 2 * (128 + 4 if name else 256),
+                    )
+
+    def _cache(self, shape: tuple[int, ...], name: str = "") -> CacheLayer:
+        """Random keys and values, of 16 bits or in the 8-bit format `name`."""
+        blocks = self.normal(*shape)
+        return CacheLayer(*rounded(blocks, CACHE_DTYPES[name])) if name else CacheLayer(blocks)
 
     def prefill_attention(self) -> Iterator[Result]:
         for label, heads, kv_heads, alibi in (("BLOOM", 32, 32, True), ("LLaMA", 32, 8, False)):
