@@ -26,7 +26,7 @@ class Bench:
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.ops = Cuda(self.device)
-        self.ops.reserve(8192, 32768, 256, 8192, 262144)
+        self.ops.reserve(8192, 32768, 256, 8192, 262144, context_bytes=8192 * 2 * 32 * 128 * 2)
         torch.manual_seed(0)
 
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
@@ -183,6 +183,26 @@ class Bench:
                     flops=flops,
                     peer=self._flash(qkv, shape, rows, length),
                 )
+            yield from self._continued(label, shape)
+
+    def _continued(self, label: str, shape: Heads) -> Iterator[Result]:
+        """Chunks of 512 tokens of prompts that have 1536 tokens in the cache, of 16 and of 8 bits."""
+        rows, length, before, block = 4, 512, 1536, 32
+        columns = (length + before) // block
+        tables = torch.randperm(rows * columns, device=self.device).to(torch.int32).view(rows, columns)
+        batch = self._batch([length + before] * rows, [length] * rows, tables, 0)
+        batch.fresh_prompts = False
+        heads = shape.num_heads
+        qkv, out = self.normal(rows * length, shape.qkv_size), self.normal(rows * length, heads * 128)
+        for name in ("", *CACHE_DTYPES):
+            cache = self._cache((rows * columns, 2, shape.num_kv_heads, block, 128), name)
+            mine = microseconds(lambda: self.ops.prefill_attention(qkv, shape, batch, cache, out=out), 1)
+            yield Result(
+                "prefill_attention",
+                f"{label} {rows} chunks of {length} after {before}{name and ' ' + name}",
+                mine,
+                flops=4.0 * 128 * heads * rows * length * (before + (length + 1) / 2),
+            )
 
     def _flash(self, qkv: Tensor, shape: Heads, rows: int, length: int) -> float | None:
         """torch's attention over the same ragged prompts, without ALiBi, which it does not support."""

@@ -241,9 +241,10 @@ struct Loads8 {
   __device__ __forceinline__ float value_scale(int i) const { return value_scales[i]; }
 };
 
+// Four tiles ahead: as many bytes in flight as with two of 16 bits.
 template <typename C, int D>
 struct Copies8 {
-  static constexpr int kDepth = 2;
+  static constexpr int kDepth = 4;
   static constexpr int kScales = kTile * D;  // keys, or values, of a tile, then their scales
   static constexpr int kHalf = kScales + kTile * int(sizeof(float));
   static constexpr int kRing = 2 * kDepth * kHalf;
