@@ -318,7 +318,7 @@ class EngineConfig:
     block_tokens: int = setting(32, "KV-cache tokens of one block", _COUNT)
     kv_cache_dtype: str = setting(
         "auto",
-        "keys and values in 8 bits with a scale for each token and head, on a CPU; auto: `data_type`",
+        "keys and values in 8 bits with a scale for each token and head; auto: `data_type`",
         _one_of("auto", *CACHE_FORMATS),
     )
     cache_bytes: int | None = setting(

@@ -15,6 +15,7 @@ from tridecode.kernels.checks import DtypeError, ShapeError, indices, match, sam
 from tridecode.kernels.cuda_base import (
     ACTIVATIONS,
     DTYPES,
+    cache_fields,
     check_cache,
     contiguous,
     pointer,
@@ -30,7 +31,7 @@ from tridecode.kernels.ops import (
     SamplingState,
 )
 from tridecode.kernels.reference import Reference, beam_candidates
-from tridecode.kernels.scratch import NUM_COUNTERS, SUM_BYTES, arena_bytes
+from tridecode.kernels.scratch import NUM_COUNTERS, SUM_BYTES, arena_bytes, expanded_bytes
 
 #: Up to how many decoding rows one launch of all layers is used, by (at most) hidden size: where a whole step
 #: gains 10 % or more over operation by operation. Gain on an H200, 512-token prompts, 1 / 2 / 3 / 4 rows:
@@ -50,10 +51,18 @@ class Cuda(CudaGemm):
     """
 
     def reserve(
-        self, max_tokens: int, max_columns: int, max_rows: int, max_context: int, vocab_size: int
+        self,
+        max_tokens: int,
+        max_columns: int,
+        max_rows: int,
+        max_context: int,
+        vocab_size: int,
+        context_bytes: int = 0,
     ) -> None:
         for name, size in arena_bytes(max_tokens, max_columns).items():
             self._arena(name, size)
+        if context_bytes:
+            self._arena("expanded", expanded_bytes(context_bytes))
         self._sample = self._bytes(self.library.sample_scratch(max_rows, vocab_size))
 
     def captures(self, heads: Heads) -> bool:
@@ -137,15 +146,61 @@ class Cuda(CudaGemm):
         if not _has_kernel(heads):
             Reference().prefill_attention(qkv, heads, batch, cache, out=out)
             return
-        self.library.prefill_attention(
-            current_stream(self.device),
-            num_rows=batch.num_rows,
-            query_starts=batch.query_starts.data_ptr(),
-            first_row=batch.num_decodes,
-            max_query=batch.max_query,
-            tokens=tokens,
-            **_attention_fields(qkv, heads, batch, cache, out),
-        )
+        fields = _attention_fields(qkv, heads, batch, cache, out)
+        fields["query_starts"] = batch.query_starts.data_ptr()
+        fields |= {"origin_row": batch.num_decodes, "max_query": batch.max_query, "tokens": tokens}
+        if cache.scales is None or batch.fresh_prompts:  # fresh prompts read rounded keys from qkv
+            self.library.prefill_attention(
+                current_stream(self.device),
+                first_row=batch.num_decodes,
+                num_rows=batch.num_rows,
+                **fields,
+            )
+        else:
+            self._prefill_expanded(qkv.dtype, heads, batch, cache, fields)
+
+    def _prefill_expanded(
+        self, dtype: torch.dtype, heads: Heads, batch: Batch, cache: CacheLayer, fields: dict[str, float]
+    ) -> None:
+        """Attention of prompts with tokens in an 8-bit cache: their blocks are expanded to scratch memory,
+        whose blocks take the place of the cache's. As many rows at a time as the memory holds."""
+        stream, index = current_stream(self.device), batch.block_tables.element_size()
+        columns = -(-batch.max_context // cache.block_tokens)
+        row_bytes = columns * cache.blocks.stride(0) * dtype.itemsize
+        expanded = self._arena("expanded", row_bytes)
+        rows = expanded.numel() // row_bytes
+        blocks = self._block_numbers(rows * columns)
+        shared = {name: fields[name] for name in ("context_lens", "query_starts")}
+        for first in range(batch.num_decodes, batch.num_rows, rows):
+            last = min(first + rows, batch.num_rows)
+            self.library.expand_cache(
+                stream,
+                out=expanded.data_ptr(),
+                block_tables=batch.block_tables[first].data_ptr(),
+                table_stride=batch.block_tables.stride(0),
+                num_rows=last - first,
+                columns=columns,
+                kv_heads=heads.num_kv_heads,
+                head_size=heads.head_size,
+                dtype=DTYPES[dtype],
+                **cache_fields(cache),
+                **{name: address + first * index for name, address in shared.items()},
+            )
+            given = fields | {
+                "cache": expanded.data_ptr(),
+                "cache_format": 0,
+                "cache_scales": 0,
+                # row `first` has the blocks from 0 on
+                "block_tables": blocks.data_ptr() - first * columns * index,
+                "table_stride": columns,
+            }
+            self.library.prefill_attention(stream, first_row=first, num_rows=last, **given)
+
+    def _block_numbers(self, count: int) -> Tensor:
+        """0, 1, 2, ... as block tables."""
+        if self._numbers.numel() < count:
+            self._numbers = torch.arange(count, dtype=torch.int32, device=self.device)
+        return self._numbers
 
     def decoder_layers(
         self,
@@ -156,6 +211,8 @@ class Cuda(CudaGemm):
         batch: Batch,
         caches: Sequence[CacheLayer],
     ) -> bool:
+        if any(cache.scales is not None for cache in caches):
+            return False
         if not self._runs_layers(x, layers, heads, activation, batch):
             return False
         rows, hidden = x.shape
@@ -314,7 +371,7 @@ def _attention_fields(
     return {
         "out": out.data_ptr(),
         "qkv": qkv.data_ptr(),
-        "cache": cache.blocks.data_ptr(),
+        **cache_fields(cache),
         "block_tables": batch.block_tables.data_ptr(),
         "context_lens": batch.context_lens.data_ptr(),
         "slopes": pointer(heads.slopes),
@@ -325,7 +382,6 @@ def _attention_fields(
         "heads": heads.num_heads,
         "kv_heads": heads.num_kv_heads,
         "head_size": heads.head_size,
-        "block_tokens": cache.block_tokens,
         "dtype": DTYPES[qkv.dtype],
     }
 

@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from tridecode.kernels.checks import LayoutError, ShapeError, match, same_dtype
+from tridecode.kernels.checks import DtypeError, LayoutError, ShapeError, match, same_dtype
 from tridecode.kernels.gemm_table import Device, choose
 from tridecode.kernels.library import KernelError, Library
 from tridecode.kernels.ops import CacheLayer, Heads
@@ -17,6 +17,7 @@ from tridecode.kernels.scratch import LAYER_COUNTERS, NUM_COUNTERS, SUM_BYTES
 
 ACTIVATIONS = {None: 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "swiglu": 4}
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+CACHE_FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2}
 
 
 class CudaBase:
@@ -54,6 +55,7 @@ class CudaBase:
         self._attention = self._bytes(self.library.decode_attention_scratch(256))
         self._sample: Tensor | None = None
         self._arenas: dict[str, Tensor] = {}
+        self._numbers = torch.empty(0, dtype=torch.int32, device=self.device)
 
     def _bytes(self, count: int) -> Tensor:
         return torch.empty(count, dtype=torch.uint8, device=self.device)
@@ -91,5 +93,23 @@ def check_cache(operation: str, heads: Heads, cache: CacheLayer, like: Tensor) -
             f"{operation}: cache.blocks is {tuple(cache.blocks.shape)}; "
             f"wanted (N, 2, {heads.num_kv_heads}, P, {heads.head_size})"
         )
-    same_dtype(operation, ("activations", like), ("cache.blocks", cache.blocks))
     contiguous(operation, ("cache.blocks", cache.blocks))
+    if cache.scales is None:
+        same_dtype(operation, ("activations", like), ("cache.blocks", cache.blocks))
+        return
+    match(operation, ("NTKPD", "cache.blocks", cache.blocks), ("NTKP", "cache.scales", cache.scales))
+    contiguous(operation, ("cache.scales", cache.scales))
+    if cache.blocks.dtype not in CACHE_FORMATS or cache.scales.dtype != torch.float32:
+        raise DtypeError(
+            f"{operation}: cache.blocks is {cache.blocks.dtype} with scales of {cache.scales.dtype}; wanted "
+            "int8 or float8_e4m3fn with float32"
+        )
+
+
+def cache_fields(cache: CacheLayer) -> dict[str, float]:
+    """The fields of a task for the cache that it reads or writes."""
+    fields: dict[str, float] = {"cache": cache.blocks.data_ptr(), "block_tokens": cache.block_tokens}
+    if cache.scales is not None:
+        fields["cache_format"] = CACHE_FORMATS[cache.blocks.dtype]
+        fields["cache_scales"] = cache.scales.data_ptr()
+    return fields

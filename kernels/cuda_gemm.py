@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tridecode.kernels.checks import DtypeError, LayoutError, ShapeError, indices, match, same_dtype
-from tridecode.kernels.cuda_base import ACTIVATIONS, DTYPES, check_cache, pointer
+from tridecode.kernels.cuda_base import ACTIVATIONS, DTYPES, cache_fields, check_cache, pointer
 from tridecode.kernels.cuda_packed import CudaPacked
 from tridecode.kernels.gemm_table import Gemm, Plan
 from tridecode.kernels.library import current_stream
@@ -88,7 +88,7 @@ class CudaGemm(CudaPacked):
         if x.shape[0] == 0:
             return
         fields = _head_fields(heads, batch, cache)
-        if heads.changes_qkv:
+        if heads.changes_qkv or cache.scales is not None:  # no epilogue rounds keys and values
             self._gemm(x, linear, norm, None, None, out)
         elif self._gemm(x, linear, norm, None, None, out, heads, fields).fuses_heads:
             return
@@ -269,11 +269,10 @@ def _head_fields(heads: Heads, batch: Batch, cache: CacheLayer) -> dict[str, flo
     fields: dict[str, float] = {
         "positions": batch.positions.data_ptr(),
         "kv_slots": batch.kv_slots.data_ptr(),
-        "cache": cache.blocks.data_ptr(),
         "heads": heads.num_heads,
         "kv_heads": heads.num_kv_heads,
         "head_size": heads.head_size,
-        "block_tokens": cache.block_tokens,
+        **cache_fields(cache),
     }
     if rope is not None:
         fields["cos"], fields["sin"] = rope.cos.data_ptr(), rope.sin.data_ptr()

@@ -119,8 +119,9 @@ class CacheLayer:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that a block consists of, each with the N blocks as its first axis."""
-        return (self.blocks,) if self.scales is None else (self.blocks, self.scales)
+        """All that a block consists of, each with the N blocks as its first axis: views to copy and to clear.
+        8-bit blocks as int8, since torch cannot index every type of a GPU."""
+        return (self.blocks,) if self.scales is None else (self.blocks.view(torch.int8), self.scales)
 
 
 @dataclass
@@ -195,11 +196,21 @@ class Ops(Protocol):
     cache may be in 8 bits instead, with scales."""
 
     def reserve(
-        self, max_tokens: int, max_columns: int, max_rows: int, max_context: int, vocab_size: int
+        self,
+        max_tokens: int,
+        max_columns: int,
+        max_rows: int,
+        max_context: int,
+        vocab_size: int,
+        context_bytes: int = 0,
     ) -> None:
         """Allocate scratch for calls of up to max_tokens rows of max_columns, attention of up to max_rows
         sequences over max_context tokens, and sampling of max_rows rows. Called once, before the first
-        step."""
+        step.
+
+        context_bytes: of max_context keys and values of a layer in X, in whole blocks, where the cache has 8
+        bits; 0 where it has not.
+        """
         ...
 
     def captures(self, heads: Heads) -> bool:

@@ -41,7 +41,13 @@ class Reference:
         self._scratch: dict[torch.dtype, Tensor] = {}
 
     def reserve(
-        self, max_tokens: int, max_columns: int, max_rows: int, max_context: int, vocab_size: int
+        self,
+        max_tokens: int,
+        max_columns: int,
+        max_rows: int,
+        max_context: int,
+        vocab_size: int,
+        context_bytes: int = 0,
     ) -> None:
         """Nothing to do: torch allocates what a step needs."""
 
@@ -172,8 +178,8 @@ class Reference:
             return
         values, scales = rounded(kv, cache.blocks.dtype)
         kv.copy_(expanded(values, scales, kv.dtype))  # a prompt attends to what later steps will read
-        cache.blocks[blocks, :, :, offsets] = values if rows is None else values[rows]
-        cache.scales[blocks, :, :, offsets] = scales if rows is None else scales[rows]
+        for held, new in zip(cache.tensors, (values.view(torch.int8), scales)):
+            held[blocks, :, :, offsets] = new if rows is None else new[rows]
 
     def decode_attention(
         self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor
@@ -433,11 +439,11 @@ def _decode_indices(batch: Batch, cache: CacheLayer, heads: Heads) -> tuple[Tens
 
 def _decode_tokens(cache: CacheLayer, index: Tensor, dtype: torch.dtype) -> Tensor:
     """(len(index), P, D): rows of the cache, seen as (N * 2 * K, P, D)."""
-    held = cache.blocks.view(-1, *cache.blocks.shape[3:]).index_select(0, index)
+    held = cache.tensors[0].view(-1, *cache.blocks.shape[3:]).index_select(0, index)
     if cache.scales is None:
         return held
     scales = cache.scales.view(-1, cache.block_tokens).index_select(0, index)
-    return expanded(held, scales, dtype)
+    return expanded(held.view(cache.blocks.dtype), scales, dtype)
 
 
 def _decode_mask(batch: Batch, heads: Heads, block_tokens: int, dtype: torch.dtype) -> Tensor:
@@ -475,9 +481,9 @@ def key_bias(heads: Heads, positions: Tensor) -> Tensor:
 def cached_keys(cache: CacheLayer, table: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Keys and values (K, length, D) of one row, from its blocks. dtype: what an 8-bit cache expands to."""
     blocks = table[: -(-length // cache.block_tokens)].long()
-    held = cache.blocks[blocks]  # (M, 2, K, P, D)
+    held = cache.tensors[0][blocks]  # (M, 2, K, P, D)
     if cache.scales is not None:
-        held = expanded(held, cache.scales[blocks], dtype)
+        held = expanded(held.view(cache.blocks.dtype), cache.scales[blocks], dtype)
     kv = held.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]  # (2, K, length, D)
     return kv[0], kv[1]
 

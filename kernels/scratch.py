@@ -11,6 +11,7 @@ LAYER_COUNTERS = 1 << 12
 _BLOCKS, _WARPS, _GROUP, _HEAD = 1024, 4, 8, 256
 #: csrc/sampling.cu: ids of a chunk and of a segment; bytes of scratch of a chunk
 _CHUNK, _SEGMENT, _CHUNK_BYTES = 2048, 64, 24
+_EXPANDED = 64 << 20
 
 
 def attention_bytes() -> int:
@@ -27,6 +28,12 @@ def sample_bytes(max_rows: int, vocab_size: int) -> int:
 def arena_bytes(max_tokens: int, max_columns: int) -> dict[str, int]:
     """What Cuda.reserve allocates for steps of max_tokens rows and max_columns columns."""
     return {"product": 2 * max_tokens * max_columns, "normed": max_tokens * max_columns}
+
+
+def expanded_bytes(context_bytes: int) -> int:
+    """Of keys and values of an 8-bit cache that prompts attend to, expanded: those of the longest context,
+    and of several shorter ones."""
+    return max(context_bytes, _EXPANDED)
 
 
 def fixed_bytes() -> int:

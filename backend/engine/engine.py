@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -133,6 +134,7 @@ class Engine:
             rows,
             config.max_sequence_tokens,
             columns,
+            self._context_bytes(),
         )
         columns = -(-config.max_sequence_tokens // config.block_tokens)
         self.buffers = StepBuffers(config.max_step_tokens, rows, columns, device)
@@ -253,6 +255,14 @@ class Engine:
         stage = stage_layers(self.model_config.num_layers, self.ranks.stage, self.ranks.num_stages)
         layers = [self.model_config.of_layer(layer) for layer in stage]
         return [(2, share_size(layer.num_kv_heads, size), tokens, layer.head_size) for layer in layers]
+
+    def _context_bytes(self) -> int:
+        """Of the longest sequence's keys and values in one layer, expanded; 0: no cache of 8 bits."""
+        assert self.config.max_sequence_tokens is not None
+        if self.config.kv_cache_dtype not in CACHE_DTYPES:
+            return 0
+        blocks = -(-self.config.max_sequence_tokens // self.config.block_tokens)
+        return blocks * max(math.prod(shape) for shape in self._block_shapes()) * self.dtype.itemsize
 
     def _block_bytes(self) -> int:
         """Of a block in the caches of all layers of this stage, with its scales."""

@@ -124,10 +124,17 @@ class _CudaShapes(Reference):
         return Linear(linear.dense.contiguous(), linear.bias)
 
     def reserve(
-        self, max_tokens: int, max_columns: int, max_rows: int, max_context: int, vocab_size: int
+        self,
+        max_tokens: int,
+        max_columns: int,
+        max_rows: int,
+        max_context: int,
+        vocab_size: int,
+        context_bytes: int = 0,
     ) -> None:
         arenas = scratch.arena_bytes(max_tokens, max_columns)
         self.bytes += self._widening * sum(arenas.values()) + scratch.sample_bytes(max_rows, vocab_size)
+        self.bytes += scratch.expanded_bytes(context_bytes) if context_bytes else 0
 
 
 def plan_rank(

@@ -166,12 +166,12 @@ class PromptStore:
         blocks = _on_device(torch.from_numpy(np.asarray(copy.blocks)[places // size]), rows.device)
         offsets = _on_device(torch.from_numpy(places % size), rows.device)
         for layer, cache in enumerate(caches):
-            if cache.scales is None:
-                cache.blocks[blocks, :, :, offsets] = rows[:, layer]
-            else:
+            written: tuple[Tensor, ...] = (rows[:, layer],)
+            if cache.scales is not None:
                 values, scales = rounded(rows[:, layer], cache.blocks.dtype)
-                cache.blocks[blocks, :, :, offsets] = values
-                cache.scales[blocks, :, :, offsets] = scales
+                written = values.view(torch.int8), scales
+            for held, new in zip(cache.tensors, written):
+                held[blocks, :, :, offsets] = new
 
     def ops(self, ops: Ops, virtual: Iterable[VirtualTokens]) -> Ops:
         """The operations of a step with virtual tokens."""

@@ -52,11 +52,6 @@ def resolve(
             f"parameter block_tokens is {config.block_tokens} with batch_invariant; wanted a multiple of "
             f"{_INVARIANT_BLOCK}: attention over other widths rounds otherwise"
         )
-    if config.kv_cache_dtype != "auto" and device.type != "cpu":
-        raise ConfigError(
-            f"parameter kv_cache_dtype is {config.kv_cache_dtype} on {device.type}, whose attention kernels "
-            "do not read 8-bit caches; wanted auto, or device = cpu (docs/kv_cache.md)"
-        )
     longest = config.max_sequence_tokens or model.max_positions
     if longest > model.max_positions:
         raise ConfigError(

@@ -14,6 +14,7 @@ from tridecode.kernels import ops as o
 from tridecode.kernels.bench.measure import Result, microseconds, over
 from tridecode.kernels.bench.shapes import SHAPES, ModelShape
 from tridecode.kernels.cuda import MAX_LAYER_ROWS, Cuda
+from tridecode.kernels.kv_rounding import CACHE_DTYPES, rounded
 from tridecode.kernels.ops import Batch, CacheLayer, DecoderLayer, Heads, Linear, Norm, SamplingState
 from tridecode.kernels.round_to_nearest import round_to_nearest
 
@@ -26,7 +27,7 @@ class Bench:
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.ops = Cuda(self.device)
-        self.ops.reserve(8192, 32768, 256, 8192, 262144)
+        self.ops.reserve(8192, 32768, 256, 8192, 262144, context_bytes=8192 * 2 * 32 * 128 * 2)
         torch.manual_seed(0)
 
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
@@ -165,25 +166,30 @@ class Bench:
                 columns = context // block + 1
                 size = rows * columns * 2 * kv_heads * block * 128 * 2
                 layers = max(2, min(30, int(2e9 // size)))
-                caches = [
-                    CacheLayer(self.normal(rows * columns, 2, kv_heads, block, 128)) for _ in range(layers)
-                ]
                 tables = (
                     torch.randperm(rows * columns, device=self.device).to(torch.int32).view(rows, columns)
                 )
                 batch = self._batch([context] * rows, [1] * rows, tables, rows)
                 qkv, out = self.normal(rows, shape.qkv_size), self.normal(rows, heads * 128)
-                mine = microseconds(
-                    over(caches, lambda c: self.ops.decode_attention(qkv, shape, batch, c, out=out)),
-                    layers,
-                )
-                yield Result(
-                    "decode_attention",
-                    f"{label} rows {rows} context {context}",
-                    mine,
-                    rows * context * kv_heads * 512,
-                )
-                caches.clear()
+                for name in ("", *CACHE_DTYPES):
+                    blocks = (rows * columns, 2, kv_heads, block, 128)
+                    caches = [self._cache(blocks, name) for _ in range(layers * (2 if name else 1))]
+                    mine = microseconds(
+                        over(caches, lambda c: self.ops.decode_attention(qkv, shape, batch, c, out=out)),
+                        len(caches),
+                    )
+                    caches.clear()
+                    yield Result(
+                        "decode_attention",
+                        f"{label} rows {rows} context {context}{name and ' ' + name}",
+                        mine,
+                        rows * context * kv_heads * 2 * (128 + 4 if name else 256),
+                    )
+
+    def _cache(self, shape: tuple[int, ...], name: str = "") -> CacheLayer:
+        """Random keys and values, of 16 bits or in the 8-bit format `name`."""
+        blocks = self.normal(*shape)
+        return CacheLayer(*rounded(blocks, CACHE_DTYPES[name])) if name else CacheLayer(blocks)
 
     def prefill_attention(self) -> Iterator[Result]:
         for label, heads, kv_heads, alibi in (("BLOOM", 32, 32, True), ("LLaMA", 32, 8, False)):
@@ -208,6 +214,26 @@ class Bench:
                     flops=flops,
                     peer=self._flash(qkv, shape, rows, length),
                 )
+            yield from self._continued(label, shape)
+
+    def _continued(self, label: str, shape: Heads) -> Iterator[Result]:
+        """Chunks of 512 tokens of prompts that have 1536 tokens in the cache, of 16 and of 8 bits."""
+        rows, length, before, block = 4, 512, 1536, 32
+        columns = (length + before) // block
+        tables = torch.randperm(rows * columns, device=self.device).to(torch.int32).view(rows, columns)
+        batch = self._batch([length + before] * rows, [length] * rows, tables, 0)
+        batch.fresh_prompts = False
+        heads = shape.num_heads
+        qkv, out = self.normal(rows * length, shape.qkv_size), self.normal(rows * length, heads * 128)
+        for name in ("", *CACHE_DTYPES):
+            cache = self._cache((rows * columns, 2, shape.num_kv_heads, block, 128), name)
+            mine = microseconds(lambda: self.ops.prefill_attention(qkv, shape, batch, cache, out=out), 1)
+            yield Result(
+                "prefill_attention",
+                f"{label} {rows} chunks of {length} after {before}{name and ' ' + name}",
+                mine,
+                flops=4.0 * 128 * heads * rows * length * (before + (length + 1) / 2),
+            )
 
     def _flash(self, qkv: Tensor, shape: Heads, rows: int, length: int) -> float | None:
         """torch's attention over the same ragged prompts, without ALiBi, which it does not support."""

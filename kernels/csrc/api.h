@@ -87,6 +87,10 @@ typedef struct {
   const int* positions;
   const int* kv_slots;  // -1: this token is not written
   void* cache;          // null: no heads
+  // rotate_and_cache: 0: a cache of dtype; 1: int8, 2: e4m3, with scales (blocks, 2, kv_heads,
+  // block_tokens); other kernels write caches of dtype alone
+  int cache_format;
+  float* cache_scales;
   int heads, kv_heads, head_size, rotary_size, interleaved;
   int block_tokens;  // of a cache block
   // tile
@@ -136,7 +140,8 @@ int tridecode_expand_weight(const tridecode_gemm_task* task, void* stream);
 
 // Rotates the query and key heads of out in place and writes key and value to the cache, after a
 // product that did neither: of the task all fields from `cos` to `block_tokens`, out, out_stride,
-// tokens and dtype.
+// tokens and dtype. With an 8-bit cache key and value of out become what a reader of the cache
+// gets, and head_size is at most 256.
 int tridecode_rotate_and_cache(const tridecode_gemm_task* task, void* stream);
 
 typedef struct {
@@ -149,9 +154,12 @@ typedef struct {
   int64_t qkv_stride, out_stride, table_stride;
   float scale;
   int num_rows, heads, kv_heads, head_size, block_tokens, dtype;
-  // prefill: rows first_row .. num_rows - 1; qkv and out begin with the first token of first_row
+  // decode: 0: a cache of dtype; 1: int8, 2: e4m3, with scales (blocks, 2, kv_heads, block_tokens)
+  int cache_format;
+  const float* cache_scales;
+  // prefill: rows first_row .. num_rows - 1; qkv and out begin with the first token of origin_row
   const int* query_starts;  // (num_rows + 1)
-  int first_row;
+  int first_row, origin_row;
   int max_query;  // the largest number of queries of a row
   int tokens;
   // decode: scratch memory of tridecode_decode_attention_scratch(head_size) bytes, for any batch;
@@ -164,6 +172,20 @@ typedef struct {
 int64_t tridecode_decode_attention_scratch(int head_size);
 int tridecode_decode_attention(const tridecode_attention_task* task, void* stream);
 int tridecode_prefill_attention(const tridecode_attention_task* task, void* stream);
+
+// Expands blocks of an 8-bit cache for prefill_attention: out = stored * scale, for every row that
+// has tokens from before this step. Column c of such a row goes to block row * columns + c of out.
+typedef struct {
+  void* out;                  // (num_rows * columns, 2, kv_heads, block_tokens, head_size)
+  const void* cache;          // (blocks, 2, kv_heads, block_tokens, head_size)
+  const float* cache_scales;  // (blocks, 2, kv_heads, block_tokens)
+  const int* block_tables;    // (num_rows, at least columns); of the first row
+  const int* context_lens;    // (num_rows), at most columns * block_tokens
+  const int* query_starts;    // (num_rows + 1)
+  int64_t table_stride;
+  int num_rows, columns, kv_heads, head_size, block_tokens, dtype, cache_format;
+} tridecode_expand_task;
+int tridecode_expand_cache(const tridecode_expand_task* task, void* stream);
 
 // All pre-LayerNorm layers of a decoder for 1 to 4 tokens, each of a row of its own, on compute
 // capability 9.0: see decoder_layers_sm90a.cu. 16-bit dtypes, head_size 64 or 128, hidden, heads *

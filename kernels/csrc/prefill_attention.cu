@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   wait_for_predecessor();
   const int row = task.first_row + blockIdx.z, head = blockIdx.y;
-  const int first_token = task.query_starts[task.first_row];
+  const int first_token = task.query_starts[task.origin_row];
   const int start = task.query_starts[row] - first_token,
             queries = task.query_starts[row + 1] - first_token - start;
   const int first_query = (gridDim.x - 1 - blockIdx.x) * kQueries;  // the longest first
@@ -240,7 +240,7 @@ template <typename X, int DIMS>  // dims per lane
 __global__ void prefill_attention_any(const __grid_constant__ PrefillTask task) {
   wait_for_predecessor();
   const int lane = threadIdx.x % 32, head = blockIdx.y, row = task.first_row + blockIdx.z;
-  const int first_token = task.query_starts[task.first_row];
+  const int first_token = task.query_starts[task.origin_row];
   const int start = task.query_starts[row] - first_token,
             queries = task.query_starts[row + 1] - first_token - start;
   const int query = blockIdx.x * kWarps + threadIdx.x / 32;

@@ -55,7 +55,7 @@ struct Item {
     const int rest = index % each;
     head = rest % task.heads;
     row = task.first_row + rest / task.heads;
-    start = task.query_starts[row] - task.query_starts[task.first_row];
+    start = task.query_starts[row] - task.query_starts[task.origin_row];
     queries = task.query_starts[row + 1] - task.query_starts[row];
     if (first_query >= queries) return false;
     before = task.context_lens[row] - queries;

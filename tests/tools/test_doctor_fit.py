@@ -9,7 +9,6 @@ import pytest
 
 from tests.tools.doctors import GIB
 from tridecode.backend.config import EngineConfig, ModelConfig, RopeConfig
-from tridecode.backend.errors import ConfigError
 from tridecode.tools.doctor.fit import Place, fit, fit_findings
 
 LLAMA_8B = ModelConfig(
@@ -81,11 +80,18 @@ def test_an_8_bit_cache_is_planned_with_its_scales(dtype: str):
     assert narrow.ranks[0].fixed == whole.ranks[0].fixed
 
 
-def test_an_8_bit_cache_on_a_gpu_is_refused_with_the_settings_name():
-    with pytest.raises(
-        ConfigError, match="parameter kv_cache_dtype is int8 on cuda, whose attention kernels"
-    ):
-        fit(LLAMA_8B, replace(BF16, kv_cache_dtype="int8"), Place("cuda", 80 * GIB))
+@pytest.mark.parametrize(("longest", "expanded"), [(2048, 64 << 20), (1 << 17, (1 << 17) * 2 * 8 * 128 * 2)])
+def test_an_8_bit_cache_on_a_gpu_is_planned_with_the_scratch_of_its_prompts(longest: int, expanded: int):
+    """The longest context of a layer in bf16, or room for several shorter ones."""
+    config = replace(BF16, max_sequences=16, max_sequence_tokens=longest)
+    model = replace(LLAMA_8B, max_positions=longest)
+    narrow, whole = (
+        fit(model, replace(config, kv_cache_dtype=dtype), Place("cuda", 80 * GIB))
+        for dtype in ("int8", "auto")
+    )
+    assert narrow.ranks[0].block == 32 * 2 * 8 * 32 * (128 + 4)
+    assert narrow.ranks[0].scratch - whole.ranks[0].scratch == expanded
+    assert narrow.ranks[0].weights == whole.ranks[0].weights
 
 
 def follow(fix: str, config: EngineConfig) -> EngineConfig:

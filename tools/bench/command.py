@@ -1,5 +1,6 @@
 """The commands of `tridecode bench`: tables on the terminal, JSON files and plots in a folder."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Callable, Optional, TypeVar
 
@@ -85,6 +86,7 @@ def engine(
     output_tokens: _WorkloadOutput = None,
     repeats: _Repeats = 3,
     tp: _Tp = 1,
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto, fp8 or int8: of the cache.")] = "auto",
     prompts: _Prompts = None,
     tokenizer: _Tokenizer = None,
     workload: _Workload = None,
@@ -106,7 +108,7 @@ def engine(
         preset, model, dtype, device, batches, (1, 8, 64, 256), prompt_tokens, output_tokens, repeats, tp,
         prompts, tokenizer or model, workload, requests, quantization,
     )  # fmt: skip
-    compare.run_engine(job, output)
+    compare.run_engine(replace(job, kv_cache_dtype=kv_cache_dtype), output)
 
 
 @app.command()

@@ -53,7 +53,8 @@ _LATENCY_COLUMNS = {
 def run_engine(job: Job, output: Path) -> None:
     with spinner("the engine alone") as say:
         result = ours.bench_engine(job, say)
-    _conclude("engine", job, {ours.ENGINE.name: result}, output)
+    cache = "" if job.kv_cache_dtype == "auto" else f"-{job.kv_cache_dtype}-cache"
+    _conclude(f"engine{cache}", job, {ours.ENGINE.name: result}, output)
 
 
 def run_compare(job: Job, output: Path, command: str = "compare") -> None:

@@ -33,6 +33,7 @@ GPU_TESTS = (
     "tests/kernels",
     "tests/backend/engine/test_engine_gpu.py",
     "tests/backend/engine/test_families_gpu.py",
+    "tests/backend/engine/test_kv_cache_gpu.py",
     "tests/backend/engine/test_sessions_gpu.py",
     "tests/backend/models/test_quantized_gpu.py",
 )

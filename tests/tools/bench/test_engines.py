@@ -113,6 +113,26 @@ def test_the_engine_alone_is_measured_with_exact_lengths() -> None:
     assert all(row["first_token_ms"] > 0 and row["all_tokens_s"][0] > 0 for row in result["batches"])
 
 
+def test_the_cache_may_have_8_bits(tmp_path) -> None:
+    arguments = [
+        "bench",
+        "engine",
+        "--preset",
+        "toy",
+        "--batches",
+        "2",
+        "--output-tokens",
+        "3",
+        "--repeats",
+        "1",
+    ]
+    arguments += ["--device", "cpu", "--kv-cache-dtype", "int8", "--output", str(tmp_path)]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    (found,) = tmp_path.glob("*engine-int8-cache-toy.json")
+    report = json.loads(found.read_text())
+    assert report["settings"]["kv_cache_dtype"] == "int8"
+
+
 def test_prompts_of_a_file_run_a_few_at_a_time_through_each_engine() -> None:
     prompts = tuple(tuple(ids) for ids in random_prompts(5, 6, 1000, 0)) + ((7, 8, 9),)
     # outputs shorter than a warm-up's 4 tokens: the engine is sized for the job's sequences

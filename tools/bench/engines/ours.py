@@ -46,6 +46,7 @@ def bench_engine(job: Job, say: Say = silent) -> dict[str, Any]:
         "model": engine.model_config.model_name,
         "device": str(engine.device),
         "dtype": engine.config.data_type,
+        "kv_cache_dtype": engine.config.kv_cache_dtype,
         "tensor_para_size": job.tensor_para_size,
         **found,
     }
@@ -61,6 +62,7 @@ def _model_and_config(job: Job) -> tuple[Path, ModelConfig, EngineConfig]:
     config = EngineConfig(
         tensor_para_size=job.tensor_para_size,
         data_type=dtype,
+        kv_cache_dtype=job.kv_cache_dtype,
         device=job.device,
         weights="files" if job.directory else "random",
         max_sequences=job.at_a_time,
