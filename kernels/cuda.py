@@ -6,9 +6,7 @@ finished. Code that changes one in place must synchronise the device before the 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -21,7 +19,7 @@ from tridecode.kernels.cuda_base import (
     contiguous,
     pointer,
 )
-from tridecode.kernels.cuda_gemm import CudaGemm
+from tridecode.kernels.cuda_w8a8 import CudaW8A8
 from tridecode.kernels.library import KernelError, current_stream
 from tridecode.kernels.ops import (
     Batch,
@@ -29,14 +27,10 @@ from tridecode.kernels.ops import (
     CandidateRows,
     DecoderLayer,
     Heads,
-    Linear,
     SamplingState,
 )
-from tridecode.kernels.quantized import QuantizedWeight
 from tridecode.kernels.reference import Reference, beam_candidates
 from tridecode.kernels.scratch import NUM_COUNTERS, SUM_BYTES, arena_bytes
-
-log = logging.getLogger("tridecode.engine")
 
 #: Up to how many decoding rows one launch of all layers is used, by (at most) hidden size: where a whole step
 #: gains 10 % or more over operation by operation. Gain on an H200, 512-token prompts, 1 / 2 / 3 / 4 rows:
@@ -48,19 +42,7 @@ LAYER_ROWS = ((768, 2), (1024, 4), (2048, 2))
 MAX_LAYER_ROWS, MAX_LAYER_INPUT_BYTES = 4, 64 << 10
 
 
-@lru_cache(None)
-def _say_expanded(format: str, rounds_activations: bool, dtype: torch.dtype) -> None:
-    """Once for a format."""
-    log.warning(
-        "%s weights are expanded to %s at load: the kernels do not read them, and the memory is that of %s%s",
-        format,
-        dtype,
-        dtype,
-        "; activations are not rounded" if rounds_activations else "",
-    )
-
-
-class Cuda(CudaGemm):
+class Cuda(CudaW8A8):
     """Every operation of kernels.ops.Ops. Used by one thread, for tensors of `device`.
 
     dependent_launch: let a kernel start before its predecessor ends (programmatic dependent launch, compute
@@ -76,14 +58,6 @@ class Cuda(CudaGemm):
 
     def captures(self, heads: Heads) -> bool:
         return _has_kernel(heads)
-
-    def pack(self, linear: Linear, dtype: torch.dtype = torch.float32) -> Linear:
-        """Rows of the weight contiguous, as cuBLAS and the kernels read them; a quantised one expanded."""
-        weight = linear.weight
-        if isinstance(weight, QuantizedWeight):
-            _say_expanded(weight.format, bool(weight.activations), dtype)
-            weight = weight.expanded(dtype)
-        return Linear(weight.contiguous(), linear.bias)
 
     def resolve_tokens(self, token_ids: Tensor, slots: Tensor, last_tokens: Tensor) -> None:
         indices("resolve_tokens", ("token_ids", token_ids), ("slots", slots), ("last_tokens", last_tokens))
@@ -230,6 +204,9 @@ class Cuda(CudaGemm):
         if not 1 <= rows <= most:
             return False
         first = layers[0]
+        products = (first.qkv, first.dense, first.up, first.down)
+        if not all(isinstance(product.weight, Tensor) for product in products):
+            return False
         if first.attention_norm.bias is None or heads.rope is not None or heads.changes_qkv:
             return False
         if activation not in ("gelu_tanh", "gelu", "relu") or not _has_kernel(heads):

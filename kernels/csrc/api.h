@@ -16,7 +16,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 // Raised whenever a prototype or the meaning of an argument changes.
-#define TRIDECODE_ABI_VERSION 5
+#define TRIDECODE_ABI_VERSION 6
 
 int tridecode_abi_version(void);
 const char* tridecode_build_info(void);
@@ -93,6 +93,10 @@ typedef struct {
   int64_t partial_bytes;
   unsigned int* counters;
   int num_counters;
+  // 8-bit operands: x and weight hold int8 or E4M3 values, and strides count these
+  int operand;                 // 0: x and weight are of dtype; 1: int8; 2: E4M3
+  const float* weight_scales;  // (outputs)
+  const float* x_scales;       // (tokens)
 } tridecode_gemm_task;
 
 // 1 or 2 tokens; x fits in the shared memory of a block. No tile.
@@ -117,6 +121,21 @@ int64_t tridecode_gemm_sm90_clusters(int split);
 // stream_k: any number of tokens; tile_tokens 16, 32 or 64, or for SwiGLU, of a multiple of 16
 // rows and without a residual, 32 to 256.
 int tridecode_gemm_sm90_stream_k(const tridecode_gemm_task* task, void* stream);
+
+// The same with 8-bit operands: out = epilogue(weight_scales * x_scales * (x * weight^T)). inputs,
+// x_stride and weight_stride are multiples of 16. tile_tokens of stream_k: 16 to 256, of SwiGLU 32
+// to 256.
+int tridecode_gemm_sm90_split_k_8bit(const tridecode_gemm_task* task, void* stream);
+int tridecode_gemm_sm90_stream_k_8bit(const tridecode_gemm_task* task, void* stream);
+
+// values[t, :] = x[t, :] / scales[t], rounded to the nearest int8 (operand 1) or E4M3 (2), halves
+// to even; scales[t] = max|x[t, :]| / 127 or / 448, 1 for a row of zeros. A row with NaN or
+// infinity has values 0 and a scale that is not finite. With norm_weight, x is norm(x), rounded to
+// dtype, first. Rows of values are contiguous. 16-bit dtypes, compute capability 9.0.
+int tridecode_quantize_rows_sm90(void* values, float* scales, const void* x,
+                                 const void* norm_weight, const void* norm_bias, float eps,
+                                 int num_tokens, int columns, int64_t x_stride, int operand,
+                                 int dtype, void* stream);
 
 // Rotates the query and key heads of out in place and writes key and value to the cache, after a
 // product that did neither: of the task all fields from `cos` to `block_tokens`, out, out_stride,
