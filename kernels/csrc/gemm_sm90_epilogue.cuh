@@ -173,7 +173,7 @@ struct Finish {
   }
 
   // The angles of kBatch of the lane's tokens.
-  static constexpr int kBatch = N < 32 ? N / 4 : 8;
+  static constexpr int kBatch = N < 32 ? N / 4 : N <= 64 ? 8 : 4;
   struct Angles {
     float cosines[kBatch], sines[kBatch];
   };

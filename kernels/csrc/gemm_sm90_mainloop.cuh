@@ -44,7 +44,9 @@ struct Products {
   // c = the sums of `steps` stages.
   __device__ __forceinline__ void add_up(float (&c)[N / 2], int steps, int group) {
     if constexpr (std::is_same<Operand, int8_t>::value) {
-      int sums[N / 2];
+      // Zeros: else the registers of the last tile's sums would count as read by the first
+      // instruction, and be kept beside c until then.
+      int sums[N / 2] = {};
       add_up_all(sums, steps, group);
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) c[i] = float(sums[i]);

@@ -52,6 +52,12 @@ def _check_output(folder: Path) -> Path:
     return folder
 
 
+_Quantization = Annotated[
+    Optional[str],
+    typer.Option(
+        help="The preset's matrices rounded: int8, fp8 or int4; with the activations: w8a8-int8, w8a8-fp8."
+    ),
+]
 _Output = Annotated[Path, typer.Option(help="Folder for the JSON and the plot.", callback=_check_output)]
 _Prompts = Annotated[
     Optional[Path], typer.Option(help='Prompts from a JSON-lines file with "text" in each line.')
@@ -83,6 +89,7 @@ def engine(
     tokenizer: _Tokenizer = None,
     workload: _Workload = None,
     requests: _Requests = None,
+    quantization: _Quantization = None,
     output: _Output = _RESULTS,
 ) -> None:
     """Measure the engine alone, without a server.
@@ -97,7 +104,7 @@ def engine(
 
     job = _job(
         preset, model, dtype, device, batches, (1, 8, 64, 256), prompt_tokens, output_tokens, repeats, tp,
-        prompts, tokenizer or model, workload, requests,
+        prompts, tokenizer or model, workload, requests, quantization,
     )  # fmt: skip
     compare.run_engine(job, output)
 
@@ -373,6 +380,7 @@ def _job(
     tokenizer: Optional[Path] = None,
     workload: Optional[str] = None,
     requests: Optional[int] = None,
+    quantization: Optional[str] = None,
 ) -> "Job":
     from tridecode.tools.bench import jobs
     from tridecode.tools.bench.load.workloads import LAMBADA_OUTPUT
@@ -393,6 +401,7 @@ def _job(
         output_tokens=output_tokens or (LAMBADA_OUTPUT if workload else 128),
         repeats=repeats,
         tensor_para_size=tp,
+        quantization=quantization or "",
     )
     if prompts is not None:
         return jobs.with_prompts(job, prompts, tokenizer, requests)

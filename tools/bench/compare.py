@@ -170,11 +170,13 @@ def _table(title: str, columns: Mapping[str, str], rows: Sequence[Mapping[str, A
 
 
 def _model(job: Job) -> str:
-    return Path(job.directory).resolve().name if job.directory else job.preset
+    if job.directory:
+        return Path(job.directory).resolve().name
+    return f"{job.preset}-{job.quantization}" if job.quantization else job.preset
 
 
 def _title(what: str, job: Job) -> str:
-    model = Path(job.directory).name if job.directory else f"{job.preset} {job.chosen_dtype}, random weights"
+    model = Path(job.directory).name if job.directory else f"{_model(job)} {job.chosen_dtype}, random weights"
     prompts = f"prompts of {job.prompt_tokens} tokens" if not job.prompts else job.workload
     outputs = (
         f"{job.output_tokens} new tokens" if not job.outputs else f"{sum(job.outputs):,} new tokens in all"

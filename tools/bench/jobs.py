@@ -12,12 +12,19 @@ from tridecode.tools.bench.engines.ours import weight_directory
 from tridecode.tools.bench.load.prompts import find_tokenizer, read_prompts
 from tridecode.tools.bench.load.workloads import MIX, mix_requests, workload_prompts
 from tridecode.tools.bench.measure import Job
+from tridecode.tools.bench.presets import QUANTIZATIONS
 from tridecode.tools.bench.presets import preset as find_preset
 
 
 def make_job(preset: str, directory: Path | None, dtype: str | None, **fields: Any) -> Job:
-    """fields: the others of Job. ConfigError for an unknown preset or sequences beyond its positions."""
+    """fields: the others of Job. ConfigError for an unknown preset or quantisation, a directory that is to be
+    quantised, or sequences beyond a preset's positions."""
     job = Job("" if directory else preset, str(directory or ""), dtype or "", **fields)
+    if job.quantization not in ("", *QUANTIZATIONS):
+        known = ", ".join(QUANTIZATIONS)
+        raise ConfigError(f"--quantization is {job.quantization!r}; wanted one of {known}")
+    if job.quantization and directory:
+        raise ConfigError(f"--quantization rounds a preset's matrices; {directory} has its own")
     if not directory and job.longest > find_preset(preset).model.max_positions:
         found = f"prompts of {job.prompt_tokens} and outputs of {job.output_tokens} tokens"
         raise ConfigError(f"{found}; {preset} has {job.shape.max_positions} positions")

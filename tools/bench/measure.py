@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Callable
 
 import numpy as np
 
 from tridecode.backend.config import ModelConfig
-from tridecode.tools.bench.presets import preset, random_prompts
+from tridecode.tools.bench.presets import QUANTIZATIONS, preset, random_prompts
 
 #: (prompts, n, or one n for each) -> seconds until each prompt has exactly n new tokens, chosen greedily
 Generate = Callable[[Sequence[Sequence[int]], int | Sequence[int]], float]
@@ -50,6 +50,7 @@ class Job:
     dtype: fp32, fp16 or bf16; empty: the preset's. prompts: token ids, at most `batches[0]` sequences in
     flight, instead of the table of batches; workload: their name in titles and file names. outputs: new
     tokens of each prompt, in place of output_tokens. rate: prompts that arrive a second; 0: all at once.
+    quantization: of the preset's matrices, a name of presets.QUANTIZATIONS; empty: none.
     """
 
     preset: str = ""
@@ -66,6 +67,7 @@ class Job:
     workload: str = ""
     outputs: tuple[int, ...] = ()
     rate: float = 0.0
+    quantization: str = ""
 
     @property
     def at_a_time(self) -> int:
@@ -82,7 +84,9 @@ class Job:
 
     @property
     def shape(self) -> ModelConfig:
-        return preset(self.preset).model
+        """Of the preset."""
+        model = preset(self.preset).model
+        return replace(model, quantization=QUANTIZATIONS[self.quantization]) if self.quantization else model
 
     @property
     def chosen_dtype(self) -> str:

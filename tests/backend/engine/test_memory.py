@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,9 @@ import torch
 from tests.checkpoints import FAMILIES, save, tiny_gpt2, tiny_llama
 from tests.lora_adapters import make_adapter
 from tests.pruned_checkpoints import Cut, prune, unpruned
+from tridecode.backend import models
 from tridecode.backend.config import EngineConfig
+from tridecode.backend.engine import memory
 from tridecode.backend.engine.engine import Engine
 from tridecode.backend.engine.memory import RankMemory, _Place, plan_rank, plan_ranks
 from tridecode.backend.engine.offline import OfflineEngine
@@ -26,6 +29,7 @@ from tridecode.converters.adapters import write_targets
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 from tridecode.kernels import library, scratch
+from tridecode.tools.bench.presets import PRESETS
 
 CPU = torch.device("cpu")
 CONFIG = EngineConfig(data_type="fp16", max_sequences=6, max_step_tokens=48, block_tokens=16, device="cpu")
@@ -126,6 +130,23 @@ def test_quantised_weights_are_planned(tmp_path, format, data_type):
     checkpoint = open_checkpoint(save(FAMILIES["llama"](vocab_size=384), tmp_path / "hf"))
     plan_conversion(checkpoint, "fp32", None, quantization).write(tmp_path / "w")
     check(tmp_path / "w", replace(CONFIG, data_type=data_type))
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+def test_w8a8_weights_take_a_byte_on_a_gpu_that_multiplies_them(monkeypatch, format):
+    quantization = Quantization(format, activations=format)
+    model = replace(PRESETS["llama-3-8b"].model, quantization=quantization)
+    config = resolve(replace(CONFIG, max_sequence_tokens=64), model, CPU)
+
+    def planned(capability: int) -> int:
+        monkeypatch.setattr(memory, "_capability", lambda: capability)
+        return plan_rank(model, config, 0, 0, "cuda").weights
+
+    specs = [spec for spec in models.family(model.family).weight_specs(model) if quantization.covers(spec)]
+    weights, outputs = (
+        sum(size(spec.shape) for spec in specs) for size in (math.prod, lambda shape: shape[1])
+    )
+    assert planned(80) - planned(90) == 2 * weights - (weights + 4 * outputs)
 
 
 def test_weights_that_are_rounded_while_loading_are_planned(converted):
