@@ -29,11 +29,12 @@ log = logging.getLogger("tridecode.engine")
 def _say_expanded(format: str, why: str, dtype: torch.dtype) -> None:
     """Once for a format and a reason."""
     log.warning(
-        "%s weights with %s are expanded to %s at load: no kernel reads them, and the memory is that of %s",
+        "%s weights with %s are expanded to %s at load: no kernel reads them, and the memory is that of %s%s",
         format,
         why,
         dtype,
         dtype,
+        "; activations are not rounded" if why.startswith("activations") else "",
     )
 
 
@@ -53,7 +54,9 @@ class CudaPacked(CudaBase):
             _say_expanded(weight.format, why, dtype)
             return Linear(weight.expanded(dtype).contiguous(), linear.bias)
         packed = pack(weight, dtype)
-        self._arena("expanded", packed.rows * packed.columns * dtype.itemsize)  # outside of graph capture
+        self._arena(
+            "expanded_weight", packed.rows * packed.columns * dtype.itemsize
+        )  # outside of graph capture
         return Linear(packed, linear.bias)
 
     def _packed_gemm(
@@ -145,7 +148,7 @@ class CudaPacked(CudaBase):
 
     def _expanded(self, weight: PackedWeight) -> Tensor:
         """(out, in) in scratch memory, until the next call."""
-        out = self._temporary("expanded", weight.rows, weight.columns, weight.dtype)
+        out = self._temporary("expanded_weight", weight.rows, weight.columns, weight.dtype)
         self.library.expand_weight(
             current_stream(self.device),
             out=out.data_ptr(),

@@ -10,6 +10,9 @@ tridecode.kernels.explain` prints the choices. This module needs neither torch n
     gemm_sm90_split_k         1 to 64 tokens, TMA and wgmma, split-K within a cluster of 1 to 3 blocks
     gemm_sm90_stream_k        any tokens, TMA and wgmma, whole tiles, or stream-K through global memory
     gemm_library              cuBLAS, and gemm_library_epilogue for what cuBLAS does not fuse
+
+Products with both operands in 8 bit (W8A8; cuda_w8a8.py) have gemm_sm90_split_k_8bit and
+gemm_sm90_stream_k_8bit for any number of tokens.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ class Gemm(NamedTuple):
     head_size: int = 0  # of "qkv"
     rotary_size: int = 0
     interleaved: bool = False
+    bits: int = 16  # 8: of the numbers of x and weight (W8A8)
 
 
 class Plan(NamedTuple):
@@ -66,6 +70,12 @@ DATA_PARALLEL_TOKENS, DATA_PARALLEL_OUTPUTS = (8, 16), (32, 64)
 SPLIT_K_TOKENS, SPLIT_K_SPLITS = (16, 32, 64), (1, 2, 3)
 #: tokens of a tile of gemm_sm90_stream_k, by epilogue
 STREAM_K_TOKENS = {"linear": (16, 32, 64), "qkv": (16, 32, 64), "swiglu": (32, 64, 96, 128, 192, 256)}
+#: and of gemm_sm90_stream_k_8bit
+STREAM_K_8BIT_TOKENS = {
+    "linear": (16, 32, 64, 128, 256),
+    "qkv": (16, 32, 64, 128, 256),
+    "swiglu": (32, 64, 96, 128, 192, 256),
+}
 
 # ---------------------------------------------------------------- thresholds, measured on an H200
 # Figures: microseconds of a product (weight rows x inputs, float16) in a CUDA graph over more weights than
@@ -100,7 +110,7 @@ IDLE_SHARE = 20
 
 # ---------------------------------------------------------------- sizes that the kernels are built for
 
-_STAGE_INPUTS = 64  # of a pipeline stage: 128 bytes, the width of the swizzle
+_STAGE_BYTES = 128  # of a row in a pipeline stage: the width of the swizzle
 _SPLIT_K_OUTPUTS = 128  # of a tile: 64 weight rows per warp group
 _STREAM_K_OUTPUTS = 256  # of a cluster's tile
 _MMA_STEP_INPUTS = 2048  # that the 8 warps of gemm_mma take at once
@@ -111,6 +121,8 @@ _MMA_MAX_SPLIT = 64
 def choose(gemm: Gemm, device: Device) -> Plan:
     """The kernel that computes `gemm` on `device`, how it is tiled, and why."""
     plan = None
+    if gemm.bits == 8:
+        return _8_bit(gemm, device)
     if gemm.half and gemm.aligned:
         if device.capability == 90:
             plan = _large_sm90(gemm, device)
@@ -139,9 +151,19 @@ def _large_sm90(gemm: Gemm, device: Device) -> Plan | None:
     return split_k_plan(gemm, device) or stream_k_plan(gemm, device)
 
 
+def _8_bit(gemm: Gemm, device: Device) -> Plan:
+    """cuda_w8a8.py asks for no other epilogue than these kernels have."""
+    assert device.capability == 90 and gemm.half and gemm.aligned and gemm.out_aligned
+    plan = None
+    if gemm.tokens <= LARGE_TOKENS and gemm.epilogue != "swiglu":
+        plan = split_k_plan(gemm, device)
+    plan = plan or stream_k_plan(gemm, device)
+    return plan._replace(kernel=f"{plan.kernel}_8bit")
+
+
 def split_k_plan(gemm: Gemm, device: Device) -> Plan | None:
     """The largest split of which all tiles are resident at once, where that fills the device."""
-    tiles, steps = _ceil_div(gemm.outputs, _SPLIT_K_OUTPUTS), _ceil_div(gemm.inputs, _STAGE_INPUTS)
+    tiles, steps = _ceil_div(gemm.outputs, _SPLIT_K_OUTPUTS), _steps(gemm)
     split = 0
     for each in SPLIT_K_SPLITS:
         if tiles <= device.clusters[each - 1] and steps >= each * LEAST_STAGES:
@@ -159,20 +181,18 @@ def split_k_plan(gemm: Gemm, device: Device) -> Plan | None:
     )
 
 
-def stream_k_plan(
-    gemm: Gemm, device: Device, sizes: tuple[int, ...] = (), stage_inputs: int = _STAGE_INPUTS
-) -> Plan:
+def stream_k_plan(gemm: Gemm, device: Device, sizes: tuple[int, ...] = (), steps: int = 0) -> Plan:
     """The fewest tiles of tokens, and of those the smallest; whole tiles where they fill the last wave.
 
-    sizes: tokens of a tile, those of gemm_sm90_stream_k unless given.
+    sizes: tokens of a tile, those of gemm_sm90_stream_k unless given. steps: stages of a tile, likewise.
     """
-    sizes = sizes or STREAM_K_TOKENS[gemm.epilogue]
+    sizes = sizes or (STREAM_K_8BIT_TOKENS if gemm.bits == 8 else STREAM_K_TOKENS)[gemm.epilogue]
     tile_tokens = _at_least(_ceil_div(gemm.tokens, _ceil_div(gemm.tokens, sizes[-1])), sizes)
     tiles = _ceil_div(gemm.outputs, _STREAM_K_OUTPUTS) * _ceil_div(gemm.tokens, tile_tokens)
     most = device.multiprocessors // 2
     waves = _ceil_div(tiles, most)
     stream = tiles * IDLE_SHARE < waves * most * (IDLE_SHARE - 1)
-    work = _ceil_div(tiles * _ceil_div(gemm.inputs, stage_inputs), LEAST_STAGES) if stream else tiles
+    work = _ceil_div(tiles * (steps or _steps(gemm)), LEAST_STAGES) if stream else tiles
     shared = "clusters share tiles" if stream else "whole tiles"
     return Plan(
         "gemm_sm90_stream_k",
@@ -183,6 +203,11 @@ def stream_k_plan(
         stream_k=stream,
         fuses_heads=True,
     )
+
+
+def _steps(gemm: Gemm) -> int:
+    """Pipeline stages of a tile."""
+    return _ceil_div(gemm.inputs * gemm.bits, _STAGE_BYTES * 8)
 
 
 def _small(gemm: Gemm, device: Device) -> Plan | None:

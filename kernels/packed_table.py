@@ -70,7 +70,7 @@ def _sm90(gemm: Gemm, device: Device) -> Plan | None:
     if gemm.epilogue == "swiglu" and (gemm.residual or gemm.out_float32 or gemm.outputs % 16):
         return None
     heads = gemm.epilogue == "qkv" and fuses_heads_sm90(gemm.head_size, gemm.rotary_size, gemm.interleaved)
-    plan = stream_k_plan(gemm, device, STREAM_K_TOKENS[gemm.epilogue], STAGE_INPUTS)
+    plan = stream_k_plan(gemm, device, STREAM_K_TOKENS[gemm.epilogue], _ceil_div(gemm.inputs, STAGE_INPUTS))
     return plan._replace(kernel="gemm_packed_sm90", fuses_heads=heads)
 
 

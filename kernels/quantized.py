@@ -101,6 +101,19 @@ class QuantizedWeight:
         return columns // (self.group_size or self.columns)
 
 
+def stays_in_8_bit(weight: QuantizedWeight, dtype: torch.dtype, capability: int) -> bool:
+    """Whether CUDA multiplies this weight with both operands in 8 bit (W8A8).
+
+    dtype: X. capability: of the GPU, 10 * major + minor.
+    """
+    if capability != 90 or dtype not in (torch.float16, torch.bfloat16):
+        return False
+    plain = weight.groups is None and weight.zeros is None and weight.scales.shape[1] == 1
+    same = weight.format == weight.activations and weight.format in ACTIVATION_LIMITS
+    sizes = weight.shape[0] % 8 == 0 and weight.columns % 16 == 0
+    return plain and same and sizes and weight.block_rows == 1
+
+
 def packed(values: Tensor) -> Tensor:
     """(out, in) of integers 0 to 15 -> (out, ceil(in / 2)) uint8, the even column in the low half."""
     if values.shape[1] % 2:

@@ -26,8 +26,15 @@ def sample_bytes(max_rows: int, vocab_size: int) -> int:
 
 
 def arena_bytes(max_tokens: int, max_columns: int) -> dict[str, int]:
-    """What Cuda.reserve allocates for steps of max_tokens rows and max_columns columns."""
-    return {"product": 2 * max_tokens * max_columns, "normed": max_tokens * max_columns}
+    """What Cuda.reserve allocates for steps of max_tokens rows and max_columns columns.
+
+    W8A8 has rows of 8-bit values in "normed" and their scales in "row_scales".
+    """
+    return {
+        "product": 2 * max_tokens * max_columns,
+        "normed": max_tokens * max_columns,
+        "row_scales": 4 * max_tokens,
+    }
 
 
 def expanded_bytes(context_bytes: int) -> int:

@@ -29,7 +29,7 @@ from tridecode.kernels import scratch
 from tridecode.kernels.cpu import keeps_int8
 from tridecode.kernels.ops import Linear
 from tridecode.kernels.packed_weight import not_packed, pack
-from tridecode.kernels.quantized import QuantizedWeight
+from tridecode.kernels.quantized import QuantizedWeight, stays_in_8_bit
 from tridecode.kernels.reference import Reference
 
 #: an estimate of what libraries take on a GPU: CUDA's context with our and torch's kernels and cuBLAS, and
@@ -115,6 +115,8 @@ class _CudaShapes(Reference):
     def pack(self, linear: Linear, dtype: torch.dtype = torch.float32) -> Linear:
         weight = linear.weight
         if isinstance(weight, QuantizedWeight):
+            if stays_in_8_bit(weight, dtype, _capability()):
+                return linear
             expanded = torch.empty(weight.shape, dtype=dtype, device="meta")
             if not_packed(weight, dtype):
                 return Linear(expanded, linear.bias)
@@ -135,6 +137,14 @@ class _CudaShapes(Reference):
         arenas = scratch.arena_bytes(max_tokens, max_columns)
         self.bytes += self._widening * sum(arenas.values()) + scratch.sample_bytes(max_rows, vocab_size)
         self.bytes += scratch.expanded_bytes(context_bytes) if context_bytes else 0
+
+
+def _capability() -> int:
+    """10 * major + minor of this machine's GPU; 90 without one."""
+    if not torch.cuda.is_available():
+        return 90
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
 
 
 def plan_rank(

@@ -7,7 +7,7 @@ import argparse
 
 from tridecode.kernels.bench.cases import Bench
 
-OPERATIONS = ("norm", "linear", "decode_attention", "prefill_attention", "sample", "step")
+OPERATIONS = ("norm", "linear", "w8a8", "decode_attention", "prefill_attention", "sample", "step")
 
 
 def main() -> None:

@@ -124,6 +124,34 @@ class Bench:
                 packed.clear()
                 dense.clear()
 
+    def w8a8(self) -> Iterator[Result]:
+        """The products of a layer of LLaMA-3-8B with both operands in 8 bit, the rounding of x included,
+        beside the same product in 16 bit. Where matrix units bound, the share is of their 16-bit rate."""
+        products = SHAPES["llama-3-8b"].products()
+        for name in ("qkv", "dense", "up", "down"):
+            outputs, inputs = products[name].outputs, products[name].inputs
+            activation = "swiglu" if name == "up" else None
+            count = max(2, int(6e8 // (outputs * inputs)))
+            matrices = [self.normal(outputs, inputs, scale=inputs**-0.5) for _ in range(count)]
+            chains = {"16 bit": [Linear(matrix) for matrix in matrices]}
+            for format in ("int8", "fp8"):
+                rounded = [round_to_nearest(matrix, format, 0, format) for matrix in matrices]
+                chains[format] = [self.ops.pack(Linear(weight), HALF) for weight in rounded]
+            for tokens in (1, 8, 16, 64, 128, 256, 1024, 4096):
+                x, out = self.normal(tokens, inputs), self.normal(tokens, outputs // (2 if activation else 1))
+                times = {
+                    label: microseconds(
+                        over(chain, lambda w: self.ops.linear(x, w, activation=activation, out=out)), count
+                    )
+                    for label, chain in chains.items()
+                }
+                for format in ("int8", "fp8"):
+                    case, flops = (
+                        f"{format} {outputs}x{inputs} tokens {tokens}",
+                        2.0 * outputs * inputs * tokens,
+                    )
+                    yield Result("w8a8", case, times[format], outputs * inputs, flops, times["16 bit"])
+
     def _batch(self, contexts: list[int], queries: list[int], tables: Tensor, decodes: int) -> Batch:
         starts = [sum(queries[:row]) for row in range(len(queries) + 1)]
         tokens = starts[-1]

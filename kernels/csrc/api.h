@@ -77,7 +77,7 @@ typedef struct {
   int activation, out_float32, dtype;
   // a weight in 8 or 4 bit, arranged by kernels/packed_weight.py; weight_stride is not read
   int weight_format;           // 1 int8, 2 fp8 (E4M3), 3 int4; 0: of dtype, in rows
-  const float* weight_scales;  // (outputs), int8 and fp8
+  const float* weight_scales;  // (outputs), int8 and fp8; also of 8-bit operands, below
   const uint32_t*
       weight_groups;   // (rows / 8, chunks, 8, groups of a granule), int4: scale and zero
   int granule_groups;  // 1, 2 or 4
@@ -103,6 +103,9 @@ typedef struct {
   int64_t partial_bytes;
   unsigned int* counters;
   int num_counters;
+  // 8-bit operands: x and weight hold int8 or E4M3 values, and strides count these
+  int operand;            // 0: x and weight are of dtype; 1: int8; 2: E4M3
+  const float* x_scales;  // (tokens); weight_scales is read, too
 } tridecode_gemm_task;
 
 // 1 or 2 tokens; x fits in the shared memory of a block. No tile.
@@ -137,6 +140,21 @@ int tridecode_gemm_packed_sm90(const tridecode_gemm_task* task, void* stream);
 // out (outputs, inputs), in rows of out_stride numbers of dtype, = the weight. Of the task: out,
 // out_stride, inputs, outputs, dtype and what describes the weight.
 int tridecode_expand_weight(const tridecode_gemm_task* task, void* stream);
+
+// The same with 8-bit operands: out = epilogue(weight_scales * x_scales * (x * weight^T)). inputs,
+// x_stride and weight_stride are multiples of 16. tile_tokens of stream_k: 16 to 256, of SwiGLU 32
+// to 256.
+int tridecode_gemm_sm90_split_k_8bit(const tridecode_gemm_task* task, void* stream);
+int tridecode_gemm_sm90_stream_k_8bit(const tridecode_gemm_task* task, void* stream);
+
+// values[t, :] = x[t, :] / scales[t], rounded to the nearest int8 (operand 1) or E4M3 (2), halves
+// to even; scales[t] = max|x[t, :]| / 127 or / 448, 1 for a row of zeros. A row with NaN or
+// infinity has values 0 and a scale that is not finite. With norm_weight, x is norm(x), rounded to
+// dtype, first. Rows of values are contiguous. 16-bit dtypes, compute capability 9.0.
+int tridecode_quantize_rows_sm90(void* values, float* scales, const void* x,
+                                 const void* norm_weight, const void* norm_bias, float eps,
+                                 int num_tokens, int columns, int64_t x_stride, int operand,
+                                 int dtype, void* stream);
 
 // Rotates the query and key heads of out in place and writes key and value to the cache, after a
 // product that did neither: of the task all fields from `cos` to `block_tokens`, out, out_stride,

@@ -9,8 +9,10 @@ namespace {
 constexpr int kGroups = 2;                     // consumer warp groups
 constexpr int kThreads = 128 * kGroups + 128;  // and the producer warp group
 constexpr int kBlockRows = 64 * kGroups;
-constexpr int kStageInputs = 64;  // 128 bytes: the width of the swizzle
-constexpr int kBuffers = 2;       // of results, per warp group
+// 128 bytes, the width of the swizzle. Rows of 8-bit operands are loaded as half as many 16-bit
+// numbers.
+constexpr int kStageInputs = 64;
+constexpr int kBuffers = 2;  // of results, per warp group
 
 template <int N>
 struct Shape {

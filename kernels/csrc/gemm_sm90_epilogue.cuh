@@ -15,7 +15,9 @@ namespace {
 // Results are staged in shared memory for TMA stores: 128 bytes per token, 64 columns; or 64 bytes
 // per token, 32 columns, followed, with a rotation, by all tokens' columns of the other half of the
 // head.
-template <typename X, int N, Mode MODE>
+//
+// SCALED: the sums are of 8-bit operands and are multiplied by weight_scales and x_scales first.
+template <typename X, int N, Mode MODE, bool SCALED = false>
 struct Finish {
   using S = Shape<N>;
   static constexpr bool kPairs = MODE == kGated || MODE == kQkvRotary;  // in c[4 j] and c[4 j + 2]
@@ -31,6 +33,9 @@ struct Finish {
   int group;
   unsigned int used = 0;  // parts stored so far
   float biases[2] = {};   // of the columns of c[4 j] and c[4 j + 2]
+  float scales[2] = {};   // SCALED: of these columns
+  // SCALED: the scales of the tile's tokens in shared memory, or null: they are read where needed
+  float* x_scales = nullptr;
 
   // The first column of this warp group in the block whose rows begin at `row`.
   __device__ __forceinline__ int first_column(int row) const {
@@ -168,7 +173,7 @@ struct Finish {
   }
 
   // The angles of kBatch of the lane's tokens.
-  static constexpr int kBatch = N < 32 ? N / 4 : 8;
+  static constexpr int kBatch = N < 32 ? N / 4 : N <= 64 ? 8 : 4;
   struct Angles {
     float cosines[kBatch], sines[kBatch];
   };
@@ -229,15 +234,44 @@ struct Finish {
   // the weights that the next kernel prefetches.
   __device__ __forceinline__ void load_biases(int column) {
     const X* const bias = static_cast<const X*>(task.bias);
-    if (!bias) return;
+    if (!SCALED && !bias) return;
     const int warp = threadIdx.x / 32 % 4, g = threadIdx.x % 32 / 4;
     const int row = column + (kPairs ? warp * 8 : warp * 16) + g;
     const int second = MODE == kGated       ? task.outputs / 2 + row
                        : MODE == kQkvRotary ? row + task.head_size / 2
                                             : row + 8;
     const int limit = MODE == kGated ? task.outputs / 2 : task.outputs;
-    biases[0] = row < limit ? to_float(bias[row]) : 0.0f;
-    biases[1] = (kPairs ? row : second) < limit ? to_float(bias[second]) : 0.0f;
+    const bool has[2] = {row < limit, (kPairs ? row : second) < limit};
+    if (SCALED) {
+      scales[0] = has[0] ? task.weight_scales[row] : 0.0f;
+      scales[1] = has[1] ? task.weight_scales[second] : 0.0f;
+      if (!bias) return;
+    }
+    biases[0] = has[0] ? to_float(bias[row]) : 0.0f;
+    biases[1] = has[1] ? to_float(bias[second]) : 0.0f;
+  }
+
+  // SCALED: loads the scales of the tile's tokens before the mainloop, too.
+  __device__ __forceinline__ void load_x_scales(int token) {
+    if (!x_scales) return;
+    group_sync(group);  // the last tile's have been read
+    for (int i = threadIdx.x % 128; i < N; i += 128)
+      x_scales[i] = token + i < task.tokens ? task.x_scales[token + i] : 0.0f;
+  }
+
+  // SCALED: the products' sums from those of the 8-bit numbers.
+  __device__ __forceinline__ void scale_all(float (&c)[N / 2], int token) {
+    const int t = threadIdx.x % 4;
+    if (x_scales) group_sync(group);
+#pragma unroll
+    for (int j = 0; j < N / 8; ++j) {
+      const int at = 8 * j + 2 * t, last = task.tokens - 1;
+      const float first = x_scales ? x_scales[at] : task.x_scales[min(token + at, last)];
+      const float next = x_scales ? x_scales[at + 1] : task.x_scales[min(token + at + 1, last)];
+      c[4 * j] = c[4 * j] * scales[0] * first, c[4 * j + 1] = c[4 * j + 1] * scales[0] * next;
+      c[4 * j + 2] = c[4 * j + 2] * scales[1] * first;
+      c[4 * j + 3] = c[4 * j + 3] * scales[1] * next;
+    }
   }
 
   // Bias and activation; SwiGLU's product takes the place of the gate.

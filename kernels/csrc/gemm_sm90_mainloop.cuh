@@ -22,9 +22,9 @@ __device__ __forceinline__ void copy_weight(void* to, const CUtensorMap* map, in
   }
 }
 
-// A consumer warp group's loop over pipeline stages. SHARERS: blocks that a stage's x is multicast
-// to.
-template <typename X, int N, typename S, int SHARERS>
+// A consumer warp group's loop over pipeline stages. Operand: of x and weight. SHARERS: blocks that
+// a stage's x is multicast to.
+template <typename Operand, int N, typename S, int SHARERS>
 struct Products {
   const char* base;
   uint64_t* full;
@@ -41,9 +41,24 @@ struct Products {
     }
   }
 
-  // c = the sums of `steps` stages. Each stage is released, to the producers of all sharers, when
-  // the instructions of the next one are in flight.
+  // c = the sums of `steps` stages.
   __device__ __forceinline__ void add_up(float (&c)[N / 2], int steps, int group) {
+    if constexpr (std::is_same<Operand, int8_t>::value) {
+      // Zeros: else the registers of the last tile's sums would count as read by the first
+      // instruction, and be kept beside c until then.
+      int sums[N / 2] = {};
+      add_up_all(sums, steps, group);
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) c[i] = float(sums[i]);
+    } else {
+      add_up_all(c, steps, group);
+    }
+  }
+
+  // Each stage is released, to the producers of all sharers, when the instructions of the next one
+  // are in flight.
+  template <typename Sum>
+  __device__ __forceinline__ void add_up_all(Sum (&c)[N / 2], int steps, int group) {
     int held = -1;  // the stage that instructions in flight still read
     for (int step = 0; step < steps; ++step) {
       barrier_wait(full + stage, parity);
@@ -53,7 +68,7 @@ struct Products {
       group_fence();
 #pragma unroll
       for (int k = 0; k < kStageInputs / 16; ++k)  // 32 bytes on: 2 units of 16
-        group_multiply_add<X, N>(c, a + 2 * k, b + 2 * k, step > 0 || k > 0);
+        group_multiply_add<Operand, N>(c, a + 2 * k, b + 2 * k, step > 0 || k > 0);
       commit_group();
       wait_groups<1>();
       if (held >= 0) release(held);

@@ -1,6 +1,6 @@
 // How clusters of two blocks share the tiles of a product: the parts that a cluster computes, in
-// order, and the sums of a tile that several clusters have parts of. For gemm_sm90_stream_k.cu and
-// gemm_packed_sm90.cu.
+// order, and the sums of a tile that several clusters have parts of. For gemm_sm90_stream_k.cuh
+// and gemm_packed_sm90.cu.
 #pragma once
 #include "gemm_sm90_mainloop.cuh"
 

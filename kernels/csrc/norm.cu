@@ -13,14 +13,6 @@ namespace {
 
 constexpr int kItems = 2;  // vectors of 8 per thread
 
-// Adds up a row's sums over the block.
-struct BlockSums {
-  float (*shared)[32];
-  __device__ __forceinline__ void operator()(float (&sums)[1], int which) const {
-    sums[0] = block_sum(sums[0], shared[which]);
-  }
-};
-
 template <typename X>
 __global__ void norm_row(X* out, const X* x, const X* weight, const X* bias, float eps, int columns,
                          int64_t x_stride, int64_t out_stride) {

@@ -37,4 +37,12 @@ __device__ __forceinline__ void row_statistics(RowNorm (&rows)[ROWS], float (&su
   for (int row = 0; row < ROWS; ++row) rows[row].scale = rsqrtf(sums[row] * inverse + eps);
 }
 
+// add_up of row_statistics for a row that a block shares.
+struct BlockSums {
+  float (*shared)[32];
+  __device__ __forceinline__ void operator()(float (&sums)[1], int which) const {
+    sums[0] = block_sum(sums[0], shared[which]);
+  }
+};
+
 }  // namespace tridecode

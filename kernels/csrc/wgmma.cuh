@@ -1,8 +1,11 @@
-// wgmma: 64 rows of a times N rows of b, both in shared memory, 16 inputs per instruction.
+// wgmma: 64 rows of a times N rows of b, both in shared memory, 32 bytes of inputs per instruction.
 #pragma once
 #include "hopper.cuh"
 
 namespace tridecode {
+
+// Stands for 8-bit floating point operands. Integer ones are int8_t, and their sums int.
+struct E4m3 {};
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -37,6 +40,13 @@ __device__ __forceinline__ uint64_t descriptor(const void* pointer, int group_by
 #define TRIDECODE_C2(i) TRIDECODE_C(i), TRIDECODE_C(i + 1)
 #define TRIDECODE_C4(i) TRIDECODE_C2(i), TRIDECODE_C2(i + 2)
 #define TRIDECODE_C8(i) TRIDECODE_C4(i), TRIDECODE_C4(i + 4)
+// of integers
+#define TRIDECODE_I(i)                                                                          \
+  "+r"(c[8 * (i)]), "+r"(c[8 * (i) + 1]), "+r"(c[8 * (i) + 2]), "+r"(c[8 * (i) + 3]),           \
+      "+r"(c[8 * (i) + 4]), "+r"(c[8 * (i) + 5]), "+r"(c[8 * (i) + 6]), "+r"(c[8 * (i) + 7])
+#define TRIDECODE_I2(i) TRIDECODE_I(i), TRIDECODE_I(i + 1)
+#define TRIDECODE_I4(i) TRIDECODE_I2(i), TRIDECODE_I2(i + 2)
+#define TRIDECODE_I8(i) TRIDECODE_I4(i), TRIDECODE_I4(i + 4)
 #define TRIDECODE_N16 TRIDECODE_S0
 #define TRIDECODE_N32 TRIDECODE_N16 ", " TRIDECODE_S1
 #define TRIDECODE_N64 TRIDECODE_N32 ", " TRIDECODE_S2 ", " TRIDECODE_S3
@@ -44,33 +54,39 @@ __device__ __forceinline__ uint64_t descriptor(const void* pointer, int group_by
 #define TRIDECODE_N128 TRIDECODE_N96 ", " TRIDECODE_S6 ", " TRIDECODE_S7
 #define TRIDECODE_N192 TRIDECODE_N128 ", " TRIDECODE_S8 ", " TRIDECODE_S9 ", " TRIDECODE_S10 ", " TRIDECODE_S11
 #define TRIDECODE_N256 TRIDECODE_N192 ", " TRIDECODE_S12 ", " TRIDECODE_S13 ", " TRIDECODE_S14 ", " TRIDECODE_S15
-#define TRIDECODE_WGMMA(type, n, registers, at_a, at_b, at_add, ...)                             \
+// kind: "k16.f32.f16.f16"; rest: the operands after scale-d
+#define TRIDECODE_WGMMA(kind, rest, n, registers, at_a, at_b, at_add, ...)                        \
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " at_add ", 0;\n"                            \
-               "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {" registers     \
-               "}, " at_a ", " at_b ", add, 1, 1, 0, 0;\n}\n"                                    \
-               : __VA_ARGS__                                                                     \
+               "wgmma.mma_async.sync.aligned.m64n" n kind " {" registers "}, " at_a ", " at_b      \
+               ", add" rest ";\n}\n"                                                             \
+               : __VA_ARGS__                                                                      \
                : "l"(a), "l"(b), "r"(add))
-#define TRIDECODE_PRODUCT(type)                                                                  \
-  if constexpr (N == 16) TRIDECODE_WGMMA(type, "16", TRIDECODE_N16, "%8", "%9", "%10", TRIDECODE_C(0)); \
-  if constexpr (N == 32) TRIDECODE_WGMMA(type, "32", TRIDECODE_N32, "%16", "%17", "%18", TRIDECODE_C2(0)); \
-  if constexpr (N == 64) TRIDECODE_WGMMA(type, "64", TRIDECODE_N64, "%32", "%33", "%34", TRIDECODE_C4(0)); \
-  if constexpr (N == 96) TRIDECODE_WGMMA(type, "96", TRIDECODE_N96, "%48", "%49", "%50", TRIDECODE_C4(0), TRIDECODE_C2(4)); \
-  if constexpr (N == 128) TRIDECODE_WGMMA(type, "128", TRIDECODE_N128, "%64", "%65", "%66", TRIDECODE_C8(0)); \
-  if constexpr (N == 192) TRIDECODE_WGMMA(type, "192", TRIDECODE_N192, "%96", "%97", "%98", TRIDECODE_C8(0), TRIDECODE_C4(8)); \
-  if constexpr (N == 256) TRIDECODE_WGMMA(type, "256", TRIDECODE_N256, "%128", "%129", "%130", TRIDECODE_C8(0), TRIDECODE_C8(8))
+// C: TRIDECODE_C or TRIDECODE_I, of the sums
+#define TRIDECODE_PRODUCT(C, kind, rest)                                                         \
+  if constexpr (N == 16) TRIDECODE_WGMMA(kind, rest, "16", TRIDECODE_N16, "%8", "%9", "%10", C(0)); \
+  if constexpr (N == 32) TRIDECODE_WGMMA(kind, rest, "32", TRIDECODE_N32, "%16", "%17", "%18", C##2(0)); \
+  if constexpr (N == 64) TRIDECODE_WGMMA(kind, rest, "64", TRIDECODE_N64, "%32", "%33", "%34", C##4(0)); \
+  if constexpr (N == 96) TRIDECODE_WGMMA(kind, rest, "96", TRIDECODE_N96, "%48", "%49", "%50", C##4(0), C##2(4)); \
+  if constexpr (N == 128) TRIDECODE_WGMMA(kind, rest, "128", TRIDECODE_N128, "%64", "%65", "%66", C##8(0)); \
+  if constexpr (N == 192) TRIDECODE_WGMMA(kind, rest, "192", TRIDECODE_N192, "%96", "%97", "%98", C##8(0), C##4(8)); \
+  if constexpr (N == 256) TRIDECODE_WGMMA(kind, rest, "256", TRIDECODE_N256, "%128", "%129", "%130", C##8(0), C##8(8))
 // clang-format on
 
-// c (64 x N) += a (64 x 16) * b (N x 16) transposed, given by descriptors; where not `add`, c =.
-// Warp w of the group holds rows 16 w to 16 w + 15: lane (g, t) = (lane / 4, lane % 4) has at c[4
-// j] and c[4 j + 1] row g, columns 8 j + 2 t and the next, at c[4 j + 2] and c[4 j + 3] those of
-// row g + 8. Call group_fence() first; c may be read after wait_groups<0>().
-template <typename X, int N>
-__device__ __forceinline__ void group_multiply_add(float (&c)[N / 2], uint64_t a, uint64_t b,
+// c (64 x N) += a (64 x K) * b (N x K) transposed, given by descriptors; where not `add`, c =. K:
+// 32 bytes. Warp w of the group holds rows 16 w to 16 w + 15: lane (g, t) = (lane / 4, lane % 4)
+// has at c[4 j] and c[4 j + 1] row g, columns 8 j + 2 t and the next, at c[4 j + 2] and c[4 j + 3]
+// those of row g + 8. Call group_fence() first; c may be read after wait_groups<0>().
+template <typename Operand, int N, typename Sum>
+__device__ __forceinline__ void group_multiply_add(Sum (&c)[N / 2], uint64_t a, uint64_t b,
                                                    int add) {
-  if constexpr (std::is_same<X, half>::value) {
-    TRIDECODE_PRODUCT("f16");
+  if constexpr (std::is_same<Operand, half>::value) {
+    TRIDECODE_PRODUCT(TRIDECODE_C, "k16.f32.f16.f16", ", 1, 1, 0, 0");
+  } else if constexpr (std::is_same<Operand, bfloat16>::value) {
+    TRIDECODE_PRODUCT(TRIDECODE_C, "k16.f32.bf16.bf16", ", 1, 1, 0, 0");
+  } else if constexpr (std::is_same<Operand, E4m3>::value) {
+    TRIDECODE_PRODUCT(TRIDECODE_C, "k32.f32.e4m3.e4m3", ", 1, 1");
   } else {
-    TRIDECODE_PRODUCT("bf16");
+    TRIDECODE_PRODUCT(TRIDECODE_I, "k32.s32.s8.s8", "");
   }
 }
 
@@ -137,6 +153,12 @@ __device__ __forceinline__ void wait_for_sums(float (&c)[COUNT]) {
   wait_groups<0>();
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(c[i])::"memory");
+}
+template <int COUNT>
+__device__ __forceinline__ void wait_for_sums(int (&c)[COUNT]) {
+  wait_groups<0>();
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(c[i])::"memory");
 }
 
 // The barrier of a warp group.

@@ -1,0 +1,236 @@
+"""Products of an NVIDIA GPU with both operands in 8 bit (W8A8), on compute capability 9.0.
+
+quantize_rows_sm90 rounds the rows of x, after the norm, to int8 or E4M3 with a scale for each, as
+kernels/quantized.py says; the wgmma kernels with 8-bit operands multiply them with the weight's values and
+the sums with both scales. What their epilogues do not have is left to gemm_library_epilogue or torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tridecode.kernels.checks import DtypeError, LayoutError, ShapeError, match, same_dtype
+from tridecode.kernels.cuda_base import ACTIVATIONS, DTYPES, pointer
+from tridecode.kernels.cuda_gemm import CudaGemm, _check_qkv, _head_fields, _rotation
+from tridecode.kernels.gemm_table import Gemm, fuses_heads_sm90
+from tridecode.kernels.library import current_stream
+from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm
+from tridecode.kernels.quantized import QuantizedWeight, stays_in_8_bit
+from tridecode.kernels.reference import GATED, activated
+from tridecode.kernels.scratch import NUM_COUNTERS, SUM_BYTES
+
+#: `operand` of csrc/api.h
+OPERANDS = {"int8": 1, "fp8": 2}
+
+
+class CudaW8A8(CudaGemm):
+    """pack, and linear and project_qkv of weights that `stays_in_8_bit` keeps."""
+
+    def pack(self, linear: Linear, dtype: torch.dtype = torch.float32) -> Linear:
+        """As CudaPacked, but a weight whose product rounds x stays in rows."""
+        weight = linear.weight
+        if isinstance(weight, QuantizedWeight) and stays_in_8_bit(weight, dtype, self.capability):
+            return Linear(_in_rows(weight), linear.bias)
+        return super().pack(linear, dtype)
+
+    def linear(
+        self,
+        x: Tensor,
+        linear: Linear,
+        *,
+        norm: Norm | None = None,
+        activation: str | None = None,
+        residual: Tensor | None = None,
+        out: Tensor,
+    ) -> None:
+        weight = linear.weight
+        if not isinstance(weight, QuantizedWeight):
+            super().linear(x, linear, norm=norm, activation=activation, residual=residual, out=out)
+            return
+        _check("linear", x, weight, linear.bias, residual, out, activation in GATED)
+        if x.shape[0] == 0:
+            return
+        if self._fuses(weight, activation, residual, out, x.dtype):
+            self._8_bit_gemm(x, weight, linear.bias, norm, activation, residual, out)
+            return
+        product = self._temporary("product", x.shape[0], weight.shape[0], x.dtype)
+        if activation in ACTIVATIONS:
+            self._8_bit_gemm(x, weight, None, norm, None, None, product)
+            self._library_epilogue(product, linear.bias, activation, residual, out, x.dtype)
+            return
+        assert activation is not None
+        self._8_bit_gemm(x, weight, linear.bias, norm, None, None, product)
+        product = activated(product, activation)
+        out.copy_(product if residual is None else product.add_(residual))
+
+    def project_qkv(
+        self,
+        x: Tensor,
+        linear: Linear,
+        norm: Norm | None,
+        heads: Heads,
+        batch: Batch,
+        cache: CacheLayer,
+        *,
+        out: Tensor,
+    ) -> None:
+        weight = linear.weight
+        if not isinstance(weight, QuantizedWeight):
+            super().project_qkv(x, linear, norm, heads, batch, cache, out=out)
+            return
+        fused = fuses_heads_sm90(*_rotation(heads)) and _aligned(out) and x.dtype == out.dtype
+        if not fused or heads.changes_qkv or cache.scales is not None:
+            self.linear(x, linear, norm=norm, out=out)
+            self.finish_qkv(out, heads, batch, cache)
+            return
+        _check("project_qkv", x, weight, linear.bias, None, out, False)
+        _check_qkv("project_qkv", out, heads, batch, cache)
+        if x.shape[0] > 0:
+            fields = _head_fields(heads, batch, cache)
+            self._8_bit_gemm(x, weight, linear.bias, norm, None, None, out, heads, fields)
+
+    def _fuses(
+        self,
+        weight: QuantizedWeight,
+        activation: str | None,
+        residual: Tensor | None,
+        out: Tensor,
+        dtype: torch.dtype,
+    ) -> bool:
+        """Whether the epilogue of the kernels is all of it."""
+        in_float32 = out.dtype != dtype
+        if activation not in ACTIVATIONS or (residual is not None and in_float32):
+            return False
+        if activation == "swiglu" and (residual is not None or in_float32 or weight.shape[0] % 16):
+            return False
+        return (in_float32 or _aligned(out)) and (residual is None or _aligned(residual))
+
+    def _8_bit_gemm(
+        self,
+        x: Tensor,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        norm: Norm | None,
+        activation: str | None,
+        residual: Tensor | None,
+        out: Tensor,
+        heads: Heads | None = None,
+        head_fields: dict[str, float] | None = None,
+    ) -> None:
+        """out = epilogue(rounded(norm(x)) @ weight.T), by what gemm_table.choose plans."""
+        (tokens, inputs), outputs = x.shape, weight.shape[0]
+        plan = self.choose_gemm(
+            Gemm(
+                tokens,
+                inputs,
+                outputs,
+                "swiglu" if activation == "swiglu" else "qkv" if heads else "linear",
+                bits=8,
+                **({} if heads is None else dict(zip(_ROTATION, _rotation(heads)))),  # type: ignore[arg-type]
+            )
+        )
+        values, scales = self._rounded(x, norm, weight.activations)
+        getattr(self.library, plan.kernel)(
+            current_stream(self.device),
+            out=out.data_ptr(),
+            x=values.data_ptr(),
+            weight=weight.values.data_ptr(),
+            bias=pointer(bias),
+            residual=pointer(residual),
+            x_stride=inputs,
+            weight_stride=inputs,
+            residual_stride=0 if residual is None else residual.stride(0),
+            out_stride=out.stride(0),
+            tokens=tokens,
+            inputs=inputs,
+            outputs=outputs,
+            activation=ACTIVATIONS[activation],
+            out_float32=out.dtype != x.dtype,
+            dtype=DTYPES[x.dtype],
+            operand=OPERANDS[weight.activations],
+            weight_scales=weight.scales.data_ptr(),
+            x_scales=scales.data_ptr(),
+            tile_outputs=plan.tile_outputs,
+            tile_tokens=plan.tile_tokens,
+            split=plan.split,
+            clusters=plan.clusters,
+            stream_k=plan.stream_k,
+            partials=self._sums_pointer,
+            partial_bytes=SUM_BYTES,
+            counters=self._counters_pointer,
+            num_counters=NUM_COUNTERS,
+            **(head_fields or {}),
+        )
+
+    def _rounded(self, x: Tensor, norm: Norm | None, format: str) -> tuple[Tensor, Tensor]:
+        """The values (T * C bytes) and scales (4 * T bytes) of kernels.quantized.rounded_activations, of x or
+        of norm(x) rounded to X; valid until the next operation."""
+        tokens, columns = x.shape
+        weight = bias = None
+        if norm is not None:
+            weight, bias = norm.weight, norm.bias
+            match("norm", ("TC", "x", x), ("C", "weight", weight))
+            same_dtype("norm", ("x", x), ("weight", weight))
+            if bias is not None:
+                match("norm", ("TC", "x", x), ("C", "bias", bias))
+                same_dtype("norm", ("x", x), ("bias", bias))
+        values, scales = self._arena("normed", tokens * columns), self._arena("row_scales", 4 * tokens)
+        self.library.quantize_rows_sm90(
+            values.data_ptr(),
+            scales.data_ptr(),
+            x.data_ptr(),
+            pointer(weight),
+            pointer(bias),
+            0.0 if norm is None else norm.eps,
+            tokens,
+            columns,
+            x.stride(0),
+            OPERANDS[format],
+            DTYPES[x.dtype],
+            current_stream(self.device),
+        )
+        return values, scales
+
+
+_ROTATION = ("head_size", "rotary_size", "interleaved")
+
+
+def _in_rows(weight: QuantizedWeight) -> QuantizedWeight:
+    """As the kernels read it."""
+    return replace(weight, values=weight.values.contiguous(), scales=weight.scales.float().contiguous())
+
+
+def _aligned(tensor: Tensor) -> bool:
+    """Whether TMA reads or writes rows of 16-bit numbers: they begin at multiples of 16 bytes."""
+    return tensor.stride(0) % 8 == 0 and tensor.data_ptr() % 16 == 0
+
+
+def _check(
+    operation: str,
+    x: Tensor,
+    weight: QuantizedWeight,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    gated: bool,
+) -> None:
+    sizes = match(operation, ("TI", "x", x), ("WI", "weight", weight.values), ("TO", "out", out))
+    dtype = same_dtype(operation, ("x", x))
+    if dtype == torch.float32:
+        raise DtypeError(f"{operation}: x is {dtype}; an 8-bit product takes float16 or bfloat16")
+    wanted = sizes["W"] // 2 if gated else sizes["W"]
+    if sizes["O"] != wanted:
+        raise ShapeError(f"{operation}: out has {sizes['O']} columns; {sizes['W']} weight rows give {wanted}")
+    if out.dtype not in (dtype, torch.float32):
+        raise DtypeError(f"{operation}: out is {out.dtype}; wanted {dtype} or float32")
+    if bias is not None:
+        match(operation, ("WI", "weight", weight.values), ("W", "bias", bias))
+        same_dtype(operation, ("x", x), ("bias", bias))
+    if residual is not None:
+        match(operation, ("TO", "out", out), ("TO", "residual", residual))
+        same_dtype(operation, ("x", x), ("residual", residual))
+    if x.data_ptr() == out.data_ptr():
+        raise LayoutError(f"{operation}: out may not be x")
