@@ -37,7 +37,6 @@ SPILLS = {
     "gemm_mma.cu": 32,
     "decode_attention.cu": 200,
     "sampling.cu": 32,
-    "gemm_sm90_stream_k_8bit.cu": 64,
 }
 
 
