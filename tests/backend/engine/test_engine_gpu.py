@@ -136,8 +136,8 @@ def test_sampling_is_the_same_alone_and_in_company() -> None:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("format", ["int8", "fp8"])
 def test_w8a8_on_a_gpu_is_that_of_the_cpu(tmp_path: Path, format: str, dtype: str) -> None:
-    """First logits lie closer to the CPU's in fp32 than the rounding of activations moves those: 16 bits turn
-    single activations to the next value, on any device."""
+    """First logits lie as close to the CPU's in fp32 as 16 bits allow, which also turn single activations to
+    the next value: at most what rounding them at all does."""
     model = llama(head_size=64, heads=8, kv_heads=2, inner=352, vocab=512)
     save(model, tmp_path / "hf")
     prompts = prompts_of(LENGTHS, 512)
@@ -156,4 +156,5 @@ def test_w8a8_on_a_gpu_is_that_of_the_cpu(tmp_path: Path, format: str, dtype: st
 
     wanted = logits(format, "cpu", "fp32")
     moved = np.abs(logits("", "cpu", "fp32") - wanted).max()
-    assert 0 < np.abs(logits(format, DEVICE, dtype) - wanted).max() <= moved
+    bound = moved + rounding_bound(model, prompts, dtype, DEVICE)
+    assert np.abs(logits(format, DEVICE, dtype) - wanted).max() <= bound
