@@ -38,7 +38,6 @@ SPILLS = {
     "gemm_packed_mma.cu": 32,
     "decode_attention.cu": 200,
     "sampling.cu": 32,
-    "gemm_sm90_stream_k_8bit.cu": 64,
 }
 
 

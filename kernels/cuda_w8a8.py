@@ -128,7 +128,7 @@ class CudaW8A8(CudaGemm):
                 inputs,
                 outputs,
                 "swiglu" if activation == "swiglu" else "qkv" if heads else "linear",
-                bits=8,
+                operand=weight.activations,
                 **({} if heads is None else dict(zip(_ROTATION, _rotation(heads)))),  # type: ignore[arg-type]
             )
         )

@@ -47,7 +47,7 @@ class Gemm(NamedTuple):
     head_size: int = 0  # of "qkv"
     rotary_size: int = 0
     interleaved: bool = False
-    bits: int = 16  # 8: of the numbers of x and weight (W8A8)
+    operand: str = ""  # "int8", "fp8": x and weight are (W8A8)
 
 
 class Plan(NamedTuple):
@@ -70,12 +70,13 @@ DATA_PARALLEL_TOKENS, DATA_PARALLEL_OUTPUTS = (8, 16), (32, 64)
 SPLIT_K_TOKENS, SPLIT_K_SPLITS = (16, 32, 64), (1, 2, 3)
 #: tokens of a tile of gemm_sm90_stream_k, by epilogue
 STREAM_K_TOKENS = {"linear": (16, 32, 64), "qkv": (16, 32, 64), "swiglu": (32, 64, 96, 128, 192, 256)}
-#: and of gemm_sm90_stream_k_8bit
+#: and of gemm_sm90_stream_k_8bit; fp8 has room for two sets of sums up to 128
 STREAM_K_8BIT_TOKENS = {
     "linear": (16, 32, 64, 128, 256),
     "qkv": (16, 32, 64, 128, 256),
     "swiglu": (32, 64, 96, 128, 192, 256),
 }
+_FP8_TOKENS = 128
 
 # ---------------------------------------------------------------- thresholds, measured on an H200
 # Figures: microseconds of a product (weight rows x inputs, float16) in a CUDA graph over more weights than
@@ -107,6 +108,11 @@ SPLIT_K_STAGES = 80
 LEAST_STAGES = 4
 #: whole tiles, unless the last wave leaves more than 1/20 of the clusters' time idle
 IDLE_SHARE = 20
+#: Of gemm_sm90_stream_k_8bit with more than LARGE_TOKENS tokens, in stages times tokens of a tile: what the
+#: exchange of partial sums costs, and below which size tiles of fewer tokens take no less. 4096 x 14336,
+#: whole tiles / shared: tiles of 128 tokens, 128 tokens: 36.6 / 23.7, 256: 39.8 / 41.0; tiles of 256 tokens,
+#: 512 tokens: 70.7 / 52.8; whole tiles of 64 / 128 tokens, 96 tokens: 33.7 / 36.7
+SHARING_COST, LEAST_TILE_COST = 6000, 120
 
 # ---------------------------------------------------------------- sizes that the kernels are built for
 
@@ -121,7 +127,7 @@ _MMA_MAX_SPLIT = 64
 def choose(gemm: Gemm, device: Device) -> Plan:
     """The kernel that computes `gemm` on `device`, how it is tiled, and why."""
     plan = None
-    if gemm.bits == 8:
+    if gemm.operand:
         return _8_bit(gemm, device)
     if gemm.half and gemm.aligned:
         if device.capability == 90:
@@ -155,10 +161,32 @@ def _8_bit(gemm: Gemm, device: Device) -> Plan:
     """cuda_w8a8.py asks for no other epilogue than these kernels have."""
     assert device.capability == 90 and gemm.half and gemm.aligned and gemm.out_aligned
     plan = None
-    if gemm.tokens <= LARGE_TOKENS and gemm.epilogue != "swiglu":
+    if gemm.tokens > LARGE_TOKENS:
+        plan = _large_8_bit(gemm, device)
+    elif gemm.epilogue != "swiglu":
         plan = split_k_plan(gemm, device)
     plan = plan or stream_k_plan(gemm, device)
     return plan._replace(kernel=f"{plan.kernel}_8bit")
+
+
+def _large_8_bit(gemm: Gemm, device: Device) -> Plan:
+    """The tile that takes the fewest waves of whole tiles, or shared tiles where these take less; of equals
+    the largest."""
+    most, steps, rows = device.multiprocessors // 2, _steps(gemm), _ceil_div(gemm.outputs, _STREAM_K_OUTPUTS)
+    ways = []
+    for tile_tokens in STREAM_K_8BIT_TOKENS[gemm.epilogue]:
+        if tile_tokens < LARGE_TOKENS or (gemm.operand == "fp8" and tile_tokens > _FP8_TOKENS):
+            continue
+        tiles, cost = rows * _ceil_div(gemm.tokens, tile_tokens), max(tile_tokens, _least_cost(tile_tokens))
+        ways.append((_ceil_div(tiles, most) * steps * cost, -tile_tokens, False))
+        ways.append((tiles * steps * cost // most + SHARING_COST, -tile_tokens, True))
+    _, negative, stream = min(ways)
+    return _stream_k(gemm, device, -negative, stream, _steps(gemm))
+
+
+def _least_cost(tile_tokens: int) -> int:
+    """Of a stage of a small tile, which is bound by its loads."""
+    return LEAST_TILE_COST + tile_tokens // 16
 
 
 def split_k_plan(gemm: Gemm, device: Device) -> Plan | None:
@@ -186,13 +214,19 @@ def stream_k_plan(gemm: Gemm, device: Device, sizes: tuple[int, ...] = (), steps
 
     sizes: tokens of a tile, those of gemm_sm90_stream_k unless given. steps: stages of a tile, likewise.
     """
-    sizes = sizes or (STREAM_K_8BIT_TOKENS if gemm.bits == 8 else STREAM_K_TOKENS)[gemm.epilogue]
+    sizes = sizes or (STREAM_K_8BIT_TOKENS if gemm.operand else STREAM_K_TOKENS)[gemm.epilogue]
     tile_tokens = _at_least(_ceil_div(gemm.tokens, _ceil_div(gemm.tokens, sizes[-1])), sizes)
     tiles = _ceil_div(gemm.outputs, _STREAM_K_OUTPUTS) * _ceil_div(gemm.tokens, tile_tokens)
     most = device.multiprocessors // 2
     waves = _ceil_div(tiles, most)
-    stream = tiles * IDLE_SHARE < waves * most * (IDLE_SHARE - 1)
-    work = _ceil_div(tiles * (steps or _steps(gemm)), LEAST_STAGES) if stream else tiles
+    shares = tiles * IDLE_SHARE < waves * most * (IDLE_SHARE - 1)
+    return _stream_k(gemm, device, tile_tokens, shares, steps or _steps(gemm))
+
+
+def _stream_k(gemm: Gemm, device: Device, tile_tokens: int, stream: bool, steps: int) -> Plan:
+    tiles = _ceil_div(gemm.outputs, _STREAM_K_OUTPUTS) * _ceil_div(gemm.tokens, tile_tokens)
+    most = device.multiprocessors // 2
+    work = _ceil_div(tiles * steps, LEAST_STAGES) if stream else tiles
     shared = "clusters share tiles" if stream else "whole tiles"
     return Plan(
         "gemm_sm90_stream_k",
@@ -207,7 +241,7 @@ def stream_k_plan(gemm: Gemm, device: Device, sizes: tuple[int, ...] = (), steps
 
 def _steps(gemm: Gemm) -> int:
     """Pipeline stages of a tile."""
-    return _ceil_div(gemm.inputs * gemm.bits, _STAGE_BYTES * 8)
+    return _ceil_div(gemm.inputs * (1 if gemm.operand else 2), _STAGE_BYTES)
 
 
 def _small(gemm: Gemm, device: Device) -> Plan | None:

@@ -12,7 +12,8 @@ constexpr int kBlockRows = 64 * kGroups;
 // 128 bytes, the width of the swizzle. Rows of 8-bit operands are loaded as half as many 16-bit
 // numbers.
 constexpr int kStageInputs = 64;
-constexpr int kBuffers = 2;  // of results, per warp group
+constexpr int kBuffers = 2;     // of results, per warp group
+constexpr int kPartStages = 2;  // of a part of E4M3 sums: 256 inputs
 
 template <int N>
 struct Shape {
@@ -29,6 +30,12 @@ struct Shape {
   // 1 KiB for alignment
   static constexpr int kSharedBytes = 1024 + kStages * kStageBytes + kStoreBytes;
 };
+
+// What limits the registers of a kernel: the blocks that would fit on a multiprocessor. E4M3 has
+// two sets of sums.
+template <typename Operand, int N>
+constexpr int kResident =
+    !Shape<N>::kSlim || (N == 64 && std::is_same<Operand, E4m3>::value) ? 1 : 2;
 
 }  // namespace
 }  // namespace tridecode

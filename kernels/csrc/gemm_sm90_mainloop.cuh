@@ -50,8 +50,23 @@ struct Products {
       add_up_all(sums, steps, group);
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) c[i] = float(sums[i]);
+    } else if constexpr (std::is_same<Operand, E4m3>::value) {
+      add_up_in_parts(c, steps, group);
     } else {
       add_up_all(c, steps, group);
+    }
+  }
+
+  // Of E4M3: the tensor cores keep about 14 bits of their sums, so that sums of kPartStages stages
+  // are added up here. A group waits for its instructions while those of the other one run.
+  __device__ __forceinline__ void add_up_in_parts(float (&c)[N / 2], int steps, int group) {
+    float part[N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) c[i] = part[i] = 0.0f;
+    for (int left = steps; left > 0; left -= kPartStages) {
+      add_up_all(part, min(left, kPartStages), group);
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) c[i] += part[i];
     }
   }
 

@@ -118,7 +118,7 @@ __device__ __forceinline__ bool exchange(const float (&c)[N / 2],
 
 // X: of bias, residual and out. Operand: of weight and x, X or 8 bit.
 template <typename X, typename Operand, int N, Mode MODE, int SPLIT>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, kResident<Operand, N>)
     gemm_sm90_split_k(const __grid_constant__ CUtensorMap weight_map,
                       const __grid_constant__ CUtensorMap x_map,
                       const __grid_constant__ CUtensorMap out_map,

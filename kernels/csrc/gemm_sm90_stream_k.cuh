@@ -65,7 +65,7 @@ __device__ __forceinline__ void copy_stages(const CUtensorMap* weight_map, const
 
 // X: of bias, residual and out. Operand: of weight and x, X or 8 bit.
 template <typename X, typename Operand, int N, Mode MODE>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, Shape<N>::kSlim ? 2 : 1)
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, kResident<Operand, N>)
     gemm_sm90_stream_k(const __grid_constant__ CUtensorMap weight_map,
                        const __grid_constant__ CUtensorMap x_map,
                        const __grid_constant__ CUtensorMap out_map,

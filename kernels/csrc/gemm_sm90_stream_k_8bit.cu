@@ -8,7 +8,7 @@ namespace tridecode {
 namespace {
 
 // (tokens of a tile, epilogue). gemm_table.py chooses among them. SwiGLU stores groups of 32
-// tokens.
+// tokens. E4M3, which has two sets of sums, has tiles of up to 128 tokens.
 // clang-format off
 #define TRIDECODE_INSTANCES(_)                                                                      \
   _(16, kPlain) _(32, kPlain) _(64, kPlain) _(128, kPlain) _(256, kPlain)                           \
@@ -31,9 +31,11 @@ int tridecode_gemm_sm90_stream_k_8bit(const tridecode_gemm_task* given, void* st
       return for_operand(task.operand, name, [&](auto value) {
         using X = decltype(zero);
         using Operand = decltype(value);
-#define TRIDECODE_RUN(tokens_, mode_)               \
-  if (task.tile_tokens == tokens_ && mode == mode_) \
-    return run<X, Operand, tokens_, mode_>(task, division, stream);
+#define TRIDECODE_RUN(tokens_, mode_)                                     \
+  if constexpr (tokens_ <= 128 || std::is_same<Operand, int8_t>::value) { \
+    if (task.tile_tokens == tokens_ && mode == mode_)                     \
+      return run<X, Operand, tokens_, mode_>(task, division, stream);     \
+  }
         TRIDECODE_INSTANCES(TRIDECODE_RUN)
         return fail("%s: no instance for a tile of %d tokens, epilogue %d", name, task.tile_tokens,
                     int(mode));

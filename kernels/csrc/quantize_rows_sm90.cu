@@ -13,10 +13,19 @@ namespace {
 
 constexpr int kItems = 2;  // vectors of 8 per thread, as in norm.cu
 
-// A row's values: int8 or E4M3, 8 of them in two words.
+// A row's values: int8 or E4M3.
 template <bool E4M3>
 struct Rounding {
   static constexpr float kLimit = E4M3 ? 448.0f : 127.0f;
+  float scale, inverse;
+  bool plain;  // the quotients that matter are neither NaN nor near the smallest numbers
+
+  // Of a row whose largest magnitude has these bits.
+  __device__ __forceinline__ explicit Rounding(unsigned int largest) {
+    scale = largest ? __fdiv_rn(__uint_as_float(largest), kLimit) : 1.0f;
+    inverse = __frcp_rn(scale);
+    plain = scale > 1e-18f && scale < 1e18f;
+  }
 
   // Two numbers, the first in the low byte.
   static __device__ __forceinline__ uint32_t pair(float first, float second) {
@@ -31,31 +40,33 @@ struct Rounding {
     }
   }
 
-  // The quotient within the limits; NaN becomes 0.
-  static __device__ __forceinline__ float scaled(float x, float scale) {
-    const float quotient = __fdiv_rn(x, scale);
-    return quotient == quotient ? fminf(fmaxf(quotient, -kLimit), kLimit) : 0.0f;
+  // x / scale: the quotient's remainder, which is exact, corrects it twice, as a division does. No
+  // clamp: the largest quotient rounds to the limit.
+  __device__ __forceinline__ float quotient(float x) const {
+    float q = x * inverse;
+    q = fmaf(fmaf(-q, scale, x), inverse, q);
+    return fmaf(fmaf(-q, scale, x), inverse, q);
   }
 
-  static __device__ __forceinline__ uint2 eight(const float (&x)[8], float scale) {
+  // The quotient of any row; NaN becomes 0.
+  __device__ __forceinline__ float any_quotient(float x) const {
+    const float q = __fdiv_rn(x, scale);
+    return q == q ? fminf(fmaxf(q, -kLimit), kLimit) : 0.0f;
+  }
+
+  // Of 8 numbers.
+  template <typename X>
+  __device__ __forceinline__ uint2 eight(const uint4& words) const {
     uint32_t pairs[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      pairs[i] = pair(scaled(x[2 * i], scale), scaled(x[2 * i + 1], scale));
+    for (int i = 0; i < 4; ++i) {
+      const float2 x = unpack<X>(get(words, i));
+      pairs[i] =
+          plain ? pair(quotient(x.x), quotient(x.y)) : pair(any_quotient(x.x), any_quotient(x.y));
+    }
     return make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
   }
-
-  // Of a row whose largest magnitude has these bits.
-  static __device__ __forceinline__ float scale_of(unsigned int largest) {
-    return largest ? __fdiv_rn(__uint_as_float(largest), kLimit) : 1.0f;
-  }
 };
-
-// The bits of |x|: as unsigned numbers NaN is above infinity, which is above
-// all others.
-__device__ __forceinline__ unsigned int magnitude(float x) {
-  return __float_as_uint(x) & 0x7fffffffu;
-}
 
 // The maximum over the block, in every thread. shared: one number per warp.
 __device__ __forceinline__ unsigned int block_max(unsigned int x, unsigned int* shared) {
@@ -69,34 +80,35 @@ __device__ __forceinline__ unsigned int block_max(unsigned int x, unsigned int* 
   return x;
 }
 
+// The bits of |x| as float32, from those of 16 bits.
 template <typename X>
-__device__ __forceinline__ float rounded(float x) {
-  return to_float(from_float<X>(x));
+__device__ __forceinline__ unsigned int magnitude(unsigned int bits) {
+  const float2 both = unpack<X>(bits & 0x7fffu);
+  return __float_as_uint(both.x);
 }
 
-template <typename X, bool E4M3>
+template <typename X, bool E4M3, bool NORM>
 __global__ void quantize_row(uint8_t* values, float* scales, const X* x, const X* weight,
                              const X* bias, float eps, int columns, int64_t x_stride) {
-  using R = Rounding<E4M3>;
-  __shared__ float sums_shared[2][32];
   __shared__ unsigned int shared[32];
   const int first = threadIdx.x * 8, step = blockDim.x * 8;
-  float w[kItems][8], b[kItems][8] = {}, v[kItems][8] = {};
+  uint4 words[kItems] = {};
   auto each_item = [&](auto body) {
 #pragma unroll
     for (int i = 0; i < kItems; ++i)
       if (first + i * step < columns) body(i, first + i * step);
   };
-  if (weight) {  // constants, before the wait
-    each_item([&](int i, int c) {
+  const X* const row = x + blockIdx.x * x_stride;
+  if constexpr (NORM) {  // as norm_row of norm.cu, to the bit
+    __shared__ float sums_shared[2][32];
+    float w[kItems][8], b[kItems][8] = {}, v[kItems][8] = {};
+    each_item([&](int i, int c) {  // constants, before the wait
       load8(weight + c, w[i]);
       if (bias) load8(bias + c, b[i]);
     });
-  }
-  let_successor_start();
-  wait_for_predecessor_alone();
-  each_item([&](int i, int c) { load8(x + blockIdx.x * x_stride + c, v[i]); });
-  if (weight) {
+    let_successor_start();
+    wait_for_predecessor_alone();
+    each_item([&](int i, int c) { load8(row + c, v[i]); });
     float sums[1] = {};
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
@@ -115,27 +127,36 @@ __global__ void quantize_row(uint8_t* values, float* scales, const X* x, const X
         BlockSums{sums_shared});
     each_item([&](int i, int) {
 #pragma unroll
-      for (int j = 0; j < 8; ++j) v[i][j] = rounded<X>(norm[0](v[i][j], w[i][j], b[i][j]));
+      for (int j = 0; j < 4; ++j)
+        put(words[i], j,
+            pack<X>(norm[0](v[i][2 * j], w[i][2 * j], b[i][2 * j]),
+                    norm[0](v[i][2 * j + 1], w[i][2 * j + 1], b[i][2 * j + 1])));
     });
+  } else {
+    let_successor_start();
+    wait_for_predecessor_alone();
+    each_item([&](int i, int c) { words[i] = *reinterpret_cast<const uint4*>(row + c); });
   }
+  // The bits of magnitudes are in the order of the numbers; infinity is above them, NaN above that.
   unsigned int largest = 0;
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) largest = max(largest, magnitude(v[i][j]));
+    for (int j = 0; j < 4; ++j) largest = __vmaxu2(largest, get(words[i], j) & 0x7fff7fffu);
   }
-  const float scale = R::scale_of(block_max(largest, shared));
+  largest = max(largest & 0xffffu, largest >> 16);
+  const Rounding<E4M3> rounding(magnitude<X>(block_max(largest, shared)));
   each_item([&](int i, int c) {
-    *reinterpret_cast<uint2*>(values + int64_t(blockIdx.x) * columns + c) = R::eight(v[i], scale);
+    *reinterpret_cast<uint2*>(values + int64_t(blockIdx.x) * columns + c) =
+        rounding.template eight<X>(words[i]);
   });
-  if (threadIdx.x == 0) scales[blockIdx.x] = scale;
+  if (threadIdx.x == 0) scales[blockIdx.x] = rounding.scale;
 }
 
 // Any number of columns at any address: the row is read again for each pass.
 template <typename X, bool E4M3>
 __global__ void quantize_row_any(uint8_t* values, float* scales, const X* x, const X* weight,
                                  const X* bias, float eps, int columns, int64_t x_stride) {
-  using R = Rounding<E4M3>;
   __shared__ float sums_shared[2][32];
   __shared__ unsigned int shared[32];
   let_successor_start();
@@ -153,15 +174,17 @@ __global__ void quantize_row_any(uint8_t* values, float* scales, const X* x, con
   auto number = [&](int c) {
     const float value = to_float(row[c]);
     if (!weight) return value;
-    return rounded<X>(norm[0](value, to_float(weight[c]), bias ? to_float(bias[c]) : 0.0f));
+    return to_float(
+        from_float<X>(norm[0](value, to_float(weight[c]), bias ? to_float(bias[c]) : 0.0f)));
   };
   unsigned int largest = 0;
   for (int c = threadIdx.x; c < columns; c += blockDim.x)
-    largest = max(largest, magnitude(number(c)));
-  const float scale = R::scale_of(block_max(largest, shared));
+    largest = max(largest, __float_as_uint(number(c)) & 0x7fffffffu);
+  const Rounding<E4M3> rounding(block_max(largest, shared));
   for (int c = threadIdx.x; c < columns; c += blockDim.x)
-    values[int64_t(blockIdx.x) * columns + c] = uint8_t(R::pair(R::scaled(number(c), scale), 0.0f));
-  if (threadIdx.x == 0) scales[blockIdx.x] = scale;
+    values[int64_t(blockIdx.x) * columns + c] =
+        uint8_t(rounding.pair(rounding.any_quotient(number(c)), 0.0f));
+  if (threadIdx.x == 0) scales[blockIdx.x] = rounding.scale;
 }
 
 }  // namespace
@@ -186,7 +209,11 @@ int tridecode_quantize_rows_sm90(void* values, float* scales, const void* x,
                     scales, (const X*)x, (const X*)norm_weight, (const X*)norm_bias, eps, columns,
                     x_stride);
     };
-    if (operand == 2) return run(wide ? quantize_row<X, true> : quantize_row_any<X, true>);
-    return run(wide ? quantize_row<X, false> : quantize_row_any<X, false>);
+    auto run_as = [&](auto e4m3) {
+      constexpr bool kE4m3 = decltype(e4m3)::value;
+      if (!wide) return run(quantize_row_any<X, kE4m3>);
+      return run(norm_weight ? quantize_row<X, kE4m3, true> : quantize_row<X, kE4m3, false>);
+    };
+    return operand == 2 ? run_as(std::true_type()) : run_as(std::false_type());
   });
 }

@@ -33,14 +33,16 @@ def replay(devices: list[Device]) -> Iterator[tuple[Gemm, Plan]]:
                     gemm = product._replace(tokens=tokens)
                     for device in devices:
                         yield gemm, choose(gemm, device)
-                        if device.capability == 90:
-                            in_8_bit = as_8_bit(gemm)
+                        if device.capability != 90:
+                            continue
+                        for operand in ("int8", "fp8"):
+                            in_8_bit = as_8_bit(gemm, operand)
                             yield in_8_bit, choose(in_8_bit, device)
 
 
-def as_8_bit(gemm: Gemm) -> Gemm:
+def as_8_bit(gemm: Gemm, operand: str) -> Gemm:
     """The same product as cuda_w8a8.py asks for it: the norm comes first, in the kernel that rounds."""
-    return gemm._replace(bits=8, norm=False, bias=False, residual=False)
+    return gemm._replace(operand=operand, norm=False, bias=False, residual=False)
 
 
 def instances(kernel: str) -> set[tuple[str, ...]]:
@@ -90,7 +92,8 @@ def test_a_plan_keeps_to_what_its_kernel_can(name: str):
         elif plan.kernel.startswith(("gemm_sm90_data_parallel", "gemm_sm90_split_k")):
             assert gemm.tokens <= plan.tile_tokens
         assert not plan.fuses_norm or gemm.norm
-        assert plan.kernel.endswith("_8bit") == (gemm.bits == 8)
+        assert plan.kernel.endswith("_8bit") == bool(gemm.operand)
+        assert gemm.operand != "fp8" or plan.tile_tokens <= 128
         if plan.kernel.startswith("gemm_sm90_split_k"):
             assert -(-gemm.outputs // 128) <= device.clusters[plan.split - 1]
         if plan.kernel.startswith("gemm_sm90_stream_k"):

@@ -2,11 +2,12 @@
 float64 of the weight's and the rounded rows' values (kernels/quantized.py on the CPU).
 
 int8 sums are exact, so the usual budget holds. The tensor cores add E4M3 products with about 14 bits of
-mantissa: each instruction of 32 inputs may lose 2^-13 of the sum so far, which `assert_product` adds up.
+mantissa, in parts of 256 inputs: each of a part's 8 instructions may lose 2^-13 of the largest sum in it.
 """
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import replace
 
 import pytest
@@ -45,7 +46,7 @@ def ops():
 
 @pytest.fixture
 def place(ops, request: pytest.FixtureRequest) -> Place:
-    generator = torch.Generator().manual_seed(len(request.node.name))
+    generator = torch.Generator().manual_seed(zlib.crc32(request.node.name.encode()))
     ops.choose_gemm = lambda gemm: choose(gemm, ops.gemm_device)
     return Place(ops, torch.device("cuda", 0), generator)
 
@@ -54,7 +55,9 @@ def force(place: Place, split: int) -> None:
     device: Device = place.ops.gemm_device
 
     def plan(gemm: Gemm) -> Plan:
-        assert gemm.bits == 8
+        assert gemm.operand
+        if split == 0 and gemm.tokens > 64:
+            return choose(gemm, device)
         if split == 0:
             return stream_k_plan(gemm, device)._replace(kernel="gemm_sm90_stream_k_8bit")
         tile_tokens = next(size for size in SPLIT_K_TOKENS if size >= gemm.tokens)
@@ -103,11 +106,12 @@ def assert_product(
     assert torch.isfinite(found).all()
     error = (found.double() - wanted).abs()
     eps = torch.finfo(found.dtype).eps
-    allowed = (8 * eps + -(-inputs // 32) * 2.0**-13) * (wanted.abs() + wanted.abs().mean())
+    # a gate's product has the errors of both factors
+    allowed = 2 * (4 * eps + min(-(-inputs // 32), 8) * 2.0**-13) * (wanted.abs() + wanted.abs().mean())
     assert (error <= allowed).all(), f"off by {(error / allowed).max():.2f} times what is allowed"
     # as a whole: errors have either sign, so most of them cancel
     share = error.square().mean().sqrt() / wanted.square().mean().sqrt()
-    assert share <= eps + 0.01, f"relative error {share:.4f}"
+    assert share <= eps + 0.002, f"relative error {share:.4f}"
 
 
 def run(place: Place, x: Tensor, linear: Linear, out: Tensor, split: int | None, **how) -> None:
@@ -205,6 +209,25 @@ def test_chosen_kernels_of_large_products(place: Place, tokens: int, inputs: int
 
 
 @gpu
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("tokens", [3, 64, 200])
+def test_sums_of_one_sign(place: Place, tokens: int, format: str):
+    """Where the sum is far above each product, tensor cores that keep few of its bits lose most: without sums
+    in parts, 5 % of 14,336 products."""
+    linear = make_linear(place, 14336, 512, torch.bfloat16, format, bias=False)
+    weight = linear.weight
+    assert isinstance(weight, QuantizedWeight)
+    positive = replace(weight, values=weight.values.float().abs().to(weight.values.dtype))
+    linear = Linear(positive)
+    x = place.normal(tokens, 14336, dtype=torch.bfloat16).abs()
+    out = place.poison(tokens, 512, dtype=torch.float32)
+    run(place, x, linear, out, None)
+    wanted = product64(x, linear)
+    error = ((out.double() - wanted).abs() / wanted).max()
+    assert error <= (1e-6 if format == "int8" else 2e-3), f"relative error {error:.2e}"
+
+
+@gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("activation", ["gelu_tanh", "gelu", "relu"])
@@ -296,7 +319,8 @@ def test_heads_are_rotated_and_kept(
     quantized = make_linear(place, 272, case.heads.qkv_size, dtype, format)
     weight = quantized.weight
     rounded = rounded64(case.x, format)
-    wanted = replace(case, x=rounded, linear=Linear(weight.expanded(torch.float64), quantized.bias)).wanted()
+    exact = Linear(weight.expanded(torch.float64), quantized.bias)
+    wanted = replace(case, x=rounded, linear=exact).wanted().to(place.device)
     force(place, split)
     out = replace(case, linear=quantized).project(place)
     assert_product(format, 272, out, wanted)

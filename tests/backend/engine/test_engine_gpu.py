@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -15,9 +17,14 @@ from tests.backend.engine.offline_models import (
 )
 from tests.backend.engine.test_sessions_gpu import run_ahead
 from tests.backend.hf_models import bloom, gpt2, gptneox, llama
-from tridecode.backend.engine.offline import Generation
+from tests.checkpoints import save
+from tridecode.backend.config import EngineConfig
+from tridecode.backend.engine.offline import Generation, run_greedy
 from tridecode.backend.engine.settings import MORE_SLOTS
 from tridecode.backend.messages import SamplingParams
+from tridecode.backend.quantization import Quantization
+from tridecode.converters.checkpoint import open_checkpoint
+from tridecode.converters.convert import plan_conversion
 
 pytestmark = pytest.mark.gpu
 
@@ -157,3 +164,30 @@ def test_the_slots_that_an_engine_chooses_itself_decode_together() -> None:
     assert slots == MORE_SLOTS[0]
     for prompt, generation in list(zip(prompts, done))[::29]:
         assert generation.tokens == hf_greedy(model, prompt, 3)[0]
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+def test_w8a8_on_a_gpu_is_that_of_the_cpu(tmp_path: Path, format: str, dtype: str) -> None:
+    """First logits lie as close to the CPU's in fp32 as 16 bits allow, which also turn single activations to
+    the next value: at most what rounding them at all does."""
+    model = llama(head_size=64, heads=8, kv_heads=2, inner=352, vocab=512)
+    save(model, tmp_path / "hf")
+    prompts = prompts_of(LENGTHS, 512)
+
+    def logits(activations: str, device: str, data_type: str) -> np.ndarray:
+        directory = tmp_path / f"w{activations}"
+        if not directory.exists():
+            quantization = Quantization(format, activations=activations)
+            plan_conversion(open_checkpoint(str(tmp_path / "hf")), "fp32", None, quantization).write(
+                directory
+            )
+        config = EngineConfig(
+            device=device, data_type=data_type, max_sequences=8, max_step_tokens=64, cache_bytes=64 << 20
+        )
+        return np.stack([found[0] for found in run_greedy(directory, prompts, NEW, config)[1]])
+
+    wanted = logits(format, "cpu", "fp32")
+    moved = np.abs(logits("", "cpu", "fp32") - wanted).max()
+    bound = moved + rounding_bound(model, prompts, dtype, DEVICE)
+    assert np.abs(logits(format, DEVICE, dtype) - wanted).max() <= bound
