@@ -7,7 +7,16 @@ import argparse
 
 from tridecode.kernels.bench.cases import Bench
 
-OPERATIONS = ("norm", "linear", "w8a8", "decode_attention", "prefill_attention", "sample", "step")
+OPERATIONS = (
+    "norm",
+    "linear",
+    "packed_linear",
+    "w8a8",
+    "decode_attention",
+    "prefill_attention",
+    "sample",
+    "step",
+)
 
 
 def main() -> None:

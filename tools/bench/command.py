@@ -70,6 +70,7 @@ _Requests = Annotated[
 _Tokenizer = Annotated[
     Optional[Path], typer.Option(help="A tokenizer.json, its folder, or a repository that has one.")
 ]
+_CacheDtype = Annotated[str, typer.Option(help="auto, fp8 or int8: of the cache.")]
 _DoorPython = Annotated[Optional[str], typer.Option(help="Python of the server's models: numpy < 2.")]
 _RESULTS = Path("build/bench")
 _Number = TypeVar("_Number", int, float)
@@ -86,7 +87,7 @@ def engine(
     output_tokens: _WorkloadOutput = None,
     repeats: _Repeats = 3,
     tp: _Tp = 1,
-    kv_cache_dtype: Annotated[str, typer.Option(help="auto, fp8 or int8: of the cache.")] = "auto",
+    kv_cache_dtype: _CacheDtype = "auto",
     prompts: _Prompts = None,
     tokenizer: _Tokenizer = None,
     workload: _Workload = None,
@@ -190,6 +191,8 @@ def mix(
     ] = 0.0,
     repeats: _Repeats = 3,
     tp: _Tp = 1,
+    kv_cache_dtype: _CacheDtype = "auto",
+    quantization: _Quantization = None,
     output: _Output = _RESULTS,
 ) -> None:
     """Measure a load of chats: prompts and answers of many lengths.
@@ -204,8 +207,9 @@ def mix(
     from tridecode.tools.bench import compare, jobs
 
     job = jobs.make_job(
-        preset, model, dtype, device=device, batches=(slots,), repeats=repeats, tensor_para_size=tp, rate=rate
-    )
+        preset, model, dtype, device=device, batches=(slots,), repeats=repeats, tensor_para_size=tp, rate=rate,
+        kv_cache_dtype=kv_cache_dtype, quantization=quantization or "",
+    )  # fmt: skip
     compare.run_compare(jobs.with_mix(job, requests), output, "mix")
 
 
