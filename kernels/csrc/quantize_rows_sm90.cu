@@ -40,12 +40,12 @@ struct Rounding {
     }
   }
 
-  // x / scale: the quotient's remainder, which is exact, corrects it twice, as a division does. No
-  // clamp: the largest quotient rounds to the limit.
+  // x / scale: the quotient's remainder, which is exact, corrects it twice, as a division does, but
+  // would make -0 a 0. No clamp: the largest quotient rounds to the limit.
   __device__ __forceinline__ float quotient(float x) const {
     float q = x * inverse;
     q = fmaf(fmaf(-q, scale, x), inverse, q);
-    return fmaf(fmaf(-q, scale, x), inverse, q);
+    return copysignf(fmaf(fmaf(-q, scale, x), inverse, q), x);
   }
 
   // The quotient of any row; NaN becomes 0.

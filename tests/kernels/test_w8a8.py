@@ -2,7 +2,7 @@
 float64 of the weight's and the rounded rows' values (kernels/quantized.py on the CPU).
 
 int8 sums are exact, so the usual budget holds. The tensor cores add E4M3 products with about 14 bits of
-mantissa, in parts of 256 inputs: each of a part's 8 instructions may lose 2^-13 of the largest sum in it.
+mantissa, in parts of 256 inputs: each of a part's 8 instructions may lose 2^-12 of the largest sum in it.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def assert_product(
     error = (found.double() - wanted).abs()
     eps = torch.finfo(found.dtype).eps
     # a gate's product has the errors of both factors
-    allowed = 2 * (4 * eps + min(-(-inputs // 32), 8) * 2.0**-13) * (wanted.abs() + wanted.abs().mean())
+    allowed = 2 * (4 * eps + min(-(-inputs // 32), 8) * 2.0**-12) * (wanted.abs() + wanted.abs().mean())
     assert (error <= allowed).all(), f"off by {(error / allowed).max():.2f} times what is allowed"
     # as a whole: errors have either sign, so most of them cancel
     share = error.square().mean().sqrt() / wanted.square().mean().sqrt()
@@ -224,7 +224,7 @@ def test_sums_of_one_sign(place: Place, tokens: int, format: str):
     run(place, x, linear, out, None)
     wanted = product64(x, linear)
     error = ((out.double() - wanted).abs() / wanted).max()
-    assert error <= (1e-6 if format == "int8" else 2e-3), f"relative error {error:.2e}"
+    assert error <= (1e-6 if format == "int8" else 4e-3), f"relative error {error:.2e}"
 
 
 @gpu
