@@ -114,22 +114,11 @@ def test_the_engine_alone_is_measured_with_exact_lengths() -> None:
 
 
 def test_the_cache_may_have_8_bits(tmp_path) -> None:
-    arguments = [
-        "bench",
-        "engine",
-        "--preset",
-        "toy",
-        "--batches",
-        "2",
-        "--output-tokens",
-        "3",
-        "--repeats",
-        "1",
-    ]
-    arguments += ["--device", "cpu", "--kv-cache-dtype", "int8", "--output", str(tmp_path)]
-    assert CliRunner().invoke(app, arguments).exit_code == 0
-    (found,) = tmp_path.glob("*engine-int8-cache-toy.json")
-    report = json.loads(found.read_text())
+    arguments = ["bench", "engine", "--preset", "toy", "--batches", "2", "--output-tokens", "9"]
+    arguments += ["--prompt-tokens", "24", "--repeats", "1", "--device", "cpu", "--kv-cache-dtype", "int8"]
+    done = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    report = json.loads((tmp_path / "engine-int8-cache-toy.json").read_text())
     assert report["settings"]["kv_cache_dtype"] == "int8"
 
 
