@@ -26,6 +26,8 @@ def file_tensors(weight: QuantizedWeight, spec: WeightSpec, quantization: Quanti
     if quantization.zeros:
         assert weight.zeros is not None, spec
         tensors["zero"] = weight.zeros.t().to(torch.uint8)
+    else:
+        assert weight.zeros is None, f"{spec.name}: zeros that no file would hold"
     if quantization.act_order:
         assert weight.groups is not None, spec
         tensors["group"] = weight.groups.to(torch.int32)

@@ -282,13 +282,6 @@ __device__ __forceinline__ void prefetch_l2(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 
-// `bytes` bytes, a multiple of 16 from a multiple of 16 on. Before Hopper nothing.
-__device__ __forceinline__ void prefetch_bytes(const void* from, int bytes) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-#endif
-}
-
 // 16 bytes from global to shared memory; zeros where not `valid`.
 __device__ __forceinline__ void copy16_async(void* to, const void* from, bool valid) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800

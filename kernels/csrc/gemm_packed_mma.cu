@@ -31,7 +31,6 @@ constexpr int kMaxTokens = 8;                       // columns of the instructio
 constexpr int kBuffers = 2;                         // of the warps' sums
 constexpr int kSums = kWarps * kRows * kMaxTokens;  // floats of a buffer
 constexpr int kMaxNormTokens = 2;
-constexpr int kAheadBytes = 128 << 10;  // of a block, prefetched before x is there
 
 struct Division {
   int chunks;  // granules of a row
@@ -120,21 +119,6 @@ __global__ void __launch_bounds__(kThreads, resident_blocks(GROUPS, MODE))
 #pragma unroll
   for (int slot = 0; slot < kRing; ++slot) fetch(slot, 0);
   advance();
-  if (threadIdx.x == 0) {  // to the L2 cache, before x is there: what follows the ring
-    int64_t room = kAheadBytes;
-    for (int unit = begin; unit < end && room > 0; ++unit) {
-      const int first = unit / division.tiles * division.slice_chunks;
-      const int bytes = min(division.slice_chunks, division.chunks - first) * kGranuleBytes;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int row = row_of<MODE>(task, unit % division.tiles * 8, i);
-        if (!is_row<MODE>(task, unit % division.tiles * 8, row)) continue;
-        const uint64_t granule = uint64_t(row / kGranuleRows) * division.chunks + first;
-        prefetch_bytes(static_cast<const char*>(task.weight) + granule * kGranuleBytes, bytes);
-      }
-      room -= 2 * bytes;
-    }
-  }
   if (task.norm_weight) {
     for (int k = threadIdx.x * 64; k < task.inputs; k += kThreads * 64) {
       prefetch_l2(static_cast<const X*>(task.norm_weight) + k);

@@ -47,7 +47,7 @@ PACKED = {
     "int8": Quantization("int8"),
     "fp8": Quantization("fp8"),
     "int4": Quantization("int4", group=32, zeros=True),
-    "int4 without zeros": Quantization("int4", group=64),
+    "int4, groups of 64": Quantization("int4", group=64, zeros=True),
 }
 
 
