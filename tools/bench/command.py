@@ -207,8 +207,8 @@ def mix(
     from tridecode.tools.bench import compare, jobs
 
     job = jobs.make_job(
-        preset, model, dtype, device=device, batches=(slots,), repeats=repeats, tensor_para_size=tp, rate=rate,
-        kv_cache_dtype=kv_cache_dtype, quantization=quantization or "",
+        preset, model, dtype, device=device, batches=(slots,), repeats=repeats, tensor_para_size=tp,
+        rate=rate, kv_cache_dtype=kv_cache_dtype, quantization=quantization or "",
     )  # fmt: skip
     compare.run_compare(jobs.with_mix(job, requests), output, "mix")
 
