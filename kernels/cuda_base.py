@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tridecode.kernels.checks import DtypeError, LayoutError, ShapeError, match, same_dtype
-from tridecode.kernels.gemm_table import Device, choose
+from tridecode.kernels.gemm_table import Device, Plan, choose
 from tridecode.kernels.library import KernelError, Library
 from tridecode.kernels.ops import CacheLayer, Heads
 from tridecode.kernels.packed_table import choose_packed
@@ -71,6 +71,20 @@ class CudaBase:
             held = self._arenas[name] = self._bytes(size)
         return held
 
+    def _plan_fields(self, plan: Plan) -> dict[str, float]:
+        """The fields of a GEMM task for its tile and its scratch memory."""
+        return {
+            "tile_outputs": plan.tile_outputs,
+            "tile_tokens": plan.tile_tokens,
+            "split": plan.split,
+            "clusters": plan.clusters,
+            "stream_k": plan.stream_k,
+            "partials": self._sums_pointer,
+            "partial_bytes": SUM_BYTES,
+            "counters": self._counters_pointer,
+            "num_counters": NUM_COUNTERS,
+        }
+
     def _temporary(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         size = rows * columns * dtype.itemsize
         return self._arena(name, size)[:size].view(dtype).view(rows, columns)
@@ -78,6 +92,11 @@ class CudaBase:
 
 def pointer(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def aligned(tensor: Tensor) -> bool:
+    """Whether rows of 16-bit numbers begin at multiples of 16 bytes, as TMA needs it."""
+    return tensor.stride(0) % 8 == 0 and tensor.data_ptr() % 16 == 0
 
 
 def contiguous(operation: str, *tensors: tuple[str, Tensor]) -> None:

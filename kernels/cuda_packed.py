@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from tridecode.kernels.cuda_base import ACTIVATIONS, DTYPES, CudaBase, pointer
+from tridecode.kernels.cuda_base import ACTIVATIONS, DTYPES, CudaBase, aligned, pointer
 from tridecode.kernels.gemm_table import Gemm, Plan
 from tridecode.kernels.library import current_stream
 from tridecode.kernels.ops import Heads, Linear, Norm
@@ -20,7 +20,6 @@ from tridecode.kernels.packed_weight import (
     pack,
 )
 from tridecode.kernels.quantized import QuantizedWeight
-from tridecode.kernels.scratch import NUM_COUNTERS, SUM_BYTES
 
 log = logging.getLogger("tridecode.engine")
 
@@ -100,15 +99,7 @@ class CudaPacked(CudaBase):
             activation=ACTIVATIONS[activation],
             out_float32=out.dtype != x.dtype,
             dtype=DTYPES[x.dtype],
-            tile_outputs=plan.tile_outputs,
-            tile_tokens=plan.tile_tokens,
-            split=plan.split,
-            clusters=plan.clusters,
-            stream_k=plan.stream_k,
-            partials=self._sums_pointer,
-            partial_bytes=SUM_BYTES,
-            counters=self._counters_pointer,
-            num_counters=NUM_COUNTERS,
+            **self._plan_fields(plan),
             **weight.fields(),
             **fields,
         )
@@ -138,8 +129,8 @@ class CudaPacked(CudaBase):
             residual is not None,
             norm is not None,
             out_float32=out.dtype != x.dtype,
-            aligned=_aligned(x),
-            out_aligned=all(_aligned(tensor) for tensor in written),
+            aligned=aligned(x),
+            out_aligned=all(aligned(tensor) for tensor in written),
             head_size=0 if heads is None else heads.head_size,
             rotary_size=0 if rope is None else rope.size,
             interleaved=rope is not None and rope.interleaved,
@@ -175,8 +166,3 @@ class CudaPacked(CudaBase):
         head_fields: dict[str, float] | None = None,
     ) -> Plan:
         raise NotImplementedError
-
-
-def _aligned(tensor: Tensor) -> bool:
-    """Rows begin at multiples of 16 bytes, of 16-bit numbers."""
-    return tensor.stride(0) % 8 == 0 and tensor.data_ptr() % 16 == 0

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from tridecode.kernels.checks import DtypeError, LayoutError, ShapeError, match, same_dtype
-from tridecode.kernels.cuda_base import ACTIVATIONS, DTYPES, pointer
+from tridecode.kernels.cuda_base import ACTIVATIONS, DTYPES, aligned, pointer
 from tridecode.kernels.cuda_gemm import CudaGemm, _check_qkv, _head_fields, _rotation
 from tridecode.kernels.gemm_table import Gemm, fuses_heads_sm90
 from tridecode.kernels.library import current_stream
 from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm
 from tridecode.kernels.quantized import QuantizedWeight, stays_in_8_bit
 from tridecode.kernels.reference import GATED, activated
-from tridecode.kernels.scratch import NUM_COUNTERS, SUM_BYTES
 
 #: `operand` of csrc/api.h
 OPERANDS = {"int8": 1, "fp8": 2}
@@ -81,7 +80,7 @@ class CudaW8A8(CudaGemm):
         if not isinstance(weight, QuantizedWeight):
             super().project_qkv(x, linear, norm, heads, batch, cache, out=out)
             return
-        fused = fuses_heads_sm90(*_rotation(heads)) and _aligned(out) and x.dtype == out.dtype
+        fused = fuses_heads_sm90(*_rotation(heads)) and aligned(out) and x.dtype == out.dtype
         if not fused or heads.changes_qkv or cache.scales is not None:
             self.linear(x, linear, norm=norm, out=out)
             self.finish_qkv(out, heads, batch, cache)
@@ -106,7 +105,7 @@ class CudaW8A8(CudaGemm):
             return False
         if activation == "swiglu" and (residual is not None or in_float32 or weight.shape[0] % 16):
             return False
-        return (in_float32 or _aligned(out)) and (residual is None or _aligned(residual))
+        return (in_float32 or aligned(out)) and (residual is None or aligned(residual))
 
     def _8_bit_gemm(
         self,
@@ -153,15 +152,7 @@ class CudaW8A8(CudaGemm):
             operand=OPERANDS[weight.activations],
             weight_scales=weight.scales.data_ptr(),
             x_scales=scales.data_ptr(),
-            tile_outputs=plan.tile_outputs,
-            tile_tokens=plan.tile_tokens,
-            split=plan.split,
-            clusters=plan.clusters,
-            stream_k=plan.stream_k,
-            partials=self._sums_pointer,
-            partial_bytes=SUM_BYTES,
-            counters=self._counters_pointer,
-            num_counters=NUM_COUNTERS,
+            **self._plan_fields(plan),
             **(head_fields or {}),
         )
 
@@ -201,11 +192,6 @@ _ROTATION = ("head_size", "rotary_size", "interleaved")
 def _in_rows(weight: QuantizedWeight) -> QuantizedWeight:
     """As the kernels read it."""
     return replace(weight, values=weight.values.contiguous(), scales=weight.scales.float().contiguous())
-
-
-def _aligned(tensor: Tensor) -> bool:
-    """Whether TMA reads or writes rows of 16-bit numbers: they begin at multiples of 16 bytes."""
-    return tensor.stride(0) % 8 == 0 and tensor.data_ptr() % 16 == 0
 
 
 def _check(
