@@ -12,6 +12,7 @@ from tridecode.kernels.gemm_table import Gemm, Plan
 from tridecode.kernels.library import current_stream
 from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm
 from tridecode.kernels.packed_weight import PackedWeight
+from tridecode.kernels.quantized import QuantizedWeight
 from tridecode.kernels.reference import GATED, activated, change_qkv
 from tridecode.kernels.scratch import NUM_COUNTERS, SUM_BYTES
 
@@ -69,8 +70,7 @@ class CudaGemm(CudaPacked):
         """A product whose activation no epilogue has: torch computes it."""
         product = self._temporary("product", x.shape[0], linear.weight.shape[0], x.dtype)
         self._gemm(x, linear, norm, None, None, product)
-        product = activated(product, activation)
-        out.copy_(product if residual is None else product.add_(residual))
+        _activate(product, activation, residual, out)
 
     def project_qkv(
         self,
@@ -256,6 +256,12 @@ class CudaGemm(CudaPacked):
         )
 
 
+def _activate(product: Tensor, activation: str, residual: Tensor | None, out: Tensor) -> None:
+    """out = activation(product) + residual, by torch; product is overwritten."""
+    product = activated(product, activation)
+    out.copy_(product if residual is None else product.add_(residual))
+
+
 def _check_qkv(operation: str, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer) -> None:
     if qkv.shape[1] != heads.qkv_size:
         raise ShapeError(f"{operation}: out has {qkv.shape[1]} columns; the heads need {heads.qkv_size}")
@@ -291,14 +297,19 @@ def _check_linear(
     sizes = match(operation, ("TI", "x", x), ("TO", "out", out))
     dtype, weight = same_dtype(operation, ("x", x)), linear.weight
     if isinstance(weight, PackedWeight):
+        match(operation, ("TI", "x", x), ("EGB", "weight", weight.values))
         if (weight.columns, weight.dtype) != (sizes["I"], dtype):
             found = f"x is (T, {sizes['I']}) of {dtype}"
             raise ShapeError(
                 f"{operation}: {found}; the weight takes (T, {weight.columns}) of {weight.dtype}"
             )
+    elif isinstance(weight, QuantizedWeight):
+        match(operation, ("TI", "x", x), ("WI", "weight", weight.values))
+        if dtype == torch.float32:
+            raise DtypeError(f"{operation}: x is {dtype}; an 8-bit product takes float16 or bfloat16")
     else:
-        match(operation, ("TI", "x", x), ("WI", "weight", linear.dense))
-        same_dtype(operation, ("x", x), ("weight", linear.dense))
+        match(operation, ("TI", "x", x), ("WI", "weight", weight))
+        same_dtype(operation, ("x", x), ("weight", weight))
     rows = weight.shape[0]
     wanted = rows // 2 if gated else rows
     if sizes["O"] != wanted:
@@ -306,8 +317,9 @@ def _check_linear(
     if out.dtype not in (dtype, torch.float32):
         raise DtypeError(f"{operation}: out is {out.dtype}; wanted {dtype} or float32")
     if linear.bias is not None:
-        if linear.bias.shape != (rows,):
-            raise ShapeError(f"{operation}: bias is {tuple(linear.bias.shape)}; wanted ({rows},)")
+        match(operation, ("TI", "x", x), ("W", "bias", linear.bias))
+        if linear.bias.shape[0] != rows:
+            raise ShapeError(f"{operation}: bias.shape[0] is {linear.bias.shape[0]}, but W is {rows}")
         same_dtype(operation, ("x", x), ("bias", linear.bias))
     if residual is not None:
         match(operation, ("TO", "out", out), ("TO", "residual", residual))

@@ -12,14 +12,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tridecode.kernels.checks import DtypeError, LayoutError, ShapeError, match, same_dtype
+from tridecode.kernels.checks import match, same_dtype
 from tridecode.kernels.cuda_base import ACTIVATIONS, DTYPES, aligned, pointer
-from tridecode.kernels.cuda_gemm import CudaGemm, _check_qkv, _head_fields, _rotation
+from tridecode.kernels.cuda_gemm import (
+    CudaGemm,
+    _activate,
+    _check_linear,
+    _check_qkv,
+    _head_fields,
+    _rotation,
+)
 from tridecode.kernels.gemm_table import Gemm, fuses_heads_sm90
 from tridecode.kernels.library import current_stream
 from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm
 from tridecode.kernels.quantized import QuantizedWeight, stays_in_8_bit
-from tridecode.kernels.reference import GATED, activated
+from tridecode.kernels.reference import GATED
 
 #: `operand` of csrc/api.h
 OPERANDS = {"int8": 1, "fp8": 2}
@@ -49,7 +56,7 @@ class CudaW8A8(CudaGemm):
         if not isinstance(weight, QuantizedWeight):
             super().linear(x, linear, norm=norm, activation=activation, residual=residual, out=out)
             return
-        _check("linear", x, weight, linear.bias, residual, out, activation in GATED)
+        _check_linear("linear", x, linear, residual, out, activation in GATED)
         if x.shape[0] == 0:
             return
         if self._fuses(weight, activation, residual, out, x.dtype):
@@ -62,8 +69,7 @@ class CudaW8A8(CudaGemm):
             return
         assert activation is not None
         self._8_bit_gemm(x, weight, linear.bias, norm, None, None, product)
-        product = activated(product, activation)
-        out.copy_(product if residual is None else product.add_(residual))
+        _activate(product, activation, residual, out)
 
     def project_qkv(
         self,
@@ -85,7 +91,7 @@ class CudaW8A8(CudaGemm):
             self.linear(x, linear, norm=norm, out=out)
             self.finish_qkv(out, heads, batch, cache)
             return
-        _check("project_qkv", x, weight, linear.bias, None, out, False)
+        _check_linear("project_qkv", x, linear, None, out, False)
         _check_qkv("project_qkv", out, heads, batch, cache)
         if x.shape[0] > 0:
             fields = _head_fields(heads, batch, cache)
@@ -192,31 +198,3 @@ _ROTATION = ("head_size", "rotary_size", "interleaved")
 def _in_rows(weight: QuantizedWeight) -> QuantizedWeight:
     """As the kernels read it."""
     return replace(weight, values=weight.values.contiguous(), scales=weight.scales.float().contiguous())
-
-
-def _check(
-    operation: str,
-    x: Tensor,
-    weight: QuantizedWeight,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor,
-    gated: bool,
-) -> None:
-    sizes = match(operation, ("TI", "x", x), ("WI", "weight", weight.values), ("TO", "out", out))
-    dtype = same_dtype(operation, ("x", x))
-    if dtype == torch.float32:
-        raise DtypeError(f"{operation}: x is {dtype}; an 8-bit product takes float16 or bfloat16")
-    wanted = sizes["W"] // 2 if gated else sizes["W"]
-    if sizes["O"] != wanted:
-        raise ShapeError(f"{operation}: out has {sizes['O']} columns; {sizes['W']} weight rows give {wanted}")
-    if out.dtype not in (dtype, torch.float32):
-        raise DtypeError(f"{operation}: out is {out.dtype}; wanted {dtype} or float32")
-    if bias is not None:
-        match(operation, ("WI", "weight", weight.values), ("W", "bias", bias))
-        same_dtype(operation, ("x", x), ("bias", bias))
-    if residual is not None:
-        match(operation, ("TO", "out", out), ("TO", "residual", residual))
-        same_dtype(operation, ("x", x), ("residual", residual))
-    if x.data_ptr() == out.data_ptr():
-        raise LayoutError(f"{operation}: out may not be x")
