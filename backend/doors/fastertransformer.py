@@ -23,7 +23,7 @@ from tridecode.backend.doors.envelope import MAX_ROWS, Envelope
 from tridecode.backend.doors.logits import LogitsArrays, WantedLogits
 from tridecode.backend.doors.prompt_inputs import RowPrompt
 from tridecode.backend.doors.senders import Stream
-from tridecode.backend.doors.word_lists import read_word_list
+from tridecode.backend.doors.word_lists import read_words
 from tridecode.backend.errors import RequestError
 from tridecode.backend.messages import BeamStep, Event, Limits, SamplingParams, SequenceRequest
 
@@ -150,8 +150,8 @@ def read_sequences(
     inputs: Inputs, prompts: Prompts, counts: list[int], limits: Limits
 ) -> list[SequenceRequest]:
     batch = prompts.batch
-    stop_words = _words(inputs, "stop_words_list", batch, limits, limits.max_stop_word_tokens)
-    bad_words = _words(inputs, "bad_words_list", batch, limits, limits.max_bad_word_tokens)
+    stop_words = read_words(inputs, "stop_words_list", batch, limits, limits.max_stop_word_tokens)
+    bad_words = read_words(inputs, "bad_words_list", batch, limits, limits.max_bad_word_tokens)
     end_ids = inputs.rows("end_id", batch, limits.end_id)
     log_probs = inputs.rows("is_return_log_probs", batch, False)
     context_log_prob = inputs.rows("is_return_context_cum_log_probs", batch, False)
@@ -180,15 +180,6 @@ def read_sequences(
         learned = None if prompt is None else prompt.learned
         sequences.append(SequenceRequest(tokens.astype("<i4").tobytes(), params, lora_names[row], learned))
     return sequences
-
-
-def _words(inputs: Inputs, name: str, batch: int, limits: Limits, limit: int) -> list[list[list[int]]]:
-    if name not in inputs:
-        return [[]] * batch
-    rows = read_word_list(inputs.arrays[name], batch, name, limits.vocab_size)
-    for words in rows:
-        fields.check_word_tokens(name, words, limit)
-    return rows
 
 
 @dataclass

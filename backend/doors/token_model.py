@@ -28,7 +28,7 @@ from tridecode.backend.doors.logits import WantedLogits
 from tridecode.backend.doors.senders import Stream
 from tridecode.backend.doors.stop_requests import stop_rows, stop_running
 from tridecode.backend.doors.token_answer import EmptyAnswer, Layout, TokenAnswer, TokenSequence
-from tridecode.backend.doors.word_lists import read_word_list
+from tridecode.backend.doors.word_lists import read_words
 from tridecode.backend.errors import RequestError
 from tridecode.backend.messages import Event, Limits, SamplingParams, SequenceRequest
 
@@ -94,8 +94,8 @@ class TritonPythonModel(EngineDoor):
         batch = prompts.batch
         counts = _counts(inputs, prompts, limits)
         end_ids = inputs.rows("end_id", batch, limits.end_id)
-        stop_words = _words(inputs, "stop_words_list", batch, limits, limits.max_stop_word_tokens)
-        bad_words = _words(inputs, "bad_words_list", batch, limits, limits.max_bad_word_tokens)
+        stop_words = read_words(inputs, "stop_words_list", batch, limits, limits.max_stop_word_tokens)
+        bad_words = read_words(inputs, "bad_words_list", batch, limits, limits.max_bad_word_tokens)
         more_ends = {token for token in self.settings.stop_ids if 0 <= token < limits.vocab_size}
         flags = ("log_probs", "context_logits", "generation_logits", "perf_metrics")
         wanted = {f"return_{flag}": inputs.flag(f"return_{flag}") for flag in flags}
@@ -132,15 +132,6 @@ def _counts(inputs: Inputs, prompts: Prompts, limits: Limits) -> list[int]:
     for row, (count, length) in enumerate(zip(counts, prompts.lengths)):
         fields.check_length(length or 1, count, limits, f"row {row} of input_ids", "request_output_len")
     return counts
-
-
-def _words(inputs: Inputs, name: str, batch: int, limits: Limits, limit: int) -> list[list[list[int]]]:
-    if name not in inputs:
-        return [[]] * batch
-    rows = read_word_list(inputs.arrays[name], batch, name, limits.vocab_size)
-    for words in rows:
-        fields.check_word_tokens(name, words, limit)
-    return rows
 
 
 def _fill(inputs: Inputs, prompts: Prompts) -> list[int]:

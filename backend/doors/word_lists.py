@@ -11,9 +11,11 @@ import csv
 import numpy as np
 from tokenizers import Tokenizer
 
+from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.envelope import MAX_REQUEST_WORDS, MAX_WORDS
-from tridecode.backend.doors.fields import decode_text
+from tridecode.backend.doors.fields import check_word_tokens, decode_text
 from tridecode.backend.errors import RequestError
+from tridecode.backend.messages import Limits
 from tridecode.backend.text.encoding import encode
 
 
@@ -93,3 +95,16 @@ def _read_row(row: np.ndarray, name: str, vocab_size: int) -> list[list[int]]:
         raise RequestError(f"{name} has the token id {used[used < 0][0]}; wanted ids of 0 or more")
     words = [ids[start:end].tolist() for start, end in zip(starts, ends) if start < end]
     return [word for word in words if max(word) < vocab_size]
+
+
+def read_words(inputs: Inputs, name: str, batch: int, limits: Limits, limit: int) -> list[list[list[int]]]:
+    """The ids of each row's words in the [batch, 2, n] tensor `name`, none where a request lacks it.
+
+    RequestError as read_word_list's, and for words of more than `limit` tokens in a row.
+    """
+    if name not in inputs:
+        return [[]] * batch
+    rows = read_word_list(inputs.arrays[name], batch, name, limits.vocab_size)
+    for words in rows:
+        check_word_tokens(name, words, limit)
+    return rows
