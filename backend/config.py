@@ -264,6 +264,9 @@ _DEVICES = Accepted(
 )
 _SHARE = Accepted("a number in (0, 1]", lambda value: 0.0 < value <= 1.0)
 
+#: FasterTransformer's: 0 no rounding while loading, 1 weights, 2 weights and the rows of their inputs
+INT8_MODES = (0, 1, 2)
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -281,7 +284,8 @@ class EngineConfig:
     )
     int8_mode: int = setting(
         0,
-        "1: matrices of layers that the files hold in 16 or 32 bit are rounded to int8 while they are loaded",
+        "1: matrices of layers that the files hold in 16 or 32 bit are rounded to int8 while they are loaded;"
+        " 2: and the rows of their inputs in every product (W8A8)",
     )
 
     device: str = setting("auto", "auto: cuda if there is a GPU", _one_of("auto", "cpu", "cuda"))
@@ -405,8 +409,8 @@ def _check_engine_config(config: EngineConfig, where: str) -> None:
         value = getattr(config, row.name)
         if accepted and not accepted.test(value):
             raise ConfigError(f"{where}: parameter {row.name} is {value!r}; wanted {accepted.wanted}")
-    if config.int8_mode not in (0, 1):
+    if config.int8_mode not in INT8_MODES:
+        modes = ", ".join(map(str, INT8_MODES))
         raise UnsupportedError(
-            f"{where}: parameter int8_mode is {config.int8_mode}; this version runs 0 and 1 (activations in "
-            "8 bit are those of a directory that was quantised so, docs/quantization.md)"
+            f"{where}: parameter int8_mode is {config.int8_mode}; this version runs {modes}"
         )

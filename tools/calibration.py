@@ -1,4 +1,4 @@
-"""`build-repo --quantize int4-gptq|int4-awq|smoothquant`: rounding with statistics of calibration texts."""
+"""`build-repo --quantize int8-gptq|...|smoothquant`: rounding with statistics of calibration texts."""
 
 from __future__ import annotations
 

@@ -104,7 +104,8 @@ def build_repo(
         typer.Option(
             metavar="FORMAT",
             help="Layers' matrices rounded to int8, int4 or fp8 (docs/quantization.md), or calibrated: "
-            "int4-gptq, int4-awq, smoothquant (docs/calibration.md); none: expand quantised ones.",
+            "int8-gptq, fp8-gptq, int4-gptq, int4-awq, smoothquant (docs/calibration.md); none: expand "
+            "quantised ones.",
         ),
     ] = None,
     calibrate: Annotated[

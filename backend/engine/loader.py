@@ -130,10 +130,10 @@ class FileWeights(Weights):
         ops: Ops,
         device: torch.device,
         progress: Callable[[str], None] | None = None,
-        round_to_int8: bool = False,
+        int8_mode: int = 0,
     ):
         quantization = reader.config.quantization
-        super().__init__(specs, ops, quantization, round_to_int8, tensor_rank, tensor_size, dtype)
+        super().__init__(specs, ops, quantization, int8_mode, tensor_rank, tensor_size, dtype)
         self._reader, self._device = reader, device
         self._progress = progress or (lambda name: None)
         self._uploader: Uploader | None = None

@@ -169,8 +169,7 @@ def plan_rank(
     specs = [spec for spec in specs if spec.layer is None or spec.layer in mine]
     dtype = DTYPES[config.data_type]
     ops = _CudaShapes(dtype.itemsize) if device_type == "cuda" else _CpuShapes(config.batch_invariant)
-    int8 = config.int8_mode == 1
-    weights = _Shapes(specs, ops, model.quantization, int8, tensor_rank, size, dtype)
+    weights = _Shapes(specs, ops, model.quantization, config.int8_mode, tensor_rank, size, dtype)
     unlimited = replace(config, cache_bytes=1 << 62)
     engine = Engine(model, unlimited, weights, ops, place, torch.device("meta"))
     seen: set[int] = set()

@@ -32,9 +32,9 @@ class RandomWeights(Weights):
         ops: Ops,
         device: torch.device,
         quantization: Quantization | None = None,
-        round_to_int8: bool = False,
+        int8_mode: int = 0,
     ):
-        super().__init__(specs, ops, quantization, round_to_int8, tensor_rank, tensor_size, dtype)
+        super().__init__(specs, ops, quantization, int8_mode, tensor_rank, tensor_size, dtype)
         self._seed, self._device = seed, device
 
     def tensor(self, name: str) -> Tensor:

@@ -28,7 +28,7 @@ class Weights(ABC):
     """The source of a model's tensors: this rank's shard, on the device, in the engine's dtype.
 
     specs: of the model's tensors; files: those that hold them, the parts of quantised matrices among them.
-    quantization: of the files. round_to_int8: round the matrices of layers that are not quantised (int8_mode
+    quantization: of the files. int8_mode: of EngineConfig, for files that are not quantised
     1). tensor_rank, tensor_size, dtype: of the shards.
     """
 
@@ -37,14 +37,14 @@ class Weights(ABC):
         specs: Iterable[WeightSpec],
         ops: Ops,
         quantization: Quantization | None = None,
-        round_to_int8: bool = False,
+        int8_mode: int = 0,
         tensor_rank: int = 0,
         tensor_size: int = 1,
         dtype: torch.dtype = torch.float32,
     ):
         self.specs, self.ops = {spec.name: spec for spec in specs}, ops
         self.files = {spec.name: spec for spec in stored_specs(self.specs.values(), quantization)}
-        self.quantization, self.rounds = quantization, round_to_int8 and quantization is None
+        self.quantization, self.int8_mode = quantization, int8_mode if quantization is None else 0
         self.rank, self.size, self.dtype = tensor_rank, tensor_size, dtype
         self.linears: dict[tuple[str, ...], Linear] = {}  # what `linear` has given, by its names
 
@@ -65,7 +65,9 @@ class Weights(ABC):
         if names[0] not in self.files:
             return stacked([self.quantized(name) for name in names])
         dense = _joined([self.tensor(name) for name in names]).t()
-        return round_to_nearest(dense, "int8") if self.rounds else dense
+        if not self.int8_mode:
+            return dense
+        return round_to_nearest(dense, "int8", activations="int8" if self.int8_mode == 2 else "")
 
     def quantized(self, name: str) -> QuantizedWeight:
         """This rank's shard of a matrix that is quantised in the files."""

@@ -35,7 +35,6 @@ def gptq(
     damping: added to the Hessian's diagonal, as a share of its mean; ten times as much while the matrix is
         singular. Raises CheckpointError if the Hessian is not finite.
     """
-    assert grid.format != "fp8", "levels of FP8 are not equidistant"
     num_inputs, size = weight.shape[1], grid.group_size or weight.shape[1]
     order = torch.arange(num_inputs, device=weight.device)
     if act_order:

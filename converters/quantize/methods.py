@@ -56,20 +56,21 @@ class Method:
 
 #: SmolLM2-135M, 1,536 inputs: 860 tokens gained a fifth of the divergence, 500 lost 5 % on unlike texts
 _GPTQ_TOKENS = 4
-METHODS = ("int4-gptq", "int4-awq", "smoothquant")
+METHODS = ("int8-gptq", "fp8-gptq", "int4-gptq", "int4-awq", "smoothquant")
 
 
 def method_of(name: str, group_size: int = 128) -> Method:
     """group_size: of the int4 methods. ConfigError for an unknown name or size."""
     if group_size < 1:
         raise ConfigError(f"the group size is {group_size}; wanted 1 or more")
-    groups = Grid("int4", group_size)
-    if name == "int4-gptq":
-        return Method(name, groups, _gptq, tokens_per_input=_GPTQ_TOKENS)
+    groups, per_output = Grid("int4", group_size), Grid("int8", 0, symmetric=True)
+    if name in ("int8-gptq", "fp8-gptq", "int4-gptq"):
+        grids = {"int8": per_output, "fp8": replace(per_output, format="fp8"), "int4": groups}
+        return Method(name, grids[name.removesuffix("-gptq")], _gptq, tokens_per_input=_GPTQ_TOKENS)
     if name == "int4-awq":
         return Method(name, groups, _clipped, _awq_scales)
     if name == "smoothquant":
-        return Method(name, Grid("int8", 0, symmetric=True), _nearest, _smoothing_scales, "int8")
+        return Method(name, per_output, _nearest, _smoothing_scales, "int8")
     raise ConfigError(f"calibration by {name!r}; wanted one of {', '.join(METHODS)}")
 
 

@@ -212,6 +212,31 @@ def test_the_command_prints_both_accuracies_and_writes_them(server, checkpoint, 
         assert score["served_right_items"] == [item for item, right in enumerate(expected[name]) if right]
 
 
+@pytest.fixture(scope="module")
+def repository(checkpoint, tmp_path_factory) -> Path:
+    """Made for three ranks, of which one process runs the whole."""
+    folder = tmp_path_factory.mktemp("repository") / "models"
+    options = ["--dtype", "fp32", "--tp", "3", "--no-parity"]
+    done = CliRunner().invoke(
+        app, ["build-repo", "--model", str(checkpoint), "--output", str(folder), *options]
+    )
+    assert done.exit_code == 0, done.output
+    return folder
+
+
+def test_a_repositorys_engine_answers_without_a_server(repository, data, expected, tmp_path):
+    done = run("--data", str(data), "--repository", str(repository), "--output", str(tmp_path / "r.json"))
+    assert done.exit_code == 0, done.output
+    scores = json.loads((tmp_path / "r.json").read_text())["scores"]
+    for name, score in zip(BOTH, scores):
+        assert score["served_right_items"] == [item for item, right in enumerate(expected[name]) if right]
+
+
+def test_a_folder_that_is_no_repository_is_refused(data, tmp_path):
+    done = run("--data", str(data), "--repository", str(tmp_path))
+    assert done.exit_code == 2 and "has no fastertransformer/config.pbtxt" in done.output
+
+
 def test_a_server_that_answers_otherwise_ends_with_1(server, checkpoint, data):
     server.wrong_from = 0
     done = run(

@@ -20,6 +20,10 @@ def evaluate_lambada(
         Optional[str],
         typer.Option("--model", "-m", help="Of token ids or of text; default: fastertransformer."),
     ] = None,
+    repository: Annotated[
+        Optional[Path],
+        typer.Option(help="Run this repository's engine here, on one rank, in place of a server."),
+    ] = None,
     definition: Annotated[str, typer.Option(help="last-token, last-word or both.")] = "both",
     reference: Annotated[
         Optional[str],
@@ -44,7 +48,7 @@ def evaluate_lambada(
     ] = 600.0,
     output: Annotated[Optional[Path], typer.Option(help="Write the result, item by item, as JSON.")] = None,
 ) -> None:
-    """Measure accuracy on LAMBADA through the running server.
+    """Measure accuracy on LAMBADA through the running server, or of a repository's engine without one.
 
     With --reference, transformers answers the same questions, and the exit code is 1 if the two accuracies
     differ by more than --tolerance points in a definition.
@@ -52,6 +56,7 @@ def evaluate_lambada(
     \b
     Example:
       tridecode evaluate-lambada --data lambada_test.jsonl --reference bigscience/bloom-560m
+      tridecode evaluate-lambada --data lambada_test.jsonl --repository models
     """
     from rich.console import Console
 
@@ -71,6 +76,7 @@ def evaluate_lambada(
         limit=limit,
         concurrency=concurrency,
         timeout_s=timeout_s,
+        repository=repository,
     )
     console = Console(highlight=False, soft_wrap=True)
     console.print(result.table())

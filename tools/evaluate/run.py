@@ -110,8 +110,12 @@ def evaluate(
     limit: int | None = None,
     concurrency: int = 16,
     timeout_s: float | None = None,
+    repository: Path | None = None,
 ) -> Evaluation:
     """Ask the server and, with `reference`, transformers. All that can be checked is checked first.
+
+    repository: its engine is asked in this process, in place of the server; url, model, concurrency and
+    timeout_s are not looked at.
 
     Raises ConfigError for the data, the tokenizer or a dtype, EngineDownError and RequestError for the
     server, CheckpointError for the reference, TridecodeError for a request that fails.
@@ -120,13 +124,24 @@ def evaluate(
         raise ConfigError(f"reference_dtype is {reference_dtype!r}; wanted one of {', '.join(TORCH_DTYPES)}")
     texts = read_items(data, limit)
     url = grpc_address(url)
-    served = find_model(url, model)
-    folder = find_tokenizer_dir(tokenizer, url)
+    if repository is None:
+        served = find_model(url, model)
+    else:
+        from tridecode.tools.evaluate import in_process  # imports torch
+
+        weights, settings = in_process.repository_engine(repository)
+        served = ServedModel(
+            f"{in_process.ENGINE} of {repository.name}, without a server", "tokens", decoupled=False
+        )
+    folder = find_tokenizer_dir(tokenizer or repository, url)
     split = Tokenizer.from_file(str(folder / "tokenizer.json"))
     split.no_truncation()
     asked = questions(split, texts, list(definitions), served.add_special_tokens)
     with counter(f"{served.name} answers", len(asked)) as progress:
-        ours = ask(url, served, asked, concurrency, progress, timeout_s)
+        if repository is None:
+            ours = ask(url, served, asked, concurrency, progress, timeout_s)
+        else:
+            ours = in_process.engine_answers(weights, settings, asked, progress)
     theirs: list[bool] | None = None
     if reference is not None:
         from tridecode.tools.evaluate.reference import reference_answers  # imports transformers

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import numpy as np
 import pytest
+from torch import Tensor
+from torch.nn import Module
+from transformers.pytorch_utils import Conv1D
 
 from tests.backend.engine.offline_models import fp32_bound, hf_greedy
 from tests.checkpoints import CORE, FAMILIES, save
@@ -31,7 +35,7 @@ def planned(folder: Path, quantization: Quantization) -> PlannedConversion:
     return plan_conversion(open_checkpoint(str(folder)), "fp32", None, quantization)
 
 
-def test_int8_mode_rounds_what_a_directory_holds(tmp_path: Path) -> None:
+def test_int8_mode_1_rounds_what_a_directory_holds(tmp_path: Path) -> None:
     case = FAMILIES["gpt2"]
     model = case(**case.shared)
     save(model, tmp_path / "hf", tokenizer=False)
@@ -42,6 +46,29 @@ def test_int8_mode_rounds_what_a_directory_holds(tmp_path: Path) -> None:
     for prompt, ours in zip(PROMPTS, logits):
         _, theirs = hf_greedy(rounded, prompt, NEW)
         assert np.abs(ours - theirs).max() <= 2 * fp32_bound(theirs)
+
+
+def test_int8_mode_2_rounds_the_inputs_of_products_too(tmp_path: Path) -> None:
+    """Nearer to transformers' model with rounded weights and inputs than to the one with rounded weights: a
+    sum in another order can move an input to the next level, so that the bits differ."""
+    case = FAMILIES["gpt2"]
+    model = case(**case.shared)
+    save(model, tmp_path / "hf", tokenizer=False)
+    plan_conversion(open_checkpoint(str(tmp_path / "hf")), "fp32").write(tmp_path / "w")
+    weights_only = rounded_model(model, planned(tmp_path / "hf", FORMATS["int8"]), case.turned)
+    both = copy.deepcopy(weights_only)
+
+    def round_rows(_module: Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        step = args[0].abs().amax(-1, keepdim=True) / 127
+        return ((args[0] / step).round() * step,)
+
+    for module in both.modules():
+        if isinstance(module, Conv1D):
+            module.register_forward_pre_hook(round_rows)
+    _, logits = run_greedy(tmp_path / "w", PROMPTS, 1, EngineConfig(int8_mode=2, max_sequence_tokens=64))
+    for prompt, ours in zip(PROMPTS, logits):
+        near, far = (np.abs(ours - hf_greedy(one, prompt, 1)[1]).mean() for one in (both, weights_only))
+        assert near < 0.2 * far
 
 
 def _replace_value(file: str, dtype: type, value: float):

@@ -150,7 +150,8 @@ def test_gptq_is_optimal_brain_quantisation(group_size: int, act_order: bool, st
 
 
 @pytest.mark.parametrize(
-    "format, group_size, symmetric", [("int4", 32, False), ("int4", 32, True), ("int8", 0, True)]
+    "format, group_size, symmetric",
+    [("int4", 32, False), ("int4", 32, True), ("int8", 0, True), ("fp8", 0, True)],
 )
 @pytest.mark.parametrize("act_order, static", [(False, False), (True, False), (True, True)])
 def test_gptq_errs_less_than_rounding(

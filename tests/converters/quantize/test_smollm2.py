@@ -21,6 +21,7 @@ from tridecode.converters.tokenizer import load_tokenizer
 from tridecode.tools.demo import packaged_model
 
 DOCS = Path(__file__).parents[3] / "docs"
+GRIDS = Grid("int4", 128), Grid("int8", 0, symmetric=True), Grid("fp8", 0, symmetric=True)
 #: texts that are unlike those of the calibration
 PAGES = "adapters", "adding_a_family", "adding_an_operation", "architecture"
 
@@ -57,19 +58,25 @@ def smollm2() -> SmolLM2:
 
 
 @pytest.fixture(scope="module")
-def rounded(smollm2: SmolLM2) -> float:
-    """The divergence of the model whose matrices are rounded to nearest, one by one."""
+def rounded(smollm2: SmolLM2) -> dict[str, float]:
+    """By format, the divergence of the model whose matrices are rounded to nearest, one by one."""
+    return {grid.format: _rounded(smollm2, grid) for grid in GRIDS}
+
+
+def _rounded(smollm2: SmolLM2, grid: Grid) -> float:
     model = copy.deepcopy(smollm2.model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("_proj.weight"):
-                parameter.copy_(Grid("int4", 128).rounded(parameter).expanded())
+                parameter.copy_(grid.rounded(parameter).expanded())
     return smollm2.divergence(model)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["int4-gptq", "int4-awq"])
-def test_calibrated_smollm2_is_nearer_than_a_rounded_one(name: str, smollm2: SmolLM2, rounded: float) -> None:
+@pytest.mark.parametrize("name", ["int8-gptq", "fp8-gptq", "int4-gptq", "int4-awq"])
+def test_calibrated_smollm2_is_nearer_than_a_rounded_one(
+    name: str, smollm2: SmolLM2, rounded: dict[str, float]
+) -> None:
     model = copy.deepcopy(smollm2.model)
     calibrate_model(model, smollm2.planned, smollm2.seen, method_of(name), device=torch.device("cpu"))
-    assert smollm2.divergence(model) < 0.9 * rounded
+    assert smollm2.divergence(model) < 0.9 * rounded[name.partition("-")[0]]
