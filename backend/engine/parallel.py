@@ -283,7 +283,9 @@ class ProcessRanks:
         """Raise PeerLost if a tensor rank did not come to a sum over peer memory in time."""
         if self.peers is not None and self.peers.lost is not None:
             rank, limit_s = self.stage * self.tensor_size + self.peers.lost, self.peers.limit_s
-            raise PeerLost(f"rank {rank} did not come to the sum over the tensor ranks within {limit_s:.3g} s")
+            raise PeerLost(
+                f"rank {rank} did not come to the sum over the tensor ranks within {limit_s:.3g} s"
+            )
 
     @exchange("the minimum over the ranks")
     def smallest(self, value: int) -> int:
