@@ -15,8 +15,8 @@ _EXPANDED = 64 << 20
 #: csrc/all_reduce.cu: bytes of a row, at most, and of the front of a rank's memory
 PEER_ROW_BYTES, _PEER_HEADER = 32 << 10, 256
 #: bytes of a rank's rows in one launch, by (at most) ranks. Two ranks send what NCCL would, so that longer
-#: steps are summed in several launches. More ranks send more, and NCCL takes longer ones: the bounds are those
-#: of vLLM's tables for H100s (pull requests 24111, 24532), not measured here.
+#: steps are summed in several launches. More ranks send more, and NCCL takes longer ones: the bounds are
+#: those of vLLM's tables for H100s (pull requests 24111, 24532), not measured here.
 PEER_SLOT_BYTES = ((2, 16 << 20), (4, 1 << 20), (8, 256 << 10))
 
 

@@ -218,7 +218,7 @@ class Parts(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The input of a product: norm(x), computed by the product, or x where that is already done (norm None)."""
+    """The input of a product: norm(x), which the product computes; x alone where that is done (norm None)."""
 
     x: Tensor  # (T, C)
     norm: Norm | None

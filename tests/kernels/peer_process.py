@@ -77,6 +77,10 @@ def normed_rows(x: Tensor, norm: Norm) -> Tensor:
     )
 
 
+def random_rows(dtype, generator):
+    return lambda *shape: torch.randn(*shape, generator=generator).to(dtype)
+
+
 @torch.inference_mode()
 def every_form(rank, world, exchange) -> str:
     """Sums of every shape and dtype, with every addend, against float64."""
@@ -86,10 +90,7 @@ def every_form(rank, world, exchange) -> str:
             if columns * dtype.itemsize > 32 << 10:
                 continue
             sums = make(rank, world, exchange, rows, columns, dtype)
-            generator = torch.Generator().manual_seed(rows + columns)
-
-            def normal(*shape: int) -> Tensor:
-                return torch.randn(*shape, generator=generator).to(dtype)
+            normal = random_rows(dtype, torch.Generator().manual_seed(rows + columns))
 
             for count, biases, residual, kind in [
                 (rows, 0, False, ""),

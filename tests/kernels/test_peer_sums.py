@@ -19,10 +19,7 @@ def test_two_ranks(what: str) -> None:
 
 @gpu
 def test_three_ranks_sum_too() -> None:
-    if torch.cuda.device_count() == 1:
-        assert on_ranks(3, "special_numbers") == [""] * 3
-    else:
-        assert on_ranks(3, "replayed") == [""] * 3
+    assert on_ranks(3, "special_numbers") == [""] * 3
 
 
 def test_a_launch_takes_a_step_or_what_a_slot_holds() -> None:
