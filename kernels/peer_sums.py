@@ -104,8 +104,8 @@ class PeerSums:
         """out = residual + biases + the sum of every rank's partial; normed = norm(out), of out as rounded.
 
         partial, residual, out, normed: (T, C) X, rows contiguous; each may be another. biases: up to two,
-        (C,) X. The sum is in float32, in rank order, so that all ranks get the same bits. follows_product: the
-        operation before this one on the stream is a product, and it wrote no more than `partial`.
+        (C,) X. The sum is in float32, in rank order, so that all ranks get the same bits. follows_product:
+        the operation before this one on the stream is a product, and it wrote no more than `partial`.
         """
         given = [("partial", partial), ("residual", residual), ("out", out), ("normed", normed)]
         rows = [("TC", name, tensor) for name, tensor in given if tensor is not None]

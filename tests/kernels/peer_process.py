@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 import torch.multiprocessing as mp
 from torch import Tensor
@@ -122,7 +124,7 @@ def every_form(rank, world, exchange) -> str:
                     error = ((normed.double().cpu() - wanted).abs() / (eps * (wanted.abs() + 1))).max()
                     if not error <= (8 if dtype == torch.float32 else 2):
                         wrong.append(f"{place}: norm off by {error:.1f} units")
-                digest = out.cpu().view(torch.uint8).numpy().tobytes()
+                digest = hashlib.sha256(out.cpu().view(torch.uint8).numpy().tobytes()).digest()
                 if len(set(exchange(digest))) > 1:
                     wrong.append(f"{place}: the ranks have different bits")
             exchange(b"done")

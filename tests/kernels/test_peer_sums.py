@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.kernels.peer_process import on_ranks
 from tridecode.kernels.scratch import PEER_SLOT_BYTES, peer_bytes, peer_slot_bytes
