@@ -117,7 +117,7 @@ def every_form(rank, world, exchange) -> str:
                 eps = torch.finfo(dtype).eps
                 error = ((out.double().cpu() - wanted).abs() / (eps * (wanted.abs() + 1))).max()
                 place = f"{dtype} {rows} x {columns}, {count} rows, {biases} biases, {kind or 'no norm'}"
-                if not error <= 2:
+                if not error <= (8 if dtype == torch.float32 else 2):  # up to five terms
                     wrong.append(f"{place}: off by {error:.1f} units")
                 if norm is not None:
                     wanted = normed_rows(out.cpu(), norm)
