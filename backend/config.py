@@ -287,6 +287,9 @@ class EngineConfig:
         "1: matrices of layers that the files hold in 16 or 32 bit are rounded to int8 while they are loaded;"
         " 2: and the rows of their inputs in every product (W8A8)",
     )
+    enable_custom_all_reduce: bool = setting(
+        True, "GPUs of one node: tensor ranks sum through each other's memory; false: through NCCL"
+    )
 
     device: str = setting("auto", "auto: cuda if there is a GPU", _one_of("auto", "cpu", "cuda"))
     devices: str = setting(

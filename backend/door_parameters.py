@@ -214,7 +214,6 @@ DOOR_PARAMETERS: tuple[DoorParameter, ...] = (
 OTHER_PARAMETERS = {
     "model_type": "FasterTransformer's name of the network; `config.ini` beside the weights decides",
     "model_checkpoint_path": "the weight directory; a relative path starts from the version folder",
-    "enable_custom_all_reduce": "FasterTransformer's; no effect",
     "EXECUTION_ENV_PATH": "of Triton's python backend",
     "FORCE_CPU_ONLY_INPUT_TENSORS": "of Triton's python backend",
 }

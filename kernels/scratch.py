@@ -12,6 +12,12 @@ _BLOCKS, _WARPS, _GROUP, _HEAD = 1024, 4, 8, 256
 #: csrc/sampling.cu: ids of a chunk and of a segment; bytes of scratch of a chunk
 _CHUNK, _SEGMENT, _CHUNK_BYTES = 2048, 64, 24
 _EXPANDED = 64 << 20
+#: csrc/all_reduce.cu: bytes of a row, at most, and of the front of a rank's memory
+PEER_ROW_BYTES, _PEER_HEADER = 32 << 10, 256
+#: bytes of a rank's rows in one launch, by (at most) ranks. Two ranks send what NCCL would, so that longer
+#: steps are summed in several launches. More ranks send more, and NCCL takes longer ones: the bounds are
+#: those of vLLM's tables for H100s (pull requests 24111, 24532), not measured here.
+PEER_SLOT_BYTES = ((2, 16 << 20), (4, 1 << 20), (8, 256 << 10))
 
 
 def attention_bytes() -> int:
@@ -46,3 +52,14 @@ def expanded_bytes(context_bytes: int) -> int:
 def fixed_bytes() -> int:
     """What every Cuda has, whatever the model."""
     return SUM_BYTES + 4 * (NUM_COUNTERS + LAYER_COUNTERS) + attention_bytes()
+
+
+def peer_slot_bytes(ranks: int, max_tokens: int, row_bytes: int) -> int:
+    """Bytes of the rows that a rank sends another in one launch: a step's, at most, and at least one row."""
+    most = next(size for count, size in PEER_SLOT_BYTES if ranks <= count)
+    return max(min(max_tokens, most // row_bytes), 1) * row_bytes
+
+
+def peer_bytes(ranks: int, max_tokens: int, row_bytes: int) -> int:
+    """tridecode_peer_bytes of these rows: what a rank allocates to sum them over the memory of its peers."""
+    return _PEER_HEADER + 2 * (ranks - 1) * peer_slot_bytes(ranks, max_tokens, row_bytes)

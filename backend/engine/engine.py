@@ -25,6 +25,7 @@ from tridecode.backend.engine.graphs import DecodeGraphs, padded_sizes, warm_up_
 from tridecode.backend.engine.loader import DTYPES, FileWeights
 from tridecode.backend.engine.logits import StepExtras, prompt_logits, sample_logits
 from tridecode.backend.engine.parallel import Posted, ProcessRanks, SingleRank
+from tridecode.backend.engine.peer_memory import join_peers
 from tridecode.backend.engine.plan import BeamRows, StepPlan, StepResult
 from tridecode.backend.engine.prompt_store import PromptPlace, PromptStore, load_tasks, prompt_limits
 from tridecode.backend.engine.random_weights import RandomWeights
@@ -64,6 +65,7 @@ class Pending:
     candidates: tuple[Tensor, Tensor] | None = None
     on_result: Callable[[StepResult], None] | None = None
     posted: list[Posted] = field(default_factory=list)
+    check: Callable[[], None] | None = None  # raises where the device could not compute the step
 
     @property
     def is_done(self) -> bool:
@@ -75,6 +77,8 @@ class Pending:
             transfer.wait()
         if self.ready is not None:
             self.ready.synchronize()
+        if self.check is not None:
+            self.check()
         result = StepResult(
             self.tokens.numpy().copy(),
             self.log_probs.numpy().copy(),
@@ -150,6 +154,8 @@ class Engine:
         self.graphs: DecodeGraphs | None = None
         ranks.barrier("loaded")  # with a limit and a diagnosis, which what follows has not
         if self.is_asynchronous:
+            if isinstance(ranks, ProcessRanks) and ranks.tensor_size > 1:
+                ranks.peers = join_peers(ranks, ops, config, model.hidden_size, self.dtype)
             self._warm_up()
         self.num_blocks = ranks.smallest(choose_num_blocks(config, self._block_bytes(), device))
         self.caches = self._allocate_cache(self.num_blocks)
@@ -283,6 +289,7 @@ class Engine:
         for plan in warm_up_plans(self.work.hidden.shape[0], self.config.slots, longest):
             self._run(self.buffers.load(plan))
         torch.cuda.synchronize(self.device)
+        self.ranks.raise_if_lost()
 
     def _can_capture(self) -> bool:
         if not self.is_asynchronous or not self.config.cuda_graphs or self.vocab is not None:
@@ -329,7 +336,9 @@ class Engine:
         log_probs[:count].copy_(self._log_probs[:count], non_blocking=True)
         ready = torch.cuda.Event()
         ready.record()
-        return Pending(tokens[:count], log_probs[:count], extras, ready, self._tops, candidates, on_result)
+        pending = Pending(tokens[:count], log_probs[:count], extras, ready, self._tops, candidates, on_result)
+        pending.check = self.ranks.raise_if_lost
+        return pending
 
     def _take_digest(self, digest: StepDigest, plan: StepPlan) -> Callable[[StepResult], None]:
         """Digest the state after a step, if its turn has come; returns what digests its tokens."""

@@ -181,6 +181,9 @@ def plan_rank(
     else:
         device, host = device + host, 0
     kernels = ops.bytes if isinstance(ops, _CudaShapes) else 0
+    if device_type == "cuda" and size > 1 and config.enable_custom_all_reduce:
+        row_bytes = model.hidden_size * dtype.itemsize
+        kernels += scratch.peer_bytes(size, config.max_step_tokens, row_bytes)
     block = cache[0] // engine.num_blocks
     adapters = _adapter_bytes(weights, config, dtype.itemsize)
     return RankMemory(stage, tensor_rank, held, device, kernels, block, host, engine.num_blocks, adapters)

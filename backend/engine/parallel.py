@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 from urllib.parse import urlsplit
 
 import torch
@@ -21,6 +21,10 @@ from torch import Tensor
 from tridecode.backend.engine import plan_frame, plan_wire
 from tridecode.backend.engine.agreement import Meeting, PeerLost, PlanOrder, Told, seal, unseal
 from tridecode.backend.engine.plan import StepPlan
+from tridecode.backend.models.layers import RowSums
+
+if TYPE_CHECKING:  # imports the binding of the built library
+    from tridecode.kernels.peer_sums import PeerSums
 
 #: Types of devices on which pipeline stages have several plans in flight: none. On one machine the ranks of a
 #: CPU share its cores, and a step of fewer rows costs nearly as much as one of all (docs/architecture.md has
@@ -108,7 +112,12 @@ class SingleRank:
     tensor_rank, tensor_size, stage, num_stages = 0, 1, 0, 1
     is_pipelined = False
 
+    peers = None
+
     def all_reduce(self, x: Tensor) -> None: ...
+
+    def row_sums(self, x: Tensor) -> RowSums | None:
+        return None
 
     def gather(self, x: Tensor) -> Tensor:
         return x.unsqueeze(0)
@@ -130,6 +139,8 @@ class SingleRank:
         return value
 
     def barrier(self, what: str) -> None: ...
+
+    def raise_if_lost(self) -> None: ...
 
     def broadcast_plan(self, plan: StepPlan | None) -> StepPlan | None:
         return plan
@@ -165,6 +176,7 @@ class ProcessRanks:
         self.is_pipelined = num_stages > 1 and device.type in pipeline_devices
         self._posted: list[Posted] = []
         self._order = PlanOrder(rank)
+        self.peers: PeerSums | None = None  # the engine joins them once it has loaded
         place = {"init_method": meeting} if isinstance(meeting, str) else meeting
         store: Any = place.get("store") or open_store(place["init_method"], rank, world, joining.limit_s)
         self._meeting = Meeting(dist.PrefixStore("facts", store), rank, world, joining.limit_s, joining.told)
@@ -194,6 +206,10 @@ class ProcessRanks:
     def all_reduce(self, x: Tensor) -> None:
         """Sum x over the tensor group, in place; every rank gets the same bits."""
         dist.all_reduce(x, group=self._tensor_group)
+
+    def row_sums(self, x: Tensor) -> RowSums | None:
+        """The fused sum of rows such as x, where the tensor ranks have mapped each other's memory."""
+        return self.peers if self.peers is not None and self.peers.takes(x) else None
 
     @exchange("the gathering from the tensor ranks")
     def gather(self, x: Tensor) -> Tensor:
@@ -255,6 +271,22 @@ class ProcessRanks:
         """Wait for a transfer of torch.distributed."""
         work.wait()
 
+    @exchange("the exchange of the handles of memory")
+    def exchange_bytes(self, data: bytes) -> list[bytes]:
+        """Everybody's data, of equal length, in rank order."""
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        found = [torch.empty_like(mine) for _ in range(self.tensor_size * self.num_stages)]
+        dist.all_gather(found, mine)
+        return [one.numpy().tobytes() for one in found]
+
+    def raise_if_lost(self) -> None:
+        """Raise PeerLost if a tensor rank did not come to a sum over peer memory in time."""
+        if self.peers is not None and self.peers.lost is not None:
+            rank, limit_s = self.stage * self.tensor_size + self.peers.lost, self.peers.limit_s
+            raise PeerLost(
+                f"rank {rank} did not come to the sum over the tensor ranks within {limit_s:.3g} s"
+            )
+
     @exchange("the minimum over the ranks")
     def smallest(self, value: int) -> int:
         """The minimum over the ranks, e.g. of the blocks that fit into their memory."""
@@ -283,6 +315,8 @@ class ProcessRanks:
         return self._order.check(plan_frame.decode(unseal(frame))) if frame else None
 
     def close(self) -> None:
+        if self.peers is not None:
+            self.peers.close()
         dist.destroy_process_group()
 
 

@@ -16,6 +16,7 @@ from tridecode.backend.models.gpt import gpt_section_keys, has_flags, read_gpt_s
 from tridecode.backend.models.layers import (
     Context,
     Ranks,
+    Rows,
     Weights,
     add_linears,
     alibi_slopes,
@@ -82,7 +83,7 @@ class Model(Decoder):
         """apply_residual_connection_post_layernorm: h = norm(x), x = h + attention(h); the MLP likewise."""
         for layer, heads, cache in zip(self.layers, self.heads, caches):
             mlp = context.mlp(layer)
-            attended = attention(context, x, layer.qkv, layer.attention_norm, heads, cache)
+            attended = attention(context, Rows(x, layer.attention_norm), layer.qkv, heads, cache)
             context.ops.norm(x, layer.attention_norm, out=x)
             add_linears(context, x, (attended, layer.dense))
             context.ops.linear(x, layer.up, norm=layer.mlp_norm, activation=self.config.activation, out=mlp)

@@ -16,7 +16,9 @@ from tridecode.backend.config import ModelConfig, check_ranks
 from tridecode.backend.models.layers import (
     Context,
     Ranks,
+    Rows,
     Weights,
+    add_and_norm,
     add_linears,
     add_normed,
     attention,
@@ -160,31 +162,32 @@ class Decoder:
         """x += attention(norm(x)), then x += mlp(norm(x)), layer after layer."""
         if self._run_at_once(context, x, activation, caches):
             return
-        for layer, heads, cache in zip(self.layers, self.heads, caches):
+        rows = self._first_rows(x)
+        for layer, heads, cache, next_norm in zip(self.layers, self.heads, caches, self._next_norms):
             mlp = context.mlp(layer)
-            attended = attention(context, x, layer.qkv, layer.attention_norm, heads, cache)
-            add_linears(context, x, (attended, layer.dense))
-            context.ops.linear(x, layer.up, norm=layer.mlp_norm, activation=activation, out=mlp)
-            add_linears(context, x, (mlp, layer.down))
+            attended = attention(context, rows, layer.qkv, heads, cache)
+            rows = add_linears(context, x, (attended, layer.dense), norm=layer.mlp_norm)
+            context.ops.linear(rows.x, layer.up, norm=rows.norm, activation=activation, out=mlp)
+            rows = add_linears(context, x, (mlp, layer.down), norm=next_norm)
 
     def parallel(self, context: Context, x: Tensor, activation: str, caches: list[CacheLayer]) -> None:
         """x += attention(attention_norm(x)) + mlp(mlp_norm(x)), layer after layer."""
-        for layer, heads, cache in zip(self.layers, self.heads, caches):
+        rows = self._first_rows(x)
+        for layer, heads, cache, next_norm in zip(self.layers, self.heads, caches, self._next_norms):
             mlp = context.mlp(layer)
-            attended = attention(context, x, layer.qkv, layer.attention_norm, heads, cache)
-            context.ops.linear(x, layer.up, norm=layer.mlp_norm, activation=activation, out=mlp)
-            add_linears(context, x, (attended, layer.dense), (mlp, layer.down))
+            attended = attention(context, rows, layer.qkv, heads, cache)
+            of_mlp = rows if layer.mlp_norm is layer.attention_norm else Rows(x, layer.mlp_norm)
+            context.ops.linear(of_mlp.x, layer.up, norm=of_mlp.norm, activation=activation, out=mlp)
+            rows = add_linears(context, x, (attended, layer.dense), (mlp, layer.down), norm=next_norm)
 
     def post_norm(self, context: Context, x: Tensor, activation: str, caches: list[CacheLayer]) -> None:
         """x = attention_norm(x + attention(x)), then x = mlp_norm(x + mlp(x)), layer after layer."""
         for layer, heads, cache in zip(self.layers, self.heads, caches):
             mlp = context.mlp(layer)
-            attended = attention(context, x, layer.qkv, None, heads, cache)
-            add_linears(context, x, (attended, layer.dense))
-            context.ops.norm(x, layer.attention_norm, out=x)
+            attended = attention(context, Rows(x, None), layer.qkv, heads, cache)
+            add_and_norm(context, x, (attended, layer.dense), layer.attention_norm)
             context.ops.linear(x, layer.up, activation=activation, out=mlp)
-            add_linears(context, x, (mlp, layer.down))
-            context.ops.norm(x, layer.mlp_norm, out=x)
+            add_and_norm(context, x, (mlp, layer.down), layer.mlp_norm)
 
     def sandwich(
         self,
@@ -200,10 +203,19 @@ class Decoder:
         """
         for layer, norms, heads, cache in zip(self.layers, after, self.heads, caches):
             mlp = context.mlp(layer)
-            attended = attention(context, x, layer.qkv, layer.attention_norm, heads, cache)
+            attended = attention(context, Rows(x, layer.attention_norm), layer.qkv, heads, cache)
             add_normed(context, x, attended, layer.dense, norms[0])
             context.ops.linear(x, layer.up, norm=layer.mlp_norm, activation=activation, out=mlp)
             add_normed(context, x, mlp, layer.down, norms[1])
+
+    def _first_rows(self, x: Tensor) -> Rows:
+        """The input of the first layer's attention; a stage may have no layer."""
+        return Rows(x, self.layers[0].attention_norm if self.layers else None)
+
+    @cached_property
+    def _next_norms(self) -> list[Norm | None]:
+        """Of each layer the norm of the next layer's attention; None behind the last."""
+        return [*(layer.attention_norm for layer in self.layers[1:]), None]
 
     def _run_at_once(
         self, context: Context, x: Tensor, activation: str, caches: Sequence[CacheLayer]

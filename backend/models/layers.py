@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -91,6 +91,22 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
+class RowSums(Protocol):
+    """The sum over the tensor ranks, fused with what comes after it: kernels.peer_sums.PeerSums."""
+
+    def add_rows(
+        self,
+        partial: Tensor,
+        biases: Sequence[Tensor] = (),
+        residual: Tensor | None = None,
+        norm: Norm | None = None,
+        *,
+        out: Tensor | None,
+        normed: Tensor | None = None,
+        follows_product: bool = False,
+    ) -> None: ...
+
+
 class Ranks(Protocol):
     """This rank's place in the tensor-parallel group and the pipeline."""
 
@@ -101,6 +117,10 @@ class Ranks(Protocol):
 
     def all_reduce(self, x: Tensor) -> None:
         """Sum x over the tensor group, in place, in rank order, so that every rank holds the same bits."""
+        ...
+
+    def row_sums(self, x: Tensor) -> RowSums | None:
+        """What sums rows such as x over the tensor group in one launch; None: all_reduce does."""
         ...
 
     def gather(self, x: Tensor) -> Tensor:
@@ -125,7 +145,8 @@ class Workspace:
     qkv: Tensor  # (T, (H + 2K) * D)
     context: Tensor  # (T, H * D)
     mlp: Tensor  # (T, F)
-    delta: Tensor  # (T, C) a tensor rank's partial sums, or what is normalised before it is added
+    #: (T, C) a tensor rank's partial sums and then their norm, or what is normalised before it is added
+    delta: Tensor
     last: Tensor  # (R, C) rows that are sampled from
     logits: Tensor  # (R, V) float32, or (R, VocabShare.size) where ranks share the vocabulary
 
@@ -198,15 +219,19 @@ class Parts(NamedTuple):
     prompts: Tensor
 
 
-def attention(
-    context: Context, x: Tensor, qkv: Linear, norm: Norm | None, heads: Heads, cache: CacheLayer
-) -> Tensor:
-    """(T, H * D): causal attention of norm(x) (norm None: of x) over the cache; writes the new keys and
-    values to it."""
+class Rows(NamedTuple):
+    """The input of a product: norm(x), which the product computes; x alone where that is done (norm None)."""
+
+    x: Tensor  # (T, C)
+    norm: Norm | None
+
+
+def attention(context: Context, rows: Rows, qkv: Linear, heads: Heads, cache: CacheLayer) -> Tensor:
+    """(T, H * D): causal attention of the rows over the cache; writes the new keys and values to it."""
     ops, batch = context.ops, context.batch
     projected = context.parts("qkv", heads.qkv_size)
     out = context.parts("context", heads.num_heads * heads.head_size)
-    ops.project_qkv(x, qkv, norm, heads, batch, cache, out=projected.whole)
+    ops.project_qkv(rows.x, qkv, rows.norm, heads, batch, cache, out=projected.whole)
     if batch.num_decodes:
         ops.decode_attention(projected.decodes, heads, batch, cache, out=out.decodes)
     if batch.num_decodes < batch.num_tokens:
@@ -214,31 +239,71 @@ def attention(
     return out.whole
 
 
-def add_linears(context: Context, residual: Tensor, *products: tuple[Tensor, Linear]) -> None:
-    """residual += x @ weight.T + bias of each (x, linear); tensor ranks: in one all-reduce."""
+def add_linears(
+    context: Context, residual: Tensor, *products: tuple[Tensor, Linear], norm: Norm | None = None
+) -> Rows:
+    """residual += x @ weight.T + bias of each (x, linear), summed over the tensor ranks.
+
+    Returns the residual as the next product's input, which `norm` normalises: where the sum over the ranks
+    computes the norm too, its rows are in work.delta until the next call.
+    """
     if context.ranks.tensor_size == 1:
         for x, linear in products:
             context.ops.linear(x, linear, residual=residual, out=residual)
+        return Rows(residual, norm)
+    sums = context.ranks.row_sums(residual)
+    if sums is None:
+        residual.add_(_sum_over_ranks(context, *products))
+        return Rows(residual, norm)
+    delta, biases = _partial_sums(context, False, *products), _biases(products)
+    normed = None if norm is None else delta
+    sums.add_rows(delta, biases, residual, norm, out=residual, normed=normed, follows_product=True)
+    return Rows(residual, None) if normed is None else Rows(normed, None)
+
+
+def add_and_norm(context: Context, x: Tensor, product: tuple[Tensor, Linear], norm: Norm) -> None:
+    """x = norm(x + y @ weight.T + bias) of the product (y, linear), summed over the tensor ranks."""
+    sums = None if context.ranks.tensor_size == 1 else context.ranks.row_sums(x)
+    if sums is None:
+        add_linears(context, x, product)
+        context.ops.norm(x, norm, out=x)
         return
-    residual.add_(_sum_over_ranks(context, *products))
+    delta = _partial_sums(context, False, product)
+    sums.add_rows(delta, _biases([product]), x, norm, out=None, normed=x, follows_product=True)
 
 
 def add_normed(context: Context, residual: Tensor, x: Tensor, linear: Linear, norm: Norm) -> None:
     """residual += norm(x @ weight.T + bias), the product summed over tensor ranks."""
-    delta = _sum_over_ranks(context, (x, linear))
-    context.ops.norm(delta, norm, out=delta)
+    sums = None if context.ranks.tensor_size == 1 else context.ranks.row_sums(residual)
+    if sums is None:
+        delta = _sum_over_ranks(context, (x, linear))
+        context.ops.norm(delta, norm, out=delta)
+    else:
+        delta = _partial_sums(context, False, (x, linear))
+        biases = _biases([(x, linear)])
+        sums.add_rows(delta, biases, None, norm, out=None, normed=delta, follows_product=True)
     residual.add_(delta)
 
 
 def _sum_over_ranks(context: Context, *products: tuple[Tensor, Linear]) -> Tensor:
     """(T, C): the sum of x @ weight.T + bias of each (x, linear), in work.delta."""
-    delta = context.work.delta[: context.num_tokens]
-    for index, (x, linear) in enumerate(products):
-        # the bias is whole on every rank: only the first adds it
-        partial = linear if context.ranks.tensor_rank == 0 else replace(linear, bias=None)
-        context.ops.linear(x, partial, residual=delta if index else None, out=delta)
+    # the bias is whole on every rank: only the first adds it
+    delta = _partial_sums(context, context.ranks.tensor_rank == 0, *products)
     context.ranks.all_reduce(delta)
     return delta
+
+
+def _partial_sums(context: Context, with_biases: bool, *products: tuple[Tensor, Linear]) -> Tensor:
+    """(T, C): this rank's part of the sum of x @ weight.T + bias of each (x, linear), in work.delta."""
+    delta = context.work.delta[: context.num_tokens]
+    for index, (x, linear) in enumerate(products):
+        partial = linear if with_biases or linear.bias is None else replace(linear, bias=None)
+        context.ops.linear(x, partial, residual=delta if index else None, out=delta)
+    return delta
+
+
+def _biases(products: Sequence[tuple[Tensor, Linear]]) -> list[Tensor]:
+    return [linear.bias for _, linear in products if linear.bias is not None]
 
 
 def alibi_slopes(num_heads: int, largest: float = 8.0) -> Tensor:

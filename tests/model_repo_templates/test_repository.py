@@ -338,8 +338,7 @@ def test_every_setting_of_the_engine_stands_in_the_file_with_its_default(tmp_pat
     config = read_engine_config(parameters, "config.pbtxt")
     assert dataclasses.replace(config, extra={}) == EngineConfig()
     assert set(config.extra) == {
-        "engine_model", "model_type", "model_checkpoint_path", "enable_custom_all_reduce",
-        "max_response_elements",
+        "engine_model", "model_type", "model_checkpoint_path", "max_response_elements",
     }  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from tridecode.backend.messages import SamplingParams
 from tridecode.backend.models import read_model_config
 from tridecode.backend.prompt_learning import LearnedPrompt
 from tridecode.backend.supervisor.rank_link import RankStatus
+from tridecode.kernels.reference import Reference
 
 _WAIT_S = 60
 Result = TypeVar("Result")
@@ -59,10 +60,33 @@ class Arrival:
         self.x.copy_(self.queue.get(timeout=_WAIT_S))
 
 
-class ThreadRanks:
-    """The interface of ProcessRanks."""
+class ThreadSums:
+    """The interface of kernels.peer_sums.PeerSums. launched: sums with a norm, and without."""
 
-    def __init__(self, meeting: Meeting, rank: int, pipelined: bool = False):
+    def __init__(self, ranks: ThreadRanks):
+        self.ranks, self.launched = ranks, {True: 0, False: 0}
+
+    def add_rows(
+        self, partial, biases=(), residual=None, norm=None, *, out, normed=None, follows_product=False
+    ) -> None:
+        meeting = self.ranks.meeting
+        parts = meeting.gather(self.ranks.stage, self.ranks.tensor_rank, partial.clone())
+        terms = [*parts, *biases, *(() if residual is None else (residual,))]
+        total = sum(term.float() for term in terms).to(partial.dtype)
+        self.launched[norm is not None] += 1
+        if out is not None:
+            out.copy_(total)
+        if norm is not None:
+            Reference().norm(total, norm, out=normed)
+
+
+class ThreadRanks:
+    """The interface of ProcessRanks. fuses: sums over ranks are fused with what comes after them."""
+
+    peers = None
+
+    def __init__(self, meeting: Meeting, rank: int, pipelined: bool = False, fuses: bool = False):
+        self.sums = ThreadSums(self) if fuses else None
         self.meeting, self.rank = meeting, rank
         self.tensor_size, self.num_stages = meeting.tensor_size, meeting.num_stages
         self.tensor_rank, self.stage = rank % self.tensor_size, rank // self.tensor_size
@@ -71,6 +95,11 @@ class ThreadRanks:
 
     def all_reduce(self, x: Tensor) -> None:
         x.copy_(torch.stack(self.meeting.gather(self.stage, self.tensor_rank, x.clone())).sum(0))
+
+    def row_sums(self, x: Tensor) -> ThreadSums | None:
+        return self.sums
+
+    def raise_if_lost(self) -> None: ...
 
     def gather(self, x: Tensor) -> Tensor:
         return torch.stack(self.meeting.gather(self.stage, self.tensor_rank, x.clone()))
@@ -165,11 +194,12 @@ def on_ranks(
     stages: int,
     use: Callable[[OfflineEngine], Result],
     pipelined: bool = False,
+    fuses: bool = False,
     **settings,
 ) -> tuple[Result, list[Engine]]:
     """What `use` makes of an engine over tensor x stages ranks, and the ranks' engines.
 
-    pipelined: with a plan in flight for each stage.
+    pipelined: with a plan in flight for each stage. fuses: see ThreadRanks.
     """
     cpu, meeting = torch.device("cpu"), Meeting(tensor, stages)
     model = read_model_config(directory)
@@ -182,7 +212,7 @@ def on_ranks(
 
     def run(rank: int) -> None:
         try:
-            ranks = ThreadRanks(meeting, rank, pipelined)
+            ranks = ThreadRanks(meeting, rank, pipelined, fuses)
             engines[rank] = Engine.load(directory, model, resolve(config, model, cpu), ranks, cpu)
             if rank > 0:
                 follow(engines[rank], RankStatus())

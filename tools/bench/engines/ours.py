@@ -102,13 +102,16 @@ def _engine(job: Job) -> Iterator[Engine]:
             engine.ranks.broadcast_plan(None)
             for process in others:
                 process.join(10.0)
+            engine.ranks.close()
         finally:
             for process in others:
                 process.kill()
 
 
 def _follow(job: Job, rank: int, meeting: str) -> None:
-    follow(_load(job, rank, meeting), RankStatus())
+    engine = _load(job, rank, meeting)
+    follow(engine, RankStatus())
+    engine.ranks.close()
 
 
 ENGINE = BenchEngine("tridecode", ("compare", "beside", "mix"), bench_engine, ours=True)

@@ -1,0 +1,148 @@
+"""Sums over the tensor ranks of one host, through memory that the ranks map of each other.
+
+A rank allocates memory (PeerSums), gives its handle to the others and opens theirs (`connect`). Then each
+`add_rows` is one launch of csrc/all_reduce.cu, on every rank in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tridecode.kernels.checks import ShapeError, match, same_dtype
+from tridecode.kernels.cuda_base import DTYPES, CudaBase, pointer
+from tridecode.kernels.library import current_stream
+from tridecode.kernels.ops import Norm
+from tridecode.kernels.scratch import PEER_ROW_BYTES, peer_slot_bytes
+
+HANDLE_BYTES = 64  # of cudaIpcMemHandle_t
+MOST_RANKS = 8
+
+
+def unsupported(ranks: int, columns: int, dtype: torch.dtype) -> str:
+    """Why all_reduce.cu cannot sum rows of `columns` numbers; "": it can."""
+    size = columns * dtype.itemsize
+    if ranks > MOST_RANKS:
+        return f"{ranks} tensor ranks; it sums over at most {MOST_RANKS}"
+    if size % 16 or size > PEER_ROW_BYTES:
+        return f"rows of {size:,} bytes; it takes multiples of 16 up to {PEER_ROW_BYTES:,}"
+    return ""
+
+
+class PeerSums:
+    """This rank's memory and, once connected, that of the others. Used by the thread of `ops`.
+
+    max_tokens, columns: of the rows of a step. limit_s: how long a launch waits for the others; then it goes
+    on with wrong numbers, as all later ones do at once, and `lost` is set. Raises KernelError if the memory
+    cannot be allocated or shared.
+    """
+
+    def __init__(
+        self,
+        ops: CudaBase,
+        rank: int,
+        ranks: int,
+        max_tokens: int,
+        columns: int,
+        dtype: torch.dtype,
+        limit_s: float,
+    ):
+        self._library, self._device, self.limit_s = ops.library, ops.device, limit_s
+        self._dtype, self.columns = dtype, columns
+        self._rank, self._ranks = rank, ranks
+        slot = peer_slot_bytes(ranks, max_tokens, columns * dtype.itemsize)
+        self.rows = slot // (columns * dtype.itemsize)
+        self.bytes = self._library.peer_bytes(ranks, slot)
+        address, handle = torch.zeros(1, dtype=torch.int64), torch.zeros(HANDLE_BYTES, dtype=torch.uint8)
+        self._library.peer_allocate(self.bytes, DTYPES[dtype], address.data_ptr(), handle.data_ptr())
+        self.handle = handle.numpy().tobytes()
+        self._opened: list[int] = []
+        self._lost = torch.zeros(1, dtype=torch.int32).pin_memory()
+        self._memory = int(address)
+        self._fields: dict[str, float] = {
+            "dtype": DTYPES[dtype],
+            "rank": rank,
+            "ranks": ranks,
+            "slot_bytes": slot,
+            "memory": self._memory,
+            "limit_ns": int(limit_s * 1e9),
+            "lost": self._lost.data_ptr(),
+        }
+
+    def connect(self, handles: Sequence[bytes]) -> None:
+        """Map the others' memory. handles: of all ranks, in rank order. Raises KernelError."""
+        for rank, handle in enumerate(handles):
+            address = self._memory if rank == self._rank else self._open(handle)
+            self._fields[f"memory{rank}"] = address
+
+    def _open(self, handle: bytes) -> int:
+        given = torch.frombuffer(bytearray(handle), dtype=torch.uint8)
+        address = torch.zeros(1, dtype=torch.int64)
+        self._library.peer_open(given.data_ptr(), address.data_ptr())
+        self._opened.append(int(address))
+        return int(address)
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether rows such as x are summed here. More ranks than two send more bytes than NCCL would: from
+        self.rows on NCCL is faster."""
+        same = x.dtype == self._dtype and x.shape[1] == self.columns
+        return same and (self._ranks == 2 or x.shape[0] <= self.rows)
+
+    def add_rows(
+        self,
+        partial: Tensor,
+        biases: Sequence[Tensor] = (),
+        residual: Tensor | None = None,
+        norm: Norm | None = None,
+        *,
+        out: Tensor | None,
+        normed: Tensor | None = None,
+        follows_product: bool = False,
+    ) -> None:
+        """out = residual + biases + the sum of every rank's partial; normed = norm(out), of out as rounded.
+
+        partial, residual, out, normed: (T, C) X, rows contiguous; each may be another. biases: up to two,
+        (C,) X. The sum is in float32, in rank order, so that all ranks get the same bits. follows_product:
+        the operation before this one on the stream is a product, and it wrote no more than `partial`.
+        """
+        given = [("partial", partial), ("residual", residual), ("out", out), ("normed", normed)]
+        rows = [("TC", name, tensor) for name, tensor in given if tensor is not None]
+        constants = [*biases, *(() if norm is None else (norm.weight, norm.bias))]
+        vectors = [("C", "bias or norm", tensor) for tensor in constants if tensor is not None]
+        sizes = match("add_rows", *rows, *vectors)
+        same_dtype("add_rows", *((name, tensor) for _, name, tensor in (*rows, *vectors)))
+        if not self.takes(partial) or len(biases) > 2 or (norm is None) != (normed is None):
+            raise ShapeError(f"add_rows: {tuple(partial.shape)} of {partial.dtype} and {len(biases)} biases")
+        fields = {
+            **self._fields,
+            "bias": pointer(biases[0]) if biases else 0,
+            "second_bias": pointer(biases[1]) if len(biases) == 2 else 0,
+            "columns": sizes["C"],
+        }
+        if norm is not None:
+            fields["norm_weight"], fields["norm_bias"] = norm.weight.data_ptr(), pointer(norm.bias)
+            fields["norm_eps"] = norm.eps
+        stream, early = current_stream(self._device), int(follows_product)
+        for first in range(0, sizes["T"], self.rows):
+            fields["tokens"] = min(self.rows, sizes["T"] - first)
+            for name, tensor in given:
+                if tensor is not None:
+                    offset = first * tensor.stride(0) * tensor.element_size()
+                    fields[name], fields[f"{name}_stride"] = tensor.data_ptr() + offset, tensor.stride(0)
+            self._library.all_reduce(stream, early=early, **fields)
+            early = 0  # the launch before is the next one's predecessor
+
+    @property
+    def lost(self) -> int | None:
+        """The rank that did not come in time to a launch that the host has waited for."""
+        return int(self._lost) - 1 if self._lost else None
+
+    def close(self) -> None:
+        """Give the memory back, once no rank launches any more."""
+        torch.cuda.synchronize(self._device)
+        for address in self._opened:
+            self._library.peer_close(address)
+        self._library.peer_free(self._memory)
+        self._opened = []
