@@ -28,8 +28,9 @@ from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm
 from tridecode.kernels.quantized import QuantizedWeight, stays_in_8_bit
 from tridecode.kernels.reference import GATED
 
-#: `operand` of csrc/api.h; "two_parts": x is rounded to int8 in two parts, the weight is int8
-OPERANDS = {"int8": 1, "fp8": 2, "two_parts": 3}
+#: `operand` of csrc/api.h; "two_parts": x is rounded to int8 in two parts, the weight is int8;
+#: "two_parts_int4": with the inputs in the order of granules of 4-bit weights
+OPERANDS = {"int8": 1, "fp8": 2, "two_parts": 3, "two_parts_int4": 4}
 
 
 class CudaW8A8(CudaGemm):
@@ -168,7 +169,7 @@ class CudaW8A8(CudaGemm):
 
         The values are T * C bytes, or in "two_parts" those of rows_of_two_parts."""
         tokens, columns = x.shape
-        rows = -(-tokens // 8) * 16 if format == "two_parts" else tokens
+        rows = -(-tokens // 8) * 16 if format.startswith("two_parts") else tokens
         weight = bias = None
         if norm is not None:
             weight, bias = norm.weight, norm.bias

@@ -1,6 +1,7 @@
 """Chooses the kernel of a product whose weight is in 8 or 4 bit (packed_weight.py); gemm_table.py chooses the
 others. A pure function, without torch or a GPU.
 
+    gemm_int4_sm90     int4 in groups of n x 128 and x in two int8 parts, TMA and wgmma, split-K within a cluster
     gemm_packed_mma    1 to 8 tokens, mma.sync, split-K through global memory
     gemm_packed_sm90   to 256 tokens, TMA and wgmma, whole tiles, or stream-K through global memory
     expand_weight      many tokens: the weight is expanded to 16 bit, and gemm_table.py chooses for that
@@ -15,7 +16,14 @@ PACKED_TOKENS = 256
 #: up to this many tokens gemm_packed_mma is faster than gemm_packed_sm90, and how many it takes
 FEW_TOKENS, MMA_TOKENS = 2, 8
 FUSED_NORM_TOKENS = 2
-STAGE_INPUTS = 128  # of gemm_packed_sm90
+STAGE_INPUTS = 128  # of gemm_packed_sm90 and gemm_int4_sm90
+#: of gemm_int4_sm90: tokens of a tile, and how many of its blocks fit on a multiprocessor
+INT4_TOKENS = {8: 2, 16: 2, 32: 2, 64: 1}
+INT4_SPLITS = (1, 2, 4, 8)
+#: above this many tokens the kernels for 16-bit x are faster
+INT4_MOST_TOKENS = 64
+#: fewest stages of a block
+INT4_LEAST_STAGES = 4
 STREAM_K_TOKENS = {"linear": (16, 32, 64, 128), "qkv": (16, 32, 64, 128), "swiglu": (32, 64, 128)}
 
 _MMA_STEP_INPUTS = 2048  # that the 8 warps of gemm_packed_mma take at once
@@ -25,6 +33,10 @@ _MAX_SPLIT = 64
 
 def choose_packed(gemm: Gemm, granule_inputs: int, device: Device) -> Plan:
     """The kernel, its tile, and why. granule_inputs: 64 or 128."""
+    if gemm.operand == "int4" and device.capability == 90 and gemm.tokens <= INT4_MOST_TOKENS:
+        plan = _int4(gemm, device)
+        if plan is not None:
+            return plan
     if gemm.tokens <= PACKED_TOKENS and gemm.aligned and gemm.inputs % 8 == 0:
         few = FEW_TOKENS if device.capability == 90 else MMA_TOKENS
         plan = _mma(gemm, granule_inputs, device) if gemm.tokens <= few else None
@@ -33,6 +45,22 @@ def choose_packed(gemm: Gemm, granule_inputs: int, device: Device) -> Plan:
         if plan is not None:
             return plan
     return Plan("expand_weight", f"more than {PACKED_TOKENS} tokens, or rows not at multiples of 16 bytes")
+
+
+def _int4(gemm: Gemm, device: Device) -> Plan | None:
+    """The smallest tile of tokens; the largest split of which all blocks are resident at once."""
+    if not _has_epilogue_sm90(gemm):
+        return None
+    tile_tokens = next((size for size in INT4_TOKENS if size >= gemm.tokens), max(INT4_TOKENS))
+    tiles = _ceil_div(gemm.outputs, 128) * _ceil_div(gemm.tokens, tile_tokens)
+    steps, room = _ceil_div(gemm.inputs, STAGE_INPUTS), INT4_TOKENS[tile_tokens] * device.multiprocessors
+    split = 1
+    for each in INT4_SPLITS:
+        if tiles * each <= room and steps >= each * INT4_LEAST_STAGES:
+            split = each
+    heads = gemm.epilogue == "qkv" and fuses_heads_sm90(gemm.head_size, gemm.rotary_size, gemm.interleaved)
+    why = f"{tiles} tiles of {steps} stages, room for {room} blocks"
+    return Plan("gemm_int4_sm90", why, 128, tile_tokens, split, fuses_norm=True, fuses_heads=heads)
 
 
 def _mma(gemm: Gemm, granule_inputs: int, device: Device) -> Plan | None:
@@ -64,10 +92,14 @@ def _fuses_heads(gemm: Gemm) -> bool:
     return not gemm.interleaved and gemm.head_size % 16 == 0 and gemm.rotary_size % 16 == 0
 
 
-def _sm90(gemm: Gemm, device: Device) -> Plan | None:
+def _has_epilogue_sm90(gemm: Gemm) -> bool:
     if not gemm.out_aligned or (gemm.residual and gemm.out_float32):
-        return None
-    if gemm.epilogue == "swiglu" and (gemm.residual or gemm.out_float32 or gemm.outputs % 16):
+        return False
+    return gemm.epilogue != "swiglu" or not (gemm.residual or gemm.out_float32 or gemm.outputs % 16)
+
+
+def _sm90(gemm: Gemm, device: Device) -> Plan | None:
+    if not _has_epilogue_sm90(gemm):
         return None
     heads = gemm.epilogue == "qkv" and fuses_heads_sm90(gemm.head_size, gemm.rotary_size, gemm.interleaved)
     plan = stream_k_plan(gemm, device, STREAM_K_TOKENS[gemm.epilogue], _ceil_div(gemm.inputs, STAGE_INPUTS))

@@ -167,3 +167,11 @@ def rows_of_two_parts(high: Tensor, low: Tensor) -> Tensor:
         padded = torch.nn.functional.pad(values, (0, 0, 0, -tokens % 8))
         rows[:, part] = padded.unflatten(0, (-1, 8))
     return rows.flatten(0, 2)
+
+
+def in_granule_order(values: Tensor) -> Tensor:
+    """(R, C), C a multiple of 32: the columns in the order in which a granule of 4-bit weights has its inputs.
+
+    Of each 32, column 16 i + 8 h + 2 t + j goes to 16 h + 4 t + 2 j + i; see csrc/packed_weight.cuh.
+    """
+    return values.unflatten(1, (-1, 2, 2, 4, 2)).permute(0, 1, 3, 4, 5, 2).flatten(1)

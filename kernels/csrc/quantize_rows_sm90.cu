@@ -4,7 +4,8 @@
 //
 // In two parts, x[t, c] = scales[t] * (high + low / 254) with int8 high and low: values has 8 rows
 // of high parts of 8 tokens, then 8 rows of their low parts, so that a thread of a wgmma product
-// has both sums of a token. Blocks beyond the last token fill its group of 8 with zeros.
+// has both sums of a token; for 4-bit weights with the inputs in the order of a granule. Blocks
+// beyond the last token fill its group of 8 with zeros.
 //
 // The numbers are those of kernels/quantized.py, bit for bit: the division is exact, halves are
 // rounded to even. As a norm it is short: the product behind it starts beside the kernel before it.
@@ -17,7 +18,10 @@ namespace {
 
 constexpr int kItems = 2;  // vectors of 8 per thread, as in norm.cu
 
-enum Values { kInt8 = 1, kE4m3 = 2, kTwoParts = 3 };  // `operand` of api.h
+enum Values { kInt8 = 1, kE4m3 = 2, kTwoParts = 3, kTwoPartsOf4Bit = 4 };  // `operand` of api.h
+
+template <Values VALUES>
+constexpr bool kInTwoParts = VALUES == kTwoParts || VALUES == kTwoPartsOf4Bit;
 
 // A row's values.
 template <Values VALUES>
@@ -73,7 +77,7 @@ struct Rounding {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float2 x = unpack<X>(get(words, i));
-      if constexpr (VALUES == kTwoParts) {
+      if constexpr (kInTwoParts<VALUES>) {
         const float first = plain ? quotient(x.x) : any_quotient(x.x);
         const float second = plain ? quotient(x.y) : any_quotient(x.y);
         pairs[i] = pair(first, second), lows[i] = pair(rest(first), rest(second));
@@ -82,7 +86,7 @@ struct Rounding {
             plain ? pair(quotient(x.x), quotient(x.y)) : pair(any_quotient(x.x), any_quotient(x.y));
       }
     }
-    if (VALUES == kTwoParts) *low = make_uint2(lows[0] | lows[1] << 16, lows[2] | lows[3] << 16);
+    if (kInTwoParts<VALUES>) *low = make_uint2(lows[0] | lows[1] << 16, lows[2] | lows[3] << 16);
     return make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
   }
 };
@@ -90,7 +94,21 @@ struct Rounding {
 // The first row of a token's values; the low parts are in the 8th row after it.
 template <Values VALUES>
 __device__ __forceinline__ int64_t row_of(int token) {
-  return VALUES == kTwoParts ? token / 8 * 16 + token % 8 : token;
+  return kInTwoParts<VALUES> ? token / 8 * 16 + token % 8 : token;
+}
+
+// Of 8 inputs, the bytes at this thread's place: those of a step of 16 inputs alternate with those
+// of the next step, which the thread after the next one has.
+__device__ __forceinline__ uint2 in_granule_order(uint2 own) {
+  const bool second = threadIdx.x & 2;
+  const uint32_t other = __shfl_xor_sync(kAll, second ? own.x : own.y, 2);
+  const uint32_t even = second ? other : own.x, odd = second ? own.y : other;
+  return make_uint2(__byte_perm(even, odd, 0x5140), __byte_perm(even, odd, 0x7362));
+}
+
+// Where an input is in this order.
+__device__ __forceinline__ int granule_place(int c) {
+  return (c & ~31) + (c >> 3 & 1) * 16 + (c >> 1 & 3) * 4 + (c & 1) * 2 + (c >> 4 & 1);
 }
 
 // Zeros for a token beyond the last one.
@@ -126,7 +144,7 @@ __global__ void quantize_row(uint8_t* values, float* scales, const X* x, const X
                              const X* bias, float eps, int num_tokens, int columns,
                              int64_t x_stride) {
   __shared__ unsigned int shared[32];
-  if (VALUES == kTwoParts && blockIdx.x >= num_tokens) return no_token(values, columns);
+  if (kInTwoParts<VALUES> && blockIdx.x >= num_tokens) return no_token(values, columns);
   const int first = threadIdx.x * 8, step = blockDim.x * 8;
   uint4 words[kItems] = {};
   auto each_item = [&](auto body) {
@@ -182,12 +200,24 @@ __global__ void quantize_row(uint8_t* values, float* scales, const X* x, const X
   }
   largest = max(largest & 0xffffu, largest >> 16);
   const Rounding<VALUES> rounding(magnitude<X>(block_max(largest, shared)));
-  each_item([&](int i, int c) {
-    uint2 low;
-    uint8_t* const to = values + row_of<VALUES>(blockIdx.x) * columns + c;
-    *reinterpret_cast<uint2*>(to) = rounding.template eight<X>(words[i], &low);
-    if (VALUES == kTwoParts) *reinterpret_cast<uint2*>(to + int64_t(8) * columns) = low;
-  });
+  uint8_t* const to = values + row_of<VALUES>(blockIdx.x) * columns;
+  if constexpr (VALUES == kTwoPartsOf4Bit) {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {  // in all lanes
+      uint2 low, high = rounding.template eight<X>(words[i], &low);
+      high = in_granule_order(high), low = in_granule_order(low);
+      const int c = first + i * step, place = (c & ~31) + (c >> 3 & 1) * 16 + (c >> 4 & 1) * 8;
+      if (c >= columns) continue;
+      *reinterpret_cast<uint2*>(to + place) = high;
+      *reinterpret_cast<uint2*>(to + int64_t(8) * columns + place) = low;
+    }
+  } else {
+    each_item([&](int i, int c) {
+      uint2 low;
+      *reinterpret_cast<uint2*>(to + c) = rounding.template eight<X>(words[i], &low);
+      if (VALUES == kTwoParts) *reinterpret_cast<uint2*>(to + int64_t(8) * columns + c) = low;
+    });
+  }
   if (threadIdx.x == 0) scales[blockIdx.x] = rounding.scale;
 }
 
@@ -198,7 +228,7 @@ __global__ void quantize_row_any(uint8_t* values, float* scales, const X* x, con
                                  int64_t x_stride) {
   __shared__ float sums_shared[2][32];
   __shared__ unsigned int shared[32];
-  if (VALUES == kTwoParts && blockIdx.x >= num_tokens) return no_token(values, columns);
+  if (kInTwoParts<VALUES> && blockIdx.x >= num_tokens) return no_token(values, columns);
   let_successor_start();
   wait_for_predecessor_alone();
   const X* const row = x + blockIdx.x * x_stride;
@@ -224,9 +254,10 @@ __global__ void quantize_row_any(uint8_t* values, float* scales, const X* x, con
   uint8_t* const to = values + row_of<VALUES>(blockIdx.x) * columns;
   for (int c = threadIdx.x; c < columns; c += blockDim.x) {
     const float quotient = rounding.any_quotient(number(c));
-    to[c] = uint8_t(rounding.pair(quotient, 0.0f));
-    if (VALUES == kTwoParts)
-      to[int64_t(8) * columns + c] = uint8_t(rounding.pair(rounding.rest(quotient), 0.0f));
+    const int place = VALUES == kTwoPartsOf4Bit ? granule_place(c) : c;
+    to[place] = uint8_t(rounding.pair(quotient, 0.0f));
+    if (kInTwoParts<VALUES>)
+      to[int64_t(8) * columns + place] = uint8_t(rounding.pair(rounding.rest(quotient), 0.0f));
   }
   if (threadIdx.x == 0) scales[blockIdx.x] = rounding.scale;
 }
@@ -240,15 +271,17 @@ int tridecode_quantize_rows_sm90(void* values, float* scales, const void* x,
                                  const void* norm_weight, const void* norm_bias, float eps,
                                  int num_tokens, int columns, int64_t x_stride, int operand,
                                  int dtype, void* stream) {
-  if (operand < kInt8 || operand > kTwoParts)
-    return fail("quantize_rows_sm90: operand code %d; wanted 1, 2 or 3", operand);
+  if (operand < kInt8 || operand > kTwoPartsOf4Bit)
+    return fail("quantize_rows_sm90: operand code %d; wanted 1 to 4", operand);
+  if (operand == kTwoPartsOf4Bit && columns % 32)
+    return fail("quantize_rows_sm90: %d columns; wanted a multiple of 32", columns);
   return for_16_bit_dtype(dtype, "quantize_rows_sm90", [&](auto zero) {
     using X = decltype(zero);
     const bool wide = columns % 8 == 0 && columns <= 1024 * 8 * kItems && x_stride % 8 == 0 &&
                       aligned16(values) && aligned16(x) && aligned16(norm_weight) &&
                       aligned16(norm_bias);
     const int threads = wide ? ceil_div(columns, 8 * kItems * 32) * 32 : 256;
-    const int rows = operand == kTwoParts ? ceil_div(num_tokens, 8) * 8 : num_tokens;
+    const int rows = operand >= kTwoParts ? ceil_div(num_tokens, 8) * 8 : num_tokens;
     auto run = [&](auto kernel) {
       return launch("quantize_rows_sm90", kernel, rows, threads, 0, stream, (uint8_t*)values,
                     scales, (const X*)x, (const X*)norm_weight, (const X*)norm_bias, eps,
@@ -260,6 +293,8 @@ int tridecode_quantize_rows_sm90(void* values, float* scales, const void* x,
       return run(norm_weight ? quantize_row<X, kValues, true> : quantize_row<X, kValues, false>);
     };
     if (operand == kTwoParts) return run_as(std::integral_constant<Values, kTwoParts>());
+    if (operand == kTwoPartsOf4Bit)
+      return run_as(std::integral_constant<Values, kTwoPartsOf4Bit>());
     if (operand == kE4m3) return run_as(std::integral_constant<Values, kE4m3>());
     return run_as(std::integral_constant<Values, kInt8>());
   });
