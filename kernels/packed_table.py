@@ -17,11 +17,17 @@ PACKED_TOKENS = 256
 FEW_TOKENS, MMA_TOKENS = 2, 8
 FUSED_NORM_TOKENS = 2
 STAGE_INPUTS = 128  # of gemm_packed_sm90 and gemm_int4_sm90
-#: of gemm_int4_sm90: tokens of a tile, and how many of its blocks fit on a multiprocessor
-INT4_TOKENS = {8: 2, 16: 2, 32: 2, 64: 1}
-INT4_SPLITS = (1, 2, 4, 8)
-#: above this many tokens the kernels for 16-bit x are faster
-INT4_MOST_TOKENS = 64
+#: of gemm_int4_sm90: tokens of a tile. Two of its blocks fit on a multiprocessor
+INT4_TOKENS = (8, 16, 32)
+INT4_RESIDENT = 2
+#: 8 is slower. 4096 x 4096, 8 tokens, split 1 / 2 / 4 / 8: 13.8 / 8.9 / 7.9 / 10.0 us; 4096 x 14336: 42.7 / 24.1
+#: / 20.6 / 20.5; 28672 x 4096: 22.6 / 26.1 / 31.6 / 40.3 (H200, bf16, zeros, the rounding of x included)
+INT4_SPLITS = (1, 2, 4)
+#: above these the kernels for 16-bit x are faster, with more inputs than INT4_LONG_INPUTS above the second. 8 /
+#: 16 / 32 / 64 tokens, these in brackets: 6144 x 4096: 8.9 (13.0) / 10.2 (12.9) / 11.9 (14.3) / 17.3 (15.0);
+#: 28672 x 4096: 22.6 (45.0) / 24.6 (45.1) / 29.5 (45.2) / 46.2 (47.0); 4096 x 14336: 20.5 (24.6) / 22.9 (24.5) /
+#: 28.2 (25.8)
+INT4_MOST_TOKENS, INT4_LONG_TOKENS, INT4_LONG_INPUTS = 32, 16, 8192
 #: fewest stages of a block
 INT4_LEAST_STAGES = 4
 STREAM_K_TOKENS = {"linear": (16, 32, 64, 128), "qkv": (16, 32, 64, 128), "swiglu": (32, 64, 128)}
@@ -33,7 +39,8 @@ _MAX_SPLIT = 64
 
 def choose_packed(gemm: Gemm, granule_inputs: int, device: Device) -> Plan:
     """The kernel, its tile, and why. granule_inputs: 64 or 128."""
-    if gemm.operand == "int4" and device.capability == 90 and gemm.tokens <= INT4_MOST_TOKENS:
+    most = INT4_LONG_TOKENS if gemm.inputs > INT4_LONG_INPUTS else INT4_MOST_TOKENS
+    if gemm.operand == "int4" and device.capability == 90 and gemm.tokens <= most:
         plan = _int4(gemm, device)
         if plan is not None:
             return plan
@@ -51,9 +58,9 @@ def _int4(gemm: Gemm, device: Device) -> Plan | None:
     """The smallest tile of tokens; the largest split of which all blocks are resident at once."""
     if not _has_epilogue_sm90(gemm):
         return None
-    tile_tokens = next((size for size in INT4_TOKENS if size >= gemm.tokens), max(INT4_TOKENS))
+    tile_tokens = next((size for size in INT4_TOKENS if size >= gemm.tokens), INT4_TOKENS[-1])
     tiles = _ceil_div(gemm.outputs, 128) * _ceil_div(gemm.tokens, tile_tokens)
-    steps, room = _ceil_div(gemm.inputs, STAGE_INPUTS), INT4_TOKENS[tile_tokens] * device.multiprocessors
+    steps, room = _ceil_div(gemm.inputs, STAGE_INPUTS), INT4_RESIDENT * device.multiprocessors
     split = 1
     for each in INT4_SPLITS:
         if tiles * each <= room and steps >= each * INT4_LEAST_STAGES:

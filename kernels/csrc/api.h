@@ -106,7 +106,7 @@ typedef struct {
   // 8-bit operands: x and weight hold int8 or E4M3 values, and strides count these
   int operand;            // 0: x and weight are of dtype; 1: int8; 2: E4M3; 3: int8, x in two parts
   const float* x_scales;  // (tokens); weight_scales is read, too
-  int symmetric;  // int4 with x in two parts: every zero is 8
+  int symmetric;          // int4 with x in two parts: every zero is 8
 } tridecode_gemm_task;
 
 // 1 or 2 tokens; x fits in the shared memory of a block. No tile.
@@ -140,7 +140,7 @@ int tridecode_gemm_packed_sm90(const tridecode_gemm_task* task, void* stream);
 
 // The same for int4 with one group of a granule and zeros that are whole numbers, with x in two
 // int8 parts as quantize_rows_sm90 writes it with operand 4: x_scales is read. Multiples of 32
-// inputs, of 8 outputs; residual and out as gemm_sm90_split_k's. tile_tokens 8, 16, 32 or 64, any
+// inputs, of 8 outputs; residual and out as gemm_sm90_split_k's. tile_tokens 8, 16 or 32, any
 // number of tokens; split: 1, 2, 4 or 8 blocks of a cluster.
 int tridecode_gemm_int4_sm90(const tridecode_gemm_task* task, void* stream);
 

@@ -15,7 +15,7 @@
 // Of a split tile, warp w of every block sends its sums to one block, whose warp w finishes these
 // 16 rows for all tokens: 8 / split warps of a block finish.
 //
-// Two blocks fit on a multiprocessor up to 32 tokens. With few tokens all blocks of a product are
+// Two blocks fit on a multiprocessor. With few tokens all blocks of a product are
 // resident at once, and the next product's weights fill their ring meanwhile.
 //
 // Bytes moved: outputs * inputs / 2 and 4 bytes of each group.
@@ -43,11 +43,10 @@ struct Int4Shape {
   static constexpr int kStageBytes =
       kXBytes + kWeightBytes + 1024;  // x begins at multiples of 1024
   static constexpr int kLoadedBytes = kXBytes + kWeightBytes + kGroupBytes;
-  static constexpr int kResident = N <= 64 ? 2 : 1;
   static constexpr int kSent = 32 * (N / 4) * 4;  // by a warp
   // Sums of other blocks: kSent of each of split - 1 blocks for 8 / split warps.
   static constexpr int kReceivedBytes = (kLargestSplit - 1) * kSent;
-  static constexpr int kRoom = (kResident == 2 ? 113 : 227) * 1024 - 2048 - kReceivedBytes;
+  static constexpr int kRoom = 113 * 1024 - 2048 - kReceivedBytes;
   static constexpr int kStages = kRoom / kStageBytes < 12 ? kRoom / kStageBytes : 12;
   static constexpr int kSharedBytes = 1024 + kStages * kStageBytes + kReceivedBytes;
 };
@@ -323,7 +322,7 @@ struct FinishRows {
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
 template <typename X, int N, Mode MODE>
-__global__ void __launch_bounds__(kInt4Threads, Int4Shape<N>::kResident)
+__global__ void __launch_bounds__(kInt4Threads, 2)
     gemm_int4_sm90(const __grid_constant__ CUtensorMap weight_map,
                    const __grid_constant__ CUtensorMap groups_map,
                    const __grid_constant__ CUtensorMap x_map, const __grid_constant__ GemmTask task,
@@ -413,8 +412,7 @@ int run(const GemmTask& task, void* stream) {
 #define TRIDECODE_INSTANCES(_)                                    \
   _(8, kPlain) _(8, kQkv) _(8, kQkvRotary) _(8, kGated)           \
   _(16, kPlain) _(16, kQkv) _(16, kQkvRotary) _(16, kGated)       \
-  _(32, kPlain) _(32, kQkv) _(32, kQkvRotary) _(32, kGated)       \
-  _(64, kPlain) _(64, kQkv) _(64, kQkvRotary) _(64, kGated)
+  _(32, kPlain) _(32, kQkv) _(32, kQkvRotary) _(32, kGated)
 // clang-format on
 
 }  // namespace

@@ -153,7 +153,6 @@ __device__ __forceinline__ void group_multiply_add_bytes(int (&c)[N / 2], const 
   if constexpr (N == 16) TRIDECODE_WGMMA_BYTES("16", TRIDECODE_N16, "%8", "%9", "%10", "%11", "%12", "%13", TRIDECODE_I(0));
   if constexpr (N == 32) TRIDECODE_WGMMA_BYTES("32", TRIDECODE_N32, "%16", "%17", "%18", "%19", "%20", "%21", TRIDECODE_I2(0));
   if constexpr (N == 64) TRIDECODE_WGMMA_BYTES("64", TRIDECODE_N64, "%32", "%33", "%34", "%35", "%36", "%37", TRIDECODE_I4(0));
-  if constexpr (N == 128) TRIDECODE_WGMMA_BYTES("128", TRIDECODE_N128, "%64", "%65", "%66", "%67", "%68", "%69", TRIDECODE_I8(0));
   // clang-format on
 }
 

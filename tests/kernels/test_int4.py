@@ -25,7 +25,14 @@ from tests.kernels.test_packed_weight import H200, quantized
 from tridecode.kernels.bench.shapes import SHAPES
 from tridecode.kernels.gemm_table import Gemm, Plan
 from tridecode.kernels.ops import Linear, Norm
-from tridecode.kernels.packed_table import INT4_MOST_TOKENS, INT4_TOKENS, choose_packed
+from tridecode.kernels.packed_table import (
+    INT4_LONG_INPUTS,
+    INT4_LONG_TOKENS,
+    INT4_MOST_TOKENS,
+    INT4_SPLITS,
+    INT4_TOKENS,
+    choose_packed,
+)
 from tridecode.kernels.packed_weight import PackedWeight, multiplied_in_int8, pack
 from tridecode.kernels.quantized import (
     QuantizedWeight,
@@ -129,9 +136,10 @@ def test_every_choice_has_an_instance_and_every_instance_is_chosen():
             for tokens in range(1, 200):
                 gemm = product._replace(tokens=tokens, operand="int4")
                 plan = choose_packed(gemm, 128, H200)
-                assert (plan.kernel == "gemm_int4_sm90") == (tokens <= INT4_MOST_TOKENS)
+                most = INT4_LONG_TOKENS if product.inputs > INT4_LONG_INPUTS else INT4_MOST_TOKENS
+                assert (plan.kernel == "gemm_int4_sm90") == (tokens <= most)
                 if plan.kernel == "gemm_int4_sm90":
-                    assert plan.tile_tokens in INT4_TOKENS and plan.split in (1, 2, 4, 8)
+                    assert plan.tile_tokens in INT4_TOKENS and plan.split in INT4_SPLITS
                     assert plan.split * 4 <= -(-product.inputs // 128) or plan.split == 1
                     chosen.add(instance_of(gemm, plan))
     assert chosen == instances("gemm_int4_sm90")
@@ -147,7 +155,7 @@ def force(place: Place, monkeypatch: pytest.MonkeyPatch, split: int) -> None:
 
     def plan(gemm: Gemm, granule_inputs: int) -> Plan:
         assert gemm.operand == "int4"
-        tile = next((size for size in INT4_TOKENS if size >= gemm.tokens), 64)
+        tile = next((size for size in INT4_TOKENS if size >= gemm.tokens), 32)
         most = min(split, -(-gemm.inputs // 128))
         parts = max(each for each in (1, 2, 4, 8) if each <= most)
         fused = gemm.epilogue == "qkv"
