@@ -1,7 +1,7 @@
 """Chooses the kernel of a product whose weight is in 8 or 4 bit (packed_weight.py); gemm_table.py chooses the
 others. A pure function, without torch or a GPU.
 
-    gemm_int4_sm90     int4 in groups of n x 128 and x in two int8 parts, TMA and wgmma, split-K within a cluster
+    gemm_int4_sm90     to 32 tokens, int4 in groups of n x 128, x in two int8 parts, split-K within a cluster
     gemm_packed_mma    1 to 8 tokens, mma.sync, split-K through global memory
     gemm_packed_sm90   to 256 tokens, TMA and wgmma, whole tiles, or stream-K through global memory
     expand_weight      many tokens: the weight is expanded to 16 bit, and gemm_table.py chooses for that
@@ -20,13 +20,14 @@ STAGE_INPUTS = 128  # of gemm_packed_sm90 and gemm_int4_sm90
 #: of gemm_int4_sm90: tokens of a tile. Two of its blocks fit on a multiprocessor
 INT4_TOKENS = (8, 16, 32)
 INT4_RESIDENT = 2
-#: 8 is slower. 4096 x 4096, 8 tokens, split 1 / 2 / 4 / 8: 13.8 / 8.9 / 7.9 / 10.0 us; 4096 x 14336: 42.7 / 24.1
-#: / 20.6 / 20.5; 28672 x 4096: 22.6 / 26.1 / 31.6 / 40.3 (H200, bf16, zeros, the rounding of x included)
+#: 8 is slower. us on an H200 (bf16, zeros, the rounding of x included), 8 tokens, split 1 / 2 / 4 / 8:
+#: 4096 x 4096: 13.8 / 8.9 / 7.9 / 10.0; 4096 x 14336: 42.7 / 24.1 / 20.6 / 20.5; 28672 x 4096: 22.6 / 26.1 /
+#: 31.6 / 40.3
 INT4_SPLITS = (1, 2, 4)
-#: above these the kernels for 16-bit x are faster, with more inputs than INT4_LONG_INPUTS above the second. 8 /
-#: 16 / 32 / 64 tokens, these in brackets: 6144 x 4096: 8.9 (13.0) / 10.2 (12.9) / 11.9 (14.3) / 17.3 (15.0);
-#: 28672 x 4096: 22.6 (45.0) / 24.6 (45.1) / 29.5 (45.2) / 46.2 (47.0); 4096 x 14336: 20.5 (24.6) / 22.9 (24.5) /
-#: 28.2 (25.8)
+#: above these the kernels for 16-bit x are faster; the second: with more inputs than INT4_LONG_INPUTS. 8 / 16
+#: / 32 / 64 tokens, those kernels in brackets: 6144 x 4096: 8.9 (13.0) / 10.2 (12.9) / 11.9 (14.3) / 17.3
+#: (15.0); 28672 x 4096: 22.6 (45.0) / 24.6 (45.1) / 29.5 (45.2) / 46.2 (47.0); 4096 x 14336: 20.5 (24.6) /
+#: 22.9 (24.5) / 28.2 (25.8)
 INT4_MOST_TOKENS, INT4_LONG_TOKENS, INT4_LONG_INPUTS = 32, 16, 8192
 #: fewest stages of a block
 INT4_LEAST_STAGES = 4

@@ -170,7 +170,7 @@ def rows_of_two_parts(high: Tensor, low: Tensor) -> Tensor:
 
 
 def in_granule_order(values: Tensor) -> Tensor:
-    """(R, C), C a multiple of 32: the columns in the order in which a granule of 4-bit weights has its inputs.
+    """(R, C), C a multiple of 32: the columns in the order of the inputs of a granule of 4-bit weights.
 
     Of each 32, column 16 i + 8 h + 2 t + j goes to 16 h + 4 t + 2 j + i; see csrc/packed_weight.cuh.
     """

@@ -1,8 +1,8 @@
-"""Products of 4-bit weights on int8 tensor cores (gemm_int4_sm90): the arrangement without a GPU, the rounding of
-x bit for bit, the products against float64.
+"""Products of 4-bit weights on int8 tensor cores (gemm_int4_sm90): the arrangement without a GPU, the rounding
+of x bit for bit, the products against float64.
 
-Bound: x is rounded to 1 / 64,516 of its row's largest number, a group's scale and the result to the dtype. So
-an error is at most max|x| / 64,516 * sum|w| + u * sum|w x| + u * |result|, u half an epsilon, and what float32
+Bound: x is rounded to 1 / 64,516 of its row's largest number, a group's scale and the result to the dtype.
+So an error is at most max|x| / 64,516 * sum|w| + u * sum|w x| + u * |result|, u half an epsilon, and what float32
 adds to sums.
 """
 
@@ -263,8 +263,10 @@ def test_norm_and_activation_are_fused(cuda_place: Place, monkeypatch, activatio
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("split", [1, 2, 8])
 @pytest.mark.parametrize(
-    "heads", [(4, 4, 64, 0, False), (8, 2, 128, 128, False), (4, 2, 64, 64, False), (3, 1, 256, 256, False)], ids=str
-)  # fmt: skip
+    "heads",
+    [(4, 4, 64, 0, False), (8, 2, 128, 128, False), (4, 2, 64, 64, False), (3, 1, 256, 256, False)],
+    ids=str,
+)
 def test_queries_and_keys_are_rotated_and_kept(cuda_place: Place, monkeypatch, heads, split, dtype):
     place = cuda_place
     for tokens in (1, 5, 16, 40, 90):
