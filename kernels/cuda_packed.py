@@ -8,7 +8,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from tridecode.kernels.cuda_base import ACTIVATIONS, DTYPES, CudaBase, aligned, pointer
+from tridecode.kernels.cuda_base import ACTIVATIONS, DTYPES, aligned, pointer
+from tridecode.kernels.cuda_int4 import CudaInt4
 from tridecode.kernels.gemm_table import Gemm, Plan
 from tridecode.kernels.library import current_stream
 from tridecode.kernels.ops import Heads, Linear, Norm
@@ -16,6 +17,7 @@ from tridecode.kernels.packed_weight import (
     GRANULE_INPUTS,
     PackedWeight,
     loses_scales,
+    multiplied_in_int8,
     not_packed,
     pack,
 )
@@ -37,7 +39,7 @@ def _say_expanded(format: str, why: str, dtype: torch.dtype) -> None:
     )
 
 
-class CudaPacked(CudaBase):
+class CudaPacked(CudaInt4):
     """pack of kernels.ops.Ops, and what becomes of a packed weight."""
 
     def pack(self, linear: Linear, dtype: torch.dtype = torch.float32) -> Linear:
@@ -75,9 +77,12 @@ class CudaPacked(CudaBase):
         if plan.kernel == "expand_weight":
             expanded = Linear(self._expanded(weight), linear.bias)
             return self._gemm(x, expanded, norm, activation, residual, out, heads, head_fields)
+        fields: dict[str, float] = dict(head_fields or {}) if plan.fuses_heads else {}
+        if plan.kernel == "gemm_int4_sm90":
+            self._int4_gemm(plan, x, linear, weight, norm, activation, residual, out, fields)
+            return plan
         if norm is not None and not plan.fuses_norm:
             x, norm = self._normed(x, norm), None
-        fields: dict[str, float] = dict(head_fields or {}) if plan.fuses_heads else {}
         if norm is not None:
             fields |= {
                 "norm_weight": norm.weight.data_ptr(),
@@ -134,6 +139,7 @@ class CudaPacked(CudaBase):
             head_size=0 if heads is None else heads.head_size,
             rotary_size=0 if rope is None else rope.size,
             interleaved=rope is not None and rope.interleaved,
+            operand="int4" if multiplied_in_int8(weight) else "",
         )
         return self.choose_packed(gemm, GRANULE_INPUTS[weight.format])
 

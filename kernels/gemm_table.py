@@ -47,7 +47,7 @@ class Gemm(NamedTuple):
     head_size: int = 0  # of "qkv"
     rotary_size: int = 0
     interleaved: bool = False
-    operand: str = ""  # "int8", "fp8": x and weight are (W8A8)
+    operand: str = ""  # "int8", "fp8": x and weight are (W8A8); "int4": the weight is, x in two int8 parts
 
 
 class Plan(NamedTuple):

@@ -1,6 +1,7 @@
 """Chooses the kernel of a product whose weight is in 8 or 4 bit (packed_weight.py); gemm_table.py chooses the
 others. A pure function, without torch or a GPU.
 
+    gemm_int4_sm90     to 32 tokens, int4 in groups of n x 128, x in two int8 parts, split-K within a cluster
     gemm_packed_mma    1 to 8 tokens, mma.sync, split-K through global memory
     gemm_packed_sm90   to 256 tokens, TMA and wgmma, whole tiles, or stream-K through global memory
     expand_weight      many tokens: the weight is expanded to 16 bit, and gemm_table.py chooses for that
@@ -15,7 +16,21 @@ PACKED_TOKENS = 256
 #: up to this many tokens gemm_packed_mma is faster than gemm_packed_sm90, and how many it takes
 FEW_TOKENS, MMA_TOKENS = 2, 8
 FUSED_NORM_TOKENS = 2
-STAGE_INPUTS = 128  # of gemm_packed_sm90
+STAGE_INPUTS = 128  # of gemm_packed_sm90 and gemm_int4_sm90
+#: of gemm_int4_sm90: tokens of a tile. Two of its blocks fit on a multiprocessor
+INT4_TOKENS = (8, 16, 32)
+INT4_RESIDENT = 2
+#: 8 is slower. us on an H200 (bf16, zeros, the rounding of x included), 8 tokens, split 1 / 2 / 4 / 8:
+#: 4096 x 4096: 13.8 / 8.9 / 7.9 / 10.0; 4096 x 14336: 42.7 / 24.1 / 20.6 / 20.5; 28672 x 4096: 22.6 / 26.1 /
+#: 31.6 / 40.3
+INT4_SPLITS = (1, 2, 4)
+#: above these the kernels for 16-bit x are faster; the second: with more inputs than INT4_LONG_INPUTS. 8 / 16
+#: / 32 / 64 tokens, those kernels in brackets: 6144 x 4096: 8.9 (13.0) / 10.2 (12.9) / 11.9 (14.3) / 17.3
+#: (15.0); 28672 x 4096: 22.6 (45.0) / 24.6 (45.1) / 29.5 (45.2) / 46.2 (47.0); 4096 x 14336: 20.5 (24.6) /
+#: 22.9 (24.5) / 28.2 (25.8)
+INT4_MOST_TOKENS, INT4_LONG_TOKENS, INT4_LONG_INPUTS = 32, 16, 8192
+#: fewest stages of a block
+INT4_LEAST_STAGES = 4
 STREAM_K_TOKENS = {"linear": (16, 32, 64, 128), "qkv": (16, 32, 64, 128), "swiglu": (32, 64, 128)}
 
 _MMA_STEP_INPUTS = 2048  # that the 8 warps of gemm_packed_mma take at once
@@ -25,6 +40,11 @@ _MAX_SPLIT = 64
 
 def choose_packed(gemm: Gemm, granule_inputs: int, device: Device) -> Plan:
     """The kernel, its tile, and why. granule_inputs: 64 or 128."""
+    most = INT4_LONG_TOKENS if gemm.inputs > INT4_LONG_INPUTS else INT4_MOST_TOKENS
+    if gemm.operand == "int4" and device.capability == 90 and gemm.tokens <= most:
+        plan = _int4(gemm, device)
+        if plan is not None:
+            return plan
     if gemm.tokens <= PACKED_TOKENS and gemm.aligned and gemm.inputs % 8 == 0:
         few = FEW_TOKENS if device.capability == 90 else MMA_TOKENS
         plan = _mma(gemm, granule_inputs, device) if gemm.tokens <= few else None
@@ -33,6 +53,22 @@ def choose_packed(gemm: Gemm, granule_inputs: int, device: Device) -> Plan:
         if plan is not None:
             return plan
     return Plan("expand_weight", f"more than {PACKED_TOKENS} tokens, or rows not at multiples of 16 bytes")
+
+
+def _int4(gemm: Gemm, device: Device) -> Plan | None:
+    """The smallest tile of tokens; the largest split of which all blocks are resident at once."""
+    if not _has_epilogue_sm90(gemm):
+        return None
+    tile_tokens = next((size for size in INT4_TOKENS if size >= gemm.tokens), INT4_TOKENS[-1])
+    tiles = _ceil_div(gemm.outputs, 128) * _ceil_div(gemm.tokens, tile_tokens)
+    steps, room = _ceil_div(gemm.inputs, STAGE_INPUTS), INT4_RESIDENT * device.multiprocessors
+    split = 1
+    for each in INT4_SPLITS:
+        if tiles * each <= room and steps >= each * INT4_LEAST_STAGES:
+            split = each
+    heads = gemm.epilogue == "qkv" and fuses_heads_sm90(gemm.head_size, gemm.rotary_size, gemm.interleaved)
+    why = f"{tiles} tiles of {steps} stages, room for {room} blocks"
+    return Plan("gemm_int4_sm90", why, 128, tile_tokens, split, fuses_norm=True, fuses_heads=heads)
 
 
 def _mma(gemm: Gemm, granule_inputs: int, device: Device) -> Plan | None:
@@ -64,10 +100,14 @@ def _fuses_heads(gemm: Gemm) -> bool:
     return not gemm.interleaved and gemm.head_size % 16 == 0 and gemm.rotary_size % 16 == 0
 
 
-def _sm90(gemm: Gemm, device: Device) -> Plan | None:
+def _has_epilogue_sm90(gemm: Gemm) -> bool:
     if not gemm.out_aligned or (gemm.residual and gemm.out_float32):
-        return None
-    if gemm.epilogue == "swiglu" and (gemm.residual or gemm.out_float32 or gemm.outputs % 16):
+        return False
+    return gemm.epilogue != "swiglu" or not (gemm.residual or gemm.out_float32 or gemm.outputs % 16)
+
+
+def _sm90(gemm: Gemm, device: Device) -> Plan | None:
+    if not _has_epilogue_sm90(gemm):
         return None
     heads = gemm.epilogue == "qkv" and fuses_heads_sm90(gemm.head_size, gemm.rotary_size, gemm.interleaved)
     plan = stream_k_plan(gemm, device, STREAM_K_TOKENS[gemm.epilogue], _ceil_div(gemm.inputs, STAGE_INPUTS))

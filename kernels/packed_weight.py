@@ -30,7 +30,8 @@ class PackedWeight:
 
     format: of QuantizedWeight. dtype: of the product. values: (ceil(rows / 8), chunks, 512) uint8, chunks of
     64 or 128 columns. scales: (rows,) float32, int8 and fp8. groups: (ceil(rows / 8), chunks, 8, G) int32,
-    int4: the scale in the low half, the zero plus BIAS in the high one, numbers of dtype.
+    int4: the scale in the low half, the zero plus BIAS in the high one, numbers of dtype. zeros: of int4,
+    "eight" where every one is 8, "whole" where all are whole numbers from 0 to 15, else "any".
     """
 
     format: str
@@ -40,6 +41,7 @@ class PackedWeight:
     values: Tensor
     scales: Tensor | None = None
     groups: Tensor | None = None
+    zeros: str = "any"
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -94,7 +96,7 @@ def pack(weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
     if weight.format == "int4":
         values = _packed4(unpacked(weight.values, columns))
         groups = _packed_groups(weight, dtype)
-        return PackedWeight(weight.format, rows, columns, dtype, values, None, groups)
+        return PackedWeight(weight.format, rows, columns, dtype, values, None, groups, _kind(weight.zeros))
     values = _packed8(weight.values.view(torch.uint8))
     return PackedWeight(weight.format, rows, columns, dtype, values, weight.scales[:, 0].float().contiguous())
 
@@ -141,6 +143,25 @@ def _packed_groups(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     words = torch.stack((scales.to(dtype), (zeros + BIAS).to(dtype)), dim=-1)
     words = torch.nn.functional.pad(words.view(torch.int32).squeeze(-1), pad)
     return words.view(eights, GRANULE_ROWS, chunks, count).transpose(1, 2).contiguous()
+
+
+def _kind(zeros: Tensor | None) -> str:
+    """PackedWeight.zeros."""
+    if zeros is None:
+        return "eight"
+    if zeros.is_meta:  # memory is planned
+        return "any"
+    if bool((zeros == 8).all()):
+        return "eight"
+    return "whole" if bool(((zeros >= 0) & (zeros <= 15) & (zeros == zeros.round())).all()) else "any"
+
+
+def multiplied_in_int8(weight: PackedWeight) -> bool:
+    """Whether gemm_int4_sm90 reads such a weight."""
+    if weight.format != "int4" or weight.groups is None:
+        return False
+    sizes = weight.columns % 32 == 0 and weight.rows % 8 == 0
+    return sizes and weight.groups.shape[3] == 1 and weight.zeros in ("eight", "whole")
 
 
 def loses_scales(weight: QuantizedWeight, dtype: torch.dtype) -> bool:

@@ -104,8 +104,9 @@ typedef struct {
   unsigned int* counters;
   int num_counters;
   // 8-bit operands: x and weight hold int8 or E4M3 values, and strides count these
-  int operand;            // 0: x and weight are of dtype; 1: int8; 2: E4M3
+  int operand;            // 0: x and weight are of dtype; 1: int8; 2: E4M3; 3: int8, x in two parts
   const float* x_scales;  // (tokens); weight_scales is read, too
+  int symmetric;          // int4 with x in two parts: every zero is 8
 } tridecode_gemm_task;
 
 // 1 or 2 tokens; x fits in the shared memory of a block. No tile.
@@ -137,6 +138,12 @@ int tridecode_gemm_sm90_stream_k(const tridecode_gemm_task* task, void* stream);
 int tridecode_gemm_packed_mma(const tridecode_gemm_task* task, void* stream);
 int tridecode_gemm_packed_sm90(const tridecode_gemm_task* task, void* stream);
 
+// The same for int4 with one group of a granule and zeros that are whole numbers, with x in two
+// int8 parts as quantize_rows_sm90 writes it with operand 4: x_scales is read. Multiples of 32
+// inputs, of 8 outputs; residual and out as gemm_sm90_split_k's. tile_tokens 8, 16 or 32, any
+// number of tokens; split: 1, 2, 4 or 8 blocks of a cluster.
+int tridecode_gemm_int4_sm90(const tridecode_gemm_task* task, void* stream);
+
 // out (outputs, inputs), in rows of out_stride numbers of dtype, = the weight. Of the task: out,
 // out_stride, inputs, outputs, dtype and what describes the weight.
 int tridecode_expand_weight(const tridecode_gemm_task* task, void* stream);
@@ -151,6 +158,13 @@ int tridecode_gemm_sm90_stream_k_8bit(const tridecode_gemm_task* task, void* str
 // to even; scales[t] = max|x[t, :]| / 127 or / 448, 1 for a row of zeros. A row with NaN or
 // infinity has values 0 and a scale that is not finite. With norm_weight, x is norm(x), rounded to
 // dtype, first. Rows of values are contiguous. 16-bit dtypes, compute capability 9.0.
+//
+// operand 3, int8 in two parts: x[t, :] = scales[t] * (high + low / 254), scales as int8's, high
+// the nearest integers, low those of what they leave. Row 16 b + i of values is the high part of
+// token 8 b + i, row 16 b + 8 + i its low part; of tokens beyond the last, up to a multiple of 8,
+// both are zeros. operand 4: the same with the inputs in the order of a granule of 4-bit weights
+// (packed_weight.cuh): of each 32, input 16 i + 8 h + 2 t + j is at 16 h + 4 t + 2 j + i. Columns
+// are a multiple of 32.
 int tridecode_quantize_rows_sm90(void* values, float* scales, const void* x,
                                  const void* norm_weight, const void* norm_bias, float eps,
                                  int num_tokens, int columns, int64_t x_stride, int operand,

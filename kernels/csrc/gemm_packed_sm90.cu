@@ -15,13 +15,12 @@
 // Bytes moved: outputs * inputs, or half of it, and 4 bytes of each group, once, with few tokens.
 // Bench: python -m tridecode.kernels.bench packed_linear
 #include "gemm_sm90_walk.cuh"
-#include "packed_weight.cuh"
+#include "packed_maps_sm90.cuh"
 
 namespace tridecode {
 namespace {
 
 constexpr int kPackedInputs = 128;  // of a stage: two boxes of x
-constexpr int kEights = kBlockRows / kGranuleRows;
 
 template <WeightFormat F, int N>
 struct PackedShape {
@@ -37,21 +36,6 @@ struct PackedShape {
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-
-// Loads the granules, or the words of their groups, of the 128 rows from `row` on, in the order of
-// encode_packed.
-template <Mode MODE>
-__device__ __forceinline__ void copy_packed(void* to, const CUtensorMap* map, int chunk, int row,
-                                            int head_size, uint64_t* barrier, uint64_t policy) {
-  if constexpr (MODE == kGated) {
-    copy_granules<4>(to, map, chunk, 0, row / 16, 0, barrier, policy);
-  } else if constexpr (MODE == kQkvRotary) {
-    const int half = head_size / 2, pair = row / 2;
-    copy_granules<5>(to, map, chunk, 0, pair % half / 8, pair / half, barrier, policy);
-  } else {
-    copy_granules<3>(to, map, chunk, row / 8, 0, 0, barrier, policy);
-  }
-}
 
 // The producer, in one thread.
 template <WeightFormat F, int N, Mode MODE>
@@ -277,33 +261,6 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
   __syncwarp();
   cluster_sync();  // no load or arrival from the other block is in flight
 #endif
-}
-
-// The map of granules of `words` words: boxes of 16 times 8 rows and `chunks` granules of each, in
-// order, or each 8 rows followed by the 8 of their pairs.
-int encode_packed(CUtensorMap* map, const GemmTask& task, Mode mode, const void* tensor, int words,
-                  int row_chunks, int chunks) {
-  const cuuint64_t granule = cuuint64_t(words) * 4, eight = granule * row_chunks, all = row_chunks,
-                   width = words;
-  const cuuint32_t box_width = words, box_chunks = chunks;
-  if (mode == kGated) {  // (words, chunks, gate and up, eights)
-    const cuuint64_t half = task.outputs / 16, sizes[] = {width, all, 2, half},
-                     strides[] = {granule, half * eight, eight};
-    const cuuint32_t box[] = {box_width, box_chunks, 2, kEights / 2};
-    return encode_words(map, tensor, 4, sizes, strides, box);
-  }
-  if (mode == kQkvRotary) {  // (words, chunks, halves, eights, heads)
-    const cuuint64_t size = task.head_size, groups = size / 16,
-                     sizes[] = {width, all, 2, groups, task.outputs / size},
-                     strides[] = {granule, size / 16 * eight, eight, size / 8 * eight};
-    const cuuint32_t near = groups < 8 ? groups : 8,
-                     box[] = {box_width, box_chunks, 2, near, 8 / near};
-    return encode_words(map, tensor, 5, sizes, strides, box);
-  }
-  const cuuint64_t sizes[] = {width, all, cuuint64_t(ceil_div(task.outputs, kGranuleRows))},
-                   strides[] = {granule, eight};
-  const cuuint32_t box[] = {box_width, box_chunks, kEights};
-  return encode_words(map, tensor, 3, sizes, strides, box);
 }
 
 template <typename X, WeightFormat F, int N, Mode MODE>

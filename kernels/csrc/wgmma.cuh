@@ -134,6 +134,28 @@ __device__ __forceinline__ void group_multiply_add_registers(float (&c)[N / 2],
   }
 }
 
+// clang-format off
+#define TRIDECODE_WGMMA_BYTES(n, registers, a0, a1, a2, a3, at_b, at_add, ...)                   \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " at_add ", 0;\n"                            \
+               "wgmma.mma_async.sync.aligned.m64n" n "k32.s32.s8.s8 {" registers "}, {" a0 ", " a1 \
+               ", " a2 ", " a3 "}, " at_b ", add;\n}\n"                                           \
+               : __VA_ARGS__                                                                      \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
+// clang-format on
+
+// c (64 x N) += a (64 x 32) * b (N x 32) transposed, of int8; where not `add`, c =. a in registers:
+// lane (g, t) has inputs 4 t to 4 t + 3 of row g, of row g + 8, then 16 inputs on of both. b by
+// descriptor().
+template <int N>
+__device__ __forceinline__ void group_multiply_add_bytes(int (&c)[N / 2], const uint32_t (&a)[4],
+                                                         uint64_t b, int add) {
+  // clang-format off
+  if constexpr (N == 16) TRIDECODE_WGMMA_BYTES("16", TRIDECODE_N16, "%8", "%9", "%10", "%11", "%12", "%13", TRIDECODE_I(0));
+  if constexpr (N == 32) TRIDECODE_WGMMA_BYTES("32", TRIDECODE_N32, "%16", "%17", "%18", "%19", "%20", "%21", TRIDECODE_I2(0));
+  if constexpr (N == 64) TRIDECODE_WGMMA_BYTES("64", TRIDECODE_N64, "%32", "%33", "%34", "%35", "%36", "%37", TRIDECODE_I4(0));
+  // clang-format on
+}
+
 __device__ __forceinline__ void group_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
