@@ -28,8 +28,8 @@ from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm
 from tridecode.kernels.quantized import QuantizedWeight, stays_in_8_bit
 from tridecode.kernels.reference import GATED
 
-#: `operand` of csrc/api.h
-OPERANDS = {"int8": 1, "fp8": 2}
+#: `operand` of csrc/api.h; "two_parts": x is rounded to int8 in two parts, the weight is int8
+OPERANDS = {"int8": 1, "fp8": 2, "two_parts": 3}
 
 
 class CudaW8A8(CudaGemm):
@@ -163,9 +163,12 @@ class CudaW8A8(CudaGemm):
         )
 
     def _rounded(self, x: Tensor, norm: Norm | None, format: str) -> tuple[Tensor, Tensor]:
-        """The values (T * C bytes) and scales (4 * T bytes) of kernels.quantized.rounded_activations, of x or
-        of norm(x) rounded to X; valid until the next operation."""
+        """The values and scales (4 * T bytes) of kernels.quantized.rounded_activations, of x or of norm(x)
+        rounded to X; valid until the next operation.
+
+        The values are T * C bytes, or in "two_parts" those of rows_of_two_parts."""
         tokens, columns = x.shape
+        rows = -(-tokens // 8) * 16 if format == "two_parts" else tokens
         weight = bias = None
         if norm is not None:
             weight, bias = norm.weight, norm.bias
@@ -174,7 +177,7 @@ class CudaW8A8(CudaGemm):
             if bias is not None:
                 match("norm", ("TC", "x", x), ("C", "bias", bias))
                 same_dtype("norm", ("x", x), ("bias", bias))
-        values, scales = self._arena("normed", tokens * columns), self._arena("row_scales", 4 * tokens)
+        values, scales = self._arena("normed", rows * columns), self._arena("row_scales", 4 * tokens)
         self.library.quantize_rows_sm90(
             values.data_ptr(),
             scales.data_ptr(),

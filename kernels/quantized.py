@@ -140,3 +140,30 @@ def rounded_activations(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     if format == "int8":
         return scaled.round().to(torch.int8), scales
     return scaled.to(torch.float8_e4m3fn), scales
+
+
+#: what a step of the high part of `two_parts` is divided into by the low one
+LOW_STEPS = 254.0
+
+
+def two_parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x (T, C) -> (high, low (T, C) int8, scales (T, 1) float32): x is about (high + low / 254) * scales, off
+    by max|x| / 64,516 of its row at most.
+
+    high and scales are those of rounded_activations(x, "int8"); low is the rounded remainder of x / scales.
+    """
+    high, scales = rounded_activations(x, "int8")
+    quotient = (x.float() / scales).clamp(-127.0, 127.0).nan_to_num(0.0)
+    low = ((quotient - high.float()) * LOW_STEPS).round().to(torch.int8)
+    return high, low, scales
+
+
+def rows_of_two_parts(high: Tensor, low: Tensor) -> Tensor:
+    """(16 * ceil(T / 8), C) int8, as csrc/quantize_rows_sm90.cu writes them: the high parts of 8 tokens, then
+    their low parts; zeros for tokens beyond the last."""
+    tokens, columns = high.shape
+    rows = torch.zeros(-(-tokens // 8), 2, 8, columns, dtype=torch.int8, device=high.device)
+    for part, values in enumerate((high, low)):
+        padded = torch.nn.functional.pad(values, (0, 0, 0, -tokens % 8))
+        rows[:, part] = padded.unflatten(0, (-1, 8))
+    return rows.flatten(0, 2)

@@ -16,7 +16,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 // Raised whenever a prototype or the meaning of an argument changes.
-#define TRIDECODE_ABI_VERSION 6
+#define TRIDECODE_ABI_VERSION 7
 
 int tridecode_abi_version(void);
 const char* tridecode_build_info(void);
@@ -104,7 +104,7 @@ typedef struct {
   unsigned int* counters;
   int num_counters;
   // 8-bit operands: x and weight hold int8 or E4M3 values, and strides count these
-  int operand;            // 0: x and weight are of dtype; 1: int8; 2: E4M3
+  int operand;            // 0: x and weight are of dtype; 1: int8; 2: E4M3; 3: int8, x in two parts
   const float* x_scales;  // (tokens); weight_scales is read, too
 } tridecode_gemm_task;
 
@@ -151,6 +151,11 @@ int tridecode_gemm_sm90_stream_k_8bit(const tridecode_gemm_task* task, void* str
 // to even; scales[t] = max|x[t, :]| / 127 or / 448, 1 for a row of zeros. A row with NaN or
 // infinity has values 0 and a scale that is not finite. With norm_weight, x is norm(x), rounded to
 // dtype, first. Rows of values are contiguous. 16-bit dtypes, compute capability 9.0.
+//
+// operand 3, int8 in two parts: x[t, :] = scales[t] * (high + low / 254), scales as int8's, high
+// the nearest integers, low those of what they leave. Row 16 b + i of values is the high part of
+// token 8 b + i, row 16 b + 8 + i its low part; of tokens beyond the last, up to a multiple of 8,
+// both are zeros.
 int tridecode_quantize_rows_sm90(void* values, float* scales, const void* x,
                                  const void* norm_weight, const void* norm_bias, float eps,
                                  int num_tokens, int columns, int64_t x_stride, int operand,

@@ -2,10 +2,14 @@
 // 448; with a norm weight, of norm(x[t, :]) rounded to X.  One block per row, which stays in
 // registers.
 //
+// In two parts, x[t, c] = scales[t] * (high + low / 254) with int8 high and low: values has 8 rows
+// of high parts of 8 tokens, then 8 rows of their low parts, so that a thread of a wgmma product
+// has both sums of a token. Blocks beyond the last token fill its group of 8 with zeros.
+//
 // The numbers are those of kernels/quantized.py, bit for bit: the division is exact, halves are
 // rounded to even. As a norm it is short: the product behind it starts beside the kernel before it.
 //
-// Bytes moved: T * C * (sizeof(X) + 1) + 4 * T.   Bench: python -m tridecode.kernels.bench w8a8
+// Bytes moved: T * C * (sizeof(X) + parts) + 4 * T.   Bench: python -m tridecode.kernels.bench w8a8
 #include "row_norm.cuh"
 
 namespace tridecode {
@@ -13,9 +17,12 @@ namespace {
 
 constexpr int kItems = 2;  // vectors of 8 per thread, as in norm.cu
 
-// A row's values: int8 or E4M3.
-template <bool E4M3>
+enum Values { kInt8 = 1, kE4m3 = 2, kTwoParts = 3 };  // `operand` of api.h
+
+// A row's values.
+template <Values VALUES>
 struct Rounding {
+  static constexpr bool E4M3 = VALUES == kE4m3;
   static constexpr float kLimit = E4M3 ? 448.0f : 127.0f;
   float scale, inverse;
   bool plain;  // the quotients that matter are neither NaN nor near the smallest numbers
@@ -54,19 +61,46 @@ struct Rounding {
     return q == q ? fminf(fmaxf(q, -kLimit), kLimit) : 0.0f;
   }
 
-  // Of 8 numbers.
+  // What the nearest integer leaves of a quotient, in parts of 254: -127 to 127.
+  static __device__ __forceinline__ float rest(float quotient) {
+    return (quotient - rintf(quotient)) * 254.0f;
+  }
+
+  // Of 8 numbers: the values, or with two parts the high ones.
   template <typename X>
-  __device__ __forceinline__ uint2 eight(const uint4& words) const {
-    uint32_t pairs[4];
+  __device__ __forceinline__ uint2 eight(const uint4& words, uint2* low) const {
+    uint32_t pairs[4], lows[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float2 x = unpack<X>(get(words, i));
-      pairs[i] =
-          plain ? pair(quotient(x.x), quotient(x.y)) : pair(any_quotient(x.x), any_quotient(x.y));
+      if constexpr (VALUES == kTwoParts) {
+        const float first = plain ? quotient(x.x) : any_quotient(x.x);
+        const float second = plain ? quotient(x.y) : any_quotient(x.y);
+        pairs[i] = pair(first, second), lows[i] = pair(rest(first), rest(second));
+      } else {
+        pairs[i] =
+            plain ? pair(quotient(x.x), quotient(x.y)) : pair(any_quotient(x.x), any_quotient(x.y));
+      }
     }
+    if (VALUES == kTwoParts) *low = make_uint2(lows[0] | lows[1] << 16, lows[2] | lows[3] << 16);
     return make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
   }
 };
+
+// The first row of a token's values; the low parts are in the 8th row after it.
+template <Values VALUES>
+__device__ __forceinline__ int64_t row_of(int token) {
+  return VALUES == kTwoParts ? token / 8 * 16 + token % 8 : token;
+}
+
+// Zeros for a token beyond the last one.
+__device__ __forceinline__ void no_token(uint8_t* values, int columns) {
+  let_successor_start();
+  wait_for_predecessor_alone();
+  uint8_t* const high = values + row_of<kTwoParts>(blockIdx.x) * columns;
+  for (int c = threadIdx.x; c < columns; c += blockDim.x)
+    high[c] = high[int64_t(8) * columns + c] = 0;
+}
 
 // The maximum over the block, in every thread. shared: one number per warp.
 __device__ __forceinline__ unsigned int block_max(unsigned int x, unsigned int* shared) {
@@ -87,10 +121,12 @@ __device__ __forceinline__ unsigned int magnitude(unsigned int bits) {
   return __float_as_uint(both.x);
 }
 
-template <typename X, bool E4M3, bool NORM>
+template <typename X, Values VALUES, bool NORM>
 __global__ void quantize_row(uint8_t* values, float* scales, const X* x, const X* weight,
-                             const X* bias, float eps, int columns, int64_t x_stride) {
+                             const X* bias, float eps, int num_tokens, int columns,
+                             int64_t x_stride) {
   __shared__ unsigned int shared[32];
+  if (VALUES == kTwoParts && blockIdx.x >= num_tokens) return no_token(values, columns);
   const int first = threadIdx.x * 8, step = blockDim.x * 8;
   uint4 words[kItems] = {};
   auto each_item = [&](auto body) {
@@ -145,20 +181,24 @@ __global__ void quantize_row(uint8_t* values, float* scales, const X* x, const X
     for (int j = 0; j < 4; ++j) largest = __vmaxu2(largest, get(words[i], j) & 0x7fff7fffu);
   }
   largest = max(largest & 0xffffu, largest >> 16);
-  const Rounding<E4M3> rounding(magnitude<X>(block_max(largest, shared)));
+  const Rounding<VALUES> rounding(magnitude<X>(block_max(largest, shared)));
   each_item([&](int i, int c) {
-    *reinterpret_cast<uint2*>(values + int64_t(blockIdx.x) * columns + c) =
-        rounding.template eight<X>(words[i]);
+    uint2 low;
+    uint8_t* const to = values + row_of<VALUES>(blockIdx.x) * columns + c;
+    *reinterpret_cast<uint2*>(to) = rounding.template eight<X>(words[i], &low);
+    if (VALUES == kTwoParts) *reinterpret_cast<uint2*>(to + int64_t(8) * columns) = low;
   });
   if (threadIdx.x == 0) scales[blockIdx.x] = rounding.scale;
 }
 
 // Any number of columns at any address: the row is read again for each pass.
-template <typename X, bool E4M3>
+template <typename X, Values VALUES>
 __global__ void quantize_row_any(uint8_t* values, float* scales, const X* x, const X* weight,
-                                 const X* bias, float eps, int columns, int64_t x_stride) {
+                                 const X* bias, float eps, int num_tokens, int columns,
+                                 int64_t x_stride) {
   __shared__ float sums_shared[2][32];
   __shared__ unsigned int shared[32];
+  if (VALUES == kTwoParts && blockIdx.x >= num_tokens) return no_token(values, columns);
   let_successor_start();
   wait_for_predecessor_alone();
   const X* const row = x + blockIdx.x * x_stride;
@@ -180,10 +220,14 @@ __global__ void quantize_row_any(uint8_t* values, float* scales, const X* x, con
   unsigned int largest = 0;
   for (int c = threadIdx.x; c < columns; c += blockDim.x)
     largest = max(largest, __float_as_uint(number(c)) & 0x7fffffffu);
-  const Rounding<E4M3> rounding(block_max(largest, shared));
-  for (int c = threadIdx.x; c < columns; c += blockDim.x)
-    values[int64_t(blockIdx.x) * columns + c] =
-        uint8_t(rounding.pair(rounding.any_quotient(number(c)), 0.0f));
+  const Rounding<VALUES> rounding(block_max(largest, shared));
+  uint8_t* const to = values + row_of<VALUES>(blockIdx.x) * columns;
+  for (int c = threadIdx.x; c < columns; c += blockDim.x) {
+    const float quotient = rounding.any_quotient(number(c));
+    to[c] = uint8_t(rounding.pair(quotient, 0.0f));
+    if (VALUES == kTwoParts)
+      to[int64_t(8) * columns + c] = uint8_t(rounding.pair(rounding.rest(quotient), 0.0f));
+  }
   if (threadIdx.x == 0) scales[blockIdx.x] = rounding.scale;
 }
 
@@ -196,24 +240,27 @@ int tridecode_quantize_rows_sm90(void* values, float* scales, const void* x,
                                  const void* norm_weight, const void* norm_bias, float eps,
                                  int num_tokens, int columns, int64_t x_stride, int operand,
                                  int dtype, void* stream) {
-  if (operand != 1 && operand != 2)
-    return fail("quantize_rows_sm90: operand code %d; wanted 1 or 2", operand);
+  if (operand < kInt8 || operand > kTwoParts)
+    return fail("quantize_rows_sm90: operand code %d; wanted 1, 2 or 3", operand);
   return for_16_bit_dtype(dtype, "quantize_rows_sm90", [&](auto zero) {
     using X = decltype(zero);
     const bool wide = columns % 8 == 0 && columns <= 1024 * 8 * kItems && x_stride % 8 == 0 &&
                       aligned16(values) && aligned16(x) && aligned16(norm_weight) &&
                       aligned16(norm_bias);
     const int threads = wide ? ceil_div(columns, 8 * kItems * 32) * 32 : 256;
+    const int rows = operand == kTwoParts ? ceil_div(num_tokens, 8) * 8 : num_tokens;
     auto run = [&](auto kernel) {
-      return launch("quantize_rows_sm90", kernel, num_tokens, threads, 0, stream, (uint8_t*)values,
-                    scales, (const X*)x, (const X*)norm_weight, (const X*)norm_bias, eps, columns,
-                    x_stride);
+      return launch("quantize_rows_sm90", kernel, rows, threads, 0, stream, (uint8_t*)values,
+                    scales, (const X*)x, (const X*)norm_weight, (const X*)norm_bias, eps,
+                    num_tokens, columns, x_stride);
     };
-    auto run_as = [&](auto e4m3) {
-      constexpr bool kE4m3 = decltype(e4m3)::value;
-      if (!wide) return run(quantize_row_any<X, kE4m3>);
-      return run(norm_weight ? quantize_row<X, kE4m3, true> : quantize_row<X, kE4m3, false>);
+    auto run_as = [&](auto chosen) {
+      constexpr Values kValues = decltype(chosen)::value;
+      if (!wide) return run(quantize_row_any<X, kValues>);
+      return run(norm_weight ? quantize_row<X, kValues, true> : quantize_row<X, kValues, false>);
     };
-    return operand == 2 ? run_as(std::true_type()) : run_as(std::false_type());
+    if (operand == kTwoParts) return run_as(std::integral_constant<Values, kTwoParts>());
+    if (operand == kE4m3) return run_as(std::integral_constant<Values, kE4m3>());
+    return run_as(std::integral_constant<Values, kInt8>());
   });
 }

@@ -21,7 +21,13 @@ from tests.kernels.test_linear import make_heads
 from tridecode.kernels.checks import DtypeError
 from tridecode.kernels.gemm_table import SPLIT_K_TOKENS, Device, Gemm, Plan, choose, stream_k_plan
 from tridecode.kernels.ops import DecoderLayer, Linear, Norm
-from tridecode.kernels.quantized import QuantizedWeight, rounded_activations, stays_in_8_bit
+from tridecode.kernels.quantized import (
+    QuantizedWeight,
+    rounded_activations,
+    rows_of_two_parts,
+    stays_in_8_bit,
+    two_parts,
+)
 from tridecode.kernels.round_to_nearest import round_to_nearest
 
 gpu = pytest.mark.gpu
@@ -135,11 +141,14 @@ def same_bits(found: Tensor, wanted: Tensor) -> bool:
 
 
 def check_rows(place: Place, x: Tensor, norm: Norm | None, wanted: Tensor, format: str) -> None:
-    tokens, columns = x.shape
+    if format == "two_parts":
+        high, low, scales = two_parts(wanted.cpu())
+        values = rows_of_two_parts(high, low)
+    else:
+        values, scales = rounded_activations(wanted.cpu(), format)
     place.settle()
-    values, scales = place.ops._rounded(x, norm, format)
-    found, found_scales = values[: tokens * columns].clone(), scales[: 4 * tokens].clone()
-    values, scales = rounded_activations(wanted.cpu(), format)
+    found, found_scales = place.ops._rounded(x, norm, format)
+    found, found_scales = found[: values.numel()].clone(), found_scales[: 4 * x.shape[0]].clone()
     found_scales = found_scales.view(torch.float32).cpu()
     assert torch.equal(found_scales.isnan(), scales.flatten().isnan())
     assert torch.equal(found_scales.nan_to_num(), scales.flatten().nan_to_num())
@@ -148,7 +157,7 @@ def check_rows(place: Place, x: Tensor, norm: Norm | None, wanted: Tensor, forma
 
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [*FORMATS, "two_parts"])
 @pytest.mark.parametrize("columns", [16, 128, 1040, 4096, 14336, 16384, 16400, 28672])
 def test_rows_are_rounded_as_defined(place: Place, columns: int, format: str, dtype: torch.dtype):
     x = place.normal(67, columns, dtype=dtype)
@@ -165,7 +174,7 @@ def test_rows_are_rounded_as_defined(place: Place, columns: int, format: str, dt
 
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [*FORMATS, "two_parts"])
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("columns", [128, 4096, 16400])
 def test_a_norm_is_rounded_before_its_rows_are(
@@ -440,6 +449,23 @@ def test_which_weights_stay_in_8_bit(change: dict, kept: bool):
     matrix = torch.randn(how["outputs"], how["inputs"], generator=torch.Generator().manual_seed(0))
     weight = round_to_nearest(matrix, how["format"], 32, how["activations"])
     assert stays_in_8_bit(weight, how["dtype"], how["capability"]) is kept
+
+
+def test_two_parts_keep_16_bits_of_a_rows_largest_number():
+    x = torch.randn(67, 512, generator=torch.Generator().manual_seed(0))
+    x *= torch.logspace(-8, 4, 67)[:, None]
+    x[3], x[4, 5] = 0, 1e6  # one outlier
+    high, low, scales = two_parts(x.bfloat16())
+    found = (high.double() + low.double() / 254) * scales.double()
+    wanted = x.bfloat16().double()
+    largest = wanted.abs().amax(1, keepdim=True)
+    assert ((found - wanted).abs() <= largest / (127 * 508) * 1.01).all()
+    rows = rows_of_two_parts(high, low)
+    assert rows.shape == (144, 512)
+    for token in range(67):
+        first = token // 8 * 16 + token % 8
+        assert torch.equal(rows[first], high[token]) and torch.equal(rows[first + 8], low[token])
+    assert not rows[128 + 3 : 128 + 8].any() and not rows[128 + 11 :].any()
 
 
 def test_blocks_of_fp8_checkpoints_do_not():
