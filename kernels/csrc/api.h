@@ -147,6 +147,11 @@ int tridecode_expand_weight(const tridecode_gemm_task* task, void* stream);
 int tridecode_gemm_sm90_split_k_8bit(const tridecode_gemm_task* task, void* stream);
 int tridecode_gemm_sm90_stream_k_8bit(const tridecode_gemm_task* task, void* stream);
 
+// The same with operand 3: a weight in int8 and x in two parts. tile_tokens of stream_k: 16, 32, 64
+// or 128, of SwiGLU 32, 64, 96 or 128.
+int tridecode_gemm_sm90_split_k_two_parts(const tridecode_gemm_task* task, void* stream);
+int tridecode_gemm_sm90_stream_k_two_parts(const tridecode_gemm_task* task, void* stream);
+
 // values[t, :] = x[t, :] / scales[t], rounded to the nearest int8 (operand 1) or E4M3 (2), halves
 // to even; scales[t] = max|x[t, :]| / 127 or / 448, 1 for a row of zeros. A row with NaN or
 // infinity has values 0 and a scale that is not finite. With norm_weight, x is norm(x), rounded to
