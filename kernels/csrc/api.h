@@ -37,6 +37,11 @@ int tridecode_embed(void* out, const int* token_ids, const void* table, const in
                     const void* position_table, int num_tokens, int columns, int dtype,
                     void* stream);
 
+// table: (V, C) int8; scales: (V) float32.
+int tridecode_embed_int8(void* out, const int* token_ids, const void* table, const float* scales,
+                         const int* positions, const void* position_table, int num_tokens,
+                         int columns, int dtype, void* stream);
+
 int tridecode_norm(void* out, const void* x, const void* weight, const void* bias, float eps,
                    int num_tokens, int columns, int64_t x_stride, int64_t out_stride, int dtype,
                    void* stream);
@@ -140,6 +145,11 @@ int tridecode_gemm_packed_sm90(const tridecode_gemm_task* task, void* stream);
 // out (outputs, inputs), in rows of out_stride numbers of dtype, = the weight. Of the task: out,
 // out_stride, inputs, outputs, dtype and what describes the weight.
 int tridecode_expand_weight(const tridecode_gemm_task* task, void* stream);
+
+// out (outputs, inputs), of a 16-bit dtype, = values * scales of the rows. inputs: a multiple
+// of 16.
+int tridecode_expand_rows(void* out, const void* values, const float* scales, int outputs,
+                          int inputs, int dtype, void* stream);
 
 // The same with 8-bit operands: out = epilogue(weight_scales * x_scales * (x * weight^T)). inputs,
 // x_stride and weight_stride are multiples of 16. tile_tokens of stream_k: 16 to 256, of SwiGLU 32
