@@ -12,8 +12,8 @@ tridecode.kernels.explain` prints the choices. This module needs neither torch n
     gemm_library              cuBLAS, and gemm_library_epilogue for what cuBLAS does not fuse
 
 Products with both operands in 8 bit (cuda_w8a8.py) have gemm_sm90_split_k_8bit and gemm_sm90_stream_k_8bit
-for any number of tokens (W8A8); with int8 weights and x in two int8 parts, *_two_parts up to TWO_PARTS_TOKENS,
-and above it expand_rows: the weight is expanded to 16 bit, and the others are chosen from.
+for any number of tokens (W8A8); int8 weights with x in two int8 parts have the same named *_two_parts up to
+TWO_PARTS_TOKENS, above it expand_rows: the weight is expanded to 16 bit, and one of the others follows.
 """
 
 from __future__ import annotations
@@ -139,8 +139,10 @@ _MMA_MAX_SPLIT = 64
 def choose(gemm: Gemm, device: Device) -> Plan:
     """The kernel that computes `gemm` on `device`, how it is tiled, and why."""
     plan = None
+    if gemm.operand == "two_parts" and gemm.tokens > TWO_PARTS_TOKENS:
+        return Plan("expand_rows", f"more than {TWO_PARTS_TOKENS} tokens")
     if gemm.operand:
-        return _8_bit(gemm, device)
+        return choose_8_bit(gemm, device)
     if gemm.half and gemm.aligned:
         if device.capability == 90:
             plan = _large_sm90(gemm, device)
@@ -169,20 +171,19 @@ def _large_sm90(gemm: Gemm, device: Device) -> Plan | None:
     return split_k_plan(gemm, device) or stream_k_plan(gemm, device)
 
 
-def _8_bit(gemm: Gemm, device: Device) -> Plan:
-    """cuda_w8a8.py asks for no other epilogue than these kernels have."""
+def choose_8_bit(gemm: Gemm, device: Device) -> Plan:
+    """The kernel with 8-bit operands, for any number of tokens.
+
+    cuda_w8a8.py asks for no other epilogue than these kernels have.
+    """
     assert device.capability == 90 and gemm.half and gemm.aligned and gemm.out_aligned
-    if gemm.operand == "two_parts" and gemm.tokens > TWO_PARTS_TOKENS:
-        return Plan("expand_rows", f"more than {TWO_PARTS_TOKENS} tokens")
     plan = None
     if gemm.tokens > LARGE_TOKENS:
         plan = _large_8_bit(gemm, device)
     elif gemm.epilogue != "swiglu":
         plan = split_k_plan(gemm, device)
     plan = plan or stream_k_plan(gemm, device)
-    return plan._replace(
-        kernel=f"{plan.kernel}_{'two_parts' if gemm.operand == 'two_parts' else '8bit'}"
-    )
+    return plan._replace(kernel=f"{plan.kernel}_{'two_parts' if gemm.operand == 'two_parts' else '8bit'}")
 
 
 def _8_bit_sizes(gemm: Gemm) -> tuple[int, ...]:
