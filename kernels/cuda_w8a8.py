@@ -1,8 +1,13 @@
-"""Products of an NVIDIA GPU with both operands in 8 bit (W8A8), on compute capability 9.0.
+"""Products of an NVIDIA GPU with both operands in 8 bit, on compute capability 9.0: W8A8, and int8 weights.
 
-quantize_rows_sm90 rounds the rows of x, after the norm, to int8 or E4M3 with a scale for each, as
+W8A8: quantize_rows_sm90 rounds the rows of x, after the norm, to int8 or E4M3 with a scale for each, as
 kernels/quantized.py says; the wgmma kernels with 8-bit operands multiply them with the weight's values and
 the sums with both scales. What their epilogues do not have is left to gemm_library_epilogue or torch.
+
+int8 weights whose x is not rounded: the same with x in two int8 parts, which hold 16 bits of a row's largest
+number (two_parts of kernels/quantized.py). The sums of both parts are exact, so a product is off by at most
+max|x| / 64,516 of the row times the sum of the weight row's magnitudes, which rounding x to bfloat16 exceeds
+unless max|x| is above about 100 times the root mean square of the row. Many tokens: the weight is expanded.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from tridecode.kernels.cuda_gemm import (
 from tridecode.kernels.gemm_table import Gemm, fuses_heads_sm90
 from tridecode.kernels.library import current_stream
 from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm
-from tridecode.kernels.quantized import QuantizedWeight, stays_in_8_bit
+from tridecode.kernels.quantized import QuantizedWeight, operand, stays_in_8_bit
 from tridecode.kernels.reference import GATED
 
 #: `operand` of csrc/api.h; "two_parts": x is rounded to int8 in two parts, the weight is int8;
@@ -40,6 +45,8 @@ class CudaW8A8(CudaGemm):
         """As CudaPacked, but a weight whose product rounds x stays in rows."""
         weight = linear.weight
         if isinstance(weight, QuantizedWeight) and stays_in_8_bit(weight, dtype, self.capability):
+            if operand(weight) == "two_parts":  # outside of graph capture
+                self._arena("expanded_weight", weight.shape[0] * weight.columns * dtype.itemsize)
             return Linear(_in_rows(weight), linear.bias)
         return super().pack(linear, dtype)
 
@@ -53,6 +60,7 @@ class CudaW8A8(CudaGemm):
         residual: Tensor | None = None,
         out: Tensor,
     ) -> None:
+        linear = self._expanded_for(x, linear)
         weight = linear.weight
         if not isinstance(weight, QuantizedWeight):
             super().linear(x, linear, norm=norm, activation=activation, residual=residual, out=out)
@@ -83,6 +91,7 @@ class CudaW8A8(CudaGemm):
         *,
         out: Tensor,
     ) -> None:
+        linear = self._expanded_for(x, linear)
         weight = linear.weight
         if not isinstance(weight, QuantizedWeight):
             super().project_qkv(x, linear, norm, heads, batch, cache, out=out)
@@ -97,6 +106,26 @@ class CudaW8A8(CudaGemm):
         if x.shape[0] > 0:
             fields = _head_fields(heads, batch, cache)
             self._8_bit_gemm(x, weight, linear.bias, norm, None, None, out, heads, fields)
+
+    def _expanded_for(self, x: Tensor, linear: Linear) -> Linear:
+        """linear, or where gemm_table.choose plans so its weight expanded to 16 bit in scratch memory, until
+        the next call."""
+        weight = linear.weight
+        if not isinstance(weight, QuantizedWeight) or operand(weight) != "two_parts":
+            return linear
+        gemm = Gemm(x.shape[0], weight.columns, weight.shape[0], operand="two_parts")
+        if x.dtype == torch.float32 or self.choose_gemm(gemm).kernel != "expand_rows":
+            return linear
+        out = self._temporary("expanded_weight", *weight.shape, x.dtype)
+        self.library.expand_rows(
+            out.data_ptr(),
+            weight.values.data_ptr(),
+            weight.scales.data_ptr(),
+            *weight.shape,
+            DTYPES[x.dtype],
+            current_stream(self.device),
+        )
+        return Linear(out, linear.bias)
 
     def _fuses(
         self,
@@ -134,11 +163,11 @@ class CudaW8A8(CudaGemm):
                 inputs,
                 outputs,
                 "swiglu" if activation == "swiglu" else "qkv" if heads else "linear",
-                operand=weight.activations,
+                operand=operand(weight),
                 **({} if heads is None else dict(zip(_ROTATION, _rotation(heads)))),  # type: ignore[arg-type]
             )
         )
-        values, scales = self._rounded(x, norm, weight.activations)
+        values, scales = self._rounded(x, norm, operand(weight))
         getattr(self.library, plan.kernel)(
             current_stream(self.device),
             out=out.data_ptr(),
@@ -156,7 +185,7 @@ class CudaW8A8(CudaGemm):
             activation=ACTIVATIONS[activation],
             out_float32=out.dtype != x.dtype,
             dtype=DTYPES[x.dtype],
-            operand=OPERANDS[weight.activations],
+            operand=OPERANDS[operand(weight)],
             weight_scales=weight.scales.data_ptr(),
             x_scales=scales.data_ptr(),
             **self._plan_fields(plan),

@@ -11,8 +11,9 @@ tridecode.kernels.explain` prints the choices. This module needs neither torch n
     gemm_sm90_stream_k        any tokens, TMA and wgmma, whole tiles, or stream-K through global memory
     gemm_library              cuBLAS, and gemm_library_epilogue for what cuBLAS does not fuse
 
-Products with both operands in 8 bit (W8A8; cuda_w8a8.py) have gemm_sm90_split_k_8bit and
-gemm_sm90_stream_k_8bit for any number of tokens.
+Products with both operands in 8 bit (cuda_w8a8.py) have gemm_sm90_split_k_8bit and gemm_sm90_stream_k_8bit
+for any number of tokens (W8A8); int8 weights with x in two int8 parts have the same named *_two_parts up to
+TWO_PARTS_TOKENS, above it expand_rows: the weight is expanded to 16 bit, and one of the others follows.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Gemm(NamedTuple):
     head_size: int = 0  # of "qkv"
     rotary_size: int = 0
     interleaved: bool = False
-    operand: str = ""  # "int8", "fp8": x and weight are (W8A8); "int4": the weight is, x in two int8 parts
+    #: "int8", "fp8": x and weight are (W8A8); "two_parts", "int4": the weight is int8 or int4, x two int8 parts
+    operand: str = ""
 
 
 class Plan(NamedTuple):
@@ -77,6 +79,12 @@ STREAM_K_8BIT_TOKENS = {
     "swiglu": (32, 64, 96, 128, 192, 256),
 }
 _FP8_TOKENS = 128
+#: and of gemm_sm90_stream_k_two_parts, where a token takes two columns of the instruction
+STREAM_K_TWO_PARTS_TOKENS = {
+    "linear": (16, 32, 64, 128),
+    "qkv": (16, 32, 64, 128),
+    "swiglu": (32, 64, 96, 128),
+}
 
 # ---------------------------------------------------------------- thresholds, measured on an H200
 # Figures: microseconds of a product (weight rows x inputs, float16) in a CUDA graph over more weights than
@@ -116,6 +124,8 @@ IDLE_SHARE = 20
 #: 1024 / 4096 tokens: 55.6 / 182 / 703, fp8 here 67.1 / 202 / 838, int8 50.7 / 174 / 782; torch._int_mm
 #: 89.6 / 298 / 1274. A pass over the results takes 6 to 80 more
 SHARING_COST, LEAST_TILE_COST = 6000, 120
+#: above this many tokens a weight in int8 rows is expanded to 16 bit before its product, unless x is rounded
+TWO_PARTS_TOKENS = 512
 
 # ---------------------------------------------------------------- sizes that the kernels are built for
 
@@ -130,8 +140,10 @@ _MMA_MAX_SPLIT = 64
 def choose(gemm: Gemm, device: Device) -> Plan:
     """The kernel that computes `gemm` on `device`, how it is tiled, and why."""
     plan = None
+    if gemm.operand == "two_parts" and gemm.tokens > TWO_PARTS_TOKENS:
+        return Plan("expand_rows", f"more than {TWO_PARTS_TOKENS} tokens")
     if gemm.operand:
-        return _8_bit(gemm, device)
+        return choose_8_bit(gemm, device)
     if gemm.half and gemm.aligned:
         if device.capability == 90:
             plan = _large_sm90(gemm, device)
@@ -160,8 +172,11 @@ def _large_sm90(gemm: Gemm, device: Device) -> Plan | None:
     return split_k_plan(gemm, device) or stream_k_plan(gemm, device)
 
 
-def _8_bit(gemm: Gemm, device: Device) -> Plan:
-    """cuda_w8a8.py asks for no other epilogue than these kernels have."""
+def choose_8_bit(gemm: Gemm, device: Device) -> Plan:
+    """The kernel with 8-bit operands, for any number of tokens.
+
+    cuda_w8a8.py asks for no other epilogue than these kernels have.
+    """
     assert device.capability == 90 and gemm.half and gemm.aligned and gemm.out_aligned
     plan = None
     if gemm.tokens > LARGE_TOKENS:
@@ -169,7 +184,15 @@ def _8_bit(gemm: Gemm, device: Device) -> Plan:
     elif gemm.epilogue != "swiglu":
         plan = split_k_plan(gemm, device)
     plan = plan or stream_k_plan(gemm, device)
-    return plan._replace(kernel=f"{plan.kernel}_8bit")
+    return plan._replace(kernel=f"{plan.kernel}_{'two_parts' if gemm.operand == 'two_parts' else '8bit'}")
+
+
+def _8_bit_sizes(gemm: Gemm) -> tuple[int, ...]:
+    """Tokens of a tile of stream-K."""
+    if gemm.operand == "two_parts":
+        return STREAM_K_TWO_PARTS_TOKENS[gemm.epilogue]
+    sizes = STREAM_K_8BIT_TOKENS[gemm.epilogue]
+    return tuple(size for size in sizes if gemm.operand != "fp8" or size <= _FP8_TOKENS)
 
 
 def _large_8_bit(gemm: Gemm, device: Device) -> Plan:
@@ -177,10 +200,11 @@ def _large_8_bit(gemm: Gemm, device: Device) -> Plan:
     the largest."""
     most, steps, rows = device.multiprocessors // 2, _steps(gemm), _ceil_div(gemm.outputs, _STREAM_K_OUTPUTS)
     ways = []
-    for tile_tokens in STREAM_K_8BIT_TOKENS[gemm.epilogue]:
-        if tile_tokens < LARGE_TOKENS or (gemm.operand == "fp8" and tile_tokens > _FP8_TOKENS):
+    for tile_tokens in _8_bit_sizes(gemm):
+        columns = tile_tokens * (2 if gemm.operand == "two_parts" else 1)
+        if columns < LARGE_TOKENS:
             continue
-        tiles, cost = rows * _ceil_div(gemm.tokens, tile_tokens), max(tile_tokens, _least_cost(tile_tokens))
+        tiles, cost = rows * _ceil_div(gemm.tokens, tile_tokens), max(columns, _least_cost(columns))
         ways.append((_ceil_div(tiles, most) * steps * cost, -tile_tokens, False))
         ways.append((tiles * steps * cost // most + SHARING_COST, -tile_tokens, True))
     _, negative, stream = min(ways)
@@ -217,7 +241,7 @@ def stream_k_plan(gemm: Gemm, device: Device, sizes: tuple[int, ...] = (), steps
 
     sizes: tokens of a tile, those of gemm_sm90_stream_k unless given. steps: stages of a tile, likewise.
     """
-    sizes = sizes or (STREAM_K_8BIT_TOKENS if gemm.operand else STREAM_K_TOKENS)[gemm.epilogue]
+    sizes = sizes or (_8_bit_sizes(gemm) if gemm.operand else STREAM_K_TOKENS[gemm.epilogue])
     tile_tokens = _at_least(_ceil_div(gemm.tokens, _ceil_div(gemm.tokens, sizes[-1])), sizes)
     tiles = _ceil_div(gemm.outputs, _STREAM_K_OUTPUTS) * _ceil_div(gemm.tokens, tile_tokens)
     most = device.multiprocessors // 2

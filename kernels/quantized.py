@@ -101,17 +101,26 @@ class QuantizedWeight:
         return columns // (self.group_size or self.columns)
 
 
+#: inputs of a product whose integer sums an int32 holds: 127 * 127 each
+_MOST_INPUTS = 1 << 17
+
+
 def stays_in_8_bit(weight: QuantizedWeight, dtype: torch.dtype, capability: int) -> bool:
-    """Whether CUDA multiplies this weight with both operands in 8 bit (W8A8).
+    """Whether CUDA multiplies this weight with both operands in 8 bit: W8A8, or int8 with x in `two_parts`.
 
     dtype: X. capability: of the GPU, 10 * major + minor.
     """
     if capability != 90 or dtype not in (torch.float16, torch.bfloat16):
         return False
     plain = weight.groups is None and weight.zeros is None and weight.scales.shape[1] == 1
-    same = weight.format == weight.activations and weight.format in ACTIVATION_LIMITS
-    sizes = weight.shape[0] % 8 == 0 and weight.columns % 16 == 0
+    same = weight.format in ACTIVATION_LIMITS and weight.format == (weight.activations or "int8")
+    sizes = weight.shape[0] % 8 == 0 and weight.columns % 16 == 0 and weight.columns <= _MOST_INPUTS
     return plain and same and sizes and weight.block_rows == 1
+
+
+def operand(weight: QuantizedWeight) -> str:
+    """How CUDA reads the x of a weight that stays_in_8_bit: "int8" or "fp8" (W8A8), or in "two_parts"."""
+    return weight.activations or "two_parts"
 
 
 def packed(values: Tensor) -> Tensor:

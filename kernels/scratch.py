@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tridecode.kernels.gemm_table import TWO_PARTS_TOKENS
+
 #: scratch of GEMMs: partial sums, and a counter per tile of 16 weight rows
 SUM_BYTES = 64 << 20
 NUM_COUNTERS = 1 << 17
@@ -34,11 +36,13 @@ def sample_bytes(max_rows: int, vocab_size: int) -> int:
 def arena_bytes(max_tokens: int, max_columns: int) -> dict[str, int]:
     """What Cuda.reserve allocates for steps of max_tokens rows and max_columns columns.
 
-    W8A8 has rows of 8-bit values in "normed" and their scales in "row_scales".
+    Products with 8-bit operands have rows of 8-bit values in "normed", of up to TWO_PARTS_TOKENS two each,
+    and their scales in "row_scales".
     """
+    rows = max(max_tokens, 2 * min(max_tokens + 7, TWO_PARTS_TOKENS))
     return {
         "product": 2 * max_tokens * max_columns,
-        "normed": max_tokens * max_columns,
+        "normed": rows * max_columns,
         "row_scales": 4 * max_tokens,
     }
 

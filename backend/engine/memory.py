@@ -29,7 +29,7 @@ from tridecode.kernels import scratch
 from tridecode.kernels.cpu import keeps_int8
 from tridecode.kernels.ops import Linear
 from tridecode.kernels.packed_weight import not_packed, pack
-from tridecode.kernels.quantized import QuantizedWeight, stays_in_8_bit
+from tridecode.kernels.quantized import QuantizedWeight, operand, stays_in_8_bit
 from tridecode.kernels.reference import Reference
 
 #: an estimate of what libraries take on a GPU: CUDA's context with our and torch's kernels and cuBLAS, and
@@ -115,14 +115,15 @@ class _CudaShapes(Reference):
     def pack(self, linear: Linear, dtype: torch.dtype = torch.float32) -> Linear:
         weight = linear.weight
         if isinstance(weight, QuantizedWeight):
-            if stays_in_8_bit(weight, dtype, _capability()):
-                return linear
             expanded = torch.empty(weight.shape, dtype=dtype, device="meta")
-            if not_packed(weight, dtype):
+            in_rows = stays_in_8_bit(weight, dtype, _capability())
+            if in_rows and operand(weight) != "two_parts":
+                return linear
+            if not in_rows and not_packed(weight, dtype):
                 return Linear(expanded, linear.bias)
             more = expanded.nbytes - self._expanded  # scratch for the largest
             self._expanded, self.bytes = max(self._expanded, expanded.nbytes), self.bytes + max(more, 0)
-            return Linear(pack(weight, dtype), linear.bias)
+            return linear if in_rows else Linear(pack(weight, dtype), linear.bias)
         return Linear(linear.dense.contiguous(), linear.bias)
 
     def reserve(

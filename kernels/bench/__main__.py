@@ -12,6 +12,7 @@ OPERATIONS = (
     "linear",
     "packed_linear",
     "w8a8",
+    "two_parts",
     "decode_attention",
     "prefill_attention",
     "sample",

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +15,10 @@ from tridecode.kernels import ops as o
 from tridecode.kernels.bench.measure import Result, microseconds, over
 from tridecode.kernels.bench.shapes import SHAPES, ModelShape
 from tridecode.kernels.cuda import MAX_LAYER_ROWS, Cuda
+from tridecode.kernels.gemm_table import Gemm, Plan, choose_8_bit
 from tridecode.kernels.kv_rounding import CACHE_DTYPES, rounded
 from tridecode.kernels.ops import Batch, CacheLayer, DecoderLayer, Heads, Linear, Norm, SamplingState
+from tridecode.kernels.packed_weight import pack
 from tridecode.kernels.round_to_nearest import round_to_nearest
 
 HALF = torch.float16
@@ -151,6 +154,56 @@ class Bench:
                         2.0 * outputs * inputs * tokens,
                     )
                     yield Result("w8a8", case, times[format], outputs * inputs, flops, times["16 bit"])
+
+    def two_parts(self) -> Iterator[Result]:
+        """The products of a layer of LLaMA-3-8B and BLOOM-7B1, and LLaMA's head, with int8 weights, x in two
+        int8 parts and its rounding included, beside the same product in 16 bit. "packed": weights expanded
+        in registers; "expanded": in memory, before each product."""
+        parts, few = self.ops.choose_gemm, (1, 8, 16, 64, 128, 256)
+
+        def expands(gemm: Gemm) -> Plan:
+            return Plan("expand_rows", "forced") if gemm.operand else parts(gemm)
+
+        def never_expands(gemm: Gemm) -> Plan:
+            plan = parts(gemm)
+            return choose_8_bit(gemm, self.ops.gemm_device) if plan.kernel == "expand_rows" else plan
+
+        shapes = [
+            (product.outputs, product.inputs, name == "up" and model == "llama-3-8b")
+            for model in ("llama-3-8b", "bloom-7b1")
+            for name, product in SHAPES[model].products().items()
+            if name != "head"
+        ]
+        for outputs, inputs, gated in dict.fromkeys([*shapes, (128256, 4096, False)]):
+            activation = "swiglu" if gated else None
+            count = max(2, int(4e8 // (outputs * inputs)))
+            matrix = self.normal(outputs, inputs, scale=inputs**-0.5)
+            weight = round_to_nearest(matrix, "int8")
+            chains = {
+                "16 bit": [Linear(matrix.clone()) for _ in range(count)],
+                "packed": [Linear(pack(weight, HALF)) for _ in range(count)],
+                "two parts": [
+                    self.ops.pack(Linear(replace(weight, values=weight.values.clone())), HALF)
+                    for _ in range(count)
+                ],
+            }
+            for tokens in (*few, 512, 1024, 4096) if outputs < 128256 else few:
+                x, out = self.normal(tokens, inputs), self.normal(tokens, outputs // (2 if gated else 1))
+                plans = {"16 bit": parts, "two parts": never_expands}
+                plans |= {"packed": parts} if tokens <= 256 else {"expanded": expands}
+                times = {}
+                for label, plan in plans.items():
+                    self.ops.choose_gemm = plan
+                    chain = chains["two parts" if label == "expanded" else label]
+                    times[label] = microseconds(
+                        over(chain, lambda w: self.ops.linear(x, w, activation=activation, out=out)), count
+                    )
+                self.ops.choose_gemm = parts
+                flops = 2.0 * outputs * inputs * tokens
+                for label in times.keys() - {"16 bit"}:
+                    case = f"{label} {outputs}x{inputs} tokens {tokens}"
+                    yield Result("two_parts", case, times[label], outputs * inputs, flops, times["16 bit"])
+            chains.clear()
 
     def _batch(self, contexts: list[int], queries: list[int], tables: Tensor, decodes: int) -> Batch:
         starts = [sum(queries[:row]) for row in range(len(queries) + 1)]

@@ -37,6 +37,11 @@ int tridecode_embed(void* out, const int* token_ids, const void* table, const in
                     const void* position_table, int num_tokens, int columns, int dtype,
                     void* stream);
 
+// table: (V, C) int8; scales: (V) float32.
+int tridecode_embed_int8(void* out, const int* token_ids, const void* table, const float* scales,
+                         const int* positions, const void* position_table, int num_tokens,
+                         int columns, int dtype, void* stream);
+
 int tridecode_norm(void* out, const void* x, const void* weight, const void* bias, float eps,
                    int num_tokens, int columns, int64_t x_stride, int64_t out_stride, int dtype,
                    void* stream);
@@ -148,11 +153,21 @@ int tridecode_gemm_int4_sm90(const tridecode_gemm_task* task, void* stream);
 // out_stride, inputs, outputs, dtype and what describes the weight.
 int tridecode_expand_weight(const tridecode_gemm_task* task, void* stream);
 
+// out (outputs, inputs), of a 16-bit dtype, = values * scales of the rows. inputs: a multiple
+// of 16.
+int tridecode_expand_rows(void* out, const void* values, const float* scales, int outputs,
+                          int inputs, int dtype, void* stream);
+
 // The same with 8-bit operands: out = epilogue(weight_scales * x_scales * (x * weight^T)). inputs,
 // x_stride and weight_stride are multiples of 16. tile_tokens of stream_k: 16 to 256, of SwiGLU 32
 // to 256.
 int tridecode_gemm_sm90_split_k_8bit(const tridecode_gemm_task* task, void* stream);
 int tridecode_gemm_sm90_stream_k_8bit(const tridecode_gemm_task* task, void* stream);
+
+// The same with operand 3: a weight in int8 and x in two parts. tile_tokens of stream_k: 16, 32, 64
+// or 128, of SwiGLU 32, 64, 96 or 128.
+int tridecode_gemm_sm90_split_k_two_parts(const tridecode_gemm_task* task, void* stream);
+int tridecode_gemm_sm90_stream_k_two_parts(const tridecode_gemm_task* task, void* stream);
 
 // values[t, :] = x[t, :] / scales[t], rounded to the nearest int8 (operand 1) or E4M3 (2), halves
 // to even; scales[t] = max|x[t, :]| / 127 or / 448, 1 for a row of zeros. A row with NaN or

@@ -78,6 +78,29 @@ __global__ void __launch_bounds__(kWarps * 32)
   }
 }
 
+// Of int8 values in rows with a scale each: 16 of them per thread.
+template <typename X>
+__global__ void __launch_bounds__(256) expand_rows(X* out, const uint4* values, const float* scales,
+                                                   int row_vectors, int64_t vectors) {
+  const int64_t i = int64_t(blockIdx.x) * 256 + threadIdx.x;
+  if (i >= vectors) {
+    wait_for_predecessor();
+    return;
+  }
+  const uint4 words = load_stream(values + i);
+  const float scale = __ldg(scales + i / row_vectors);
+  wait_for_predecessor();  // which may still read what is overwritten
+  uint32_t pairs[8];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const uint32_t two = get(words, j / 2) >> (j % 2 * 16);
+    pairs[j] = tridecode::pack<X>(float(int8_t(two)) * scale, float(int8_t(two >> 8)) * scale);
+  }
+  uint4* const to = reinterpret_cast<uint4*>(out) + 2 * i;
+  to[0] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  to[1] = make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);
+}
+
 }  // namespace
 }  // namespace tridecode
 
@@ -96,5 +119,18 @@ int tridecode_expand_weight(const tridecode_gemm_task* given, void* stream) {
       return launch("expand_weight", expand_weight<decltype(zero), F>, ceil_div(granules, kWarps),
                     kWarps * 32, 0, stream, task, chunks, granules);
     });
+  });
+}
+
+int tridecode_expand_rows(void* out, const void* values, const float* scales, int outputs,
+                          int inputs, int dtype, void* stream) {
+  if (inputs % 16 || !aligned16(out) || !aligned16(values))
+    return fail("expand_rows: %d inputs; wanted a multiple of 16, at multiples of 16 bytes",
+                inputs);
+  return for_16_bit_dtype(dtype, "expand_rows", [&](auto zero) {
+    using X = decltype(zero);
+    const int64_t vectors = int64_t(outputs) * (inputs / 16);
+    return launch("expand_rows", expand_rows<X>, ceil_div(vectors, 256), 256, 0, stream, (X*)out,
+                  (const uint4*)values, scales, inputs / 16, vectors);
   });
 }

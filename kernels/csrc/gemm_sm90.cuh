@@ -15,16 +15,18 @@ constexpr int kStageInputs = 64;
 constexpr int kBuffers = 2;     // of results, per warp group
 constexpr int kPartStages = 2;  // of a part of E4M3 sums: 256 inputs
 
-template <int N>
+// N: tokens of a tile, of PARTS rows of x each.
+template <int N, int PARTS = 1>
 struct Shape {
+  static constexpr int kColumns = N * PARTS;  // of a wgmma instruction
   static constexpr int kWeightBytes = kBlockRows * 128;
-  static constexpr int kStageBytes = kWeightBytes + N * 128;
+  static constexpr int kStageBytes = kWeightBytes + kColumns * 128;
   static constexpr int kPart = N < 64 ? N : N % 64 == 0 ? 64 : 32;  // tokens of a store
   static constexpr int kBufferBytes = kPart * 128;
   static constexpr int kStoreBytes = kGroups * kBuffers * kBufferBytes;
   // With few tokens, leave registers free so that the small kernels that come next become resident
   // early, on every multiprocessor.
-  static constexpr bool kSlim = N <= 64;
+  static constexpr bool kSlim = kColumns <= 64;
   static constexpr int kRoom = 227 * 1024 - 1024 - 512 - kStoreBytes;
   static constexpr int kStages = kRoom / kStageBytes < 12 ? kRoom / kStageBytes : 12;
   // 1 KiB for alignment
@@ -35,7 +37,7 @@ struct Shape {
 // two sets of sums.
 template <typename Operand, int N>
 constexpr int kResident =
-    !Shape<N>::kSlim || (N == 64 && std::is_same<Operand, E4m3>::value) ? 1 : 2;
+    !Shape<N, kPartsOf<Operand>>::kSlim || (N == 64 && std::is_same<Operand, E4m3>::value) ? 1 : 2;
 
 }  // namespace
 }  // namespace tridecode

@@ -1,5 +1,5 @@
-// What gemm_sm90_stream_k_8bit.cu and gemm_sm90_split_k_8bit.cu share: the task of a product whose
-// operands are both in 8 bit.
+// What the kernels with 8-bit operands share, gemm_sm90_*_8bit.cu and gemm_sm90_*_two_parts.cu: the
+// task of a product whose operands are both in 8 bit.
 //
 // For TMA, swizzle, descriptors and pipeline stages, 8-bit rows of K inputs are 16-bit rows of K /
 // 2 inputs. Only the instruction differs, which takes the same 32 bytes of a row, and the epilogue,
@@ -11,8 +11,13 @@
 namespace tridecode {
 namespace {
 
+// The most inputs whose sums an int32 holds: 127 * 127 each.
+constexpr int kMostInputs = 1 << 17;
+
 // Changes the task to the 16-bit rows that are loaded.
 int as_16_bit(const char* what, GemmTask& task) {
+  if (task.operand != 2 && task.inputs > kMostInputs)
+    return fail("%s: %d inputs; sums of integers hold %d", what, task.inputs, kMostInputs);
   if (!task.weight_scales || !task.x_scales) return fail("%s: scales are null", what);
   if (task.inputs % 16 || task.x_stride % 16 || task.weight_stride % 16)
     return fail("%s: %d inputs, strides %lld and %lld; wanted multiples of 16", what, task.inputs,

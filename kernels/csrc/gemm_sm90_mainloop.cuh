@@ -22,8 +22,8 @@ __device__ __forceinline__ void copy_weight(void* to, const CUtensorMap* map, in
   }
 }
 
-// A consumer warp group's loop over pipeline stages. Operand: of x and weight. SHARERS: blocks that
-// a stage's x is multicast to.
+// A consumer warp group's loop over pipeline stages. Operand: of x and weight. N: tokens. SHARERS:
+// blocks that a stage's x is multicast to.
 template <typename Operand, int N, typename S, int SHARERS>
 struct Products {
   const char* base;
@@ -41,15 +41,33 @@ struct Products {
     }
   }
 
+  static __device__ __forceinline__ void to_floats(float (&c)[N / 2], const int (&sums)[N / 2]) {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) c[i] = float(sums[i]);
+  }
+  // Of 8 columns the high parts of 8 tokens, of the next 8 their low parts.
+  static __device__ __forceinline__ void to_floats(float (&c)[N / 2], const int (&sums)[N]) {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      const int high = i / 4 * 8 + i % 4;
+      c[i] = fmaf(float(sums[high + 4]), 1.0f / 254.0f, float(sums[high]));
+    }
+  }
+
   // c = the sums of `steps` stages.
   __device__ __forceinline__ void add_up(float (&c)[N / 2], int steps, int group) {
-    if constexpr (std::is_same<Operand, int8_t>::value) {
+    constexpr bool kTwo = std::is_same<Operand, TwoParts>::value;
+    if constexpr ((kTwo || std::is_same<Operand, int8_t>::value) && SHARERS > 1) {
       // Zeros: else the registers of the last tile's sums would count as read by the first
       // instruction, and be kept beside c until then.
-      int sums[N / 2] = {};
+      int sums[kTwo ? N : N / 2] = {};
       add_up_all(sums, steps, group);
-#pragma unroll
-      for (int i = 0; i < N / 2; ++i) c[i] = float(sums[i]);
+      to_floats(c, sums);
+    } else if constexpr (kTwo || std::is_same<Operand, int8_t>::value) {
+      // No zeros for the only tile: ptxas would move them into the loop and serialise it.
+      int sums[kTwo ? N : N / 2];
+      add_up_all(sums, steps, group);
+      to_floats(c, sums);
     } else if constexpr (std::is_same<Operand, E4m3>::value) {
       add_up_in_parts(c, steps, group);
     } else {
@@ -72,8 +90,8 @@ struct Products {
 
   // Each stage is released, to the producers of all sharers, when the instructions of the next one
   // are in flight.
-  template <typename Sum>
-  __device__ __forceinline__ void add_up_all(Sum (&c)[N / 2], int steps, int group) {
+  template <typename Sum, int COUNT>
+  __device__ __forceinline__ void add_up_all(Sum (&c)[COUNT], int steps, int group) {
     int held = -1;  // the stage that instructions in flight still read
     for (int step = 0; step < steps; ++step) {
       barrier_wait(full + stage, parity);
@@ -83,7 +101,7 @@ struct Products {
       group_fence();
 #pragma unroll
       for (int k = 0; k < kStageInputs / 16; ++k)  // 32 bytes on: 2 units of 16
-        group_multiply_add<Operand, N>(c, a + 2 * k, b + 2 * k, step > 0 || k > 0);
+        group_multiply_add<Operand, 2 * COUNT>(c, a + 2 * k, b + 2 * k, step > 0 || k > 0);
       commit_group();
       wait_groups<1>();
       if (held >= 0) release(held);
@@ -131,13 +149,14 @@ struct Maps {
   CUtensorMap weight, x, out = {}, residual = {}, groups = {};
 };
 
-// All but the weight. x_rows: tokens of a TMA load of x; part: of a store of out and a load of the
+// All but the weight. x_rows: of a TMA load of x; part: tokens of a store of out and a load of the
 // residual.
 int encode_rows(Maps& maps, const GemmTask& task, Mode mode, int x_rows, int part) {
   const int width = mode == kGated || mode == kQkvRotary ? 32 : 64;
   const int columns = mode == kGated ? task.outputs / 2 : task.outputs;
-  int status = encode(&maps.x, task.x, task.tokens, task.inputs, task.x_stride, x_rows,
-                      kStageInputs, task.dtype);
+  const int rows = task.operand == 3 ? ceil_div(task.tokens, 8) * 16 : task.tokens;
+  int status =
+      encode(&maps.x, task.x, rows, task.inputs, task.x_stride, x_rows, kStageInputs, task.dtype);
   if (!status && !task.out_float32)
     status =
         encode(&maps.out, task.out, task.tokens, columns, task.out_stride, part, width, task.dtype);

@@ -17,15 +17,15 @@
 namespace tridecode {
 namespace {
 
-template <int N, int SPLIT>
+template <int N, int SPLIT, int PARTS = 1>
 struct SplitShape {
   // Blocks that finish a share of the tokens, at least 16 each.
   static constexpr int kFinishers = SPLIT > 1 && N > 16 ? 2 : 1;
   static constexpr int kTokens = N / kFinishers;
   static constexpr int kShare = kTokens / 2;  // of a thread's sums
   using Results = Shape<kTokens>;
-  static constexpr int kWeightBytes = Shape<N>::kWeightBytes;
-  static constexpr int kStageBytes = Shape<N>::kStageBytes;
+  static constexpr int kWeightBytes = Shape<N, PARTS>::kWeightBytes;
+  static constexpr int kStageBytes = Shape<N, PARTS>::kStageBytes;
   static constexpr int kSent = 128 * kShare * 4;  // by a warp group to a finisher
   static constexpr int kReceivedBytes = (SPLIT - 1) * kGroups * kSent;
   static constexpr int kRoom = 227 * 1024 - 1024 - 512 - kReceivedBytes - Results::kStoreBytes;
@@ -116,7 +116,7 @@ __device__ __forceinline__ bool exchange(const float (&c)[N / 2],
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
-// X: of bias, residual and out. Operand: of weight and x, X or 8 bit.
+// X: of bias, residual and out. Operand: of weight and x, X or 8 bit. N: tokens of a tile.
 template <typename X, typename Operand, int N, Mode MODE, int SPLIT>
 __global__ void __launch_bounds__(kThreads, kResident<Operand, N>)
     gemm_sm90_split_k(const __grid_constant__ CUtensorMap weight_map,
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kThreads, kResident<Operand, N>)
                       const __grid_constant__ CUtensorMap residual_map,
                       const __grid_constant__ GemmTask task, int steps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using S = SplitShape<N, SPLIT>;
+  using S = SplitShape<N, SPLIT, kPartsOf<Operand>>;
   using R = typename S::Results;
   constexpr bool kScaled = !std::is_same<X, Operand>::value;
   using F = Finish<X, S::kTokens, MODE, kScaled>;
@@ -210,9 +210,10 @@ __global__ void __launch_bounds__(kThreads, kResident<Operand, N>)
 
 template <typename X, typename Operand, int N, Mode MODE, int SPLIT>
 int run(const GemmTask& task, void* stream) {
-  using S = SplitShape<N, SPLIT>;
+  constexpr int kParts = kPartsOf<Operand>;
+  using S = SplitShape<N, SPLIT, kParts>;
   Maps maps;
-  if (int status = encode_maps(maps, task, MODE, N, S::Results::kPart)) return status;
+  if (int status = encode_maps(maps, task, MODE, N * kParts, S::Results::kPart)) return status;
   return launch_in_clusters("gemm_sm90_split_k", gemm_sm90_split_k<X, Operand, N, MODE, SPLIT>,
                             SPLIT, SPLIT * ceil_div(task.outputs, kBlockRows), kThreads,
                             S::kSharedBytes, stream, maps.weight, maps.x, maps.out, maps.residual,

@@ -24,11 +24,11 @@ namespace {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-template <int N, Mode MODE>
+template <typename S, Mode MODE>
 __device__ __forceinline__ void copy_stages(const CUtensorMap* weight_map, const CUtensorMap* x_map,
                                             const GemmTask& task, const Division& division,
                                             char* base, uint64_t* full, uint64_t* empty) {
-  using S = Shape<N>;
+  constexpr int kRows = S::kColumns / 2;  // of x, of one block
   const int rank = cluster_rank(), cluster = blockIdx.x / 2;
   const uint64_t weight_policy = division.token_tiles == 1 ? evict_first() : evict_normally();
   const uint64_t x_policy = division.token_tiles == 1 ? evict_last() : evict_normally();
@@ -40,8 +40,8 @@ __device__ __forceinline__ void copy_stages(const CUtensorMap* weight_map, const
     copy_weight<MODE>(to, weight_map, input, row, task.head_size, full + stage, weight_policy);
   };
   auto copy_x = [&](const Stages& at, int stage) {
-    copy_box_to_both(base + stage * S::kStageBytes + S::kWeightBytes + rank * (N / 2) * 128, x_map,
-                     at.step * kStageInputs, at.part.token_tile * N + rank * (N / 2), full + stage,
+    copy_box_to_both(base + stage * S::kStageBytes + S::kWeightBytes + rank * kRows * 128, x_map,
+                     at.step * kStageInputs, (2 * at.part.token_tile + rank) * kRows, full + stage,
                      x_policy);
   };
   prefetch_map(weight_map);
@@ -63,7 +63,7 @@ __device__ __forceinline__ void copy_stages(const CUtensorMap* weight_map, const
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
-// X: of bias, residual and out. Operand: of weight and x, X or 8 bit.
+// X: of bias, residual and out. Operand: of weight and x, X or 8 bit. N: tokens of a tile.
 template <typename X, typename Operand, int N, Mode MODE>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, kResident<Operand, N>)
     gemm_sm90_stream_k(const __grid_constant__ CUtensorMap weight_map,
@@ -75,7 +75,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, kResident<
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr bool kScaled = !std::is_same<X, Operand>::value;
   using F = Finish<X, N, MODE, kScaled>;
-  using S = Shape<N>;
+  using S = Shape<N, kPartsOf<Operand>>;
   extern __shared__ char raw[];
   char* const base = raw + (1024 - shared_address(raw) % 1024) % 1024;
   __shared__ uint64_t full[S::kStages], empty[S::kStages], arrived[kGroups][kBuffers];
@@ -94,7 +94,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, kResident<
   if (group == kGroups) {
     if (!S::kSlim) give_registers<40>();
     if (threadIdx.x == kGroups * 128) {
-      copy_stages<N, MODE>(&weight_map, &x_map, task, division, base, full, empty);
+      copy_stages<S, MODE>(&weight_map, &x_map, task, division, base, full, empty);
     } else {
       wait_for_predecessor();
       const int index = threadIdx.x - kGroups * 128 - 32;  // not the producer thread's warp
@@ -150,11 +150,12 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, kResident<
 
 template <typename X, typename Operand, int N, Mode MODE>
 int run(const GemmTask& task, const Division& division, void* stream) {
+  using S = Shape<N, kPartsOf<Operand>>;
   Maps maps;
-  if (int status = encode_maps(maps, task, MODE, N / 2, Shape<N>::kPart)) return status;
+  if (int status = encode_maps(maps, task, MODE, S::kColumns / 2, S::kPart)) return status;
   return launch("gemm_sm90_stream_k", gemm_sm90_stream_k<X, Operand, N, MODE>,
-                2 * division.clusters, kThreads, Shape<N>::kSharedBytes, stream, maps.weight,
-                maps.x, maps.out, maps.residual, task, division);
+                2 * division.clusters, kThreads, S::kSharedBytes, stream, maps.weight, maps.x,
+                maps.out, maps.residual, task, division);
 }
 
 // Checks the task and calls run(mode, division).

@@ -35,7 +35,7 @@ def replay(devices: list[Device]) -> Iterator[tuple[Gemm, Plan]]:
                         yield gemm, choose(gemm, device)
                         if device.capability != 90:
                             continue
-                        for operand in ("int8", "fp8"):
+                        for operand in ("int8", "fp8", "two_parts"):
                             in_8_bit = as_8_bit(gemm, operand)
                             yield in_8_bit, choose(in_8_bit, device)
 
@@ -74,7 +74,7 @@ def instance_of(gemm: Gemm, plan: Plan) -> tuple[str, ...]:
 def test_every_choice_has_an_instance_and_every_instance_is_chosen():
     chosen: dict[str, set[tuple[str, ...]]] = {}
     for gemm, plan in replay(list(DEVICES.values())):
-        if plan.kernel != "gemm_library":
+        if plan.kernel not in ("gemm_library", "expand_rows"):
             chosen.setdefault(plan.kernel, set()).add(instance_of(gemm, plan))
     assert set(chosen) == {path.stem for path in SOURCES.glob("gem*.cu")} - {"gemm_library_epilogue"} - PACKED
     for kernel, reached in chosen.items():
@@ -92,7 +92,8 @@ def test_a_plan_keeps_to_what_its_kernel_can(name: str):
         elif plan.kernel.startswith(("gemm_sm90_data_parallel", "gemm_sm90_split_k")):
             assert gemm.tokens <= plan.tile_tokens
         assert not plan.fuses_norm or gemm.norm
-        assert plan.kernel.endswith("_8bit") == bool(gemm.operand)
+        assert plan.kernel.endswith("_8bit") == (gemm.operand in ("int8", "fp8"))
+        assert plan.kernel.endswith(("_two_parts", "expand_rows")) == (gemm.operand == "two_parts")
         assert gemm.operand != "fp8" or plan.tile_tokens <= 128
         if plan.kernel.startswith("gemm_sm90_split_k"):
             assert -(-gemm.outputs // 128) <= device.clusters[plan.split - 1]

@@ -13,6 +13,7 @@ from tests.kernels.conftest import Place
 from tests.kernels.numeric import assert_close
 from tests.kernels.test_linear import HeadsCase, make_heads, norm64
 from tests.kernels.test_packed_weight import quantized
+from tridecode.kernels.cuda_packed import CudaPacked
 from tridecode.kernels.gemm_table import Plan
 from tridecode.kernels.ops import Linear, Norm
 from tridecode.kernels.packed_weight import PackedWeight
@@ -47,7 +48,9 @@ class Case:
         }
         self.weight: QuantizedWeight = replace(made, **parts)
         self.bias = place.normal(outputs, dtype=dtype) if bias else None
-        self.linear = place.ops.pack(Linear(self.weight, self.bias), dtype)
+        # int8 in rows on compute capability 9.0 is test_two_parts.py's
+        packed = CudaPacked.pack(place.ops, Linear(self.weight, self.bias), dtype)
+        self.linear = packed
 
     def product64(self, x: Tensor) -> Tensor:
         wanted = x.double() @ self.weight.expanded(torch.float64).double().t()
