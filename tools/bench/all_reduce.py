@@ -12,6 +12,7 @@ import argparse
 import json
 import multiprocessing
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any, Callable
 
@@ -68,21 +69,18 @@ def rank_figures(rank: int, arguments: argparse.Namespace, meeting: str) -> list
         wanted = parts.double().sum(0) + x.double().cpu()
         error = (out.double().cpu() - wanted).abs().max().item() / wanted.abs().max().item()
 
-        def fused(a: Tensor = mine, b: Tensor = x, c: Tensor = out, d: Tensor = normed) -> None:
-            sums.add_rows(a, (), b, norm, out=c, normed=d)
+        def library_norm(added: Tensor, residual: Tensor, norm: Norm, *, out: Tensor) -> None:
+            ranks.all_reduce(added)
+            residual.add_(added)
+            ops.norm(residual, norm, out=out)
 
-        def alone(a: Tensor = mine, c: Tensor = out) -> None:
-            sums.add_rows(a, out=c)
-
-        def library(c: Tensor = torch.empty_like(x)) -> None:
-            ranks.all_reduce(c)
-
-        def library_norm(a: Tensor = torch.zeros_like(x), b: Tensor = x.clone(), d: Tensor = normed) -> None:
-            ranks.all_reduce(a)
-            b.add_(a)
-            ops.norm(b, norm, out=d)
-
-        runs = {"peers": alone, "peers, norm": fused, "NCCL": library, "NCCL, norm": library_norm}
+        zeros = torch.zeros_like(x), torch.zeros_like(x)
+        runs: dict[str, Callable[[], None]] = {
+            "peers": partial(sums.add_rows, mine, out=out),
+            "peers, norm": partial(sums.add_rows, mine, (), x, norm, out=out, normed=normed),
+            "NCCL": partial(ranks.all_reduce, zeros[0]),
+            "NCCL, norm": partial(library_norm, zeros[1], x.clone(), norm, out=normed),
+        }
         took = {name: measure(run, ranks.barrier, f"{name} {rows}") for name, run in runs.items()}
         figures.append({"rows": rows, "error": error, **{name: round(us, 2) for name, us in took.items()}})
         if rank == 0:

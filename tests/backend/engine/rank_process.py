@@ -101,13 +101,16 @@ def _run_rank(
     params: SamplingParams | list[SamplingParams],
     settings: dict[str, Any],
 ) -> list[Any]:
-    cpu = torch.device("cpu")
-    ranks = ProcessRanks(rank, tensor, stages, meeting, cpu, pipeline_devices={"cpu"} if pipelined else ())
+    device = torch.device("cpu")
+    if settings.get("device") == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        device = torch.device("cuda", torch.cuda.current_device())
+    ranks = ProcessRanks(rank, tensor, stages, meeting, device, pipeline_devices={"cpu"} if pipelined else ())
     try:
         model = read_model_config(directory)
         sizes = dict(max_sequences=4, block_tokens=8, max_step_tokens=16, cache_bytes=4 << 20)
-        config = resolve(EngineConfig(**{**sizes, **settings}), model, cpu)
-        engine = Engine.load(directory, model, config, ranks, cpu)
+        config = resolve(EngineConfig(**{**sizes, **settings}), model, device)
+        engine = Engine.load(directory, model, config, ranks, device)
         if rank > 0:
             follow(engine, RankStatus())
             engine.close()
