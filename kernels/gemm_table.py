@@ -48,7 +48,8 @@ class Gemm(NamedTuple):
     head_size: int = 0  # of "qkv"
     rotary_size: int = 0
     interleaved: bool = False
-    #: "int8", "fp8": x and weight are (W8A8); "two_parts", "int4": the weight is int8 or int4, x two int8 parts
+    #: "int8", "fp8": x and weight are (W8A8); "two_parts", "int4": the weight is int8 or int4, x in two int8
+    #: parts
     operand: str = ""
 
 

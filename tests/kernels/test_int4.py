@@ -1,9 +1,9 @@
-"""Products of 4-bit weights on int8 tensor cores (gemm_int4_sm90): the arrangement without a GPU, the rounding
-of x bit for bit, the products against float64.
+"""Products of 4-bit weights on int8 tensor cores (gemm_int4_sm90): the arrangement without a GPU, the
+rounding of x bit for bit, the products against float64.
 
 Bound: x is rounded to 1 / 64,516 of its row's largest number, a group's scale and the result to the dtype.
-So an error is at most max|x| / 64,516 * sum|w| + u * sum|w x| + u * |result|, u half an epsilon, and what float32
-adds to sums.
+So an error is at most max|x| / 64,516 * sum|w| + u * sum|w x| + u * |result|, u half an epsilon, and what
+float32 adds to sums.
 """
 
 from __future__ import annotations
