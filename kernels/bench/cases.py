@@ -193,7 +193,7 @@ class Bench:
                 plans |= {"packed": parts} if tokens <= 256 else {"expanded": expands}
                 times = {}
                 for label, plan in plans.items():
-                    self.ops.choose_gemm = plan
+                    self.ops.choose_gemm = plan  # type: ignore[assignment]
                     chain = chains["two parts" if label == "expanded" else label]
                     times[label] = microseconds(
                         over(chain, lambda w: self.ops.linear(x, w, activation=activation, out=out)), count
