@@ -294,6 +294,9 @@ class Engine:
     def _can_capture(self) -> bool:
         if not self.is_asynchronous or not self.config.cuda_graphs or self.vocab is not None:
             return False
+        if self.ranks.num_stages > 1:
+            log.info("no CUDA graphs: padded rows would write tokens on pipeline stages that do not sample")
+            return False
         if all(self.ops.captures(heads) for heads in self.model.heads):
             return True
         log.info("no CUDA graphs: attention with a window or a soft cap runs through torch")
