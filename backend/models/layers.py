@@ -28,8 +28,8 @@ class Weights(ABC):
     """The source of a model's tensors: this rank's shard, on the device, in the engine's dtype.
 
     specs: of the model's tensors; files: those that hold them, the parts of quantised matrices among them.
-    quantization: of the files. int8_mode: of EngineConfig, for files that are not quantised
-    1). tensor_rank, tensor_size, dtype: of the shards.
+    quantization: of the files. int8_mode: of EngineConfig, for files that are not quantised. tensor_rank,
+    tensor_size, dtype: of the shards.
     """
 
     def __init__(

@@ -37,11 +37,6 @@ int tridecode_embed(void* out, const int* token_ids, const void* table, const in
                     const void* position_table, int num_tokens, int columns, int dtype,
                     void* stream);
 
-// table: (V, C) int8; scales: (V) float32.
-int tridecode_embed_int8(void* out, const int* token_ids, const void* table, const float* scales,
-                         const int* positions, const void* position_table, int num_tokens,
-                         int columns, int dtype, void* stream);
-
 int tridecode_norm(void* out, const void* x, const void* weight, const void* bias, float eps,
                    int num_tokens, int columns, int64_t x_stride, int64_t out_stride, int dtype,
                    void* stream);
