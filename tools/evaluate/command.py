@@ -48,7 +48,7 @@ def evaluate_lambada(
     ] = 600.0,
     output: Annotated[Optional[Path], typer.Option(help="Write the result, item by item, as JSON.")] = None,
 ) -> None:
-    """Measure accuracy on LAMBADA through the running server, or of a repository's engine without one.
+    """Measure accuracy on LAMBADA, with or without a server.
 
     With --reference, transformers answers the same questions, and the exit code is 1 if the two accuracies
     differ by more than --tolerance points in a definition.
