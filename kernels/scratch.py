@@ -65,8 +65,10 @@ def peer_slot_bytes(ranks: int, max_tokens: int, row_bytes: int) -> int:
 
 
 def peer_bytes(ranks: int, max_tokens: int, row_bytes: int) -> int:
-    """tridecode_peer_bytes of these rows: what a rank allocates to sum them over the memory of its peers; 0 for
-    more ranks than it sums over."""
+    """tridecode_peer_bytes of these rows: what a rank allocates to sum them over the memory of its peers.
+
+    0 for more ranks than it sums over.
+    """
     if ranks > PEER_SLOT_BYTES[-1][0]:
         return 0
     return _PEER_HEADER + 2 * (ranks - 1) * peer_slot_bytes(ranks, max_tokens, row_bytes)
