@@ -339,9 +339,16 @@ class Engine:
         log_probs[:count].copy_(self._log_probs[:count], non_blocking=True)
         ready = torch.cuda.Event()
         ready.record()
-        pending = Pending(tokens[:count], log_probs[:count], extras, ready, self._tops, candidates, on_result)
-        pending.check = self.ranks.raise_if_lost
-        return pending
+        return Pending(
+            tokens[:count],
+            log_probs[:count],
+            extras,
+            ready,
+            self._tops,
+            candidates,
+            on_result,
+            check=self.ranks.raise_if_lost,
+        )
 
     def _take_digest(self, digest: StepDigest, plan: StepPlan) -> Callable[[StepResult], None]:
         """Digest the state after a step, if its turn has come; returns what digests its tokens."""

@@ -112,8 +112,6 @@ class SingleRank:
     tensor_rank, tensor_size, stage, num_stages = 0, 1, 0, 1
     is_pipelined = False
 
-    peers = None
-
     def all_reduce(self, x: Tensor) -> None: ...
 
     def row_sums(self, x: Tensor) -> RowSums | None:

@@ -83,8 +83,6 @@ class ThreadSums:
 class ThreadRanks:
     """The interface of ProcessRanks. fuses: sums over ranks are fused with what comes after them."""
 
-    peers = None
-
     def __init__(self, meeting: Meeting, rank: int, pipelined: bool = False, fuses: bool = False):
         self.sums = ThreadSums(self) if fuses else None
         self.meeting, self.rank = meeting, rank
