@@ -53,11 +53,11 @@ PACKED = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def _takes_two_parts(format: str) -> bool:
     return format == "int8" and torch.cuda.get_device_capability() == (9, 0)
 
 
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("format", PACKED)
 @pytest.mark.parametrize("family", ["gpt2", "bloom", "llama"])
 def test_packed_weights_in_16_bits_are_as_near_as_transformers_own_run(

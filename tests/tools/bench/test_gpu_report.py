@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 from tridecode.tools.bench.gpu_report import GPU_TESTS, ROOT, run_tests
 
 MARKED = """
@@ -28,6 +31,13 @@ def test_every_file_with_the_marker_is_run() -> None:
     places = [ROOT / place for place in GPU_TESTS]
     left = [path for path in marked if not any(place in (path, *path.parents) for place in places)]
     assert len(marked) > 2 and [path for path in left if path.name != "test_gpu_report.py"] == []
+
+
+def test_every_marked_test_has_its_fixtures() -> None:
+    """CI deselects these tests, so a parameter or fixture that is missing would be seen on a GPU only."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--setup-plan", "-p", "no:cacheprovider"]
+    done = subprocess.run([*command, *GPU_TESTS], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 def test_results_are_counted_by_file_and_failures_named(tmp_path, capsys) -> None:
