@@ -16,7 +16,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 // Raised whenever a prototype or the meaning of an argument changes.
-#define TRIDECODE_ABI_VERSION 7
+#define TRIDECODE_ABI_VERSION 8
 
 int tridecode_abi_version(void);
 const char* tridecode_build_info(void);
@@ -53,6 +53,36 @@ int tridecode_gemm_library_epilogue(void* out, const void* product, const void* 
                                     int64_t out_stride, int64_t product_stride,
                                     int64_t residual_stride, int activation, int product_float32,
                                     int out_float32, int dtype, void* stream);
+
+// out = activation(x * weight^T + bias) + residual by cuBLASLt, summed in float32. An activation
+// with a residual is refused by cuBLASLt.
+typedef struct {
+  void* out;             // (tokens, outputs), of dtype or float32; may be the residual
+  const void* x;         // (tokens, inputs)
+  const void* weight;    // (outputs, inputs)
+  const void* bias;      // (outputs) of dtype, or null
+  const void* residual;  // like out, or null
+  int64_t x_stride, weight_stride, residual_stride, out_stride;
+  int tokens, inputs, outputs;
+  int activation;  // 0 none, 1 tanh GELU, 3 ReLU
+  int out_float32, dtype;
+  int operand;                 // 0: x and weight are of dtype; 2: E4M3, with the scales below
+  const float* x_scales;       // (tokens)
+  const float* weight_scales;  // (outputs)
+  void* workspace;
+  uint64_t workspace_bytes;
+  // host memory. algorithms: receives `count` of at most `most` descriptions of 96 bytes, the best
+  // by cuBLASLt's estimate first; none: there is no algorithm. gemm: the first 64 bytes of one.
+  void* found;
+  int* count;
+  int most;
+} tridecode_library_task;
+
+// addresses: of cuBLASLt's functions, in the order of csrc/cublas_lt.h; host memory. Makes the
+// handle, which belongs to the process's current device.
+int tridecode_library_bind(const void* addresses);
+int tridecode_library_algorithms(const tridecode_library_task* task, void* stream);
+int tridecode_gemm_library(const tridecode_library_task* task, void* stream);
 
 // out = epilogue(norm(x) * weight^T). Rows are contiguous; a stride is the distance of two rows.
 //
