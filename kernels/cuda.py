@@ -255,6 +255,8 @@ class Cuda(CudaW8A8):
         rows, hidden = x.shape
         if self.capability != 90 or x.dtype == torch.float32 or rows != batch.num_decodes or not layers:
             return False
+        if self.gemm_device.shared:  # the launch's blocks wait for each other
+            return False
         most = self.layer_tokens
         if most is None:
             most = next((count for size, count in LAYER_ROWS if hidden <= size), 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from functools import lru_cache, partial
 
@@ -9,11 +10,15 @@ import torch
 from torch import Tensor
 
 from tridecode.kernels.checks import DtypeError, LayoutError, ShapeError, match, same_dtype
+from tridecode.kernels.cublas import LibraryProducts
 from tridecode.kernels.gemm_table import Device, Plan, choose
 from tridecode.kernels.library import KernelError, Library
 from tridecode.kernels.ops import CacheLayer, Heads
 from tridecode.kernels.packed_table import choose_packed
+from tridecode.kernels.paths import paths
 from tridecode.kernels.scratch import LAYER_COUNTERS, NUM_COUNTERS, SUM_BYTES
+
+log = logging.getLogger("tridecode.engine")
 
 ACTIVATIONS = {None: 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "swiglu": 4}
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -36,22 +41,30 @@ class CudaBase:
             dependent_launch = os.environ.get("TRIDECODE_DEPENDENT_LAUNCH", "1") != "0"
         self.library = Library()
         torch.zeros(1, device=self.device)  # torch's context before ours
-        properties = torch.zeros(3, dtype=torch.int32)
+        properties = torch.zeros(4, dtype=torch.int32)
         self.library.initialize(self.device.index, int(dependent_launch), properties.data_ptr())
-        multiprocessors, self.capability, shared_bytes = properties.tolist()
+        multiprocessors, self.capability, shared_bytes, shared = properties.tolist()
         self.layer_tokens = layer_tokens
-        clusters = (0, 0, 0)
+        self._sums = self._bytes(SUM_BYTES)
+        self._sums_pointer = self._sums.data_ptr()
+        self._library_products = LibraryProducts(self.library, self._sums_pointer)
+        for name in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"):
+            setattr(torch.backends.cuda.matmul, name, False)  # the process's: sums are in float32
+        clusters, fp8_library = (0, 0, 0), False
         if self.capability == 90:
             clusters = tuple(self.library.gemm_sm90_clusters(split) for split in (1, 2, 3))
-        self.gemm_device = Device(self.capability, multiprocessors, shared_bytes, clusters)
+            fp8_library = self._library_products.takes_fp8()
+        self.gemm_device = Device(
+            self.capability, multiprocessors, shared_bytes, clusters, bool(shared), fp8_library
+        )
+        log.info("%s", paths(self.gemm_device))
         #: the plan of a GEMM; a prompt's number of tokens varies, so the cache is bounded
         self.choose_gemm = lru_cache(maxsize=1 << 14)(partial(choose, device=self.gemm_device))
         self.choose_packed = lru_cache(maxsize=1 << 14)(partial(choose_packed, device=self.gemm_device))
         self._layer_tables: dict[tuple[object, ...], Tensor] = {}
         self._layer_counters = torch.zeros(LAYER_COUNTERS, dtype=torch.int32, device=self.device)
-        self._sums = self._bytes(SUM_BYTES)
         self._counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=self.device)
-        self._sums_pointer, self._counters_pointer = self._sums.data_ptr(), self._counters.data_ptr()
+        self._counters_pointer = self._counters.data_ptr()
         self._attention = self._bytes(self.library.decode_attention_scratch(256))
         self._sample: Tensor | None = None
         self._arenas: dict[str, Tensor] = {}

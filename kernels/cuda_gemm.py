@@ -206,28 +206,53 @@ class CudaGemm(CudaPacked):
         self, x: Tensor, linear: Linear, activation: str | None, residual: Tensor | None, out: Tensor
     ) -> None:
         """cuBLAS; a kernel of ours follows for what cuBLAS does not fuse."""
-        weight, bias, same = linear.dense.t(), linear.bias, out.dtype == x.dtype
-        if same and residual is None and bias is not None:
-            if activation is None:
-                torch.addmm(bias, x, weight, out=out)
-                return
-            if activation in ("gelu_tanh", "relu") and x.dtype != torch.float32:
-                torch._addmm_activation(bias, x, weight, use_gelu=activation == "gelu_tanh", out=out)
-                return
-        if same and residual is not None and activation is None:
-            torch.addmm(residual, x, weight, out=out)
-            if bias is not None:
-                self._library_epilogue(out, bias, None, None, out, x.dtype)
+        fuses = activation in (None, "gelu_tanh", "relu")
+        if residual is not None:
+            fuses = activation is None and out.dtype == x.dtype
+        if fuses and self._cublas_lt(x, linear.dense, linear.bias, activation, residual, out):
             return
         product = out
-        if activation == "swiglu" or (same and residual is not None):  # out may be the residual
-            product = self._temporary("product", x.shape[0], weight.shape[1], out.dtype)
-        if same:
-            torch.mm(x, weight, out=product)
-        else:
-            torch.mm(x, weight, out_dtype=out.dtype, out=product)
-        if bias is not None or activation is not None or residual is not None:
-            self._library_epilogue(product, bias, activation, residual, out, x.dtype)
+        if activation == "swiglu" or residual is not None:  # out may be the residual
+            product = self._temporary("product", x.shape[0], linear.weight.shape[0], out.dtype)
+        if not self._cublas_lt(x, linear.dense, None, None, None, product):
+            weight = linear.dense.t()
+            if product.dtype == x.dtype:
+                torch.mm(x, weight, out=product)
+            else:
+                torch.mm(x, weight, out_dtype=product.dtype, out=product)
+        if linear.bias is not None or activation is not None or residual is not None:
+            self._library_epilogue(product, linear.bias, activation, residual, out, x.dtype)
+
+    def _cublas_lt(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        residual: Tensor | None,
+        out: Tensor,
+    ) -> bool:
+        """out = activation(x @ weight^T + bias) + residual, rounded once. False: cuBLASLt does not do it."""
+        if x.dtype == torch.float32:
+            return False
+        return self._library_products.run(
+            current_stream(self.device),
+            x.shape[0],
+            out=out.data_ptr(),
+            x=x.data_ptr(),
+            weight=weight.data_ptr(),
+            bias=pointer(bias),
+            residual=pointer(residual),
+            x_stride=x.stride(0),
+            weight_stride=weight.stride(0),
+            residual_stride=0 if residual is None else residual.stride(0),
+            out_stride=out.stride(0),
+            inputs=weight.shape[1],
+            outputs=weight.shape[0],
+            activation=ACTIVATIONS[activation],
+            out_float32=out.dtype == torch.float32,
+            dtype=DTYPES[x.dtype],
+        )
 
     def _library_epilogue(
         self,

@@ -28,7 +28,7 @@ from tridecode.kernels.cuda_gemm import (
     _rotation,
 )
 from tridecode.kernels.gemm_table import Gemm, fuses_heads_sm90
-from tridecode.kernels.library import current_stream
+from tridecode.kernels.library import KernelError, current_stream
 from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm
 from tridecode.kernels.quantized import QuantizedWeight, operand, stays_in_8_bit
 from tridecode.kernels.reference import GATED
@@ -168,6 +168,11 @@ class CudaW8A8(CudaGemm):
             )
         )
         values, scales = self._rounded(x, norm, operand(weight))
+        if plan.kernel == "gemm_library":
+            self._fp8_library(values, scales, x, weight, bias, activation, residual, out)
+            if heads is not None:
+                self._finish_qkv(out, heads, head_fields or {})
+            return
         getattr(self.library, plan.kernel)(
             current_stream(self.device),
             out=out.data_ptr(),
@@ -191,6 +196,47 @@ class CudaW8A8(CudaGemm):
             **self._plan_fields(plan),
             **(head_fields or {}),
         )
+
+    def _fp8_library(
+        self,
+        values: Tensor,
+        scales: Tensor,
+        x: Tensor,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        activation: str | None,
+        residual: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """out = activation(values * scales @ weight.T + bias) + residual by cuBLASLt, with a pass behind it
+        for an activation or a float32 out with a bias. values, scales: of _rounded, for x."""
+        (tokens, inputs), outputs = x.shape, weight.shape[0]
+        fuses = activation is None and (bias is None or out.dtype == x.dtype)
+        product = out if fuses else self._temporary("product", tokens, outputs, x.dtype)
+        done = self._library_products.run(
+            current_stream(self.device),
+            tokens,
+            out=product.data_ptr(),
+            x=values.data_ptr(),
+            weight=weight.values.data_ptr(),
+            bias=pointer(bias) if fuses else 0,
+            residual=pointer(residual) if fuses else 0,
+            x_stride=inputs,
+            weight_stride=inputs,
+            residual_stride=residual.stride(0) if fuses and residual is not None else 0,
+            out_stride=product.stride(0),
+            inputs=inputs,
+            outputs=outputs,
+            out_float32=product.dtype != x.dtype,
+            dtype=DTYPES[x.dtype],
+            operand=OPERANDS["fp8"],
+            x_scales=scales.data_ptr(),
+            weight_scales=weight.scales.data_ptr(),
+        )
+        if not done:
+            raise KernelError(f"cuBLASLt has no fp8 product of {tokens} x {inputs} by {outputs} outputs")
+        if not fuses:
+            self._library_epilogue(product, bias, activation, residual, out, x.dtype)
 
     def _rounded(self, x: Tensor, norm: Norm | None, format: str) -> tuple[Tensor, Tensor]:
         """The values and scales (4 * T bytes) of kernels.quantized.rounded_activations, of x or of norm(x)

@@ -12,8 +12,9 @@ tridecode.kernels.explain` prints the choices. This module needs neither torch n
     gemm_library              cuBLAS, and gemm_library_epilogue for what cuBLAS does not fuse
 
 Products with both operands in 8 bit (cuda_w8a8.py) have gemm_sm90_split_k_8bit and gemm_sm90_stream_k_8bit
-for any number of tokens (W8A8); int8 weights with x in two int8 parts have the same named *_two_parts up to
-TWO_PARTS_TOKENS, above it expand_rows: the weight is expanded to 16 bit, and one of the others follows.
+for any number of tokens (W8A8), and gemm_library for many of fp8; int8 weights with x in two int8 parts have
+the same named *_two_parts up to TWO_PARTS_TOKENS, above it expand_rows: the weight is expanded to 16 bit, and
+one of the others follows.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ class Device(NamedTuple):
     shared_bytes: int  # largest shared memory of a block
     #: clusters of 1, 2 and 3 blocks of gemm_sm90_split_k that are resident at once
     clusters: tuple[int, int, int] = (0, 0, 0)
+    #: by MPS with other processes, whose blocks may keep ours from starting: no block may wait for another
+    shared: bool = False
+    fp8_library: bool = False  # cuBLASLt multiplies E4M3 with a scale for each row and output
 
 
 class Gemm(NamedTuple):
@@ -125,6 +129,10 @@ IDLE_SHARE = 20
 #: 1024 / 4096 tokens: 55.6 / 182 / 703, fp8 here 67.1 / 202 / 838, int8 50.7 / 174 / 782; torch._int_mm
 #: 89.6 / 298 / 1274. A pass over the results takes 6 to 80 more
 SHARING_COST, LEAST_TILE_COST = 6000, 120
+#: from this many tokens on cuBLASLt takes less for E4M3, the passes that follow included (SwiGLU, rotation).
+#: Without the rounding of x, here / cuBLASLt: 6144 x 4096, 1024 tokens: 45 / 42, 8192: 400 / 309; 4096 x
+#: 14336: 97 / 102, 960 / 709; SwiGLU of 28672 x 4096: 259 / 185 and a pass of 30, 1870 / 1418 and 168
+FP8_LIBRARY_TOKENS, FP8_LIBRARY_SWIGLU_TOKENS = 1536, 768
 #: above this many tokens a weight in int8 rows is expanded to 16 bit before its product, unless x is rounded
 TWO_PARTS_TOKENS = 512
 
@@ -180,6 +188,10 @@ def choose_8_bit(gemm: Gemm, device: Device) -> Plan:
     """
     assert device.capability == 90 and gemm.half and gemm.aligned and gemm.out_aligned
     plan = None
+    if gemm.operand == "fp8" and device.fp8_library and gemm.outputs % 16 == 0:
+        least = FP8_LIBRARY_SWIGLU_TOKENS if gemm.epilogue == "swiglu" else FP8_LIBRARY_TOKENS
+        if gemm.tokens >= least:
+            return Plan("gemm_library", f"{least} tokens or more")
     if gemm.tokens > LARGE_TOKENS:
         plan = _large_8_bit(gemm, device)
     elif gemm.epilogue != "swiglu":
@@ -253,7 +265,7 @@ def stream_k_plan(gemm: Gemm, device: Device, sizes: tuple[int, ...] = (), steps
 
 def _stream_k(gemm: Gemm, device: Device, tile_tokens: int, stream: bool, steps: int) -> Plan:
     tiles = _ceil_div(gemm.outputs, _STREAM_K_OUTPUTS) * _ceil_div(gemm.tokens, tile_tokens)
-    most = device.multiprocessors // 2
+    most, stream = device.multiprocessors // 2, stream and not device.shared
     work = _ceil_div(tiles * steps, LEAST_STAGES) if stream else tiles
     shared = "clusters share tiles" if stream else "whole tiles"
     return Plan(

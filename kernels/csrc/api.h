@@ -24,8 +24,8 @@ const char* tridecode_error(void);
 
 // Make `device` current for the calling thread. Programmatic dependent launch is used where
 // `dependent_launch` is set and the device has it (compute capability 9.0). `properties` receives
-// multiprocessors, compute capability * 10, and the shared memory of a block in bytes: int32[3],
-// host memory.
+// multiprocessors, compute capability * 10, the shared memory of a block in bytes, and whether MPS
+// shares the device among processes: int32[4], host memory.
 int tridecode_initialize(int device, int dependent_launch, int* properties);
 
 // dtype: 0 float32, 1 float16, 2 bfloat16, everywhere.
@@ -70,12 +70,13 @@ typedef struct {
   const float* x_scales;       // (tokens)
   const float* weight_scales;  // (outputs)
   void* workspace;
-  uint64_t workspace_bytes;
+  int64_t workspace_bytes;
   // host memory. algorithms: receives `count` of at most `most` descriptions of 96 bytes, the best
   // by cuBLASLt's estimate first; none: there is no algorithm. gemm: the first 64 bytes of one.
   void* found;
   int* count;
   int most;
+  int alignment;  // bytes: of out, x, weight, bias and residual
 } tridecode_library_task;
 
 // addresses: of cuBLASLt's functions, in the order of csrc/cublas_lt.h; host memory. Makes the

@@ -269,7 +269,17 @@ __device__ __forceinline__ float block_sum(float x, float* shared) {
 // ---------------------------------------------------------------- device: copies and matrix
 // instructions
 
-// Loads 16 bytes that no kernel writes and that are read once, bypassing the L1 cache.
+// Loads 16 bytes that are read once and that the kernels before may have written (a cache), without
+// a place in the L1 cache.
+__device__ __forceinline__ uint4 load_once(const void* from) {
+  uint4 words;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "l"(from));
+  return words;
+}
+
+// The same for what no kernel writes: weights.
 __device__ __forceinline__ uint4 load_stream(const void* from) {
   uint4 words;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -25,7 +25,8 @@ enum DescAttribute {
   kScaleModeA = 31,
   kScaleModeB = 32,
 };
-enum PreferenceAttribute { kWorkspaceBytes = 1, kReductionMask = 3 };
+// kAlignmentA is followed by those of B, C and D.
+enum PreferenceAttribute { kWorkspaceBytes = 1, kReductionMask = 3, kAlignmentA = 5 };
 constexpr uint32_t kReduceInFloat32 = 2;  // partial sums of a split are of the compute type
 enum Epilogue : uint32_t { kPlain = 1, kRelu = 2, kBias = 4, kGelu = 32 };  // GELU: by tanh
 

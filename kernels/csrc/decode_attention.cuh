@@ -94,7 +94,7 @@ struct Loads {
       for (int i = 0; i < 2; ++i) {
         const int d = c * 32 + t * 8;
         keys[c][i] =
-            D % 32 == 0 || d < D ? load_stream(from + (g + 8 * i) * D + d) : make_uint4(0, 0, 0, 0);
+            D % 32 == 0 || d < D ? load_once(from + (g + 8 * i) * D + d) : make_uint4(0, 0, 0, 0);
       }
     }
   }
@@ -105,7 +105,7 @@ struct Loads {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int token = 2 * t + i % 2 + i / 2 * 8, d = c * 64 + g * 8;
-        values[c][i] = token < valid && (D % 64 == 0 || d < D) ? load_stream(from + token * D + d)
+        values[c][i] = token < valid && (D % 64 == 0 || d < D) ? load_once(from + token * D + d)
                                                                : make_uint4(0, 0, 0, 0);
       }
     }
@@ -214,7 +214,7 @@ struct Loads8 {
       for (int c = 0; c < (D + 63) / 64; ++c) {
         const int d = c * 64 + t * 16;
         keys[c][i] =
-            D % 64 == 0 || d < D ? load_stream(from + (g + 8 * i) * D + d) : make_uint4(0, 0, 0, 0);
+            D % 64 == 0 || d < D ? load_once(from + (g + 8 * i) * D + d) : make_uint4(0, 0, 0, 0);
       }
     }
   }

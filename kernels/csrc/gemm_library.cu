@@ -1,12 +1,12 @@
 // out = activation(x * weight^T + bias) + residual by cuBLASLt, summed in float32 and rounded once.
 //
-// torch's products round to 16 bit before a bias is added to a residual, choose the first algorithm
-// that cuBLAS proposes, and may add the parts of a split sum in 16 bit. kernels/cublas.py binds the
-// functions of the library that torch has loaded, and chooses the algorithm.
+// torch's products round to 16 bit before a bias is added to a residual, and may add the parts of a
+// split sum in 16 bit. kernels/cublas.py binds the functions of the library that torch has loaded,
+// and keeps the algorithms.
 //
 // cuBLAS counts by columns: out^T (outputs, tokens) = weight (inputs, outputs)^T * x^T (inputs,
 // tokens), and a bias is added to each column of out^T.
-// Bench: python -m tridecode.kernels.bench library
+// Bench: python -m tridecode.kernels.bench linear
 #include "cublas_lt.h"
 #include "epilogue.cuh"
 
@@ -44,7 +44,7 @@ class Product {
     status |= layout(&residual_, out, outputs, tokens,
                      task.residual ? task.residual_stride : task.out_stride);
     if (status) return status;
-    uint32_t epilogue = task.activation == kRelu        ? lt::kRelu
+    uint32_t epilogue = task.activation == kRelu       ? lt::kRelu
                         : task.activation == kGeluTanh ? lt::kGelu
                                                        : lt::kPlain;
     if (task.bias) epilogue = (epilogue == lt::kPlain ? 0 : epilogue) | lt::kBias;
@@ -71,6 +71,10 @@ class Product {
     const uint32_t mask = lt::kReduceInFloat32;
     status |= functions.preference_set(preference, lt::kWorkspaceBytes, &bytes, sizeof(bytes));
     status |= functions.preference_set(preference, lt::kReductionMask, &mask, sizeof(mask));
+    const uint32_t alignment = task.alignment;
+    for (int tensor = 0; tensor < 4; ++tensor)
+      status |= functions.preference_set(preference, lt::kAlignmentA + tensor, &alignment,
+                                         sizeof(alignment));
     *task.count = 0;
     const lt::Status found =
         status ? status

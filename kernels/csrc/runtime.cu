@@ -86,7 +86,7 @@ const char* tridecode_build_info(void) { return TRIDECODE_BUILD_INFO; }
 const char* tridecode_error(void) { return tridecode::error_text; }
 
 int tridecode_initialize(int device, int dependent_launch, int* properties) {
-  int major = 0, minor = 0, multiprocessors = 0, shared_bytes = 0;
+  int major = 0, minor = 0, multiprocessors = 0, shared_bytes = 0, mps = 0;
   int status = check(cudaSetDevice(device), "cudaSetDevice");
   if (status) return status;
   const struct {
@@ -95,7 +95,8 @@ int tridecode_initialize(int device, int dependent_launch, int* properties) {
   } wanted[] = {{cudaDevAttrComputeCapabilityMajor, &major},
                 {cudaDevAttrComputeCapabilityMinor, &minor},
                 {cudaDevAttrMultiProcessorCount, &multiprocessors},
-                {cudaDevAttrMaxSharedMemoryPerBlockOptin, &shared_bytes}};
+                {cudaDevAttrMaxSharedMemoryPerBlockOptin, &shared_bytes},
+                {cudaDevAttrMpsEnabled, &mps}};
   for (const auto& each : wanted) {
     status =
         check(cudaDeviceGetAttribute(each.value, each.attribute, device), "cudaDeviceGetAttribute");
@@ -106,5 +107,6 @@ int tridecode_initialize(int device, int dependent_launch, int* properties) {
   tridecode::current.shared_bytes = shared_bytes;
   tridecode::current.dependent_launch = dependent_launch != 0 && major >= 9;
   properties[0] = multiprocessors, properties[1] = 10 * major + minor, properties[2] = shared_bytes;
+  properties[3] = mps;
   return 0;
 }

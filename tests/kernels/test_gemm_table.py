@@ -76,7 +76,8 @@ def test_every_choice_has_an_instance_and_every_instance_is_chosen():
     for gemm, plan in replay(list(DEVICES.values())):
         if plan.kernel not in ("gemm_library", "expand_rows"):
             chosen.setdefault(plan.kernel, set()).add(instance_of(gemm, plan))
-    assert set(chosen) == {path.stem for path in SOURCES.glob("gem*.cu")} - {"gemm_library_epilogue"} - PACKED
+    library = {"gemm_library", "gemm_library_epilogue"}
+    assert set(chosen) == {path.stem for path in SOURCES.glob("gem*.cu")} - library - PACKED
     for kernel, reached in chosen.items():
         assert reached == instances(kernel), kernel
 
@@ -160,3 +161,12 @@ def test_shapes_are_those_of_the_benchmarks_presets():
             rotary,
         )
         assert SHAPES[name] == wanted, name
+
+
+def test_many_tokens_of_fp8_go_to_a_library_that_takes_them() -> None:
+    takes = H200._replace(fp8_library=True)
+    gemm = Gemm(4096, 4096, 6144, operand="fp8")
+    assert choose(gemm, takes).kernel == "gemm_library"
+    others = [gemm._replace(tokens=64), gemm._replace(operand="int8"), gemm._replace(outputs=6152)]
+    assert all(choose(each, takes).kernel.endswith("_8bit") for each in others)
+    assert choose(gemm, H200).kernel == "gemm_sm90_stream_k_8bit"

@@ -33,8 +33,8 @@ from tridecode.kernels.round_to_nearest import round_to_nearest
 gpu = pytest.mark.gpu
 DTYPES = [torch.float16, torch.bfloat16]
 FORMATS = ["int8", "fp8"]
-#: tokens, and the split of gemm_sm90_split_k_8bit; 0: gemm_sm90_stream_k_8bit
-WAYS = [(1, 0), (17, 0), (64, 0), (65, 0), (200, 0), (300, 0), (1000, 0)]
+#: tokens, and the split of gemm_sm90_split_k_8bit; 0: gemm_sm90_stream_k_8bit, of fp8 cuBLASLt for the most
+WAYS = [(1, 0), (17, 0), (64, 0), (65, 0), (200, 0), (300, 0), (1000, 0), (1600, 0)]
 WAYS += [(tokens, split) for tokens in (1, 16, 17, 64) for split in (1, 2, 3)]
 #: (inputs, outputs): one stage, odd ends, many stages of few tiles, many tiles
 SHAPES = [(128, 128), (144, 264), (1040, 1000), (4096, 512), (512, 9216)]

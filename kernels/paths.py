@@ -1,0 +1,49 @@
+"""The paths that a GPU's architecture takes, in words: what an engine says while it loads. No GPU needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+
+from tridecode.kernels.gemm_table import Device, Gemm, choose
+from tridecode.kernels.packed_table import PACKED_TOKENS, choose_packed
+
+_EXAMPLE = Gemm(1, 4096, 4096)  # in 16 bit, without epilogue
+_MOST = 300  # tokens; more take what these take
+
+
+def paths(device: Device) -> str:
+    """One line: the kernels of products by number of tokens, of prompts' attention, and of 8 and 4 bit."""
+    hopper = device.capability == 90
+    parts = [
+        f"compute capability {device.capability // 10}.{device.capability % 10}",
+        f"products of 4096 x 4096 in 16 bit, by tokens: {_ranges(_kernels(device))}",
+        f"prompts: {'wgmma' if hopper else 'mma.sync'}",
+        "8 and 4 bit: by wgmma" if hopper else _of_weights(device),
+    ]
+    if device.capability > 90:
+        parts.append("the kernels for Hopper do not run on it, those for 8.0 do")
+    if device.shared:
+        parts.append("shared with other processes (MPS): no kernel whose blocks wait for each other")
+    return "; ".join(parts)
+
+
+def _kernels(device: Device) -> Iterator[str]:
+    return (choose(_EXAMPLE._replace(tokens=count), device).kernel for count in range(1, _MOST))
+
+
+def _of_weights(device: Device) -> str:
+    """Of weights in 4 bit, whose kernel is that of 8 bit here."""
+    products = (_EXAMPLE._replace(tokens=count) for count in range(1, PACKED_TOKENS))
+    plans = (choose_packed(product, 128, device).kernel for product in products)
+    return f"weights in 8 and 4 bit: {_ranges(plans)}"
+
+
+def _ranges(kernels: Iterable[str]) -> str:
+    """'a to 2 tokens, b to 8, then c'."""
+    runs = [(kernel, len(list(run))) for kernel, run in groupby(kernels)]
+    named, last = [], 0
+    for kernel, count in runs[:-1]:
+        last += count
+        named.append(f"{kernel} to {last}")
+    return ", ".join([*named, f"then {runs[-1][0]}" if named else runs[-1][0]])
