@@ -1,8 +1,9 @@
-// out = activation(x * weight^T + bias) + residual by cuBLASLt, summed in float32 and rounded once.
+// out = activation(x * weight^T + bias) + residual by cuBLASLt, summed in float32.
 //
-// torch's products round to 16 bit before a bias is added to a residual, and may add the parts of a
-// split sum in 16 bit. kernels/cublas.py binds the functions of the library that torch has loaded,
-// and keeps the algorithms.
+// Rounded once, unless out is the residual: cuBLAS' kernels for Hopper then round the product with
+// its bias before they add it. torch's products may add the parts of a split sum in 16 bit.
+// kernels/cublas.py binds the functions of the library that torch has loaded, and keeps the
+// algorithms.
 //
 // cuBLAS counts by columns: out^T (outputs, tokens) = weight (inputs, outputs)^T * x^T (inputs,
 // tokens), and a bias is added to each column of out^T.

@@ -1,4 +1,4 @@
-"""Products by cuBLASLt: rounded once, for any number of rows, and with what it cannot fuse left out."""
+"""Products by cuBLASLt against float64: how often they are rounded, odd addresses, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,30 +11,45 @@ from tridecode.kernels import cublas
 from tridecode.kernels.gemm_table import Plan
 from tridecode.kernels.ops import Linear
 
-#: of a half-precision number: half a unit in the last place, and what float32 sums of 4096 numbers add
-ROUNDED_ONCE = {torch.float16: 2**-11 * 1.02, torch.bfloat16: 2**-8 * 1.02}
+#: half a unit in the last place, and what the tensor cores' float32 sums of 4096 numbers add
+ROUNDED_ONCE = {torch.float16: 2**-11 * 1.8, torch.bfloat16: 2**-8 * 1.1}
+
+
+def unit(wanted: torch.Tensor) -> torch.Tensor:
+    """The power of two below each number, 1 / 16 at least."""
+    return torch.exp2(wanted.abs().clamp(min=2**-4).log2().floor())
 
 
 def rounding(out: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest error of `out` in parts of the power of two below the wanted number, or below 1 / 16."""
-    scale = torch.exp2(wanted.abs().clamp(min=2**-4).log2().floor())
-    return ((out.double() - wanted).abs() / scale).max().item()
+    """The largest error of `out` in parts of `unit`."""
+    return ((out.double() - wanted).abs() / unit(wanted)).max().item()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ROUNDED_ONCE)
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("tokens", [65, 100, 256, 257, 1000])
-def test_bias_and_residual_are_added_before_the_only_rounding(
-    cuda_place: Place, monkeypatch: pytest.MonkeyPatch, tokens: int, bias: bool, dtype: torch.dtype
+def test_bias_and_residual_are_added(
+    cuda_place: Place,
+    monkeypatch: pytest.MonkeyPatch,
+    tokens: int,
+    in_place: bool,
+    bias: bool,
+    dtype: torch.dtype,
 ) -> None:
+    """Before the only rounding; in place after the product with its bias has been rounded."""
     linear = make_linear(cuda_place, 4096, 1024, dtype, bias)
     x, residual = cuda_place.normal(tokens, 4096, dtype=dtype), cuda_place.normal(tokens, 1024, dtype=dtype)
-    wanted, out = product64(x, linear) + residual.double(), residual.clone()
+    product, out = product64(x, linear), residual.clone()
+    wanted = product + residual.double()
     cuda_place.settle()
     monkeypatch.setattr(cuda_place.ops, "choose_gemm", lambda gemm: Plan("gemm_library", "this test"))
-    cuda_place.ops.linear(x, linear, residual=out, out=out)
-    assert rounding(out, wanted) <= ROUNDED_ONCE[dtype]
+    cuda_place.ops.linear(x, linear, residual=out if in_place else residual, out=out)
+    allowed = unit(wanted) * ROUNDED_ONCE[dtype]
+    if in_place:
+        allowed += unit(product) * ROUNDED_ONCE[dtype]
+    assert ((out.double() - wanted).abs() <= allowed).all()
 
 
 @pytest.mark.gpu
