@@ -287,6 +287,11 @@ class EngineConfig:
         "1: matrices of layers that the files hold in 16 or 32 bit are rounded to int8 while they are loaded;"
         " 2: and the rows of their inputs in every product (W8A8)",
     )
+    int8_head: bool = setting(
+        False,
+        "the head, and the word embedding where it is the head, are rounded to int8 while they are loaded, "
+        "whatever the layers are",
+    )
     enable_custom_all_reduce: bool = setting(
         True, "GPUs of one node: tensor ranks sum through each other's memory; false: through NCCL"
     )

@@ -59,7 +59,7 @@ class Cpu(Reference):
         super().__init__()
         self.batch_invariant = batch_invariant
 
-    def pack(self, linear: Linear, dtype: torch.dtype = torch.float32) -> Linear:
+    def pack(self, linear: Linear, dtype: torch.dtype = torch.float32, is_head: bool = False) -> Linear:
         weight = linear.weight
         if isinstance(weight, QuantizedWeight):
             if keeps_int8(weight, self.batch_invariant):

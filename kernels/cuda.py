@@ -30,6 +30,7 @@ from tridecode.kernels.ops import (
     Heads,
     SamplingState,
 )
+from tridecode.kernels.quantized import QuantizedWeight, check_int8_table
 from tridecode.kernels.reference import Reference, beam_candidates
 from tridecode.kernels.scratch import NUM_COUNTERS, SUM_BYTES, arena_bytes, expanded_bytes
 
@@ -83,15 +84,19 @@ class Cuda(CudaW8A8):
     def embed(
         self,
         token_ids: Tensor,
-        table: Tensor,
+        table: Tensor | QuantizedWeight,
         *,
         positions: Tensor | None = None,
         position_table: Tensor | None = None,
         out: Tensor,
     ) -> None:
+        scales = None
+        if isinstance(table, QuantizedWeight):
+            scales = check_int8_table("embed", table).scales
+            table = table.values
         sizes = match("embed", ("VC", "table", table), ("TC", "out", out), ("T", "token_ids", token_ids))
         indices("embed", ("token_ids", token_ids))
-        dtype = same_dtype("embed", ("table", table), ("out", out))
+        dtype = same_dtype("embed", ("out", out), *([("table", table)] if scales is None else []))
         contiguous("embed", ("table", table), ("out", out))
         if position_table is not None and positions is not None:
             match(
@@ -101,14 +106,17 @@ class Cuda(CudaW8A8):
                 ("T", "positions", positions),
             )
             indices("embed", ("positions", positions))
-            same_dtype("embed", ("table", table), ("position_table", position_table))
+            same_dtype("embed", ("out", out), ("position_table", position_table))
             contiguous("embed", ("position_table", position_table))
         else:
             positions = position_table = None
+        if scales is not None:
+            contiguous("embed", ("table.scales", scales))
         self.library.embed(
             out.data_ptr(),
             token_ids.data_ptr(),
             table.data_ptr(),
+            pointer(scales),
             pointer(positions),
             pointer(position_table),
             sizes["T"],

@@ -42,7 +42,7 @@ def _say_expanded(format: str, why: str, dtype: torch.dtype) -> None:
 class CudaPacked(CudaInt4):
     """pack of kernels.ops.Ops, and what becomes of a packed weight."""
 
-    def pack(self, linear: Linear, dtype: torch.dtype = torch.float32) -> Linear:
+    def pack(self, linear: Linear, dtype: torch.dtype = torch.float32, is_head: bool = False) -> Linear:
         """Rows of the weight contiguous, as cuBLAS and the kernels read them; a quantised one arranged for
         the kernels that read it, or expanded."""
         weight = linear.weight
@@ -55,10 +55,13 @@ class CudaPacked(CudaInt4):
             _say_expanded(weight.format, why, dtype)
             return Linear(weight.expanded(dtype).contiguous(), linear.bias)
         packed = pack(weight, dtype)
-        self._arena(
-            "expanded_weight", packed.rows * packed.columns * dtype.itemsize
-        )  # outside of graph capture
+        if not is_head:
+            self._reserve_expanded(packed.rows, packed.columns, dtype)
         return Linear(packed, linear.bias)
+
+    def _reserve_expanded(self, rows: int, columns: int, dtype: torch.dtype) -> None:
+        """Scratch memory for an expanded weight, outside of graph capture."""
+        self._arena("expanded_weight", rows * columns * dtype.itemsize)
 
     def _packed_gemm(
         self,

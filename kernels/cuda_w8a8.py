@@ -30,6 +30,8 @@ from tridecode.kernels.cuda_gemm import (
 from tridecode.kernels.gemm_table import Gemm, fuses_heads_sm90
 from tridecode.kernels.library import KernelError, current_stream
 from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm
+from tridecode.kernels.packed_table import PACKED_TOKENS
+from tridecode.kernels.packed_weight import PackedWeight
 from tridecode.kernels.quantized import QuantizedWeight, operand, stays_in_8_bit
 from tridecode.kernels.reference import GATED
 
@@ -41,14 +43,14 @@ OPERANDS = {"int8": 1, "fp8": 2, "two_parts": 3, "two_parts_int4": 4}
 class CudaW8A8(CudaGemm):
     """pack, and linear and project_qkv of weights that `stays_in_8_bit` keeps."""
 
-    def pack(self, linear: Linear, dtype: torch.dtype = torch.float32) -> Linear:
+    def pack(self, linear: Linear, dtype: torch.dtype = torch.float32, is_head: bool = False) -> Linear:
         """As CudaPacked, but a weight whose product rounds x stays in rows."""
         weight = linear.weight
         if isinstance(weight, QuantizedWeight) and stays_in_8_bit(weight, dtype, self.capability):
-            if operand(weight) == "two_parts":  # outside of graph capture
-                self._arena("expanded_weight", weight.shape[0] * weight.columns * dtype.itemsize)
+            if operand(weight) == "two_parts" and not is_head:
+                self._reserve_expanded(*weight.shape, dtype)
             return Linear(_in_rows(weight), linear.bias)
-        return super().pack(linear, dtype)
+        return super().pack(linear, dtype, is_head)
 
     def linear(
         self,
@@ -60,6 +62,12 @@ class CudaW8A8(CudaGemm):
         residual: Tensor | None = None,
         out: Tensor,
     ) -> None:
+        if x.shape[0] > PACKED_TOKENS and self._stays_packed(linear.weight, x.dtype):
+            for first in range(0, x.shape[0], PACKED_TOKENS):
+                rows = slice(first, first + PACKED_TOKENS)
+                more = None if residual is None else residual[rows]
+                self.linear(x[rows], linear, norm=norm, activation=activation, residual=more, out=out[rows])
+            return
         linear = self._expanded_for(x, linear)
         weight = linear.weight
         if not isinstance(weight, QuantizedWeight):
@@ -106,6 +114,13 @@ class CudaW8A8(CudaGemm):
         if x.shape[0] > 0:
             fields = _head_fields(heads, batch, cache)
             self._8_bit_gemm(x, weight, linear.bias, norm, None, None, out, heads, fields)
+
+    def _stays_packed(self, weight: Tensor | QuantizedWeight | PackedWeight, dtype: torch.dtype) -> bool:
+        """Whether there is no scratch memory to expand a quantised weight in: it is the head's."""
+        if isinstance(weight, Tensor) or (isinstance(weight, QuantizedWeight) and weight.activations):
+            return False
+        held, (rows, columns) = self._arenas.get("expanded_weight"), weight.shape
+        return held is None or held.numel() < rows * columns * dtype.itemsize
 
     def _expanded_for(self, x: Tensor, linear: Linear) -> Linear:
         """linear, or where gemm_table.choose plans so its weight expanded to 16 bit in scratch memory, until

@@ -217,11 +217,12 @@ class Ops(Protocol):
         """Whether attention of these heads is safe inside CUDA graph capture."""
         ...
 
-    def pack(self, linear: Linear, dtype: torch.dtype = torch.float32) -> Linear:
+    def pack(self, linear: Linear, dtype: torch.dtype = torch.float32, is_head: bool = False) -> Linear:
         """The same product with its weight in this implementation's fastest layout; called once, at load.
 
         weight: (out, in), contiguous along either axis, on the operations' device. dtype: X, which a
-        quantised weight is expanded to by an implementation that does not read it as it is. The result may
+        quantised weight is expanded to by an implementation that does not read it as it is. is_head: of the
+        language model, whose rows are few: no scratch memory is held to expand it for many. The result may
         share its memory.
         """
         ...
@@ -237,7 +238,7 @@ class Ops(Protocol):
     def embed(
         self,
         token_ids: Tensor,
-        table: Tensor,
+        table: Tensor | QuantizedWeight,
         *,
         positions: Tensor | None = None,
         position_table: Tensor | None = None,
@@ -245,7 +246,8 @@ class Ops(Protocol):
     ) -> None:
         """out[t] = table[token_ids[t]] (+ position_table[positions[t]]).
 
-        token_ids, positions: (T,) int32. table: (V, C) X, position_table: (positions, C) X. out: (T, C) X.
+        token_ids, positions: (T,) int32. table: (V, C) X, or int8 with a scale for each row.
+        position_table: (positions, C) X. out: (T, C) X.
         The sum is computed in float32. The engine checks that ids are in range when a request arrives.
         """
         ...

@@ -123,6 +123,14 @@ def operand(weight: QuantizedWeight) -> str:
     return weight.activations or "two_parts"
 
 
+def check_int8_table(operation: str, table: QuantizedWeight) -> QuantizedWeight:
+    """table, whose rows `operation` looks up: int8 with a scale for each row. Raises ShapeError."""
+    if table.format != "int8" or table.scales.shape != (table.shape[0], 1):
+        found = f"{table.format} with scales {tuple(table.scales.shape)}"
+        raise ShapeError(f"{operation}: table is {found}; wanted int8 with scales ({table.shape[0]}, 1)")
+    return table
+
+
 def packed(values: Tensor) -> Tensor:
     """(out, in) of integers 0 to 15 -> (out, ceil(in / 2)) uint8, the even column in the low half."""
     if values.shape[1] % 2:

@@ -27,7 +27,7 @@ from tridecode.kernels.ops import (
     SamplingState,
 )
 from tridecode.kernels.philox import uniforms
-from tridecode.kernels.quantized import QuantizedWeight, rounded_activations
+from tridecode.kernels.quantized import QuantizedWeight, check_int8_table, rounded_activations
 from tridecode.kernels.sampling_state import MOST_COUNTED, records, words
 
 #: queries of a prefill row that are scored at a time; bounds the memory of the scores
@@ -54,7 +54,7 @@ class Reference:
     def captures(self, heads: Heads) -> bool:
         return False  # numbers of rows and lengths are read on the host
 
-    def pack(self, linear: Linear, dtype: torch.dtype = torch.float32) -> Linear:
+    def pack(self, linear: Linear, dtype: torch.dtype = torch.float32, is_head: bool = False) -> Linear:
         return linear  # a quantised weight is expanded at each call
 
     def _temporary(self, rows: int, columns: int, like: Tensor) -> Tensor:
@@ -75,15 +75,23 @@ class Reference:
     def embed(
         self,
         token_ids: Tensor,
-        table: Tensor,
+        table: Tensor | QuantizedWeight,
         *,
         positions: Tensor | None = None,
         position_table: Tensor | None = None,
         out: Tensor,
     ) -> None:
+        ids = token_ids.long()
+        if isinstance(table, QuantizedWeight):
+            table = check_int8_table("embed", table)
+            rows = table.values[ids].float() * table.scales[ids]
+            if position_table is not None and positions is not None:
+                rows += F.embedding(positions, position_table).float()
+            out.copy_(rows)
+            return
         match("embed", ("VC", "table", table), ("TC", "out", out), ("T", "token_ids", token_ids))
         if position_table is None or positions is None:
-            torch.index_select(table, 0, token_ids.long(), out=out)
+            torch.index_select(table, 0, ids, out=out)
             return
         match(
             "embed",

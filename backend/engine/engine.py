@@ -178,9 +178,9 @@ class Engine:
         specs = models.family(model.family).weight_specs(model)
         specs = share_vocabulary(specs, ranks.tensor_size, device.type)
         dtype, ops = DTYPES[config.data_type], kernels.select(device, config.batch_invariant)
-        place = (ranks.tensor_rank, ranks.tensor_size)
+        place, rounding = (ranks.tensor_rank, ranks.tensor_size), (config.int8_mode, config.int8_head)
         if config.weights == "random":
-            made = RandomWeights(specs, 0, *place, dtype, ops, device, model.quantization, config.int8_mode)
+            made = RandomWeights(specs, 0, *place, dtype, ops, device, model.quantization, *rounding)
             return cls(model, config, made, ops, ranks, device)
         mine = stage_layers(model.num_layers, ranks.stage, ranks.num_stages)
         specs = [spec for spec in specs if spec.layer is None or spec.layer in mine]
@@ -188,7 +188,7 @@ class Engine:
             phase(f"verifying weights ({config.verify_weights})")
         reader = WeightReader(directory, model)
         reader.verify(config.verify_weights, stored_specs(specs, model.quantization))
-        weights = FileWeights(reader, specs, *place, dtype, ops, device, progress, config.int8_mode)
+        weights = FileWeights(reader, specs, *place, dtype, ops, device, progress, *rounding)
         try:
             engine = cls(model, config, weights, ops, ranks, device)
         finally:

@@ -131,9 +131,10 @@ class FileWeights(Weights):
         device: torch.device,
         progress: Callable[[str], None] | None = None,
         int8_mode: int = 0,
+        int8_head: bool = False,
     ):
         quantization = reader.config.quantization
-        super().__init__(specs, ops, quantization, int8_mode, tensor_rank, tensor_size, dtype)
+        super().__init__(specs, ops, quantization, int8_mode, tensor_rank, tensor_size, dtype, int8_head)
         self._reader, self._device = reader, device
         self._progress = progress or (lambda name: None)
         self._uploader: Uploader | None = None

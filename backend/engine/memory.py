@@ -93,7 +93,7 @@ class _CpuShapes(Reference):
         super().__init__()
         self._batch_invariant = batch_invariant
 
-    def pack(self, linear: Linear, dtype: torch.dtype = torch.float32) -> Linear:
+    def pack(self, linear: Linear, dtype: torch.dtype = torch.float32, is_head: bool = False) -> Linear:
         weight = linear.weight
         if isinstance(weight, QuantizedWeight):
             if keeps_int8(weight, self._batch_invariant):
@@ -112,7 +112,7 @@ class _CudaShapes(Reference):
         self.bytes, self._widening = scratch.fixed_bytes(), itemsize // 2
         self._expanded = 0
 
-    def pack(self, linear: Linear, dtype: torch.dtype = torch.float32) -> Linear:
+    def pack(self, linear: Linear, dtype: torch.dtype = torch.float32, is_head: bool = False) -> Linear:
         weight = linear.weight
         if isinstance(weight, QuantizedWeight):
             expanded = torch.empty(weight.shape, dtype=dtype, device="meta")
@@ -121,8 +121,9 @@ class _CudaShapes(Reference):
                 return linear
             if not in_rows and not_packed(weight, dtype):
                 return Linear(expanded, linear.bias)
-            more = expanded.nbytes - self._expanded  # scratch for the largest
-            self._expanded, self.bytes = max(self._expanded, expanded.nbytes), self.bytes + max(more, 0)
+            if not is_head:
+                more = expanded.nbytes - self._expanded  # scratch for the largest
+                self._expanded, self.bytes = max(self._expanded, expanded.nbytes), self.bytes + max(more, 0)
             return linear if in_rows else Linear(pack(weight, dtype), linear.bias)
         return Linear(linear.dense.contiguous(), linear.bias)
 
@@ -170,7 +171,8 @@ def plan_rank(
     specs = [spec for spec in specs if spec.layer is None or spec.layer in mine]
     dtype = DTYPES[config.data_type]
     ops = _CudaShapes(dtype.itemsize) if device_type == "cuda" else _CpuShapes(config.batch_invariant)
-    weights = _Shapes(specs, ops, model.quantization, config.int8_mode, tensor_rank, size, dtype)
+    modes = (model.quantization, config.int8_mode)
+    weights = _Shapes(specs, ops, *modes, tensor_rank, size, dtype, config.int8_head)
     unlimited = replace(config, cache_bytes=1 << 62)
     engine = Engine(model, unlimited, weights, ops, place, torch.device("meta"))
     seen: set[int] = set()

@@ -33,8 +33,9 @@ class RandomWeights(Weights):
         device: torch.device,
         quantization: Quantization | None = None,
         int8_mode: int = 0,
+        int8_head: bool = False,
     ):
-        super().__init__(specs, ops, quantization, int8_mode, tensor_rank, tensor_size, dtype)
+        super().__init__(specs, ops, quantization, int8_mode, tensor_rank, tensor_size, dtype, int8_head)
         self._seed, self._device = seed, device
 
     def tensor(self, name: str) -> Tensor:

@@ -39,7 +39,7 @@ class Model(llama.Model):
     def stage_heads(self, ranks: Ranks, num_positions: int) -> list[Heads]:
         if self.config.rope is not None:
             return super().stage_heads(ranks, num_positions)
-        slopes = alibi_slopes(self.config.num_heads).to(self.embedding.device)
+        slopes = alibi_slopes(self.config.num_heads).to(self.device)
         return self.layer_heads(ranks, lambda layer: {"slopes": slopes})
 
 

@@ -66,7 +66,7 @@ class Model(Decoder):
         self.embedding_norm = weights.norm("model.pre_decoder_layernorm", config.norm_eps)
 
     def stage_heads(self, ranks: Ranks, num_positions: int) -> list[Heads]:
-        slopes = alibi_slopes(self.config.num_heads).to(self.embedding.device)
+        slopes = alibi_slopes(self.config.num_heads).to(self.device)
         return self.layer_heads(ranks, lambda layer: {"slopes": slopes})
 
     def embed(self, context: Context, x: Tensor) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, Callable
 
+import torch
 from torch import Tensor
 
 from tridecode.backend.config import ModelConfig, check_ranks
@@ -28,6 +29,7 @@ from tridecode.backend.models.rope import rope_table
 from tridecode.backend.models.specs import HEAD_NORMS, Layout
 from tridecode.backend.weight_layout import VocabShare, stage_layers
 from tridecode.kernels.ops import CacheLayer, DecoderLayer, Heads, Linear, Norm
+from tridecode.kernels.quantized import QuantizedWeight
 
 
 class Decoder:
@@ -44,7 +46,7 @@ class Decoder:
     def __init__(self, config: ModelConfig, weights: Weights, ranks: Ranks, num_positions: int):
         check_ranks(config, ranks.tensor_size, ranks.num_stages)
         self.config = config
-        self.embedding = weights.tensor("model.wte")
+        self.dtype, self.embedding = weights.dtype, self.load_embedding(weights)
         self.vocab: VocabShare | None = None
         if weights.specs["model.wte"].axis == 0:
             self.vocab = VocabShare(config.vocab_size, ranks.tensor_rank, ranks.tensor_size)
@@ -59,8 +61,7 @@ class Decoder:
         windows of `config.windows`."""
         config, rope = self.config, None
         if config.rope is not None:
-            device, long_prompt = self.embedding.device, config.long_prompt_tokens
-            rope = rope_table(config.rope, num_positions, device, long_prompt)
+            rope = rope_table(config.rope, num_positions, self.device, config.long_prompt_tokens)
         return self.layer_heads(
             ranks, lambda layer: {"rope": rope, "window": seen_window(config, layer, num_positions)}
         )
@@ -84,6 +85,14 @@ class Decoder:
                 kinds[kind] = make_heads(sizes, ranks, **{**mine, **own})
             heads.append(kinds[kind])
         return heads
+
+    @property
+    def device(self) -> torch.device:
+        table = self.embedding
+        return table.device if isinstance(table, Tensor) else table.values.device
+
+    def load_embedding(self, weights: Weights) -> Tensor | QuantizedWeight:
+        return weights.embedding(self.config.tied_head)
 
     def load_head(self, weights: Weights) -> Linear:
         return weights.head(

@@ -100,11 +100,11 @@ class Model(Decoder):
     def stage_heads(self, ranks: Ranks, num_positions: int) -> list[Heads]:
         """The rounding of ALiBi is kept in float32 alone: in 16 bit it is as coarse as the arithmetic, and
         the kernels have slopes only."""
-        config, device = self.config, self.embedding.device
+        config, device = self.config, self.device
         if config.rope is not None:
             return super().stage_heads(ranks, num_positions)
         scale = config.head_size**-0.5
-        if self.embedding.dtype == torch.float32:
+        if self.dtype == torch.float32:
             bias = alibi_bias(config.num_heads, num_positions, scale).to(device)
             return self.layer_heads(ranks, lambda layer: {"key_bias": bias})
         slopes = (alibi_slopes(config.num_heads).bfloat16().float() * scale).to(device)

@@ -28,7 +28,7 @@ class Model(llama.Model):
     def __init__(self, config: Any, weights: Weights, ranks: Ranks, num_positions: int):
         super().__init__(config, weights, ranks, num_positions)
         # transformers rounds the scale to the dtype of the embedding
-        self.embedding_scale = float(torch.tensor(math.sqrt(config.hidden_size), dtype=self.embedding.dtype))
+        self.embedding_scale = float(torch.tensor(math.sqrt(config.hidden_size), dtype=self.dtype))
 
     def embed(self, context: Context, x: Tensor) -> None:
         super().embed(context, x)

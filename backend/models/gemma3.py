@@ -58,7 +58,7 @@ class Model(gemma2.Model):
     def stage_heads(self, ranks: Ranks, num_positions: int) -> list[Heads]:
         held, config = super().stage_heads(ranks, num_positions), self.config
         assert config.local_rope is not None
-        local = rope_table(config.local_rope, num_positions, self.embedding.device, config.long_prompt_tokens)
+        local = rope_table(config.local_rope, num_positions, self.device, config.long_prompt_tokens)
         return [
             replace(heads, rope=local) if config.window(layer) else heads
             for heads, layer in zip(held, self.stage)

@@ -28,8 +28,8 @@ class Weights(ABC):
     """The source of a model's tensors: this rank's shard, on the device, in the engine's dtype.
 
     specs: of the model's tensors; files: those that hold them, the parts of quantised matrices among them.
-    quantization: of the files. int8_mode: of EngineConfig, for files that are not quantised. tensor_rank,
-    tensor_size, dtype: of the shards.
+    quantization: of the files. int8_mode: of EngineConfig, for files that are not quantised; int8_head: of
+    EngineConfig. tensor_rank, tensor_size, dtype: of the shards.
     """
 
     def __init__(
@@ -41,11 +41,12 @@ class Weights(ABC):
         tensor_rank: int = 0,
         tensor_size: int = 1,
         dtype: torch.dtype = torch.float32,
+        int8_head: bool = False,
     ):
         self.specs, self.ops = {spec.name: spec for spec in specs}, ops
         self.files = {spec.name: spec for spec in stored_specs(self.specs.values(), quantization)}
         self.quantization, self.int8_mode = quantization, int8_mode if quantization is None else 0
-        self.rank, self.size, self.dtype = tensor_rank, tensor_size, dtype
+        self.rank, self.size, self.dtype, self.int8_head = tensor_rank, tensor_size, dtype, int8_head
         self.linears: dict[tuple[str, ...], Linear] = {}  # what `linear` has given, by its names
 
     @abstractmethod
@@ -74,9 +75,16 @@ class Weights(ABC):
         assert self.quantization is not None, name
         return read_quantized(self.specs[name], self.quantization, self.tensor, self.rank, self.size)
 
-    def head(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def embedding(self, is_head: bool) -> Tensor | QuantizedWeight:
+        """The word embedding (V, C); where it is the head too, as int8_head wants that."""
+        table = self.tensor("model.wte")
+        return round_to_nearest(table, "int8") if is_head and self.int8_head else table
+
+    def head(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Linear:
         """The language model's head over `weight` (V, C), which may be the word embedding itself."""
-        return self.ops.pack(Linear(weight, bias), self.dtype)
+        if self.int8_head and isinstance(weight, Tensor):
+            weight = round_to_nearest(weight, "int8")
+        return self.ops.pack(Linear(weight, bias), self.dtype, is_head=True)
 
     def norm(self, name: str, eps: float, centred: bool = False) -> Norm:
         """A LayerNorm, or an RMSNorm if there is no `<name>.bias`. centred: a LayerNorm, its bias 0 if there

@@ -64,7 +64,7 @@ class Model(Decoder):
 
     def stage_heads(self, ranks: Ranks, num_positions: int) -> list[Heads]:
         config = self.config
-        slopes = alibi_slopes(config.num_heads, config.alibi_bias_max).to(self.embedding.device)
+        slopes = alibi_slopes(config.num_heads, config.alibi_bias_max).to(self.device)
         return self.layer_heads(ranks, lambda layer: {"slopes": slopes, "qkv_limit": config.qkv_limit})
 
     def load_norm(self, weights: Weights, name: str) -> Norm:

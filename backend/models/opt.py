@@ -21,6 +21,7 @@ from tridecode.backend.models.layers import Context, Ranks, Weights
 from tridecode.backend.models.specs import Layout
 from tridecode.backend.weight_layout import WeightSpec
 from tridecode.kernels.ops import CacheLayer, Linear, Norm
+from tridecode.kernels.quantized import QuantizedWeight
 
 RESIDUALS = {"pre_layernorm": "sequential", "post_layernorm": "post_norm"}
 PROJECTIONS = "model.project_in.weight", "model.project_out.weight"
@@ -104,18 +105,25 @@ class Model(GptModel):
         self.layout = layout(config)
         super().__init__(config, weights, ranks, num_positions)
         if config.is_projected:
-            self.embedding = product(self.embedding, weights.tensor(PROJECTIONS[0]))
+            narrow = self.embedding
+            assert isinstance(narrow, Tensor)
+            self.embedding = product(narrow, weights.tensor(PROJECTIONS[0]))
+
+    def load_embedding(self, weights: Weights) -> Tensor | QuantizedWeight:
+        """Of narrower rows: in the files' dtype until they have been projected."""
+        return weights.embedding(self.config.tied_head and not self.config.is_projected)
 
     def load_head(self, weights: Weights) -> Linear:
         if not self.config.is_projected:
             return super().load_head(weights)
         narrow = self.embedding if self.config.tied_head else weights.tensor("model.lm_head.weight")
+        assert isinstance(narrow, Tensor)
         return weights.head(product(narrow, weights.tensor(PROJECTIONS[1]).t()))
 
     def load_norm(self, weights: Weights, name: str) -> Norm:
         if self.config.norm_weights:
             return super().load_norm(weights, name)
-        ones = torch.ones(self.config.hidden_size, dtype=self.embedding.dtype, device=self.embedding.device)
+        ones = torch.ones(self.config.hidden_size, dtype=self.dtype, device=self.device)
         return Norm(ones, torch.zeros_like(ones), self.config.norm_eps)
 
     def forward(self, context: Context, x: Tensor, caches: list[CacheLayer]) -> None:

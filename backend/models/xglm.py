@@ -77,7 +77,7 @@ class Model(Decoder):
         table = sinusoids(num_positions, config.hidden_size)
         if 0 <= config.zero_position < num_positions:
             table[config.zero_position] = 0
-        self.positions = (table / self.embedding_scale).to(self.embedding)
+        self.positions = (table / self.embedding_scale).to(self.device, self.dtype)
 
     def embed(self, context: Context, x: Tensor) -> None:
         """scale * (word + position / scale): the sum is part of the look-up."""

@@ -16,7 +16,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 // Raised whenever a prototype or the meaning of an argument changes.
-#define TRIDECODE_ABI_VERSION 8
+#define TRIDECODE_ABI_VERSION 9
 
 int tridecode_abi_version(void);
 const char* tridecode_build_info(void);
@@ -33,9 +33,10 @@ int tridecode_initialize(int device, int dependent_launch, int* properties);
 int tridecode_resolve_tokens(int* token_ids, const int* slots, const int* last_tokens, int count,
                              void* stream);
 
-int tridecode_embed(void* out, const int* token_ids, const void* table, const int* positions,
-                    const void* position_table, int num_tokens, int columns, int dtype,
-                    void* stream);
+// scales: null: table is of dtype; else it is int8, and a scale for each row of it.
+int tridecode_embed(void* out, const int* token_ids, const void* table, const float* scales,
+                    const int* positions, const void* position_table, int num_tokens, int columns,
+                    int dtype, void* stream);
 
 int tridecode_norm(void* out, const void* x, const void* weight, const void* bias, float eps,
                    int num_tokens, int columns, int64_t x_stride, int64_t out_stride, int dtype,

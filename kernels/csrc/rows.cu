@@ -37,6 +37,33 @@ __global__ void embed(X* out, const int* token_ids, const X* table, const int* p
   }
 }
 
+// The same of a table in int8 with a scale for each row.
+template <typename X, int WIDTH>
+__global__ void embed_int8(X* out, const int* token_ids, const int8_t* table, const float* scales,
+                           const int* positions, const X* position_table, int columns) {
+  wait_for_predecessor();
+  const int64_t token = blockIdx.x;
+  const int8_t* row = table + int64_t(token_ids[token]) * columns;
+  const float scale = scales[token_ids[token]];
+  const X* position_row =
+      position_table ? position_table + int64_t(positions[token]) * columns : nullptr;
+  for (int c = threadIdx.x * WIDTH; c < columns; c += kThreads * WIDTH) {
+    float values[WIDTH], more[WIDTH] = {};
+    if (position_row) load_some<WIDTH>(position_row + c, more);
+    if constexpr (WIDTH == 8) {
+      const uint2 words = *reinterpret_cast<const uint2*>(row + c);
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        values[i] = float(int8_t((i < 4 ? words.x : words.y) >> (i % 4 * 8)));
+    } else {
+      values[0] = float(row[c]);
+    }
+#pragma unroll
+    for (int i = 0; i < WIDTH; ++i) values[i] = fmaf(values[i], scale, more[i]);
+    store_some<WIDTH>(out + token * columns + c, values);
+  }
+}
+
 // One block per row. Word: the unit of the copy.
 template <typename Word>
 __global__ void gather_rows(char* out, const char* x, const int* rows, int64_t words,
@@ -58,13 +85,17 @@ int tridecode_resolve_tokens(int* token_ids, const int* slots, const int* last_t
                 token_ids, slots, last_tokens, count);
 }
 
-int tridecode_embed(void* out, const int* token_ids, const void* table, const int* positions,
-                    const void* position_table, int num_tokens, int columns, int dtype,
-                    void* stream) {
+int tridecode_embed(void* out, const int* token_ids, const void* table, const float* scales,
+                    const int* positions, const void* position_table, int num_tokens, int columns,
+                    int dtype, void* stream) {
   return for_dtype(dtype, "embed", [&](auto x) {
     using X = decltype(x);
     const bool wide =
         columns % 8 == 0 && aligned16(out) && aligned16(table) && aligned16(position_table);
+    if (scales)
+      return launch("embed_int8", wide ? embed_int8<X, 8> : embed_int8<X, 1>, num_tokens, kThreads,
+                    0, stream, (X*)out, token_ids, (const int8_t*)table, scales, positions,
+                    (const X*)position_table, columns);
     return launch("embed", wide ? embed<X, 8> : embed<X, 1>, num_tokens, kThreads, 0, stream,
                   (X*)out, token_ids, (const X*)table, positions, (const X*)position_table,
                   columns);

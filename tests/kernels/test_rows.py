@@ -9,6 +9,8 @@ from tests.kernels.conftest import Place
 from tests.kernels.numeric import assert_close
 from tridecode.kernels.checks import DtypeError, ShapeError
 from tridecode.kernels.ops import Norm
+from tridecode.kernels.quantized import QuantizedWeight
+from tridecode.kernels.round_to_nearest import round_to_nearest
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -30,6 +32,31 @@ def test_embed_adds_the_position(place: Place, columns: int, dtype: torch.dtype)
     assert_close("embed", out, table.double()[ids.long()] + places.double()[positions.long()])
     place.ops.embed(ids, table, out=out)
     assert torch.equal(out, table[ids.long()])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [64, 111, 768])
+def test_embed_reads_a_table_in_int8(place: Place, columns: int, dtype: torch.dtype):
+    values = place.ints(torch.randint(-127, 128, (50, columns), generator=place.generator)).to(torch.int8)
+    scales, places = place.normal(50, 1, dtype=torch.float32).abs(), place.normal(9, columns, dtype=dtype)
+    table = QuantizedWeight("int8", columns, values, scales)
+    ids, positions = place.ints([3, 49, 0, 3, 17]), place.ints([8, 0, 1, 2, 3])
+    out = place.poison(5, columns, dtype=dtype)
+    place.settle()
+    wanted = (values.double() * scales.double())[ids.long()]
+    place.ops.embed(ids, table, out=out)
+    rounding = torch.finfo(dtype).eps
+    assert ((out.double() - wanted).abs() <= rounding * wanted.abs()).all()
+    place.ops.embed(ids, table, positions=positions, position_table=places, out=out)
+    more = places.double()[positions.long()]
+    assert ((out.double() - wanted - more).abs() <= rounding * (wanted.abs() + more.abs())).all()
+
+
+def test_embed_refuses_other_quantised_tables(place: Place):
+    table = round_to_nearest(place.normal(50, 64, dtype=torch.float32), "fp8")
+    out = place.poison(1, 64, dtype=torch.float32)
+    with pytest.raises(ShapeError, match="table is fp8 .*wanted int8"):
+        place.ops.embed(place.ints([3]), table, out=out)
 
 
 @pytest.mark.parametrize("columns", [1, 8, 19, 256])

@@ -70,6 +70,7 @@ _Requests = Annotated[
 _Tokenizer = Annotated[
     Optional[Path], typer.Option(help="A tokenizer.json, its folder, or a repository that has one.")
 ]
+_Int8Head = Annotated[bool, typer.Option("--int8-head", help="The head in int8.")]
 _CacheDtype = Annotated[str, typer.Option(help="auto, fp8 or int8: of the cache.")]
 _DoorPython = Annotated[Optional[str], typer.Option(help="Python of the server's models: numpy < 2.")]
 _RESULTS = Path("build/bench")
@@ -93,6 +94,7 @@ def engine(
     workload: _Workload = None,
     requests: _Requests = None,
     quantization: _Quantization = None,
+    int8_head: _Int8Head = False,
     output: _Output = _RESULTS,
 ) -> None:
     """Measure the engine alone, without a server.
@@ -109,7 +111,7 @@ def engine(
         preset, model, dtype, device, batches, (1, 8, 64, 256), prompt_tokens, output_tokens, repeats, tp,
         prompts, tokenizer or model, workload, requests, quantization,
     )  # fmt: skip
-    compare.run_engine(replace(job, kv_cache_dtype=kv_cache_dtype), output)
+    compare.run_engine(replace(job, kv_cache_dtype=kv_cache_dtype, int8_head=int8_head), output)
 
 
 @app.command()
@@ -193,6 +195,7 @@ def mix(
     tp: _Tp = 1,
     kv_cache_dtype: _CacheDtype = "auto",
     quantization: _Quantization = None,
+    int8_head: _Int8Head = False,
     output: _Output = _RESULTS,
 ) -> None:
     """Measure a load of chats: prompts and answers of many lengths.
@@ -208,7 +211,7 @@ def mix(
 
     job = jobs.make_job(
         preset, model, dtype, device=device, batches=(slots,), repeats=repeats, tensor_para_size=tp,
-        rate=rate, kv_cache_dtype=kv_cache_dtype, quantization=quantization or "",
+        rate=rate, kv_cache_dtype=kv_cache_dtype, quantization=quantization or "", int8_head=int8_head,
     )  # fmt: skip
     compare.run_compare(jobs.with_mix(job, requests), output, "mix")
 

@@ -69,6 +69,7 @@ class Job:
     outputs: tuple[int, ...] = ()
     rate: float = 0.0
     quantization: str = ""
+    int8_head: bool = False  # the engine's setting
 
     @property
     def at_a_time(self) -> int:

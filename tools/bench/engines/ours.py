@@ -47,6 +47,7 @@ def bench_engine(job: Job, say: Say = silent) -> dict[str, Any]:
         "device": str(engine.device),
         "dtype": engine.config.data_type,
         "kv_cache_dtype": engine.config.kv_cache_dtype,
+        "int8_head": engine.config.int8_head,
         "tensor_para_size": job.tensor_para_size,
         **found,
     }
@@ -63,6 +64,7 @@ def _model_and_config(job: Job) -> tuple[Path, ModelConfig, EngineConfig]:
         tensor_para_size=job.tensor_para_size,
         data_type=dtype,
         kv_cache_dtype=job.kv_cache_dtype,
+        int8_head=job.int8_head,
         device=job.device,
         weights="files" if job.directory else "random",
         max_sequences=job.at_a_time,

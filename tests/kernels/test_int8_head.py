@@ -1,0 +1,53 @@
+"""The head in int8 on a GPU: float32 logits against float64 of the weight's values, for any vocabulary and
+number of rows, without scratch memory to expand it in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.conftest import Place
+from tests.kernels.test_linear import norm64
+from tridecode.kernels.ops import Linear, Norm
+from tridecode.kernels.round_to_nearest import round_to_nearest
+
+pytestmark = pytest.mark.gpu
+DTYPES = [torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(scope="module")
+def ops():
+    """Of its own: those of other tests hold scratch memory for expanded weights."""
+    from tridecode.kernels.cuda import Cuda
+
+    made = Cuda(torch.device("cuda", 0))
+    made.reserve(1024, 4096, 64, 1024, 4096)
+    return made
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("vocabulary", [257, 1000, 5003, 32064])
+@pytest.mark.parametrize("rows", [1, 2, 8, 17, 64, 65, 256, 300, 600])
+def test_logits(ops, cuda_place: Place, rows: int, vocabulary: int, bias: bool, dtype: torch.dtype) -> None:
+    columns = 512
+    weight = round_to_nearest(cuda_place.normal(vocabulary, columns, dtype=torch.float32), "int8")
+    offsets = cuda_place.normal(vocabulary, dtype=dtype) if bias else None
+    x = cuda_place.normal(rows, columns, dtype=dtype)
+    norm = Norm(
+        cuda_place.normal(columns, dtype=dtype),
+        offsets[:columns] if bias and vocabulary > 512 else None,
+        1e-5,
+    )
+    head = ops.pack(Linear(weight, offsets), dtype, is_head=True)
+    out = cuda_place.poison(rows, vocabulary, dtype=torch.float32)
+    held = {name: arena.numel() for name, arena in ops._arenas.items()}
+    cuda_place.settle()
+    ops.linear(x, head, norm=norm, out=out)
+    wanted = norm64(x, norm) @ (weight.values.double() * weight.scales.double()).t()
+    wanted = wanted if offsets is None else wanted + offsets.double()
+    # of x in two int8 parts, or of scales in 16 bit
+    error = (out.double() - wanted).abs().max() / wanted.abs().max()
+    assert error < (2e-4 if vocabulary % 8 == 0 else 2e-3)
+    assert ops._arenas.get("expanded_weight") is None
+    assert {name: arena.numel() for name, arena in ops._arenas.items()} == held
