@@ -3,8 +3,9 @@
 //
 // The cache is divided into tiles of 16 tokens of one kv head. All tiles of the batch, ordered by
 // row and head, are assigned to teams in contiguous runs of equal length. The device computes the
-// runs from context_lens: every team streams the same number of bytes for any lengths, and the grid
-// does not depend on them. A team is a warp or, if rows are few, a block. If a row and head is
+// runs from context_lens, so that the grid does not depend on them. Each row and head counts as a
+// few tiles more than it has (begin_tiles), in a run behind its last: a team with many short ones
+// would else take much longer than one that streams the same bytes of a long one. A team is a warp or, if rows are few, a block. If a row and head is
 // shared by several teams, each stores its running maximum, sum and output in scratch memory, and
 // the last team to arrive combines them.
 //
@@ -34,6 +35,9 @@ constexpr int kWarps = 4;         // of a block
 constexpr int kMaxBlocks = 1024;  // of the grid
 constexpr int kLeastTiles = 2;    // of a warp, if the batch has few
 
+// What another row and head costs a team, in tiles: its search, its block table, its first tiles.
+__host__ __device__ constexpr int begin_tiles(int team_warps) { return team_warps == 1 ? 2 : 8; }
+
 struct Task : tridecode_attention_task {
   int group, groups;  // query heads of a kv head; passes of kGroup heads over it
 };
@@ -41,8 +45,8 @@ struct Task : tridecode_attention_task {
 __host__ __device__ constexpr int slot_floats(int head_size) { return kGroup * (head_size + 2); }
 
 // prefix[row]: the number of tiles of all rows before it, each row rounded up to a multiple of
-// `unit`; prefix[num_rows]: the total.
-__device__ __forceinline__ void scan_rows(const Task& task, int unit, int* prefix,
+// `unit`, and `more` for each row with a context; prefix[num_rows]: the total.
+__device__ __forceinline__ void scan_rows(const Task& task, int unit, int more, int* prefix,
                                           int* warp_totals) {
   __syncthreads();
   const int threads = blockDim.x, each = (task.num_rows + threads - 1) / threads;
@@ -50,7 +54,8 @@ __device__ __forceinline__ void scan_rows(const Task& task, int unit, int* prefi
   int sum = 0;
   for (int row = first; row < last; ++row) {
     prefix[row] = sum;
-    sum += (task.context_lens[row] + kTile * unit - 1) / (kTile * unit) * unit;
+    const int context = task.context_lens[row];
+    if (context > 0) sum += (context + kTile * unit - 1) / (kTile * unit) * unit + more;
   }
   int inclusive = sum;
 #pragma unroll
@@ -358,10 +363,10 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
   constexpr int kLeast = kLeastTiles * TEAM;
   if (threadIdx.x % 32 == 0) Source::initialize(own_shared);  // scan_rows begins with a barrier
   int unit = TEAM == 1 ? 1 : kLeast;
-  scan_rows(task, unit, prefix, warp_totals);
+  scan_rows(task, unit, TEAM == 1 ? begin_tiles(1) : 0, prefix, warp_totals);
   if (unit > 1 && prefix[task.num_rows] / unit * per_row > available) {
     unit = 1;
-    scan_rows(task, unit, prefix, warp_totals);
+    scan_rows(task, unit, begin_tiles(TEAM), prefix, warp_totals);
   }
   const int total = prefix[task.num_rows] * per_row;
   const int useful = (total + kLeast - 1) / kLeast;
@@ -436,8 +441,13 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
           from, task.cache_scales + at + value_offset(task.kv_heads, task.block_tokens, 1), valid);
   };
   bool waited = false;
-  auto begin_part = [&](int at) {
-    const Part part = find(at);
+  auto begin_part = [&](int& at) {
+    Part part = find(at);
+    if (part.first_tile >= part.tiles) {  // a run may begin behind a part's last tile
+      at = part.item_begin + part.rounded;
+      if (at >= end) return part;
+      part = find(at);
+    }
     const int my_tile = part.first_tile + member;  // this warp takes every TEAM-th
     load_ids(part, min(my_tile, part.tiles - 1));
 #pragma unroll
@@ -836,8 +846,10 @@ __global__ void decode_attention_any(const __grid_constant__ Task task) {
 
 template <typename X, typename C, int D, typename Source>
 int run_source(const Task& task, int blocks, void* stream) {
-  // few rows and heads: the warps of a block share one, and store one part
-  const bool few = task.num_rows * task.kv_heads * task.groups < 8 * blocks;
+  // Few rows and heads: the warps of a block share one, and store one part. Tiles of 8 bits cost
+  // more instructions than bytes, so that the meetings of these warps pay less.
+  constexpr int kMany = std::is_same<C, X>::value ? 8 : 2;
+  const bool few = task.num_rows * task.kv_heads * task.groups < kMany * blocks;
   return launch(
       "decode_attention",
       few ? decode_attention<X, C, D, kWarps, Source> : decode_attention<X, C, D, 1, Source>,

@@ -18,4 +18,7 @@ __device__ __forceinline__ void rotate(float& a, float& b, float cosine, float s
   a = first;
 }
 
+// rotate_and_cache with an 8-bit cache: rotary_8bit.cu. wide: eight numbers can be read at once.
+int run_rotate_and_round(const tridecode_gemm_task& task, bool wide, void* stream);
+
 }  // namespace tridecode
