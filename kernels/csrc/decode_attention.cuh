@@ -4,10 +4,10 @@
 // The cache is divided into tiles of 16 tokens of one kv head. All tiles of the batch, ordered by
 // row and head, are assigned to teams in contiguous runs of equal length. The device computes the
 // runs from context_lens, so that the grid does not depend on them. Each row and head counts as a
-// few tiles more than it has (begin_tiles), in a run behind its last: a team with many short ones
-// would else take much longer than one that streams the same bytes of a long one. A team is a warp or, if rows are few, a block. If a row and head is
-// shared by several teams, each stores its running maximum, sum and output in scratch memory, and
-// the last team to arrive combines them.
+// few tiles more than it has (begin_tiles), behind its last: a team with many short ones would else
+// take much longer than one that streams the same bytes of a long one. A team is a warp or, if rows
+// are few, a block. If a row and head is shared by several teams, each stores its running maximum,
+// sum and output in scratch memory, and the last team to arrive combines them.
 //
 // The matrix instruction multiplies keys (16 tokens x dims) with queries (dims x 8 heads), then
 // values (dims x 16 tokens) with probabilities (16 tokens x 8 heads). The next keys are
@@ -330,6 +330,17 @@ struct Copies8 {
   }
 };
 
+// Eight numbers of bfloat16 times 2^64.
+__device__ __forceinline__ void lift(uint4& words) {
+  const __nv_bfloat162 by = __float2bfloat162_rn(0x1p64f);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t word = get(words, i);
+    const __nv_bfloat162 lifted = __hmul2(reinterpret_cast<const __nv_bfloat162&>(word), by);
+    put(words, i, reinterpret_cast<const uint32_t&>(lifted));
+  }
+}
+
 // Of shared memory.
 template <int D, int TEAM, typename Source>
 __host__ __device__ constexpr int warp_bytes() {
@@ -345,6 +356,10 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
   constexpr bool kExact = std::is_same<C, X>::value;
   constexpr int KC = kExact ? (D + 31) / 32 : (D + 63) / 64 * 2;  // chunks of 32 dims of a key
   constexpr int VC = (D + 63) / 64;                               // chunks of 64 dims of a value
+  // queries and probabilities are lifted where tiles are small, and what they give is lowered
+  constexpr bool kSmallTiles = !kExact && kStaysSmall<X, C>;
+  constexpr float kLift = kSmallTiles ? 0x1p64f : 1.0f;
+  constexpr float kLower = kSmallTiles ? 1.0f / (kSmall<X, C> * kLift) : 1.0f;
   extern __shared__ __align__(128) char shared[];
   char* const own_shared = shared + threadIdx.x / 32 * warp_bytes<D, TEAM, Source>();
   int* const prefix = reinterpret_cast<int*>(shared + kWarps * warp_bytes<D, TEAM, Source>());
@@ -491,12 +506,13 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
       q[c] = g < heads && (D % (kExact ? 32 : 64) == 0 || d < D)
                  ? *reinterpret_cast<const uint4*>(from)
                  : make_uint4(0, 0, 0, 0);
+      if constexpr (kSmallTiles) lift(q[c]);
     }
     float slope[2] = {};
 #pragma unroll
     for (int i = 0; i < 2; ++i)
       if (task.slopes && 2 * t + i < heads) slope[i] = task.slopes[head + 2 * t + i] * kLog2e;
-    const float scale = task.scale * kLog2e;
+    const float scale = task.scale * kLog2e * kLower;
 
     float output[VC][4][4] = {};  // [chunk][two dims][dim, head]
     float most[2] = {-CUDART_INF_F, -CUDART_INF_F}, sum[2] = {};
@@ -521,8 +537,8 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
 #pragma unroll
           for (int w = 0; w < 4; ++w) {
             uint32_t a[4];
-            widen<X, C>(get(low, w), a[0], a[2]);
-            widen<X, C>(get(high, w), a[1], a[3]);
+            widen_small<X, C>(get(low, w), a[0], a[2]);
+            widen_small<X, C>(get(high, w), a[1], a[3]);
             const uint4& dims = q[2 * c + w / 2];
             multiply_add<X>(scores[w % 2], a[0], a[1], a[2], a[3], get(dims, w % 2 * 2),
                             get(dims, w % 2 * 2 + 1));
@@ -591,7 +607,7 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
           }
         }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) p[i] *= scales[i / 2] * inverse;
+        for (int i = 0; i < 4; ++i) p[i] *= scales[i / 2] * inverse * kLift;
       }
       const uint32_t p0 = transpose8x8(pack<X>(p[0], p[1])), p1 = transpose8x8(pack<X>(p[2], p[3]));
       if constexpr (kExact) source.take_values();
@@ -608,10 +624,9 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
             for (int i = 0; i < 4; ++i) words[i] = j == 0 ? bytes[i].x : bytes[i].y;
 #pragma unroll
             for (int k = 0; k < 2; ++k) {  // 2 of them
-              const uint32_t two = k == 0 ? 0x5140 : 0x7362;
               uint32_t a[4];
-              widen<X, C>(__byte_perm(words[0], words[1], two), a[0], a[1]);
-              widen<X, C>(__byte_perm(words[2], words[3], two), a[2], a[3]);
+              widen_small_pairs<X, C>(words[0], words[1], k, a[0], a[1]);
+              widen_small_pairs<X, C>(words[2], words[3], k, a[2], a[3]);
               multiply_add<X>(output[c][2 * j + k], a[0], a[1], a[2], a[3], p0, p1);
             }
           }
@@ -639,7 +654,7 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) output[c][j][i] *= unit_scale;
+          for (int i = 0; i < 4; ++i) output[c][j][i] = output[c][j][i] * kLower * unit_scale;
         }
       }
     }

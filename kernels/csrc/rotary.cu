@@ -64,6 +64,42 @@ __global__ void rotate_and_cache(const __grid_constant__ Task task) {
   }
 }
 
+// 16-bit X, heads of D dims that are rotated by halves and whole: the angles of a token are read once
+// for all its heads.
+template <typename X, int D>
+__global__ void __launch_bounds__(kThreads)
+    rotate_and_cache_whole(const __grid_constant__ Task task) {
+  constexpr int kLanes = D / 8, kHeads = kThreads / kLanes;  // of a head; at once
+  wait_for_predecessor();
+  const int64_t token = blockIdx.x;
+  X* const row = static_cast<X*>(task.out) + token * task.out_stride;
+  const int d = threadIdx.x % kLanes * 8, slot = task.kv_slots[token];
+  const int rotated_heads = task.heads + task.kv_heads, all_heads = rotated_heads + task.kv_heads;
+  const int64_t angle = angle_index(task.positions[token], D, d % (D / 2), false);
+  float cosine[8], sine[8];
+  load8(task.cos + angle, cosine);
+  load8(task.sin + angle, sine);
+  // the lanes of a warp stay together: they exchange numbers
+  for (int base = blockIdx.y * kHeads; base < all_heads; base += gridDim.y * kHeads) {
+    const int head = base + threadIdx.x / kLanes;
+    X* const x = row + head * D + d;
+    uint4 words = make_uint4(0, 0, 0, 0);
+    if (head < all_heads) words = *reinterpret_cast<const uint4*>(x);
+    float values[8];
+    rotate_eight<X, D>(words, d, head < rotated_heads, cosine, sine, values);
+    if (head >= all_heads) continue;
+    if (head < rotated_heads) store8(x, values);
+    write_cache<X>(task, slot, head, d, values);
+  }
+}
+
+template <typename X, int D>
+int run_whole(const Task& task, void* stream) {
+  return launch("rotate_and_cache", rotate_and_cache_whole<X, D>,
+                blocks_of_heads(task.tokens, task.heads + 2 * task.kv_heads, D, kThreads), kThreads,
+                0, stream, task);
+}
+
 }  // namespace
 }  // namespace tridecode
 
@@ -76,6 +112,12 @@ int tridecode_rotate_and_cache(const tridecode_gemm_task* given, void* stream) {
     const bool wide = task.head_size % 8 == 0 && (task.interleaved || task.rotary_size % 16 == 0) &&
                       task.out_stride % 8 == 0 && aligned16(task.out) && aligned16(task.cache);
     if (task.cache_format != kCacheOfDtype) return run_rotate_and_round(task, wide, stream);
+    if constexpr (sizeof(X) == 2) {
+      if (wide && rotates_whole(task)) {
+        if (task.head_size == 64) return run_whole<X, 64>(task, stream);
+        if (task.head_size == 128) return run_whole<X, 128>(task, stream);
+      }
+    }
     return launch("rotate_and_cache", wide ? rotate_and_cache<X, 8> : rotate_and_cache<X, 1>,
                   task.tokens, kThreads, 0, stream, task);
   });

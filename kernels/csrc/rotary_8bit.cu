@@ -11,7 +11,6 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kMaxHead = 256;     // of an 8-bit cache
-constexpr int kManyTokens = 512;  // blocks enough for the device if each takes all heads of a token
 
 using Task = tridecode_gemm_task;
 
@@ -44,7 +43,6 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t token = blockIdx.x;
   X* const row = static_cast<X*>(task.out) + token * task.out_stride;
   const int d = threadIdx.x % kLanes * 8;
-  const bool is_first = d < D / 2;
   const int rotated_heads = task.heads + task.kv_heads, all_heads = rotated_heads + task.kv_heads;
   const int slot = task.kv_slots[token];
   float cosine[8] = {}, sine[8] = {};
@@ -61,24 +59,10 @@ __global__ void __launch_bounds__(kThreads)
     uint4 words = make_uint4(0, 0, 0, 0);
     if (head < all_heads) words = *reinterpret_cast<const uint4*>(x);
     float values[8];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 two = unpack<X>(get(words, i));
-      values[2 * i] = two.x, values[2 * i + 1] = two.y;
-      if constexpr (ROTATES) {
-        const float2 others = unpack<X>(__shfl_xor_sync(kAll, get(words, i), kLanes / 2));
-        if (head < rotated_heads) {
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            float& mine = values[2 * i + j];
-            const float other = j == 0 ? others.x : others.y;
-            float a = is_first ? mine : other, b = is_first ? other : mine;
-            rotate(a, b, cosine[2 * i + j], sine[2 * i + j]);
-            mine = is_first ? a : b;
-          }
-        }
-      }
-    }
+    if constexpr (ROTATES)
+      rotate_eight<X, D>(words, d, head < rotated_heads, cosine, sine, values);
+    else
+      unpack_eight<X>(words, values);
     uint32_t most = 0;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -193,11 +177,10 @@ __global__ void rotate_and_round(const __grid_constant__ Task task) {
 template <typename X, typename C, int D>
 int run_whole(const Task& task, void* stream) {
   const int heads = (task.rotary_size ? task.heads : 0) + 2 * task.kv_heads;
-  const int most = ceil_div(heads, kThreads / (D / 8));
   return launch("rotate_and_cache",
                 task.rotary_size ? rotate_and_round_whole<X, C, D, true>
                                  : rotate_and_round_whole<X, C, D, false>,
-                dim3(task.tokens, task.tokens < kManyTokens ? most : 1), kThreads, 0, stream, task);
+                blocks_of_heads(task.tokens, heads, D, kThreads), kThreads, 0, stream, task);
 }
 
 template <typename X, typename C>
@@ -205,9 +188,8 @@ int run_rounded(const Task& task, bool wide, void* stream) {
   if (task.head_size > kMaxHead)
     return fail("rotate_and_cache: head size %d; an 8-bit cache takes at most %d", task.head_size,
                 kMaxHead);
-  const bool whole = !task.rotary_size || (task.rotary_size == task.head_size && !task.interleaved);
   if constexpr (sizeof(X) == 2) {
-    if (wide && whole && aligned16(task.cos) && aligned16(task.sin)) {
+    if (wide && (!task.rotary_size || rotates_whole(task))) {
       if (task.head_size == 64) return run_whole<X, C, 64>(task, stream);
       if (task.head_size == 128) return run_whole<X, C, 128>(task, stream);
     }
