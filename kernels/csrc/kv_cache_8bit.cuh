@@ -88,9 +88,9 @@ __device__ __forceinline__ void widen(uint32_t four, uint32_t& low, uint32_t& hi
   }
 }
 
-// As bfloat16, e4m3 numbers that keep their bits have an exponent that is 120 too small. A product's
-// other operand makes up for it: widen_small() and widen_small_pairs() give numbers * kSmall, and as
-// `widen` does, for other types. The smallest are subnormal, which mma takes.
+// As bfloat16, e4m3 numbers that keep their bits have an exponent that is 120 too small. A
+// product's other operand makes up for it: widen_small() and widen_small_pairs() give numbers *
+// kSmall, and as `widen` does, for other types. The smallest are subnormal, which mma takes.
 template <typename X, typename C>
 constexpr bool kStaysSmall = std::is_same<C, e4m3>::value && std::is_same<X, __nv_bfloat16>::value;
 

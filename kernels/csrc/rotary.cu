@@ -64,8 +64,8 @@ __global__ void rotate_and_cache(const __grid_constant__ Task task) {
   }
 }
 
-// 16-bit X, heads of D dims that are rotated by halves and whole: the angles of a token are read once
-// for all its heads.
+// 16-bit X, heads of D dims that are rotated by halves and whole: the angles of a token are read
+// once for all its heads.
 template <typename X, int D>
 __global__ void __launch_bounds__(kThreads)
     rotate_and_cache_whole(const __grid_constant__ Task task) {

@@ -27,8 +27,8 @@ __device__ __forceinline__ void unpack_eight(const uint4& words, float (&values)
   }
 }
 
-// Dims d to d + 7 of a head of D 16-bit numbers, rotated by halves if it `rotates`. D / 8 lanes, side
-// by side, have a head; all lanes of the warp take part. cosine, sine: of dims d % (D / 2) on.
+// Dims d to d + 7 of a head of D 16-bit numbers, rotated by halves if it `rotates`. D / 8 lanes,
+// side by side, have a head; all lanes of the warp take part. cosine, sine: of dims d % (D / 2) on.
 template <typename X, int D>
 __device__ __forceinline__ void rotate_eight(const uint4& words, int d, bool rotates,
                                              const float (&cosine)[8], const float (&sine)[8],
@@ -49,8 +49,8 @@ __device__ __forceinline__ void rotate_eight(const uint4& words, int d, bool rot
   }
 }
 
-// The blocks of a launch in which D / 8 of `threads` threads have a head, and a block a token or, of
-// few tokens, some of its heads.
+// The blocks of a launch in which D / 8 of `threads` threads have a head, and a block a token or,
+// of few tokens, some of its heads.
 inline dim3 blocks_of_heads(int tokens, int heads, int head_size, int threads) {
   constexpr int kManyTokens = 512;  // enough blocks for the device
   return dim3(tokens, tokens < kManyTokens ? ceil_div(heads, threads / (head_size / 8)) : 1);

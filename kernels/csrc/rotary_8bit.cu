@@ -1,7 +1,7 @@
-// rotate_and_cache with an 8-bit cache: rotates q and k in place, rounds k and v, and writes these to
-// the cache with their scales, and what the cache then holds in place of k and v.
-// Bytes moved: q + k + v read and written, times sizeof(X), and k + v and scales written.
-// Bench: python -m tridecode.kernels.bench step
+// rotate_and_cache with an 8-bit cache: rotates q and k in place, rounds k and v, and writes these
+// to the cache with their scales, and what the cache then holds in place of k and v. Bytes moved: q
+// + k + v read and written, times sizeof(X), and k + v and scales written. Bench: python -m
+// tridecode.kernels.bench step
 #include "kv_cache_8bit.cuh"
 #include "rotary.cuh"
 
@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kMaxHead = 256;     // of an 8-bit cache
+constexpr int kMaxHead = 256;  // of an 8-bit cache
 
 using Task = tridecode_gemm_task;
 
