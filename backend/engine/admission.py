@@ -140,6 +140,10 @@ class LazyHeap(Generic[Item]):
         self._entries: list[tuple[Any, Item]] = []
         self._sweep_at = 1024  # entries
 
+    def __len__(self) -> int:
+        """The most items that may be live."""
+        return len(self._entries)
+
     def push(self, key: Any, item: Item) -> None:
         if len(self._entries) >= self._sweep_at:
             self._entries = [entry for entry in self._entries if self._is_live(entry[1])]

@@ -3,10 +3,11 @@
 //
 // The cache is divided into tiles of 16 tokens of one kv head. All tiles of the batch, ordered by
 // row and head, are assigned to teams in contiguous runs of equal length. The device computes the
-// runs from context_lens: every team streams the same number of bytes for any lengths, and the grid
-// does not depend on them. A team is a warp or, if rows are few, a block. If a row and head is
-// shared by several teams, each stores its running maximum, sum and output in scratch memory, and
-// the last team to arrive combines them.
+// runs from context_lens, so that the grid does not depend on them. Each row and head counts as a
+// few tiles more than it has (begin_tiles), behind its last: a team with many short ones would else
+// take much longer than one that streams the same bytes of a long one. A team is a warp or, if rows
+// are few, a block. If a row and head is shared by several teams, each stores its running maximum,
+// sum and output in scratch memory, and the last team to arrive combines them.
 //
 // The matrix instruction multiplies keys (16 tokens x dims) with queries (dims x 8 heads), then
 // values (dims x 16 tokens) with probabilities (16 tokens x 8 heads). The next keys are
@@ -34,6 +35,9 @@ constexpr int kWarps = 4;         // of a block
 constexpr int kMaxBlocks = 1024;  // of the grid
 constexpr int kLeastTiles = 2;    // of a warp, if the batch has few
 
+// What another row and head costs a team, in tiles: its search, its block table, its first tiles.
+__host__ __device__ constexpr int begin_tiles(int team_warps) { return team_warps == 1 ? 2 : 8; }
+
 struct Task : tridecode_attention_task {
   int group, groups;  // query heads of a kv head; passes of kGroup heads over it
 };
@@ -41,8 +45,8 @@ struct Task : tridecode_attention_task {
 __host__ __device__ constexpr int slot_floats(int head_size) { return kGroup * (head_size + 2); }
 
 // prefix[row]: the number of tiles of all rows before it, each row rounded up to a multiple of
-// `unit`; prefix[num_rows]: the total.
-__device__ __forceinline__ void scan_rows(const Task& task, int unit, int* prefix,
+// `unit`, and `more` for each row with a context; prefix[num_rows]: the total.
+__device__ __forceinline__ void scan_rows(const Task& task, int unit, int more, int* prefix,
                                           int* warp_totals) {
   __syncthreads();
   const int threads = blockDim.x, each = (task.num_rows + threads - 1) / threads;
@@ -50,7 +54,8 @@ __device__ __forceinline__ void scan_rows(const Task& task, int unit, int* prefi
   int sum = 0;
   for (int row = first; row < last; ++row) {
     prefix[row] = sum;
-    sum += (task.context_lens[row] + kTile * unit - 1) / (kTile * unit) * unit;
+    const int context = task.context_lens[row];
+    if (context > 0) sum += (context + kTile * unit - 1) / (kTile * unit) * unit + more;
   }
   int inclusive = sum;
 #pragma unroll
@@ -325,6 +330,17 @@ struct Copies8 {
   }
 };
 
+// Eight numbers of bfloat16 times 2^64.
+__device__ __forceinline__ void lift(uint4& words) {
+  const __nv_bfloat162 by = __float2bfloat162_rn(0x1p64f);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t word = get(words, i);
+    const __nv_bfloat162 lifted = __hmul2(reinterpret_cast<const __nv_bfloat162&>(word), by);
+    put(words, i, reinterpret_cast<const uint32_t&>(lifted));
+  }
+}
+
 // Of shared memory.
 template <int D, int TEAM, typename Source>
 __host__ __device__ constexpr int warp_bytes() {
@@ -340,6 +356,10 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
   constexpr bool kExact = std::is_same<C, X>::value;
   constexpr int KC = kExact ? (D + 31) / 32 : (D + 63) / 64 * 2;  // chunks of 32 dims of a key
   constexpr int VC = (D + 63) / 64;                               // chunks of 64 dims of a value
+  // queries and probabilities are lifted where tiles are small, and what they give is lowered
+  constexpr bool kSmallTiles = !kExact && kStaysSmall<X, C>;
+  constexpr float kLift = kSmallTiles ? 0x1p64f : 1.0f;
+  constexpr float kLower = kSmallTiles ? 1.0f / (kSmall<X, C> * kLift) : 1.0f;
   extern __shared__ __align__(128) char shared[];
   char* const own_shared = shared + threadIdx.x / 32 * warp_bytes<D, TEAM, Source>();
   int* const prefix = reinterpret_cast<int*>(shared + kWarps * warp_bytes<D, TEAM, Source>());
@@ -358,10 +378,10 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
   constexpr int kLeast = kLeastTiles * TEAM;
   if (threadIdx.x % 32 == 0) Source::initialize(own_shared);  // scan_rows begins with a barrier
   int unit = TEAM == 1 ? 1 : kLeast;
-  scan_rows(task, unit, prefix, warp_totals);
+  scan_rows(task, unit, TEAM == 1 ? begin_tiles(1) : 0, prefix, warp_totals);
   if (unit > 1 && prefix[task.num_rows] / unit * per_row > available) {
     unit = 1;
-    scan_rows(task, unit, prefix, warp_totals);
+    scan_rows(task, unit, begin_tiles(TEAM), prefix, warp_totals);
   }
   const int total = prefix[task.num_rows] * per_row;
   const int useful = (total + kLeast - 1) / kLeast;
@@ -436,8 +456,13 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
           from, task.cache_scales + at + value_offset(task.kv_heads, task.block_tokens, 1), valid);
   };
   bool waited = false;
-  auto begin_part = [&](int at) {
-    const Part part = find(at);
+  auto begin_part = [&](int& at) {
+    Part part = find(at);
+    if (part.first_tile >= part.tiles) {  // a run may begin behind a part's last tile
+      at = part.item_begin + part.rounded;
+      if (at >= end) return part;
+      part = find(at);
+    }
     const int my_tile = part.first_tile + member;  // this warp takes every TEAM-th
     load_ids(part, min(my_tile, part.tiles - 1));
 #pragma unroll
@@ -481,12 +506,13 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
       q[c] = g < heads && (D % (kExact ? 32 : 64) == 0 || d < D)
                  ? *reinterpret_cast<const uint4*>(from)
                  : make_uint4(0, 0, 0, 0);
+      if constexpr (kSmallTiles) lift(q[c]);
     }
     float slope[2] = {};
 #pragma unroll
     for (int i = 0; i < 2; ++i)
       if (task.slopes && 2 * t + i < heads) slope[i] = task.slopes[head + 2 * t + i] * kLog2e;
-    const float scale = task.scale * kLog2e;
+    const float scale = task.scale * kLog2e * kLower;
 
     float output[VC][4][4] = {};  // [chunk][two dims][dim, head]
     float most[2] = {-CUDART_INF_F, -CUDART_INF_F}, sum[2] = {};
@@ -511,8 +537,8 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
 #pragma unroll
           for (int w = 0; w < 4; ++w) {
             uint32_t a[4];
-            widen<X, C>(get(low, w), a[0], a[2]);
-            widen<X, C>(get(high, w), a[1], a[3]);
+            widen_small<X, C>(get(low, w), a[0], a[2]);
+            widen_small<X, C>(get(high, w), a[1], a[3]);
             const uint4& dims = q[2 * c + w / 2];
             multiply_add<X>(scores[w % 2], a[0], a[1], a[2], a[3], get(dims, w % 2 * 2),
                             get(dims, w % 2 * 2 + 1));
@@ -581,7 +607,7 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
           }
         }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) p[i] *= scales[i / 2] * inverse;
+        for (int i = 0; i < 4; ++i) p[i] *= scales[i / 2] * inverse * kLift;
       }
       const uint32_t p0 = transpose8x8(pack<X>(p[0], p[1])), p1 = transpose8x8(pack<X>(p[2], p[3]));
       if constexpr (kExact) source.take_values();
@@ -598,10 +624,9 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
             for (int i = 0; i < 4; ++i) words[i] = j == 0 ? bytes[i].x : bytes[i].y;
 #pragma unroll
             for (int k = 0; k < 2; ++k) {  // 2 of them
-              const uint32_t two = k == 0 ? 0x5140 : 0x7362;
               uint32_t a[4];
-              widen<X, C>(__byte_perm(words[0], words[1], two), a[0], a[1]);
-              widen<X, C>(__byte_perm(words[2], words[3], two), a[2], a[3]);
+              widen_small_pairs<X, C>(words[0], words[1], k, a[0], a[1]);
+              widen_small_pairs<X, C>(words[2], words[3], k, a[2], a[3]);
               multiply_add<X>(output[c][2 * j + k], a[0], a[1], a[2], a[3], p0, p1);
             }
           }
@@ -629,7 +654,7 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) output[c][j][i] *= unit_scale;
+          for (int i = 0; i < 4; ++i) output[c][j][i] = output[c][j][i] * kLower * unit_scale;
         }
       }
     }
@@ -836,8 +861,10 @@ __global__ void decode_attention_any(const __grid_constant__ Task task) {
 
 template <typename X, typename C, int D, typename Source>
 int run_source(const Task& task, int blocks, void* stream) {
-  // few rows and heads: the warps of a block share one, and store one part
-  const bool few = task.num_rows * task.kv_heads * task.groups < 8 * blocks;
+  // Few rows and heads: the warps of a block share one, and store one part. Tiles of 8 bits cost
+  // more instructions than bytes, so that the meetings of these warps pay less.
+  constexpr int kMany = std::is_same<C, X>::value ? 8 : 2;
+  const bool few = task.num_rows * task.kv_heads * task.groups < kMany * blocks;
   return launch(
       "decode_attention",
       few ? decode_attention<X, C, D, kWarps, Source> : decode_attention<X, C, D, 1, Source>,

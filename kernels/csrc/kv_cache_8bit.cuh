@@ -88,6 +88,41 @@ __device__ __forceinline__ void widen(uint32_t four, uint32_t& low, uint32_t& hi
   }
 }
 
+// As bfloat16, e4m3 numbers that keep their bits have an exponent that is 120 too small. A
+// product's other operand makes up for it: widen_small() and widen_small_pairs() give numbers *
+// kSmall, and as `widen` does, for other types. The smallest are subnormal, which mma takes.
+template <typename X, typename C>
+constexpr bool kStaysSmall = std::is_same<C, e4m3>::value && std::is_same<X, __nv_bfloat16>::value;
+
+template <typename X, typename C>
+constexpr float kSmall = kStaysSmall<X, C> ? 0x1p-120f : 1.0f;
+
+// The high bytes of the halves of a word.
+__device__ __forceinline__ uint32_t small_pair(uint32_t two) {
+  return (two & 0x80008000u) | ((two >> 4) & 0x07f007f0u);
+}
+
+template <typename X, typename C>
+__device__ __forceinline__ void widen_small(uint32_t four, uint32_t& low, uint32_t& high) {
+  if constexpr (kStaysSmall<X, C>) {
+    low = small_pair(__byte_perm(four, 0, 0x1404)), high = small_pair(__byte_perm(four, 0, 0x3424));
+  } else {
+    widen<X, C>(four, low, high);
+  }
+}
+
+// Bytes 2 k of two words as a word of X, and bytes 2 k + 1 as another.
+template <typename X, typename C>
+__device__ __forceinline__ void widen_small_pairs(uint32_t first, uint32_t second, int k,
+                                                  uint32_t& even, uint32_t& odd) {
+  if constexpr (kStaysSmall<X, C>) {
+    even = small_pair(__byte_perm(first, second, k == 0 ? 0x4000 : 0x6020));
+    odd = small_pair(__byte_perm(first, second, k == 0 ? 0x5010 : 0x7030));
+  } else {
+    widen<X, C>(__byte_perm(first, second, k == 0 ? 0x5140 : 0x7362), even, odd);
+  }
+}
+
 // Writes WIDTH stored numbers from d on, of a key or value of a token that has a slot. The lane of
 // d = 0 also writes the scale.
 template <typename C, typename Task, int WIDTH>

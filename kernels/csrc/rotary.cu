@@ -1,8 +1,6 @@
 // The tail of the query, key and value projection: rotates q and k in place and writes k and v to
-// the cache. One block per token; with an 8-bit cache one warp per token and head, which also
-// rounds k and v.
-// Bytes moved: 2 * (q + k) read and written where rotated, and k + v written, times sizeof(X).
-// With an 8-bit cache: q + k + v read and written, times sizeof(X), and k + v and scales written.
+// the cache. One block per token; with an 8-bit cache rotary_8bit.cu.
+// Bytes moved: q + k read and written where rotated, v read, and k + v written, times sizeof(X).
 // Bench: python -m tridecode.kernels.bench step
 #include "kv_cache_8bit.cuh"
 #include "rotary.cuh"
@@ -41,7 +39,7 @@ __global__ void rotate_and_cache(const __grid_constant__ Task task) {
     float a[WIDTH];
     load_some<WIDTH>(row + head * size + d, a);
     if (head >= rotated_heads || d >= rotary) {
-      keep(head, d, a);
+      write_cache<X>(task, slot, head, d, a);
     } else if (task.interleaved) {
       if constexpr (WIDTH > 1) {
 #pragma unroll
@@ -66,108 +64,40 @@ __global__ void rotate_and_cache(const __grid_constant__ Task task) {
   }
 }
 
-constexpr int kWarps = kThreads / 32;
-constexpr int kMaxHead = 256;  // of an 8-bit cache
-
-// The same for a cache of C, int8_t or e4m3: a warp rotates, rounds and writes one head. WIDTH: as
-// above.
-template <typename X, typename C, int WIDTH>
-__global__ void rotate_and_round(const __grid_constant__ Task task) {
-  constexpr int kPieces = WIDTH == 8 ? 1 : kMaxHead / 32;  // of a lane
+// 16-bit X, heads of D dims that are rotated by halves and whole: the angles of a token are read
+// once for all its heads.
+template <typename X, int D>
+__global__ void __launch_bounds__(kThreads)
+    rotate_and_cache_whole(const __grid_constant__ Task task) {
+  constexpr int kLanes = D / 8, kHeads = kThreads / kLanes;  // of a head; at once
   wait_for_predecessor();
-  const int lane = threadIdx.x % 32, size = task.head_size, rotary = task.rotary_size;
-  const int half = rotary / 2, rotated_heads = task.heads + task.kv_heads;
-  const int first_head = rotary ? 0 : task.heads;  // unrotated queries stay as they are
-  const int head = first_head + blockIdx.y * kWarps + threadIdx.x / 32;
-  if (head >= rotated_heads + task.kv_heads) return;
   const int64_t token = blockIdx.x;
-  X* const x = static_cast<X*>(task.out) + token * task.out_stride + head * size;
-  const bool rotates = rotary && head < rotated_heads;
-  const int position = rotates ? task.positions[token] : 0;
-
-  float values[kPieces][WIDTH] = {};
-#pragma unroll
-  for (int piece = 0; piece < kPieces; ++piece) {
-    const int d = (lane + 32 * piece) * WIDTH;
-    float (&a)[WIDTH] = values[piece];
-    if (d >= size) continue;
-    load_some<WIDTH>(x + d, a);
-    if (!rotates || d >= rotary) continue;
-    auto rotate_pair = [&](float& first, float& second, int at) {
-      const int64_t angle = angle_index(position, rotary, at, task.interleaved);
-      rotate(first, second, task.cos[angle], task.sin[angle]);
-    };
-    if (WIDTH > 1 && task.interleaved) {
-#pragma unroll
-      for (int j = 0; j + 1 < WIDTH; j += 2)
-        if (d + j < rotary) rotate_pair(a[j], a[j + 1], d + j);
-      continue;
-    }
-    // the other numbers of the pairs are rotated by another lane
-    const bool is_first = task.interleaved ? d % 2 == 0 : d < half;
-    const int distance = task.interleaved ? 1 : half;
-    float b[WIDTH];
-    load_some<WIDTH>(x + (is_first ? d + distance : d - distance), b);
-#pragma unroll
-    for (int j = 0; j < WIDTH; ++j) {
-      if (is_first)
-        rotate_pair(a[j], b[j], d + j);
-      else
-        rotate_pair(b[j], a[j], d - distance + j);
-    }
-  }
-  __syncwarp();  // all lanes have read what others overwrite
-  if (head < task.heads) {
-#pragma unroll
-    for (int piece = 0; piece < kPieces; ++piece) {
-      const int d = (lane + 32 * piece) * WIDTH;
-      if (d < size) store_some<WIDTH>(x + d, values[piece]);
-    }
-    return;
-  }
-
-  uint32_t most = 0;  // bits of the largest magnitude; infinity and NaN are above all others
-#pragma unroll
-  for (int piece = 0; piece < kPieces; ++piece) {
-#pragma unroll
-    for (int j = 0; j < WIDTH; ++j) {
-      float& value = values[piece][j];
-      value = to_float(from_float<X>(value));
-      most = max(most, __float_as_uint(value) & 0x7fffffffu);
-    }
-  }
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2)
-    most = max(most, __shfl_xor_sync(kAll, most, offset));
-  const bool is_finite = most < 0x7f800000u;
-  const float least = __uint_as_float(0x00800000u);  // the smallest normal number
-  const float scale = is_finite ? fmaxf(__uint_as_float(most) / largest_of<C>(), least)
-                                : __uint_as_float(0x7fc00000u);
-  const int slot = task.kv_slots[token];
-#pragma unroll
-  for (int piece = 0; piece < kPieces; ++piece) {
-    const int d = (lane + 32 * piece) * WIDTH;
-    if (d >= size) continue;
-    alignas(8) C stored[WIDTH];
-    float back[WIDTH];
-#pragma unroll
-    for (int j = 0; j < WIDTH; ++j) {
-      stored[j] = round_to<C>(is_finite ? values[piece][j] / scale : 0.0f);
-      back[j] = expand(stored[j]) * scale;
-    }
-    store_some<WIDTH>(x + d, back);
-    write_rounded(task, slot, head, d, stored, scale);
+  X* const row = static_cast<X*>(task.out) + token * task.out_stride;
+  const int d = threadIdx.x % kLanes * 8, slot = task.kv_slots[token];
+  const int rotated_heads = task.heads + task.kv_heads, all_heads = rotated_heads + task.kv_heads;
+  const int64_t angle = angle_index(task.positions[token], D, d % (D / 2), false);
+  float cosine[8], sine[8];
+  load8(task.cos + angle, cosine);
+  load8(task.sin + angle, sine);
+  // the lanes of a warp stay together: they exchange numbers
+  for (int base = blockIdx.y * kHeads; base < all_heads; base += gridDim.y * kHeads) {
+    const int head = base + threadIdx.x / kLanes;
+    X* const x = row + head * D + d;
+    uint4 words = make_uint4(0, 0, 0, 0);
+    if (head < all_heads) words = *reinterpret_cast<const uint4*>(x);
+    float values[8];
+    rotate_eight<X, D>(words, d, head < rotated_heads, cosine, sine, values);
+    if (head >= all_heads) continue;
+    if (head < rotated_heads) store8(x, values);
+    write_cache<X>(task, slot, head, d, values);
   }
 }
 
-template <typename X, typename C>
-int run_rounded(const Task& task, bool wide, void* stream) {
-  if (task.head_size > kMaxHead)
-    return fail("rotate_and_cache: head size %d; an 8-bit cache takes at most %d", task.head_size,
-                kMaxHead);
-  const int heads = (task.rotary_size ? task.heads : 0) + 2 * task.kv_heads;
-  return launch("rotate_and_cache", wide ? rotate_and_round<X, C, 8> : rotate_and_round<X, C, 1>,
-                dim3(task.tokens, ceil_div(heads, kWarps)), kThreads, 0, stream, task);
+template <typename X, int D>
+int run_whole(const Task& task, void* stream) {
+  return launch("rotate_and_cache", rotate_and_cache_whole<X, D>,
+                blocks_of_heads(task.tokens, task.heads + 2 * task.kv_heads, D, kThreads), kThreads,
+                0, stream, task);
 }
 
 }  // namespace
@@ -181,10 +111,13 @@ int tridecode_rotate_and_cache(const tridecode_gemm_task* given, void* stream) {
     using X = decltype(zero);
     const bool wide = task.head_size % 8 == 0 && (task.interleaved || task.rotary_size % 16 == 0) &&
                       task.out_stride % 8 == 0 && aligned16(task.out) && aligned16(task.cache);
-    if (task.cache_format != kCacheOfDtype)
-      return for_cache_format(task.cache_format, "rotate_and_cache", [&](auto number) {
-        return run_rounded<X, decltype(number)>(task, wide, stream);
-      });
+    if (task.cache_format != kCacheOfDtype) return run_rotate_and_round(task, wide, stream);
+    if constexpr (sizeof(X) == 2) {
+      if (wide && rotates_whole(task)) {
+        if (task.head_size == 64) return run_whole<X, 64>(task, stream);
+        if (task.head_size == 128) return run_whole<X, 128>(task, stream);
+      }
+    }
     return launch("rotate_and_cache", wide ? rotate_and_cache<X, 8> : rotate_and_cache<X, 1>,
                   task.tokens, kThreads, 0, stream, task);
   });

@@ -40,6 +40,13 @@ def test_decoding_rows_see_their_context(place: Place, heads, alibi: bool, dtype
     decode_and_compare(place, heads, [1, 0, 33, 16, 200, 15], 16, alibi, dtype)
 
 
+@pytest.mark.parametrize("heads", [(8, 2, 128), (32, 16, 64)])
+def test_short_contexts_share_a_step_with_long_ones(place: Place, heads):
+    """A team has the parts of many rows, and begins behind the last tile of some."""
+    contexts = [1 + 37 * i % 90 + (1500 if i % 50 == 7 else 0) for i in range(256)]
+    decode_and_compare(place, heads, contexts, 32, False, torch.bfloat16)
+
+
 @pytest.mark.parametrize("block_tokens", [16, 32, 64])
 @pytest.mark.parametrize("contexts", [[1], [31, 32, 33], [0, 0, 2049, 0], [63, 64, 65, 1] * 6, [300] * 19])
 def test_any_lengths_share_a_step(place: Place, contexts: list[int], block_tokens: int):

@@ -23,6 +23,8 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FORMATS = pytest.mark.parametrize("format", CACHE_FORMATS)
 HEADS = [(4, 4, 64), (6, 3, 80), (8, 2, 96), (4, 1, 112), (8, 2, 128), (19, 1, 64), (2, 2, 256), (5, 5, 40)]
 BLOCK = 16
+#: of 256 rows: mostly of a few tiles, some of a hundred
+UNEVEN = [1 + 37 * i % 90 + (1500 if i % 50 == 7 else 0) for i in range(256)]
 
 
 def empty_cache(place: Place, batch: Batch, heads: Heads, block_tokens: int, format: str) -> CacheLayer:
@@ -92,6 +94,36 @@ def test_any_lengths_share_a_step(place: Place, contexts, block_tokens: int, dty
     decode_and_compare(place, (8, 2, 128), contexts, block_tokens, True, dtype, format)
 
 
+@FORMATS
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(8, 2, 128), (16, 8, 64)])
+def test_short_contexts_share_a_step_with_long_ones(place: Place, heads, dtype, format: str):
+    """A team has the parts of many rows, and begins behind the last tile of some."""
+    decode_and_compare(place, heads, UNEVEN, 32, False, dtype, format)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_smallest_numbers_of_a_cache_count(place: Place, dtype: torch.dtype):
+    """fp8: keys and values of 1 to 7 / 512, subnormal in E4M3, times scales that make them large."""
+    heads = make_heads(place, 8, 2, 128)
+    batch = make_batch(place, [70, 3], [1, 1], BLOCK)
+    cache = empty_cache(place, batch, heads, BLOCK, "fp8")
+    assert cache.scales is not None
+    bits = torch.randint(1, 8, cache.blocks.shape, generator=place.generator).to(torch.int8)
+    signs = torch.randint(0, 2, cache.blocks.shape, generator=place.generator).to(torch.int8) * -128
+    cache.tensors[0].view(torch.int8).copy_(bits | signs)
+    cache.scales.fill_(64.0)
+    qkv, out = place.normal(2, heads.qkv_size, dtype=dtype), place.poison(2, 8 * 128, dtype=dtype)
+    place.settle()
+    place.ops.decode_attention(qkv, heads, batch, cache, out=out)
+    numbers = (bits.double() / 512 * 64 * torch.where(signs < 0, -1.0, 1.0)).transpose(0, 1)
+    q = qkv[:, : 8 * 128].unflatten(1, (-1, 128))
+    for row, context in enumerate((70, 3)):
+        table = batch.block_tables[row].cpu().long()
+        keys, values = (one[table].transpose(0, 1).flatten(1, 2)[:, :context] for one in numbers)
+        assert_close("attention", out[row : row + 1], attend(q[row : row + 1], keys, values, heads))
+
+
 @contextmanager
 def room_for(place: Place, rows: int, batch: Batch, cache: CacheLayer, itemsize: int) -> Iterator[None]:
     """Scratch memory for the expanded contexts of so many rows; 0: what is there."""
@@ -154,13 +186,25 @@ def rotated(x: Tensor, rope: Rope, positions: Tensor) -> Tensor:
 def test_keys_and_values_are_rotated_rounded_and_stored(place: Place, shape, turn, dtype, format: str):
     """Values are stored to the last bit as the format says, keys within the rounding of their rotation; `out`
     holds what a reader of the cache gets."""
+    rotate_round_and_compare(place, shape, turn, dtype, format, [40, 0, 17, 9], [1, 1, 17, 5])
+
+
+@FORMATS
+@pytest.mark.parametrize("turn", [None, (1.0, False)])
+@pytest.mark.parametrize("shape", [(16, 8, 128), (20, 5, 64)])
+def test_many_tokens_are_rotated_rounded_and_stored(place: Place, shape, turn, format: str):
+    rotate_round_and_compare(place, shape, turn, torch.bfloat16, format, [9, 0, 600], [1, 1, 600])
+
+
+def rotate_round_and_compare(place: Place, shape, turn, dtype, format: str, contexts, queries) -> None:
+    """One row is padding."""
     heads = make_heads(place, *shape)
     if turn is not None:
         size = int(heads.head_size * turn[0]) // 2 * 2
-        angles = torch.rand(64, size // 2, generator=place.generator).to(place.device) * 6
+        angles = torch.rand(max(contexts), size // 2, generator=place.generator).to(place.device) * 6
         rope = Rope(angles.cos(), angles.sin(), turn[1])
         heads = Heads(heads.num_heads, heads.num_kv_heads, heads.head_size, heads.scale, rope)
-    batch = make_batch(place, [40, 0, 17, 9], [1, 1, 17, 5], BLOCK)
+    batch = make_batch(place, contexts, queries, BLOCK)
     cache = empty_cache(place, batch, heads, BLOCK, format)
     tokens = batch.num_tokens
     qkv = place.normal(tokens, heads.qkv_size, dtype=dtype)

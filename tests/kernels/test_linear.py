@@ -185,7 +185,7 @@ def make_heads(
         (56, 8, 128, 128, False),
     ],
 )
-@pytest.mark.parametrize("tokens", [1, 5, 16, 40, 90])
+@pytest.mark.parametrize("tokens", [1, 5, 16, 40, 90, 600])
 def test_queries_and_keys_are_rotated_and_kept(
     place: Place, tokens: int, heads: tuple[int, int, int, int, bool], dtype: torch.dtype
 ):

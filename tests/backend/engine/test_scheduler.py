@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.backend.engine.toy_device import DOOR, VOCAB, Run, expected, limits
+from tridecode.backend.engine.planner import HELD_SHARE, HELD_STEPS
 from tridecode.backend.engine.sequence import Stage
 from tridecode.backend.errors import CapacityError, RequestError
 from tridecode.backend.messages import SamplingParams, SequenceRequest, Submit
@@ -93,6 +94,43 @@ def test_a_slot_whose_last_token_is_in_flight_takes_the_next_prompt() -> None:
     for request, prompt in prompts.items():
         assert run.tokens[request, 0] == expected(prompt, 2)
     run.finish(steps=0)
+
+
+def _with_96_slots() -> Run:
+    return Run(limits(max_sequences=96, num_blocks=3000, max_sequence_tokens=120, max_step_tokens=400))
+
+
+def _admitted(run: Run, steps: int) -> list[int]:
+    """How many sequences each of the next steps admits."""
+    found = []
+    for _ in range(steps):
+        before = run.scheduler.num_waiting
+        run.step()
+        found.append(before - run.scheduler.num_waiting)
+    return found
+
+
+def test_a_long_queue_fills_several_slots_at_a_time() -> None:
+    """HELD_SHARE 32: a slot becomes free in each step, and three are filled at once."""
+    assert HELD_SHARE == 32
+    run = _with_96_slots()
+    for request in range(126):
+        run.submit(request, [request % 50], max_tokens=min(request + 1, 96))
+    assert _admitted(run, 13) == [96, *[0, 0, 3] * 4]
+    run.finish()
+    for request in range(126):
+        assert run.tokens[request, 0] == expected([request % 50], min(request + 1, 96))
+
+
+def test_a_slot_is_not_held_back_for_long_nor_from_a_short_queue() -> None:
+    run = _with_96_slots()
+    for request in range(99):  # one of the 96 that fit ends at once; three wait
+        run.submit(request, [1], max_tokens=1 if request == 0 else 60)
+    assert _admitted(run, 3 + HELD_STEPS) == [96, *[0] * HELD_STEPS, 1, 0]
+    for request in (1, 2):  # as many slots as sequences that wait
+        run.scheduler.cancel(DOOR, request)
+    assert _admitted(run, 1) == [2]
+    run.finish()
 
 
 def test_a_long_prompt_is_cut_into_chunks_and_does_not_stop_the_others() -> None:
