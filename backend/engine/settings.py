@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from tridecode.backend.config import EngineConfig, ModelConfig
+from tridecode.backend.engine.shadow_options import check_shadow
 from tridecode.backend.errors import ConfigError
 from tridecode.backend.host_memory import available_memory
 
@@ -52,6 +53,7 @@ def resolve(
             f"parameter block_tokens is {config.block_tokens} with batch_invariant; wanted a multiple of "
             f"{_INVARIANT_BLOCK}: attention over other widths rounds otherwise"
         )
+    check_shadow(model, config)
     longest = config.max_sequence_tokens or model.max_positions
     if longest > model.max_positions:
         raise ConfigError(
