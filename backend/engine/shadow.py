@@ -19,7 +19,7 @@ from torch import Tensor
 from tridecode.backend import models
 from tridecode.backend.config import EngineConfig, ModelConfig
 from tridecode.backend.engine.plan import StepPlan
-from tridecode.backend.engine.shadow_options import reference_config, slice_tokens
+from tridecode.backend.engine.shadow_options import reference_config
 from tridecode.backend.engine.step_buffers import StepBuffers
 from tridecode.backend.models.decoder import Decoder
 from tridecode.backend.models.layers import Context, Ranks, Weights, Workspace
@@ -79,9 +79,9 @@ class Scorer:
 
     def __init__(self, host: Host, weights: Weights | None):
         config, device, model = host.config, host.device, host.model_config
-        assert config.max_sequence_tokens is not None
+        assert config.max_sequence_tokens is not None and config.shadow_slice_tokens is not None
         longest = config.max_sequence_tokens
-        self.slice_tokens = slice_tokens(config, device.type)
+        self.slice_tokens = config.shadow_slice_tokens
         self.block_tokens, self.blocks = config.block_tokens, -(-longest // config.block_tokens)
         self.longest = longest
         self._ops, self._ranks, self._device = host.ops, host.ranks, device

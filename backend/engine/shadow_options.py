@@ -61,8 +61,8 @@ def check_reference(served: ModelConfig, reference: ModelConfig, where: str) -> 
             )
 
 
-def slice_tokens(config: EngineConfig, device_type: str) -> int:
-    """Tokens that one slice of shadow work computes at most. config: resolved."""
+def with_slice_tokens(config: EngineConfig, device_type: str) -> EngineConfig:
+    """`config` with shadow_slice_tokens decided: max_step_tokens, which is decided, at most."""
     assert config.max_step_tokens is not None
-    chosen = config.shadow_slice_tokens or SLICE_TOKENS.get(device_type, SLICE_TOKENS["cuda"])
-    return min(chosen, config.max_step_tokens)
+    chosen = config.shadow_slice_tokens or SLICE_TOKENS[device_type]
+    return replace(config, shadow_slice_tokens=min(chosen, config.max_step_tokens))

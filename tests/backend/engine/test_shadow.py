@@ -120,7 +120,7 @@ def test_divergence_and_agreement_are_those_of_transformers(checkpoint: Checkpoi
         assert slices == -(-prompt // 5) + -(-(len(job.tokens) - prompt) // 5)
         tokens = job.tokens.tolist()
         wanted = compared(logits_of(checkpoint.model, tokens), logits_of(rounded, tokens), job.targets)
-        assert wanted[0] > 1e-3 * job.targets
+        assert wanted[0] > 1e-4 * job.targets
         np.testing.assert_allclose(job.kl, wanted[0], rtol=2e-3)
         assert job.agreeing == wanted[1], job.name
         agreeing, targets = agreeing + job.agreeing, targets + job.targets
@@ -334,7 +334,7 @@ def test_an_engine_stops_and_requests_are_cancelled_during_a_shadow_run(
     "settings",
     [
         {"int8_mode": 1},
-        {"int8_mode": 2, "data_type": "fp32"},
+        {"int8_mode": 2, "data_type": "bf16"},
         {"kv_cache_dtype": "int8", "shadow_slice_tokens": 7},
     ],
 )
@@ -346,7 +346,15 @@ def test_every_byte_of_shadow_runs_is_planned(checkpoint: Checkpoint, settings: 
         matrices = (
             sum(file.stat().st_size for file in checkpoint.dense.glob("model.layers.*.weight.bin")) // 4
         )
-        assert with_shadow.shadow > matrices * {"fp16": 2, "fp32": 4}[settings.get("data_type", "fp16")]
+        assert with_shadow.shadow > 2 * matrices
+
+
+def test_a_reference_in_fp32_is_planned(tmp_path: Path) -> None:
+    """oneDNN pads no matrix of these sizes."""
+    sizes = dict(num_attention_heads=4, num_key_value_heads=4, hidden_size=64, intermediate_size=128)
+    model = tiny_llama(vocab_size=384, **sizes)
+    plan_conversion(open_checkpoint(save(model, tmp_path / "hf")), "fp32").write(tmp_path / "w")
+    check(tmp_path / "w", replace(CONFIG, data_type="fp32", int8_mode=1, shadow_share=1.0))
 
 
 def test_the_reference_of_a_quantised_directory_is_planned(checkpoint: Checkpoint) -> None:
@@ -355,7 +363,7 @@ def test_the_reference_of_a_quantised_directory_is_planned(checkpoint: Checkpoin
 
 def test_a_reference_without_room_is_refused_with_both_sizes(checkpoint: Checkpoint, monkeypatch) -> None:
     model = read_model_config(checkpoint.dense)
-    settings = EngineConfig(**{**SETTINGS, "int8_mode": 1})
+    settings = EngineConfig(**{**SETTINGS, "int8_mode": 1, "data_type": "bf16"})
     planned = check(checkpoint.dense, settings)
     config = resolve(replace(settings, cache_bytes=1 << 30), model, CPU)
     served = planned.fixed - planned.shadow + planned.block
