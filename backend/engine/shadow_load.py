@@ -35,12 +35,7 @@ def open_reference(
     source = reference_config(model)
     if config.shadow_weights != "none":
         directory = Path(config.shadow_weights)
-        if not (directory / "config.ini").is_file():
-            raise ConfigError(
-                f"parameter shadow_weights names {directory}, without config.ini; wanted a weight directory"
-            )
-        source = read_model_config(directory)
-        check_reference(model, source, str(directory))
+        source = read_reference(model, directory)
     refuse_without_room(model, config, device)
     if not needs_second_weights(model, config):
         return None
@@ -49,6 +44,17 @@ def open_reference(
     if config.shadow_weights != "none":  # else the files are those that have been verified
         reader.verify(config.verify_weights, specs)
     return FileWeights(reader, specs, 0, 1, DTYPES[config.data_type], ops, device)
+
+
+def read_reference(served: ModelConfig, directory: Path) -> ModelConfig:
+    """The model of shadow_weights. Raises ConfigError unless it is `served`, unquantised."""
+    if not (directory / "config.ini").is_file():
+        raise ConfigError(
+            f"parameter shadow_weights names {directory}, without config.ini; wanted a weight directory"
+        )
+    reference = read_model_config(directory)
+    check_reference(served, reference, str(directory))
+    return reference
 
 
 def refuse_without_room(
