@@ -9,6 +9,7 @@ state of live requests.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -100,10 +101,12 @@ class Scorer:
         )
 
     def warm_up(self) -> None:
-        """Run the largest slice, so that libraries allocate what they need before live caches do."""
-        tokens = np.zeros(self.longest, np.int32)
-        job = Job("", tokens, self.longest, done=max(self.longest - self.slice_tokens, 0))
-        self.advance(job)
+        """Run the largest slice, behind the longest context, so that libraries allocate what they need before
+        the live cache takes the rest of the memory."""
+        begin = max(self.longest - self.slice_tokens, min(1, self.longest - 1))  # a first chunk ends at 1
+        job = Job("", np.zeros(self.longest, np.int32), self.longest, done=begin)
+        with suppress(ArithmeticError):  # the cache of the tokens before it is empty
+            self.advance(job)
 
     @torch.inference_mode()
     def advance(self, job: Job) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -155,6 +156,22 @@ def test_a_model_that_is_its_own_reference_does_not_diverge(checkpoint: Checkpoi
         assert (abs(job.kl) < 1e-12, job.agreeing) == (True, job.targets)
 
 
+@pytest.mark.parametrize(
+    ("longest", "slice_tokens", "wanted"), [(1, 5, 1), (2, 5, 1), (9, 16, 8), (64, 5, 5)]
+)
+def test_the_warm_up_runs_the_largest_slice_behind_the_longest_context(
+    checkpoint: Checkpoint, monkeypatch, longest: int, slice_tokens: int, wanted: int
+) -> None:
+    settings = dict(max_sequence_tokens=longest, shadow_slice_tokens=slice_tokens)
+    engine = load(checkpoint.dense, int8_mode=1, **settings)
+    assert engine.shadow is not None
+    seen, load_plan = [], engine.shadow.buffers.load
+    monkeypatch.setattr(engine.shadow.buffers, "load", lambda plan: seen.append(plan) or load_plan(plan))
+    engine.shadow.warm_up()
+    (plan,) = seen
+    assert (plan.num_tokens, plan.context_lens.tolist()) == (wanted, [longest])
+
+
 # ---------------------------------------------------------------- beside live requests
 
 
@@ -244,6 +261,22 @@ def test_live_answers_are_unchanged_and_every_token_is_counted(
     np.testing.assert_allclose(service.metric("agreement_sum"), agreeing / 9)
     assert service.metric("seconds") > 0 and service.metric("queued") == 0
     assert service.metric('kl_bucket{le="+Inf"}') == service.metric("ended") == len(prompts)
+
+
+def test_under_a_steady_load_slices_take_their_share_of_the_time(checkpoint: Checkpoint) -> None:
+    """Four sequences run at all times, of eight requests that are open."""
+    engine = load(checkpoint.dense, int8_mode=1, shadow_time_share=0.1, shadow_slice_tokens=1)
+    with running(engine) as service:
+        begin, asked = time.monotonic(), 0
+        while time.monotonic() < begin + 3:
+            while asked - len(service.front.ends) < 8:
+                asked += 1
+                service.front.ask(asked, [asked % 300, 5], max_tokens=30)
+            time.sleep(0.001)
+        spent, wall = service.metric("seconds"), time.monotonic() - begin
+        assert service.metric("kl_count") > 0 and service.metric("dropped") > 0
+    assert 0.03 * wall < spent <= 0.11 * wall + 0.1  # a slice that was interrupted by other processes
+    assert set(service.front.ends.values()) <= {"length", "error"}  # the last ones by the stop
 
 
 def test_samples_are_compared_each_and_beams_are_skipped(checkpoint: Checkpoint) -> None:
