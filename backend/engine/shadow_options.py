@@ -28,7 +28,7 @@ def check_shadow(model: ModelConfig, config: EngineConfig) -> None:
             f"{asked} and the weights of {model.model_name} are {model.quantization.weights}; wanted the "
             "folder of the same model's 16-bit weights in shadow_weights"
         )
-    if model.quantization is None and not config.int8_mode and config.kv_cache_dtype not in CACHE_FORMATS:
+    if not rounds_weights(model, config) and config.kv_cache_dtype not in CACHE_FORMATS:
         raise ConfigError(
             f"{asked}, but nothing of {model.model_name} is rounded; wanted a quantised weight directory, "
             "int8_mode = 1 or 2, or kv_cache_dtype = int8 or fp8"
@@ -37,7 +37,12 @@ def check_shadow(model: ModelConfig, config: EngineConfig) -> None:
 
 def needs_second_weights(model: ModelConfig, config: EngineConfig) -> bool:
     """Whether the reference has weights of its own: not where only the cache is rounded."""
-    return model.quantization is not None or config.int8_mode != 0 or config.shadow_weights != "none"
+    return rounds_weights(model, config) or config.shadow_weights != "none"
+
+
+def rounds_weights(model: ModelConfig, config: EngineConfig) -> bool:
+    """Whether the served model's weights are rounded, in the files or while they are loaded."""
+    return model.quantization is not None or config.int8_mode != 0
 
 
 def reference_config(model: ModelConfig) -> ModelConfig:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from tridecode.backend.engine.parallel import SingleRank
 from tridecode.backend.engine.settings import resolve
 from tridecode.backend.engine.shadow import Job
 from tridecode.backend.engine.shadow_load import refuse_without_room
+from tridecode.backend.engine.shadow_options import check_shadow, needs_second_weights
 from tridecode.backend.errors import ConfigError
 from tridecode.backend.messages import SamplingParams
 from tridecode.backend.models import read_model_config
@@ -409,6 +410,17 @@ def test_a_reference_without_room_is_refused_with_both_sizes(checkpoint: Checkpo
     monkeypatch.setattr("tridecode.backend.engine.shadow_load.available_memory", lambda: need - 1)
     with pytest.raises(ConfigError, match="shadow_share is 1: the served model needs"):
         load(checkpoint.dense, int8_mode=1)
+
+
+def test_every_setting_that_rounds_weights_gives_the_reference_its_own(checkpoint: Checkpoint) -> None:
+    model, plain = read_model_config(checkpoint.dense), EngineConfig(shadow_share=1.0)
+    assert not needs_second_weights(model, replace(plain, kv_cache_dtype="int8"))
+    names = [row.name for row in fields(EngineConfig) if row.name.startswith("int8")]
+    assert "int8_mode" in names
+    for name in names:
+        config = replace(plain, **{name: 1})
+        check_shadow(model, config)
+        assert needs_second_weights(model, config), name
 
 
 @pytest.mark.parametrize(
