@@ -263,6 +263,7 @@ _DEVICES = Accepted(
     lambda value: value == "auto" or all(part.strip().isdigit() for part in value.split(",")),
 )
 _SHARE = Accepted("a number in (0, 1]", lambda value: 0.0 < value <= 1.0)
+_PART = Accepted("a number in [0, 1]", lambda value: 0.0 <= value <= 1.0)
 
 #: FasterTransformer's: 0 no rounding while loading, 1 weights, 2 weights and the rows of their inputs
 INT8_MODES = (0, 1, 2)
@@ -358,6 +359,24 @@ class EngineConfig:
     prompt_table_bytes: int = setting(
         256 << 20, "bytes of the prompt tables that all open requests have sent", _SOME
     )
+    shadow_share: float = setting(
+        0.0, "share of ended requests that are run in 16 bit too (docs/quantization.md); 0: none", _PART
+    )
+    shadow_weights: str = setting(
+        "none",
+        "folder of the served model's 16-bit weights for them, relative to that of `config.pbtxt`; none: the"
+        " model's own files, unrounded",
+    )
+    shadow_slice_tokens: int | None = setting(
+        None, "tokens that they compute between two steps at most; auto: 32 on a CPU, 256 on a GPU", _CHOSEN
+    )
+    shadow_time_share: float = setting(
+        0.02,
+        "share of the time that they may take while requests run; 0: only an idle engine runs them",
+        _PART,
+    )
+    shadow_queue: int = setting(16, "requests that wait for it; more are dropped and counted", _COUNT)
+    shadow_seed: int = setting(0, "of the choice of requests", _SOME)
 
     extra: dict[str, str] = field(default_factory=dict)  # parameters for others than the engine
 

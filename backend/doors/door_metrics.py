@@ -73,7 +73,8 @@ class DoorMetrics:
             self._metric(name, labels, pb_utils.MetricFamily.COUNTER).increment(value)
         beat = self._link.beat()
         for name, gauge in (_gauges(beat) if beat else {"tridecode_engine_ready": 0.0}).items():
-            self._metric(name, {"engine": self._engine}, pb_utils.MetricFamily.GAUGE).set(gauge)
+            name, labels = _labels(name)
+            self._metric(name, {"engine": self._engine, **labels}, pb_utils.MetricFamily.GAUGE).set(gauge)
 
     def _metric(self, name: str, labels: dict[str, str], kind: Any) -> Any:
         key = (name, *sorted(labels.items()))
@@ -101,12 +102,40 @@ _BEAT = {
     "steps": ("tridecode_engine_steps", "Steps since the engine started"),
     "epoch": ("tridecode_engine_epoch", "Number of times the engine has been built"),
 }
+#: of shadow runs (docs/quantization.md)
+_SHADOW = {
+    "ended": "Sequences that ended, of which a share is chosen for shadow runs",
+    "queued": "Sequences that wait for their shadow run",
+    "dropped": "Chosen sequences that found the queue of shadow runs full",
+    "failed": "Shadow runs that failed",
+    "skipped": "Chosen sequences that cannot be compared, by reason",
+    "seconds": "Time spent in shadow runs",
+    "tokens": "Generated tokens that shadow runs compared",
+    "tokens_agreeing": "Of them, those where the 16-bit model has the same greedy token",
+    "tokens_kl": "Sum over them of the KL divergence from the 16-bit model, in nats",
+    "kl_bucket": "Shadow runs by their mean KL divergence a token, in nats",
+    "kl_sum": "Sum of the mean KL divergences of shadow runs, in nats",
+    "kl_count": "Shadow runs that ended",
+    "agreement_bucket": "Shadow runs by the share of greedy tokens that agree",
+    "agreement_sum": "Sum of the shares of greedy tokens that agree",
+    "agreement_count": "Shadow runs that ended",
+}
 _HELP = {
     "tridecode_requests_total": "Requests that ended, by outcome: ok, or the error's code",
     "tridecode_output_tokens_total": "Tokens generated for ended requests of this door",
     "tridecode_engine_ready": "1 while the engine sends heartbeats, 0 while it is being rebuilt",
     **dict(_BEAT.values()),
+    **{f"tridecode_engine_shadow_{name}": text for name, text in _SHADOW.items()},
 }
+
+
+def _labels(name: str) -> tuple[str, dict[str, str]]:
+    """A name of EngineBeat.metrics without its label, if it has one, as in `shadow_kl_bucket{le="1"}`."""
+    name, has_label, label = name.partition("{")
+    if not has_label:
+        return name, {}
+    key, _, value = label.removesuffix("}").partition("=")
+    return name, {key: value.strip('"')}
 
 
 def _gauges(beat: EngineBeat) -> dict[str, float]:

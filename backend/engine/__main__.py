@@ -80,6 +80,8 @@ def load(arguments: argparse.Namespace, link: RankLink) -> Engine:
     config = read_engine_config(read_engine_parameters(str(engine_dir)), str(engine_dir / "config.pbtxt"))
     if config.lora_path != "none":
         config = replace(config, lora_path=str(engine_dir / config.lora_path))
+    if config.shadow_weights != "none":
+        config = replace(config, shadow_weights=str(engine_dir / config.shadow_weights))
     if arguments.devices:
         config = replace(config, devices=arguments.devices)
     directory = checkpoint_dir(str(engine_dir))

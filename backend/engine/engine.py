@@ -31,6 +31,8 @@ from tridecode.backend.engine.prompt_store import PromptPlace, PromptStore, load
 from tridecode.backend.engine.random_weights import RandomWeights
 from tridecode.backend.engine.sampling import candidate_rows, copy_slots, start_slots
 from tridecode.backend.engine.settings import choose_num_blocks
+from tridecode.backend.engine.shadow import Scorer
+from tridecode.backend.engine.shadow_load import open_reference
 from tridecode.backend.engine.step_buffers import StepBuffers
 from tridecode.backend.engine.top_log_probs import PendingTops, TopLogProbsOfStep
 from tridecode.backend.engine.vocab_logits import beam_candidates
@@ -98,7 +100,7 @@ class Engine:
     config is resolved (settings.resolve). `on_logits`, where set, sees the logits of each step and its plan
     before they are sampled from: for checks against other implementations. All ranks of the last stage set
     it, or none. vocab: this rank's ids where the tensor ranks share the vocabulary, else None. `digest`: of a
-    rank of several that serves.
+    rank of several that serves. shadow_weights: of the 16-bit reference of shadow runs, if it has its own.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class Engine:
         ops: Ops,
         ranks: Ranks,
         device: torch.device,
+        shadow_weights: Weights | None = None,
     ):
         assert config.max_sequence_tokens is not None and config.max_step_tokens is not None
         self.model_config, self.config, self.ranks, self.device = model, config, ranks, device
@@ -152,13 +155,14 @@ class Engine:
         ]
         self._tops: PendingTops | None = None  # of the step that is being launched
         self.graphs: DecodeGraphs | None = None
+        self.shadow = Scorer(self, shadow_weights) if config.shadow_share else None
         ranks.barrier("loaded")  # with a limit and a diagnosis, which what follows has not
         if self.is_asynchronous:
             if isinstance(ranks, ProcessRanks) and ranks.tensor_size > 1:
                 ranks.peers = join_peers(ranks, ops, config, model.hidden_size, self.dtype)
             self._warm_up()
         self.num_blocks = ranks.smallest(choose_num_blocks(config, self._block_bytes(), device))
-        self.caches = self._allocate_cache(self.num_blocks)
+        self.caches = self.allocate_cache(self.num_blocks)
         self.graphs = self._capture() if self._can_capture() else None
 
     @classmethod
@@ -190,7 +194,12 @@ class Engine:
         reader.verify(config.verify_weights, stored_specs(specs, model.quantization))
         weights = FileWeights(reader, specs, *place, dtype, ops, device, progress, *rounding)
         try:
-            engine = cls(model, config, weights, ops, ranks, device)
+            reference = open_reference(directory, model, config, ops, device)
+            try:
+                engine = cls(model, config, weights, ops, ranks, device, reference)
+            finally:
+                if reference is not None:
+                    reference.close()
         finally:
             weights.close()
         section = read_prompt_section(directory, model)
@@ -271,23 +280,28 @@ class Engine:
 
     def _block_bytes(self) -> int:
         """Of a block in the caches of all layers of this stage, with its scales."""
-        layers = self._allocate_cache(1, torch.device("meta"))
+        layers = self.allocate_cache(1, torch.device("meta"))
         return sum(tensor.nbytes for layer in layers for tensor in layer.tensors)
 
-    def _allocate_cache(self, num_blocks: int, device: torch.device | None = None) -> list[CacheLayer]:
-        """Empty caches of all layers of this stage. device: None: the engine's."""
-        dtype = CACHE_DTYPES.get(self.config.kv_cache_dtype, self.dtype)
+    def allocate_cache(
+        self, num_blocks: int, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> list[CacheLayer]:
+        """Empty caches of all layers of this stage. device: None: the engine's. dtype: None: that of
+        kv_cache_dtype."""
+        dtype = dtype or CACHE_DTYPES.get(self.config.kv_cache_dtype, self.dtype)
         shapes = [(num_blocks, *shape) for shape in self._block_shapes()]
         return [_cache_layer(shape, dtype, device or self.device) for shape in shapes]
 
     def _warm_up(self) -> None:
         """Run the largest steps, so that libraries allocate their buffers before the cache takes the rest of
         the memory."""
-        self.caches = self._allocate_cache(1)
+        self.caches = self.allocate_cache(1)
         longest = self.config.max_sequence_tokens
         assert longest is not None
         for plan in warm_up_plans(self.work.hidden.shape[0], self.config.slots, longest):
             self._run(self.buffers.load(plan))
+        if self.shadow is not None:
+            self.shadow.warm_up()
         torch.cuda.synchronize(self.device)
         self.ranks.raise_if_lost()
 

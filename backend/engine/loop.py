@@ -16,6 +16,7 @@ from tridecode.backend.engine.front import Front
 from tridecode.backend.engine.plan import StepPlan
 from tridecode.backend.engine.plan_queue import End, PlanQueue
 from tridecode.backend.engine.scheduler import Scheduler
+from tridecode.backend.engine.shadow_work import ShadowWork
 from tridecode.backend.errors import CapacityError, TridecodeError
 
 log = logging.getLogger("tridecode.engine")
@@ -51,6 +52,10 @@ class DecodeLoop:
         self._seconds = 0.0  # spent in steps
         self._told = 0.0
         self._checked = 0.0  # the device
+        self.shadow: ShadowWork | None = None
+        if engine.shadow is not None:
+            self.shadow = ShadowWork(engine.config, engine.shadow, engine.model_config.long_prompt_tokens)
+            scheduler.on_end = self.shadow.offer
 
     def stop(self) -> None:
         """End after the current step. For any thread."""
@@ -62,12 +67,13 @@ class DecodeLoop:
         out-of-memory."""
         pending: deque[tuple[StepPlan, Pending]] = deque()
         while not self._stopping:
-            self._take_requests(may_wait=not pending)
+            self._take_requests(may_wait=not pending and not self._has_shadow_work)
             launched = self._launch()
             if launched is not None:
                 pending.append(launched)
             if pending and (launched is None or len(pending) >= self.engine.depth):
                 self._commit(*pending.popleft())
+            self._run_shadow(live=bool(pending) or self.scheduler.can_step)
             self._tell()
         if self.engine.micro_batches > 1:
             for _, step in pending:  # the other stages send their results before they take the end
@@ -91,6 +97,19 @@ class DecodeLoop:
                 self.scheduler.end_session(door, message.session)
             else:
                 self.scheduler.cancel_door(door)
+
+    @property
+    def _has_shadow_work(self) -> bool:
+        return self.shadow is not None and self.shadow.has_work
+
+    def _run_shadow(self, live: bool) -> None:
+        """A slice of a shadow run, if it is its turn. live: requests can step, which then waits for it."""
+        if self.shadow is None or not self.shadow.may_run(live):
+            return
+        self.status.busy_since = self.status.busy_since or time.monotonic()
+        self.shadow.step()
+        if not live:
+            self.status.busy_since = 0.0
 
     def _check_device(self) -> None:
         """Notice a device that died while the engine is idle. Raises the device's error; a device that hangs
@@ -162,6 +181,7 @@ class DecodeLoop:
             "session_blocks": scheduler.sessions.num_blocks,
             "step_seconds": self._seconds,
             "steps": status.steps,
+            **(self.shadow.metrics() if self.shadow is not None else {}),
         }
 
 

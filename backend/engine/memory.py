@@ -20,6 +20,7 @@ from tridecode.backend.config import EngineConfig, ModelConfig
 from tridecode.backend.engine.engine import Engine
 from tridecode.backend.engine.loader import DTYPES
 from tridecode.backend.engine.parallel import SingleRank
+from tridecode.backend.engine.shadow_options import needs_second_weights
 from tridecode.backend.engine.vocab_share import share_vocabulary
 from tridecode.backend.errors import ConfigError
 from tridecode.backend.models.layers import Weights
@@ -45,7 +46,7 @@ class RankMemory:
     sampling state and the arrays of a step. scratch: of the kernels; 0 on a CPU. block: one block of the
     cache, in all layers of this rank. host: buffers on the host of a GPU's rank. max_blocks: what the longest
     sequences together can use. adapters: what LoRA adapters take at most, loaded while it serves; not part of
-    `fixed`."""
+    `fixed`. shadow: of the 16-bit reference of shadow runs, with its buffers and its caches of a sequence."""
 
     stage: int
     tensor_rank: int
@@ -56,11 +57,12 @@ class RankMemory:
     host: int
     max_blocks: int
     adapters: int = 0
+    shadow: int = 0
 
     @property
     def fixed(self) -> int:
         """All but the cache."""
-        return self.weights + self.workspace + self.scratch
+        return self.weights + self.workspace + self.scratch + self.shadow
 
 
 class _Place(SingleRank):
@@ -174,10 +176,14 @@ def plan_rank(
     modes = (model.quantization, config.int8_mode)
     weights = _Shapes(specs, ops, *modes, tensor_rank, size, dtype, config.int8_head)
     unlimited = replace(config, cache_bytes=1 << 62)
-    engine = Engine(model, unlimited, weights, ops, place, torch.device("meta"))
+    reference = None
+    if config.shadow_share and needs_second_weights(model, config):
+        reference = _Shapes(specs, ops, None, 0, tensor_rank, size, dtype)
+    engine = Engine(model, unlimited, weights, ops, place, torch.device("meta"), reference)
     seen: set[int] = set()
     cache = _total(engine.caches, seen)
     held, _ = _total(engine.model, seen)
+    shadow = _shadow_bytes(engine, seen, device_type)
     device, host = _total(engine, seen)
     if device_type == "cuda":  # the host's buffers are a ring; the device has one
         device += engine.buffers.host_bytes // engine.buffers.RING
@@ -189,7 +195,19 @@ def plan_rank(
         kernels += scratch.peer_bytes(size, config.max_step_tokens, row_bytes)
     block = cache[0] // engine.num_blocks
     adapters = _adapter_bytes(weights, config, dtype.itemsize)
-    return RankMemory(stage, tensor_rank, held, device, kernels, block, host, engine.num_blocks, adapters)
+    return RankMemory(
+        stage, tensor_rank, held, device, kernels, block, host, engine.num_blocks, adapters, shadow
+    )
+
+
+def _shadow_bytes(engine: Engine, seen: set[int], device_type: str) -> int:
+    """Of what shadow runs add. The served model is in `seen`; the rest is added to it."""
+    if engine.shadow is None:
+        return 0
+    device, host = _total(engine.shadow, seen)
+    if device_type == "cuda":
+        return device + engine.shadow.buffers.host_bytes // engine.shadow.buffers.RING
+    return device + host
 
 
 def _adapter_bytes(weights: Weights, config: EngineConfig, itemsize: int) -> int:

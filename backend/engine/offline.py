@@ -151,7 +151,7 @@ class OfflineEngine:
     ) -> OfflineEngine:
         """Over a weight directory; `config` as in config.pbtxt, default: fp32 on a GPU if there is one."""
         model = read_model_config(Path(directory))
-        config = config or EngineConfig()
+        config = replace(config or EngineConfig(), shadow_share=0.0)  # no loop runs them here
         device = choose_device(config)
         engine = Engine.load(Path(directory), model, resolve(config, model, device), SingleRank(), device)
         return cls(engine, keep_logits)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from tridecode.backend.config import EngineConfig, ModelConfig
+from tridecode.backend.engine.shadow_options import check_shadow, with_slice_tokens
 from tridecode.backend.errors import ConfigError
 from tridecode.backend.host_memory import available_memory
 
@@ -52,6 +53,7 @@ def resolve(
             f"parameter block_tokens is {config.block_tokens} with batch_invariant; wanted a multiple of "
             f"{_INVARIANT_BLOCK}: attention over other widths rounds otherwise"
         )
+    check_shadow(model, config)
     longest = config.max_sequence_tokens or model.max_positions
     if longest > model.max_positions:
         raise ConfigError(
@@ -60,6 +62,8 @@ def resolve(
         )
     most = config.max_step_tokens or max(_STEP_TOKENS[device.type], config.max_sequences or 0)
     decided = replace(config, max_sequence_tokens=longest, max_step_tokens=most)
+    if config.shadow_share:
+        decided = with_slice_tokens(decided, device.type)
     slots = config.max_sequences or min(most, _choose_slots(decided, model, device, memory))
     if most < slots:
         raise ConfigError(

@@ -58,6 +58,23 @@ def test_a_fresh_repository_on_a_healthy_machine_has_no_findings(repository):
     assert memory.fits and memory.ranks[0].scratch == 0
 
 
+def test_a_wrong_reference_of_shadow_runs_is_found(repository):
+    path = repository / "fastertransformer" / "config.pbtxt"
+    edit(path, value("shadow_share", "0.0"), value("shadow_share", "0.1"))
+    (finding,) = [one for one in findings(repository) if "shadow_share" in one.found]
+    assert finding.severity == "error" and "nothing of" in finding.found
+    edit(path, value("int8_mode", "0"), value("int8_mode", "1"))
+    found = diagnose(repository, machine=CPU_MACHINE)
+    assert found.findings == []
+    (memory,) = found.fits.values()
+    assert memory.ranks[0].shadow > 0
+    edit(path, value("shadow_weights", "none"), value("shadow_weights", "../absent"))
+    (finding,) = findings(repository)
+    assert finding.severity == "error" and "shadow_weights names" in finding.found
+    edit(path, value("shadow_weights", "../absent"), value("shadow_weights", "1/1-gpu"))
+    assert findings(repository) == []
+
+
 FT = "fastertransformer"
 GPU_16 = replace(GPU_MACHINE, cuda=gpu(capability=75, name="Tesla T4", memory=16 * GIB))
 #: trap: (model, parameter, its value, the new one, machine, severity, part of found, part of what to change)

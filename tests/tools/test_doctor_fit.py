@@ -9,6 +9,7 @@ import pytest
 
 from tests.tools.doctors import GIB
 from tridecode.backend.config import EngineConfig, ModelConfig, RopeConfig
+from tridecode.backend.quantization import Quantization
 from tridecode.tools.doctor.fit import Place, fit, fit_findings
 
 LLAMA_8B = ModelConfig(
@@ -124,6 +125,25 @@ def test_more_sequences_than_the_cache_holds_is_a_warning():
     room = found.blocks // 16
     assert finding.severity == "warning" and f"holds {room} of 512 tokens" in finding.found
     assert f"Set max_sequences to {room}" in finding.fix
+
+
+def test_the_reference_of_shadow_runs_is_planned_and_its_lack_of_room_has_a_way_out():
+    model = replace(LLAMA_8B, quantization=Quantization("int8"))
+    config = replace(BF16, max_sequences=16, max_sequence_tokens=2048)
+    shadowed = replace(config, shadow_share=0.01, shadow_weights="../dense")
+    plain, found = (fit(model, one, Place("cuda", 80 * GIB)) for one in (config, shadowed))
+    shadow, tables = found.ranks[0].shadow, 2 * 2048 * 64 * 4
+    cache = 2 * 2048 // 32 * found.ranks[0].block  # two caches of one sequence
+    logits = (3 * 8 + 4) * 16 * 128256  # 16 rows: two distributions and scratch in float64, logits in float32
+    exact = 2 * 8_030_261_248 + tables + cache + logits
+    rows = 256 * (2 * 4096 + 6144 + 4096 + 2 * 14336) * 2  # of a slice: at most twice that with its copy
+    assert exact < shadow < exact + 2 * rows
+    assert found.ranks[0].fixed == plain.ranks[0].fixed + shadow
+    tight = Place("cuda", 24 * GIB)
+    assert fit(model, config, tight).fits and not (found := fit(model, shadowed, tight)).fits
+    (finding,) = fit_findings("w", model, shadowed, tight, found)
+    assert "for the 16-bit reference of shadow runs" in finding.found
+    assert finding.fix.startswith("Set shadow_share to 0")
 
 
 def test_adapters_without_room_beside_the_cache_are_warned_of():

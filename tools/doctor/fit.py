@@ -102,6 +102,8 @@ def fit_findings(
     if not found.fits:
         largest = max(rank.fixed for rank in found.ranks)
         needs = f"{in_words(largest)} a rank for weights, workspace and scratch"
+        if shadow := max(rank.shadow for rank in found.ranks):
+            needs += f", of which {in_words(shadow)} for the 16-bit reference of shadow runs"
         if config.cache_bytes is not None:
             needs += f", cache_bytes {in_words(config.cache_bytes)}"
         if place.kind == "cuda":
@@ -153,6 +155,8 @@ def _adapter_findings(where: str, config: EngineConfig, place: Place, found: Fit
 
 def _advice(model: ModelConfig, config: EngineConfig, place: Place) -> str:
     """The nearest change that makes it fit."""
+    if config.shadow_share and fit(model, replace(config, shadow_share=0.0), place).fits:
+        return "Set shadow_share to 0: the 16-bit reference of shadow runs does not fit beside the model."
     if config.cache_bytes is not None:
         room = fit(model, replace(config, cache_bytes=None), place)
         if room.fits:

@@ -76,9 +76,8 @@ def _memory(where: str, fit: Fit) -> Table:
     table.add_column("bytes of a rank")
     groups: dict[tuple[int, ...], list[int]] = {}
     for index, rank in enumerate(fit.ranks):
-        groups.setdefault((rank.weights, rank.workspace, rank.scratch, rank.block, rank.adapters), []).append(
-            index
-        )
+        numbers = (rank.weights, rank.workspace, rank.scratch, rank.block, rank.adapters, rank.shadow)
+        groups.setdefault(numbers, []).append(index)
     for ranks in groups.values():
         table.add_column(_ranks(ranks), justify="right", overflow="fold")
     names = ("weights and tables", "workspace", "kernels' scratch", "one block of the cache")
@@ -88,8 +87,12 @@ def _memory(where: str, fit: Fit) -> Table:
     table.add_row("cache", *(f"{size:,}" for size in cache))
     if any(numbers[4] for numbers in groups):
         table.add_row("adapters, at most", *(f"{numbers[4]:,}" for numbers in groups))
+    if any(numbers[5] for numbers in groups):
+        table.add_row("shadow runs", *(f"{numbers[5]:,}" for numbers in groups))
     table.add_row("libraries, about", *(f"{fit.libraries:,}" for _ in groups))
-    totals = (sum(numbers[:3]) + numbers[4] + size + fit.libraries for numbers, size in zip(groups, cache))
+    totals = (
+        sum(numbers[:3]) + sum(numbers[4:]) + size + fit.libraries for numbers, size in zip(groups, cache)
+    )
     table.add_row("together", *(f"{size:,}" for size in totals))
     table.caption = (
         f"cache in {fit.cache_dtype}: {fit.blocks:,} blocks of {fit.block_tokens} tokens, "

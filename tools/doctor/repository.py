@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tridecode.backend.config import EngineConfig, ModelConfig, read_engine_config
+from tridecode.backend.engine.shadow_load import read_reference
 from tridecode.backend.engine_config_file import checkpoint_dir, read_engine_parameters
 from tridecode.backend.engine_instances import InstanceGroup, engine_gpus, num_engines, read_groups
 from tridecode.backend.errors import ConfigError, TridecodeError
@@ -88,11 +89,25 @@ def place_of(
 def repository_findings(repository: Path, full: bool) -> Iterator[Finding]:
     """check_repo's, and weight files whose bytes are not those of the manifest: all, or a sample."""
     yield from check_repo(repository, checksums=full)
+    for engine in read_engines(repository):
+        yield from _reference_findings(repository, engine)
     if full:
         return
     for engine in read_engines(repository):
         if engine.config.weights == "files":
             yield from _sampled(engine)
+
+
+def _reference_findings(repository: Path, engine: Engine) -> Iterator[Finding]:
+    """Whether the folder of shadow_weights has the model that is served, in 16 or 32 bit."""
+    config = engine.config
+    if not config.shadow_share or config.shadow_weights == "none":
+        return
+    try:
+        read_reference(engine.model, (repository / engine.where).parent / config.shadow_weights)
+    except TridecodeError as error:
+        fix = "Name the weight directory that the quantised one was made from, or set shadow_share to 0."
+        yield Finding("error", engine.where, str(error), "the weights of shadow runs", fix)
 
 
 def _sampled(engine: Engine) -> Iterator[Finding]:

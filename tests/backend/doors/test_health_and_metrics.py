@@ -125,6 +125,21 @@ def value(registry, name, **labels) -> float:
     return metric.value() if metric else 0.0
 
 
+def test_a_label_in_the_name_of_an_engine_s_value_becomes_a_label(registry):
+    outputs = {"output_ids": "TYPE_UINT32", "sequence_length": "TYPE_UINT32"}
+    config = fake_triton.model_config("fastertransformer", {}, outputs)
+    with running(fastertransformer.TritonPythonModel, config, FakeEngine(beat_s=0.02)) as door:
+        buckets = {'shadow_kl_bucket{le="0.01"}': 3.0, 'shadow_kl_bucket{le="+Inf"}': 5.0}
+        door.test_engine.metrics = {**buckets, "shadow_kl_count": 5.0}
+        wait_until(lambda: door.link.beat() and "shadow_kl_count" in door.link.beat().metrics)
+        door.metrics.publish()
+        name, engine = "tridecode_engine_shadow_kl", {"engine": "fastertransformer"}
+        assert value(registry, f"{name}_bucket", le="0.01", **engine) == 3
+        assert value(registry, f"{name}_bucket", le="+Inf", **engine) == 5
+        assert value(registry, f"{name}_count", **engine) == 5
+        assert registry[f"{name}_bucket"].description.startswith("Shadow runs by their mean KL")
+
+
 def test_metrics_equal_what_the_clients_saw(registry):
     outputs = {"output_ids": "TYPE_UINT32", "sequence_length": "TYPE_UINT32"}
     config = fake_triton.model_config("fastertransformer", {}, outputs)
