@@ -42,7 +42,7 @@ def needs_second_weights(model: ModelConfig, config: EngineConfig) -> bool:
 
 def rounds_weights(model: ModelConfig, config: EngineConfig) -> bool:
     """Whether the served model's weights are rounded, in the files or while they are loaded."""
-    return model.quantization is not None or config.int8_mode != 0
+    return model.quantization is not None or config.int8_mode != 0 or config.int8_head
 
 
 def reference_config(model: ModelConfig) -> ModelConfig:
