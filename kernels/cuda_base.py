@@ -13,7 +13,7 @@ from tridecode.kernels.checks import DtypeError, LayoutError, ShapeError, match,
 from tridecode.kernels.cublas import LibraryProducts
 from tridecode.kernels.gemm_table import Device, Plan, choose
 from tridecode.kernels.library import KernelError, Library
-from tridecode.kernels.ops import CacheLayer, Heads
+from tridecode.kernels.ops import CacheLayer, Heads, Norm
 from tridecode.kernels.packed_table import choose_packed
 from tridecode.kernels.paths import paths
 from tridecode.kernels.scratch import LAYER_COUNTERS, NUM_COUNTERS, SUM_BYTES
@@ -105,6 +105,13 @@ class CudaBase:
 
 def pointer(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def norm_fields(norm: Norm | None) -> dict[str, float]:
+    """The fields of a GEMM task for the norm that a kernel fuses."""
+    if norm is None:
+        return {}
+    return {"norm_weight": norm.weight.data_ptr(), "norm_bias": pointer(norm.bias), "norm_eps": norm.eps}
 
 
 def aligned(tensor: Tensor) -> bool:

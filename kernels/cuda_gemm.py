@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 from tridecode.kernels.checks import DtypeError, LayoutError, ShapeError, indices, match, same_dtype
-from tridecode.kernels.cuda_base import ACTIVATIONS, DTYPES, cache_fields, check_cache, pointer
+from tridecode.kernels.cuda_base import (
+    ACTIVATIONS,
+    DTYPES,
+    cache_fields,
+    check_cache,
+    norm_fields,
+    pointer,
+)
 from tridecode.kernels.cuda_packed import CudaPacked
 from tridecode.kernels.gemm_table import Gemm, Plan
 from tridecode.kernels.library import current_stream
@@ -160,13 +167,7 @@ class CudaGemm(CudaPacked):
         if plan.kernel == "gemm_library":
             self._gemm_library(x, linear, activation, residual, out)
             return plan
-        fields = head_fields or {}
-        if norm is not None:
-            fields |= {
-                "norm_weight": norm.weight.data_ptr(),
-                "norm_bias": pointer(norm.bias),
-                "norm_eps": norm.eps,
-            }
+        fields = {**(head_fields or {}), **norm_fields(norm)}
         getattr(self.library, plan.kernel)(
             current_stream(self.device),
             out=out_pointer,

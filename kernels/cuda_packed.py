@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from tridecode.kernels.cuda_base import ACTIVATIONS, DTYPES, aligned, pointer
+from tridecode.kernels.cuda_base import ACTIVATIONS, DTYPES, aligned, norm_fields, pointer
 from tridecode.kernels.cuda_int4 import CudaInt4
 from tridecode.kernels.gemm_table import Gemm, Plan
 from tridecode.kernels.library import current_stream
@@ -87,11 +87,7 @@ class CudaPacked(CudaInt4):
         if norm is not None and not plan.fuses_norm:
             x, norm = self._normed(x, norm), None
         if norm is not None:
-            fields |= {
-                "norm_weight": norm.weight.data_ptr(),
-                "norm_bias": pointer(norm.bias),
-                "norm_eps": norm.eps,
-            }
+            fields |= norm_fields(norm)
         getattr(self.library, plan.kernel)(
             current_stream(self.device),
             out=out.data_ptr(),

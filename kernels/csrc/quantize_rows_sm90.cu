@@ -70,23 +70,21 @@ struct Rounding {
     return (quotient - rintf(quotient)) * 254.0f;
   }
 
-  // Of 8 numbers: the values, or with two parts the high ones.
-  template <typename X>
+  // Of 8 numbers: the values, or with two parts the high ones. PLAIN: this row is; one branch for
+  // all numbers, which are then computed side by side.
+  template <typename X, bool PLAIN>
   __device__ __forceinline__ uint2 eight(const uint4& words, uint2* low) const {
     uint32_t pairs[4], lows[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float2 x = unpack<X>(get(words, i));
-      if constexpr (kInTwoParts<VALUES>) {
-        const float first = plain ? quotient(x.x) : any_quotient(x.x);
-        const float second = plain ? quotient(x.y) : any_quotient(x.y);
-        pairs[i] = pair(first, second), lows[i] = pair(rest(first), rest(second));
-      } else {
-        pairs[i] =
-            plain ? pair(quotient(x.x), quotient(x.y)) : pair(any_quotient(x.x), any_quotient(x.y));
-      }
+      const float first = PLAIN ? quotient(x.x) : any_quotient(x.x);
+      const float second = PLAIN ? quotient(x.y) : any_quotient(x.y);
+      pairs[i] = pair(first, second);
+      if constexpr (kInTwoParts<VALUES>) lows[i] = pair(rest(first), rest(second));
     }
-    if (kInTwoParts<VALUES>) *low = make_uint2(lows[0] | lows[1] << 16, lows[2] | lows[3] << 16);
+    if constexpr (kInTwoParts<VALUES>)
+      *low = make_uint2(lows[0] | lows[1] << 16, lows[2] | lows[3] << 16);
     return make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
   }
 };
@@ -201,22 +199,30 @@ __global__ void quantize_row(uint8_t* values, float* scales, const X* x, const X
   largest = max(largest & 0xffffu, largest >> 16);
   const Rounding<VALUES> rounding(magnitude<X>(block_max(largest, shared)));
   uint8_t* const to = values + row_of<VALUES>(blockIdx.x) * columns;
-  if constexpr (VALUES == kTwoPartsOf4Bit) {
+  const auto store = [&](auto is_plain) {
+    constexpr bool PLAIN = decltype(is_plain)::value;
+    if constexpr (VALUES == kTwoPartsOf4Bit) {
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) {  // in all lanes
-      uint2 low, high = rounding.template eight<X>(words[i], &low);
-      high = in_granule_order(high), low = in_granule_order(low);
-      const int c = first + i * step, place = (c & ~31) + (c >> 3 & 1) * 16 + (c >> 4 & 1) * 8;
-      if (c >= columns) continue;
-      *reinterpret_cast<uint2*>(to + place) = high;
-      *reinterpret_cast<uint2*>(to + int64_t(8) * columns + place) = low;
+      for (int i = 0; i < kItems; ++i) {  // in all lanes
+        uint2 low, high = rounding.template eight<X, PLAIN>(words[i], &low);
+        high = in_granule_order(high), low = in_granule_order(low);
+        const int c = first + i * step, place = (c & ~31) + (c >> 3 & 1) * 16 + (c >> 4 & 1) * 8;
+        if (c >= columns) continue;
+        *reinterpret_cast<uint2*>(to + place) = high;
+        *reinterpret_cast<uint2*>(to + int64_t(8) * columns + place) = low;
+      }
+    } else {
+      each_item([&](int i, int c) {
+        uint2 low;
+        *reinterpret_cast<uint2*>(to + c) = rounding.template eight<X, PLAIN>(words[i], &low);
+        if (VALUES == kTwoParts) *reinterpret_cast<uint2*>(to + int64_t(8) * columns + c) = low;
+      });
     }
+  };
+  if (rounding.plain) {
+    store(std::true_type());
   } else {
-    each_item([&](int i, int c) {
-      uint2 low;
-      *reinterpret_cast<uint2*>(to + c) = rounding.template eight<X>(words[i], &low);
-      if (VALUES == kTwoParts) *reinterpret_cast<uint2*>(to + int64_t(8) * columns + c) = low;
-    });
+    store(std::false_type());
   }
   if (threadIdx.x == 0) scales[blockIdx.x] = rounding.scale;
 }
