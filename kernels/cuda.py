@@ -60,7 +60,7 @@ class Cuda(CudaW8A8):
         vocab_size: int,
         context_bytes: int = 0,
     ) -> None:
-        for name, size in arena_bytes(max_tokens, max_columns).items():
+        for name, size in arena_bytes(max_tokens, max_columns, self._sorts_inputs).items():
             self._arena(name, size)
         if context_bytes:
             self._arena("expanded", expanded_bytes(context_bytes))

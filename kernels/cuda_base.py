@@ -68,6 +68,7 @@ class CudaBase:
         self._attention = self._bytes(self.library.decode_attention_scratch(256))
         self._sample: Tensor | None = None
         self._arenas: dict[str, Tensor] = {}
+        self._sorts_inputs = False  # of a weight whose columns are sorted by groups
         self._numbers = torch.empty(0, dtype=torch.int32, device=self.device)
 
     def _bytes(self, count: int) -> Tensor:

@@ -32,7 +32,7 @@ class CudaInt4(CudaBase):
         head_fields: dict[str, float],
     ) -> None:
         """out = epilogue(norm(x) @ weight.T)"""
-        values, scales = self._rounded(x, norm, "two_parts_int4")
+        values, scales = self._rounded(x, norm, "two_parts_int4", weight.order)
         self.library.gemm_int4_sm90(
             current_stream(self.device),
             out=out.data_ptr(),
@@ -57,5 +57,7 @@ class CudaInt4(CudaBase):
             **head_fields,
         )
 
-    def _rounded(self, x: Tensor, norm: Norm | None, format: str) -> tuple[Tensor, Tensor]:
+    def _rounded(
+        self, x: Tensor, norm: Norm | None, format: str, order: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         raise NotImplementedError

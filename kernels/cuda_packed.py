@@ -16,6 +16,7 @@ from tridecode.kernels.ops import Heads, Linear, Norm
 from tridecode.kernels.packed_weight import (
     GRANULE_INPUTS,
     PackedWeight,
+    has_uneven_groups,
     loses_scales,
     multiplied_in_int8,
     not_packed,
@@ -51,10 +52,13 @@ class CudaPacked(CudaInt4):
         why = not_packed(weight, dtype)
         if not why and loses_scales(weight, dtype):
             why = f"scales that are too small for {dtype}"
+        if not why and has_uneven_groups(weight):
+            why = "groups of unequal sizes"
         if why:
             _say_expanded(weight.format, why, dtype)
             return Linear(weight.expanded(dtype).contiguous(), linear.bias)
         packed = pack(weight, dtype)
+        self._sorts_inputs |= packed.order is not None
         if not is_head:
             self._reserve_expanded(packed.rows, packed.columns, dtype)
         return Linear(packed, linear.bias)
@@ -77,6 +81,9 @@ class CudaPacked(CudaInt4):
     ) -> Plan:
         """Launch what choose_packed plans; arguments as those of _gemm."""
         plan = self._packed_plan(x, linear, weight, norm, activation, residual, out, heads)
+        if weight.order is not None and plan.kernel != "gemm_int4_sm90":
+            x, norm = self._ordered(x if norm is None else self._normed(x, norm), weight.order), None
+            plan = self._packed_plan(x, linear, weight, norm, activation, residual, out, heads)
         if plan.kernel == "expand_weight":
             expanded = Linear(self._expanded(weight), linear.bias)
             return self._gemm(x, expanded, norm, activation, residual, out, heads, head_fields)
@@ -153,6 +160,20 @@ class CudaPacked(CudaInt4):
             outputs=weight.rows,
             dtype=DTYPES[weight.dtype],
             **weight.fields(),
+        )
+        return out
+
+    def _ordered(self, x: Tensor, order: Tensor) -> Tensor:
+        """x[:, order] in scratch memory, until the next call."""
+        out = self._temporary("ordered", x.shape[0], x.shape[1], x.dtype)
+        self.library.gather_columns(
+            out.data_ptr(),
+            x.data_ptr(),
+            order.data_ptr(),
+            x.shape[0],
+            x.shape[1],
+            x.stride(0),
+            current_stream(self.device),
         )
         return out
 

@@ -253,9 +253,11 @@ class CudaW8A8(CudaGemm):
         if not fuses:
             self._library_epilogue(product, bias, activation, residual, out, x.dtype)
 
-    def _rounded(self, x: Tensor, norm: Norm | None, format: str) -> tuple[Tensor, Tensor]:
+    def _rounded(
+        self, x: Tensor, norm: Norm | None, format: str, order: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The values and scales (4 * T bytes) of kernels.quantized.rounded_activations, of x or of norm(x)
-        rounded to X; valid until the next operation.
+        rounded to X, its columns in `order`; valid until the next operation.
 
         The values are T * C bytes, or in "two_parts" those of rows_of_two_parts."""
         tokens, columns = x.shape
@@ -273,6 +275,7 @@ class CudaW8A8(CudaGemm):
             values.data_ptr(),
             scales.data_ptr(),
             x.data_ptr(),
+            pointer(order),
             pointer(weight),
             pointer(bias),
             0.0 if norm is None else norm.eps,

@@ -31,7 +31,8 @@ class PackedWeight:
     format: of QuantizedWeight. dtype: of the product. values: (ceil(rows / 8), chunks, 512) uint8, chunks of
     64 or 128 columns. scales: (rows,) float32, int8 and fp8. groups: (ceil(rows / 8), chunks, 8, G) int32,
     int4: the scale in the low half, the zero plus BIAS in the high one, numbers of dtype. zeros: of int4,
-    "eight" where every one is 8, "whole" where all are whole numbers from 0 to 15, else "any".
+    "eight" where every one is 8, "whole" where all are whole numbers from 0 to 15, else "any". order: where
+    columns were sorted by their groups (GPTQ's act-order), (columns,) int32: column c takes input order[c].
     """
 
     format: str
@@ -42,6 +43,7 @@ class PackedWeight:
     scales: Tensor | None = None
     groups: Tensor | None = None
     zeros: str = "any"
+    order: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -54,7 +56,7 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        parts = (self.values, self.scales, self.groups)
+        parts = (self.values, self.scales, self.groups, self.order)
         return sum(part.nbytes for part in parts if part is not None)
 
     def fields(self) -> dict[str, float]:
@@ -79,7 +81,7 @@ def not_packed(weight: QuantizedWeight, dtype: torch.dtype) -> str:
         return f"activations in {weight.activations}"
     if weight.columns % 8:
         return f"{weight.columns} inputs, which are no multiple of 8"
-    if weight.groups is not None:
+    if weight.groups is not None and not _may_be_sorted(weight):
         return "groups that are not consecutive inputs"
     if weight.format != "int4":
         grouped = weight.scales.shape[1] > 1 or weight.block_rows > 1
@@ -90,13 +92,34 @@ def not_packed(weight: QuantizedWeight, dtype: torch.dtype) -> str:
     return ""
 
 
+def _may_be_sorted(weight: QuantizedWeight) -> bool:
+    """Whether the groups of int4 are consecutive once the columns are sorted by them, from the shapes: a
+    tensor rank's part of the inputs has more groups than that."""
+    size = weight.group_size
+    return weight.format == "int4" and size > 0 and weight.scales.shape[1] == -(-weight.columns // size)
+
+
+def has_uneven_groups(weight: QuantizedWeight) -> bool:
+    """Whether sorting the columns by their groups does not make groups of group_size consecutive columns."""
+    if weight.groups is None:
+        return False
+    columns = torch.arange(weight.columns, device=weight.groups.device)
+    return not torch.equal(weight.groups.long().sort().values, columns // weight.group_size)
+
+
 def pack(weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
-    """The same matrix for the kernels; `not_packed` is "". int4's scales are rounded to dtype."""
+    """The same matrix for the kernels; `not_packed` is "" and has_uneven_groups False. int4's scales are
+    rounded to dtype."""
     rows, columns = weight.shape
     if weight.format == "int4":
-        values = _packed4(unpacked(weight.values, columns))
-        groups = _packed_groups(weight, dtype)
-        return PackedWeight(weight.format, rows, columns, dtype, values, None, groups, _kind(weight.zeros))
+        values, order = unpacked(weight.values, columns), None
+        if weight.groups is not None:
+            order = weight.groups.argsort(stable=True)
+            values = values[:, order]
+        packed, groups = _packed4(values), _packed_groups(weight, dtype)
+        order = None if order is None else order.to(torch.int32)
+        kind = _kind(weight.zeros)
+        return PackedWeight(weight.format, rows, columns, dtype, packed, None, groups, kind, order)
     values = _packed8(weight.values.view(torch.uint8))
     return PackedWeight(weight.format, rows, columns, dtype, values, weight.scales[:, 0].float().contiguous())
 

@@ -33,8 +33,10 @@ def sample_bytes(max_rows: int, vocab_size: int) -> int:
     return max_rows * ((chunks * _CHUNK_BYTES + segments * 4 + 15) // 16 * 16)
 
 
-def arena_bytes(max_tokens: int, max_columns: int) -> dict[str, int]:
+def arena_bytes(max_tokens: int, max_columns: int, sorts_inputs: bool = False) -> dict[str, int]:
     """What Cuda.reserve allocates for steps of max_tokens rows and max_columns columns.
+
+    sorts_inputs: there is a weight whose columns are sorted by their groups (act-order).
 
     Products with 8-bit operands have rows of 8-bit values in "normed", of up to TWO_PARTS_TOKENS two each,
     and their scales in "row_scales".
@@ -44,6 +46,7 @@ def arena_bytes(max_tokens: int, max_columns: int) -> dict[str, int]:
         "product": 2 * max_tokens * max_columns,
         "normed": rows * max_columns,
         "row_scales": 4 * max_tokens,
+        **({"ordered": 2 * max_tokens * max_columns} if sorts_inputs else {}),
     }
 
 

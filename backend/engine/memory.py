@@ -112,7 +112,7 @@ class _CudaShapes(Reference):
     def __init__(self, itemsize: int) -> None:
         super().__init__()
         self.bytes, self._widening = scratch.fixed_bytes(), itemsize // 2
-        self._expanded = 0
+        self._expanded, self._sorts_inputs = 0, False
 
     def pack(self, linear: Linear, dtype: torch.dtype = torch.float32, is_head: bool = False) -> Linear:
         weight = linear.weight
@@ -126,6 +126,7 @@ class _CudaShapes(Reference):
             if not is_head:
                 more = expanded.nbytes - self._expanded  # scratch for the largest
                 self._expanded, self.bytes = max(self._expanded, expanded.nbytes), self.bytes + max(more, 0)
+            self._sorts_inputs |= weight.groups is not None
             return linear if in_rows else Linear(pack(weight, dtype), linear.bias)
         return Linear(linear.dense.contiguous(), linear.bias)
 
@@ -138,7 +139,7 @@ class _CudaShapes(Reference):
         vocab_size: int,
         context_bytes: int = 0,
     ) -> None:
-        arenas = scratch.arena_bytes(max_tokens, max_columns)
+        arenas = scratch.arena_bytes(max_tokens, max_columns, self._sorts_inputs)
         self.bytes += self._widening * sum(arenas.values()) + scratch.sample_bytes(max_rows, vocab_size)
         self.bytes += scratch.expanded_bytes(context_bytes) if context_bytes else 0
 

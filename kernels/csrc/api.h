@@ -16,7 +16,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 // Raised whenever a prototype or the meaning of an argument changes.
-#define TRIDECODE_ABI_VERSION 9
+#define TRIDECODE_ABI_VERSION 10
 
 int tridecode_abi_version(void);
 const char* tridecode_build_info(void);
@@ -41,6 +41,10 @@ int tridecode_embed(void* out, const int* token_ids, const void* table, const fl
 int tridecode_norm(void* out, const void* x, const void* weight, const void* bias, float eps,
                    int num_tokens, int columns, int64_t x_stride, int64_t out_stride, int dtype,
                    void* stream);
+
+// out[t, c] = x[t, order[c]], of rows of `columns` 16-bit numbers; rows of out are contiguous.
+int tridecode_gather_columns(void* out, const void* x, const int* order, int num_tokens,
+                             int columns, int64_t x_stride, void* stream);
 
 int tridecode_gather_rows(void* out, const void* x, const int* rows, int num_rows,
                           int64_t row_bytes, int64_t x_stride_bytes, int64_t out_stride_bytes,
@@ -207,7 +211,8 @@ int tridecode_gemm_sm90_stream_k_two_parts(const tridecode_gemm_task* task, void
 // both are zeros. operand 4: the same with the inputs in the order of a granule of 4-bit weights
 // (packed_weight.cuh): of each 32, input 16 i + 8 h + 2 t + j is at 16 h + 4 t + 2 j + i. Columns
 // are a multiple of 32.
-int tridecode_quantize_rows_sm90(void* values, float* scales, const void* x,
+// With order (columns), x[t, c] above is x[t, order[c]], and a norm's weight and bias likewise.
+int tridecode_quantize_rows_sm90(void* values, float* scales, const void* x, const int* order,
                                  const void* norm_weight, const void* norm_bias, float eps,
                                  int num_tokens, int columns, int64_t x_stride, int operand,
                                  int dtype, void* stream);

@@ -109,6 +109,20 @@ __device__ __forceinline__ int granule_place(int c) {
   return (c & ~31) + (c >> 3 & 1) * 16 + (c >> 1 & 3) * 4 + (c & 1) * 2 + (c >> 4 & 1);
 }
 
+// Numbers c to c + 7 of a row, or of order[c] to order[c + 7].
+template <typename X>
+__device__ __forceinline__ void load_ordered(const X* row, const int* order, int c,
+                                             float (&values)[8]) {
+  if (!order) return load8(row + c, values);
+  const int4 from[2] = {reinterpret_cast<const int4*>(order + c)[0],
+                        reinterpret_cast<const int4*>(order + c)[1]};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    values[4 * i] = to_float(row[from[i].x]), values[4 * i + 1] = to_float(row[from[i].y]);
+    values[4 * i + 2] = to_float(row[from[i].z]), values[4 * i + 3] = to_float(row[from[i].w]);
+  }
+}
+
 // Zeros for a token beyond the last one.
 __device__ __forceinline__ void no_token(uint8_t* values, int columns) {
   let_successor_start();
@@ -138,8 +152,8 @@ __device__ __forceinline__ unsigned int magnitude(unsigned int bits) {
 }
 
 template <typename X, Values VALUES, bool NORM>
-__global__ void quantize_row(uint8_t* values, float* scales, const X* x, const X* weight,
-                             const X* bias, float eps, int num_tokens, int columns,
+__global__ void quantize_row(uint8_t* values, float* scales, const X* x, const int* order,
+                             const X* weight, const X* bias, float eps, int num_tokens, int columns,
                              int64_t x_stride) {
   __shared__ unsigned int shared[32];
   if (kInTwoParts<VALUES> && blockIdx.x >= num_tokens) return no_token(values, columns);
@@ -155,12 +169,12 @@ __global__ void quantize_row(uint8_t* values, float* scales, const X* x, const X
     __shared__ float sums_shared[2][32];
     float w[kItems][8], b[kItems][8] = {}, v[kItems][8] = {};
     each_item([&](int i, int c) {  // constants, before the wait
-      load8(weight + c, w[i]);
-      if (bias) load8(bias + c, b[i]);
+      load_ordered(weight, order, c, w[i]);
+      if (bias) load_ordered(bias, order, c, b[i]);
     });
     let_successor_start();
     wait_for_predecessor_alone();
-    each_item([&](int i, int c) { load8(row + c, v[i]); });
+    each_item([&](int i, int c) { load_ordered(row, order, c, v[i]); });
     float sums[1] = {};
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
@@ -187,7 +201,15 @@ __global__ void quantize_row(uint8_t* values, float* scales, const X* x, const X
   } else {
     let_successor_start();
     wait_for_predecessor_alone();
-    each_item([&](int i, int c) { words[i] = *reinterpret_cast<const uint4*>(row + c); });
+    each_item([&](int i, int c) {
+      if (!order) {
+        words[i] = *reinterpret_cast<const uint4*>(row + c);
+        return;
+      }
+      float v[8];
+      load_ordered(row, order, c, v);
+      store8(reinterpret_cast<X*>(words + i), v);
+    });
   }
   // The bits of magnitudes are in the order of the numbers; infinity is above them, NaN above that.
   unsigned int largest = 0;
@@ -229,9 +251,9 @@ __global__ void quantize_row(uint8_t* values, float* scales, const X* x, const X
 
 // Any number of columns at any address: the row is read again for each pass.
 template <typename X, Values VALUES>
-__global__ void quantize_row_any(uint8_t* values, float* scales, const X* x, const X* weight,
-                                 const X* bias, float eps, int num_tokens, int columns,
-                                 int64_t x_stride) {
+__global__ void quantize_row_any(uint8_t* values, float* scales, const X* x, const int* order,
+                                 const X* weight, const X* bias, float eps, int num_tokens,
+                                 int columns, int64_t x_stride) {
   __shared__ float sums_shared[2][32];
   __shared__ unsigned int shared[32];
   if (kInTwoParts<VALUES> && blockIdx.x >= num_tokens) return no_token(values, columns);
@@ -247,7 +269,8 @@ __global__ void quantize_row_any(uint8_t* values, float* scales, const X* x, con
     if (bias) each([&](int, float value) { sums[0] += value; });
     row_statistics(norm, sums, bias != nullptr, columns, eps, each, BlockSums{sums_shared});
   }
-  auto number = [&](int c) {
+  auto number = [&](int place) {
+    const int c = order ? order[place] : place;
     const float value = to_float(row[c]);
     if (!weight) return value;
     return to_float(
@@ -273,7 +296,7 @@ __global__ void quantize_row_any(uint8_t* values, float* scales, const X* x, con
 
 using namespace tridecode;
 
-int tridecode_quantize_rows_sm90(void* values, float* scales, const void* x,
+int tridecode_quantize_rows_sm90(void* values, float* scales, const void* x, const int* order,
                                  const void* norm_weight, const void* norm_bias, float eps,
                                  int num_tokens, int columns, int64_t x_stride, int operand,
                                  int dtype, void* stream) {
@@ -284,13 +307,13 @@ int tridecode_quantize_rows_sm90(void* values, float* scales, const void* x,
   return for_16_bit_dtype(dtype, "quantize_rows_sm90", [&](auto zero) {
     using X = decltype(zero);
     const bool wide = columns % 8 == 0 && columns <= 1024 * 8 * kItems && x_stride % 8 == 0 &&
-                      aligned16(values) && aligned16(x) && aligned16(norm_weight) &&
-                      aligned16(norm_bias);
+                      aligned16(values) && aligned16(x) && aligned16(order) &&
+                      aligned16(norm_weight) && aligned16(norm_bias);
     const int threads = wide ? ceil_div(columns, 8 * kItems * 32) * 32 : 256;
     const int rows = operand >= kTwoParts ? ceil_div(num_tokens, 8) * 8 : num_tokens;
     auto run = [&](auto kernel) {
       return launch("quantize_rows_sm90", kernel, rows, threads, 0, stream, (uint8_t*)values,
-                    scales, (const X*)x, (const X*)norm_weight, (const X*)norm_bias, eps,
+                    scales, (const X*)x, order, (const X*)norm_weight, (const X*)norm_bias, eps,
                     num_tokens, columns, x_stride);
     };
     auto run_as = [&](auto chosen) {

@@ -1,5 +1,5 @@
 // Rows by index: token ids that only the device knows, embeddings, and the rows whose logits are
-// needed.
+// needed. Columns by index: the inputs of a weight whose groups are sorted.
 // Bytes moved: twice the rows.   No bench: a launch takes microseconds.
 #include "common.cuh"
 
@@ -74,6 +74,15 @@ __global__ void gather_rows(char* out, const char* x, const int* rows, int64_t w
   for (int64_t i = threadIdx.x; i < words; i += kThreads) to[i] = from[i];
 }
 
+// One block per row.
+__global__ void gather_columns(uint16_t* out, const uint16_t* x, const int* order, int columns,
+                               int64_t x_stride) {
+  wait_for_predecessor();
+  const uint16_t* const row = x + blockIdx.x * x_stride;
+  for (int c = threadIdx.x; c < columns; c += kThreads)
+    out[int64_t(blockIdx.x) * columns + c] = row[order[c]];
+}
+
 }  // namespace
 }  // namespace tridecode
 
@@ -100,6 +109,12 @@ int tridecode_embed(void* out, const int* token_ids, const void* table, const fl
                   (X*)out, token_ids, (const X*)table, positions, (const X*)position_table,
                   columns);
   });
+}
+
+int tridecode_gather_columns(void* out, const void* x, const int* order, int num_tokens,
+                             int columns, int64_t x_stride, void* stream) {
+  return launch("gather_columns", gather_columns, num_tokens, kThreads, 0, stream, (uint16_t*)out,
+                (const uint16_t*)x, order, columns, x_stride);
 }
 
 int tridecode_gather_rows(void* out, const void* x, const int* rows, int num_rows,

@@ -57,10 +57,15 @@ def dense(values: np.ndarray, scales: np.ndarray, zeros: np.ndarray, groups: np.
 
 
 def gptq(
-    weight: np.ndarray, bits: int = 4, version: str = "gptq", act_order: bool = False, symmetric: bool = True
+    weight: np.ndarray,
+    bits: int = 4,
+    version: str = "gptq",
+    act_order: bool = False,
+    symmetric: bool = True,
+    group: int = GROUP,
 ) -> Packed:
     columns = weight.shape[1]
-    groups = np.arange(columns) // GROUP
+    groups = np.arange(columns) // group
     if act_order:
         groups = groups[np.random.default_rng(columns).permutation(columns)]
     values, scales, zeros = rounded(weight, bits, groups, symmetric)
@@ -190,8 +195,9 @@ class Case:
 
 def gptq_case(**how) -> Case:
     bits, version = how.get("bits", 4), how.get("version", "gptq")
-    config = {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "sym": how.get("symmetric", True)}
-    config |= {"desc_act": how.get("act_order", False), "checkpoint_format": version}
+    config = {"quant_method": "gptq", "bits": bits, "sym": how.get("symmetric", True)}
+    config |= {"group_size": how.get("group", GROUP), "desc_act": how.get("act_order", False)}
+    config["checkpoint_format"] = version
     return Case(config, lambda weight: gptq(weight, **how))
 
 

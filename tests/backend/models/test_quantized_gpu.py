@@ -11,11 +11,15 @@ import torch
 from tests.backend.engine.offline_models import first_logits, hf_greedy, rounding_bound
 from tests.backend.models.test_quantized import FORMATS, NEW, PROMPTS, planned
 from tests.checkpoints import FAMILIES, save
+from tests.converters.quantized_checkpoints import gptq_case, save_quantized
 from tests.quantized import rounded_model
 from tridecode.backend.config import EngineConfig
 from tridecode.backend.engine.offline import OfflineEngine, run_greedy
 from tridecode.backend.messages import SamplingParams
 from tridecode.backend.quantization import Quantization
+from tridecode.converters.checkpoint import open_checkpoint
+from tridecode.converters.convert import plan_conversion
+from tridecode.converters.kept_quantized import keep_quantized
 from tridecode.kernels.packed_weight import PackedWeight
 from tridecode.kernels.quantized import QuantizedWeight
 
@@ -81,5 +85,30 @@ def test_packed_weights_in_16_bits_are_as_near_as_transformers_own_run(
     assert error.max() <= 2 * rounding_bound(rounded, PROMPTS, dtype, "cuda")
     graphs = OfflineEngine.load(tmp_path / "w", config)
     assert [each.tokens for each in graphs.generate(PROMPTS, SamplingParams(max_tokens=2))] == [
+        each.tokens for each in done
+    ]
+
+
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_gptq_in_act_order_stays_in_4_bit(dtype: str, group: int, tmp_path: Path) -> None:
+    """A checkpoint as GPTQ's tools write it, against transformers' model with the matrices it stands for."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
+    model = FAMILIES["llama"](num_key_value_heads=2, num_hidden_layers=2, **sizes)
+    case = gptq_case(symmetric=False, act_order=True, group=group)
+    kept = keep_quantized(plan_conversion(open_checkpoint(save_quantized(model, tmp_path / "hf", case))))
+    kept.write(tmp_path / "w")
+    config = EngineConfig(
+        device="cuda", data_type=dtype, max_sequences=4, max_sequence_tokens=64, cache_bytes=64 << 20
+    )
+    offline = OfflineEngine.load(tmp_path / "w", config, keep_logits=True)
+    layer = offline.engine.model.layers[0]
+    for linear in (layer.qkv, layer.dense, layer.up, layer.down):
+        assert isinstance(linear.weight, PackedWeight) and linear.weight.order is not None
+    done = offline.generate(PROMPTS, SamplingParams(max_tokens=3))
+    error = np.abs(np.stack([each.logits[0] for each in done]) - first_logits(model, PROMPTS))
+    assert error.max() <= 2 * rounding_bound(model, PROMPTS, dtype, "cuda")
+    graphs = OfflineEngine.load(tmp_path / "w", config)
+    assert [each.tokens for each in graphs.generate(PROMPTS, SamplingParams(max_tokens=3))] == [
         each.tokens for each in done
     ]
