@@ -50,9 +50,7 @@ class CudaInt4(CudaBase):
             dtype=DTYPES[x.dtype],
             symmetric=weight.zeros == "eight",
             x_scales=scales.data_ptr(),
-            tile_outputs=plan.tile_outputs,
-            tile_tokens=plan.tile_tokens,
-            split=plan.split,
+            **self._plan_fields(plan),
             **weight.fields(),
             **head_fields,
         )

@@ -150,6 +150,9 @@ __device__ __forceinline__ void add_up_chunks(float (&sums)[N / 4], int chunks, 
         for (int k = 0; k < 4; ++k) expand_with_zero(get(words[i], k), zero, a[k][i], a[k][i + 2]);
       }
     }
+#pragma unroll
+    for (int k = 0; k < 4; ++k)  // computed before the fence, or ptxas puts more fences in between
+      asm volatile("" : "+r"(a[k][0]), "+r"(a[k][1]), "+r"(a[k][2]), "+r"(a[k][3])::"memory");
     const uint64_t b = descriptor(x, 1024);
     group_fence();
 #pragma unroll
@@ -418,6 +421,9 @@ int run(const GemmTask& task, void* stream) {
 }  // namespace
 }  // namespace tridecode
 
+namespace tridecode {
+int gemm_int4_stream_k(const GemmTask& task, Mode mode, void* stream);  // ..._stream_k_sm90.cu
+}
 using namespace tridecode;
 
 int tridecode_gemm_int4_sm90(const tridecode_gemm_task* given, void* stream) {
@@ -431,6 +437,7 @@ int tridecode_gemm_int4_sm90(const tridecode_gemm_task* given, void* stream) {
   if (task.inputs % 32 || task.outputs % 8 || task.x_stride % 32)
     return fail("%s: %d inputs, %d outputs, stride %lld; wanted multiples of 32, 8 and 32", name,
                 task.inputs, task.outputs, (long long)task.x_stride);
+  if (task.clusters > 0) return gemm_int4_stream_k(task, mode, stream);
   const int chunks = ceil_div(task.inputs, kChunkInputs), split = task.split;
   if (split < 1 || split > chunks || split > kLargestSplit || kLargestSplit % split)
     return fail("%s: split %d of %d stages; wanted 1, 2, 4 or 8", name, split, chunks);

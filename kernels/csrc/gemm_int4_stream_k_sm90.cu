@@ -123,6 +123,7 @@ __device__ __forceinline__ void multiply_add_columns(int (&c)[N / 2], const uint
 template <typename X, int N>
 struct Int4Products {
   using S = Int4Shape<N>;
+  static constexpr bool kLooksAhead = N < 128;  // there are registers for it
   const char* base;
   uint64_t* full;
   uint64_t* empty;
@@ -170,6 +171,13 @@ struct Int4Products {
     }
   }
 
+  // The compiler must not compute operands after group_fence(): ptxas would serialise instructions.
+  static __device__ __forceinline__ void keep_before_fence(uint32_t (&a)[4][4]) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      asm volatile("" : "+r"(a[k][0]), "+r"(a[k][1]), "+r"(a[k][2]), "+r"(a[k][3])::"memory");
+  }
+
   // sums = those of `steps` stages.
   __device__ __forceinline__ void add_up(float (&sums)[N / 2], int steps, int group) {
     const int eight = group * (kEights / kGroups) + threadIdx.x / 32 % 4 * 2;
@@ -189,21 +197,20 @@ struct Int4Products {
         const float scales[2] = {scale_of<X>(next.group[0]), scale_of<X>(next.group[1])};
         const uint64_t b =
             descriptor(base + stage * S::kStageBytes + chunk * S::kXBytes, 1024);
+        keep_before_fence(a);
         group_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k)  // 32 bytes on: 2 units of 16
           multiply_add_columns<2 * N>(c, a[k], b + 2 * k, k > 0);
         commit_group();
         const int held = stage;
-        if (chunk + 1 < kChunks) {
-          load(next, eight, chunk + 1);
-        } else {
-          if (++stage == S::kStages) stage = 0, parity ^= 1;
-          if (step + 1 < steps) {
-            barrier_wait(full + stage, parity);
-            load(next, eight, 0);
-          }
-        }
+        if (chunk + 1 == kChunks && ++stage == S::kStages) stage = 0, parity ^= 1;
+        auto load_next = [&] {
+          if (chunk + 1 == kChunks && step + 1 == steps) return;
+          if (chunk + 1 == kChunks) barrier_wait(full + stage, parity);
+          load(next, eight, (chunk + 1) % kChunks);
+        };
+        if (kLooksAhead) load_next();
         wait_for_sums(c);
         if (chunk + 1 == kChunks) release(held);
 #pragma unroll
@@ -211,6 +218,7 @@ struct Int4Products {
           const int at = i / 4 * 8 + i % 4;  // 128 * 127 * 128 * 254 < 2^31
           sums[i] = fmaf(scales[i / 2 % 2], float(c[at] * 254 + c[at + 4]), sums[i]);
         }
+        if (!kLooksAhead) load_next();
       }
     }
   }
