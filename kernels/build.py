@@ -34,7 +34,6 @@ FLAGS = [
 ]
 #: spilled bytes that are allowed, by file: known, and outside the loops that matter
 SPILLS = {
-    "gemm_int4_stream_k_sm90.cu": 64,
     "gemm_mma.cu": 32,
     "gemm_packed_mma.cu": 32,
     "decode_attention.cu": 200,

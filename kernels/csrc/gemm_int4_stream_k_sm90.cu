@@ -3,7 +3,7 @@
 // that, and x in two int8 parts.
 //
 // As gemm_packed_sm90.cu: a cluster of two blocks computes a tile of 256 weight rows times N
-// tokens, and clusters share tiles (stream-K). A stage of the ring has kChunks times 128 inputs:
+// tokens, and clusters share tiles (stream-K). A stage of the ring has 256 or 128 inputs:
 // granules, the words of their groups, and x, of which each block loads half for both.
 //
 // A consumer warp group expands 64 rows of a chunk to int8 in registers, multiplies them with both
@@ -19,15 +19,12 @@ namespace tridecode {
 namespace {
 
 constexpr int kChunkInputs = 128;
-#ifndef TRIDECODE_CHUNKS
-#define TRIDECODE_CHUNKS 2
-#endif
-constexpr int kChunks = TRIDECODE_CHUNKS;  // of a stage
 
 // N: tokens of a tile, with two columns each.
 template <int N>
 struct Int4Shape {
   static constexpr int kColumns = 2 * N;
+  static constexpr int kChunks = N < 128 ? 2 : 1;  // of a stage
   static constexpr int kXBytes = kColumns * kChunkInputs;  // of a chunk
   static constexpr int kWeightBytes = kEights * kChunks * kGranuleBytes;
   static constexpr int kGroupBytes = kEights * kChunks * kGranuleRows * 4;
@@ -53,19 +50,19 @@ __device__ __forceinline__ void copy_int4_stages(const CUtensorMap* weight_map,
   const uint64_t weight_policy = division.token_tiles == 1 ? evict_first() : evict_normally();
   const uint64_t x_policy = division.token_tiles == 1 ? evict_last() : evict_normally();
   auto copy_weights = [&](const Stages& at, int stage) {
-    char* const to = base + stage * S::kStageBytes + kChunks * S::kXBytes;
+    char* const to = base + stage * S::kStageBytes + S::kChunks * S::kXBytes;
     const int row = at.part.row_tile * kClusterRows + rank * kBlockRows;
     barrier_expect(full + stage, S::kLoadedBytes);
-    copy_packed<MODE>(to, weight_map, at.step * kChunks, row, task.head_size, full + stage,
+    copy_packed<MODE>(to, weight_map, at.step * S::kChunks, row, task.head_size, full + stage,
                       weight_policy);
-    copy_packed<MODE>(to + S::kWeightBytes, groups_map, at.step * kChunks, row, task.head_size,
+    copy_packed<MODE>(to + S::kWeightBytes, groups_map, at.step * S::kChunks, row, task.head_size,
                       full + stage, weight_policy);
   };
   auto copy_x = [&](const Stages& at, int stage) {  // boxes of 64 16-bit numbers
 #pragma unroll
-    for (int i = 0; i < kChunks; ++i)
+    for (int i = 0; i < S::kChunks; ++i)
       copy_box_to_both(base + stage * S::kStageBytes + i * S::kXBytes + rank * N * 128, x_map,
-                       (at.step * kChunks + i) * kChunkInputs / 2,
+                       (at.step * S::kChunks + i) * kChunkInputs / 2,
                        (2 * at.part.token_tile + rank) * N, full + stage, x_policy);
   };
   prefetch_map(weight_map);
@@ -97,16 +94,18 @@ __device__ __forceinline__ uint32_t zero_of(uint32_t word) {
   return (word >> kPlace & 15) * 0x01010101u;
 }
 
-// 8 values of a row as two operands of int8. symmetric: 16 * (value - 8), else value - zero.
-__device__ __forceinline__ void expand_symmetric(uint32_t word, uint32_t& first, uint32_t& second) {
-  first = (word << 4 & 0xf0f0f0f0u) ^ 0x80808080u;
-  second = (word & 0xf0f0f0f0u) ^ 0x80808080u;
-}
-__device__ __forceinline__ void expand_with_zero(uint32_t word, uint32_t zero, uint32_t& first,
-                                                 uint32_t& second) {
-  // bit 7 keeps each byte from borrowing of the next
-  first = (((word & 0x0f0f0f0fu) | 0x80808080u) - zero) ^ 0x80808080u;
-  second = (((word >> 4 & 0x0f0f0f0fu) | 0x80808080u) - zero) ^ 0x80808080u;
+// 8 values of a row as two operands of int8. SYMMETRIC: 16 * (value - 8), else value - zero, where
+// each byte of `above` is 128 - zero: no byte carries.
+template <bool SYMMETRIC>
+__device__ __forceinline__ void expand_word(uint32_t word, uint32_t above, uint32_t& first,
+                                            uint32_t& second) {
+  if constexpr (SYMMETRIC) {
+    first = (word << 4 & 0xf0f0f0f0u) ^ 0x80808080u;
+    second = (word & 0xf0f0f0f0u) ^ 0x80808080u;
+  } else {
+    first = ((word & 0x0f0f0f0fu) + above) ^ 0x80808080u;
+    second = ((word >> 4 & 0x0f0f0f0fu) + above) ^ 0x80808080u;
+  }
 }
 
 // clang-format off
@@ -120,14 +119,13 @@ __device__ __forceinline__ void multiply_add_columns(int (&c)[N / 2], const uint
 // clang-format on
 
 // A consumer warp group's loop over pipeline stages.
-template <typename X, int N>
+template <typename X, int N, bool SYMMETRIC>
 struct Int4Products {
   using S = Int4Shape<N>;
   static constexpr bool kLooksAhead = N < 128;  // there are registers for it
   const char* base;
   uint64_t* full;
   uint64_t* empty;
-  bool symmetric;
   int stage = 0, parity = 0;
 
   // A lane's share of a chunk: 16 bytes of rows g and g + 8, and their groups.
@@ -145,10 +143,10 @@ struct Int4Products {
   // eight: the first of the warp's two.
   __device__ __forceinline__ void load(Loaded& to, int eight, int chunk) {
     const int lane = threadIdx.x % 32;
-    const char* const weights = base + stage * S::kStageBytes + kChunks * S::kXBytes;
+    const char* const weights = base + stage * S::kStageBytes + S::kChunks * S::kXBytes;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int granule = (eight + i) * kChunks + chunk;
+      const int granule = (eight + i) * S::kChunks + chunk;
       to.words[i] =
           *reinterpret_cast<const uint4*>(weights + granule * kGranuleBytes + lane * 16);
       to.group[i] = reinterpret_cast<const uint32_t*>(
@@ -156,31 +154,44 @@ struct Int4Products {
     }
   }
 
-  __device__ __forceinline__ void expand(uint32_t (&a)[4][4], const Loaded& from) {
+  // The compiler must not compute operands after group_fence(): ptxas would serialise instructions.
+  static __device__ __forceinline__ void expand(uint32_t (&a)[4][4], const Loaded& from) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const uint32_t zero = zero_of<X>(from.group[i]);
+      const uint32_t above = 0x80808080u - zero_of<X>(from.group[i]);
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        if (symmetric) {
-          expand_symmetric(get(from.words[i], k), a[k][i], a[k][i + 2]);
-        } else {
-          expand_with_zero(get(from.words[i], k), zero, a[k][i], a[k][i + 2]);
-        }
-      }
+      for (int k = 0; k < 4; ++k)
+        expand_word<SYMMETRIC>(get(from.words[i], k), above, a[k][i], a[k][i + 2]);
     }
-  }
-
-  // The compiler must not compute operands after group_fence(): ptxas would serialise instructions.
-  static __device__ __forceinline__ void keep_before_fence(uint32_t (&a)[4][4]) {
 #pragma unroll
     for (int k = 0; k < 4; ++k)
       asm volatile("" : "+r"(a[k][0]), "+r"(a[k][1]), "+r"(a[k][2]), "+r"(a[k][3])::"memory");
   }
 
-  // sums = those of `steps` stages.
+  // c = the products of a chunk, once its group has waited for them.
+  __device__ __forceinline__ void multiply(int (&c)[N], const uint32_t (&a)[4][4], int chunk) {
+    const uint64_t b = descriptor(base + stage * S::kStageBytes + chunk * S::kXBytes, 1024);
+    group_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k)  // 32 bytes on: 2 units of 16
+      multiply_add_columns<2 * N>(c, a[k], b + 2 * k, k > 0);
+    commit_group();
+  }
+
+  static __device__ __forceinline__ void add_chunk(float (&sums)[N / 2], const int (&c)[N],
+                                                   const float (&scales)[2]) {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      const int at = i / 4 * 8 + i % 4;  // 128 * 127 * 128 * 254 < 2^31
+      sums[i] = fmaf(scales[i / 2 % 2], float(c[at] * 254 + c[at + 4]), sums[i]);
+    }
+  }
+
+  // sums = those of `steps` stages. While the instructions of a chunk run, the next is loaded and,
+  // where there are registers, expanded.
   __device__ __forceinline__ void add_up(float (&sums)[N / 2], int steps, int group) {
     const int eight = group * (kEights / kGroups) + threadIdx.x / 32 % 4 * 2;
+    uint32_t a[S::kChunks][4][4];
     int c[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) c[i] = 0;
@@ -189,36 +200,26 @@ struct Int4Products {
     Loaded next;
     barrier_wait(full + stage, parity);
     load(next, eight, 0);
+    if (kLooksAhead) expand(a[0], next);
     for (int step = 0; step < steps; ++step) {
 #pragma unroll
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
-        uint32_t a[4][4];
-        expand(a, next);
+      for (int chunk = 0; chunk < S::kChunks; ++chunk) {
+        constexpr int kOne = kLooksAhead ? 1 : 0;
+        const int mine = chunk * kOne, other = (chunk + 1) % S::kChunks * kOne;
+        if (!kLooksAhead) expand(a[0], next);
         const float scales[2] = {scale_of<X>(next.group[0]), scale_of<X>(next.group[1])};
-        const uint64_t b =
-            descriptor(base + stage * S::kStageBytes + chunk * S::kXBytes, 1024);
-        keep_before_fence(a);
-        group_fence();
-#pragma unroll
-        for (int k = 0; k < 4; ++k)  // 32 bytes on: 2 units of 16
-          multiply_add_columns<2 * N>(c, a[k], b + 2 * k, k > 0);
-        commit_group();
+        multiply(c, a[mine], chunk);
         const int held = stage;
-        if (chunk + 1 == kChunks && ++stage == S::kStages) stage = 0, parity ^= 1;
-        auto load_next = [&] {
-          if (chunk + 1 == kChunks && step + 1 == steps) return;
-          if (chunk + 1 == kChunks) barrier_wait(full + stage, parity);
-          load(next, eight, (chunk + 1) % kChunks);
-        };
-        if (kLooksAhead) load_next();
-        wait_for_sums(c);
-        if (chunk + 1 == kChunks) release(held);
-#pragma unroll
-        for (int i = 0; i < N / 2; ++i) {
-          const int at = i / 4 * 8 + i % 4;  // 128 * 127 * 128 * 254 < 2^31
-          sums[i] = fmaf(scales[i / 2 % 2], float(c[at] * 254 + c[at + 4]), sums[i]);
+        const bool last = chunk + 1 == S::kChunks;
+        if (last && ++stage == S::kStages) stage = 0, parity ^= 1;
+        if (!last || step + 1 < steps) {
+          if (last) barrier_wait(full + stage, parity);
+          load(next, eight, (chunk + 1) % S::kChunks);
+          if (kLooksAhead) expand(a[other], next);
         }
-        if (!kLooksAhead) load_next();
+        wait_for_sums(c);
+        if (last) release(held);
+        add_chunk(sums, c, scales);
       }
     }
   }
@@ -289,7 +290,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
   } else {
     if (N >= 64) take_registers<232>();
     wait_for_predecessor();
-    Int4Products<X, N> products{base, full, empty, task.symmetric != 0};
+    Int4Products<X, N, false> products{base, full, empty};
+    Int4Products<X, N, true> symmetric{base, full, empty};
     Finish<X, N, MODE> finish{
         task,
         &out_map,
@@ -311,7 +313,11 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
         load_token_scales<N>(token_scales[group], task, token, group);
       }
       float c[N / 2];
-      products.add_up(c, part.end - part.begin, group);
+      if (task.symmetric) {
+        symmetric.add_up(c, part.end - part.begin, group);
+      } else {
+        products.add_up(c, part.end - part.begin, group);
+      }
       if (!finishes) {
         write_partial<N>(c, task, cluster, group);
         continue;
@@ -337,15 +343,16 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
 }
 
 template <typename X, int N, Mode MODE>
-int run(const GemmTask& task, const Division& division, void* stream) {
+int run(const GemmTask& task, void* stream) {
   using S = Int4Shape<N>;
+  const Division division = divide(task, S::kChunks * kChunkInputs);
   const int chunks = ceil_div(task.inputs, kChunkInputs);
   Maps maps;
   int status =
-      encode_packed(&maps.weight, task, MODE, task.weight, kGranuleBytes / 4, chunks, kChunks);
+      encode_packed(&maps.weight, task, MODE, task.weight, kGranuleBytes / 4, chunks, S::kChunks);
   if (!status)
     status =
-        encode_packed(&maps.groups, task, MODE, task.weight_groups, kGranuleRows, chunks, kChunks);
+        encode_packed(&maps.groups, task, MODE, task.weight_groups, kGranuleRows, chunks, S::kChunks);
   GemmTask rows = task;  // of x: two 8-bit inputs are a 16-bit number, a token has two rows
   rows.inputs /= 2, rows.x_stride /= 2, rows.operand = 3;
   if (!status) status = encode_rows(maps, rows, MODE, N, Shape<N>::kPart);
@@ -374,12 +381,11 @@ int gemm_int4_stream_k(const GemmTask& task, Mode mode, void* stream);
 int gemm_int4_stream_k(const GemmTask& task, Mode mode, void* stream) {
   const char* const name = "gemm_int4_stream_k_sm90";
   if (int status = check_sums(name, task)) return status;
-  const Division division = divide(task, kChunks * kChunkInputs);
   return for_16_bit_dtype(task.dtype, name, [&](auto zero) {
     using X = decltype(zero);
 #define TRIDECODE_RUN(tokens_, mode_) \
   if (task.tile_tokens == tokens_ && mode == mode_) \
-    return run<X, tokens_, mode_>(task, division, stream);
+    return run<X, tokens_, mode_>(task, stream);
     TRIDECODE_INSTANCES(TRIDECODE_RUN)
     return fail("%s: no instance for a tile of %d tokens, epilogue %d", name, task.tile_tokens,
                 int(mode));
