@@ -81,7 +81,7 @@ class CudaPacked(CudaInt4):
             expanded = Linear(self._expanded(weight), linear.bias)
             return self._gemm(x, expanded, norm, activation, residual, out, heads, head_fields)
         fields: dict[str, float] = dict(head_fields or {}) if plan.fuses_heads else {}
-        if plan.kernel == "gemm_int4_sm90":
+        if plan.kernel.startswith("gemm_int4"):
             self._int4_gemm(plan, x, linear, weight, norm, activation, residual, out, fields)
             return plan
         if norm is not None and not plan.fuses_norm:

@@ -436,9 +436,6 @@ int run(const GemmTask& task, void* stream) {
 }  // namespace
 }  // namespace tridecode
 
-namespace tridecode {
-int gemm_int4_stream_k(const GemmTask& task, Mode mode, void* stream);  // ..._stream_k_sm90.cu
-}
 using namespace tridecode;
 
 int tridecode_gemm_int4_sm90(const tridecode_gemm_task* given, void* stream) {
@@ -452,7 +449,6 @@ int tridecode_gemm_int4_sm90(const tridecode_gemm_task* given, void* stream) {
   if (task.inputs % 32 || task.outputs % 8 || task.x_stride % 32)
     return fail("%s: %d inputs, %d outputs, stride %lld; wanted multiples of 32, 8 and 32", name,
                 task.inputs, task.outputs, (long long)task.x_stride);
-  if (task.clusters > 0) return gemm_int4_stream_k(task, mode, stream);
   const int chunks = ceil_div(task.inputs, kChunkInputs), split = task.split;
   if (split < 1 || split > chunks || split > kLargestSplit || kLargestSplit % split)
     return fail("%s: split %d of %d stages; wanted 1, 2, 4 or 8", name, split, chunks);

@@ -3,7 +3,8 @@
 // that, and x in two int8 parts.
 //
 // As gemm_packed_sm90.cu: a cluster of two blocks computes a tile of 256 weight rows times N
-// tokens, and clusters share tiles (stream-K). A stage of the ring has 256 or 128 inputs:
+// tokens, and clusters share tiles (stream-K). A stage of the ring has 256 inputs, two
+// chunks:
 // granules, the words of their groups, and x, of which each block loads half for both.
 //
 // A consumer warp group expands 64 rows of a chunk to int8 in registers, multiplies them with both
@@ -24,7 +25,7 @@ constexpr int kChunkInputs = 128;
 template <int N>
 struct Int4Shape {
   static constexpr int kColumns = 2 * N;
-  static constexpr int kChunks = N < 128 ? 2 : 1;  // of a stage
+  static constexpr int kChunks = 2;  // of a stage
   static constexpr int kXBytes = kColumns * kChunkInputs;  // of a chunk
   static constexpr int kWeightBytes = kEights * kChunks * kGranuleBytes;
   static constexpr int kGroupBytes = kEights * kChunks * kGranuleRows * 4;
@@ -49,16 +50,22 @@ __device__ __forceinline__ void copy_int4_stages(const CUtensorMap* weight_map,
   const int rank = cluster_rank(), cluster = blockIdx.x / 2;
   const uint64_t weight_policy = division.token_tiles == 1 ? evict_first() : evict_normally();
   const uint64_t x_policy = division.token_tiles == 1 ? evict_last() : evict_normally();
+  // A load without a token takes several times as long as others.
+  auto has_second_half = [&](const Stages& at) {
+    return at.part.token_tile * N + N / 2 < task.tokens;
+  };
   auto copy_weights = [&](const Stages& at, int stage) {
     char* const to = base + stage * S::kStageBytes + S::kChunks * S::kXBytes;
     const int row = at.part.row_tile * kClusterRows + rank * kBlockRows;
-    barrier_expect(full + stage, S::kLoadedBytes);
+    const int half = S::kChunks * S::kXBytes / 2;
+    barrier_expect(full + stage, S::kLoadedBytes - (has_second_half(at) ? 0 : half));
     copy_packed<MODE>(to, weight_map, at.step * S::kChunks, row, task.head_size, full + stage,
                       weight_policy);
     copy_packed<MODE>(to + S::kWeightBytes, groups_map, at.step * S::kChunks, row, task.head_size,
                       full + stage, weight_policy);
   };
   auto copy_x = [&](const Stages& at, int stage) {  // boxes of 64 16-bit numbers
+    if (rank == 1 && !has_second_half(at)) return;
 #pragma unroll
     for (int i = 0; i < S::kChunks; ++i)
       copy_box_to_both(base + stage * S::kStageBytes + i * S::kXBytes + rank * N * 128, x_map,
@@ -108,21 +115,20 @@ __device__ __forceinline__ void expand_word(uint32_t word, uint32_t above, uint3
   }
 }
 
-// clang-format off
+// group_multiply_add_bytes for 128 columns, too.
 template <int N>
 __device__ __forceinline__ void multiply_add_columns(int (&c)[N / 2], const uint32_t (&a)[4],
                                                      uint64_t b, int add) {
+  // clang-format off
   if constexpr (N == 128) TRIDECODE_WGMMA_BYTES("128", TRIDECODE_N128, "%64", "%65", "%66", "%67", "%68", "%69", TRIDECODE_I8(0));
-  else if constexpr (N == 256) TRIDECODE_WGMMA_BYTES("256", TRIDECODE_N256, "%128", "%129", "%130", "%131", "%132", "%133", TRIDECODE_I8(0), TRIDECODE_I8(8));
-  else group_multiply_add_bytes<N>(c, a, b, add);
+  // clang-format on
+  if constexpr (N < 128) group_multiply_add_bytes<N>(c, a, b, add);
 }
-// clang-format on
 
 // A consumer warp group's loop over pipeline stages.
 template <typename X, int N, bool SYMMETRIC>
 struct Int4Products {
   using S = Int4Shape<N>;
-  static constexpr bool kLooksAhead = N < 128;  // there are registers for it
   const char* base;
   uint64_t* full;
   uint64_t* empty;
@@ -187,41 +193,53 @@ struct Int4Products {
     }
   }
 
-  // sums = those of `steps` stages. While the instructions of a chunk run, the next is loaded and,
-  // where there are registers, expanded.
+  // sums = those of `steps` stages. While the instructions of a chunk run, the next one is expanded
+  // and the one before is added to the sums.
   __device__ __forceinline__ void add_up(float (&sums)[N / 2], int steps, int group) {
+    static_assert(S::kChunks == 2, "the two sets of registers are those of a stage's two chunks");
     const int eight = group * (kEights / kGroups) + threadIdx.x / 32 % 4 * 2;
-    uint32_t a[S::kChunks][4][4];
-    int c[N];
-#pragma unroll
-    for (int i = 0; i < N; ++i) c[i] = 0;
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) sums[i] = 0.0f;
-    Loaded next;
     barrier_wait(full + stage, parity);
-    load(next, eight, 0);
-    if (kLooksAhead) expand(a[0], next);
-    for (int step = 0; step < steps; ++step) {
+    uint32_t a[2][4][4];
+    int c[2][N];
 #pragma unroll
-      for (int chunk = 0; chunk < S::kChunks; ++chunk) {
-        constexpr int kOne = kLooksAhead ? 1 : 0;
-        const int mine = chunk * kOne, other = (chunk + 1) % S::kChunks * kOne;
-        if (!kLooksAhead) expand(a[0], next);
-        const float scales[2] = {scale_of<X>(next.group[0]), scale_of<X>(next.group[1])};
-        multiply(c, a[mine], chunk);
-        const int held = stage;
-        const bool last = chunk + 1 == S::kChunks;
-        if (last && ++stage == S::kStages) stage = 0, parity ^= 1;
-        if (!last || step + 1 < steps) {
-          if (last) barrier_wait(full + stage, parity);
-          load(next, eight, (chunk + 1) % S::kChunks);
-          if (kLooksAhead) expand(a[other], next);
-        }
-        wait_for_sums(c);
-        if (last) release(held);
-        add_chunk(sums, c, scales);
+    for (int i = 0; i < N; ++i) c[0][i] = c[1][i] = 0;
+    Loaded loaded;
+    load(loaded, eight, 0);
+    expand(a[0], loaded);
+    for (int step = 0; step < steps; ++step) {
+      float scales[2][2];
+      scales_of(scales[0], loaded);
+      multiply(c[0], a[0], 0);
+      load(loaded, eight, 1);
+      expand(a[1], loaded);
+      scales_of(scales[1], loaded);
+      multiply(c[1], a[1], 1);
+      const int held = stage;
+      if (++stage == S::kStages) stage = 0, parity ^= 1;
+      wait_for_older(c[0]);
+      add_chunk(sums, c[0], scales[0]);
+      if (step + 1 < steps) {
+        barrier_wait(full + stage, parity);
+        load(loaded, eight, 0);
+        expand(a[0], loaded);
       }
+      wait_for_sums(c[1]);
+      release(held);
+      add_chunk(sums, c[1], scales[1]);
     }
+  }
+
+  static __device__ __forceinline__ void scales_of(float (&scales)[2], const Loaded& loaded) {
+    scales[0] = scale_of<X>(loaded.group[0]), scales[1] = scale_of<X>(loaded.group[1]);
+  }
+
+  // Waits for all instructions but those of the last group; after that these sums may be read.
+  static __device__ __forceinline__ void wait_for_older(int (&c)[N]) {
+    wait_groups<1>();
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "+r"(c[i])::"memory");
   }
 };
 
@@ -364,32 +382,37 @@ int run(const GemmTask& task, void* stream) {
 
 // (tokens of a tile, epilogue). packed_table.py chooses among them.
 // clang-format off
-#ifndef TRIDECODE_INSTANCES
 #define TRIDECODE_INSTANCES(_)                          \
-  _(16, kPlain) _(16, kQkv) _(16, kQkvRotary)           \
   _(32, kPlain) _(32, kQkv) _(32, kQkvRotary)           \
   _(64, kPlain) _(64, kQkv) _(64, kQkvRotary)           \
-  _(128, kPlain) _(128, kQkv) _(128, kQkvRotary)        \
-  _(32, kGated) _(64, kGated) _(128, kGated)
-#endif
+  _(32, kGated) _(64, kGated)
 // clang-format on
 
 }  // namespace
+}  // namespace tridecode
 
-int gemm_int4_stream_k(const GemmTask& task, Mode mode, void* stream);
+using namespace tridecode;
 
-int gemm_int4_stream_k(const GemmTask& task, Mode mode, void* stream) {
+int tridecode_gemm_int4_stream_k_sm90(const tridecode_gemm_task* given, void* stream) {
+  const GemmTask& task = *given;
   const char* const name = "gemm_int4_stream_k_sm90";
+  const Mode mode = mode_of(task);
+  if (int status = check_task(name, task, mode)) return status;
+  if (task.weight_format != kInt4 || task.granule_groups != 1)
+    return fail("%s: weight format %d, %d groups of 128 inputs; wanted 3 and 1", name,
+                task.weight_format, task.granule_groups);
+  if (task.inputs % 32 || task.outputs % 8 || task.x_stride % 32)
+    return fail("%s: %d inputs, %d outputs, stride %lld; wanted multiples of 32, 8 and 32", name,
+                task.inputs, task.outputs, (long long)task.x_stride);
+  if (task.clusters < 1 || task.tile_tokens < 1)
+    return fail("%s: %d clusters, a tile of %d tokens", name, task.clusters, task.tile_tokens);
   if (int status = check_sums(name, task)) return status;
   return for_16_bit_dtype(task.dtype, name, [&](auto zero) {
     using X = decltype(zero);
 #define TRIDECODE_RUN(tokens_, mode_) \
-  if (task.tile_tokens == tokens_ && mode == mode_) \
-    return run<X, tokens_, mode_>(task, stream);
+  if (task.tile_tokens == tokens_ && mode == mode_) return run<X, tokens_, mode_>(task, stream);
     TRIDECODE_INSTANCES(TRIDECODE_RUN)
     return fail("%s: no instance for a tile of %d tokens, epilogue %d", name, task.tile_tokens,
                 int(mode));
   });
 }
-
-}  // namespace tridecode
