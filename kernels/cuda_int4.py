@@ -1,8 +1,8 @@
 """Products with weights in 4 bit on int8 tensor cores, on compute capability 9.0.
 
 quantize_rows_sm90 rounds the rows of x, after the norm, to int8 in two parts (kernels/quantized.py), in the
-order of a granule's inputs; gemm_int4_sm90 multiplies them with the packed weight. packed_table.py chooses
-it where `packed_weight.multiplied_in_int8` holds.
+order of a granule's inputs; gemm_int4_sm90 and gemm_int4_stream_k_sm90 multiply them with the packed weight.
+packed_table.py chooses them where `packed_weight.multiplied_in_int8` holds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CudaInt4(CudaBase):
     ) -> None:
         """out = epilogue(norm(x) @ weight.T)"""
         values, scales = self._rounded(x, norm, "two_parts_int4", weight.order)
-        self.library.gemm_int4_sm90(
+        getattr(self.library, plan.kernel)(
             current_stream(self.device),
             out=out.data_ptr(),
             x=values.data_ptr(),
@@ -50,9 +50,7 @@ class CudaInt4(CudaBase):
             dtype=DTYPES[x.dtype],
             symmetric=weight.zeros == "eight",
             x_scales=scales.data_ptr(),
-            tile_outputs=plan.tile_outputs,
-            tile_tokens=plan.tile_tokens,
-            split=plan.split,
+            **self._plan_fields(plan),
             **weight.fields(),
             **head_fields,
         )

@@ -81,14 +81,14 @@ class CudaPacked(CudaInt4):
     ) -> Plan:
         """Launch what choose_packed plans; arguments as those of _gemm."""
         plan = self._packed_plan(x, linear, weight, norm, activation, residual, out, heads)
-        if weight.order is not None and plan.kernel != "gemm_int4_sm90":
+        if weight.order is not None and not plan.kernel.startswith("gemm_int4"):
             x, norm = self._ordered(x if norm is None else self._normed(x, norm), weight.order), None
             plan = self._packed_plan(x, linear, weight, norm, activation, residual, out, heads)
         if plan.kernel == "expand_weight":
             expanded = Linear(self._expanded(weight), linear.bias)
             return self._gemm(x, expanded, norm, activation, residual, out, heads, head_fields)
         fields: dict[str, float] = dict(head_fields or {}) if plan.fuses_heads else {}
-        if plan.kernel == "gemm_int4_sm90":
+        if plan.kernel.startswith("gemm_int4"):
             self._int4_gemm(plan, x, linear, weight, norm, activation, residual, out, fields)
             return plan
         if norm is not None and not plan.fuses_norm:

@@ -2,6 +2,7 @@
 others. A pure function, without torch or a GPU.
 
     gemm_int4_sm90     to 32 tokens, int4 in groups of n x 128, x in two int8 parts, split-K within a cluster
+    gemm_int4_stream_k_sm90  to 64 tokens, the same of large weights, stream-K through global memory
     gemm_packed_mma    1 to 8 tokens, mma.sync, split-K through global memory
     gemm_packed_sm90   to 256 tokens, TMA and wgmma, whole tiles, or stream-K through global memory
     expand_weight      many tokens: the weight is expanded to 16 bit, and gemm_table.py chooses for that
@@ -20,15 +21,14 @@ STAGE_INPUTS = 128  # of gemm_packed_sm90 and gemm_int4_sm90
 #: of gemm_int4_sm90: tokens of a tile. Two of its blocks fit on a multiprocessor
 INT4_TOKENS = (8, 16, 32)
 INT4_RESIDENT = 2
-#: 8 is slower. us on an H200 (bf16, zeros, the rounding of x included), 8 tokens, split 1 / 2 / 4 / 8:
-#: 4096 x 4096: 13.8 / 8.9 / 7.9 / 10.0; 4096 x 14336: 42.7 / 24.1 / 20.6 / 20.5; 28672 x 4096: 22.6 / 26.1 /
-#: 31.6 / 40.3
+#: 8 is slower. us on an H200 (bf16, random numbers, the rounding of x included), 8 tokens, split 1 / 2 / 4:
+#: 4096 x 4096: 11.0 / 7.8 / 7.1; 4096 x 14336: 33.1 / 19.7 / 18.2; 28672 x 4096: 20.4 / 23.4 / 30.2
 INT4_SPLITS = (1, 2, 4)
-#: above these the kernels for 16-bit x are faster; the second: with more inputs than INT4_LONG_INPUTS. 8 / 16
-#: / 32 / 64 tokens, those kernels in brackets: 6144 x 4096: 8.9 (13.0) / 10.2 (12.9) / 11.9 (14.3) / 17.3
-#: (15.0); 28672 x 4096: 22.6 (45.0) / 24.6 (45.1) / 29.5 (45.2) / 46.2 (47.0); 4096 x 14336: 20.5 (24.6) /
-#: 22.9 (24.5) / 28.2 (25.8)
+#: of gemm_int4_sm90, the second with more inputs than INT4_LONG_INPUTS. Above: gemm_int4_stream_k_sm90. 16 / 32
+#: tokens of 4096 x 14336: 19.3 / 24.0 and 21.9 / 21.3
 INT4_MOST_TOKENS, INT4_LONG_TOKENS, INT4_LONG_INPUTS = 32, 16, 8192
+#: of gemm_int4_stream_k_sm90: tokens of a tile, inputs of a stage, fewest weights
+INT4_STREAM_TOKENS, INT4_STREAM_INPUTS, INT4_STREAM_WEIGHTS = (32, 64), 256, 3 << 24
 #: fewest stages of a block
 INT4_LEAST_STAGES = 4
 STREAM_K_TOKENS = {"linear": (16, 32, 64, 128), "qkv": (16, 32, 64, 128), "swiglu": (32, 64, 128)}
@@ -41,10 +41,11 @@ _MAX_SPLIT = 64
 def choose_packed(gemm: Gemm, granule_inputs: int, device: Device) -> Plan:
     """The kernel, its tile, and why. granule_inputs: 64 or 128."""
     most = INT4_LONG_TOKENS if gemm.inputs > INT4_LONG_INPUTS else INT4_MOST_TOKENS
-    if gemm.operand == "int4" and device.capability == 90 and gemm.tokens <= most:
-        plan = _int4(gemm, device)
-        if plan is not None:
-            return plan
+    if gemm.operand == "int4" and device.capability == 90 and _has_epilogue_sm90(gemm):
+        if gemm.tokens <= most:
+            return _int4(gemm, device)
+        if gemm.tokens <= INT4_STREAM_TOKENS[-1] and gemm.outputs * gemm.inputs >= INT4_STREAM_WEIGHTS:
+            return _int4_stream_k(gemm, device)
     if gemm.tokens <= PACKED_TOKENS and gemm.aligned and gemm.inputs % 8 == 0:
         few = FEW_TOKENS if device.capability == 90 else MMA_TOKENS
         plan = _mma(gemm, granule_inputs, device) if gemm.tokens <= few else None
@@ -55,10 +56,8 @@ def choose_packed(gemm: Gemm, granule_inputs: int, device: Device) -> Plan:
     return Plan("expand_weight", f"more than {PACKED_TOKENS} tokens, or rows not at multiples of 16 bytes")
 
 
-def _int4(gemm: Gemm, device: Device) -> Plan | None:
+def _int4(gemm: Gemm, device: Device) -> Plan:
     """The smallest tile of tokens; the largest split of which all blocks are resident at once."""
-    if not _has_epilogue_sm90(gemm):
-        return None
     tile_tokens = next((size for size in INT4_TOKENS if size >= gemm.tokens), INT4_TOKENS[-1])
     tiles = _ceil_div(gemm.outputs, 128) * _ceil_div(gemm.tokens, tile_tokens)
     steps, room = _ceil_div(gemm.inputs, STAGE_INPUTS), INT4_RESIDENT * device.multiprocessors
@@ -69,6 +68,14 @@ def _int4(gemm: Gemm, device: Device) -> Plan | None:
     heads = gemm.epilogue == "qkv" and fuses_heads_sm90(gemm.head_size, gemm.rotary_size, gemm.interleaved)
     why = f"{tiles} tiles of {steps} stages, room for {room} blocks"
     return Plan("gemm_int4_sm90", why, 128, tile_tokens, split, fuses_norm=True, fuses_heads=heads)
+
+
+def _int4_stream_k(gemm: Gemm, device: Device) -> Plan:
+    """One tile of tokens."""
+    steps = _ceil_div(gemm.inputs, INT4_STREAM_INPUTS)
+    plan = stream_k_plan(gemm._replace(operand=""), device, INT4_STREAM_TOKENS, steps)
+    heads = gemm.epilogue == "qkv" and fuses_heads_sm90(gemm.head_size, gemm.rotary_size, gemm.interleaved)
+    return plan._replace(kernel="gemm_int4_stream_k_sm90", fuses_norm=True, fuses_heads=heads)
 
 
 def _mma(gemm: Gemm, granule_inputs: int, device: Device) -> Plan | None:

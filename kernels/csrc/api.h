@@ -180,6 +180,9 @@ int tridecode_gemm_packed_sm90(const tridecode_gemm_task* task, void* stream);
 // number of tokens; split: 1, 2, 4 or 8 blocks of a cluster.
 int tridecode_gemm_int4_sm90(const tridecode_gemm_task* task, void* stream);
 
+// The same as stream-K, for more tokens: tile_tokens 32 or 64.
+int tridecode_gemm_int4_stream_k_sm90(const tridecode_gemm_task* task, void* stream);
+
 // out (outputs, inputs), in rows of out_stride numbers of dtype, = the weight. Of the task: out,
 // out_stride, inputs, outputs, dtype and what describes the weight.
 int tridecode_expand_weight(const tridecode_gemm_task* task, void* stream);

@@ -100,71 +100,85 @@ __device__ __forceinline__ uint32_t zero_of(uint32_t word) {
   return (word >> kPlace & 15) * 0x01010101u;
 }
 
-// 8 values of a row as two operands of int8. symmetric: 16 * (value - 8), else value - zero.
-__device__ __forceinline__ void expand_symmetric(uint32_t word, uint32_t& first, uint32_t& second) {
-  first = (word << 4 & 0xf0f0f0f0u) ^ 0x80808080u;
-  second = (word & 0xf0f0f0f0u) ^ 0x80808080u;
+// 8 values of a row as two operands of int8. SYMMETRIC: 16 * (value - 8), else value - zero, where
+// each byte of `above` is 128 - zero: no byte carries.
+template <bool SYMMETRIC>
+__device__ __forceinline__ void expand_word(uint32_t word, uint32_t above, uint32_t& first,
+                                            uint32_t& second) {
+  if constexpr (SYMMETRIC) {
+    first = (word << 4 & 0xf0f0f0f0u) ^ 0x80808080u;
+    second = (word & 0xf0f0f0f0u) ^ 0x80808080u;
+  } else {
+    first = ((word & 0x0f0f0f0fu) + above) ^ 0x80808080u;
+    second = ((word >> 4 & 0x0f0f0f0fu) + above) ^ 0x80808080u;
+  }
 }
-__device__ __forceinline__ void expand_with_zero(uint32_t word, uint32_t zero, uint32_t& first,
-                                                 uint32_t& second) {
-  // bit 7 keeps each byte from borrowing of the next
-  first = (((word & 0x0f0f0f0fu) | 0x80808080u) - zero) ^ 0x80808080u;
-  second = (((word >> 4 & 0x0f0f0f0fu) | 0x80808080u) - zero) ^ 0x80808080u;
+
+// A lane's share of a chunk: 16 bytes of rows g and g + 8, and their groups.
+struct Loaded {
+  uint4 words[2];
+  uint32_t group[2];
+};
+
+__device__ __forceinline__ void load_chunk(Loaded& to, const char* weights) {
+  const int lane = threadIdx.x % 32, eight = threadIdx.x / 32 * 2;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    to.words[i] =
+        *reinterpret_cast<const uint4*>(weights + (eight + i) * kGranuleBytes + lane * 16);
+    to.group[i] = reinterpret_cast<const uint32_t*>(
+        weights + kEights * kGranuleBytes)[(eight + i) * kGranuleRows + lane / 4];
+  }
 }
 
 // sums = those of `chunks` chunks. sums[4 b + k]: tokens 8 b + 2 t + k % 2, row g or (k >= 2) g +
 // 8.
-template <typename X, int N>
-__device__ __forceinline__ void add_up_chunks(float (&sums)[N / 4], int chunks, bool symmetric,
-                                              const char* base, uint64_t* full, uint64_t* empty) {
+template <typename X, int N, bool SYMMETRIC>
+__device__ __forceinline__ void add_up_chunks(float (&sums)[N / 4], int chunks, const char* base,
+                                              uint64_t* full, uint64_t* empty) {
   using S = Int4Shape<N>;
-  const int lane = threadIdx.x % 32, eight = threadIdx.x / 32 * 2;
+  const int lane = threadIdx.x % 32;
   int c[N / 2];
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) c[i] = 0;
 #pragma unroll
   for (int i = 0; i < N / 4; ++i) sums[i] = 0.0f;
   int stage = 0, parity = 0;
+  Loaded next;
+  barrier_wait(full, 0);
+  load_chunk(next, base + S::kXBytes);
   for (int chunk = 0; chunk < chunks; ++chunk) {
-    barrier_wait(full + stage, parity);
-    const char* const x = base + stage * S::kStageBytes;
-    const char* const weights = x + S::kXBytes + eight * kGranuleBytes + lane * 16;
-    const uint32_t* const groups =
-        reinterpret_cast<const uint32_t*>(x + S::kXBytes + S::kWeightBytes) + eight * kGranuleRows +
-        lane / 4;
-    const uint4 words[2] = {*reinterpret_cast<const uint4*>(weights),
-                            *reinterpret_cast<const uint4*>(weights + kGranuleBytes)};
-    const uint32_t group[2] = {groups[0], groups[kGranuleRows]};
     uint32_t a[4][4];
-    if (symmetric) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t above = 0x80808080u - zero_of<X>(next.group[i]);
 #pragma unroll
-        for (int k = 0; k < 4; ++k) expand_symmetric(get(words[i], k), a[k][i], a[k][i + 2]);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const uint32_t zero = zero_of<X>(group[i]);
-#pragma unroll
-        for (int k = 0; k < 4; ++k) expand_with_zero(get(words[i], k), zero, a[k][i], a[k][i + 2]);
-      }
+      for (int k = 0; k < 4; ++k)
+        expand_word<SYMMETRIC>(get(next.words[i], k), above, a[k][i], a[k][i + 2]);
     }
-    const uint64_t b = descriptor(x, 1024);
+    const float scales[2] = {scale_of<X>(next.group[0]), scale_of<X>(next.group[1])};
+#pragma unroll
+    for (int k = 0; k < 4; ++k)  // computed before the fence, or ptxas puts more fences in between
+      asm volatile("" : "+r"(a[k][0]), "+r"(a[k][1]), "+r"(a[k][2]), "+r"(a[k][3])::"memory");
+    const uint64_t b = descriptor(base + stage * S::kStageBytes, 1024);
     group_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k)  // 32 bytes on: 2 units of 16
       group_multiply_add_bytes<N>(c, a[k], b + 2 * k, k > 0);
     commit_group();
+    const int held = stage;
+    if (++stage == S::kStages) stage = 0, parity ^= 1;
+    if (chunk + 1 < chunks) {
+      barrier_wait(full + stage, parity);
+      load_chunk(next, base + stage * S::kStageBytes + S::kXBytes);
+    }
     wait_for_sums(c);
-    if (lane == 0) barrier_arrive(empty + stage);
-    const float scales[2] = {scale_of<X>(group[0]), scale_of<X>(group[1])};
+    if (lane == 0) barrier_arrive(empty + held);
 #pragma unroll
     for (int i = 0; i < N / 4; ++i) {
       const int at = i / 4 * 8 + i % 4;  // 128 * 127 * 128 * 254 < 2^31
       sums[i] = fmaf(scales[i / 2 % 2], float(c[at] * 254 + c[at + 4]), sums[i]);
     }
-    if (++stage == S::kStages) stage = 0, parity ^= 1;
   }
 }
 
@@ -376,7 +390,11 @@ __global__ void __launch_bounds__(kInt4Threads, 2)
   if (kEarly && warp * split / kWarps == rank) load_extras();
   asm volatile("bar.sync 1, %0;" ::"n"(32 * kWarps) : "memory");  // scales
   float sums[N / 4];
-  add_up_chunks<X, N>(sums, last - first, symmetric, base, full, empty);
+  if (symmetric) {
+    add_up_chunks<X, N, true>(sums, last - first, base, full, empty);
+  } else {
+    add_up_chunks<X, N, false>(sums, last - first, base, full, empty);
+  }
   if (!kEarly && warp * split / kWarps == rank) load_extras();
   if (split > 1) {
     cluster_wait();

@@ -50,10 +50,14 @@ __device__ __forceinline__ void copy_packed_stages(const CUtensorMap* weight_map
   const uint64_t x_policy = division.token_tiles == 1 ? evict_last() : evict_normally();
   const int bytes =
       S::kWeightBytes + S::kXBytes + (F == kInt4 ? kBlockRows * 4 * task.granule_groups : 0);
+  // A load without a token takes several times as long as others.
+  auto has_second_half = [&](const Stages& at) {
+    return at.part.token_tile * N + N / 2 < task.tokens;
+  };
   auto copy_weights = [&](const Stages& at, int stage) {
     char* const to = base + stage * S::kStageBytes;
     const int row = at.part.row_tile * kClusterRows + rank * kBlockRows;
-    barrier_expect(full + stage, bytes);
+    barrier_expect(full + stage, bytes - (has_second_half(at) ? 0 : S::kXBytes / 2));
     copy_packed<MODE>(to, weight_map, at.step * S::kGranules, row, task.head_size, full + stage,
                       weight_policy);
     if (F == kInt4)
@@ -61,6 +65,7 @@ __device__ __forceinline__ void copy_packed_stages(const CUtensorMap* weight_map
                         full + stage, weight_policy);
   };
   auto copy_x = [&](const Stages& at, int stage) {
+    if (rank == 1 && !has_second_half(at)) return;
     char* const to = base + stage * S::kStageBytes + S::kWeightBytes + S::kGroupBytes;
 #pragma unroll
     for (int i = 0; i < 2; ++i)
@@ -126,6 +131,74 @@ struct PackedProducts {
     }
   }
 
+  // A lane's share of a stage of int4 with one group of a granule: 16 bytes of rows g and g + 8, and
+  // their groups.
+  struct Loaded {
+    uint4 words[2];
+    uint32_t group[2];
+  };
+
+  __device__ __forceinline__ void load(Loaded& to, int eight) const {
+    const int lane = threadIdx.x % 32;
+    const char* const weights = base + stage * S::kStageBytes;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      to.words[i] =
+          *reinterpret_cast<const uint4*>(weights + (eight + i) * kGranuleBytes + lane * 16);
+      to.group[i] = reinterpret_cast<const uint32_t*>(
+          weights + S::kWeightBytes)[(eight + i) * kGranuleRows + lane / 4];
+    }
+  }
+
+  // add_up of int4 with one group of a granule. The next stage's words are loaded while instructions
+  // of this one run.
+  __device__ __forceinline__ void add_up_groups(float (&c)[N / 2], int steps, int group) {
+    const int eight = group * (kEights / kGroups) + threadIdx.x / 32 % 4 * 2;
+    uint32_t a[2][4][4];
+    int held = -1;
+    Loaded next;
+    barrier_wait(full + stage, parity);
+    load(next, eight);
+    for (int step = 0; step < steps; ++step) {
+      const char* const x =
+          base + stage * S::kStageBytes + S::kWeightBytes + S::kGroupBytes;
+#pragma unroll
+      for (int which = 0; which < 2; ++which) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            uint32_t pairs[2];
+            expand_step<X, kInt4>(next.words[i], which * 4 + k, next.group[i], pairs);
+            a[which][k][i] = pairs[0], a[which][k][i + 2] = pairs[1];
+          }
+        }
+#pragma unroll
+        for (int k = 0; k < 4; ++k)  // computed before the fence
+          asm volatile("" : "+r"(a[which][k][0]), "+r"(a[which][k][1]), "+r"(a[which][k][2]),
+                            "+r"(a[which][k][3])::"memory");
+        const uint64_t b = descriptor(x + which * N * 128, 1024);
+        group_fence();
+#pragma unroll
+        for (int k = 0; k < 4; ++k)  // 32 bytes on: 2 units of 16
+          group_multiply_add_registers<X, N>(c, a[which][k], b + 2 * k);
+        commit_group();
+        if (which == 1) {
+          held = stage;
+          if (++stage == S::kStages) stage = 0, parity ^= 1;
+          if (step + 1 < steps) {
+            barrier_wait(full + stage, parity);
+            load(next, eight);
+          }
+        }
+        wait_groups<1>();  // the operands of the other half are free, and with which = 0 `held`
+        if (which == 0 && held >= 0) release(held);
+      }
+    }
+    wait_for_sums(c);
+    release(held);
+  }
+
   // c = the sums of `steps` stages.
   __device__ __forceinline__ void add_up(float (&c)[N / 2], int steps, int group) {
     const int eight = group * (kEights / kGroups) + threadIdx.x / 32 % 4 * 2;
@@ -133,6 +206,12 @@ struct PackedProducts {
     int held = -1;  // the stage that instructions in flight still read
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) c[i] = 0.0f;
+    if constexpr (F == kInt4) {
+      if (groups == 1) {
+        add_up_groups(c, steps, group);
+        return;
+      }
+    }
     for (int step = 0; step < steps; ++step) {
       barrier_wait(full + stage, parity);
       const char* const weights = base + stage * S::kStageBytes;

@@ -1,5 +1,5 @@
-"""Products of 4-bit weights on int8 tensor cores (gemm_int4_sm90): the arrangement without a GPU, the
-rounding of x bit for bit, the products against float64.
+"""Products of 4-bit weights on int8 tensor cores (gemm_int4_sm90, gemm_int4_stream_k_sm90): the arrangement
+without a GPU, the rounding of x bit for bit, the products against float64.
 
 Bound: x is rounded to 1 / 64,516 of its row's largest number, a group's scale and the result to the dtype.
 So an error is at most max|x| / 64,516 * sum|w| + u * sum|w x| + u * |result|, u half an epsilon, and what
@@ -30,6 +30,8 @@ from tridecode.kernels.packed_table import (
     INT4_LONG_TOKENS,
     INT4_MOST_TOKENS,
     INT4_SPLITS,
+    INT4_STREAM_TOKENS,
+    INT4_STREAM_WEIGHTS,
     INT4_TOKENS,
     choose_packed,
 )
@@ -130,7 +132,7 @@ def test_which_weights_are_multiplied_in_int8(change, kept):
 
 
 def test_every_choice_has_an_instance_and_every_instance_is_chosen():
-    chosen = set()
+    chosen, streamed = set(), set()
     for shape in SHAPES.values():
         for product in shape.products(1).values():
             for tokens in range(1, 200):
@@ -138,11 +140,18 @@ def test_every_choice_has_an_instance_and_every_instance_is_chosen():
                 plan = choose_packed(gemm, 128, H200)
                 most = INT4_LONG_TOKENS if product.inputs > INT4_LONG_INPUTS else INT4_MOST_TOKENS
                 assert (plan.kernel == "gemm_int4_sm90") == (tokens <= most)
+                large = product.outputs * product.inputs >= INT4_STREAM_WEIGHTS
+                streams = most < tokens <= INT4_STREAM_TOKENS[-1] and large
+                assert (plan.kernel == "gemm_int4_stream_k_sm90") == streams
+                if streams:
+                    assert plan.tile_tokens == (32 if tokens <= 32 else 64) and 0 < plan.clusters <= 66
+                    streamed.add(instance_of(gemm, plan))
                 if plan.kernel == "gemm_int4_sm90":
                     assert plan.tile_tokens in INT4_TOKENS and plan.split in INT4_SPLITS
                     assert plan.split * 4 <= -(-product.inputs // 128) or plan.split == 1
                     chosen.add(instance_of(gemm, plan))
     assert chosen == instances("gemm_int4_sm90")
+    assert streamed <= instances("gemm_int4_stream_k_sm90")
     older = choose_packed(Gemm(4, 4096, 4096, operand="int4"), 128, H200._replace(capability=80))
     assert older.kernel == "gemm_packed_mma"
 
@@ -151,10 +160,22 @@ def test_every_choice_has_an_instance_and_every_instance_is_chosen():
 
 
 def force(place: Place, monkeypatch: pytest.MonkeyPatch, split: int) -> None:
-    """Every product by gemm_int4_sm90, of any number of tokens."""
+    """Every product by gemm_int4_sm90, of any number of tokens; split 0: by gemm_int4_stream_k_sm90, clusters
+    share the tiles of up to 64 tokens."""
+
+    def streamed(gemm: Gemm) -> Plan:
+        tile = 32 if gemm.tokens <= 32 else 64
+        tiles = -(-gemm.outputs // 256) * -(-gemm.tokens // tile)
+        shared, most = gemm.tokens <= 64, place.ops.gemm_device.multiprocessors // 2
+        clusters = min(most, tiles * -(-gemm.inputs // 256) if shared else tiles)
+        fused = gemm.epilogue == "qkv"
+        kernel = "gemm_int4_stream_k_sm90"
+        return Plan(kernel, "forced", 256, tile, 0, clusters, shared, fuses_norm=True, fuses_heads=fused)
 
     def plan(gemm: Gemm, granule_inputs: int) -> Plan:
         assert gemm.operand == "int4"
+        if split == 0:
+            return streamed(gemm)
         tile = next((size for size in INT4_TOKENS if size >= gemm.tokens), 32)
         most = min(split, -(-gemm.inputs // 128))
         parts = max(each for each in (1, 2, 4, 8) if each <= most)
@@ -195,7 +216,7 @@ def test_rows_are_rounded_in_the_order_of_granules(cuda_place: Place, columns, d
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group", GROUPS, ids=str)
-@pytest.mark.parametrize("split", [1, 2, 4, 8])
+@pytest.mark.parametrize("split", [0, 1, 2, 4, 8])
 @pytest.mark.parametrize("shape", [(128, 128), (160, 264), (1056, 1000), (4096, 520), (14336, 136)], ids=str)
 def test_products(cuda_place: Place, monkeypatch, shape, split, group, dtype):
     place = cuda_place
@@ -219,11 +240,12 @@ def test_products(cuda_place: Place, monkeypatch, shape, split, group, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group", GROUPS, ids=str)
-def test_outliers_stay_within_the_bound(cuda_place: Place, monkeypatch, group, dtype):
+@pytest.mark.parametrize("split", [0, 4])
+def test_outliers_stay_within_the_bound(cuda_place: Place, monkeypatch, split, group, dtype):
     """Single inputs of 1,000 times the row's root mean square."""
     place = cuda_place
     case = Case(place, ("int4", *group), 4096, 520, dtype, bias=False)
-    force(place, monkeypatch, 4)
+    force(place, monkeypatch, split)
     for tokens in (1, 8, 16, 40):
         x = place.normal(tokens, 4096, dtype=dtype)
         x[:, 77] = 1000.0
@@ -236,7 +258,7 @@ def test_outliers_stay_within_the_bound(cuda_place: Place, monkeypatch, group, d
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("split", [1, 2, 8])
+@pytest.mark.parametrize("split", [0, 1, 2, 8])
 @pytest.mark.parametrize("activation", [None, "gelu_tanh", "gelu", "relu", "swiglu"])
 def test_norm_and_activation_are_fused(cuda_place: Place, monkeypatch, activation, split, dtype):
     place, inputs, outputs = cuda_place, 1024, 1040
@@ -261,7 +283,7 @@ def test_norm_and_activation_are_fused(cuda_place: Place, monkeypatch, activatio
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("split", [1, 2, 8])
+@pytest.mark.parametrize("split", [0, 1, 2, 8])
 @pytest.mark.parametrize(
     "heads",
     [(4, 4, 64, 0, False), (8, 2, 128, 128, False), (4, 2, 64, 64, False), (3, 1, 256, 256, False)],
