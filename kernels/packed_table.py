@@ -24,8 +24,8 @@ INT4_RESIDENT = 2
 #: 8 is slower. us on an H200 (bf16, random numbers, the rounding of x included), 8 tokens, split 1 / 2 / 4:
 #: 4096 x 4096: 11.0 / 7.8 / 7.1; 4096 x 14336: 33.1 / 19.7 / 18.2; 28672 x 4096: 20.4 / 23.4 / 30.2
 INT4_SPLITS = (1, 2, 4)
-#: of gemm_int4_sm90, the second with more inputs than INT4_LONG_INPUTS. Above: gemm_int4_stream_k_sm90. 16 / 32
-#: tokens of 4096 x 14336: 19.3 / 24.0 and 21.9 / 21.3
+#: of gemm_int4_sm90, the second with more inputs than INT4_LONG_INPUTS; above: gemm_int4_stream_k_sm90. 16 /
+#: 32 tokens of 4096 x 14336: 19.3 / 24.0 and 21.9 / 21.3
 INT4_MOST_TOKENS, INT4_LONG_TOKENS, INT4_LONG_INPUTS = 32, 16, 8192
 #: of gemm_int4_stream_k_sm90: tokens of a tile, inputs of a stage, fewest weights
 INT4_STREAM_TOKENS, INT4_STREAM_INPUTS, INT4_STREAM_WEIGHTS = (32, 64), 256, 3 << 24
