@@ -25,7 +25,7 @@ constexpr int kChunkInputs = 128;
 template <int N>
 struct Int4Shape {
   static constexpr int kColumns = 2 * N;
-  static constexpr int kChunks = 2;  // of a stage
+  static constexpr int kChunks = 2;                        // of a stage
   static constexpr int kXBytes = kColumns * kChunkInputs;  // of a chunk
   static constexpr int kWeightBytes = kEights * kChunks * kGranuleBytes;
   static constexpr int kGroupBytes = kEights * kChunks * kGranuleRows * 4;
@@ -153,8 +153,7 @@ struct Int4Products {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int granule = (eight + i) * S::kChunks + chunk;
-      to.words[i] =
-          *reinterpret_cast<const uint4*>(weights + granule * kGranuleBytes + lane * 16);
+      to.words[i] = *reinterpret_cast<const uint4*>(weights + granule * kGranuleBytes + lane * 16);
       to.group[i] = reinterpret_cast<const uint32_t*>(
           weights + S::kWeightBytes)[granule * kGranuleRows + lane / 4];
     }
@@ -369,8 +368,8 @@ int run(const GemmTask& task, void* stream) {
   int status =
       encode_packed(&maps.weight, task, MODE, task.weight, kGranuleBytes / 4, chunks, S::kChunks);
   if (!status)
-    status =
-        encode_packed(&maps.groups, task, MODE, task.weight_groups, kGranuleRows, chunks, S::kChunks);
+    status = encode_packed(&maps.groups, task, MODE, task.weight_groups, kGranuleRows, chunks,
+                           S::kChunks);
   GemmTask rows = task;  // of x: two 8-bit inputs are a 16-bit number, a token has two rows
   rows.inputs /= 2, rows.x_stride /= 2, rows.operand = 3;
   if (!status) status = encode_rows(maps, rows, MODE, N, Shape<N>::kPart);
