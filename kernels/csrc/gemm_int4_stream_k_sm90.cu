@@ -3,13 +3,12 @@
 // that, and x in two int8 parts.
 //
 // As gemm_packed_sm90.cu: a cluster of two blocks computes a tile of 256 weight rows times N
-// tokens, and clusters share tiles (stream-K). A stage of the ring has 256 inputs, two
-// chunks:
+// tokens, and clusters share tiles (stream-K). A stage of the ring has two chunks of 128 inputs:
 // granules, the words of their groups, and x, of which each block loads half for both.
 //
 // A consumer warp group expands 64 rows of a chunk to int8 in registers, multiplies them with both
 // parts of N tokens, and adds the exact int32 sums of the chunk, times the group's scale, to
-// float32 sums. While one warp group does that, the other's instructions run.
+// float32 sums. Meanwhile instructions of the other chunk or of the other warp group run.
 //
 // Bytes moved: outputs * inputs / 2 and 4 bytes of each group.
 // Bench: python -m tridecode.kernels.bench packed_linear
@@ -25,7 +24,7 @@ constexpr int kChunkInputs = 128;
 template <int N>
 struct Int4Shape {
   static constexpr int kColumns = 2 * N;
-  static constexpr int kChunks = 2;  // of a stage
+  static constexpr int kChunks = 2;                        // of a stage
   static constexpr int kXBytes = kColumns * kChunkInputs;  // of a chunk
   static constexpr int kWeightBytes = kEights * kChunks * kGranuleBytes;
   static constexpr int kGroupBytes = kEights * kChunks * kGranuleRows * 4;
@@ -153,8 +152,7 @@ struct Int4Products {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int granule = (eight + i) * S::kChunks + chunk;
-      to.words[i] =
-          *reinterpret_cast<const uint4*>(weights + granule * kGranuleBytes + lane * 16);
+      to.words[i] = *reinterpret_cast<const uint4*>(weights + granule * kGranuleBytes + lane * 16);
       to.group[i] = reinterpret_cast<const uint32_t*>(
           weights + S::kWeightBytes)[granule * kGranuleRows + lane / 4];
     }
@@ -369,8 +367,8 @@ int run(const GemmTask& task, void* stream) {
   int status =
       encode_packed(&maps.weight, task, MODE, task.weight, kGranuleBytes / 4, chunks, S::kChunks);
   if (!status)
-    status =
-        encode_packed(&maps.groups, task, MODE, task.weight_groups, kGranuleRows, chunks, S::kChunks);
+    status = encode_packed(&maps.groups, task, MODE, task.weight_groups, kGranuleRows, chunks,
+                           S::kChunks);
   GemmTask rows = task;  // of x: two 8-bit inputs are a 16-bit number, a token has two rows
   rows.inputs /= 2, rows.x_stride /= 2, rows.operand = 3;
   if (!status) status = encode_rows(maps, rows, MODE, N, Shape<N>::kPart);

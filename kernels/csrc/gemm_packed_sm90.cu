@@ -131,8 +131,8 @@ struct PackedProducts {
     }
   }
 
-  // A lane's share of a stage of int4 with one group of a granule: 16 bytes of rows g and g + 8, and
-  // their groups.
+  // A lane's share of a stage of int4 with one group of a granule: 16 bytes of rows g and g + 8,
+  // and their groups.
   struct Loaded {
     uint4 words[2];
     uint32_t group[2];
@@ -150,8 +150,8 @@ struct PackedProducts {
     }
   }
 
-  // add_up of int4 with one group of a granule. The next stage's words are loaded while instructions
-  // of this one run.
+  // add_up of int4 with one group of a granule. The next stage's words are loaded while
+  // instructions of this one run.
   __device__ __forceinline__ void add_up_groups(float (&c)[N / 2], int steps, int group) {
     const int eight = group * (kEights / kGroups) + threadIdx.x / 32 % 4 * 2;
     uint32_t a[2][4][4];
@@ -160,8 +160,7 @@ struct PackedProducts {
     barrier_wait(full + stage, parity);
     load(next, eight);
     for (int step = 0; step < steps; ++step) {
-      const char* const x =
-          base + stage * S::kStageBytes + S::kWeightBytes + S::kGroupBytes;
+      const char* const x = base + stage * S::kStageBytes + S::kWeightBytes + S::kGroupBytes;
 #pragma unroll
       for (int which = 0; which < 2; ++which) {
 #pragma unroll
@@ -175,8 +174,9 @@ struct PackedProducts {
         }
 #pragma unroll
         for (int k = 0; k < 4; ++k)  // computed before the fence
-          asm volatile("" : "+r"(a[which][k][0]), "+r"(a[which][k][1]), "+r"(a[which][k][2]),
-                            "+r"(a[which][k][3])::"memory");
+          asm volatile(""
+                       : "+r"(a[which][k][0]), "+r"(a[which][k][1]), "+r"(a[which][k][2]),
+                         "+r"(a[which][k][3])::"memory");
         const uint64_t b = descriptor(x + which * N * 128, 1024);
         group_fence();
 #pragma unroll

@@ -16,7 +16,7 @@ from tridecode.tools.bench.presets import PRESETS
 
 H200 = DEVICES["h200"]
 #: of weights in 8 and 4 bit; packed_table.py chooses them (test_packed_weight.py)
-PACKED = {"gemm_packed_mma", "gemm_packed_sm90", "gemm_int4_sm90"}
+PACKED = {"gemm_packed_mma", "gemm_packed_sm90", "gemm_int4_sm90", "gemm_int4_stream_k_sm90"}
 TENSOR_SIZES = range(1, 9)
 TOKENS = range(1, 301)
 
