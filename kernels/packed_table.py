@@ -25,9 +25,11 @@ INT4_RESIDENT = 2
 #: 4096 x 4096: 11.0 / 7.8 / 7.1; 4096 x 14336: 33.1 / 19.7 / 18.2; 28672 x 4096: 20.4 / 23.4 / 30.2
 INT4_SPLITS = (1, 2, 4)
 #: of gemm_int4_sm90, the second with more inputs than INT4_LONG_INPUTS; above: gemm_int4_stream_k_sm90. 16 /
-#: 32 tokens of 4096 x 14336: 19.3 / 24.0 and 21.9 / 21.3
+#: 32 tokens of 4096 x 14336: 19.3 / 24.0 and 21.9 / 20.6
 INT4_MOST_TOKENS, INT4_LONG_TOKENS, INT4_LONG_INPUTS = 32, 16, 8192
-#: of gemm_int4_stream_k_sm90: tokens of a tile, inputs of a stage, fewest weights
+#: of gemm_int4_stream_k_sm90: tokens of a tile, inputs of a stage, fewest weights. 64 tokens, in brackets
+#: gemm_packed_sm90: 4096 x 4096: 14.3 (12.6); 6144 x 4096: 15.8 (14.5); 4096 x 14336: 23.7 (26.3); 28672 x
+#: 4096: 37.6 (44.1)
 INT4_STREAM_TOKENS, INT4_STREAM_INPUTS, INT4_STREAM_WEIGHTS = (32, 64), 256, 3 << 24
 #: fewest stages of a block
 INT4_LEAST_STAGES = 4

@@ -3,13 +3,12 @@
 // that, and x in two int8 parts.
 //
 // As gemm_packed_sm90.cu: a cluster of two blocks computes a tile of 256 weight rows times N
-// tokens, and clusters share tiles (stream-K). A stage of the ring has 256 inputs, two
-// chunks:
+// tokens, and clusters share tiles (stream-K). A stage of the ring has two chunks of 128 inputs:
 // granules, the words of their groups, and x, of which each block loads half for both.
 //
 // A consumer warp group expands 64 rows of a chunk to int8 in registers, multiplies them with both
 // parts of N tokens, and adds the exact int32 sums of the chunk, times the group's scale, to
-// float32 sums. While one warp group does that, the other's instructions run.
+// float32 sums. Meanwhile instructions of the other chunk or of the other warp group run.
 //
 // Bytes moved: outputs * inputs / 2 and 4 bytes of each group.
 // Bench: python -m tridecode.kernels.bench packed_linear
