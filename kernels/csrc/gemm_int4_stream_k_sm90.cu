@@ -89,31 +89,6 @@ __device__ __forceinline__ void copy_int4_stages(const CUtensorMap* weight_map,
   }
 }
 
-// The scale of a group and, in each byte, its zero, from the word that has both.
-template <typename X>
-__device__ __forceinline__ float scale_of(uint32_t word) {
-  return unpack<X>(word).x;
-}
-template <typename X>
-__device__ __forceinline__ uint32_t zero_of(uint32_t word) {
-  constexpr int kPlace = std::is_same<X, half>::value ? 22 : 19;  // of a number from 16 to 31
-  return (word >> kPlace & 15) * 0x01010101u;
-}
-
-// 8 values of a row as two operands of int8. SYMMETRIC: 16 * (value - 8), else value - zero, where
-// each byte of `above` is 128 - zero: no byte carries.
-template <bool SYMMETRIC>
-__device__ __forceinline__ void expand_word(uint32_t word, uint32_t above, uint32_t& first,
-                                            uint32_t& second) {
-  if constexpr (SYMMETRIC) {
-    first = (word << 4 & 0xf0f0f0f0u) ^ 0x80808080u;
-    second = (word & 0xf0f0f0f0u) ^ 0x80808080u;
-  } else {
-    first = ((word & 0x0f0f0f0fu) + above) ^ 0x80808080u;
-    second = ((word >> 4 & 0x0f0f0f0fu) + above) ^ 0x80808080u;
-  }
-}
-
 // group_multiply_add_bytes for 128 columns, too.
 template <int N>
 __device__ __forceinline__ void multiply_add_columns(int (&c)[N / 2], const uint32_t (&a)[4],
