@@ -86,7 +86,7 @@ def arrange(point: str, strike: Callable[[], None]) -> None:
     elif point == "loading":
         _at(loader.FileWeights, "tensor", at(8))
     elif point == "warm-up":
-        _at(Engine, "_allocate_cache", at(1))
+        _at(Engine, "allocate_cache", at(1))
     elif point == "step":
         _at(ProcessRanks, "all_reduce" if _tensor_size() > 1 else "share_tokens", at(4 * STEP))
     elif point == "plan":  # between two steps
