@@ -49,22 +49,18 @@ __device__ __forceinline__ void copy_int4_stages(const CUtensorMap* weight_map,
   const int rank = cluster_rank(), cluster = blockIdx.x / 2;
   const uint64_t weight_policy = division.token_tiles == 1 ? evict_first() : evict_normally();
   const uint64_t x_policy = division.token_tiles == 1 ? evict_last() : evict_normally();
-  // A load without a token takes several times as long as others.
-  auto has_second_half = [&](const Stages& at) {
-    return at.part.token_tile * N + N / 2 < task.tokens;
-  };
   auto copy_weights = [&](const Stages& at, int stage) {
     char* const to = base + stage * S::kStageBytes + S::kChunks * S::kXBytes;
     const int row = at.part.row_tile * kClusterRows + rank * kBlockRows;
     const int half = S::kChunks * S::kXBytes / 2;
-    barrier_expect(full + stage, S::kLoadedBytes - (has_second_half(at) ? 0 : half));
+    barrier_expect(full + stage, S::kLoadedBytes - (has_second_half<N>(at.part, task) ? 0 : half));
     copy_packed<MODE>(to, weight_map, at.step * S::kChunks, row, task.head_size, full + stage,
                       weight_policy);
     copy_packed<MODE>(to + S::kWeightBytes, groups_map, at.step * S::kChunks, row, task.head_size,
                       full + stage, weight_policy);
   };
   auto copy_x = [&](const Stages& at, int stage) {  // boxes of 64 16-bit numbers
-    if (rank == 1 && !has_second_half(at)) return;
+    if (rank == 1 && !has_second_half<N>(at.part, task)) return;
 #pragma unroll
     for (int i = 0; i < S::kChunks; ++i)
       copy_box_to_both(base + stage * S::kStageBytes + i * S::kXBytes + rank * N * 128, x_map,

@@ -50,14 +50,10 @@ __device__ __forceinline__ void copy_packed_stages(const CUtensorMap* weight_map
   const uint64_t x_policy = division.token_tiles == 1 ? evict_last() : evict_normally();
   const int bytes =
       S::kWeightBytes + S::kXBytes + (F == kInt4 ? kBlockRows * 4 * task.granule_groups : 0);
-  // A load without a token takes several times as long as others.
-  auto has_second_half = [&](const Stages& at) {
-    return at.part.token_tile * N + N / 2 < task.tokens;
-  };
   auto copy_weights = [&](const Stages& at, int stage) {
     char* const to = base + stage * S::kStageBytes;
     const int row = at.part.row_tile * kClusterRows + rank * kBlockRows;
-    barrier_expect(full + stage, bytes - (has_second_half(at) ? 0 : S::kXBytes / 2));
+    barrier_expect(full + stage, bytes - (has_second_half<N>(at.part, task) ? 0 : S::kXBytes / 2));
     copy_packed<MODE>(to, weight_map, at.step * S::kGranules, row, task.head_size, full + stage,
                       weight_policy);
     if (F == kInt4)
@@ -65,7 +61,7 @@ __device__ __forceinline__ void copy_packed_stages(const CUtensorMap* weight_map
                         full + stage, weight_policy);
   };
   auto copy_x = [&](const Stages& at, int stage) {
-    if (rank == 1 && !has_second_half(at)) return;
+    if (rank == 1 && !has_second_half<N>(at.part, task)) return;
     char* const to = base + stage * S::kStageBytes + S::kWeightBytes + S::kGroupBytes;
 #pragma unroll
     for (int i = 0; i < 2; ++i)

@@ -24,7 +24,7 @@ namespace {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-template <typename S, Mode MODE>
+template <typename S, int N, Mode MODE>
 __device__ __forceinline__ void copy_stages(const CUtensorMap* weight_map, const CUtensorMap* x_map,
                                             const GemmTask& task, const Division& division,
                                             char* base, uint64_t* full, uint64_t* empty) {
@@ -35,11 +35,13 @@ __device__ __forceinline__ void copy_stages(const CUtensorMap* weight_map, const
   auto copy_weights = [&](const Stages& at, int stage) {
     char* const to = base + stage * S::kStageBytes;
     const int row = at.part.row_tile * kClusterRows + rank * kBlockRows;
-    barrier_expect(full + stage, S::kStageBytes);
+    const int missing = has_second_half<N>(at.part, task) ? 0 : kRows * 128;
+    barrier_expect(full + stage, S::kStageBytes - missing);
     const int input = at.step * kStageInputs;
     copy_weight<MODE>(to, weight_map, input, row, task.head_size, full + stage, weight_policy);
   };
   auto copy_x = [&](const Stages& at, int stage) {
+    if (rank == 1 && !has_second_half<N>(at.part, task)) return;
     copy_box_to_both(base + stage * S::kStageBytes + S::kWeightBytes + rank * kRows * 128, x_map,
                      at.step * kStageInputs, (2 * at.part.token_tile + rank) * kRows, full + stage,
                      x_policy);
@@ -94,7 +96,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, kResident<
   if (group == kGroups) {
     if (!S::kSlim) give_registers<40>();
     if (threadIdx.x == kGroups * 128) {
-      copy_stages<S, MODE>(&weight_map, &x_map, task, division, base, full, empty);
+      copy_stages<S, N, MODE>(&weight_map, &x_map, task, division, base, full, empty);
     } else {
       wait_for_predecessor();
       const int index = threadIdx.x - kGroups * 128 - 32;  // not the producer thread's warp

@@ -67,6 +67,14 @@ struct Walk {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
+// Whether the second half of the part's tile of N tokens has any. Its load of x is left out where
+// it has none: a TMA load without a token takes several times as long as others. What the stages
+// hold there only reaches sums that are not stored.
+template <int N>
+__device__ __forceinline__ bool has_second_half(const Part& part, const GemmTask& task) {
+  return part.token_tile * N + N / 2 < task.tokens;
+}
+
 // The stages of a cluster in order, as the producer loads them.
 struct Stages {
   Walk walk;
