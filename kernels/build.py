@@ -36,7 +36,7 @@ FLAGS = [
 SPILLS = {
     "gemm_mma.cu": 32,
     "gemm_packed_mma.cu": 32,
-    "decode_attention.cu": 200,
+    "decode_attention.cu": 280,
     "sampling.cu": 32,
 }
 

@@ -20,9 +20,6 @@ FORMAT_CODES = {"int8": 1, "fp8": 2, "int4": 3}
 #: what a kernel adds to a number of 4 bits, and `groups` to its zero: 16 to 31 are exact in either dtype
 BIAS = 16.0
 DTYPES = (torch.float16, torch.bfloat16)
-#: whether columns of act-order are sorted: not before tests/kernels/test_act_order.py has passed on a GPU. It
-#: has not run there; until then such weights are expanded.
-SORTS_GROUPS = False
 #: scales of groups are rounded to the product's dtype; float16's smallest numbers lose more than that
 _SCALE_ERROR = 2.0**-8
 
@@ -99,9 +96,7 @@ def _may_be_sorted(weight: QuantizedWeight) -> bool:
     """Whether the groups of int4 are consecutive once the columns are sorted by them, from the shapes: a
     tensor rank's part of the inputs has more groups than that."""
     size = weight.group_size
-    if not SORTS_GROUPS or weight.format != "int4":
-        return False
-    return size > 0 and weight.scales.shape[1] == -(-weight.columns // size)
+    return weight.format == "int4" and size > 0 and weight.scales.shape[1] == -(-weight.columns // size)
 
 
 def has_uneven_groups(weight: QuantizedWeight) -> bool:

@@ -223,6 +223,11 @@ __device__ __forceinline__ int cluster_rank() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return int(rank);
 }
+__device__ __forceinline__ int cluster_size() {  // in blocks
+  uint32_t size;
+  asm volatile("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(size));
+  return int(size);
+}
 
 // The barrier of all threads of a cluster, whole or as its two halves. It orders no memory except
 // the initialisation of mbarriers before fence_barriers().

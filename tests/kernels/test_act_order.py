@@ -15,7 +15,6 @@ from tests.kernels.conftest import Place
 from tests.kernels.numeric import assert_close
 from tests.kernels.test_linear import HeadsCase, make_heads, norm64
 from tests.kernels.test_packed_weight import quantized, read_back
-from tridecode.kernels import packed_weight
 from tridecode.kernels.ops import Linear, Norm
 from tridecode.kernels.packed_weight import PackedWeight, has_uneven_groups, not_packed, pack
 from tridecode.kernels.quantized import QuantizedWeight
@@ -24,12 +23,6 @@ from tridecode.kernels.scratch import arena_bytes
 DTYPES = [torch.float16, torch.bfloat16]
 #: columns of a group, whether groups have zeros
 GROUPS = [(128, False), (128, True), (256, True), (64, False), (32, True)]
-
-
-@pytest.fixture(autouse=True)
-def sorts_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines do so once the tests below have passed on a GPU."""
-    monkeypatch.setattr(packed_weight, "SORTS_GROUPS", True)
 
 
 def shuffled(rows: int, columns: int, size: int, zeros: bool) -> QuantizedWeight:
@@ -64,13 +57,6 @@ def test_groups_that_cannot_be_sorted_are_expanded() -> None:
     rank = replace(weight, columns=256, values=weight.values[:, :128], groups=weight.groups[:256])
     assert not_packed(rank, torch.float16) == "groups that are not consecutive inputs"
     assert not_packed(replace(weight, group_size=0), torch.float16).startswith("groups that are not")
-
-
-def test_engines_expand_them_until_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    assert (
-        not_packed(shuffled(16, 512, 128, False), torch.float16) == "groups that are not consecutive inputs"
-    )
 
 
 def test_memory_is_planned_from_shapes() -> None:

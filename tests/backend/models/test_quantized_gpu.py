@@ -92,9 +92,8 @@ def test_packed_weights_in_16_bits_are_as_near_as_transformers_own_run(
 
 @pytest.mark.parametrize("group", [32, 128])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_gptq_in_act_order_stays_in_4_bit(dtype: str, group: int, tmp_path: Path, monkeypatch) -> None:
+def test_gptq_in_act_order_stays_in_4_bit(dtype: str, group: int, tmp_path: Path) -> None:
     """A checkpoint as GPTQ's tools write it, against transformers' model with the matrices it stands for."""
-    monkeypatch.setattr(packed_weight, "SORTS_GROUPS", True)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
     model = FAMILIES["llama"](num_key_value_heads=2, num_hidden_layers=2, **sizes)
     case = gptq_case(symmetric=False, act_order=True, group=group)
