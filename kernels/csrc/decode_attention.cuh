@@ -141,6 +141,12 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
     const int my_tile = part.first_tile + member;  // this warp takes every TEAM-th
     pages.row = part.row, pages.kv_head = part.pass / task.groups;
     pages.load_ids(min(my_tile, part.tiles - 1), part.tiles);
+    if (TEAM > 1 && !waited) {
+      const int last = min(part.last_tile, my_tile + kPrefetchedTiles * TEAM);
+      for (int tile = my_tile; tile < last; tile += TEAM)
+        if (tile >= my_tile + Source::kDepth * TEAM || tile == part.tiles - 1)
+          pages.prefetch(tile, part.tiles);
+    }
 #pragma unroll
     for (int ahead = 0; ahead < Source::kDepth; ++ahead) {
       const int tile = my_tile + ahead * TEAM;

@@ -155,12 +155,17 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
   pages.row = row, pages.kv_head = kv_head;
   pages.load_ids(min(begin, tiles - 1), tiles);
   const bool newest = begin == tiles - 1;
-  if (newest) wait_for_predecessor();
-  if (begin < end) {
+  if (!newest && begin < end) {
     pages.request_keys(begin, tiles);
     pages.request_values(begin, tiles);
   }
-  if (!newest) wait_for_predecessor();
+  for (int tile = begin + !newest; tile < min(end, begin + kPrefetchedTiles); ++tile)
+    pages.prefetch(tile, tiles);
+  wait_for_predecessor();
+  if (newest && begin < end) {
+    pages.request_keys(begin, tiles);
+    pages.request_values(begin, tiles);
+  }
 
   S sums(task, row, head, heads);
   for (int tile = begin; tile < end; ++tile) {

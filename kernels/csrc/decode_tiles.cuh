@@ -17,9 +17,10 @@
 namespace tridecode {
 namespace {
 
-constexpr int kTile = 16;  // tokens
-constexpr int kGroup = 8;  // query heads that share a pass over the keys and values
-constexpr int kWarps = 4;  // of a block
+constexpr int kTile = 16;            // tokens
+constexpr int kGroup = 8;            // query heads that share a pass over the keys and values
+constexpr int kWarps = 4;            // of a block
+constexpr int kPrefetchedTiles = 8;  // of a warp
 
 struct Task : tridecode_attention_task {
   int group, groups;  // query heads of a kv head; passes of kGroup heads over it
@@ -533,6 +534,21 @@ struct Pages {
     else
       source.request_values(
           from, task.cache_scales + at + value_offset(task.kv_heads, task.block_tokens, 1), valid);
+  }
+  // To the L2 cache, before the next kernel floods the memory with requests for its weights.
+  __device__ __forceinline__ void prefetch(int tile, int tiles) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    const int64_t at = tile_row(tile, tiles);
+    const int lane = threadIdx.x % 32, half = lane % 2;  // keys, values
+    if (lane < 2)
+      prefetch_bulk(static_cast<const C*>(task.cache) + at * D +
+                        half * value_offset(task.kv_heads, task.block_tokens, D),
+                    kTile * D * sizeof(C));
+    else if (!kExact && lane < 4)
+      prefetch_bulk(
+          task.cache_scales + at + half * value_offset(task.kv_heads, task.block_tokens, 1),
+          kTile * sizeof(float));
+#endif
   }
 };
 

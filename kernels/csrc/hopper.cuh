@@ -106,6 +106,11 @@ __device__ __forceinline__ void copy_bulk(void* to, const void* from, int bytes,
       : "memory");
 }
 
+// Loads `bytes` bytes, a multiple of 16, to the L2 cache.
+__device__ __forceinline__ void prefetch_bulk(const void* from, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 // Loads the box of a matrix at (input, row).
 __device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int input, int row,
                                          uint64_t* barrier, uint64_t policy) {

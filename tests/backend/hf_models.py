@@ -137,8 +137,8 @@ class HfWeights(Weights):
         self, model: torch.nn.Module, ops: Ops, dtype: torch.dtype = torch.float32, device: str = "cpu"
     ):
         config, state = model_config(model.config), model.state_dict()
-        super().__init__(family(config.family).weight_specs(config), ops)
-        self._dtype, self._device = dtype, device
+        super().__init__(family(config.family).weight_specs(config), ops, dtype=dtype)
+        self._device = device
         source = family_of(model.config.model_type, Path("tiny"))
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
         rules, specs = source.rules_of(config), self.specs.values()
@@ -148,4 +148,4 @@ class HfWeights(Weights):
         self._held = {item.spec.name: item.make(state.__getitem__) for item in conversions}
 
     def tensor(self, name: str) -> Tensor:
-        return self._held[name].to(self._device, self._dtype)
+        return self._held[name].to(self._device, self.dtype)
