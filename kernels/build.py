@@ -37,6 +37,7 @@ SPILLS = {
     "gemm_mma.cu": 32,
     "gemm_packed_mma.cu": 32,
     "decode_attention.cu": 280,
+    "gemm_sm90_split_k_8bit.cu": 8,
     "sampling.cu": 32,
 }
 

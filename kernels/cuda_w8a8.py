@@ -2,7 +2,8 @@
 
 W8A8: quantize_rows_sm90 rounds the rows of x, after the norm, to int8 or E4M3 with a scale for each, as
 kernels/quantized.py says; the wgmma kernels with 8-bit operands multiply them with the weight's values and
-the sums with both scales. What their epilogues do not have is left to gemm_library_epilogue or torch.
+the sums with both scales. Of E4M3 in blocks of 128 x 128, each sum of 128 inputs is multiplied by its block's
+scale. What the epilogues do not have is left to gemm_library_epilogue or torch.
 
 int8 weights whose x is not rounded: the same with x in two int8 parts, which hold 16 bits of a row's largest
 number (two_parts of kernels/quantized.py). The sums of both parts are exact, so a product is off by at most
@@ -37,7 +38,7 @@ from tridecode.kernels.reference import GATED
 
 #: `operand` of csrc/api.h; "two_parts": x is rounded to int8 in two parts, the weight is int8;
 #: "two_parts_int4": with the inputs in the order of granules of 4-bit weights
-OPERANDS = {"int8": 1, "fp8": 2, "two_parts": 3, "two_parts_int4": 4}
+OPERANDS = {"int8": 1, "fp8": 2, "fp8_blocks": 2, "two_parts": 3, "two_parts_int4": 4}
 
 
 class CudaW8A8(CudaGemm):
@@ -154,7 +155,8 @@ class CudaW8A8(CudaGemm):
         in_float32 = out.dtype != dtype
         if activation not in ACTIVATIONS or (residual is not None and in_float32):
             return False
-        if activation == "swiglu" and (residual is not None or in_float32 or weight.shape[0] % 16):
+        whole = 2 * weight.block_rows if weight.block_rows > 1 else 16
+        if activation == "swiglu" and (residual is not None or in_float32 or weight.shape[0] % whole):
             return False
         return (in_float32 or aligned(out)) and (residual is None or aligned(residual))
 
@@ -206,7 +208,7 @@ class CudaW8A8(CudaGemm):
             out_float32=out.dtype != x.dtype,
             dtype=DTYPES[x.dtype],
             operand=OPERANDS[operand(weight)],
-            weight_scales=weight.scales.data_ptr(),
+            **{_scales_of(weight): weight.scales.data_ptr()},
             x_scales=scales.data_ptr(),
             **self._plan_fields(plan),
             **(head_fields or {}),
@@ -290,6 +292,11 @@ class CudaW8A8(CudaGemm):
 
 
 _ROTATION = ("head_size", "rotary_size", "interleaved")
+
+
+def _scales_of(weight: QuantizedWeight) -> str:
+    """The field of a GEMM task that has the weight's scales."""
+    return "block_scales" if weight.block_rows > 1 else "weight_scales"
 
 
 def _in_rows(weight: QuantizedWeight) -> QuantizedWeight:

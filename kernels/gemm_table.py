@@ -52,8 +52,8 @@ class Gemm(NamedTuple):
     head_size: int = 0  # of "qkv"
     rotary_size: int = 0
     interleaved: bool = False
-    #: "int8", "fp8": x and weight are (W8A8); "two_parts", "int4": the weight is int8 or int4, x in two int8
-    #: parts
+    #: "int8", "fp8": x and weight are (W8A8); "fp8_blocks": the weight with scales of blocks; "two_parts",
+    #: "int4": the weight is int8 or int4, x in two int8 parts
     operand: str = ""
 
 
@@ -205,7 +205,7 @@ def _8_bit_sizes(gemm: Gemm) -> tuple[int, ...]:
     if gemm.operand == "two_parts":
         return STREAM_K_TWO_PARTS_TOKENS[gemm.epilogue]
     sizes = STREAM_K_8BIT_TOKENS[gemm.epilogue]
-    return tuple(size for size in sizes if gemm.operand != "fp8" or size <= _FP8_TOKENS)
+    return tuple(size for size in sizes if not gemm.operand.startswith("fp8") or size <= _FP8_TOKENS)
 
 
 def _large_8_bit(gemm: Gemm, device: Device) -> Plan:

@@ -101,6 +101,8 @@ class QuantizedWeight:
         return columns // (self.group_size or self.columns)
 
 
+#: rows and columns of a block of FP8 checkpoints that has one scale
+SCALE_BLOCK = 128
 #: inputs of a product whose integer sums an int32 holds: 127 * 127 each
 _MOST_INPUTS = 1 << 17
 
@@ -112,15 +114,18 @@ def stays_in_8_bit(weight: QuantizedWeight, dtype: torch.dtype, capability: int)
     """
     if capability != 90 or dtype not in (torch.float16, torch.bfloat16):
         return False
-    plain = weight.groups is None and weight.zeros is None and weight.scales.shape[1] == 1
+    plain = weight.groups is None and weight.zeros is None
+    in_rows = weight.scales.shape[1] == 1 and weight.block_rows == 1
+    in_blocks = weight.format == "fp8" and weight.group_size == weight.block_rows == SCALE_BLOCK
     same = weight.format in ACTIVATION_LIMITS and weight.format == (weight.activations or "int8")
     sizes = weight.shape[0] % 8 == 0 and weight.columns % 16 == 0 and weight.columns <= _MOST_INPUTS
-    return plain and same and sizes and weight.block_rows == 1
+    return plain and same and sizes and (in_rows or in_blocks)
 
 
 def operand(weight: QuantizedWeight) -> str:
-    """How CUDA reads the x of a weight that stays_in_8_bit: "int8" or "fp8" (W8A8), or in "two_parts"."""
-    return weight.activations or "two_parts"
+    """How CUDA multiplies a weight that stays_in_8_bit: "int8" or "fp8" (W8A8), "fp8_blocks" (W8A8, with a
+    scale for each SCALE_BLOCK x SCALE_BLOCK of the weight), or with x in "two_parts"."""
+    return "fp8_blocks" if weight.block_rows > 1 else weight.activations or "two_parts"
 
 
 def check_int8_table(operation: str, table: QuantizedWeight) -> QuantizedWeight:

@@ -36,6 +36,23 @@ def round_to_nearest(
     return QuantizedWeight(format, columns, values, scales, own_zeros, size, activations=activations)
 
 
+def round_blocks(weight: Tensor, size: int, activations: str = "") -> QuantizedWeight:
+    """weight (out, in), any floating dtype, as the nearest values of fp8, with a scale max|w| / 448 for each
+    block of size x size, as FP8 checkpoints have; arithmetic in float32, a row of blocks at a time."""
+    parts = [_fp8_blocks(rows.float(), size) for rows in weight.split(size)]
+    values, scales = (torch.cat(part) for part in zip(*parts))
+    return QuantizedWeight("fp8", weight.shape[1], values, scales, None, size, None, size, activations)
+
+
+def _fp8_blocks(rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Of one row of blocks: values (out, in), scales (1, blocks)."""
+    columns, limit = rows.shape[1], _LIMITS["fp8"]
+    blocks = torch.nn.functional.pad(rows, (0, -columns % size)).unflatten(1, (-1, size))
+    scales = blocks.abs().amax(dim=(0, 2)) / limit
+    scaled = (blocks / _divisors(scales)[:, None]).clamp_(-limit, limit).flatten(1)[:, :columns]
+    return scaled.to(torch.float8_e4m3fn), scales[None]
+
+
 def _symmetric(weight: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor]:
     """Values (out, in), scales (out, 1), and no zeros: (out, 0)."""
     limit = _LIMITS[format]

@@ -16,7 +16,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 // Raised whenever a prototype or the meaning of an argument changes.
-#define TRIDECODE_ABI_VERSION 10
+#define TRIDECODE_ABI_VERSION 11
 
 int tridecode_abi_version(void);
 const char* tridecode_build_info(void);
@@ -143,6 +143,9 @@ typedef struct {
   int operand;            // 0: x and weight are of dtype; 1: int8; 2: E4M3; 3: int8, x in two parts
   const float* x_scales;  // (tokens); weight_scales is read, too
   int symmetric;          // int4 with x in two parts: every zero is 8
+  // of E4M3 in blocks of 128 x 128, in place of weight_scales: (ceil(outputs / 128), ceil(inputs /
+  // 128)), each matrix of SwiGLU's pair a multiple of 128 outputs
+  const float* block_scales;
 } tridecode_gemm_task;
 
 // 1 or 2 tokens; x fits in the shared memory of a block. No tile.

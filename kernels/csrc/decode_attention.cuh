@@ -411,20 +411,17 @@ int run(const Task& task, void* stream) {
     return fail("decode_attention: %d rows of %d kv heads need more than %d counters",
                 task.num_rows, task.kv_heads, task.num_counters);
   const int multiprocessors = device().multiprocessors;
-  const int resident = (D <= 128 ? 3 : 2) * multiprocessors;  // blocks at once, by registers
-  const int items = task.num_rows * task.kv_heads * task.groups;
-  const char* const forced = getenv("TRIDECODE_CLUSTER");
-  const int blocks = device().capability < 90 ? 0
-                     : forced ? (items * atoi(forced) <= 4 * resident ? atoi(forced) : 0)
-                              : cluster_blocks(items, resident);
-  if (blocks) return run_clusters<X, C, D>(task, blocks, resident, stream);
+  const Clusters clusters = clusters_of(task);
+  if (clusters.blocks && clusters.warps == kWarps)
+    return run_clusters<X, C, D, kWarps>(task, clusters, stream);
+  if (clusters.blocks) return run_clusters<X, C, D, kManyWarps>(task, clusters, stream);
   const int fit =
       (device().shared_bytes + 1024) / (kWarps * ByCopies::kBytes + (task.num_rows + 1) * 4 + 1280);
   const int wanted = D <= 128 ? 3 : 1;
   // For one or two rows no ring in shared memory: the next GEMM becomes resident earlier.
   if (device().capability >= 90 && fit >= wanted && task.num_rows > 2)
     return run_source<X, C, D, ByCopies>(task, wanted * multiprocessors, stream);
-  return run_source<X, C, D, ByLoads>(task, resident, stream);
+  return run_source<X, C, D, ByLoads>(task, (D <= 128 ? 3 : 2) * multiprocessors, stream);
 }
 
 template <typename X, typename C>

@@ -16,8 +16,8 @@
 namespace tridecode {
 namespace {
 
-constexpr int kMaxClusterBlocks = 8;
-constexpr int kClusterWarpTiles = 4;  // of a warp, from which on a pass takes one more cluster
+constexpr int kManyWarps = 8;         // of a block, where passes are fewest
+constexpr int kClusterWarpTiles = 2;  // of a warp, beyond which a pass takes one more cluster
 
 // Of a pass: 8 dims of a head, in the order of heads and dims. A block of the cluster combines
 // every blocks-th piece.
@@ -29,21 +29,21 @@ constexpr int kPairFloats = 4, kWarpPairs = kGroup / 2;
 
 // Floats of shared memory: of each warp of the cluster, the pieces that a block combines, and the
 // maxima and sums of all heads.
-__host__ __device__ constexpr int received_floats(int heads, int head_size, int blocks) {
-  return blocks * kWarps *
+__host__ __device__ constexpr int received_floats(int heads, int head_size, int warps, int blocks) {
+  return blocks * warps *
          (ceil_div(pieces_of(heads, head_size), blocks) * 8 + kWarpPairs * kPairFloats);
 }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
 // What the blocks of a cluster send each other, and where each keeps what it receives.
-template <int D>
+template <int D, int WARPS>
 struct Exchange {
   int blocks, rank, heads;
   float* received;
   uint64_t* barrier;
 
-  __device__ __forceinline__ int warps() const { return blocks * kWarps; }
+  __device__ __forceinline__ int warps() const { return blocks * WARPS; }
   __device__ __forceinline__ int most_pieces() const {
     return ceil_div(pieces_of(heads, D), blocks);
   }
@@ -69,7 +69,7 @@ struct Exchange {
   template <typename S>
   __device__ __forceinline__ void send_sums(const S& sums) const {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int warp = rank * kWarps + threadIdx.x / 32;
+    const int warp = rank * WARPS + threadIdx.x / 32;
     if (g < blocks && 2 * t < heads)
       send(address_in(totals(warp, 2 * t), g), sums.most[0], sums.sum[0], sums.most[1], sums.sum[1],
            address_in(barrier, g));
@@ -112,8 +112,11 @@ struct Exchange {
 
 #endif
 
-template <typename X, typename C, int D>
-__global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
+// WARPS: of a block.
+template <typename X, typename C, int D, int WARPS>
+__global__ void __launch_bounds__(32 * WARPS, WARPS > kWarps ? 1
+                                              : D <= 128     ? 3
+                                                             : 2)
     decode_attention_cluster(const __grid_constant__ Task task, int clusters) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   using S = Sums<X, C, D>;
@@ -132,8 +135,8 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
   const int head = kv_head * task.group + first_head;      // the first of them
   X* const out = static_cast<X*>(task.out) + row * task.out_stride + head * D;
 
-  const int tiles = (context + kTile - 1) / kTile, warps = blocks * kWarps;
-  const int parts = max(1, min(clusters, tiles / (kClusterWarpTiles * warps)));
+  const int tiles = (context + kTile - 1) / kTile, warps = blocks * WARPS;
+  const int parts = min(clusters, ceil_div(tiles, kClusterWarpTiles * warps));
   if (part >= parts || context <= 0) {
     wait_for_predecessor();
     if (part == 0)  // padding
@@ -141,13 +144,13 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
         out[i] = from_float<X>(0.0f);
     return;
   }
-  const Exchange<D> exchange{blocks, rank, heads, received, &all_received};
+  const Exchange<D, WARPS> exchange{blocks, rank, heads, received, &all_received};
   if (threadIdx.x == 0) exchange.initialize();
   __syncwarp();
   cluster_arrive();
 
   // The first warps have one more: the last one waits for the newest token.
-  const int runs = parts * warps, mine = (part * blocks + rank) * kWarps + warp;
+  const int runs = parts * warps, mine = (part * blocks + rank) * WARPS + warp;
   const int begin = ceil_div(int64_t(tiles) * mine, runs),
             end = ceil_div(int64_t(tiles) * (mine + 1), runs);
   Source source(nullptr, false);
@@ -187,7 +190,7 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
     return static_cast<float*>(task.scratch) + int64_t(item * clusters + which) * slot_floats(D) +
            h * (D + 2);
   };
-  for (int place = warp; place < exchange.own_pieces(); place += kWarps) {
+  for (int place = warp; place < exchange.own_pieces(); place += WARPS) {
     const int index = place * blocks + rank, h = index / (D / 8), d = index % (D / 8) * 8 + lane;
     float peak, all, output;
     exchange.combine(place, h, peak, all, output);
@@ -213,7 +216,7 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
   }
   __syncthreads();
   if (!last) return;
-  for (int place = warp; place < exchange.own_pieces(); place += kWarps) {
+  for (int place = warp; place < exchange.own_pieces(); place += WARPS) {
     const int index = place * blocks + rank, h = index / (D / 8), d = index % (D / 8) * 8 + lane;
     if (lane >= 8) continue;
     float peak = -CUDART_INF_F, all = 0.0f, output = 0.0f;
@@ -228,24 +231,39 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
 #endif
 }
 
-// Blocks of the cluster of a pass, or 0: too many rows and heads.
-int cluster_blocks(int items, int resident) {
-  for (int blocks = kMaxClusterBlocks; blocks > 1; blocks /= 2)
-    if (items * blocks <= resident) return blocks;
-  return 0;
+// What is launched for a pass: clusters of `blocks` blocks of `warps` warps; 0 blocks: too many
+// rows and heads. One token, us of an H200 less than with teams (decode_attention.cuh) in a step:
+// BLOOM-7B1 118 (32 passes), two rows 50; LLaMA-3-8B 20 to 60 (8 passes of 4 heads); with 4 rows of
+// it they take more.
+struct Clusters {
+  int blocks, warps, each;
+};
+
+Clusters clusters_of(const Task& task) {
+  const int items = task.num_rows * task.kv_heads * task.groups;
+  if (device().capability < 90) return {};
+  if (task.group > 1) {  // few, so that the next kernel finds multiprocessors free
+    const int blocks = 4, room = device().multiprocessors / blocks;
+    return items <= 16 ? Clusters{blocks, kManyWarps, room / items} : Clusters{};
+  }
+  for (int blocks = 8; blocks >= 4; blocks /= 2) {
+    const int room = 2 * device().multiprocessors / blocks;
+    if (items <= room) return {blocks, kWarps, room / items};
+  }
+  return {};
 }
 
-template <typename X, typename C, int D>
-int run_clusters(const Task& task, int blocks, int resident, void* stream) {
-  const int items = task.num_rows * task.kv_heads * task.groups;
-  const int clusters = items * blocks < resident ? resident / (items * blocks) : 1;
-  if (items * blocks > task.num_counters)
-    return fail("decode_attention: %d clusters of %d blocks need more than %d counters", items,
-                blocks, task.num_counters);
+template <typename X, typename C, int D, int WARPS>
+int run_clusters(const Task& task, const Clusters& clusters, void* stream) {
+  const int blocks = task.num_rows * task.kv_heads * task.groups * clusters.blocks;
+  if (blocks > task.num_counters)
+    return fail("decode_attention: %d blocks need more than %d counters", blocks,
+                task.num_counters);
   const int heads = task.group < kGroup ? task.group : kGroup;
-  return launch_in_clusters(
-      "decode_attention", decode_attention_cluster<X, C, D>, blocks, items * clusters * blocks,
-      32 * kWarps, received_floats(heads, D, blocks) * sizeof(float), stream, task, clusters);
+  return launch_in_clusters("decode_attention", decode_attention_cluster<X, C, D, WARPS>,
+                            clusters.blocks, blocks * clusters.each, 32 * WARPS,
+                            received_floats(heads, D, WARPS, clusters.blocks) * sizeof(float),
+                            stream, task, clusters.each);
 }
 
 }  // namespace

@@ -12,8 +12,9 @@ constexpr int kBlockRows = 64 * kGroups;
 // 128 bytes, the width of the swizzle. Rows of 8-bit operands are loaded as half as many 16-bit
 // numbers.
 constexpr int kStageInputs = 64;
-constexpr int kBuffers = 2;     // of results, per warp group
-constexpr int kPartStages = 2;  // of a part of E4M3 sums: 256 inputs
+constexpr int kBuffers = 2;       // of results, per warp group
+constexpr int kPartStages = 2;    // of a part of E4M3 sums: 256 inputs
+constexpr int kScaleBlock = 128;  // rows and columns of a block of E4M3: inputs of a stage
 
 // N: tokens of a tile, of PARTS rows of x each.
 template <int N, int PARTS = 1>

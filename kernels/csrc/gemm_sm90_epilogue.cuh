@@ -10,6 +10,12 @@ namespace {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
+// Of E4M3 in blocks: the scales of a run of stages, or null.
+struct StageScales {
+  const float* first = nullptr;
+  int second = 0;  // from first[0] to those of other columns
+};
+
 // The epilogue of a warp group's part of a tile. A column is an output.
 //
 // Results are staged in shared memory for TMA stores: 128 bytes per token, 64 columns; or 64 bytes
@@ -43,6 +49,19 @@ struct Finish {
     if (MODE != kQkvRotary) return row + group * 64;
     const int half = task.head_size / 2, pair = row / 2 + group * 32;
     return pair / half * task.head_size + pair % half;
+  }
+
+  // The scales from stage `step` on of the columns of c[4 j] and c[4 j + 2].
+  __device__ __forceinline__ StageScales stage_scales(int column, int step) const {
+    if (!task.block_scales) return {};
+    const int half = MODE == kGated ? task.outputs / 2 : task.outputs;
+    const int first = min(column, half - 1);
+    const int second = MODE == kGated       ? half + first
+                       : MODE == kQkvRotary ? min(column + task.head_size / 2, half - 1)
+                                            : first;
+    const int stages = (task.inputs + kScaleBlock - 1) / kScaleBlock;
+    return {task.block_scales + int64_t(first / kScaleBlock) * stages + step,
+            (second / kScaleBlock - first / kScaleBlock) * stages};
   }
 
   __device__ __forceinline__ char* buffer(unsigned int use) const {
@@ -243,8 +262,8 @@ struct Finish {
     const int limit = MODE == kGated ? task.outputs / 2 : task.outputs;
     const bool has[2] = {row < limit, (kPairs ? row : second) < limit};
     if (SCALED) {
-      scales[0] = has[0] ? task.weight_scales[row] : 0.0f;
-      scales[1] = has[1] ? task.weight_scales[second] : 0.0f;
+      scales[0] = !has[0] ? 0.0f : task.block_scales ? 1.0f : task.weight_scales[row];
+      scales[1] = !has[1] ? 0.0f : task.block_scales ? 1.0f : task.weight_scales[second];
       if (!bias) return;
     }
     biases[0] = has[0] ? to_float(bias[row]) : 0.0f;

@@ -54,8 +54,10 @@ struct Products {
     }
   }
 
-  // c = the sums of `steps` stages.
-  __device__ __forceinline__ void add_up(float (&c)[N / 2], int steps, int group) {
+  // c = the sums of `steps` stages. scales: null, or of E4M3 in blocks those of these stages, of
+  // the columns of c[4 j] and c[4 j + 2].
+  __device__ __forceinline__ void add_up(float (&c)[N / 2], int steps, int group,
+                                         const StageScales& scales) {
     constexpr bool kTwo = std::is_same<Operand, TwoParts>::value;
     if constexpr ((kTwo || std::is_same<Operand, int8_t>::value) && SHARERS > 1) {
       // Zeros: else the registers of the last tile's sums would count as read by the first
@@ -69,22 +71,27 @@ struct Products {
       add_up_all(sums, steps, group);
       to_floats(c, sums);
     } else if constexpr (std::is_same<Operand, E4m3>::value) {
-      add_up_in_parts(c, steps, group);
+      add_up_in_parts(c, steps, group, scales);
     } else {
       add_up_all(c, steps, group);
     }
   }
 
-  // Of E4M3: the tensor cores keep about 14 bits of their sums, so that sums of kPartStages stages
-  // are added up here. A group waits for its instructions while those of the other one run.
-  __device__ __forceinline__ void add_up_in_parts(float (&c)[N / 2], int steps, int group) {
+  // Of E4M3: the tensor cores keep about 14 bits of their sums, so that sums of kPartStages stages,
+  // or of each with a scale of its own, are added up here. A group waits for its instructions while
+  // those of the other one run.
+  __device__ __forceinline__ void add_up_in_parts(float (&c)[N / 2], int steps, int group,
+                                                  const StageScales& scales) {
     float part[N / 2];
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) c[i] = part[i] = 0.0f;
-    for (int left = steps; left > 0; left -= kPartStages) {
-      add_up_all(part, min(left, kPartStages), group);
+    const int length = scales.first ? 1 : kPartStages;
+    for (int step = 0; step < steps; step += length) {
+      float first = 1.0f, second = 1.0f;
+      if (scales.first) first = scales.first[step], second = scales.first[step + scales.second];
+      add_up_all(part, min(steps - step, length), group);
 #pragma unroll
-      for (int i = 0; i < N / 2; ++i) c[i] += part[i];
+      for (int i = 0; i < N / 2; ++i) c[i] = fmaf(part[i], i % 4 < 2 ? first : second, c[i]);
     }
   }
 

@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kThreads, kResident<Operand, N>)
     }
     float c[N / 2], sums[S::kShare];
     Products<Operand, N, S, 1> products{base, full, empty};
-    products.add_up(c, last - first, group);
+    products.add_up(c, last - first, group, finish.stage_scales(column, first));
     if (SPLIT > 1) {
       cluster_wait();
       if (!exchange<N, SPLIT>(c, sums, received, all_received + group, rank, group)) return;

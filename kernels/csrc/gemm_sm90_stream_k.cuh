@@ -125,7 +125,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, kResident<
       if (finishes) finish.load_biases(column);
       if (kScaled && finishes) finish.load_x_scales(token);
       float c[N / 2];
-      products.add_up(c, part.end - part.begin, group);
+      products.add_up(c, part.end - part.begin, group, finish.stage_scales(column, part.begin));
       if (!finishes) {
         write_partial<N>(c, task, cluster, group);
         continue;

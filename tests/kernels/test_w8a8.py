@@ -32,7 +32,8 @@ from tridecode.kernels.round_to_nearest import round_to_nearest
 
 gpu = pytest.mark.gpu
 DTYPES = [torch.float16, torch.bfloat16]
-FORMATS = ["int8", "fp8"]
+ROUNDED = ["int8", "fp8"]
+FORMATS = [*ROUNDED, "fp8_blocks"]
 #: tokens, and the split of gemm_sm90_split_k_8bit; 0: gemm_sm90_stream_k_8bit, of fp8 cuBLASLt for the most
 WAYS = [(1, 0), (17, 0), (64, 0), (65, 0), (200, 0), (300, 0), (1000, 0), (1600, 0)]
 WAYS += [(tokens, split) for tokens in (1, 16, 17, 64) for split in (1, 2, 3)]
@@ -82,11 +83,26 @@ def make_linear(
     key = inputs, outputs, format
     if key not in _weights:
         matrix = place.normal(outputs, inputs, dtype=torch.float32, scale=inputs**-0.5)
-        _weights[key] = round_to_nearest(matrix, format, 0, format)
+        if format == "fp8_blocks":
+            _weights[key] = rounded_in_blocks(matrix)
+        else:
+            _weights[key] = round_to_nearest(matrix, format, 0, format)
     bias_row = place.normal(outputs, dtype=dtype) if bias else None
     linear = place.ops.pack(Linear(_weights[key], bias_row), dtype)
     assert isinstance(linear.weight, QuantizedWeight)
     return linear
+
+
+def rounded_in_blocks(matrix: Tensor) -> QuantizedWeight:
+    """In E4M3, every block of 128 x 128 with a scale of its own; their magnitudes differ up to 16 times."""
+    rows, columns = matrix.shape
+    shape = -(-rows // 128), -(-columns // 128)
+    count = shape[0] * shape[1]
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(count))
+    factors = torch.logspace(-2, 2, count, 2.0)[order].reshape(shape).to(matrix.device)
+    values = (matrix * columns**0.5 * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    scales = factors * columns**-0.5 / 100
+    return QuantizedWeight("fp8", columns, values, scales, None, 128, None, 128, "fp8")
 
 
 def rounded64(x: Tensor, format: str) -> Tensor:
@@ -98,7 +114,10 @@ def rounded64(x: Tensor, format: str) -> Tensor:
 def product64(x: Tensor, linear: Linear) -> Tensor:
     weight = linear.weight
     assert isinstance(weight, QuantizedWeight)
-    matrix = weight.values.double() * weight.scales.double()
+    scales = weight.scales.double()
+    if weight.block_rows > 1:
+        scales = scales.repeat_interleave(128, 0)[: weight.shape[0]].repeat_interleave(128, 1)
+    matrix = weight.values.double() * scales[:, : weight.columns]
     wanted = rounded64(x, weight.activations) @ matrix.t()
     return wanted if linear.bias is None else wanted + linear.bias.double()
 
@@ -157,7 +176,7 @@ def check_rows(place: Place, x: Tensor, norm: Norm | None, wanted: Tensor, forma
 
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("format", [*FORMATS, "two_parts"])
+@pytest.mark.parametrize("format", [*ROUNDED, "two_parts"])
 @pytest.mark.parametrize("columns", [16, 128, 1040, 4096, 14336, 16384, 16400, 28672])
 def test_rows_are_rounded_as_defined(place: Place, columns: int, format: str, dtype: torch.dtype):
     x = place.normal(67, columns, dtype=dtype)
@@ -174,7 +193,7 @@ def test_rows_are_rounded_as_defined(place: Place, columns: int, format: str, dt
 
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("format", [*FORMATS, "two_parts"])
+@pytest.mark.parametrize("format", [*ROUNDED, "two_parts"])
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("columns", [128, 4096, 16400])
 def test_a_norm_is_rounded_before_its_rows_are(
@@ -470,7 +489,15 @@ def test_two_parts_keep_16_bits_of_a_rows_largest_number():
     assert not rows[128 + 3 : 128 + 8].any() and not rows[128 + 11 :].any()
 
 
-def test_blocks_of_fp8_checkpoints_do_not():
-    values = torch.zeros(256, 256, dtype=torch.float8_e4m3fn)
-    weight = QuantizedWeight("fp8", 256, values, torch.ones(2, 2), None, 128, None, 128, "fp8")
-    assert not stays_in_8_bit(weight, torch.float16, 90)
+def test_blocks_of_fp8_checkpoints_stay_in_8_bit():
+    values = torch.zeros(264, 144, dtype=torch.float8_e4m3fn)
+    weight = QuantizedWeight("fp8", 144, values, torch.ones(3, 2), None, 128, None, 128, "fp8")
+    assert stays_in_8_bit(weight, torch.float16, 90)
+    assert not stays_in_8_bit(weight, torch.float32, 90)
+    assert not stays_in_8_bit(weight, torch.float16, 89)
+    assert not stays_in_8_bit(replace(weight, activations=""), torch.float16, 90)
+    # a scale for 128 inputs of each output
+    rows = replace(weight, scales=torch.ones(264, 2), block_rows=1)
+    assert not stays_in_8_bit(rows, torch.float16, 90)
+    wide = replace(weight, scales=torch.ones(3, 1), group_size=0)
+    assert not stays_in_8_bit(wide, torch.float16, 90)

@@ -56,7 +56,8 @@ def _check_output(folder: Path) -> Path:
 _Quantization = Annotated[
     Optional[str],
     typer.Option(
-        help="The preset's matrices rounded: int8, fp8 or int4; with the activations: w8a8-int8, w8a8-fp8."
+        help="The preset's matrices rounded: int8, fp8 or int4; with the activations: w8a8-int8, w8a8-fp8, "
+        "w8a8-fp8-blocks (128 x 128)."
     ),
 ]
 _Output = Annotated[Path, typer.Option(help="Folder for the JSON and the plot.", callback=_check_output)]

@@ -17,6 +17,7 @@ QUANTIZATIONS = {
     "int4": Quantization("int4", 128, zeros=True),
     "w8a8-int8": Quantization("int8", activations="int8"),
     "w8a8-fp8": Quantization("fp8", activations="fp8"),
+    "w8a8-fp8-blocks": Quantization("fp8", 128, 128, activations="fp8"),
 }
 
 

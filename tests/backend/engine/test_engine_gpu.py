@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +19,16 @@ from tests.backend.engine.offline_models import (
 from tests.backend.engine.test_sessions_gpu import run_ahead
 from tests.backend.hf_models import bloom, gpt2, gptneox, llama
 from tests.checkpoints import save
+from tests.converters.quantized_checkpoints import Case, fp8, save_quantized
 from tridecode.backend.config import EngineConfig
-from tridecode.backend.engine.offline import Generation, run_greedy
+from tridecode.backend.engine.offline import Generation, OfflineEngine, run_greedy
 from tridecode.backend.engine.settings import MORE_SLOTS
 from tridecode.backend.messages import SamplingParams
 from tridecode.backend.quantization import Quantization
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
+from tridecode.converters.kept_quantized import keep_quantized
+from tridecode.kernels.quantized import QuantizedWeight
 
 pytestmark = pytest.mark.gpu
 
@@ -40,6 +44,11 @@ MODELS = {
 LENGTHS = [1, 2, 7, 30, 33, 9, 40, 5, 17, 12, 3, 21]
 NEW = 16
 DEVICE = "cuda"
+#: as DeepSeek-V3's and Qwen3's FP8 checkpoints
+FP8_BLOCKS = Case(
+    {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    lambda weight: fp8(weight, (128, 128), "weight_scale_inv"),
+)
 FP32_BOUND = 2e-3  # of the standard deviation of the logits: the order of the additions, over two layers
 
 
@@ -167,27 +176,42 @@ def test_the_slots_that_an_engine_chooses_itself_decode_together() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize("format", ["int8", "fp8", "fp8 blocks"])
 def test_w8a8_on_a_gpu_is_that_of_the_cpu(tmp_path: Path, format: str, dtype: str) -> None:
     """First logits lie as close to the CPU's in fp32 as 16 bits allow, which also turn single activations to
     the next value: at most what rounding them at all does."""
-    model = llama(head_size=64, heads=8, kv_heads=2, inner=352, vocab=512)
-    save(model, tmp_path / "hf")
+    model = llama(head_size=64, heads=8, kv_heads=2, inner=384, vocab=512)
+    if format == "fp8 blocks":
+        source = save_quantized(model, tmp_path / "hf", FP8_BLOCKS)
+        plan = keep_quantized(plan_conversion(open_checkpoint(source)))
+    else:
+        source = open_checkpoint(str(save(model, tmp_path / "hf")))
+        plan = plan_conversion(source, "fp32", None, Quantization(format, activations=format))
+    rounding = plan.config.quantization
+    assert rounding is not None and rounding.activations == format.split()[0]
     prompts = prompts_of(LENGTHS, 512)
 
     def logits(activations: str, device: str, data_type: str) -> np.ndarray:
         directory = tmp_path / f"w{activations}"
         if not directory.exists():
-            quantization = Quantization(format, activations=activations)
-            plan_conversion(open_checkpoint(str(tmp_path / "hf")), "fp32", None, quantization).write(
-                directory
-            )
+            quantization = replace(rounding, activations=activations)
+            replace(plan, config=replace(plan.config, quantization=quantization)).write(directory)
         config = EngineConfig(
             device=device, data_type=data_type, max_sequences=8, max_step_tokens=64, cache_bytes=64 << 20
         )
         return np.stack([found[0] for found in run_greedy(directory, prompts, NEW, config)[1]])
 
-    wanted = logits(format, "cpu", "fp32")
+    wanted = logits(rounding.activations, "cpu", "fp32")
     moved = np.abs(logits("", "cpu", "fp32") - wanted).max()
     bound = moved + rounding_bound(model, prompts, dtype, DEVICE)
-    assert np.abs(logits(format, DEVICE, dtype) - wanted).max() <= bound
+    assert np.abs(logits(rounding.activations, DEVICE, dtype) - wanted).max() <= bound
+
+
+def test_fp8_blocks_stay_in_8_bit(tmp_path: Path) -> None:
+    model = llama(head_size=64, heads=8, kv_heads=2, inner=384, vocab=512)
+    source = save_quantized(model, tmp_path / "hf", FP8_BLOCKS)
+    keep_quantized(plan_conversion(open_checkpoint(source))).write(tmp_path / "w")
+    config = EngineConfig(device=DEVICE, data_type="bf16", max_sequences=4, cache_bytes=16 << 20)
+    layer = OfflineEngine.load(tmp_path / "w", config).engine.model.layers[0]
+    for linear in (layer.qkv, layer.dense, layer.up, layer.down):
+        assert isinstance(linear.weight, QuantizedWeight) and linear.weight.block_rows == 128

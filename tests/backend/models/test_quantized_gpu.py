@@ -20,7 +20,6 @@ from tridecode.backend.quantization import Quantization
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 from tridecode.converters.kept_quantized import keep_quantized
-from tridecode.kernels import packed_weight
 from tridecode.kernels.packed_weight import PackedWeight
 from tridecode.kernels.quantized import QuantizedWeight
 
