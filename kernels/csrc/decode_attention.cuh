@@ -412,9 +412,7 @@ int run(const Task& task, void* stream) {
                 task.num_rows, task.kv_heads, task.num_counters);
   const int multiprocessors = device().multiprocessors;
   const Clusters clusters = clusters_of(task);
-  if (clusters.blocks && clusters.warps == kWarps)
-    return run_clusters<X, C, D, kWarps>(task, clusters, stream);
-  if (clusters.blocks) return run_clusters<X, C, D, kManyWarps>(task, clusters, stream);
+  if (clusters.blocks) return run_clusters<X, C, D>(task, clusters, stream);
   const int fit =
       (device().shared_bytes + 1024) / (kWarps * ByCopies::kBytes + (task.num_rows + 1) * 4 + 1280);
   const int wanted = D <= 128 ? 3 : 1;

@@ -1,5 +1,5 @@
-// Decode attention of few rows and heads, which is bound by latency: a cluster of blocks takes a
-// pass over a row and kv head, each warp of it a run of the tiles. The warps send their maxima,
+// Decode attention of few rows and heads without groups, which is bound by latency: a cluster of
+// blocks takes a row and head, each warp of it a run of the tiles. The warps send their maxima,
 // sums and outputs to the shared memory of the blocks that combine them, each for a share of the
 // dims: no fence, counter or read of global memory lies between the last tile and the result.
 //
@@ -16,87 +16,70 @@
 namespace tridecode {
 namespace {
 
-constexpr int kManyWarps = 8;         // of a block, where passes are fewest
-constexpr int kClusterWarpTiles = 2;  // of a warp, beyond which a pass takes one more cluster
+constexpr int kClusterWarpTiles = 2;  // of a warp, beyond which a head takes one more cluster
 
-// Of a pass: 8 dims of a head, in the order of heads and dims. A block of the cluster combines
-// every blocks-th piece.
-__host__ __device__ constexpr int pieces_of(int heads, int head_size) {
-  return heads * head_size / 8;
+// A piece is 8 dims. A block of the cluster combines every blocks-th piece.
+__host__ __device__ constexpr int most_pieces(int head_size, int blocks) {
+  return ceil_div(head_size / 8, blocks);
 }
-// Floats that a warp sends of each pair of heads: their maxima and sums.
-constexpr int kPairFloats = 4, kWarpPairs = kGroup / 2;
+constexpr int kTotals = 4;  // floats that a warp sends every block: maximum, sum, two zeros
 
-// Floats of shared memory: of each warp of the cluster, the pieces that a block combines, and the
-// maxima and sums of all heads.
-__host__ __device__ constexpr int received_floats(int heads, int head_size, int warps, int blocks) {
-  return blocks * warps *
-         (ceil_div(pieces_of(heads, head_size), blocks) * 8 + kWarpPairs * kPairFloats);
+// Floats of shared memory: the pieces and totals of each warp of the cluster.
+__host__ __device__ constexpr int received_floats(int head_size, int blocks) {
+  return blocks * kWarps * (most_pieces(head_size, blocks) * 8 + kTotals);
 }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
 // What the blocks of a cluster send each other, and where each keeps what it receives.
-template <int D, int WARPS>
+template <int D>
 struct Exchange {
-  int blocks, rank, heads;
+  int blocks, rank;
   float* received;
   uint64_t* barrier;
 
-  __device__ __forceinline__ int warps() const { return blocks * WARPS; }
-  __device__ __forceinline__ int most_pieces() const {
-    return ceil_div(pieces_of(heads, D), blocks);
-  }
-  __device__ __forceinline__ int own_pieces() const {
-    return (pieces_of(heads, D) - rank + blocks - 1) / blocks;
-  }
+  __device__ __forceinline__ int warps() const { return blocks * kWarps; }
+  __device__ __forceinline__ int own_pieces() const { return (D / 8 - rank + blocks - 1) / blocks; }
   __device__ __forceinline__ float* piece(int warp, int place) const {
-    return received + (warp * most_pieces() + place) * 8;
+    return received + (warp * most_pieces(D, blocks) + place) * 8;
   }
-  // (maximum, sum) of a head.
-  __device__ __forceinline__ float* totals(int warp, int head) const {
-    return received + warps() * most_pieces() * 8 + (warp * kGroup + head) * 2;
+  __device__ __forceinline__ float* totals(int warp) const {
+    return received + warps() * most_pieces(D, blocks) * 8 + warp * kTotals;
   }
 
   // In one thread.
   __device__ __forceinline__ void initialize() const {
     barrier_init(barrier, 1);
     fence_barriers();
-    barrier_expect(barrier, warps() * (own_pieces() * 8 + (heads + 1) / 2 * kPairFloats) * 4);
+    barrier_expect(barrier, warps() * (own_pieces() * 8 + kTotals) * int(sizeof(float)));
   }
 
-  // What this warp has summed, to the blocks that combine it.
+  // What this warp has summed, to the blocks that combine it. Lanes with t = 0 have the head.
   template <typename S>
   __device__ __forceinline__ void send_sums(const S& sums) const {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int warp = rank * WARPS + threadIdx.x / 32;
-    if (g < blocks && 2 * t < heads)
-      send(address_in(totals(warp, 2 * t), g), sums.most[0], sums.sum[0], sums.most[1], sums.sum[1],
+    const int g = threadIdx.x % 32 / 4, warp = rank * kWarps + threadIdx.x / 32;
+    if (threadIdx.x % 4 != 0) return;
+    if (g < blocks)
+      send(address_in(totals(warp), g), sums.most[0], sums.sum[0], 0.0f, 0.0f,
            address_in(barrier, g));
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (2 * t + i >= heads) continue;
-#pragma unroll
-      for (int c = 0; c < S::VC; ++c) {
-        const int d = c * 64 + g * 8;
-        if (D % 64 != 0 && d >= D) continue;
-        const int index = (2 * t + i) * (D / 8) + d / 8, to = index % blocks;
-        const uint32_t there = address_in(piece(warp, index / blocks), to);
-        const uint32_t arrival = address_in(barrier, to);
-        const auto& eight = sums.output[c];
-        send(there, eight[0][i], eight[0][2 + i], eight[1][i], eight[1][2 + i], arrival);
-        send(there + 16, eight[2][i], eight[2][2 + i], eight[3][i], eight[3][2 + i], arrival);
-      }
+    for (int c = 0; c < S::VC; ++c) {
+      const int index = c * 8 + g, to = index % blocks;
+      if (D % 64 != 0 && index >= D / 8) continue;
+      const uint32_t there = address_in(piece(warp, index / blocks), to);
+      const uint32_t arrival = address_in(barrier, to);
+      const auto& eight = sums.output[c];
+      send(there, eight[0][0], eight[0][2], eight[1][0], eight[1][2], arrival);
+      send(there + 16, eight[2][0], eight[2][2], eight[3][0], eight[3][2], arrival);
     }
   }
 
-  // Of the own piece at `place`, of head `head`, over all warps, in a warp: the maximum, the sum,
-  // and in lane l the output of dim l % 8.
-  __device__ __forceinline__ void combine(int place, int head, float& peak, float& all,
-                                          float& output) const {
+  // Of the own piece at `place`, over all warps, in a warp: the maximum, the sum, and in lane l the
+  // output of dim l % 8.
+  __device__ __forceinline__ void combine(int place, float& peak, float& all, float& output) const {
     const int lane = threadIdx.x % 32;
     float2 own = make_float2(-CUDART_INF_F, 0.0f);
-    if (lane < warps()) own = *reinterpret_cast<const float2*>(totals(lane, head));
+    if (lane < warps()) own = *reinterpret_cast<const float2*>(totals(lane));
     peak = warp_max(own.x);
     const float weight = lane < warps() ? exp2f(own.x - peak) : 0.0f;
     all = warp_sum(weight * own.y);
@@ -112,11 +95,8 @@ struct Exchange {
 
 #endif
 
-// WARPS: of a block.
-template <typename X, typename C, int D, int WARPS>
-__global__ void __launch_bounds__(32 * WARPS, WARPS > kWarps ? 1
-                                              : D <= 128     ? 3
-                                                             : 2)
+template <typename X, typename C, int D>
+__global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
     decode_attention_cluster(const __grid_constant__ Task task, int clusters) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   using S = Sums<X, C, D>;
@@ -126,36 +106,33 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS > kWarps ? 1
   __shared__ bool last;
 
   const int blocks = cluster_size(), rank = cluster_rank(), warp = threadIdx.x / 32;
-  const int lane = threadIdx.x % 32, per_row = task.kv_heads * task.groups;
-  const int items = task.num_rows * per_row, item = blockIdx.x / blocks % items,
-            part = blockIdx.x / blocks / items;
-  const int row = item / per_row, pass = item % per_row, context = task.context_lens[row];
-  const int kv_head = pass / task.groups, first_head = pass % task.groups * kGroup;
-  const int heads = min(kGroup, task.group - first_head);  // of this pass
-  const int head = kv_head * task.group + first_head;      // the first of them
+  const int lane = threadIdx.x % 32, items = task.num_rows * task.kv_heads;
+  const int item = blockIdx.x / blocks % items, part = blockIdx.x / blocks / items;
+  const int row = item / task.kv_heads, head = item % task.kv_heads;
+  const int context = task.context_lens[row];
   X* const out = static_cast<X*>(task.out) + row * task.out_stride + head * D;
 
-  const int tiles = (context + kTile - 1) / kTile, warps = blocks * WARPS;
+  const int tiles = (context + kTile - 1) / kTile, warps = blocks * kWarps;
   const int parts = min(clusters, ceil_div(tiles, kClusterWarpTiles * warps));
   if (part >= parts || context <= 0) {
     wait_for_predecessor();
     if (part == 0)  // padding
-      for (int i = rank * blockDim.x + threadIdx.x; i < heads * D; i += blocks * blockDim.x)
+      for (int i = rank * blockDim.x + threadIdx.x; i < D; i += blocks * blockDim.x)
         out[i] = from_float<X>(0.0f);
     return;
   }
-  const Exchange<D, WARPS> exchange{blocks, rank, heads, received, &all_received};
+  const Exchange<D> exchange{blocks, rank, received, &all_received};
   if (threadIdx.x == 0) exchange.initialize();
   __syncwarp();
   cluster_arrive();
 
   // The first warps have one more: the last one waits for the newest token.
-  const int runs = parts * warps, mine = (part * blocks + rank) * WARPS + warp;
+  const int runs = parts * warps, mine = (part * blocks + rank) * kWarps + warp;
   const int begin = ceil_div(int64_t(tiles) * mine, runs),
             end = ceil_div(int64_t(tiles) * (mine + 1), runs);
   Source source(nullptr, false);
   Pages<X, C, D, Source> pages(task, source);
-  pages.row = row, pages.kv_head = kv_head;
+  pages.row = row, pages.kv_head = head;
   pages.load_ids(min(begin, tiles - 1), tiles);
   const bool newest = begin == tiles - 1;
   if (!newest && begin < end) {
@@ -170,7 +147,7 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS > kWarps ? 1
     pages.request_values(begin, tiles);
   }
 
-  S sums(task, row, head, heads);
+  S sums(task, row, head, 1);
   for (int tile = begin; tile < end; ++tile) {
     sums.add_tile(
         source, tile, context,
@@ -186,22 +163,20 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS > kWarps ? 1
   exchange.send_sums(sums);
   barrier_wait_for_cluster(&all_received, 0);
 
-  auto slot_of = [&](int which, int h) {  // of a part and a head: dims, maximum, sum
-    return static_cast<float*>(task.scratch) + int64_t(item * clusters + which) * slot_floats(D) +
-           h * (D + 2);
+  auto slot_of = [&](int which) {  // of a part: dims, maximum, sum
+    return static_cast<float*>(task.scratch) + int64_t(item * clusters + which) * (D + 2);
   };
-  for (int place = warp; place < exchange.own_pieces(); place += WARPS) {
-    const int index = place * blocks + rank, h = index / (D / 8), d = index % (D / 8) * 8 + lane;
+  for (int place = warp; place < exchange.own_pieces(); place += kWarps) {
+    const int d = (place * blocks + rank) * 8 + lane;
     float peak, all, output;
-    exchange.combine(place, h, peak, all, output);
+    exchange.combine(place, peak, all, output);
     if (lane >= 8) continue;
     if (parts == 1) {
-      out[h * D + d] = from_float<X>(output / all);
+      out[d] = from_float<X>(output / all);
     } else {
-      __stcg(slot_of(part, h) + d, output);
+      __stcg(slot_of(part) + d, output);
       // the blocks of the cluster store the same numbers here
-      if (lane == 0)
-        __stcg(reinterpret_cast<float2*>(slot_of(part, h) + D), make_float2(peak, all));
+      if (lane == 0) __stcg(reinterpret_cast<float2*>(slot_of(part) + D), make_float2(peak, all));
     }
   }
   if (parts == 1) return;
@@ -216,54 +191,50 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS > kWarps ? 1
   }
   __syncthreads();
   if (!last) return;
-  for (int place = warp; place < exchange.own_pieces(); place += WARPS) {
-    const int index = place * blocks + rank, h = index / (D / 8), d = index % (D / 8) * 8 + lane;
+  for (int place = warp; place < exchange.own_pieces(); place += kWarps) {
+    const int d = (place * blocks + rank) * 8 + lane;
     if (lane >= 8) continue;
     float peak = -CUDART_INF_F, all = 0.0f, output = 0.0f;
-    for (int which = 0; which < parts; ++which) peak = fmaxf(peak, __ldcg(slot_of(which, h) + D));
+    for (int which = 0; which < parts; ++which) peak = fmaxf(peak, __ldcg(slot_of(which) + D));
     for (int which = 0; which < parts; ++which) {
-      const float2 totals = __ldcg(reinterpret_cast<const float2*>(slot_of(which, h) + D));
+      const float2 totals = __ldcg(reinterpret_cast<const float2*>(slot_of(which) + D));
       const float share = exp2f(totals.x - peak);
-      all += share * totals.y, output += share * __ldcg(slot_of(which, h) + d);
+      all += share * totals.y, output += share * __ldcg(slot_of(which) + d);
     }
-    out[h * D + d] = from_float<X>(output / all);
+    out[d] = from_float<X>(output / all);
   }
 #endif
 }
 
-// What is launched for a pass: clusters of `blocks` blocks of `warps` warps; 0 blocks: too many
-// rows and heads. One token, us of an H200 less than with teams (decode_attention.cuh) in a step:
-// BLOOM-7B1 118 (32 passes), two rows 50; LLaMA-3-8B 20 to 60 (8 passes of 4 heads); with 4 rows of
-// it they take more.
+// What is launched for a row and head: clusters of `blocks` blocks; 0 blocks: too many rows and
+// heads. Measured on an H200, ms of a step of BLOOM-7B1 in int8 (32 heads), with teams in brackets:
+// one row 2.44 (2.57), with 1,900 tokens 2.72 (2.83), two rows 2.57 (2.62). Several query heads of
+// a kv head leave fewer of these, which teams spread over more multiprocessors: LLaMA-3-8B with
+// 6,000 tokens 3.20 (3.01).
 struct Clusters {
-  int blocks, warps, each;
+  int blocks, each;
 };
 
 Clusters clusters_of(const Task& task) {
-  const int items = task.num_rows * task.kv_heads * task.groups;
-  if (device().capability < 90) return {};
-  if (task.group > 1) {  // few, so that the next kernel finds multiprocessors free
-    const int blocks = 4, room = device().multiprocessors / blocks;
-    return items <= 16 ? Clusters{blocks, kManyWarps, room / items} : Clusters{};
-  }
+  const int items = task.num_rows * task.kv_heads;
+  if (device().capability < 90 || task.group > 1) return {};
   for (int blocks = 8; blocks >= 4; blocks /= 2) {
     const int room = 2 * device().multiprocessors / blocks;
-    if (items <= room) return {blocks, kWarps, room / items};
+    if (items <= room) return {blocks, room / items};
   }
   return {};
 }
 
-template <typename X, typename C, int D, int WARPS>
+template <typename X, typename C, int D>
 int run_clusters(const Task& task, const Clusters& clusters, void* stream) {
-  const int blocks = task.num_rows * task.kv_heads * task.groups * clusters.blocks;
+  const int blocks = task.num_rows * task.kv_heads * clusters.blocks;
   if (blocks > task.num_counters)
     return fail("decode_attention: %d blocks need more than %d counters", blocks,
                 task.num_counters);
-  const int heads = task.group < kGroup ? task.group : kGroup;
-  return launch_in_clusters("decode_attention", decode_attention_cluster<X, C, D, WARPS>,
-                            clusters.blocks, blocks * clusters.each, 32 * WARPS,
-                            received_floats(heads, D, WARPS, clusters.blocks) * sizeof(float),
-                            stream, task, clusters.each);
+  return launch_in_clusters("decode_attention", decode_attention_cluster<X, C, D>, clusters.blocks,
+                            blocks * clusters.each, 32 * kWarps,
+                            received_floats(D, clusters.blocks) * sizeof(float), stream, task,
+                            clusters.each);
 }
 
 }  // namespace

@@ -14,7 +14,7 @@ constexpr int kBlockRows = 64 * kGroups;
 constexpr int kStageInputs = 64;
 constexpr int kBuffers = 2;       // of results, per warp group
 constexpr int kPartStages = 2;    // of a part of E4M3 sums: 256 inputs
-constexpr int kScaleBlock = 128;  // rows and columns of a block of E4M3: inputs of a stage
+constexpr int kScaleBlock = 128;  // rows of a block of E4M3 with one scale; its columns are a stage
 
 // N: tokens of a tile, of PARTS rows of x each.
 template <int N, int PARTS = 1>

@@ -18,7 +18,11 @@ constexpr int kMostInputs = 1 << 17;
 int as_16_bit(const char* what, GemmTask& task) {
   if (task.operand != 2 && task.inputs > kMostInputs)
     return fail("%s: %d inputs; sums of integers hold %d", what, task.inputs, kMostInputs);
-  if (!task.weight_scales || !task.x_scales) return fail("%s: scales are null", what);
+  if (!(task.weight_scales || task.block_scales) || !task.x_scales)
+    return fail("%s: scales are null", what);
+  if (task.block_scales && (task.operand != 2 || task.weight_scales))
+    return fail("%s: scales of blocks with operand %d; wanted E4M3 without others", what,
+                task.operand);
   if (task.inputs % 16 || task.x_stride % 16 || task.weight_stride % 16)
     return fail("%s: %d inputs, strides %lld and %lld; wanted multiples of 16", what, task.inputs,
                 (long long)task.x_stride, (long long)task.weight_stride);

@@ -59,7 +59,7 @@ struct Finish {
     const int second = MODE == kGated       ? half + first
                        : MODE == kQkvRotary ? min(column + task.head_size / 2, half - 1)
                                             : first;
-    const int stages = (task.inputs + kScaleBlock - 1) / kScaleBlock;
+    const int stages = (task.inputs + kStageInputs - 1) / kStageInputs;
     return {task.block_scales + int64_t(first / kScaleBlock) * stages + step,
             (second / kScaleBlock - first / kScaleBlock) * stages};
   }

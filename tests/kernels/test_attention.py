@@ -47,6 +47,13 @@ def test_short_contexts_share_a_step_with_long_ones(place: Place, heads):
     decode_and_compare(place, heads, contexts, 32, False, torch.bfloat16)
 
 
+@pytest.mark.parametrize("size", [64, 80, 96, 112, 128, 256])
+@pytest.mark.parametrize("contexts", [[1], [16], [513, 1], [2049], [0, 3000, 40], [290, 33] * 6, [1100] * 16])
+def test_heads_with_keys_of_their_own_decode_few_rows(place: Place, contexts: list[int], size: int):
+    """On Hopper a cluster of blocks takes a head, or several a head with a long context."""
+    decode_and_compare(place, (4, 4, size), contexts, 16, size == 96, torch.bfloat16)
+
+
 @pytest.mark.parametrize("block_tokens", [16, 32, 64])
 @pytest.mark.parametrize("contexts", [[1], [31, 32, 33], [0, 0, 2049, 0], [63, 64, 65, 1] * 6, [300] * 19])
 def test_any_lengths_share_a_step(place: Place, contexts: list[int], block_tokens: int):

@@ -96,6 +96,14 @@ def test_any_lengths_share_a_step(place: Place, contexts, block_tokens: int, dty
 
 @FORMATS
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [64, 80, 128, 256])
+@pytest.mark.parametrize("contexts", [[16], [513, 1], [0, 3000, 40], [290, 33] * 6])
+def test_heads_with_keys_of_their_own_decode_few_rows(place: Place, contexts, size: int, dtype, format: str):
+    decode_and_compare(place, (4, 4, size), contexts, 16, size == 80, dtype, format)
+
+
+@FORMATS
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("heads", [(8, 2, 128), (16, 8, 64)])
 def test_short_contexts_share_a_step_with_long_ones(place: Place, heads, dtype, format: str):
     """A team has the parts of many rows, and begins behind the last tile of some."""

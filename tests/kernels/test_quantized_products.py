@@ -11,7 +11,7 @@ from tridecode.kernels.checks import DtypeError
 from tridecode.kernels.cpu import Cpu
 from tridecode.kernels.ops import Linear
 from tridecode.kernels.reference import Reference
-from tridecode.kernels.round_to_nearest import round_to_nearest
+from tridecode.kernels.round_to_nearest import round_blocks, round_to_nearest
 
 #: float32 sums of 96 products of about 1
 SUMS = 1e-4
@@ -33,6 +33,22 @@ def test_rounded_weights_are_the_nearest_values(format: str, columns: int) -> No
         )
     assert not found[7].any()
     np.testing.assert_allclose(found, np.nan_to_num(wanted), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("shape", [(40, 81), (128, 128), (264, 144)])
+def test_blocks_of_fp8_have_scales_of_their_own(shape: tuple[int, int]) -> None:
+    weight = draw(*shape) * torch.logspace(-3, 3, shape[1])
+    weight[:, 5], weight[:128, :128] = 0, weight[:128, :128] * 1e-4
+    made = round_blocks(weight, 128, "fp8")
+    assert made.scales.shape == (-(-shape[0] // 128), -(-shape[1] // 128)) and made.activations == "fp8"
+    found = made.expanded(torch.float64)
+    for rows, columns in np.ndindex(*made.scales.shape):
+        place = np.s_[rows * 128 : (rows + 1) * 128, columns * 128 : (columns + 1) * 128]
+        block = weight[place].double()
+        largest = block.abs().max()
+        # half a step of E4M3: 1/16 of a number, or 2^-10 of what 448 stands for
+        assert ((found[place] - block).abs() <= block.abs() / 16 + largest / 448 * 2**-9).all()
+        assert found[place].abs().max() == pytest.approx(largest.item(), rel=1e-6)
 
 
 def test_a_large_matrix_is_rounded_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
