@@ -17,6 +17,7 @@ namespace tridecode {
 namespace {
 
 constexpr int kClusterWarpTiles = 2;  // of a warp, beyond which a head takes one more cluster
+constexpr int kPrefetchedTiles = 8;   // of a warp
 
 // A piece is 8 dims. A block of the cluster combines every blocks-th piece.
 __host__ __device__ constexpr int most_pieces(int head_size, int blocks) {

@@ -1,10 +1,10 @@
 // What a warp of decode attention does with a tile: 16 tokens of one kv head.
 //
 // The matrix instruction multiplies keys (16 tokens x dims) with queries (dims x 8 heads), then
-// values (dims x 16 tokens) with probabilities (16 tokens x 8 heads). The next keys are
-// loaded once the scores are computed, the next values once these are summed. Tiles arrive by bulk
-// copies in a ring of shared memory per warp, or by loads to registers. Queries beyond
-// the size of the group are zeros: the kernels are memory-bound. Softmax in base 2 and float32.
+// values (dims x 16 tokens) with probabilities (16 tokens x 8 heads). The next keys are loaded once
+// the scores are computed, the next values once these are summed. Tiles arrive by bulk copies in a
+// ring of shared memory per warp, or by loads to registers. Queries beyond the size of the group are
+// zeros: the kernels are memory-bound. Softmax in base 2 and float32.
 //
 // C is what the cache holds: X, int8_t or e4m3. Tiles of 8 bits become X in registers. The scale of
 // a key multiplies its score, the scale of a value its probability. Both products are in float32;
@@ -17,10 +17,9 @@
 namespace tridecode {
 namespace {
 
-constexpr int kTile = 16;            // tokens
-constexpr int kGroup = 8;            // query heads that share a pass over the keys and values
-constexpr int kWarps = 4;            // of a block
-constexpr int kPrefetchedTiles = 8;  // of a warp
+constexpr int kTile = 16;  // tokens
+constexpr int kGroup = 8;  // query heads that share a pass over the keys and values
+constexpr int kWarps = 4;  // of a block
 
 struct Task : tridecode_attention_task {
   int group, groups;  // query heads of a kv head; passes of kGroup heads over it
