@@ -1,14 +1,14 @@
 // Decode attention: one query token per row over its paged cache; multi-head, grouped-query and
 // multi-query, with or without ALiBi. decode_tiles.cuh: what a warp does with a tile.
 //
-// Of few rows and heads without groups a cluster of blocks takes each: decode_attention_cluster.cuh.
-// Else all tiles of the batch, ordered by row and head, are assigned to teams in contiguous runs of
-// equal length. The device computes the runs from context_lens, so that the grid does not depend on
-// them. Each row and head counts as a few tiles more than it has (begin_tiles), behind its last: a
-// team with many short ones would else take much longer than one that streams the same bytes of a
-// long one. A team is a warp or, if rows are few, a block. If a row and head is shared by several
-// teams, each stores its running maximum, sum and output in scratch memory, and the last team to
-// arrive combines them.
+// Of few rows and heads without groups a cluster of blocks takes each:
+// decode_attention_cluster.cuh. Else all tiles of the batch, ordered by row and head, are assigned
+// to teams in contiguous runs of equal length. The device computes the runs from context_lens, so
+// that the grid does not depend on them. Each row and head counts as a few tiles more than it has
+// (begin_tiles), behind its last: a team with many short ones would else take much longer than one
+// that streams the same bytes of a long one. A team is a warp or, if rows are few, a block. If a
+// row and head is shared by several teams, each stores its running maximum, sum and output in
+// scratch memory, and the last team to arrive combines them.
 //
 // Bytes moved: 2 * tokens * kv_heads * head_size * sizeof(C), and in 8 bits 8 * tokens * kv_heads.
 // Bench: python -m tridecode.kernels.bench decode_attention

@@ -3,8 +3,8 @@
 // The matrix instruction multiplies keys (16 tokens x dims) with queries (dims x 8 heads), then
 // values (dims x 16 tokens) with probabilities (16 tokens x 8 heads). The next keys are loaded once
 // the scores are computed, the next values once these are summed. Tiles arrive by bulk copies in a
-// ring of shared memory per warp, or by loads to registers. Queries beyond the size of the group are
-// zeros: the kernels are memory-bound. Softmax in base 2 and float32.
+// ring of shared memory per warp, or by loads to registers. Queries beyond the size of the group
+// are zeros: the kernels are memory-bound. Softmax in base 2 and float32.
 //
 // C is what the cache holds: X, int8_t or e4m3. Tiles of 8 bits become X in registers. The scale of
 // a key multiplies its score, the scale of a value its probability. Both products are in float32;
