@@ -328,6 +328,7 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
     for (int i = threadIdx.x; i < task.heads * D; i += blockDim.x) out[i] = from_float<X>(0.0f);
   }
 }
+
 // Any head size and dtype, not tuned: a warp computes one row and head, token by token.
 template <typename X, typename C, int DIMS>  // dims per lane
 __global__ void decode_attention_any(const __grid_constant__ Task task) {
