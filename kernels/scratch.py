@@ -9,7 +9,8 @@ SUM_BYTES = 64 << 20
 NUM_COUNTERS = 1 << 17
 #: counters of the launch that runs all layers
 LAYER_COUNTERS = 1 << 12
-#: csrc/decode_attention.cu: blocks of the grid, warps of a block, heads of a group, the largest head
+#: csrc/decode_attention.cuh, decode_tiles.cuh: blocks of the grid, warps of a block, heads of a group,
+#: the largest head
 _BLOCKS, _WARPS, _GROUP, _HEAD = 1024, 4, 8, 256
 #: csrc/sampling.cu: ids of a chunk and of a segment; bytes of scratch of a chunk
 _CHUNK, _SEGMENT, _CHUNK_BYTES = 2048, 64, 24

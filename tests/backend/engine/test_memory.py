@@ -213,7 +213,8 @@ def test_a_gpu_is_planned_with_its_own_buffers_and_scratch(converted):
 
 
 def test_the_scratch_of_kernels_is_that_of_their_sources():
-    attention = (library.SOURCES / "decode_attention.cuh").read_text()
+    headers = ("decode_tiles.cuh", "decode_attention.cuh")
+    attention = "".join((library.SOURCES / header).read_text() for header in headers)
     constant = {
         name: int(re.search(rf"constexpr int {name} = (\d+);", attention)[1])
         for name in ("kWarps", "kMaxBlocks", "kGroup")
