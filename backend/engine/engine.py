@@ -27,13 +27,14 @@ from tridecode.backend.engine.logits import StepExtras, prompt_logits, sample_lo
 from tridecode.backend.engine.parallel import Posted, ProcessRanks, SingleRank
 from tridecode.backend.engine.peer_memory import join_peers
 from tridecode.backend.engine.plan import BeamRows, StepPlan, StepResult
+from tridecode.backend.engine.prompt_graphs import PromptGraphs, step_shapes
 from tridecode.backend.engine.prompt_store import PromptPlace, PromptStore, load_tasks, prompt_limits
 from tridecode.backend.engine.random_weights import RandomWeights
 from tridecode.backend.engine.sampling import candidate_rows, copy_slots, start_slots
 from tridecode.backend.engine.settings import choose_num_blocks
 from tridecode.backend.engine.shadow import Scorer
 from tridecode.backend.engine.shadow_load import open_reference
-from tridecode.backend.engine.step_buffers import StepBuffers
+from tridecode.backend.engine.step_buffers import StepBuffers, StepShape
 from tridecode.backend.engine.top_log_probs import PendingTops, TopLogProbsOfStep
 from tridecode.backend.engine.vocab_logits import beam_candidates
 from tridecode.backend.engine.vocab_sampler import sample
@@ -155,6 +156,7 @@ class Engine:
         ]
         self._tops: PendingTops | None = None  # of the step that is being launched
         self.graphs: DecodeGraphs | None = None
+        self.prompt_graphs: PromptGraphs | None = None
         self.shadow = Scorer(self, shadow_weights) if config.shadow_share else None
         ranks.barrier("loaded")  # with a limit and a diagnosis, which what follows has not
         if self.is_asynchronous:
@@ -163,7 +165,8 @@ class Engine:
             self._warm_up()
         self.num_blocks = ranks.smallest(choose_num_blocks(config, self._block_bytes(), device))
         self.caches = self.allocate_cache(self.num_blocks)
-        self.graphs = self._capture() if self._can_capture() else None
+        if self._can_capture():
+            self._capture()
 
     @classmethod
     def load(
@@ -316,15 +319,21 @@ class Engine:
         log.info("no CUDA graphs: attention with a window or a soft cap runs through torch")
         return False
 
-    def _capture(self) -> DecodeGraphs:
-        """Decode graphs for every padded number of rows."""
-        longest = self.config.max_sequence_tokens
-        assert longest is not None
+    def _capture(self) -> None:
+        """Graphs of decoding steps for every padded number of rows, and of small steps with prompts."""
+        config, longest = self.config, self.config.max_sequence_tokens
+        assert longest is not None and config.max_step_tokens is not None
 
         def load(plan: StepPlan, rows: int) -> Batch:
             return self.buffers.load_padded(plan, rows, longest)
 
-        return DecodeGraphs(padded_sizes(self.config.slots), load, self._run)
+        def load_mixed(plan: StepPlan, shape: StepShape) -> Batch:
+            return self.buffers.load_mixed(plan, shape, longest)
+
+        self.graphs = DecodeGraphs(padded_sizes(config.slots), load, self._run)
+        shapes = step_shapes(config.slots, config.max_step_tokens)
+        only_fresh = config.kv_cache_dtype in CACHE_DTYPES
+        self.prompt_graphs = PromptGraphs(shapes, load_mixed, self._run, self.graphs.pool, only_fresh)
 
     def launch(self, plan: StepPlan) -> Pending:
         """Start a step, on rank 0 for all ranks. On CUDA it returns while the device works, and the next step
@@ -381,7 +390,20 @@ class Engine:
             return False  # its graph would write the tokens of slot -1
         if plan.logit_samples or plan.top_log_probs is not None:
             return False
-        return self.graphs.replay(plan) is not None
+        return self.graphs.replay(plan) is not None or self._replay_prompts(plan)
+
+    @torch.inference_mode()
+    def _replay_prompts(self, plan: StepPlan) -> bool:
+        """Run a plan with prompts as a graph, if there is one for its shape and it wants tokens only."""
+        if self.prompt_graphs is None or plan.prompts is not None or plan.embeds or plan.logit_rows:
+            return False
+        shape = self.prompt_graphs.shapes.of(plan)
+        if shape is None:
+            return False
+        if plan.starts:
+            start_slots(self.state, plan.starts)
+        self.prompt_graphs.replay(plan, shape)
+        return True
 
     def _step_ops(self, plan: StepPlan | None) -> Ops:
         """The operations of a step: with its virtual tokens and the deltas of its adapters, if it has any."""

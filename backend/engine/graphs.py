@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs, one for each padded number of rows."""
+"""Decode steps as CUDA graphs, one for each padded number of rows; how a graph is captured."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Callable
+from typing import Any, Callable
 
 import numpy as np
 import torch
@@ -58,8 +58,22 @@ def prompt_plan(tokens: int, rows: int) -> StepPlan:
     )
 
 
+#: torch's name of memory that graphs share: its type is private
+Pool = Any
+
+
+def capture(batch: Batch, run: Callable[[Batch], object], pool: Pool | None) -> torch.cuda.CUDAGraph:
+    """A graph of `run(batch)`; its memory is of `pool`. Within no_collection."""
+    run(batch)  # a library's set-up at its first call must not happen in a capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        run(batch)
+    return graph
+
+
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """No garbage collection within the block: freeing an earlier engine's graph would break a capture."""
     gc.collect()
     was_enabled = gc.isenabled()
@@ -92,21 +106,13 @@ class DecodeGraphs:
         self._size_of = {
             rows: min(size for size in sizes if size >= rows) for rows in range(1, max(sizes) + 1)
         }
-        with _no_collection():
-            self._capture(sizes, run)
+        self.pool: Pool | None = None
+        with no_collection():
+            for size in sorted(sizes, reverse=True):
+                graph = capture(self._load(decode_plan(size), size), run, self.pool)
+                self.pool = self.pool or graph.pool()
+                self._graphs[size] = graph
         log.info("captured %d decode graphs of up to %d rows", len(sizes), max(sizes))
-
-    def _capture(self, sizes: list[int], run: Callable[[Batch], object]) -> None:
-        pool = None
-        for size in sorted(sizes, reverse=True):
-            batch = self._load(decode_plan(size), size)
-            run(batch)  # a library's set-up at its first call must not happen in a capture
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                run(batch)
-            pool = pool or graph.pool()
-            self._graphs[size] = graph
 
     def replay(self, plan: StepPlan) -> int | None:
         """Run a plan of decoding rows with one token each and no slot starts. Returns the padded size, or

@@ -6,6 +6,7 @@ from them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,15 @@ class _Layout:
             self.views[name] = (offset, offset + size)
             offset += -(-size // _ALIGN) * _ALIGN
         self.total = offset
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """The padded size of a step with prompts."""
+
+    decodes: int  # rows that decode one token
+    tokens: int  # of prompts
+    rows: int  # of prompts
 
 
 class StepBuffers:
@@ -86,6 +96,25 @@ class StepBuffers:
             layout, packed, rows, num_decodes=rows, max_query=0, max_context=max_context, fresh=False
         )
 
+    def load_mixed(self, plan: StepPlan, shape: StepShape, max_context: int) -> Batch:
+        """A plan with prompts that fits into `shape`, padded to it. All plans of a shape share the addresses.
+
+        Decoding rows have one token. Every row has one sample, or none at the end of a chunk. The batch says
+        that prompts are fresh (Batch.fresh_prompts), which matters for an 8-bit cache.
+        """
+        tokens, rows = shape.decodes + shape.tokens, shape.decodes + shape.rows
+        layout = _Layout(tokens, rows, rows, self.max_columns)
+        packed = self._fill(layout, _spread(plan, shape.decodes), tokens, rows)
+        return self._batch(
+            layout,
+            packed,
+            rows,
+            num_decodes=shape.decodes,
+            max_query=shape.tokens,
+            max_context=max_context,
+            fresh=True,
+        )
+
     def _fill(self, layout: _Layout, plan: StepPlan, tokens: int, rows: int) -> torch.Tensor:
         """Write the plan into the next host buffer and start its copy. Padding reads and writes nothing."""
         host = self._host[self._turn]
@@ -101,7 +130,7 @@ class StepBuffers:
         put("positions", plan.positions, 0)
         put("kv_slots", plan.kv_slots, -1)
         put("context_lens", plan.context_lens, 0)
-        put("query_starts", plan.query_starts, tokens)
+        put("query_starts", plan.query_starts, int(plan.query_starts[-1]))
         sample_tokens, sample_slots = _samples(plan)
         put("sample_tokens", sample_tokens, 0)
         put("sample_slots", sample_slots, -1)
@@ -144,3 +173,28 @@ def _samples(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
         behind = np.repeat(ends, counts) - 1 - np.arange(ends[-1])  # tokens between it and the row's last
         return np.repeat(last, counts) - behind, np.repeat(plan.slots, counts)
     return (last, plan.slots) if counts.all() else (last[counts > 0], plan.slots[counts > 0])
+
+
+def _spread(plan: StepPlan, decodes: int) -> StepPlan:
+    """The plan with rows that read and write nothing behind its decoding rows, `decodes` of them in all."""
+    first, gap = plan.num_decodes, decodes - plan.num_decodes
+    if gap == 0:
+        return plan
+
+    def padded(values: np.ndarray, padding: int) -> np.ndarray:
+        rows = np.full((gap, *values.shape[1:]), padding, values.dtype)
+        return np.concatenate([values[:first], rows, values[first:]])
+
+    prompts = plan.query_starts[first + 1 :] + gap
+    return replace(
+        plan,
+        token_ids=padded(plan.token_ids, 0),
+        positions=padded(plan.positions, 0),
+        kv_slots=padded(plan.kv_slots, -1),
+        block_tables=padded(plan.block_tables, 0),
+        context_lens=padded(plan.context_lens, 0),
+        query_starts=np.concatenate([np.arange(decodes + 1, dtype=np.int32), prompts]),
+        slots=padded(plan.slots, -1),
+        samples=padded(plan.samples, 0),
+        num_decodes=decodes,
+    )

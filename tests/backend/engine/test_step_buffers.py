@@ -61,7 +61,7 @@ def test_padded_rows_read_and_write_nothing() -> None:
         batch = buffers.load_padded(decode_plan(1), 3, 32)
     assert batch.kv_slots.tolist() == batch.sample_slots.tolist() == [-1] * 3
     assert batch.context_lens.tolist() == [0] * 3 and not batch.block_tables[1:].any()
-    assert batch.query_starts.tolist() == [0, 1, 3, 3]
+    assert batch.query_starts.tolist() == [0, 1, 1, 1]
 
 
 def test_several_tokens_of_a_decoding_row_are_verified_in_one_step() -> None:
