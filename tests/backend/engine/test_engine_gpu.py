@@ -80,7 +80,7 @@ def test_fp32_greedy_tokens_equal_transformers_in_any_company(make) -> None:
     wanted = [hf_greedy(model, prompt, NEW)[0] for prompt in prompts]
     assert together == wanted
     assert offline.generate(prompts[3:4], SamplingParams(max_tokens=NEW))[0].tokens == wanted[3]
-    assert offline.engine.prompt_graphs is not None and offline.engine.prompt_graphs.replayed > 2
+    assert offline.engine.prompt_graphs is not None and offline.engine.prompt_graphs.replayed > 0
 
 
 def steps_of_transformers(model, prompt: list[int], generation: Generation, bound: float) -> int:
