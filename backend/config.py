@@ -346,7 +346,7 @@ class EngineConfig:
     start_timeout_s: float = setting(
         900.0, "time for loading and warming up, in seconds; the doors wait as long", _SECONDS
     )
-    cuda_graphs: bool = setting(True, "decode steps as CUDA graphs; false for debugging")
+    cuda_graphs: bool = setting(True, "decode steps and short prompts as CUDA graphs; false for debugging")
     num_threads: int = setting(0, "CPU threads of the engine; 0: torch's own choice", _SOME)
     batch_invariant: bool = setting(
         False, "CPU and fp32: log probabilities do not depend on the other requests of a step"

@@ -28,8 +28,8 @@ log = logging.getLogger("tridecode.engine")
 TOKENS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 #: padded rows that decode in the same step
 DECODES = (0, 4, 16, 32, 64)
-#: Most prompts of a step, of up to SHORT tokens and of more: attention looks at each padded row once for every
-#: 128 of the padded tokens (0.2 ms a step of 512 tokens and 16 rows of LLaMA-3-8B).
+#: Most prompts of a step of up to SHORT tokens, and of more: attention looks at each padded row once for
+#: every 128 of them (0.2 ms a step of 512 tokens and 16 rows of LLaMA-3-8B).
 PROMPTS, SHORT, FEW_PROMPTS = 16, 128, 4
 
 
