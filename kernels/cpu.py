@@ -65,7 +65,8 @@ class Cpu(Reference):
             if keeps_int8(weight, self.batch_invariant):
                 return linear
             _say_expanded(weight.format, dtype)
-            linear = Linear(weight.expanded(dtype), linear.bias, weight.activations)
+            dense, group = weight.expanded(dtype), weight.activation_group
+            linear = Linear(dense, linear.bias, weight.activations, group)
             weight = linear.dense
         if weight.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
             return linear

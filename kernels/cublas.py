@@ -79,14 +79,15 @@ class LibraryProducts:
             self._launch(stream, tokens, algorithm, fields)
         return True
 
-    def takes_fp8(self) -> bool:
-        """Whether this GPU and version multiply E4M3 with a scale for each row and each output."""
+    def takes_fp8(self, operand: int) -> bool:
+        """Whether this GPU and version multiply E4M3 with a scale for each row and each output (operand 2), or
+        for 128 numbers of a row and 128 x 128 of the weight (5)."""
         if not self.is_open:
             return False
         names = ("out", "x", "weight", "x_scales", "weight_scales")  # never read, but no null
         fields: dict[str, float] = dict.fromkeys(names, self._workspace)
-        sizes = dict.fromkeys(("inputs", "outputs", "x_stride", "weight_stride", "out_stride"), 256)
-        fields |= {"dtype": 2, "operand": 2, "alignment": 256, **sizes}
+        sizes = dict.fromkeys(("inputs", "outputs", "x_stride", "weight_stride", "out_stride"), 512)
+        fields |= {"dtype": 2, "operand": operand, "alignment": 256, **sizes}
         try:
             return self._algorithm(128, 128, fields) is not None
         except KernelError:  # before CUDA 12.9 there is no such scale

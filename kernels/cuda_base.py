@@ -50,12 +50,12 @@ class CudaBase:
         self._library_products = LibraryProducts(self.library, self._sums_pointer)
         for name in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"):
             setattr(torch.backends.cuda.matmul, name, False)  # the process's: sums are in float32
-        clusters, fp8_library = (0, 0, 0), False
+        clusters, fp8_library = (0, 0, 0), (False, False)
         if self.capability == 90:
             clusters = tuple(self.library.gemm_sm90_clusters(split) for split in (1, 2, 3))
-            fp8_library = self._library_products.takes_fp8()
+            fp8_library = self._library_products.takes_fp8(2), self._library_products.takes_fp8(5)
         self.gemm_device = Device(
-            self.capability, multiprocessors, shared_bytes, clusters, bool(shared), fp8_library
+            self.capability, multiprocessors, shared_bytes, clusters, bool(shared), *fp8_library
         )
         log.info("%s", paths(self.gemm_device))
         #: the plan of a GEMM; a prompt's number of tokens varies, so the cache is bounded

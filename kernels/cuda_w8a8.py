@@ -2,8 +2,8 @@
 
 W8A8: quantize_rows_sm90 rounds the rows of x, after the norm, to int8 or E4M3 with a scale for each, as
 kernels/quantized.py says; the wgmma kernels with 8-bit operands multiply them with the weight's values and
-the sums with both scales. Of E4M3 in blocks of 128 x 128, each sum of 128 inputs is multiplied by its block's
-scale. What the epilogues do not have is left to gemm_library_epilogue or torch.
+the sums with both scales. Of E4M3 in blocks of 128 x 128, rows of x have a scale for each 128 inputs, too, and
+each sum of 128 inputs is multiplied by both, as in DeepGEMM. What the epilogues do not have is left to gemm_library_epilogue or torch.
 
 int8 weights whose x is not rounded: the same with x in two int8 parts, which hold 16 bits of a row's largest
 number (two_parts of kernels/quantized.py). The sums of both parts are exact, so a product is off by at most
@@ -33,12 +33,15 @@ from tridecode.kernels.library import KernelError, current_stream
 from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm
 from tridecode.kernels.packed_table import PACKED_TOKENS
 from tridecode.kernels.packed_weight import PackedWeight
-from tridecode.kernels.quantized import QuantizedWeight, operand, stays_in_8_bit
+from tridecode.kernels.quantized import SCALE_BLOCK, QuantizedWeight, operand, stays_in_8_bit
 from tridecode.kernels.reference import GATED
+from tridecode.kernels.scratch import row_scale_bytes
 
 #: `operand` of csrc/api.h; "two_parts": x is rounded to int8 in two parts, the weight is int8;
 #: "two_parts_int4": with the inputs in the order of granules of 4-bit weights
 OPERANDS = {"int8": 1, "fp8": 2, "fp8_blocks": 2, "two_parts": 3, "two_parts_int4": 4}
+#: and of the rounding of rows, and of cuBLASLt
+_ROUNDED_AS = {**OPERANDS, "fp8_blocks": 5}
 
 
 class CudaW8A8(CudaGemm):
@@ -229,6 +232,8 @@ class CudaW8A8(CudaGemm):
         for an activation or a float32 out with a bias. values, scales: of _rounded, for x."""
         (tokens, inputs), outputs = x.shape, weight.shape[0]
         fuses = activation is None and (bias is None or out.dtype == x.dtype)
+        if weight.block_rows > 1:  # cuBLASLt has no other epilogue for blocks
+            fuses = fuses and bias is None
         product = out if fuses else self._temporary("product", tokens, outputs, x.dtype)
         done = self._library_products.run(
             current_stream(self.device),
@@ -246,7 +251,7 @@ class CudaW8A8(CudaGemm):
             outputs=outputs,
             out_float32=product.dtype != x.dtype,
             dtype=DTYPES[x.dtype],
-            operand=OPERANDS["fp8"],
+            operand=_ROUNDED_AS[operand(weight)],
             x_scales=scales.data_ptr(),
             weight_scales=weight.scales.data_ptr(),
         )
@@ -261,8 +266,10 @@ class CudaW8A8(CudaGemm):
         """The values and scales (4 * T bytes) of kernels.quantized.rounded_activations, of x or of norm(x)
         rounded to X, its columns in `order`; valid until the next operation.
 
-        The values are T * C bytes, or in "two_parts" those of rows_of_two_parts."""
+        The values are T * C bytes, or in "two_parts" those of rows_of_two_parts. In "fp8_blocks" the scales
+        are (ceil(C / 128), T)."""
         tokens, columns = x.shape
+        groups = -(-columns // SCALE_BLOCK) if format == "fp8_blocks" else 1
         rows = -(-tokens // 8) * 16 if format.startswith("two_parts") else tokens
         weight = bias = None
         if norm is not None:
@@ -272,7 +279,8 @@ class CudaW8A8(CudaGemm):
             if bias is not None:
                 match("norm", ("TC", "x", x), ("C", "bias", bias))
                 same_dtype("norm", ("x", x), ("bias", bias))
-        values, scales = self._arena("normed", rows * columns), self._arena("row_scales", 4 * tokens)
+        values = self._arena("normed", rows * columns)
+        scales = self._arena("row_scales", row_scale_bytes(tokens, groups))
         self.library.quantize_rows_sm90(
             values.data_ptr(),
             scales.data_ptr(),
@@ -284,7 +292,7 @@ class CudaW8A8(CudaGemm):
             tokens,
             columns,
             x.stride(0),
-            OPERANDS[format],
+            _ROUNDED_AS[format],
             DTYPES[x.dtype],
             current_stream(self.device),
         )

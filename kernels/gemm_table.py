@@ -33,6 +33,7 @@ class Device(NamedTuple):
     #: by MPS with other processes, whose blocks may keep ours from starting: no block may wait for another
     shared: bool = False
     fp8_library: bool = False  # cuBLASLt multiplies E4M3 with a scale for each row and output
+    fp8_block_library: bool = False  # and with one for 128 numbers of a row, and 128 x 128 of the weight
 
 
 class Gemm(NamedTuple):
@@ -52,8 +53,8 @@ class Gemm(NamedTuple):
     head_size: int = 0  # of "qkv"
     rotary_size: int = 0
     interleaved: bool = False
-    #: "int8", "fp8": x and weight are (W8A8); "fp8_blocks": the weight with scales of blocks; "two_parts",
-    #: "int4": the weight is int8 or int4, x in two int8 parts
+    #: "int8", "fp8": x and weight are (W8A8); "fp8_blocks": with scales of 128 numbers of a row, and of 128 x
+    #: 128 of the weight; "two_parts", "int4": the weight is int8 or int4, x in two int8 parts
     operand: str = ""
 
 
@@ -133,6 +134,8 @@ SHARING_COST, LEAST_TILE_COST = 6000, 120
 #: Without the rounding of x, here / cuBLASLt: 6144 x 4096, 1024 tokens: 45 / 42, 8192: 400 / 309; 4096 x
 #: 14336: 97 / 102, 960 / 709; SwiGLU of 28672 x 4096: 259 / 185 and a pass of 30, 1870 / 1418 and 168
 FP8_LIBRARY_TOKENS, FP8_LIBRARY_SWIGLU_TOKENS = 1536, 768
+#: and for E4M3 in blocks
+FP8_BLOCK_LIBRARY_TOKENS = 257
 #: above this many tokens a weight in int8 rows is expanded to 16 bit before its product, unless x is rounded
 TWO_PARTS_TOKENS = 512
 
@@ -188,16 +191,27 @@ def choose_8_bit(gemm: Gemm, device: Device) -> Plan:
     """
     assert device.capability == 90 and gemm.half and gemm.aligned and gemm.out_aligned
     plan = None
-    if gemm.operand == "fp8" and device.fp8_library and gemm.outputs % 16 == 0:
-        least = FP8_LIBRARY_SWIGLU_TOKENS if gemm.epilogue == "swiglu" else FP8_LIBRARY_TOKENS
-        if gemm.tokens >= least:
-            return Plan("gemm_library", f"{least} tokens or more")
+    least = _fp8_library_tokens(gemm, device)
+    if least and gemm.tokens >= least:
+        return Plan("gemm_library", f"{least} tokens or more")
     if gemm.tokens > LARGE_TOKENS:
         plan = _large_8_bit(gemm, device)
     elif gemm.epilogue != "swiglu":
         plan = split_k_plan(gemm, device)
     plan = plan or stream_k_plan(gemm, device)
     return plan._replace(kernel=f"{plan.kernel}_{'two_parts' if gemm.operand == 'two_parts' else '8bit'}")
+
+
+def _fp8_library_tokens(gemm: Gemm, device: Device) -> int:
+    """The fewest tokens of a product of E4M3 that cuBLASLt takes; 0: none."""
+    if gemm.outputs % 16 or not gemm.operand.startswith("fp8"):
+        return 0
+    if gemm.operand == "fp8_blocks":  # cuBLASLt's rows of the weight's scales begin at multiples of 16 bytes
+        takes = device.fp8_block_library and gemm.inputs % (4 * _STAGE_BYTES) == 0
+        return FP8_BLOCK_LIBRARY_TOKENS if takes else 0
+    if not device.fp8_library:
+        return 0
+    return FP8_LIBRARY_SWIGLU_TOKENS if gemm.epilogue == "swiglu" else FP8_LIBRARY_TOKENS
 
 
 def _8_bit_sizes(gemm: Gemm) -> tuple[int, ...]:

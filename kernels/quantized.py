@@ -33,7 +33,7 @@ class QuantizedWeight:
     groups: (in,) int32, the group of each column where they are not consecutive (GPTQ's act-order), or None.
     block_rows: rows that share a scale; 128 for the 128 x 128 blocks of FP8 checkpoints, else 1.
     activations: "": the product takes x as it is. "int8", "fp8": each row of x is rounded to that format
-        first, with the scale max|x| / 127 or / 448 of the row (W8A8).
+        first, with the scale max|x| / 127 or / 448 of the row (W8A8); with block_rows of each group of a row.
     """
 
     format: str
@@ -66,6 +66,11 @@ class QuantizedWeight:
     def shape(self) -> tuple[int, int]:
         """(out, in)."""
         return self.values.shape[0], self.columns
+
+    @property
+    def activation_group(self) -> int:
+        """Columns of x that share a scale where its rows are rounded; 0: all."""
+        return self.group_size if self.block_rows > 1 else 0
 
     @property
     def nbytes(self) -> int:
@@ -149,12 +154,18 @@ def unpacked(values: Tensor, columns: int) -> Tensor:
     return torch.stack((values & 15, values >> 4), dim=-1).flatten(1)[:, :columns]
 
 
-def rounded_activations(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    """x (T, C) -> (values (T, C) int8 or float8_e4m3fn, scales (T, 1) float32): x is about values * scales.
+def rounded_activations(x: Tensor, format: str, group_size: int = 0) -> tuple[Tensor, Tensor]:
+    """x (T, C) -> (values (T, C) int8 or float8_e4m3fn, scales (T, G) float32): x is about values * scales.
 
-    A row of zeros has scale 1, one with NaN or infinity a scale that is not finite, so that its products are
-    NaN. Halves are rounded to even.
+    group_size: consecutive columns that share a scale; 0: all, G = 1. A row, or a group, of zeros has scale
+    1, one with NaN or infinity a scale that is not finite, so that its products are NaN. Halves are rounded
+    to even.
     """
+    if group_size:
+        columns = x.shape[1]
+        groups = torch.nn.functional.pad(x, (0, -columns % group_size)).unflatten(1, (-1, group_size))
+        values, scales = rounded_activations(groups.flatten(0, 1), format)
+        return values.view(len(x), -1)[:, :columns], scales.view(len(x), -1)
     limit = ACTIVATION_LIMITS[format]
     largest = x.abs().amax(dim=-1, keepdim=True).float()
     scales = torch.where(largest == 0, 1.0, largest / limit)

@@ -127,11 +127,9 @@ class Reference:
             raise ShapeError(f"linear: out has {out.shape[1]} columns; {columns} weight rows give {wanted}")
         if norm is not None:
             x = _normed(x, norm)
-        activations = linear.activations
-        if isinstance(linear.weight, QuantizedWeight):
-            activations = linear.weight.activations
-        if activations:
-            x = _rounded(x, activations)
+        rounding = linear.weight if isinstance(linear.weight, QuantizedWeight) else linear
+        if rounding.activations:
+            x = _rounded(x, rounding.activations, rounding.activation_group)
         if out.dtype != x.dtype or gated or (activation is not None and residual is not None):
             product = self._temporary(rows, columns, x)
             self._product(x, linear, None, product)
@@ -374,9 +372,12 @@ def _normed(x: Tensor, norm: Norm) -> Tensor:
     return (x32 * (x32.square().mean(-1, keepdim=True) + norm.eps).rsqrt()).to(x.dtype) * norm.weight
 
 
-def _rounded(x: Tensor, format: str) -> Tensor:
-    """x with each row rounded to a format of activations, in the dtype of x."""
-    values, scales = rounded_activations(x, format)
+def _rounded(x: Tensor, format: str, group_size: int) -> Tensor:
+    """x with each row rounded to a format of activations, in the dtype of x. group_size: 0: a row has one
+    scale."""
+    values, scales = rounded_activations(x, format, group_size)
+    if group_size:
+        scales = scales.repeat_interleave(group_size, 1)[:, : x.shape[1]]
     return (values.float() * scales).to(x.dtype)
 
 

@@ -15,6 +15,10 @@ _BLOCKS, _WARPS, _GROUP, _HEAD = 1024, 4, 8, 256
 #: csrc/sampling.cu: ids of a chunk and of a segment; bytes of scratch of a chunk
 _CHUNK, _SEGMENT, _CHUNK_BYTES = 2048, 64, 24
 _EXPANDED = 64 << 20
+#: inputs of a row of E4M3 in blocks that share a scale
+_SCALE_GROUP = 128
+#: tokens of a tile of their products
+_MOST_TILE_TOKENS = 256
 #: csrc/all_reduce.cu: bytes of a row, at most, and of the front of a rank's memory
 PEER_ROW_BYTES, _PEER_HEADER = 32 << 10, 256
 #: bytes of a rank's rows in one launch, by (at most) ranks. Two ranks send what NCCL would, so that longer
@@ -46,9 +50,14 @@ def arena_bytes(max_tokens: int, max_columns: int, sorts_inputs: bool = False) -
     return {
         "product": 2 * max_tokens * max_columns,
         "normed": rows * max_columns,
-        "row_scales": 4 * max_tokens,
+        "row_scales": row_scale_bytes(max_tokens, -(-max_columns // _SCALE_GROUP)),
         **({"ordered": 2 * max_tokens * max_columns} if sorts_inputs else {}),
     }
+
+
+def row_scale_bytes(tokens: int, groups: int) -> int:
+    """Of the scales of rows, each of so many groups. Products in blocks read beyond the last one."""
+    return 4 * (tokens * groups + _MOST_TILE_TOKENS)
 
 
 def expanded_bytes(context_bytes: int) -> int:

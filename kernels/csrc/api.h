@@ -71,7 +71,9 @@ typedef struct {
   int tokens, inputs, outputs;
   int activation;  // 0 none, 1 tanh GELU, 3 ReLU
   int out_float32, dtype;
-  int operand;                 // 0: x and weight are of dtype; 2: E4M3, with the scales below
+  // 0: x and weight are of dtype; 2: E4M3, with the scales below; 5: E4M3 in blocks, with scales
+  // (inputs / 128, tokens) and (ceil(outputs / 128), inputs / 128), inputs a multiple of 512
+  int operand;
   const float* x_scales;       // (tokens)
   const float* weight_scales;  // (outputs)
   void* workspace;
@@ -141,7 +143,9 @@ typedef struct {
   int num_counters;
   // 8-bit operands: x and weight hold int8 or E4M3 values, and strides count these
   int operand;            // 0: x and weight are of dtype; 1: int8; 2: E4M3; 3: int8, x in two parts
-  const float* x_scales;  // (tokens); weight_scales is read, too
+  // (tokens); weight_scales is read, too. In blocks (stages, tokens), and up to tile_tokens numbers
+  // behind them are read
+  const float* x_scales;
   int symmetric;          // int4 with x in two parts: every zero is 8
   // of E4M3 in blocks of 128 x 128, in place of weight_scales: (ceil(outputs / 128), ceil(inputs /
   // 128)), each matrix of SwiGLU's pair a multiple of 128 outputs
@@ -218,6 +222,9 @@ int tridecode_gemm_sm90_stream_k_two_parts(const tridecode_gemm_task* task, void
 // (packed_weight.cuh): of each 32, input 16 i + 8 h + 2 t + j is at 16 h + 4 t + 2 j + i. Columns
 // are a multiple of 32.
 // With order (columns), x[t, c] above is x[t, order[c]], and a norm's weight and bias likewise.
+//
+// operand 5, E4M3 in groups: each 128 columns of a row have a scale of their own; scales is
+// (ceil(columns / 128), num_tokens).
 int tridecode_quantize_rows_sm90(void* values, float* scales, const void* x, const int* order,
                                  const void* norm_weight, const void* norm_bias, float eps,
                                  int num_tokens, int columns, int64_t x_stride, int operand,

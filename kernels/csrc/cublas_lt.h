@@ -14,6 +14,8 @@ constexpr Status kUnsupported = 15;       // CUBLAS_STATUS_NOT_SUPPORTED
 constexpr int kCompute32F = 68;           // CUBLAS_COMPUTE_32F
 constexpr int32_t kTransposed = 1;        // CUBLAS_OP_T
 constexpr int32_t kScaleOuterVector = 3;  // a float32 for each row of A, or column of B
+constexpr int32_t kScaleVector128 = 4;    // for each 128 numbers of a row or column
+constexpr int32_t kScaleBlock128 = 5;     // for each 128 x 128 numbers
 
 enum DescAttribute {
   kTransA = 3,

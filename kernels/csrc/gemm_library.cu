@@ -35,7 +35,7 @@ class Product {
   }
 
   int describe(const tridecode_library_task& task) {
-    const cudaDataType operand = task.operand == 2 ? CUDA_R_8F_E4M3 : type_of(task.dtype);
+    const cudaDataType operand = task.operand ? CUDA_R_8F_E4M3 : type_of(task.dtype);
     const cudaDataType out = task.out_float32 ? CUDA_R_32F : type_of(task.dtype);
     const int outputs = task.outputs, inputs = task.inputs, tokens = task.tokens;
     int status = check_library(functions.desc_create(&desc_, lt::kCompute32F, CUDA_R_32F), "desc");
@@ -55,9 +55,10 @@ class Product {
       status |= set(lt::kBiasPointer, task.bias);
       status |= set(lt::kBiasType, int32_t(type_of(task.dtype)));
     }
-    if (task.operand == 2) {
-      status |= set(lt::kScaleModeA, lt::kScaleOuterVector);
-      status |= set(lt::kScaleModeB, lt::kScaleOuterVector);
+    if (task.operand) {
+      const bool in_blocks = task.operand == 5;
+      status |= set(lt::kScaleModeA, in_blocks ? lt::kScaleBlock128 : lt::kScaleOuterVector);
+      status |= set(lt::kScaleModeB, in_blocks ? lt::kScaleVector128 : lt::kScaleOuterVector);
       status |= set(lt::kScalePointerA, task.weight_scales);
       status |= set(lt::kScalePointerB, task.x_scales);
     }

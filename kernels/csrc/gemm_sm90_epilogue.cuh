@@ -10,10 +10,11 @@ namespace {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Of E4M3 in blocks: the scales of a run of stages, or null.
+// Of E4M3 in blocks: where the scales of a run of stages begin.
 struct StageScales {
-  const float* first = nullptr;
-  int second = 0;  // from first[0] to those of other columns
+  const GemmTask& task;
+  int first = 0, second = 0;  // in block_scales, for the columns of c[4 j] and c[4 j + 2]
+  int x = 0;                  // in x_scales, for the lane's first token
 };
 
 // The epilogue of a warp group's part of a tile. A column is an output.
@@ -51,17 +52,19 @@ struct Finish {
     return pair / half * task.head_size + pair % half;
   }
 
-  // The scales from stage `step` on of the columns of c[4 j] and c[4 j + 2].
-  __device__ __forceinline__ StageScales stage_scales(int column, int step) const {
-    if (!task.block_scales) return {};
+  // The scales from stage `step` on of the columns of c[4 j] and c[4 j + 2], and of the tile's
+  // tokens.
+  __device__ __forceinline__ StageScales stage_scales(int column, int token, int step) const {
+    if (!task.block_scales) return {task};
     const int half = MODE == kGated ? task.outputs / 2 : task.outputs;
     const int first = min(column, half - 1);
     const int second = MODE == kGated       ? half + first
                        : MODE == kQkvRotary ? min(column + task.head_size / 2, half - 1)
                                             : first;
     const int stages = (task.inputs + kStageInputs - 1) / kStageInputs;
-    return {task.block_scales + int64_t(first / kScaleBlock) * stages + step,
-            (second / kScaleBlock - first / kScaleBlock) * stages};
+    const int lane_token = token + threadIdx.x % 4 * 2;
+    return {task, first / kScaleBlock * stages + step, second / kScaleBlock * stages + step,
+            step * task.tokens + lane_token};
   }
 
   __device__ __forceinline__ char* buffer(unsigned int use) const {

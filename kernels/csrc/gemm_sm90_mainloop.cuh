@@ -22,6 +22,12 @@ __device__ __forceinline__ void copy_weight(void* to, const CUtensorMap* map, in
   }
 }
 
+// Whether the mainloop scales the sums: E4M3 with scales of blocks.
+template <typename Operand>
+__device__ __forceinline__ bool in_blocks(const GemmTask& task) {
+  return std::is_same<Operand, E4m3>::value && task.block_scales;
+}
+
 // A consumer warp group's loop over pipeline stages. Operand: of x and weight. N: tokens. SHARERS:
 // blocks that a stage's x is multicast to.
 template <typename Operand, int N, typename S, int SHARERS>
@@ -54,8 +60,7 @@ struct Products {
     }
   }
 
-  // c = the sums of `steps` stages. scales: null, or of E4M3 in blocks those of these stages, of
-  // the columns of c[4 j] and c[4 j + 2].
+  // c = the sums of `steps` stages. scales: of E4M3 in blocks those of these stages.
   __device__ __forceinline__ void add_up(float (&c)[N / 2], int steps, int group,
                                          const StageScales& scales) {
     constexpr bool kTwo = std::is_same<Operand, TwoParts>::value;
@@ -71,27 +76,51 @@ struct Products {
       add_up_all(sums, steps, group);
       to_floats(c, sums);
     } else if constexpr (std::is_same<Operand, E4m3>::value) {
-      add_up_in_parts(c, steps, group, scales);
+      if (in_blocks<Operand>(scales.task)) {
+        add_up_in_blocks(c, steps, group, scales);
+      } else {
+        add_up_in_parts(c, steps, group);
+      }
     } else {
       add_up_all(c, steps, group);
     }
   }
 
-  // Of E4M3: the tensor cores keep about 14 bits of their sums, so that sums of kPartStages stages,
-  // or of each with a scale of its own, are added up here. A group waits for its instructions while
-  // those of the other one run.
-  __device__ __forceinline__ void add_up_in_parts(float (&c)[N / 2], int steps, int group,
-                                                  const StageScales& scales) {
+  // Of E4M3: the tensor cores keep about 14 bits of their sums, so that sums of kPartStages stages
+  // are added up here. A group waits for its instructions while those of the other one run.
+  __device__ __forceinline__ void add_up_in_parts(float (&c)[N / 2], int steps, int group) {
     float part[N / 2];
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) c[i] = part[i] = 0.0f;
-    const int length = scales.first ? 1 : kPartStages;
-    for (int step = 0; step < steps; step += length) {
-      float first = 1.0f, second = 1.0f;
-      if (scales.first) first = scales.first[step], second = scales.first[step + scales.second];
-      add_up_all(part, min(steps - step, length), group);
+    for (int step = 0; step < steps; step += kPartStages) {
+      add_up_all(part, min(steps - step, kPartStages), group);
 #pragma unroll
-      for (int i = 0; i < N / 2; ++i) c[i] = fmaf(part[i], i % 4 < 2 ? first : second, c[i]);
+      for (int i = 0; i < N / 2; ++i) c[i] += part[i];
+    }
+  }
+
+  // Of E4M3 in blocks: the sum of each stage, 128 inputs, has a scale of the weight and of x. For
+  // tokens beyond the last one these are other numbers, and nothing is stored.
+  __device__ __forceinline__ void add_up_in_blocks(float (&c)[N / 2], int steps, int group,
+                                                   const StageScales& scales) {
+    constexpr bool kAhead = N <= 16;  // there are registers to load x's scales ahead
+    float part[N / 2], x[N / 4];
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) c[i] = part[i] = 0.0f;
+    for (int step = 0; step < steps; ++step) {
+      auto load = [&] {
+        const int at = scales.x + step * scales.task.tokens;
+#pragma unroll
+        for (int i = 0; i < N / 4; ++i) x[i] = scales.task.x_scales[at + i / 2 * 8 + i % 2];
+      };
+      const float first = scales.task.block_scales[scales.first + step];
+      const float second = scales.task.block_scales[scales.second + step];
+      if (kAhead) load();
+      add_up_all(part, 1, group);
+      if (!kAhead) load();
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i)
+        c[i] = fmaf(part[i], (i % 4 < 2 ? first : second) * x[i / 4 * 2 + i % 2], c[i]);
     }
   }
 

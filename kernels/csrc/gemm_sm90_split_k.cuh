@@ -177,12 +177,12 @@ __global__ void __launch_bounds__(kThreads, kResident<Operand, N>)
       if (MODE == kPlain && task.residual && threadIdx.x % 128 == 0)
         finish.load_first_residuals(column, token);
       finish.load_biases(column);
-      if (kScaled) finish.load_x_scales(token);
+      if (kScaled && !in_blocks<Operand>(task)) finish.load_x_scales(token);
       if (kAngles && finish.rotates(column)) finish.load_angles(angles, column, token, 0);
     }
     float c[N / 2], sums[S::kShare];
     Products<Operand, N, S, 1> products{base, full, empty};
-    products.add_up(c, last - first, group, finish.stage_scales(column, first));
+    products.add_up(c, last - first, group, finish.stage_scales(column, 0, first));
     if (SPLIT > 1) {
       cluster_wait();
       if (!exchange<N, SPLIT>(c, sums, received, all_received + group, rank, group)) return;
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(kThreads, kResident<Operand, N>)
 #pragma unroll
       for (int i = 0; i < S::kShare; ++i) sums[i] = c[i];
     }
-    if (kScaled) finish.scale_all(sums, token);
+    if (kScaled && !in_blocks<Operand>(task)) finish.scale_all(sums, token);
     finish.activate_all(sums);
     if (kAngles) {
       if (finish.rotates(column)) finish.rotate_batch(sums, angles, 0);

@@ -123,9 +123,9 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, kResident<
       if (MODE == kPlain && finishes && task.residual && threadIdx.x % 128 == 0)
         finish.load_first_residuals(column, token);
       if (finishes) finish.load_biases(column);
-      if (kScaled && finishes) finish.load_x_scales(token);
+      if (kScaled && finishes && !in_blocks<Operand>(task)) finish.load_x_scales(token);
       float c[N / 2];
-      products.add_up(c, part.end - part.begin, group, finish.stage_scales(column, part.begin));
+      products.add_up(c, part.end - part.begin, group, finish.stage_scales(column, token, part.begin));
       if (!finishes) {
         write_partial<N>(c, task, cluster, group);
         continue;
@@ -133,7 +133,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, kResident<
       if (part.end < division.steps)
         add_partials<N>(c, task, cluster,
                         division.owner_before((part.tile + 1) * division.steps) - cluster, group);
-      if (kScaled) finish.scale_all(c, token);
+      if (kScaled && !in_blocks<Operand>(task)) finish.scale_all(c, token);
       finish.activate_all(c);
       if (MODE == kQkvRotary) finish.rotate_all(c, column, token);
       if (MODE == kPlain && task.out_float32) {

@@ -7,6 +7,8 @@
 // has both sums of a token; for 4-bit weights with the inputs in the order of a granule. Blocks
 // beyond the last token fill its group of 8 with zeros.
 //
+// In groups, of E4M3: each 128 columns of a row have a scale of their own, scales[c / 128, t].
+//
 // The numbers are those of kernels/quantized.py, bit for bit: the division is exact, halves are
 // rounded to even. As a norm it is short: the product behind it starts beside the kernel before it.
 //
@@ -18,7 +20,9 @@ namespace {
 
 constexpr int kItems = 2;  // vectors of 8 per thread, as in norm.cu
 
-enum Values { kInt8 = 1, kE4m3 = 2, kTwoParts = 3, kTwoPartsOf4Bit = 4 };  // `operand` of api.h
+// `operand` of api.h
+enum Values { kInt8 = 1, kE4m3 = 2, kTwoParts = 3, kTwoPartsOf4Bit = 4, kE4m3InGroups = 5 };
+constexpr int kGroup = 128;
 
 template <Values VALUES>
 constexpr bool kInTwoParts = VALUES == kTwoParts || VALUES == kTwoPartsOf4Bit;
@@ -26,7 +30,7 @@ constexpr bool kInTwoParts = VALUES == kTwoParts || VALUES == kTwoPartsOf4Bit;
 // A row's values.
 template <Values VALUES>
 struct Rounding {
-  static constexpr bool E4M3 = VALUES == kE4m3;
+  static constexpr bool E4M3 = VALUES == kE4m3 || VALUES == kE4m3InGroups;
   static constexpr float kLimit = E4M3 ? 448.0f : 127.0f;
   float scale, inverse;
   bool plain;  // the quotients that matter are neither NaN nor near the smallest numbers
@@ -212,6 +216,28 @@ __global__ void quantize_row(uint8_t* values, float* scales, const X* x, const i
     });
   }
   // The bits of magnitudes are in the order of the numbers; infinity is above them, NaN above that.
+  if constexpr (VALUES == kE4m3InGroups) {  // 16 lanes have one
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      unsigned int largest = 0;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) largest = __vmaxu2(largest, get(words[i], j) & 0x7fff7fffu);
+      largest = max(largest & 0xffffu, largest >> 16);
+#pragma unroll
+      for (int offset = kGroup / 16; offset > 0; offset /= 2)
+        largest = max(largest, __shfl_xor_sync(kAll, largest, offset));
+      const Rounding<VALUES> rounding(magnitude<X>(largest));
+      const int c = first + i * step;
+      if (c >= columns) continue;
+      uint8_t* const to = values + int64_t(blockIdx.x) * columns + c;
+      *reinterpret_cast<uint2*>(to) =
+          rounding.plain ? rounding.template eight<X, true>(words[i], nullptr)
+                         : rounding.template eight<X, false>(words[i], nullptr);
+      if (c % kGroup == 0)
+        scales[int64_t(c / kGroup) * num_tokens + blockIdx.x] = rounding.scale;
+    }
+    return;
+  }
   unsigned int largest = 0;
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
@@ -276,6 +302,24 @@ __global__ void quantize_row_any(uint8_t* values, float* scales, const X* x, con
     return to_float(
         from_float<X>(norm[0](value, to_float(weight[c]), bias ? to_float(bias[c]) : 0.0f)));
   };
+  if (VALUES == kE4m3InGroups) {  // a warp takes one
+    const int lane = threadIdx.x % 32;
+    uint8_t* const to = values + int64_t(blockIdx.x) * columns;
+    for (int begin = threadIdx.x / 32 * kGroup; begin < columns; begin += blockDim.x * 4) {
+      const int end = min(begin + kGroup, columns);
+      unsigned int most = 0;
+      for (int c = begin + lane; c < end; c += 32)
+        most = max(most, __float_as_uint(number(c)) & 0x7fffffffu);
+#pragma unroll
+      for (int offset = 16; offset > 0; offset /= 2)
+        most = max(most, __shfl_xor_sync(kAll, most, offset));
+      const Rounding<VALUES> rounding(most);
+      for (int c = begin + lane; c < end; c += 32)
+        to[c] = uint8_t(rounding.pair(rounding.any_quotient(number(c)), 0.0f));
+      if (lane == 0) scales[int64_t(begin / kGroup) * num_tokens + blockIdx.x] = rounding.scale;
+    }
+    return;
+  }
   unsigned int largest = 0;
   for (int c = threadIdx.x; c < columns; c += blockDim.x)
     largest = max(largest, __float_as_uint(number(c)) & 0x7fffffffu);
@@ -300,8 +344,8 @@ int tridecode_quantize_rows_sm90(void* values, float* scales, const void* x, con
                                  const void* norm_weight, const void* norm_bias, float eps,
                                  int num_tokens, int columns, int64_t x_stride, int operand,
                                  int dtype, void* stream) {
-  if (operand < kInt8 || operand > kTwoPartsOf4Bit)
-    return fail("quantize_rows_sm90: operand code %d; wanted 1 to 4", operand);
+  if (operand < kInt8 || operand > kE4m3InGroups)
+    return fail("quantize_rows_sm90: operand code %d; wanted 1 to 5", operand);
   if (operand == kTwoPartsOf4Bit && columns % 32)
     return fail("quantize_rows_sm90: %d columns; wanted a multiple of 32", columns);
   return for_16_bit_dtype(dtype, "quantize_rows_sm90", [&](auto zero) {
@@ -310,7 +354,8 @@ int tridecode_quantize_rows_sm90(void* values, float* scales, const void* x, con
                       aligned16(values) && aligned16(x) && aligned16(order) &&
                       aligned16(norm_weight) && aligned16(norm_bias);
     const int threads = wide ? ceil_div(columns, 8 * kItems * 32) * 32 : 256;
-    const int rows = operand >= kTwoParts ? ceil_div(num_tokens, 8) * 8 : num_tokens;
+    const bool in_two = operand == kTwoParts || operand == kTwoPartsOf4Bit;
+    const int rows = in_two ? ceil_div(num_tokens, 8) * 8 : num_tokens;
     auto run = [&](auto kernel) {
       return launch("quantize_rows_sm90", kernel, rows, threads, 0, stream, (uint8_t*)values,
                     scales, (const X*)x, order, (const X*)norm_weight, (const X*)norm_bias, eps,
@@ -325,6 +370,7 @@ int tridecode_quantize_rows_sm90(void* values, float* scales, const void* x, con
     if (operand == kTwoPartsOf4Bit)
       return run_as(std::integral_constant<Values, kTwoPartsOf4Bit>());
     if (operand == kE4m3) return run_as(std::integral_constant<Values, kE4m3>());
+    if (operand == kE4m3InGroups) return run_as(std::integral_constant<Values, kE4m3InGroups>());
     return run_as(std::integral_constant<Values, kInt8>());
   });
 }

@@ -107,7 +107,10 @@ def rounded_in_blocks(matrix: Tensor) -> QuantizedWeight:
 
 def rounded64(x: Tensor, format: str) -> Tensor:
     """What the product reads, computed on the CPU."""
-    values, scales = rounded_activations(x.cpu(), format.removesuffix("_blocks"))
+    group = 128 if format == "fp8_blocks" else 0
+    values, scales = rounded_activations(x.cpu(), format.removesuffix("_blocks"), group)
+    if group:
+        scales = scales.repeat_interleave(group, 1)[:, : x.shape[1]]
     return (values.double() * scales.double()).to(x.device)
 
 
@@ -118,7 +121,7 @@ def product64(x: Tensor, linear: Linear) -> Tensor:
     if weight.block_rows > 1:
         scales = scales.repeat_interleave(128, 0)[: weight.shape[0]].repeat_interleave(128, 1)
     matrix = weight.values.double() * scales[:, : weight.columns]
-    wanted = rounded64(x, weight.activations) @ matrix.t()
+    wanted = rounded64(x, "fp8_blocks" if weight.block_rows > 1 else weight.activations) @ matrix.t()
     return wanted if linear.bias is None else wanted + linear.bias.double()
 
 
@@ -166,11 +169,14 @@ def check_rows(place: Place, x: Tensor, norm: Norm | None, wanted: Tensor, forma
     if format == "two_parts":
         high, low, scales = two_parts(wanted.cpu())
         values = rows_of_two_parts(high, low)
+    elif format == "fp8_blocks":
+        values, scales = rounded_activations(wanted.cpu(), "fp8", 128)
+        scales = scales.t().contiguous()
     else:
         values, scales = rounded_activations(wanted.cpu(), format)
     place.settle()
     found, found_scales = place.ops._rounded(x, norm, format)
-    found, found_scales = found[: values.numel()].clone(), found_scales[: 4 * x.shape[0]].clone()
+    found, found_scales = found[: values.numel()].clone(), found_scales[: 4 * scales.numel()].clone()
     found_scales = found_scales.view(torch.float32).cpu()
     assert torch.equal(found_scales.isnan(), scales.flatten().isnan())
     assert torch.equal(found_scales.nan_to_num(), scales.flatten().nan_to_num())
@@ -179,7 +185,7 @@ def check_rows(place: Place, x: Tensor, norm: Norm | None, wanted: Tensor, forma
 
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("format", [*ROUNDED, "two_parts"])
+@pytest.mark.parametrize("format", [*FORMATS, "two_parts"])
 @pytest.mark.parametrize("columns", [16, 128, 1040, 4096, 14336, 16384, 16400, 28672])
 def test_rows_are_rounded_as_defined(place: Place, columns: int, format: str, dtype: torch.dtype):
     x = place.normal(67, columns, dtype=dtype)
@@ -196,7 +202,7 @@ def test_rows_are_rounded_as_defined(place: Place, columns: int, format: str, dt
 
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("format", [*ROUNDED, "two_parts"])
+@pytest.mark.parametrize("format", [*FORMATS, "two_parts"])
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("columns", [128, 4096, 16400])
 def test_a_norm_is_rounded_before_its_rows_are(
