@@ -81,13 +81,18 @@ def warm_up_plans(max_tokens: int, max_rows: int, longest: int) -> list[StepPlan
 
 class DecodeGraphs:
     """Graphs of `run(batch)`. `load(plan, rows)` copies a plan of up to `rows` decoding rows to the device,
-    always to the same addresses. The graphs share one memory pool; the largest is captured first, so that the
-    smaller ones fit into it."""
+    always to the same addresses. told: what begins, in words. synchronize: waits for the device. The graphs
+    share one memory pool; the largest is captured first, so that the smaller ones fit into it."""
 
     def __init__(
-        self, sizes: list[int], load: Callable[[StepPlan, int], Batch], run: Callable[[Batch], object]
+        self,
+        sizes: list[int],
+        load: Callable[[StepPlan, int], Batch],
+        run: Callable[[Batch], object],
+        told: Callable[[str], None] = lambda what: None,
+        synchronize: Callable[[], None] = torch.cuda.synchronize,
     ):
-        self._load = load
+        self._load, self._told, self._synchronize = load, told, synchronize
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._size_of = {
             rows: min(size for size in sizes if size >= rows) for rows in range(1, max(sizes) + 1)
@@ -98,10 +103,11 @@ class DecodeGraphs:
 
     def _capture(self, sizes: list[int], run: Callable[[Batch], object]) -> None:
         pool = None
-        for size in sorted(sizes, reverse=True):
+        for number, size in enumerate(sorted(sizes, reverse=True), 1):
+            self._told(f"the capture of CUDA graph {number} of {len(sizes)}, of {size} rows")
             batch = self._load(decode_plan(size), size)
             run(batch)  # a library's set-up at its first call must not happen in a capture
-            torch.cuda.synchronize()
+            self._synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 run(batch)

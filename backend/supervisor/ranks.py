@@ -83,6 +83,11 @@ class Rank:
         elif isinstance(message, EngineBeat):
             self.beat = message
 
+    @property
+    def exchange(self) -> str:
+        """The exchange with other ranks that it waits in, or the synchronisation with its GPU."""
+        return "" if self.beat is None else self.beat.waits
+
     def poll(self, now: float) -> int | None:
         """The return code once the process has ended, as subprocess has it."""
         code = self.process.poll()
@@ -176,7 +181,9 @@ class RankGroup:
 
 
 def _waits(rank: Rank) -> str:
-    return f" (waits for {ranks_text(rank.waits_for)})" if rank.waits_for else ""
+    if rank.waits_for:
+        return f" (waits for {ranks_text(rank.waits_for)})"
+    return f" (waits in {rank.exchange})" if rank.exchange else ""
 
 
 def kill_strays(control: str) -> None:
