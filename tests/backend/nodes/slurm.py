@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.waiting import wait_until
 from tridecode.tools.serve.ports import free_ports
 
-PROGRAMS = ("slurmctld", "slurmd", "srun", "sinfo")
+PROGRAMS = ("slurmctld", "slurmd", "srun", "sinfo", "scancel")
 _CONF = """
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
@@ -86,6 +86,12 @@ def _is_idle(environment: dict[str, str]) -> bool:
     command = [_program("sinfo") or "sinfo", "--noheader", "--format=%T"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20, check=False)
     return done.stdout.strip() == "idle"
+
+
+def cancel(job: object, environment: dict[str, str]) -> None:
+    """End all jobs, which get SIGTERM and time to end; `srun` itself kills them when it gets a signal."""
+    command = [_program("scancel") or "scancel", "--user", getpass.getuser()]
+    subprocess.run(command, env=environment, timeout=20, check=True)
 
 
 def srun(kind: str) -> list[str]:
