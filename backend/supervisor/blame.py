@@ -7,12 +7,11 @@ reports may arrive first, so a report of a lost peer waits LOST_GRACE_S for its 
 from __future__ import annotations
 
 import signal
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tridecode.backend.messages import BEAT_S, SILENCE_S, RankDigest
+from tridecode.backend.messages import SILENCE_S
 from tridecode.backend.supervisor import processes
 
 if TYPE_CHECKING:
@@ -22,8 +21,6 @@ EXIT_GRACE_S = 0.2  # the last messages of a rank that ended arrive within this 
 LOST_GRACE_S = 1.5  # a rank that lost another one is not named before this time
 ASLEEP_S = 2.5  # of a loop's thread (loop_watch): a look that finds others busy begins again, within 5 s
 SUSPECT_S = 1.0  # silence that is no fault by itself, but explains why others wait: four heartbeats
-DIGEST_GRACE_S = 2.5 * BEAT_S  # all ranks have told of the same step within this time
-_KEPT_DIGESTS = 64
 
 
 @dataclass
@@ -216,55 +213,6 @@ def describe_start(ranks: Sequence[Rank], now: float) -> str:
     ready = [rank.index for rank in ranks if rank.ready]
     tail = f"; {ranks_text(ready)} {'is' if len(ready) == 1 else 'are'} ready" if ready else ""
     return ("; ".join(parts) + which if parts else "") + doing + tail if doing else "; ".join(parts) + tail
-
-
-# ---------------------------------------------------------------- digests
-
-
-class Digests:
-    """Compares what the ranks say that they did (RankDigest)."""
-
-    def __init__(self) -> None:
-        self._held: dict[tuple[int, int], dict[int, int]] = {}  # (steps, stage) -> rank -> digest
-        self._found: tuple[dict[int, int], str, int] | None = None  # the first difference
-        self._found_at: float | None = None
-
-    def hear(self, digest: RankDigest) -> None:
-        self._note((digest.steps, -1), digest.rank, digest.tokens, "sampled other tokens")
-        if digest.state >= 0:
-            self._note((digest.steps, digest.stage), digest.rank, digest.state, "computed another state")
-
-    def _note(self, key: tuple[int, int], rank: int, value: int, what: str) -> None:
-        values = self._held.setdefault(key, {})
-        values[rank] = value
-        while len(self._held) > _KEPT_DIGESTS:
-            del self._held[next(iter(self._held))]
-        if self._found is None and len(set(values.values())) > 1:
-            self._found = values, what, key[0]
-
-    def cause(self, now: float) -> Failure | None:
-        """The first difference, once the other ranks have had the time to say with whom they agree."""
-        if self._found is None:
-            return None
-        if self._found_at is None:
-            self._found_at = now
-        return Failure(_difference(*self._found)) if now - self._found_at >= DIGEST_GRACE_S else None
-
-
-def _difference(values: dict[int, int], what: str, steps: int) -> str:
-    usual, count = Counter(values.values()).most_common(1)[0]
-    odd = [rank for rank, value in values.items() if value != usual]
-    same = [rank for rank, value in values.items() if value == usual]
-    value = values[odd[0]]
-    if len(odd) < count:
-        return (
-            f"{ranks_text(odd)} {what} than {ranks_text(same)} within {steps} steps: digest {value:08x}, "
-            f"wanted {usual:08x}"
-        )
-    return (
-        f"{ranks_text(same)} and {ranks_text(odd)} disagree: they {what} within {steps} steps, digests "
-        f"{usual:08x} and {value:08x}"
-    )
 
 
 # ---------------------------------------------------------------- words

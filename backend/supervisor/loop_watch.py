@@ -18,9 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 _TASKS = Path("/proc/self/task")
-_OTHERS_SHARE = (
-    0.2  # of a core: other threads that use less (heartbeats, sockets) compute nothing for the loop
-)
+_OTHERS_SHARE = 0.2  # of a core: threads that use less (heartbeats, sockets) compute nothing for the loop
 
 
 class LoopWatch:
@@ -59,11 +57,12 @@ class LoopWatch:
 
 def _schedule(native_id: int | None) -> str:
     """Changes whenever the thread runs: its time on a core, its waits for one, its turns; "" if the kernel
-    does not tell."""
+    does not tell, or says that it never ran."""
     try:
-        return (_TASKS / str(native_id) / "schedstat").read_text()
+        text = (_TASKS / str(native_id) / "schedstat").read_text()
     except OSError:
         return ""
+    return "" if text.startswith("0 ") else text
 
 
 def _busy_others() -> set[str]:

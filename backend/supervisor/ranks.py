@@ -9,7 +9,8 @@ from typing import Protocol, Union
 
 from tridecode.backend.messages import EngineBeat, RankDigest, RankFailed, RankProgress, RankReady
 from tridecode.backend.supervisor import processes
-from tridecode.backend.supervisor.blame import Digests, Failure, find_cause, ranks_text
+from tridecode.backend.supervisor.blame import Failure, find_cause, ranks_text
+from tridecode.backend.supervisor.digests import Digests
 
 RankMessage = Union[RankReady, RankProgress, RankFailed, RankDigest, EngineBeat]
 

@@ -9,14 +9,13 @@ import pytest
 from tridecode.backend import messages as m
 from tridecode.backend.supervisor.blame import (
     ASLEEP_S,
-    DIGEST_GRACE_S,
     EXIT_GRACE_S,
     LOST_GRACE_S,
-    Digests,
     Failure,
     describe_start,
     find_cause,
 )
+from tridecode.backend.supervisor.digests import DIGEST_GRACE_S, Digests
 from tridecode.backend.supervisor.ranks import Rank
 
 NOW = 1000.0

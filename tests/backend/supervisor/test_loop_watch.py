@@ -76,6 +76,20 @@ def test_a_thread_s_line_of_python_is_named() -> None:
     assert place_of(thread) == ""
 
 
+@pytest.mark.parametrize("told", [None, "0 0 0\n"])
+def test_a_kernel_that_does_not_tell_when_a_thread_ran_has_no_sleepers(told, tmp_path, monkeypatch) -> None:
+    thread = threading.current_thread()
+    task = tmp_path / str(thread.native_id)
+    task.mkdir()
+    (task / "stat").write_text("1 (python) S 1")
+    monkeypatch.setattr(loop_watch, "_TASKS", tmp_path)
+    watch = LoopWatch()
+    (task / "schedstat").write_text("5 6 7\n")
+    assert [watch.look(at, thread) for at in (10.0, 11.0, 13.0)] == [0.0, 0.0, 2.0]
+    (task / "schedstat").unlink() if told is None else (task / "schedstat").write_text(told)
+    assert [watch.look(at, thread) for at in (20.0, 21.0, 23.0)] == [0.0, 0.0, 0.0]
+
+
 def test_a_pause_of_the_watcher_begins_a_new_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     words: dict[str, Callable] = {"_schedule": lambda native_id: "1 2 3", "_busy_others": set}
     for name, word in words.items():
