@@ -259,6 +259,7 @@ def test_a_launcher_starts_one_engine_over_its_servers(name, repository, model):
         servers[node] += [f"--model-repository={repository}", f"--http-port={http}", f"--grpc-port={grpc}"]
         servers[node] += [f"--metrics-port={metrics}"]
     with ExitStack() as stack:
+        stack.callback(shutil.rmtree, root)
         environment, end = dict(os.environ), subprocess.Popen.terminate
         if name == "srun":
             environment = stack.enter_context(slurm.cluster(root / "slurm"))
@@ -270,7 +271,6 @@ def test_a_launcher_starts_one_engine_over_its_servers(name, repository, model):
         else:
             command = [*launcher(name), "-n", "1", *servers[0], ":", "-n", "1", *servers[1]]
         _serve_job(command, {**environment, **ours}, end, root, mark, ports, model)
-    shutil.rmtree(root)
 
 
 def _serve_job(command, environment, end, root: Path, mark: str, ports: list[int], model) -> None:
