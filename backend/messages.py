@@ -195,8 +195,10 @@ class EngineBeat(msgspec.Struct, frozen=True, tag="beat"):
     """Heartbeat every `BEAT_S`: of every rank to the supervisor, of rank 0 to every door.
 
     busy_s: seconds since the running step began; 0 between steps. A rank that beats but stays busy longer
-    than step_timeout_s is stuck. waits: the exchange with other ranks that it waits in, "" for none. digest:
-    RankDigest.tokens after `digest_steps` steps, of an engine of several ranks.
+    than step_timeout_s is stuck. waits: the exchange with other ranks that it waits in, or the
+    synchronisation with its GPU; "" for none. asleep_s: for how long its loop has slept without a reason
+    (supervisor.loop_watch), in the line of Python `asleep_in`. digest: RankDigest.tokens after `digest_steps`
+    steps, of an engine of several ranks.
     """
 
     epoch: int
@@ -211,6 +213,8 @@ class EngineBeat(msgspec.Struct, frozen=True, tag="beat"):
     waits: str = ""
     digest_steps: int = 0
     digest: int = 0
+    asleep_s: float = 0.0
+    asleep_in: str = ""
 
 
 # ---------------------------------------------------------------- supervisor -> door

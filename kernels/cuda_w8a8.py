@@ -2,8 +2,9 @@
 
 W8A8: quantize_rows_sm90 rounds the rows of x, after the norm, to int8 or E4M3 with a scale for each, as
 kernels/quantized.py says; the wgmma kernels with 8-bit operands multiply them with the weight's values and
-the sums with both scales. Of E4M3 in blocks of 128 x 128, rows of x have a scale for each 128 inputs, too, and
-each sum of 128 inputs is multiplied by both, as in DeepGEMM. What the epilogues do not have is left to gemm_library_epilogue or torch.
+the sums with both scales. Of E4M3 in blocks of 128 x 128, rows of x have a scale for each 128 inputs, too,
+and each sum of 128 inputs is multiplied by both, as in DeepGEMM. What the epilogues do not have is left to
+gemm_library_epilogue or torch.
 
 int8 weights whose x is not rounded: the same with x in two int8 parts, which hold 16 bits of a row's largest
 number (two_parts of kernels/quantized.py). The sums of both parts are exact, so a product is off by at most

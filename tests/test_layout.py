@@ -89,6 +89,7 @@ ALLOWED = {
     },
     "backend.engine_config_file": {"backend.errors"},
     "backend.engine_instances": {"backend.errors"},
+    "backend.rank_gpus": {"backend.engine_instances", "backend.errors"},
     "backend.models": {
         "backend.models",
         "backend.config",
@@ -127,6 +128,7 @@ ALLOWED = {
         "backend.models.config_ini",
         "backend.nodes",
         "backend.pauses",
+        "backend.rank_gpus",
         "backend.threads",
     },
     "backend.nodes": {
@@ -135,6 +137,7 @@ ALLOWED = {
         "backend.engine_instances",
         "backend.errors",
         "backend.messages",
+        "backend.rank_gpus",
         "backend.supervisor",
     },
     "backend.engine": {
@@ -155,6 +158,7 @@ ALLOWED = {
         "backend.prompt_learning",
         "backend.quantization",
         "backend.prompt_tables",
+        "backend.rank_gpus",
         "backend.sampling_params",
         "backend.supervisor.processes",
         "backend.supervisor.rank_link",

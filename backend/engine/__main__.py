@@ -94,8 +94,7 @@ def load(arguments: argparse.Namespace, link: RankLink) -> Engine:
     link.progress(f"joining {arguments.world} ranks")
     facts = facts_of(config, model, Path(directory), device)
     ranks = make_ranks(arguments, config, device, Joining(facts, config.start_timeout_s, link.progress))
-    if isinstance(ranks, ProcessRanks):
-        link.status.exchange = ranks
+    link.status.exchange = ranks
     config = resolve(config, model, device)
     config = replace(config, max_sequences=ranks.smallest(config.slots))
     engine = Engine.load(Path(directory), model, config, ranks, device, _Progress(link, model), link.progress)

@@ -106,6 +106,7 @@ class Meeting:
     def __init__(self, store: Store, rank: int, world: int, limit_s: float, told: Told | None = None):
         self._store, self._rank, self._world, self._limit_s = store, rank, world, limit_s
         self._told = told or (lambda what, ranks: None)
+        self._gathered = 0
 
     def agree(self, facts: Mapping[str, str]) -> None:
         """Compare facts with those of all ranks. Raises AgreementError, on every rank with the same text;
@@ -118,7 +119,13 @@ class Meeting:
 
     def barrier(self, what: str) -> None:
         """Return once all ranks have come here. Raises PeerLost after limit_s."""
-        self._gather(what, True, what)
+        self.gather(what, True)
+
+    def gather(self, what: str, value: Any) -> list[Any]:
+        """Everybody's value, which msgspec encodes, by rank. All ranks gather in the same order. Raises
+        PeerLost after limit_s."""
+        self._gathered += 1
+        return self._gather(f"{what} {self._gathered}", value, what)
 
     def _gather(self, key: str, value: Any, what: str) -> list[Any]:
         """Everybody's value, by rank."""

@@ -21,10 +21,10 @@ from tridecode.backend.engine.adapter_channel import AdapterChannel
 from tridecode.backend.engine.adapter_store import AdapterStore, Place
 from tridecode.backend.engine.adapters import Loader, NoLoader
 from tridecode.backend.engine.agreement import StepDigest, copied_state
-from tridecode.backend.engine.graphs import DecodeGraphs, padded_sizes, warm_up_plans
+from tridecode.backend.engine.graphs import Capturer, DecodeGraphs, padded_sizes, warm_up_plans
 from tridecode.backend.engine.loader import DTYPES, FileWeights
 from tridecode.backend.engine.logits import StepExtras, prompt_logits, sample_logits
-from tridecode.backend.engine.parallel import Posted, ProcessRanks, SingleRank
+from tridecode.backend.engine.parallel import GPU, Posted, ProcessRanks, SingleRank, waiting
 from tridecode.backend.engine.peer_memory import join_peers
 from tridecode.backend.engine.plan import BeamRows, StepPlan, StepResult
 from tridecode.backend.engine.prompt_graphs import PromptGraphs, step_shapes
@@ -60,6 +60,7 @@ Progress = Callable[[str], None]
 class Pending:
     """A step that was launched. `wait` gives its result, once the device has it."""
 
+    ranks: Ranks
     tokens: Tensor
     log_probs: Tensor
     extras: StepExtras
@@ -79,7 +80,8 @@ class Pending:
         for transfer in self.posted:
             transfer.wait()
         if self.ready is not None:
-            self.ready.synchronize()
+            with waiting(self.ranks, GPU):
+                self.ready.synchronize()
         if self.check is not None:
             self.check()
         result = StepResult(
@@ -102,6 +104,7 @@ class Engine:
     before they are sampled from: for checks against other implementations. All ranks of the last stage set
     it, or none. vocab: this rank's ids where the tensor ranks share the vocabulary, else None. `digest`: of a
     rank of several that serves. shadow_weights: of the 16-bit reference of shadow runs, if it has its own.
+    phase: told what begins.
     """
 
     def __init__(
@@ -113,6 +116,7 @@ class Engine:
         ranks: Ranks,
         device: torch.device,
         shadow_weights: Weights | None = None,
+        phase: Progress = lambda what: None,
     ):
         assert config.max_sequence_tokens is not None and config.max_step_tokens is not None
         self.model_config, self.config, self.ranks, self.device = model, config, ranks, device
@@ -158,15 +162,7 @@ class Engine:
         self.graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
         self.shadow = Scorer(self, shadow_weights) if config.shadow_share else None
-        ranks.barrier("loaded")  # with a limit and a diagnosis, which what follows has not
-        if self.is_asynchronous:
-            if isinstance(ranks, ProcessRanks) and ranks.tensor_size > 1:
-                ranks.peers = join_peers(ranks, ops, config, model.hidden_size, self.dtype)
-            self._warm_up()
-        self.num_blocks = ranks.smallest(choose_num_blocks(config, self._block_bytes(), device))
-        self.caches = self.allocate_cache(self.num_blocks)
-        if self._can_capture():
-            self._capture()
+        self._prepare(phase)
 
     @classmethod
     def load(
@@ -186,25 +182,26 @@ class Engine:
         specs = share_vocabulary(specs, ranks.tensor_size, device.type)
         dtype, ops = DTYPES[config.data_type], kernels.select(device, config.batch_invariant)
         place, rounding = (ranks.tensor_rank, ranks.tensor_size), (config.int8_mode, config.int8_head)
+        phase = phase or (lambda what: None)
         if config.weights == "random":
             made = RandomWeights(specs, 0, *place, dtype, ops, device, model.quantization, *rounding)
-            return cls(model, config, made, ops, ranks, device)
+            return cls(model, config, made, ops, ranks, device, phase=phase)
         mine = stage_layers(model.num_layers, ranks.stage, ranks.num_stages)
         specs = [spec for spec in specs if spec.layer is None or spec.layer in mine]
-        if phase is not None:
-            phase(f"verifying weights ({config.verify_weights})")
+        phase(f"verifying weights ({config.verify_weights})")
         reader = WeightReader(directory, model)
         reader.verify(config.verify_weights, stored_specs(specs, model.quantization))
         weights = FileWeights(reader, specs, *place, dtype, ops, device, progress, *rounding)
         try:
             reference = open_reference(directory, model, config, ops, device)
             try:
-                engine = cls(model, config, weights, ops, ranks, device, reference)
+                engine = cls(model, config, weights, ops, ranks, device, reference, phase)
             finally:
                 if reference is not None:
                     reference.close()
         finally:
             weights.close()
+        phase("loading prompt tables and adapters")
         section = read_prompt_section(directory, model)
         engine.prompt_limits = prompt_limits(section, model, engine.dtype, directory)
         engine.prompts = load_tasks(reader, engine.prompt_limits, engine._prompt_place())
@@ -295,17 +292,53 @@ class Engine:
         shapes = [(num_blocks, *shape) for shape in self._block_shapes()]
         return [_cache_layer(shape, dtype, device or self.device) for shape in shapes]
 
-    def _warm_up(self) -> None:
+    def _prepare(self, phase: Progress) -> None:
+        """What follows the loading, in phases that all ranks begin together: the wait for others at each has
+        a limit and a diagnosis, which the exchanges within have not."""
+
+        def begin(what: str) -> None:
+            self.ranks.barrier(f"the start of {what}")
+            phase(what)
+
+        if self.is_asynchronous:
+            begin("the joining of peers")
+            self._join_peers()
+            begin("the warm-up")
+            self._warm_up(phase)
+        begin("the allocation of the cache")
+        self.num_blocks = self.ranks.smallest(
+            choose_num_blocks(self.config, self._block_bytes(), self.device)
+        )
+        self.caches = self.allocate_cache(self.num_blocks)
+        if self._can_capture():
+            begin("the capture of CUDA graphs")
+            self._capture(phase)
+        self.ranks.barrier("the end of the start")
+
+    def _join_peers(self) -> None:
+        ranks = self.ranks
+        if isinstance(ranks, ProcessRanks) and ranks.tensor_size > 1:
+            columns = self.model_config.hidden_size
+            ranks.peers = join_peers(ranks, self.ops, self.config, columns, self.dtype)
+
+    def _synchronize(self) -> None:
+        with waiting(self.ranks, GPU):
+            torch.cuda.synchronize(self.device)
+
+    def _warm_up(self, phase: Progress) -> None:
         """Run the largest steps, so that libraries allocate their buffers before the cache takes the rest of
         the memory."""
         self.caches = self.allocate_cache(1)
         longest = self.config.max_sequence_tokens
         assert longest is not None
-        for plan in warm_up_plans(self.work.hidden.shape[0], self.config.slots, longest):
+        plans = warm_up_plans(self.work.hidden.shape[0], self.config.slots, longest)
+        for number, plan in enumerate(plans, 1):
+            phase(f"the warm-up, step {number} of {len(plans)}")
             self._run(self.buffers.load(plan))
         if self.shadow is not None:
             self.shadow.warm_up()
-        torch.cuda.synchronize(self.device)
+        self.ranks.barrier("the end of the warm-up")  # all have launched it
+        self._synchronize()
         self.ranks.raise_if_lost()
 
     def _can_capture(self) -> bool:
@@ -319,7 +352,7 @@ class Engine:
         log.info("no CUDA graphs: attention with a window or a soft cap runs through torch")
         return False
 
-    def _capture(self) -> None:
+    def _capture(self, phase: Progress) -> None:
         """Graphs of decoding steps for every padded number of rows, and of small steps with prompts."""
         config, longest = self.config, self.config.max_sequence_tokens
         assert longest is not None and config.max_step_tokens is not None
@@ -330,10 +363,11 @@ class Engine:
         def load_mixed(plan: StepPlan, shape: StepShape) -> Batch:
             return self.buffers.load_mixed(plan, shape, longest)
 
-        self.graphs = DecodeGraphs(padded_sizes(config.slots), load, self._run)
+        capture = Capturer(self._run, phase, self._synchronize)
+        self.graphs = DecodeGraphs(padded_sizes(config.slots), load, capture)
         shapes = step_shapes(config.slots, config.max_step_tokens)
         only_fresh = config.kv_cache_dtype in CACHE_DTYPES
-        self.prompt_graphs = PromptGraphs(shapes, load_mixed, self._run, self.graphs.pool, only_fresh)
+        self.prompt_graphs = PromptGraphs(shapes, load_mixed, capture, only_fresh)
 
     def launch(self, plan: StepPlan) -> Pending:
         """Start a step, on rank 0 for all ranks. On CUDA it returns while the device works, and the next step
@@ -356,13 +390,16 @@ class Engine:
         if not self.is_asynchronous:
             tokens, log_probs = self._tokens[:count], self._log_probs[:count]
             posted = self.ranks.take_posted()
-            return Pending(tokens, log_probs, extras, None, self._tops, candidates, on_result, posted)
+            return Pending(
+                self.ranks, tokens, log_probs, extras, None, self._tops, candidates, on_result, posted
+            )
         tokens, log_probs = self._results[plan.step % len(self._results)]
         tokens[:count].copy_(self._tokens[:count], non_blocking=True)
         log_probs[:count].copy_(self._log_probs[:count], non_blocking=True)
         ready = torch.cuda.Event()
         ready.record()
         return Pending(
+            self.ranks,
             tokens[:count],
             log_probs[:count],
             extras,
@@ -457,7 +494,7 @@ class Engine:
         """
         if self.is_asynchronous:
             self._pulse.add_(1)
-            torch.cuda.synchronize(self.device)
+            self._synchronize()
 
     @torch.inference_mode()
     def _run(self, batch: Batch, plan: StepPlan | None = None) -> StepExtras:

@@ -58,18 +58,29 @@ def prompt_plan(tokens: int, rows: int) -> StepPlan:
     )
 
 
-#: torch's name of memory that graphs share: its type is private
-Pool = Any
+class Capturer:
+    """Captures graphs of `run(batch)` that share one memory pool: the largest first, so that the smaller ones
+    fit into it. told: what begins, in words. synchronize: waits for the device. Used within no_collection."""
 
+    def __init__(
+        self,
+        run: Callable[[Batch], object],
+        told: Callable[[str], None] = lambda what: None,
+        synchronize: Callable[[], None] = torch.cuda.synchronize,
+    ):
+        self._run, self._told, self._synchronize = run, told, synchronize
+        self._pool: Any = None  # torch's name of it
 
-def capture(batch: Batch, run: Callable[[Batch], object], pool: Pool | None) -> torch.cuda.CUDAGraph:
-    """A graph of `run(batch)`; its memory is of `pool`. Within no_collection."""
-    run(batch)  # a library's set-up at its first call must not happen in a capture
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        run(batch)
-    return graph
+    def __call__(self, batch: Batch, what: str) -> torch.cuda.CUDAGraph:
+        """A graph of `batch`. what: names it."""
+        self._told(f"the capture of CUDA graph {what}")
+        self._run(batch)  # a library's set-up at its first call must not happen in a capture
+        self._synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            self._run(batch)
+        self._pool = self._pool or graph.pool()
+        return graph
 
 
 @contextmanager
@@ -94,24 +105,19 @@ def warm_up_plans(max_tokens: int, max_rows: int, longest: int) -> list[StepPlan
 
 
 class DecodeGraphs:
-    """Graphs of `run(batch)`. `load(plan, rows)` copies a plan of up to `rows` decoding rows to the device,
-    always to the same addresses. The graphs share one memory pool; the largest is captured first, so that the
-    smaller ones fit into it."""
+    """Graphs of decoding steps. `load(plan, rows)` copies a plan of up to `rows` decoding rows to the device,
+    always to the same addresses."""
 
-    def __init__(
-        self, sizes: list[int], load: Callable[[StepPlan, int], Batch], run: Callable[[Batch], object]
-    ):
+    def __init__(self, sizes: list[int], load: Callable[[StepPlan, int], Batch], capture: Capturer):
         self._load = load
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._size_of = {
             rows: min(size for size in sizes if size >= rows) for rows in range(1, max(sizes) + 1)
         }
-        self.pool: Pool | None = None
         with no_collection():
-            for size in sorted(sizes, reverse=True):
-                graph = capture(self._load(decode_plan(size), size), run, self.pool)
-                self.pool = self.pool or graph.pool()
-                self._graphs[size] = graph
+            for number, size in enumerate(sorted(sizes, reverse=True), 1):
+                what = f"{number} of {len(sizes)}, of {size} rows"
+                self._graphs[size] = capture(load(decode_plan(size), size), what)
         log.info("captured %d decode graphs of up to %d rows", len(sizes), max(sizes))
 
     def replay(self, plan: StepPlan) -> int | None:

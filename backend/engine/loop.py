@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from dataclasses import asdict
@@ -37,6 +38,8 @@ class Status(Protocol):
     free_blocks: int
     total_blocks: int
     metrics: dict[str, float]
+    loop: threading.Thread | None  # that runs the steps
+    idles: bool  # whether it may sleep for long between steps
 
 
 class DecodeLoop:
@@ -65,6 +68,15 @@ class DecodeLoop:
     def run(self) -> None:
         """Until `stop`; then every open request ends with an error. Raises what a step raises, except
         out-of-memory."""
+        self.status.loop = threading.current_thread()
+        try:
+            self._serve()
+        finally:
+            self.status.loop = None
+        self.scheduler.fail_all(CapacityError("the engine is being stopped"))
+        self.front.send(self.scheduler.take_events())
+
+    def _serve(self) -> None:
         pending: deque[tuple[StepPlan, Pending]] = deque()
         while not self._stopping:
             self._take_requests(may_wait=not pending and not self._has_shadow_work)
@@ -78,8 +90,6 @@ class DecodeLoop:
         if self.engine.micro_batches > 1:
             for _, step in pending:  # the other stages send their results before they take the end
                 step.wait()
-        self.scheduler.fail_all(CapacityError("the engine is being stopped"))
-        self.front.send(self.scheduler.take_events())
 
     def _take_requests(self, may_wait: bool) -> None:
         arrived = self.front.drain()
@@ -191,7 +201,16 @@ def follow(engine: Engine, status: Status) -> None:
     A thread receives the plans, so that rank 0 never waits for this rank's step. On a device that works by
     itself the next plan is launched before the step in flight has ended, as rank 0 does it.
     """
-    plans, pending = PlanQueue(engine.ranks), None
+    plans = PlanQueue(engine.ranks)
+    status.loop, status.idles = threading.current_thread(), True
+    try:
+        _follow(engine, status, plans)
+    finally:
+        status.loop = None
+
+
+def _follow(engine: Engine, status: Status, plans: PlanQueue) -> None:
+    pending = None
     while True:
         plan = _next_plan(plans, pending)
         if isinstance(plan, End):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tridecode.backend.config import EngineConfig
 from tridecode.backend.errors import ConfigError, EngineDownError
 from tridecode.backend.nodes.addresses import interface_towards
+from tridecode.backend.rank_gpus import Demand, node_gpus, shown_here
 
 #: that gloo and NCCL open their connections on; the user's own values stay
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -24,39 +25,20 @@ def choose_gpu(
     """The CUDA device of a rank, as CUDA numbers those of CUDA_VISIBLE_DEVICES; None on a CPU.
 
     local_world: ranks of this node. first_device: where those of this node begin. count: devices that torch
-    sees. Raises ConfigError where `devices` names one that is missing, or too few, or where the ranks of a
-    second engine or node would begin again at GPU 0.
+    sees: the supervisor counted device files. Raises ConfigError where a rank has no GPU of its own.
     """
-    local = rank % local_world
-    if config.device == "cpu":
+    local, shown = rank % local_world, shown_here(count)
+    tensor, stages = config.tensor_para_size, config.pipeline_para_size
+    demand = Demand(tensor, stages, nodes=tensor * stages // local_world)
+    if config.device == "cpu" or (config.devices == "auto" and not count):
         return None
+    if not count:
+        raise ConfigError(f"parameter devices is {config.devices}; {shown}; wanted GPUs, or devices = auto")
     if config.devices == "auto":
-        if first_device and count and first_device + local_world > count:
-            end = first_device + local_world
-            raise ConfigError(
-                f"the ranks of this engine take GPUs {first_device} to {end - 1}; this node shows "
-                f"{_shown(count)}; wanted {end} GPUs, or fewer engines or ranks"
-            )
-        return (first_device + local) % count if count else None
-    named = [int(part) for part in config.devices.split(",")]
-    missing = [number for number in named if number >= count]
-    if missing:
-        fit = f"numbers from 0 to {count - 1}" if count else "GPUs, or devices = auto"
-        raise ConfigError(
-            f"parameter devices is {config.devices}; GPU {missing[0]} is missing, this node shows "
-            f"{_shown(count)}; wanted {fit}"
-        )
-    if len(named) < local_world:
-        raise ConfigError(
-            f"parameter devices is {config.devices}; wanted {local_world} numbers, one for each rank of a "
-            "node"
-        )
-    return named[local]
-
-
-def _shown(count: int) -> str:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return f"{count} GPU(s)" + ("" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible!r})")
+        before = f", {first_device} of them for ranks before these" if first_device else ""
+        demand.check(count - first_device, shown + before)
+        return first_device + local
+    return node_gpus(demand, config.devices, count, shown)[local]
 
 
 def join(url: str, rank: int, world: int, listen_fd: int | None, timeout_s: float) -> dict[str, Any]:

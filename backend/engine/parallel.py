@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
@@ -78,6 +79,20 @@ def exchange(what: str) -> Callable[[_Method], _Method]:
     return wrap
 
 
+#: what a rank that waits for its own GPU waits in: it may be another rank that the GPU waits for
+GPU = "the synchronisation with its GPU"
+
+
+@contextmanager
+def waiting(ranks: Any, what: str) -> Iterator[None]:
+    """ranks.waits is `what` meanwhile, as with `exchange`."""
+    ranks.waits = what
+    try:
+        yield
+    finally:
+        ranks.waits = ""
+
+
 def _short(error: BaseException) -> str:
     """The first sentence of an error of gloo or NCCL, without the place in its source."""
     text = re.sub(r"^\[[^\]]*\]\s*", "", str(error).split("\n")[0])
@@ -111,6 +126,7 @@ class SingleRank:
     rank = 0
     tensor_rank, tensor_size, stage, num_stages = 0, 1, 0, 1
     is_pipelined = False
+    waits = ""
 
     def all_reduce(self, x: Tensor) -> None: ...
 
@@ -152,9 +168,9 @@ class ProcessRanks:
 
     meeting: a URL (open_store), the same on all ranks, or {"store": an open store}. Collective: returns when
     all are there. Raises AgreementError if they differ in joining.facts, PeerLost if one does not come.
-    waits: the exchange that this rank waits in; "" for none. pipeline_devices: types of devices with several
-    plans in flight. There rank 0 gets a step's results when it waits for them, and no other rank needs them:
-    a plan has the ids of all its tokens.
+    waits: the exchange that this rank waits in, or GPU; "" for none. pipeline_devices: types of devices with
+    several plans in flight. There rank 0 gets a step's results when it waits for them, and no other rank
+    needs them: a plan has the ids of all its tokens.
     """
 
     def __init__(
@@ -269,13 +285,9 @@ class ProcessRanks:
         """Wait for a transfer of torch.distributed."""
         work.wait()
 
-    @exchange("the exchange of the handles of memory")
     def exchange_bytes(self, data: bytes) -> list[bytes]:
-        """Everybody's data, of equal length, in rank order."""
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        found = [torch.empty_like(mine) for _ in range(self.tensor_size * self.num_stages)]
-        dist.all_gather(found, mine)
-        return [one.numpy().tobytes() for one in found]
+        """Everybody's data in rank order, while the engine starts. Raises PeerLost as `barrier` does."""
+        return self._meeting.gather("exchanging the handles of memory", data)
 
     def raise_if_lost(self) -> None:
         """Raise PeerLost if a tensor rank did not come to a sum over peer memory in time."""
@@ -285,12 +297,16 @@ class ProcessRanks:
                 f"rank {rank} did not come to the sum over the tensor ranks within {limit_s:.3g} s"
             )
 
-    @exchange("the minimum over the ranks")
     def smallest(self, value: int) -> int:
-        """The minimum over the ranks, e.g. of the blocks that fit into their memory."""
-        held = torch.tensor([value], dtype=torch.int64)
-        dist.all_reduce(held, op=dist.ReduceOp.MIN)
-        return int(held)
+        """The minimum over the ranks, e.g. of the blocks that fit into their memory, while the engine starts.
+        Raises PeerLost as `barrier` does."""
+        return min(self._meeting.gather("agreeing on the smallest size", value))
+
+    @exchange("the broadcast of a plan")
+    def _send_plan(self, plan: StepPlan | None) -> None:
+        frame = b"" if plan is None else seal(plan_frame.encode(plan))
+        for message in plan_wire.messages(frame):
+            dist.broadcast(torch.from_numpy(message), 0)
 
     @exchange("")
     def broadcast_plan(self, plan: StepPlan | None) -> StepPlan | None:
@@ -299,9 +315,7 @@ class ProcessRanks:
         Raises TridecodeError on a rank that receives an invalid plan; nothing that is received is executed.
         """
         if self.rank == 0:
-            frame = b"" if plan is None else seal(plan_frame.encode(plan))
-            for message in plan_wire.messages(frame):
-                dist.broadcast(torch.from_numpy(message), 0)
+            self._send_plan(plan)
             return plan
         first = torch.empty(plan_wire.FIRST_BYTES, dtype=torch.uint8)
         dist.broadcast(first, 0)

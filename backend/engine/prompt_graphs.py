@@ -16,7 +16,7 @@ from typing import Callable
 import numpy as np
 import torch
 
-from tridecode.backend.engine.graphs import Pool, capture, no_collection
+from tridecode.backend.engine.graphs import Capturer, no_collection
 from tridecode.backend.engine.plan import StepPlan
 from tridecode.backend.engine.step_buffers import StepShape
 from tridecode.kernels.ops import Batch
@@ -84,18 +84,17 @@ class StepShapes:
 
 
 class PromptGraphs:
-    """Graphs of `run(batch)`, one for each shape.
+    """Graphs of small steps with prompts, one for each shape.
 
-    load(plan, shape) copies a plan to the device, padded to a shape, always to the same addresses. pool: of
-    DecodeGraphs, whose steps the graphs' memory is shared with. only_fresh: see StepShapes.
+    load(plan, shape) copies a plan to the device, padded to a shape, always to the same addresses. capture:
+    has captured DecodeGraphs. only_fresh: see StepShapes.
     """
 
     def __init__(
         self,
         shapes: list[StepShape],
         load: Callable[[StepPlan, StepShape], Batch],
-        run: Callable[[Batch], object],
-        pool: Pool | None,
+        capture: Capturer,
         only_fresh: bool,
     ):
         self._load, self.shapes = load, StepShapes(shapes, only_fresh)
@@ -103,8 +102,10 @@ class PromptGraphs:
         self.replayed = 0
         started = time.monotonic()
         with no_collection():
-            for shape in sorted(shapes, key=lambda shape: shape.decodes + shape.tokens, reverse=True):
-                self._graphs[shape] = capture(load(empty_plan(shape), shape), run, pool)
+            largest_first = sorted(shapes, key=lambda shape: shape.decodes + shape.tokens, reverse=True)
+            for number, shape in enumerate(largest_first, 1):
+                what = f"{number} of {len(shapes)} with prompts, {shape.decodes} + {shape.tokens} tokens"
+                self._graphs[shape] = capture(load(empty_plan(shape), shape), what)
         log.info("captured %d graphs of steps with prompts, %.1f s", len(shapes), time.monotonic() - started)
 
     def replay(self, plan: StepPlan, shape: StepShape) -> None:

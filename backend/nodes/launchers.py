@@ -1,4 +1,4 @@
-"""This node's place among the nodes of a job, from what its launcher has set. Standard library only.
+"""This node's place among the nodes of a job, from what its launcher has set. No torch.
 
 Only one server per node counts as a node: `mpirun -n <nodes> tritonserver …`.
 """
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tridecode.backend.errors import ConfigError
+from tridecode.backend.nodes.mpi_library import MPICH, OPEN_MPI
 
 NODES = "TRIDECODE_NODES"  # host0:port,host1,… without MPI; "none": a server of its own, whatever started it
 NODE = "TRIDECODE_NODE"  # this node's index in it
@@ -24,7 +25,7 @@ class NodePlace:
     """index: of this node, from 0. size: number of nodes. launcher: in words.
 
     hosts, port, secret_file: of a job without MPI, where the environment says all; else empty. hosts may name
-    node 0 only.
+    node 0 only. libraries: names of the MPI library, see mpi_library; (): not known.
     """
 
     index: int
@@ -33,6 +34,7 @@ class NodePlace:
     hosts: tuple[str, ...] = ()
     port: int = 0
     secret_file: str = ""
+    libraries: tuple[str, ...] = ()
 
     @property
     def by_mpi(self) -> bool:
@@ -40,22 +42,26 @@ class NodePlace:
 
 
 class _Launcher(NamedTuple):
-    """rank, sizes: variables; of sizes the first that is set. needs: must be set too."""
+    """rank, sizes: variables; of sizes the first that is set. libraries: see NodePlace. needs: must be set
+    too."""
 
     name: str
     rank: str
     sizes: tuple[str, ...]
+    libraries: tuple[str, ...] = ()
     needs: str = ""
 
 
+_STEP_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 #: the first launcher whose variables are set counts. srun sets SLURM_PROCID also for a batch script, which is
-#: no step; `srun --mpi=pmix` sets PMIX_RANK and leaves the size to Slurm's own variables
+#: no step; `srun --mpi=pmix` sets PMIX_RANK and leaves the size to Slurm's own variables. Both MPIs can speak
+#: PMI and PMIx: there the second library is taken where the first is not installed
 _LAUNCHERS = (
-    _Launcher("Open MPI's mpirun", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",)),
-    _Launcher("MVAPICH's mpirun", "MV2_COMM_WORLD_RANK", ("MV2_COMM_WORLD_SIZE",)),
-    _Launcher("MPICH's mpirun", "PMI_RANK", ("PMI_SIZE",)),
-    _Launcher("srun --mpi=pmix", "PMIX_RANK", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_STEP_ID"),
-    _Launcher("srun", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_STEP_ID"),
+    _Launcher("Open MPI's mpirun", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), (OPEN_MPI,)),
+    _Launcher("MVAPICH's mpirun", "MV2_COMM_WORLD_RANK", ("MV2_COMM_WORLD_SIZE",), (MPICH,)),
+    _Launcher("MPICH's mpirun", "PMI_RANK", ("PMI_SIZE",), (MPICH, OPEN_MPI)),
+    _Launcher("srun --mpi=pmix", "PMIX_RANK", _STEP_SIZES, (OPEN_MPI, MPICH), "SLURM_STEP_ID"),
+    _Launcher("srun", "SLURM_PROCID", _STEP_SIZES, needs="SLURM_STEP_ID"),
 )
 
 
@@ -71,7 +77,8 @@ def find_place(environment: Mapping[str, str]) -> NodePlace | None:
         size = next((environment[name] for name in launcher.sizes if environment.get(name)), None)
         if rank is None or size is None or (launcher.needs and not environment.get(launcher.needs)):
             continue
-        place = NodePlace(_number(launcher.rank, rank), _number(launcher.sizes[0], size), launcher.name)
+        index, number = _number(launcher.rank, rank), _number(launcher.sizes[0], size)
+        place = NodePlace(index, number, launcher.name, libraries=launcher.libraries)
         _check(place, launcher.rank)
         return place if place.size > 1 else None
     return None

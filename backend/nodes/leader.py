@@ -12,11 +12,11 @@ import os
 import secrets
 import socket as posix
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 import zmq
 
-from tridecode.backend.engine_config_file import read_engine_parameters
 from tridecode.backend.errors import ConfigError
 from tridecode.backend.messages import BEAT_S, SILENCE_S, decode, encode
 from tridecode.backend.nodes import addresses, devices, link
@@ -26,6 +26,8 @@ from tridecode.backend.nodes.meeting import Search
 from tridecode.backend.nodes.messages import NODE_PROTOCOL, NodeOrder, NodeReport, ToLeader
 from tridecode.backend.nodes.remote import Node, NodeRankGroup
 from tridecode.backend.nodes.spread import NodeGpus, engine_index, first_devices, ranks_per_node
+from tridecode.backend.rank_gpus import VISIBLE
+from tridecode.backend.supervisor.engine_settings import EngineSettings
 from tridecode.backend.supervisor.ranks import RankGroup, RankMessage
 
 RETRY_S = 1.0  # interval at which a port that is taken is tried again
@@ -173,7 +175,9 @@ class Leader:
 
     # ------------------------------------------------------------ a start
 
-    def start_ranks(self, commands: Sequence[Sequence[str]], epoch: int, now: float) -> RankGroup:
+    def start_ranks(
+        self, commands: Sequence[Sequence[str]], settings: EngineSettings, epoch: int, now: float
+    ) -> RankGroup:
         """Start the ranks of an epoch; commands: as for one node. Raises ConfigError where the nodes cannot
         hold them, OSError where node 0 cannot listen for its ranks."""
         self._identity = identity(self._engine_dir)
@@ -182,7 +186,8 @@ class Leader:
             if node.refusal:
                 raise ConfigError(node.refusal)
         per_node = ranks_per_node(len(commands), self.place.size)
-        self._first_devices = first_devices(self._gpus(), per_node)
+        demand = replace(settings.demand, nodes=self.place.size)
+        self._first_devices = first_devices(self._gpus(settings.on_cpu), demand, settings.devices)
         address = self._search.own_address
         with _listener(address) as listener:
             port = listener.getsockname()[1]
@@ -196,17 +201,15 @@ class Leader:
         self._epoch, self._told_at = epoch, 0.0
         return self._group
 
-    def _gpus(self) -> dict[int, NodeGpus]:
-        """GPUs that ranks take in order; none where config.pbtxt names a CPU or the GPUs themselves."""
-        parameters = read_engine_parameters(self._engine_dir)
-        named = parameters.get("device") == "cpu" or parameters.get("devices", "auto") != "auto"
-        visible = os.environ.get(devices.VISIBLE, "")
-        count = 0 if named else devices.count_visible()
+    def _gpus(self, on_cpu: bool) -> dict[int, NodeGpus]:
+        """GPUs of the nodes; none where config.pbtxt names a CPU."""
+        visible = os.environ.get(VISIBLE, "")
+        count = 0 if on_cpu else devices.count_visible()
         found = {0: NodeGpus("node 0", addresses.machine_id(), visible, count)}
         for index, node in self._nodes.items():
             if node.report is not None:
                 report = node.report
-                count = 0 if named else report.devices
+                count = 0 if on_cpu else report.devices
                 found[index] = NodeGpus(node.name, report.machine, report.visible, count)
         return found
 

@@ -23,6 +23,7 @@ from tridecode.backend.nodes.launchers import NodePlace
 from tridecode.backend.nodes.meeting import Search
 from tridecode.backend.nodes.messages import NodeOrder, NodeReport, RankLife
 from tridecode.backend.nodes.spread import engine_index
+from tridecode.backend.rank_gpus import VISIBLE
 from tridecode.backend.supervisor.ranks import LocalProcess, RankMessage
 
 FAILED_RETRY_S = 60.0  # after an error that would come again; a new door shortens it
@@ -179,7 +180,7 @@ class Lender:
                 host=socket.gethostname(),
                 identity=self._identity,
                 machine=addresses.machine_id(),
-                visible=os.environ.get(devices.VISIBLE, ""),
+                visible=os.environ.get(VISIBLE, ""),
                 devices=devices.count_visible(),
                 epoch=self.epoch,
                 ranks=lives,

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from tridecode.backend.errors import ConfigError, EngineDownError, TridecodeError
-from tridecode.backend.nodes import addresses
+from tridecode.backend.nodes import addresses, mpi_library
 from tridecode.backend.nodes.launchers import SECRET_FILE, NodePlace, inherited_fds
 from tridecode.backend.supervisor import processes, runtime_dir
 
@@ -81,7 +81,7 @@ def _over_mpi(place: NodePlace, server: processes.ProcessId, base: Path) -> Meet
         time.sleep(0.05)
     try:
         runtime_dir.write_owner(fd, runtime_dir.owner_of(server))
-        meeting = _read(folder) or _ask_mpi(place)
+        meeting = _read(folder) or _ask_mpi(place, server.pid)
         _write(folder, meeting)
         return meeting
     finally:
@@ -102,9 +102,12 @@ def _read(folder: Path) -> Meeting | None:
         return None
 
 
-def _ask_mpi(place: NodePlace) -> Meeting:
+def _ask_mpi(place: NodePlace, server: int) -> Meeting:
+    """server: pid of the server, which the launcher has started."""
     command = [sys.executable, "-m", "tridecode.backend.nodes.mpi_exchange"]
     command += ["--index", str(place.index), "--size", str(place.size)]
+    if place.libraries:
+        command += ["--library", place.libraries[0]]
     helper = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -112,6 +115,7 @@ def _ask_mpi(place: NodePlace) -> Meeting:
         stderr=subprocess.PIPE,
         text=True,
         pass_fds=inherited_fds(os.environ),
+        env={**os.environ, **mpi_library.chosen(place.libraries, server, os.environ)},
     )
     try:
         output, errors = helper.communicate(timeout=EXCHANGE_S)

@@ -18,7 +18,7 @@ import sys
 import threading
 from typing import Any
 
-from tridecode.backend.nodes import addresses
+from tridecode.backend.nodes import addresses, mpi_library
 from tridecode.backend.nodes.meeting import ADDRESS, FIRST_PORT, NUM_PORTS, PORT
 
 _PART_BYTES = 16 << 10
@@ -146,18 +146,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--index", type=int, required=True)
     parser.add_argument("--size", type=int, required=True)
+    parser.add_argument("--library", default="", help="the name of the launcher's own MPI library")
     arguments = parser.parse_args()
     try:
         from mpi4py import MPI  # starts MPI, and ends this process where that fails
     except (ImportError, RuntimeError) as error:
-        print(f"MPI cannot be loaded: {error}", file=sys.stderr)
+        print(
+            f"MPI cannot be loaded: {' '.join(str(error).split())}; {_wanted(arguments.library)}",
+            file=sys.stderr,
+        )
         return 1
     communicator = MPI.COMM_WORLD
     found, wanted = (communicator.rank, communicator.size), (arguments.index, arguments.size)
     if found != wanted:
         print(
             f"the launcher says node {wanted[0]} of {wanted[1]}, and MPI ({_library(MPI)}) says {found[0]} "
-            f"of {found[1]}: wanted a launcher of the same MPI, e.g. srun --mpi=pmix",
+            f"of {found[1]}; {_wanted(arguments.library)}",
             file=sys.stderr,
         )
         return 1
@@ -170,6 +174,16 @@ def main() -> int:
     MPI.Finalize()
     print(json.dumps(result), flush=True)
     return 0
+
+
+def _wanted(library: str) -> str:
+    """What to do where the library is not the launcher's. library: the name of that, "" if not known."""
+    if not library:
+        return "wanted a launcher of the same MPI, e.g. srun --mpi=pmix"
+    return (
+        f"wanted {library}, the launcher's own MPI, e.g. by pip install {mpi_library.PACKAGES[library]}, or "
+        f"its path in {mpi_library.LIBRARY}"
+    )
 
 
 def _library(mpi: Any) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tridecode.backend.errors import ConfigError
 from tridecode.backend.nodes.meeting import NUM_PORTS
+from tridecode.backend.rank_gpus import SHARE, VISIBLE, Demand, may_share, node_gpus
 
 
 @dataclass(frozen=True)
@@ -19,35 +20,42 @@ class NodeGpus:
     visible: str
     count: int
 
+    @property
+    def place(self) -> tuple[str, str]:
+        return self.machine, self.visible
 
-def first_devices(nodes: Mapping[int, NodeGpus], per_node: int) -> dict[int, int]:
+
+def first_devices(nodes: Mapping[int, NodeGpus], demand: Demand, devices: str = "auto") -> dict[int, int]:
     """The first device of each node: nodes that see the same GPUs of one machine take turns.
 
-    Raises ConfigError where a node has GPUs, but too few, or where only some nodes have any.
+    devices: the parameter of that name, whose GPUs each node takes in their order. Raises ConfigError where a
+    node has GPUs, but too few, or where only some nodes have any.
     """
-    taken: dict[tuple[str, str], int] = {}
-    firsts = {}
+    places = [node.place for node in nodes.values()]
     some = any(node.count for node in nodes.values())
-    for index, node in sorted(nodes.items()):
-        place = (node.machine, node.visible)
-        first = taken.get(place, 0)
-        if some and first + per_node > node.count:
-            before = f", {first} of them for nodes before it" if first else ""
-            raise ConfigError(
-                f"{node.name} shows {node.count} GPU(s){before}; its {per_node} rank(s) want one each: "
-                f"tensor_para_size x pipeline_para_size may be {_most(nodes)} at most, or show it more GPUs "
-                "(CUDA_VISIBLE_DEVICES)"
-            )
-        firsts[index] = first
-        taken[place] = first + per_node
+    firsts = {}
+    for number, (index, node) in enumerate(sorted(nodes.items())):
+        sharers = places.count(node.place)
+        _check_node(node, demand, devices, some, sharers)
+        before = [earlier for _, earlier in sorted(nodes.items())[:number] if earlier.place == node.place]
+        firsts[index] = demand.per_node * len(before)
     return firsts
 
 
-def _most(nodes: Mapping[int, NodeGpus]) -> int:
-    """Ranks that fit: as many on each node as the one with the fewest GPUs has for itself."""
-    places = [(node.machine, node.visible) for node in nodes.values()]
-    shares = [node.count // places.count((node.machine, node.visible)) for node in nodes.values()]
-    return min(shares) * len(nodes)
+def _check_node(node: NodeGpus, demand: Demand, devices: str, some: bool, sharers: int) -> None:
+    """some: any node has GPUs. sharers: nodes that see the same GPUs as this one, itself included."""
+    shown = f"{node.name} shows {node.count}" + (f" to {sharers} nodes" if sharers > 1 else "")
+    if devices == "auto":
+        if some:
+            demand.check(node.count // sharers, shown)
+        return
+    node_gpus(demand, devices, node.count, shown)
+    if some and sharers > 1 and not may_share():
+        raise ConfigError(
+            f"parameter devices is {devices}, which each of {sharers} nodes on one machine takes, "
+            f"{node.name} among them; wanted auto, or another {VISIBLE} for each ({SHARE}=1 lets ranks share "
+            "a GPU, for trials)"
+        )
 
 
 def ranks_per_node(world: int, nodes: int) -> int:

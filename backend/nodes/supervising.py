@@ -15,7 +15,7 @@ from tridecode.backend.nodes.leader import Leader
 from tridecode.backend.nodes.lender import Lender
 from tridecode.backend.supervisor import processes
 from tridecode.backend.supervisor.engine_life import EngineLife
-from tridecode.backend.supervisor.engine_settings import fingerprint
+from tridecode.backend.supervisor.engine_settings import EngineSettings, fingerprint
 from tridecode.backend.supervisor.ranks import RankGroup
 
 Life = Union[EngineLife, Lender]
@@ -61,6 +61,11 @@ class Nodes:
         if self._wrong is not None:
             raise self._wrong
 
+    @property
+    def size(self) -> int:
+        """Nodes of the job."""
+        return 1 if self._place is None else self._place.size
+
     def waits_for(self) -> str:
         return self._leader.waits_for() if self._leader else ""
 
@@ -72,9 +77,11 @@ class Nodes:
             for message in self._leader.tick(now, f"{life.phase}: {life.detail}", life.group):
                 life.hear(message, now)
 
-    def start_ranks(self, commands: Sequence[Sequence[str]], epoch: int, now: float) -> RankGroup | None:
+    def start_ranks(
+        self, commands: Sequence[Sequence[str]], settings: EngineSettings, epoch: int, now: float
+    ) -> RankGroup | None:
         """The ranks of an epoch over all nodes; None in a job of one node."""
-        return self._leader.start_ranks(commands, epoch, now) if self._leader else None
+        return self._leader.start_ranks(commands, settings, epoch, now) if self._leader else None
 
     def close(self) -> None:
         for side in (self._leader, self._lender):

@@ -7,12 +7,11 @@ reports may arrive first, so a report of a lost peer waits LOST_GRACE_S for its 
 from __future__ import annotations
 
 import signal
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tridecode.backend.messages import BEAT_S, SILENCE_S, RankDigest
+from tridecode.backend.messages import SILENCE_S
 from tridecode.backend.supervisor import processes
 
 if TYPE_CHECKING:
@@ -20,9 +19,8 @@ if TYPE_CHECKING:
 
 EXIT_GRACE_S = 0.2  # the last messages of a rank that ended arrive within this time
 LOST_GRACE_S = 1.5  # a rank that lost another one is not named before this time
+ASLEEP_S = 2.5  # of a loop's thread (loop_watch): a look that finds others busy begins again, within 5 s
 SUSPECT_S = 1.0  # silence that is no fault by itself, but explains why others wait: four heartbeats
-DIGEST_GRACE_S = 2.5 * BEAT_S  # all ranks have told of the same step within this time
-_KEPT_DIGESTS = 64
 
 
 @dataclass
@@ -43,6 +41,7 @@ def find_cause(
         or _ended(ranks, now)
         or _silent(ranks, now)
         or _lost(ranks, now)
+        or _asleep(ranks)
         or _stuck(ranks, now, step_timeout_s)
         or _slow_start(ranks, now, started_at, start_timeout_s)
     )
@@ -128,6 +127,34 @@ def _lost(ranks: Sequence[Rank], now: float) -> Failure | None:
     return Failure(f"{names} lost the connection to another rank: {first.failed.error}")
 
 
+def _asleep(ranks: Sequence[Rank]) -> Failure | None:
+    """A rank whose loop sleeps for no reason, while no other rank does anything but wait."""
+    for rank in _living(ranks):
+        if rank.beat is None or rank.beat.asleep_s < ASLEEP_S or any(map(_computes, ranks)):
+            continue
+        where = "a step" if rank.beat.busy_s else "its loop between two steps"
+        return Failure(
+            f"rank {rank.index} has been asleep in {where} for {rank.beat.asleep_s:.1f} s, in "
+            f"{rank.beat.asleep_in}, and waits for no other rank nor its GPU{_waits(ranks)}"
+        )
+    return None
+
+
+def _computes(rank: Rank) -> bool:
+    """Whether the rank is in a step, and neither waits nor sleeps in it."""
+    beat = rank.beat
+    return beat is not None and beat.busy_s > 0.0 and not beat.waits and not beat.asleep_s
+
+
+def _waits(ranks: Sequence[Rank]) -> str:
+    """What ranks in a step wait in, each part behind "; "."""
+    waiting = [(rank.beat.waits, rank) for rank in ranks if rank.beat is not None and rank.beat.waits]
+    return "".join(
+        f"; {ranks_text(rank.index for rank in group)} wait{'s' if len(group) == 1 else ''} in {what}"
+        for what, group in _grouped(waiting)
+    )
+
+
 def _stuck(ranks: Sequence[Rank], now: float, step_timeout_s: float) -> Failure | None:
     """A step that takes too long, and the rank that the others wait for."""
     stuck = [rank for rank in ranks if rank.beat is not None and rank.beat.busy_s > step_timeout_s]
@@ -138,10 +165,7 @@ def _stuck(ranks: Sequence[Rank], now: float, step_timeout_s: float) -> Failure 
     if len(ranks) == 1:
         return Failure(f"rank {stuck[0].index} {where}")
     waiting = [rank for rank in ranks if rank.beat is not None and rank.beat.waits]
-    waits = "".join(
-        f"; {ranks_text(rank.index for rank in group)} wait{'s' if len(group) == 1 else ''} in {what}"
-        for what, group in _grouped((rank.beat.waits, rank) for rank in waiting if rank.beat is not None)
-    )
+    waits = _waits(ranks)
     for rank in _living(ranks):
         state, silent = rank.process.state(), now - rank.heard_at
         if _stopped(state) or silent >= SUSPECT_S:
@@ -166,7 +190,8 @@ def describe_start(ranks: Sequence[Rank], now: float) -> str:
     by_index = {rank.index: rank for rank in ranks}
     waiting = [rank for rank in ranks if not rank.ready and rank.waits_for]
     awaited = {index for rank in waiting for index in rank.waits_for}
-    late = [rank for rank in ranks if not rank.ready and rank not in waiting]
+    exchanging = [rank for rank in ranks if not rank.ready and rank not in waiting and rank.exchange]
+    late = [rank for rank in ranks if not rank.ready and rank not in waiting + exchanging]
     named = [by_index[index] for index in sorted(awaited) if index in by_index and by_index[index] in late]
     parts = [
         f"{ranks_text(rank.index for rank in group)} wait{'s' if len(group) == 1 else ''} in {what!r} for "
@@ -174,6 +199,11 @@ def describe_start(ranks: Sequence[Rank], now: float) -> str:
         for (what, awaited_by), group in _grouped(
             ((rank.progress, tuple(rank.waits_for)), rank) for rank in waiting
         )
+    ]
+    parts += [
+        f"{ranks_text(rank.index for rank in group)} wait{'s' if len(group) == 1 else ''} in {what} "
+        f"({progress!r})"
+        for (what, progress), group in _grouped(((rank.exchange, rank.progress), rank) for rank in exchanging)
     ]
     which = ", which is " if len(named) == 1 and len(parts) == 1 and late == named else "; "
     doing = "; ".join(
@@ -183,55 +213,6 @@ def describe_start(ranks: Sequence[Rank], now: float) -> str:
     ready = [rank.index for rank in ranks if rank.ready]
     tail = f"; {ranks_text(ready)} {'is' if len(ready) == 1 else 'are'} ready" if ready else ""
     return ("; ".join(parts) + which if parts else "") + doing + tail if doing else "; ".join(parts) + tail
-
-
-# ---------------------------------------------------------------- digests
-
-
-class Digests:
-    """Compares what the ranks say that they did (RankDigest)."""
-
-    def __init__(self) -> None:
-        self._held: dict[tuple[int, int], dict[int, int]] = {}  # (steps, stage) -> rank -> digest
-        self._found: tuple[dict[int, int], str, int] | None = None  # the first difference
-        self._found_at: float | None = None
-
-    def hear(self, digest: RankDigest) -> None:
-        self._note((digest.steps, -1), digest.rank, digest.tokens, "sampled other tokens")
-        if digest.state >= 0:
-            self._note((digest.steps, digest.stage), digest.rank, digest.state, "computed another state")
-
-    def _note(self, key: tuple[int, int], rank: int, value: int, what: str) -> None:
-        values = self._held.setdefault(key, {})
-        values[rank] = value
-        while len(self._held) > _KEPT_DIGESTS:
-            del self._held[next(iter(self._held))]
-        if self._found is None and len(set(values.values())) > 1:
-            self._found = values, what, key[0]
-
-    def cause(self, now: float) -> Failure | None:
-        """The first difference, once the other ranks have had the time to say with whom they agree."""
-        if self._found is None:
-            return None
-        if self._found_at is None:
-            self._found_at = now
-        return Failure(_difference(*self._found)) if now - self._found_at >= DIGEST_GRACE_S else None
-
-
-def _difference(values: dict[int, int], what: str, steps: int) -> str:
-    usual, count = Counter(values.values()).most_common(1)[0]
-    odd = [rank for rank, value in values.items() if value != usual]
-    same = [rank for rank, value in values.items() if value == usual]
-    value = values[odd[0]]
-    if len(odd) < count:
-        return (
-            f"{ranks_text(odd)} {what} than {ranks_text(same)} within {steps} steps: digest {value:08x}, "
-            f"wanted {usual:08x}"
-        )
-    return (
-        f"{ranks_text(same)} and {ranks_text(odd)} disagree: they {what} within {steps} steps, digests "
-        f"{usual:08x} and {value:08x}"
-    )
 
 
 # ---------------------------------------------------------------- words

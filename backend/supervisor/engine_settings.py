@@ -2,52 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tridecode.backend.config import EngineConfig, check_heads, check_stages, read_engine_config
 from tridecode.backend.engine_config_file import FILE, checkpoint_dir, read_engine_parameters
-from tridecode.backend.engine_instances import engine_gpus, num_engines, read_groups
-from tridecode.backend.errors import TridecodeError
+from tridecode.backend.engine_instances import InstanceGroup, num_engines, read_groups
+from tridecode.backend.errors import ConfigError, TridecodeError
 from tridecode.backend.models.config_ini import read_ini
 from tridecode.backend.nodes.devices import count_visible
+from tridecode.backend.rank_gpus import Demand, engine_gpus, shown_here
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """world: rank processes. start_timeout_s, step_timeout_s: as in EngineConfig. device_options: of each
-    rank where the model has several engines: which GPUs are this one's."""
+    """demand: GPUs of all engines of the model. devices, start_timeout_s, step_timeout_s: as in EngineConfig.
+    on_cpu: whether its ranks need no GPU. device_options: of each rank where the model has several engines:
+    which GPUs are this one's."""
 
-    world: int = 1
+    demand: Demand = Demand(1, 1)
+    devices: str = "auto"
+    on_cpu: bool = False
     start_timeout_s: float = 900.0
     step_timeout_s: float = 60.0
     device_options: tuple[str, ...] = ()
 
+    @property
+    def world(self) -> int:
+        """Rank processes of this engine."""
+        return self.demand.ranks
 
-def read_engine_settings(engine_dir: str, number: int = 0) -> EngineSettings:
-    """From `<engine_dir>/config.pbtxt`. number: of the engine among those of instance_group.
 
-    Raises ConfigError or UnsupportedError, also if so many ranks cannot share the model, or so many engines
-    the GPUs.
+def read_engine_settings(engine_dir: str, number: int = 0, nodes: int = 1) -> EngineSettings:
+    """From `<engine_dir>/config.pbtxt`. number: of the engine among those of instance_group. nodes: of the
+    job; the leader of several checks the GPUs of all.
+
+    Raises ConfigError or UnsupportedError, also if so many ranks cannot share the model, or have no GPU each.
     """
     config = read_engine_config(read_engine_parameters(engine_dir), str(Path(engine_dir) / FILE))
-    world = config.tensor_para_size * config.pipeline_para_size
-    if world > 1:
-        check_shares(engine_dir, config)
-    options = device_options(engine_dir, config, number, world)
-    return EngineSettings(world, config.start_timeout_s, config.step_timeout_s, options)
-
-
-def device_options(engine_dir: str, config: EngineConfig, number: int, world: int) -> tuple[str, ...]:
-    """The options that name the GPUs of engine `number` to its ranks; () where config alone does."""
     groups = read_groups(Path(engine_dir))
-    listed = any(group.gpus for group in groups)
-    if config.device == "cpu" or (num_engines(groups) == 1 and not listed):
+    demand = Demand(config.tensor_para_size, config.pipeline_para_size, num_engines(groups))
+    if demand.ranks > 1:
+        check_shares(engine_dir, config)
+    on_cpu = config.device == "cpu"
+    options: tuple[str, ...] = ()
+    if nodes > 1 and any(group.gpus for group in groups):
+        raise ConfigError(
+            f"instance_group of {engine_dir} lists gpus, and the job has {nodes} nodes; wanted the parameter "
+            "devices, the GPUs of each node"
+        )
+    if not on_cpu and nodes == 1:
+        options = device_options(groups, config, demand, number)
+    return EngineSettings(
+        demand, config.devices, on_cpu, config.start_timeout_s, config.step_timeout_s, options
+    )
+
+
+def device_options(
+    groups: Sequence[InstanceGroup], config: EngineConfig, demand: Demand, number: int
+) -> tuple[str, ...]:
+    """The options that name the GPUs of engine `number` to its ranks; () where config alone does. Raises
+    ConfigError where this node has too few."""
+    visible = count_visible()
+    gpus = engine_gpus(groups, number, demand, config.devices, visible, shown_here(visible))
+    if demand.engines == 1 and not any(group.gpus for group in groups):
         return ()
-    gpus = engine_gpus(groups, number, world, config.devices, count_visible())
     if gpus:
         return "--devices", ",".join(map(str, gpus))
-    return "--first-device", str(number * world)
+    return "--first-device", str(number * demand.ranks)
 
 
 def check_shares(engine_dir: str, config: EngineConfig) -> None:

@@ -236,7 +236,7 @@ class Supervisor:
 
     def _read_settings(self) -> EngineSettings:
         self.nodes.check()
-        return read_engine_settings(self.place.engine_dir, self.place.number)
+        return read_engine_settings(self.place.engine_dir, self.place.number, self.nodes.size)
 
     def _rank_options(self, epoch: int) -> list[str]:
         """The command of a rank, before the options that differ between ranks."""
@@ -251,7 +251,7 @@ class Supervisor:
             old.unlink(missing_ok=True)
         options = [*self._rank_options(epoch), "--world", str(settings.world), *settings.device_options]
         commands = [[*options, "--rank", str(rank)] for rank in range(settings.world)]
-        return self.nodes.start_ranks(commands, epoch, now) or ranks.RankGroup(commands, now)
+        return self.nodes.start_ranks(commands, settings, epoch, now) or ranks.RankGroup(commands, now)
 
     # ------------------------------------------------------------ the server and its stubs
 

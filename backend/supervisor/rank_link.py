@@ -26,6 +26,7 @@ from tridecode.backend.messages import (
     encode,
 )
 from tridecode.backend.pauses import PauseWatch
+from tridecode.backend.supervisor.loop_watch import LoopWatch, place_of
 
 SUPERVISOR_SILENCE_S = 5.0  # a supervisor that is silent for longer is considered dead
 FLUSH_S = 2.0  # how long `close` waits until its messages are sent
@@ -35,7 +36,8 @@ _log = logging.getLogger("tridecode.rank")
 
 
 class Exchange(Protocol):
-    """waits: the exchange with other ranks that this rank waits in; "" for none."""
+    """waits: the exchange with other ranks that this rank waits in, or the synchronisation with its GPU; ""
+    for none."""
 
     waits: str
 
@@ -46,11 +48,14 @@ class RankStatus:
 
     busy_since: time.monotonic() when the current step began; 0.0 between steps. metrics: replaced whole,
     never changed in place. digest: (steps, RankDigest.tokens after them), replaced whole. exchange: has what
-    the rank waits in.
+    the rank waits in. loop: the thread that runs the steps, while it does; idles: whether it may sleep for
+    long between them.
     """
 
     def __init__(self) -> None:
         self.exchange: Exchange | None = None
+        self.loop: threading.Thread | None = None
+        self.idles = False
         self.digest = (0, 0)
         self.steps = 0
         self.busy_since = 0.0
@@ -59,6 +64,10 @@ class RankStatus:
         self.free_blocks = 0
         self.total_blocks = 0
         self.metrics: dict[str, float] = {}
+
+    @property
+    def waits(self) -> str:
+        return "" if self.exchange is None else self.exchange.waits
 
     def forgive(self, pause_s: float) -> None:
         """The process was paused for pause_s: that is not time spent in the step."""
@@ -83,6 +92,7 @@ class RankLink:
         self._epoch = epoch
         self._rank = rank
         self.on_stop = on_stop
+        self._watch, self._asleep = LoopWatch(), (0.0, "")
         self._parent = os.getppid()
         self._outbox: queue.SimpleQueue = queue.SimpleQueue()
         self._closing = threading.Event()
@@ -135,7 +145,9 @@ class RankLink:
             if pause := watch.turn(now):
                 heard_at = now
                 self.status.forgive(pause)
+                self._watch.reset()
             if now - beat_at >= BEAT_S:
+                self._look_at_loop(now)
                 socket.send(encode(self.beat()))
                 beat_at = now
             if socket.poll(int(_POLL_S * 1000)):
@@ -149,6 +161,15 @@ class RankLink:
                 socket.send(encode(self._outbox.get_nowait()))
             except queue.Empty:
                 return
+
+    def _look_at_loop(self, now: float) -> None:
+        status, thread = self.status, self.status.loop
+        if thread is None or status.waits or (status.idles and not status.busy_since):
+            self._watch.reset()
+            self._asleep = 0.0, ""
+            return
+        asleep_s = self._watch.look(now, thread)
+        self._asleep = asleep_s, place_of(thread) if asleep_s else ""
 
     def beat(self) -> EngineBeat:
         """The status as it is now. For any thread: rank 0 sends it to the doors too."""
@@ -164,9 +185,11 @@ class RankLink:
             free_blocks=status.free_blocks,
             total_blocks=status.total_blocks,
             metrics=status.metrics,
-            waits="" if status.exchange is None else status.exchange.waits,
+            waits=status.waits,
             digest_steps=status.digest[0],
             digest=status.digest[1],
+            asleep_s=self._asleep[0],
+            asleep_in=self._asleep[1],
         )
 
     def _receive(self, frame: bytes) -> None:

@@ -9,7 +9,8 @@ from typing import Protocol, Union
 
 from tridecode.backend.messages import EngineBeat, RankDigest, RankFailed, RankProgress, RankReady
 from tridecode.backend.supervisor import processes
-from tridecode.backend.supervisor.blame import Digests, Failure, find_cause, ranks_text
+from tridecode.backend.supervisor.blame import Failure, find_cause, ranks_text
+from tridecode.backend.supervisor.digests import Digests
 
 RankMessage = Union[RankReady, RankProgress, RankFailed, RankDigest, EngineBeat]
 
@@ -82,6 +83,11 @@ class Rank:
             self.failed, self.failed_at = message, now
         elif isinstance(message, EngineBeat):
             self.beat = message
+
+    @property
+    def exchange(self) -> str:
+        """The exchange with other ranks that it waits in, or the synchronisation with its GPU."""
+        return "" if self.beat is None else self.beat.waits
 
     def poll(self, now: float) -> int | None:
         """The return code once the process has ended, as subprocess has it."""
@@ -176,7 +182,9 @@ class RankGroup:
 
 
 def _waits(rank: Rank) -> str:
-    return f" (waits for {ranks_text(rank.waits_for)})" if rank.waits_for else ""
+    if rank.waits_for:
+        return f" (waits for {ranks_text(rank.waits_for)})"
+    return f" (waits in {rank.exchange})" if rank.exchange else ""
 
 
 def kill_strays(control: str) -> None:

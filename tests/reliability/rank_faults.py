@@ -29,7 +29,7 @@ NAMED_S = 5.0  # promised: a rank that dies, is stopped or disagrees is named wi
 SLACK_S = 0.5
 PROMPT = [5, 7, 9]
 TOKENS = 40
-STARTING = ("python", "joining", "verify", "loading", "warm-up")
+STARTING = ("python", "joining", "verify", "loading", "cache")
 SERVING = ("idle", "plan", "step", "adapter")
 #: what a culprit is called, by kind of accident
 WORDS = {
@@ -37,7 +37,8 @@ WORDS = {
     "stop": r"rank {rank} (has been silent for [\d.]+ s \(stopped by a signal\)|is stopped by a signal)",
     "fail": r"rank {rank}: ValueError: an accident of this test",
     "leave": r"rank {rank} ended with exit code 3",
-    "hang": r"rank {rank} has been in one step for",
+    "hang": r"rank {rank} has been asleep in a step for [\d.]+ s, in faulty_rank\.py line \d+ \(_hang\)",
+    "spin": r"rank {rank} has been in one step for",
     "torch": r"the ranks disagree: torch is another on rank {rank}",
     "flip": r"rank \d sampled other tokens|rank \d and rank \d disagree",
 }
@@ -98,6 +99,7 @@ def schedule(tensor: int, stages: int) -> list[Accident]:
         Accident(last, "step", "fail"),
         Accident(last, "step", "leave"),
         Accident(last, "step", "hang"),
+        Accident(last, "step", "spin"),
         Accident(last, "adapter", "fail"),
         Accident(last, "loading", "leave"),
         Accident(last, "disagree", "torch"),
@@ -116,16 +118,16 @@ class RankRange:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        _, self._weights, self._adapters = write_model(folder)
+        _, self.weights, self._adapters = write_model(folder)
         self.rows: list[Row] = []
         self.tokens: list[int] = []  # of the first answer of any engine
 
     def strike(self, tensor: int, stages: int, accident: Accident, **settings: object) -> Row:
         row = Row(f"tp {tensor} x pp {stages}", str(accident))
         self.rows.append(row)
-        if accident.kind == "hang":
+        if accident.kind == "spin":  # no sign but its duration
             settings["step_timeout_s"] = 2
-        service = RankService(self._weights, tensor, stages, self._adapters, **settings)
+        service = RankService(self.weights, tensor, stages, self._adapters, **settings)
         try:
             self._strike(service, accident, row)
         except AssertionError as error:
@@ -159,7 +161,7 @@ class RankRange:
                     answers.append(service.submit(PROMPT, TOKENS))
         if not outside:
             struck = began if accident.kind == "flip" else service.struck_at()
-        limit = NAMED_S + SLACK_S + (2.0 if accident.kind == "hang" else 0.0)
+        limit = NAMED_S + SLACK_S + (2.0 if accident.kind == "spin" else 0.0)
         if accident.kind == "torch":
             limit += 20  # the others are still starting python
         at, state = service.wait("down", "failed", timeout_s=limit + 20)

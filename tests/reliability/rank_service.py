@@ -77,7 +77,7 @@ class RankService:
         identity = processes.identify(self._owner.pid)
         assert identity is not None
         self.struck = self.root / "struck"
-        self._environment = {
+        self.environment = {
             "TRIDECODE_RUNTIME_DIR": str(self.root / "run"),
             "TRIDECODE_OWNER": f"{identity.pid}:{identity.start}",
             "TRIDECODE_RANK_COMMAND": shlex.join([sys.executable, str(FAULTY_RANK)]),
@@ -104,7 +104,7 @@ class RankService:
     def start(self, accident: str = "") -> RankService:
         """Start supervisor and ranks; `accident` is RANK:POINT:KIND of faulty_rank.py. Does not wait."""
         before = dict(os.environ)
-        os.environ.update(self._environment, TRIDECODE_TEST_ACCIDENT=accident)
+        os.environ.update(self.environment, TRIDECODE_TEST_ACCIDENT=accident)
         try:
             self.link = EngineLink(str(self.engine_dir), "ranks", hold_s=0.0).start()
             wait_until(self._supervised, 20, "a supervisor")

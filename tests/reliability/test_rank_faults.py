@@ -6,7 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.reliability.rank_faults import Accident, RankRange, cells, schedule
+from tests.reliability.faulty_rank import SLOW_S
+from tests.reliability.rank_faults import PROMPT, TOKENS, Accident, RankRange, cells, schedule
+from tests.reliability.rank_service import RankService
+from tridecode.backend.supervisor.blame import ASLEEP_S
 
 pytestmark = pytest.mark.slow
 
@@ -15,11 +18,12 @@ SHORT = [
     (2, 1, Accident(1, "step", "leave")),  # its neighbour is the first to report a failure
     (2, 1, Accident(1, "disagree", "flip")),
     (1, 2, Accident(1, "joining", "kill")),
-    (1, 2, Accident(1, "warm-up", "stop")),
+    (1, 2, Accident(1, "cache", "stop")),
     (1, 2, Accident(0, "idle", "stop")),
     (1, 2, Accident(0, "plan", "kill")),
     (1, 2, Accident(1, "adapter", "fail")),
     (1, 2, Accident(1, "step", "hang")),
+    (2, 1, Accident(1, "step", "spin")),
     (2, 2, Accident(0, "verify", "kill")),
     (2, 2, Accident(0, "loading", "stop")),
     (2, 2, Accident(1, "step", "stop")),
@@ -50,3 +54,17 @@ def test_the_rank_at_fault_is_named_in_time_and_the_next_engine_gives_the_same_t
     assert accident in schedule(tensor, stages)
     row = strikes.strike(tensor, stages, accident)
     assert not row.complaint, cells(row)
+
+
+def test_a_step_that_takes_long_because_it_computes_is_nobody_s_fault(strikes: RankRange) -> None:
+    """Rank 0 waits for it all the time, longer than for a rank that sleeps."""
+    assert SLOW_S > 1.5 * ASLEEP_S
+    service = RankService(strikes.weights, 2, 1)
+    try:
+        service.start("1:step:slow").wait("ready")
+        answer = service.submit(PROMPT, TOKENS)
+        assert answer.done.wait(SLOW_S + 20)
+        assert service.struck.exists() and (answer.finish, len(answer.tokens)) == ("length", TOKENS)
+        assert [state.phase for _, state in service.states if state.phase == "down"] == []
+    finally:
+        service.close()

@@ -105,7 +105,11 @@ def test_more_ranks_than_gpus_is_a_problem(repository):
     edit(config, value("tensor_para_size", "1"), value("tensor_para_size", "2"))
     edit(config, value("data_type", "fp32"), value("data_type", "bf16"))
     (finding,) = findings(repository, GPU_MACHINE)
-    assert finding.severity == "error" and "2 ranks" in finding.found and "on 1 GPUs" in finding.found
+    assert finding.severity == "error"
+    assert finding.found == (
+        "tensor_para_size 2 x pipeline_para_size 1 needs 2 GPUs; the machine has 1: tensor_para_size 1 "
+        "would fit"
+    )
     assert findings(repository, GPU_MACHINE, gpus=2) == []
 
 
@@ -114,7 +118,10 @@ def test_two_instances_want_gpus_for_two_engines(repository):
     edit(config, value("data_type", "fp32"), value("data_type", "bf16"))
     edit(config, "count: 1", "count: 2")
     (finding,) = [one for one in findings(repository, GPU_MACHINE) if one.severity == "error"]
-    assert "2 engines of 1 rank(s) each, which take 2 GPUs; this node shows 1" in finding.found
+    assert finding.found == (
+        "2 engines (instance_group) of tensor_para_size 1 x pipeline_para_size 1 need 2 GPUs; the machine "
+        "has 1: 1 instance(s) would fit"
+    )
     assert {one.severity for one in findings(repository, GPU_MACHINE, gpus=2)} == {
         "warning"
     }  # of other doors

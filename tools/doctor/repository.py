@@ -9,9 +9,10 @@ from pathlib import Path
 from tridecode.backend.config import EngineConfig, ModelConfig, read_engine_config
 from tridecode.backend.engine.shadow_load import read_reference
 from tridecode.backend.engine_config_file import checkpoint_dir, read_engine_parameters
-from tridecode.backend.engine_instances import InstanceGroup, engine_gpus, num_engines, read_groups
+from tridecode.backend.engine_instances import InstanceGroup, num_engines, read_groups
 from tridecode.backend.errors import ConfigError, TridecodeError
 from tridecode.backend.models import read_model_config
+from tridecode.backend.rank_gpus import Demand, engine_gpus
 from tridecode.backend.weights import MANIFEST_FILE, ManifestFile, WeightReader, file_sha256
 from tridecode.converters.files import MAX_JSON_BYTES, require_file
 from tridecode.converters.progress import byte_progress
@@ -173,12 +174,7 @@ def _gpu_settings(engine: Engine, place: Place) -> Iterator[Finding]:
     try:
         gpus_of(engine, place)
     except ConfigError as error:
-        yield Finding("error", where, str(error), "GPUs of its own for each engine", "Change one of them.")
-    if engine.ranks > place.devices:
-        found = f"{engine.ranks} ranks (tensor_para_size {config.tensor_para_size} x pipeline_para_size "
-        found += f"{config.pipeline_para_size}) on {place.devices} GPUs"
-        fix = f"Lower them to {place.devices} or fewer together: two ranks would share a GPU and fail."
-        yield Finding("error", where, found, "a GPU for each rank", fix)
+        yield Finding("error", where, str(error), "a GPU for each rank", "Change one of them.")
     if config.data_type == "bf16" and place.capability is not None and place.capability < 80:
         found = f"data_type bf16 on compute capability {place.capability // 10}.{place.capability % 10}"
         yield Finding("error", where, found, "8.0 or more for bf16", "Set data_type to fp16.")
@@ -191,10 +187,12 @@ def _gpu_settings(engine: Engine, place: Place) -> Iterator[Finding]:
 
 
 def gpus_of(engine: Engine, place: Place) -> list[int]:
-    """The GPUs of all engines of the model. Raises ConfigError where they are not distinct."""
+    """The GPUs of all engines of the model. Raises ConfigError where a rank has none of its own."""
+    config, engines, shown = engine.config, num_engines(engine.groups), f"the machine has {place.devices}"
+    demand = Demand(config.tensor_para_size, config.pipeline_para_size, engines)
     found: list[int] = []
-    for number in range(num_engines(engine.groups)):
-        gpus = engine_gpus(engine.groups, number, engine.ranks, engine.config.devices, place.devices)
+    for number in range(engines):
+        gpus = engine_gpus(engine.groups, number, demand, config.devices, place.devices, shown)
         found += gpus or range(number * engine.ranks, (number + 1) * engine.ranks)
     return found
 

@@ -8,14 +8,14 @@ import pytest
 
 from tridecode.backend import messages as m
 from tridecode.backend.supervisor.blame import (
-    DIGEST_GRACE_S,
+    ASLEEP_S,
     EXIT_GRACE_S,
     LOST_GRACE_S,
-    Digests,
     Failure,
     describe_start,
     find_cause,
 )
+from tridecode.backend.supervisor.digests import DIGEST_GRACE_S, Digests
 from tridecode.backend.supervisor.ranks import Rank
 
 NOW = 1000.0
@@ -49,8 +49,8 @@ class Ranks:
         for rank in self.all:
             rank.ready = ready
 
-    def beat(self, index: int, busy_s: float = 0.0, steps: int = 5, waits: str = "") -> None:
-        self.all[index].hear(m.EngineBeat(1, index, steps, busy_s, waits=waits), self.now)
+    def beat(self, index: int, busy_s: float = 0.0, steps: int = 5, waits: str = "", **more) -> None:
+        self.all[index].hear(m.EngineBeat(1, index, steps, busy_s, waits=waits, **more), self.now)
 
     def fail(self, index: int, error: str = BROKEN, cause: str = "peer", exits: bool = True) -> None:
         self.all[index].hear(m.RankFailed(1, index, error, False, cause), self.now)
@@ -166,6 +166,52 @@ def test_a_short_step_timeout_names_the_stopped_rank_before_its_silence_would():
     found = ranks.after(0.1, step_timeout_s=1.0)
     assert found is not None and found.startswith("rank 1 has been silent for 1.2 s (stopped by a signal)")
     assert found.endswith("rank 0 waits in the sum over the tensor ranks")
+
+
+ASLEEP = {"asleep_s": ASLEEP_S + 0.1, "asleep_in": "lock.py line 7 (acquire)"}
+
+
+def test_a_rank_that_sleeps_in_a_step_is_named_before_the_step_s_limit():
+    ranks = Ranks()
+    for index in (0, 2):
+        ranks.beat(index, 3.0, waits="the sum over the tensor ranks")
+    ranks.beat(1, 3.0, asleep_s=ASLEEP_S - 0.1)
+    assert ranks.after(0.2) is None
+    ranks.beat(1, 3.0, **ASLEEP)
+    assert ranks.after(0.1) == (
+        "rank 1 has been asleep in a step for 2.6 s, in lock.py line 7 (acquire), and waits for no other "
+        "rank nor its GPU; ranks 0, 2 wait in the sum over the tensor ranks"
+    )
+
+
+def test_a_loop_that_sleeps_between_steps_is_named():
+    alone = Ranks(1)
+    alone.beat(0, 0.0, **ASLEEP)
+    found = alone.after(0.1)
+    assert found is not None and found.startswith(
+        "rank 0 has been asleep in its loop between two steps for 2.6 s"
+    )
+
+
+def test_no_rank_is_asleep_while_another_one_computes():
+    ranks = Ranks()
+    ranks.beat(0, 3.0, waits="the sum over the tensor ranks")
+    ranks.beat(1, 3.0, **ASLEEP)
+    ranks.beat(2, 3.0)
+    assert ranks.after(1.0) is None
+
+
+def test_a_start_in_an_exchange_says_which_and_what_the_others_do():
+    ranks = Ranks(ready=False)
+    for index, waits in enumerate(["the sum over the tensor ranks", "", "the sum over the tensor ranks"]):
+        ranks.all[index].hear(m.RankProgress(1, index, "the warm-up, step 2 of 3"), NOW)
+        ranks.beat(index, waits=waits)
+    wanted = "ranks 0, 2 wait in the sum over the tensor ranks ('the warm-up, step 2 of 3'); rank 1 is "
+    assert describe_start(ranks.all, NOW) == wanted + "'the warm-up, step 2 of 3'"
+    ranks.beat(1, waits="the synchronisation with its GPU")
+    assert describe_start(ranks.all, NOW).endswith(
+        "; rank 1 waits in the synchronisation with its GPU ('the warm-up, step 2 of 3')"
+    )
 
 
 def test_a_start_that_takes_too_long_says_who_waits_for_whom_and_what_that_one_does():

@@ -55,7 +55,8 @@ def test_engines_that_cannot_have_gpus_of_their_own_do_not_start(world):
     world.configure("instance_group [{ count: 2 }]", devices="0,1,2", tensor_para_size=2)
     for number in range(2):
         detail = world.door(number=number).wait("failed").detail
-        assert "2 engines of 2 rank(s) each, which take 4 GPUs; parameter devices names 3" in detail
+        assert "2 engines (instance_group) of tensor_para_size 2 x pipeline_para_size 1 need 4 GPUs" in detail
+        assert "parameter devices names 3: 1 instance(s) or tensor_para_size 1 would fit" in detail
     assert not world.ranks()
 
 

@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 from tests.backend.supervisor.conftest import FAKE_RANK
+from tests.waiting import wait_until
 from tridecode.backend import messages as m
 from tridecode.backend.supervisor.rank_link import SUPERVISOR_SILENCE_S, RankLink
 
@@ -56,6 +57,38 @@ def test_beats_carry_what_the_loop_set(control):
     assert 2.0 <= beat.busy_s < 3.0
     link.status.busy_since = 0.0
     assert link.beat().busy_s == 0.0
+    link.close()
+
+
+class _Waits:
+    waits = ""
+
+
+def test_beats_say_where_the_loop_sleeps_unless_it_waits_for_others(control):
+    socket, address = control
+    link, gate, waits = RankLink(address, 1, 0), threading.Event(), _Waits()
+
+    def wait_for_ever() -> None:
+        gate.wait()
+
+    loop = threading.Thread(target=wait_for_ever)
+    loop.start()
+    link.status.exchange, link.status.loop = waits, loop
+
+    def beat() -> m.EngineBeat:
+        return receive(socket, m.EngineBeat)[1]
+
+    wait_until(lambda: beat().asleep_s > 0.2, 10, "a beat of a loop that sleeps")
+    assert "(wait), called by" in beat().asleep_in
+    waits.waits = "the sum over the tensor ranks"
+    wait_until(lambda: beat().asleep_s == 0.0, 2, "a beat of a loop that waits for others")
+    waits.waits, link.status.idles = "", True
+    for _ in range(3):
+        assert beat().asleep_s == 0.0, "between two steps a follower may sleep"
+    link.status.busy_since = time.monotonic()
+    wait_until(lambda: beat().asleep_s > 0.0, 10, "a beat of a follower that sleeps in a step")
+    gate.set()
+    loop.join()
     link.close()
 
 
