@@ -110,18 +110,15 @@ class Meeting:
     def agree(self, facts: Mapping[str, str]) -> None:
         """Compare facts with those of all ranks. Raises AgreementError, on every rank with the same text;
         PeerLost if a rank does not come within limit_s."""
-        found = self._gather("facts", dict(facts), "joining")
+        found = self.gather("facts", dict(facts), "joining")
         text = disagreement([{str(name): str(value) for name, value in one.items()} for one in found])
         if text:
-            self._gather("told", True, "joining")  # a store that rank 0 serves ends with it
+            self.gather("told", True, "joining")  # a store that rank 0 serves ends with it
             raise AgreementError(text)
 
-    def barrier(self, what: str) -> None:
-        """Return once all ranks have come here. Raises PeerLost after limit_s."""
-        self._gather(what, True, what)
-
-    def _gather(self, key: str, value: Any, what: str) -> list[Any]:
-        """Everybody's value, by rank."""
+    def gather(self, key: str, value: Any, what: str) -> list[Any]:
+        """Everybody's value, by rank. key: used once. what: this rank waits in, for diagnoses. Raises
+        PeerLost if a rank does not come within limit_s."""
         self._store.set(f"{key}/{self._rank}", msgspec.msgpack.encode(value).hex())
         missing, deadline = set(range(self._world)) - {self._rank}, time.monotonic() + self._limit_s
         self._told(what, sorted(missing))
@@ -142,6 +139,10 @@ class Meeting:
             else:
                 time.sleep(_POLL_S)
         return [found[rank] for rank in range(self._world)]
+
+    def barrier(self, what: str) -> None:
+        """Return once all ranks have come here. Raises PeerLost after limit_s."""
+        self.gather(what, True, what)
 
 
 def ranks_text(ranks: Any) -> str:
