@@ -132,6 +132,9 @@ def _work(jobs, answers) -> None:
             answers.put(_run_rank(*job))
         except Exception as error:
             answers.put(f"rank {job[0]}: {type(error).__name__}: {error}")
+            answers.close()
+            answers.join_thread()
+            os._exit(1)  # as a rank of an engine does: others may wait for this one
 
 
 def _run_rank(
@@ -153,33 +156,42 @@ def _run_rank(
         device = torch.device("cuda", torch.cuda.current_device())
     pipelines = PIPELINE_DEVICES | ({"cpu"} if pipelined else set())
     ranks = ProcessRanks(rank, tensor, stages, meeting, device, pipeline_devices=pipelines)
-    try:
-        model = read_model_config(directory)
-        sizes = dict(max_sequences=4, block_tokens=8, max_step_tokens=16, cache_bytes=4 << 20)
-        config = resolve(EngineConfig(**{**sizes, **settings}), model, device)
-        engine, notes = Engine.load(directory, model, config, ranks, device), {"in_flight": 0, "replays": 0}
-        _watch(engine, notes, last)
-        if rank > 0:
-            follow(engine, RankStatus())
-            engine.close()
-            return [], notes
-        offline = OfflineEngine(engine)
-        of_each = params if isinstance(params, list) else [params] * len(prompts)
-        numbers = [
-            offline.submit(prompt, one, name)
-            for prompt, one, name in zip(prompts, of_each, names or [""] * len(prompts))
-        ]
-        launch = engine.launch
-
-        def launched(plan: StepPlan) -> Any:
-            notes["in_flight"] = max(notes["in_flight"], len(offline._pending) + 1)
-            return launch(plan)
-
-        engine.launch = launched  # type: ignore[method-assign]
-        offline.run()
-        done = [offline.generations[number] for number in numbers]
+    model = read_model_config(directory)
+    sizes = dict(max_sequences=4, block_tokens=8, max_step_tokens=16, cache_bytes=4 << 20)
+    config = resolve(EngineConfig(**{**sizes, **settings}), model, device)
+    engine, notes = Engine.load(directory, model, config, ranks, device), {"in_flight": 0, "replays": 0}
+    _watch(engine, notes, last)
+    done: list[Any] = []
+    if rank > 0:
+        follow(engine, RankStatus())
+    else:
+        done = _generate(engine, notes, prompts, names, params)
         ranks.broadcast_plan(None)
-        engine.close()
-        return [(one.tokens, one.embedding) for one in done] if params == GREEDY else done, notes
-    finally:
-        ranks.close()
+    engine.close()
+    ranks.close()
+    return done, notes
+
+
+def _generate(
+    engine: Engine,
+    notes: dict[str, int],
+    prompts: list[list[int]],
+    names: list[str] | None,
+    params: SamplingParams | list[SamplingParams],
+) -> list[Any]:
+    offline = OfflineEngine(engine)
+    of_each = params if isinstance(params, list) else [params] * len(prompts)
+    numbers = [
+        offline.submit(prompt, one, name)
+        for prompt, one, name in zip(prompts, of_each, names or [""] * len(prompts))
+    ]
+    launch = engine.launch
+
+    def launched(plan: StepPlan) -> Any:
+        notes["in_flight"] = max(notes["in_flight"], len(offline._pending) + 1)
+        return launch(plan)
+
+    engine.launch = launched  # type: ignore[method-assign]
+    offline.run()
+    done = [offline.generations[number] for number in numbers]
+    return [(one.tokens, one.embedding) for one in done] if params == GREEDY else done
