@@ -114,8 +114,8 @@ def engine(
         preset, model, dtype, device, batches, (1, 8, 64, 256), prompt_tokens, output_tokens, repeats, tp,
         prompts, tokenizer or model, workload, requests, quantization,
     )  # fmt: skip
-    settings = dict(kv_cache_dtype=kv_cache_dtype, int8_head=int8_head, pipeline_para_size=pp)
-    compare.run_engine(replace(job, **settings), output)
+    job = replace(job, kv_cache_dtype=kv_cache_dtype, int8_head=int8_head, pipeline_para_size=pp)
+    compare.run_engine(job, output)
 
 
 @app.command()

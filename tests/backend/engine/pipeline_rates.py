@@ -1,5 +1,5 @@
-"""Tokens per second of two pipeline stages, in turns with a plan in flight for each stage, which has a share of
-the sequences, and without: tokens then go to every rank, and on GPUs there are no decode graphs.
+"""Tokens per second of two pipeline stages, in turns with a plan in flight for each stage, which has a share
+of the sequences, and without: tokens then go to every rank, and on GPUs there are no decode graphs.
 
     python -m tests.backend.engine.pipeline_rates --rounds 12 --batches 1 4 16 64
     python -m tests.backend.engine.pipeline_rates --device cuda --preset llama-3-8b
