@@ -30,6 +30,7 @@ from tridecode.backend.engine.plan import BeamRows, StepPlan, StepResult
 from tridecode.backend.engine.prompt_graphs import PromptGraphs, step_shapes
 from tridecode.backend.engine.prompt_store import PromptPlace, PromptStore, load_tasks, prompt_limits
 from tridecode.backend.engine.random_weights import RandomWeights
+from tridecode.backend.engine.results import empty_host, to_all, to_first, to_host
 from tridecode.backend.engine.sampling import candidate_rows, copy_slots, start_slots
 from tridecode.backend.engine.settings import choose_num_blocks
 from tridecode.backend.engine.shadow import Scorer
@@ -149,14 +150,15 @@ class Engine:
             self._context_bytes(),
         )
         columns = -(-config.max_sequence_tokens // config.block_tokens)
-        self.buffers = StepBuffers(config.max_step_tokens, rows, columns, device)
+        ring = max(StepBuffers.RING, self.depth + 2)
+        self.buffers = StepBuffers(config.max_step_tokens, rows, columns, device, ring)
         self._tokens = torch.zeros(rows, dtype=torch.int32, device=device)
         self._log_probs = torch.zeros(rows, dtype=torch.float32, device=device)
         self._pulse = torch.zeros(1, dtype=torch.int32, device=device)  # written by check_device
-        # pinned host copies of a step's results; at most two steps are in flight
+        # a step's results on the host, in turns: more than there are steps in flight
         self._results = [
-            (torch.zeros(rows, dtype=torch.int32).pin_memory(), torch.zeros(rows).pin_memory())
-            for _ in range(4 if self.is_asynchronous else 0)
+            (empty_host((rows,), torch.int32, device), empty_host((rows,), torch.float32, device))
+            for _ in range(ring)
         ]
         self._tops: PendingTops | None = None  # of the step that is being launched
         self.graphs: DecodeGraphs | None = None
@@ -249,7 +251,7 @@ class Engine:
     @property
     def depth(self) -> int:
         """Plans in flight before the oldest is waited for."""
-        return 2 if self.is_asynchronous else self.micro_batches
+        return max(2, self.micro_batches) if self.is_asynchronous else self.micro_batches
 
     def close(self) -> None:
         """End the threads that load adapters. Collective, after the last step."""
@@ -334,7 +336,10 @@ class Engine:
         plans = warm_up_plans(self.work.hidden.shape[0], self.config.slots, longest)
         for number, plan in enumerate(plans, 1):
             phase(f"the warm-up, step {number} of {len(plans)}")
+            x = self.work.hidden[: plan.num_tokens]
+            self.ranks.receive(x)
             self._run(self.buffers.load(plan))
+            self.ranks.send(x)
         if self.shadow is not None:
             self.shadow.warm_up()
         self.ranks.barrier("the end of the warm-up")  # all have launched it
@@ -344,8 +349,11 @@ class Engine:
     def _can_capture(self) -> bool:
         if not self.is_asynchronous or not self.config.cuda_graphs or self.vocab is not None:
             return False
-        if self.ranks.num_stages > 1:
+        if self.ranks.num_stages > 1 and not self.ranks.is_pipelined:
             log.info("no CUDA graphs: padded rows would write tokens on pipeline stages that do not sample")
+            return False
+        if not self.ranks.captures(self.work.hidden[: self.config.slots]):
+            log.info("no CUDA graphs: the sums over the tensor ranks go through host memory")
             return False
         if all(self.ops.captures(heads) for heads in self.model.heads):
             return True
@@ -365,7 +373,13 @@ class Engine:
 
         capture = Capturer(self._run, phase, self._synchronize)
         self.graphs = DecodeGraphs(padded_sizes(config.slots), load, capture)
-        shapes = step_shapes(config.slots, config.max_step_tokens)
+        if self.ranks.num_stages > 1:  # a stage receives the rows of the plan, without padding between them
+            return
+        shapes = [
+            shape
+            for shape in step_shapes(config.slots, config.max_step_tokens)
+            if self.ranks.captures(self.work.hidden[: shape.decodes + shape.tokens])
+        ]
         only_fresh = config.kv_cache_dtype in CACHE_DTYPES
         self.prompt_graphs = PromptGraphs(shapes, load_mixed, capture, only_fresh)
 
@@ -380,35 +394,58 @@ class Engine:
         if plan.prompts is not None:
             self.prompts.prepare(plan.prompts, self.caches)
         self._copy_for_forks(plan)
-        if self.ranks.is_pipelined:  # the results of the steps in flight arrive in the tensors of each
-            self._tokens, self._log_probs = torch.zeros_like(self._tokens), torch.zeros_like(self._log_probs)
-        count, self._tops = plan.num_samples, None
+        self._tops = None
+        x = self.work.hidden[: plan.num_tokens]  # the rows of the plan alone: a graph's batch may have more
+        self.ranks.receive(x)
         if not self._replay(plan):
             extras = self._run(self.buffers.load(plan), plan)
+        self.ranks.send(x)
+        tokens, log_probs = self._fetch_tokens(plan)
         candidates = self._candidates(plan.beams) if plan.beams is not None else None
         on_result = None if self.digest is None else self._take_digest(self.digest, plan)
-        if not self.is_asynchronous:
-            tokens, log_probs = self._tokens[:count], self._log_probs[:count]
-            posted = self.ranks.take_posted()
-            return Pending(
-                self.ranks, tokens, log_probs, extras, None, self._tops, candidates, on_result, posted
-            )
-        tokens, log_probs = self._results[plan.step % len(self._results)]
-        tokens[:count].copy_(self._tokens[:count], non_blocking=True)
-        log_probs[:count].copy_(self._log_probs[:count], non_blocking=True)
-        ready = torch.cuda.Event()
-        ready.record()
+        ready = None
+        if self.is_asynchronous:
+            ready = torch.cuda.Event()
+            ready.record()
         return Pending(
             self.ranks,
-            tokens[:count],
-            log_probs[:count],
+            tokens,
+            log_probs,
             extras,
             ready,
             self._tops,
             candidates,
             on_result,
-            check=self.ranks.raise_if_lost,
+            self.ranks.take_posted(),
+            self.ranks.raise_if_lost,
         )
+
+    @torch.inference_mode()
+    def _fetch_tokens(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
+        """The step's tokens and their log probabilities, (R,) each, on the way to the host."""
+        count, turn = plan.num_samples, self._results[plan.step % len(self._results)]
+        tokens, log_probs = self._tokens[:count], self._log_probs[:count]
+        if not count:
+            return turn[0][:0], turn[1][:0]
+        if self.ranks.is_pipelined:
+            fetch = partial(to_first, self.ranks, shape=(count,), device=self.device)
+            return (
+                fetch(tokens, dtype=torch.int32, host=turn[0][:count]),
+                fetch(log_probs, dtype=torch.float32, host=turn[1][:count]),
+            )
+        if self.ranks.num_stages > 1:
+            self.ranks.share(tokens)
+            self.ranks.share(log_probs)
+            if not self.is_last_stage:
+                self._keep_tokens(plan, tokens)
+        return to_host(tokens, turn[0][:count]), to_host(log_probs, turn[1][:count])
+
+    def _keep_tokens(self, plan: StepPlan, tokens: Tensor) -> None:
+        """Write last_tokens on a stage that does not sample. Slots of beams are -1."""
+        slots = np.repeat(plan.slots, plan.samples)
+        rows = np.flatnonzero(slots >= 0)
+        kept, places = torch.from_numpy(rows).to(self.device), torch.from_numpy(slots[rows]).to(self.device)
+        self.state.last_tokens[places.long()] = tokens[kept].clamp(min=0)
 
     def _take_digest(self, digest: StepDigest, plan: StepPlan) -> Callable[[StepResult], None]:
         """Digest the state after a step, if its turn has come; returns what digests its tokens."""
@@ -423,8 +460,6 @@ class Engine:
         returns logits or top log probs."""
         if self.graphs is None or self.on_logits is not None or plan.adapters is not None:
             return False
-        if plan.beams is not None and not self.is_last_stage:
-            return False  # its graph would write the tokens of slot -1
         if plan.logit_samples or plan.top_log_probs is not None:
             return False
         return self.graphs.replay(plan) is not None or self._replay_prompts(plan)
@@ -467,13 +502,7 @@ class Engine:
                 self.ops.candidates(self.work.logits, wanted, ids=ids, log_probs=log_probs)
             else:
                 beam_candidates(self.work.logits, beams, self.vocab, self.ranks, ids, log_probs)
-        self.ranks.share_tokens(ids, log_probs)
-        if not self.is_asynchronous:
-            return ids, log_probs
-        host = torch.empty(shape, dtype=torch.int32, pin_memory=True), torch.empty(shape, pin_memory=True)
-        host[0].copy_(ids, non_blocking=True)
-        host[1].copy_(log_probs, non_blocking=True)
-        return host
+        return to_all(self.ranks, ids), to_all(self.ranks, log_probs)
 
     @torch.inference_mode()
     def _copy_for_forks(self, plan: StepPlan) -> None:
@@ -498,7 +527,10 @@ class Engine:
 
     @torch.inference_mode()
     def _run(self, batch: Batch, plan: StepPlan | None = None) -> StepExtras:
-        """One forward of this stage and, on the last, sampling. Returns what else the plan wants."""
+        """One forward of this stage and, on the last, sampling. Returns what else the plan wants.
+
+        The output of the stage before is in work.hidden, and this one's will be.
+        """
         context = Context(self._step_ops(plan), self.ranks, self.work, batch)
         x = self.work.hidden[: batch.num_tokens]
         if self.ranks.stage == 0:
@@ -507,10 +539,7 @@ class Engine:
                     batch.token_ids, batch.sample_slots[: batch.num_decodes], self.state.last_tokens
                 )
             self.model.embed(context, x)
-        else:
-            self.ranks.receive(x)
         self.model.forward(context, x, self.caches)
-        self.ranks.send(x)
         if plan is not None and plan.starts:  # only sampling reads it: written while the device works
             start_slots(self.state, plan.starts, 0 if self.vocab is None else self.vocab.first)
         extras = StepExtras()
@@ -537,11 +566,8 @@ class Engine:
             if self.on_logits is not None and plan is not None:
                 self.on_logits(plan, whole_rows(logits, self.vocab, self.ranks))
             self._sample(logits, batch.sample_slots, tokens, log_probs)
-        self.ranks.share_tokens(tokens, log_probs)
         if tops is not None:
             self._tops = tops.after(tokens)
-        if not self.is_last_stage and not self.ranks.is_pipelined:
-            self._keep_tokens(batch.sample_slots, tokens.clamp(min=0), plan)
         return extras
 
     def _sample(self, logits: Tensor, slots: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
@@ -550,21 +576,13 @@ class Engine:
         else:
             sample(logits, slots, self.state, self.vocab, self.ranks, tokens=tokens, log_probs=log_probs)
 
-    def _keep_tokens(self, slots: Tensor, tokens: Tensor, plan: StepPlan | None) -> None:
-        """Write last_tokens on a stage that does not sample. Slots of beams are -1."""
-        if plan is not None and plan.beams is not None:
-            rows = np.delete(np.arange(len(slots)), plan.beams.rows)
-            kept = torch.from_numpy(rows).to(self.device)
-            slots, tokens = slots[kept], tokens[kept]
-        self.state.last_tokens[slots.long()] = tokens
-
     def _context_embeddings(self, x: Tensor, plan: StepPlan) -> list[Tensor]:
         """(C,) float32 sums of the last layer's output over the prompts' rows that the plan names."""
         sums = []
         for row, count in plan.embeds:
             first = plan.query_starts[row]
-            sums.append(x[first : first + count].float().sum(0))
-            self.ranks.share_sums(sums[-1])
+            total = x[first : first + count].float().sum(0) if self.is_last_stage else None
+            sums.append(to_first(self.ranks, total, (x.shape[1],), torch.float32, self.device))
         return sums
 
 

@@ -12,7 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tridecode.backend.engine import results
 from tridecode.backend.engine.plan import LogitRows, StepPlan
+from tridecode.backend.engine.results import to_first
 from tridecode.backend.engine.vocab_logits import log_probs_at
 from tridecode.backend.engine.vocab_share import TensorRanks, mask_padding, whole_rows
 from tridecode.backend.models.layers import Context
@@ -24,7 +26,8 @@ class StepExtras:
     """What a step gives besides tokens; the tensors may still be in flight from the device.
 
     embeddings: (C,) of each of the plan's embeds. prompt_logits: of each of its logit_rows, (n, V) float32 or
-    () float64 on the host. sample_logits: (n, V) float32 on the host. The logits are on rank 0 only.
+    () float64. sample_logits: (n, V) float32. All are on the host, with stages on rank 0 only, the logits
+    always.
     """
 
     embeddings: list[Tensor] = field(default_factory=list)
@@ -34,19 +37,15 @@ class StepExtras:
     def on_host(self) -> dict[str, Any]:
         """The fields of a StepResult, as arrays, once the step is done."""
         return {
-            "embeddings": [sums.cpu().numpy() for sums in self.embeddings],
+            "embeddings": [sums.numpy() for sums in self.embeddings],
             "logit_rows": [logits.numpy() for logits in self.prompt_logits],
             "sample_logits": None if self.sample_logits is None else self.sample_logits.numpy(),
         }
 
 
-class Ranks(TensorRanks, Protocol):
-    rank: int
+class Ranks(TensorRanks, results.Ranks, Protocol):
     tensor_rank: int
     stage: int
-    num_stages: int
-
-    def to_first(self, x: Tensor) -> None: ...
 
 
 class Model(Protocol):
@@ -71,7 +70,7 @@ def _of_rows(
     most, begin = context.work.last.shape[0], int(plan.query_starts[wanted.row]) + wanted.first
     is_summed = wanted.targets is not None
     has_head = ranks.stage == ranks.num_stages - 1 and (model.vocab is not None or ranks.tensor_rank == 0)
-    out = _host((), torch.float64, x) if is_summed else _host((wanted.count, vocab), torch.float32, x)
+    out = results.empty_host((0 if is_summed else wanted.count, vocab), torch.float32, x.device)
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     for first in range(0, wanted.count, most):
         count = min(most, wanted.count - first)
@@ -87,25 +86,16 @@ def _of_rows(
             continue
         _send(logits, out[first : first + count], model.vocab, ranks, x)
     if is_summed:
-        ranks.to_first(total)
-        out = total if x.device.type == "cpu" else out.copy_(total, non_blocking=True)
+        return to_first(ranks, total, (), torch.float64, x.device)
     return out
 
 
 def _send(logits: Tensor | None, out: Tensor, vocab: VocabShare | None, ranks: Ranks, like: Tensor) -> None:
     """Rows of logits of the last stage (None on a rank that has none) to `out` (n, V), on the host of rank 0.
 
-    like: a tensor on this rank's device. A CPU's rank 0 receives into `out` itself, which may be later than
-    the return (Ranks.take_posted)."""
-    if logits is not None:
-        rows = whole_rows(logits, vocab, ranks)
-    elif ranks.rank == 0:
-        rows = out if like.device.type == "cpu" else torch.empty(out.shape, device=like.device)
-    else:
-        return
-    ranks.to_first(rows)
-    if ranks.rank == 0 and rows is not out:
-        out.copy_(rows, non_blocking=True)
+    like: a tensor on this rank's device."""
+    rows = None if logits is None else whole_rows(logits, vocab, ranks)
+    to_first(ranks, rows, tuple(out.shape), out.dtype, like.device, out)
 
 
 def _log_probs(logits: Tensor, targets: Tensor, vocab: VocabShare | None, ranks: Ranks) -> Tensor:
@@ -129,13 +119,8 @@ def sample_logits(
     Collective. logits: those of the last stage, of this rank's ids; None on another stage. like: a tensor on
     this rank's device. None on all ranks but rank 0.
     """
-    out = _host((len(plan.logit_samples), vocab_size), torch.float32, like)
+    out = results.empty_host((len(plan.logit_samples), vocab_size), torch.float32, like.device)
     if logits is not None:
         logits = logits.index_select(0, torch.tensor(plan.logit_samples, device=logits.device))
     _send(logits, out, vocab, ranks, like)
     return out if ranks.rank == 0 else None
-
-
-def _host(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
-    """Memory of the host, to which a GPU copies without waiting."""
-    return torch.empty(shape, dtype=dtype, pin_memory=like.device.type == "cuda")

@@ -187,7 +187,7 @@ def plan_rank(
     shadow = _shadow_bytes(engine, seen, device_type)
     device, host = _total(engine, seen)
     if device_type == "cuda":  # the host's buffers are a ring; the device has one
-        device += engine.buffers.host_bytes // engine.buffers.RING
+        device += engine.buffers.device_bytes
     else:
         device, host = device + host, 0
     kernels = ops.bytes if isinstance(ops, _CudaShapes) else 0
@@ -207,7 +207,7 @@ def _shadow_bytes(engine: Engine, seen: set[int], device_type: str) -> int:
         return 0
     device, host = _total(engine.shadow, seen)
     if device_type == "cuda":
-        return device + engine.shadow.buffers.host_bytes // engine.shadow.buffers.RING
+        return device + engine.shadow.buffers.device_bytes
     return device + host
 
 

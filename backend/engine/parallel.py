@@ -7,6 +7,7 @@ and every rank runs the same plan; the first tensor rank of the last stage has t
 from __future__ import annotations
 
 import functools
+import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,16 +23,19 @@ from torch import Tensor
 from tridecode.backend.engine import plan_frame, plan_wire
 from tridecode.backend.engine.agreement import Meeting, PeerLost, PlanOrder, Told, seal, unseal
 from tridecode.backend.engine.plan import StepPlan
+from tridecode.backend.engine.results import Outbox
+from tridecode.backend.engine.transport import Direct, Staged, Transport, gpu_name, shares_a_gpu
 from tridecode.backend.models.layers import RowSums
 
 if TYPE_CHECKING:  # imports the binding of the built library
     from tridecode.kernels.peer_sums import PeerSums
 
-#: Types of devices on which pipeline stages have several plans in flight: none. On one machine the ranks of a
-#: CPU share its cores, and a step of fewer rows costs nearly as much as one of all (docs/architecture.md has
-#: figures). On "cuda" every rank gets the tokens in stream order and two steps are in flight: the results
-#: would need a stream of their own there, so that a stage's next step does not wait for them.
-PIPELINE_DEVICES: frozenset[str] = frozenset()
+log = logging.getLogger("tridecode.engine")
+
+#: Types of devices on which pipeline stages have several plans in flight. On one machine the ranks of a CPU
+#: share its cores, and a step of fewer rows costs nearly as much as one of all (docs/architecture.md has
+#: figures).
+PIPELINE_DEVICES = frozenset({"cuda"})
 
 
 class Posted(Protocol):
@@ -133,6 +137,9 @@ class SingleRank:
     def row_sums(self, x: Tensor) -> RowSums | None:
         return None
 
+    def captures(self, x: Tensor) -> bool:
+        return True
+
     def gather(self, x: Tensor) -> Tensor:
         return x.unsqueeze(0)
 
@@ -140,11 +147,9 @@ class SingleRank:
 
     def send(self, x: Tensor) -> None: ...
 
-    def share_tokens(self, tokens: Tensor, log_probs: Tensor) -> None: ...
+    def share(self, x: Tensor) -> None: ...
 
-    def share_sums(self, sums: Tensor) -> None: ...
-
-    def to_first(self, x: Tensor) -> None: ...
+    def to_first(self, x: Tensor | None, host: Tensor | None) -> None: ...
 
     def take_posted(self) -> list[Posted]:
         return []
@@ -169,8 +174,8 @@ class ProcessRanks:
     meeting: a URL (open_store), the same on all ranks, or {"store": an open store}. Collective: returns when
     all are there. Raises AgreementError if they differ in joining.facts, PeerLost if one does not come.
     waits: the exchange that this rank waits in, or GPU; "" for none. pipeline_devices: types of devices with
-    several plans in flight. There rank 0 gets a step's results when it waits for them, and no other rank
-    needs them: a plan has the ids of all its tokens.
+    several plans in flight. There no rank but 0 needs a step's results: a plan has the ids of all its tokens.
+    transport: of the tensors.
     """
 
     def __init__(
@@ -189,6 +194,8 @@ class ProcessRanks:
         self.stage, self.num_stages = rank // tensor_size, num_stages
         self.is_pipelined = num_stages > 1 and device.type in pipeline_devices
         self._posted: list[Posted] = []
+        self._outbox: Outbox | None = None
+        self._source = (num_stages - 1) * tensor_size  # of the results
         self._order = PlanOrder(rank)
         self.peers: PeerSums | None = None  # the engine joins them once it has loaded
         place = {"init_method": meeting} if isinstance(meeting, str) else meeting
@@ -203,14 +210,21 @@ class ProcessRanks:
         """Make the groups. Collective."""
         tensor_size, num_stages = self.tensor_size, self.num_stages
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=world, timeout=_FOREVER)
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        staged = shares_a_gpu(device, self._meeting.gather("joining", gpu_name(device)))
+        if staged:
+            log.warning("ranks share a GPU: their tensors go through host memory, slow, for trials")
+        backend = "nccl" if device.type == "cuda" and not staged else "gloo"
         limit = _STEP_LIMIT if backend == "gloo" else None  # NCCL's own
         groups = [
             dist.new_group([stage * tensor_size + i for i in range(tensor_size)], limit, backend)
             for stage in range(num_stages)
         ]
-        self._tensor_group = groups[self.stage]
-        self._all = dist.new_group(list(range(world)), limit, backend)
+        direct = Direct(groups[self.stage], dist.new_group(list(range(world)), limit, backend))
+        self.transport: Transport = Staged(direct) if staged else direct
+        if num_stages > 1:
+            self._results = dist.new_group([0, self._source], _STEP_LIMIT, "gloo")
+        if num_stages > 1 and self.rank == self._source:
+            self._outbox = Outbox(self._send_result)
 
     def barrier(self, what: str) -> None:
         """Return once all ranks have come here, while the engine starts. Raises PeerLost if one does not."""
@@ -219,7 +233,7 @@ class ProcessRanks:
     @exchange("the sum over the tensor ranks")
     def all_reduce(self, x: Tensor) -> None:
         """Sum x over the tensor group, in place; every rank gets the same bits."""
-        dist.all_reduce(x, group=self._tensor_group)
+        self.transport.all_reduce(x)
 
     def row_sums(self, x: Tensor) -> RowSums | None:
         """The fused sum of rows such as x, where the tensor ranks have mapped each other's memory."""
@@ -230,53 +244,43 @@ class ProcessRanks:
         """(tensor_size, *x.shape): x of every rank of the tensor group, in rank order; x has equal shapes on
         all of them."""
         out = x.new_empty(self.tensor_size, *x.shape)
-        dist.all_gather(list(out.unbind(0)), x.contiguous(), group=self._tensor_group)
+        self.transport.gather(list(out.unbind(0)), x.contiguous())
         return out
 
     @exchange("the receipt from the stage before")
     def receive(self, x: Tensor) -> None:
         """Receive x from the same tensor rank of the previous stage; nothing on the first stage."""
         if self.stage > 0:
-            dist.recv(x, self.rank - self.tensor_size, group=self._all)
+            self.transport.receive(x, self.rank - self.tensor_size)
 
     @exchange("the sending to the next stage")
     def send(self, x: Tensor) -> None:
         """Send x to the same tensor rank of the next stage; nothing on the last stage."""
         if self.stage < self.num_stages - 1:
-            dist.send(x, self.rank + self.tensor_size, group=self._all)
+            self.transport.send(x, self.rank + self.tensor_size)
 
-    @exchange("the broadcast of the tokens")
-    def share_tokens(self, tokens: Tensor, log_probs: Tensor) -> None:
-        """Broadcast the last stage's samples. With one stage, all tensor ranks have sampled the same; with
-        is_pipelined only rank 0 gets them, see to_first."""
-        self.share_sums(tokens)
-        self.share_sums(log_probs)
-
-    @exchange("the broadcast of the sums")
-    def share_sums(self, sums: Tensor) -> None:
-        if self.is_pipelined:
-            self.to_first(sums)
-        elif self.num_stages > 1:
-            dist.broadcast(sums, (self.num_stages - 1) * self.tensor_size, group=self._all)
+    @exchange("the broadcast of the results")
+    def share(self, x: Tensor) -> None:
+        """Broadcast the last stage's x to all ranks; with one stage they have the same."""
+        if self.num_stages > 1:
+            self.transport.broadcast(x, self._source)
 
     @exchange("the sending to rank 0")
-    def to_first(self, x: Tensor) -> None:
-        """Send x from the first tensor rank of the last stage to rank 0; nothing with one stage.
+    def to_first(self, x: Tensor | None, host: Tensor | None) -> None:
+        """Send x of the first tensor rank of the last stage to `host`, host memory of rank 0; nothing with
+        one stage. Neither waits: `host` is valid once those of take_posted are done."""
+        if self._outbox is not None:
+            assert x is not None
+            self._outbox.put(x)
+        elif self.rank == 0 and self.num_stages > 1:
+            assert host is not None and host.is_contiguous()
+            self._posted.append(_Receipt(self, dist.irecv(host, self._source, group=self._results)))
 
-        With is_pipelined rank 0 does not wait: x, contiguous, is valid once those of take_posted are done.
-        """
-        if self.num_stages > 1:
-            source = (self.num_stages - 1) * self.tensor_size
-            if self.rank == source:
-                dist.send(x.contiguous(), 0, group=self._all)
-            elif self.rank == 0 and self.is_pipelined:
-                assert x.is_contiguous()
-                self._posted.append(_Receipt(self, dist.irecv(x, source, group=self._all)))
-            elif self.rank == 0:
-                dist.recv(x, source, group=self._all)
+    def _send_result(self, host: Tensor) -> None:
+        dist.send(host, 0, group=self._results)
 
     def take_posted(self) -> list[Posted]:
-        """The results that were posted since the last call; empty unless is_pipelined on rank 0."""
+        """The results that are under way to rank 0 since the last call; empty on other ranks."""
         posted, self._posted = self._posted, []
         return posted
 
@@ -288,6 +292,10 @@ class ProcessRanks:
     def exchange_bytes(self, data: bytes) -> list[bytes]:
         """Everybody's data in rank order, while the engine starts. Raises PeerLost as `barrier` does."""
         return self._meeting.gather("exchanging the handles of memory", data)
+
+    def captures(self, x: Tensor) -> bool:
+        """Whether a CUDA graph may sum rows such as x over the tensor ranks."""
+        return self.tensor_size == 1 or self.transport.captures or self.row_sums(x) is not None
 
     def raise_if_lost(self) -> None:
         """Raise PeerLost if a tensor rank did not come to a sum over peer memory in time."""
@@ -327,6 +335,8 @@ class ProcessRanks:
         return self._order.check(plan_frame.decode(unseal(frame))) if frame else None
 
     def close(self) -> None:
+        if self._outbox is not None:
+            self._outbox.close()
         if self.peers is not None:
             self.peers.close()
         dist.destroy_process_group()

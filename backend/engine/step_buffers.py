@@ -54,18 +54,26 @@ class StepBuffers:
 
     RING = 4
 
-    def __init__(self, max_tokens: int, max_rows: int, max_columns: int, device: torch.device):
+    def __init__(
+        self, max_tokens: int, max_rows: int, max_columns: int, device: torch.device, ring: int = RING
+    ):
+        """ring: more than the plans in flight."""
         words = _Layout(max_tokens, max_rows, max_rows, max_columns).total
         self.max_columns, self.device = max_columns, device
         pinned = device.type == "cuda"
-        self._host = [torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(self.RING)]
+        self._host = [torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(ring)]
         self._device = torch.zeros(words, dtype=torch.int32, device=device) if pinned else None
         self._turn = 0
 
     @property
     def host_bytes(self) -> int:
-        """Of the ring; the buffer on a GPU has a RING-th of it."""
+        """Of the ring."""
         return sum(buffer.nbytes for buffer in self._host)
+
+    @property
+    def device_bytes(self) -> int:
+        """Of the buffer on a GPU."""
+        return self._host[0].nbytes
 
     def load(self, plan: StepPlan) -> Batch:
         """The plan as it is, for a step that runs operation by operation.
@@ -118,7 +126,7 @@ class StepBuffers:
     def _fill(self, layout: _Layout, plan: StepPlan, tokens: int, rows: int) -> torch.Tensor:
         """Write the plan into the next host buffer and start its copy. Padding reads and writes nothing."""
         host = self._host[self._turn]
-        self._turn = (self._turn + 1) % self.RING
+        self._turn = (self._turn + 1) % len(self._host)
         words = host.numpy()
 
         def put(name: str, values: np.ndarray, padding: int) -> None:

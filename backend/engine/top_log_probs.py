@@ -13,17 +13,19 @@ from torch import Tensor
 from tridecode.backend.engine import vocab_logits
 from tridecode.backend.engine.parallel import ProcessRanks, SingleRank
 from tridecode.backend.engine.plan import StepPlan
+from tridecode.backend.engine.results import to_first
 from tridecode.backend.messages import TopLogProbs
 from tridecode.backend.weight_layout import VocabShare
 from tridecode.kernels.top_log_probs import best_tokens, raw_log_probs
 
 
 class PendingTops:
-    """Results of a step on their way to the host; `result` is valid once the step is."""
+    """Results of a step on their way to the host; `result` is valid once the step is, with stages on rank 0.
+    ids: (n, 1 + most) int32 and values: float32, on the host."""
 
     def __init__(self, rows: np.ndarray, counts: np.ndarray, num_samples: int, ids: Tensor, values: Tensor):
         self._rows, self._counts, self._num_samples = rows, counts, num_samples
-        self._ids, self._values = _to_host(ids), _to_host(values)
+        self._ids, self._values = ids, values
 
     def result(self) -> list[TopLogProbs | None]:
         """One for each sample of the step."""
@@ -62,9 +64,10 @@ class TopLogProbsOfStep:
             self._raw = vocab_logits.raw_log_probs(logits, self._indices, self._ranks)
 
     def after(self, tokens: Tensor) -> PendingTops | None:
-        """tokens: (R,), sampled. Collective: the last stage's results go to all ranks."""
+        """tokens: (R,), sampled. Collective: the last stage's results go to rank 0."""
         if not len(self._rows):
             return None
+        ids, values = None, None
         if self._raw is not None:
             chosen = tokens[self._indices].clamp(min=0)
             if self._vocab is None:
@@ -73,20 +76,25 @@ class TopLogProbsOfStep:
                 ids, values = vocab_logits.best_tokens(
                     self._raw, chosen, self._most, self._vocab, self._ranks
                 )
-        else:
-            shape = len(self._rows), 1 + self._most
-            ids = torch.empty(shape, dtype=torch.int32, device=tokens.device)
-            values = torch.empty(shape, dtype=torch.float32, device=tokens.device)
-        self._ranks.share_tokens(ids, values)
-        return PendingTops(self._rows, self._counts, self._num_samples, ids, values)
+        place = (len(self._rows), 1 + self._most), self._ranks, tokens.device
+        return PendingTops(
+            self._rows,
+            self._counts,
+            self._num_samples,
+            _to_first(ids, torch.int32, *place),
+            _to_first(values, torch.float32, *place),
+        )
 
 
 def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def _to_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory that the host does not wait for."""
-    if tensor.device.type == "cpu":
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+def _to_first(
+    x: Tensor | None,
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    ranks: SingleRank | ProcessRanks,
+    device: torch.device,
+) -> Tensor:
+    return to_first(ranks, None if x is None else x.to(dtype), shape, dtype, device)

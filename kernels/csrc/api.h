@@ -142,11 +142,11 @@ typedef struct {
   unsigned int* counters;
   int num_counters;
   // 8-bit operands: x and weight hold int8 or E4M3 values, and strides count these
-  int operand;            // 0: x and weight are of dtype; 1: int8; 2: E4M3; 3: int8, x in two parts
+  int operand;  // 0: x and weight are of dtype; 1: int8; 2: E4M3; 3: int8, x in two parts
   // (tokens); weight_scales is read, too. In blocks (stages, tokens), and up to tile_tokens numbers
   // behind them are read
   const float* x_scales;
-  int symmetric;          // int4 with x in two parts: every zero is 8
+  int symmetric;  // int4 with x in two parts: every zero is 8
   // of E4M3 in blocks of 128 x 128, in place of weight_scales: (ceil(outputs / 128), ceil(inputs /
   // 128)), each matrix of SwiGLU's pair a multiple of 128 outputs
   const float* block_scales;

@@ -125,7 +125,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, kResident<
       if (finishes) finish.load_biases(column);
       if (kScaled && finishes && !in_blocks<Operand>(task)) finish.load_x_scales(token);
       float c[N / 2];
-      products.add_up(c, part.end - part.begin, group, finish.stage_scales(column, token, part.begin));
+      products.add_up(c, part.end - part.begin, group,
+                      finish.stage_scales(column, token, part.begin));
       if (!finishes) {
         write_partial<N>(c, task, cluster, group);
         continue;

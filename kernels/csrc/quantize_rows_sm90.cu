@@ -230,11 +230,10 @@ __global__ void quantize_row(uint8_t* values, float* scales, const X* x, const i
       const int c = first + i * step;
       if (c >= columns) continue;
       uint8_t* const to = values + int64_t(blockIdx.x) * columns + c;
-      *reinterpret_cast<uint2*>(to) =
-          rounding.plain ? rounding.template eight<X, true>(words[i], nullptr)
-                         : rounding.template eight<X, false>(words[i], nullptr);
-      if (c % kGroup == 0)
-        scales[int64_t(c / kGroup) * num_tokens + blockIdx.x] = rounding.scale;
+      *reinterpret_cast<uint2*>(to) = rounding.plain
+                                          ? rounding.template eight<X, true>(words[i], nullptr)
+                                          : rounding.template eight<X, false>(words[i], nullptr);
+      if (c % kGroup == 0) scales[int64_t(c / kGroup) * num_tokens + blockIdx.x] = rounding.scale;
     }
     return;
   }

@@ -113,7 +113,7 @@ def arrange(point: str, strike: Callable[[], None]) -> None:
     elif point == "graphs":
         _at(StandInCapturer, "run", at(3))
     elif point == "step":
-        _at(ProcessRanks, "all_reduce" if _tensor_size() > 1 else "share_tokens", at(4 * STEP))
+        _at(ProcessRanks, "all_reduce" if _tensor_size() > 1 else "share", at(4 * STEP))
     elif point == "plan":  # between two steps
         _at(Engine, "launch", at(STEP))
     elif point == "adapter":

@@ -42,6 +42,7 @@ _WorkloadOutput = Annotated[
     typer.Option(min=2, help="New tokens of each sequence; default: 128, or the workload's."),
 ]
 _Repeats = Annotated[int, typer.Option(min=1, help="Repetitions; the median is reported.")]
+_Pp = Annotated[int, typer.Option(min=1, help="Pipeline stages, each on GPUs of its own.")]
 _Tp = Annotated[int, typer.Option(min=1, help="GPUs that share each layer.")]
 
 
@@ -89,6 +90,7 @@ def engine(
     output_tokens: _WorkloadOutput = None,
     repeats: _Repeats = 3,
     tp: _Tp = 1,
+    pp: _Pp = 1,
     kv_cache_dtype: _CacheDtype = "auto",
     prompts: _Prompts = None,
     tokenizer: _Tokenizer = None,
@@ -112,7 +114,8 @@ def engine(
         preset, model, dtype, device, batches, (1, 8, 64, 256), prompt_tokens, output_tokens, repeats, tp,
         prompts, tokenizer or model, workload, requests, quantization,
     )  # fmt: skip
-    compare.run_engine(replace(job, kv_cache_dtype=kv_cache_dtype, int8_head=int8_head), output)
+    job = replace(job, kv_cache_dtype=kv_cache_dtype, int8_head=int8_head, pipeline_para_size=pp)
+    compare.run_engine(job, output)
 
 
 @app.command()

@@ -63,6 +63,7 @@ class Job:
     repeats: int = 3
     seed: int = 0
     tensor_para_size: int = 1
+    pipeline_para_size: int = 1
     kv_cache_dtype: str = "auto"  # the engine's setting
     prompts: tuple[tuple[int, ...], ...] = ()
     workload: str = ""

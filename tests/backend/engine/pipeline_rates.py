@@ -1,9 +1,12 @@
-"""Tokens per second of two pipeline stages on a CPU, with one plan in flight and with two, in turns.
+"""Tokens per second of two pipeline stages, in turns with a plan in flight for each stage, which has a share
+of the sequences, and without: tokens then go to every rank, and on GPUs there are no decode graphs.
 
     python -m tests.backend.engine.pipeline_rates --rounds 12 --batches 1 4 16 64
+    python -m tests.backend.engine.pipeline_rates --device cuda --preset llama-3-8b
 
-The model has random weights. Printed are the medians, the median ratio of each round, and the processors that
-other processes used.
+The model has random weights; without --preset it is small, in fp32. Printed are the medians, the median ratio
+of each round, and the processors that other processes used. On one GPU both stages share it: such figures say
+nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from tridecode.backend.engine.settings import resolve
 from tridecode.backend.supervisor.rank_link import RankStatus
 from tridecode.tools.bench.engines.ours import LoopRunner
 from tridecode.tools.bench.neighbours import Neighbours
+from tridecode.tools.bench.presets import preset
 
 HIDDEN, LAYERS, VOCAB = 256, 8, 8192
 PROMPT = 16  # tokens
@@ -37,14 +41,29 @@ MODEL = ModelConfig(
 )  # fmt: skip
 
 
-def load(rank: int, meeting: str) -> Engine:
+def load(rank: int, meeting: str, kind: str, name: str) -> Engine:
     torch.set_num_threads(1)
-    cpu = torch.device("cpu")
+    model, dtype = (preset(name).model, preset(name).dtype) if name else (MODEL, "fp32")
+    if kind == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
     config = EngineConfig(
-        pipeline_para_size=2, device="cpu", weights="random", cache_bytes=256 << 20, max_sequence_tokens=512
-    )
-    ranks = ProcessRanks(rank, 1, 2, meeting, cpu)
-    return Engine.load(Path("."), MODEL, resolve(config, MODEL, cpu), ranks, cpu)
+        pipeline_para_size=2, device=kind, data_type=dtype, weights="random",
+        cache_bytes=256 << 20 if kind == "cpu" else None, max_sequence_tokens=512,
+    )  # fmt: skip
+    ranks = ProcessRanks(rank, 1, 2, meeting, device)
+    return Engine.load(Path("."), model, resolve(config, model, device), ranks, device)
+
+
+class Modes:
+    """An engine of two stages, with several plans in flight or not."""
+
+    def __init__(self, engine: Engine):
+        self.engine, self._graphs = engine, engine.graphs
+
+    def set(self, pipelined: bool) -> None:
+        self.engine.ranks.is_pipelined = pipelined  # type: ignore[misc]
+        self.engine.graphs = self._graphs if pipelined else None
 
 
 def runs(rounds: int, batches: list[int]) -> Iterator[tuple[int, bool]]:
@@ -56,10 +75,11 @@ def runs(rounds: int, batches: list[int]) -> Iterator[tuple[int, bool]]:
             yield from ((batch, first), (batch, not first))
 
 
-def follower(meeting: str, rounds: int, batches: list[int]) -> None:
-    engine = load(1, meeting)
+def follower(meeting: str, rounds: int, batches: list[int], kind: str, name: str) -> None:
+    engine = load(1, meeting, kind, name)
+    modes = Modes(engine)
     for _, pipelined in runs(rounds, batches):
-        engine.ranks.is_pipelined = pipelined  # type: ignore[misc]
+        modes.set(pipelined)
         engine.ranks._order = PlanOrder(1)  # type: ignore[union-attr]
         follow(engine, RankStatus())
 
@@ -68,16 +88,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--batches", type=int, nargs="+", default=list(STEPS), choices=list(STEPS))
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--preset", default="", help="the shape and dtype of a preset of tridecode bench")
     given = parser.parse_args()
     rates: dict[tuple[int, bool], list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder, Neighbours() as neighbours:
         meeting = f"file://{folder}/ranks"
-        arguments = (meeting, given.rounds, given.batches)
+        arguments = (meeting, given.rounds, given.batches, given.device, given.preset)
         other = multiprocessing.get_context("spawn").Process(target=follower, args=arguments, daemon=True)
         other.start()
-        engine = load(0, meeting)
+        engine = load(0, meeting, given.device, given.preset)
+        modes = Modes(engine)
         for batch, pipelined in runs(given.rounds, given.batches):
-            engine.ranks.is_pipelined = pipelined  # type: ignore[misc]
+            modes.set(pipelined)
             prompts = [[number % 50 + 3] * PROMPT for number in range(batch)]
             seconds = LoopRunner(engine).generate(prompts, STEPS[batch])
             engine.ranks.broadcast_plan(None)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import queue
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,8 @@ from tridecode.backend.config import EngineConfig
 from tridecode.backend.engine.engine import Engine
 from tridecode.backend.engine.loop import follow
 from tridecode.backend.engine.offline import OfflineEngine
-from tridecode.backend.engine.parallel import ProcessRanks
+from tridecode.backend.engine.parallel import PIPELINE_DEVICES, ProcessRanks
+from tridecode.backend.engine.plan import StepPlan
 from tridecode.backend.engine.settings import resolve
 from tridecode.backend.messages import SamplingParams
 from tridecode.backend.models import read_model_config
@@ -23,10 +27,15 @@ GREEDY = SamplingParams(max_tokens=NEW_TOKENS, return_context_embedding=True)
 
 
 class RankPool:
-    """`size` processes, of which a run takes as many as it has ranks. After a failure it starts new ones."""
+    """`size` processes, of which a run takes as many as it has ranks. After a failure it starts new ones.
+
+    notes: of each rank of the last run: {"in_flight": most plans in flight, counted on rank 0, "replays": of
+    CUDA graphs}.
+    """
 
     def __init__(self, size: int):
         self._size, self._workers = size, []  # type: ignore[var-annotated]
+        self.notes: list[dict[str, int]] = []
 
     def run(
         self,
@@ -38,22 +47,25 @@ class RankPool:
         names: list[str] | None = None,
         params: SamplingParams | list[SamplingParams] = GREEDY,
         pipelined: bool = False,
+        dies: tuple[int, int] | None = None,
         **settings,
     ) -> list[tuple[list[int], Any]]:
         """Rank 0's (tokens, context embedding) of every prompt; with other params than GREEDY its
         Generations. Raises AssertionError if a rank fails.
 
         names: of each prompt's adapter. params: of all prompts, or of each. pipelined: with a plan in
-        flight for each stage. settings: of EngineConfig.
+        flight for each stage, which is the default on a GPU. dies: (rank, step): the process that kills
+        itself there. settings: of EngineConfig.
         """
         if not self._workers:
             self._workers = self._start()
         ranks = self._workers[: tensor * stages]
         for rank, (_, jobs, _) in enumerate(ranks):
             place = (rank, tensor, stages, directory, f"file://{meeting}", pipelined)
-            jobs.put((*place, prompts, names, params, settings))
+            last = dies[1] if dies is not None and dies[0] == rank else 0
+            jobs.put((*place, prompts, names, params, last, settings))
         try:
-            answers = [answer.get(timeout=120) for _, _, answer in ranks]
+            answers = [_answer(rank, *worker) for rank, worker in enumerate(ranks)]
         except BaseException:
             self.close()
             raise
@@ -61,7 +73,8 @@ class RankPool:
         if failures:
             self.close()
             raise AssertionError("\n".join(failures))
-        return answers[0]
+        self.notes = [notes for _, notes in answers]
+        return answers[0][0]
 
     def _start(self) -> list[tuple[Any, Any, Any]]:
         context, workers = mp.get_context("spawn"), []
@@ -79,6 +92,38 @@ class RankPool:
         self._workers = []
 
 
+def _answer(rank: int, process, _, answers) -> Any:
+    for _ in range(120):
+        try:
+            return answers.get(timeout=1)
+        except queue.Empty:
+            if not process.is_alive():
+                return f"rank {rank} died"
+    raise TimeoutError(f"rank {rank} does not answer")
+
+
+def _watch(engine: Engine, notes: dict[str, int], last: int) -> None:
+    """Count replays of graphs; kill this process in step `last`, if it is not 0."""
+    if engine.graphs is not None:
+        replay = engine.graphs.replay
+
+        def counted(plan: StepPlan) -> int | None:
+            size = replay(plan)
+            notes["replays"] += size is not None
+            return size
+
+        engine.graphs.replay = counted  # type: ignore[method-assign]
+    launch, steps = engine.launch, [0]
+
+    def launched(plan: StepPlan) -> Any:
+        steps[0] += 1
+        if steps[0] == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return launch(plan)
+
+    engine.launch = launched  # type: ignore[method-assign]
+
+
 def _work(jobs, answers) -> None:
     torch.set_num_threads(1)
     while True:
@@ -87,6 +132,9 @@ def _work(jobs, answers) -> None:
             answers.put(_run_rank(*job))
         except Exception as error:
             answers.put(f"rank {job[0]}: {type(error).__name__}: {error}")
+            answers.close()
+            answers.join_thread()
+            os._exit(1)  # as a rank of an engine does: others may wait for this one
 
 
 def _run_rank(
@@ -99,32 +147,51 @@ def _run_rank(
     prompts: list[list[int]],
     names: list[str] | None,
     params: SamplingParams | list[SamplingParams],
+    last: int,
     settings: dict[str, Any],
-) -> list[Any]:
+) -> tuple[list[Any], dict[str, int]]:
     device = torch.device("cpu")
     if settings.get("device") == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
         device = torch.device("cuda", torch.cuda.current_device())
-    ranks = ProcessRanks(rank, tensor, stages, meeting, device, pipeline_devices={"cpu"} if pipelined else ())
-    try:
-        model = read_model_config(directory)
-        sizes = dict(max_sequences=4, block_tokens=8, max_step_tokens=16, cache_bytes=4 << 20)
-        config = resolve(EngineConfig(**{**sizes, **settings}), model, device)
-        engine = Engine.load(directory, model, config, ranks, device)
-        if rank > 0:
-            follow(engine, RankStatus())
-            engine.close()
-            return []
-        offline = OfflineEngine(engine)
-        of_each = params if isinstance(params, list) else [params] * len(prompts)
-        numbers = [
-            offline.submit(prompt, one, name)
-            for prompt, one, name in zip(prompts, of_each, names or [""] * len(prompts))
-        ]
-        offline.run()
-        done = [offline.generations[number] for number in numbers]
+    pipelines = PIPELINE_DEVICES | ({"cpu"} if pipelined else set())
+    ranks = ProcessRanks(rank, tensor, stages, meeting, device, pipeline_devices=pipelines)
+    model = read_model_config(directory)
+    sizes = dict(max_sequences=4, block_tokens=8, max_step_tokens=16, cache_bytes=4 << 20)
+    config = resolve(EngineConfig(**{**sizes, **settings}), model, device)
+    engine, notes = Engine.load(directory, model, config, ranks, device), {"in_flight": 0, "replays": 0}
+    _watch(engine, notes, last)
+    done: list[Any] = []
+    if rank > 0:
+        follow(engine, RankStatus())
+    else:
+        done = _generate(engine, notes, prompts, names, params)
         ranks.broadcast_plan(None)
-        engine.close()
-        return [(one.tokens, one.embedding) for one in done] if params == GREEDY else done
-    finally:
-        ranks.close()
+    engine.close()
+    ranks.close()
+    return done, notes
+
+
+def _generate(
+    engine: Engine,
+    notes: dict[str, int],
+    prompts: list[list[int]],
+    names: list[str] | None,
+    params: SamplingParams | list[SamplingParams],
+) -> list[Any]:
+    offline = OfflineEngine(engine)
+    of_each = params if isinstance(params, list) else [params] * len(prompts)
+    numbers = [
+        offline.submit(prompt, one, name)
+        for prompt, one, name in zip(prompts, of_each, names or [""] * len(prompts))
+    ]
+    launch = engine.launch
+
+    def launched(plan: StepPlan) -> Any:
+        notes["in_flight"] = max(notes["in_flight"], len(offline._pending) + 1)
+        return launch(plan)
+
+    engine.launch = launched  # type: ignore[method-assign]
+    offline.run()
+    done = [offline.generations[number] for number in numbers]
+    return [(one.tokens, one.embedding) for one in done] if params == GREEDY else done

@@ -110,30 +110,21 @@ class ThreadRanks:
         if self.stage < self.num_stages - 1:
             self.meeting.queues["activations", self.rank + self.tensor_size].put(x.clone())
 
-    def to_first(self, x: Tensor) -> None:
+    def to_first(self, x: Tensor | None, host: Tensor | None) -> None:
         if self.num_stages > 1:
             source = (self.num_stages - 1) * self.tensor_size
             if self.rank == source:
                 self.meeting.queues["to first"].put(x.clone())
             elif self.rank == 0:
-                self.posted.append(Arrival(self.meeting.queues["to first"], x))
-                if not self.is_pipelined:
-                    self.take_posted()[0].wait()
+                self.posted.append(Arrival(self.meeting.queues["to first"], host))
 
     def take_posted(self) -> list[Arrival]:
         posted, self.posted = self.posted, []
         return posted
 
-    def share_tokens(self, tokens: Tensor, log_probs: Tensor) -> None:
-        self.share_sums(tokens)
-        self.share_sums(log_probs)
-
-    def share_sums(self, sums: Tensor) -> None:
-        if self.is_pipelined:
-            self.to_first(sums)
-            return
+    def share(self, x: Tensor) -> None:
         last = (self.num_stages - 1) * self.tensor_size
-        sums.copy_(self.meeting.gather("all", self.rank, sums.clone())[last])
+        x.copy_(self.meeting.gather("all", self.rank, x.clone())[last])
 
     def smallest(self, value: int) -> int:
         return min(self.meeting.gather("all", self.rank, value))

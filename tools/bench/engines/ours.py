@@ -49,6 +49,7 @@ def bench_engine(job: Job, say: Say = silent) -> dict[str, Any]:
         "kv_cache_dtype": engine.config.kv_cache_dtype,
         "int8_head": engine.config.int8_head,
         "tensor_para_size": job.tensor_para_size,
+        "pipeline_para_size": job.pipeline_para_size,
         **found,
     }
 
@@ -62,6 +63,7 @@ def _model_and_config(job: Job) -> tuple[Path, ModelConfig, EngineConfig]:
         directory, model, dtype = Path("."), job.shape, job.chosen_dtype
     config = EngineConfig(
         tensor_para_size=job.tensor_para_size,
+        pipeline_para_size=job.pipeline_para_size,
         data_type=dtype,
         kv_cache_dtype=job.kv_cache_dtype,
         int8_head=job.int8_head,
@@ -75,14 +77,18 @@ def _model_and_config(job: Job) -> tuple[Path, ModelConfig, EngineConfig]:
     return directory, model, config
 
 
+def _world(job: Job) -> int:
+    return job.tensor_para_size * job.pipeline_para_size
+
+
 def _load(job: Job, rank: int, meeting: str) -> Engine:
     directory, model, config = _model_and_config(job)
     if torch.cuda.is_available() and config.device != "cpu":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     device = choose_device(config)
     ranks: Ranks = SingleRank()
-    if job.tensor_para_size > 1:
-        ranks = ProcessRanks(rank, job.tensor_para_size, 1, meeting, device)
+    if _world(job) > 1:
+        ranks = ProcessRanks(rank, job.tensor_para_size, job.pipeline_para_size, meeting, device)
     return Engine.load(directory, model, resolve(config, model, device), ranks, device)
 
 
@@ -94,7 +100,7 @@ def open_engine(job: Job) -> Iterator[Engine]:
         context = multiprocessing.get_context("spawn")
         others = [
             context.Process(target=_follow, args=(job, rank, meeting), daemon=True)
-            for rank in range(1, job.tensor_para_size)
+            for rank in range(1, _world(job))
         ]
         for process in others:
             process.start()
