@@ -40,6 +40,7 @@ class SchedulerLimits:
     recompute_long: bool = False
     ring_fault: str = ""
     micro_batches: int = 1
+    spread_tokens: int = 0
 
 
 @dataclass

@@ -8,7 +8,7 @@ import pytest
 
 from tridecode.backend.errors import ConfigError
 from tridecode.kernels.quantized import QuantizedWeight
-from tridecode.tools.bench.engines.ours import _engine, bench_engine
+from tridecode.tools.bench.engines.ours import bench_engine, open_engine
 from tridecode.tools.bench.jobs import make_job
 from tridecode.tools.bench.presets import QUANTIZATIONS
 
@@ -23,7 +23,7 @@ def test_a_preset_runs_quantised(name: str):
 
 def test_the_matrices_of_layers_are_what_is_rounded():
     job = make_job("toy", None, "fp32", quantization="w8a8-int8", **SMALL)
-    with _engine(job) as engine:
+    with open_engine(job) as engine:
         layer = engine.model.layers[0]
         for linear in (layer.qkv, layer.dense, layer.up, layer.down):
             assert isinstance(linear.weight, QuantizedWeight)

@@ -38,7 +38,7 @@ def bench_engine(job: Job, say: Say = silent) -> dict[str, Any]:
     job.directory: a model repository or a weight directory. Raises TridecodeError.
     """
     say("loading")
-    with _engine(job) as engine:
+    with open_engine(job) as engine:
         runner = LoopRunner(engine, job.rate, job.seed)
         found = measure(runner.generate, job, engine.model_config.vocab_size, say, runner.take_run)
     return {
@@ -87,7 +87,7 @@ def _load(job: Job, rank: int, meeting: str) -> Engine:
 
 
 @contextmanager
-def _engine(job: Job) -> Iterator[Engine]:
+def open_engine(job: Job) -> Iterator[Engine]:
     """Rank 0's engine; the other ranks are processes that follow it until the block ends."""
     with tempfile.TemporaryDirectory() as folder:
         meeting = f"file://{folder}/ranks"
