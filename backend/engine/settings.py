@@ -126,7 +126,7 @@ def _ends(config: EngineConfig) -> set[int]:
 
 def spread_tokens(model: ModelConfig, config: EngineConfig, device: torch.device) -> int:
     """SchedulerLimits.spread_tokens: so many that a GPU computes them for longer than it reads the
-    weights, and than the host launches their step. 0 on a CPU, where a decoding row costs what a prompt's token does."""
+    weights, and than the host launches their step. 0 on a CPU, where decoding rows cost what prompts do."""
     if device.type != "cuda":
         return 0
     specs = models.family(model.family).weight_specs(model)
