@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from tridecode.backend.engine.admission import SchedulerLimits
 
-#: more decoding rows take as long to multiply as the weights to read: nothing rides for free
-MOST_SLOTS = 64
+#: A step with prompts costs 2 ms more than its tokens (LAMBADA's prompts on an H200), and decoding rows in it
+#: what they take to multiply: with more slots, and so fewer steps without prompts, spreading is a loss.
+MOST_SLOTS = 32
 #: the mean is over about so many steps, and may grow by this factor from step to step
 STEPS, GROWTH = 16, 1.25
 

@@ -57,8 +57,8 @@ def sequences(found: RankMemory, card: int, block_tokens: int = EngineConfig.blo
 def rows(name: str) -> list[str]:
     """Of a table, a preset's."""
     lines = []
-    for title, *chosen in FORMATS:
-        found = plan(name, *chosen)
+    for title, quantization, int8_head, cache in FORMATS:
+        found = plan(name, quantization, int8_head, cache)
         blocks = _TOKENS // EngineConfig.block_tokens
         cells = [
             f"{found.weights / 1e9:.2f}",
@@ -70,20 +70,20 @@ def rows(name: str) -> list[str]:
     return lines
 
 
+def share(slots: int, step: int) -> str:
+    """Of BLOOM-7B1's memory in 16 bit that int8 with an int8 head takes."""
+    whole, int8 = (plan("bloom-7b1", *chosen[1:], slots, step).fixed for chosen in (FORMATS[0], FORMATS[3]))
+    sizes = f"{int8 / 1e9:.2f} of {whole / 1e9:.2f} GB, {int8 / whole:.1%}"
+    return f"bloom-7b1, {slots} sequences, steps of {step:,} tokens: int8 takes {sizes}"
+
+
 def main() -> None:
-    print(
-        "| | weights, GB | with buffers, GB | sequence, MB | on 80 GB | on 141 GB |\n|---|---|---|---|---|---|"
-    )
+    print("| | weights, GB | with buffers, GB | sequence, MB | on 80 GB | on 141 GB |")
+    print("|---|---|---|---|---|---|")
     for name in ("bloom-7b1", "llama-3-8b"):
         print("\n".join(rows(name)))
     for slots, step in ((64, 2048), (64, 8192), (256, 8192), (256, 16384)):
-        whole, int8 = (
-            plan("bloom-7b1", *chosen, slots, step).fixed for chosen in (FORMATS[0][1:], FORMATS[3][1:])
-        )
-        print(
-            f"bloom-7b1, {slots} sequences, steps of {step:,}: int8 {int8 / 1e9:.2f} of {whole / 1e9:.2f} GB, "
-            f"{int8 / whole:.1%}"
-        )
+        print(share(slots, step))
 
 
 if __name__ == "__main__":
