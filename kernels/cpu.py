@@ -118,8 +118,8 @@ class Cpu(Reference):
 
 
 def keeps_int8(weight: QuantizedWeight, batch_invariant: bool = False) -> bool:
-    """Whether a weight stays as it is: the others are expanded at load. Without VNNI torch.mm reads it, which
-    gives a row other bits among other numbers of rows; so batch_invariant does without it on every CPU."""
+    """Whether a weight stays as it is: the others are expanded at load. torch.mm, which reads it where rows
+    are few or the CPU has no VNNI, gives a row other bits among other numbers of rows."""
     return weight.format == "int8" and weight.group_size == 0 and not batch_invariant
 
 

@@ -18,8 +18,8 @@ log = logging.getLogger("tridecode.engine")
 
 #: tokens of a step: enough to fill the device, few enough that decoding rows do not wait long for a prompt
 _STEP_TOKENS = {"cpu": 512, "cuda": 8192}
-#: on a GPU of LARGE_GPU_BYTES: its buffers then take 2 GB; the planner lets no sequence that decodes wait
-#: for so many (planner.MIXED_TOKENS)
+#: on a GPU of LARGE_GPU_BYTES; 1.0 (BLOOM-7B1) to 1.2 GB (LLaMA-3-8B) of buffers more. The planner lets no
+#: sequence that decodes wait for so many (planner.MIXED_TOKENS)
 LARGE_STEP_TOKENS, LARGE_GPU_BYTES = 16384, 70 * 10**9
 #: widths of decode attention at which the bits of a row did not depend on the width
 _INVARIANT_BLOCK = 32

@@ -49,7 +49,7 @@ class StepCost:
 
 
 #: BLOOM-7B1 in fp16 and LLaMA-3-8B in bf16: weight bytes at 4.3 TB/s, 64 prompts of 512 tokens, and cached
-#: bytes at 4.0 TB/s; the rest fits the steps of 1 to 256 sequences to 4 %
+#: bytes at 4.0 TB/s; the rest fits the steps of 1 to 256 sequences to 7 %
 BLOOM = StepCost(weights=3.29, token=0.0205, cached_token=1.23e-4)
 LLAMA = StepCost(weights=3.49, token=0.0222, cached_token=3.3e-5)
 
