@@ -326,7 +326,10 @@ class EngineConfig:
         None, "prompt and output of one sequence; auto: the model's number of positions", _CHOSEN
     )
     max_step_tokens: int | None = setting(
-        None, "tokens of one step; longer prompts are computed in chunks", _CHOSEN
+        None,
+        "tokens of one step; longer prompts are computed in chunks. auto: 512 on a CPU, 8,192 on a GPU, "
+        "16,384 on one of 70 GB or more; at most 8,192 while sequences decode",
+        _CHOSEN,
     )
     block_tokens: int = setting(32, "KV-cache tokens of one block", _COUNT)
     kv_cache_dtype: str = setting(

@@ -3,13 +3,21 @@
 Measured on two AVX2 cores, 576 x 1536 float32, GB/s of weight bytes at 1 / 4 / 16 rows: torch.mm 24 / 13 /
 11, packed 42 / 43 / 31; a plain sum over memory reaches 52.
 
-int8 weights stay in 8 bit and are expanded at each call, _INT8_ROWS outputs at a time, which the caches hold.
-Measured on one AVX-512 core against packed float32, microseconds at 1 / 4 / 16 rows:
-  576 x 1536: packed 230 / 182 / 353, int8 171 / 260 / 461
-  2048 x 2048: packed 1319 / 977 / 1747, int8 605 / 1506 / 2947
-torch._weight_int8pack_mm, which multiplies row by row, takes 716 / 3012 / 33664 at the first size, oneDNN's
-int8 product of torch (qlinear_pointwise, no VNNI) 46852 at one row. int4 and fp8 are expanded at load: their
-values take longer to unpack than float32 takes to read.
+int8 weights stay in 8 bit. They are expanded at each call, _INT8_ROWS outputs at a time, which the caches
+hold. Where the CPU has VNNI and there are rows enough, oneDNN multiplies them with x in three int8 parts, 24
+bits: sums are exact, and errors those of float32. Time over that of packed float32, on a shared core of a
+Zen 5, weights that no cache holds, medians of 3 rounds in turns, at 1 / 2 / 4 / 8 / 16 / 64 rows:
+  576 x 1536: expanded 0.96 / 0.83 / 1.48 / 1.57 / 1.78 / 2.15
+    three parts        1.29 / 1.48 / 1.18 / 1.17 / 1.10 / 1.11
+  2048 x 2048: expanded 0.98 / 1.04 / 1.62 / 1.49 / 1.93 / 1.68
+    three parts         1.23 / 0.84 / 0.94 / 0.61 / 1.04 / 0.72
+Two parts, as on a GPU, take 0.91 / 0.90 / 0.77 / 0.66 at 1 / 4 / 16 / 64 rows of the latter, with errors of
+3e-5: they are for x in 16 bit. On an AVX-512 core without VNNI expanded takes 0.74 / 1.43 / 1.31 at 1 / 4 /
+16 rows of the first size and 0.46 / 1.54 / 1.69 of the second, oneDNN's int8 product 200 times as long.
+torch._weight_int8pack_mm goes row by row: 5.6 times at one row. torch's dynamic products (x86) took 0.24 to
+0.42 of float32 with the weight in the caches, but have one scale for all rows of x and 8 bits: 1 % off, and a
+row depends on its neighbours. int4 and fp8 are expanded at load: their values take longer to unpack than
+float32 takes to read.
 """
 
 from __future__ import annotations
@@ -25,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear
-from tridecode.kernels.quantized import QuantizedWeight
+from tridecode.kernels.quantized import LOW_STEPS, QuantizedWeight
 from tridecode.kernels.reference import Reference, cached_keys, causal_attention
 
 log = logging.getLogger("tridecode.engine")
@@ -38,6 +46,8 @@ _STEPS = ((16, 1), (64, 4), (128, 8), (256, 16), (512, 32))  # up to this many r
 _LARGEST = _STEPS[-1][0]
 #: outputs of an int8 weight that are expanded together; 128 to 2048 were tried
 _INT8_ROWS = 512
+#: rows from which an int8 product takes x in parts, not the weight expanded
+_PARTS_ROWS = 3
 #: queries of a prompt that are scored together where results must not depend on how a prompt is cut
 _QUERY_TILE = 64
 
@@ -109,8 +119,8 @@ class Cpu(Reference):
 
 
 def keeps_int8(weight: QuantizedWeight, batch_invariant: bool = False) -> bool:
-    """Whether a weight stays as it is: the others are expanded at load. torch.mm, which reads it, gives a row
-    other bits among other numbers of rows."""
+    """Whether a weight stays as it is: the others are expanded at load. torch.mm, which reads it where rows
+    are few or the CPU has no VNNI, gives a row other bits among other numbers of rows."""
     return weight.format == "int8" and weight.group_size == 0 and not batch_invariant
 
 
@@ -118,6 +128,46 @@ def _int8_product(
     x: Tensor, weight: QuantizedWeight, bias: Tensor | None, residual: Tensor | None, out: Tensor
 ) -> None:
     """x @ weight.T (+ bias) (+ residual) in float32: the scale of an output multiplies its finished sum."""
+    in_parts = x.shape[0] >= _PARTS_ROWS and multiplies_int8()
+    product = _product_in_parts(x, weight) if in_parts else _expanded_product(x, weight)
+    product *= weight.scales.t()
+    if bias is not None:
+        product += bias
+    out.copy_(product if residual is None else product.add_(residual))
+
+
+@cache
+def multiplies_int8() -> bool:
+    """Whether this CPU multiplies int8 by instructions (VNNI); without them oneDNN's products are slow."""
+    return torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()
+
+
+def _product_in_parts(x: Tensor, weight: QuantizedWeight) -> Tensor:
+    """(T, out) float32, without the weight's scales. No row depends on another."""
+    values, scales = _int8_parts(x)
+    sums = torch._int_mm(values.flatten(0, 1), weight.values.t()).unflatten(0, values.shape[:2])  # exact
+    product = sums[-1].float()
+    for part in sums.flip(0)[1:]:
+        product = product.div_(LOW_STEPS).add_(part)
+    return product.mul_(scales)
+
+
+def _int8_parts(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(P, T, C) int8 and (T, 1) float32 scales: x is the sum over p of parts[p] / 254**p, times the scale.
+
+    Two parts have 16 bits of the largest number of a row, enough for 16-bit x; three have 24."""
+    scales = x.float().abs().amax(-1, keepdim=True) / 127
+    rest = (x / torch.where(scales == 0, 1.0, scales)).nan_to_num_(0.0)  # the scale is not a number either
+    parts = torch.empty(3 if x.dtype == torch.float32 else 2, *x.shape, dtype=torch.int8)
+    for part in parts:
+        rounded = rest.round()
+        part.copy_(rounded)
+        rest.sub_(rounded).mul_(LOW_STEPS)
+    return parts, scales
+
+
+def _expanded_product(x: Tensor, weight: QuantizedWeight) -> Tensor:
+    """(T, out) float32, without the weight's scales."""
     x32 = x.float()
     product = torch.empty(x.shape[0], weight.shape[0])
     expanded = torch.empty(min(_INT8_ROWS, weight.shape[0]), weight.columns)
@@ -125,10 +175,7 @@ def _int8_product(
         values = weight.values[first : first + _INT8_ROWS]
         rows = expanded[: values.shape[0]].copy_(values)
         torch.mm(x32, rows.t(), out=product[:, first : first + _INT8_ROWS])
-    product *= weight.scales.t()
-    if bias is not None:
-        product += bias
-    out.copy_(product if residual is None else product.add_(residual))
+    return product
 
 
 @cache

@@ -399,7 +399,8 @@ class Ops(Protocol):
 
         logits: (R, V) float32, unchanged. ids: (n, W) int32 and log_probs: (n, W) float32, W <= V. The logits
         of a row go through the order of `sample`: divided by temperature (0: not), penalties of the ids in
-        `seen`, minus infinity for `banned` ids; log_probs is their log-softmax over the whole vocabulary. The
-        order of equal ones is not defined. May allocate; is not part of a captured graph.
+        `seen`, minus infinity for `banned` ids; log_probs is their log-softmax over the whole vocabulary:
+        minus infinity where all ids are banned, NaN where a logit is NaN or plus infinity. The order of equal
+        ones is not defined. May allocate; is not part of a captured graph.
         """
         ...

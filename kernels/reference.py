@@ -284,10 +284,11 @@ def beam_candidates(logits: Tensor, wanted: CandidateRows, ids: Tensor, log_prob
     step = max(1, _CANDIDATE_LOGITS // logits.shape[1])
     for first in range(0, len(wanted.rows), step):
         part = slice(first, first + step)
-        x = torch.log_softmax(processed_rows(logits, wanted, part), dim=-1)
-        best = x.topk(ids.shape[1], dim=-1)
+        x = processed_rows(logits, wanted, part)
+        best = torch.log_softmax(x, dim=-1).topk(ids.shape[1], dim=-1)
         ids[part].copy_(best.indices)
-        log_probs[part].copy_(best.values)
+        is_excluded = x.amax(-1, keepdim=True) == -torch.inf  # log_softmax gives NaN
+        log_probs[part].copy_(best.values.masked_fill(is_excluded, -torch.inf))
 
 
 def processed_rows(logits: Tensor, wanted: CandidateRows, part: slice) -> Tensor:

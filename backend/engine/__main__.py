@@ -96,7 +96,12 @@ def load(arguments: argparse.Namespace, link: RankLink) -> Engine:
     ranks = make_ranks(arguments, config, device, Joining(facts, config.start_timeout_s, link.progress))
     link.status.exchange = ranks
     config = resolve(config, model, device)
-    config = replace(config, max_sequences=ranks.smallest(config.slots))
+    assert config.max_step_tokens is not None
+    config = replace(  # chosen from the memory, and the ranks' GPUs may differ
+        config,
+        max_sequences=ranks.smallest(config.slots),
+        max_step_tokens=ranks.smallest(config.max_step_tokens),
+    )
     engine = Engine.load(Path(directory), model, config, ranks, device, _Progress(link, model), link.progress)
     if isinstance(ranks, ProcessRanks):
         engine.digest = StepDigest(arguments.epoch, arguments.rank, ranks.stage, link.status, link.tell)

@@ -22,7 +22,8 @@ class SchedulerLimits:
     long_prompt_tokens, recompute_long: ModelConfig.long_prompt_tokens, .recomputes_long. ring_fault: why this
     model cannot attend to the last tokens alone (sessions.py); "" if it can. micro_batches: plans in flight
     over which the decoding sequences are spread, so that no pipeline stage idles; a plan then has the ids of
-    all its tokens. 1: a plan has all decoding sequences.
+    all its tokens. 1: a plan has all decoding sequences. spread_tokens: the fewest tokens of prompts that a
+    step is limited to while few slots are queued for (spread.py); 0: no step is limited.
     """
 
     num_blocks: int
@@ -40,6 +41,7 @@ class SchedulerLimits:
     recompute_long: bool = False
     ring_fault: str = ""
     micro_batches: int = 1
+    spread_tokens: int = 0
 
 
 @dataclass

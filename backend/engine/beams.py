@@ -86,7 +86,8 @@ class BeamSearch:
         self._candidates.clear()
 
     def advance(self) -> BeamStep:
-        """Choose the next beams. Raises ArithmeticError if no token is possible in any beam.
+        """Choose the next beams. Raises ArithmeticError if no token is possible in any beam, or if the logits
+        of one are not numbers: no beam is better or worse than that one.
 
         The sequences of the group are then those of the beams that run on; none if `is_over`."""
         cums, ids, log_probs = self._tables()
@@ -168,12 +169,11 @@ class BeamSearch:
             else:
                 ids[row], log_probs[row] = self._candidates[beam.sequence]
         self._candidates.clear()
-        log_probs[np.isnan(log_probs)] = -np.inf
+        if np.isnan(log_probs).any():
+            raise ArithmeticError("the logits of a beam are not numbers (NaN or infinite)")
         cums = log_probs + np.array([beam.cum for beam in self.beams])[:, None]
         if not np.isfinite(cums).any():
-            raise ArithmeticError(
-                "no token is possible: the logits are not numbers, or bad words exclude all"
-            )
+            raise ArithmeticError("no token is possible: bad words exclude all")
         return cums, ids, log_probs
 
     def _choose(self, cums: np.ndarray, ids: np.ndarray, log_probs: np.ndarray) -> list[Choice]:

@@ -259,11 +259,12 @@ class Engine:
             self.adapters.close()
 
     def _widest(self) -> int:
-        """Columns of the widest product of this rank."""
+        """Columns of the widest product of this rank, and twice those of what is normalised: the scratch of
+        an input has a byte a column."""
         model, size = self.model_config.largest_layer(), self.ranks.tensor_size
         heads = model.num_heads // size + 2 * share_size(model.num_kv_heads, size)
-        mlp = self.model_config.mlp_share(size)
-        return max(heads * model.head_size, 2 * mlp, model.hidden_size)
+        mlp = max(max(layer.up.weight.shape[0], layer.down.weight.shape[1]) for layer in self.model.layers)
+        return max(heads * model.head_size, mlp, 2 * model.hidden_size)
 
     def _block_shapes(self) -> list[tuple[int, int, int, int]]:
         """Of a block in the cache of each layer of this stage."""

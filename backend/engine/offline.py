@@ -22,7 +22,7 @@ from tridecode.backend.engine.parallel import SingleRank
 from tridecode.backend.engine.plan import StepPlan
 from tridecode.backend.engine.prompts import PromptBook
 from tridecode.backend.engine.scheduler import Scheduler
-from tridecode.backend.engine.settings import choose_device, resolve
+from tridecode.backend.engine.settings import choose_device, resolve, spread_tokens
 from tridecode.backend.errors import BY_CODE, TridecodeError
 from tridecode.backend.messages import (
     Event,
@@ -60,6 +60,7 @@ def limits_of(engine: Engine) -> SchedulerLimits:
         recompute_long=engine.model_config.recomputes_long,
         ring_fault=ring_fault(engine.model_config, engine.model.heads),
         micro_batches=engine.micro_batches,
+        spread_tokens=spread_tokens(engine.model_config, config, engine.device),
     )
 
 

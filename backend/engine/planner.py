@@ -13,11 +13,16 @@ from tridecode.backend.engine.cache_manager import NO_RING, CacheManager
 from tridecode.backend.engine.plan import SlotStart, StepPlan
 from tridecode.backend.engine.prompts import PromptBook, vocabulary_tokens
 from tridecode.backend.engine.sequence import Sequence, SequenceGroup, Stage
+from tridecode.backend.engine.spread import Spread
 
 #: Where sequences queue for slots, a share of 1 / HELD_SHARE of all slots is filled at once, after HELD_STEPS
 #: steps at the latest: a step with prompts costs 1.5 ms more than its tokens (LLaMA-3-8B on an H200), a slot
 #: that stays empty for a step 0.04 ms.
 HELD_SHARE, HELD_STEPS = 32, 8
+
+#: Tokens of a step in which sequences decode, at most: LLaMA-3-8B on an H200 takes 0.18 s for them, in which
+#: no sequence gets its next token
+MIXED_TOKENS = 8192
 
 
 @dataclass
@@ -41,11 +46,13 @@ class _DecodeRows:
 class Planner:
     """The sequences that wait or run, by stage. Order is by priority, then arrival.
 
-    A step has every decoding sequence and, within max_step_tokens, the next chunks of prompts. A sequence
+    A step has every decoding sequence and, within max_step_tokens, the next chunks of prompts; within
+    MIXED_TOKENS where a sequence decodes. A sequence
     gets a slot and the blocks of its known tokens at admission, then one block more whenever its last is
     full. Where no block is free, the last in the order is preempted: it gives slot and blocks back, keeps its
     place in the order, and is computed again later. While nearly all slots are taken and more sequences wait
-    than are free, these are filled several at a time (HELD_SHARE).
+    than are free, these are filled several at a time (HELD_SHARE). Where sequences queue for few slots, their
+    prompts are spread over the steps (spread.py).
 
     A sequence whose last token is in flight gives slot and blocks back: what is planned next runs after the
     step that still uses them. It keeps them for a session, which takes them over, and for other samples of
@@ -78,6 +85,7 @@ class Planner:
         self.beams = BeamPlanner(limits, cache, self._shifts)
         self._steps = 0
         self._held = 0  # steps since sequences began to wait for more free slots
+        self._spread = Spread(limits)
         self.num_extras = 0  # open sequences that have `extras`; kept by the scheduler
 
     def wait(self, sequence: Sequence) -> None:
@@ -153,8 +161,15 @@ class Planner:
         self._make_room()
         beams = self.beams.ready() if self.beams.running else []
         decodes = self._decoding if self.limits.micro_batches == 1 else self._micro_batch()
-        chunks, starts = self._choose_chunks(self.limits.max_step_tokens - len(decodes) - len(beams))
+        chunks, starts = self._choose_chunks(self._budget(len(decodes) + len(beams)))
         return self._build(decodes, chunks, starts, beams) if decodes or chunks or beams else None
+
+    def _budget(self, num_decodes: int) -> int:
+        """Tokens of prompts that a step beside so many decoding rows may have."""
+        limits = self.limits
+        if num_decodes == 0:
+            return limits.max_step_tokens
+        return min(limits.max_step_tokens, max(MIXED_TOKENS, limits.max_sequences)) - num_decodes
 
     def _drain(self, sequence: Sequence) -> None:
         """The last token of the sequence, or a beam's next, is in the plan that is being made."""
@@ -215,7 +230,8 @@ class Planner:
                 continue
             chunks.append(self._chunk(sequence, budget))
             budget -= chunks[-1][2]
-        while budget > 0 and (chunks or not self._holds_back()):
+        least = budget - self._spread.tokens(len(self.waiting), self.cache.num_free_slots)
+        while budget > max(least, 0) and (chunks or not self._holds_back()):
             admitted = self._admit()
             if admitted is None:
                 break
@@ -327,6 +343,7 @@ class Planner:
             samples[num_decodes:] = [self._finish_chunk(sequence) for sequence, _, _ in chunks]
             embeds = _embeds(chunks, num_decodes)
             self._prefilling = [s for s in self._prefilling if s.stage is Stage.PREFILL]
+        self._spread.note(sum(count for _, _, count in chunks))
         columns = -(-int(context_lens.max()) // cache.block_tokens)
         slot_copies, block_copies = cache.take_copies()
         prompts = self.prompts.take(

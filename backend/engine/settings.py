@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import replace
 
 import torch
 
+from tridecode.backend import models
 from tridecode.backend.config import EngineConfig, ModelConfig
 from tridecode.backend.engine.shadow_options import check_shadow, with_slice_tokens
 from tridecode.backend.errors import ConfigError
@@ -16,8 +18,15 @@ log = logging.getLogger("tridecode.engine")
 
 #: tokens of a step: enough to fill the device, few enough that decoding rows do not wait long for a prompt
 _STEP_TOKENS = {"cpu": 512, "cuda": 8192}
+#: on a GPU of LARGE_GPU_BYTES; 1.0 (BLOOM-7B1) to 1.2 GB (LLaMA-3-8B) of buffers more. The planner lets no
+#: sequence that decodes wait for so many (planner.MIXED_TOKENS)
+LARGE_STEP_TOKENS, LARGE_GPU_BYTES = 16384, 70 * 10**9
 #: widths of decode attention at which the bits of a row did not depend on the width
 _INVARIANT_BLOCK = 32
+#: of a step with prompts, which runs without a graph: what the host takes to launch a layer (LLaMA-3-8B: 8 ms
+#: a step), and the multiply-adds a second of an H200; its 8-bit ones are twice as fast
+_HOST_S_PER_LAYER, _MULTIPLIES_PER_S = 0.25e-3, 3.5e14
+_FEWEST_SPREAD_TOKENS = 512
 CPU_CACHE_SHARE = 0.25  # of the memory that is available, on a machine that others use too
 FEWEST_SLOTS = 64
 MORE_SLOTS = (256, 128)  # on a GPU whose cache then holds USUAL_TOKENS of each sequence
@@ -40,8 +49,8 @@ def resolve(
 ) -> EngineConfig:
     """`config` with max_sequences, max_sequence_tokens and max_step_tokens decided; logs each decision once.
 
-    memory: bytes of a GPU that the engine may use; None: those that are free on `device`. Raises ConfigError
-    for settings that cannot go together.
+    memory: bytes of a GPU that the engine may use; None: those that are free on `device`, and for
+    max_step_tokens all that it has. Raises ConfigError for settings that cannot go together.
     """
     if config.batch_invariant and (device.type != "cpu" or config.data_type != "fp32"):
         raise ConfigError(
@@ -60,7 +69,7 @@ def resolve(
             f"parameter max_sequence_tokens is {longest}; the model has {model.max_positions} positions "
             "(max_pos_seq_len in config.ini)"
         )
-    most = config.max_step_tokens or max(_STEP_TOKENS[device.type], config.max_sequences or 0)
+    most = config.max_step_tokens or max(_step_tokens(device, memory), config.max_sequences or 0)
     decided = replace(config, max_sequence_tokens=longest, max_step_tokens=most)
     if config.shadow_share:
         decided = with_slice_tokens(decided, device.type)
@@ -77,6 +86,16 @@ def resolve(
     if config.max_sequences is None:
         log.info("max_sequences: %d", slots)
     return replace(decided, max_sequences=slots)
+
+
+def _step_tokens(device: torch.device, memory: int | None) -> int:
+    """max_step_tokens where nobody chose it. memory: None: what the GPU has, 0 if torch finds none."""
+    if device.type == "cuda" and memory is None:
+        found = torch.cuda.is_available()
+        memory = torch.cuda.get_device_properties(device).total_memory if found else 0
+    if device.type == "cuda" and (memory or 0) >= LARGE_GPU_BYTES:
+        return LARGE_STEP_TOKENS
+    return _STEP_TOKENS[device.type]
 
 
 def _choose_slots(config: EngineConfig, model: ModelConfig, device: torch.device, memory: int | None) -> int:
@@ -103,6 +122,18 @@ def _choose_slots(config: EngineConfig, model: ModelConfig, device: torch.device
 def _ends(config: EngineConfig) -> set[int]:
     """The stages that hold most: the first and the last."""
     return {0, config.pipeline_para_size - 1}
+
+
+def spread_tokens(model: ModelConfig, config: EngineConfig, device: torch.device) -> int:
+    """SchedulerLimits.spread_tokens: so many that a GPU computes them for longer than it reads the
+    weights, and than the host launches their step. 0 on a CPU, where decoding rows cost what prompts do."""
+    if device.type != "cuda":
+        return 0
+    specs = models.family(model.family).weight_specs(model)
+    weights = sum(math.prod(spec.shape) for spec in specs if spec.layer is not None and len(spec.shape) == 2)
+    is_8_bit = config.int8_mode == 2 or (model.quantization is not None and model.quantization.activations)
+    rate = _MULTIPLIES_PER_S * config.tensor_para_size * (2 if is_8_bit else 1)
+    return max(_FEWEST_SPREAD_TOKENS, int(_HOST_S_PER_LAYER * model.num_layers * rate / weights))
 
 
 def choose_num_blocks(config: EngineConfig, block_bytes: int, device: torch.device) -> int:

@@ -27,6 +27,7 @@ def beam_candidates(
     total = log_sum_exp(x, ranks)
     values, found = largest(x, ids.shape[1], vocab, ranks)
     ids.copy_(found)
+    total = torch.where(total == -torch.inf, 0.0, total)  # of a row whose ids are all banned
     log_probs.copy_(values.double() - total[:, None])
 
 

@@ -21,7 +21,7 @@ def candidates(place: Place, logits: np.ndarray, width: int, **wanted) -> tuple[
     given = torch.from_numpy(logits).to(place.device)
     place.settle()
     place.ops.candidates(given, CandidateRows(**moved), ids=ids, log_probs=log_probs)
-    assert np.array_equal(given.cpu().numpy(), logits), "the logits have changed"
+    assert np.array_equal(given.cpu().numpy(), logits, equal_nan=True), "the logits have changed"
     return ids.cpu().numpy(), log_probs.cpu().numpy()
 
 
@@ -69,6 +69,15 @@ def test_temperature_penalties_and_bans_of_each_row(place: Place, part: int, mon
         )
     wanted[banned[0], banned[1]] = -np.inf
     check(found, wanted)
+
+
+def test_a_row_without_numbers_is_not_one_whose_ids_are_all_banned(place: Place) -> None:
+    logits = np.random.default_rng(2).normal(0, 3, (4, 9)).astype(np.float32)
+    logits[0, 3], logits[1, 8] = np.nan, np.inf
+    every = np.array([[2] * 9, range(9)])
+    _, log_probs = candidates(place, logits, 4, rows=[0, 1, 2, 3], banned=every)
+    assert np.isnan(log_probs[:2]).any(1).all()
+    assert (log_probs[2] == -np.inf).all() and np.isfinite(log_probs[3]).all()
 
 
 def test_shapes_that_disagree_are_refused(place: Place) -> None:

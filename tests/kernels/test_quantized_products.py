@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.quantized import rounded_fp8, rounded_int4, rounded_int8
+from tridecode.kernels import cpu
 from tridecode.kernels.checks import DtypeError
 from tridecode.kernels.cpu import Cpu
 from tridecode.kernels.ops import Linear
@@ -77,8 +78,12 @@ def test_an_unknown_format_is_refused() -> None:
 @pytest.mark.parametrize("activations", ["", "int8", "fp8"])
 @pytest.mark.parametrize("format", ["int8", "fp8", "int4"])
 @pytest.mark.parametrize("ops", [Reference(), Cpu(), Cpu(batch_invariant=True)])
-def test_products_are_those_of_the_rounded_matrices(ops: Reference, format: str, activations: str) -> None:
+@pytest.mark.parametrize("has_vnni", [False, True])
+def test_products_are_those_of_the_rounded_matrices(
+    ops: Reference, format: str, activations: str, has_vnni: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """600 outputs: more than a block of the CPU's int8 product."""
+    monkeypatch.setattr(cpu, "multiplies_int8", lambda: has_vnni)
     x, weight, bias, residual = draw(5, 96), draw(600, 96, seed=1), draw(600, seed=2), draw(5, 600, seed=3)
     quantized = round_to_nearest(weight, format, 32 if format == "int4" else 0, activations)
     linear = ops.pack(Linear(quantized, bias))
@@ -86,11 +91,36 @@ def test_products_are_those_of_the_rounded_matrices(ops: Reference, format: str,
     ops.linear(x, linear, residual=out, out=out)
     rounded = {"": lambda a: a, "int8": rounded_int8, "fp8": rounded_fp8}[activations](x.numpy())
     wanted = rounded.astype(np.float64) @ quantized.expanded(torch.float64).numpy().T
-    np.testing.assert_allclose(out, wanted + bias.numpy() + residual.numpy(), atol=SUMS)
+    wanted += bias.numpy() + residual.numpy()
+    np.testing.assert_allclose(out, wanted, atol=SUMS)
+
+
+@pytest.mark.parametrize("rows", [3, 17, 40])
+@pytest.mark.parametrize("columns", [16, 81, 1536])
+def test_a_row_has_the_same_int8_product_beside_others(rows: int, columns: int, monkeypatch) -> None:
+    monkeypatch.setattr(cpu, "multiplies_int8", lambda: True)
+    ops, x = Cpu(), draw(40, columns)
+    linear = ops.pack(Linear(round_to_nearest(draw(50, columns, seed=1), "int8")))
+    whole, part = torch.empty(40, 50), torch.empty(rows, 50)
+    ops.linear(x, linear, out=whole)
+    ops.linear(x[:rows], linear, out=part)
+    assert torch.equal(part, whole[:rows])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("has_vnni", [False, True])
+def test_an_int8_product_of_what_is_not_a_number_is_none(bad: float, has_vnni: bool, monkeypatch) -> None:
+    monkeypatch.setattr(cpu, "multiplies_int8", lambda: has_vnni)
+    ops, x, out = Cpu(), draw(4, 96), torch.empty(4, 40)
+    x[1, 7] = bad
+    ops.linear(x, ops.pack(Linear(round_to_nearest(draw(40, 96, seed=1), "int8"))), out=out)
+    assert out[0].isfinite().all() and not out[1].isfinite().any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_16_bit_products_add_in_float32(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("has_vnni", [False, True])
+def test_16_bit_products_add_in_float32(dtype: torch.dtype, has_vnni: bool, monkeypatch) -> None:
+    monkeypatch.setattr(cpu, "multiplies_int8", lambda: has_vnni)
     x, weight = draw(3, 96).to(dtype), draw(64, 96, seed=1)
     quantized = round_to_nearest(weight, "int8")
     out = torch.empty(3, 32, dtype=dtype)

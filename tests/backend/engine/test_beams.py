@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.backend.engine.beam_oracle import competition, followed, pool
 from tests.backend.engine.offline_models import hf_greedy, offline_engine, prompts_of
-from tests.backend.engine.toy_device import DOOR, VOCAB, Run, expected, limits, toy_logits
+from tests.backend.engine.toy_device import DOOR, VOCAB, Run, ToyDevice, expected, limits, toy_logits
 from tests.backend.hf_models import bloom, gpt2, llama
 from tridecode.backend.engine.offline import Generation
 from tridecode.backend.errors import CapacityError, RequestError
@@ -423,6 +423,30 @@ def test_beams_without_a_possible_token_end_with_an_error() -> None:
     beams_of(run, bad_words=[[token] for token in range(VOCAB)])
     run.finish()
     assert run.ends[1, 0][0].finish == "error" and "no token is possible" in run.ends[1, 0][0].error
+
+
+class NanDevice(ToyDevice):
+    """The logits of one of several beams are not numbers, from the third step on."""
+
+    def candidates(self, beams, contexts):
+        ids, log_probs = super().candidates(beams, contexts)
+        if len(contexts[beams.rows[-1]]) > len(PROMPT) + 1:
+            assert len(log_probs) > 1
+            log_probs[-1] = np.nan
+        return ids, log_probs
+
+
+@pytest.mark.parametrize(("params", "count"), [({}, 1), ({"beam_pool": True}, 3)], ids=["beams", "pool"])
+def test_logits_of_a_beam_that_are_not_numbers_are_an_error_of_that_request(params, count) -> None:
+    run = Run(limits(num_blocks=40))
+    run.device = NanDevice(run.device.limits)
+    beams_of(run, **params)
+    run.submit(2, [5, 4, 3], max_tokens=6)
+    run.finish()
+    assert [len(run.ends[1, i]) for i in range(count)] == [1] * count
+    for i in range(count):
+        assert run.ends[1, i][0].finish == "error" and "not numbers" in run.ends[1, i][0].error
+    assert run.ends[2, 0][0].finish == "length" and run.tokens[2, 0] == expected([5, 4, 3], 6)
 
 
 # ---------------------------------------------------------------- samples and outputs of a real model

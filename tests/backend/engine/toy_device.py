@@ -111,8 +111,8 @@ class ToyDevice:
         assert not beams.seen.size
         logits = np.array([toy_logits(contexts[row]) for row in beams.rows.tolist()])
         logits[beams.banned[0], beams.banned[1]] = -np.inf
-        with np.errstate(divide="ignore", invalid="ignore"):  # nothing is possible: NaN, as on a device
-            log_probs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+        total = np.exp(logits).sum(1, keepdims=True)
+        log_probs = logits - np.log(np.where(total == 0, 1, total))  # 0: all are banned
         ids = np.argsort(-log_probs, axis=1)[:, : beams.width]
         return ids.astype(np.int32), np.take_along_axis(log_probs, ids, 1).astype(np.float32)
 

@@ -1,0 +1,22 @@
+"""The table of docs/quantization.md is what the plan of the memory gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tridecode.tools.bench.memory_table import CARDS, plan, rows, sequences
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "quantization.md"
+
+
+def test_the_document_has_the_planned_figures() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    for line in (*rows("bloom-7b1"), *rows("llama-3-8b")):
+        assert line in text
+
+
+def test_an_8_bit_cache_holds_nearly_twice_as_many_sequences() -> None:
+    """A token of a head has 128 bytes and a scale of 4 in place of 256 bytes."""
+    half, whole = plan("bloom-7b1", "", False, "fp8"), plan("bloom-7b1", "", False, "auto")
+    assert half.block * 256 == whole.block * 132
+    assert sequences(half, CARDS[1]) > 1.9 * sequences(whole, CARDS[1])
