@@ -100,7 +100,7 @@ class PlannedConversion:
     ) -> QuantizedWeight:
         if self.replaced is None:
             q = quantization
-            return round_to_nearest(dense().t(), q.weights, q.group, q.activations)
+            return round_to_nearest(dense().t(), q.weights, q.group, q.activations, q.block_rows)
         weight = self.replaced(name, dense)
         assert isinstance(weight, QuantizedWeight), name
         return weight

@@ -1,5 +1,6 @@
 """The commands `tridecode build-repo` and `tridecode check`."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
@@ -103,9 +104,10 @@ def build_repo(
         Optional[str],
         typer.Option(
             metavar="FORMAT",
-            help="Layers' matrices rounded to int8, int4 or fp8 (docs/quantization.md), or calibrated: "
-            "int8-gptq, fp8-gptq, int4-gptq, int4-awq, smoothquant (docs/calibration.md); none: expand "
-            "quantised ones.",
+            help="Layers' matrices rounded to int8, int4 or fp8, with products in 8 bit to w8a8-int8, w8a8-fp8 "
+            "or w8a8-fp8-blocks (docs/quantization.md); or calibrated: int4-awq, smoothquant, smoothquant-gptq, "
+            "or one of those of rounding with -gptq behind it (docs/calibration.md); none: expand quantised "
+            "ones.",
         ),
     ] = None,
     calibrate: Annotated[
@@ -174,19 +176,15 @@ def build_repo(
 
 def _quantization(format: Optional[str], group: int) -> "Optional[Quantization]":
     """None for a format that needs calibration, and for "none"."""
-    from tridecode.backend.quantization import Quantization
+    from tridecode.backend.quantization import ROUNDED
     from tridecode.converters.quantize.methods import METHODS
 
-    formats = {
-        "int8": Quantization("int8"),
-        "int4": Quantization("int4", group=group, zeros=True),
-        "fp8": Quantization("fp8"),
-    }
     if format is None or format in ("none", *METHODS):
         return None
-    if format not in formats:
-        raise ConfigError(f"--quantize {format}: wanted one of {', '.join((*formats, *METHODS))}, none")
-    return formats[format]
+    if format not in ROUNDED:
+        raise ConfigError(f"--quantize {format}: wanted one of {', '.join((*ROUNDED, *METHODS))}, none")
+    found = ROUNDED[format]
+    return replace(found, group=group) if found.weights == "int4" else found
 
 
 def _calibration(format: Optional[str], group: int, file: Optional[Path]) -> "Optional[Calibration]":
