@@ -10,6 +10,7 @@ from tridecode.backend.errors import ConfigError
 
 if TYPE_CHECKING:
     from tridecode.backend.quantization import Quantization
+    from tridecode.converters.parity_text import GivenText
     from tridecode.converters.quantized_parity import Floor
     from tridecode.tools.calibration import Calibration
 
@@ -104,10 +105,10 @@ def build_repo(
         Optional[str],
         typer.Option(
             metavar="FORMAT",
-            help="Layers' matrices rounded to int8, int4 or fp8, with products in 8 bit to w8a8-int8, w8a8-fp8 "
-            "or w8a8-fp8-blocks (docs/quantization.md); or calibrated: int4-awq, smoothquant, smoothquant-gptq, "
-            "or one of those of rounding with -gptq behind it (docs/calibration.md); none: expand quantised "
-            "ones.",
+            help="Layers' matrices rounded to int8, int4 or fp8, with products in 8 bit to w8a8-int8, "
+            "w8a8-fp8 or w8a8-fp8-blocks (docs/quantization.md); or calibrated: int4-awq, smoothquant, "
+            "smoothquant-gptq, or one of those with -gptq behind it (docs/calibration.md); none: expand "
+            "quantised ones.",
         ),
     ] = None,
     calibrate: Annotated[
@@ -124,6 +125,10 @@ def build_repo(
             help="Refuse a quantised model with a higher mean KL (nats) or fewer equal greedy tokens.",
         ),
     ] = "0.5,0.5",
+    parity_text: Annotated[
+        Optional[Path],
+        typer.Option(metavar="JSONL", help="Compare on these texts, too: up to 4,096 tokens (PARITY.json)."),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the repository that exists at --output.")
     ] = False,
@@ -140,6 +145,7 @@ def build_repo(
     from tridecode.tools.build_repo import build_repo as build
 
     calibration = _calibration(quantize, quantize_group, calibrate)
+    given_text = _given_text(parity_text, parity)
     build(
         model,
         output,
@@ -169,6 +175,7 @@ def build_repo(
         quantization=_quantization(quantize, quantize_group),
         keep_quantization=quantize != "none",
         calibration=calibration,
+        parity_text=given_text,
         quantization_floor=_floor(quantize_floor),
         engine_settings=_settings(setting or []),
     )
@@ -199,6 +206,16 @@ def _calibration(format: Optional[str], group: int, file: Optional[Path]) -> "Op
     if file is not None:
         raise ConfigError(f"--calibrate {file} with --quantize {format}; wanted one of {', '.join(METHODS)}")
     return None
+
+
+def _given_text(file: Optional[Path], parity: bool) -> "Optional[GivenText]":
+    if file is None:
+        return None
+    if not parity:
+        raise ConfigError(f"--parity-text {file} with --no-parity: nothing would be compared")
+    from tridecode.converters.parity_text import read_given_text
+
+    return read_given_text(file)
 
 
 def _floor(text: str) -> "Floor":
