@@ -19,9 +19,8 @@ from torch.nn import Module
 from transformers import PreTrainedTokenizerBase
 
 from tridecode.backend.config import EngineConfig, ModelConfig
-from tridecode.backend.engine.offline import OfflineEngine
+from tridecode.backend.engine.offline import read_prompts
 from tridecode.backend.manifest import file_sha256
-from tridecode.backend.sampling_params import SamplingParams
 from tridecode.converters.quantize.texts import read_texts, token_sequences
 from tridecode.converters.quantized_parity import divergence
 
@@ -138,13 +137,7 @@ class TextComparison:
             max_sequence_tokens=longest + 1,
             max_logits_bytes=longest * self._vocab_size * _ITEM,
         )
-        offline = OfflineEngine.load(weights, settings)
-        wanted = SamplingParams(max_tokens=1, return_context_logits=True)
-        for ids in self.sequences:
-            with torch.inference_mode():
-                (done,) = offline.generate([ids], wanted)
-            yield np.frombuffer(bytearray(done.context_logits), np.float32).reshape(len(ids), -1)
-            done.context_logits = b""  # the engine keeps its generations
+        return read_prompts(weights, self.sequences, settings)
 
 
 def _loss(logits: np.ndarray, ids: list[int]) -> float:
