@@ -77,6 +77,17 @@ class Quantization:
         return found
 
 
+#: formats by the names of the command line, with the usual group of int4; values are rounded to nearest
+ROUNDED = {
+    "int8": Quantization("int8"),
+    "fp8": Quantization("fp8"),
+    "int4": Quantization("int4", 128, zeros=True),
+    "w8a8-int8": Quantization("int8", activations="int8"),
+    "w8a8-fp8": Quantization("fp8", activations="fp8"),
+    "w8a8-fp8-blocks": Quantization("fp8", BLOCK, BLOCK, activations="fp8"),
+}
+
+
 def stored_specs(specs: Iterable[WeightSpec], quantization: Quantization | None) -> list[WeightSpec]:
     """The files of a directory, from the tensors of its model."""
     if quantization is None:

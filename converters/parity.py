@@ -8,8 +8,6 @@ wrong layout or a lost tensor gives an error thousands of times the bound, the w
 
 from __future__ import annotations
 
-import gc
-import math
 import platform
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -19,14 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from torch.nn import Module
 from transformers import PreTrainedTokenizerBase
 
 from tridecode.backend.config import EngineConfig, ModelConfig
 from tridecode.backend.engine.offline import run_greedy
 from tridecode.backend.engine.settings import choose_device
-from tridecode.backend.host_memory import available_memory
-from tridecode.backend.models import family, read_model_config
+from tridecode.backend.errors import ConfigError
+from tridecode.backend.models import read_model_config
 from tridecode.backend.weights import TORCH_DTYPES, WeightReader
 from tridecode.converters.checkpoint import Checkpoint
 from tridecode.converters.convert import PlannedConversion
@@ -37,14 +34,14 @@ from tridecode.converters.parity_files import (
     check_shards,
     compare_tokenizers,
     compared_checksums,
-    is_tied,
     lm_head,
 )
-from tridecode.converters.quantized_parity import Floor, QuantizationParity, compare_quantized
+from tridecode.converters.parity_reference import NEW_TOKENS, Greedy, fits, reference_dtype, reference_greedy
+from tridecode.converters.parity_text import GivenText, TextComparison, TextParity
+from tridecode.converters.quantized_parity import Floor, ProductsOf, QuantizationParity, compare_quantized
 from tridecode.converters.tokenizer import PROBES, load_tokenizer
 
 PARITY_FORMAT = "tridecode-parity-1"
-NEW_TOKENS = 8
 MAX_PROMPT_TOKENS = 64
 #: prompts of random ids: one token, a few, about a cache block, the longest
 _RANDOM_LENGTHS = (1, 5, 33, MAX_PROMPT_TOKENS)
@@ -76,7 +73,8 @@ class Parity:
 
     reference_difference: largest logit difference of transformers' own runs in two precisions; 0 if it was
     not measured, as the usual bound held. quantization: of a quantised directory, which this judges in place
-    of the logits' bound, then 0. tokenizer_round_trip: None without a tokenizer.
+    of the logits' bound, then 0. text: of given texts,
+    which must be within the same bound, or floor. tokenizer_round_trip: None without a tokenizer.
     """
 
     passed: bool
@@ -96,9 +94,15 @@ class Parity:
     prompts: list[PromptParity]
     reference_difference: float = 0.0
     quantization: QuantizationParity | None = None
+    text: TextParity | None = None
     checksums: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     format: str = PARITY_FORMAT
+
+    @property
+    def passed_floor(self) -> bool:
+        """Whether the predictions of a quantised model are near enough to its source's."""
+        return _reaches_floor(self.quantization, self.text)
 
     def as_dict(self) -> dict:
         return asdict(self)
@@ -111,6 +115,8 @@ class Parity:
         ]
         if self.quantization is not None:
             parts = [self.quantization.summary()]
+        if self.text is not None:
+            parts.append(self.text.summary())
         if not self.tokenizer.passed:
             parts.append(f"tokenizer agrees on {self.tokenizer.agreement:.0%} of the texts")
         if not self.lm_head.passed:
@@ -146,13 +152,14 @@ def check_parity(
     tokenizer_file: Path | None,
     source_tokenizer: PreTrainedTokenizerBase | None = None,
     quantized: tuple[PlannedConversion, Floor] | None = None,
+    text: GivenText | None = None,
 ) -> Parity:
     """Run both models on fixed_prompts, compare the tokenizer, the head's tying and the weight files.
 
     `passed` tells whether every difference of logits is one of rounding, and whether there is no other.
     tokenizer_file: a door's; None: the repository has none. source_tokenizer: transformers', to compare with;
     None: that of the checkpoint. quantized: the conversion of a quantised directory, and what it must reach
-    in place of equal logits.
+    in place of equal logits. text: also compare on it; needs a tokenizer (ConfigError).
     """
     shards = check_shards(WeightReader(weights, read_model_config(weights)))
     tokenizer, compared_tokenizer = None, TokenizerParity()
@@ -162,9 +169,23 @@ def check_parity(
     described = fixed_prompts(tokenizer, config)
     prompts = [ids for _, ids in described]
     device = choose_device(EngineConfig())
-    reference_dtype = _reference_dtype(checkpoint, config, device)
-    torch_dtype = TORCH_DTYPES[reference_dtype]
-    reference, source_tied = _reference_greedy(checkpoint, config, prompts, torch_dtype, device)
+    reference_name = reference_dtype(checkpoint, config, device)
+    torch_dtype = TORCH_DTYPES[reference_name]
+    on_text = None
+    if text is not None and tokenizer_file is None:
+        raise ConfigError(f"{checkpoint.path} has no tokenizer, and {text.name} has to be tokenised")
+    if text is not None:
+        on_text = TextComparison(text, source_tokenizer or load_tokenizer(checkpoint), config, weights.parent)
+    products = None if quantized is None else ProductsOf(quantized[0], weights, prompts)
+    reference, source_tied = reference_greedy(
+        checkpoint,
+        config,
+        prompts,
+        torch_dtype,
+        device,
+        None if products is None else products.measure,
+        None if on_text is None else on_text.read_source,
+    )
     # a CPU computes in float32 whatever the files hold: 16 bit is slower there
     engine_dtype = config.weight_dtype if device.type == "cuda" else "fp32"
     engine = EngineConfig(
@@ -174,14 +195,14 @@ def check_parity(
         verify_weights="sizes",  # check_shards has read every byte
     )
     ours = run_greedy(weights, prompts, NEW_TOKENS, engine)
-    bound_share = max(_BOUNDS[engine_dtype], _BOUNDS[reference_dtype])
+    bound_share = max(_BOUNDS[engine_dtype], _BOUNDS[reference_name])
     largest = max(float(np.abs(logits).max()) for logits in reference[1])
     facts: dict[str, Any] = dict(
         source=checkpoint.path.name,
         family=config.family,
         weight_dtype=config.weight_dtype,
         engine={"device": device.type, "dtype": engine_dtype},
-        reference={"device": device.type, "dtype": reference_dtype},
+        reference={"device": device.type, "dtype": reference_name},
         largest_logit=largest,
         tokenizer=compared_tokenizer,
         lm_head=lm_head(source_tied, config.tied_head, weights),
@@ -190,15 +211,17 @@ def check_parity(
         versions=_versions(),
     )
     compared = _compare(described, ours, reference)
-    if quantized is not None:
+    if on_text is not None:
+        facts["text"] = on_text.compare(weights, engine)
+    if quantized is not None and products is not None:
         planned, floor = quantized
-        facts["quantization"] = compare_quantized(planned, weights, ours, reference, floor)
+        facts["quantization"] = compare_quantized(planned, weights, ours, reference, floor, products)
         return judge(compared, 0.0, **facts)
     parity = judge(compared, bound_share * largest, **facts)
     other_dtype = _other_dtype(checkpoint, engine_dtype, torch_dtype, device)
     if _explained(compared, bound_share * largest) or other_dtype is None:
         return parity
-    other, _ = _reference_greedy(checkpoint, config, prompts, other_dtype, device)
+    other, _ = reference_greedy(checkpoint, config, prompts, other_dtype, device)
     difference = max(item.logit_error for item in _compare(described, other, reference))
     bound = max(bound_share * largest, _OWN_DIFFERENCES * difference)
     return judge(compared, bound, reference_difference=difference, **facts)
@@ -220,10 +243,7 @@ def without_reference(
     }
 
 
-_Greedy = tuple[list[list[int]], list[np.ndarray]]  # tokens and logits, prompt by prompt
-
-
-def _compare(described: list[tuple[str, list[int]]], ours: _Greedy, theirs: _Greedy) -> list[PromptParity]:
+def _compare(described: list[tuple[str, list[int]]], ours: Greedy, theirs: Greedy) -> list[PromptParity]:
     pairs = zip(described, *ours, *theirs, strict=True)
     return [compare_prompt(text, ids, a, b, c, d) for (text, ids), a, b, c, d in pairs]
 
@@ -235,7 +255,7 @@ def _other_dtype(
     None if memory is short."""
     if TORCH_DTYPES[engine_dtype] != reference:
         return TORCH_DTYPES[engine_dtype]
-    return torch.float64 if _fits(checkpoint, torch.float64, device) else None
+    return torch.float64 if fits(checkpoint, torch.float64, device) else None
 
 
 def compare_prompt(
@@ -263,7 +283,11 @@ def judge(compared: list[PromptParity], bound: float, **facts) -> Parity:
     """
     files = (facts["tokenizer"], facts["lm_head"], facts["shards"])
     quality: QuantizationParity | None = facts.get("quantization")
-    fine = _explained(compared, bound) if quality is None else quality.passed
+    text: TextParity | None = facts.get("text")
+    fine = _explained(compared, bound) if quality is None else _reaches_floor(quality, text)
+    if text is not None and quality is None:  # the bound is a share of the largest logit
+        share = max(1.0, text.largest_logit / facts["largest_logit"])
+        fine = fine and text.largest_logit_error <= bound * share
     return Parity(
         passed=fine and all(part.passed for part in files),
         largest_logit_error=max(item.logit_error for item in compared),
@@ -275,82 +299,16 @@ def judge(compared: list[PromptParity], bound: float, **facts) -> Parity:
     )
 
 
+def _reaches_floor(quality: QuantizationParity | None, text: TextParity | None) -> bool:
+    if quality is None:
+        return True
+    return quality.passed and (text is None or quality.floor.is_reached(text.mean_kl, text.agreement))
+
+
 def _explained(compared: list[PromptParity], bound: float) -> bool:
     """No logit differs by more than `bound`, and no token unless the two best are within 2 bounds."""
     within = all(item.logit_error <= bound for item in compared)  # a NaN compares false
     return within and all(item.agrees or item.margin <= 2 * bound for item in compared)
-
-
-def _reference_dtype(checkpoint: Checkpoint, config: ModelConfig, device: torch.device) -> str:
-    """fp32 if memory allows, else the dtype of the files."""
-    return "fp32" if _fits(checkpoint, torch.float32, device) else config.weight_dtype
-
-
-def _fits(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether twice the model's size in this dtype is free."""
-    parameters = sum(int(np.prod(shape)) for shape in checkpoint.tensors.shapes.values())
-    return 2 * dtype.itemsize * parameters < _free_memory(device)
-
-
-def _free_memory(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
-
-
-def too_large(config: ModelConfig) -> str:
-    """Why the comparison would not fit the memory of this machine; "" if it does. For a sentence.
-
-    The reference is loaded on the CPU in the dtype of the files, or wider; after it the engine on its device,
-    on a CPU in fp32.
-    """
-    parameters = sum(math.prod(spec.shape) for spec in family(config.family).weight_specs(config))
-    device = choose_device(EngineConfig())
-    item = TORCH_DTYPES[config.weight_dtype].itemsize
-    sizes = {torch.device("cpu"): item * parameters}
-    sizes[device] = parameters * (item if device.type == "cuda" else 4)
-    for place, size in sizes.items():
-        free = _free_memory(place)
-        if 1.1 * size > free:
-            return (
-                f"the comparison needs {size / 2**30:,.1f} GiB of memory ({place.type}), and "
-                f"{free / 2**30:,.1f} GiB are available"
-            )
-    return ""
-
-
-def _reference_greedy(
-    checkpoint: Checkpoint,
-    config: ModelConfig,
-    prompts: list[list[int]],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> tuple[_Greedy, bool | None]:
-    """transformers' tokens and logits, and whether its head is tied."""
-    model: Module = checkpoint.reference_model(TORCH_DTYPES[config.weight_dtype])
-    tied = is_tied(model)
-    model = model.to(device=device, dtype=dtype)
-    try:
-        with torch.inference_mode():
-            results = [_greedy(model, prompt, device) for prompt in prompts]
-    finally:
-        del model  # the engine needs its memory next
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return ([tokens for tokens, _ in results], [logits for _, logits in results]), tied
-
-
-def _greedy(model: Module, prompt: list[int], device: torch.device) -> tuple[list[int], np.ndarray]:
-    """NEW_TOKENS greedy tokens, past any end id, and their logits (NEW_TOKENS, V) float32."""
-    tokens, rows, cache = [], [], None
-    ids = torch.tensor([prompt], device=device)
-    for _ in range(NEW_TOKENS):
-        output = model(ids, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values  # None: a reference model of ours computes all tokens again
-        rows.append(output.logits[0, -1].float().cpu().numpy())
-        tokens.append(int(rows[-1].argmax()))
-        newest = torch.tensor([tokens[-1:]], device=device)
-        ids = newest if cache is not None else torch.cat([ids, newest], dim=1)
-    return tokens, np.stack(rows)
 
 
 def _versions() -> dict[str, str]:

@@ -7,11 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn import Module
 
+from tridecode.backend.config import EngineConfig
+from tridecode.backend.engine.settings import choose_device
+from tridecode.backend.errors import UnsupportedError
 from tridecode.backend.models import read_model_config
 from tridecode.backend.models.quantized_parts import read_quantized
 from tridecode.backend.weights import WeightReader
 from tridecode.converters.convert import PlannedConversion
+from tridecode.converters.quantize.products import directory_errors
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,9 @@ class Floor:
     mean_kl: float = 0.5
     agreement: float = 0.5
 
+    def is_reached(self, mean_kl: float, agreement: float) -> bool:
+        return mean_kl <= self.mean_kl and agreement >= self.agreement
+
 
 @dataclass(frozen=True)
 class QuantizationParity:
@@ -30,7 +38,10 @@ class QuantizationParity:
     steps: predictions that were compared, of greedy decoding after the fixed prompts: those after the same
     tokens, up to the first that differs. mean_kl, largest_kl: of the source's distribution from ours, in
     nats. agreement: share of these steps with the same token. weight_errors: of each matrix, the Frobenius
-    norm of its error divided by its own; {} where the method changed other tensors too.
+    norm of its error divided by its own; {} where the values are not the nearest to the source's.
+    product_errors: of each matrix, ||Wq q(x) - W x|| / ||W x|| on the inputs x that the network has, with the
+    rounding q of activations where the format has one. product_errors_on: what the inputs are made of, or why
+    there are none.
     """
 
     weights: str
@@ -41,10 +52,12 @@ class QuantizationParity:
     agreement: float
     floor: Floor
     weight_errors: dict[str, float] = field(default_factory=dict)
+    product_errors: dict[str, float] = field(default_factory=dict)
+    product_errors_on: str = ""
 
     @property
     def passed(self) -> bool:
-        return self.mean_kl <= self.floor.mean_kl and self.agreement >= self.floor.agreement
+        return self.floor.is_reached(self.mean_kl, self.agreement)
 
     def summary(self) -> str:
         """In words, with the floor."""
@@ -67,8 +80,9 @@ def compare_quantized(
     ours: tuple[list[list[int]], list[np.ndarray]],
     source: tuple[list[list[int]], list[np.ndarray]],
     floor: Floor,
+    products: ProductsOf,
 ) -> QuantizationParity:
-    """ours, source: greedy tokens and logits (steps, V) of each prompt."""
+    """ours, source: greedy tokens and logits (steps, V) of each prompt. products: that have measured."""
     quantization = planned.config.quantization
     assert quantization is not None
     found, equal = [], 0
@@ -87,7 +101,31 @@ def compare_quantized(
         equal / len(every),
         floor,
         weight_errors(planned, directory),
+        products.errors,
+        products.on,
     )
+
+
+class ProductsOf:
+    """The errors of a quantised directory's products: `measure`, then read `errors` and `on`."""
+
+    def __init__(self, planned: PlannedConversion, directory: Path, prompts: list[list[int]]):
+        self._planned, self._directory, self._prompts = planned, directory, prompts
+        self.errors: dict[str, float] = {}
+        self.on = ""
+
+    def measure(self, model: Module) -> None:
+        """model: the source, on the CPU; not read where calibration has measured already."""
+        planned, found = self._planned, self._planned.product_errors
+        self.on = "calibration texts"
+        if found is None:
+            self.on = "fixed prompts"
+            try:
+                device = choose_device(EngineConfig())
+                found = directory_errors(model, planned, self._directory, self._prompts, device)
+            except UnsupportedError as error:  # the result is compared as a whole all the same
+                found, self.on = {}, f"not measured: {error}"
+        self.errors = {name: float(f"{error:.3g}") for name, error in found.items()}
 
 
 def weight_errors(planned: PlannedConversion, directory: Path) -> dict[str, float]:

@@ -15,16 +15,22 @@ _BLOCK_ELEMENTS = 4 << 20  # that are in float32 at a time
 
 
 def round_to_nearest(
-    weight: Tensor, format: str, group_size: int = 0, activations: str = ""
+    weight: Tensor, format: str, group_size: int = 0, activations: str = "", block_rows: int = 1
 ) -> QuantizedWeight:
     """weight (out, in), any floating dtype, as the nearest values of `format`; arithmetic in float32.
 
     "int8", "fp8": symmetric, scale max|w| / 127 or / 448 of each output; group_size is not looked at. "int4":
     asymmetric, groups of group_size inputs (0: all of an output), scale (max - min) / 15 where the range is
     widened to hold 0, which has a value of its own. A row or group of zeros has scale 0.
+    block_rows above 1: fp8, `round_blocks` of that size.
     """
     if format not in (*_LIMITS, "int4"):
         raise DtypeError(f"round_to_nearest: format is {format!r}; wanted int8, fp8 or int4")
+    if block_rows > 1:
+        if format != "fp8" or group_size != block_rows:
+            found = f"{format} in blocks of {block_rows} x {group_size}"
+            raise DtypeError(f"round_to_nearest: {found}; wanted square blocks of fp8")
+        return round_blocks(weight, block_rows, activations)
     rows = max(_BLOCK_ELEMENTS // max(weight.shape[1], 1), 1)
     blocks = [
         _int4(block.float(), group_size) if format == "int4" else _symmetric(block.float(), format)

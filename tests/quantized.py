@@ -24,6 +24,18 @@ def rounded_fp8(weight: np.ndarray) -> np.ndarray:
     return (weight / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
 
 
+def rounded_fp8_blocks(weight: np.ndarray, size: int = 128) -> np.ndarray:
+    """A scale for each size x size."""
+    out = np.empty(weight.shape)
+    for row in range(0, weight.shape[0], size):
+        for column in range(0, weight.shape[1], size):
+            block = weight[row : row + size, column : column + size]
+            scale = np.abs(block).max() / np.float32(448)
+            values = (block / scale).astype(ml_dtypes.float8_e4m3fn)
+            out[row : row + size, column : column + size] = values.astype(np.float64) * scale
+    return out
+
+
 def rounded_int4(weight: np.ndarray, size: int) -> np.ndarray:
     out = np.empty(weight.shape)
     for row, values in enumerate(weight):

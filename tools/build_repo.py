@@ -25,7 +25,9 @@ from tridecode.converters.adapters import merge, write_targets
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import PlannedConversion, plan_conversion
 from tridecode.converters.kept_quantized import kept_or_dense
-from tridecode.converters.parity import Parity, check_parity, too_large, without_reference
+from tridecode.converters.parity import Parity, check_parity, without_reference
+from tridecode.converters.parity_reference import too_large
+from tridecode.converters.parity_text import GivenText
 from tridecode.converters.quantized_parity import Floor
 from tridecode.converters.sources import Checkpoint
 from tridecode.converters.sources.nemo import open_prompts
@@ -50,6 +52,7 @@ from tridecode.tools.calibration import Calibration, calibrated
 from tridecode.tools.check_repo import PARITY_FILE, check_repo
 from tridecode.tools.staging import existing_parent, staged, staged_bytes
 
+CALIBRATED = "calibrated"  # folder of the repository while it is built
 _SPARSE = 0.01  # share of zeros from which a model counts as pruned
 
 
@@ -84,6 +87,7 @@ def build_repo(
     keep_quantization: bool = True,
     quantization_floor: Floor = Floor(),
     calibration: Calibration | None = None,
+    parity_text: GivenText | None = None,
     engine_settings: Mapping[str, object] | None = None,
     console: Console | None = None,
 ) -> Path:
@@ -100,7 +104,7 @@ def build_repo(
     folders. overwrite: an output that is a model repository is replaced. quantization: round the
     layers' matrices to the nearest values of it. keep_quantization: those of a quantised checkpoint stay as
     they are where a weight directory has their format. quantization_floor: what the result must then reach.
-    calibration: quantise by its method, in place of `quantization`.
+    calibration: quantise by its method, in place of `quantization`. parity_text: compare on these texts too.
 
     Raises CheckpointError, ConfigError or UnsupportedError with what was found and wanted, and removes its
     files.
@@ -172,12 +176,13 @@ def build_repo(
     )
     chosen = models(has_tokenizer=hf_tokenizer is not None)
     folder = Path(ENGINE_MODEL) / "1" / f"{tensor_para_size}-gpu"
-    _check_room(output, planned, folder)
-    if calibration is not None:
-        planned = calibrated(planned, calibration, hf_tokenizer, console)
+    _check_room(output, planned, folder, 1 if calibration is None else 2)
     with staged(output, folder) as staging:
         weights = staging / folder
+        if calibration is not None:  # its files are removed with its last use
+            planned = calibrated(planned, calibration, hf_tokenizer, console, staging / CALIBRATED)
         manifest = planned.write(weights, tensor_para_size)
+        shutil.rmtree(staging / CALIBRATED, ignore_errors=True)
         folds = calibration is not None and calibration.method.folds
         # adapters name transformers' modules, a weight directory has none; folded ones have other inputs
         if checkpoint.plan is None and not folds:
@@ -203,7 +208,9 @@ def build_repo(
             _say_unproven(why, planned, compared, weights, staging, tokenizer_file, console)
         elif parity:
             floor = quantization_floor
-            _prove(planned, compared, weights, staging, tokenizer_file, hf_tokenizer, console, floor)
+            _prove(
+                planned, compared, weights, staging, tokenizer_file, hf_tokenizer, console, floor, parity_text
+            )
         _check_result(staging)
     console.print(f"wrote {output}")
     console.print(f"next: {serve_command(output)}", markup=False)
@@ -255,9 +262,11 @@ def check_output(output: Path, overwrite: bool) -> None:
         raise ConfigError(f"{output} cannot be made: no permission to write to {folder}")
 
 
-def _check_room(output: Path, planned: PlannedConversion, folder: Path) -> None:
-    """ConfigError where the disk has less room than the weights take; tokenizer and configs are small."""
-    wanted = planned.total_bytes - staged_bytes(output, folder)
+def _check_room(output: Path, planned: PlannedConversion, folder: Path, copies: int) -> None:
+    """ConfigError where the disk has less room than the weights take; tokenizer and configs are small.
+
+    copies: calibration keeps the matrices in files of its own until the weights are written."""
+    wanted = copies * planned.total_bytes - staged_bytes(output, folder)
     free = shutil.disk_usage(existing_parent(output)).free
     if wanted > free:
         raise ConfigError(f"{output} needs {wanted:,} bytes for weights; its disk has {free:,} free")
@@ -292,15 +301,16 @@ def _prove(
     tokenizer: PreTrainedTokenizerBase | None,
     console: Console,
     floor: Floor,
+    text: GivenText | None,
 ) -> Parity:
     """file: the repository's tokenizer.json; tokenizer: the source's; None: the repository has none. floor:
-    of a quantised model."""
+    of a quantised model. text: to compare on beside the fixed prompts."""
     quantized = None if planned.config.quantization is None else (planned, floor)
     with console.status("comparing the converted model with transformers"):
-        parity = check_parity(checkpoint, weights, planned.config, file, tokenizer, quantized)
+        parity = check_parity(checkpoint, weights, planned.config, file, tokenizer, quantized, text)
     summary = parity.summary()
     quality = parity.quantization
-    if quality is not None and not quality.passed:
+    if quality is not None and not parity.passed_floor:
         raise CheckpointError(
             f"the quantised model is too far from {checkpoint.path}: {summary}; choose another format, or "
             "another floor (--quantize-floor)"

@@ -32,9 +32,11 @@ def calibrated(
     calibration: Calibration,
     tokenizer: PreTrainedTokenizerBase | None,
     console: Console,
+    folder: Path,
 ) -> PlannedConversion:
-    """The conversion that writes what calibration made; prints its errors. tokenizer: None: the source's."""
-    result = calibrate(planned, calibration.texts, calibration.method, tokenizer)
+    """The conversion that writes what calibration made; prints its errors. tokenizer: None: the source's.
+    folder: for its files, until the conversion has been written."""
+    result = calibrate(planned, calibration.texts, calibration.method, tokenizer, folder)
     for note in result.notes:
         console.print("[yellow]warning[/]: ", end="")
         console.print(note, markup=False)

@@ -1,5 +1,6 @@
 """The commands `tridecode build-repo` and `tridecode check`."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
@@ -9,6 +10,7 @@ from tridecode.backend.errors import ConfigError
 
 if TYPE_CHECKING:
     from tridecode.backend.quantization import Quantization
+    from tridecode.converters.parity_text import GivenText
     from tridecode.converters.quantized_parity import Floor
     from tridecode.tools.calibration import Calibration
 
@@ -103,8 +105,9 @@ def build_repo(
         Optional[str],
         typer.Option(
             metavar="FORMAT",
-            help="Layers' matrices rounded to int8, int4 or fp8 (docs/quantization.md), or calibrated: "
-            "int8-gptq, fp8-gptq, int4-gptq, int4-awq, smoothquant (docs/calibration.md); none: expand "
+            help="Layers' matrices rounded to int8, int4 or fp8, with products in 8 bit to w8a8-int8, "
+            "w8a8-fp8 or w8a8-fp8-blocks (docs/quantization.md); or calibrated: int4-awq, smoothquant, "
+            "smoothquant-gptq, or one of those with -gptq behind it (docs/calibration.md); none: expand "
             "quantised ones.",
         ),
     ] = None,
@@ -122,6 +125,10 @@ def build_repo(
             help="Refuse a quantised model with a higher mean KL (nats) or fewer equal greedy tokens.",
         ),
     ] = "0.5,0.5",
+    parity_text: Annotated[
+        Optional[Path],
+        typer.Option(metavar="JSONL", help="Compare on these texts, too: up to 4,096 tokens (PARITY.json)."),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the repository that exists at --output.")
     ] = False,
@@ -138,6 +145,7 @@ def build_repo(
     from tridecode.tools.build_repo import build_repo as build
 
     calibration = _calibration(quantize, quantize_group, calibrate)
+    given_text = _given_text(parity_text, parity)
     build(
         model,
         output,
@@ -167,6 +175,7 @@ def build_repo(
         quantization=_quantization(quantize, quantize_group),
         keep_quantization=quantize != "none",
         calibration=calibration,
+        parity_text=given_text,
         quantization_floor=_floor(quantize_floor),
         engine_settings=_settings(setting or []),
     )
@@ -174,19 +183,15 @@ def build_repo(
 
 def _quantization(format: Optional[str], group: int) -> "Optional[Quantization]":
     """None for a format that needs calibration, and for "none"."""
-    from tridecode.backend.quantization import Quantization
+    from tridecode.backend.quantization import ROUNDED
     from tridecode.converters.quantize.methods import METHODS
 
-    formats = {
-        "int8": Quantization("int8"),
-        "int4": Quantization("int4", group=group, zeros=True),
-        "fp8": Quantization("fp8"),
-    }
     if format is None or format in ("none", *METHODS):
         return None
-    if format not in formats:
-        raise ConfigError(f"--quantize {format}: wanted one of {', '.join((*formats, *METHODS))}, none")
-    return formats[format]
+    if format not in ROUNDED:
+        raise ConfigError(f"--quantize {format}: wanted one of {', '.join((*ROUNDED, *METHODS))}, none")
+    found = ROUNDED[format]
+    return replace(found, group=group) if found.weights == "int4" else found
 
 
 def _calibration(format: Optional[str], group: int, file: Optional[Path]) -> "Optional[Calibration]":
@@ -201,6 +206,16 @@ def _calibration(format: Optional[str], group: int, file: Optional[Path]) -> "Op
     if file is not None:
         raise ConfigError(f"--calibrate {file} with --quantize {format}; wanted one of {', '.join(METHODS)}")
     return None
+
+
+def _given_text(file: Optional[Path], parity: bool) -> "Optional[GivenText]":
+    if file is None:
+        return None
+    if not parity:
+        raise ConfigError(f"--parity-text {file} with --no-parity: nothing would be compared")
+    from tridecode.converters.parity_text import read_given_text
+
+    return read_given_text(file)
 
 
 def _floor(text: str) -> "Floor":

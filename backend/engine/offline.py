@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -235,3 +235,16 @@ def run_greedy(
     with torch.inference_mode():
         done = offline.generate(prompts, SamplingParams(max_tokens=new_tokens))
     return [generation.tokens for generation in done], [np.stack(generation.logits) for generation in done]
+
+
+def read_prompts(
+    directory: str | Path, prompts: Iterable[list[int]], config: EngineConfig
+) -> Iterator[np.ndarray]:
+    """The logits at each token of each prompt, (T, V) float32, one prompt after the other."""
+    offline = OfflineEngine.load(directory, config)
+    wanted = SamplingParams(max_tokens=1, return_context_logits=True)
+    for ids in prompts:
+        with torch.inference_mode():
+            (done,) = offline.generate([ids], wanted)
+        yield np.frombuffer(bytearray(done.context_logits), np.float32).reshape(len(ids), -1)
+        done.context_logits = b""  # the engine keeps its generations

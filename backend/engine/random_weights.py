@@ -13,7 +13,7 @@ from tridecode.backend.quantization import Quantization
 from tridecode.backend.weight_layout import WeightSpec
 from tridecode.kernels.ops import Ops
 from tridecode.kernels.quantized import QuantizedWeight
-from tridecode.kernels.round_to_nearest import round_blocks, round_to_nearest
+from tridecode.kernels.round_to_nearest import round_to_nearest
 
 _SCALE = 0.02  # of matrices and embeddings, as GPT-2 initialises them
 
@@ -51,7 +51,4 @@ class RandomWeights(Weights):
         number and width are these."""
         assert self.quantization is not None
         q = self.quantization
-        weight = self.tensor(name).t()
-        if q.block_rows > 1:
-            return round_blocks(weight, q.block_rows, q.activations)
-        return round_to_nearest(weight, q.weights, q.group, q.activations)
+        return round_to_nearest(self.tensor(name).t(), q.weights, q.group, q.activations, q.block_rows)

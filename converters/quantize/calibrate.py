@@ -1,8 +1,8 @@
 """Quantises the layers' matrices of a checkpoint with statistics of texts, layer by layer.
 
 Each layer runs over the texts twice: as it is, for the statistics of its inputs, and quantised, for the
-inputs of the next layer. Memory holds transformers' model, the hidden states of the texts, the statistics
-of one layer, and what was quantised so far.
+inputs of the next layer. Memory holds transformers' model, the hidden states of the texts, and of one layer
+the statistics, the matrices and the quantised ones. What is finished lies in files (store.TensorStore).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,21 +20,20 @@ from transformers import PreTrainedTokenizerBase
 
 from tridecode.backend.config import EngineConfig
 from tridecode.backend.engine.settings import choose_device
-from tridecode.backend.errors import CheckpointError, UnsupportedError
+from tridecode.backend.errors import UnsupportedError
 from tridecode.backend.host_memory import available_memory
 from tridecode.backend.weights import TORCH_DTYPES
-from tridecode.converters.baichuan_reference import Reference as BaichuanReference
 from tridecode.converters.convert import PlannedConversion
-from tridecode.converters.families import llama
 from tridecode.converters.progress import byte_progress
 from tridecode.converters.quantize.built_in_texts import BUILT_IN
-from tridecode.converters.quantize.layers import LayerRun, find_layers
+from tridecode.converters.quantize.layers import LayerRun
 from tridecode.converters.quantize.methods import Method
+from tridecode.converters.quantize.products import ProductErrors, input_module, layer_run
 from tridecode.converters.quantize.source_tensors import SourceTensors
 from tridecode.converters.quantize.statistics import Collector, InputStatistics
+from tridecode.converters.quantize.store import TensorStore
 from tridecode.converters.quantize.structure import SharedInput, shared_inputs
 from tridecode.converters.quantize.texts import BUILT_IN_NOTE, check_texts, token_sequences
-from tridecode.converters.rules import plan_conversions
 from tridecode.converters.tokenizer import load_tokenizer
 from tridecode.kernels.quantized import QuantizedWeight
 
@@ -43,14 +43,14 @@ class Calibrated:
     """The tensors of a quantised weight directory.
 
     changed: by target name, QuantizedWeight for the matrices that method.quantization covers, and other
-    tensors with folded scales, float32. errors: of each quantised matrix, ||(W - Wq) x|| / ||W x|| over the
-    calibration set, whose token ids are `sequences`.
+    tensors with folded scales, float32. errors: of each quantised matrix, those of its products over the
+    calibration set (products.ProductErrors), whose token ids are `sequences`.
     """
 
     planned: PlannedConversion
     method: Method
     sequences: list[list[int]]
-    changed: dict[str, Tensor | QuantizedWeight] = field(default_factory=dict)
+    changed: TensorStore = field(default_factory=TensorStore)
     errors: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -61,7 +61,13 @@ class Calibrated:
     def conversion(self) -> PlannedConversion:
         """What writes the quantised directory."""
         config = replace(self.planned.config, quantization=self.method.quantization)
-        return replace(self.planned, config=config, replaced=self.replaced, replaced_by=self._digest())
+        return replace(
+            self.planned,
+            config=config,
+            replaced=self.replaced,
+            replaced_by=self._digest(),
+            product_errors=dict(self.errors),
+        )
 
     def replaced(self, name: str, dense: Callable[[], Tensor]) -> Tensor | QuantizedWeight:
         """A tensor of the directory; dense: makes what the checkpoint has."""
@@ -69,12 +75,8 @@ class Calibrated:
 
     def _digest(self) -> str:
         """Of the method, the texts, and what tells one run's folding and grids from another's."""
-        digest = hashlib.sha256(f"{self.method.name} {self.sequences}".encode())
-        for name, value in sorted(self.changed.items()):
-            digest.update(name.encode())
-            part = value.scales if isinstance(value, QuantizedWeight) else value
-            digest.update(part.contiguous().numpy().tobytes())
-        return digest.hexdigest()
+        texts = f"{self.method.name} {self.sequences} {self.changed.digest()}"
+        return hashlib.sha256(texts.encode()).hexdigest()
 
 
 def calibrate(
@@ -82,9 +84,11 @@ def calibrate(
     texts: list[str] | None,
     method: Method,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    folder: Path | None = None,
 ) -> Calibrated:
     """Quantise a checkpoint that plan_conversion accepted. texts: None: a built-in one, and a note that
-    says so. tokenizer: None: the checkpoint's.
+    says so. tokenizer: None: the checkpoint's. folder: for the files of what is finished, as large as the
+    quantised directory; None: the system's for temporary files.
 
     Raises UnsupportedError for pruned layers and for a weight directory, CheckpointError for inputs or
     weights that are not finite, ConfigError for texts beyond the limits.
@@ -106,7 +110,7 @@ def calibrate(
     matrices = sum(math.prod(item.spec.shape) for item in planned.conversions if item.spec.layer is not None)
     total = matrices * TORCH_DTYPES[config.weight_dtype].itemsize
     with byte_progress(f"calibrating {method.name}", total) as progress:
-        result = calibrate_model(model, planned, sequences, method, progress)
+        result = calibrate_model(model, planned, sequences, method, progress, folder=folder)
     result.notes += notes
     return result
 
@@ -118,6 +122,7 @@ def calibrate_model(
     method: Method,
     progress: Callable[[int], None] = lambda done: None,
     device: torch.device | None = None,
+    folder: Path | None = None,
 ) -> Calibrated:
     """As `calibrate`, of a model in memory, whose layers are quantised in place. sequences: token ids.
 
@@ -126,22 +131,17 @@ def calibrate_model(
     """
     config = planned.config
     specs = [item.spec for item in planned.conversions if item.spec.layer is not None]
-    tensors = source_tensors(model, planned)
-    first = [source for spec in specs if spec.layer == 0 for source in tensors.sources(spec.name)]
-    layers = find_layers(tensors.model, config.num_layers, first)
-    held = next(model.parameters()).dtype
-    dtype = torch.float64 if held == torch.float64 else torch.float32
-    device = device or choose_device(EngineConfig())
-    run = LayerRun(model, layers, sequences, device, dtype)
-    result = Calibrated(planned, method, sequences)
+    run, tensors, layers = layer_run(model, planned, sequences, device or choose_device(EngineConfig()))
+    result = Calibrated(planned, method, sequences, TensorStore(folder))
     itemsize = TORCH_DTYPES[config.weight_dtype].itemsize
     for index, layer in enumerate(layers):
-        layer.to(device, dtype)
-        inputs = shared_inputs(config, specs, index)
-        # no name keeps the statistics while those of the next layer are collected
-        _quantize_layer(result, tensors, inputs, _statistics(run, layer, index, inputs, tensors))
-        run.advance(layer, index)
-        layer.to("cpu", held)
+        with run.placed(layer):
+            inputs = shared_inputs(config, specs, index)
+            # no name keeps the statistics while those of the next layer are collected
+            errors = _quantize_layer(result, tensors, inputs, _statistics(run, layer, index, inputs, tensors))
+            with errors.watching():
+                run.advance(layer, index)
+        result.errors.update(errors.relative())
         progress(itemsize * sum(math.prod(spec.shape) for spec in specs if spec.layer == index))
     return result
 
@@ -154,7 +154,7 @@ def _statistics(
     tensors: SourceTensors,
 ) -> list[InputStatistics]:
     """Of each input of the layer."""
-    names = [tensors.sources(shared.matrices[0])[0].removesuffix(".weight") for shared in inputs]
+    names = [input_module(tensors, shared) for shared in inputs]
     collector = Collector()
     with collector.watching({name: tensors.model.get_submodule(name) for name in names}):
         for _output in run.run(layer, index):
@@ -167,9 +167,12 @@ def _quantize_layer(
     tensors: SourceTensors,
     inputs: Sequence[SharedInput],
     statistics: list[InputStatistics],
-) -> None:
-    """Fold all scales of a layer before rounding: a matrix can consume one scale and take back another."""
-    method, touched = result.method, set[str]()
+) -> ProductErrors:
+    """Fold all scales of a layer before rounding: a matrix can consume one scale and take back another.
+
+    Returns what measures the products of the next run of the layer.
+    """
+    method, touched, errors = result.method, set[str](), ProductErrors()
     for number, shared in enumerate(inputs):
         if method.scales is not None and shared.makers:
             weights = [tensors.read(name).t() for name in shared.matrices]
@@ -177,18 +180,21 @@ def _quantize_layer(
             fold(tensors, shared, scales)
             statistics[number] = statistics[number].divided(scales)
             touched.update(shared.makers, shared.matrices)
+    quantized = set()
     for shared, seen in zip(inputs, statistics):
+        module = tensors.model.get_submodule(input_module(tensors, shared))
         for name in shared.matrices:
             if not method.quantization.covers(tensors.spec(name)):
                 continue
             weight = tensors.read(name).t().contiguous()  # (out, in)
             stored = method.rounded(name, weight, seen)
-            expanded = stored.expanded().to(weight.dtype)
-            result.errors[name] = _relative_error(name, weight, expanded, seen)
-            result.changed[name] = _on_cpu(stored)
-            tensors.write(name, expanded.t())
-    for name in touched - set(result.changed):
+            errors.expect(module, name, weight, stored)
+            result.changed[name] = stored
+            tensors.write(name, stored.expanded().to(weight.dtype).t())
+            quantized.add(name)
+    for name in touched - quantized:
         result.changed[name] = tensors.read(name).float().cpu()
+    return errors
 
 
 def fold(tensors: SourceTensors, shared: SharedInput, scales: Tensor) -> None:
@@ -199,37 +205,6 @@ def fold(tensors: SourceTensors, shared: SharedInput, scales: Tensor) -> None:
         maker = tensors.read(name)
         maker[..., shared.first : shared.stop] /= scales
         tensors.write(name, maker)
-
-
-def _relative_error(name: str, weight: Tensor, rounded: Tensor, seen: InputStatistics) -> float:
-    error = weight - rounded
-    squared = float(((error @ seen.hessian) * error).sum())
-    whole = float(((weight @ seen.hessian) * weight).sum())
-    if not math.isfinite(squared):
-        raise CheckpointError(f"{name} {tuple(weight.shape)} has values that are not finite")
-    return math.sqrt(max(squared, 0.0) / whole) if whole > 0 else 0.0
-
-
-def _on_cpu(stored: QuantizedWeight) -> QuantizedWeight:
-    return replace(
-        stored,
-        values=stored.values.cpu(),
-        scales=stored.scales.cpu(),
-        zeros=None if stored.zeros is None else stored.zeros.cpu(),
-        groups=None if stored.groups is None else stored.groups.cpu(),
-    )
-
-
-def source_tensors(model: Module, planned: PlannedConversion) -> SourceTensors:
-    """The layers' tensors, from the names of the model: transformers', but for Baichuan LLaMA's."""
-    conversions = [item for item in planned.conversions if item.spec.layer is not None]
-    if not isinstance(model, BaichuanReference):
-        return SourceTensors(model, conversions)
-    inner: Module = model.model
-    shapes = {name: tuple(parameter.shape) for name, parameter in inner.named_parameters()}
-    rules, specs = llama.rules(planned.config.num_heads), [item.spec for item in conversions]
-    layers = planned.config.num_layers
-    return SourceTensors(inner, plan_conversions(rules, specs, shapes, set(shapes), layers, "llama.py"))
 
 
 def _few_tokens(planned: PlannedConversion, method: Method, num_tokens: int) -> list[str]:

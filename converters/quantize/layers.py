@@ -47,6 +47,15 @@ class LayerRun:
                 self.states.append(recorder.calls[0][0].clone())
                 self._arguments.setdefault(len(ids), [rest for _, *rest in recorder.calls])
 
+    @contextmanager
+    def placed(self, layer: Module) -> Iterator[None]:
+        """The layer on the device in the run's dtype while the block runs, then where and as it was."""
+        held = next(layer.parameters())
+        device, dtype = held.device, held.dtype
+        layer.to(self._device, self._dtype)
+        yield
+        layer.to(device, dtype)
+
     def run(self, layer: Module, index: int) -> Iterator[Tensor]:
         """The layer's output for each sequence."""
         for state in self.states:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from tridecode.backend.errors import ConfigError
-from tridecode.backend.quantization import Quantization
+from tridecode.backend.quantization import BLOCK, Quantization
 from tridecode.converters.quantize.awq import awq_scales, clipped
 from tridecode.converters.quantize.gptq import gptq
 from tridecode.converters.quantize.rounding import Grid
@@ -41,7 +41,9 @@ class Method:
     def quantization(self) -> Quantization:
         """Of the weight directory."""
         grid = self.grid
-        return Quantization(grid.format, grid.group_size, zeros=grid.has_zeros, activations=self.activations)
+        return Quantization(
+            grid.format, grid.group_size, grid.block_rows, grid.has_zeros, activations=self.activations
+        )
 
     @property
     def folds(self) -> bool:
@@ -56,7 +58,15 @@ class Method:
 
 #: SmolLM2-135M, 1,536 inputs: 860 tokens gained a fifth of the divergence, 500 lost 5 % on unlike texts
 _GPTQ_TOKENS = 4
-METHODS = ("int8-gptq", "fp8-gptq", "int4-gptq", "int4-awq", "smoothquant")
+#: name -> grid, and format of activations
+_GPTQ = {
+    "int8-gptq": (Grid("int8", 0, symmetric=True), ""),
+    "fp8-gptq": (Grid("fp8", 0, symmetric=True), ""),
+    "w8a8-int8-gptq": (Grid("int8", 0, symmetric=True), "int8"),
+    "w8a8-fp8-gptq": (Grid("fp8", 0, symmetric=True), "fp8"),
+    "w8a8-fp8-blocks-gptq": (Grid("fp8", BLOCK, symmetric=True, block_rows=BLOCK), "fp8"),
+}
+METHODS = (*_GPTQ, "int4-gptq", "int4-awq", "smoothquant", "smoothquant-gptq")
 
 
 def method_of(name: str, group_size: int = 128) -> Method:
@@ -64,13 +74,15 @@ def method_of(name: str, group_size: int = 128) -> Method:
     if group_size < 1:
         raise ConfigError(f"the group size is {group_size}; wanted 1 or more")
     groups, per_output = Grid("int4", group_size), Grid("int8", 0, symmetric=True)
-    if name in ("int8-gptq", "fp8-gptq", "int4-gptq"):
-        grids = {"int8": per_output, "fp8": replace(per_output, format="fp8"), "int4": groups}
-        return Method(name, grids[name.removesuffix("-gptq")], _gptq, tokens_per_input=_GPTQ_TOKENS)
+    if name in _GPTQ or name == "int4-gptq":
+        grid, activations = _GPTQ.get(name, (groups, ""))
+        return Method(name, grid, _gptq, None, activations, _GPTQ_TOKENS)
     if name == "int4-awq":
         return Method(name, groups, _clipped, _awq_scales)
     if name == "smoothquant":
         return Method(name, per_output, _nearest, _smoothing_scales, "int8")
+    if name == "smoothquant-gptq":
+        return Method(name, per_output, _gptq, _smoothing_scales, "int8", _GPTQ_TOKENS)
     raise ConfigError(f"calibration by {name!r}; wanted one of {', '.join(METHODS)}")
 
 

@@ -23,12 +23,14 @@ class Grid:
 
     format: "int8", "int4" or "fp8". group_size: consecutive inputs that share a scale; 0: all inputs.
     symmetric: the zero is fixed (0; 8 for int4). Only int4 has another: then 0 to 15 covers the smallest
-    to the largest weight of the group, and 0.
+    to the largest weight of the group, and 0. block_rows: consecutive outputs that share the scales; above 1
+    fp8 only, with groups of as many inputs.
     """
 
     format: str = "int4"
     group_size: int = 128
     symmetric: bool = False
+    block_rows: int = 1
 
     def __post_init__(self) -> None:
         if self.format not in VALUE_DTYPES:
@@ -37,13 +39,17 @@ class Grid:
             raise ValueError(f"group_size is {self.group_size}; wanted 0 or more")
         if not (self.symmetric or self.has_zeros):
             raise ValueError(f"{self.format} has no zeros; wanted symmetric = True, or int4")
+        if self.block_rows != 1 and (self.format, self.group_size) != ("fp8", self.block_rows):
+            found = f"{self.format}, block_rows {self.block_rows}, group_size {self.group_size}"
+            raise ValueError(f"{found}; wanted square blocks of fp8, or block_rows = 1")
 
     @property
     def has_zeros(self) -> bool:
         return self.format == "int4" and not self.symmetric
 
     def of(self, weights: Tensor, shrink: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
-        """(scales, zeros) (..., 1) of groups of weights (..., n), in their dtype.
+        """(scales, zeros) (..., 1) of groups of weights (..., n), in their dtype. With block_rows the first
+        axis is the outputs, from the first of a block on.
 
         shrink: the grid's range as a share of the weights' range; what lies outside is clipped.
         Half a step, or 0 for int8 and FP8, is the largest error without clipping.
@@ -55,7 +61,8 @@ class Grid:
             return scales, (-low / scales).round().clamp(0, 15)
         # 7.5: levels -8 to 7; a weight of 7.5 steps is still half a step from the nearest
         steps = {"int4": 7.5, "int8": 127.0, "fp8": _FP8_MAX}[self.format]
-        scales = _as_stored(weights.abs().amax(-1, keepdim=True) * shrink / steps)
+        largest = _over_blocks(weights.abs().amax(-1, keepdim=True), self.block_rows)
+        scales = _as_stored(largest * shrink / steps)
         return scales, torch.full_like(scales, 8.0 if self.format == "int4" else 0.0)
 
     def levels(self, weights: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
@@ -80,10 +87,11 @@ class Grid:
             self.format,
             levels.shape[1],
             values,
-            scales.float(),
+            scales[:: self.block_rows].float().clone(memory_format=torch.contiguous_format),
             zeros.float() if self.has_zeros else None,
             0 if groups is not None else self.group_size,
             groups,
+            self.block_rows,
         )
 
     def rounded(self, weight: Tensor, shrink: Tensor | float = 1.0) -> QuantizedWeight:
@@ -98,6 +106,14 @@ class Grid:
         grouped = self.grouped(weight)
         scales, zeros = self.of(grouped)
         return ((self.levels(grouped, scales, zeros) - zeros) * scales).flatten(1)[:, : weight.shape[1]]
+
+
+def _over_blocks(largest: Tensor, rows: int) -> Tensor:
+    """(out, ..., 1): the largest of each block of `rows` outputs, for each of them."""
+    if rows == 1:
+        return largest
+    blocks = [block.amax(0, keepdim=True).expand_as(block) for block in largest.split(rows)]
+    return torch.cat(blocks)
 
 
 def _as_stored(scales: Tensor) -> Tensor:

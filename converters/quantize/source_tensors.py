@@ -14,7 +14,10 @@ from torch.nn import Module
 
 from tridecode.backend.errors import UnsupportedError
 from tridecode.backend.weight_layout import WeightSpec
-from tridecode.converters.rules import Conversion
+from tridecode.converters.baichuan_reference import Reference as BaichuanReference
+from tridecode.converters.convert import PlannedConversion
+from tridecode.converters.families import llama
+from tridecode.converters.rules import Conversion, plan_conversions
 
 
 class SourceTensors:
@@ -65,3 +68,15 @@ class SourceTensors:
 
     def _made(self, name: str, parts: list[Tensor]) -> Tensor:
         return self._conversions[name].transform(*parts)
+
+
+def source_tensors(model: Module, planned: PlannedConversion) -> SourceTensors:
+    """The layers' tensors, from the names of the model: transformers', but for Baichuan LLaMA's."""
+    conversions = [item for item in planned.conversions if item.spec.layer is not None]
+    if not isinstance(model, BaichuanReference):
+        return SourceTensors(model, conversions)
+    inner: Module = model.model
+    shapes = {name: tuple(parameter.shape) for name, parameter in inner.named_parameters()}
+    rules, specs = llama.rules(planned.config.num_heads), [item.spec for item in conversions]
+    layers = planned.config.num_layers
+    return SourceTensors(inner, plan_conversions(rules, specs, shapes, set(shapes), layers, "llama.py"))

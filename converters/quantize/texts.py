@@ -65,23 +65,26 @@ def check_texts(texts: list[str], where: str) -> None:
 
 
 def token_sequences(
-    texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, vocab_size: int, longest: int
+    texts: Iterable[str],
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    longest: int,
+    total: int = TOTAL_TOKENS,
 ) -> list[list[int]]:
-    """The texts' token ids in sequences of at most SEQUENCE_TOKENS, or `longest`, until there are
-    TOTAL_TOKENS.
+    """The texts' token ids in sequences of at most SEQUENCE_TOKENS, or `longest`, until there are `total`.
 
     Ids beyond vocab_size are left out. ConfigError if no token is left.
     """
     length = min(SEQUENCE_TOKENS, longest)
     sequences: list[list[int]] = []
-    left = TOTAL_TOKENS
+    left = total
     for ids in _pieces(texts, tokenizer, vocab_size, length):
         sequences.append(ids[:left])
         left -= len(sequences[-1])
         if not left:
             break
     if not sequences:
-        raise ConfigError("the calibration texts have no token of the model")
+        raise ConfigError("the texts have no token of the model")
     return sequences
 
 

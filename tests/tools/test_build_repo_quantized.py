@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from tests.checkpoints import FAMILIES, greedy, save
-from tests.quantized import rounded_model
+from tests.quantized import rounded_fp8, rounded_fp8_blocks, rounded_int8, rounded_model
 from tridecode.backend.errors import CheckpointError, ConfigError
-from tridecode.backend.models import read_model_config
-from tridecode.backend.quantization import Quantization
+from tridecode.backend.models import family, read_model_config
+from tridecode.backend.models.quantized_parts import read_quantized
+from tridecode.backend.quantization import ROUNDED, Quantization
+from tridecode.backend.weights import WeightReader
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 from tridecode.converters.parity import NEW_TOKENS, fixed_prompts
@@ -89,13 +91,37 @@ def test_a_quantised_directory_is_not_a_source(tmp_path: Path) -> None:
 
 def test_options_are_checked() -> None:
     assert _quantization("int4", 64) == Quantization("int4", group=64, zeros=True)
+    assert _quantization("fp8", 64) == Quantization("fp8")
+    assert _quantization("w8a8-fp8-blocks", 64) == Quantization("fp8", 128, 128, activations="fp8")
     assert _quantization(None, 64) is None
     assert _floor("0.1,0.9") == Floor(0.1, 0.9)
-    with pytest.raises(ConfigError, match="--quantize int3: wanted one of int8, int4, fp8"):
+    with pytest.raises(ConfigError, match="--quantize int3: wanted one of int8, fp8, int4, w8a8-int8"):
         _quantization("int3", 128)
     for text in ("1", "a,b", "nan,1", "0.5,2", "-1,0"):
         with pytest.raises(ConfigError, match=f"--quantize-floor {text}: wanted KL,SHARE"):
             _floor(text)
+
+
+@pytest.mark.parametrize("name", ["w8a8-int8", "w8a8-fp8", "w8a8-fp8-blocks"])
+def test_products_in_8_bit_are_built_and_compared(name: str, tmp_path: Path) -> None:
+    """The stored values against numpy's rounding; 200 inputs and 344 outputs cut the last blocks."""
+    model = FAMILIES["llama"](hidden_size=200, intermediate_size=344, num_attention_heads=4)
+    source = save(model, tmp_path / "hf", tokenizer=False)
+    build_repo(
+        source, tmp_path / "repo", dtype="fp32", quantization=ROUNDED[name], quantization_floor=Floor(9, 0)
+    )
+    assert not [finding for finding in check_repo(tmp_path / "repo") if finding.severity == "error"]
+    weights = next((tmp_path / "repo").glob("*/1/1-gpu"))
+    config = read_model_config(weights)
+    assert config.quantization == ROUNDED[name]
+    found = json.loads((tmp_path / "repo" / "PARITY.json").read_text())["quantization"]
+    assert (found["weights"], found["activations"]) == (config.quantization.weights,) * 2
+    reader, gate = WeightReader(weights, config), "model.layers.0.mlp.gate_proj.weight"
+    spec = next(item for item in family("llama").weight_specs(config) if item.name == gate)
+    stored = read_quantized(spec, config.quantization, lambda part: reader.read(reader.specs[part]), 0, 1)
+    exact = model.state_dict()["model.layers.0.mlp.gate_proj.weight"].numpy()
+    wanted = {"w8a8-int8": rounded_int8, "w8a8-fp8": rounded_fp8, "w8a8-fp8-blocks": rounded_fp8_blocks}
+    np.testing.assert_allclose(stored.expanded().numpy(), wanted[name](exact), rtol=1e-6)
 
 
 @pytest.mark.slow

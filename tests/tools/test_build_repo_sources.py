@@ -11,7 +11,7 @@ from rich.console import Console
 
 from tests.checkpoints import save, tiny_gpt2, tiny_tokenizer
 from tridecode.backend.errors import CheckpointError, ConfigError
-from tridecode.converters import parity as parity_module
+from tridecode.converters import parity_reference
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 from tridecode.converters.sources import Checkpoint
@@ -53,7 +53,7 @@ def test_other_bytes_than_were_compared_show_without_a_tokenizer_too(tmp_path):
 
 def test_a_model_that_memory_does_not_hold_is_converted_and_not_compared(tmp_path, monkeypatch):
     source = save(tiny_gpt2(), tmp_path / "hf")
-    monkeypatch.setattr(parity_module, "available_memory", lambda: 20_000)
+    monkeypatch.setattr(parity_reference, "available_memory", lambda: 20_000)
     said = built(source, tmp_path / "repo")
     assert "the result is not compared: the comparison needs 0.0 GiB of memory (cpu)" in said
     result = json.loads((tmp_path / "repo/PARITY.json").read_text())

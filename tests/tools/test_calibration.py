@@ -14,6 +14,7 @@ from tridecode.backend.models import read_model_config
 from tridecode.converters.quantize.methods import METHODS
 from tridecode.tools import repo_commands
 
+FOLDED = ("int4-awq", "smoothquant", "smoothquant-gptq")
 WEIGHTS = Path("fastertransformer/1/1-gpu")
 
 
@@ -32,14 +33,16 @@ def test_a_calibrated_repository_is_built_and_compared(method: str, tmp_path: Pa
     models = build(tmp_path, method)
     quantization = read_model_config(models / WEIGHTS).quantization
     assert quantization is not None
-    stored = ("int8", "int8") if method == "smoothquant" else (method.partition("-")[0], "")
-    assert (quantization.weights, quantization.activations) == stored
+    in_8_bit = method.startswith(("smoothquant", "w8a8"))
+    weights = "int8" if method.startswith("smoothquant") else method.removeprefix("w8a8-").partition("-")[0]
+    assert (quantization.weights, quantization.activations) == (weights, weights if in_8_bit else "")
+    assert (quantization.block_rows == quantization.group == 128) == (method == "w8a8-fp8-blocks-gptq")
     parity = json.loads((models / "PARITY.json").read_text())
     assert parity["passed"] and 0 < parity["quantization"]["mean_kl"] < 5
     told = capsys.readouterr().out
     assert f"calibrated by {method}" in told and "relative error of a product" in told
     # adapters are trained on the inputs of the checkpoint's matrices
-    assert (models / WEIGHTS / TARGETS_FILE).exists() == method.endswith("-gptq")
+    assert (models / WEIGHTS / TARGETS_FILE).exists() == (method not in FOLDED)
 
 
 def test_without_texts_a_warning_is_printed(tmp_path: Path, capsys) -> None:
@@ -53,9 +56,9 @@ def test_without_texts_a_warning_is_printed(tmp_path: Path, capsys) -> None:
         (
             "int8",
             {},
-            "--calibrate .* with --quantize int8; wanted one of int8-gptq, fp8-gptq, int4-gptq, int4-awq",
+            "--calibrate .* with --quantize int8; wanted one of int8-gptq, fp8-gptq, w8a8-int8-gptq",
         ),
-        ("gptq", {"calibrate": None}, "--quantize gptq: wanted one of int8, int4, fp8, int8-gptq"),
+        ("gptq", {"calibrate": None}, "--quantize gptq: wanted one of int8, fp8, int4, w8a8-int8"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(

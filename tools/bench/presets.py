@@ -8,17 +8,10 @@ import numpy as np
 
 from tridecode.backend.config import ModelConfig, RopeConfig
 from tridecode.backend.errors import ConfigError
-from tridecode.backend.quantization import Quantization
+from tridecode.backend.quantization import ROUNDED
 
 #: `--quantization`: how the matrices of a preset's layers are held
-QUANTIZATIONS = {
-    "int8": Quantization("int8"),
-    "fp8": Quantization("fp8"),
-    "int4": Quantization("int4", 128, zeros=True),
-    "w8a8-int8": Quantization("int8", activations="int8"),
-    "w8a8-fp8": Quantization("fp8", activations="fp8"),
-    "w8a8-fp8-blocks": Quantization("fp8", 128, 128, activations="fp8"),
-}
+QUANTIZATIONS = ROUNDED
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ from tests.pruned_checkpoints import Cut, prune, unpruned
 from tridecode.backend.errors import CheckpointError, ConfigError, UnsupportedError
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import PlannedConversion, plan_conversion
-from tridecode.converters.quantize.calibrate import calibrate, calibrate_model, source_tensors
+from tridecode.converters.quantize.calibrate import calibrate, calibrate_model
 from tridecode.converters.quantize.layers import LayerRun, find_layers
 from tridecode.converters.quantize.methods import METHODS, Method, method_of
 from tridecode.converters.quantize.rounding import Grid
+from tridecode.converters.quantize.source_tensors import source_tensors
 from tridecode.converters.quantize.statistics import InputStatistics
 from tridecode.converters.quantize.texts import BUILT_IN_NOTE
 from tridecode.kernels.quantized import QuantizedWeight
@@ -177,6 +178,45 @@ def test_statistics_of_one_layer_are_held(tmp_path: Path) -> None:
     assert max(held) == 4  # query_key_value, dense, up, down
 
 
+@pytest.mark.parametrize("name", ["int4-gptq", "w8a8-fp8-blocks-gptq"])
+def test_finished_layers_leave_the_memory(name: str, tmp_path: Path) -> None:
+    """While the last of six layers runs, no more quantised matrices and 8-bit tensors live than one layer
+    has; afterwards none does, until one is asked for."""
+    planned = planned_of("gpt2", tmp_path / "m", n_layer=6)
+    model, held = planned.checkpoint.reference_model(torch.float32), []
+
+    def living(*_arguments) -> None:
+        gc.collect()
+        things = gc.get_objects()
+        matrices = sum(type(thing) is QuantizedWeight for thing in things)
+        narrow = (torch.uint8, torch.int8, torch.float8_e4m3fn)
+        values = sum(type(thing) is Tensor and thing.dtype in narrow for thing in things)
+        held.append((matrices, values))
+
+    living()
+    others, other_values = held.pop()
+    model.transformer.h[5].mlp.register_forward_hook(living)
+    result = calibrate_model(model, planned, SEQUENCES[:1], method_of(name, 16), device=CPU)
+    living()
+    assert len(held) == 3  # for the statistics, for the next layer, and at the end
+    assert max(matrices for matrices, _ in held) <= others + 4
+    assert max(values for _, values in held) <= other_values + 4
+    assert held[-1] == (others, other_values)
+    assert len(result.changed) == 6 * 4
+
+
+def test_the_files_of_a_calibration_are_removed_with_it(tmp_path: Path) -> None:
+    planned, folder = planned_of("gpt2", tmp_path / "m"), tmp_path / "files"
+    model = planned.checkpoint.reference_model(torch.float32)
+    result = calibrate_model(model, planned, SEQUENCES, method_of("int4-gptq", 16), device=CPU, folder=folder)
+    conversion = result.conversion()
+    conversion.write(tmp_path / "w")
+    assert list(folder.glob("calibrated-*/*.pt"))
+    del result, conversion
+    gc.collect()
+    assert not list(folder.iterdir())
+
+
 def test_smoothquant_rounds_activations_too(tmp_path: Path) -> None:
     result = calibrate(planned_of("gpt2", tmp_path / "m"), TEXTS, method_of("smoothquant"))
     stored = [value for value in result.changed.values() if isinstance(value, QuantizedWeight)]
@@ -240,7 +280,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name, group_size, complaint",
     [
-        ("int3", 128, "'int3'; wanted one of int8-gptq, fp8-gptq, int4-gptq, int4-awq, smoothquant"),
+        ("int3", 128, "'int3'; wanted one of int8-gptq, fp8-gptq, w8a8-int8-gptq"),
         ("int4-awq", 0, "group size is 0; wanted 1 or more"),
     ],
 )

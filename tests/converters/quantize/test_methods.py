@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.quantized import rounded_fp8_blocks
 from tridecode.backend.errors import CheckpointError
 from tridecode.converters.quantize.awq import awq_scales, clipped
 from tridecode.converters.quantize.gptq import gptq
@@ -165,6 +166,25 @@ def test_gptq_errs_less_than_rounding(
     for inputs in (x, unseen):
         gained = error_of(weight, stored.expanded(), inputs) / error_of(weight, nearest.expanded(), inputs)
         assert gained < 0.9
+
+
+@pytest.mark.parametrize("out, inputs", [(256, 384), (200, 300)])
+def test_gptq_of_fp8_blocks_has_the_blocks_scales_and_a_smaller_error(out: int, inputs: int) -> None:
+    weight, x = weight_of(21, out, inputs), inputs_of(22, inputs, 4 * inputs)
+    stored = gptq(weight, hessian_of(x), Grid("fp8", 128, symmetric=True, block_rows=128))
+    assert (stored.group_size, stored.block_rows) == (128, 128)
+    for row in range(0, out, 128):
+        for column in range(0, inputs, 128):
+            largest = weight[row : row + 128, column : column + 128].abs().max()
+            assert stored.scales[row // 128, column // 128] == pytest.approx(float(largest) / 448, rel=1e-6)
+    nearest = torch.from_numpy(rounded_fp8_blocks(weight.float().numpy()))
+    assert error_of(weight, stored.expanded(), x) < 0.8 * error_of(weight, nearest, x)
+
+
+@pytest.mark.parametrize("format, group, rows", [("int8", 128, 128), ("fp8", 0, 128), ("fp8", 128, 64)])
+def test_other_blocks_are_not_a_grid(format: str, group: int, rows: int) -> None:
+    with pytest.raises(ValueError, match=f"block_rows {rows}, group_size {group}; wanted square blocks"):
+        Grid(format, group, symmetric=True, block_rows=rows)
 
 
 def test_inputs_that_were_never_seen_are_rounded_to_nearest() -> None:
