@@ -134,8 +134,10 @@ SHARING_COST, LEAST_TILE_COST = 6000, 120
 #: Without the rounding of x, here / cuBLASLt: 6144 x 4096, 1024 tokens: 45 / 42, 8192: 400 / 309; 4096 x
 #: 14336: 97 / 102, 960 / 709; SwiGLU of 28672 x 4096: 259 / 185 and a pass of 30, 1870 / 1418 and 168
 FP8_LIBRARY_TOKENS, FP8_LIBRARY_SWIGLU_TOKENS = 1536, 768
-#: and for E4M3 in blocks
-FP8_BLOCK_LIBRARY_TOKENS = 257
+#: and for E4M3 in blocks, the rounding of x included, here / cuBLASLt, 64, 96 and 4096 tokens: 6144 x 4096:
+#: 16.7 / 17.5, 26.8 / 17.6, 411 / 186; 4096 x 14336: 32.7 / 29.1, 38.4 / 28.3, 962 / 414; SwiGLU of 28672 x
+#: 4096 with its pass: 44.3 / 42.9, 56.7 / 42.3, 1780 / 895
+FP8_BLOCK_LIBRARY_TOKENS = 65
 #: above this many tokens a weight in int8 rows is expanded to 16 bit before its product, unless x is rounded
 TWO_PARTS_TOKENS = 512
 
