@@ -82,7 +82,7 @@ def fixed_bytes() -> int:
 
 
 class PeerPlan(NamedTuple):
-    """The most rows of a launch in one shot and in two; bytes of a slot, which is from one rank to another."""
+    """The most rows of a launch in one shot and in two; bytes of a slot, from one rank to another."""
 
     one_shot: int
     two_shots: int

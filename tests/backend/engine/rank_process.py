@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from tridecode.backend.config import EngineConfig
@@ -44,7 +47,7 @@ class RankPool:
         Generations. Raises AssertionError if a rank fails.
 
         names: of each prompt's adapter. params: of all prompts, or of each. pipelined: with a plan in
-        flight for each stage. settings: of EngineConfig.
+        flight for each stage. settings: of EngineConfig, and of _run_rank: peers, library.
         """
         if not self._workers:
             self._workers = self._start()
@@ -89,6 +92,18 @@ def _work(jobs, answers) -> None:
             answers.put(f"rank {job[0]}: {type(error).__name__}: {error}")
 
 
+@contextmanager
+def tensor_library(name: str | None) -> Iterator[None]:
+    """Have groups of ranks made with this library of torch.distributed; None: as the caller says."""
+    new_group = dist.new_group
+    if name is not None:
+        dist.new_group = lambda ranks, timeout, _: new_group(ranks, timeout, name)
+    try:
+        yield
+    finally:
+        dist.new_group = new_group
+
+
 def _run_rank(
     rank: int,
     tensor: int,
@@ -101,16 +116,23 @@ def _run_rank(
     params: SamplingParams | list[SamplingParams],
     settings: dict[str, Any],
 ) -> list[Any]:
+    """peers: whether the ranks are to sum through peer memory, checked. library: of the tensors' exchanges,
+    for torch.distributed; default: the device's."""
+    peers, library = settings.pop("peers", None), settings.pop("library", None)
     device = torch.device("cpu")
     if settings.get("device") == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
         device = torch.device("cuda", torch.cuda.current_device())
-    ranks = ProcessRanks(rank, tensor, stages, meeting, device, pipeline_devices={"cpu"} if pipelined else ())
+    with tensor_library(library):
+        pipeline = {"cpu"} if pipelined else ()
+        ranks = ProcessRanks(rank, tensor, stages, meeting, device, pipeline_devices=pipeline)
     try:
         model = read_model_config(directory)
         sizes = dict(max_sequences=4, block_tokens=8, max_step_tokens=16, cache_bytes=4 << 20)
         config = resolve(EngineConfig(**{**sizes, **settings}), model, device)
         engine = Engine.load(directory, model, config, ranks, device)
+        if peers is not None:
+            assert (ranks.peers is not None) == peers, "the ranks sum otherwise"
         if rank > 0:
             follow(engine, RankStatus())
             engine.close()
