@@ -38,9 +38,14 @@ def bench_engine(job: Job, say: Say = silent) -> dict[str, Any]:
     job.directory: a model repository or a weight directory. Raises TridecodeError.
     """
     say("loading")
-    with _engine(job) as engine:
+    with running(job) as engine:
         runner = LoopRunner(engine, job.rate, job.seed)
         found = measure(runner.generate, job, engine.model_config.vocab_size, say, runner.take_run)
+    return {**described(engine, job), **found}
+
+
+def described(engine: Engine, job: Job) -> dict[str, Any]:
+    """What an engine ran on, and its settings."""
     return {
         "engine": "tridecode",
         "model": engine.model_config.model_name,
@@ -49,7 +54,6 @@ def bench_engine(job: Job, say: Say = silent) -> dict[str, Any]:
         "kv_cache_dtype": engine.config.kv_cache_dtype,
         "int8_head": engine.config.int8_head,
         "tensor_para_size": job.tensor_para_size,
-        **found,
     }
 
 
@@ -65,6 +69,7 @@ def _model_and_config(job: Job) -> tuple[Path, ModelConfig, EngineConfig]:
         data_type=dtype,
         kv_cache_dtype=job.kv_cache_dtype,
         int8_head=job.int8_head,
+        enable_custom_all_reduce=job.enable_custom_all_reduce,
         device=job.device,
         weights="files" if job.directory else "random",
         max_sequences=job.at_a_time,
@@ -87,7 +92,7 @@ def _load(job: Job, rank: int, meeting: str) -> Engine:
 
 
 @contextmanager
-def _engine(job: Job) -> Iterator[Engine]:
+def running(job: Job) -> Iterator[Engine]:
     """Rank 0's engine; the other ranks are processes that follow it until the block ends."""
     with tempfile.TemporaryDirectory() as folder:
         meeting = f"file://{folder}/ranks"
