@@ -65,7 +65,7 @@ def _allocate(
 
     if not isinstance(ops, CudaBase):
         return None, f"{type(ops).__name__} runs without kernels of ours"
-    reason = unsupported(ranks.tensor_size, columns, dtype) or _waits_in_vain(ops.gemm_device.shared)
+    reason = unsupported(ranks.tensor_size, columns, dtype) or _may_wait_in_vain(ops.gemm_device.shared)
     if reason:
         return None, reason
     assert config.max_step_tokens is not None
@@ -77,7 +77,7 @@ def _allocate(
         return None, str(error)
 
 
-def _waits_in_vain(shared: bool) -> str:
+def _may_wait_in_vain(shared: bool) -> str:
     """Why a kernel that waits for another rank's might wait until its limit; "": it does not.
 
     shared: through MPS (csrc/runtime.cu). Another process's kernel then runs beside ours and may hold the
@@ -85,7 +85,8 @@ def _waits_in_vain(shared: bool) -> str:
     shares a GPU without MPS has the whole of it for its slice, so that the rows arrive some slices later, and
     a wait that is longer than the limit ends and names the rank.
     """
-    return "its GPU is shared through MPS, where kernels that wait for other ranks may be kept out" * shared
+    why = "its GPU is shared through MPS, where other processes may keep the ranks' kernels from each other"
+    return why if shared else ""
 
 
 class _Told:

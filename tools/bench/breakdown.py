@@ -7,7 +7,7 @@ add up to the step.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,7 +71,9 @@ def breakdown(steps: Sequence[Sequence[Kernel]], begun: float) -> dict[str, Any]
 
     begun: the end of the step before them. "others": the names that took most of "other".
     """
-    times, others, bubbles, reached = Counter[str](), Counter[str](), 0.0, begun
+    times: defaultdict[str, float] = defaultdict(float)
+    others: defaultdict[str, float] = defaultdict(float)
+    bubbles, reached = 0.0, begun
     for kernel in (kernel for step in steps for kernel in step):
         bubbles += max(kernel.start - reached, 0.0)
         own = max(kernel.end - max(kernel.start, reached), 0.0)
@@ -81,13 +83,14 @@ def breakdown(steps: Sequence[Sequence[Kernel]], begun: float) -> dict[str, Any]
             others[plain_name(kernel.name)] += own
         reached = max(reached, kernel.end)
     count = len(steps)
+    longest = sorted(others.items(), key=lambda item: -item[1])[:_MOST_OTHERS]
     return {
         "steps": count,
         "step_us": round((reached - begun) / count, 2),
         **{kind: round(times[kind] / count, 2) for kind in CLASSES},
         "bubbles": round(bubbles / count, 2),
         "kernels": round(sum(map(len, steps)) / count, 1),
-        "others": {name: round(us / count, 2) for name, us in others.most_common(_MOST_OTHERS)},
+        "others": {name: round(us / count, 2) for name, us in longest},
     }
 
 
