@@ -28,6 +28,7 @@ from tridecode.tools.bench.kernel_classes import CLASSES
 from tridecode.tools.bench.measure import Job
 from tridecode.tools.bench.reports.report import check_output, table, write_report
 
+_WIDTH = 130  # of the tables, also where the output is a file
 _FIGURES = {"step_ms": "ms/step", "steady_step_ms": "steady", "first_token_ms": "first token ms"}
 
 
@@ -73,7 +74,7 @@ def sum_alone(gpus: int) -> Any:
 
 def run(job: Job, presets: Sequence[str], gpus: int, out: Path) -> bool:
     """Measure, print and write; whether all runs succeeded."""
-    console, results = Console(), dict[str, Any]()
+    console, results = Console(width=_WIDTH), dict[str, Any]()
     settings = {
         "gpus": gpus,
         "batches": job.batches,
