@@ -1,7 +1,8 @@
 """Sums over the tensor ranks of one host, through memory that the ranks map of each other.
 
 A rank allocates memory (PeerSums), gives its handle to the others and opens theirs (`connect`). Then each
-`add_rows` is one launch of csrc/all_reduce.cu, on every rank in the same order.
+`add_rows` is one launch of csrc/all_reduce.cu, on every rank in the same order. scratch.PEER_LIMITS chooses
+between one shot and two, and NCCL.
 """
 
 from __future__ import annotations
@@ -15,17 +16,16 @@ from tridecode.kernels.checks import ShapeError, match, same_dtype
 from tridecode.kernels.cuda_base import DTYPES, CudaBase, pointer
 from tridecode.kernels.library import current_stream
 from tridecode.kernels.ops import Norm
-from tridecode.kernels.scratch import PEER_ROW_BYTES, peer_slot_bytes
+from tridecode.kernels.scratch import PEER_LIMITS, PEER_ROW_BYTES, PeerLimits, peer_limits, plan_peers
 
 HANDLE_BYTES = 64  # of cudaIpcMemHandle_t
-MOST_RANKS = 8
 
 
 def unsupported(ranks: int, columns: int, dtype: torch.dtype) -> str:
     """Why all_reduce.cu cannot sum rows of `columns` numbers; "": it can."""
     size = columns * dtype.itemsize
-    if ranks > MOST_RANKS:
-        return f"{ranks} tensor ranks; it sums over at most {MOST_RANKS}"
+    if peer_limits(ranks) is None:
+        return f"{ranks} tensor ranks; it sums over at most {PEER_LIMITS[-1].ranks}"
     if size % 16 or size > PEER_ROW_BYTES:
         return f"rows of {size:,} bytes; it takes multiples of 16 up to {PEER_ROW_BYTES:,}"
     return ""
@@ -36,7 +36,8 @@ class PeerSums:
 
     max_tokens, columns: of the rows of a step. limit_s: how long a launch waits for the others; then it goes
     on with wrong numbers, as all later ones do at once, and `lost` is set. Raises KernelError if the memory
-    cannot be allocated or shared.
+    cannot be allocated or shared. limits: when one shot sums and when two do, the same on all ranks; default:
+    the table's.
     """
 
     def __init__(
@@ -48,13 +49,16 @@ class PeerSums:
         columns: int,
         dtype: torch.dtype,
         limit_s: float,
+        limits: PeerLimits | None = None,
     ):
         self._library, self._device, self.limit_s = ops.library, ops.device, limit_s
         self._dtype, self.columns = dtype, columns
         self._rank, self._ranks = rank, ranks
-        slot = peer_slot_bytes(ranks, max_tokens, columns * dtype.itemsize)
-        self.rows = slot // (columns * dtype.itemsize)
-        self.bytes = self._library.peer_bytes(ranks, slot)
+        limits = limits or peer_limits(ranks)
+        assert limits is not None, unsupported(ranks, columns, dtype)
+        self._plan = plan_peers(limits, ranks, max_tokens, columns * dtype.itemsize)
+        self.rows = self._plan.rows  # of a launch
+        self.bytes = self._library.peer_bytes(ranks, self._plan.slot_bytes)
         address, handle = torch.zeros(1, dtype=torch.int64), torch.zeros(HANDLE_BYTES, dtype=torch.uint8)
         self._library.peer_allocate(self.bytes, DTYPES[dtype], address.data_ptr(), handle.data_ptr())
         self.handle = handle.numpy().tobytes()
@@ -65,7 +69,7 @@ class PeerSums:
             "dtype": DTYPES[dtype],
             "rank": rank,
             "ranks": ranks,
-            "slot_bytes": slot,
+            "slot_bytes": self._plan.slot_bytes,
             "memory": self._memory,
             "limit_ns": int(limit_s * 1e9),
             "lost": self._lost.data_ptr(),
@@ -85,8 +89,8 @@ class PeerSums:
         return int(address)
 
     def takes(self, x: Tensor) -> bool:
-        """Whether rows such as x are summed here. More ranks than two send more bytes than NCCL would: from
-        self.rows on NCCL is faster."""
+        """Whether rows such as x are summed here. Two ranks sum any number of rows, in several launches; of
+        more ranks NCCL sums more than self.rows."""
         same = x.dtype == self._dtype and x.shape[1] == self.columns
         return same and (self._ranks == 2 or x.shape[0] <= self.rows)
 
@@ -104,8 +108,9 @@ class PeerSums:
         """out = residual + biases + the sum of every rank's partial; normed = norm(out), of out as rounded.
 
         partial, residual, out, normed: (T, C) X, rows contiguous; each may be another. biases: up to two,
-        (C,) X. The sum is in float32, in rank order, so that all ranks get the same bits. follows_product:
-        the operation before this one on the stream is a product, and it wrote no more than `partial`.
+        (C,) X. The sum is in float32, in rank order, so that all ranks get the same bits. residual and biases
+        are the same on all ranks. follows_product: the operation before this one on the stream is a product,
+        and it wrote no more than `partial`.
         """
         given = [("partial", partial), ("residual", residual), ("out", out), ("normed", normed)]
         rows = [("TC", name, tensor) for name, tensor in given if tensor is not None]
@@ -127,6 +132,7 @@ class PeerSums:
         stream, early = current_stream(self._device), int(follows_product)
         for first in range(0, sizes["T"], self.rows):
             fields["tokens"] = min(self.rows, sizes["T"] - first)
+            fields["two_shots"] = int(fields["tokens"] > self._plan.one_shot)
             for name, tensor in given:
                 if tensor is not None:
                     offset = first * tensor.stride(0) * tensor.element_size()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from tridecode.kernels.gemm_table import TWO_PARTS_TOKENS
 
 #: scratch of GEMMs: partial sums, and a counter per tile of 16 weight rows
@@ -21,10 +23,27 @@ _SCALE_GROUP = 128
 _MOST_TILE_TOKENS = 256
 #: csrc/all_reduce.cu: bytes of a row, at most, and of the front of a rank's memory
 PEER_ROW_BYTES, _PEER_HEADER = 32 << 10, 256
-#: bytes of a rank's rows in one launch, by (at most) ranks. Two ranks send what NCCL would, so that longer
-#: steps are summed in several launches. More ranks send more, and NCCL takes longer ones: the bounds are
-#: those of vLLM's tables for H100s (pull requests 24111, 24532), not measured here.
-PEER_SLOT_BYTES = ((2, 16 << 20), (4, 1 << 20), (8, 256 << 10))
+
+
+class PeerLimits(NamedTuple):
+    """Sums over at most `ranks` ranks: bytes of a launch's rows, up to which one shot sums them (each rank
+    sends its rows to each other one), and up to which two shots do (csrc/all_reduce_two_shots.cu)."""
+
+    ranks: int
+    one_shot: int
+    two_shots: int
+
+
+#: The one place that chooses. Two ranks send in one shot what NCCL would, so that longer steps are summed in
+#: several launches; measured (docs/benchmarks.md). More ranks leave longer steps to NCCL. Their limits are
+#: not measured, because no machine with four GPUs was at hand: those of one shot are where vLLM's kernel goes
+#: over to two shots on NVLink (csrc/custom_all_reduce.cuh), those of two shots are guesses below the 32 MiB
+#: up to which vLLM's kernel serves four H100s (distributed/device_communicators/all_reduce_utils.py).
+PEER_LIMITS = (
+    PeerLimits(2, one_shot=16 << 20, two_shots=0),
+    PeerLimits(4, one_shot=512 << 10, two_shots=16 << 20),
+    PeerLimits(8, one_shot=256 << 10, two_shots=8 << 20),
+)
 
 
 def attention_bytes() -> int:
@@ -71,10 +90,33 @@ def fixed_bytes() -> int:
     return SUM_BYTES + 4 * (NUM_COUNTERS + LAYER_COUNTERS) + attention_bytes()
 
 
-def peer_slot_bytes(ranks: int, max_tokens: int, row_bytes: int) -> int:
-    """Bytes of the rows that a rank sends another in one launch: a step's, at most, and at least one row."""
-    most = next(size for count, size in PEER_SLOT_BYTES if ranks <= count)
-    return max(min(max_tokens, most // row_bytes), 1) * row_bytes
+class PeerPlan(NamedTuple):
+    """The most rows of a launch in one shot and in two; bytes of a slot, from one rank to another."""
+
+    one_shot: int
+    two_shots: int
+    slot_bytes: int
+
+    @property
+    def rows(self) -> int:
+        return max(self.one_shot, self.two_shots)
+
+
+def peer_limits(ranks: int) -> PeerLimits | None:
+    """The row of PEER_LIMITS for so many ranks; None: NCCL sums."""
+    return next((limits for limits in PEER_LIMITS if ranks <= limits.ranks), None)
+
+
+def plan_peers(limits: PeerLimits, ranks: int, max_tokens: int, row_bytes: int) -> PeerPlan:
+    """For steps of up to max_tokens rows; at least one row.
+
+    A slot holds the rows of one shot, or of two shots those that one end of it owns and those of the other.
+    """
+    two_shots = min(max_tokens, limits.two_shots // row_bytes)
+    one_shot = max(min(max_tokens, limits.one_shot // row_bytes), 0 if two_shots else 1)
+    two_shots = two_shots if two_shots > one_shot else 0
+    lines = max(one_shot, 2 * -(-two_shots // ranks))
+    return PeerPlan(one_shot, two_shots, lines * row_bytes)
 
 
 def peer_bytes(ranks: int, max_tokens: int, row_bytes: int) -> int:
@@ -82,6 +124,7 @@ def peer_bytes(ranks: int, max_tokens: int, row_bytes: int) -> int:
 
     0 for more ranks than it sums over.
     """
-    if ranks > PEER_SLOT_BYTES[-1][0]:
+    limits = peer_limits(ranks)
+    if limits is None:
         return 0
-    return _PEER_HEADER + 2 * (ranks - 1) * peer_slot_bytes(ranks, max_tokens, row_bytes)
+    return _PEER_HEADER + 2 * (ranks - 1) * plan_peers(limits, ranks, max_tokens, row_bytes).slot_bytes

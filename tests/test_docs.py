@@ -54,6 +54,7 @@ LISTED = {
     r"tridecode adapters ": "needs an adapter: tests/tools/test_adapters.py runs them",
     r"tridecode bench load ": "takes a minute or more",
     r"tridecode bench ": "needs a GPU and takes minutes",
+    r"python -m tridecode\.tools\.bench\.ranks ": "needs several GPUs and takes minutes",
     r"python -m tridecode\.kernels\.": "needs a GPU or nvcc",
     r"(PYTHONPATH=\$PWD )?python (tools/)?(gpt/)?(identity_test|end_to_end_test|issue_request|evaluate_)":
         "FasterTransformer's program: `make clients` runs it",

@@ -65,7 +65,7 @@ def _allocate(
 
     if not isinstance(ops, CudaBase):
         return None, f"{type(ops).__name__} runs without kernels of ours"
-    reason = unsupported(ranks.tensor_size, columns, dtype)
+    reason = unsupported(ranks.tensor_size, columns, dtype) or _may_wait_in_vain(ops.gemm_device.shared)
     if reason:
         return None, reason
     assert config.max_step_tokens is not None
@@ -75,6 +75,18 @@ def _allocate(
         return PeerSums(ops, *place, config.max_step_tokens, columns, dtype, limit_s), ""
     except KernelError as error:
         return None, str(error)
+
+
+def _may_wait_in_vain(shared: bool) -> str:
+    """Why a kernel that waits for another rank's might wait until its limit; "": it does not.
+
+    shared: through MPS (csrc/runtime.cu). Another process's kernel then runs beside ours and may hold the
+    multiprocessors that a rank needs before it can send its rows. Time slices do no harm: a process that
+    shares a GPU without MPS has the whole of it for its slice, so that the rows arrive some slices later, and
+    a wait that is longer than the limit ends and names the rank.
+    """
+    why = "its GPU is shared through MPS, where other processes may keep the ranks' kernels from each other"
+    return why if shared else ""
 
 
 class _Told:

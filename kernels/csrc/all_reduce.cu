@@ -1,6 +1,8 @@
 // out[t, :] = residual[t, :] + biases + the sum over the ranks of partial[t, :], and
 // normed[t, :] = norm(out[t, :]).  One block per row, which stays in registers.
 //
+// Here in one shot; all_reduce_two_shots.cu sends fewer bytes for more than two ranks, in two.
+//
 // One shot: a block pushes its row into the memory of every peer with 16-byte stores, then waits
 // until the rows of the peers have arrived in its own memory. Nothing but the data is exchanged:
 // memory that is empty holds the bits of -0.0, and a -0.0 of the data is sent as 0.0. The reader
@@ -15,118 +17,15 @@
 //
 // The push without flags is that of NCCL's LL protocols and of TensorRT-LLM's Lamport kernels.
 #include <cstring>
+#include <type_traits>
 
-#include "row_norm.cuh"
+#include "peer_rows.cuh"
 
 namespace tridecode {
+using namespace peers;
 namespace {
 
-constexpr int kMostRanks = 8;
-constexpr int kThreads = 512;
-constexpr int kItems = 4;  // units per thread, at most
-// What a launch adds to the counter: more than it has blocks. An even number of launches is added
-// before the counter wraps around.
-constexpr unsigned int kTickets = 1u << 20;
 constexpr int kFillThreads = 256;
-
-// The front of a rank's own memory; the buffers follow at kHeader.
-struct State {
-  unsigned int tickets;
-  unsigned int broken;  // a peer did not come in time: no launch waits any more
-};
-constexpr int kHeader = 256;
-
-template <typename X>
-__host__ __device__ constexpr uint32_t empty_word() {
-  return sizeof(X) == 4 ? 0x80000000u : 0x80008000u;
-}
-
-struct Rows {
-  tridecode_all_reduce_task task;
-  char* memory[kMostRanks];  // of each rank
-};
-
-// 16 bytes of a row: numbers as they are in memory.
-template <typename X>
-struct Unit {
-  static constexpr int kNumbers = 16 / sizeof(X);
-  uint4 words;
-
-  __device__ __forceinline__ void load(const void* row, int64_t number) {
-    words = *reinterpret_cast<const uint4*>(static_cast<const X*>(row) + number);
-  }
-  __device__ __forceinline__ void store(void* row, int64_t number) const {
-    *reinterpret_cast<uint4*>(static_cast<X*>(row) + number) = words;
-  }
-  __device__ __forceinline__ void add_to(float (&sums)[kNumbers]) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if constexpr (sizeof(X) == 4) {
-        sums[i] += __uint_as_float(get(words, i));
-      } else {
-        const float2 both = unpack<X>(get(words, i));
-        sums[2 * i] += both.x, sums[2 * i + 1] += both.y;
-      }
-    }
-  }
-  __device__ __forceinline__ void round(const float (&values)[kNumbers]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if constexpr (sizeof(X) == 4) {
-        put(words, i, __float_as_uint(values[i]));
-      } else {
-        put(words, i, pack<X>(values[2 * i], values[2 * i + 1]));
-      }
-    }
-  }
-};
-
-__device__ __forceinline__ uint4 load_system(const char* from) {
-  uint4 words;
-  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-               : "l"(from)
-               : "memory");
-  return words;
-}
-
-__device__ __forceinline__ void store_system(char* to, const uint4& words) {
-  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.x),
-               "r"(words.y), "r"(words.z), "r"(words.w)
-               : "memory");
-}
-
-__device__ __forceinline__ unsigned int load_system(const unsigned int* from) {
-  unsigned int word;
-  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(word) : "l"(from) : "memory");
-  return word;
-}
-
-__device__ __forceinline__ uint64_t nanoseconds() {
-  uint64_t now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  return now;
-}
-
-// The end of a wait: after limit_ns, or at once where another wait has ended so.
-struct Patience {
-  const tridecode_all_reduce_task& task;
-  uint64_t started = 0;
-  int tries = 0;
-
-  __device__ __forceinline__ bool is_over(int missing) {
-    if (++tries % 1024 != 0) return false;
-    State* state = static_cast<State*>(task.memory);
-    const uint64_t now = nanoseconds();
-    if (!started) started = now;
-    if (now - started < uint64_t(task.limit_ns) && !load_system(&state->broken)) return false;
-    if (atomicExch(&state->broken, 1u) == 0) {
-      *reinterpret_cast<volatile int*>(task.lost) = 1 + missing;
-      __threadfence_system();
-    }
-    return true;
-  }
-};
 
 template <typename X, int ITEMS, int RANKS>
 __global__ void __launch_bounds__(kThreads, 1) all_reduce_rows(const __grid_constant__ Rows rows) {
@@ -147,24 +46,10 @@ __global__ void __launch_bounds__(kThreads, 1) all_reduce_rows(const __grid_cons
   // predecessor, if the caller says so.
   let_successor_start();
   if (!task.early) wait_for_predecessor_alone();
-  if (threadIdx.x == 0) {
-    const unsigned int tickets = blockIdx.x == 0 ? kTickets - gridDim.x + 1 : 1;
-    unsigned int* const counter = &static_cast<State*>(task.memory)->tickets;
-    shared_turn = atomicAdd(counter, tickets) / kTickets % 2;
-  }
+  if (threadIdx.x == 0) shared_turn = take_turn(task);
   float v[ITEMS][N] = {};  // what is added to the sum
   Unit<X> weight[ITEMS], shift[ITEMS];
-  each_item([&](int i, int c) {
-    Unit<X> bias, second, residual;
-    if (task.bias) bias.load(task.bias, c);
-    if (task.second_bias) second.load(task.second_bias, c);
-    if (task.residual) residual.load(task.residual, row * task.residual_stride + c);
-    if (kAhead && task.norm_weight) weight[i].load(task.norm_weight, c);
-    if (kAhead && task.norm_bias) shift[i].load(task.norm_bias, c);
-    if (task.bias) bias.add_to(v[i]);
-    if (task.second_bias) second.add_to(v[i]);
-    if (task.residual) residual.add_to(v[i]);
-  });
+  load_constants<kAhead>(task, row, true, each_item, v, weight, shift);
   __syncthreads();
   const int64_t turn = shared_turn;
   if (task.early) wait_for_predecessor_alone();
@@ -186,7 +71,7 @@ __global__ void __launch_bounds__(kThreads, 1) all_reduce_rows(const __grid_cons
       if (peer < task.ranks && peer != task.rank) store_system(place(peer, task.rank, c), words);
   });
 
-  Patience patience{task};
+  std::conditional_t<RANKS == 2, Patience, SharedPatience> patience{rows};
   each_item([&](int i, int c) {
     Unit<X> theirs[RANKS];
     int missing;
@@ -212,42 +97,19 @@ __global__ void __launch_bounds__(kThreads, 1) all_reduce_rows(const __grid_cons
       if (peer < task.ranks && peer != task.rank)
         store_system(place(task.rank, peer, c), make_uint4(kEmpty, kEmpty, kEmpty, kEmpty));
     }
+    if constexpr (RANKS == 2) {
 #pragma unroll
-    for (int j = 0; j < N; ++j) v[i][j] = to_float(from_float<X>(sums[j] + v[i][j]));
-    if (!task.out) return;
-    Unit<X> rounded;
-    rounded.round(v[i]);
-    rounded.store(task.out, row * task.out_stride + c);
+      for (int j = 0; j < N; ++j) v[i][j] = to_float(from_float<X>(sums[j] + v[i][j]));
+      if (!task.out) return;
+      Unit<X> rounded;
+      rounded.round(v[i]);
+      rounded.store(task.out, row * task.out_stride + c);
+    } else {  // the bits of two shots
+      const Unit<X> rounded = finish<X>(sums, v[i]);
+      if (task.out) rounded.store(task.out, row * task.out_stride + c);
+    }
   });
-  if (!task.norm_weight) return;
-
-  float sums[1] = {};
-  each_item([&](int i, int) {
-#pragma unroll
-    for (int j = 0; j < N; ++j) sums[0] += v[i][j];
-  });
-  RowNorm norm[1];
-  row_statistics(
-      norm, sums, task.norm_bias != nullptr, task.columns, task.norm_eps,
-      [&](auto body) {
-        each_item([&](int i, int) {
-#pragma unroll
-          for (int j = 0; j < N; ++j) body(0, v[i][j]);
-        });
-      },
-      BlockSums{shared});
-  each_item([&](int i, int c) {
-    float w[N] = {}, b[N] = {};
-    if (!kAhead) weight[i].load(task.norm_weight, c);
-    if (!kAhead && task.norm_bias) shift[i].load(task.norm_bias, c);
-    weight[i].add_to(w);
-    if (task.norm_bias) shift[i].add_to(b);
-#pragma unroll
-    for (int j = 0; j < N; ++j) v[i][j] = norm[0](v[i][j], w[j], b[j]);
-    Unit<X> rounded;
-    rounded.round(v[i]);
-    rounded.store(task.normed, row * task.normed_stride + c);
-  });
+  if (task.norm_weight) store_norm<kAhead>(task, row, each_item, v, weight, shift, shared);
 }
 
 __global__ void fill_words(uint32_t* out, int64_t count, uint32_t word) {
@@ -272,7 +134,8 @@ int tridecode_all_reduce(const tridecode_all_reduce_task* task, void* stream) {
     constexpr int N = Unit<X>::kNumbers, kMost = kThreads * kItems * N;
     if (t.columns < N || t.columns % N || t.columns > kMost)
       return fail("all_reduce: %d columns; wanted a multiple of %d up to %d", t.columns, N, kMost);
-    if (int64_t(t.tokens) * t.columns * int64_t(sizeof(X)) > t.slot_bytes)
+    const int lines = t.two_shots ? 2 * ceil_div(t.tokens, t.ranks) : t.tokens;
+    if (int64_t(lines) * t.columns * int64_t(sizeof(X)) > t.slot_bytes)
       return fail("all_reduce: %d rows of %d columns need more than %lld bytes", t.tokens,
                   t.columns, (long long)t.slot_bytes);
     const int64_t strides = t.partial_stride | t.residual_stride | t.out_stride | t.normed_stride;
@@ -287,6 +150,7 @@ int tridecode_all_reduce(const tridecode_all_reduce_task* task, void* stream) {
     std::memcpy(rows.memory, memory, sizeof(memory));
     const int items = ceil_div(t.columns, N * kThreads);
     const int threads = ceil_div(t.columns, N * (items > 2 ? 4 : items) * 32) * 32;
+    if (t.two_shots) return launch_two_shots(rows, items, threads, stream);
     auto kernel = all_reduce_rows<X, 4, kMostRanks>;
     if (t.ranks == 2) {
       kernel = items == 1   ? all_reduce_rows<X, 1, 2>

@@ -16,7 +16,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 // Raised whenever a prototype or the meaning of an argument changes.
-#define TRIDECODE_ABI_VERSION 11
+#define TRIDECODE_ABI_VERSION 12
 
 int tridecode_abi_version(void);
 const char* tridecode_build_info(void);
@@ -330,6 +330,9 @@ typedef struct {
   // else is read is loaded before that kernel has ended
   int early;
   int rank, ranks;
+  // whether row r is added up by rank r % ranks alone, which sends it to the others: for more than
+  // two ranks, and rows of which (tokens / ranks, rounded up) * 2 fit into a slot
+  int two_shots;
   int64_t slot_bytes;  // of the rows of one rank, a multiple of 16
   void* memory;        // this rank's, of tridecode_peer_bytes
   void* memory0;       // of each rank, as this process sees it

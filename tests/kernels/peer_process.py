@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
 from tridecode.kernels.ops import Norm
+from tridecode.kernels.scratch import PeerLimits
 
+ONE_SHOT, TWO_SHOTS = PeerLimits(8, 1 << 30, 0), PeerLimits(8, 0, 1 << 30)
+WAIT_S = 60.0
 LAUNCHES = 200  # of a graph that is replayed twice
 SHAPES = [(1, 4096), (3, 64), (37, 4096), (5, 768), (2, 8192), (1, 14336), (300, 1024)]
 
 
-def on_ranks(world: int, what: str) -> list[str]:
-    """Run `what` on every rank; what each of them found wrong, "" for nothing."""
+def on_ranks(world: int, *what: str) -> list[str]:
+    """Run each of `what` on every rank; what each of them found wrong, "" for nothing."""
     context = mp.get_context("spawn")
     pipes = [[context.Pipe() for _ in range(world)] for _ in range(world)]
     answers = context.Queue()
@@ -37,7 +43,8 @@ def on_ranks(world: int, what: str) -> list[str]:
 def _run(rank, world, what, pipes, answers) -> None:
     try:
         torch.cuda.set_device(rank % torch.cuda.device_count())
-        found = globals()[what](rank, world, Exchange(rank, world, pipes))
+        exchange = Exchange(rank, world, pipes)
+        found = "; ".join(filter(None, (globals()[name](rank, world, exchange) for name in what)))
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
     answers.put((rank, found))
@@ -52,19 +59,27 @@ class Exchange:
         others = [rank for rank in range(self.world) if rank != self.rank]
         for other in others:
             self.pipes[self.rank][other][0].send_bytes(data)
-        return [
-            data if rank == self.rank else self.pipes[rank][self.rank][1].recv_bytes()
-            for rank in range(self.world)
-        ]
+        return [data if rank == self.rank else self._from(rank) for rank in range(self.world)]
+
+    def _from(self, rank: int) -> bytes:
+        pipe = self.pipes[rank][self.rank][1]
+        if not pipe.poll(WAIT_S):
+            raise TimeoutError(f"nothing from rank {rank}")
+        return pipe.recv_bytes()
 
 
-def make(rank, world, exchange, rows, columns, dtype, limit_s=60.0):
+def make(rank, world, exchange, rows, columns, dtype, limits=None, limit_s=WAIT_S):
     from tridecode.kernels.cuda import Cuda
     from tridecode.kernels.peer_sums import PeerSums
 
-    sums = PeerSums(Cuda(torch.device("cuda")), rank, world, rows, columns, dtype, limit_s)
+    sums = PeerSums(Cuda(torch.device("cuda")), rank, world, rows, columns, dtype, limit_s, limits)
     sums.connect(exchange(sums.handle))
     return sums
+
+
+def ways(world: int) -> list[PeerLimits]:
+    """Of summing rows: two ranks have one."""
+    return [ONE_SHOT] if world == 2 else [ONE_SHOT, TWO_SHOTS]
 
 
 def normed_rows(x: Tensor, norm: Norm) -> Tensor:
@@ -83,78 +98,129 @@ def random_rows(dtype, generator):
     return lambda *shape: torch.randn(*shape, generator=generator).to(dtype)
 
 
+@dataclass
+class Form:
+    """A call of add_rows. parts: (ranks, T, C); x: the residual, or None; keeps: whether there is an out."""
+
+    parts: Tensor
+    biases: list[Tensor]
+    x: Tensor | None
+    norm: Norm | None
+    keeps: bool
+
+    def run(self, sums, rank: int) -> tuple[Tensor | None, Tensor | None]:
+        """out and normed, in memory as a model has them: out where x was, normed where the part was."""
+        dtype = self.parts.dtype
+        partial = self.parts[rank].cuda()
+        normed = partial if self.norm is not None else None
+        residual = None if self.x is None else self.x.cuda()
+        out = None
+        if self.keeps:
+            out = torch.full_like(partial, torch.nan, dtype=dtype) if residual is None else residual
+        biases = [bias.cuda() for bias in self.biases]
+        torch.cuda.synchronize()
+        sums.add_rows(partial, biases, residual, self.norm, out=out, normed=normed)
+        return tuple(None if one is None else one.cpu() for one in (out, normed))
+
+    def complaints(self, out: Tensor | None, normed: Tensor | None) -> list[str]:
+        """Where the results differ from float64's."""
+        dtype = self.parts.dtype
+        count = self.parts.shape[1]
+        terms = [*self.parts.double(), *(bias.double().expand(count, -1) for bias in self.biases)]
+        wanted = sum(terms) + (0 if self.x is None else self.x.double())
+        found = []
+        if out is not None:
+            found += off("sum", out, wanted)
+        if self.norm is not None and normed is not None:
+            found += off("norm", normed, normed_rows(wanted.to(dtype) if out is None else out, self.norm))
+        return found
+
+
+def off(what: str, found: Tensor, wanted: Tensor) -> list[str]:
+    """A complaint if they differ by more than the rounding of up to six terms."""
+    eps = torch.finfo(found.dtype).eps
+    units = ((found.double() - wanted).abs() / (eps * (wanted.abs() + 1))).max()
+    return [] if units <= (8 if found.dtype == torch.float32 else 2) else [f"{what} off by {units:.1f} units"]
+
+
+def forms(world: int, rows: int, columns: int, dtype: torch.dtype) -> Iterator[Form]:
+    normal = random_rows(dtype, torch.Generator().manual_seed(rows + columns))
+    for count, biases, residual, kind, keeps in [
+        (rows, 0, False, "", True),
+        (max(rows - 1, 1), 1, True, "layer", True),
+        (rows, 2, True, "rms", True),
+        (1, 0, True, "rms", True),
+        (rows, 1, False, "layer", True),
+        (rows, 1, True, "rms", False),
+    ]:
+        parts, x = normal(world, count, columns), normal(count, columns)
+        parts[:, 0, :4] = -0.0
+        weight, shift = normal(columns), normal(columns)
+        norm = Norm(weight.cuda(), shift.cuda() if kind == "layer" else None, 1e-5) if kind else None
+        yield Form(parts, [normal(columns) for _ in range(biases)], x if residual else None, norm, keeps)
+
+
 @torch.inference_mode()
 def every_form(rank, world, exchange) -> str:
-    """Sums of every shape and dtype, with every addend, against float64."""
+    """Sums of every shape and dtype, with every addend, against float64; one shot and two, and all ranks,
+    give the same bits."""
     wrong = []
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for rows, columns in SHAPES:
             if columns * dtype.itemsize > 32 << 10:
                 continue
-            sums = make(rank, world, exchange, rows, columns, dtype)
-            normal = random_rows(dtype, torch.Generator().manual_seed(rows + columns))
-
-            for count, biases, residual, kind in [
-                (rows, 0, False, ""),
-                (max(rows - 1, 1), 1, True, "layer"),
-                (rows, 2, True, "rms"),
-                (1, 0, True, "rms"),
-                (rows, 1, False, "layer"),
-            ]:
-                parts, x = normal(world, count, columns), normal(count, columns)
-                added = [normal(columns) for _ in range(biases)]
-                weight, shift = normal(columns), normal(columns)
-                parts[:, 0, :4] = -0.0
-                gpu = [one.cuda() for one in added]
-                norm = Norm(weight.cuda(), shift.cuda() if kind == "layer" else None, 1e-5) if kind else None
-                out = x.cuda() if residual else torch.full((count, columns), torch.nan, dtype=dtype).cuda()
-                normed = parts[rank].cuda() if kind else None
-                torch.cuda.synchronize()
-                partial = normed if normed is not None else parts[rank].cuda()
-                sums.add_rows(partial, gpu, out if residual else None, norm, out=out, normed=normed)
-                terms = [*parts.double(), *(one.double().expand(count, -1) for one in added)]
-                wanted = sum(terms) + (x.double() if residual else 0)
-                eps = torch.finfo(dtype).eps
-                error = ((out.double().cpu() - wanted).abs() / (eps * (wanted.abs() + 1))).max()
-                place = f"{dtype} {rows} x {columns}, {count} rows, {biases} biases, {kind or 'no norm'}"
-                if not error <= (8 if dtype == torch.float32 else 2):  # up to five terms
-                    wrong.append(f"{place}: off by {error:.1f} units")
-                if norm is not None:
-                    wanted = normed_rows(out.cpu(), norm)
-                    error = ((normed.double().cpu() - wanted).abs() / (eps * (wanted.abs() + 1))).max()
-                    if not error <= (8 if dtype == torch.float32 else 2):
-                        wrong.append(f"{place}: norm off by {error:.1f} units")
-                digest = hashlib.sha256(out.cpu().view(torch.uint8).numpy().tobytes()).digest()
-                if len(set(exchange(digest))) > 1:
-                    wrong.append(f"{place}: the ranks have different bits")
+            sums = [make(rank, world, exchange, rows, columns, dtype, limits) for limits in ways(world)]
+            for form in forms(world, rows, columns, dtype):
+                results = [form.run(each, rank) for each in sums]
+                place = f"{dtype} {rows} x {columns}, {form.parts.shape[1]} rows: "
+                wrong += [place + text for text in form.complaints(*results[0])]
+                digests = {digest(result) for result in results}
+                if len(digests) > 1:
+                    wrong.append(place + "one shot and two give different bits")
+                if len(set(exchange(digests.pop()))) > 1:
+                    wrong.append(place + "the ranks have different bits")
             exchange(b"done")
-            sums.close()
+            for each in sums:
+                each.close()
     return "; ".join(wrong[:6])
+
+
+def digest(tensors: Sequence[Tensor | None]) -> bytes:
+    """Of their bits."""
+    made = hashlib.sha256()
+    for tensor in tensors:
+        if tensor is not None:
+            made.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return made.digest()
 
 
 @torch.inference_mode()
 def special_numbers(rank, world, exchange) -> str:
     """-0.0, NaN and infinities pass; none of them is taken for rows that have not arrived."""
-    sums = make(rank, world, exchange, 2, 64, torch.bfloat16)
-    parts = torch.zeros(world, 2, 64)
-    parts[:] = -0.0
-    parts[0, 0, 5], parts[1, 0, 7], parts[0, 1, 9] = torch.nan, torch.inf, -torch.inf
-    out = torch.ones(2, 64, dtype=torch.bfloat16).cuda()
-    for _ in range(3):
-        sums.add_rows(parts[rank].bfloat16().cuda(), out=out)
-    wanted = parts.sum(0)
-    found = out.float().cpu()
-    exchange(b"done")
-    sums.close()
-    if sums.lost is not None or not torch.allclose(found, wanted, equal_nan=True):
-        return f"lost {sums.lost}, found {found[:, :12].tolist()}"
-    return ""
+    wrong = []
+    for limits in ways(world):
+        sums = make(rank, world, exchange, 5, 64, torch.bfloat16, limits)
+        parts = torch.zeros(world, 5, 64)
+        parts[:] = -0.0
+        parts[0, 0, 5], parts[1, 0, 7], parts[0, 1, 9] = torch.nan, torch.inf, -torch.inf
+        parts[world - 1, 4, 3] = torch.nan
+        out = torch.ones(5, 64, dtype=torch.bfloat16).cuda()
+        for _ in range(3):
+            sums.add_rows(parts[rank].bfloat16().cuda(), out=out)
+        found = out.float().cpu()
+        exchange(b"done")
+        sums.close()
+        if sums.lost is not None or not torch.allclose(found, parts.sum(0), equal_nan=True):
+            wrong.append(f"{limits}: lost {sums.lost}, found {found[:, :12].tolist()}")
+    return "; ".join(wrong)
 
 
 @torch.inference_mode()
 def replayed(rank, world, exchange) -> str:
-    """Many sums of differing data and numbers of rows in a graph, replayed beside sums without one."""
-    sums = make(rank, world, exchange, 8, 256, torch.bfloat16)
+    """Many sums of differing data and numbers of rows in a graph, replayed beside sums without one. Of more
+    than two ranks, one shot and two alternate."""
+    turns = None if world == 2 else PeerLimits(8, one_shot=3 * 512, two_shots=8 * 512)
+    sums = make(rank, world, exchange, 8, 256, torch.bfloat16, turns)
     counts = [1 + launch * 5 % 8 for launch in range(LAUNCHES)]
     generator = torch.Generator().manual_seed(5)
     parts = torch.randint(-9, 10, (LAUNCHES, world, 8, 256), generator=generator).bfloat16()
@@ -182,19 +248,20 @@ def replayed(rank, world, exchange) -> str:
 
 @torch.inference_mode()
 def abandoned(rank, world, exchange) -> str:
-    """Rank 1 does not come: rank 0 ends within the limit, says so, and does not wait again."""
-    import time
-
-    sums = make(rank, world, exchange, 4, 256, torch.bfloat16, limit_s=0.5)
-    found = ""
-    if rank == 0:
-        x = torch.ones(4, 256, dtype=torch.bfloat16).cuda()
-        started = time.monotonic()
-        for _ in range(20):
-            sums.add_rows(x, out=x)
-        torch.cuda.synchronize()
-        took = time.monotonic() - started
-        if sums.lost != 1 or not 0.4 < took < 3.0:
-            found = f"lost {sums.lost} after {took:.2f} s"
-    exchange(b"done")
-    return found
+    """The last rank does not come: the others end within the limit, name it, and do not wait again. Where it
+    is the owner of no row, a rank with no row of its own waits for twice as long."""
+    wrong = []
+    for limits in ways(world):
+        for rows in (4, 1):
+            sums = make(rank, world, exchange, 4, 256, torch.bfloat16, limits, limit_s=0.5)
+            if rank < world - 1:
+                x = torch.ones(rows, 256, dtype=torch.bfloat16).cuda()
+                started = time.monotonic()
+                for _ in range(20):
+                    sums.add_rows(x, out=x)
+                torch.cuda.synchronize()
+                took = time.monotonic() - started
+                if sums.lost != world - 1 or not 0.4 < took < 3.0:
+                    wrong.append(f"{limits}, {rows} rows: lost {sums.lost} after {took:.2f} s")
+            exchange(b"done")
+    return "; ".join(wrong)

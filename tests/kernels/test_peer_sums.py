@@ -1,13 +1,14 @@
-"""Sums over tensor ranks through peer memory: two processes, on two GPUs where there are two, else on one."""
+"""Sums over tensor ranks through peer memory, a process each: on as many GPUs as there are, else on one."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.kernels.peer_process import on_ranks
-from tridecode.kernels.scratch import PEER_SLOT_BYTES, peer_bytes, peer_slot_bytes
+from tridecode.kernels.scratch import PeerPlan, peer_bytes, peer_limits, plan_peers
 
 gpu = pytest.mark.gpu
+ROW = 8192
 
 
 @gpu
@@ -17,13 +18,41 @@ def test_two_ranks(what: str) -> None:
 
 
 @gpu
-def test_three_ranks_sum_too() -> None:
-    assert on_ranks(3, "special_numbers") == [""] * 3
+@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("what", ["every_form special_numbers replayed", "abandoned"])
+def test_one_and_two_shots_of_more_ranks(world: int, what: str) -> None:
+    assert on_ranks(world, *what.split()) == [""] * world
 
 
-def test_a_launch_takes_a_step_or_what_a_slot_holds() -> None:
-    row = 8192
-    assert peer_slot_bytes(2, 256, row) == 256 * row
-    assert peer_slot_bytes(2, 8192, row) == PEER_SLOT_BYTES[0][1]
-    assert peer_slot_bytes(8, 8192, 32 << 10) == 8 * (32 << 10)
-    assert peer_bytes(4, 16, row) == 256 + 2 * 3 * 16 * row
+def plan(ranks: int, max_tokens: int, row_bytes: int) -> PeerPlan:
+    limits = peer_limits(ranks)
+    assert limits is not None
+    return plan_peers(limits, ranks, max_tokens, row_bytes)
+
+
+def test_two_ranks_send_a_step_or_what_a_launch_takes_in_one_shot() -> None:
+    assert plan(2, 256, ROW) == (256, 0, 256 * ROW)
+    assert plan(2, 8192, ROW) == (2048, 0, 16 << 20)
+    assert plan(2, 1, 64 << 20) == (1, 0, 64 << 20)
+
+
+def test_more_ranks_send_long_steps_in_two_shots_and_longer_ones_through_nccl() -> None:
+    assert plan(4, 16, ROW) == (16, 0, 16 * ROW)
+    assert plan(4, 256, ROW) == (64, 256, 2 * 64 * ROW)
+    assert plan(3, 256, ROW) == (64, 256, 2 * 86 * ROW)
+    assert plan(8, 8192, ROW) == (32, 1024, 2 * 128 * ROW)
+    assert plan(8, 8192, 32 << 10) == (8, 256, 2 * 32 * (32 << 10))
+    assert peer_limits(9) is None
+
+
+def test_every_rank_owns_a_row_of_two_shots() -> None:
+    """Else a rank would name the owner of a row for another one that did not come (SharedPatience)."""
+    for ranks in range(3, 9):
+        for row_bytes in (16, ROW, 32 << 10):
+            assert plan(ranks, 1 << 16, row_bytes).one_shot >= ranks - 1
+
+
+def test_a_rank_allocates_two_buffers_for_each_peer() -> None:
+    assert peer_bytes(4, 16, ROW) == 256 + 2 * 3 * 16 * ROW
+    assert peer_bytes(3, 256, ROW) == 256 + 2 * 2 * 2 * 86 * ROW
+    assert peer_bytes(9, 16, ROW) == 0

@@ -3,6 +3,10 @@
 The supervisor starts it in the place of `python -m tridecode.backend.engine` (TRIDECODE_RANK_COMMAND).
 TRIDECODE_TEST_ACCIDENT is RANK:POINT:KIND. It happens once: the file TRIDECODE_TEST_STRUCK, which must not
 exist before, then holds the monotonic time.
+
+Or the accident is ordered while the engine serves: the file TRIDECODE_TEST_ORDER, RANK:KIND, is taken by that
+rank, which has the accident STEP steps later, when the other ranks have that step's plan. This works with
+CUDA graphs, which call neither all_reduce nor share_tokens: the others' kernels then wait for this rank.
 """
 
 from __future__ import annotations
@@ -84,6 +88,18 @@ def _at(owner: Any, name: str, strike: Callable[..., None]) -> None:
     setattr(owner, name, run)
 
 
+def _behind(owner: Any, name: str, strike: Callable[..., None]) -> None:
+    """Call strike with the arguments of `owner.name` after each call of it."""
+    whole = getattr(owner, name)
+
+    def run(*arguments: Any, **named: Any) -> Any:
+        result = whole(*arguments, **named)
+        strike(*arguments)
+        return result
+
+    setattr(owner, name, run)
+
+
 def arrange(point: str, strike: Callable[[], None]) -> None:
     """Have `strike` called when this rank comes to the point."""
     calls = [0]
@@ -150,6 +166,27 @@ def stand_in_for_a_gpu() -> None:
     torch.cuda.synchronize = lambda device=None: None
 
 
+def take_orders(order: Path, rank: str, strike: Callable[[str], None]) -> None:
+    """Have `strike` called with the kind of the accident that `order` names for this rank, in a step."""
+    waiting: list[str] = []  # the kind, once for each step that is still to come
+
+    def step(*_: Any) -> None:
+        if waiting:
+            kind = waiting.pop()
+            if not waiting:
+                strike(kind)
+            return
+        wanted, _, kind = order.read_text().partition(":") if order.exists() else ("", "", "")
+        if wanted == rank:
+            order.unlink()
+            waiting.extend([kind] * STEP)
+
+    if rank == "0":  # it has sent the plan then
+        _behind(ProcessRanks, "broadcast_plan", step)
+    else:  # it has received the plan
+        _at(Engine, "launch", step)
+
+
 def _tensor_size() -> int:
     return int(os.environ.get("TRIDECODE_TEST_TENSOR", "2"))
 
@@ -183,18 +220,21 @@ def main() -> int:
         stand_in_for_a_gpu()
     rank, _, rest = os.environ.get("TRIDECODE_TEST_ACCIDENT", "").partition(":")
     struck = Path(os.environ.get("TRIDECODE_TEST_STRUCK", "/nonexistent"))
-    if rank and f"--rank {rank} " in " ".join([*sys.argv, ""]) and not struck.exists():
+    mine = sys.argv[sys.argv.index("--rank") + 1]
+
+    def strike(kind: str) -> None:
+        record(struck)
+        KINDS[kind]()
+
+    if rank == mine and not struck.exists():
         point, _, kind = rest.partition(":")
-
-        def strike() -> None:
-            record(struck)
-            KINDS[kind]()
-
         if point == "disagree":
             record(struck)
             disagree(kind)
         else:
-            arrange(point, strike)
+            arrange(point, lambda: strike(kind))
+    elif not rank:
+        take_orders(Path(os.environ.get("TRIDECODE_TEST_ORDER", "/nonexistent")), mine, strike)
     return program.main()
 
 

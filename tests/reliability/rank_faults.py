@@ -113,14 +113,41 @@ def schedule(tensor: int, stages: int) -> list[Accident]:
     return list(dict.fromkeys(found))
 
 
-class RankRange:
+class Strikes:
+    """What accidents came to, a row each, and the checks that all of them have."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self.tokens: list[int] = []  # of the first answer of any engine
+
+    def check_ends(self, answers: Sequence[Answer], cause: str, row: Row) -> None:
+        for answer in answers:
+            if not answer.done.wait(2.0):
+                row.complaint = "an open request has not ended"
+            elif answer.ends != 1:
+                row.complaint = f"a request ended {answer.ends} times"
+            elif answer.finish == "error" and cause not in answer.error:
+                row.complaint = f"a request ended with {answer.error!r}"
+        row.requests = ", ".join(sorted({answer.finish or "open" for answer in answers})) or "none"
+
+    def check_answer(self, service: RankService, row: Row) -> None:
+        answer = service.submit(PROMPT, 8)
+        assert answer.done.wait(10) and not answer.error, f"no answer: {answer.error}"
+        self.tokens = self.tokens or answer.tokens
+        if answer.tokens != self.tokens:
+            row.complaint = f"tokens {answer.tokens}, wanted {self.tokens}"
+
+    def table(self) -> str:
+        return table(HEADS, [cells(row) for row in self.rows])
+
+
+class RankRange(Strikes):
     """Strikes one accident after the other, each at an engine of its own."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.folder = folder
         _, self.weights, self._adapters = write_model(folder)
-        self.rows: list[Row] = []
-        self.tokens: list[int] = []  # of the first answer of any engine
 
     def strike(self, tensor: int, stages: int, accident: Accident, **settings: object) -> Row:
         row = Row(f"tp {tensor} x pp {stages}", str(accident))
@@ -145,7 +172,7 @@ class RankRange:
         if accident.point in SERVING or accident.kind == "flip":
             service.wait("ready")
             if outside:
-                self._check_answer(service, row)
+                self.check_answer(service, row)
                 struck = time.monotonic()
                 os.kill(
                     service.pids()[accident.rank],
@@ -170,34 +197,17 @@ class RankRange:
             row.complaint = f"named after {row.named_s:.1f} s"
         if not re.match(WORDS[accident.kind].format(rank=accident.rank), state.detail):
             row.complaint = "another is named"
-        self._check_ends(answers, state.detail, accident, row)
+        self.check_ends(answers, state.detail, row)
         if state.phase == "failed":  # for as long as the settings stay
             service.configure(max_sequences=5)
         back, _ = service.wait("ready", epoch=state.epoch + 1)
         row.back_s = back - at
-        self._check_answer(service, row)
-
-    def _check_ends(self, answers: Sequence[Answer], cause: str, accident: Accident, row: Row) -> None:
-        for answer in answers:
-            if not answer.done.wait(2.0):
-                row.complaint = "an open request has not ended"
-            elif answer.ends != 1:
-                row.complaint = f"a request ended {answer.ends} times"
-            elif answer.finish == "error" and cause not in answer.error:
-                row.complaint = f"a request ended with {answer.error!r}"
-        row.requests = ", ".join(sorted({answer.finish or "open" for answer in answers})) or "none"
-
-    def _check_answer(self, service: RankService, row: Row) -> None:
-        answer = service.submit(PROMPT, 8)
-        assert answer.done.wait(10) and not answer.error, f"no answer: {answer.error}"
-        self.tokens = self.tokens or answer.tokens
-        if answer.tokens != self.tokens:
-            row.complaint = f"tokens {answer.tokens}, wanted {self.tokens}"
+        self.check_answer(service, row)
 
     def _strike_at_the_end(self, service: RankService, accident: Accident, row: Row) -> None:
         """The supervisor is asked to end; it does, with all ranks, although one of them cannot."""
         service.wait("ready")
-        self._check_answer(service, row)
+        self.check_answer(service, row)
         supervisor, began = service.supervisor(), time.monotonic()
         os.kill(supervisor, signal.SIGTERM)
         service.struck_at(5)
@@ -205,9 +215,6 @@ class RankRange:
             assert time.monotonic() - began < NAMED_S + SLACK_S, f"still there: {service.pids()}"
             time.sleep(0.02)
         row.named_s, row.cause, row.requests = time.monotonic() - began, "the engine has ended", "none"
-
-    def table(self) -> str:
-        return table(HEADS, [cells(row) for row in self.rows])
 
 
 def main() -> int:

@@ -15,14 +15,17 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.lora_adapters import make_adapter
 from tests.waiting import wait_until
 from tridecode.backend import messages as m
 from tridecode.backend.doors.engine_link import EngineLink
 from tridecode.backend.supervisor import processes, runtime_dir
+
+if TYPE_CHECKING:
+    from tridecode.converters.convert import PlannedConversion
 
 FAULTY_RANK = Path(__file__).with_name("faulty_rank.py")
 ADAPTER = "first"
@@ -76,13 +79,14 @@ class RankService:
         self._owner = subprocess.Popen(["sleep", "600"])
         identity = processes.identify(self._owner.pid)
         assert identity is not None
-        self.struck = self.root / "struck"
+        self.struck, self.order = self.root / "struck", self.root / "order"
         self.environment = {
             "TRIDECODE_RUNTIME_DIR": str(self.root / "run"),
             "TRIDECODE_OWNER": f"{identity.pid}:{identity.start}",
             "TRIDECODE_RANK_COMMAND": shlex.join([sys.executable, str(FAULTY_RANK)]),
             "TRIDECODE_ENGINE_PYTHON": sys.executable,
             "TRIDECODE_TEST_STRUCK": str(self.struck),
+            "TRIDECODE_TEST_ORDER": str(self.order),
             "TRIDECODE_TEST_TENSOR": str(tensor),
             "OMP_NUM_THREADS": "1",
         }
@@ -114,6 +118,13 @@ class RankService:
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
         return self
+
+    def order_accident(self, rank: int, kind: str) -> None:
+        """Have an accident of faulty_rank.py in a step of the engine that serves, once requests run."""
+        self.struck.unlink(missing_ok=True)
+        part = self.order.with_suffix(".part")
+        part.write_text(f"{rank}:{kind}")
+        part.rename(self.order)
 
     def _supervised(self) -> bool:
         assert self.link is not None
@@ -190,15 +201,24 @@ class RankService:
 
 def write_model(folder: Path, layers: int = 4) -> tuple[object, Path, Path]:
     """A GPT-2 of 4 heads with an adapter: transformers' model, weight directory, folder of adapters."""
-    from tests.checkpoints import FAMILIES, save
+    from tests.checkpoints import FAMILIES
+    from tests.lora_adapters import make_adapter
     from tridecode.converters.adapters import write_targets
-    from tridecode.converters.checkpoint import open_checkpoint
-    from tridecode.converters.convert import plan_conversion
 
     case = FAMILIES["gpt2"]
     model = case(**{**case.shared, "n_layer": layers})
-    planned = plan_conversion(open_checkpoint(str(save(model, folder / "hf"))))
-    planned.write(folder / "weights")
+    planned = write_weights(model, folder)
     write_targets(folder / "weights", planned)
     make_adapter(model, folder / "adapters" / ADAPTER, seed=3)
     return model, folder / "weights", folder / "adapters"
+
+
+def write_weights(model: Any, folder: Path) -> PlannedConversion:
+    """A model of transformers as the weight directory folder / "weights"."""
+    from tests.checkpoints import save
+    from tridecode.converters.checkpoint import open_checkpoint
+    from tridecode.converters.convert import plan_conversion
+
+    planned = plan_conversion(open_checkpoint(str(save(model, folder / "hf"))))
+    planned.write(folder / "weights")
+    return planned

@@ -3,7 +3,8 @@
     python -m tridecode.tools.bench.all_reduce [--ranks 2] [--columns 4096] [--rows 1,8,64,256] [--out FILE]
 
 Each figure is of a CUDA graph of many calls. "norm": with the residual and the RMSNorm behind it, through
-NCCL as three launches. One process a GPU; the results are compared with float64 first.
+NCCL as three launches. Of more than two ranks also one shot and two at every size, for the limits of
+scratch.PEER_LIMITS. One process a GPU; the results are compared with float64 first.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from tridecode.backend.engine.parallel import ProcessRanks
 from tridecode.backend.engine.peer_memory import join_peers
 from tridecode.kernels.cuda import Cuda
 from tridecode.kernels.ops import Norm
+from tridecode.kernels.peer_sums import PeerSums
+from tridecode.kernels.scratch import PeerLimits
 
-_CALLS, _REPLAYS = 32, 8
+_CALLS, _REPLAYS, _LIMIT_S = 32, 8, 20.0
+WAYS = {"one shot": PeerLimits(8, 1 << 30, 0), "two shots": PeerLimits(8, 0, 1 << 30)}
 
 
 def measure(run: Callable[[], None], barrier: Callable[[str], None], name: str) -> float:
@@ -47,6 +51,14 @@ def measure(run: Callable[[], None], barrier: Callable[[str], None], name: str) 
     return 1000 * start.elapsed_time(end) / (_CALLS * _REPLAYS)
 
 
+def of_limits(ops: Cuda, ranks: ProcessRanks, limits: PeerLimits, rows: int, columns: int) -> PeerSums:
+    """Sums that take one of WAYS. Collective."""
+    place = ranks.tensor_rank, ranks.tensor_size
+    sums = PeerSums(ops, *place, rows, columns, torch.bfloat16, _LIMIT_S, limits)
+    sums.connect(ranks.exchange_bytes(sums.handle))
+    return sums
+
+
 @torch.inference_mode()
 def rank_figures(rank: int, arguments: argparse.Namespace, meeting: str) -> list[dict[str, Any]]:
     torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -57,6 +69,11 @@ def rank_figures(rank: int, arguments: argparse.Namespace, meeting: str) -> list
     sums = join_peers(ranks, ops, config, columns, dtype)
     if sums is None:
         raise RuntimeError("no peer memory")
+    ways = {"peers": sums}
+    if arguments.ranks > 2:
+        ways |= {
+            name: of_limits(ops, ranks, limits, max(arguments.rows), columns) for name, limits in WAYS.items()
+        }
     figures = []
     weight = torch.rand(columns, device=device).to(dtype)
     norm = Norm(weight, None, 1e-5)
@@ -65,7 +82,8 @@ def rank_figures(rank: int, arguments: argparse.Namespace, meeting: str) -> list
         parts = torch.randn(arguments.ranks, rows, columns, generator=generator).to(dtype)
         x = torch.randn(rows, columns, generator=generator).to(device, dtype)
         mine, out, normed = parts[rank].to(device), torch.empty_like(x), torch.empty_like(x)
-        sums.add_rows(mine, (), x, norm, out=out, normed=normed)
+        taken = {name: way for name, way in ways.items() if way.takes(mine)}
+        next(reversed(taken.values())).add_rows(mine, (), x, norm, out=out, normed=normed)
         wanted = parts.double().sum(0) + x.double().cpu()
         error = (out.double().cpu() - wanted).abs().max().item() / wanted.abs().max().item()
 
@@ -76,8 +94,11 @@ def rank_figures(rank: int, arguments: argparse.Namespace, meeting: str) -> list
 
         zeros = torch.zeros_like(x), torch.zeros_like(x)
         runs: dict[str, Callable[[], None]] = {
-            "peers": partial(sums.add_rows, mine, out=out),
-            "peers, norm": partial(sums.add_rows, mine, (), x, norm, out=out, normed=normed),
+            **{name: partial(way.add_rows, mine, out=out) for name, way in taken.items()},
+            **{
+                f"{name}, norm": partial(way.add_rows, mine, (), x, norm, out=out, normed=normed)
+                for name, way in taken.items()
+            },
             "NCCL": partial(ranks.all_reduce, zeros[0]),
             "NCCL, norm": partial(library_norm, zeros[1], x.clone(), norm, out=normed),
         }

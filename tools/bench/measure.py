@@ -71,6 +71,7 @@ class Job:
     rate: float = 0.0
     quantization: str = ""
     int8_head: bool = False  # the engine's setting
+    enable_custom_all_reduce: bool = True  # the engine's setting
 
     @property
     def at_a_time(self) -> int:

@@ -55,7 +55,7 @@ class RankPool:
 
         names: of each prompt's adapter. params: of all prompts, or of each. pipelined: with a plan in
         flight for each stage, which is the default on a GPU. dies: (rank, step): the process that kills
-        itself there. settings: of EngineConfig.
+        itself there. settings: of EngineConfig, and of _run_rank: peers.
         """
         if not self._workers:
             self._workers = self._start()
@@ -150,6 +150,8 @@ def _run_rank(
     last: int,
     settings: dict[str, Any],
 ) -> tuple[list[Any], dict[str, int]]:
+    """peers: whether the ranks are to sum through peer memory, checked."""
+    peers = settings.pop("peers", None)
     device = torch.device("cpu")
     if settings.get("device") == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -160,6 +162,8 @@ def _run_rank(
     sizes = dict(max_sequences=4, block_tokens=8, max_step_tokens=16, cache_bytes=4 << 20)
     config = resolve(EngineConfig(**{**sizes, **settings}), model, device)
     engine, notes = Engine.load(directory, model, config, ranks, device), {"in_flight": 0, "replays": 0}
+    if peers is not None:
+        assert (ranks.peers is not None) == peers, "the ranks sum otherwise"
     _watch(engine, notes, last)
     done: list[Any] = []
     if rank > 0:

@@ -235,8 +235,11 @@ def test_the_scratch_of_kernels_is_that_of_the_library():
     built = library.Library()
     assert scratch.attention_bytes() == built.decode_attention_scratch(256)
     assert scratch.sample_bytes(64, 250880) == built.sample_scratch(64, 250880)
-    slot = scratch.peer_slot_bytes(4, 100, 8192)
-    assert scratch.peer_bytes(4, 100, 8192) == built.peer_bytes(4, slot)
+    for ranks, tokens in [(2, 100), (4, 100), (8, 8192)]:
+        limits = scratch.peer_limits(ranks)
+        assert limits is not None
+        slot = scratch.plan_peers(limits, ranks, tokens, 8192).slot_bytes
+        assert scratch.peer_bytes(ranks, tokens, 8192) == built.peer_bytes(ranks, slot)
 
 
 def test_block_tables_beyond_reason_are_refused_before_they_are_made(converted):

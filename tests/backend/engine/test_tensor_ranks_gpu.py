@@ -35,9 +35,20 @@ def test_two_ranks_give_the_fp32_tokens_of_transformers(make, pool: RankPool, tm
     model = make()
     plan_conversion(open_checkpoint(str(save(model, tmp_path / "hf")))).write(tmp_path / "w")
     prompts = prompts_of([5, 1, 20, 9, 13], model.config.vocab_size)
-    answers = pool.run(
-        tmp_path / "w", 2, 1, tmp_path / "meeting", prompts, device="cuda", cache_bytes=16 << 20
-    )
-    assert [tokens for tokens, _ in answers] == [
-        hf_greedy(model, prompt, NEW_TOKENS)[0] for prompt in prompts
-    ]
+    settings = dict(device="cuda", cache_bytes=16 << 20, peers=True)
+    answers = pool.run(tmp_path / "w", 2, 1, tmp_path / "meeting", prompts, **settings)
+    wanted = [hf_greedy(model, prompt, NEW_TOKENS)[0] for prompt in prompts]
+    assert [tokens for tokens, _ in answers] == wanted
+
+
+def test_without_custom_all_reduce_a_library_sums_and_the_tokens_are_the_same(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    """NCCL, or gloo where the ranks share a GPU."""
+    model = MODELS["llama"]()
+    plan_conversion(open_checkpoint(str(save(model, tmp_path / "hf")))).write(tmp_path / "w")
+    prompts = prompts_of([5, 1, 20], model.config.vocab_size)
+    settings = dict(device="cuda", cache_bytes=16 << 20, peers=False, enable_custom_all_reduce=False)
+    answers = pool.run(tmp_path / "w", 2, 1, tmp_path / "meeting", prompts, **settings)
+    wanted = [hf_greedy(model, prompt, NEW_TOKENS)[0] for prompt in prompts]
+    assert [tokens for tokens, _ in answers] == wanted

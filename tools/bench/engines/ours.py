@@ -41,6 +41,11 @@ def bench_engine(job: Job, say: Say = silent) -> dict[str, Any]:
     with open_engine(job) as engine:
         runner = LoopRunner(engine, job.rate, job.seed)
         found = measure(runner.generate, job, engine.model_config.vocab_size, say, runner.take_run)
+    return {**described(engine, job), **found}
+
+
+def described(engine: Engine, job: Job) -> dict[str, Any]:
+    """What an engine ran on, and its settings."""
     return {
         "engine": "tridecode",
         "model": engine.model_config.model_name,
@@ -50,7 +55,6 @@ def bench_engine(job: Job, say: Say = silent) -> dict[str, Any]:
         "int8_head": engine.config.int8_head,
         "tensor_para_size": job.tensor_para_size,
         "pipeline_para_size": job.pipeline_para_size,
-        **found,
     }
 
 
@@ -67,6 +71,7 @@ def _model_and_config(job: Job) -> tuple[Path, ModelConfig, EngineConfig]:
         data_type=dtype,
         kv_cache_dtype=job.kv_cache_dtype,
         int8_head=job.int8_head,
+        enable_custom_all_reduce=job.enable_custom_all_reduce,
         device=job.device,
         weights="files" if job.directory else "random",
         max_sequences=job.at_a_time,

@@ -1,0 +1,86 @@
+"""What a kernel of a timeline is for: one table of our kernels, and the names of the libraries' ones.
+
+tests/tools/bench/test_breakdown.py holds the table against every `__global__` of kernels/csrc.
+"""
+
+from __future__ import annotations
+
+GEMM, ATTENTION, COMMUNICATION = "gemm", "attention", "communication"
+SAMPLING, OTHER, LAYERS = "sampling", "other", "whole layers"
+
+#: in the order of reports; "whole layers" is the one launch of all layers of a small model
+CLASSES = (GEMM, ATTENTION, COMMUNICATION, SAMPLING, LAYERS, OTHER)
+
+#: kernels of kernels/csrc. A sum over ranks includes bias, residual and norm, and the wait for the others.
+OURS = {
+    "all_reduce_rows": COMMUNICATION,
+    "all_reduce_owned_rows": COMMUNICATION,
+    "decode_attention": ATTENTION,
+    "decode_attention_any": ATTENTION,
+    "decode_attention_cluster": ATTENTION,
+    "decoder_layers": LAYERS,
+    "embed": OTHER,
+    "embed_int8": OTHER,
+    "expand_cache": ATTENTION,
+    "expand_rows": GEMM,
+    "expand_weight": GEMM,
+    "fill_words": OTHER,
+    "gather_columns": GEMM,
+    "gather_rows": OTHER,
+    "gemm_int4_sm90": GEMM,
+    "gemm_int4_stream_k_sm90": GEMM,
+    "gemm_library_epilogue": GEMM,
+    "gemm_mma": GEMM,
+    "gemm_packed_mma": GEMM,
+    "gemm_packed_sm90": GEMM,
+    "gemm_sm90_data_parallel": GEMM,
+    "gemm_sm90_split_k": GEMM,
+    "gemm_sm90_stream_k": GEMM,
+    "gemv": GEMM,
+    "norm_row": OTHER,
+    "norm_row_any": OTHER,
+    "prefill_attention": ATTENTION,
+    "prefill_attention_any": ATTENTION,
+    "prefill_attention_sm90a": ATTENTION,
+    "quantize_row": GEMM,
+    "quantize_row_any": GEMM,
+    "resolve_tokens": OTHER,
+    "rotate_and_cache": ATTENTION,
+    "rotate_and_cache_whole": ATTENTION,
+    "rotate_and_round": ATTENTION,
+    "rotate_and_round_whole": ATTENTION,
+    "sample": SAMPLING,
+}
+#: beginnings of the names of cuBLAS's kernels and NCCL's
+_LIBRARIES = {
+    "nccl": COMMUNICATION,
+    "nvjet": GEMM,
+    "cublas": GEMM,
+    "cutlass": GEMM,
+    "splitK": GEMM,
+    "sm80_xmma": GEMM,
+    "sm90_xmma": GEMM,
+    "ampere_": GEMM,
+    "gemvx": GEMM,
+    "gemmk1": GEMM,
+}
+
+
+def plain_name(kernel: str) -> str:
+    """The name alone, of `void space::name<int>(float*)`; a library's name keeps its namespaces out, too."""
+    return _qualified(kernel).rpartition("::")[2]
+
+
+def class_of(kernel: str) -> str:
+    """The class of a kernel or copy, by its demangled name; "other": of torch, or not known."""
+    qualified = _qualified(kernel)
+    if qualified.startswith("tridecode::"):
+        return OURS.get(plain_name(kernel), OTHER)
+    found = (kind for start, kind in _LIBRARIES.items() if qualified.startswith(start))
+    return next(found, OTHER)
+
+
+def _qualified(kernel: str) -> str:
+    """Without return type, template arguments and parameters."""
+    text = kernel.replace("(anonymous namespace)::", "").removeprefix("void ")
+    return text.split("<")[0].split("(")[0].strip()
