@@ -1,7 +1,8 @@
 """Sums over the tensor ranks of one host, through memory that the ranks map of each other.
 
 A rank allocates memory (PeerSums), gives its handle to the others and opens theirs (`connect`). Then each
-`add_rows` is one launch of csrc/all_reduce.cu, on every rank in the same order.
+`add_rows` is one launch of csrc/all_reduce.cu, on every rank in the same order. Behind the rows of the sums
+the memory has what ranks exchange when they sample from a vocabulary that they share (Cuda.sample_shared).
 """
 
 from __future__ import annotations
@@ -15,28 +16,17 @@ from tridecode.kernels.checks import ShapeError, match, same_dtype
 from tridecode.kernels.cuda_base import DTYPES, CudaBase, pointer
 from tridecode.kernels.library import current_stream
 from tridecode.kernels.ops import Norm
-from tridecode.kernels.scratch import PEER_ROW_BYTES, peer_slot_bytes
+from tridecode.kernels.scratch import peer_slot_bytes
 
 HANDLE_BYTES = 64  # of cudaIpcMemHandle_t
-MOST_RANKS = 8
-
-
-def unsupported(ranks: int, columns: int, dtype: torch.dtype) -> str:
-    """Why all_reduce.cu cannot sum rows of `columns` numbers; "": it can."""
-    size = columns * dtype.itemsize
-    if ranks > MOST_RANKS:
-        return f"{ranks} tensor ranks; it sums over at most {MOST_RANKS}"
-    if size % 16 or size > PEER_ROW_BYTES:
-        return f"rows of {size:,} bytes; it takes multiples of 16 up to {PEER_ROW_BYTES:,}"
-    return ""
 
 
 class PeerSums:
     """This rank's memory and, once connected, that of the others. Used by the thread of `ops`.
 
-    max_tokens, columns: of the rows of a step. limit_s: how long a launch waits for the others; then it goes
-    on with wrong numbers, as all later ones do at once, and `lost` is set. Raises KernelError if the memory
-    cannot be allocated or shared.
+    max_tokens, columns: of the rows of a step. sampled_rows: of a shared vocabulary, sampled from at a time.
+    limit_s: how long a launch waits for the others; then it goes on with wrong numbers, as all later ones do
+    at once, and `lost` is set. Raises KernelError if the memory cannot be allocated or shared.
     """
 
     def __init__(
@@ -48,15 +38,19 @@ class PeerSums:
         columns: int,
         dtype: torch.dtype,
         limit_s: float,
+        sampled_rows: int = 0,
     ):
         self._library, self._device, self.limit_s = ops.library, ops.device, limit_s
         self._dtype, self.columns = dtype, columns
         self._rank, self._ranks = rank, ranks
         slot = peer_slot_bytes(ranks, max_tokens, columns * dtype.itemsize)
         self.rows = slot // (columns * dtype.itemsize)
-        self.bytes = self._library.peer_bytes(ranks, slot)
+        sum_bytes, self.sampled_rows = self._library.peer_bytes(ranks, slot), sampled_rows
+        self.bytes = sum_bytes + self._library.sample_exchange(sampled_rows, ranks)
         address, handle = torch.zeros(1, dtype=torch.int64), torch.zeros(HANDLE_BYTES, dtype=torch.uint8)
-        self._library.peer_allocate(self.bytes, DTYPES[dtype], address.data_ptr(), handle.data_ptr())
+        self._library.peer_allocate(
+            sum_bytes, self.bytes, DTYPES[dtype], address.data_ptr(), handle.data_ptr()
+        )
         self.handle = handle.numpy().tobytes()
         self._opened: list[int] = []
         self._lost = torch.zeros(1, dtype=torch.int32).pin_memory()
@@ -70,12 +64,17 @@ class PeerSums:
             "limit_ns": int(limit_s * 1e9),
             "lost": self._lost.data_ptr(),
         }
+        #: of tridecode_sample_task, once connected
+        self.sampling_fields: dict[str, float] = {"exchange_rows": sampled_rows, "exchange_at": sum_bytes}
 
     def connect(self, handles: Sequence[bytes]) -> None:
         """Map the others' memory. handles: of all ranks, in rank order. Raises KernelError."""
         for rank, handle in enumerate(handles):
             address = self._memory if rank == self._rank else self._open(handle)
             self._fields[f"memory{rank}"] = address
+        addresses = [f"memory{rank}" for rank in range(len(handles))]
+        shared = ("rank", "ranks", "memory", "limit_ns", "lost", *addresses)
+        self.sampling_fields |= {name: self._fields[name] for name in shared}
 
     def _open(self, handle: bytes) -> int:
         given = torch.frombuffer(bytearray(handle), dtype=torch.uint8)

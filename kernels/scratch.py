@@ -15,6 +15,10 @@ _BLOCKS, _WARPS, _GROUP, _HEAD = 1024, 4, 8, 256
 #: csrc/sampling.cu: ids of a chunk and of a segment; bytes of scratch of a chunk
 _CHUNK, _SEGMENT, _CHUNK_BYTES = 2048, 64, 24
 _EXPANDED = 64 << 20
+#: csrc/sampling_exchange.cuh: bytes of a round from one rank to another, for each row
+_EXCHANGE_BYTES = 4096
+#: csrc/peer_memory.cuh: tensor ranks that map each other's memory
+MOST_RANKS = 8
 #: csrc/all_reduce.cu: bytes of a row, at most, and of the front of a rank's memory
 PEER_ROW_BYTES, _PEER_HEADER = 32 << 10, 256
 #: bytes of a rank's rows in one launch, by (at most) ranks. Two ranks send what NCCL would, so that longer
@@ -68,11 +72,25 @@ def peer_slot_bytes(ranks: int, max_tokens: int, row_bytes: int) -> int:
     return max(min(max_tokens, most // row_bytes), 1) * row_bytes
 
 
+def exchange_bytes(ranks: int, max_rows: int) -> int:
+    """tridecode_sample_exchange: of a rank's peer memory, where the ranks share the vocabulary."""
+    return -(-max_rows * 4 // 256) * 256 + max_rows * 2 * (ranks - 1) * _EXCHANGE_BYTES
+
+
+def peers_unsupported(ranks: int, row_bytes: int) -> str:
+    """Why kernels cannot exchange such rows through peer memory; "": they can."""
+    if ranks > MOST_RANKS:
+        return f"{ranks} tensor ranks; it sums over at most {MOST_RANKS}"
+    if row_bytes % 16 or row_bytes > PEER_ROW_BYTES:
+        return f"rows of {row_bytes:,} bytes; it takes multiples of 16 up to {PEER_ROW_BYTES:,}"
+    return ""
+
+
 def peer_bytes(ranks: int, max_tokens: int, row_bytes: int) -> int:
     """tridecode_peer_bytes of these rows: what a rank allocates to sum them over the memory of its peers.
 
-    0 for more ranks than it sums over.
+    0 where it cannot.
     """
-    if ranks > PEER_SLOT_BYTES[-1][0]:
+    if peers_unsupported(ranks, row_bytes):
         return 0
     return _PEER_HEADER + 2 * (ranks - 1) * peer_slot_bytes(ranks, max_tokens, row_bytes)

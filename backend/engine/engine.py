@@ -25,7 +25,7 @@ from tridecode.backend.engine.graphs import DecodeGraphs, padded_sizes, warm_up_
 from tridecode.backend.engine.loader import DTYPES, FileWeights
 from tridecode.backend.engine.logits import StepExtras, prompt_logits, sample_logits
 from tridecode.backend.engine.parallel import Posted, ProcessRanks, SingleRank
-from tridecode.backend.engine.peer_memory import join_peers
+from tridecode.backend.engine.peer_memory import PeerSampler, join_peers
 from tridecode.backend.engine.plan import BeamRows, StepPlan, StepResult
 from tridecode.backend.engine.prompt_store import PromptPlace, PromptStore, load_tasks, prompt_limits
 from tridecode.backend.engine.random_weights import RandomWeights
@@ -128,6 +128,9 @@ class Engine:
         self.digest: StepDigest | None = None
         rows = config.slots
         self.vocab = self.model.vocab
+        self._shared = None  # what samples on a GPU, where the ranks share the vocabulary
+        if self.vocab is not None and isinstance(ranks, ProcessRanks) and ranks.peers is not None:
+            self._shared = PeerSampler(ops, ranks.peers, self.vocab)
         columns = model.vocab_size if self.vocab is None else self.vocab.size
         self.work = Workspace.allocate(
             model, config.max_step_tokens, rows, ranks.tensor_size, self.dtype, device, columns
@@ -158,8 +161,6 @@ class Engine:
         self.shadow = Scorer(self, shadow_weights) if config.shadow_share else None
         ranks.barrier("loaded")  # with a limit and a diagnosis, which what follows has not
         if self.is_asynchronous:
-            if isinstance(ranks, ProcessRanks) and ranks.tensor_size > 1:
-                ranks.peers = join_peers(ranks, ops, config, model.hidden_size, self.dtype)
             self._warm_up()
         self.num_blocks = ranks.smallest(choose_num_blocks(config, self._block_bytes(), device))
         self.caches = self.allocate_cache(self.num_blocks)
@@ -179,9 +180,14 @@ class Engine:
         """An engine over the weight files of `directory`. progress: told each tensor's name. phase: told what
         begins. Raises WeightFileError, ConfigError,
         UnsupportedError."""
-        specs = models.family(model.family).weight_specs(model)
-        specs = share_vocabulary(specs, ranks.tensor_size, device.type)
         dtype, ops = DTYPES[config.data_type], kernels.select(device, config.batch_invariant)
+        has_peers = False
+        if device.type == "cuda" and isinstance(ranks, ProcessRanks) and ranks.tensor_size > 1:
+            ranks.barrier("kernels")  # with a limit and a diagnosis
+            ranks.peers = join_peers(ranks, ops, config, model.hidden_size, dtype)
+            has_peers = ranks.peers is not None
+        specs = models.family(model.family).weight_specs(model)
+        specs = share_vocabulary(specs, ranks.tensor_size, device.type, has_peers)
         place, rounding = (ranks.tensor_rank, ranks.tensor_size), (config.int8_mode, config.int8_head)
         if config.weights == "random":
             made = RandomWeights(specs, 0, *place, dtype, ops, device, model.quantization, *rounding)
@@ -306,7 +312,7 @@ class Engine:
         self.ranks.raise_if_lost()
 
     def _can_capture(self) -> bool:
-        if not self.is_asynchronous or not self.config.cuda_graphs or self.vocab is not None:
+        if not self.is_asynchronous or not self.config.cuda_graphs:
             return False
         if self.ranks.num_stages > 1:
             log.info("no CUDA graphs: padded rows would write tokens on pipeline stages that do not sample")
@@ -486,10 +492,13 @@ class Engine:
         return extras
 
     def _sample(self, logits: Tensor, slots: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
+        results = {"tokens": tokens, "log_probs": log_probs}
         if self.vocab is None:
-            self.ops.sample(logits, slots, self.state, tokens=tokens, log_probs=log_probs)
+            self.ops.sample(logits, slots, self.state, **results)
+        elif self._shared is None:
+            sample(logits, slots, self.state, self.vocab, self.ranks, **results)
         else:
-            sample(logits, slots, self.state, self.vocab, self.ranks, tokens=tokens, log_probs=log_probs)
+            self._shared.sample(logits, slots, self.state, **results)
 
     def _keep_tokens(self, slots: Tensor, tokens: Tensor, plan: StepPlan | None) -> None:
         """Write last_tokens on a stage that does not sample. Slots of beams are -1."""

@@ -16,25 +16,18 @@
 // The push without flags is that of NCCL's LL protocols and of TensorRT-LLM's Lamport kernels.
 #include <cstring>
 
+#include "peer_memory.cuh"
 #include "row_norm.cuh"
 
 namespace tridecode {
 namespace {
 
-constexpr int kMostRanks = 8;
 constexpr int kThreads = 512;
 constexpr int kItems = 4;  // units per thread, at most
 // What a launch adds to the counter: more than it has blocks. An even number of launches is added
 // before the counter wraps around.
 constexpr unsigned int kTickets = 1u << 20;
 constexpr int kFillThreads = 256;
-
-// The front of a rank's own memory; the buffers follow at kHeader.
-struct State {
-  unsigned int tickets;
-  unsigned int broken;  // a peer did not come in time: no launch waits any more
-};
-constexpr int kHeader = 256;
 
 template <typename X>
 __host__ __device__ constexpr uint32_t empty_word() {
@@ -81,53 +74,6 @@ struct Unit {
   }
 };
 
-__device__ __forceinline__ uint4 load_system(const char* from) {
-  uint4 words;
-  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-               : "l"(from)
-               : "memory");
-  return words;
-}
-
-__device__ __forceinline__ void store_system(char* to, const uint4& words) {
-  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.x),
-               "r"(words.y), "r"(words.z), "r"(words.w)
-               : "memory");
-}
-
-__device__ __forceinline__ unsigned int load_system(const unsigned int* from) {
-  unsigned int word;
-  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(word) : "l"(from) : "memory");
-  return word;
-}
-
-__device__ __forceinline__ uint64_t nanoseconds() {
-  uint64_t now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  return now;
-}
-
-// The end of a wait: after limit_ns, or at once where another wait has ended so.
-struct Patience {
-  const tridecode_all_reduce_task& task;
-  uint64_t started = 0;
-  int tries = 0;
-
-  __device__ __forceinline__ bool is_over(int missing) {
-    if (++tries % 1024 != 0) return false;
-    State* state = static_cast<State*>(task.memory);
-    const uint64_t now = nanoseconds();
-    if (!started) started = now;
-    if (now - started < uint64_t(task.limit_ns) && !load_system(&state->broken)) return false;
-    if (atomicExch(&state->broken, 1u) == 0) {
-      *reinterpret_cast<volatile int*>(task.lost) = 1 + missing;
-      __threadfence_system();
-    }
-    return true;
-  }
-};
-
 template <typename X, int ITEMS, int RANKS>
 __global__ void __launch_bounds__(kThreads, 1) all_reduce_rows(const __grid_constant__ Rows rows) {
   constexpr int N = Unit<X>::kNumbers;
@@ -149,7 +95,7 @@ __global__ void __launch_bounds__(kThreads, 1) all_reduce_rows(const __grid_cons
   if (!task.early) wait_for_predecessor_alone();
   if (threadIdx.x == 0) {
     const unsigned int tickets = blockIdx.x == 0 ? kTickets - gridDim.x + 1 : 1;
-    unsigned int* const counter = &static_cast<State*>(task.memory)->tickets;
+    unsigned int* const counter = &static_cast<PeerState*>(task.memory)->tickets;
     shared_turn = atomicAdd(counter, tickets) / kTickets % 2;
   }
   float v[ITEMS][N] = {};  // what is added to the sum
@@ -172,7 +118,7 @@ __global__ void __launch_bounds__(kThreads, 1) all_reduce_rows(const __grid_cons
   // The place in a rank's memory of what another rank sends it.
   auto place = [&](int owner, int sender, int c) {
     const int64_t slot = turn * (task.ranks - 1) + sender - (sender > owner);
-    return rows.memory[owner] + kHeader + slot * task.slot_bytes +
+    return rows.memory[owner] + kPeerHeader + slot * task.slot_bytes +
            (row * task.columns + c) * int64_t(sizeof(X));
   };
   Unit<X> mine[ITEMS];
@@ -186,7 +132,7 @@ __global__ void __launch_bounds__(kThreads, 1) all_reduce_rows(const __grid_cons
       if (peer < task.ranks && peer != task.rank) store_system(place(peer, task.rank, c), words);
   });
 
-  Patience patience{task};
+  Patience patience{static_cast<PeerState*>(task.memory), task.limit_ns, task.lost};
   each_item([&](int i, int c) {
     Unit<X> theirs[RANKS];
     int missing;
@@ -250,11 +196,12 @@ __global__ void __launch_bounds__(kThreads, 1) all_reduce_rows(const __grid_cons
   });
 }
 
-__global__ void fill_words(uint32_t* out, int64_t count, uint32_t word) {
+// The words of the sums' buffers; zeros before them and after them.
+__global__ void fill_words(uint32_t* out, int64_t sum_words, int64_t count, uint32_t word) {
   wait_for_predecessor();
   for (int64_t i = blockIdx.x * int64_t(kFillThreads) + threadIdx.x; i < count;
        i += int64_t(gridDim.x) * kFillThreads)
-    out[i] = i < kHeader / 4 ? 0 : word;
+    out[i] = i < kPeerHeader / 4 || i >= sum_words ? 0 : word;
 }
 
 }  // namespace
@@ -300,16 +247,17 @@ int tridecode_all_reduce(const tridecode_all_reduce_task* task, void* stream) {
 }
 
 int64_t tridecode_peer_bytes(int ranks, int64_t slot_bytes) {
-  return kHeader + 2 * (ranks - 1) * slot_bytes;
+  return kPeerHeader + 2 * (ranks - 1) * slot_bytes;
 }
 
-int tridecode_peer_allocate(int64_t bytes, int dtype, void* address, void* handle) {
+int tridecode_peer_allocate(int64_t sum_bytes, int64_t bytes, int dtype, void* address,
+                            void* handle) {
   void* made = nullptr;
   int status = check(cudaMalloc(&made, bytes), "cudaMalloc");
   if (status) return status;
   const uint32_t word = dtype == kFloat32 ? empty_word<float>() : empty_word<half>();
   status = launch("fill_words", fill_words, 132, kFillThreads, 0, nullptr, (uint32_t*)made,
-                  bytes / 4, word);
+                  sum_bytes / 4, bytes / 4, word);
   if (!status) status = check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
   cudaIpcMemHandle_t found;
   if (!status) status = check(cudaIpcGetMemHandle(&found, made), "cudaIpcGetMemHandle");

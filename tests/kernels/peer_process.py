@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 import torch.multiprocessing as mp
@@ -14,8 +15,9 @@ LAUNCHES = 200  # of a graph that is replayed twice
 SHAPES = [(1, 4096), (3, 64), (37, 4096), (5, 768), (2, 8192), (1, 14336), (300, 1024)]
 
 
-def on_ranks(world: int, what: str) -> list[str]:
-    """Run `what` on every rank; what each of them found wrong, "" for nothing."""
+def on_ranks(world: int, what: str | Callable[..., str]) -> list[str]:
+    """Run `what`, a function or the name of one here, on every rank; what each of them found wrong, "" for
+    nothing."""
     context = mp.get_context("spawn")
     pipes = [[context.Pipe() for _ in range(world)] for _ in range(world)]
     answers = context.Queue()
@@ -37,7 +39,8 @@ def on_ranks(world: int, what: str) -> list[str]:
 def _run(rank, world, what, pipes, answers) -> None:
     try:
         torch.cuda.set_device(rank % torch.cuda.device_count())
-        found = globals()[what](rank, world, Exchange(rank, world, pipes))
+        work = globals()[what] if isinstance(what, str) else what
+        found = work(rank, world, Exchange(rank, world, pipes))
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
     answers.put((rank, found))
@@ -58,11 +61,12 @@ class Exchange:
         ]
 
 
-def make(rank, world, exchange, rows, columns, dtype, limit_s=60.0):
+def make(rank, world, exchange, rows, columns, dtype, limit_s=60.0, sampled_rows=0, ops=None):
     from tridecode.kernels.cuda import Cuda
     from tridecode.kernels.peer_sums import PeerSums
 
-    sums = PeerSums(Cuda(torch.device("cuda")), rank, world, rows, columns, dtype, limit_s)
+    ops = ops or Cuda(torch.device("cuda"))
+    sums = PeerSums(ops, rank, world, rows, columns, dtype, limit_s, sampled_rows)
     sums.connect(exchange(sums.handle))
     return sums
 
