@@ -128,7 +128,8 @@ def test_a_plain_greedy_batch_exchanges_one_message(monkeypatch) -> None:
         tokens, log_probs = torch.zeros(5, dtype=torch.int32, device=DEVICE), torch.zeros(5, device=DEVICE)
         slots = torch.arange(5, dtype=torch.int32, device=DEVICE)
         ranks = Counting(ranks.meeting, rank)
-        sample(cut(logits, share), slots, own, share, ranks, tokens=tokens, log_probs=log_probs)
+        mine = mask_padding(cut(logits, share), share)
+        sample(mine, slots, own, share, ranks, tokens=tokens, log_probs=log_probs)
         return tokens.tolist()
 
     assert on_ranks(2, work) == [logits.argmax(1).tolist()] * 2
