@@ -294,7 +294,9 @@ class EngineConfig:
         "whatever the layers are",
     )
     enable_custom_all_reduce: bool = setting(
-        True, "GPUs of one node: tensor ranks sum through each other's memory; false: through NCCL"
+        True,
+        "GPUs of one node: tensor ranks sum through each other's memory, and each has its share of embedding "
+        "and head; false: through NCCL, and each has all of both",
     )
 
     device: str = setting("auto", "auto: cuda if there is a GPU", _one_of("auto", "cpu", "cuda"))

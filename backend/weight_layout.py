@@ -30,7 +30,7 @@ class WeightSpec:
     layer: the layer it belongs to, or None; a pipeline stage reads its own layers only.
     heads: the number of heads of each section. Ranks get whole heads; if there are fewer heads than ranks,
         world / heads consecutive ranks get the same one. Empty: a section may be cut anywhere.
-    padded: a size that the ranks do not divide is padded with zeros at its end (see share_size).
+    padded, aligned: a share is padded with zeros at its end (see share_size).
     one_file: a single file `<name>.bin` at any degree, although ranks split it: rows of the vocabulary.
     dtype: of its files, where it is not the directory's weight_data_type: "int8", "uint8", "int32", "fp8" or
         "fp32" (backend/quantization.py).
@@ -45,6 +45,7 @@ class WeightSpec:
     divided: bool = False
     heads: tuple[int, ...] = ()
     padded: bool = False
+    aligned: bool = False
     one_file: bool = False
     dtype: str = ""
     pairs: bool = False
@@ -102,9 +103,9 @@ class WeightSpec:
     def share_sizes(self, world: int) -> list[int]:
         """The size along `axis` of each section's slice in a shard, padding included."""
         if self.pairs and not self.heads:
-            return [share_size(2 * part, world, self.padded) // 2 for part in self.parts]
+            return [share_size(2 * part, world, self.padded, self.aligned) // 2 for part in self.parts]
         if not self.heads:
-            return [share_size(part, world, self.padded) for part in self.parts]
+            return [share_size(part, world, self.padded, self.aligned) for part in self.parts]
         return [part // heads * share_size(heads, world) for part, heads in zip(self.parts, self.heads)]
 
     def slices(self, rank: int, world: int) -> list[tuple[int, int]]:
@@ -122,13 +123,13 @@ class WeightSpec:
         return out
 
 
-def share_size(size: int, world: int, padded: bool = False) -> int:
+def share_size(size: int, world: int, padded: bool = False, aligned: bool = False) -> int:
     """A rank's share of `size` columns or heads: size / world, and at least one head.
 
     padded: where world does not divide it, the next multiple of PADDED_MULTIPLE; the last shares then hold
-    less, or nothing, and zeros after it.
+    less, or nothing, and zeros after it. aligned: the next multiple also where world divides it.
     """
-    if size % world == 0 or not padded:
+    if world == 1 or not padded or (size % world == 0 and not aligned):
         return max(size // world, 1)
     share = -(-size // world)
     return -(-share // PADDED_MULTIPLE) * PADDED_MULTIPLE
@@ -143,11 +144,11 @@ def vocabulary_rows(spec: WeightSpec) -> WeightSpec:
     """The embedding or head (V, C), or the head's bias (V,), which is one file, with its rows split over
     ranks and padded.
 
-    FasterTransformer's rule, ceil(V / t) and in 16 bit the next multiple of 8. Rank r's shard has the tokens
-    from r * shard_shape(t)[0]; rows beyond the vocabulary are zeros.
+    ceil(V / t), and of that the next multiple of 8: the sampling kernel loads and draws for groups of ids.
+    Rank r's shard has the tokens from r * shard_shape(t)[0]; rows beyond the vocabulary are zeros.
     """
     assert spec.axis is None, spec
-    return replace(spec, axis=0, padded=True, one_file=True)
+    return replace(spec, axis=0, padded=True, aligned=True, one_file=True)
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ class VocabShare:
     @property
     def size(self) -> int:
         """Columns, the same on all ranks."""
-        return share_size(self.vocab_size, self.world, padded=True)
+        return share_size(self.vocab_size, self.world, padded=True, aligned=True)
 
     @property
     def first(self) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tridecode.kernels.checks import DtypeError, ShapeError, indices, match, same_dtype
+from tridecode.kernels.checks import ShapeError, indices, match, same_dtype
 from tridecode.kernels.cuda_base import (
     ACTIVATIONS,
     DTYPES,
@@ -20,15 +20,15 @@ from tridecode.kernels.cuda_base import (
     contiguous,
     pointer,
 )
+from tridecode.kernels.cuda_sampling import CudaSampling
 from tridecode.kernels.cuda_w8a8 import CudaW8A8
-from tridecode.kernels.library import KernelError, current_stream
+from tridecode.kernels.library import current_stream
 from tridecode.kernels.ops import (
     Batch,
     CacheLayer,
     CandidateRows,
     DecoderLayer,
     Heads,
-    SamplingState,
 )
 from tridecode.kernels.quantized import QuantizedWeight, check_int8_table
 from tridecode.kernels.reference import Reference, beam_candidates
@@ -44,7 +44,7 @@ LAYER_ROWS = ((768, 2), (1024, 4), (2048, 2))
 MAX_LAYER_ROWS, MAX_LAYER_INPUT_BYTES = 4, 64 << 10
 
 
-class Cuda(CudaW8A8):
+class Cuda(CudaW8A8, CudaSampling):
     """Every operation of kernels.ops.Ops. Used by one thread, for tensors of `device`.
 
     dependent_launch: let a kernel start before its predecessor ends (programmatic dependent launch, compute
@@ -88,6 +88,7 @@ class Cuda(CudaW8A8):
         *,
         positions: Tensor | None = None,
         position_table: Tensor | None = None,
+        first_id: int | None = None,
         out: Tensor,
     ) -> None:
         scales = None
@@ -121,6 +122,8 @@ class Cuda(CudaW8A8):
             pointer(position_table),
             sizes["T"],
             sizes["C"],
+            first_id or 0,
+            sizes["V"],
             DTYPES[dtype],
             current_stream(self.device),
         )
@@ -322,47 +325,6 @@ class Cuda(CudaW8A8):
             x.stride(0) * size,
             out.stride(0) * size,
             current_stream(self.device),
-        )
-
-    def sample(
-        self, logits: Tensor, slots: Tensor, state: SamplingState, *, tokens: Tensor, log_probs: Tensor
-    ) -> None:
-        sizes = match(
-            "sample",
-            ("RV", "logits", logits),
-            ("R", "slots", slots),
-            ("R", "tokens", tokens),
-            ("R", "log_probs", log_probs),
-        )
-        indices("sample", ("slots", slots), ("tokens", tokens))
-        if logits.dtype != torch.float32 or log_probs.dtype != torch.float32:
-            raise DtypeError(
-                f"sample: logits are {logits.dtype}, log_probs {log_probs.dtype}; wanted float32"
-            )
-        needed = self.library.sample_scratch(sizes["R"], sizes["V"])
-        if self._sample is None or self._sample.numel() < needed:
-            raise KernelError(
-                f"sample: {sizes['R']} rows of {sizes['V']} logits need {needed:,} bytes; call reserve first"
-            )
-        self.library.sample(
-            current_stream(self.device),
-            logits=logits.data_ptr(),
-            slots=slots.data_ptr(),
-            state=state.slots.data_ptr(),
-            last_tokens=state.last_tokens.data_ptr(),
-            history=state.history.data_ptr(),
-            counts=state.counts.data_ptr(),
-            bad_ids=state.bad_ids.data_ptr(),
-            bad_ends=state.bad_ends.data_ptr(),
-            tokens=tokens.data_ptr(),
-            log_probs=log_probs.data_ptr(),
-            num_rows=sizes["R"],
-            vocab_size=sizes["V"],
-            history_size=state.history.shape[1],
-            bad_size=state.bad_ids.shape[1],
-            logits_stride=logits.stride(0),
-            scratch=self._sample.data_ptr(),
-            counters=self._counters.data_ptr(),
         )
 
     def candidates(self, logits: Tensor, wanted: CandidateRows, *, ids: Tensor, log_probs: Tensor) -> None:

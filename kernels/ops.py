@@ -244,10 +244,13 @@ class Ops(Protocol):
         *,
         positions: Tensor | None = None,
         position_table: Tensor | None = None,
+        first_id: int | None = None,
         out: Tensor,
     ) -> None:
         """out[t] = table[token_ids[t]] (+ position_table[positions[t]]).
 
+        first_id: the table has the rows of V ids from this one on, and out[t] is 0 for others; None: it has
+        the rows of all ids.
         token_ids, positions: (T,) int32. table: (V, C) X, or int8 with a scale for each row.
         position_table: (positions, C) X. out: (T, C) X.
         The sum is computed in float32. The engine checks that ids are in range when a request arrives.
@@ -381,9 +384,8 @@ class Ops(Protocol):
         counter (id / 4, generated, 0, 0), as (word + 0.5) / 2^32 (u near 0 decides who wins, and there
         float32 is precise enough). The answer thus depends on nothing but the sequence itself. If every id is
         impossible, end_id is taken where it is an id, else id 0. Where the largest
-        logit is +inf, or all are NaN, the token is -1 and log_prob 0, and the state goes on as if id 0 had
-        been taken. (A NaN in a hidden state makes all logits of its row NaN; one NaN among numbers gives -1
-        in the reference and is not looked for on a GPU.)
+        logit is +inf, or one is NaN, the token is -1 and log_prob 0, and the state goes on as if id 0 had
+        been taken.
 
         Then, for the token t: last_tokens = t; generated += 1; with bad words, history grows by t (a full
         history no longer); counts[t] += 1, up to 32767, with penalties that are not neutral; with

@@ -2,7 +2,8 @@
 
 A rank allocates memory (PeerSums), gives its handle to the others and opens theirs (`connect`). Then each
 `add_rows` is one launch of csrc/all_reduce.cu, on every rank in the same order. scratch.PEER_LIMITS chooses
-between one shot and two, and NCCL.
+between one shot and two, and NCCL. Behind the rows of the sums the memory has what ranks exchange when they
+sample from a vocabulary that they share (Cuda.sample_shared).
 """
 
 from __future__ import annotations
@@ -16,28 +17,18 @@ from tridecode.kernels.checks import ShapeError, match, same_dtype
 from tridecode.kernels.cuda_base import DTYPES, CudaBase, pointer
 from tridecode.kernels.library import current_stream
 from tridecode.kernels.ops import Norm
-from tridecode.kernels.scratch import PEER_LIMITS, PEER_ROW_BYTES, PeerLimits, peer_limits, plan_peers
+from tridecode.kernels.scratch import PeerLimits, peer_limits, peers_unsupported, plan_peers
 
 HANDLE_BYTES = 64  # of cudaIpcMemHandle_t
-
-
-def unsupported(ranks: int, columns: int, dtype: torch.dtype) -> str:
-    """Why all_reduce.cu cannot sum rows of `columns` numbers; "": it can."""
-    size = columns * dtype.itemsize
-    if peer_limits(ranks) is None:
-        return f"{ranks} tensor ranks; it sums over at most {PEER_LIMITS[-1].ranks}"
-    if size % 16 or size > PEER_ROW_BYTES:
-        return f"rows of {size:,} bytes; it takes multiples of 16 up to {PEER_ROW_BYTES:,}"
-    return ""
 
 
 class PeerSums:
     """This rank's memory and, once connected, that of the others. Used by the thread of `ops`.
 
     max_tokens, columns: of the rows of a step. limit_s: how long a launch waits for the others; then it goes
-    on with wrong numbers, as all later ones do at once, and `lost` is set. Raises KernelError if the memory
-    cannot be allocated or shared. limits: when one shot sums and when two do, the same on all ranks; default:
-    the table's.
+    on with wrong numbers, as all later ones do at once, and `lost` is set. sampled_rows: of a shared
+    vocabulary, sampled from at a time. limits: when one shot sums and when two do, the same on all ranks;
+    default: the table's. Raises KernelError if the memory cannot be allocated or shared.
     """
 
     def __init__(
@@ -49,18 +40,23 @@ class PeerSums:
         columns: int,
         dtype: torch.dtype,
         limit_s: float,
+        sampled_rows: int = 0,
         limits: PeerLimits | None = None,
     ):
         self._library, self._device, self.limit_s = ops.library, ops.device, limit_s
         self._dtype, self.columns = dtype, columns
         self._rank, self._ranks = rank, ranks
+        row_bytes = columns * dtype.itemsize
         limits = limits or peer_limits(ranks)
-        assert limits is not None, unsupported(ranks, columns, dtype)
-        self._plan = plan_peers(limits, ranks, max_tokens, columns * dtype.itemsize)
+        assert limits is not None, peers_unsupported(ranks, row_bytes)
+        self._plan = plan_peers(limits, ranks, max_tokens, row_bytes)
         self.rows = self._plan.rows  # of a launch
-        self.bytes = self._library.peer_bytes(ranks, self._plan.slot_bytes)
+        sum_bytes, self.sampled_rows = self._library.peer_bytes(ranks, self._plan.slot_bytes), sampled_rows
+        self.bytes = sum_bytes + self._library.sample_exchange(sampled_rows, ranks)
         address, handle = torch.zeros(1, dtype=torch.int64), torch.zeros(HANDLE_BYTES, dtype=torch.uint8)
-        self._library.peer_allocate(self.bytes, DTYPES[dtype], address.data_ptr(), handle.data_ptr())
+        self._library.peer_allocate(
+            sum_bytes, self.bytes, DTYPES[dtype], address.data_ptr(), handle.data_ptr()
+        )
         self.handle = handle.numpy().tobytes()
         self._opened: list[int] = []
         self._lost = torch.zeros(1, dtype=torch.int32).pin_memory()
@@ -74,12 +70,17 @@ class PeerSums:
             "limit_ns": int(limit_s * 1e9),
             "lost": self._lost.data_ptr(),
         }
+        #: of tridecode_sample_task, once connected
+        self.sampling_fields: dict[str, float] = {"exchange_rows": sampled_rows, "exchange_at": sum_bytes}
 
     def connect(self, handles: Sequence[bytes]) -> None:
         """Map the others' memory. handles: of all ranks, in rank order. Raises KernelError."""
         for rank, handle in enumerate(handles):
             address = self._memory if rank == self._rank else self._open(handle)
             self._fields[f"memory{rank}"] = address
+        addresses = [f"memory{rank}" for rank in range(len(handles))]
+        shared = ("rank", "ranks", "memory", "limit_ns", "lost", *addresses)
+        self.sampling_fields |= {name: self._fields[name] for name in shared}
 
     def _open(self, handle: bytes) -> int:
         given = torch.frombuffer(bytearray(handle), dtype=torch.uint8)

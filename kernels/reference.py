@@ -79,8 +79,15 @@ class Reference:
         *,
         positions: Tensor | None = None,
         position_table: Tensor | None = None,
+        first_id: int | None = None,
         out: Tensor,
     ) -> None:
+        if first_id is not None:
+            local = token_ids - first_id
+            known = local.clamp(0, table.shape[0] - 1)
+            self.embed(known, table, positions=positions, position_table=position_table, out=out)
+            out.masked_fill_((local != known)[:, None], 0)
+            return
         ids = token_ids.long()
         if isinstance(table, QuantizedWeight):
             table = check_int8_table("embed", table)

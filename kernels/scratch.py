@@ -21,6 +21,8 @@ _EXPANDED = 64 << 20
 _SCALE_GROUP = 128
 #: tokens of a tile of their products
 _MOST_TILE_TOKENS = 256
+#: csrc/sampling_exchange.cuh: bytes of a round from one rank to another, for each row
+_EXCHANGE_BYTES = 4096
 #: csrc/all_reduce.cu: bytes of a row, at most, and of the front of a rank's memory
 PEER_ROW_BYTES, _PEER_HEADER = 32 << 10, 256
 
@@ -119,12 +121,27 @@ def plan_peers(limits: PeerLimits, ranks: int, max_tokens: int, row_bytes: int) 
     return PeerPlan(one_shot, two_shots, lines * row_bytes)
 
 
+def exchange_bytes(ranks: int, max_rows: int) -> int:
+    """tridecode_sample_exchange: of a rank's peer memory, where the ranks share the vocabulary."""
+    return -(-max_rows * 4 // 256) * 256 + max_rows * 2 * (ranks - 1) * _EXCHANGE_BYTES
+
+
+def peers_unsupported(ranks: int, row_bytes: int) -> str:
+    """Why kernels cannot exchange such rows through peer memory; "": they can."""
+    if peer_limits(ranks) is None:
+        return f"{ranks} tensor ranks; they sum over at most {PEER_LIMITS[-1].ranks}"
+    if row_bytes % 16 or row_bytes > PEER_ROW_BYTES:
+        return f"rows of {row_bytes:,} bytes; it takes multiples of 16 up to {PEER_ROW_BYTES:,}"
+    return ""
+
+
 def peer_bytes(ranks: int, max_tokens: int, row_bytes: int) -> int:
     """tridecode_peer_bytes of these rows: what a rank allocates to sum them over the memory of its peers.
 
-    0 for more ranks than it sums over.
+    0 where it cannot.
     """
-    limits = peer_limits(ranks)
-    if limits is None:
+    if peers_unsupported(ranks, row_bytes):
         return 0
+    limits = peer_limits(ranks)
+    assert limits is not None
     return _PEER_HEADER + 2 * (ranks - 1) * plan_peers(limits, ranks, max_tokens, row_bytes).slot_bytes

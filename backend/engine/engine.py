@@ -25,7 +25,7 @@ from tridecode.backend.engine.graphs import Capturer, DecodeGraphs, padded_sizes
 from tridecode.backend.engine.loader import DTYPES, FileWeights
 from tridecode.backend.engine.logits import StepExtras, prompt_logits, sample_logits
 from tridecode.backend.engine.parallel import GPU, Posted, ProcessRanks, SingleRank, waiting
-from tridecode.backend.engine.peer_memory import join_peers
+from tridecode.backend.engine.peer_memory import PeerSampler, join_peers
 from tridecode.backend.engine.plan import BeamRows, StepPlan, StepResult
 from tridecode.backend.engine.prompt_graphs import PromptGraphs, step_shapes
 from tridecode.backend.engine.prompt_store import PromptPlace, PromptStore, load_tasks, prompt_limits
@@ -108,6 +108,9 @@ class Engine:
     phase: told what begins.
     """
 
+    #: types of devices whose tensor ranks map each other's memory
+    PEER_DEVICES = frozenset({"cuda"})
+
     def __init__(
         self,
         model: ModelConfig,
@@ -134,6 +137,9 @@ class Engine:
         self.digest: StepDigest | None = None
         rows = config.slots
         self.vocab = self.model.vocab
+        self._shared = None  # what samples on a GPU, where the ranks share the vocabulary
+        if self.vocab is not None and isinstance(ranks, ProcessRanks) and ranks.peers is not None:
+            self._shared = PeerSampler(ops, ranks.peers, self.vocab)
         columns = model.vocab_size if self.vocab is None else self.vocab.size
         self.work = Workspace.allocate(
             model, config.max_step_tokens, rows, ranks.tensor_size, self.dtype, device, columns
@@ -180,11 +186,16 @@ class Engine:
         """An engine over the weight files of `directory`. progress: told each tensor's name. phase: told what
         begins. Raises WeightFileError, ConfigError,
         UnsupportedError."""
-        specs = models.family(model.family).weight_specs(model)
-        specs = share_vocabulary(specs, ranks.tensor_size, device.type)
         dtype, ops = DTYPES[config.data_type], kernels.select(device, config.batch_invariant)
-        place, rounding = (ranks.tensor_rank, ranks.tensor_size), (config.int8_mode, config.int8_head)
         phase = phase or (lambda what: None)
+        has_peers = False
+        if device.type in cls.PEER_DEVICES and ranks.tensor_size > 1:
+            ranks.barrier("the start of the joining of peers")  # with a limit and a diagnosis
+            phase("the joining of peers")
+            has_peers = cls._join_peers(ranks, ops, config, model)
+        specs = models.family(model.family).weight_specs(model)
+        specs = share_vocabulary(specs, ranks.tensor_size, device.type, has_peers)
+        place, rounding = (ranks.tensor_rank, ranks.tensor_size), (config.int8_mode, config.int8_head)
         if config.weights == "random":
             made = RandomWeights(specs, 0, *place, dtype, ops, device, model.quantization, *rounding)
             return cls(model, config, made, ops, ranks, device, phase=phase)
@@ -304,8 +315,6 @@ class Engine:
             phase(what)
 
         if self.is_asynchronous:
-            begin("the joining of peers")
-            self._join_peers()
             begin("the warm-up")
             self._warm_up(phase)
         begin("the allocation of the cache")
@@ -318,11 +327,12 @@ class Engine:
             self._capture(phase)
         self.ranks.barrier("the end of the start")
 
-    def _join_peers(self) -> None:
-        ranks = self.ranks
-        if isinstance(ranks, ProcessRanks) and ranks.tensor_size > 1:
-            columns = self.model_config.hidden_size
-            ranks.peers = join_peers(ranks, self.ops, self.config, columns, self.dtype)
+    @staticmethod
+    def _join_peers(ranks: Ranks, ops: Ops, config: EngineConfig, model: ModelConfig) -> bool:
+        """Whether the tensor ranks have mapped each other's memory. Collective."""
+        assert isinstance(ranks, ProcessRanks)
+        ranks.peers = join_peers(ranks, ops, config, model.hidden_size, DTYPES[config.data_type])
+        return ranks.peers is not None
 
     def _synchronize(self) -> None:
         with waiting(self.ranks, GPU):
@@ -348,7 +358,7 @@ class Engine:
         self.ranks.raise_if_lost()
 
     def _can_capture(self) -> bool:
-        if not self.is_asynchronous or not self.config.cuda_graphs or self.vocab is not None:
+        if not self.is_asynchronous or not self.config.cuda_graphs:
             return False
         if self.ranks.num_stages > 1 and not self.ranks.is_pipelined:
             log.info("no CUDA graphs: padded rows would write tokens on pipeline stages that do not sample")
@@ -474,7 +484,7 @@ class Engine:
         if shape is None:
             return False
         if plan.starts:
-            start_slots(self.state, plan.starts)
+            start_slots(self.state, plan.starts, 0 if self.vocab is None else self.vocab.first)
         self.prompt_graphs.replay(plan, shape)
         return True
 
@@ -572,10 +582,13 @@ class Engine:
         return extras
 
     def _sample(self, logits: Tensor, slots: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
+        results = {"tokens": tokens, "log_probs": log_probs}
         if self.vocab is None:
-            self.ops.sample(logits, slots, self.state, tokens=tokens, log_probs=log_probs)
+            self.ops.sample(logits, slots, self.state, **results)
+        elif self._shared is None:
+            sample(logits, slots, self.state, self.vocab, self.ranks, **results)
         else:
-            sample(logits, slots, self.state, self.vocab, self.ranks, tokens=tokens, log_probs=log_probs)
+            self._shared.sample(logits, slots, self.state, **results)
 
     def _context_embeddings(self, x: Tensor, plan: StepPlan) -> list[Tensor]:
         """(C,) float32 sums of the last layer's output over the prompts' rows that the plan names."""

@@ -170,7 +170,11 @@ def plan_rank(
     size, stages = config.tensor_para_size, config.pipeline_para_size
     place = _Place(tensor_rank, size, stage, stages)
     mine = stage_layers(model.num_layers, stage, stages)
-    specs = share_vocabulary(models.family(model.family).weight_specs(model), size, device_type)
+    row_bytes = model.hidden_size * DTYPES[config.data_type].itemsize
+    has_peers = device_type == "cuda" and size > 1 and config.enable_custom_all_reduce
+    has_peers = has_peers and not scratch.peers_unsupported(size, row_bytes)
+    specs = models.family(model.family).weight_specs(model)
+    specs = share_vocabulary(specs, size, device_type, has_peers)
     specs = [spec for spec in specs if spec.layer is None or spec.layer in mine]
     dtype = DTYPES[config.data_type]
     ops = _CudaShapes(dtype.itemsize) if device_type == "cuda" else _CpuShapes(config.batch_invariant)
@@ -191,9 +195,9 @@ def plan_rank(
     else:
         device, host = device + host, 0
     kernels = ops.bytes if isinstance(ops, _CudaShapes) else 0
-    if device_type == "cuda" and size > 1 and config.enable_custom_all_reduce:
-        row_bytes = model.hidden_size * dtype.itemsize
+    if has_peers:
         kernels += scratch.peer_bytes(size, config.max_step_tokens, row_bytes)
+        kernels += scratch.exchange_bytes(size, config.slots)
     block = cache[0] // engine.num_blocks
     adapters = _adapter_bytes(weights, config, dtype.itemsize)
     return RankMemory(

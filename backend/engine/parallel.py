@@ -197,7 +197,7 @@ class ProcessRanks:
         self._outbox: Outbox | None = None
         self._source = (num_stages - 1) * tensor_size  # of the results
         self._order = PlanOrder(rank)
-        self.peers: PeerSums | None = None  # the engine joins them once it has loaded
+        self.peers: PeerSums | None = None  # Engine.load joins them
         place = {"init_method": meeting} if isinstance(meeting, str) else meeting
         store: Any = place.get("store") or open_store(place["init_method"], rank, world, joining.limit_s)
         self._meeting = Meeting(dist.PrefixStore("facts", store), rank, world, joining.limit_s, joining.told)

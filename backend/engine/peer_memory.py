@@ -1,4 +1,7 @@
-"""Joins the tensor ranks of a stage for sums over peer memory, or says why NCCL sums instead."""
+"""Joins the tensor ranks of a stage for what kernels do over peer memory, or says why NCCL sums instead.
+
+They sum there, and sample from a vocabulary that they share.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from tridecode.backend.config import EngineConfig
+from tridecode.backend.weight_layout import VocabShare
 from tridecode.kernels.ops import Ops
+from tridecode.kernels.sampling_state import SamplingState
+from tridecode.kernels.scratch import peers_unsupported
 
 if TYPE_CHECKING:
     from tridecode.backend.engine.parallel import ProcessRanks
@@ -23,6 +30,7 @@ _PATIENCE = 1 / 3
 _PROBE_ROWS = 3
 #: bytes of what the ranks tell each other: the host, a handle, why not
 _HOST, _HANDLE, _REASON = 64, 64, 200
+_WITHOUT = "tensor ranks sum through NCCL, and each has the whole vocabulary: %s"
 
 
 def join_peers(
@@ -30,10 +38,11 @@ def join_peers(
 ) -> PeerSums | None:
     """Sums over the tensor ranks through peer memory, tried with real rows; None: NCCL's, with a log line.
 
-    columns: of the rows. Collective over all ranks, all of which get sums or none.
+    columns: of the rows. Collective over all ranks, all of which get sums or none. To be called before the
+    weights are loaded: without sums each rank has the whole vocabulary.
     """
     if not config.enable_custom_all_reduce:
-        log.info("tensor ranks sum through NCCL: enable_custom_all_reduce is false")
+        log.info(_WITHOUT, "enable_custom_all_reduce is false")
         return None
     sums, reason = _allocate(ranks, ops, config, columns, dtype)
     told = _tell(ranks, reason, b"" if sums is None else sums.handle)
@@ -46,12 +55,12 @@ def join_peers(
     if not told.reason and sums is not None:
         told = _tell(ranks, _probe(sums, ranks, dtype))
     if sums is None or told.reason:
-        log.warning("tensor ranks sum through NCCL: %s", told.reason)
+        log.warning(_WITHOUT, told.reason)
         if sums is not None:
             sums.close()
         return None
     size = f"{sums.bytes / 2**20:.0f} MiB a rank, {sums.rows} rows a launch"
-    log.info("tensor ranks sum through the memory of their peers: %s", size)
+    log.info("tensor ranks sum and share the vocabulary through the memory of their peers: %s", size)
     return sums
 
 
@@ -61,18 +70,19 @@ def _allocate(
     """This rank's memory, or why it has none."""
     from tridecode.kernels.cuda_base import CudaBase  # imports the binding of the built library
     from tridecode.kernels.library import KernelError
-    from tridecode.kernels.peer_sums import PeerSums, unsupported
+    from tridecode.kernels.peer_sums import PeerSums
 
     if not isinstance(ops, CudaBase):
         return None, f"{type(ops).__name__} runs without kernels of ours"
-    reason = unsupported(ranks.tensor_size, columns, dtype) or _may_wait_in_vain(ops.gemm_device.shared)
+    reason = peers_unsupported(ranks.tensor_size, columns * dtype.itemsize)
+    reason = reason or _may_wait_in_vain(ops.gemm_device.shared)
     if reason:
         return None, reason
     assert config.max_step_tokens is not None
     limit_s = config.step_timeout_s * _PATIENCE
     place = ranks.tensor_rank, ranks.tensor_size
     try:
-        return PeerSums(ops, *place, config.max_step_tokens, columns, dtype, limit_s), ""
+        return PeerSums(ops, *place, config.max_step_tokens, columns, dtype, limit_s, config.slots), ""
     except KernelError as error:
         return None, str(error)
 
@@ -112,6 +122,25 @@ def _tell(ranks: ProcessRanks, reason: str, handle: bytes = b"") -> _Told:
         if len(hosts) > 1:
             return _Told(f"the tensor ranks of stage {stage} are on several hosts", [])
     return _Told("", [row[_HOST : _HOST + _HANDLE] for row in group])
+
+
+class PeerSampler:
+    """Samples from this rank's columns together with its peers, by Cuda.sample_shared."""
+
+    def __init__(self, ops: Ops, peers: PeerSums, vocab: VocabShare):
+        from tridecode.kernels.cuda_sampling import CudaSampling, SharedIds
+
+        assert isinstance(ops, CudaSampling)  # join_peers has no sums for others
+        self._ops, self._peers = ops, peers
+        self._ids = SharedIds(vocab.first, vocab.count, vocab.vocab_size)
+
+    def sample(
+        self, logits: Tensor, slots: Tensor, state: SamplingState, *, tokens: Tensor, log_probs: Tensor
+    ) -> None:
+        """Ops.sample over logits (R, size) of this rank's ids. Collective, also in a graph."""
+        self._ops.sample_shared(
+            logits, slots, state, self._ids, self._peers, tokens=tokens, log_probs=log_probs
+        )
 
 
 def _host() -> bytes:

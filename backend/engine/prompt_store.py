@@ -204,13 +204,24 @@ class PromptedOps:
         *,
         positions: Tensor | None = None,
         position_table: Tensor | None = None,
+        first_id: int | None = None,
         out: Tensor,
     ) -> None:
-        self._ops.embed(token_ids, table, positions=positions, position_table=position_table, out=out)
+        self._ops.embed(
+            token_ids,
+            table,
+            positions=positions,
+            position_table=position_table,
+            first_id=first_id,
+            out=out,
+        )
+        if first_id:  # the rows of all ranks are added: the first one has those of the virtual tokens
+            out[self._tokens] = 0
+            return
         rows = self._rows
         if positions is not None and position_table is not None:
-            places = positions[self._tokens].long()
-            rows = (rows.float() + position_table[places].float()).to(out.dtype)
+            at = positions[self._tokens].long()
+            rows = (rows.float() + position_table[at].float()).to(out.dtype)
         out[self._tokens] = rows
 
 

@@ -1,7 +1,7 @@
 """Embedding and head cut by vocabulary over the tensor ranks: where it is done, and rows across ranks.
 
 Tied or not, both are cut: a rank holds 1 / t of V * C, and so of the head's product, for one more sum of
-(T, C) over the ranks in a step.
+(T, C) over the ranks in a step. A GPU samples with Cuda.sample_shared, a CPU with vocab_sampler.py.
 """
 
 from __future__ import annotations
@@ -12,11 +12,6 @@ import torch
 from torch import Tensor
 
 from tridecode.backend.weight_layout import VocabShare, WeightSpec, vocabulary_rows
-
-#: Types of devices on which tensor ranks share the vocabulary. On "cuda" each rank has all of it and runs the
-#: sampling kernel: `vocab_sampler` reads the slots on the host, which a CUDA graph cannot, so that adding
-#: "cuda" here also turns decode graphs off. A sampling kernel that knows its first id would end that.
-DEVICES = {"cpu"}
 
 _CUT = ("model.wte", "model.lm_head.weight", "model.lm_head.bias")
 
@@ -33,9 +28,15 @@ class TensorRanks(Protocol):
     def all_reduce(self, x: Tensor) -> None: ...
 
 
-def share_vocabulary(specs: list[WeightSpec], tensor_size: int, device_type: str) -> list[WeightSpec]:
-    """The specs with embedding and head cut by vocabulary, where this device does that."""
-    if tensor_size == 1 or device_type not in DEVICES:
+def share_vocabulary(
+    specs: list[WeightSpec], tensor_size: int, device_type: str, has_peers: bool
+) -> list[WeightSpec]:
+    """The specs with embedding and head cut by vocabulary, where the tensor ranks share it.
+
+    CPUs do. GPUs do if their kernels reach the memory of their peers (has_peers): the sampling kernel
+    exchanges there, in CUDA graphs too. Elsewhere each GPU has the whole vocabulary.
+    """
+    if tensor_size == 1 or not (device_type == "cpu" or has_peers):
         return specs
     return [vocabulary_rows(spec) if spec.name in _CUT else spec for spec in specs]
 

@@ -70,8 +70,7 @@ class Model(Decoder):
         return self.layer_heads(ranks, lambda layer: {"slopes": slopes})
 
     def embed(self, context: Context, x: Tensor) -> None:
-        super().embed(context, x)
-        context.ops.norm(x, self.embedding_norm, out=x)
+        self.look_up(context, x, norm=self.embedding_norm)
 
     def forward(self, context: Context, x: Tensor, caches: list[CacheLayer]) -> None:
         if self.config.residual == "sequential":

@@ -22,6 +22,7 @@ from tridecode.backend.models.layers import (
     add_and_norm,
     add_linears,
     add_normed,
+    add_over_ranks,
     attention,
     make_heads,
 )
@@ -134,25 +135,31 @@ class Decoder:
         """x: (T, C), written: the embedded tokens."""
         self.look_up(context, x)
 
-    def look_up(self, context: Context, x: Tensor, position_table: Tensor | None = None) -> None:
-        """x = the rows of the word embedding (+ those of position_table at the batch's positions).
+    def look_up(
+        self,
+        context: Context,
+        x: Tensor,
+        position_table: Tensor | None = None,
+        norm: Norm | None = None,
+    ) -> None:
+        """x = norm(the rows of the word embedding (+ those of position_table at the batch's positions)).
 
         Where the ranks share the vocabulary, each looks up its ids and zeros the other rows of x; the sum
         over the ranks then has the bits of the whole table's look-up.
         """
         batch, vocab = context.batch, self.vocab
-        positions = None if position_table is None else batch.positions
-        if vocab is None:
-            context.ops.embed(
-                batch.token_ids, self.embedding, positions=positions, position_table=position_table, out=x
-            )
-            return
-        ids = batch.token_ids - vocab.first
-        mine = (ids >= 0) & (ids < vocab.count)
-        ids = ids.clamp_(0, vocab.size - 1)
-        context.ops.embed(ids, self.embedding, positions=positions, position_table=position_table, out=x)
-        x.masked_fill_(~mine[:, None], 0)
-        context.ranks.all_reduce(x)
+        context.ops.embed(
+            batch.token_ids,
+            self.embedding,
+            positions=None if position_table is None else batch.positions,
+            position_table=position_table,
+            first_id=None if vocab is None else vocab.first,
+            out=x,
+        )
+        if vocab is not None:
+            add_over_ranks(context, x, norm)
+        elif norm is not None:
+            context.ops.norm(x, norm, out=x)
 
     def forward(self, context: Context, x: Tensor, caches: list[CacheLayer]) -> None:
         """x: (T, C), the embedded tokens or the output of the stage before; becomes this stage's output."""

@@ -293,6 +293,17 @@ def add_normed(context: Context, residual: Tensor, x: Tensor, linear: Linear, no
     residual.add_(delta)
 
 
+def add_over_ranks(context: Context, x: Tensor, norm: Norm | None) -> None:
+    """x = norm(the sum of every rank's x); no norm: the sum."""
+    sums = context.ranks.row_sums(x)
+    if sums is not None:
+        sums.add_rows(x, norm=norm, out=x if norm is None else None, normed=None if norm is None else x)
+        return
+    context.ranks.all_reduce(x)
+    if norm is not None:
+        context.ops.norm(x, norm, out=x)
+
+
 def _sum_over_ranks(context: Context, *products: tuple[Tensor, Linear]) -> Tensor:
     """(T, C): the sum of x @ weight.T + bias of each (x, linear), in work.delta."""
     # the bias is whole on every rank: only the first adds it

@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads, 1) all_reduce_rows(const __grid_cons
   // The place in a rank's memory of what another rank sends it.
   auto place = [&](int owner, int sender, int c) {
     const int64_t slot = turn * (task.ranks - 1) + sender - (sender > owner);
-    return rows.memory[owner] + kHeader + slot * task.slot_bytes +
+    return rows.memory[owner] + kPeerHeader + slot * task.slot_bytes +
            (row * task.columns + c) * int64_t(sizeof(X));
   };
   Unit<X> mine[ITEMS];
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads, 1) all_reduce_rows(const __grid_cons
       if (peer < task.ranks && peer != task.rank) store_system(place(peer, task.rank, c), words);
   });
 
-  std::conditional_t<RANKS == 2, Patience, SharedPatience> patience{rows};
+  std::conditional_t<RANKS == 2, RowPatience, SharedPatience> patience{rows};
   each_item([&](int i, int c) {
     Unit<X> theirs[RANKS];
     int missing;
@@ -112,11 +112,12 @@ __global__ void __launch_bounds__(kThreads, 1) all_reduce_rows(const __grid_cons
   if (task.norm_weight) store_norm<kAhead>(task, row, each_item, v, weight, shift, shared);
 }
 
-__global__ void fill_words(uint32_t* out, int64_t count, uint32_t word) {
+// The words of the sums' buffers; zeros before them and after them.
+__global__ void fill_words(uint32_t* out, int64_t sum_words, int64_t count, uint32_t word) {
   wait_for_predecessor();
   for (int64_t i = blockIdx.x * int64_t(kFillThreads) + threadIdx.x; i < count;
        i += int64_t(gridDim.x) * kFillThreads)
-    out[i] = i < kHeader / 4 ? 0 : word;
+    out[i] = i < kPeerHeader / 4 || i >= sum_words ? 0 : word;
 }
 
 }  // namespace
@@ -164,16 +165,17 @@ int tridecode_all_reduce(const tridecode_all_reduce_task* task, void* stream) {
 }
 
 int64_t tridecode_peer_bytes(int ranks, int64_t slot_bytes) {
-  return kHeader + 2 * (ranks - 1) * slot_bytes;
+  return kPeerHeader + 2 * (ranks - 1) * slot_bytes;
 }
 
-int tridecode_peer_allocate(int64_t bytes, int dtype, void* address, void* handle) {
+int tridecode_peer_allocate(int64_t sum_bytes, int64_t bytes, int dtype, void* address,
+                            void* handle) {
   void* made = nullptr;
   int status = check(cudaMalloc(&made, bytes), "cudaMalloc");
   if (status) return status;
   const uint32_t word = dtype == kFloat32 ? empty_word<float>() : empty_word<half>();
   status = launch("fill_words", fill_words, 132, kFillThreads, 0, nullptr, (uint32_t*)made,
-                  bytes / 4, word);
+                  sum_bytes / 4, bytes / 4, word);
   if (!status) status = check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
   cudaIpcMemHandle_t found;
   if (!status) status = check(cudaIpcGetMemHandle(&found, made), "cudaIpcGetMemHandle");

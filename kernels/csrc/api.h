@@ -33,10 +33,11 @@ int tridecode_initialize(int device, int dependent_launch, int* properties);
 int tridecode_resolve_tokens(int* token_ids, const int* slots, const int* last_tokens, int count,
                              void* stream);
 
-// scales: null: table is of dtype; else it is int8, and a scale for each row of it.
+// scales: null: table is of dtype; else it is int8, and a scale for each row of it. first_id,
+// num_ids: of the rows of the table; a token that is none of these ids gets a row of zeros.
 int tridecode_embed(void* out, const int* token_ids, const void* table, const float* scales,
                     const int* positions, const void* position_table, int num_tokens, int columns,
-                    int dtype, void* stream);
+                    int first_id, int num_ids, int dtype, void* stream);
 
 int tridecode_norm(void* out, const void* x, const void* weight, const void* bias, float eps,
                    int num_tokens, int columns, int64_t x_stride, int64_t out_stride, int dtype,
@@ -350,9 +351,10 @@ int tridecode_all_reduce(const tridecode_all_reduce_task* task, void* stream);
 
 // Memory of a rank that others write to. These four allocate and synchronise. address: receives the
 // pointer; handle: 64 bytes, for tridecode_peer_open in another process of this host; both in host
-// memory.
+// memory. sum_bytes: tridecode_peer_bytes; the bytes after these are zeros.
 int64_t tridecode_peer_bytes(int ranks, int64_t slot_bytes);
-int tridecode_peer_allocate(int64_t bytes, int dtype, void* address, void* handle);
+int tridecode_peer_allocate(int64_t sum_bytes, int64_t bytes, int dtype, void* address,
+                            void* handle);
 int tridecode_peer_open(const void* handle, void* address);
 int tridecode_peer_close(void* opened);
 int tridecode_peer_free(void* allocated);
@@ -372,9 +374,27 @@ typedef struct {
   int64_t logits_stride;
   void* scratch;           // tridecode_sample_scratch() bytes
   unsigned int* counters;  // (num_rows), zero before and after each launch
+  // where the ranks share the vocabulary, else all 0: vocab_size is the number of this rank's ids,
+  // which begin at first_id, a multiple of 4; the rows of logits have columns up to a multiple of 4
+  int ranks, rank, first_id, whole_vocab_size, counts_stride;
+  int exchange_rows;    // of tridecode_sample_exchange, at least num_rows
+  int64_t exchange_at;  // in the memory of each rank
+  void* memory;         // as in tridecode_all_reduce_task
+  void* memory0;
+  void* memory1;
+  void* memory2;
+  void* memory3;
+  void* memory4;
+  void* memory5;
+  void* memory6;
+  void* memory7;
+  int64_t limit_ns;
+  int* lost;
 } tridecode_sample_task;
 
 int64_t tridecode_sample_scratch(int max_rows, int vocab_size);
+// Bytes of peer memory, zeros before the first launch, for rows whose vocabulary is shared.
+int64_t tridecode_sample_exchange(int max_rows, int ranks);
 int tridecode_sample(const tridecode_sample_task* task, void* stream);
 
 #pragma GCC visibility pop

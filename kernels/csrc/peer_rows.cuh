@@ -1,27 +1,20 @@
-// What the sums over peer memory share: the layout of a rank's memory, units of a row, loads and
-// stores that other GPUs see, waits that end, and what a block does before and after the exchange.
+// What the sums over peer memory share: units of a row, waits that end, and what a block does
+// before and after the exchange.
 #pragma once
+#include "peer_memory.cuh"
 #include "row_norm.cuh"
 
 namespace tridecode {
 namespace peers {
 
-constexpr int kMostRanks = 8;
 constexpr int kThreads = 512;
 constexpr int kItems = 4;  // units per thread, at most
 // What a launch adds to the counter: more than it has blocks. An even number of launches is added
 // before the counter wraps around.
 constexpr unsigned int kTickets = 1u << 20;
 
-// The front of a rank's own memory; the buffers follow at kHeader.
-struct State {
-  unsigned int tickets;
-  // A peer did not come in time: no launch waits any more. Among more than two ranks it is 1 + the
-  // missing rank, and `named` says that the host knows.
-  unsigned int broken;
-  unsigned int named;
-};
-constexpr int kHeader = 256;
+using State = PeerState;
+constexpr int kHeader = kPeerHeader;
 
 template <typename X>
 __host__ __device__ constexpr uint32_t empty_word() {
@@ -78,59 +71,16 @@ struct Unit {
   }
 };
 
-__device__ __forceinline__ uint4 load_system(const char* from) {
-  uint4 words;
-  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-               : "l"(from)
-               : "memory");
-  return words;
-}
-
-__device__ __forceinline__ void store_system(char* to, const uint4& words) {
-  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.x),
-               "r"(words.y), "r"(words.z), "r"(words.w)
-               : "memory");
-}
-
-__device__ __forceinline__ unsigned int load_system(const unsigned int* from) {
-  unsigned int word;
-  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(word) : "l"(from) : "memory");
-  return word;
-}
-
-__device__ __forceinline__ uint64_t nanoseconds() {
-  uint64_t now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  return now;
-}
-
 template <typename X>
 __device__ __forceinline__ void empty_unit(char* at) {
   constexpr uint32_t kEmpty = empty_word<X>();
   store_system(at, make_uint4(kEmpty, kEmpty, kEmpty, kEmpty));
 }
 
-// The end of a wait of two ranks: after limit_ns, or at once where another wait has ended so.
-struct Patience {
-  const tridecode_all_reduce_task& task;
-  uint64_t started = 0;
-  int tries = 0;
-
-  __device__ __forceinline__ explicit Patience(const Rows& rows) : task(rows.task) {}
-
-  __device__ __forceinline__ bool is_over(int missing) {
-    if (++tries % 1024 != 0) return false;
-    State* state = static_cast<State*>(task.memory);
-    const uint64_t now = nanoseconds();
-    if (!started) started = now;
-    if (now - started < uint64_t(task.limit_ns) && !load_system(&state->broken)) return false;
-    if (atomicExch(&state->broken, 1u) == 0) {
-      *reinterpret_cast<volatile int*>(task.lost) = 1 + missing;
-      __threadfence_system();
-    }
-    return true;
-  }
+// The end of a wait of two ranks.
+struct RowPatience : Patience {
+  __device__ __forceinline__ explicit RowPatience(const Rows& rows)
+      : Patience{static_cast<State*>(rows.task.memory), rows.task.limit_ns, rows.task.lost} {}
 };
 
 // The end of a wait among more ranks: after limit_ns, or at once where a wait of any rank has ended

@@ -15,13 +15,20 @@ __global__ void resolve_tokens(int* token_ids, const int* slots, const int* last
   if (i < count && token_ids[i] < 0) token_ids[i] = slots[i] < 0 ? 0 : last_tokens[slots[i]];
 }
 
-// One block per token.
+template <typename X>
+__device__ __forceinline__ void clear_row(X* row, int columns) {
+  for (int c = threadIdx.x; c < columns; c += kThreads) row[c] = from_float<X>(0.0f);
+}
+
+// One block per token. ids: the table holds the rows of ids.x .. ids.x + ids.y - 1.
 template <typename X, int WIDTH>
 __global__ void embed(X* out, const int* token_ids, const X* table, const int* positions,
-                      const X* position_table, int columns) {
+                      const X* position_table, int columns, int2 ids) {
   wait_for_predecessor();
   const int64_t token = blockIdx.x;
-  const X* row = table + int64_t(token_ids[token]) * columns;
+  const int at = token_ids[token] - ids.x;
+  if (at < 0 || at >= ids.y) return clear_row(out + token * columns, columns);
+  const X* row = table + int64_t(at) * columns;
   const X* position_row =
       position_table ? position_table + int64_t(positions[token]) * columns : nullptr;
   for (int c = threadIdx.x * WIDTH; c < columns; c += kThreads * WIDTH) {
@@ -40,11 +47,13 @@ __global__ void embed(X* out, const int* token_ids, const X* table, const int* p
 // The same of a table in int8 with a scale for each row.
 template <typename X, int WIDTH>
 __global__ void embed_int8(X* out, const int* token_ids, const int8_t* table, const float* scales,
-                           const int* positions, const X* position_table, int columns) {
+                           const int* positions, const X* position_table, int columns, int2 ids) {
   wait_for_predecessor();
   const int64_t token = blockIdx.x;
-  const int8_t* row = table + int64_t(token_ids[token]) * columns;
-  const float scale = scales[token_ids[token]];
+  const int at = token_ids[token] - ids.x;
+  if (at < 0 || at >= ids.y) return clear_row(out + token * columns, columns);
+  const int8_t* row = table + int64_t(at) * columns;
+  const float scale = scales[at];
   const X* position_row =
       position_table ? position_table + int64_t(positions[token]) * columns : nullptr;
   for (int c = threadIdx.x * WIDTH; c < columns; c += kThreads * WIDTH) {
@@ -96,7 +105,8 @@ int tridecode_resolve_tokens(int* token_ids, const int* slots, const int* last_t
 
 int tridecode_embed(void* out, const int* token_ids, const void* table, const float* scales,
                     const int* positions, const void* position_table, int num_tokens, int columns,
-                    int dtype, void* stream) {
+                    int first_id, int num_ids, int dtype, void* stream) {
+  const int2 ids = make_int2(first_id, num_ids);
   return for_dtype(dtype, "embed", [&](auto x) {
     using X = decltype(x);
     const bool wide =
@@ -104,10 +114,10 @@ int tridecode_embed(void* out, const int* token_ids, const void* table, const fl
     if (scales)
       return launch("embed_int8", wide ? embed_int8<X, 8> : embed_int8<X, 1>, num_tokens, kThreads,
                     0, stream, (X*)out, token_ids, (const int8_t*)table, scales, positions,
-                    (const X*)position_table, columns);
+                    (const X*)position_table, columns, ids);
     return launch("embed", wide ? embed<X, 8> : embed<X, 1>, num_tokens, kThreads, 0, stream,
-                  (X*)out, token_ids, (const X*)table, positions, (const X*)position_table,
-                  columns);
+                  (X*)out, token_ids, (const X*)table, positions, (const X*)position_table, columns,
+                  ids);
   });
 }
 

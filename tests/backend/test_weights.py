@@ -152,11 +152,11 @@ def test_fewer_kv_heads_than_ranks_are_replicated(tmp_path, kv_heads, stored):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("size", [29, 32, 50257 // 1000, 3])
 def test_rows_of_the_vocabulary_are_split_and_padded(tmp_path, size, ranks):
-    """One file at any degree; FasterTransformer's ceil(V / t), then the next multiple of 8."""
+    """One file at any degree; ceil(V / t), then the next multiple of 8."""
     whole = np.random.default_rng(size).standard_normal((size, 5)).astype(np.float32)
     whole.tofile(tmp_path / "model.wte.bin")
     spec = vocabulary_rows(WeightSpec("model.wte", (size, 5)))
-    rows = size // ranks if size % ranks == 0 else (-(-size // ranks) + 7) // 8 * 8
+    rows = size if ranks == 1 else (-(-size // ranks) + 7) // 8 * 8
     padded = np.zeros((rows * ranks, 5), np.float32)
     padded[:size] = whole
     reader = object.__new__(WeightReader)

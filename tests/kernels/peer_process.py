@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +20,9 @@ LAUNCHES = 200  # of a graph that is replayed twice
 SHAPES = [(1, 4096), (3, 64), (37, 4096), (5, 768), (2, 8192), (1, 14336), (300, 1024)]
 
 
-def on_ranks(world: int, *what: str) -> list[str]:
-    """Run each of `what` on every rank; what each of them found wrong, "" for nothing."""
+def on_ranks(world: int, *what: str | Callable[..., str]) -> list[str]:
+    """Run each of `what`, a function or the name of one here, on every rank; what each found wrong, "" for
+    nothing."""
     context = mp.get_context("spawn")
     pipes = [[context.Pipe() for _ in range(world)] for _ in range(world)]
     answers = context.Queue()
@@ -44,7 +45,8 @@ def _run(rank, world, what, pipes, answers) -> None:
     try:
         torch.cuda.set_device(rank % torch.cuda.device_count())
         exchange = Exchange(rank, world, pipes)
-        found = "; ".join(filter(None, (globals()[name](rank, world, exchange) for name in what)))
+        works = [globals()[one] if isinstance(one, str) else one for one in what]
+        found = "; ".join(filter(None, (work(rank, world, exchange) for work in works)))
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
     answers.put((rank, found))
@@ -68,11 +70,12 @@ class Exchange:
         return pipe.recv_bytes()
 
 
-def make(rank, world, exchange, rows, columns, dtype, limits=None, limit_s=WAIT_S):
+def make(rank, world, exchange, rows, columns, dtype, limits=None, limit_s=WAIT_S, sampled_rows=0, ops=None):
     from tridecode.kernels.cuda import Cuda
     from tridecode.kernels.peer_sums import PeerSums
 
-    sums = PeerSums(Cuda(torch.device("cuda")), rank, world, rows, columns, dtype, limit_s, limits)
+    ops = ops or Cuda(torch.device("cuda"))
+    sums = PeerSums(ops, rank, world, rows, columns, dtype, limit_s, sampled_rows, limits)
     sums.connect(exchange(sums.handle))
     return sums
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -50,6 +52,32 @@ def test_embed_reads_a_table_in_int8(place: Place, columns: int, dtype: torch.dt
     place.ops.embed(ids, table, positions=positions, position_table=places, out=out)
     more = places.double()[positions.long()]
     assert ((out.double() - wanted - more).abs() <= rounding * (wanted.abs() + more.abs())).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [64, 111])
+@pytest.mark.parametrize("quantised", [False, True])
+def test_a_table_of_some_ids_gives_zeros_for_the_others(
+    place: Place, columns: int, dtype: torch.dtype, quantised: bool
+) -> None:
+    """The shares of three ranks add up to the look-up in the whole table."""
+    whole, places = place.normal(48, columns, dtype=dtype), place.normal(9, columns, dtype=dtype)
+    table = round_to_nearest(whole, "int8") if quantised else whole
+    ids, positions = place.ints([16, 47, 0, 15, 31, 32]), place.ints([8, 0, 1, 2, 3, 5])
+    parts, out = [], place.poison(6, columns, dtype=dtype)
+    for first in (0, 16, 32):
+        share = whole[first : first + 16].contiguous()
+        if isinstance(table, QuantizedWeight):
+            rows = slice(first, first + 16)
+            share = replace(table, values=table.values[rows].contiguous(), scales=table.scales[rows])
+        parts.append(place.poison(6, columns, dtype=dtype))
+        place.settle()
+        for more in ({}, {"positions": positions, "position_table": places}):
+            place.ops.embed(ids, share, first_id=first, out=parts[-1], **more)
+        mine = (ids >= first) & (ids < first + 16)
+        assert not parts[-1][~mine].any() and mine.any()
+    place.ops.embed(ids, table, positions=positions, position_table=places, out=out)
+    assert torch.equal(torch.stack(parts).sum(0), out)
 
 
 def test_embed_refuses_other_quantised_tables(place: Place):

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from tests.kernels.conftest import Place
 from tridecode.kernels.philox import philox, uniforms
-from tridecode.kernels.reference import Reference
 from tridecode.kernels.sampling_state import MOST_COUNTED, SamplingState
 
 
@@ -272,9 +271,14 @@ def test_no_token_is_taken_from_logits_that_are_not_numbers(
 
 
 @pytest.mark.parametrize("settings", BROKEN_SETTINGS)
-def test_the_reference_sees_a_single_nan(settings: dict) -> None:
-    """The CUDA kernel does not look for one; see the contract."""
-    place = Place(Reference(), torch.device("cpu"), torch.Generator().manual_seed(1))
-    logits = torch.randn(3, 40, generator=place.generator)
-    logits[1, 17] = torch.nan
-    broken_rows(place, logits, settings)
+@pytest.mark.parametrize("vocab_size", [40, 50_257])
+@pytest.mark.parametrize("bits", [0x7FC00000, 0xFFC00000, 0x7F800001])
+def test_a_single_nan_among_numbers_ends_the_row(
+    place: Place, settings: dict, vocab_size: int, bits: int
+) -> None:
+    """At any place in a load of four ids, of either sign, with other bits than those of an operation's."""
+    nan = torch.from_numpy(np.array([bits], np.uint32).view(np.float32))
+    for at in (0, 1, 2, 3, 17, vocab_size - 1):
+        logits = torch.randn(3, vocab_size, generator=place.generator)
+        logits[1, at] = nan
+        broken_rows(place, logits, settings)

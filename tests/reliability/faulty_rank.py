@@ -161,6 +161,7 @@ def stand_in_for_a_gpu() -> None:
         engine.is_asynchronous, engine.graphs, engine.prompt_graphs = False, None, None
 
     setattr(Engine, "_prepare", run)  # noqa: B010
+    Engine.PEER_DEVICES = frozenset({"cpu"})
     setattr(Engine, "_can_capture", lambda engine: True)  # noqa: B010
     engine_module.Capturer = StandInCapturer  # type: ignore[misc]
     torch.cuda.synchronize = lambda device=None: None

@@ -124,6 +124,27 @@ def _watch(engine: Engine, notes: dict[str, int], last: int) -> None:
     engine.launch = launched  # type: ignore[method-assign]
 
 
+def shared_vocabulary(directory: Path, meeting: Path, rank: int, world: int, exchange) -> str:
+    """Load a rank on a GPU; what is wrong with its share of a vocabulary of 397 ids, "" for nothing."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    ranks = ProcessRanks(rank, world, 1, f"file://{meeting}", device)
+    try:
+        model = read_model_config(directory)
+        sizes = dict(max_sequences=4, block_tokens=8, max_step_tokens=16, cache_bytes=4 << 20)
+        config = resolve(EngineConfig(**sizes, device="cuda", data_type="fp32"), model, device)
+        engine = Engine.load(directory, model, config, ranks, device)
+        share, graphs = engine.vocab, engine.graphs
+        rows = engine.model.embedding.shape[0], engine.model.head.weight.shape[0]
+        columns = engine.work.logits.shape[1], engine.state.counts.shape[1]
+        wanted = (0, 200) if rank == 0 else (200, 397)
+        is_right = share is not None and (share.first, share.stop) == wanted and graphs is not None
+        is_right = is_right and rows == columns == (200, 200)
+        return "" if is_right else f"{share}, {graphs}, rows {rows}, columns {columns}"
+    finally:
+        exchange(b"done")
+        ranks.close()
+
+
 def _work(jobs, answers) -> None:
     torch.set_num_threads(1)
     while True:

@@ -163,6 +163,20 @@ def test_a_head_that_ranks_share_is_planned_on_each(tmp_path):
         assert check(tmp_path / "w", replace(CONFIG, tensor_para_size=2), rank).block == alone.block
 
 
+def test_gpus_that_reach_their_peers_are_planned_with_a_share_of_the_vocabulary() -> None:
+    """Embedding and head of LLaMA-3-8B, 128,256 x 4096 in 16 bit each; the logits and the counts of a row."""
+    model = PRESETS["llama-3-8b"].model
+    config = resolve(replace(CONFIG, max_sequence_tokens=64, tensor_para_size=2), model, CPU)
+    shared = plan_rank(model, config, 1, 0, "cuda")
+    whole = plan_rank(model, replace(config, enable_custom_all_reduce=False), 1, 0, "cuda")
+    share = model.vocab_size // 2
+    assert whole.weights - shared.weights == 2 * share * 4096 * 2
+    assert whole.workspace - shared.workspace == config.slots * share * (4 + 2)
+    peers = scratch.peer_bytes(2, config.max_step_tokens, 8192) + scratch.exchange_bytes(2, config.slots)
+    sampling = [scratch.sample_bytes(config.slots, ids) for ids in (share, model.vocab_size)]
+    assert shared.scratch - whole.scratch == peers + sampling[0] - sampling[1]
+
+
 def test_layers_of_different_sizes_are_planned(tmp_path):
     cuts = {0: Cut((1, 3, 4, 5, 7), tuple(range(0, 60, 2))), 2: Cut(neurons=(5, 6, 7, 8))}
     source = prune(unpruned("gpt2"), cuts).save(tmp_path / "hf")
@@ -240,6 +254,8 @@ def test_the_scratch_of_kernels_is_that_of_the_library():
         assert limits is not None
         slot = scratch.plan_peers(limits, ranks, tokens, 8192).slot_bytes
         assert scratch.peer_bytes(ranks, tokens, 8192) == built.peer_bytes(ranks, slot)
+    for ranks, rows in ((2, 1), (3, 64), (8, 100)):
+        assert scratch.exchange_bytes(ranks, rows) == built.sample_exchange(rows, ranks)
 
 
 def test_block_tables_beyond_reason_are_refused_before_they_are_made(converted):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.backend.engine.offline_models import DEVICE
 from tests.backend.engine.thread_ranks import Meeting, ThreadRanks
+from tests.kernels.sampling_states import SLOTS, cloned, cut, random_state
 from tridecode.backend.engine import vocab_draw, vocab_logits
 from tridecode.backend.engine.plan import BeamRows
 from tridecode.backend.engine.sampling import candidate_rows
@@ -25,7 +26,7 @@ from tridecode.kernels.reference import Reference
 from tridecode.kernels.sampling_state import SamplingState
 from tridecode.kernels.top_log_probs import best_tokens, raw_log_probs
 
-SLOTS, HISTORY = 64, 24
+PLACE = torch.device(DEVICE)
 
 
 def on_ranks(world: int, work: Callable[[int, ThreadRanks], Any]) -> list[Any]:
@@ -48,62 +49,6 @@ def on_ranks(world: int, work: Callable[[int, ThreadRanks], Any]) -> list[Any]:
     if errors:
         raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
     return found
-
-
-def cut(x: Tensor, share: VocabShare, padding: float = 7.0) -> Tensor:
-    """The columns of a rank, as a head with padded rows gives them: padding has any value."""
-    out = torch.full((x.shape[0], share.size), padding, dtype=x.dtype, device=x.device)
-    out[:, : share.count] = x[:, share.first : share.stop]
-    return out
-
-
-def random_state(vocab: int, rows: int, random: np.random.Generator, **always: Any) -> SamplingState:
-    """Slots with every setting mixed, a history, counts of it and bad words. always: columns of all slots."""
-    state = SamplingState.allocate(SLOTS, HISTORY, vocab, 8, torch.device(DEVICE))
-    for slot in range(rows):
-        ks = [0, 0, 1, 2, 5, 40, vocab - 1, vocab, vocab + 9]
-        some = {
-            "top_k": int(random.choice(ks)),
-            "top_p": float(random.choice([1.0, 0.0, 0.1, 0.5, 0.9, 0.999])),
-            "temperature": float(random.choice([0.0, 0.3, 1.0, 1.7])),
-            "repetition_penalty": float(random.choice([1.0, 1.3, 0.8])),
-            "presence_penalty": float(random.choice([0.0, 0.4])),
-            "frequency_penalty": float(random.choice([0.0, -0.3])),
-            "min_tokens": int(random.choice([0, 5])),
-            "end_id": int(random.integers(-1, vocab)),
-            "generated": int(random.integers(0, 9)),
-            "seed": int(random.integers(0, 2**63)),
-            "return_log_probs": int(random.integers(0, 2)),
-            "top_p_decay": float(random.choice([1.0, 0.9])),
-            "top_p_min": 0.2,
-            "top_p_reset_id": int(random.integers(-1, vocab)),
-            **always,
-        }
-        some["top_p_now"] = some["top_p"]
-        for name, value in some.items():
-            state.column(name)[slot] = value
-        history = random.integers(0, vocab, HISTORY)
-        length = int(random.integers(3, HISTORY + 1))
-        state.history[slot] = torch.from_numpy(history.astype(np.int32))
-        state.column("history_length")[slot] = length
-        ids = torch.from_numpy(history[:length])
-        state.counts[slot] = torch.bincount(ids, minlength=vocab).to(torch.int16)
-        if random.integers(0, 2):  # one word of an id, one that the history ends with, one that it does not
-            words = [[int(random.integers(0, vocab))], [*history[length - 2 : length].tolist(), 0]]
-            words.append([(int(history[length - 1]) + 1) % vocab, 1])
-            ends = np.cumsum([len(word) for word in words])
-            state.column("num_bad_words")[slot] = len(words)
-            flat = [token for word in words for token in word]
-            state.bad_ids[slot, : len(flat)] = torch.tensor(flat, dtype=torch.int32)
-            state.bad_ends[slot, : len(ends)] = torch.from_numpy(ends.astype(np.int32))
-    return state
-
-
-def cloned(state: SamplingState, share: VocabShare | None = None) -> SamplingState:
-    parts = {name: getattr(state, name).clone() for name in state.__dataclass_fields__}
-    if share is not None:
-        parts["counts"] = cut(parts["counts"], share, 0)
-    return SamplingState(**parts)
 
 
 def compare(logits: Tensor, slots: list[int], state: SamplingState, world: int) -> list[int]:
@@ -140,7 +85,7 @@ def test_all_settings_give_the_tokens_of_the_whole_logits(vocab: int, world: int
     random = np.random.default_rng(vocab)
     rounds, rows = (2, 12) if vocab > 10_000 else (6, 48)
     for scale in np.linspace(0.5, 6.0, rounds):
-        state = random_state(vocab, SLOTS, random)
+        state = random_state(PLACE, vocab, SLOTS, random)
         logits = torch.from_numpy(random.normal(0, scale, (rows, vocab)).astype(np.float32)).to(DEVICE)
         slots = random.permutation(SLOTS)[:rows]
         slots[random.random(rows) < 0.1] = -1
@@ -151,7 +96,7 @@ def test_all_settings_give_the_tokens_of_the_whole_logits(vocab: int, world: int
 def test_equal_logits_across_ranks(settings: dict) -> None:
     """Greedy takes the lowest id of all ranks; top-k and top-p keep all ids that equal the last one."""
     random = np.random.default_rng(3)
-    state = random_state(40, SLOTS, random, **settings)
+    state = random_state(PLACE, 40, SLOTS, random, **settings)
     logits = torch.from_numpy(random.integers(-2, 3, (SLOTS, 40)).astype(np.float32)).to(DEVICE)
     logits[:, 5] = logits[:, 30] = 4.0
     logits[1], logits[2], logits[3] = (
@@ -183,7 +128,8 @@ def test_a_plain_greedy_batch_exchanges_one_message(monkeypatch) -> None:
         tokens, log_probs = torch.zeros(5, dtype=torch.int32, device=DEVICE), torch.zeros(5, device=DEVICE)
         slots = torch.arange(5, dtype=torch.int32, device=DEVICE)
         ranks = Counting(ranks.meeting, rank)
-        sample(cut(logits, share), slots, own, share, ranks, tokens=tokens, log_probs=log_probs)
+        mine = mask_padding(cut(logits, share), share)
+        sample(mine, slots, own, share, ranks, tokens=tokens, log_probs=log_probs)
         return tokens.tolist()
 
     assert on_ranks(2, work) == [logits.argmax(1).tolist()] * 2
@@ -194,7 +140,7 @@ def test_a_plain_greedy_batch_exchanges_one_message(monkeypatch) -> None:
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_logits_that_are_not_numbers_on_one_rank_end_the_row_on_all(settings: dict, bad: float) -> None:
     random = np.random.default_rng(5)
-    state = random_state(60, SLOTS, random, num_bad_words=0, temperature=1.0, **settings)
+    state = random_state(PLACE, 60, SLOTS, random, num_bad_words=0, temperature=1.0, **settings)
     state.column("num_bad_words")[:] = 0
     logits = torch.from_numpy(random.normal(size=(6, 60)).astype(np.float32)).to(DEVICE)
     logits[1, 45], logits[3] = bad, bad
@@ -205,7 +151,7 @@ def test_logits_that_are_not_numbers_on_one_rank_end_the_row_on_all(settings: di
 
 def test_where_nothing_is_possible_the_end_is_taken() -> None:
     random = np.random.default_rng(6)
-    state = random_state(30, SLOTS, random, return_log_probs=1, end_id=21)
+    state = random_state(PLACE, 30, SLOTS, random, return_log_probs=1, end_id=21)
     state.column("end_id")[2] = -1
     logits = torch.full((4, 30), -torch.inf, device=DEVICE)
     logits[3, 28] = 0.0  # on the last rank alone
@@ -216,7 +162,7 @@ def test_where_nothing_is_possible_the_end_is_taken() -> None:
 def test_a_top_k_beyond_what_is_exchanged_is_searched_by_bits(monkeypatch) -> None:
     monkeypatch.setattr(vocab_draw, "MOST_CANDIDATES", 3)
     random = np.random.default_rng(7)
-    state = random_state(500, SLOTS, random, temperature=1.3, top_k=60)
+    state = random_state(PLACE, 500, SLOTS, random, temperature=1.3, top_k=60)
     state.column("top_k")[::3] = 499
     logits = torch.from_numpy(random.normal(0, 3, (SLOTS, 500)).astype(np.float32)).to(DEVICE)
     logits[:9] = logits[:9].round()  # ties at the k-th
@@ -226,7 +172,7 @@ def test_a_top_k_beyond_what_is_exchanged_is_searched_by_bits(monkeypatch) -> No
 def test_rows_are_drawn_in_parts(monkeypatch) -> None:
     monkeypatch.setattr(vocab_draw, "_VALUES", 300)
     random = np.random.default_rng(8)
-    state = random_state(200, SLOTS, random, temperature=1.0, top_k=0)
+    state = random_state(PLACE, 200, SLOTS, random, temperature=1.0, top_k=0)
     logits = torch.from_numpy(random.normal(0, 3, (40, 200)).astype(np.float32)).to(DEVICE)
     compare(logits, list(range(40)), state, 2)
 

@@ -1,0 +1,119 @@
+"""Sampling on an NVIDIA GPU: of a whole vocabulary, and of one that the tensor ranks of a host share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tridecode.kernels.checks import DtypeError, ShapeError, indices, match
+from tridecode.kernels.cuda_base import CudaBase
+from tridecode.kernels.library import KernelError, current_stream
+from tridecode.kernels.ops import SamplingState
+from tridecode.kernels.peer_sums import PeerSums
+
+
+@dataclass(frozen=True)
+class SharedIds:
+    """The ids of this rank: first .. first + count - 1 of vocab_size, in the first columns of its logits."""
+
+    first: int
+    count: int
+    vocab_size: int
+
+
+class CudaSampling(CudaBase):
+    """`sample` of kernels.ops.Ops, and the same over several ranks."""
+
+    def sample(
+        self, logits: Tensor, slots: Tensor, state: SamplingState, *, tokens: Tensor, log_probs: Tensor
+    ) -> None:
+        fields = self._sample_fields(logits, slots, state, tokens, log_probs)
+        self.library.sample(current_stream(self.device), **fields)
+
+    def sample_shared(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        state: SamplingState,
+        ids: SharedIds,
+        peers: PeerSums,
+        *,
+        tokens: Tensor,
+        log_probs: Tensor,
+    ) -> None:
+        """`sample` where each rank has the logits of its ids: every rank gets the tokens of the whole rows.
+
+        logits: (R, columns) float32 of this rank's ids; a multiple of 8 columns, of which those from
+        ids.count on are not read as logits. state: its counts (S, columns) are of this rank's ids; all else
+        is of the whole vocabulary, and the same on all ranks. peers: connected, with room for R rows
+        (`sampled_rows`). Launched by every rank, in the same order, also within a graph. A rank that does not
+        come is `lost` in peers. The log-sum-exp that log_probs and top-p without top-k read is added rank by
+        rank, so in its last bits it may differ from that of `sample`; otherwise the results are the same.
+        """
+        fields = self._sample_fields(logits, slots, state, tokens, log_probs)
+        columns = logits.shape[1]
+        if (
+            columns % 8
+            or logits.stride(0) % 8
+            or (ids.count and ids.first % 8)
+            or not 0 <= ids.count <= columns
+        ):
+            raise ShapeError(
+                f"sample_shared: {ids} in {columns} columns, stride {logits.stride(0)}; wanted multiples of 8"
+            )
+        if state.counts.shape[1] != columns:
+            raise ShapeError(f"sample_shared: counts of {state.counts.shape[1]} ids; wanted {columns}")
+        if logits.shape[0] > peers.sampled_rows:
+            raise KernelError(
+                f"sample_shared: {logits.shape[0]} rows; the peers exchange {peers.sampled_rows}"
+            )
+        fields |= peers.sampling_fields
+        fields |= {
+            "vocab_size": ids.count,
+            "first_id": ids.first,
+            "whole_vocab_size": ids.vocab_size,
+            "counts_stride": columns,
+        }
+        self.library.sample(current_stream(self.device), **fields)
+
+    def _sample_fields(
+        self, logits: Tensor, slots: Tensor, state: SamplingState, tokens: Tensor, log_probs: Tensor
+    ) -> dict[str, float]:
+        sizes = match(
+            "sample",
+            ("RV", "logits", logits),
+            ("R", "slots", slots),
+            ("R", "tokens", tokens),
+            ("R", "log_probs", log_probs),
+        )
+        indices("sample", ("slots", slots), ("tokens", tokens))
+        if logits.dtype != torch.float32 or log_probs.dtype != torch.float32:
+            raise DtypeError(
+                f"sample: logits are {logits.dtype}, log_probs {log_probs.dtype}; wanted float32"
+            )
+        needed = self.library.sample_scratch(sizes["R"], sizes["V"])
+        if self._sample is None or self._sample.numel() < needed:
+            raise KernelError(
+                f"sample: {sizes['R']} rows of {sizes['V']} logits need {needed:,} bytes; call reserve first"
+            )
+        return {
+            "logits": logits.data_ptr(),
+            "slots": slots.data_ptr(),
+            "state": state.slots.data_ptr(),
+            "last_tokens": state.last_tokens.data_ptr(),
+            "history": state.history.data_ptr(),
+            "counts": state.counts.data_ptr(),
+            "bad_ids": state.bad_ids.data_ptr(),
+            "bad_ends": state.bad_ends.data_ptr(),
+            "tokens": tokens.data_ptr(),
+            "log_probs": log_probs.data_ptr(),
+            "num_rows": sizes["R"],
+            "vocab_size": sizes["V"],
+            "history_size": state.history.shape[1],
+            "bad_size": state.bad_ids.shape[1],
+            "logits_stride": logits.stride(0),
+            "scratch": self._sample.data_ptr(),
+            "counters": self._counters.data_ptr(),
+        }
