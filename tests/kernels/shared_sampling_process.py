@@ -18,6 +18,14 @@ from tridecode.kernels.sampling_state import SamplingState
 TOP_KS = (0, 0, 0, 1, 2, 5, 40, 300, 1100, 3000)
 
 
+#: states are made here: on a GPU each of their many small copies would wait while the peers' kernels spin
+CPU = torch.device("cpu")
+
+
+def moved(state: SamplingState, device: torch.device) -> SamplingState:
+    return SamplingState(*(tensor.to(device) for tensor in state.tensors()))
+
+
 class Rank:
     """Cuda of this process, its peers, and what one of several ranks has of a vocabulary."""
 
@@ -54,10 +62,10 @@ class Rank:
         return found
 
     def compare(self, logits: Tensor, slots: list[int], state: SamplingState) -> str:
-        """What differs between the two; "" if nothing does."""
+        """What differs between the two; "" if nothing does. logits, state: on the CPU."""
         vocab, at = logits.shape[1], torch.tensor(slots, dtype=torch.int32, device=self.device)
-        share, alone = self.share(vocab), cloned(state)
-        own = cloned(state, share)
+        share, alone = self.share(vocab), moved(state, self.device)
+        own = moved(cloned(state, share), self.device)
         logits = logits.to(self.device)
         wanted, found = self.whole(logits, at, alone), self.shared(cut(logits, share), at, own, vocab)
         wrong = self.differences(wanted, found, alone, own, vocab)
@@ -100,7 +108,7 @@ def all_settings(rank: int, world: int, exchange) -> str:
     for vocab, rows, rounds in ((1000, 48, 6), (1003, 48, 4), (50257, 40, 6), (9, 30, 3), (10, 30, 3)):
         random = np.random.default_rng(vocab)
         for scale in np.linspace(0.5, 6.0, rounds):
-            state = random_state(held.device, vocab, SLOTS, random, TOP_KS)
+            state = random_state(CPU, vocab, SLOTS, random, TOP_KS)
             slots = random.permutation(SLOTS)[:rows]
             slots[random.random(rows) < 0.1] = -1
             wrong.append(held.compare(normal(random, scale, rows, vocab), slots.tolist(), state))
@@ -117,7 +125,7 @@ def one_setting(rank: int, world: int, exchange) -> str:
         for scale in (0.01, 2.0):
             random = np.random.default_rng(number)
             always = dict(temperature=1.0, return_log_probs=1, **kind)
-            state = random_state(held.device, 128256, SLOTS, random, **always)
+            state = random_state(CPU, 128256, SLOTS, random, **always)
             text = held.compare(normal(random, scale, 16, 128256), list(range(16)), state)
             wrong.append(f"{kind} x {scale}: {text}" if text else "")
     held.close()
@@ -142,14 +150,14 @@ def special_numbers(rank: int, world: int, exchange) -> str:
         logits[32, 1], logits[33, vocab - 2] = 0.0, -3.0
         logits[34:36, : vocab // 2], logits[36:38, vocab // 2 :] = -torch.inf, -torch.inf
         for kind in (dict(top_k=1), dict(top_k=7), dict(top_k=0, top_p=0.8), dict(top_k=0, top_p=1.0), {}):
-            state = random_state(held.device, vocab, SLOTS, random, TOP_KS, end_id=vocab - 3, **kind)
+            state = random_state(CPU, vocab, SLOTS, random, TOP_KS, end_id=vocab - 3, **kind)
             state.column("num_bad_words")[:] = 0
             state.column("min_tokens")[:] = 0
             wrong.append(held.compare(logits, list(range(SLOTS)), state))
             found = held.shared(
                 cut(logits[12:34].to(held.device), held.share(vocab)),
                 torch.arange(12, 34, dtype=torch.int32, device=held.device),
-                cloned(state, held.share(vocab)),
+                moved(cloned(state, held.share(vocab)), held.device),
                 vocab,
             )["tokens"].tolist()
             wrong.append("" if found[:18] == [-1] * 18 else "NaN or inf gave a token")
@@ -163,8 +171,8 @@ def replayed(rank: int, world: int, exchange) -> str:
     held, vocab = Rank(rank, world, exchange), 5003
     random = np.random.default_rng(7)
     share = held.share(vocab)
-    alone = random_state(held.device, vocab, SLOTS, random, TOP_KS, top_p_decay=0.95)
-    own = cloned(alone, share)
+    alone = random_state(CPU, vocab, SLOTS, random, TOP_KS, top_p_decay=0.95)
+    alone, own = moved(alone, held.device), moved(cloned(alone, share), held.device)
     logits = normal(random, 3.0, 16, vocab).to(held.device)
     mine = cut(logits, share)
     slots = torch.tensor([*range(20, 33), -1, 2, -1], dtype=torch.int32, device=held.device)
@@ -201,8 +209,9 @@ def abandoned(rank: int, world: int, exchange) -> str:
     held, vocab, found = Rank(rank, world, exchange, limit_s=0.5), 1003, ""
     if rank == 0:
         random = np.random.default_rng(8)
-        state = random_state(held.device, vocab, SLOTS, random, TOP_KS)
-        own, mine = cloned(state, held.share(vocab)), cut(normal(random, 2.0, 16, vocab), held.share(vocab))
+        state = random_state(CPU, vocab, SLOTS, random, TOP_KS)
+        own = moved(cloned(state, held.share(vocab)), held.device)
+        mine = cut(normal(random, 2.0, 16, vocab), held.share(vocab))
         slots = torch.arange(16, dtype=torch.int32, device=held.device)
         mine = mine.to(held.device)
         torch.cuda.synchronize()
