@@ -65,13 +65,27 @@ def test_any_lengths_share_a_step(place: Place, contexts: list[int], block_token
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("fresh", [True, False])
 def test_prompts_see_what_is_before_them(place: Place, fresh: bool, heads, alibi: bool, dtype: torch.dtype):
-    shape = make_heads(place, *heads, alibi=alibi)
     queries = [1, 1, 2, 129, 40, 17]
     contexts = [5, 70, *queries[2:]] if fresh else [5, 70, 2, 150, 64 + 40, 17 + 300]
+    prompts_and_compare(place, heads, contexts, queries, alibi, dtype)
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("heads", [(2, 2, 64), (4, 2, 128)])
+@pytest.mark.parametrize("before", [0, 16, 40, 64, 100, 300])
+def test_prompts_of_several_tiles_see_what_is_before_them(place: Place, heads, before: int, alibi: bool):
+    """Each half of a tile may be the last that a warp group of the kernel for Hopper sees."""
+    queries = [1, 1, 63, 64, 65, 128, 200, 300, 513]
+    contexts = [5, 70, *(length + before for length in queries[2:])]
+    prompts_and_compare(place, heads, contexts, queries, alibi, torch.bfloat16)
+
+
+def prompts_and_compare(place: Place, heads, contexts, queries, alibi: bool, dtype: torch.dtype) -> None:
+    """Rows of one query, at the front, are decoding rows, and not computed."""
+    shape = make_heads(place, *heads, alibi=alibi)
     batch = make_batch(place, contexts, queries, 16)
     cache = make_cache(place, batch, shape, 16, dtype)
     decodes = batch.num_decodes
-    assert decodes == 2
     qkv = place.normal(sum(queries[decodes:]), shape.qkv_size, dtype=dtype)
     starts = [start - decodes for start in batch.query_starts.tolist()]
     width = shape.num_heads * shape.head_size
