@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -78,6 +80,41 @@ def test_prompts_of_several_tiles_see_what_is_before_them(place: Place, heads, b
     queries = [1, 1, 63, 64, 65, 128, 200, 300, 513]
     contexts = [5, 70, *(length + before for length in queries[2:])]
     prompts_and_compare(place, heads, contexts, queries, alibi, torch.bfloat16)
+
+
+@pytest.fixture
+def limited(cuda_place: Place) -> Iterator[Place]:
+    """A place whose operations' prompt_shared_bytes the test sets."""
+    yield cuda_place
+    cuda_place.ops.prompt_shared_bytes = 0
+
+
+#: bytes of shared memory of a block on sm_75, on sm_86, 89 and 120, on sm_80, and on sm_90
+SHARED = [64 << 10, 99 << 10, 163 << 10, 227 << 10]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("size", [64, 80, 96, 112, 128, 256])
+@pytest.mark.parametrize("limit", [1 << 10, *SHARED])
+def test_prompts_need_no_more_shared_memory_than_there_is(
+    limited: Place, limit, size: int, fresh: bool, dtype
+):
+    """Tiles of 128 and of 64 queries, and the kernel without tiles."""
+    queries = [2, 129, 40, 200]
+    contexts = queries if fresh else [2, 150, 64 + 40, 300]
+    limited.ops.prompt_shared_bytes = limit
+    prompts_and_compare(limited, (4, 2, size), contexts, queries, size in (80, 128), dtype)
+
+
+@pytest.mark.gpu
+def test_every_head_size_with_tiles_has_some_on_every_card(cuda_place: Place):
+    queries = cuda_place.ops.library.prefill_attention_queries
+    assert {queries(size, limit) for size in (64, 80, 96, 112) for limit in SHARED} == {128}
+    assert [queries(128, limit) for limit in SHARED] == [64, 128, 128, 128]
+    assert [queries(256, limit) for limit in SHARED] == [64, 64, 128, 128]
+    assert queries(40, SHARED[-1]) == queries(64, 1 << 10) == 1
 
 
 def prompts_and_compare(place: Place, heads, contexts, queries, alibi: bool, dtype: torch.dtype) -> None:
