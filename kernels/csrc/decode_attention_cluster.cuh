@@ -7,7 +7,7 @@
 // memory, and the last to arrive combines that.
 //
 // The tiles that a warp takes first are loaded before the wait for the kernel that writes the
-// queries and the newest token, two of them by bulk copies.
+// queries and the newest token: one to registers or, of many bytes, two by bulk copies.
 //
 // Bytes moved and bench: see decode_attention.cuh.
 #pragma once
@@ -230,22 +230,44 @@ Clusters clusters_of(const Task& task) {
   return {};
 }
 
-template <typename X, typename C, int D>
-int run_clusters(const Task& task, const Clusters& clusters, void* stream) {
+// At most so many bytes of keys and values: the block tables' width bounds the contexts, which a
+// launch in a CUDA graph does not know.
+template <typename C, int D>
+int64_t most_bytes(const Task& task) {
+  return task.num_rows * task.table_stride * task.block_tokens * task.kv_heads * D * 2 *
+         int64_t(sizeof(C));
+}
+
+template <typename X, typename C, int D, typename Source>
+int launch_clusters(const Task& task, const Clusters& clusters, void* stream) {
   const int blocks = task.num_rows * task.kv_heads * clusters.blocks;
   if (blocks > task.num_counters)
     return fail("decode_attention: %d blocks need more than %d counters", blocks,
                 task.num_counters);
-  constexpr bool kExact = std::is_same<C, X>::value;
-  // rings of heads of 256 leave no room for a second block
-  using Source =
-      std::conditional_t<(D > 128), std::conditional_t<kExact, Loads<X, D>, Loads8<C, D>>,
-                         std::conditional_t<kExact, Copies<X, D>, Copies8<C, D>>>;
   return launch_in_clusters(
       "decode_attention", decode_attention_cluster<X, C, D, Source>, clusters.blocks,
       blocks * clusters.each, 32 * kWarps,
       kWarps * Source::kBytes + received_floats(D, clusters.blocks) * sizeof(float), stream, task,
       clusters.each);
+}
+
+// Bulk copies where there may be many bytes: beside the next product's ring the L1 cache is too
+// small for loads. A ring of this kernel's own lets that product start later. H200, us of a step of
+// BLOOM-7B1, loads and copies, by rows x context: 1 x 544 3,856 and 3,863, 2 x 544 3,946 and 3,975,
+// 1 x 2,048 4,121 and 4,125, 2 x 2,048 4,560 and 4,459, 2 x 4,096 5,318 and 5,014. Rings of heads
+// of 256 leave no room for a second block; 8 bits were not measured.
+constexpr int64_t kCopiedBytes = 64 << 20;
+
+template <typename X, typename C, int D>
+int run_clusters(const Task& task, const Clusters& clusters, void* stream) {
+  if constexpr (!std::is_same<C, X>::value) {
+    return launch_clusters<X, C, D, Loads8<C, D>>(task, clusters, stream);
+  } else {
+    if constexpr (D <= 128)
+      if (most_bytes<C, D>(task) >= kCopiedBytes)
+        return launch_clusters<X, C, D, Copies<X, D>>(task, clusters, stream);
+    return launch_clusters<X, C, D, Loads<X, D>>(task, clusters, stream);
+  }
 }
 
 }  // namespace

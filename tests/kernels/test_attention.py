@@ -16,9 +16,11 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 HEADS = [(4, 4, 64), (6, 3, 80), (8, 2, 96), (4, 1, 112), (8, 2, 128), (19, 1, 64), (2, 2, 256), (5, 5, 40)]
 
 
-def decode_and_compare(place: Place, heads_shape, contexts, block_tokens, alibi, dtype) -> None:
+def decode_and_compare(place: Place, heads_shape, contexts, block_tokens, alibi, dtype, columns=0) -> None:
     heads = make_heads(place, *heads_shape, alibi=alibi)
     batch = make_batch(place, contexts, [1] * len(contexts), block_tokens)
+    if columns:
+        batch.block_tables = torch.nn.functional.pad(batch.block_tables, (0, columns))
     cache = make_cache(place, batch, heads, block_tokens, dtype)
     if place.device.type == "cpu":
         cache.blocks.nan_to_num_()  # the reference masks, and torch's attention spreads NaN through a mask
@@ -56,6 +58,14 @@ def test_heads_with_keys_of_their_own_decode_few_rows(place: Place, contexts: li
     decode_and_compare(place, (4, 4, size), contexts, 16, size == 96, torch.bfloat16)
 
 
+@pytest.mark.parametrize("size", [64, 80, 96, 112, 128])
+@pytest.mark.parametrize("contexts", [[1], [16], [513, 1], [2049], [0, 3000, 40]])
+def test_few_rows_decode_with_room_for_long_contexts(place: Place, contexts: list[int], size: int):
+    """The width of the block tables decides how a cluster loads its tiles."""
+    columns = (1 << 26) // (len(contexts) * 16 * 4 * size * 4)
+    decode_and_compare(place, (4, 4, size), contexts, 16, size == 96, torch.bfloat16, columns)
+
+
 @pytest.mark.parametrize("block_tokens", [16, 32, 64])
 @pytest.mark.parametrize("contexts", [[1], [31, 32, 33], [0, 0, 2049, 0], [63, 64, 65, 1] * 6, [300] * 19])
 def test_any_lengths_share_a_step(place: Place, contexts: list[int], block_tokens: int):
@@ -80,6 +90,14 @@ def test_prompts_of_several_tiles_see_what_is_before_them(place: Place, heads, b
     queries = [1, 1, 63, 64, 65, 128, 200, 300, 513]
     contexts = [5, 70, *(length + before for length in queries[2:])]
     prompts_and_compare(place, heads, contexts, queries, alibi, torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("alibi", [False, True])
+def test_prompts_of_many_heads_come_in_sections(cuda_place: Place, alibi: bool):
+    """So many heads of rows that the kernel for Hopper takes them in more than eight sections."""
+    queries = [513, 2, 300, 129, 400, 17, 513, 64, 200, 500, 333, 70, 5]
+    prompts_and_compare(cuda_place, (32, 8, 128), queries, queries, alibi, torch.bfloat16)
 
 
 @pytest.fixture
