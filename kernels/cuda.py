@@ -160,6 +160,7 @@ class Cuda(CudaW8A8, CudaSampling):
         fields = _attention_fields(qkv, heads, batch, cache, out)
         fields["query_starts"] = batch.query_starts.data_ptr()
         fields |= {"origin_row": batch.num_decodes, "max_query": batch.max_query, "tokens": tokens}
+        fields["shared_bytes"] = self.prompt_shared_bytes
         if cache.scales is None or batch.fresh_prompts:  # fresh prompts read rounded keys from qkv
             self.library.prefill_attention(
                 current_stream(self.device),

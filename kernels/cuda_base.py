@@ -45,6 +45,8 @@ class CudaBase:
         self.library.initialize(self.device.index, int(dependent_launch), properties.data_ptr())
         multiprocessors, self.capability, shared_bytes, shared = properties.tolist()
         self.layer_tokens = layer_tokens
+        #: of a block of prompts' attention, at most; 0: what the device has, and its own kernel on Hopper
+        self.prompt_shared_bytes = 0
         self._sums = self._bytes(SUM_BYTES)
         self._sums_pointer = self._sums.data_ptr()
         self._library_products = LibraryProducts(self.library, self._sums_pointer)

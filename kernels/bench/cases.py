@@ -273,21 +273,23 @@ class Bench:
         return CacheLayer(*rounded(blocks, CACHE_DTYPES[name])) if name else CacheLayer(blocks)
 
     def prefill_attention(self) -> Iterator[Result]:
-        for label, heads, kv_heads, alibi in (("BLOOM", 32, 32, True), ("LLaMA", 32, 8, False)):
-            shape = Heads(
-                heads,
-                kv_heads,
-                128,
-                128**-0.5,
-                None,
-                torch.rand(heads, device=self.device) if alibi else None,
-            )
-            cache = CacheLayer(self.normal(2, 2, kv_heads, 32, 128))
-            for rows, length in ((1, 512), (16, 512), (1, 2048), (4, 4096)):
+        for label, heads, kv_heads, size, alibi in (
+            ("BLOOM-7B1", 32, 32, 128, True),
+            ("LLaMA-3-8B", 32, 8, 128, False),
+            ("BLOOM-560M", 16, 16, 64, True),
+            ("LLaMA-3.2-1B", 32, 8, 64, False),
+        ):
+            slopes = torch.rand(heads, device=self.device) if alibi else None
+            shape = Heads(heads, kv_heads, size, size**-0.5, None, slopes)
+            cache = CacheLayer(self.normal(2, 2, kv_heads, 32, size))
+            for rows, length in ((1, 512), (16, 512), (64, 512), (1, 2048), (8, 4096)):
                 batch = self._batch([length] * rows, [length] * rows, self.ints([[0]] * rows), 0)
-                qkv, out = self.normal(rows * length, shape.qkv_size), self.normal(rows * length, heads * 128)
+                qkv, out = (
+                    self.normal(rows * length, shape.qkv_size),
+                    self.normal(rows * length, heads * size),
+                )
                 mine = microseconds(lambda: self.ops.prefill_attention(qkv, shape, batch, cache, out=out), 1)
-                flops = 4.0 * 128 * heads * rows * length * (length + 1) / 2
+                flops = 4.0 * size * heads * rows * length * (length + 1) / 2
                 yield Result(
                     "prefill_attention",
                     f"{label} {rows} prompts of {length}",
@@ -295,7 +297,8 @@ class Bench:
                     flops=flops,
                     peer=self._flash(qkv, shape, rows, length),
                 )
-            yield from self._continued(label, shape)
+            if size == 128:
+                yield from self._continued(label, shape)
 
     def _continued(self, label: str, shape: Heads) -> Iterator[Result]:
         """Chunks of 512 tokens of prompts that have 1536 tokens in the cache, of 16 and of 8 bits."""
@@ -320,8 +323,9 @@ class Bench:
         """torch's attention over the same ragged prompts, without ALiBi, which it does not support."""
         from torch.nn.attention.varlen import varlen_attn  # torch 2.10 and newer
 
-        sizes = [shape.num_heads * 128, shape.num_kv_heads * 128, shape.num_kv_heads * 128]
-        q, k, v = (part.unflatten(1, (-1, 128)) for part in qkv.split(sizes, dim=1))
+        size = shape.head_size
+        sizes = [shape.num_heads * size, shape.num_kv_heads * size, shape.num_kv_heads * size]
+        q, k, v = (part.unflatten(1, (-1, size)) for part in qkv.split(sizes, dim=1))
         starts = self.ints([row * length for row in range(rows + 1)])
         return microseconds(
             lambda: varlen_attn(q, k, v, starts, starts, length, length, window_size=(-1, 0)), 1

@@ -255,6 +255,7 @@ typedef struct {
   int first_row, origin_row;
   int max_query;  // the largest number of queries of a row
   int tokens;
+  int shared_bytes;  // of a block, at most; 0: what the device has, and its own kernel on sm_90
   // decode: scratch memory of tridecode_decode_attention_scratch(head_size) bytes, for any batch;
   // counters that are zero before and after each launch, one per row and group of 8 query heads
   void* scratch;
@@ -265,6 +266,9 @@ typedef struct {
 int64_t tridecode_decode_attention_scratch(int head_size);
 int tridecode_decode_attention(const tridecode_attention_task* task, void* stream);
 int tridecode_prefill_attention(const tridecode_attention_task* task, void* stream);
+// Queries of a block where it may have shared_bytes of shared memory and there is no kernel for the
+// device alone; 1: those of the kernel for any head size, which is not tuned.
+int64_t tridecode_prefill_attention_queries(int head_size, int shared_bytes);
 
 // Expands blocks of an 8-bit cache for prefill_attention: out = stored * scale, for every row that
 // has tokens from before this step. Column c of such a row goes to block row * columns + c of out.

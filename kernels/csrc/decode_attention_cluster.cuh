@@ -7,7 +7,7 @@
 // memory, and the last to arrive combines that.
 //
 // The tiles that a warp takes first are loaded before the wait for the kernel that writes the
-// queries and the newest token.
+// queries and the newest token: one to registers or, of many bytes, two by bulk copies.
 //
 // Bytes moved and bench: see decode_attention.cuh.
 #pragma once
@@ -96,13 +96,14 @@ struct Exchange {
 
 #endif
 
-template <typename X, typename C, int D>
+template <typename X, typename C, int D, typename Source>
 __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
     decode_attention_cluster(const __grid_constant__ Task task, int clusters) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   using S = Sums<X, C, D>;
-  using Source = std::conditional_t<S::kExact, Loads<X, D>, Loads8<C, D>>;
-  extern __shared__ __align__(16) float received[];
+  extern __shared__ __align__(128) char shared[];  // the warps' tiles, then what they receive
+  char* const own_shared = shared + threadIdx.x / 32 * Source::kBytes;
+  float* const received = reinterpret_cast<float*>(shared + kWarps * Source::kBytes);
   __shared__ uint64_t all_received;
   __shared__ bool last;
 
@@ -124,6 +125,7 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
   }
   const Exchange<D> exchange{blocks, rank, received, &all_received};
   if (threadIdx.x == 0) exchange.initialize();
+  if (threadIdx.x % 32 == 0) Source::initialize(own_shared);
   __syncwarp();
   cluster_arrive();
 
@@ -131,32 +133,34 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
   const int runs = parts * warps, mine = (part * blocks + rank) * kWarps + warp;
   const int begin = ceil_div(int64_t(tiles) * mine, runs),
             end = ceil_div(int64_t(tiles) * (mine + 1), runs);
-  Source source(nullptr, false);
+  Source source(own_shared, false);
   Pages<X, C, D, Source> pages(task, source);
   pages.row = row, pages.kv_head = head;
   pages.load_ids(min(begin, tiles - 1), tiles);
-  const bool newest = begin == tiles - 1;
-  if (!newest && begin < end) {
-    pages.request_keys(begin, tiles);
-    pages.request_values(begin, tiles);
-  }
-  for (int tile = begin + !newest; tile < min(end, begin + kPrefetchedTiles); ++tile)
+  auto request = [&](int tile) {
+    pages.request_keys(tile, tiles);
+    pages.request_values(tile, tiles);
+  };
+  const int requested = min(end, begin + Source::kDepth);  // tiles before it are, at first
+  const bool newest = begin < end && requested == tiles;   // the last of these
+#pragma unroll
+  for (int ahead = 0; ahead < Source::kDepth; ++ahead)
+    if (begin + ahead < requested - newest) request(begin + ahead);
+  for (int tile = requested - newest; tile < min(end, begin + kPrefetchedTiles); ++tile)
     pages.prefetch(tile, tiles);
   wait_for_predecessor();
-  if (newest && begin < end) {
-    pages.request_keys(begin, tiles);
-    pages.request_values(begin, tiles);
-  }
+  if (newest) request(tiles - 1);
 
   S sums(task, row, head, 1);
   for (int tile = begin; tile < end; ++tile) {
+    const int later = tile + Source::kDepth;
     sums.add_tile(
         source, tile, context,
         [&] {
-          if (tile + 1 < end) pages.request_keys(tile + 1, tiles);
+          if (later < end) pages.request_keys(later, tiles);
         },
         [&] {
-          if (tile + 1 < end) pages.request_values(tile + 1, tiles);
+          if (later < end) pages.request_values(later, tiles);
         });
   }
   sums.finish();
@@ -226,16 +230,44 @@ Clusters clusters_of(const Task& task) {
   return {};
 }
 
-template <typename X, typename C, int D>
-int run_clusters(const Task& task, const Clusters& clusters, void* stream) {
+// At most so many bytes of keys and values: the block tables' width bounds the contexts, which a
+// launch in a CUDA graph does not know.
+template <typename C, int D>
+int64_t most_bytes(const Task& task) {
+  return task.num_rows * task.table_stride * task.block_tokens * task.kv_heads * D * 2 *
+         int64_t(sizeof(C));
+}
+
+template <typename X, typename C, int D, typename Source>
+int launch_clusters(const Task& task, const Clusters& clusters, void* stream) {
   const int blocks = task.num_rows * task.kv_heads * clusters.blocks;
   if (blocks > task.num_counters)
     return fail("decode_attention: %d blocks need more than %d counters", blocks,
                 task.num_counters);
-  return launch_in_clusters("decode_attention", decode_attention_cluster<X, C, D>, clusters.blocks,
-                            blocks * clusters.each, 32 * kWarps,
-                            received_floats(D, clusters.blocks) * sizeof(float), stream, task,
-                            clusters.each);
+  return launch_in_clusters(
+      "decode_attention", decode_attention_cluster<X, C, D, Source>, clusters.blocks,
+      blocks * clusters.each, 32 * kWarps,
+      kWarps * Source::kBytes + received_floats(D, clusters.blocks) * sizeof(float), stream, task,
+      clusters.each);
+}
+
+// Bulk copies where there may be many bytes: beside the next product's ring the L1 cache is too
+// small for loads. A ring of this kernel's own lets that product start later. H200, us of a step of
+// BLOOM-7B1, loads and copies, by rows x context: 1 x 544 3,856 and 3,863, 2 x 544 3,946 and 3,975,
+// 1 x 2,048 4,121 and 4,125, 2 x 2,048 4,560 and 4,459, 2 x 4,096 5,318 and 5,014. Rings of heads
+// of 256 leave no room for a second block; 8 bits were not measured.
+constexpr int64_t kCopiedBytes = 64 << 20;
+
+template <typename X, typename C, int D>
+int run_clusters(const Task& task, const Clusters& clusters, void* stream) {
+  if constexpr (!std::is_same<C, X>::value) {
+    return launch_clusters<X, C, D, Loads8<C, D>>(task, clusters, stream);
+  } else {
+    if constexpr (D <= 128)
+      if (most_bytes<C, D>(task) >= kCopiedBytes)
+        return launch_clusters<X, C, D, Copies<X, D>>(task, clusters, stream);
+    return launch_clusters<X, C, D, Loads<X, D>>(task, clusters, stream);
+  }
 }
 
 }  // namespace

@@ -2,10 +2,10 @@
 // prefill_attention_sm90a.cu computes head sizes 64 and 128. Fresh prompts read keys and values
 // from the output of the projection, prompts with tokens in the cache from its blocks.
 //
-// A block computes 128 queries of one head, 16 per warp. It iterates over tiles of the keys that
-// they see; two tiles are in shared memory at a time, one in use and one in flight. Scores and
-// output stay in registers. Online softmax in base 2 and float32. Tiles that no query sees are not
-// read.
+// A block computes 128 queries of one head, 16 per warp, or 64 where shared memory is small (64 KiB
+// on sm_75, 99 KiB on sm_86, sm_89 and sm_120). It iterates over tiles of the keys that they see;
+// two tiles are in shared memory at a time, one in use and one in flight. Scores and output stay in
+// registers. Online softmax in base 2 and float32. Tiles that no query sees are not read.
 //
 // FLOP: 2 * 2 * head_size * heads * sum over queries of visible keys.
 // Bench: python -m tridecode.kernels.bench prefill_attention
@@ -15,9 +15,8 @@
 namespace tridecode {
 namespace {
 
-constexpr int kWarps = 8;
-constexpr int kThreads = 32 * kWarps;
-constexpr int kQueries = 16 * kWarps;  // of a block
+constexpr int kAnyWarps = 8;  // of a block of prefill_attention_any
+constexpr int kNoTile = -1;
 
 // The keys and values of a row.
 template <typename X>
@@ -72,44 +71,48 @@ __device__ __forceinline__ void load_transposed(uint32_t (&words)[4], const void
                : "memory");
 }
 
-template <int D, int KEYS>
+// STAGES: tiles of keys and values in shared memory. With one, a tile is loaded when the one before
+// it has been used.
+template <int HEAD, int WARPS, int TILE_KEYS, int STAGES>
 struct Layout {
+  static constexpr int kHead = HEAD, kKeys = TILE_KEYS, kStages = STAGES;
+  static constexpr int kThreads = 32 * WARPS;
+  static constexpr int kQueries = 16 * WARPS;
   // numbers of a row: the padding spreads 8 rows over all banks
-  static constexpr int kPitch = D + 8;
-  static constexpr int kTile = KEYS * kPitch;
-  static constexpr size_t kBytes = (size_t(kQueries) * kPitch + 4 * kTile) * 2;
-  static constexpr bool kKeepQueries = D <= 128;  // in registers
+  static constexpr int kPitch = HEAD + 8;
+  static constexpr int kTile = kKeys * kPitch;
+  static constexpr int kBytes = (kQueries * kPitch + 2 * STAGES * kTile) * 2;
+  static constexpr bool kKeepQueries = HEAD <= 128;  // in registers
 };
 
-template <typename X, int D, int KEYS>
-__global__ void __launch_bounds__(kThreads, 1)
+template <typename X, typename L>
+__global__ void __launch_bounds__(L::kThreads, 1)
     prefill_attention(const __grid_constant__ PrefillTask task) {
-  using L = Layout<D, KEYS>;
-  constexpr int kSteps = D / 16;
+  constexpr int D = L::kHead, KEYS = L::kKeys, kSteps = D / 16;
   extern __shared__ uint4 shared[];
   X* const qs = reinterpret_cast<X*>(shared);
-  X* const tiles = qs + kQueries * L::kPitch;  // keys and values of two stages
+  X* const tiles = qs + L::kQueries * L::kPitch;  // keys and values of each stage
 
   wait_for_predecessor();
   const int row = task.first_row + blockIdx.z, head = blockIdx.y;
   const int first_token = task.query_starts[task.origin_row];
   const int start = task.query_starts[row] - first_token,
             queries = task.query_starts[row + 1] - first_token - start;
-  const int first_query = (gridDim.x - 1 - blockIdx.x) * kQueries;  // the longest first
+  const int first_query = (gridDim.x - 1 - blockIdx.x) * L::kQueries;  // the longest first
   if (first_query >= queries) return;
   const int context = task.context_lens[row];
   const int before = context - queries;  // tokens from earlier steps
   const Source<X> source = source_of<X>(task, row, head, start, before == 0);
   const int64_t to_value = source.to_value();
   // keys that any of the queries sees
-  const int visible = min(context, before + first_query + kQueries);
+  const int visible = min(context, before + first_query + L::kQueries);
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   auto load_tile = [&](int first_key, int stage) {
     X* const keys = tiles + stage * 2 * L::kTile;
     X* const values = keys + L::kTile;
     constexpr int kPieces = D / 8;
-    for (int i = threadIdx.x; i < KEYS * kPieces; i += kThreads) {
+    for (int i = threadIdx.x; i < KEYS * kPieces; i += L::kThreads) {
       const int token = i / kPieces, d = i % kPieces * 8;
       const bool valid = first_key + token < visible;
       const X* const from = source.key(valid ? first_key + token : 0) + d;
@@ -122,7 +125,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     constexpr int kPieces = D / 8;
     const X* const q =
         static_cast<const X*>(task.qkv) + (start + first_query) * task.qkv_stride + head * D;
-    for (int i = threadIdx.x; i < kQueries * kPieces; i += kThreads) {
+    for (int i = threadIdx.x; i < L::kQueries * kPieces; i += L::kThreads) {
       const int token = i / kPieces, d = i % kPieces * 8;
       const bool valid = first_query + token < queries;
       copy16_async(qs + token * L::kPitch + d, q + (valid ? token * task.qkv_stride + d : 0),
@@ -144,8 +147,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int num_tiles = (visible + KEYS - 1) / KEYS;
   for (int tile = 0; tile < num_tiles; ++tile) {
     const int first_key = tile * KEYS;
-    if (tile + 1 < num_tiles) {
-      load_tile(first_key + KEYS, (tile + 1) % 2);
+    if (L::kStages > 1 && tile + 1 < num_tiles) {
+      load_tile(first_key + KEYS, (tile + 1) % L::kStages);
       wait_copies<1>();
     } else {
       wait_copies<0>();
@@ -156,7 +159,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int k = 0; k < kSteps; ++k) load_matrices(q[L::kKeepQueries ? k : 0], q_row + k * 16);
     }
     if (first_key <= before + warp_query + 15) {  // else no query of this warp sees the tile
-      const X* const keys = tiles + tile % 2 * 2 * L::kTile;
+      const X* const keys = tiles + tile % L::kStages * 2 * L::kTile;
       const X* const values = keys + L::kTile;
       float scores[KEYS / 8][4] = {};
 #pragma unroll
@@ -219,6 +222,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
     __syncthreads();
+    if (L::kStages == 1 && tile + 1 < num_tiles) load_tile(first_key + KEYS, 0);
   }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -243,7 +247,7 @@ __global__ void prefill_attention_any(const __grid_constant__ PrefillTask task) 
   const int first_token = task.query_starts[task.origin_row];
   const int start = task.query_starts[row] - first_token,
             queries = task.query_starts[row + 1] - first_token - start;
-  const int query = blockIdx.x * kWarps + threadIdx.x / 32;
+  const int query = blockIdx.x * kAnyWarps + threadIdx.x / 32;
   if (query >= queries) return;
   const int before = task.context_lens[row] - queries, size = task.head_size;
   const Source<X> source = source_of<X>(task, row, head, start, before == 0);
@@ -276,20 +280,37 @@ __global__ void prefill_attention_any(const __grid_constant__ PrefillTask task) 
     if (lane + 32 * i < size) out[lane + 32 * i] = from_float<X>(output[i] / sum);
 }
 
-// *launched is false if the device has too little shared memory.
-template <typename X, int D>
-int run(const PrefillTask& task, void* stream, bool* launched) {
-  const dim3 grid(ceil_div(task.max_query, kQueries), task.heads, task.num_rows - task.first_row);
-  *launched = true;
-  const size_t available = device().shared_bytes;
-  if (Layout<D, 64>::kBytes <= available)
-    return launch("prefill_attention", prefill_attention<X, D, 64>, grid, kThreads,
-                  Layout<D, 64>::kBytes, stream, task);
-  if (Layout<D, 32>::kBytes <= available)
-    return launch("prefill_attention", prefill_attention<X, D, 32>, grid, kThreads,
-                  Layout<D, 32>::kBytes, stream, task);
-  *launched = false;
-  return 0;
+// The tiles of a head size, the fastest first. The later ones need less shared memory.
+template <int D, typename Body>
+int for_tile(int shared_bytes, Body body) {
+  if (Layout<D, 8, 64, 2>::kBytes <= shared_bytes) return body(Layout<D, 8, 64, 2>());
+  if (Layout<D, 8, 32, 2>::kBytes <= shared_bytes) return body(Layout<D, 8, 32, 2>());
+  if constexpr (D >= 128)
+    if (Layout<D, 4, 32, 2>::kBytes <= shared_bytes) return body(Layout<D, 4, 32, 2>());
+  if constexpr (D == 256)
+    if (Layout<D, 4, 16, 1>::kBytes <= shared_bytes) return body(Layout<D, 4, 16, 1>());
+  return kNoTile;
+}
+
+// Calls body with the Layout for the head size and that many bytes of shared memory; kNoTile: there
+// is none.
+template <typename Body>
+int for_tile(int head_size, int shared_bytes, Body body) {
+  if (head_size == 64) return for_tile<64>(shared_bytes, body);
+  if (head_size == 80) return for_tile<80>(shared_bytes, body);
+  if (head_size == 96) return for_tile<96>(shared_bytes, body);
+  if (head_size == 112) return for_tile<112>(shared_bytes, body);
+  if (head_size == 128) return for_tile<128>(shared_bytes, body);
+  if (head_size == 256) return for_tile<256>(shared_bytes, body);
+  return kNoTile;
+}
+
+template <typename X, typename L>
+int run(const PrefillTask& task, void* stream) {
+  const dim3 grid(ceil_div(task.max_query, L::kQueries), task.heads,
+                  task.num_rows - task.first_row);
+  return launch("prefill_attention", prefill_attention<X, L>, grid, L::kThreads, L::kBytes, stream,
+                task);
 }
 
 template <typename X>
@@ -297,8 +318,8 @@ int run_any(const PrefillTask& task, void* stream) {
   const auto kernel = task.head_size <= 64    ? prefill_attention_any<X, 2>
                       : task.head_size <= 128 ? prefill_attention_any<X, 4>
                                               : prefill_attention_any<X, 8>;
-  const dim3 grid(ceil_div(task.max_query, kWarps), task.heads, task.num_rows - task.first_row);
-  return launch("prefill_attention", kernel, grid, kThreads, 0, stream, task);
+  const dim3 grid(ceil_div(task.max_query, kAnyWarps), task.heads, task.num_rows - task.first_row);
+  return launch("prefill_attention", kernel, grid, 32 * kAnyWarps, 0, stream, task);
 }
 
 }  // namespace
@@ -306,25 +327,28 @@ int run_any(const PrefillTask& task, void* stream) {
 
 using namespace tridecode;
 
+int64_t tridecode_prefill_attention_queries(int head_size, int shared_bytes) {
+  const int queries = for_tile(head_size, shared_bytes, [](auto tile) { return tile.kQueries; });
+  return queries == kNoTile ? 1 : queries;
+}
+
 int tridecode_prefill_attention(const tridecode_attention_task* given, void* stream) {
   const PrefillTask& task = *given;
-  const int head_size = task.head_size;
   return for_dtype(task.dtype, "prefill_attention", [&](auto zero) {
     using X = decltype(zero);
-    if (head_size > 256) return fail("prefill_attention: head size %d; at most 256", head_size);
+    if (task.head_size > 256)
+      return fail("prefill_attention: head size %d; at most 256", task.head_size);
     if constexpr (sizeof(X) == 2) {
       const bool aligned = aligned16(task.out) && aligned16(task.qkv) && aligned16(task.cache) &&
                            task.qkv_stride % 8 == 0 && task.out_stride % 8 == 0;
-      if (aligned && takes_prefill_sm90a(task)) return run_prefill_sm90a(task, stream);
-      bool launched = false;
-      int status = 0;
-      if (aligned && head_size == 64) status = run<X, 64>(task, stream, &launched);
-      if (aligned && head_size == 80) status = run<X, 80>(task, stream, &launched);
-      if (aligned && head_size == 96) status = run<X, 96>(task, stream, &launched);
-      if (aligned && head_size == 112) status = run<X, 112>(task, stream, &launched);
-      if (aligned && head_size == 128) status = run<X, 128>(task, stream, &launched);
-      if (aligned && head_size == 256) status = run<X, 256>(task, stream, &launched);
-      if (launched) return status;
+      if (aligned && !task.shared_bytes && takes_prefill_sm90a(task))
+        return run_prefill_sm90a(task, stream);
+      const int shared_bytes = task.shared_bytes ? task.shared_bytes : device().shared_bytes;
+      const int status =
+          aligned ? for_tile(task.head_size, shared_bytes,
+                             [&](auto tile) { return run<X, decltype(tile)>(task, stream); })
+                  : kNoTile;
+      if (status != kNoTile) return status;
     }
     return run_any<X>(task, stream);
   });

@@ -173,16 +173,16 @@ __device__ __forceinline__ void wait_groups() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Waits for the instructions in flight; after that their sums may be read.
-template <int COUNT>
+// Waits for all but the last PENDING groups in flight; after that their sums may be read.
+template <int PENDING = 0, int COUNT>
 __device__ __forceinline__ void wait_for_sums(float (&c)[COUNT]) {
-  wait_groups<0>();
+  wait_groups<PENDING>();
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(c[i])::"memory");
 }
-template <int COUNT>
+template <int PENDING = 0, int COUNT>
 __device__ __forceinline__ void wait_for_sums(int (&c)[COUNT]) {
-  wait_groups<0>();
+  wait_groups<PENDING>();
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(c[i])::"memory");
 }

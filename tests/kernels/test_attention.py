@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -14,9 +16,11 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 HEADS = [(4, 4, 64), (6, 3, 80), (8, 2, 96), (4, 1, 112), (8, 2, 128), (19, 1, 64), (2, 2, 256), (5, 5, 40)]
 
 
-def decode_and_compare(place: Place, heads_shape, contexts, block_tokens, alibi, dtype) -> None:
+def decode_and_compare(place: Place, heads_shape, contexts, block_tokens, alibi, dtype, columns=0) -> None:
     heads = make_heads(place, *heads_shape, alibi=alibi)
     batch = make_batch(place, contexts, [1] * len(contexts), block_tokens)
+    if columns:
+        batch.block_tables = torch.nn.functional.pad(batch.block_tables, (0, columns))
     cache = make_cache(place, batch, heads, block_tokens, dtype)
     if place.device.type == "cpu":
         cache.blocks.nan_to_num_()  # the reference masks, and torch's attention spreads NaN through a mask
@@ -54,6 +58,14 @@ def test_heads_with_keys_of_their_own_decode_few_rows(place: Place, contexts: li
     decode_and_compare(place, (4, 4, size), contexts, 16, size == 96, torch.bfloat16)
 
 
+@pytest.mark.parametrize("size", [64, 80, 96, 112, 128])
+@pytest.mark.parametrize("contexts", [[1], [16], [513, 1], [2049], [0, 3000, 40]])
+def test_few_rows_decode_with_room_for_long_contexts(place: Place, contexts: list[int], size: int):
+    """The width of the block tables decides how a cluster loads its tiles."""
+    columns = (1 << 26) // (len(contexts) * 16 * 4 * size * 4)
+    decode_and_compare(place, (4, 4, size), contexts, 16, size == 96, torch.bfloat16, columns)
+
+
 @pytest.mark.parametrize("block_tokens", [16, 32, 64])
 @pytest.mark.parametrize("contexts", [[1], [31, 32, 33], [0, 0, 2049, 0], [63, 64, 65, 1] * 6, [300] * 19])
 def test_any_lengths_share_a_step(place: Place, contexts: list[int], block_tokens: int):
@@ -65,13 +77,70 @@ def test_any_lengths_share_a_step(place: Place, contexts: list[int], block_token
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("fresh", [True, False])
 def test_prompts_see_what_is_before_them(place: Place, fresh: bool, heads, alibi: bool, dtype: torch.dtype):
-    shape = make_heads(place, *heads, alibi=alibi)
     queries = [1, 1, 2, 129, 40, 17]
     contexts = [5, 70, *queries[2:]] if fresh else [5, 70, 2, 150, 64 + 40, 17 + 300]
+    prompts_and_compare(place, heads, contexts, queries, alibi, dtype)
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("heads", [(2, 2, 64), (4, 2, 128)])
+@pytest.mark.parametrize("before", [0, 16, 40, 64, 100, 300])
+def test_prompts_of_several_tiles_see_what_is_before_them(place: Place, heads, before: int, alibi: bool):
+    """Each half of a tile may be the last that a warp group of the kernel for Hopper sees."""
+    queries = [1, 1, 63, 64, 65, 128, 200, 300, 513]
+    contexts = [5, 70, *(length + before for length in queries[2:])]
+    prompts_and_compare(place, heads, contexts, queries, alibi, torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("alibi", [False, True])
+def test_prompts_of_many_heads_come_in_sections(cuda_place: Place, alibi: bool):
+    """So many heads of rows that the kernel for Hopper takes them in more than eight sections."""
+    queries = [513, 2, 300, 129, 400, 17, 513, 64, 200, 500, 333, 70, 5]
+    prompts_and_compare(cuda_place, (32, 8, 128), queries, queries, alibi, torch.bfloat16)
+
+
+@pytest.fixture
+def limited(cuda_place: Place) -> Iterator[Place]:
+    """A place whose operations' prompt_shared_bytes the test sets."""
+    yield cuda_place
+    cuda_place.ops.prompt_shared_bytes = 0
+
+
+#: bytes of shared memory of a block on sm_75, on sm_86, 89 and 120, on sm_80, and on sm_90
+SHARED = [64 << 10, 99 << 10, 163 << 10, 227 << 10]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("size", [64, 80, 96, 112, 128, 256])
+@pytest.mark.parametrize("limit", [1 << 10, *SHARED])
+def test_prompts_need_no_more_shared_memory_than_there_is(
+    limited: Place, limit, size: int, fresh: bool, dtype
+):
+    """Tiles of 128 and of 64 queries, and the kernel without tiles."""
+    queries = [2, 129, 40, 200]
+    contexts = queries if fresh else [2, 150, 64 + 40, 300]
+    limited.ops.prompt_shared_bytes = limit
+    prompts_and_compare(limited, (4, 2, size), contexts, queries, size in (80, 128), dtype)
+
+
+@pytest.mark.gpu
+def test_every_head_size_with_tiles_has_some_on_every_card(cuda_place: Place):
+    queries = cuda_place.ops.library.prefill_attention_queries
+    assert {queries(size, limit) for size in (64, 80, 96, 112) for limit in SHARED} == {128}
+    assert [queries(128, limit) for limit in SHARED] == [64, 128, 128, 128]
+    assert [queries(256, limit) for limit in SHARED] == [64, 64, 128, 128]
+    assert queries(40, SHARED[-1]) == queries(64, 1 << 10) == 1
+
+
+def prompts_and_compare(place: Place, heads, contexts, queries, alibi: bool, dtype: torch.dtype) -> None:
+    """Rows of one query, at the front, are decoding rows, and not computed."""
+    shape = make_heads(place, *heads, alibi=alibi)
     batch = make_batch(place, contexts, queries, 16)
     cache = make_cache(place, batch, shape, 16, dtype)
     decodes = batch.num_decodes
-    assert decodes == 2
     qkv = place.normal(sum(queries[decodes:]), shape.qkv_size, dtype=dtype)
     starts = [start - decodes for start in batch.query_starts.tolist()]
     width = shape.num_heads * shape.head_size
