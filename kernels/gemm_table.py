@@ -6,6 +6,7 @@ tridecode.kernels.explain` prints the choices. This module needs neither torch n
 
     gemv                      1 or 2 tokens, CUDA cores, two weight rows per warp
     gemm_mma                  1 to 8 tokens, mma.sync, split-K through global memory
+    gemm_mma_tiles            up to 64 tokens, mma.sync and cp.async, split-K likewise; not on 9.0 and later
     gemm_sm90_data_parallel   1 to 16 tokens, TMA and wgmma, all inputs of a tile in one block
     gemm_sm90_split_k         1 to 64 tokens, TMA and wgmma, split-K within a cluster of 1 to 3 blocks
     gemm_sm90_stream_k        any tokens, TMA and wgmma, whole tiles, or stream-K through global memory
@@ -75,6 +76,8 @@ class Plan(NamedTuple):
 # ---------------------------------------------------------------- tiles; TRIDECODE_INSTANCES of each .cu file
 
 DATA_PARALLEL_TOKENS, DATA_PARALLEL_OUTPUTS = (8, 16), (32, 64)
+#: tokens of a tile of gemm_mma_tiles
+MMA_TILES_TOKENS = (16, 32, 64)
 SPLIT_K_TOKENS, SPLIT_K_SPLITS = (16, 32, 64), (1, 2, 3)
 #: tokens of a tile of gemm_sm90_stream_k, by epilogue
 STREAM_K_TOKENS = {"linear": (16, 32, 64), "qkv": (16, 32, 64), "swiglu": (32, 64, 96, 128, 192, 256)}
@@ -149,6 +152,9 @@ _STREAM_K_OUTPUTS = 256  # of a cluster's tile
 _MMA_STEP_INPUTS = 2048  # that the 8 warps of gemm_mma take at once
 _MMA_SUM_BYTES = 8192  # of the warps' partial sums
 _MMA_MAX_SPLIT = 64
+_MMA_TILES_OUTPUTS, _MMA_TILES_STAGE_INPUTS = 64, 64  # of gemm_mma_tiles: weight rows, inputs of a stage
+#: blocks of gemm_mma_tiles on a multiprocessor: what the 100 KiB of 8.6 and 8.9 hold
+_MMA_TILES_RESIDENT = 2
 
 
 def choose(gemm: Gemm, device: Device) -> Plan:
@@ -302,7 +308,9 @@ def _steps(gemm: Gemm) -> int:
 
 def _small(gemm: Gemm, device: Device) -> Plan | None:
     if gemm.tokens > FUSED_NORM_TOKENS:
-        return _data_parallel(gemm, device) if device.capability == 90 else None
+        if device.capability == 90:
+            return _data_parallel(gemm, device)
+        return mma_tiles_plan(gemm, device) if device.capability < 90 else None
     if not gemm.bias and gemm.outputs <= FEW_OUTPUTS and gemm.inputs > LONG_INPUTS:
         return None
     if gemm.outputs > GEMV_OUTPUTS and gemm.tokens * gemm.inputs * 2 <= device.shared_bytes - 1024:
@@ -321,6 +329,24 @@ def _mma(gemm: Gemm, device: Device) -> Plan | None:
         if _mma_x_bytes(gemm, split) <= device.shared_bytes // 2 - rest:
             return Plan("gemm_mma", "1 or 2 tokens", 16, 8, split, fuses_heads=True)
     return None
+
+
+def mma_tiles_plan(gemm: Gemm, device: Device) -> Plan | None:
+    """The smallest tile of tokens; the largest split of which all blocks are resident at once."""
+    if gemm.tokens > MMA_TILES_TOKENS[-1]:
+        return None
+    tiles = _ceil_div(gemm.outputs, _MMA_TILES_OUTPUTS)
+    most = _MMA_TILES_RESIDENT * device.multiprocessors // tiles
+    steps = _ceil_div(gemm.inputs, _MMA_TILES_STAGE_INPUTS)
+    split = max(1, min(most, steps // LEAST_STAGES))
+    return Plan(
+        "gemm_mma_tiles",
+        f"3 to {MMA_TILES_TOKENS[-1]} tokens: {tiles} tiles of {steps} stages",
+        _MMA_TILES_OUTPUTS,
+        _at_least(gemm.tokens, MMA_TILES_TOKENS),
+        split,
+        fuses_heads=True,
+    )
 
 
 def _mma_x_bytes(gemm: Gemm, split: int) -> int:

@@ -159,6 +159,10 @@ int tridecode_gemv(const tridecode_gemm_task* task, void* stream);
 // 1 to 8 tokens, by mma.sync. split: split-K through partials; 1 with a norm.
 int tridecode_gemm_mma(const tridecode_gemm_task* task, void* stream);
 
+// Up to tile_tokens 16, 32 or 64, by mma.sync and cp.async, no norm; inputs a multiple of 8, x,
+// weight and their strides at multiples of 16 bytes. split: at most the 64s of inputs.
+int tridecode_gemm_mma_tiles(const tridecode_gemm_task* task, void* stream);
+
 // Compute capability 9.0, no norm. 1 to 16 tokens (tile_tokens 8 or 16), tile_outputs 32 or 64,
 // without rotation.
 int tridecode_gemm_sm90_data_parallel(const tridecode_gemm_task* task, void* stream);

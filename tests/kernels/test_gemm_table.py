@@ -64,6 +64,8 @@ def instance_of(gemm: Gemm, plan: Plan) -> tuple[str, ...]:
         return str(gemm.tokens), at_run_time
     if plan.kernel == "gemm_mma":
         return (at_run_time,)
+    if plan.kernel == "gemm_mma_tiles":
+        return str(plan.tile_tokens), at_run_time
     if plan.kernel == "gemm_sm90_data_parallel":
         return str(plan.tile_outputs), mode
     if plan.kernel.startswith("gemm_sm90_split_k"):
@@ -90,6 +92,9 @@ def test_a_plan_keeps_to_what_its_kernel_can(name: str):
         if plan.kernel in ("gemv", "gemm_mma"):
             assert gemm.tokens <= 2
             assert plan.fuses_norm == gemm.norm or plan.split > 1
+        elif plan.kernel == "gemm_mma_tiles":
+            assert device.capability < 90 and gemm.tokens <= plan.tile_tokens
+            assert 1 <= plan.split <= max(1, gemm.inputs // 256)
         elif plan.kernel.startswith(("gemm_sm90_data_parallel", "gemm_sm90_split_k")):
             assert gemm.tokens <= plan.tile_tokens
         assert not plan.fuses_norm or gemm.norm

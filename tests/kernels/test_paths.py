@@ -28,6 +28,11 @@ def test_the_ranges_end_where_the_choice_changes() -> None:
     assert choose(Gemm(65, 4096, 4096), DEVICES["h200"]).kernel == "gemm_library"
 
 
+@pytest.mark.parametrize("name", ["a100", "l40s", "t4"])
+def test_cards_before_hopper_have_products_of_their_own_up_to_64_tokens(name: str) -> None:
+    assert "gemm_mma_tiles to 64, then gemm_library" in paths(DEVICES[name])
+
+
 def test_no_block_waits_for_another_where_mps_shares_the_device() -> None:
     alone, shared = DEVICES["h200"], DEVICES["h200"]._replace(shared=True)
     assert "MPS" in paths(shared) and "MPS" not in paths(alone)
