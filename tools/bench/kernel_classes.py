@@ -31,6 +31,7 @@ OURS = {
     "gemm_int4_stream_k_sm90": GEMM,
     "gemm_library_epilogue": GEMM,
     "gemm_mma": GEMM,
+    "gemm_mma_tiles": GEMM,
     "gemm_packed_mma": GEMM,
     "gemm_packed_sm90": GEMM,
     "gemm_sm90_data_parallel": GEMM,
