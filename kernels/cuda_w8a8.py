@@ -29,8 +29,8 @@ from tridecode.kernels.cuda_gemm import (
     _head_fields,
     _rotation,
 )
-from tridecode.kernels.gemm_table import Gemm, fuses_heads_sm90
-from tridecode.kernels.library import KernelError, current_stream
+from tridecode.kernels.gemm_table import Gemm, choose, fuses_heads_sm90
+from tridecode.kernels.library import current_stream
 from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm
 from tridecode.kernels.packed_table import PACKED_TOKENS
 from tridecode.kernels.packed_weight import PackedWeight
@@ -81,6 +81,12 @@ class CudaW8A8(CudaGemm):
         _check_linear("linear", x, linear, residual, out, activation in GATED)
         if x.shape[0] == 0:
             return
+        most = self._rows_of_library(x.shape[0], weight)
+        if most:
+            for rows in (slice(most), slice(most, None)):
+                more = None if residual is None else residual[rows]
+                self.linear(x[rows], linear, norm=norm, activation=activation, residual=more, out=out[rows])
+            return
         if self._fuses(weight, activation, residual, out, x.dtype):
             self._8_bit_gemm(x, weight, linear.bias, norm, activation, residual, out)
             return
@@ -110,6 +116,7 @@ class CudaW8A8(CudaGemm):
             super().project_qkv(x, linear, norm, heads, batch, cache, out=out)
             return
         fused = fuses_heads_sm90(*_rotation(heads)) and aligned(out) and x.dtype == out.dtype
+        fused = fused and not self._rows_of_library(x.shape[0], weight)
         if not fused or heads.changes_qkv or cache.scales is not None:
             self.linear(x, linear, norm=norm, out=out)
             self.finish_qkv(out, heads, batch, cache)
@@ -119,6 +126,15 @@ class CudaW8A8(CudaGemm):
         if x.shape[0] > 0:
             fields = _head_fields(heads, batch, cache)
             self._8_bit_gemm(x, weight, linear.bias, norm, None, None, out, heads, fields)
+
+    def _rows_of_library(self, tokens: int, weight: QuantizedWeight) -> int:
+        """The first rows of a product of E4M3 in blocks, a multiple of 4, which cuBLASLt takes where it does
+        not take all of them; 0: it takes all or none."""
+        most = tokens - tokens % 4
+        if most == tokens or operand(weight) != "fp8_blocks":
+            return 0
+        plan = self.choose_gemm(Gemm(most, weight.columns, weight.shape[0], operand="fp8_blocks"))
+        return most if plan.kernel == "gemm_library" else 0
 
     def _stays_packed(self, weight: Tensor | QuantizedWeight | PackedWeight, dtype: torch.dtype) -> bool:
         """Whether there is no scratch memory to expand a quantised weight in: it is the head's."""
@@ -178,22 +194,23 @@ class CudaW8A8(CudaGemm):
     ) -> None:
         """out = epilogue(rounded(norm(x)) @ weight.T), by what gemm_table.choose plans."""
         (tokens, inputs), outputs = x.shape, weight.shape[0]
-        plan = self.choose_gemm(
-            Gemm(
-                tokens,
-                inputs,
-                outputs,
-                "swiglu" if activation == "swiglu" else "qkv" if heads else "linear",
-                operand=operand(weight),
-                **({} if heads is None else dict(zip(_ROTATION, _rotation(heads)))),  # type: ignore[arg-type]
-            )
+        gemm = Gemm(
+            tokens,
+            inputs,
+            outputs,
+            "swiglu" if activation == "swiglu" else "qkv" if heads else "linear",
+            operand=operand(weight),
+            **({} if heads is None else dict(zip(_ROTATION, _rotation(heads)))),  # type: ignore[arg-type]
         )
+        plan = self.choose_gemm(gemm)
         values, scales = self._rounded(x, norm, operand(weight))
         if plan.kernel == "gemm_library":
-            self._fp8_library(values, scales, x, weight, bias, activation, residual, out)
-            if heads is not None:
-                self._finish_qkv(out, heads, head_fields or {})
-            return
+            if self._fp8_library(values, scales, x, weight, bias, activation, residual, out):
+                if heads is not None:
+                    self._finish_qkv(out, heads, head_fields or {})
+                return
+            without = self.gemm_device._replace(fp8_library=False, fp8_block_library=False)
+            plan = choose(gemm, without)
         getattr(self.library, plan.kernel)(
             current_stream(self.device),
             out=out.data_ptr(),
@@ -228,9 +245,10 @@ class CudaW8A8(CudaGemm):
         activation: str | None,
         residual: Tensor | None,
         out: Tensor,
-    ) -> None:
+    ) -> bool:
         """out = activation(values * scales @ weight.T + bias) + residual by cuBLASLt, with a pass behind it
-        for an activation or a float32 out with a bias. values, scales: of _rounded, for x."""
+        for an activation or a float32 out with a bias. values, scales: of _rounded, for x. False: cuBLASLt
+        has no such product."""
         (tokens, inputs), outputs = x.shape, weight.shape[0]
         fuses = activation is None and (bias is None or out.dtype == x.dtype)
         if weight.block_rows > 1:  # cuBLASLt has no other epilogue for blocks
@@ -256,10 +274,9 @@ class CudaW8A8(CudaGemm):
             x_scales=scales.data_ptr(),
             weight_scales=weight.scales.data_ptr(),
         )
-        if not done:
-            raise KernelError(f"cuBLASLt has no fp8 product of {tokens} x {inputs} by {outputs} outputs")
-        if not fuses:
+        if done and not fuses:
             self._library_epilogue(product, bias, activation, residual, out, x.dtype)
+        return done
 
     def _rounded(
         self, x: Tensor, norm: Norm | None, format: str, order: Tensor | None = None

@@ -214,8 +214,9 @@ def _fp8_library_tokens(gemm: Gemm, device: Device) -> int:
     """The fewest tokens of a product of E4M3 that cuBLASLt takes; 0: none."""
     if gemm.outputs % 16 or not gemm.operand.startswith("fp8"):
         return 0
-    if gemm.operand == "fp8_blocks":  # cuBLASLt's rows of the weight's scales begin at multiples of 16 bytes
-        takes = device.fp8_block_library and gemm.inputs % (4 * _STAGE_BYTES) == 0
+    if gemm.operand == "fp8_blocks":  # cuBLASLt's rows of scales, of both operands, are multiples of 16 bytes
+        whole = gemm.inputs % (4 * _STAGE_BYTES) == 0 and gemm.tokens % 4 == 0
+        takes = device.fp8_block_library and whole
         return FP8_BLOCK_LIBRARY_TOKENS if takes else 0
     if not device.fp8_library:
         return 0

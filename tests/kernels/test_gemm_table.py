@@ -179,8 +179,9 @@ def test_many_tokens_of_fp8_go_to_a_library_that_takes_them() -> None:
 
 def test_many_tokens_of_fp8_in_blocks_go_to_a_library_that_takes_their_scales() -> None:
     takes = H200._replace(fp8_block_library=True)
-    gemm = Gemm(65, 4096, 6144, operand="fp8_blocks")
+    gemm = Gemm(68, 4096, 6144, operand="fp8_blocks")
     assert choose(gemm, takes).kernel == "gemm_library"
     others = [gemm._replace(tokens=64), gemm._replace(inputs=4224), gemm._replace(outputs=6152)]
+    others.append(gemm._replace(tokens=70))
     assert all(choose(each, takes).kernel.endswith("_8bit") for each in others)
     assert choose(gemm, H200._replace(fp8_library=True)).kernel == "gemm_sm90_stream_k_8bit"
