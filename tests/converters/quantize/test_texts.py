@@ -64,9 +64,8 @@ class Letters:
         return [ord(letter) - ord("a") for letter in text]
 
 
-def test_long_texts_are_cut_and_the_total_is_kept(monkeypatch) -> None:
-    monkeypatch.setattr(texts_module, "TOTAL_TOKENS", 9)
-    assert token_sequences(["abcdefg", "zb", "hi", "j"], Letters(), 12, 4) == [
+def test_long_texts_are_cut_and_the_total_is_kept() -> None:
+    assert token_sequences(["abcdefg", "zb", "hi", "j"], Letters(), 12, 4, total=9) == [
         [0, 1, 2, 3],
         [4, 5, 6],
         [1],
