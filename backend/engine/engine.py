@@ -27,7 +27,7 @@ from tridecode.backend.engine.logits import StepExtras, prompt_logits, sample_lo
 from tridecode.backend.engine.parallel import GPU, Posted, ProcessRanks, SingleRank, waiting
 from tridecode.backend.engine.peer_memory import PeerSampler, join_peers
 from tridecode.backend.engine.plan import BeamRows, StepPlan, StepResult
-from tridecode.backend.engine.prompt_graphs import PromptGraphs, step_shapes
+from tridecode.backend.engine.prompt_graphs import PromptGraphs, step_shapes, tokens_of_graphs
 from tridecode.backend.engine.prompt_store import PromptPlace, PromptStore, load_tasks, prompt_limits
 from tridecode.backend.engine.random_weights import RandomWeights
 from tridecode.backend.engine.results import empty_host, to_all, to_first, to_host
@@ -386,9 +386,11 @@ class Engine:
         self.graphs = DecodeGraphs(padded_sizes(config.slots), load, capture)
         if self.ranks.num_stages > 1:  # a stage receives the rows of the plan, without padding between them
             return
+        products = [(layer.qkv, layer.dense, layer.up, layer.down) for layer in self.model.layers]
+        weights = sum(math.prod(one.weight.shape) for layer in products for one in layer)
         shapes = [
             shape
-            for shape in step_shapes(config.slots, config.max_step_tokens)
+            for shape in step_shapes(config.slots, tokens_of_graphs(weights, config.max_step_tokens))
             if self.ranks.captures(self.work.hidden[: shape.decodes + shape.tokens])
         ]
         only_fresh = config.kv_cache_dtype in CACHE_DTYPES

@@ -14,7 +14,7 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.slow
 
 START_S = 25.0  # a loaded machine takes most of it to start four pythons
-GRAPH = "the capture of CUDA graph 3 of 3, of 4 rows"
+GRAPH = "the capture of CUDA graph 3 of 3, of 1 rows"
 SUM = "waits in the sum over the tensor ranks"
 #: point of faulty_rank.py, the phase that the late rank is in, and the phase and wait of the other one
 PHASES = {

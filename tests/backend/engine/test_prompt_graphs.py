@@ -10,7 +10,13 @@ from tests.backend.engine.offline_models import hf_greedy, offline_engine, promp
 from tests.backend.engine.test_step_buffers import plan_of
 from tests.backend.hf_models import bloom, gpt2, llama
 from tridecode.backend.engine.plan import StepPlan
-from tridecode.backend.engine.prompt_graphs import PROMPTS, StepShapes, empty_plan, step_shapes
+from tridecode.backend.engine.prompt_graphs import (
+    PROMPTS,
+    StepShapes,
+    empty_plan,
+    step_shapes,
+    tokens_of_graphs,
+)
 from tridecode.backend.engine.step_buffers import StepBuffers, StepShape
 from tridecode.backend.messages import SamplingParams
 from tridecode.kernels.ops import Batch
@@ -35,6 +41,12 @@ def test_shapes_stay_within_the_limits_of_the_engine(slots: int, max_tokens: int
         plan = empty_plan(shape)
         assert plan.num_tokens == shape.decodes + shape.tokens and plan.num_samples == 0
         assert (plan.kv_slots == -1).all() and plan.num_rows == shape.decodes + shape.rows
+
+
+def test_large_models_have_graphs_of_fewer_tokens() -> None:
+    assert tokens_of_graphs(106_000_000, 8192) == 8192
+    assert 256 < tokens_of_graphs(6_980_000_000, 8192) < 512
+    assert step_shapes(8, tokens_of_graphs(10**12, 8192)) == []
 
 
 @pytest.mark.parametrize(
