@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -115,7 +116,11 @@ class WeightReader:
             status = path.stat()
         except FileNotFoundError:
             link = f" (it is a link to {os.readlink(path)})" if path.is_symlink() else ""
-            return f"{path} is missing{link}; {self._describe(spec)} needs it ({wanted:,} bytes)"
+            text = f"{path} is missing{link}; {self._describe(spec)} needs it ({wanted:,} bytes)"
+            rounded = path.with_name(re.sub(r"\.weight\.(\d+\.bin)$", r".weight.int8.\1", path.name))
+            if rounded != path and rounded.exists():
+                text += f". {rounded.name}, for FasterTransformer's int8_mode 2, does not replace it"
+            return text
         except OSError as error:
             return f"{path} cannot be read: {error.strerror}; {self._describe(spec)} needs it"
         if kind := file_kind(status):

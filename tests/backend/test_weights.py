@@ -284,6 +284,17 @@ def test_a_missing_file_is_named(written):
         WeightReader(written, CONFIGS["bloom"])
 
 
+def test_int8_files_of_fastertransformer_do_not_replace_those_of_the_weights(written):
+    """Its converter writes them beside the float files, which are read: int8_mode rounds at load."""
+    file = next(written.glob("model.layers.0.attention.dense.weight.*.bin"))
+    rounded = file.with_name(file.name.replace(".weight.", ".weight.int8."))
+    rounded.write_bytes(bytes(file.stat().st_size // 4))
+    WeightReader(written, CONFIGS["bloom"])
+    file.unlink()
+    with pytest.raises(WeightFileError, match=f"{file.name} is missing.*{rounded.name}, for .* int8_mode 2"):
+        WeightReader(written, CONFIGS["bloom"])
+
+
 def test_the_number_of_further_wrong_files_is_told(written):
     for name in ("model.wte.bin", FILE, "model.final_layernorm.bias.bin"):
         (written / name).unlink()
