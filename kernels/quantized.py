@@ -175,6 +175,15 @@ def rounded_activations(x: Tensor, format: str, group_size: int = 0) -> tuple[Te
     return scaled.to(torch.float8_e4m3fn), scales
 
 
+def as_rounded(x: Tensor, format: str, group_size: int = 0) -> Tensor:
+    """values * scales of rounded_activations, multiplied in float32 or wider: (T, C) in the dtype of x."""
+    values, scales = rounded_activations(x, format, group_size)
+    if group_size:
+        scales = scales.repeat_interleave(group_size, 1)[:, : x.shape[1]]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (values.to(wide) * scales.to(wide)).to(x.dtype)
+
+
 #: what a step of the high part of `two_parts` is divided into by the low one
 LOW_STEPS = 254.0
 

@@ -27,7 +27,7 @@ from tridecode.kernels.ops import (
     SamplingState,
 )
 from tridecode.kernels.philox import uniforms
-from tridecode.kernels.quantized import QuantizedWeight, check_int8_table, rounded_activations
+from tridecode.kernels.quantized import QuantizedWeight, as_rounded, check_int8_table
 from tridecode.kernels.sampling_state import MOST_COUNTED, records, words
 
 #: queries of a prefill row that are scored at a time; bounds the memory of the scores
@@ -136,7 +136,7 @@ class Reference:
             x = _normed(x, norm)
         rounding = linear.weight if isinstance(linear.weight, QuantizedWeight) else linear
         if rounding.activations:
-            x = _rounded(x, rounding.activations, rounding.activation_group)
+            x = as_rounded(x, rounding.activations, rounding.activation_group)
         if out.dtype != x.dtype or gated or (activation is not None and residual is not None):
             product = self._temporary(rows, columns, x)
             self._product(x, linear, None, product)
@@ -378,15 +378,6 @@ def _normed(x: Tensor, norm: Norm) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
     x32 = x.float()
     return (x32 * (x32.square().mean(-1, keepdim=True) + norm.eps).rsqrt()).to(x.dtype) * norm.weight
-
-
-def _rounded(x: Tensor, format: str, group_size: int) -> Tensor:
-    """x with each row rounded to a format of activations, in the dtype of x. group_size: 0: a row has one
-    scale."""
-    values, scales = rounded_activations(x, format, group_size)
-    if group_size:
-        scales = scales.repeat_interleave(group_size, 1)[:, : x.shape[1]]
-    return (values.float() * scales).to(x.dtype)
 
 
 def activate(x: Tensor, activation: str | None) -> None:

@@ -20,7 +20,7 @@ from tridecode.converters.convert import PlannedConversion
 from tridecode.converters.quantize.layers import LayerRun, find_layers
 from tridecode.converters.quantize.source_tensors import SourceTensors, source_tensors
 from tridecode.converters.quantize.structure import SharedInput, shared_inputs
-from tridecode.kernels.quantized import QuantizedWeight, rounded_activations
+from tridecode.kernels.quantized import QuantizedWeight, as_rounded
 
 MEASURED_TOKENS = 4096  # of a calibration set: two more products of each matrix
 
@@ -30,15 +30,13 @@ class _Product:
     exact: Tensor  # (out, in)
     stored: Tensor  # (out, in), expanded
     activations: str
+    activation_group: int
     error: float = 0.0  # sums of squares over the tokens
     whole: float = 0.0
 
     def add(self, x: Tensor) -> None:
         """x: (T, in)."""
-        rounded = x
-        if self.activations:
-            values, scales = rounded_activations(x, self.activations)
-            rounded = values.to(x.dtype) * scales.to(x.dtype)
+        rounded = as_rounded(x, self.activations, self.activation_group) if self.activations else x
         wanted = x @ self.exact.t()
         error = rounded @ self.stored.t() - wanted
         self.error += float(error.double().square().sum())
@@ -58,7 +56,9 @@ class ProductErrors:
     def expect(self, module: Module, name: str, exact: Tensor, stored: QuantizedWeight) -> None:
         """module: that gets x. name: of the matrix. exact: (out, in), in the dtype of x."""
         expanded = stored.expanded().to(exact)
-        self._products.setdefault(module, {})[name] = _Product(exact, expanded, stored.activations)
+        self._products.setdefault(module, {})[name] = _Product(
+            exact, expanded, stored.activations, stored.activation_group
+        )
 
     @contextmanager
     def watching(self) -> Iterator[None]:
