@@ -73,8 +73,8 @@ class Parity:
 
     reference_difference: largest logit difference of transformers' own runs in two precisions; 0 if it was
     not measured, as the usual bound held. quantization: of a quantised directory, which this judges in place
-    of the logits' bound, then 0. text: of given texts,
-    which must be within the same bound, or floor. tokenizer_round_trip: None without a tokenizer.
+    of the logits' bound, then 0. text: of given texts, which must be within the same bound, or floor.
+    tokenizer_round_trip: None without a tokenizer.
     """
 
     passed: bool

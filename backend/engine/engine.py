@@ -485,10 +485,13 @@ class Engine:
         shape = self.prompt_graphs.shapes.of(plan)
         if shape is None:
             return False
-        if plan.starts:
-            start_slots(self.state, plan.starts, 0 if self.vocab is None else self.vocab.first)
+        self._start_slots(plan)
         self.prompt_graphs.replay(plan, shape)
         return True
+
+    def _start_slots(self, plan: StepPlan) -> None:
+        if plan.starts:
+            start_slots(self.state, plan.starts, 0 if self.vocab is None else self.vocab.first)
 
     def _step_ops(self, plan: StepPlan | None) -> Ops:
         """The operations of a step: with its virtual tokens and the deltas of its adapters, if it has any."""
@@ -553,10 +556,9 @@ class Engine:
                 )
             self.model.embed(context, x)
         self.model.forward(context, x, self.caches)
-        if plan is not None and plan.starts:  # only sampling reads it: written while the device works
-            start_slots(self.state, plan.starts, 0 if self.vocab is None else self.vocab.first)
         extras = StepExtras()
         if plan is not None:
+            self._start_slots(plan)  # only sampling reads them: written while the device works
             extras.embeddings = self._context_embeddings(x, plan)
             extras.prompt_logits = prompt_logits(
                 self.model, context, x, plan, self.ranks, self.model_config.vocab_size

@@ -25,18 +25,23 @@ def padded_sizes(most: int) -> list[int]:
 
 def decode_plan(rows: int) -> StepPlan:
     """A plan of `rows` decoding rows that read and write nothing, to capture a graph from."""
-    empty = np.zeros(rows, np.int32)
+    return empty_plan(rows, rows, rows, samples=1)
+
+
+def empty_plan(decodes: int, tokens: int, rows: int, samples: int) -> StepPlan:
+    """A plan that reads and writes nothing. The first `decodes` of `rows` rows have a token each; the others
+    have none, `tokens` may be more. samples: 0 or 1, of each row."""
     return StepPlan(
         step=0,
-        token_ids=empty,
-        positions=empty,
-        kv_slots=np.full(rows, -1, np.int32),
+        token_ids=np.zeros(tokens, np.int32),
+        positions=np.zeros(tokens, np.int32),
+        kv_slots=np.full(tokens, -1, np.int32),
         block_tables=np.zeros((rows, 1), np.int32),
-        context_lens=empty,
-        query_starts=np.arange(rows + 1, dtype=np.int32),
+        context_lens=np.zeros(rows, np.int32),
+        query_starts=np.minimum(np.arange(rows + 1, dtype=np.int32), decodes),
         slots=np.full(rows, -1, np.int32),
-        samples=np.ones(rows, np.int32),
-        num_decodes=rows,
+        samples=np.full(rows, samples, np.int32),
+        num_decodes=decodes,
     )
 
 
@@ -65,8 +70,8 @@ class Capturer:
     def __init__(
         self,
         run: Callable[[Batch], object],
-        told: Callable[[str], None] = lambda what: None,
-        synchronize: Callable[[], None] = torch.cuda.synchronize,
+        told: Callable[[str], None],
+        synchronize: Callable[[], None],
     ):
         self._run, self._told, self._synchronize = run, told, synchronize
         self._pool: Any = None  # torch's name of it

@@ -47,12 +47,11 @@ class Planner:
     """The sequences that wait or run, by stage. Order is by priority, then arrival.
 
     A step has every decoding sequence and, within max_step_tokens, the next chunks of prompts; within
-    MIXED_TOKENS where a sequence decodes. A sequence
-    gets a slot and the blocks of its known tokens at admission, then one block more whenever its last is
-    full. Where no block is free, the last in the order is preempted: it gives slot and blocks back, keeps its
-    place in the order, and is computed again later. While nearly all slots are taken and more sequences wait
-    than are free, these are filled several at a time (HELD_SHARE). Where sequences queue for few slots, their
-    prompts are spread over the steps (spread.py).
+    MIXED_TOKENS where a sequence decodes. A sequence gets a slot and the blocks of its known tokens at
+    admission, then one block more whenever its last is full. Where no block is free, the last in the order is
+    preempted: it gives slot and blocks back, keeps its place in the order, and is computed again later. While
+    nearly all slots are taken and more sequences wait than are free, these are filled several at a time
+    (HELD_SHARE). Where sequences queue for few slots, their prompts are spread over the steps (spread.py).
 
     A sequence whose last token is in flight gives slot and blocks back: what is planned next runs after the
     step that still uses them. It keeps them for a session, which takes them over, and for other samples of

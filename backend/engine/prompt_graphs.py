@@ -16,6 +16,7 @@ from typing import Callable
 import numpy as np
 import torch
 
+from tridecode.backend.engine import graphs
 from tridecode.backend.engine.graphs import Capturer, no_collection
 from tridecode.backend.engine.plan import StepPlan
 from tridecode.backend.engine.step_buffers import StepShape
@@ -56,19 +57,7 @@ def step_shapes(max_rows: int, max_tokens: int) -> list[StepShape]:
 def empty_plan(shape: StepShape) -> StepPlan:
     """A plan of `shape` that reads and writes nothing, to capture a graph from."""
     tokens, rows = shape.decodes + shape.tokens, shape.decodes + shape.rows
-    nothing = np.zeros(tokens, np.int32)
-    return StepPlan(
-        step=0,
-        token_ids=nothing,
-        positions=nothing,
-        kv_slots=np.full(tokens, -1, np.int32),
-        block_tables=np.zeros((rows, 1), np.int32),
-        context_lens=np.zeros(rows, np.int32),
-        query_starts=np.minimum(np.arange(rows + 1, dtype=np.int32), shape.decodes),
-        slots=np.full(rows, -1, np.int32),
-        samples=np.zeros(rows, np.int32),
-        num_decodes=shape.decodes,
-    )
+    return graphs.empty_plan(shape.decodes, tokens, rows, samples=0)
 
 
 class StepShapes:

@@ -12,6 +12,7 @@ import torch
 
 from tests.backend.engine.offline_models import fp32_bound, hf_greedy, prompts_of, rounding_bound
 from tests.backend.engine.rank_process import NEW_TOKENS, RankPool
+from tests.backend.engine.test_pipeline import EVERY, NEW
 from tests.backend.hf_models import bloom, gpt2, gptneox, llama
 from tests.checkpoints import save
 from tridecode.backend.messages import SamplingParams
@@ -62,19 +63,6 @@ def test_stages_give_the_fp32_tokens_of_transformers(
     assert [tokens for tokens, _ in answers] == wanted
     assert pool.notes[0]["in_flight"] == stages
     assert all(note["replays"] > 4 for note in pool.notes)
-
-
-NEW = 10
-EVERY = [
-    SamplingParams(max_tokens=NEW),
-    SamplingParams(max_tokens=NEW, top_k=0, top_p=0.9, temperature=1.5, seed=5, return_log_probs=True),
-    SamplingParams(max_tokens=NEW, repetition_penalty=1.3, top_log_probs=2),
-    SamplingParams(max_tokens=NEW, num_return_sequences=3, top_k=9, seed=8),
-    SamplingParams(max_tokens=NEW, beam_width=2, len_penalty=1.0, beam_pool=True),
-    SamplingParams(max_tokens=NEW, return_generation_logits=True, return_context_log_prob=True),
-    SamplingParams(max_tokens=0, return_context_embedding=True),
-    SamplingParams(max_tokens=1, return_context_logits=True),
-]
 
 
 def logits_of(data: bytes) -> np.ndarray:
