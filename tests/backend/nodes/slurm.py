@@ -1,7 +1,4 @@
-"""A Slurm of one node on this machine, with ports and files of its own: for tests where it is installed.
-
-On Debian: apt-get install slurmctld slurmd slurm-client slurm-wlm-basic-plugins libpmix-dev
-"""
+"""A Slurm of one node on this machine, with ports and files of its own, if it is installed (make slurm)."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ def missing() -> str:
     """Why Slurm cannot run here; "" if it can."""
     absent = [name for name in PROGRAMS if _program(name) is None]
     if absent:
-        return f"no Slurm here: {', '.join(absent)}"
+        return f"no Slurm here (make slurm): {', '.join(absent)}"
     return "" if os.getuid() == 0 else "Slurm's daemons start steps as root only"
 
 

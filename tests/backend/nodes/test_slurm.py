@@ -38,7 +38,7 @@ def meet(kind: str, folder: Path, environment: dict[str, str]) -> list[dict]:
         check=False,
     )
     if "can not load PMIx library" in done.stderr:
-        pytest.skip("Slurm's plugin finds no libpmix.so: apt-get install libpmix-dev")
+        pytest.skip("Slurm's plugin finds no libpmix.so: make slurm")
     told = sorted(folder.glob("told*.json"))
     assert len(told) == 2, (done.stdout, done.stderr)
     return [json.loads(file.read_text()) for file in told]
