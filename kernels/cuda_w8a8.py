@@ -29,7 +29,7 @@ from tridecode.kernels.cuda_gemm import (
     _head_fields,
     _rotation,
 )
-from tridecode.kernels.gemm_table import Gemm, choose, fuses_heads_sm90
+from tridecode.kernels.gemm_table import Gemm, choose, fuses_heads_sm90, library_rows
 from tridecode.kernels.library import current_stream
 from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm
 from tridecode.kernels.packed_table import PACKED_TOKENS
@@ -128,13 +128,9 @@ class CudaW8A8(CudaGemm):
             self._8_bit_gemm(x, weight, linear.bias, norm, None, None, out, heads, fields)
 
     def _rows_of_library(self, tokens: int, weight: QuantizedWeight) -> int:
-        """The first rows of a product of E4M3 in blocks, a multiple of 4, which cuBLASLt takes where it does
-        not take all of them; 0: it takes all or none."""
-        most = tokens - tokens % 4
-        if most == tokens or operand(weight) != "fp8_blocks":
-            return 0
-        plan = self.choose_gemm(Gemm(most, weight.columns, weight.shape[0], operand="fp8_blocks"))
-        return most if plan.kernel == "gemm_library" else 0
+        """gemm_table.library_rows of a product with this weight."""
+        gemm = Gemm(tokens, weight.columns, weight.shape[0], operand=operand(weight))
+        return library_rows(gemm, self.gemm_device)
 
     def _stays_packed(self, weight: Tensor | QuantizedWeight | PackedWeight, dtype: torch.dtype) -> bool:
         """Whether there is no scratch memory to expand a quantised weight in: it is the head's."""

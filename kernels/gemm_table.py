@@ -223,6 +223,16 @@ def _fp8_library_tokens(gemm: Gemm, device: Device) -> int:
     return FP8_LIBRARY_SWIGLU_TOKENS if gemm.epilogue == "swiglu" else FP8_LIBRARY_TOKENS
 
 
+def library_rows(gemm: Gemm, device: Device) -> int:
+    """The first rows, a multiple of 4, of a product of E4M3 in blocks that cuBLASLt takes where it does not
+    take all of them, so that the rest is a product of its own; 0: it takes all or none."""
+    rows = gemm.tokens - gemm.tokens % 4
+    if rows == gemm.tokens or gemm.operand != "fp8_blocks":
+        return 0
+    least = _fp8_library_tokens(gemm._replace(tokens=rows), device)
+    return rows if least and rows >= least else 0
+
+
 def _8_bit_sizes(gemm: Gemm) -> tuple[int, ...]:
     """Tokens of a tile of stream-K."""
     if gemm.operand == "two_parts":

@@ -11,7 +11,7 @@ import pytest
 from tridecode.kernels.bench.shapes import SHAPES, ModelShape
 from tridecode.kernels.build import SOURCES
 from tridecode.kernels.explain import DEVICES, lines
-from tridecode.kernels.gemm_table import Device, Gemm, Plan, choose
+from tridecode.kernels.gemm_table import Device, Gemm, Plan, choose, library_rows
 from tridecode.tools.bench.presets import PRESETS
 
 H200 = DEVICES["h200"]
@@ -185,3 +185,18 @@ def test_many_tokens_of_fp8_in_blocks_go_to_a_library_that_takes_their_scales() 
     others.append(gemm._replace(tokens=70))
     assert all(choose(each, takes).kernel.endswith("_8bit") for each in others)
     assert choose(gemm, H200._replace(fp8_library=True)).kernel == "gemm_sm90_stream_k_8bit"
+
+
+def test_rows_of_fp8_in_blocks_are_split_where_the_library_takes_most_of_them() -> None:
+    takes = H200._replace(fp8_block_library=True)
+    gemm = Gemm(1, 4096, 6144, operand="fp8_blocks")
+
+    def rows(tokens: int) -> int:
+        return library_rows(gemm._replace(tokens=tokens), takes)
+
+    assert [rows(tokens) for tokens in (69, 70, 142, 4095)] == [68, 68, 140, 4092]
+    assert [rows(tokens) for tokens in (1, 2, 3, 64, 66, 67, 68, 4096)] == [0] * 8
+    many = gemm._replace(tokens=142)
+    without = [many._replace(operand="fp8"), many._replace(inputs=4224), many._replace(outputs=6152)]
+    assert [library_rows(each, takes) for each in without] == [0] * 3
+    assert library_rows(many, H200) == 0
