@@ -60,7 +60,7 @@ __host__ __device__ constexpr int warp_bytes() {
 }
 
 template <typename X, typename C, int D, int TEAM, typename Source>
-__global__ void __launch_bounds__(32 * kWarps, D <= 128              ? 3
+__global__ void __launch_bounds__(32 * kWarps, D <= 128              ? Source::kResident
                                                : Source::kDepth == 1 ? 2
                                                                      : 1)
     decode_attention(const __grid_constant__ Task task) {
@@ -410,7 +410,7 @@ int run(const Task& task, void* stream) {
   if (clusters.blocks) return run_clusters<X, C, D>(task, clusters, stream);
   const int fit =
       (device().shared_bytes + 1024) / (kWarps * ByCopies::kBytes + (task.num_rows + 1) * 4 + 1280);
-  const int wanted = D <= 128 ? 3 : 1;
+  const int wanted = D <= 128 ? ByCopies::kResident : 1;
   // For one or two rows no ring in shared memory: the next GEMM becomes resident earlier.
   if (device().capability >= 90 && fit >= wanted && task.num_rows > 2)
     return run_source<X, C, D, ByCopies>(task, wanted * multiprocessors, stream);

@@ -132,6 +132,27 @@ def test_the_smallest_numbers_of_a_cache_count(place: Place, dtype: torch.dtype)
         assert_close("attention", out[row : row + 1], attend(q[row : row + 1], keys, values, heads))
 
 
+@FORMATS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_queries_of_any_magnitude_keep_their_digits(place: Place, dtype: torch.dtype, format: str):
+    """bfloat16 has more exponents than the halves of the product: those of a head differ by 2^20, of heads by
+    2^130. The largest meet zeros, so that the others decide."""
+    heads, contexts = make_heads(place, 8, 2, 128), [70, 600, 3]
+    batch = make_batch(place, contexts, [1] * len(contexts), BLOCK)
+    cache, kv = filled_cache(place, batch, heads, BLOCK, format, spread=10)
+    cache.blocks.view(torch.int8)[:, 0, :, :, 0] = 0
+    qkv = place.normal(len(contexts), heads.qkv_size, dtype=dtype)
+    q = qkv[:, : 8 * 128].unflatten(1, (-1, 128))
+    q *= 2.0 ** torch.tensor([-126, -60, -8, 0, 2, -30, -1, 1], device=place.device)[:, None]
+    q[:, :, 0] = q[:, :, 1:].abs().amax(-1) * 2**20
+    out = place.poison(len(contexts), 8 * 128, dtype=dtype)
+    place.settle()
+    place.ops.decode_attention(qkv, heads, batch, cache, out=out)
+    for row, (keys, values) in enumerate(kv):
+        keys[:, :, 0] = 0
+        assert_close("attention", out[row : row + 1], attend(q[row : row + 1], keys, values, heads))
+
+
 @contextmanager
 def room_for(place: Place, rows: int, batch: Batch, cache: CacheLayer, itemsize: int) -> Iterator[None]:
     """Scratch memory for the expanded contexts of so many rows; 0: what is there."""
