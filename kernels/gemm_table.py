@@ -10,12 +10,13 @@ tridecode.kernels.explain` prints the choices. This module needs neither torch n
     gemm_sm90_data_parallel   1 to 16 tokens, TMA and wgmma, all inputs of a tile in one block
     gemm_sm90_split_k         1 to 64 tokens, TMA and wgmma, split-K within a cluster of 1 to 3 blocks
     gemm_sm90_stream_k        any tokens, TMA and wgmma, whole tiles, or stream-K through global memory
+    gemm_sm90_even_split      65 to 256 tokens, likewise, four clusters share each tile's inputs evenly
     gemm_library              cuBLAS, and gemm_library_epilogue for what cuBLAS does not fuse
 
-Products with both operands in 8 bit (cuda_w8a8.py) have gemm_sm90_split_k_8bit and gemm_sm90_stream_k_8bit
-for any number of tokens (W8A8), and gemm_library for many of fp8; int8 weights with x in two int8 parts have
-the same named *_two_parts up to TWO_PARTS_TOKENS, above it expand_rows: the weight is expanded to 16 bit, and
-one of the others follows.
+Products with both operands in 8 bit (cuda_w8a8.py) have gemm_sm90_split_k_8bit, gemm_sm90_stream_k_8bit and
+gemm_sm90_even_split_8bit (W8A8), and gemm_library for many tokens of fp8; int8 weights with x in two int8
+parts have the first two named *_two_parts up to TWO_PARTS_TOKENS, above it expand_rows: the weight is
+expanded to 16 bit, and one of the others follows.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ class Plan(NamedTuple):
     tile_outputs: int = 0
     tile_tokens: int = 0
     split: int = 0  # parts that the inputs are split into (split-K)
-    clusters: int = 0  # of gemm_sm90_stream_k: clusters launched
-    stream_k: bool = False  # of gemm_sm90_stream_k: a tile's inputs are shared by clusters
+    clusters: int = 0  # of gemm_sm90_stream_k and gemm_sm90_even_split: clusters launched
+    stream_k: bool = False  # of these: a tile's inputs are shared by clusters
     fuses_norm: bool = False  # else a norm kernel comes first
     fuses_heads: bool = False  # else rotate_and_cache follows a "qkv" product
 
@@ -95,6 +96,9 @@ STREAM_K_TWO_PARTS_TOKENS = {
     "swiglu": (32, 64, 96, 128),
 }
 
+#: and of gemm_sm90_even_split, and of gemm_sm90_even_split_8bit but for fp8 up to 128; its clusters per tile
+EVEN_SPLIT_TOKENS, EVEN_SPLIT = (128, 256), 4
+
 # ---------------------------------------------------------------- thresholds, measured on an H200
 # Figures: microseconds of a product (weight rows x inputs, float16) in a CUDA graph over more weights than
 # the L2 cache holds, each kernel forced by replacing Cuda.choose_gemm.
@@ -105,6 +109,12 @@ LARGE_WEIGHTS = 1 << 24
 #: above this many tokens cuBLAS is level or faster: 16384 x 4096, 64 tokens: 34.7 stream-K, 37.0 cuBLAS; at
 #: 96 LLaMA's steps gained 2 to 4 %, BLOOM's lost at 72 to 128 (docs/benchmarks.md)
 LARGE_TOKENS = 64
+#: from so many stages of a tile on, gemm_sm90_even_split takes less time than cuBLAS, and than stream-K in 8
+#: bit. 72 / 128 / 192 / 256 tokens, cuBLAS and even: 4096 x 14336 (224 stages): 37.9 / 38.2 / 46.0 / 49.7 and
+#: 35.0 / 34.8 / 45.2 / 48.0, of int8 (112), stream-K and even, 26.8 / 28.3 / 38.7 / 39.8 and 24.0 / 26.0 /
+#: 31.7 / 33.9; 4096 x 4096 (64): 13.3 / 13.8 / 17.3 / 17.0 and 14.7 / 14.3 / 19.0 / 19.2. Two clusters per
+#: tile, also of 6144 and 8192 rows, gained 0 to 9 % in int8 up to 128 tokens, and lost elsewhere
+EVEN_SPLIT_STAGES = 100
 #: SwiGLU saves a pass over gate and up, so gemm_sm90_stream_k wins there except in this range of tokens: up
 #: to 256 by bandwidth, from 1024 on by the pass (docs/benchmarks.md, "At 256 sequences")
 SWIGLU_LIBRARY = range(257, 1024)
@@ -185,8 +195,10 @@ def _large_sm90(gemm: Gemm, device: Device) -> Plan | None:
     if gemm.epilogue == "swiglu":
         fits = not gemm.residual and not gemm.out_float32 and gemm.outputs % 16 == 0
         return stream_k_plan(gemm, device) if fits and gemm.tokens not in SWIGLU_LIBRARY else None
-    if gemm.tokens > LARGE_TOKENS or (gemm.residual and gemm.out_float32):
+    if gemm.residual and gemm.out_float32:
         return None
+    if gemm.tokens > LARGE_TOKENS:
+        return even_split_plan(gemm, device)
     if gemm.epilogue == "qkv" and not fuses_heads_sm90(gemm.head_size, gemm.rotary_size, gemm.interleaved):
         return None
     return split_k_plan(gemm, device) or stream_k_plan(gemm, device)
@@ -203,7 +215,7 @@ def choose_8_bit(gemm: Gemm, device: Device) -> Plan:
     if least and gemm.tokens >= least:
         return Plan("gemm_library", f"{least} tokens or more")
     if gemm.tokens > LARGE_TOKENS:
-        plan = _large_8_bit(gemm, device)
+        plan = even_split_plan(gemm, device) or _large_8_bit(gemm, device)
     elif gemm.epilogue != "swiglu":
         plan = split_k_plan(gemm, device)
     plan = plan or stream_k_plan(gemm, device)
@@ -279,6 +291,27 @@ def split_k_plan(gemm: Gemm, device: Device) -> Plan | None:
         _at_least(gemm.tokens, SPLIT_K_TOKENS),
         split,
         fuses_heads=True,
+    )
+
+
+def even_split_plan(gemm: Gemm, device: Device) -> Plan | None:
+    """EVEN_SPLIT clusters for each tile, where these are resident at once and at least two thirds of all."""
+    sizes = EVEN_SPLIT_TOKENS[:1] if gemm.operand.startswith("fp8") else EVEN_SPLIT_TOKENS
+    if gemm.epilogue != "linear" or gemm.operand == "two_parts" or _steps(gemm) < EVEN_SPLIT_STAGES:
+        return None
+    tile_tokens, most = _at_least(gemm.tokens, sizes), device.multiprocessors // 2
+    tiles = _ceil_div(gemm.outputs, _STREAM_K_OUTPUTS)
+    clusters = tiles * EVEN_SPLIT
+    if gemm.tokens > tile_tokens or device.shared or not 2 * most <= 3 * clusters <= 3 * most:
+        return None
+    return Plan(
+        "gemm_sm90_even_split",
+        f"{tiles} tiles of {_steps(gemm)} stages: {EVEN_SPLIT} clusters finish each",
+        _STREAM_K_OUTPUTS,
+        tile_tokens,
+        EVEN_SPLIT,
+        clusters,
+        stream_k=True,
     )
 
 

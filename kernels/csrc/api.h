@@ -180,6 +180,10 @@ int64_t tridecode_gemm_sm90_clusters(int split);
 // rows and without a residual, 32 to 256.
 int tridecode_gemm_sm90_stream_k(const tridecode_gemm_task* task, void* stream);
 
+// even_split: the same, where split, 4, times the number of tiles is that of clusters, all of which
+// the device holds at once. tile_tokens 128 or 256. No SwiGLU, no heads.
+int tridecode_gemm_sm90_even_split(const tridecode_gemm_task* task, void* stream);
+
 // The same product with a weight in 8 or 4 bit. packed_mma: 1 to 8 tokens, tile_outputs 16; norm,
 // split and alignment as gemm_mma, rotation by halves. packed_sm90: as gemm_sm90_stream_k,
 // tile_tokens 16 (no SwiGLU), 32, 64 or 128.
@@ -209,6 +213,7 @@ int tridecode_expand_rows(void* out, const void* values, const float* scales, in
 // to 256.
 int tridecode_gemm_sm90_split_k_8bit(const tridecode_gemm_task* task, void* stream);
 int tridecode_gemm_sm90_stream_k_8bit(const tridecode_gemm_task* task, void* stream);
+int tridecode_gemm_sm90_even_split_8bit(const tridecode_gemm_task* task, void* stream);
 
 // The same with operand 3: a weight in int8 and x in two parts. tile_tokens of stream_k: 16, 32, 64
 // or 128, of SwiGLU 32, 64, 96 or 128.

@@ -29,8 +29,8 @@ __device__ __forceinline__ bool in_blocks(const GemmTask& task) {
 }
 
 // A consumer warp group's loop over pipeline stages. Operand: of x and weight. N: tokens. SHARERS:
-// blocks that a stage's x is multicast to.
-template <typename Operand, int N, typename S, int SHARERS>
+// blocks that a stage's x is multicast to. ONE_TILE: add_up is called once.
+template <typename Operand, int N, typename S, int SHARERS, bool ONE_TILE = SHARERS == 1>
 struct Products {
   const char* base;
   uint64_t* full;
@@ -64,7 +64,7 @@ struct Products {
   __device__ __forceinline__ void add_up(float (&c)[N / 2], int steps, int group,
                                          const StageScales& scales) {
     constexpr bool kTwo = std::is_same<Operand, TwoParts>::value;
-    if constexpr ((kTwo || std::is_same<Operand, int8_t>::value) && SHARERS > 1) {
+    if constexpr ((kTwo || std::is_same<Operand, int8_t>::value) && !ONE_TILE) {
       // Zeros: else the registers of the last tile's sums would count as read by the first
       // instruction, and be kept beside c until then.
       int sums[kTwo ? N : N / 2] = {};

@@ -44,6 +44,19 @@ def place(ops, request: pytest.FixtureRequest) -> Place:
     return Place(ops, torch.device("cuda", 0), generator)
 
 
+def force_even(place: Place) -> None:
+    def plan(gemm: Gemm) -> Plan:
+        assert gemm.half and gemm.aligned and gemm.out_aligned
+        return even_split(gemm, 128 if gemm.tokens <= 128 else 256)
+
+    place.ops.choose_gemm = plan
+
+
+def even_split(gemm: Gemm, tile_tokens: int) -> Plan:
+    tiles = -(-gemm.outputs // 256) * -(-gemm.tokens // tile_tokens)
+    return Plan("gemm_sm90_even_split", "forced", 256, tile_tokens, 4, 4 * tiles, stream_k=True)
+
+
 def force(place: Place, split: int) -> None:
     device: Device = place.ops.gemm_device
 
@@ -99,6 +112,47 @@ def test_activations(place: Place, tokens: int, split: int, activation: str | No
         how = {"approximate": "tanh"} if activation == "gelu_tanh" else {}
         wanted = getattr(F, name)(wanted, **how)
     assert_close("linear", out, wanted)
+
+
+EVEN_TOKENS = [1, 33, 65, 128, 129, 192, 250, 300]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(256, 128), (520, 1000), (4096, 512), (14336, 2048)])
+@pytest.mark.parametrize("tokens", EVEN_TOKENS)
+def test_four_clusters_finish_a_tile(place: Place, tokens: int, shape, dtype: torch.dtype):
+    """With shares of tokens that have none, and more than one tile of tokens. Twice: counters are reset."""
+    linear = make_linear(place, *shape, dtype)
+    x, out = place.normal(tokens, shape[0], dtype=dtype), place.normal(tokens, shape[1], dtype=dtype)
+    before = out.clone()
+    wanted = product64(x, linear) + out.double()
+    place.settle()
+    force_even(place)
+    place.ops.linear(x, linear, residual=out, out=out)
+    assert_close("linear", out, wanted)
+    first = out.clone()
+    out.copy_(before)
+    place.settle()
+    place.ops.linear(x, linear, residual=out, out=out)
+    assert torch.equal(first, out)
+
+
+@pytest.mark.parametrize("activation", [None, "gelu_tanh", "relu"])
+@pytest.mark.parametrize("tokens", [70, 256])
+def test_four_clusters_finish_a_tile_of_float32_or_activated(place: Place, tokens: int, activation):
+    linear = make_linear(place, 1024, 1000, torch.float16)
+    x = place.normal(tokens, 1024, dtype=torch.float16)
+    dtype = torch.float32 if activation is None else torch.float16
+    out = place.poison(tokens, 1000, dtype=dtype)
+    place.settle()
+    force_even(place)
+    place.ops.linear(x, linear, activation=activation, out=out)
+    wanted = product64(x, linear)
+    if activation == "gelu_tanh":
+        wanted = F.gelu(wanted, approximate="tanh")
+    elif activation == "relu":
+        wanted = F.relu(wanted)
+    assert_close("logits" if activation is None else "linear", out, wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -68,7 +68,7 @@ def instance_of(gemm: Gemm, plan: Plan) -> tuple[str, ...]:
         return str(plan.tile_tokens), at_run_time
     if plan.kernel == "gemm_sm90_data_parallel":
         return str(plan.tile_outputs), mode
-    if plan.kernel.startswith("gemm_sm90_split_k"):
+    if plan.kernel.startswith(("gemm_sm90_split_k", "gemm_sm90_even_split")):
         return str(plan.tile_tokens), mode, str(plan.split)
     return str(plan.tile_tokens), mode
 
@@ -103,7 +103,10 @@ def test_a_plan_keeps_to_what_its_kernel_can(name: str):
         assert gemm.operand != "fp8" or plan.tile_tokens <= 128
         if plan.kernel.startswith("gemm_sm90_split_k"):
             assert -(-gemm.outputs // 128) <= device.clusters[plan.split - 1]
-        if plan.kernel.startswith("gemm_sm90_stream_k"):
+        if plan.kernel.startswith("gemm_sm90_even_split"):
+            assert gemm.tokens <= plan.tile_tokens
+            assert plan.clusters == -(-gemm.outputs // 256) * plan.split
+        if plan.kernel.startswith(("gemm_sm90_stream_k", "gemm_sm90_even_split")):
             assert 1 <= plan.clusters <= device.multiprocessors // 2
 
 
@@ -114,6 +117,8 @@ def test_a_plan_keeps_to_what_its_kernel_can(name: str):
         ("bloom-7b1", "qkv", 64, "gemm_sm90_split_k", (128, 64), 1),
         ("bloom-7b1", "down", 64, "gemm_sm90_stream_k", (256, 64), 0),
         ("bloom-7b1", "qkv", 65, "gemm_library", (0, 0), 0),
+        ("llama-3-8b", "down", 65, "gemm_sm90_even_split", (256, 128), 4),
+        ("llama-3-8b", "down", 257, "gemm_library", (0, 0), 0),
         ("llama-3-8b", "up", 256, "gemm_sm90_stream_k", (256, 256), 0),
         ("llama-3-8b", "up", 257, "gemm_library", (0, 0), 0),
         ("bloom-560m", "up", 2, "gemm_mma", (16, 8), 1),

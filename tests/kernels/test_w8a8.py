@@ -58,6 +58,15 @@ def place(ops, request: pytest.FixtureRequest) -> Place:
     return Place(ops, torch.device("cuda", 0), generator)
 
 
+def force_even(place: Place) -> None:
+    def plan(gemm: Gemm) -> Plan:
+        tile_tokens = 128 if gemm.tokens <= 128 or gemm.operand != "int8" else 256
+        tiles = -(-gemm.outputs // 256) * -(-gemm.tokens // tile_tokens)
+        return Plan("gemm_sm90_even_split_8bit", "forced", 256, tile_tokens, 4, 4 * tiles, stream_k=True)
+
+    place.ops.choose_gemm = plan
+
+
 def force(place: Place, split: int) -> None:
     device: Device = place.ops.gemm_device
 
@@ -230,6 +239,23 @@ def test_bias_and_residual_are_added_in_place(
     x, out = place.normal(tokens, shape[0], dtype=dtype), place.normal(tokens, shape[1], dtype=dtype)
     wanted = product64(x, linear) + out.double()
     run(place, x, linear, out, split, residual=out)
+    assert_product(format, shape[0], out, wanted)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("shape", [(512, 128), (1040, 1000), (4096, 512), (14336, 2048)])
+@pytest.mark.parametrize("tokens", [1, 65, 128, 129, 192, 250])
+def test_four_clusters_finish_a_tile(place: Place, tokens: int, shape, format: str, dtype: torch.dtype):
+    """With shares of tokens that have none, and more than one tile of tokens."""
+    linear = make_linear(place, *shape, dtype, format)
+    x, out = place.normal(tokens, shape[0], dtype=dtype), place.normal(tokens, shape[1], dtype=dtype)
+    wanted = product64(x, linear) + out.double()
+    place.ops._rows_of_library = lambda *_: 0  # all rows by the kernel
+    force_even(place)
+    run(place, x, linear, out, None, residual=out)
+    del place.ops._rows_of_library
     assert_product(format, shape[0], out, wanted)
 
 

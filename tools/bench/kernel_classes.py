@@ -35,6 +35,7 @@ OURS = {
     "gemm_packed_mma": GEMM,
     "gemm_packed_sm90": GEMM,
     "gemm_sm90_data_parallel": GEMM,
+    "gemm_sm90_even_split": GEMM,
     "gemm_sm90_split_k": GEMM,
     "gemm_sm90_stream_k": GEMM,
     "gemv": GEMM,
