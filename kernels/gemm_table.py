@@ -143,6 +143,16 @@ IDLE_SHARE = 20
 #: 1024 / 4096 tokens: 55.6 / 182 / 703, fp8 here 67.1 / 202 / 838, int8 50.7 / 174 / 782; torch._int_mm
 #: 89.6 / 298 / 1274. A pass over the results takes 6 to 80 more
 SHARING_COST, LEAST_TILE_COST = 6000, 120
+#: where there are more waves of tiles, sharing loses: clusters at work at a time are far apart in x and the
+#: weight, which the L2 cache does not hold. 4096 x 14336, whole tiles / shared, int8, tiles of 256 tokens:
+#: 1.45 waves: 181 / 160, 2.18: 272 / 247, 3.39: 367 / 463, 7.76: 779 / 1066; fp8, tiles of 128, 1.45: 117 /
+#: 105, 2.42: 177 / 232
+SHARED_WAVES = 2.25
+#: what a stage of a tile of fewer than 256 tokens costs besides them: weights are loaded more often. SwiGLU
+#: of 28672 x 4096 in int8, tiles of 128 and 256 tokens, 1280 tokens (17 and 9 waves): 237 and 214, 2304 (31
+#: and 16): 430 and 396, 8192 (109 and 55): 1586 and 1513; tiles of 192 and 256, 700 tokens (7 and 6): 142 and
+#: 150. Not of x in two parts, 128256 x 4096, tiles of 64 and 128, 256 tokens: 429 and 439
+SMALL_TILE_COST = 16
 #: from this many tokens on cuBLASLt takes less for E4M3, the passes that follow included (SwiGLU, rotation).
 #: Without the rounding of x, here / cuBLASLt: 6144 x 4096, 1024 tokens: 45 / 42, 8192: 400 / 309; 4096 x
 #: 14336: 97 / 102, 960 / 709; SwiGLU of 28672 x 4096: 259 / 185 and a pass of 30, 1870 / 1418 and 168
@@ -262,16 +272,18 @@ def _large_8_bit(gemm: Gemm, device: Device) -> Plan:
         columns = tile_tokens * (2 if gemm.operand == "two_parts" else 1)
         if columns < LARGE_TOKENS:
             continue
-        tiles, cost = rows * _ceil_div(gemm.tokens, tile_tokens), max(columns, _least_cost(columns))
+        tiles, cost = rows * _ceil_div(gemm.tokens, tile_tokens), _tile_cost(gemm.operand, columns)
         ways.append((_ceil_div(tiles, most) * steps * cost, -tile_tokens, False))
-        ways.append((tiles * steps * cost // most + SHARING_COST, -tile_tokens, True))
+        if tiles <= SHARED_WAVES * most:
+            ways.append((tiles * steps * cost // most + SHARING_COST, -tile_tokens, True))
     _, negative, stream = min(ways)
     return _stream_k(gemm, device, -negative, stream, _steps(gemm))
 
 
-def _least_cost(tile_tokens: int) -> int:
-    """Of a stage of a small tile, which is bound by its loads."""
-    return LEAST_TILE_COST + tile_tokens // 16
+def _tile_cost(operand: str, columns: int) -> int:
+    """Of a stage of a tile. The smallest are bound by their loads."""
+    more = SMALL_TILE_COST if columns < 256 and operand != "two_parts" else 0
+    return max(columns + more, LEAST_TILE_COST + columns // 16)
 
 
 def split_k_plan(gemm: Gemm, device: Device) -> Plan | None:
