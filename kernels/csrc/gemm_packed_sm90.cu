@@ -264,11 +264,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
   __shared__ uint64_t full[S::kStages], empty[S::kStages], arrived[kGroups][kBuffers];
   const int group = threadIdx.x / 128, cluster = blockIdx.x / 2;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < S::kStages; ++i) {
-      barrier_init(full + i, 1);
-      barrier_init(empty + i, 2 * 4 * kGroups);  // the warps of both blocks
-    }
-    for (int i = 0; i < kGroups * kBuffers; ++i) barrier_init(&arrived[0][0] + i, 1);
+    initialize_ring<S::kStages>(full, empty, &arrived[0][0], 2);
     fence_barriers();
   }
   cluster_sync();
@@ -324,12 +320,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
       }
       finish.activate_all(c);
       if (MODE == kQkvRotary) finish.rotate_all(c, column, token);
-      if (MODE == kPlain && task.out_float32) {
-        finish.store_float32(c, column, token);
-      } else {
-#pragma unroll
-        for (int i = 0; i < finish.kParts; ++i) finish.store_part(c, column, token, i);
-      }
+      finish.store_all(c, column, token);
     }
     if (threadIdx.x % 128 == 0) wait_stores_read<0>();
   }

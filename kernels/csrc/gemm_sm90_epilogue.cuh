@@ -252,6 +252,16 @@ struct Finish {
     }
   }
 
+  // Stores finished sums.
+  __device__ __forceinline__ void store_all(const float (&c)[N / 2], int column, int token) {
+    if (MODE == kPlain && task.out_float32) {
+      store_float32(c, column, token);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) store_part(c, column, token, i);
+    }
+  }
+
   // Loads the biases of the lane's columns before the mainloop: after it they would queue behind
   // the weights that the next kernel prefetches.
   __device__ __forceinline__ void load_biases(int column) {

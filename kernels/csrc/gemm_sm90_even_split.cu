@@ -13,10 +13,10 @@ namespace {
 
 using namespace tridecode;
 
-int tridecode_gemm_sm90_even_split(const tridecode_gemm_task *given, void *stream) {
-  const GemmTask &task = *given;
-  const char *const name = "gemm_sm90_even_split";
-  return divided_evenly(name, task, [&](Mode mode, const Division &division) {
+int tridecode_gemm_sm90_even_split(const tridecode_gemm_task* given, void* stream) {
+  const GemmTask& task = *given;
+  const char* const name = "gemm_sm90_even_split";
+  return divided_evenly(name, task, [&](Mode mode, const Division& division) {
     return for_16_bit_dtype(task.dtype, name, [&](auto zero) {
       using X = decltype(zero);
 #define TRIDECODE_RUN(tokens_, mode_, split_)                               \

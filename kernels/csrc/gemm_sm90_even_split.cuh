@@ -26,7 +26,7 @@ namespace {
 // and one when it has seen all of these. The last resets it for the next
 // launch.
 template <int SPLIT>
-__device__ __forceinline__ void meet(unsigned int *counter, int group) {
+__device__ __forceinline__ void meet(unsigned int* counter, int group) {
   group_sync(group);
   if (threadIdx.x % 128 == 0) {
     device_fence();
@@ -42,11 +42,11 @@ __device__ __forceinline__ void meet(unsigned int *counter, int group) {
 // tile's clusters. tokens: of the tile; shares beyond them are left out.
 template <int N, int SPLIT>
 __device__ __forceinline__ void exchange_shares(const float (&c)[N / 2],
-                                                float (&sums)[N / 2 / SPLIT], const GemmTask &task,
+                                                float (&sums)[N / 2 / SPLIT], const GemmTask& task,
                                                 int cluster, int group, int tokens) {
   constexpr int kShare = N / 2 / SPLIT, kPieces = kShare / 4;
   const int own = cluster % SPLIT;
-  float4 *const left = partial_of<N>(task, cluster, group);
+  float4* const left = partial_of<N>(task, cluster, group);
 #pragma unroll
   for (int share = 0; share < SPLIT; ++share) {
     if (share == own) {
@@ -55,7 +55,7 @@ __device__ __forceinline__ void exchange_shares(const float (&c)[N / 2],
     } else if (share * (N / SPLIT) < tokens) {
 #pragma unroll
       for (int i = 0; i < kPieces; ++i) {
-        const float *const four = c + share * kShare + 4 * i;
+        const float* const four = c + share * kShare + 4 * i;
         __stcg(left + (share * kPieces + i) * 128, make_float4(four[0], four[1], four[2], four[3]));
       }
     }
@@ -72,7 +72,7 @@ __device__ __forceinline__ void exchange_shares(const float (&c)[N / 2],
       for (int i = 0; i < kShare; ++i) sums[i] += mine[i];
       continue;
     }
-    const float4 *const theirs = partial_of<N>(task, cluster - own + from, group);
+    const float4* const theirs = partial_of<N>(task, cluster - own + from, group);
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       const float4 four = __ldcg(theirs + (own * kPieces + i) * 128);
@@ -101,16 +101,12 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
   using S = Shape<N>;
   static_assert(!S::kSlim, "a warp group has the registers of a whole tile");
   extern __shared__ char raw[];
-  char *const base = raw + (1024 - shared_address(raw) % 1024) % 1024;
+  char* const base = raw + (1024 - shared_address(raw) % 1024) % 1024;
   __shared__ uint64_t full[S::kStages], empty[S::kStages], arrived[kGroups][kBuffers];
   __shared__ float x_scales[kGroups][kScaled ? kTokens : 1];
   const int group = threadIdx.x / 128, cluster = blockIdx.x / 2;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < S::kStages; ++i) {
-      barrier_init(full + i, 1);
-      barrier_init(empty + i, 2 * 4 * kGroups);  // the warps of both blocks
-    }
-    for (int i = 0; i < kGroups * kBuffers; ++i) barrier_init(&arrived[0][0] + i, 1);
+    initialize_ring<S::kStages>(full, empty, &arrived[0][0], 2);
     fence_barriers();
   }
   cluster_sync();
@@ -154,12 +150,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
       if (kScaled && !in_blocks<Operand>(task)) finish.scale_all(sums, token);
       finish.activate_all(sums);
       if (MODE == kQkvRotary) finish.rotate_all(sums, column, token);
-      if (MODE == kPlain && task.out_float32) {
-        finish.store_float32(sums, column, token);
-      } else {
-#pragma unroll
-        for (int i = 0; i < F::kParts; ++i) finish.store_part(sums, column, token, i);
-      }
+      finish.store_all(sums, column, token);
     }
     if (threadIdx.x % 128 == 0) wait_stores_read<0>();
   }
@@ -169,7 +160,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
 }
 
 template <typename X, typename Operand, int N, Mode MODE, int SPLIT>
-int run_even(const GemmTask &task, const Division &division, void *stream) {
+int run_even(const GemmTask& task, const Division& division, void* stream) {
   using S = Shape<N>;
   Maps maps;
   if (int status = encode_maps(maps, task, MODE, N / 2, Shape<N / SPLIT>::kPart)) return status;
@@ -180,8 +171,8 @@ int run_even(const GemmTask &task, const Division &division, void *stream) {
 
 // Checks the task and calls run(mode, division).
 template <typename Run>
-int divided_evenly(const char *what, const GemmTask &task, Run run) {
-  return divided(what, task, [&](Mode mode, const Division &division) {
+int divided_evenly(const char* what, const GemmTask& task, Run run) {
+  return divided(what, task, [&](Mode mode, const Division& division) {
     const int tiles = division.row_tiles * division.token_tiles;
     if (!division.shared || task.split < 2 || division.clusters != tiles * task.split ||
         task.split > division.steps || mode == kGated)

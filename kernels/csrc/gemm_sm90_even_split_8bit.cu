@@ -16,11 +16,11 @@ namespace {
 
 using namespace tridecode;
 
-int tridecode_gemm_sm90_even_split_8bit(const tridecode_gemm_task *given, void *stream) {
+int tridecode_gemm_sm90_even_split_8bit(const tridecode_gemm_task* given, void* stream) {
   GemmTask task = *given;
-  const char *const name = "gemm_sm90_even_split_8bit";
+  const char* const name = "gemm_sm90_even_split_8bit";
   if (int status = as_16_bit(name, task)) return status;
-  return divided_evenly(name, task, [&](Mode mode, const Division &division) {
+  return divided_evenly(name, task, [&](Mode mode, const Division& division) {
     return for_16_bit_dtype(task.dtype, name, [&](auto zero) {
       return for_operand(task.operand, name, [&](auto value) {
         using X = decltype(zero);

@@ -22,6 +22,18 @@ __device__ __forceinline__ void copy_weight(void* to, const CUtensorMap* map, in
   }
 }
 
+// In one thread: the barriers of a ring of pipeline stages, which the consumer warps of `sharers`
+// blocks release, and of the warp groups' buffers. fence_barriers() follows.
+template <int STAGES>
+__device__ __forceinline__ void initialize_ring(uint64_t* full, uint64_t* empty, uint64_t* arrived,
+                                                int sharers) {
+  for (int i = 0; i < STAGES; ++i) {
+    barrier_init(full + i, 1);
+    barrier_init(empty + i, sharers * 4 * kGroups);
+  }
+  for (int i = 0; i < kGroups * kBuffers; ++i) barrier_init(arrived + i, 1);
+}
+
 // Whether the mainloop scales the sums: E4M3 with scales of blocks.
 template <typename Operand>
 __device__ __forceinline__ bool in_blocks(const GemmTask& task) {

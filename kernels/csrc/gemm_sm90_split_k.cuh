@@ -138,11 +138,7 @@ __global__ void __launch_bounds__(kThreads, kResident<Operand, N>)
   __shared__ float x_scales[kGroups][kScaled ? S::kTokens : 1];
   const int group = threadIdx.x / 128, rank = SPLIT > 1 ? cluster_rank() : 0;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < S::kStages; ++i) {
-      barrier_init(full + i, 1);
-      barrier_init(empty + i, 4 * kGroups);  // warps
-    }
-    for (int i = 0; i < kGroups * kBuffers; ++i) barrier_init(&arrived[0][0] + i, 1);
+    initialize_ring<S::kStages>(full, empty, &arrived[0][0], 1);
     for (int i = 0; i < kGroups; ++i) {
       barrier_init(all_received + i, 1);
       barrier_expect(all_received + i, (SPLIT - 1) * S::kSent);
@@ -197,12 +193,7 @@ __global__ void __launch_bounds__(kThreads, kResident<Operand, N>)
     } else if (MODE == kQkvRotary) {
       finish.rotate_all(sums, column, token);
     }
-    if (MODE == kPlain && task.out_float32) {
-      finish.store_float32(sums, column, token);
-    } else {
-#pragma unroll
-      for (int i = 0; i < F::kParts; ++i) finish.store_part(sums, column, token, i);
-    }
+    finish.store_all(sums, column, token);
     if (threadIdx.x % 128 == 0) wait_stores_read<0>();
   }
 #endif
