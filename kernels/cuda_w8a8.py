@@ -128,7 +128,9 @@ class CudaW8A8(CudaGemm):
             self._8_bit_gemm(x, weight, linear.bias, norm, None, None, out, heads, fields)
 
     def _rows_of_library(self, tokens: int, weight: QuantizedWeight) -> int:
-        """gemm_table.library_rows of a product with this weight."""
+        """gemm_table.library_rows of a product with this weight. Every product asks: most ask no table."""
+        if operand(weight) != "fp8_blocks":
+            return 0
         gemm = Gemm(tokens, weight.columns, weight.shape[0], operand=operand(weight))
         return library_rows(gemm, self.gemm_device)
 

@@ -21,7 +21,7 @@ int tridecode_gemm_sm90_even_split(const tridecode_gemm_task* given, void* strea
       using X = decltype(zero);
 #define TRIDECODE_RUN(tokens_, mode_, split_)                               \
   if (task.tile_tokens == tokens_ && mode == mode_ && task.split == split_) \
-    return run_even<X, X, tokens_, mode_, split_>(task, division, stream);
+    return run_even<X, X, tokens_, split_>(task, division, stream);
       TRIDECODE_INSTANCES(TRIDECODE_RUN)
       return fail("%s: no instance for a tile of %d tokens, epilogue %d, split %d", name,
                   task.tile_tokens, int(mode), task.split);

@@ -86,7 +86,7 @@ __device__ __forceinline__ void exchange_shares(const float (&c)[N / 2],
 
 // X: of bias, residual and out. Operand: of weight and x, X or 8 bit. N: tokens
 // of a tile.
-template <typename X, typename Operand, int N, Mode MODE, int SPLIT>
+template <typename X, typename Operand, int N, int SPLIT>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     gemm_sm90_even_split(const __grid_constant__ CUtensorMap weight_map,
                          const __grid_constant__ CUtensorMap x_map,
@@ -97,7 +97,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kTokens = N / SPLIT;  // of the share that a cluster finishes
   constexpr bool kScaled = !std::is_same<X, Operand>::value;
-  using F = Finish<X, kTokens, MODE, kScaled>;
+  using F = Finish<X, kTokens, kPlain, kScaled>;
   using S = Shape<N>;
   static_assert(!S::kSlim, "a warp group has the registers of a whole tile");
   extern __shared__ char raw[];
@@ -114,11 +114,9 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
   if (group == kGroups) {
     give_registers<40>();
     if (threadIdx.x == kGroups * 128) {
-      copy_stages<S, N, MODE>(&weight_map, &x_map, task, division, base, full, empty);
+      copy_stages<S, N, kPlain>(&weight_map, &x_map, task, division, base, full, empty);
     } else {
       wait_for_predecessor();
-      const int index = threadIdx.x - kGroups * 128 - 32;  // not the producer thread's warp
-      if (index >= 0) F::prefetch_tables(task, blockIdx.x * 96 + index, gridDim.x * 96);
     }
   } else {
     take_registers<232>();
@@ -137,8 +135,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     const int first = part.token_tile * N, token = first + cluster % SPLIT * kTokens;
     const bool finishes = token < task.tokens;
     if (finishes) {
-      if (MODE == kPlain && task.residual && threadIdx.x % 128 == 0)
-        finish.load_first_residuals(column, token);
+      if (task.residual && threadIdx.x % 128 == 0) finish.load_first_residuals(column, token);
       finish.load_biases(column);
       if (kScaled && !in_blocks<Operand>(task)) finish.load_x_scales(token);
     }
@@ -149,7 +146,6 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     if (finishes) {
       if (kScaled && !in_blocks<Operand>(task)) finish.scale_all(sums, token);
       finish.activate_all(sums);
-      if (MODE == kQkvRotary) finish.rotate_all(sums, column, token);
       finish.store_all(sums, column, token);
     }
     if (threadIdx.x % 128 == 0) wait_stores_read<0>();
@@ -159,12 +155,12 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
 #endif
 }
 
-template <typename X, typename Operand, int N, Mode MODE, int SPLIT>
+template <typename X, typename Operand, int N, int SPLIT>
 int run_even(const GemmTask& task, const Division& division, void* stream) {
   using S = Shape<N>;
   Maps maps;
-  if (int status = encode_maps(maps, task, MODE, N / 2, Shape<N / SPLIT>::kPart)) return status;
-  return launch("gemm_sm90_even_split", gemm_sm90_even_split<X, Operand, N, MODE, SPLIT>,
+  if (int status = encode_maps(maps, task, kPlain, N / 2, Shape<N / SPLIT>::kPart)) return status;
+  return launch("gemm_sm90_even_split", gemm_sm90_even_split<X, Operand, N, SPLIT>,
                 2 * division.clusters, kThreads, S::kSharedBytes, stream, maps.weight, maps.x,
                 maps.out, maps.residual, task, division);
 }
@@ -175,7 +171,7 @@ int divided_evenly(const char* what, const GemmTask& task, Run run) {
   return divided(what, task, [&](Mode mode, const Division& division) {
     const int tiles = division.row_tiles * division.token_tiles;
     if (!division.shared || task.split < 2 || division.clusters != tiles * task.split ||
-        task.split > division.steps || mode == kGated)
+        task.split > division.steps || mode != kPlain)
       return fail("%s: %d clusters for %d tiles of %d stages, split %d, epilogue %d", what,
                   division.clusters, tiles, division.steps, task.split, int(mode));
     if (2 * division.clusters > device().multiprocessors)  // clusters wait for each other

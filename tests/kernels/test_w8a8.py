@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tests.kernels.conftest import Place
 from tests.kernels.numeric import assert_close
+from tests.kernels.test_gemm_sm90 import even_split
 from tests.kernels.test_linear import make_heads
 from tridecode.kernels.checks import DtypeError
 from tridecode.kernels.gemm_table import SPLIT_K_TOKENS, Device, Gemm, Plan, choose, stream_k_plan
@@ -61,8 +62,7 @@ def place(ops, request: pytest.FixtureRequest) -> Place:
 def force_even(place: Place) -> None:
     def plan(gemm: Gemm) -> Plan:
         tile_tokens = 128 if gemm.tokens <= 128 or gemm.operand != "int8" else 256
-        tiles = -(-gemm.outputs // 256) * -(-gemm.tokens // tile_tokens)
-        return Plan("gemm_sm90_even_split_8bit", "forced", 256, tile_tokens, 4, 4 * tiles, stream_k=True)
+        return even_split(gemm, tile_tokens)._replace(kernel="gemm_sm90_even_split_8bit")
 
     place.ops.choose_gemm = plan
 
@@ -247,15 +247,16 @@ def test_bias_and_residual_are_added_in_place(
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("shape", [(512, 128), (1040, 1000), (4096, 512), (14336, 2048)])
 @pytest.mark.parametrize("tokens", [1, 65, 128, 129, 192, 250])
-def test_four_clusters_finish_a_tile(place: Place, tokens: int, shape, format: str, dtype: torch.dtype):
+def test_four_clusters_finish_a_tile(
+    place: Place, monkeypatch: pytest.MonkeyPatch, tokens: int, shape, format: str, dtype: torch.dtype
+):
     """With shares of tokens that have none, and more than one tile of tokens."""
     linear = make_linear(place, *shape, dtype, format)
     x, out = place.normal(tokens, shape[0], dtype=dtype), place.normal(tokens, shape[1], dtype=dtype)
     wanted = product64(x, linear) + out.double()
-    place.ops._rows_of_library = lambda *_: 0  # all rows by the kernel
+    monkeypatch.setattr(place.ops, "_rows_of_library", lambda *_: 0)  # all rows by the kernel
     force_even(place)
     run(place, x, linear, out, None, residual=out)
-    del place.ops._rows_of_library
     assert_product(format, shape[0], out, wanted)
 
 
