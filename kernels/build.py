@@ -36,7 +36,8 @@ FLAGS = [
 SPILLS = {
     "gemm_mma.cu": 32,
     "gemm_packed_mma.cu": 32,
-    "decode_attention.cu": 280,
+    "decode_attention.cu": 328,
+    "decode_attention_8bit.cu": 64,
     "gemm_sm90_split_k_8bit.cu": 8,
     "sampling.cu": 32,
 }

@@ -131,6 +131,15 @@ __device__ __forceinline__ void device_fence() {
 #endif
 }
 
+// Acquire at device scope.
+__device__ __forceinline__ unsigned int load_acquire(const unsigned int* from) {
+  unsigned int value = 0;
+#if defined(__CUDA_ARCH__)
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+#endif
+  return value;
+}
+
 // ---------------------------------------------------------------- device: numbers
 
 constexpr float kLog2e = 1.4426950408889634f;

@@ -2,157 +2,75 @@
 // multi-query, with or without ALiBi. decode_tiles.cuh: what a warp does with a tile.
 //
 // Of few rows and heads without groups a cluster of blocks takes each:
-// decode_attention_cluster.cuh. Else all tiles of the batch, ordered by row and head, are assigned
-// to teams in contiguous runs of equal length. The device computes the runs from context_lens, so
-// that the grid does not depend on them. Each row and head counts as a few tiles more than it has
-// (begin_tiles), behind its last: a team with many short ones would else take much longer than one
-// that streams the same bytes of a long one. A team is a warp or, if rows are few, a block. If a
-// row and head is shared by several teams, each stores its running maximum, sum and output in
-// scratch memory, and the last team to arrive combines them.
+// decode_attention_cluster.cuh. Else decode_runs.cuh divides the tiles of the batch among teams, a
+// team being a warp or, if rows are few, a block. Where several share a row and head,
+// decode_parts.cuh adds what they have.
 //
 // Bytes moved: 2 * tokens * kv_heads * head_size * sizeof(C), and in 8 bits 8 * tokens * kv_heads.
 // Bench: python -m tridecode.kernels.bench decode_attention
 #pragma once
+#include <algorithm>
+
 #include "decode_attention_cluster.cuh"
+#include "decode_parts.cuh"
 
 namespace tridecode {
 namespace {
 
 constexpr int kMaxBlocks = 1024;  // of the grid
-constexpr int kLeastTiles = 2;    // of a warp, if the batch has few
-
-// What another row and head costs a team, in tiles: its search, its block table, its first tiles.
-__host__ __device__ constexpr int begin_tiles(int team_warps) { return team_warps == 1 ? 2 : 8; }
-
-// prefix[row]: the number of tiles of all rows before it, each row rounded up to a multiple of
-// `unit`, and `more` for each row with a context; prefix[num_rows]: the total.
-__device__ __forceinline__ void scan_rows(const Task& task, int unit, int more, int* prefix,
-                                          int* warp_totals) {
-  __syncthreads();
-  const int threads = blockDim.x, each = (task.num_rows + threads - 1) / threads;
-  const int first = threadIdx.x * each, last = min(first + each, task.num_rows);
-  int sum = 0;
-  for (int row = first; row < last; ++row) {
-    prefix[row] = sum;
-    const int context = task.context_lens[row];
-    if (context > 0) sum += (context + kTile * unit - 1) / (kTile * unit) * unit + more;
-  }
-  int inclusive = sum;
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const int other = __shfl_up_sync(kAll, inclusive, offset);
-    if (threadIdx.x % 32 >= offset) inclusive += other;
-  }
-  if (threadIdx.x % 32 == 31) warp_totals[threadIdx.x / 32] = inclusive;
-  __syncthreads();
-  int before = inclusive - sum;
-  for (int warp = 0; warp < int(threadIdx.x) / 32; ++warp) before += warp_totals[warp];
-  for (int row = first; row < last; ++row) prefix[row] += before;
-  if (threadIdx.x == threads - 1) prefix[task.num_rows] = before + sum;
-  __syncthreads();
-}
 
 // Of shared memory.
 template <int D, int TEAM, typename Source>
 __host__ __device__ constexpr int warp_bytes() {
-  const int sums = TEAM == 1 ? 0 : (slot_floats(D) * 4 + 127) / 128 * 128;
+  const int sums = TEAM == 1 ? 0 : (team_floats<D>() * 4 + 127) / 128 * 128;
   return Source::kBytes > sums ? Source::kBytes : sums;
 }
 
 template <typename X, typename C, int D, int TEAM, typename Source>
-__global__ void __launch_bounds__(32 * kWarps, D <= 128              ? Source::kResident
-                                               : Source::kDepth == 1 ? 2
-                                                                     : 1)
+__global__ void __launch_bounds__(32 * kWarps, Source::kResident)
     decode_attention(const __grid_constant__ Task task) {
   using S = Sums<X, C, D>;
-  constexpr int VC = S::VC;
+  constexpr int kSpan = Source::kSpan, kStride = warp_bytes<D, TEAM, Source>();
   extern __shared__ __align__(128) char shared[];
-  char* const own_shared = shared + threadIdx.x / 32 * warp_bytes<D, TEAM, Source>();
-  int* const prefix = reinterpret_cast<int*>(shared + kWarps * warp_bytes<D, TEAM, Source>());
-  // the sums of the warps of a team, in place of their tiles
-  auto sums_of = [&](int warp) {
-    return reinterpret_cast<float*>(shared + warp * warp_bytes<D, TEAM, Source>());
-  };
-  __shared__ int warp_totals[kWarps];
-  __shared__ unsigned arrivals[kWarps];
+  __shared__ unsigned int arrival;
+  char* const own_shared = shared + threadIdx.x / 32 * kStride;
+  int* const prefix = reinterpret_cast<int*>(shared + kWarps * kStride);
 
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int per_row = task.kv_heads * task.groups;  // passes of a row
-  const int available = gridDim.x * (kWarps / TEAM);
-  // If tiles are few, every team takes kLeast tiles of one row and head: the kernel is then bound
-  // by latency, which every further part, and a second row in the same run, increases.
-  constexpr int kLeast = kLeastTiles * TEAM;
-  if (threadIdx.x % 32 == 0) Source::initialize(own_shared);  // scan_rows begins with a barrier
-  int unit = TEAM == 1 ? 1 : kLeast;
-  scan_rows(task, unit, TEAM == 1 ? begin_tiles(1) : 0, prefix, warp_totals);
-  if (unit > 1 && prefix[task.num_rows] / unit * per_row > available) {
-    unit = 1;
-    scan_rows(task, unit, begin_tiles(TEAM), prefix, warp_totals);
-  }
-  const int total = prefix[task.num_rows] * per_row;
-  const int useful = (total + kLeast - 1) / kLeast;
-  const int teams = max(1, min(available, useful));
+  if (threadIdx.x % 32 == 0) Source::initialize(own_shared);  // barriers follow
+  constexpr bool kLongChunks = TEAM > 1 && !std::is_same<C, X>::value;
+  const Runs runs = divide<TEAM, kLongChunks>(task, gridDim.x * (kWarps / TEAM), kSpan, prefix);
   const int member = TEAM == 1 ? 0 : threadIdx.x / 32;
   const int team = TEAM == 1 ? blockIdx.x * kWarps + threadIdx.x / 32 : blockIdx.x;
-  const int quota = total / teams, extra = total % teams;
-  auto start_of = [&](int w) { return w * quota + min(w, extra); };
-  auto owner_of = [&](int tile) {
-    return tile < extra * (quota + 1) ? tile / (quota + 1)
-                                      : extra + (tile - extra * (quota + 1)) / quota;
-  };
-  const int begin = team < teams ? start_of(team) : 0, end = team < teams ? start_of(team + 1) : 0;
+  const int end = runs.start_of(team + 1);
 
   Source source(own_shared, task.groups == 1);  // groups 1: a tile is read once
   Pages<X, C, D, Source> pages(task, source);
-
-  struct Part {  // tiles first_tile .. last_tile of a pass over a row
-    int row, pass, tiles, rounded, first_tile, last_tile;
-    int item_begin;  // of (row, pass), in the order of all tiles
-  };
-  auto find = [&](int at) {  // the part that begins with tile `at`
-    Part part;
-    const int target = at / per_row;
-    int low = 0, high = task.num_rows;  // prefix[low] <= target < prefix[high]
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      if (prefix[middle] <= target)
-        low = middle;
-      else
-        high = middle;
-    }
-    part.row = low;
-    part.tiles = (task.context_lens[low] + kTile - 1) / kTile;
-    part.rounded = prefix[low + 1] - prefix[low];
-    const int within = at - prefix[low] * per_row;
-    part.pass = within / part.rounded;
-    part.first_tile = within - part.pass * part.rounded;
-    part.last_tile = min(part.tiles, part.first_tile + (end - at));
-    part.item_begin = at - part.first_tile;
-    return part;
+  auto request = [&](const Part& part, int which, int span) {  // if it has tiles of the part
+    const int first = max(span * kSpan, part.first_tile);
+    const int last = min((span + 1) * kSpan, part.last_tile);
+    if (first < last) pages.request(which, first, last, part.tiles);
   };
   bool waited = false;
   auto begin_part = [&](int& at) {
-    Part part = find(at);
-    if (part.first_tile >= part.tiles) {  // a run may begin behind a part's last tile
-      at = part.item_begin + part.rounded;
+    Part part = runs.find(task, at, end);
+    if (part.first_tile >= part.tiles) {
+      at = part.item + runs.places_of(part.row);
       if (at >= end) return part;
-      part = find(at);
+      part = runs.find(task, at, end);
     }
-    const int my_tile = part.first_tile + member;  // this warp takes every TEAM-th
+    const int own = part.first_tile / kSpan + member;  // this warp takes every TEAM-th span
     pages.row = part.row, pages.kv_head = part.pass / task.groups;
-    pages.load_ids(min(my_tile, part.tiles - 1), part.tiles);
+    pages.load_ids(min(own * kSpan, part.tiles - 1), part.tiles);
 #pragma unroll
-    for (int ahead = 0; ahead < Source::kDepth; ++ahead) {
-      const int tile = my_tile + ahead * TEAM;
+    for (int ahead = 0; ahead < Source::kKeysAhead; ++ahead) {
+      const int span = own + ahead * TEAM;
       // The predecessor writes the newest token; the tiles before it may be loaded before the wait.
-      if (!waited && tile >= part.tiles - 1) {
+      if (!waited && (span + 1) * kSpan >= part.tiles) {
         wait_for_predecessor();
         waited = true;
       }
-      if (tile < part.last_tile) {
-        pages.request_keys(tile, part.tiles);
-        pages.request_values(tile, part.tiles);
-      }
+      request(part, 0, span);
+      if (ahead < Source::kValuesAhead) request(part, 1, span);
     }
     if (!waited) {
       wait_for_predecessor();
@@ -162,168 +80,46 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128              ? Source::k
   };
   // Tiles of the next part are requested before the results of this one are stored, unless both
   // use the same shared memory or registers.
-  constexpr bool kEarly = TEAM == 1 && Source::kDepth > 1;
+  constexpr bool kEarly = TEAM == 1 && Source::kRing;
 
-  int at = begin;
-  Part part = {};
-  if (at < end) part = begin_part(at);
+  int at = runs.start_of(team);
+  Part next = {};
+  if (at < end) next = begin_part(at);
   while (at < end) {
-    const int row = part.row, pass = part.pass, tiles = part.tiles, first_tile = part.first_tile,
-              last_tile = part.last_tile, item_begin = part.item_begin;
-    const int my_tile = first_tile + member, context = task.context_lens[row];
-    const int kv_head = pass / task.groups, first_head = pass % task.groups * kGroup;
+    const Part part = next;
+    const int context = task.context_lens[part.row];
+    const int first_head = part.pass % task.groups * kGroup;
     const int heads = min(kGroup, task.group - first_head);  // of this pass
-    const int head = kv_head * task.group + first_head;      // the first of them
-    S sums(task, row, head, heads);
-    for (int tile = my_tile; tile < last_tile; tile += TEAM) {
-      const int later = tile + Source::kDepth * TEAM;
-      sums.add_tile(
-          source, tile, context,
-          [&] {
-            if (later < last_tile) pages.request_keys(later, tiles);
-          },
-          [&] {
-            if (later < last_tile) pages.request_values(later, tiles);
-          });
+    S sums(task, part.row, part.pass / task.groups * task.group + first_head, heads);
+    for (int span = part.first_tile / kSpan + member; span * kSpan < part.last_tile; span += TEAM) {
+      constexpr int kAhead = Source::kKeysAhead + Source::kValuesAhead;  // keys and values in turns
+      sums.add(
+          source, max(span * kSpan, part.first_tile), min((span + 1) * kSpan, part.last_tile),
+          context, [&] { request(part, kAhead % 2, span + kAhead / 2 * TEAM); },
+          [&] { request(part, 1 - kAhead % 2, span + (kAhead + 1) / 2 * TEAM); });
     }
-    at = last_tile == tiles ? item_begin + part.rounded : at + last_tile - first_tile;
-    if (kEarly && at < end) part = begin_part(at);
+    at = part.next;
+    if (kEarly && at < end) next = begin_part(at);
     sums.finish();
-
-    X* const out = static_cast<X*>(task.out) + row * task.out_stride + head * D;
-    const bool whole = first_tile == 0 && last_tile == tiles;
-    // a team stores at most two parts: of the row and head of its first tile, and of its last
-    auto slot_of = [&](int w) {
-      return static_cast<float*>(task.scratch) +
-             int64_t(2 * w + (start_of(w) >= item_begin ? 0 : 1)) * slot_floats(D);
-    };
-    float* const slot = TEAM == 1 ? slot_of(team) : sums_of(member);
-    if (TEAM == 1 && whole) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (2 * t + i >= heads) continue;
-        const float scale_out = 1.0f / sums.sum[i];
-#pragma unroll
-        for (int c = 0; c < VC; ++c) {
-          const int d = c * 64 + g * 8;
-          if (D % 64 != 0 && d >= D) continue;
-          float eight[8];
-#pragma unroll
-          for (int j = 0; j < 8; ++j) eight[j] = sums.output[c][j / 2][j % 2 * 2 + i] * scale_out;
-          store8(out + (2 * t + i) * D + d, eight);
-        }
-      }
+    if constexpr (TEAM == 1) {
+      WarpParts<X, D, S> parts{task, runs, sums, part, team, heads};
+      if (parts.meet()) parts.write();
     } else {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (2 * t + i >= heads) continue;
-        float* const mine = slot + (2 * t + i) * (D + 2);
-        if (g == 0) *reinterpret_cast<float2*>(mine + D) = make_float2(sums.most[i], sums.sum[i]);
-#pragma unroll
-        for (int c = 0; c < VC; ++c) {
-          const int d = c * 64 + g * 8;
-          if (D % 64 != 0 && d >= D) continue;
-#pragma unroll
-          for (int j = 0; j < 4; ++j)
-            *reinterpret_cast<float2*>(mine + d + 2 * j) =
-                make_float2(sums.output[c][j][i], sums.output[c][j][2 + i]);
-        }
-      }
-      if (TEAM > 1) {  // combine the parts of the warps
-        __syncthreads();
-        float* const part = slot_of(team);
-        for (int i = threadIdx.x; i < heads * D; i += 32 * TEAM) {
-          const int h = i / D, d = i % D;
-          float peak = -CUDART_INF_F, all = 0.0f, together = 0.0f;
-#pragma unroll
-          for (int w = 0; w < TEAM; ++w) peak = fmaxf(peak, sums_of(w)[h * (D + 2) + D]);
-#pragma unroll
-          for (int w = 0; w < TEAM; ++w) {
-            const float* const theirs = sums_of(w) + h * (D + 2);
-            const float share = exp2f(theirs[D] - peak);
-            all += share * theirs[D + 1], together += share * theirs[d];
-          }
-          if (whole) {
-            out[i] = from_float<X>(together / all);
-          } else {
-            __stcg(part + h * (D + 2) + d, together);
-            if (d == 0)
-              __stcg(reinterpret_cast<float2*>(part + h * (D + 2) + D), make_float2(peak, all));
-          }
-        }
-        Source::release();
-        __syncthreads();
-      }
+      const TeamParts<X, D, TEAM, S> parts{task,  runs,   part,    team,
+                                           heads, shared, kStride, &arrival};
+      parts.store(sums);
+      __syncthreads();
+      parts.combine_warps();
+      Source::release();
+      __syncthreads();
+      if (!part.whole() && parts.is_last()) parts.combine_teams();
     }
-    if (!whole) {
-      device_fence();
-      if (TEAM == 1)
-        __syncwarp();
-      else
-        __syncthreads();
-      const int item = row * per_row + pass;
-      if (TEAM == 1 ? lane == 0 : threadIdx.x == 0)
-        arrivals[TEAM == 1 ? threadIdx.x / 32 : 0] =
-            atomicAdd(task.counters + item, unsigned(last_tile - first_tile)) +
-            (last_tile - first_tile);
-      if (TEAM == 1)
-        __syncwarp();
-      else
-        __syncthreads();
-      const unsigned arrived = arrivals[TEAM == 1 ? threadIdx.x / 32 : 0];
-      if (arrived == unsigned(tiles)) {
-        if (TEAM == 1 ? lane == 0 : threadIdx.x == 0)
-          task.counters[item] = 0;  // for the next launch
-        device_fence();
-        const int from = owner_of(item_begin), to = owner_of(item_begin + tiles - 1);
-        for (int h = member; h < heads; h += TEAM) {
-          // lane w holds the maximum and the sum of part w; more than 32 parts take turns
-          float peak = -CUDART_INF_F;
-          for (int w = from + lane; w <= to; w += 32)
-            peak = fmaxf(peak, __ldcg(slot_of(w) + h * (D + 2) + D));
-          peak = warp_max(peak);
-          float all = 0.0f;
-          float together[VC][2] = {};
-          for (int first = from; first <= to; first += 32) {
-            const int count = min(32, to - first + 1);
-            float weight = 0.0f;
-            if (lane < count) {
-              const float2 part =
-                  __ldcg(reinterpret_cast<const float2*>(slot_of(first + lane) + h * (D + 2) + D));
-              weight = exp2f(part.x - peak);
-              all += weight * part.y;
-            }
-#pragma unroll 8
-            for (int w = 0; w < count; ++w) {
-              const float share = __shfl_sync(kAll, weight, w);
-              const float* part = slot_of(first + w) + h * (D + 2);
-#pragma unroll
-              for (int c = 0; c < VC; ++c) {
-                const int d = c * 64 + lane * 2;
-                if (D % 64 != 0 && d >= D) continue;
-                const float2 two = __ldcg(reinterpret_cast<const float2*>(part + d));
-                together[c][0] += share * two.x, together[c][1] += share * two.y;
-              }
-            }
-          }
-          const float scale_out = 1.0f / warp_sum(all);
-#pragma unroll
-          for (int c = 0; c < VC; ++c) {
-            const int d = c * 64 + lane * 2;
-            if (D % 64 != 0 && d >= D) continue;
-            *reinterpret_cast<uint32_t*>(out + h * D + d) =
-                pack<X>(together[c][0] * scale_out, together[c][1] * scale_out);
-          }
-        }
-      }
-      if (TEAM > 1) __syncthreads();  // before `arrivals` is written again
-    }
-    if (!kEarly && at < end) part = begin_part(at);
+    if (!kEarly && at < end) next = begin_part(at);
   }
   if (!waited) wait_for_predecessor();
 
   for (int b = blockIdx.x; b < task.num_rows; b += gridDim.x) {  // padding
-    if (prefix[b + 1] > prefix[b]) continue;
+    if (runs.places_of(b) > 0) continue;
     X* const out = static_cast<X*>(task.out) + b * task.out_stride;
     for (int i = threadIdx.x; i < task.heads * D; i += blockDim.x) out[i] = from_float<X>(0.0f);
   }
@@ -382,39 +178,84 @@ __global__ void decode_attention_any(const __grid_constant__ Task task) {
       out[lane + 32 * i] = from_float<X>(context ? output[i] / sum : 0.0f);
 }
 
+// The blocks of a launch, and whether each is one team.
+struct Grid {
+  int blocks, teams;
+  bool few;
+};
+
+// Few items: the warps of a block share one, and store one part. Tiles of 8 bits cost more
+// instructions than bytes, so that the meetings of these warps pay less.
+template <bool EXACT, typename Source>
+Grid grid_of(int items) {
+  const int blocks = std::min(Source::kResident * device().multiprocessors, kMaxBlocks);
+  const bool few = items < (EXACT ? 8 : 2) * blocks;
+  return {blocks, few ? blocks : kWarps * blocks, few};
+}
+
+// The share of the teams' time that items of equal length need, each on one team.
+double busy(const Grid& grid, int items) {
+  return double(items) / (double(grid.teams) * ceil_div(items, grid.teams));
+}
+
+// Whether four blocks with rings of three pieces take the items, not three with rings of four: more
+// warps with fewer bytes on their way pay where they divide items of equal length better. In 16
+// bits, where a multiprocessor has as many bytes on their way, only where each item then has a
+// block. LLaMA-3-8B on an H200, us of rows of 544 tokens, three pieces and four:
+//   16 / 64 / 128 / 192 / 256 rows over an fp8 cache 14.4 / 22.0 / 42.0 / 64.1 / 76.6 and
+//   12.7 / 29.7 / 45.9 / 54.5 / 84.1; 64 / 128 / 256 rows in bf16 35.8 / 70.7 / 137.8 and
+//   39.1 / 71.5 / 136.4; 254 rows of a load of chats 59.3 and 57.4 (fp8), 90.5 and 89.5 (bf16).
+template <bool EXACT>
+bool more_warps(const Grid& three_pieces, const Grid& four_pieces, int items) {
+  if (items <= four_pieces.blocks) return false;
+  if (EXACT) return items <= three_pieces.blocks;
+  return busy(three_pieces, items) > 1.1 * busy(four_pieces, items);
+}
+
+int prefix_bytes(const Task& task) {
+  return (std::max(task.num_rows, kRowsOfWarp) + 1) * int(sizeof(int));
+}
+
 template <typename X, typename C, int D, typename Source>
-int run_source(const Task& task, int blocks, void* stream) {
-  // Few rows and heads: the warps of a block share one, and store one part. Tiles of 8 bits cost
-  // more instructions than bytes, so that the meetings of these warps pay less.
-  constexpr int kMany = std::is_same<C, X>::value ? 8 : 2;
-  const bool few = task.num_rows * task.kv_heads * task.groups < kMany * blocks;
+int run_source(const Task& task, const Grid& grid, void* stream) {
   return launch(
       "decode_attention",
-      few ? decode_attention<X, C, D, kWarps, Source> : decode_attention<X, C, D, 1, Source>,
-      blocks < kMaxBlocks ? blocks : kMaxBlocks, 32 * kWarps,
-      kWarps * (few ? warp_bytes<D, kWarps, Source>() : Source::kBytes) +
-          (task.num_rows + 1) * sizeof(int),
+      grid.few ? decode_attention<X, C, D, kWarps, Source> : decode_attention<X, C, D, 1, Source>,
+      grid.blocks, 32 * kWarps,
+      kWarps * (grid.few ? warp_bytes<D, kWarps, Source>() : Source::kBytes) + prefix_bytes(task),
       stream, task);
+}
+
+// Whether a multiprocessor holds its blocks, and each span of tiles lies in one block of the cache.
+template <typename Source>
+bool takes(const Task& task) {
+  const int block = kWarps * Source::kBytes + prefix_bytes(task) + 1536;
+  return device().capability >= 90 && task.block_tokens % (Source::kSpan * kTile) == 0 &&
+         Source::kResident * block <= device().shared_bytes + 1024;
 }
 
 template <typename X, typename C, int D>
 int run(const Task& task, void* stream) {
   constexpr bool kExact = std::is_same<C, X>::value;
   using ByLoads = std::conditional_t<kExact, Loads<X, D>, Loads8<C, D>>;
-  using ByCopies = std::conditional_t<kExact, Copies<X, D>, Copies8<C, D>>;
-  if (task.num_rows * task.kv_heads * task.groups > task.num_counters)
+  using ThreePieces = Copies<X, C, D, 3>;
+  using FourPieces = Copies<X, C, D, 4>;
+  const int items = task.num_rows * task.kv_heads * task.groups;
+  if (items > task.num_counters)
     return fail("decode_attention: %d rows of %d kv heads need more than %d counters",
                 task.num_rows, task.kv_heads, task.num_counters);
-  const int multiprocessors = device().multiprocessors;
   const Clusters clusters = clusters_of(task);
   if (clusters.blocks) return run_clusters<X, C, D>(task, clusters, stream);
-  const int fit =
-      (device().shared_bytes + 1024) / (kWarps * ByCopies::kBytes + (task.num_rows + 1) * 4 + 1280);
-  const int wanted = D <= 128 ? ByCopies::kResident : 1;
   // For one or two rows no ring in shared memory: the next GEMM becomes resident earlier.
-  if (device().capability >= 90 && fit >= wanted && task.num_rows > 2)
-    return run_source<X, C, D, ByCopies>(task, wanted * multiprocessors, stream);
-  return run_source<X, C, D, ByLoads>(task, (D <= 128 ? 3 : 2) * multiprocessors, stream);
+  if (task.num_rows > 2) {
+    const Grid three = grid_of<kExact, ThreePieces>(items),
+               four = grid_of<kExact, FourPieces>(items);
+    if constexpr (D <= 128)
+      if (more_warps<kExact>(three, four, items) && takes<ThreePieces>(task))
+        return run_source<X, C, D, ThreePieces>(task, three, stream);
+    if (takes<FourPieces>(task)) return run_source<X, C, D, FourPieces>(task, four, stream);
+  }
+  return run_source<X, C, D, ByLoads>(task, grid_of<kExact, ByLoads>(items), stream);
 }
 
 template <typename X, typename C>

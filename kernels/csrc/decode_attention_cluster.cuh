@@ -137,31 +137,30 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
   Pages<X, C, D, Source> pages(task, source);
   pages.row = row, pages.kv_head = head;
   pages.load_ids(min(begin, tiles - 1), tiles);
-  auto request = [&](int tile) {
-    pages.request_keys(tile, tiles);
-    pages.request_values(tile, tiles);
+  static_assert(Source::kSpan == 1);
+  auto request = [&](int which, int tile) {
+    if (tile < end) pages.request(which, tile, tile + 1, tiles);
   };
-  const int requested = min(end, begin + Source::kDepth);  // tiles before it are, at first
-  const bool newest = begin < end && requested == tiles;   // the last of these
+  auto request_first = [&](bool newest) {
 #pragma unroll
-  for (int ahead = 0; ahead < Source::kDepth; ++ahead)
-    if (begin + ahead < requested - newest) request(begin + ahead);
-  for (int tile = requested - newest; tile < min(end, begin + kPrefetchedTiles); ++tile)
+    for (int ahead = 0; ahead < Source::kKeysAhead; ++ahead) {
+      if ((begin + ahead == tiles - 1) != newest) continue;
+      request(0, begin + ahead);
+      if (ahead < Source::kValuesAhead) request(1, begin + ahead);
+    }
+  };
+  request_first(false);
+  for (int tile = begin + Source::kValuesAhead; tile < min(end, begin + kPrefetchedTiles); ++tile)
     pages.prefetch(tile, tiles);
   wait_for_predecessor();
-  if (newest) request(tiles - 1);
+  request_first(true);
 
   S sums(task, row, head, 1);
   for (int tile = begin; tile < end; ++tile) {
-    const int later = tile + Source::kDepth;
-    sums.add_tile(
-        source, tile, context,
-        [&] {
-          if (later < end) pages.request_keys(later, tiles);
-        },
-        [&] {
-          if (later < end) pages.request_values(later, tiles);
-        });
+    constexpr int kAhead = Source::kKeysAhead + Source::kValuesAhead;  // keys and values in turns
+    sums.add(
+        source, tile, tile + 1, context, [&] { request(kAhead % 2, tile + kAhead / 2); },
+        [&] { request(1 - kAhead % 2, tile + (kAhead + 1) / 2); });
   }
   sums.finish();
   cluster_wait();  // all blocks have initialised their barriers
@@ -265,7 +264,7 @@ int run_clusters(const Task& task, const Clusters& clusters, void* stream) {
   } else {
     if constexpr (D <= 128)
       if (most_bytes<C, D>(task) >= kCopiedBytes)
-        return launch_clusters<X, C, D, Copies<X, D>>(task, clusters, stream);
+        return launch_clusters<X, C, D, Copies<X, C, D, 4>>(task, clusters, stream);
     return launch_clusters<X, C, D, Loads<X, D>>(task, clusters, stream);
   }
 }

@@ -12,13 +12,11 @@
 // by a power of two that is not below any value's scale so far, so that a half represents it as
 // exactly as a probability.
 #pragma once
-#include "hopper.cuh"
-#include "kv_cache_8bit.cuh"
+#include "decode_sources.cuh"
 
 namespace tridecode {
 namespace {
 
-constexpr int kTile = 16;  // tokens
 constexpr int kGroup = 8;  // query heads that share a pass over the keys and values
 constexpr int kWarps = 4;  // of a block
 
@@ -26,275 +24,10 @@ struct Task : tridecode_attention_task {
   int group, groups;  // query heads of a kv head; passes of kGroup heads over it
 };
 
-__host__ __device__ constexpr int slot_floats(int head_size) { return kGroup * (head_size + 2); }
-
-// ---------------------------------------------------------------- how a warp loads its tiles
-
-// Of a tile, in lane (g, t): key(c, i) is dims 32 c + 8 t of token g + 8 i; value(c, i) is dims 64
-// c
-// + 8 g of token 2 t + i % 2 + i / 2 * 8, zeros beyond the context, where the cache is
-// undefined. Both are zeros beyond D. Tiles are taken in the order in which they were requested, at
-// most kDepth ahead. The whole warp calls every function together.
-
-// Loads to registers, one tile ahead.
-template <typename X, int D>
-struct Loads {
-  static constexpr int kDepth = 1;
-  static constexpr int kResident = 3;       // blocks on a multiprocessor, of heads of at most 128
-  static constexpr bool kTogether = false;  // whether keys are requested with values, behind them
-  static constexpr int kBytes = 0;          // of shared memory
-  uint4 keys[(D + 31) / 32][2], values[(D + 63) / 64][4];
-
-  __device__ __forceinline__ Loads(char*, bool) {}
-  static __device__ __forceinline__ void initialize(char*) {}
-  static __device__ __forceinline__ void release() {}
-
-  __device__ __forceinline__ void request_keys(const X* from) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int c = 0; c < (D + 31) / 32; ++c) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int d = c * 32 + t * 8;
-        keys[c][i] =
-            D % 32 == 0 || d < D ? load_once(from + (g + 8 * i) * D + d) : make_uint4(0, 0, 0, 0);
-      }
-    }
-  }
-  __device__ __forceinline__ void request_values(const X* from, int valid) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int c = 0; c < (D + 63) / 64; ++c) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int token = 2 * t + i % 2 + i / 2 * 8, d = c * 64 + g * 8;
-        values[c][i] = token < valid && (D % 64 == 0 || d < D) ? load_once(from + token * D + d)
-                                                               : make_uint4(0, 0, 0, 0);
-      }
-    }
-  }
-  __device__ __forceinline__ void take_keys() {}
-  __device__ __forceinline__ void take_values(int) {}
-  __device__ __forceinline__ uint4 key(int c, int i) const { return keys[c][i]; }
-  __device__ __forceinline__ uint4 value(int c, int i, int) const { return values[c][i]; }
-};
-
-// Bulk copies into a ring in shared memory, two tiles ahead. Tiles that are read once are evicted
-// first from the L2 cache.
-template <typename X, int D>
-struct Copies {
-  static constexpr int kDepth = 2;
-  static constexpr int kResident = 3;
-  static constexpr bool kTogether = false;
-  static constexpr int kHalf = kTile * D * sizeof(X);         // keys, or values, of a tile
-  static constexpr int kRing = 2 * kDepth * kHalf;            // of a warp; its barriers follow it
-  static constexpr int kBytes = kRing + 2 * kDepth * 8 + 96;  // a multiple of 128
-
-  char* const ring;
-  uint64_t policy = 0;                            // how long the L2 cache keeps tiles
-  unsigned int requested[2] = {}, taken[2] = {};  // keys, values
-  const X* keys = nullptr;
-  const X* values = nullptr;
-
-  __device__ __forceinline__ Copies(char* mine, bool once) : ring(mine) { set_policy(once); }
-
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  __device__ __forceinline__ void set_policy(bool once) {
-    policy = once ? evict_first() : evict_normally();
-  }
-  // In one thread, for one warp's part of shared memory.
-  static __device__ __forceinline__ void initialize(char* mine) {
-    for (int i = 0; i < 2 * kDepth; ++i)
-      barrier_init(reinterpret_cast<uint64_t*>(mine + kRing) + i, 1);
-    fence_barriers();
-  }
-  // After writes of this thread to shared memory that later copies overwrite; a barrier follows.
-  static __device__ __forceinline__ void release() { fence_copies(); }
-  __device__ __forceinline__ char* place(int which, unsigned int use) const {
-    return ring + (use % kDepth * 2 + which) * kHalf;
-  }
-  __device__ __forceinline__ uint64_t* barrier(int which, unsigned int use) const {
-    return reinterpret_cast<uint64_t*>(ring + kRing) + use % kDepth * 2 + which;
-  }
-  __device__ __forceinline__ void request(int which, const X* from) {
-    __syncwarp();  // every lane has read the previous tile
-    if (threadIdx.x % 32 == 0) {
-      barrier_expect(barrier(which, requested[which]), kHalf);
-      copy_bulk(place(which, requested[which]), from, kHalf, barrier(which, requested[which]),
-                policy);
-    }
-    ++requested[which];
-  }
-  __device__ __forceinline__ const X* take(int which) {
-    const unsigned int use = taken[which]++;
-    barrier_wait(barrier(which, use), use / kDepth % 2);
-    return reinterpret_cast<const X*>(place(which, use));
-  }
-#else
-  __device__ __forceinline__ void set_policy(bool) {}
-  static __device__ __forceinline__ void initialize(char*) {}
-  static __device__ __forceinline__ void release() {}
-  __device__ __forceinline__ void request(int, const X*) {}
-  __device__ __forceinline__ const X* take(int) { return nullptr; }
-#endif
-  __device__ __forceinline__ void request_keys(const X* from) { request(0, from); }
-  __device__ __forceinline__ void request_values(const X* from, int) { request(1, from); }
-  __device__ __forceinline__ void take_keys() { keys = take(0); }
-  __device__ __forceinline__ void take_values(int) { values = take(1); }
-
-  __device__ __forceinline__ uint4 key(int c, int i) const {
-    const int lane = threadIdx.x % 32, d = c * 32 + lane % 4 * 8;
-    if (D % 32 != 0 && d >= D) return make_uint4(0, 0, 0, 0);
-    return *reinterpret_cast<const uint4*>(keys + (lane / 4 + 8 * i) * D + d);
-  }
-  __device__ __forceinline__ uint4 value(int c, int i, int valid) const {
-    const int lane = threadIdx.x % 32, d = c * 64 + lane / 4 * 8;
-    const int token = 2 * (lane % 4) + i % 2 + i / 2 * 8;
-    if (token >= valid || (D % 64 != 0 && d >= D)) return make_uint4(0, 0, 0, 0);
-    return *reinterpret_cast<const uint4*>(values + token * D + d);
-  }
-};
-
-// The same for a cache of C, 8 bits a number. In lane (g, t), key(c, i) is 16 dims, from 64 c + 16
-// t on, of token g + 8 i, and value(c, i) 8 dims, 64 c + 8 g, of token 2 t + i % 2 + i / 2 * 8.
-// key_scale(i) and value_scale(i) belong to token g + 8 i; beyond the context they are undefined.
-template <typename C, int D>
-struct Loads8 {
-  static constexpr int kDepth = 1;
-  static constexpr int kResident = 3;       // blocks on a multiprocessor, of heads of at most 128
-  static constexpr bool kTogether = false;  // whether keys are requested with values, behind them
-  static constexpr int kBytes = 0;
-  uint4 keys[(D + 63) / 64][2];
-  uint2 values[(D + 63) / 64][4];
-  float key_scales[2], value_scales[2];
-
-  __device__ __forceinline__ Loads8(char*, bool) {}
-  static __device__ __forceinline__ void initialize(char*) {}
-  static __device__ __forceinline__ void release() {}
-
-  __device__ __forceinline__ void request_keys(const C* from, const float* scales) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      key_scales[i] = scales[g + 8 * i];
-#pragma unroll
-      for (int c = 0; c < (D + 63) / 64; ++c) {
-        const int d = c * 64 + t * 16;
-        keys[c][i] =
-            D % 64 == 0 || d < D ? load_once(from + (g + 8 * i) * D + d) : make_uint4(0, 0, 0, 0);
-      }
-    }
-  }
-  __device__ __forceinline__ void request_values(const C* from, const float* scales, int valid) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) value_scales[i] = scales[g + 8 * i];
-#pragma unroll
-    for (int c = 0; c < (D + 63) / 64; ++c) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int token = 2 * t + i % 2 + i / 2 * 8, d = c * 64 + g * 8;
-        values[c][i] = token < valid && (D % 64 == 0 || d < D)
-                           ? *reinterpret_cast<const uint2*>(from + token * D + d)
-                           : make_uint2(0, 0);
-      }
-    }
-  }
-  __device__ __forceinline__ void take_keys() {}
-  __device__ __forceinline__ void take_values(int) {}
-  __device__ __forceinline__ uint4 key(int c, int i) const { return keys[c][i]; }
-  __device__ __forceinline__ uint2 value(int c, int i, int) const { return values[c][i]; }
-  __device__ __forceinline__ float key_scale(int i) const { return key_scales[i]; }
-  __device__ __forceinline__ float value_scale(int i) const { return value_scales[i]; }
-};
-
-// Keys, values and scales of a tile arrive together, three tiles ahead. LLaMA-3-8B on an H200, us
-// of 64 / 128 / 256 rows of 544 tokens: 27.0 / 48.3 / 91.0, with three blocks and four tiles 29.3 /
-// 55.3 / 91.3. Of the 91, 2 are arithmetic, 3 the copies of the scales.
-template <typename C, int D>
-struct Copies8 {
-  static constexpr int kDepth = 3;
-  static constexpr int kResident = 4;
-  static constexpr bool kTogether = true;
-  static constexpr int kScales = kTile * D;  // keys, or values, of a tile, then their scales
-  static constexpr int kHalf = kScales + kTile * int(sizeof(float));
-  static constexpr int kRing = 2 * kDepth * kHalf;
-  static constexpr int kBytes = (kRing + kDepth * 8 + 127) / 128 * 128;
-
-  char* const ring;
-  uint64_t policy = 0;
-  unsigned int requested = 0, taken = 0;
-  char* tile = nullptr;  // keys, then values
-
-  __device__ __forceinline__ Copies8(char* mine, bool once) : ring(mine) { set_policy(once); }
-
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  __device__ __forceinline__ void set_policy(bool once) {
-    policy = once ? evict_first() : evict_normally();
-  }
-  static __device__ __forceinline__ void initialize(char* mine) {
-    for (int i = 0; i < kDepth; ++i) barrier_init(reinterpret_cast<uint64_t*>(mine + kRing) + i, 1);
-    fence_barriers();
-  }
-  static __device__ __forceinline__ void release() { fence_copies(); }
-  __device__ __forceinline__ uint64_t* barrier(unsigned int use) const {
-    return reinterpret_cast<uint64_t*>(ring + kRing) + use % kDepth;
-  }
-  // values: how far the values of a tile are from its keys, in numbers; and in scales.
-  __device__ __forceinline__ void request(const C* from, const float* scales, int64_t values,
-                                          int64_t value_scales) {
-    __syncwarp();  // every lane has read the previous tile
-    if (threadIdx.x % 32 == 0) {
-      uint64_t* const full = barrier(requested);
-      char* const to = ring + requested % kDepth * 2 * kHalf;
-      barrier_expect(full, 2 * kHalf);
-      copy_bulk(to, from, kScales, full, policy);
-      copy_bulk(to + kHalf, from + values, kScales, full, policy);
-      copy_bulk(to + kScales, scales, kHalf - kScales, full, policy);
-      copy_bulk(to + kHalf + kScales, scales + value_scales, kHalf - kScales, full, policy);
-    }
-    ++requested;
-  }
-  __device__ __forceinline__ void take_keys() {
-    const unsigned int use = taken++;
-    barrier_wait(barrier(use), use / kDepth % 2);
-    tile = ring + use % kDepth * 2 * kHalf;
-  }
-  // Beyond the context the cache is undefined.
-  __device__ __forceinline__ void take_values(int valid) {
-    if (valid >= kTile) return;
-    for (int at = valid * D + threadIdx.x % 32 * 16; at < kTile * D; at += 32 * 16)
-      *reinterpret_cast<uint4*>(tile + kHalf + at) = make_uint4(0, 0, 0, 0);
-    fence_copies();
-    __syncwarp();
-  }
-#else
-  __device__ __forceinline__ void set_policy(bool) {}
-  static __device__ __forceinline__ void initialize(char*) {}
-  static __device__ __forceinline__ void release() {}
-  __device__ __forceinline__ void request(const C*, const float*, int64_t, int64_t) {}
-  __device__ __forceinline__ void take_keys() {}
-  __device__ __forceinline__ void take_values(int) {}
-#endif
-
-  __device__ __forceinline__ uint4 key(int c, int i) const {
-    const int lane = threadIdx.x % 32, d = c * 64 + lane % 4 * 16;
-    if (D % 64 != 0 && d >= D) return make_uint4(0, 0, 0, 0);
-    return *reinterpret_cast<const uint4*>(tile + (lane / 4 + 8 * i) * D + d);
-  }
-  __device__ __forceinline__ uint2 value(int c, int i, int) const {
-    const int lane = threadIdx.x % 32, d = c * 64 + lane / 4 * 8;
-    const int token = 2 * (lane % 4) + i % 2 + i / 2 * 8;
-    if (D % 64 != 0 && d >= D) return make_uint2(0, 0);
-    return *reinterpret_cast<const uint2*>(tile + kHalf + token * D + d);
-  }
-  __device__ __forceinline__ float key_scale(int i) const {
-    return reinterpret_cast<const float*>(tile + kScales)[threadIdx.x % 32 / 4 + 8 * i];
-  }
-  __device__ __forceinline__ float value_scale(int i) const {
-    return reinterpret_cast<const float*>(tile + kHalf + kScales)[threadIdx.x % 32 / 4 + 8 * i];
-  }
-};
+// Of a part's output, maxima and sums in scratch memory.
+__host__ __device__ constexpr int slot_floats(int head_size) {
+  return kGroup * (ceil_div(head_size, 64) * 64 + 2);
+}
 
 // The largest exponent of eight numbers of bfloat16, in place.
 __device__ __forceinline__ uint32_t largest_bits(const uint4& words) {
@@ -368,27 +101,48 @@ struct Sums {
     for (int i = 0; i < 2; ++i) scale[i] *= __shfl_sync(kAll, lower, threadIdx.x % 4 * 8 + 4 * i);
   }
 
-  // Called by the whole warp. next_keys, next_values: request what the registers then have room
-  // for.
+  // Adds tiles first .. last of a row, which are of one span. Called by the whole warp. keys_taken,
+  // values_taken: request what the source then has room for.
   template <typename Source, typename Keys, typename Values>
-  __device__ __forceinline__ void add_tile(Source& source, int tile, int context, Keys next_keys,
-                                           Values next_values) {
-    const int lane = threadIdx.x % 32, g = lane / 4;
-    float scores[2][4] = {};
+  __device__ __forceinline__ void add(Source& source, int first, int last, int context,
+                                      Keys keys_taken, Values values_taken) {
+    constexpr int kSpan = Source::kSpan;
+    const int span = first / kSpan * kSpan;
+    auto present = [&](int s) { return kSpan == 1 || (span + s >= first && span + s < last); };
+    float p[kSpan][4];  // tokens g and g + 8, heads 2t and 2t + 1
     source.take_keys();
-    float key_scales[2];
+#pragma unroll
+    for (int s = 0; s < kSpan; ++s) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) p[s][i] = -CUDART_INF_F;
+      if (present(s)) add_scores(source, s, (span + s) * kTile, context, p[s]);
+    }
+    keys_taken();
+    raise_maxima(p);
+    source.take_values(context - span * kTile, last - span);
+#pragma unroll
+    for (int s = 0; s < kSpan; ++s)
+      if (present(s)) add_values(source, s, context - (span + s) * kTile, p[s]);
+    values_taken();
+  }
+
+  // Scores of tile s of the source's span, which begins with `token`, in base 2.
+  template <typename Source>
+  __device__ __forceinline__ void add_scores(const Source& source, int s, int token, int context,
+                                             float (&p)[4]) const {
+    float scores[2][4] = {}, key_scales[2];
     if constexpr (kExact) {
 #pragma unroll
       for (int c = 0; c < KC; ++c) {
-        const uint4 low = source.key(c, 0), high = source.key(c, 1);
+        const uint4 low = source.key(s, c, 0), high = source.key(s, c, 1);
         multiply_add<Y>(scores[0], low.x, high.x, low.y, high.y, q[c].x, q[c].y);
         multiply_add<Y>(scores[1], low.z, high.z, low.w, high.w, q[c].z, q[c].w);
       }
     } else {
-      key_scales[0] = source.key_scale(0), key_scales[1] = source.key_scale(1);
+      key_scales[0] = source.key_scale(s, 0), key_scales[1] = source.key_scale(s, 1);
 #pragma unroll
       for (int c = 0; c < KC / 2; ++c) {
-        const uint4 low = source.key(c, 0), high = source.key(c, 1);
+        const uint4 low = source.key(s, c, 0), high = source.key(s, c, 1);
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
           uint32_t a[4];
@@ -400,79 +154,92 @@ struct Sums {
         }
       }
     }
-    next_keys();
-    float p[4];  // tokens g and g + 8, heads 2t and 2t + 1
+    token += threadIdx.x % 32 / 4;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int token = tile * kTile + g + i / 2 * 8;
+      const int own = token + i / 2 * 8;
       const float key_scale = kExact ? scale[i % 2] : scale[i % 2] * key_scales[i / 2];
       const float score =
-          (scores[0][i] + scores[1][i]) * key_scale + slope[i % 2] * float(token - (context - 1));
-      p[i] = token < context ? score : -CUDART_INF_F;
+          (scores[0][i] + scores[1][i]) * key_scale + slope[i % 2] * float(own - (context - 1));
+      p[i] = own < context ? score : -CUDART_INF_F;
     }
-    float high[2] = {fmaxf(p[0], p[2]), fmaxf(p[1], p[3])};
-    if (__any_sync(kAll, high[0] > most[0] || high[1] > most[1])) {
-      float shrink[2];
+  }
+
+  // Where a score is above the maxima so far.
+  template <int TILES>
+  __device__ __forceinline__ void raise_maxima(const float (&p)[TILES][4]) {
+    float high[2] = {-CUDART_INF_F, -CUDART_INF_F};
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        high[i] = fmaxf(high[i], __shfl_xor_sync(kAll, high[i], 4));
-        high[i] = fmaxf(high[i], __shfl_xor_sync(kAll, high[i], 8));
-        high[i] = fmaxf(high[i], __shfl_xor_sync(kAll, high[i], 16));
-        const float now = fmaxf(most[i], high[i]);
-        shrink[i] = exp2f(most[i] - now);
-        most[i] = now;
-        sum[i] *= shrink[i];
-      }
+    for (int s = 0; s < TILES; ++s) {
 #pragma unroll
-      for (int c = 0; c < VC; ++c) {
+      for (int i = 0; i < 4; ++i) high[i % 2] = fmaxf(high[i % 2], p[s][i]);
+    }
+    if (!__any_sync(kAll, high[0] > most[0] || high[1] > most[1])) return;
+    float shrink[2];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
+    for (int i = 0; i < 2; ++i) {
+      high[i] = fmaxf(high[i], __shfl_xor_sync(kAll, high[i], 4));
+      high[i] = fmaxf(high[i], __shfl_xor_sync(kAll, high[i], 8));
+      high[i] = fmaxf(high[i], __shfl_xor_sync(kAll, high[i], 16));
+      const float now = fmaxf(most[i], high[i]);
+      shrink[i] = exp2f(most[i] - now);
+      most[i] = now;
+      sum[i] *= shrink[i];
+    }
+    scale_output(shrink[0], shrink[1]);
+  }
+
+  // Where a value's scale is above the unit so far.
+  __device__ __forceinline__ void raise_unit(float largest) {
+    if (!__any_sync(kAll, largest > unit_scale)) return;
+    largest = warp_max(largest);
+    const float before = unit_scale;
+    unit_scale = __uint_as_float((__float_as_uint(largest) & 0x7f800000u) + 0x00800000u);
+    inverse = 1.0f / unit_scale;
+    scale_output(before * inverse, before * inverse);
+  }
+
+  __device__ __forceinline__ void scale_output(float even, float odd) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) output[c][j][i] *= shrink[i % 2];
-        }
+    for (int c = 0; c < VC; ++c) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) output[c][j][i] *= i % 2 ? odd : even;
       }
     }
+  }
+
+  // Values of tile s of the source's span, of which `valid` tokens are in the context; p: scores.
+  template <typename Source>
+  __device__ __forceinline__ void add_values(const Source& source, int s, int valid,
+                                             float (&p)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       p[i] = exp2f(p[i] - most[i % 2]);
       sum[i % 2] += p[i];
     }
     if constexpr (!kExact) {
-      source.take_values(context - tile * kTile);
+      const int g = threadIdx.x % 32 / 4;
       float scales[2];
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
-        scales[i] = tile * kTile + g + 8 * i < context ? source.value_scale(i) : 0.0f;
-      if (__any_sync(kAll, fmaxf(scales[0], scales[1]) > unit_scale)) {
-        const float largest = warp_max(fmaxf(scales[0], scales[1]));
-        const float shrink = unit_scale;
-        unit_scale = __uint_as_float((__float_as_uint(largest) & 0x7f800000u) + 0x00800000u);
-        inverse = 1.0f / unit_scale;
-#pragma unroll
-        for (int c = 0; c < VC; ++c) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) output[c][j][i] *= shrink * inverse;
-          }
-        }
-      }
+      for (int i = 0; i < 2; ++i) scales[i] = g + 8 * i < valid ? source.value_scale(s, i) : 0.0f;
+      raise_unit(fmaxf(scales[0], scales[1]));
 #pragma unroll
       for (int i = 0; i < 4; ++i) p[i] *= scales[i / 2] * inverse * kLift;
     }
     const uint32_t p0 = transpose8x8(pack<Y>(p[0], p[1])), p1 = transpose8x8(pack<Y>(p[2], p[3]));
-    if constexpr (kExact) source.take_values(context - tile * kTile);
 #pragma unroll
     for (int c = 0; c < VC; ++c) {
-      if constexpr (!kExact) {
-        uint2 bytes[4];
+      EightOf<C> values[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) bytes[i] = source.value(c, i, context - tile * kTile);
+      for (int i = 0; i < 4; ++i) values[i] = source.value(s, c, i, valid);
+      if constexpr (!kExact) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {  // 4 dims of the lane
           uint32_t words[4];
 #pragma unroll
-          for (int i = 0; i < 4; ++i) words[i] = j == 0 ? bytes[i].x : bytes[i].y;
+          for (int i = 0; i < 4; ++i) words[i] = j == 0 ? values[i].x : values[i].y;
 #pragma unroll
           for (int k = 0; k < 2; ++k) {  // 2 of them
             uint32_t a[4];
@@ -482,9 +249,6 @@ struct Sums {
           }
         }
       } else {
-        uint4 values[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) values[i] = source.value(c, i, context - tile * kTile);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           uint32_t words[4];
@@ -497,21 +261,11 @@ struct Sums {
         }
       }
     }
-    next_values();
   }
 
   // After the last tile: the sums of all lanes.
   __device__ __forceinline__ void finish() {
-    if constexpr (!kExact) {
-#pragma unroll
-      for (int c = 0; c < VC; ++c) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) output[c][j][i] *= unit_scale * (1.0f / kLift);
-        }
-      }
-    }
+    if constexpr (!kExact) scale_output(unit_scale * (1.0f / kLift), unit_scale * (1.0f / kLift));
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       sum[i] += __shfl_xor_sync(kAll, sum[i], 4);
@@ -521,8 +275,7 @@ struct Sums {
   }
 };
 
-// Requests the tiles of a row and kv head that a warp's Source loads. Of a Source with kDepth, at
-// most that many are on their way.
+// Requests the tiles of a row and kv head that a warp's Source loads.
 template <typename X, typename C, int D, typename Source>
 struct Pages {
   static constexpr bool kExact = std::is_same<C, X>::value;
@@ -557,45 +310,34 @@ struct Pages {
     return cache_row(id, 0, kv_head, (tile - entry * each) * kTile, task.kv_heads,
                      task.block_tokens);
   }
-  __device__ __forceinline__ void request_keys(int tile, int tiles) {
-    if constexpr (!Source::kTogether) {
-      const int64_t at = tile_row(tile, tiles);
-      const C* const cache = static_cast<const C*>(task.cache);
-      if constexpr (kExact)
-        source.request_keys(cache + at * D);
-      else
-        source.request_keys(cache + at * D, task.cache_scales + at);
-    }
+  // Keys (which = 0) or values (1) of tiles first .. last, of one span, of a row of `tiles`.
+  __device__ __forceinline__ void request(int which, int first, int last, int tiles) {
+    const int64_t at = place_of(which, first, tiles);
+    if constexpr (Source::kRing)
+      source.request(numbers(at), scales(at), first % Source::kSpan, last - first);
+    else if (which == 0)
+      source.request_keys(numbers(at), scales(at));
+    else
+      source.request_values(numbers(at), scales(at), task.context_lens[row] - first * kTile);
   }
-  __device__ __forceinline__ void request_values(int tile, int tiles) {
-    const int64_t at = tile_row(tile, tiles);
-    const C* const from = static_cast<const C*>(task.cache) + at * D;
-    const int64_t values = value_offset(task.kv_heads, task.block_tokens, D);
-    const int valid = task.context_lens[row] - tile * kTile;
-    if constexpr (kExact) {
-      source.request_values(from + values, valid);
-    } else {
-      const int64_t value_scales = value_offset(task.kv_heads, task.block_tokens, 1);
-      const float* const scales = task.cache_scales + at;
-      if constexpr (Source::kTogether)
-        source.request(from, scales, values, value_scales);
-      else
-        source.request_values(from + values, scales + value_scales, valid);
-    }
+  __device__ __forceinline__ int64_t place_of(int which, int tile, int tiles) {
+    return tile_row(tile, tiles) + which * value_offset(task.kv_heads, task.block_tokens, 1);
+  }
+  __device__ __forceinline__ const C* numbers(int64_t at) const {
+    return static_cast<const C*>(task.cache) + at * D;
+  }
+  __device__ __forceinline__ const float* scales(int64_t at) const {
+    return kExact ? nullptr : task.cache_scales + at;
   }
   // To the L2 cache, before the next kernel floods the memory with requests for its weights.
   __device__ __forceinline__ void prefetch(int tile, int tiles) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    const int64_t at = tile_row(tile, tiles);
-    const int lane = threadIdx.x % 32, half = lane % 2;  // keys, values
+    const int lane = threadIdx.x % 32;
+    const int64_t at = place_of(lane % 2, tile, tiles);
     if (lane < 2)
-      prefetch_bulk(static_cast<const C*>(task.cache) + at * D +
-                        half * value_offset(task.kv_heads, task.block_tokens, D),
-                    kTile * D * sizeof(C));
+      prefetch_bulk(numbers(at), kTile * D * sizeof(C));
     else if (!kExact && lane < 4)
-      prefetch_bulk(
-          task.cache_scales + at + half * value_offset(task.kv_heads, task.block_tokens, 1),
-          kTile * sizeof(float));
+      prefetch_bulk(scales(at), kTile * sizeof(float));
 #endif
   }
 };

@@ -62,15 +62,6 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, int parity) {
       : "memory");
 }
 
-// ---------------------------------------------------------------- device: between blocks
-
-// Acquire at device scope.
-__device__ __forceinline__ unsigned int load_acquire(const unsigned int* from) {
-  unsigned int value;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
-  return value;
-}
-
 // ---------------------------------------------------------------- device: TMA
 
 // L2 eviction policies of loads.

@@ -25,6 +25,18 @@ HEADS = [(4, 4, 64), (6, 3, 80), (8, 2, 96), (4, 1, 112), (8, 2, 128), (19, 1, 6
 BLOCK = 16
 #: of 256 rows: mostly of a few tiles, some of a hundred
 UNEVEN = [1 + 37 * i % 90 + (1500 if i % 50 == 7 else 0) for i in range(256)]
+#: by how the rows of 8 kv heads are divided on a card of 132 multiprocessors (csrc/decode_runs.cuh)
+DIVISIONS = {
+    "chunks of few rows, for blocks": [700, 33, 1, 300],
+    "chunks of more than a warp has lanes, for blocks": [70] * 33,
+    "whole rows, for blocks": [200] * 64,
+    "two rows a block": [120] * 128,
+    "whole rows, for warps": [90] * 192,
+    "whole rows, for more warps": [50] * 256,
+    "one row in sixteen chunks": [20] * 150 + [4500],
+    "runs of rows, one of them cut": [60 + 7 * i % 50 for i in range(300)] + [9000],
+    "four rows a warp": [33] * 1056,
+}
 
 
 def empty_cache(place: Place, batch: Batch, heads: Heads, block_tokens: int, format: str) -> CacheLayer:
@@ -80,10 +92,13 @@ def decode_and_compare(place: Place, heads_shape, contexts, block_tokens, alibi,
 
 @FORMATS
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_tokens", [16, 32])  # a copy on a GPU takes 32 tokens of one block
 @pytest.mark.parametrize("alibi", [False, True])
 @pytest.mark.parametrize("heads", HEADS)
-def test_decoding_rows_see_their_context(place: Place, heads, alibi: bool, dtype: torch.dtype, format: str):
-    decode_and_compare(place, heads, [1, 0, 33, 16, 200, 15], BLOCK, alibi, dtype, format)
+def test_decoding_rows_see_their_context(
+    place: Place, heads, alibi: bool, block_tokens: int, dtype, format: str
+):
+    decode_and_compare(place, heads, [1, 0, 33, 16, 200, 15], block_tokens, alibi, dtype, format)
 
 
 @FORMATS
@@ -104,10 +119,39 @@ def test_heads_with_keys_of_their_own_decode_few_rows(place: Place, contexts, si
 
 @FORMATS
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("heads", [(8, 2, 128), (16, 8, 64)])
+@pytest.mark.parametrize("heads", [(8, 2, 128), (16, 8, 64), (32, 16, 64)])
 def test_short_contexts_share_a_step_with_long_ones(place: Place, heads, dtype, format: str):
     """A team has the parts of many rows, and begins behind the last tile of some."""
     decode_and_compare(place, heads, UNEVEN, 32, False, dtype, format)
+
+
+@pytest.mark.gpu
+@FORMATS
+@pytest.mark.parametrize("contexts", DIVISIONS.values(), ids=DIVISIONS)
+def test_teams_divide_a_step_in_every_way(cuda_place: Place, contexts: list[int], format: str):
+    decode_and_compare(cuda_place, (32, 8, 64), contexts, 32, False, torch.bfloat16, format)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["", *CACHE_FORMATS])
+@pytest.mark.parametrize(
+    "contexts", [[300] * 40, [40] * 150 + [6000], UNEVEN], ids=["alike", "long", "uneven"]
+)
+def test_who_comes_last_does_not_change_a_bit(cuda_place: Place, contexts: list[int], format: str):
+    """The last team to arrive adds what the others have, in their order."""
+    place, heads = cuda_place, make_heads(cuda_place, 32, 8, 128)
+    batch = make_batch(place, contexts, [1] * len(contexts), 32)
+    shape = (batch.block_tables.numel(), 2, 8, 32, 128)
+    blocks = torch.randn(shape, device=place.device).to(torch.bfloat16)
+    cache = CacheLayer(*rounded(blocks, CACHE_DTYPES[format])) if format else CacheLayer(blocks)
+    qkv = place.normal(len(contexts), heads.qkv_size, dtype=torch.bfloat16)
+    outs = []
+    for _ in range(20):
+        out = place.poison(len(contexts), 32 * 128, dtype=torch.bfloat16)
+        place.settle()
+        place.ops.decode_attention(qkv, heads, batch, cache, out=out)
+        outs.append(out)
+    assert all(torch.equal(outs[0], out) for out in outs[1:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
