@@ -47,7 +47,7 @@ RUNS = (
     Bars("– int8, int8 head", f"{_STEM}bloom-7b1-int8-int8-head", (2.2, 2.6, 6.4, 22), None),
     Bars(
         "– W8A8 int8, fp8 cache, int8 head",
-        f"{_LATER}bloom-7b1-w8a8-int8-fp8-cache-int8-head-whole-tiles",
+        f"{_LATER}bloom-7b1-w8a8-int8-fp8-cache-int8-head-teams",
         (2.25, 2.45, 4.6, 12.3),
         410,
     ),
