@@ -14,6 +14,13 @@ __device__ __forceinline__ float* slot_of(const Task& task, const Runs& runs, in
          int64_t(2 * team + (runs.start_of(team) >= item ? 0 : 1)) * floats;
 }
 
+// The output of the item's first head.
+template <typename X>
+__device__ __forceinline__ X* out_of(const Task& task, const Part& part, int head_size) {
+  const int head = part.pass / task.groups * task.group + part.pass % task.groups * kGroup;
+  return static_cast<X*>(task.out) + part.row * task.out_stride + head * head_size;
+}
+
 // Of the sums of one warp, in the layout of its registers: each lane stores what it has.
 template <typename X, int D, typename S>
 struct WarpParts {
@@ -134,8 +141,7 @@ struct WarpParts {
     }
   }
 
-  // Whether this team is the last to arrive, whose sums are then those of the item. Others may
-  // have what they need of it.
+  // Whether this team is the last to arrive; its sums are then those of the item.
   __device__ __forceinline__ bool meet() {
     if (part.whole()) return true;
     const unsigned int own = part.last_tile - part.first_tile, every = part.tiles;
@@ -151,14 +157,14 @@ struct WarpParts {
       if (arrived != every) return false;
       device_fence();
     }
+    __syncwarp();                 // what lane 0 has seen, all have
     if (lane == 0) *counter = 0;  // for the next launch
     combine();
     return true;
   }
 
   __device__ __forceinline__ void write() const {
-    X* const out = static_cast<X*>(task.out) + part.row * task.out_stride +
-                   (part.pass / task.groups * task.group + part.pass % task.groups * kGroup) * D;
+    X* const out = out_of<X>(task, part, D);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float scale = 1.0f / sums.sum[i];
@@ -201,10 +207,7 @@ struct TeamParts {
   __device__ __forceinline__ float* slot(int of, int head) const {
     return slot_of(task, runs, of, part.item, slot_floats(D)) + head * (D + 2);
   }
-  __device__ __forceinline__ X* out() const {
-    return static_cast<X*>(task.out) + part.row * task.out_stride +
-           (part.pass / task.groups * task.group + part.pass % task.groups * kGroup) * D;
-  }
+  __device__ __forceinline__ X* out() const { return out_of<X>(task, part, D); }
 
   // This warp's sums, to shared memory; a barrier follows.
   __device__ __forceinline__ void store(const S& sums) const {

@@ -164,13 +164,8 @@ __device__ __forceinline__ Runs divide(const Task& task, int available, int span
   // Chunks of at most `longest` tiles, the first of four lengths for which there are teams.
   const int share = max(kLeast, (all.x * passes + available - 1) / available);
   auto length = [&](int i) {
-    return LONG_CHUNKS ? share *
-                             (i == 0   ? 10
-                              : i == 1 ? 14
-                              : i == 2 ? 24
-                                       : 40) /
-                             10
-                       : (share * (4 + i) + 3) / 4;
+    constexpr int kShort[] = {20, 25, 30, 35}, kLong[] = {20, 28, 48, 80};  // twentieths of a share
+    return (share * (LONG_CHUNKS ? kLong[i] : kShort[i]) + 19) / 20;
   };
   // More than there are teams, for an item whose last team would have too many others to add.
   auto chunks_of = [&](int tiles, int longest) {
