@@ -21,6 +21,11 @@ constexpr int kMostChunks = 16;  // of an item, where teams are warps
 // What another item costs a team, in tiles: its search, its block table, its first tiles.
 __host__ __device__ constexpr int begin_tiles(int team_warps) { return team_warps == 1 ? 2 : 8; }
 
+// Of a row; 0 for padding.
+__device__ __forceinline__ int tiles_of(const Task& task, int row) {
+  return max(0, (task.context_lens[row] + kTile - 1) / kTile);
+}
+
 // What a team does of an item.
 struct Part {
   int row, pass, tiles;  // the item, and its tiles
@@ -34,7 +39,7 @@ struct Part {
 // start_of(w) .. start_of(w + 1).
 struct Runs {
   const int* prefix;  // of rows: the places of one pass over all rows before it
-  int rows, passes;   // of a row
+  int rows, passes;   // of the batch; of a row
   int span;           // tiles: chunks are whole spans
   bool chunks;
   int teams, quota, extra;
@@ -59,7 +64,7 @@ struct Runs {
     }
     Part part;
     part.row = low;
-    part.tiles = (task.context_lens[low] + kTile - 1) / kTile;
+    part.tiles = tiles_of(task, low);
     const int places = places_of(low), within = at - prefix[low] * passes;
     part.pass = within / places;
     const int place = within - part.pass * places;
@@ -117,7 +122,7 @@ __device__ __forceinline__ void scan_rows(const Task& task, int* prefix, int* wa
   const int first = thread * each, last = min(first + each, task.num_rows);
   int sum = 0;
   for (int row = first; row < last; ++row) {
-    const int tiles = (task.context_lens[row] + kTile - 1) / kTile;
+    const int tiles = tiles_of(task, row);
     if (!alone) prefix[row] = sum;
     if (tiles > 0) sum += places(tiles);
   }
@@ -155,8 +160,8 @@ __device__ __forceinline__ Runs divide(const Task& task, int available, int span
   const int first = alone ? threadIdx.x % 32 : threadIdx.x, stride = alone ? 32 : blockDim.x;
   int4 own = {};  // tiles, rows
   for (int row = first; row < task.num_rows; row += stride) {
-    const int tiles = (task.context_lens[row] + kTile - 1) / kTile;
-    own.x += max(tiles, 0), own.y += tiles > 0;
+    const int tiles = tiles_of(task, row);
+    own.x += tiles, own.y += tiles > 0;
   }
   const int4 all = sum_four(own, sums[0], alone);
   const int items = all.y * passes;
@@ -176,7 +181,7 @@ __device__ __forceinline__ Runs divide(const Task& task, int available, int span
   if (items <= available) {
     int4 chunks = {};
     for (int row = first; row < task.num_rows; row += stride) {
-      const int tiles = max(0, (task.context_lens[row] + kTile - 1) / kTile);
+      const int tiles = tiles_of(task, row);
       chunks.x += chunks_of(tiles, length(0)), chunks.y += chunks_of(tiles, length(1));
       chunks.z += chunks_of(tiles, length(2)), chunks.w += chunks_of(tiles, length(3));
     }

@@ -33,7 +33,8 @@ DIVISIONS = {
     "two rows a block": [120] * 128,
     "whole rows, for warps": [90] * 192,
     "whole rows, for more warps": [50] * 256,
-    "one row in sixteen chunks": [20] * 150 + [4500],
+    "one row in seven chunks, for warps": [300] * 150 + [2000],
+    "one row too long for chunks": [20] * 150 + [4500],
     "runs of rows, one of them cut": [60 + 7 * i % 50 for i in range(300)] + [9000],
     "four rows a warp": [33] * 1056,
 }
