@@ -38,7 +38,8 @@ SPILLS = {
     "gemm_packed_mma.cu": 32,
     "decode_attention.cu": 328,
     "decode_attention_8bit.cu": 64,
-    "gemm_sm90_split_k_8bit.cu": 8,
+    "gemm_sm90_split_k_8bit.cu": 16,
+    "gemm_sm90_stream_k.cu": 16,
     "sampling.cu": 32,
 }
 

@@ -150,8 +150,10 @@ def check_cache(operation: str, heads: Heads, cache: CacheLayer, like: Tensor) -
 
 def cache_fields(cache: CacheLayer) -> dict[str, float]:
     """The fields of a task for the cache that it reads or writes."""
-    fields: dict[str, float] = {"cache": cache.blocks.data_ptr(), "block_tokens": cache.block_tokens}
-    if cache.scales is not None:
-        fields["cache_format"] = CACHE_FORMATS[cache.blocks.dtype]
-        fields["cache_scales"] = cache.scales.data_ptr()
-    return fields
+    exact = cache.scales is None
+    return {
+        "cache": cache.blocks.data_ptr(),
+        "block_tokens": cache.block_tokens,
+        "cache_format": 0 if exact else CACHE_FORMATS[cache.blocks.dtype],
+        "cache_scales": pointer(cache.scales),
+    }

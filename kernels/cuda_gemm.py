@@ -95,7 +95,7 @@ class CudaGemm(CudaPacked):
         if x.shape[0] == 0:
             return
         fields = _head_fields(heads, batch, cache)
-        if heads.changes_qkv or cache.scales is not None:  # no epilogue rounds keys and values
+        if heads.changes_qkv:
             self._gemm(x, linear, norm, None, None, out)
         elif self._gemm(x, linear, norm, None, None, out, heads, fields).fuses_heads:
             return
@@ -158,7 +158,9 @@ class CudaGemm(CudaPacked):
                 out_float32,
                 (x_stride | weight_stride) % 8 == 0 and (x_pointer | weight_pointer) % 16 == 0,
                 strides % 8 == 0 and pointers % 16 == 0,
-                *(() if heads is None else _rotation(heads)),
+                *((0, 0, False) if heads is None else _rotation(heads)),
+                "",
+                bool(head_fields and head_fields["cache_format"]),
             )
         )
         if norm is not None and not plan.fuses_norm:
@@ -167,7 +169,7 @@ class CudaGemm(CudaPacked):
         if plan.kernel == "gemm_library":
             self._gemm_library(x, linear, activation, residual, out)
             return plan
-        fields = {**(head_fields or {}), **norm_fields(norm)}
+        fields = {**(head_fields if head_fields and plan.fuses_heads else {}), **norm_fields(norm)}
         getattr(self.library, plan.kernel)(
             current_stream(self.device),
             out=out_pointer,

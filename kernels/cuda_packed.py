@@ -80,10 +80,11 @@ class CudaPacked(CudaInt4):
         head_fields: dict[str, float] | None,
     ) -> Plan:
         """Launch what choose_packed plans; arguments as those of _gemm."""
-        plan = self._packed_plan(x, linear, weight, norm, activation, residual, out, heads)
+        rounds = bool(head_fields and head_fields["cache_format"])
+        plan = self._packed_plan(x, linear, weight, norm, activation, residual, out, heads, rounds)
         if weight.order is not None and not plan.kernel.startswith("gemm_int4"):
             x, norm = self._ordered(x if norm is None else self._normed(x, norm), weight.order), None
-            plan = self._packed_plan(x, linear, weight, norm, activation, residual, out, heads)
+            plan = self._packed_plan(x, linear, weight, norm, activation, residual, out, heads, rounds)
         if plan.kernel == "expand_weight":
             expanded = Linear(self._expanded(weight), linear.bias)
             return self._gemm(x, expanded, norm, activation, residual, out, heads, head_fields)
@@ -126,6 +127,7 @@ class CudaPacked(CudaInt4):
         residual: Tensor | None,
         out: Tensor,
         heads: Heads | None,
+        rounds: bool,
     ) -> Plan:
         written = [
             tensor for tensor in (residual, out if out.dtype == x.dtype else None) if tensor is not None
@@ -146,6 +148,7 @@ class CudaPacked(CudaInt4):
             rotary_size=0 if rope is None else rope.size,
             interleaved=rope is not None and rope.interleaved,
             operand="int4" if multiplied_in_int8(weight) else "",
+            rounds=rounds,
         )
         return self.choose_packed(gemm, GRANULE_INPUTS[weight.format])
 

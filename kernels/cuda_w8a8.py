@@ -29,7 +29,14 @@ from tridecode.kernels.cuda_gemm import (
     _head_fields,
     _rotation,
 )
-from tridecode.kernels.gemm_table import Gemm, choose, fuses_heads_sm90, library_rows
+from tridecode.kernels.gemm_table import (
+    ROUNDED_HEADS,
+    ROUNDED_TOKENS,
+    Gemm,
+    choose,
+    fuses_heads_sm90,
+    library_rows,
+)
 from tridecode.kernels.library import current_stream
 from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm
 from tridecode.kernels.packed_table import PACKED_TOKENS
@@ -117,7 +124,9 @@ class CudaW8A8(CudaGemm):
             return
         fused = fuses_heads_sm90(*_rotation(heads)) and aligned(out) and x.dtype == out.dtype
         fused = fused and not self._rows_of_library(x.shape[0], weight)
-        if not fused or heads.changes_qkv or cache.scales is not None:
+        if cache.scales is not None:
+            fused = fused and heads.head_size in ROUNDED_HEADS and x.shape[0] <= ROUNDED_TOKENS
+        if not fused or heads.changes_qkv:
             self.linear(x, linear, norm=norm, out=out)
             self.finish_qkv(out, heads, batch, cache)
             return

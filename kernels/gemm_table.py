@@ -58,6 +58,7 @@ class Gemm(NamedTuple):
     #: "int8", "fp8": x and weight are (W8A8); "fp8_blocks": with scales of 128 numbers of a row, and of 128 x
     #: 128 of the weight; "two_parts", "int4": the weight is int8 or int4, x in two int8 parts
     operand: str = ""
+    rounds: bool = False  # of "qkv": keys and values go to a cache in 8 bits
 
 
 class Plan(NamedTuple):
@@ -98,6 +99,13 @@ STREAM_K_TWO_PARTS_TOKENS = {
 
 #: and of gemm_sm90_even_split, and of gemm_sm90_even_split_8bit but for fp8 up to 128; its clusters per tile
 EVEN_SPLIT_TOKENS, EVEN_SPLIT = (128, 256), 4
+
+#: beginnings of the names of kernels whose epilogue rounds keys and values for a cache in 8 bits, and the
+#: sizes of their heads
+ROUNDING_KERNELS = ("gemm_sm90_split_k", "gemm_sm90_stream_k", "gemm_packed_sm90")
+ROUNDED_HEADS = (64, 128)
+#: and the most tokens of their tiles
+ROUNDED_TOKENS = 64
 
 # ---------------------------------------------------------------- thresholds, measured on an H200
 # Figures: microseconds of a product (weight rows x inputs, float16) in a CUDA graph over more weights than
@@ -179,6 +187,19 @@ _MMA_TILES_RESIDENT = 2
 
 def choose(gemm: Gemm, device: Device) -> Plan:
     """The kernel that computes `gemm` on `device`, how it is tiled, and why."""
+    plan = _choose(gemm, device)
+    if not gemm.rounds or rounds_heads(plan, gemm.head_size):
+        return plan
+    return _choose(gemm._replace(epilogue="linear"), device)._replace(fuses_heads=False)
+
+
+def rounds_heads(plan: Plan, head_size: int) -> bool:
+    """Whether the kernel of a "qkv" product writes keys and values to a cache in 8 bits."""
+    fits = head_size in ROUNDED_HEADS and plan.tile_tokens <= ROUNDED_TOKENS
+    return plan.fuses_heads and plan.kernel.startswith(ROUNDING_KERNELS) and fits
+
+
+def _choose(gemm: Gemm, device: Device) -> Plan:
     plan = None
     if gemm.operand == "two_parts" and gemm.tokens > TWO_PARTS_TOKENS:
         return Plan("expand_rows", f"more than {TWO_PARTS_TOKENS} tokens")

@@ -10,7 +10,7 @@ others. A pure function, without torch or a GPU.
 
 from __future__ import annotations
 
-from tridecode.kernels.gemm_table import Device, Gemm, Plan, fuses_heads_sm90, stream_k_plan
+from tridecode.kernels.gemm_table import Device, Gemm, Plan, fuses_heads_sm90, rounds_heads, stream_k_plan
 
 #: above this many tokens the weight is expanded
 PACKED_TOKENS = 256
@@ -42,6 +42,13 @@ _MAX_SPLIT = 64
 
 def choose_packed(gemm: Gemm, granule_inputs: int, device: Device) -> Plan:
     """The kernel, its tile, and why. granule_inputs: 64 or 128."""
+    plan = _choose(gemm, granule_inputs, device)
+    return (
+        plan._replace(fuses_heads=False) if gemm.rounds and not rounds_heads(plan, gemm.head_size) else plan
+    )
+
+
+def _choose(gemm: Gemm, granule_inputs: int, device: Device) -> Plan:
     most = INT4_LONG_TOKENS if gemm.inputs > INT4_LONG_INPUTS else INT4_MOST_TOKENS
     if gemm.operand == "int4" and device.capability == 90 and _has_epilogue_sm90(gemm):
         if gemm.tokens <= most:

@@ -126,8 +126,10 @@ typedef struct {
   const int* positions;
   const int* kv_slots;  // -1: this token is not written
   void* cache;          // null: no heads
-  // rotate_and_cache: 0: a cache of dtype; 1: int8, 2: e4m3, with scales (blocks, 2, kv_heads,
-  // block_tokens); other kernels write caches of dtype alone
+  // 0: a cache of dtype; 1: int8, 2: e4m3, with scales (blocks, 2, kv_heads, block_tokens): for
+  // rotate_and_cache and, with heads of 64 or 128 and tile_tokens up to 64, gemm_sm90_split_k,
+  // gemm_sm90_stream_k, both with 8-bit operands, too, and gemm_packed_sm90. Key and value of out
+  // then become what a reader of the cache gets
   int cache_format;
   float* cache_scales;
   int heads, kv_heads, head_size, rotary_size, interleaved;

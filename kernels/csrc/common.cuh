@@ -248,6 +248,16 @@ inline bool aligned16(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
 }
 
+// x / by, rounded correctly, of divisors in this range and quotients that are not near the smallest
+// numbers; inverse: __frcp_rn(by). The quotient's remainder, which is exact, corrects it twice, as
+// a division does, but would make -0 a 0. No branch, so that many are computed side by side.
+constexpr float kLeastDivisor = 1e-18f, kMostDivisor = 1e18f;
+__device__ __forceinline__ float quotient(float x, float by, float inverse) {
+  float q = x * inverse;
+  q = fmaf(fmaf(-q, by, x), inverse, q);
+  return copysignf(fmaf(fmaf(-q, by, x), inverse, q), x);
+}
+
 // ---------------------------------------------------------------- device: reductions
 
 constexpr unsigned kAll = 0xffffffffu;

@@ -1,10 +1,9 @@
 // Decode attention: one query token per row over its paged cache; multi-head, grouped-query and
 // multi-query, with or without ALiBi. decode_tiles.cuh: what a warp does with a tile.
 //
-// Of few rows and heads without groups a cluster of blocks takes each:
-// decode_attention_cluster.cuh. Else decode_runs.cuh divides the tiles of the batch among teams, a
-// team being a warp or, if rows are few, a block. Where several share a row and head,
-// decode_parts.cuh adds what they have.
+// Of few rows a cluster of blocks takes each row and kv head: decode_attention_cluster.cuh. Else
+// decode_runs.cuh divides the tiles of the batch among teams, a team being a warp or, if rows are
+// few, a block. Where several share a row and head, decode_parts.cuh adds what they have.
 //
 // Bytes moved: 2 * tokens * kv_heads * head_size * sizeof(C), and in 8 bits 8 * tokens * kv_heads.
 // Bench: python -m tridecode.kernels.bench decode_attention

@@ -15,4 +15,11 @@ inline Mode mode_of(const GemmTask& task) {
   return task.activation == kSwiglu ? kGated : kPlain;
 }
 
+// Of a kernel whose epilogue does not round keys and values.
+inline int check_exact_cache(const char* what, const GemmTask& task) {
+  if (task.cache && task.cache_format)
+    return fail("%s: writes a cache of dtype alone; cache format %d", what, task.cache_format);
+  return 0;
+}
+
 }  // namespace tridecode

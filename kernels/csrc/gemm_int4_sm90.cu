@@ -415,6 +415,7 @@ using namespace tridecode;
 
 int tridecode_gemm_int4_sm90(const tridecode_gemm_task* given, void* stream) {
   const GemmTask& task = *given;
+  if (int status = check_exact_cache("gemm_int4_sm90", task)) return status;
   const char* const name = "gemm_int4_sm90";
   const Mode mode = mode_of(task);
   if (int status = check_task(name, task, mode)) return status;

@@ -246,6 +246,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
                             const __grid_constant__ Division division) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using S = Int4Shape<N>;
+  using F = Finish<X, N, MODE, false, false>;
   extern __shared__ char raw[];
   char* const base = raw + (1024 - shared_address(raw) % 1024) % 1024;
   __shared__ uint64_t full[S::kStages], empty[S::kStages], arrived[kGroups][kBuffers];
@@ -265,8 +266,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     } else {
       wait_for_predecessor();
       const int index = threadIdx.x - kGroups * 128 - 32;  // not the producer thread's warp
-      if (index >= 0)
-        Finish<X, N, MODE>::prefetch_tables(task, blockIdx.x * 96 + index, gridDim.x * 96);
+      if (index >= 0) F::prefetch_tables(task, blockIdx.x * 96 + index, gridDim.x * 96);
       const int helped = threadIdx.x / 32 % 4 - 1;
       if (helped >= 0 && helped < kGroups) signal_partial(task, division, cluster, helped);
     }
@@ -275,13 +275,12 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     wait_for_predecessor();
     Int4Products<X, N, false> products{base, full, empty};
     Int4Products<X, N, true> symmetric{base, full, empty};
-    Finish<X, N, MODE> finish{
-        task,
-        &out_map,
-        &residual_map,
-        base + S::kStages * S::kStageBytes + group * kBuffers * Shape<N>::kBufferBytes,
-        arrived[group],
-        group};
+    F finish{task,
+             &out_map,
+             &residual_map,
+             base + S::kStages * S::kStageBytes + group * kBuffers * Shape<N>::kBufferBytes,
+             arrived[group],
+             group};
     Walk walk(division, cluster);
     Part part;
     while (walk.take(division, part)) {
@@ -293,6 +292,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
         finish.load_first_residuals(column, token);
       if (finishes) {
         finish.load_biases(column);
+        finish.load_slots(column, token);
         load_token_scales<N>(token_scales[group], task, token, group);
       }
       float c[N / 2];
@@ -356,6 +356,7 @@ using namespace tridecode;
 int tridecode_gemm_int4_stream_k_sm90(const tridecode_gemm_task* given, void* stream) {
   const GemmTask& task = *given;
   const char* const name = "gemm_int4_stream_k_sm90";
+  if (int status = check_exact_cache(name, task)) return status;
   const Mode mode = mode_of(task);
   if (int status = check_task(name, task, mode)) return status;
   if (task.weight_format != kInt4 || task.granule_groups != 1)

@@ -221,6 +221,7 @@ using namespace tridecode;
 
 int tridecode_gemm_mma(const tridecode_gemm_task* given, void* stream) {
   const GemmTask& task = *given;
+  if (int status = check_exact_cache("gemm_mma", task)) return status;
   if (task.tokens > kMaxTokens || task.split < 1 ||
       (task.norm_weight && (task.split > 1 || task.tokens > kMaxNormTokens)))
     return fail("gemm_mma: no instance for %d tokens, split %d, %s norm", task.tokens, task.split,

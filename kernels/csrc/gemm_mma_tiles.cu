@@ -168,6 +168,7 @@ using namespace tridecode;
 
 int tridecode_gemm_mma_tiles(const tridecode_gemm_task* given, void* stream) {
   const GemmTask& task = *given;
+  if (int status = check_exact_cache("gemm_mma_tiles", task)) return status;
   const int steps = ceil_div(task.inputs, kStageInputs);
   if (task.tokens > task.tile_tokens || task.split < 1 || task.split > steps || task.norm_weight ||
       task.inputs % 8)

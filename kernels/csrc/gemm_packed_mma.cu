@@ -343,6 +343,7 @@ using namespace tridecode;
 
 int tridecode_gemm_packed_mma(const tridecode_gemm_task* given, void* stream) {
   const GemmTask& task = *given;
+  if (int status = check_exact_cache("gemm_packed_mma", task)) return status;
   if (task.tokens > kMaxTokens || task.split < 1 ||
       (task.norm_weight && (task.split > 1 || task.tokens > kMaxNormTokens)))
     return fail("gemm_packed_mma: no instance for %d tokens, split %d, %s norm", task.tokens,

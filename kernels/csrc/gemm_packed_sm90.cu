@@ -303,6 +303,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
       float scales[2] = {1.0f, 1.0f};
       if (finishes) {
         finish.load_biases(column);
+        finish.load_slots(column, token);
         if (F != kInt4) load_scales<MODE>(scales, task, column);
       }
       float c[N / 2];

@@ -248,6 +248,7 @@ using namespace tridecode;
 
 int tridecode_gemm_sm90_data_parallel(const tridecode_gemm_task* given, void* stream) {
   const GemmTask& task = *given;
+  if (int status = check_exact_cache("gemm_sm90_data_parallel", task)) return status;
   const Mode mode =
       mode_of(task);  // no kQkvRotary: a rotation's pairs are too far apart for a tile
   if (device().capability != 90)

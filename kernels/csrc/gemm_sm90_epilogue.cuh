@@ -2,7 +2,7 @@
 // registers to memory.
 #pragma once
 #include "gemm_sm90.cuh"
-#include "kv_cache.cuh"
+#include "kv_cache_8bit.cuh"
 #include "rotary.cuh"
 
 namespace tridecode {
@@ -24,7 +24,8 @@ struct StageScales {
 // head.
 //
 // SCALED: the sums are of 8-bit operands and are multiplied by weight_scales and x_scales first.
-template <typename X, int N, Mode MODE, bool SCALED = false>
+// ROUNDS: of up to 64 tokens, keys and values are rounded for an 8-bit cache.
+template <typename X, int N, Mode MODE, bool SCALED = false, bool ROUNDS = true>
 struct Finish {
   using S = Shape<N>;
   static constexpr bool kPairs = MODE == kGated || MODE == kQkvRotary;  // in c[4 j] and c[4 j + 2]
@@ -39,10 +40,16 @@ struct Finish {
   uint64_t* arrived;  // an mbarrier for each of its buffers
   int group;
   unsigned int used = 0;  // parts stored so far
-  float biases[2] = {};   // of the columns of c[4 j] and c[4 j + 2]
-  float scales[2] = {};   // SCALED: of these columns
+  unsigned int parts_rounded = 0;
+  float biases[2] = {};  // of the columns of c[4 j] and c[4 j + 2]
+  float scales[2] = {};  // SCALED: of these columns
   // SCALED: the scales of the tile's tokens in shared memory, or null: they are read where needed
   float* x_scales = nullptr;
+  // Of keys and values: load_slots; where registers do not suffice they are read where needed.
+  static constexpr bool kHeads = MODE == kQkv || MODE == kQkvRotary;
+  static constexpr bool kRounds = kHeads && ROUNDS && N <= 64, kSlotsAhead = N <= 32;
+  static_assert(!kRounds || kParts == 1);
+  int slots[kHeads && kSlotsAhead ? N / 16 : 1];
 
   // The first column of this warp group in the block whose rows begin at `row`.
   __device__ __forceinline__ int first_column(int row) const {
@@ -142,6 +149,9 @@ struct Finish {
     }
     fence_copies();
     group_sync(group);
+    Rounded rounded;
+    bool rounds = false;
+    if constexpr (kRounds) rounds = round_part(to, column, token, rounded);
     if (leads) {
       store_box(out_map, to, column, token + i * S::kPart);
       if (MODE == kQkvRotary)
@@ -152,34 +162,141 @@ struct Finish {
         load_residual(column, token, i + 1, used + 1);
       }
     }
-    if (MODE == kQkv || MODE == kQkvRotary) cache_part(to, column, token + i * S::kPart);
+    if (!rounds && kHeads) cache_part(to, column, token, i);
+    if (rounds && N <= 32) cache_rounded(rounded, column, token, 0);
     ++used;
   }
 
-  // Writes the keys and values of a part from shared memory to the cache, 16 bytes per thread. A
-  // thread has the same columns of every 16th token.
-  __device__ __forceinline__ void cache_part(const char* from, int column, int first_token) {
-    const int size = task.head_size, piece = threadIdx.x % 8;
-    const int c =
-        MODE == kQkv ? column + piece * 8 : column + piece % 4 * 8 + piece / 4 * (size / 2);
-    const int head = c / size;
-    if (head < task.heads || c >= task.outputs) return;
-    int slots[S::kPart / 16];  // loaded together
+  // For the cache, a thread has 8 columns, the same of every 16th token of a part: the first
+  // column, the first token, and where they are in shared memory.
+  static constexpr int kCachedTokens = S::kPart / 16;
+  __device__ __forceinline__ int cached_column(int column) const {
+    const int piece = threadIdx.x % 8;
+    return MODE == kQkv ? column + piece * 8
+                        : column + piece % 4 * 8 + piece / 4 * (task.head_size / 2);
+  }
+  static __device__ __forceinline__ int cached_token() { return threadIdx.x % 128 / 8; }
+  static __device__ __forceinline__ int cached_place(int i) {
+    const int at = cached_token() + 16 * i, piece = threadIdx.x % 8;
+    return MODE == kQkv ? place64(at, piece) : piece / 4 * kSecondHalf + place32(at, piece % 4);
+  }
+  __device__ __forceinline__ int load_slot(int token, int at) const {
+    token += cached_token() + 16 * at;
+    return token < task.tokens ? task.kv_slots[token] : -1;
+  }
+  // The place in the cache of the thread's token 16 * at of a tile.
+  __device__ __forceinline__ int slot_of(int token, int at) const {
+    return kSlotsAhead ? slots[at] : load_slot(token, at);
+  }
+  // Loads the places before the mainloop: after it they would queue behind what the next kernel
+  // loads.
+  __device__ __forceinline__ void load_slots(int column, int token) {
+    if (!kHeads || !kSlotsAhead || cached_column(column) / task.head_size < task.heads) return;
 #pragma unroll
-    for (int i = 0; i < S::kPart / 16; ++i) {
-      const int token = first_token + threadIdx.x % 128 / 8 + 16 * i;
-      slots[i] = token < task.tokens ? task.kv_slots[token] : -1;
+    for (int at = 0; at < N / 16; ++at) slots[at] = load_slot(token, at);
+  }
+
+  // Writes the keys and values of a part from shared memory to the cache, 16 bytes per thread.
+  __device__ __forceinline__ void cache_part(const char* from, int column, int token, int part) {
+    const int c = cached_column(column), head = c / task.head_size;
+    if (head < task.heads || c >= task.outputs) return;  // heads may be narrower than a group
+    int places[kCachedTokens];                           // loaded together
+#pragma unroll
+    for (int i = 0; i < kCachedTokens; ++i) places[i] = slot_of(token, part * kCachedTokens + i);
+#pragma unroll
+    for (int i = 0; i < kCachedTokens; ++i)
+      write_cache<X>(task, places[i], head, c % task.head_size,
+                     *reinterpret_cast<const uint4*>(from + cached_place(i)));
+  }
+
+  // What the thread's tokens of a part are in an 8-bit cache. Written behind the store of the part
+  // where registers suffice, which do not for 64 tokens.
+  struct Rounded {
+    static constexpr int kHeld = N <= 32 ? kCachedTokens : 1;
+    uint2 eights[kHeld];
+    float scales[kHeld];
+  };
+
+  // Whether these columns are of keys or values, all of this group's.
+  __device__ __forceinline__ bool caches(int column) const {
+    return column / task.head_size >= task.heads && column < task.outputs;
+  }
+
+  // Rounds the keys and values of a part in shared memory for an 8-bit cache, and puts what a
+  // reader of the cache gets in their place. Heads of 64 dims are those of a warp group, heads of
+  // 128 those of the block's two.
+  template <typename C>
+  __device__ __forceinline__ void round_heads(char* part, uint32_t (&largest)[kGroups][S::kPart],
+                                              int column, int token, Rounded& rounded) {
+    constexpr int kTogether = N <= 32 ? kCachedTokens : SCALED ? 2 : 1;
+    const bool wide = task.head_size == 128;
+#pragma unroll(kTogether)
+    for (int i = 0; i < kCachedTokens; ++i) {
+      const uint4 words = *reinterpret_cast<const uint4*>(part + cached_place(i));
+      uint32_t both = 0, most;  // 16-bit numbers without their signs are in the order of magnitudes
+#pragma unroll
+      for (int j = 0; j < 4; ++j) both = __vmaxu2(both, get(words, j) & 0x7fff7fffu);
+      most = __float_as_uint(unpack<X>(max(both & 0xffffu, both >> 16)).x);
+#pragma unroll
+      for (int offset = 4; offset > 0; offset /= 2)
+        most = max(most, __shfl_xor_sync(kAll, most, offset));
+      if (threadIdx.x % 8 == 0) largest[group][cached_token() + 16 * i] = most;
     }
+    if (wide)
+      groups_sync();
+    else
+      __syncwarp();
+#pragma unroll(kTogether)
+    for (int i = 0; i < kCachedTokens; ++i) {
+      uint4& words = *reinterpret_cast<uint4*>(part + cached_place(i));
+      const int at = cached_token() + 16 * i;
+      const CacheRounding<C> rounding(max(largest[group][at], wide ? largest[1 - group][at] : 0u));
+      float values[8];
+      alignas(8) C stored[8];
+      unpack_eight<X>(words, values);
+      rounding.store(values, stored);
 #pragma unroll
-    for (int i = 0; i < S::kPart / 16; ++i) {
-      const int at = threadIdx.x % 128 / 8 + 16 * i;
-      const int place =
-          MODE == kQkv ? place64(at, piece) : piece / 4 * kSecondHalf + place32(at, piece % 4);
-      write_cache<X>(task, slots[i], head, c % size, *reinterpret_cast<const uint4*>(from + place));
+      for (int j = 0; j < 8; ++j) values[j] = rounding.read(stored[j]);
+      store8(reinterpret_cast<X*>(&words), values);
+      const int held = N <= 32 ? i : 0;
+      rounded.eights[held] = *reinterpret_cast<const uint2*>(stored);
+      rounded.scales[held] = rounding.scale;
+      if (N > 32) cache_rounded(rounded, column, token, i);
     }
   }
 
-  // Prefetches into the L2 cache what rotate_all and cache_part read: thread `index` of `count`.
+  // False: the part has no keys and values, or the cache is exact. token: the part's first.
+  __device__ __forceinline__ bool round_part(char* part, int column, int token, Rounded& rounded) {
+    __shared__ uint32_t largest[2][kGroups][S::kPart];  // magnitudes, of a group's dims
+    if (task.cache_format == kCacheOfDtype || !caches(column)) return false;
+    auto& most = largest[parts_rounded++ % 2];
+    if (task.cache_format == kCacheInt8)
+      round_heads<int8_t>(part, most, column, token, rounded);
+    else
+      round_heads<e4m3>(part, most, column, token, rounded);
+    fence_copies();
+    group_sync(group);
+    return true;
+  }
+
+  // Of all tokens of the only part, or token i alone.
+  __device__ __forceinline__ void cache_rounded(const Rounded& rounded, int column, int token,
+                                                int i) const {
+    const int c = cached_column(column);
+#pragma unroll
+    for (int k = 0; k < Rounded::kHeld; ++k)
+      write_rounded(task, slot_of(token, i + k), c / task.head_size, c % task.head_size,
+                    rounded.eights[k], rounded.scales[k]);
+  }
+
+  // The barrier of both warp groups.
+  static __device__ __forceinline__ void groups_sync() {
+    static_assert(kGroups == 2);
+    asm volatile("bar.sync %0, 256;" ::"n"(2 * kGroups + 1) : "memory");
+  }
+
+  // Prefetches into the L2 cache what rotate_all, cache_part and round_part read: thread `index` of
+  // `count`.
   static __device__ __forceinline__ void prefetch_tables(const GemmTask& task, int index,
                                                          int count) {
     if (MODE != kQkv && MODE != kQkvRotary) return;
@@ -195,7 +312,7 @@ struct Finish {
   }
 
   // The angles of kBatch of the lane's tokens.
-  static constexpr int kBatch = N < 32 ? N / 4 : N <= 64 ? 8 : 4;
+  static constexpr int kBatch = N < 32 ? N / 4 : N <= 64 ? 8 : N <= 128 ? 16 : 4;
   struct Angles {
     float cosines[kBatch], sines[kBatch];
   };

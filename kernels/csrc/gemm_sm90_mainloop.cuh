@@ -234,6 +234,10 @@ int check_task(const char* what, const GemmTask& task, Mode mode) {
        (task.head_size != 64 && task.head_size != 128 && task.head_size != 256)))
     return fail("%s: rotation of %d dims of heads of %d; wanted whole heads of 64, 128 or 256",
                 what, task.rotary_size, task.head_size);
+  if ((mode == kQkv || mode == kQkvRotary) && task.cache_format != kCacheOfDtype &&
+      ((task.head_size != 64 && task.head_size != 128) || task.tile_tokens > 64))
+    return fail("%s: heads of %d for an 8-bit cache, tiles of %d; wanted 64 or 128, and up to 64",
+                what, task.head_size, task.tile_tokens);
   return 0;
 }
 

@@ -161,18 +161,19 @@ __global__ void __launch_bounds__(kThreads, kResident<Operand, N>)
     __syncwarp();
     if (SPLIT > 1) cluster_wait();
   } else {
-    wait_for_predecessor();
     F finish{task,           &out_map, &residual_map, stores + group * kBuffers * R::kBufferBytes,
              arrived[group], group};
     if (kScaled) finish.x_scales = x_scales[group];
     const int column = finish.first_column(row), token = rank * S::kTokens;
     const bool finishes = rank < S::kFinishers;
+    if (finishes) finish.load_biases(column);
+    wait_for_predecessor();
     constexpr bool kAngles = MODE == kQkvRotary && F::kBatch * 4 == S::kTokens;
     typename F::Angles angles;
     if (finishes) {
       if (MODE == kPlain && task.residual && threadIdx.x % 128 == 0)
         finish.load_first_residuals(column, token);
-      finish.load_biases(column);
+      finish.load_slots(column, token);
       if (kScaled && !in_blocks<Operand>(task)) finish.load_x_scales(token);
       if (kAngles && finish.rotates(column)) finish.load_angles(angles, column, token, 0);
     }

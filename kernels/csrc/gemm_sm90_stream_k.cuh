@@ -118,7 +118,10 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, kResident<
       const bool finishes = part.begin == 0;
       if (MODE == kPlain && finishes && task.residual && threadIdx.x % 128 == 0)
         finish.load_first_residuals(column, token);
-      if (finishes) finish.load_biases(column);
+      if (finishes) {
+        finish.load_biases(column);
+        finish.load_slots(column, token);
+      }
       if (kScaled && finishes && !in_blocks<Operand>(task)) finish.load_x_scales(token);
       float c[N / 2];
       products.add_up(c, part.end - part.begin, group,

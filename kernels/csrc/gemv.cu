@@ -114,6 +114,7 @@ int run(const GemmTask& task, void* stream) {
 using namespace tridecode;
 
 int tridecode_gemv(const tridecode_gemm_task* task, void* stream) {
+  if (int status = check_exact_cache("gemv", *task)) return status;
   const Mode mode = mode_of(*task) == kQkvRotary ? kQkv : mode_of(*task);
   return for_16_bit_dtype(task->dtype, "gemv", [&](auto zero) {
     using X = decltype(zero);

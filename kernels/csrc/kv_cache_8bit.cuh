@@ -39,6 +39,36 @@ __device__ __forceinline__ float expand(C x) {
   return static_cast<float>(x);
 }
 
+__device__ __forceinline__ uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
+
+// How a key or value whose largest magnitude has the bits `most` is stored.
+template <typename C>
+struct CacheRounding {
+  bool is_finite;  // infinity and NaN are above all other magnitudes
+  float scale;
+
+  __device__ __forceinline__ explicit CacheRounding(uint32_t most) : is_finite(most < 0x7f800000u) {
+    const float least = __uint_as_float(0x00800000u);  // the smallest normal number
+    scale = is_finite ? fmaxf(__uint_as_float(most) / largest_of<C>(), least)
+                      : __uint_as_float(0x7fc00000u);
+  }
+  __device__ __forceinline__ C store(float x) const {
+    return round_to<C>(is_finite ? x / scale : 0.0f);
+  }
+  // Eight at once, without a branch between them where the scale allows for it.
+  __device__ __forceinline__ void store(const float (&x)[8], C (&stored)[8]) const {
+    if (scale > kLeastDivisor && scale < kMostDivisor) {
+      const float inverse = __frcp_rn(scale);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) stored[j] = round_to<C>(quotient(x[j], scale, inverse));
+    } else {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) stored[j] = store(x[j]);
+    }
+  }
+  __device__ __forceinline__ float read(C stored) const { return expand(stored) * scale; }
+};
+
 // Bytes 0 and 1, and bytes 2 and 3, of a word as two words of halves, exactly: the instruction for
 // E4M3 gives halves, and int8 takes fewer than as bfloat16. Never NaN: NaN is in the scale.
 template <typename C>
@@ -78,19 +108,26 @@ __device__ __forceinline__ void widen_pairs(uint32_t first, uint32_t second, int
 
 // Writes WIDTH stored numbers from d on, of a key or value of a token that has a slot. The lane of
 // d = 0 also writes the scale.
+template <typename Task>
+__device__ __forceinline__ void write_rounded(const Task& task, int slot, int head, int d,
+                                              uint2 eight, float scale) {
+  if (slot < 0) return;
+  const int64_t row = row_of_head(task, slot, head);
+  *reinterpret_cast<uint2*>(static_cast<char*>(task.cache) + row * task.head_size + d) = eight;
+  if (d == 0) task.cache_scales[row] = scale;
+}
 template <typename C, typename Task, int WIDTH>
 __device__ __forceinline__ void write_rounded(const Task& task, int slot, int head, int d,
                                               const C (&stored)[WIDTH], float scale) {
-  if (slot < 0) return;
-  const int64_t row = row_of_head(task, slot, head);
-  C* const to = static_cast<C*>(task.cache) + row * task.head_size + d;
   if constexpr (WIDTH == 8) {
-    *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(stored);
-  } else {
+    write_rounded(task, slot, head, d, *reinterpret_cast<const uint2*>(stored), scale);
+  } else if (slot >= 0) {
+    const int64_t row = row_of_head(task, slot, head);
 #pragma unroll
-    for (int j = 0; j < WIDTH; ++j) to[j] = stored[j];
+    for (int j = 0; j < WIDTH; ++j)
+      static_cast<C*>(task.cache)[row * task.head_size + d + j] = stored[j];
+    if (d == 0) task.cache_scales[row] = scale;
   }
-  if (d == 0) task.cache_scales[row] = scale;
 }
 
 }  // namespace tridecode

@@ -39,7 +39,7 @@ struct Rounding {
   __device__ __forceinline__ explicit Rounding(unsigned int largest) {
     scale = largest ? __fdiv_rn(__uint_as_float(largest), kLimit) : 1.0f;
     inverse = __frcp_rn(scale);
-    plain = scale > 1e-18f && scale < 1e18f;
+    plain = scale > kLeastDivisor && scale < kMostDivisor;
   }
 
   // Two numbers, the first in the low byte.
@@ -55,12 +55,9 @@ struct Rounding {
     }
   }
 
-  // x / scale: the quotient's remainder, which is exact, corrects it twice, as a division does, but
-  // would make -0 a 0. No clamp: the largest quotient rounds to the limit.
+  // No clamp: the largest quotient rounds to the limit.
   __device__ __forceinline__ float quotient(float x) const {
-    float q = x * inverse;
-    q = fmaf(fmaf(-q, scale, x), inverse, q);
-    return copysignf(fmaf(fmaf(-q, scale, x), inverse, q), x);
+    return tridecode::quotient(x, scale, inverse);
   }
 
   // The quotient of any row; NaN becomes 0.

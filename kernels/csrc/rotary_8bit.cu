@@ -14,24 +14,6 @@ constexpr int kMaxHead = 256;  // of an 8-bit cache
 
 using Task = tridecode_gemm_task;
 
-// How a key or value whose largest magnitude has the bits `most` is stored.
-template <typename C>
-struct Rounding {
-  bool is_finite;  // infinity and NaN are above all other magnitudes
-  float scale;
-
-  __device__ __forceinline__ explicit Rounding(uint32_t most) : is_finite(most < 0x7f800000u) {
-    const float least = __uint_as_float(0x00800000u);  // the smallest normal number
-    scale = is_finite ? fmaxf(__uint_as_float(most) / largest_of<C>(), least)
-                      : __uint_as_float(0x7fc00000u);
-  }
-  __device__ __forceinline__ C store(float x) const {
-    return round_to<C>(is_finite ? x / scale : 0.0f);
-  }
-};
-
-__device__ __forceinline__ uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
-
 // 16-bit X, heads of D dims that are rotated by halves and whole, or not at all. D / 8 lanes have a
 // head; the angles of a token are read once for all its heads. A block has a token, or of few
 // tokens some of its heads.
@@ -74,13 +56,11 @@ __global__ void __launch_bounds__(kThreads)
       most = max(most, __shfl_xor_sync(kAll, most, offset));
     if (head >= all_heads) continue;
     if (head >= task.heads) {
-      const Rounding<C> rounding(most);
+      const CacheRounding<C> rounding(most);
       alignas(8) C stored[8];
+      rounding.store(values, stored);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        stored[j] = rounding.store(values[j]);
-        values[j] = expand(stored[j]) * rounding.scale;
-      }
+      for (int j = 0; j < 8; ++j) values[j] = rounding.read(stored[j]);
       write_rounded(task, slot, head, d, stored, rounding.scale);
     }
     store8(x, values);
@@ -156,7 +136,7 @@ __global__ void rotate_and_round(const __grid_constant__ Task task) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2)
     most = max(most, __shfl_xor_sync(kAll, most, offset));
-  const Rounding<C> rounding(most);
+  const CacheRounding<C> rounding(most);
   const int slot = task.kv_slots[token];
 #pragma unroll
   for (int piece = 0; piece < kPieces; ++piece) {
@@ -167,7 +147,7 @@ __global__ void rotate_and_round(const __grid_constant__ Task task) {
 #pragma unroll
     for (int j = 0; j < WIDTH; ++j) {
       stored[j] = rounding.store(values[piece][j]);
-      back[j] = expand(stored[j]) * rounding.scale;
+      back[j] = rounding.read(stored[j]);
     }
     store_some<WIDTH>(x + d, back);
     write_rounded(task, slot, head, d, stored, rounding.scale);

@@ -66,6 +66,13 @@ def test_few_rows_decode_with_room_for_long_contexts(place: Place, contexts: lis
     decode_and_compare(place, (4, 4, size), contexts, 16, size == 96, torch.bfloat16, columns)
 
 
+@pytest.mark.parametrize("contexts", [[1], [17], [544], [1, 500], [2100, 0], [3000, 70], [9000]])
+@pytest.mark.parametrize("heads", [(32, 8, 128), (14, 2, 64), (8, 1, 80), (8, 1, 256)])
+def test_groups_of_heads_decode_few_rows(place: Place, contexts: list[int], heads):
+    """On Hopper a cluster of blocks takes a kv head with its query heads, several a long context."""
+    decode_and_compare(place, heads, contexts, 16, heads[2] == 80, torch.bfloat16)
+
+
 @pytest.mark.parametrize("block_tokens", [16, 32, 64])
 @pytest.mark.parametrize("contexts", [[1], [31, 32, 33], [0, 0, 2049, 0], [63, 64, 65, 1] * 6, [300] * 19])
 def test_any_lengths_share_a_step(place: Place, contexts: list[int], block_tokens: int):

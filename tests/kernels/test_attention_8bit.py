@@ -119,6 +119,13 @@ def test_heads_with_keys_of_their_own_decode_few_rows(place: Place, contexts, si
 
 
 @FORMATS
+@pytest.mark.parametrize("contexts", [[17], [544], [1, 500], [3000, 70]])
+@pytest.mark.parametrize("heads", [(32, 8, 128), (14, 2, 64), (8, 1, 256)])
+def test_groups_of_heads_decode_few_rows(place: Place, contexts, heads, format: str):
+    decode_and_compare(place, heads, contexts, 16, False, torch.bfloat16, format)
+
+
+@FORMATS
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("heads", [(8, 2, 128), (16, 8, 64), (32, 16, 64)])
 def test_short_contexts_share_a_step_with_long_ones(place: Place, heads, dtype, format: str):
