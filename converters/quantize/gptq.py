@@ -23,6 +23,7 @@ def gptq(
     act_order: bool = True,
     static_groups: bool = True,
     damping: float = 0.01,
+    shrink: Tensor | float = 1.0,
 ) -> QuantizedWeight:
     """weight (out, in) rounded so that the error of its product with the calibration inputs is small.
 
@@ -32,6 +33,7 @@ def gptq(
     static_groups: groups are consecutive inputs, with grids of the weights before any is changed. Otherwise a
         grid is made of the changed weights when its group begins, and with act_order the groups follow that
         order (`QuantizedWeight.groups`).
+    shrink: of Grid.of, for the grids of static groups.
     damping: added to the Hessian's diagonal, as a share of its mean; ten times as much while the matrix is
         singular. Raises CheckpointError if the Hessian is not finite.
     """
@@ -41,7 +43,7 @@ def gptq(
         order = hessian.diagonal().argsort(descending=True, stable=True)
     factor = _factor(hessian[order][:, order], damping).to(weight.dtype)
     group_of = order // size if static_groups else torch.arange(num_inputs, device=weight.device) // size
-    scales, zeros = (part.squeeze(-1).clone() for part in grid.of(grid.grouped(weight)))  # (out, G)
+    scales, zeros = (part.squeeze(-1).clone() for part in grid.of(grid.grouped(weight), shrink))  # (out, G)
     rest = weight.t()[order].contiguous()  # (in, out), changed as inputs are rounded
     levels = torch.empty_like(rest)
     numbers = group_of.tolist()

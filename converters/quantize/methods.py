@@ -12,7 +12,8 @@ from tridecode.backend.quantization import BLOCK, Quantization
 from tridecode.converters.quantize.awq import awq_scales, clipped
 from tridecode.converters.quantize.gptq import gptq
 from tridecode.converters.quantize.rounding import Grid
-from tridecode.converters.quantize.smoothquant import smoothing_scales
+from tridecode.converters.quantize.search import best_ranges
+from tridecode.converters.quantize.smoothquant import searched_smoothing_scales, smoothing_scales
 from tridecode.converters.quantize.statistics import InputStatistics
 from tridecode.kernels.quantized import QuantizedWeight
 
@@ -66,7 +67,7 @@ _GPTQ = {
     "w8a8-fp8-gptq": (Grid("fp8", 0, symmetric=True), "fp8"),
     "w8a8-fp8-blocks-gptq": (Grid("fp8", BLOCK, symmetric=True, block_rows=BLOCK), "fp8"),
 }
-METHODS = (*_GPTQ, "int4-gptq", "int4-awq", "smoothquant", "smoothquant-gptq")
+METHODS = (*_GPTQ, "int4-gptq", "int4-awq", "int4-awq-gptq", "smoothquant", "smoothquant-gptq")
 
 
 def method_of(name: str, group_size: int = 128) -> Method:
@@ -74,20 +75,29 @@ def method_of(name: str, group_size: int = 128) -> Method:
     if group_size < 1:
         raise ConfigError(f"the group size is {group_size}; wanted 1 or more")
     groups, per_output = Grid("int4", group_size), Grid("int8", 0, symmetric=True)
-    if name in _GPTQ or name == "int4-gptq":
-        grid, activations = _GPTQ.get(name, (groups, ""))
+    if name in _GPTQ:
+        grid, activations = _GPTQ[name]
         return Method(name, grid, _gptq, None, activations, _GPTQ_TOKENS)
+    if name == "int4-gptq":
+        return Method(name, groups, _clipped_gptq, None, tokens_per_input=_GPTQ_TOKENS)
     if name == "int4-awq":
         return Method(name, groups, _clipped, _awq_scales)
+    if name == "int4-awq-gptq":
+        return Method(name, groups, _clipped_gptq, _awq_scales, tokens_per_input=_GPTQ_TOKENS)
     if name == "smoothquant":
         return Method(name, per_output, _nearest, _smoothing_scales, "int8")
     if name == "smoothquant-gptq":
-        return Method(name, per_output, _gptq, _smoothing_scales, "int8", _GPTQ_TOKENS)
+        return Method(name, per_output, _gptq, _searched_scales, "int8", _GPTQ_TOKENS)
     raise ConfigError(f"calibration by {name!r}; wanted one of {', '.join(METHODS)}")
 
 
 def _gptq(name: str, weight: Tensor, statistics: InputStatistics, grid: Grid) -> QuantizedWeight:
     return gptq(weight, statistics.hessian, grid)
+
+
+def _clipped_gptq(name: str, weight: Tensor, statistics: InputStatistics, grid: Grid) -> QuantizedWeight:
+    shrink = best_ranges(weight, statistics.hessian, grid)
+    return gptq(weight, statistics.hessian, grid, shrink=shrink)
 
 
 def _awq_scales(weights: Sequence[Tensor], statistics: InputStatistics, grid: Grid) -> Tensor:
@@ -103,6 +113,10 @@ def _clipped(name: str, weight: Tensor, statistics: InputStatistics, grid: Grid)
 
 def _smoothing_scales(weights: Sequence[Tensor], statistics: InputStatistics, grid: Grid) -> Tensor:
     return smoothing_scales(weights, statistics.max_abs)
+
+
+def _searched_scales(weights: Sequence[Tensor], statistics: InputStatistics, grid: Grid) -> Tensor:
+    return searched_smoothing_scales(weights, statistics.max_abs, statistics.sample, grid, "int8")
 
 
 def _nearest(name: str, weight: Tensor, statistics: InputStatistics, grid: Grid) -> QuantizedWeight:

@@ -10,6 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tridecode.converters.quantize.rounding import Grid
+from tridecode.converters.quantize.search import STEPS, spread_rows
+from tridecode.kernels.quantized import as_rounded
+
 ALPHA = 0.5  # the paper's, for most models
 _LEAST = 1e-5  # of the scales
 
@@ -23,3 +27,24 @@ def smoothing_scales(weights: Sequence[Tensor], max_abs: Tensor, alpha: float = 
     largest = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0)
     scales = (max_abs.to(largest.dtype) ** alpha / largest ** (1 - alpha)).clamp(min=_LEAST)
     return torch.where((max_abs > 0) & (largest > 0), scales, 1.0)
+
+
+def searched_smoothing_scales(
+    weights: Sequence[Tensor], max_abs: Tensor, sample: Tensor, grid: Grid, activations: str
+) -> Tensor:
+    """smoothing_scales with the alpha of a grid from 0 to 1, or no scales, that has the least error.
+
+    sample: (R, in), inputs. activations: the format that they are rounded to. The error is the sum of squares
+    over all products, with inputs and weights rounded to nearest.
+    """
+    rows = [spread_rows(weight) for weight in weights]
+    exact = [sample @ row.t() for row in rows]
+
+    def loss(scales: Tensor) -> float:
+        x = as_rounded(sample / scales, activations)
+        rounded = [x @ grid.simulated(row * scales).t() for row in rows]
+        return sum(float((found - wanted).square().sum()) for found, wanted in zip(rounded, exact))
+
+    ways = [torch.ones_like(max_abs)]
+    ways += [smoothing_scales(weights, max_abs, step / STEPS) for step in range(STEPS + 1)]
+    return min(ways, key=loss)

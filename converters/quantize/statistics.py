@@ -13,22 +13,29 @@ from torch.nn import Module
 
 from tridecode.backend.errors import CheckpointError
 
+SAMPLE = 1024  # inputs
+
 
 @dataclass
 class InputStatistics:
     """Of the inputs x of one matrix, in their dtype: float32 or float64.
 
-    hessian: (in, in) the mean of x x^T. mean_abs, max_abs: (in,) of |x|.
+    hessian: (in, in) the mean of x x^T. mean_abs, max_abs: (in,) of |x|. sample: (R, in), x drawn at random,
+    at most SAMPLE.
     """
 
     hessian: Tensor
     mean_abs: Tensor
     max_abs: Tensor
+    sample: Tensor
 
     def divided(self, scales: Tensor) -> InputStatistics:
         """Of the inputs x / scales, (in,)."""
         return InputStatistics(
-            self.hessian / (scales[:, None] * scales), self.mean_abs / scales, self.max_abs / scales
+            self.hessian / (scales[:, None] * scales),
+            self.mean_abs / scales,
+            self.max_abs / scales,
+            self.sample / scales,
         )
 
 
@@ -38,6 +45,7 @@ class _Sums:
     def __init__(self) -> None:
         self.count = 0
         self.sums: InputStatistics | None = None
+        self._random = torch.Generator().manual_seed(0)
 
     def add(self, x: Tensor) -> None:
         """x: (..., in)."""
@@ -45,11 +53,24 @@ class _Sums:
         magnitudes = x.abs()
         if self.sums is None:
             size = x.shape[1]
-            self.sums = InputStatistics(x.new_zeros(size, size), x.new_zeros(size), x.new_zeros(size))
+            self.sums = InputStatistics(x.new_zeros(size, size), x.new_zeros(size), x.new_zeros(size), x[:0])
         self.sums.hessian.addmm_(x.t(), x)
         self.sums.mean_abs += magnitudes.sum(0)
         self.sums.max_abs = torch.maximum(self.sums.max_abs, magnitudes.amax(0))
+        self.sums.sample = self._sampled(self.sums.sample, x)
         self.count += x.shape[0]
+
+    def _sampled(self, sample: Tensor, x: Tensor) -> Tensor:
+        """sample with some of the following inputs x: each input so far has the same chance to be in it."""
+        missing = SAMPLE - sample.shape[0]
+        sample, first = torch.cat([sample, x[:missing]]), self.count + len(x[:missing])
+        rest = x[missing:]
+        seen = torch.arange(first + 1, first + 1 + rest.shape[0])
+        draw = torch.rand(rest.shape[0], generator=self._random, dtype=torch.float64)
+        places = (draw * seen).long().tolist()
+        chosen = {place: token for token, place in enumerate(places) if place < SAMPLE}
+        sample[list(chosen)] = rest[list(chosen.values())]
+        return sample
 
     def mean(self, name: str) -> InputStatistics:
         if self.sums is None:
@@ -57,7 +78,9 @@ class _Sums:
         if not torch.isfinite(self.sums.mean_abs).all():
             raise CheckpointError(f"the calibration texts give inputs of {name} that are not finite")
         sums = self.sums
-        return InputStatistics(sums.hessian.div_(self.count), sums.mean_abs.div_(self.count), sums.max_abs)
+        return InputStatistics(
+            sums.hessian.div_(self.count), sums.mean_abs.div_(self.count), sums.max_abs, sums.sample
+        )
 
 
 class Collector:

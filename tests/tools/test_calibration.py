@@ -14,7 +14,7 @@ from tridecode.backend.models import read_model_config
 from tridecode.converters.quantize.methods import METHODS
 from tridecode.tools import repo_commands
 
-FOLDED = ("int4-awq", "smoothquant", "smoothquant-gptq")
+FOLDED = ("int4-awq", "int4-awq-gptq", "smoothquant", "smoothquant-gptq")
 WEIGHTS = Path("fastertransformer/1/1-gpu")
 
 

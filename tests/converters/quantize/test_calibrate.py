@@ -95,6 +95,7 @@ def test_statistics_are_those_of_the_modules_inputs(tmp_path: Path) -> None:
         torch.testing.assert_close(found.hessian.double(), x.T @ x / 16, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(found.mean_abs.double(), x.abs().mean(0), rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(found.max_abs.double(), x.abs().amax(0), rtol=1e-5, atol=0)
+        torch.testing.assert_close(found.sample.double(), x, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

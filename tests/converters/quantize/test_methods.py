@@ -11,7 +11,8 @@ from tridecode.backend.errors import CheckpointError
 from tridecode.converters.quantize.awq import awq_scales, clipped
 from tridecode.converters.quantize.gptq import gptq
 from tridecode.converters.quantize.rounding import Grid
-from tridecode.converters.quantize.smoothquant import smoothing_scales
+from tridecode.converters.quantize.smoothquant import searched_smoothing_scales, smoothing_scales
+from tridecode.converters.quantize.statistics import SAMPLE, Collector
 
 OUT, IN, TOKENS = 24, 96, 400
 
@@ -99,11 +100,18 @@ def test_a_group_of_zeros_stays_zero() -> None:
 
 
 def brain_surgeon(
-    weight: Tensor, hessian: Tensor, group_size: int, act_order: bool, static: bool, damping: float = 0.01
+    weight: Tensor,
+    hessian: Tensor,
+    group_size: int,
+    act_order: bool,
+    static: bool,
+    damping: float = 0.01,
+    ranges: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Optimal brain quantisation in one order, with the inverse Hessian of the rest at each step.
 
-    Returns the rounded matrix and the group of each column. Asymmetric int4.
+    ranges: (out, G), of the grids as shares of the whole ones. Returns the rounded matrix and the group of
+    each column. Asymmetric int4.
     """
     count = weight.shape[1]
     order = sorted(range(count), key=lambda j: -float(hessian[j, j])) if act_order else list(range(count))
@@ -119,7 +127,9 @@ def brain_surgeon(
         if group not in grids:
             members = range(group * group_size, min((group + 1) * group_size, count))
             columns = list(members) if static else [order[member] for member in members]
-            grids[group] = [_grid(row) for row in (weight if static else rest)[:, columns].tolist()]
+            shares = [1.0] * len(weight) if ranges is None else ranges[:, group].tolist()
+            rows = (weight if static else rest)[:, columns].tolist()
+            grids[group] = [_grid(row, share) for row, share in zip(rows, shares)]
         for row in range(weight.shape[0]):
             step, zero = grids[group][row]
             level = min(max(round(float(rest[row, column]) / step) + zero, 0), 15)
@@ -129,8 +139,8 @@ def brain_surgeon(
     return result, group_of
 
 
-def _grid(numbers: list[float]) -> tuple[float, int]:
-    low, high = min([0.0, *numbers]), max([0.0, *numbers])
+def _grid(numbers: list[float], share: float = 1.0) -> tuple[float, int]:
+    low, high = min([0.0, *numbers]) * share, max([0.0, *numbers]) * share
     step = float(torch.tensor((high - low) / 15, dtype=torch.float32))
     return step, round(-low / step)
 
@@ -148,6 +158,15 @@ def test_gptq_is_optimal_brain_quantisation(group_size: int, act_order: bool, st
         assert stored.groups is not None and torch.equal(stored.groups.long(), group_of)
     else:
         assert stored.groups is None and stored.group_size == group_size
+
+
+@pytest.mark.parametrize("group_size", [32, 128])
+def test_gptq_takes_ranges_of_its_groups(group_size: int) -> None:
+    weight, hessian = weight_of(23, 6, 150), hessian_of(inputs_of(24, 150))
+    ranges = torch.linspace(0.5, 1.0, 6 * -(-150 // group_size), dtype=torch.float64).view(6, -1)
+    stored = gptq(weight, hessian, Grid("int4", group_size), shrink=ranges[..., None])
+    wanted, _ = brain_surgeon(weight, hessian, group_size, True, True, ranges=ranges)
+    torch.testing.assert_close(stored.expanded(torch.float64), wanted, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -288,6 +307,50 @@ def test_smoothing_lets_outliers_fit_8_bit() -> None:
     plain = _int8(x) @ _int8(weight).T - exact
     smoothed = _int8(x / scales) @ _int8(weight * scales).T - exact
     assert smoothed.norm() < 0.5 * plain.norm()
+
+
+@pytest.mark.parametrize("activations", ["int8", "fp8"])
+def test_the_searched_smoothing_has_the_least_error_of_all(activations: str) -> None:
+    weights, x = [weight_of(27) / 10, weight_of(28, 7)], outliers(29)
+    grid, exact = Grid("int8", 0, symmetric=True), [x @ weight.T for weight in weights]
+
+    def error(scales: Tensor) -> float:
+        rounded = _int8(x / scales) if activations == "int8" else _fp8(x / scales)
+        products = [rounded @ _int8(weight * scales).T for weight in weights]
+        return sum(float((a - b).square().sum()) for a, b in zip(products, exact))
+
+    found = searched_smoothing_scales(weights, x.abs().amax(0), x, grid, activations)
+    each = [smoothing_scales(weights, x.abs().amax(0), step / 20) for step in range(21)]
+    least = min(map(error, [torch.ones(IN, dtype=torch.float64), *each]))
+    assert error(found) == pytest.approx(least, rel=1e-4)
+    if activations == "int8":
+        assert least < 0.98 * error(each[10])  # of the paper's alpha, 0.5
+
+
+def test_no_smoothing_where_it_only_loses() -> None:
+    """Inputs and weights of one size each: every scale makes one of them uneven."""
+    x = torch.randint(0, 2, (TOKENS, IN), generator=torch.Generator().manual_seed(30)).double() * 2 - 1
+    weight = torch.where(weight_of(31) > 0, 1.0, -1.0).double()
+    found = searched_smoothing_scales([weight], x.abs().amax(0), x, Grid("int8", 0, True), "int8")
+    assert torch.equal(found, torch.ones(IN, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("calls", [[SAMPLE // 2], [300] * 3 + [1, 40_000, 7, 20_000]])
+def test_the_sample_is_of_all_inputs_alike(calls: list[int]) -> None:
+    module, collector, total = torch.nn.Identity(), Collector(), 0
+    with collector.watching({"x": module}):
+        for count in calls:
+            module(torch.arange(total, total + count, dtype=torch.float64).repeat(2, 1).T[None])
+            total += count
+    sample = collector.taken("x").sample
+    assert sample.shape == (min(total, SAMPLE), 2) and sample[:, 0].unique().numel() == len(sample)
+    # the mean of 1,024 of 61,000 numbers drawn at random: half of the largest, to 4 standard errors
+    assert float(sample.mean()) == pytest.approx(total / 2, rel=4 * 3**-0.5 / 32)
+
+
+def _fp8(rows: Tensor) -> Tensor:
+    steps = rows.abs().amax(1, keepdim=True) / 448
+    return (rows / steps).float().to(torch.float8_e4m3fn).double() * steps
 
 
 def _int8(rows: Tensor) -> Tensor:

@@ -15,9 +15,12 @@ from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import PlannedConversion, plan_conversion
 from tridecode.converters.quantize.built_in_texts import BUILT_IN
 from tridecode.converters.quantize.calibrate import calibrate_model
-from tridecode.converters.quantize.methods import method_of
+from tridecode.converters.quantize.gptq import gptq
+from tridecode.converters.quantize.methods import Method, method_of
 from tridecode.converters.quantize.rounding import Grid
+from tridecode.converters.quantize.statistics import InputStatistics
 from tridecode.converters.tokenizer import load_tokenizer
+from tridecode.kernels.quantized import QuantizedWeight
 from tridecode.tools.demo import packaged_model
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -73,10 +76,24 @@ def _rounded(smollm2: SmolLM2, grid: Grid) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["int8-gptq", "fp8-gptq", "int4-gptq", "int4-awq"])
+@pytest.mark.parametrize("name", ["int8-gptq", "fp8-gptq", "int4-gptq", "int4-awq", "int4-awq-gptq"])
 def test_calibrated_smollm2_is_nearer_than_a_rounded_one(
     name: str, smollm2: SmolLM2, rounded: dict[str, float]
 ) -> None:
     model = copy.deepcopy(smollm2.model)
     calibrate_model(model, smollm2.planned, smollm2.seen, method_of(name), device=torch.device("cpu"))
     assert smollm2.divergence(model) < 0.9 * rounded[name.partition("-")[0]]
+
+
+@pytest.mark.slow
+def test_gptq_of_clipped_groups_is_nearer_than_of_whole_ones(smollm2: SmolLM2) -> None:
+    def whole(name: str, weight: Tensor, statistics: InputStatistics, grid: Grid) -> QuantizedWeight:
+        return gptq(weight, statistics.hessian, grid)
+
+    found = []
+    for method in (method_of("int4-gptq"), Method("whole", Grid("int4", 128), whole)):
+        model = copy.deepcopy(smollm2.model)
+        calibrate_model(model, smollm2.planned, smollm2.seen, method, device=torch.device("cpu"))
+        found.append(smollm2.divergence(model))
+    print(found)
+    assert found[0] < 0.95 * found[1]
