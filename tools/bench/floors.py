@@ -28,7 +28,7 @@ BANDWIDTH, PEAK = 4.3e12, 790e12
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1, "uint8": 1, "fp8": 1, "int32": 4}
 _SCALE_BYTES = 4  # of a token and head in an 8-bit cache
 RESULTS = Path(__file__).parent / "results"
-_STEM, _LATER = "2026-11-23-h200-engine-", "2026-11-24-h200-engine-"
+_STEM, _LATER = "2026-11-23-h200-engine-", "2026-11-25-h200-engine-"
 ROWS = (1, 8, 64, 256)
 
 
@@ -43,21 +43,21 @@ class Bars(NamedTuple):
 
 
 RUNS = (
-    Bars("BLOOM-7B1 fp16", f"{_LATER}bloom-7b1-even-split", (3.7, 4.2, 8.2, 22.5), 640),
-    Bars("– int8, int8 head", f"{_STEM}bloom-7b1-int8-int8-head", (2.2, 2.6, 6.4, 22), None),
+    Bars("BLOOM-7B1 fp16", f"{_LATER}bloom-7b1", (3.7, 4.2, 8.2, 22.5), 640),
+    Bars("– int8, int8 head", f"{_LATER}bloom-7b1-int8-int8-head", (2.2, 2.6, 6.4, 22), None),
     Bars(
         "– W8A8 int8, fp8 cache, int8 head",
-        f"{_LATER}bloom-7b1-w8a8-int8-fp8-cache-int8-head-teams",
+        f"{_LATER}bloom-7b1-w8a8-int8-fp8-cache-int8-head",
         (2.25, 2.45, 4.6, 12.3),
         410,
     ),
-    Bars("LLaMA-3-8B bf16", f"{_LATER}llama-3-8b-even-split", (3.9, 4.05, 5.4, 11.2), 700),
+    Bars("LLaMA-3-8B bf16", f"{_LATER}llama-3-8b", (3.9, 4.05, 5.4, 11.2), 700),
     Bars("– int8, int8 head", f"{_STEM}llama-3-8b-int8-int8-head", (2.25, 2.4, 3.7, 11.4), None),
-    Bars("– int4, int8 head", f"{_STEM}llama-3-8b-int4-int8-head", (1.6, 1.75, 3.4, 11.5), None),
-    Bars("– W8A8 int8", f"{_STEM}llama-3-8b-w8a8-int8-again", (2.3, 2.4, 3.7, 8.8), 450),
+    Bars("– int4, int8 head", f"{_LATER}llama-3-8b-int4-int8-head", (1.6, 1.75, 3.4, 11.5), None),
+    Bars("– W8A8 int8", f"{_LATER}llama-3-8b-w8a8-int8", (2.3, 2.4, 3.7, 8.8), 450),
     Bars(
         "– W8A8 int8, fp8 cache, int8 head",
-        f"{_LATER}llama-3-8b-w8a8-int8-fp8-cache-int8-head-whole-tiles",
+        f"{_LATER}llama-3-8b-w8a8-int8-fp8-cache-int8-head",
         (2.3, 2.4, 3.2, 6.9),
         450,
     ),
