@@ -7,6 +7,7 @@ whose answers come from our engine.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from tridecode.backend.messages import SamplingParams
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 from tridecode.tools.cli import app
+from tridecode.tools.evaluate.in_process import engine_answers, repository_engine
 from tridecode.tools.evaluate.lambada import LAST_TOKEN, LAST_WORD, Question, questions, read_items
 from tridecode.tools.evaluate.reference import reference_answers
 from tridecode.tools.evaluate.run import evaluate
@@ -230,6 +232,16 @@ def test_a_repositorys_engine_answers_without_a_server(repository, data, expecte
     scores = json.loads((tmp_path / "r.json").read_text())["scores"]
     for name, score in zip(BOTH, scores):
         assert score["served_right_items"] == [item for item, right in enumerate(expected[name]) if right]
+
+
+def test_questions_that_wait_longer_than_the_deadline_of_requests_are_answered(
+    repository, checkpoint, data, expected
+):
+    weights, config = repository_engine(repository)
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    asked = questions(tokenizer, read_items(data), [LAST_WORD])
+    hurried = replace(config, request_timeout_s=1e-6, device="cpu")
+    assert engine_answers(weights, hurried, asked, lambda done: None) == expected[LAST_WORD]
 
 
 def test_a_folder_that_is_no_repository_is_refused(data, tmp_path):
