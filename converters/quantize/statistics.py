@@ -61,9 +61,14 @@ class _Sums:
         self.count += x.shape[0]
 
     def _sampled(self, sample: Tensor, x: Tensor) -> Tensor:
-        """sample with some of the following inputs x: each input so far has the same chance to be in it."""
+        """sample with some of the following inputs x: each input so far has the same chance to be in it.
+
+        A full sample is changed in place.
+        """
         missing = SAMPLE - sample.shape[0]
-        sample, first = torch.cat([sample, x[:missing]]), self.count + len(x[:missing])
+        if missing:
+            sample = torch.cat([sample, x[:missing]])
+        first = self.count + len(x[:missing])
         rest = x[missing:]
         seen = torch.arange(first + 1, first + 1 + rest.shape[0])
         draw = torch.rand(rest.shape[0], generator=self._random, dtype=torch.float64)
