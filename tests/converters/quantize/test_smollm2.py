@@ -48,6 +48,21 @@ class SmolLM2:
         """Mean KL divergence in nats per token."""
         return float((self.exact.exp() * (self.exact - log_probs(model, self.unseen))).sum(-1).mean())
 
+    def calibrated(self, method: Method) -> float:
+        """The divergence of a copy that the method has rounded."""
+        model = copy.deepcopy(self.model)
+        calibrate_model(model, self.planned, self.seen, method, device=torch.device("cpu"))
+        return self.divergence(model)
+
+    def rounded(self, grid: Grid) -> float:
+        """The divergence of a copy whose matrices are rounded to nearest, one by one."""
+        model = copy.deepcopy(self.model)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("_proj.weight"):
+                    parameter.copy_(grid.rounded(parameter).expanded())
+        return self.divergence(model)
+
 
 @pytest.fixture(scope="module")
 def smollm2() -> SmolLM2:
@@ -62,17 +77,8 @@ def smollm2() -> SmolLM2:
 
 @pytest.fixture(scope="module")
 def rounded(smollm2: SmolLM2) -> dict[str, float]:
-    """By format, the divergence of the model whose matrices are rounded to nearest, one by one."""
-    return {grid.format: _rounded(smollm2, grid) for grid in GRIDS}
-
-
-def _rounded(smollm2: SmolLM2, grid: Grid) -> float:
-    model = copy.deepcopy(smollm2.model)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("_proj.weight"):
-                parameter.copy_(grid.rounded(parameter).expanded())
-    return smollm2.divergence(model)
+    """By format, the divergence of the model whose matrices are rounded to nearest."""
+    return {grid.format: smollm2.rounded(grid) for grid in GRIDS}
 
 
 @pytest.mark.slow
@@ -80,9 +86,7 @@ def _rounded(smollm2: SmolLM2, grid: Grid) -> float:
 def test_calibrated_smollm2_is_nearer_than_a_rounded_one(
     name: str, smollm2: SmolLM2, rounded: dict[str, float]
 ) -> None:
-    model = copy.deepcopy(smollm2.model)
-    calibrate_model(model, smollm2.planned, smollm2.seen, method_of(name), device=torch.device("cpu"))
-    assert smollm2.divergence(model) < 0.9 * rounded[name.partition("-")[0]]
+    assert smollm2.calibrated(method_of(name)) < 0.9 * rounded[name.partition("-")[0]]
 
 
 @pytest.mark.slow
@@ -90,10 +94,5 @@ def test_gptq_of_clipped_groups_is_nearer_than_of_whole_ones(smollm2: SmolLM2) -
     def whole(name: str, weight: Tensor, statistics: InputStatistics, grid: Grid) -> QuantizedWeight:
         return gptq(weight, statistics.hessian, grid)
 
-    found = []
-    for method in (method_of("int4-gptq"), Method("whole", Grid("int4", 128), whole)):
-        model = copy.deepcopy(smollm2.model)
-        calibrate_model(model, smollm2.planned, smollm2.seen, method, device=torch.device("cpu"))
-        found.append(smollm2.divergence(model))
-    print(found)
-    assert found[0] < 0.95 * found[1]
+    of_whole_groups = smollm2.calibrated(Method("whole", Grid("int4", 128), whole))
+    assert smollm2.calibrated(method_of("int4-gptq")) < 0.95 * of_whole_groups
