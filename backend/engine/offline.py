@@ -3,6 +3,7 @@ benchmarks."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -23,7 +24,7 @@ from tridecode.backend.engine.plan import StepPlan
 from tridecode.backend.engine.prompts import PromptBook
 from tridecode.backend.engine.scheduler import Scheduler
 from tridecode.backend.engine.settings import choose_device, resolve, spread_tokens
-from tridecode.backend.errors import BY_CODE, TridecodeError
+from tridecode.backend.errors import BY_CODE, DeadlineError, TridecodeError
 from tridecode.backend.messages import (
     Event,
     Perf,
@@ -130,11 +131,17 @@ class Generation:
             self.perf = event.extra.perf or self.perf
         if event.finish == "error":
             raise BY_CODE.get(event.code, TridecodeError)(event.error)
+        if event.finish == "deadline":
+            raise DeadlineError(event.error)
         self.finish = event.finish
 
 
 class OfflineEngine:
-    """Submit sequences, step, read `generations`."""
+    """Submit sequences, step, read `generations`.
+
+    A step in which requests fail, or pass the deadline of the engine's settings, raises the first one's error
+    once the other generations have their events.
+    """
 
     def __init__(self, engine: Engine, keep_logits: bool = False):
         self.engine = engine
@@ -150,9 +157,16 @@ class OfflineEngine:
     def load(
         cls, directory: str | Path, config: EngineConfig | None = None, keep_logits: bool = False
     ) -> OfflineEngine:
-        """Over a weight directory; `config` as in config.pbtxt, default: fp32 on a GPU if there is one."""
+        """Over a weight directory; `config` as in config.pbtxt, default: fp32 on a GPU if there is one.
+
+        No request has a deadline, whatever config says: of many that are submitted together most wait long.
+        """
         model = read_model_config(Path(directory))
-        config = replace(config or EngineConfig(), shadow_share=0.0)  # no loop runs them here
+        config = replace(
+            config or EngineConfig(),
+            shadow_share=0.0,  # no loop runs them here
+            request_timeout_s=math.inf,
+        )
         device = choose_device(config)
         engine = Engine.load(Path(directory), model, resolve(config, model, device), SingleRank(), device)
         return cls(engine, keep_logits)

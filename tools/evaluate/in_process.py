@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,8 +36,7 @@ def engine_answers(
     weights: Path, config: EngineConfig, questions: Sequence[Question], progress: Callable[[int], None]
 ) -> list[bool]:
     """Whether the engine answers each question right. Equal prompts are asked once, for as many tokens as the
-    longest answer has. progress: called with the number of questions answered. No question has a deadline,
-    whatever config says: most wait long for a slot.
+    longest answer has. progress: called with the number of questions answered.
 
     Raises ConfigError and WeightFileError for the directory, TridecodeError for a question that is longer
     than the model's positions.
@@ -46,8 +44,7 @@ def engine_answers(
     shared: dict[tuple[int, ...], list[int]] = {}
     for index, question in enumerate(questions):
         shared.setdefault(question.prompt, []).append(index)
-    config = replace(config, max_queued_requests=max(len(shared), 1), request_timeout_s=math.inf)
-    offline = OfflineEngine.load(weights, config)
+    offline = OfflineEngine.load(weights, replace(config, max_queued_requests=max(len(shared), 1)))
     right, done = [False] * len(questions), 0
     requests: dict[int, list[int]] = {}
     for prompt, indices in shared.items():

@@ -16,6 +16,7 @@ from tests.backend.engine.offline_models import (
     rounding_bound,
 )
 from tests.backend.hf_models import bloom, gpt2, llama
+from tridecode.backend.errors import DeadlineError
 from tridecode.backend.messages import SamplingParams
 
 LENGTHS = [1, 2, 7, 8, 9, 23, 30, 5, 17]
@@ -81,3 +82,12 @@ def test_the_context_embedding_is_the_sum_of_the_last_layers_output(length: int)
     offline.run()
     embedding = offline.generations[number].embedding
     assert embedding is not None and np.allclose(embedding, context_embedding(model, prompt), atol=2e-3)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(max_tokens=3), SamplingParams(max_tokens=3, beam_width=2)])
+def test_an_overdue_request_of_an_offline_engine_is_an_error_and_no_answer(params: SamplingParams) -> None:
+    model = llama()
+    offline = offline_engine(model, request_timeout_s=1e-6)
+    with pytest.raises(DeadlineError, match="deadline passed when it had 0 of 3 tokens"):
+        offline.generate(prompts_of([5, 7], model.config.vocab_size), params)
+    assert [generation.finish for generation in offline.generations] == ["", ""]
