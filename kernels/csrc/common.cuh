@@ -105,9 +105,9 @@ __host__ __device__ constexpr int ceil_div(int64_t a, int64_t b) {
 // Blocks until every earlier kernel of the stream has finished and its writes are visible, then
 // lets the next kernel start. In this order, while a kernel runs, all but its direct predecessor
 // have finished: before the wait it may read what those wrote, and constants. Every block of every
-// kernel calls it first, or after such reads, or calls its two halves in this order. Only norms
-// call them in the reverse order: the kernel after a norm may read nothing but constants before its
-// wait.
+// kernel calls it first, or after such reads, or calls its two halves in this order. Only norms,
+// the rounding of rows and sums over ranks call them in the reverse order: the kernel after one of
+// these may read nothing but constants before its wait.
 __device__ __forceinline__ void wait_for_predecessor_alone() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
