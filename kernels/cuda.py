@@ -20,8 +20,8 @@ from tridecode.kernels.cuda_base import (
     contiguous,
     pointer,
 )
+from tridecode.kernels.cuda_chain import CudaChain
 from tridecode.kernels.cuda_sampling import CudaSampling
-from tridecode.kernels.cuda_w8a8 import CudaW8A8
 from tridecode.kernels.library import current_stream
 from tridecode.kernels.ops import (
     Batch,
@@ -44,7 +44,7 @@ LAYER_ROWS = ((768, 2), (1024, 4), (2048, 2))
 MAX_LAYER_ROWS, MAX_LAYER_INPUT_BYTES = 4, 64 << 10
 
 
-class Cuda(CudaW8A8, CudaSampling):
+class Cuda(CudaChain, CudaSampling):
     """Every operation of kernels.ops.Ops. Used by one thread, for tensors of `device`.
 
     dependent_launch: let a kernel start before its predecessor ends (programmatic dependent launch, compute

@@ -16,7 +16,7 @@ from tridecode.kernels.library import KernelError, Library
 from tridecode.kernels.ops import CacheLayer, Heads, Norm
 from tridecode.kernels.packed_table import choose_packed
 from tridecode.kernels.paths import paths
-from tridecode.kernels.scratch import LAYER_COUNTERS, NUM_COUNTERS, SUM_BYTES
+from tridecode.kernels.scratch import EXCHANGE_BYTES, LAYER_COUNTERS, NUM_COUNTERS, SUM_BYTES
 
 log = logging.getLogger("tridecode.engine")
 
@@ -65,6 +65,7 @@ class CudaBase:
         self.choose_packed = lru_cache(maxsize=1 << 14)(partial(choose_packed, device=self.gemm_device))
         self._layer_tables: dict[tuple[object, ...], Tensor] = {}
         self._layer_counters = torch.zeros(LAYER_COUNTERS, dtype=torch.int32, device=self.device)
+        self._exchange = torch.zeros(EXCHANGE_BYTES, dtype=torch.uint8, device=self.device)
         self._counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=self.device)
         self._counters_pointer = self._counters.data_ptr()
         self._attention = self._bytes(self.library.decode_attention_scratch(256))

@@ -43,6 +43,8 @@ class Library:
             raise KernelError(f"{path} does not exist; {rebuild}")
         self._dll = ctypes.PyDLL(str(path))
         header = (SOURCES / "api.h").read_text()
+        #: the structs of api.h by name, e.g. for an array of them
+        self.structures = structures(header)
         self._text = self._function("tridecode_error", ctypes.c_char_p, [])
         for result, name, types in prototypes(header):
             raw = self._function(name, result, types)

@@ -193,6 +193,18 @@ class DecoderLayer:
     down: Linear
 
 
+@dataclass(frozen=True)
+class Product:
+    """The arguments of one `Ops.linear`."""
+
+    x: Tensor
+    linear: Linear
+    out: Tensor
+    norm: Norm | None = None
+    activation: str | None = None
+    residual: Tensor | None = None
+
+
 class Ops(Protocol):
     """Every operation. Activations, weights and cache share one dtype X: float32, float16 or bfloat16; the
     cache may be in 8 bits instead, with scales."""
@@ -283,6 +295,13 @@ class Ops(Protocol):
         float32 for the language model's head; it may not be x. activation: None, "gelu_tanh", "gelu" (erf),
         "relu", "silu" or, gated, "swiglu", "geglu_tanh" or "geglu", where weight holds O / 2 gate rows and
         then O / 2 up rows and out is (T, O / 2): silu (gelu_tanh, gelu) of the gate * up.
+        """
+        ...
+
+    def linears(self, products: Sequence[Product]) -> bool:
+        """Compute `linear` of each, in this order, in one launch if this implementation has one that is
+        faster; else return False and change nothing. A product may read what one before it writes, as a
+        whole.
         """
         ...
 

@@ -23,6 +23,7 @@ from tridecode.kernels.ops import (
     Heads,
     Linear,
     Norm,
+    Product,
     Rope,
     SamplingState,
 )
@@ -163,6 +164,9 @@ class Reference:
             torch.addmm(linear.bias, x, weight, out=out)
         else:
             torch.mm(x, weight, out=out)
+
+    def linears(self, products: Sequence[Product]) -> bool:
+        return False
 
     def project_qkv(
         self,

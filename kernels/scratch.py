@@ -11,6 +11,8 @@ SUM_BYTES = 64 << 20
 NUM_COUNTERS = 1 << 17
 #: counters of the launch that runs all layers
 LAYER_COUNTERS = 1 << 12
+#: in which products of one launch leave results for each other (csrc/product_chain_sm90a.cu)
+EXCHANGE_BYTES = 1 << 20
 #: csrc/decode_attention.cuh, decode_tiles.cuh: blocks of the grid, warps of a block, heads of a group,
 #: the largest head
 _BLOCKS, _WARPS, _GROUP, _HEAD = 1024, 4, 8, 256
@@ -89,7 +91,7 @@ def expanded_bytes(context_bytes: int) -> int:
 
 def fixed_bytes() -> int:
     """What every Cuda has, whatever the model."""
-    return SUM_BYTES + 4 * (NUM_COUNTERS + LAYER_COUNTERS) + attention_bytes()
+    return SUM_BYTES + 4 * (NUM_COUNTERS + LAYER_COUNTERS) + EXCHANGE_BYTES + attention_bytes()
 
 
 class PeerPlan(NamedTuple):

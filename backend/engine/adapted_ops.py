@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tridecode.backend.engine.adapter_store import Table
 from tridecode.backend.engine.plan import StepPlan
-from tridecode.kernels.ops import Batch, CacheLayer, DecoderLayer, Heads, Linear, Norm, Ops
+from tridecode.kernels.ops import Batch, CacheLayer, DecoderLayer, Heads, Linear, Norm, Ops, Product
 from tridecode.kernels.reference import activated
 
 #: tokens whose deltas, or activations, are in memory at a time
@@ -73,6 +73,9 @@ class AdaptedOps:
             _add(parts, x[tokens], linear, product)
             product = activated(product, activation)
             out[tokens] = product if residual is None else product.add_(residual[tokens])
+
+    def linears(self, products: Sequence[Product]) -> bool:
+        return False
 
     def project_qkv(
         self,

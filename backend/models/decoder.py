@@ -16,6 +16,7 @@ from torch import Tensor
 from tridecode.backend.config import ModelConfig, check_ranks
 from tridecode.backend.models.layers import (
     Context,
+    Following,
     Ranks,
     Rows,
     Weights,
@@ -24,6 +25,7 @@ from tridecode.backend.models.layers import (
     add_normed,
     add_over_ranks,
     attention,
+    finish_layer,
     make_heads,
 )
 from tridecode.backend.models.rope import rope_table
@@ -178,13 +180,23 @@ class Decoder:
         """x += attention(norm(x)), then x += mlp(norm(x)), layer after layer."""
         if self._run_at_once(context, x, activation, caches):
             return
-        rows = self._first_rows(x)
-        for layer, heads, cache, next_norm in zip(self.layers, self.heads, caches, self._next_norms):
-            mlp = context.mlp(layer)
+        rows: Rows | None = self._first_rows(x)
+        for i, (layer, heads, cache) in enumerate(zip(self.layers, self.heads, caches)):
             attended = attention(context, rows, layer.qkv, heads, cache)
+            if finish_layer(context, x, attended, layer, activation, self._following(i, caches)):
+                rows = None
+                continue
+            mlp = context.mlp(layer)
             rows = add_linears(context, x, (attended, layer.dense), norm=layer.mlp_norm)
             context.ops.linear(rows.x, layer.up, norm=rows.norm, activation=activation, out=mlp)
-            rows = add_linears(context, x, (mlp, layer.down), norm=next_norm)
+            rows = add_linears(context, x, (mlp, layer.down), norm=self._next_norms[i])
+
+    def _following(self, i: int, caches: list[CacheLayer]) -> Following | None:
+        """What follows layer i of this stage; None behind the last."""
+        if i + 1 == len(self.layers):
+            return None
+        layer = self.layers[i + 1]
+        return Following(layer.attention_norm, layer.qkv, self.heads[i + 1], caches[i + 1])
 
     def parallel(self, context: Context, x: Tensor, activation: str, caches: list[CacheLayer]) -> None:
         """x += attention(attention_norm(x)) + mlp(mlp_norm(x)), layer after layer."""

@@ -19,7 +19,17 @@ from tridecode.backend.config import ModelConfig
 from tridecode.backend.models.quantized_parts import read_quantized, stacked
 from tridecode.backend.quantization import Quantization, stored_specs
 from tridecode.backend.weight_layout import WeightSpec, share_size
-from tridecode.kernels.ops import Batch, CacheLayer, DecoderLayer, Heads, Linear, Norm, Ops, Rope
+from tridecode.kernels.ops import (
+    Batch,
+    CacheLayer,
+    DecoderLayer,
+    Heads,
+    Linear,
+    Norm,
+    Ops,
+    Product,
+    Rope,
+)
 from tridecode.kernels.quantized import QuantizedWeight
 from tridecode.kernels.round_to_nearest import round_to_nearest
 
@@ -234,12 +244,15 @@ class Rows(NamedTuple):
     norm: Norm | None
 
 
-def attention(context: Context, rows: Rows, qkv: Linear, heads: Heads, cache: CacheLayer) -> Tensor:
-    """(T, H * D): causal attention of the rows over the cache; writes the new keys and values to it."""
+def attention(context: Context, rows: Rows | None, qkv: Linear, heads: Heads, cache: CacheLayer) -> Tensor:
+    """(T, H * D): causal attention of the rows over the cache; writes the new keys and values to it.
+
+    rows: None where the buffer "qkv" and the cache have what project_qkv writes."""
     ops, batch = context.ops, context.batch
     projected = context.parts("qkv", heads.qkv_size)
     out = context.parts("context", heads.num_heads * heads.head_size)
-    ops.project_qkv(rows.x, qkv, rows.norm, heads, batch, cache, out=projected.whole)
+    if rows is not None:
+        ops.project_qkv(rows.x, qkv, rows.norm, heads, batch, cache, out=projected.whole)
     if batch.num_decodes:
         ops.decode_attention(projected.decodes, heads, batch, cache, out=out.decodes)
     if batch.num_decodes < batch.num_tokens:
@@ -267,6 +280,43 @@ def add_linears(
     normed = None if norm is None else delta
     sums.add_rows(delta, biases, residual, norm, out=residual, normed=normed, follows_product=True)
     return Rows(residual, None) if normed is None else Rows(normed, None)
+
+
+class Following(NamedTuple):
+    """The attention of the next layer: its norm, its projection, and what that writes to."""
+
+    norm: Norm
+    qkv: Linear
+    heads: Heads
+    cache: CacheLayer
+
+
+def finish_layer(
+    context: Context,
+    x: Tensor,
+    attended: Tensor,
+    layer: DecoderLayer,
+    activation: str,
+    following: Following | None,
+) -> bool:
+    """A layer behind its attention, x += dense(attended) and x += mlp(norm(x)), and project_qkv of the layer
+    that follows: the products in one launch, if the operations have one for them. False: not done."""
+    if context.ranks.tensor_size > 1:
+        return False
+    mlp = context.mlp(layer)
+    products = [
+        Product(attended, layer.dense, x, residual=x),
+        Product(x, layer.up, mlp, norm=layer.mlp_norm, activation=activation),
+        Product(mlp, layer.down, x, residual=x),
+    ]
+    if following is not None:
+        qkv = context.parts("qkv", following.heads.qkv_size).whole
+        products.append(Product(x, following.qkv, qkv, norm=following.norm))
+    if not context.ops.linears(products):
+        return False
+    if following is not None:
+        context.ops.finish_qkv(qkv, following.heads, context.batch, following.cache)
+    return True
 
 
 def add_and_norm(context: Context, x: Tensor, product: tuple[Tensor, Linear], norm: Norm) -> None:

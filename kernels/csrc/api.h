@@ -295,6 +295,38 @@ typedef struct {
 } tridecode_expand_task;
 int tridecode_expand_cache(const tridecode_expand_task* task, void* stream);
 
+// Products of few tokens that read each other's results, in one launch on compute capability 9.0:
+// see product_chain_sm90a.cu. A product reads x as the one before it, or the kernel before this
+// one, has written it. Rows of x, out and residual are contiguous; inputs are a multiple of 128,
+// outputs of 16, of SwiGLU 32; 1 to 4 tokens. The fields of a step are those of
+// tridecode_gemm_task. What a product reads is all or nothing of what another one writes.
+typedef struct {
+  void* out;
+  const void* x;
+  const void* weight;
+  const void* bias;
+  const void* residual;
+  const void* norm_weight;
+  const void* norm_bias;
+  const float* weight_scales;
+  const uint32_t* weight_groups;
+  float norm_eps;
+  int inputs, outputs, activation;
+} tridecode_chain_step;
+typedef struct {
+  const void* steps;  // host memory: num_steps of tridecode_chain_step, 1 to 4
+  int num_steps, tokens, dtype;
+  int operand;  // 1, 2, 3: as tridecode_gemm_task's; 4: int4 in groups of 128, x in two parts
+  // for results that later products read: 256 bytes and 4 for each result but those of the last
+  // product; zeros before the first launch, of this function alone
+  void* exchange;
+  int64_t exchange_bytes;
+  int stages, in_flight;  // 0: as measured best
+} tridecode_chain_task;
+int tridecode_product_chain_sm90a(const tridecode_chain_task* task, void* stream);
+// Whether so many inputs and tokens leave room for weights in a block's shared memory.
+int64_t tridecode_product_chain_stages(int inputs, int tokens, int operand);
+
 // All pre-LayerNorm layers of a decoder for 1 to 4 tokens, each of a row of its own, on compute
 // capability 9.0: see decoder_layers_sm90a.cu. 16-bit dtypes, head_size 64 or 128, hidden, heads *
 // head_size and inner multiples of 64; the tokens' inputs of a product take at most 64 KiB.

@@ -227,7 +227,8 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
 // one row 2.44 (2.57), with 1,900 tokens 2.72 (2.83), two rows 2.57 (2.62). Groups of query heads
 // leave fewer kv heads, which teams spread over more multiprocessors: us of LLaMA-3-8B's attention
 // over an fp8 cache, teams in brackets: one row of 544 tokens 5.5 (7.6), in a step 7.1 (11.0), two
-// rows 6.5 (7.9), four 8.5 (8.8), eight 10.8 (9.6).
+// rows 6.5 (7.9), four 8.5 (8.8), eight 10.8 (9.6). No more clusters of a row and head than the
+// block tables' width has tiles for: blocks without work would keep others out.
 constexpr int kRowsOfGroups = 2;
 struct Clusters {
   int blocks, each;
@@ -237,9 +238,12 @@ Clusters clusters_of(const Task& task) {
   const int items = task.num_rows * task.kv_heads;
   if (device().capability < 90 || task.group > kGroup) return {};
   if (task.group > 1 && task.num_rows > kRowsOfGroups) return {};
+  const int64_t most_tiles = (task.table_stride * task.block_tokens + kTile - 1) / kTile;
   for (int blocks = 8; blocks >= 4; blocks /= 2) {
     const int room = 2 * device().multiprocessors / blocks;
-    if (items <= room) return {blocks, room / items};
+    if (items > room) continue;
+    const int useful = ceil_div(most_tiles, kClusterWarpTiles * kWarps * blocks);
+    return {blocks, room / items < useful ? room / items : useful};
   }
   return {};
 }

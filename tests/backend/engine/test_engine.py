@@ -18,6 +18,8 @@ from tests.backend.engine.offline_models import (
 from tests.backend.hf_models import bloom, gpt2, llama
 from tridecode.backend.errors import DeadlineError
 from tridecode.backend.messages import SamplingParams
+from tridecode.kernels.ops import Product
+from tridecode.kernels.reference import Reference
 
 LENGTHS = [1, 2, 7, 8, 9, 23, 30, 5, 17]
 
@@ -44,6 +46,33 @@ def test_preempted_sequences_equal_undisturbed_ones(make) -> None:
     assert [generation.tokens for generation in done] == [
         hf_greedy(model, prompt, 20)[0] for prompt in prompts
     ]
+
+
+@pytest.mark.parametrize("make", [gpt2, bloom, llama], ids=["gpt2", "bloom", "llama"])
+def test_operations_may_compute_what_is_behind_attention_at_once(make, monkeypatch) -> None:
+    asked: list[int] = []
+
+    def linears(self: Reference, products: list[Product]) -> bool:
+        asked.append(len(products))
+        for each in products:
+            self.linear(
+                each.x,
+                each.linear,
+                norm=each.norm,
+                activation=each.activation,
+                residual=each.residual,
+                out=each.out,
+            )
+        return True
+
+    monkeypatch.setattr(Reference, "linears", linears)
+    model = make()
+    prompts = prompts_of([9, 12, 7], model.config.vocab_size)
+    done = offline_engine(model).generate(prompts, SamplingParams(max_tokens=12))
+    assert [generation.tokens for generation in done] == [
+        hf_greedy(model, prompt, 12)[0] for prompt in prompts
+    ]
+    assert set(asked) == {3, 4}  # the last layer has no next one
 
 
 def _bytes_of_blocks(model: torch.nn.Module, count: int) -> int:

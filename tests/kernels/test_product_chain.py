@@ -1,0 +1,195 @@
+"""Products of few tokens in one launch (csrc/product_chain_sm90a.cu): each against float64 of what it has
+read, with x rounded as kernels/quantized.py says."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.kernels.conftest import Place
+from tests.kernels.test_linear import norm64
+from tests.kernels.test_w8a8 import assert_product
+from tridecode.kernels.bench.measure import capture
+from tridecode.kernels.cuda_chain import MOST_TOKENS
+from tridecode.kernels.ops import Linear, Norm, Product
+from tridecode.kernels.quantized import QuantizedWeight, rounded_activations
+from tridecode.kernels.round_to_nearest import round_to_nearest
+
+pytestmark = pytest.mark.gpu
+
+#: format of the weights, group size, activations
+KINDS = {
+    "w8a8-int8": ("int8", 0, "int8"),
+    "w8a8-fp8": ("fp8", 0, "fp8"),
+    "int8": ("int8", 0, ""),
+    "int4": ("int4", 128, ""),
+    "int4, one group": ("int4", 0, ""),
+}
+#: hidden, inner, queries: stages that are not full; few tiles; a layer of SmolLM2; many tiles
+SHAPES = [(128, 256, 128), (640, 1664, 384), (1152, 1536, 1152), (4096, 14336, 4096)]
+CASES = [(kind, tokens) for kind in KINDS for tokens in range(1, MOST_TOKENS + 1)]
+
+
+@pytest.fixture(scope="module")
+def ops():
+    from tridecode.kernels.cuda import Cuda
+
+    device = torch.device("cuda", 0)
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("the launch needs compute capability 9.0")
+    made = Cuda(device)
+    made.chain_tokens = MOST_TOKENS
+    return made
+
+
+@pytest.fixture
+def place(ops, request: pytest.FixtureRequest) -> Place:
+    generator = torch.Generator().manual_seed(zlib.crc32(request.node.name.encode()))
+    return Place(ops, torch.device("cuda", 0), generator)
+
+
+@dataclass
+class Layer:
+    """What follows attention, as a decoder asks for it, with a buffer of its own for every result."""
+
+    products: list[Product]
+    matrices: list[Tensor]  # float64
+
+    @property
+    def results(self) -> list[Tensor]:
+        return [product.out for product in self.products]
+
+
+def make_linear(
+    place: Place, kind: str, inputs: int, outputs: int, dtype: torch.dtype
+) -> tuple[Linear, Tensor]:
+    """Without a bias, and the matrix that it stands for in float64."""
+    format, group, activations = KINDS[kind]
+    matrix = place.normal(outputs, inputs, dtype=torch.float32, scale=inputs**-0.5)
+    weight = round_to_nearest(matrix, format, group, activations)
+    # int4's scales are rounded to the dtype
+    held = replace(weight, scales=weight.scales.to(dtype).float()) if format == "int4" else weight
+    return place.ops.pack(Linear(weight), dtype), held.expanded().double()
+
+
+def make_layer(place: Place, kind: str, tokens: int, shape, dtype: torch.dtype, gated: bool) -> Layer:
+    hidden, inner, queries = shape
+    matrices: list[Tensor] = []
+
+    def linear(outputs: int, inputs: int) -> Linear:
+        made, matrix = make_linear(place, kind, inputs, outputs, dtype)
+        matrices.append(matrix)
+        return made if gated else replace(made, bias=place.normal(outputs, dtype=dtype))
+
+    def norm() -> Norm:
+        weight = place.normal(hidden, dtype=dtype, scale=0.2) + 1
+        return Norm(weight, None if gated else place.normal(hidden, dtype=dtype, scale=0.2), 1e-5)
+
+    def out(columns: int) -> Tensor:
+        return place.poison(tokens, columns, dtype=dtype)
+
+    attended, x = place.normal(tokens, queries, dtype=dtype), place.normal(tokens, hidden, dtype=dtype)
+    first, mlp, second, qkv = out(hidden), out(inner), out(hidden), out(3 * queries)
+    activation = "swiglu" if gated else "gelu_tanh"
+    products = [
+        Product(attended, linear(hidden, queries), first, residual=x),
+        Product(first, linear(inner * (1 + gated), hidden), mlp, norm=norm(), activation=activation),
+        Product(mlp, linear(hidden, inner), second, residual=first),
+        Product(second, linear(3 * queries, hidden), qkv, norm=norm()),
+    ]
+    place.settle()
+    return Layer(products, matrices)
+
+
+def wanted64(product: Product, matrix: Tensor) -> Tensor:
+    x = product.x
+    if product.norm is not None:
+        x = norm64(x, product.norm).to(x.dtype)
+    weight = product.linear.weight
+    rounded = x.double()
+    if isinstance(weight, QuantizedWeight) and weight.activations:
+        values, scales = rounded_activations(x.cpu(), weight.activations)
+        rounded = (values.double() * scales.double()).to(x.device)
+    wanted = rounded @ matrix.t()
+    if product.linear.bias is not None:
+        wanted += product.linear.bias.double()
+    if product.activation == "swiglu":
+        gate, up = wanted.chunk(2, dim=1)
+        wanted = F.silu(gate) * up
+    elif product.activation is not None:
+        wanted = F.gelu(wanted, approximate="tanh")
+    return wanted if product.residual is None else wanted + product.residual.double()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("gated", [False, True], ids=["gelu", "swiglu"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("kind", "tokens"), CASES)
+def test_every_product_is_that_of_what_it_has_read(place: Place, kind, tokens, shape, gated, dtype):
+    layer = make_layer(place, kind, tokens, shape, dtype, gated)
+    if not place.ops.linears(layer.products):
+        assert shape[0] == 4096
+        pytest.skip("no room for so many inputs")
+    format = "fp8" if KINDS[kind][2] == "fp8" else "int8"
+    for product, matrix in zip(layer.products, layer.matrices):
+        gates = "two products" if product.activation == "swiglu" else "linear"
+        assert_product(format, product.x.shape[1], product.out, wanted64(product, matrix), gates)
+    first = [result.clone() for result in layer.results]
+    place.ops.linears(layer.products)  # the counter is as before
+    assert all(torch.equal(*both) for both in zip(first, layer.results))
+
+
+def test_in_a_graph_beside_other_launches(place: Place):
+    layer = make_layer(place, "int4", 2, SHAPES[2], torch.bfloat16, True)
+    products = layer.products
+
+    def one_by_one() -> None:
+        for product in products:
+            place.ops.linear(
+                product.x,
+                product.linear,
+                norm=product.norm,
+                activation=product.activation,
+                residual=product.residual,
+                out=product.out,
+            )
+
+    one_by_one()
+    wanted = [result.clone() for result in layer.results]
+
+    def both() -> None:
+        for _ in range(20):
+            assert place.ops.linears(products)
+            one_by_one()
+            assert place.ops.linears(products)
+
+    graph = capture(both)
+    for _ in range(3):
+        for result in layer.results:
+            result.fill_(float("nan"))
+        graph.replay()
+        for found, expected in zip(layer.results, wanted):
+            error = (found.float() - expected.float()).norm() / expected.float().norm()
+            assert error < 0.02
+
+
+def test_declines_what_it_does_not_compute(place: Place):
+    layer = make_layer(place, "int8", 4, SHAPES[1], torch.float16, False)
+    products = layer.products
+    assert place.ops.linears(products)
+    first = products[0]
+    wide = first.x.new_zeros(4, first.x.shape[1] * 2)[:, : first.x.shape[1]]
+    for other in (
+        Product(wide, first.linear, first.out, residual=first.residual),
+        Product(first.x, first.linear, first.out.float()),
+        Product(first.x, first.linear, first.out, activation="geglu"),
+        make_layer(place, "int4", 4, SHAPES[1], torch.float16, False).products[0],
+    ):
+        assert not place.ops.linears([other, *products[1:]])
+    five = make_layer(place, "int8", 5, SHAPES[1], torch.float16, False)
+    assert not place.ops.linears(five.products)
