@@ -129,12 +129,13 @@ class CudaGemm(CudaPacked):
         heads: Heads | None = None,
         head_fields: dict[str, float] | None = None,
     ) -> Plan:
-        """Launch what gemm_table.choose plans. head_fields: those of the task for query, key and value."""
-        if isinstance(linear.weight, PackedWeight):
-            return self._packed_gemm(
-                x, linear, linear.weight, norm, activation, residual, out, heads, head_fields
-            )
-        weight = linear.dense
+        """Launch what gemm_table.choose plans. head_fields: those of the task for query, key and value. A
+        weight in rows of 8 bit is expanded."""
+        weight = linear.weight
+        if isinstance(weight, PackedWeight):
+            return self._packed_gemm(x, linear, weight, norm, activation, residual, out, heads, head_fields)
+        if isinstance(weight, QuantizedWeight):
+            return self._expanded_gemm(x, linear, norm, activation, residual, out, heads, head_fields)
         (tokens, inputs), outputs = x.shape, weight.shape[0]
         x_stride, weight_stride, out_stride = x.stride(0), weight.stride(0), out.stride(0)
         x_pointer, weight_pointer, out_pointer = x.data_ptr(), weight.data_ptr(), out.data_ptr()

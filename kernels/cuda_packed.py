@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tridecode.kernels.cuda_base import ACTIVATIONS, DTYPES, aligned, norm_fields, pointer
-from tridecode.kernels.cuda_int4 import CudaInt4
+from tridecode.kernels.cuda_expanded import CudaExpanded
 from tridecode.kernels.gemm_table import Gemm, Plan
 from tridecode.kernels.library import current_stream
 from tridecode.kernels.ops import Heads, Linear, Norm
@@ -40,7 +40,7 @@ def _say_expanded(format: str, why: str, dtype: torch.dtype) -> None:
     )
 
 
-class CudaPacked(CudaInt4):
+class CudaPacked(CudaExpanded):
     """pack of kernels.ops.Ops, and what becomes of a packed weight."""
 
     def pack(self, linear: Linear, dtype: torch.dtype = torch.float32, is_head: bool = False) -> Linear:
@@ -61,11 +61,7 @@ class CudaPacked(CudaInt4):
         self._sorts_inputs |= packed.order is not None
         if not is_head:
             self._reserve_expanded(packed.rows, packed.columns, dtype)
-        return Linear(packed, linear.bias)
-
-    def _reserve_expanded(self, rows: int, columns: int, dtype: torch.dtype) -> None:
-        """Scratch memory for an expanded weight, outside of graph capture."""
-        self._arena("expanded_weight", rows * columns * dtype.itemsize)
+        return Linear(packed, linear.bias, is_head=is_head)
 
     def _packed_gemm(
         self,
@@ -86,8 +82,7 @@ class CudaPacked(CudaInt4):
             x, norm = self._ordered(x if norm is None else self._normed(x, norm), weight.order), None
             plan = self._packed_plan(x, linear, weight, norm, activation, residual, out, heads, rounds)
         if plan.kernel == "expand_weight":
-            expanded = Linear(self._expanded(weight), linear.bias)
-            return self._gemm(x, expanded, norm, activation, residual, out, heads, head_fields)
+            return self._expanded_gemm(x, linear, norm, activation, residual, out, heads, head_fields)
         fields: dict[str, float] = dict(head_fields or {}) if plan.fuses_heads else {}
         if plan.kernel.startswith("gemm_int4"):
             self._int4_gemm(plan, x, linear, weight, norm, activation, residual, out, fields)
@@ -152,20 +147,6 @@ class CudaPacked(CudaInt4):
         )
         return self.choose_packed(gemm, GRANULE_INPUTS[weight.format])
 
-    def _expanded(self, weight: PackedWeight) -> Tensor:
-        """(out, in) in scratch memory, until the next call."""
-        out = self._temporary("expanded_weight", weight.rows, weight.columns, weight.dtype)
-        self.library.expand_weight(
-            current_stream(self.device),
-            out=out.data_ptr(),
-            out_stride=out.stride(0),
-            inputs=weight.columns,
-            outputs=weight.rows,
-            dtype=DTYPES[weight.dtype],
-            **weight.fields(),
-        )
-        return out
-
     def _ordered(self, x: Tensor, order: Tensor) -> Tensor:
         """x[:, order] in scratch memory, until the next call."""
         out = self._temporary("ordered", x.shape[0], x.shape[1], x.dtype)
@@ -179,19 +160,3 @@ class CudaPacked(CudaInt4):
             current_stream(self.device),
         )
         return out
-
-    def _normed(self, x: Tensor, norm: Norm) -> Tensor:
-        raise NotImplementedError
-
-    def _gemm(
-        self,
-        x: Tensor,
-        linear: Linear,
-        norm: Norm | None,
-        activation: str | None,
-        residual: Tensor | None,
-        out: Tensor,
-        heads: Heads | None = None,
-        head_fields: dict[str, float] | None = None,
-    ) -> Plan:
-        raise NotImplementedError

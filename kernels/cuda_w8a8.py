@@ -40,7 +40,6 @@ from tridecode.kernels.gemm_table import (
 from tridecode.kernels.library import current_stream
 from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm
 from tridecode.kernels.packed_table import PACKED_TOKENS
-from tridecode.kernels.packed_weight import PackedWeight
 from tridecode.kernels.quantized import SCALE_BLOCK, QuantizedWeight, operand, stays_in_8_bit
 from tridecode.kernels.reference import GATED
 from tridecode.kernels.scratch import row_scale_bytes
@@ -61,7 +60,7 @@ class CudaW8A8(CudaGemm):
         if isinstance(weight, QuantizedWeight) and stays_in_8_bit(weight, dtype, self.capability):
             if operand(weight) == "two_parts" and not is_head:
                 self._reserve_expanded(*weight.shape, dtype)
-            return Linear(_in_rows(weight), linear.bias)
+            return Linear(_in_rows(weight), linear.bias, is_head=is_head)
         return super().pack(linear, dtype, is_head)
 
     def linear(
@@ -74,15 +73,14 @@ class CudaW8A8(CudaGemm):
         residual: Tensor | None = None,
         out: Tensor,
     ) -> None:
-        if x.shape[0] > PACKED_TOKENS and self._stays_packed(linear.weight, x.dtype):
+        if x.shape[0] > PACKED_TOKENS and self._stays_packed(linear, x.dtype):
             for first in range(0, x.shape[0], PACKED_TOKENS):
                 rows = slice(first, first + PACKED_TOKENS)
                 more = None if residual is None else residual[rows]
                 self.linear(x[rows], linear, norm=norm, activation=activation, residual=more, out=out[rows])
             return
-        linear = self._expanded_for(x, linear)
         weight = linear.weight
-        if not isinstance(weight, QuantizedWeight):
+        if not isinstance(weight, QuantizedWeight) or self._expands(x, weight):
             super().linear(x, linear, norm=norm, activation=activation, residual=residual, out=out)
             return
         _check_linear("linear", x, linear, residual, out, activation in GATED)
@@ -117,9 +115,8 @@ class CudaW8A8(CudaGemm):
         *,
         out: Tensor,
     ) -> None:
-        linear = self._expanded_for(x, linear)
         weight = linear.weight
-        if not isinstance(weight, QuantizedWeight):
+        if not isinstance(weight, QuantizedWeight) or self._expands(x, weight):
             super().project_qkv(x, linear, norm, heads, batch, cache, out=out)
             return
         fused = fuses_heads_sm90(*_rotation(heads)) and aligned(out) and x.dtype == out.dtype
@@ -143,32 +140,22 @@ class CudaW8A8(CudaGemm):
         gemm = Gemm(tokens, weight.columns, weight.shape[0], operand=operand(weight))
         return library_rows(gemm, self.gemm_device)
 
-    def _stays_packed(self, weight: Tensor | QuantizedWeight | PackedWeight, dtype: torch.dtype) -> bool:
-        """Whether there is no scratch memory to expand a quantised weight in: it is the head's."""
-        if isinstance(weight, Tensor) or (isinstance(weight, QuantizedWeight) and weight.activations):
+    def _stays_packed(self, linear: Linear, dtype: torch.dtype) -> bool:
+        """Whether it is the head's weight, and there is no scratch memory to expand it in."""
+        weight = linear.weight
+        if not linear.is_head or isinstance(weight, Tensor):
+            return False
+        if isinstance(weight, QuantizedWeight) and weight.activations:
             return False
         held, (rows, columns) = self._arenas.get("expanded_weight"), weight.shape
         return held is None or held.numel() < rows * columns * dtype.itemsize
 
-    def _expanded_for(self, x: Tensor, linear: Linear) -> Linear:
-        """linear, or where gemm_table.choose plans so its weight expanded to 16 bit in scratch memory, until
-        the next call."""
-        weight = linear.weight
-        if not isinstance(weight, QuantizedWeight) or operand(weight) != "two_parts":
-            return linear
+    def _expands(self, x: Tensor, weight: QuantizedWeight) -> bool:
+        """Whether gemm_table.choose plans to expand the weight to 16 bit for this product."""
+        if operand(weight) != "two_parts" or x.dtype == torch.float32:
+            return False
         gemm = Gemm(x.shape[0], weight.columns, weight.shape[0], operand="two_parts")
-        if x.dtype == torch.float32 or self.choose_gemm(gemm).kernel != "expand_rows":
-            return linear
-        out = self._temporary("expanded_weight", *weight.shape, x.dtype)
-        self.library.expand_rows(
-            out.data_ptr(),
-            weight.values.data_ptr(),
-            weight.scales.data_ptr(),
-            *weight.shape,
-            DTYPES[x.dtype],
-            current_stream(self.device),
-        )
-        return Linear(out, linear.bias)
+        return self.choose_gemm(gemm).kernel == "expand_rows"
 
     def _fuses(
         self,

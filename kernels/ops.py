@@ -39,13 +39,15 @@ class Linear:
     A weight that is quantised is the matrix that it stands for (kernels/quantized.py), on CUDA arranged by
     kernels/packed_weight.py. activations: "int8" or "fp8" where `pack` has expanded a weight whose product
     rounds its input: each row of x, after the norm, is rounded to it first, with one scale or, where
-    activation_group is not 0, one for each so many columns.
+    activation_group is not 0, one for each so many columns. is_head: as `pack` on CUDA was told, of a weight
+    that stays quantised.
     """
 
     weight: Tensor | QuantizedWeight | PackedWeight
     bias: Tensor | None = None
     activations: str = ""
     activation_group: int = 0
+    is_head: bool = False
 
     @property
     def dense(self) -> Tensor:

@@ -5,7 +5,7 @@ A matrix is packed once, at load. Formats that no kernel reads are named by `not
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -58,6 +58,18 @@ class PackedWeight:
     def nbytes(self) -> int:
         parts = (self.values, self.scales, self.groups, self.order)
         return sum(part.nbytes for part in parts if part is not None)
+
+    def part(self, rows: slice) -> PackedWeight:
+        """These rows, in the same memory. rows begin at a multiple of GRANULE_ROWS."""
+        assert rows.start % GRANULE_ROWS == 0, rows
+        eights = slice(rows.start // GRANULE_ROWS, -(-rows.stop // GRANULE_ROWS))
+        return replace(
+            self,
+            rows=rows.stop - rows.start,
+            values=self.values[eights],
+            scales=None if self.scales is None else self.scales[rows],
+            groups=None if self.groups is None else self.groups[eights],
+        )
 
     def fields(self) -> dict[str, float]:
         """Those of a GEMM task that describe the weight."""

@@ -19,6 +19,11 @@ _BLOCKS, _WARPS, _GROUP, _HEAD = 1024, 4, 8, 256
 #: csrc/sampling.cu: ids of a chunk and of a segment; bytes of scratch of a chunk
 _CHUNK, _SEGMENT, _CHUNK_BYTES = 2048, 64, 24
 _EXPANDED = 64 << 20
+#: in which a weight in 8 or 4 bit is expanded to 16 bit for a product of many rows, unless PIECE_ROWS of its
+#: rows take more; a larger weight is expanded in pieces. A quarter of BLOOM-7B1's largest matrix
+EXPANDED_WEIGHT_BYTES = 32 << 20
+#: rows of a piece are a multiple of this, so that products of a piece have whole tiles
+PIECE_ROWS = 256
 #: inputs of a row of E4M3 in blocks that share a scale
 _SCALE_GROUP = 128
 #: tokens of a tile of their products
@@ -81,6 +86,31 @@ def arena_bytes(max_tokens: int, max_columns: int, sorts_inputs: bool = False) -
 def row_scale_bytes(tokens: int, groups: int) -> int:
     """Of the scales of rows, each of so many groups. Products in blocks read beyond the last one."""
     return 4 * (tokens * groups + _MOST_TILE_TOKENS)
+
+
+def expanded_rows(rows: int, columns: int, itemsize: int) -> int:
+    """Rows of a weight (rows, columns) that are expanded at a time, at most; all of them where they fit."""
+    row_bytes = columns * itemsize
+    if rows * row_bytes <= EXPANDED_WEIGHT_BYTES:
+        return rows
+    return min(rows, max(EXPANDED_WEIGHT_BYTES // row_bytes // PIECE_ROWS, 1) * PIECE_ROWS)
+
+
+def expanded_weight_bytes(rows: int, columns: int, itemsize: int) -> int:
+    """Of the scratch memory in which such a weight is expanded."""
+    return expanded_rows(rows, columns, itemsize) * columns * itemsize
+
+
+def weight_pieces(rows: int, columns: int, itemsize: int, gated: bool = False) -> list[slice]:
+    """The pieces of a weight that does not fit as a whole, as rows of it; of about equal sizes. gated: its
+    upper half is the gate and its lower half up; the rows are those of the gate, and a piece has as many of
+    up besides."""
+    halves = 2 if gated else 1
+    most, step = expanded_rows(rows, columns, itemsize) // halves, PIECE_ROWS // halves
+    rows //= halves
+    count = -(-rows // most)
+    size = -(-rows // (count * step)) * step
+    return [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
 
 
 def expanded_bytes(context_bytes: int) -> int:

@@ -124,8 +124,9 @@ class _CudaShapes(Reference):
             if not in_rows and not_packed(weight, dtype):
                 return Linear(expanded, linear.bias)
             if not is_head:
-                more = expanded.nbytes - self._expanded  # scratch for the largest
-                self._expanded, self.bytes = max(self._expanded, expanded.nbytes), self.bytes + max(more, 0)
+                needed = scratch.expanded_weight_bytes(*weight.shape, dtype.itemsize)
+                more = max(needed - self._expanded, 0)  # scratch for the one that needs most
+                self._expanded, self.bytes = self._expanded + more, self.bytes + more
             self._sorts_inputs |= weight.groups is not None
             return linear if in_rows else Linear(pack(weight, dtype), linear.bias)
         return Linear(linear.dense.contiguous(), linear.bias)

@@ -149,6 +149,17 @@ def test_w8a8_weights_take_a_byte_on_a_gpu_that_multiplies_them(monkeypatch, for
     assert planned(80) - planned(90) == 2 * weights - (weights + 4 * outputs)
 
 
+@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("preset", ["bloom-7b1", "llama-3-8b"])
+def test_large_weights_are_expanded_in_memory_for_a_piece(preset: str, format: str) -> None:
+    """Of 16384 x 4096 and of 28672 x 4096."""
+    model = PRESETS[preset].model
+    config = resolve(replace(CONFIG, max_sequence_tokens=64), model, CPU)
+    rounded = replace(model, quantization=Quantization(format, 128 if format == "int4" else 0))
+    whole, pieces = (plan_rank(each, config, 0, 0, "cuda").scratch for each in (model, rounded))
+    assert pieces - whole == scratch.EXPANDED_WEIGHT_BYTES == 33_554_432
+
+
 def test_weights_that_are_rounded_while_loading_are_planned(converted):
     whole = check(converted("llama"), CONFIG)
     for mode in (1, 2):
