@@ -1,5 +1,5 @@
-"""Products of few tokens that read each other's results, with weights in 8 or 4 bit, in one launch on compute
-capability 9.0 (csrc/product_chain_sm90a.cu)."""
+"""Products of few tokens, each of the result of the one before it, with weights in 8 or 4 bit, in one launch
+on compute capability 9.0 (csrc/product_chain_sm90a.cu)."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class CudaChain(CudaW8A8):
     def _takes(self, products: Sequence[Product], kind: int) -> bool:
         """Whether the kernel computes all of these."""
         tokens, inputs = products[0].x.shape[0], max(product.x.shape[1] for product in products)
-        if not kind:
+        if not kind or any(_differ(*pair) for pair in zip(products, products[1:])):
             return False
         left = sum(product.out.shape[1] for product in products)  # of results
         if _HEADER_BYTES + 4 * tokens * left > EXCHANGE_BYTES:
@@ -117,6 +117,12 @@ class CudaChain(CudaW8A8):
             outputs=weight.shape[0],
             activation=ACTIVATIONS[product.activation],
         )
+
+
+def _differ(product: Product, following: Product) -> bool:
+    """Whether the one that follows reads anything but the result."""
+    of = following.x
+    return of.data_ptr() != product.out.data_ptr() or of.shape != product.out.shape
 
 
 def _rounded_up(tokens: int) -> int:

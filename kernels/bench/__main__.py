@@ -11,6 +11,7 @@ OPERATIONS = (
     "norm",
     "linear",
     "packed_linear",
+    "product_chain",
     "w8a8",
     "two_parts",
     "decode_attention",

@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -15,9 +16,19 @@ from tridecode.kernels import ops as o
 from tridecode.kernels.bench.measure import Result, microseconds, over
 from tridecode.kernels.bench.shapes import SHAPES, ModelShape
 from tridecode.kernels.cuda import MAX_LAYER_ROWS, Cuda
+from tridecode.kernels.cuda_chain import MOST_TOKENS
 from tridecode.kernels.gemm_table import Gemm, Plan, choose_8_bit
 from tridecode.kernels.kv_rounding import CACHE_DTYPES, rounded
-from tridecode.kernels.ops import Batch, CacheLayer, DecoderLayer, Heads, Linear, Norm, SamplingState
+from tridecode.kernels.ops import (
+    Batch,
+    CacheLayer,
+    DecoderLayer,
+    Heads,
+    Linear,
+    Norm,
+    Product,
+    SamplingState,
+)
 from tridecode.kernels.packed_weight import pack
 from tridecode.kernels.round_to_nearest import round_to_nearest
 
@@ -154,6 +165,69 @@ class Bench:
                         2.0 * outputs * inputs * tokens,
                     )
                     yield Result("w8a8", case, times[format], outputs * inputs, flops, times["16 bit"])
+
+    def product_chain(self) -> Iterator[Result]:
+        """What follows attention in a layer of LLaMA-3-8B and BLOOM-7B1, and the next layer's projection, in
+        one launch, beside the same products one by one."""
+        kinds = {"int4": ("int4", 128, ""), "int8": ("int8", 0, ""), "w8a8-int8": ("int8", 0, "int8")}
+        for label in ("llama-3-8b", "bloom-7b1"):
+            for kind in kinds:
+                layers = [self._chain(SHAPES[label], *kinds[kind]) for _ in range(8)]
+                each = sum(product.linear.weight.nbytes for product in layers[0](1))
+                for tokens in (1, 2):
+                    chains = [layer(tokens) for layer in layers]
+
+                    def at_once(products: list[Product]) -> None:
+                        assert self.ops.linears(products)
+
+                    def one_by_one(products: list[Product]) -> None:
+                        for p in products:
+                            self.ops.linear(
+                                p.x,
+                                p.linear,
+                                norm=p.norm,
+                                activation=p.activation,
+                                residual=p.residual,
+                                out=p.out,
+                            )
+
+                    self.ops.chain_tokens = MOST_TOKENS
+                    mine = microseconds(over(chains, at_once), len(chains))
+                    self.ops.chain_tokens = None
+                    peer = microseconds(over(chains, one_by_one), len(chains))
+                    flops = 2.0 * tokens * sum(math.prod(p.linear.weight.shape) for p in chains[0])
+                    yield Result("product_chain", f"{label} {kind} tokens {tokens}", mine, each, flops, peer)
+
+    def _chain(
+        self, model: ModelShape, format: str, group: int, activations: str
+    ) -> Callable[[int], list[Product]]:
+        """The products of a layer, for a number of tokens."""
+        shapes = model.products()
+
+        def linear(name: str) -> Linear:
+            outputs, inputs = shapes[name].outputs, shapes[name].inputs
+            matrix = self.normal(outputs, inputs, scale=inputs**-0.5).float()
+            bias = None if model.gated else self.normal(outputs, scale=0.1)
+            return self.ops.pack(Linear(round_to_nearest(matrix, format, group, activations), bias), HALF)
+
+        def norm() -> Norm:
+            return Norm(self.normal(model.hidden), None if model.gated else self.normal(model.hidden), 1e-5)
+
+        dense, up, down, qkv = map(linear, ("dense", "up", "down", "qkv"))
+        norms, activation = (norm(), norm()), "swiglu" if model.gated else "gelu_tanh"
+
+        def products(tokens: int) -> list[Product]:
+            attended, x = self.normal(tokens, model.hidden), self.normal(tokens, model.hidden)
+            mlp = self.normal(tokens, model.inner)
+            out = self.normal(tokens, qkv.weight.shape[0])
+            return [
+                Product(attended, dense, x, residual=x),
+                Product(x, up, mlp, norm=norms[0], activation=activation),
+                Product(mlp, down, x, residual=x),
+                Product(x, qkv, out, norm=norms[1]),
+            ]
+
+        return products
 
     def two_parts(self) -> Iterator[Result]:
         """The products of a layer of LLaMA-3-8B and BLOOM-7B1, and LLaMA's head, with int8 weights, x in two

@@ -295,11 +295,10 @@ typedef struct {
 } tridecode_expand_task;
 int tridecode_expand_cache(const tridecode_expand_task* task, void* stream);
 
-// Products of few tokens that read each other's results, in one launch on compute capability 9.0:
-// see product_chain_sm90a.cu. A product reads x as the one before it, or the kernel before this
-// one, has written it. Rows of x, out and residual are contiguous; inputs are a multiple of 128,
-// outputs of 16, of SwiGLU 32; 1 to 4 tokens. The fields of a step are those of
-// tridecode_gemm_task. What a product reads is all or nothing of what another one writes.
+// Products of 1 to 4 tokens in one launch on compute capability 9.0, each of the result of the one
+// before it (x is its out), the first of what the kernel before this one has written: see
+// product_chain_sm90a.cu. Rows of x, out and residual are contiguous; inputs are a multiple of 128,
+// outputs of 16, of SwiGLU 32. The fields of a step are those of tridecode_gemm_task.
 typedef struct {
   void* out;
   const void* x;

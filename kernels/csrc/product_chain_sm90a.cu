@@ -1,20 +1,22 @@
-// Products of 1 to 4 tokens that read each other's results, in one launch, with weights in 8 or 4
-// bit: of a decoder's layer the projection of attention's result, the MLP, and the next layer's
-// projection to queries, keys and values.
+// Products of 1 to 4 tokens, each of the result of the one before it, in one launch, with weights
+// in 8 or 4 bit: of a decoder's layer the projection of attention's result, the MLP, and the next
+// layer's projection to queries, keys and values.
 //
-// One persistent block per multiprocessor: a producer warp and eight consumer warps, as in
-// decoder_layers_sm90a.cu. The producer copies the weights of all products through one ring of
+// One persistent block per multiprocessor: a producer warp, two teams of eight consumer warps, and
+// warps that finish tiles. The producer copies the weights of all products through one ring of
 // shared memory, so that memory stays busy while the consumers wait for the other blocks between
 // two products. A tile is 16 rows of a weight, as twice 8 rows; of SwiGLU, 8 gate rows and their 8
 // up rows. Tiles are dealt round-robin, continuing from product to product. A stage is a tile times
-// some inputs; the warps take turns at the stages and multiply them by mma.sync: weights are the 16
-// rows of that instruction, columns of x its 8 columns. They add up their sums in shared memory,
-// and the warps take turns at the epilogues.
+// some inputs; the teams take turns at the stages, whose inputs their warps share, and multiply
+// them by mma.sync: weights are the 16 rows of that instruction, columns of x its 8 columns. The
+// finishers add up the warps' sums and apply the epilogue.
 //
 // Results that a later product reads go through the exchange in global memory: words of two numbers
 // and the launch's number. A fence would wait for all copies in flight, microseconds; a word that
-// has this launch's number is whole without one. A counter of finished tiles tells when it is worth
-// while to look at the words. Every block rounds the rows of x for itself, after the norm.
+// has this launch's number is whole without one. A product has begun in a block when it has all
+// words of the one before it, which is therefore finished everywhere. A counter of finished tiles
+// tells when it is worth while to look at the words. Every block rounds the rows of x for itself,
+// after the norm, int8 and E4M3 as kernels/quantized.py says.
 //
 // A token takes columns 2 t and 2 t + 1, of x in two int8 parts one for each, else the first: so a
 // lane has the sums of one token.
@@ -47,8 +49,8 @@ constexpr int kSharedLeft = 26 * 1024;  // for blocks of the kernel behind this 
 constexpr unsigned int kEarly = 80;     // tiles that are not finished when blocks look for results
 constexpr int kHeld = 4;                // vectors of 8 numbers of x that a thread holds
 
-// tiles: of 16 weight rows. second: of a tile, the
-// eight rows of its second half come so many eights behind the first.
+// tiles: of 16 weight rows. second: the eight rows of a tile's second half come so many eights
+// behind those of the first: 1, of SwiGLU the number of tiles.
 // x_words, residual_words: of the exchange, where an earlier product of the chain leaves these
 // numbers; null: they are in memory. out_words: where this product's results go for later ones, or
 // null. stores: they go to memory, too.
@@ -258,7 +260,7 @@ struct Producer {
 };
 
 // Between the consumers and the finishers. `sent`: the sums of a tile are in their buffer; `read`:
-// they have been read; `begun`: a product has begun, all before it are finished.
+// they have been read; `begun`: a product has begun, all before it are finished or nearly so.
 struct Handover {
   static constexpr int kMost = 4;
   uint64_t sent[kMost], read[kMost], begun;
@@ -332,7 +334,7 @@ struct Consumer {
     return largest;
   }
 
-  // Stores inputs 8 p to 8 p + 7 of a column where the lanes of multiply_stage read them. All lanes
+  // Stores inputs 8 p to 8 p + 7 of a column where piece_of_x finds them. All lanes
   // take part.
   __device__ __forceinline__ void store_eight(uint2 eight, int p, int column, bool valid) {
     const int columns = chain.columns;

@@ -191,5 +191,6 @@ def test_declines_what_it_does_not_compute(place: Place):
         make_layer(place, "int4", 4, SHAPES[1], torch.float16, False).products[0],
     ):
         assert not place.ops.linears([other, *products[1:]])
+    assert not place.ops.linears([products[0], products[2]])  # which does not read the first one's result
     five = make_layer(place, "int8", 5, SHAPES[1], torch.float16, False)
     assert not place.ops.linears(five.products)

@@ -44,6 +44,7 @@ OURS = {
     "prefill_attention": ATTENTION,
     "prefill_attention_any": ATTENTION,
     "prefill_attention_sm90a": ATTENTION,
+    "product_chain_sm90a": GEMM,
     "quantize_row": GEMM,
     "quantize_row_any": GEMM,
     "resolve_tokens": OTHER,
