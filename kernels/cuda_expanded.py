@@ -1,8 +1,8 @@
 """Products of many rows with a weight in 8 or 4 bit: it is expanded to 16 bit in scratch memory first.
 
 A weight of more than scratch.EXPANDED_WEIGHT_BYTES is expanded and multiplied in pieces of its outputs, one
-after another in the same memory. cuBLAS multiplies pieces: our kernels for Hopper load weights before their
-predecessor has finished, and here the predecessor writes them.
+after another in the same memory. cuBLAS multiplies pieces, and on Hopper all that is expanded: our kernels
+for it load weights before their predecessor has finished, and here the predecessor writes them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class CudaExpanded(CudaInt4):
         weight = linear.weight
         assert not isinstance(weight, Tensor)
         rows, columns = weight.shape
-        if expanded_rows(rows, columns, x.dtype.itemsize) == rows:
+        fits = expanded_rows(rows, columns, x.dtype.itemsize) == rows
+        if fits and self.capability != 90:
             whole = Linear(self._expanded(weight, x.dtype, slice(0, rows)), linear.bias)
             return self._gemm(x, whole, norm, activation, residual, out, heads, head_fields)
         if norm is not None:
