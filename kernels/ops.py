@@ -206,6 +206,11 @@ class Product:
     activation: str | None = None
     residual: Tensor | None = None
 
+    def compute(self, ops: Ops) -> None:
+        """out = what `linear` of ops makes of these."""
+        norm, activation, residual = self.norm, self.activation, self.residual
+        ops.linear(self.x, self.linear, norm=norm, activation=activation, residual=residual, out=self.out)
+
 
 class Ops(Protocol):
     """Every operation. Activations, weights and cache share one dtype X: float32, float16 or bfloat16; the

@@ -181,15 +181,8 @@ class Bench:
                         assert self.ops.linears(products)
 
                     def one_by_one(products: list[Product]) -> None:
-                        for p in products:
-                            self.ops.linear(
-                                p.x,
-                                p.linear,
-                                norm=p.norm,
-                                activation=p.activation,
-                                residual=p.residual,
-                                out=p.out,
-                            )
+                        for product in products:
+                            product.compute(self.ops)
 
                     self.ops.chain_tokens = MOST_TOKENS
                     mine = microseconds(over(chains, at_once), len(chains))

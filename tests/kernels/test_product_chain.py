@@ -150,14 +150,7 @@ def test_in_a_graph_beside_other_launches(place: Place):
 
     def one_by_one() -> None:
         for product in products:
-            place.ops.linear(
-                product.x,
-                product.linear,
-                norm=product.norm,
-                activation=product.activation,
-                residual=product.residual,
-                out=product.out,
-            )
+            product.compute(place.ops)
 
     one_by_one()
     wanted = [result.clone() for result in layer.results]
