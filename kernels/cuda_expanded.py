@@ -1,8 +1,9 @@
 """Products of many rows with a weight in 8 or 4 bit: it is expanded to 16 bit in scratch memory first.
 
-A weight of more than scratch.EXPANDED_WEIGHT_BYTES is expanded and multiplied in pieces of its outputs, one
-after another in the same memory. cuBLAS multiplies pieces, and on Hopper all that is expanded: our kernels
-for it load weights before their predecessor has finished, and here the predecessor writes them.
+Where scratch.EXPANDED_WEIGHT_BYTES limits that memory, a larger weight is expanded and multiplied in pieces
+of its outputs, one after another. That doubles the launches, which the host takes longer for than the GPU up
+to about 1,500 rows. cuBLAS multiplies pieces, and on Hopper all that is expanded: our kernels for it load
+weights before their predecessor has finished, and here the predecessor writes them.
 """
 
 from __future__ import annotations
@@ -38,17 +39,19 @@ class CudaExpanded(CudaInt4):
         heads: Heads | None,
         head_fields: dict[str, float] | None,
     ) -> Plan:
-        """As _gemm. In pieces the plan fuses no heads."""
+        """As _gemm. cuBLAS' plan fuses no heads."""
         weight = linear.weight
         assert not isinstance(weight, Tensor)
         rows, columns = weight.shape
         fits = expanded_rows(rows, columns, x.dtype.itemsize) == rows
-        if fits and self.capability != 90:
-            whole = Linear(self._expanded(weight, x.dtype, slice(0, rows)), linear.bias)
-            return self._gemm(x, whole, norm, activation, residual, out, heads, head_fields)
-        if norm is not None:
+        if norm is not None and not (fits and self.capability != 90):
             x = self._normed(x, norm)
-        if activation != "swiglu":
+        if fits:
+            whole = Linear(self._expanded(weight, x.dtype, slice(0, rows)), linear.bias)
+            if self.capability != 90:
+                return self._gemm(x, whole, norm, activation, residual, out, heads, head_fields)
+            self._gemm_library(x, whole, activation, residual, out)
+        elif activation != "swiglu":
             self._gemm_in_pieces(x, linear, activation, residual, out)
         elif linear.bias is None and rows % (2 * GRANULE_ROWS) == 0:
             self._gated_gemm_in_pieces(x, weight, residual, out)
@@ -56,7 +59,7 @@ class CudaExpanded(CudaInt4):
             product = self._temporary("product", x.shape[0], rows, out.dtype)
             self._gemm_in_pieces(x, Linear(weight), None, None, product)
             self._library_epilogue(product, linear.bias, activation, residual, out, x.dtype)
-        return Plan("gemm_library", "the weight is expanded in pieces")
+        return Plan("gemm_library", "the weight is expanded")
 
     def _gemm_in_pieces(
         self, x: Tensor, linear: Linear, activation: str | None, residual: Tensor | None, out: Tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 from tridecode.kernels.gemm_table import TWO_PARTS_TOKENS
@@ -19,9 +20,18 @@ _BLOCKS, _WARPS, _GROUP, _HEAD = 1024, 4, 8, 256
 #: csrc/sampling.cu: ids of a chunk and of a segment; bytes of scratch of a chunk
 _CHUNK, _SEGMENT, _CHUNK_BYTES = 2048, 64, 24
 _EXPANDED = 64 << 20
+
+
+def _bytes_of_environment(name: str) -> int:
+    text = os.environ.get(name, "0")
+    if not text.isdecimal():
+        raise ValueError(f"{name} is {text!r}; wanted a number of bytes, 0 for no limit")
+    return int(text)
+
+
 #: in which a weight in 8 or 4 bit is expanded to 16 bit for a product of many rows, unless PIECE_ROWS of its
-#: rows take more; a larger weight is expanded in pieces. A quarter of BLOOM-7B1's largest matrix
-EXPANDED_WEIGHT_BYTES = 32 << 20
+#: rows take more; a larger weight is expanded in pieces. 0: every weight as a whole
+EXPANDED_WEIGHT_BYTES = _bytes_of_environment("TRIDECODE_EXPANDED_WEIGHT_BYTES")
 #: rows of a piece are a multiple of this, so that products of a piece have whole tiles
 PIECE_ROWS = 256
 #: inputs of a row of E4M3 in blocks that share a scale
@@ -91,7 +101,7 @@ def row_scale_bytes(tokens: int, groups: int) -> int:
 def expanded_rows(rows: int, columns: int, itemsize: int) -> int:
     """Rows of a weight (rows, columns) that are expanded at a time, at most; all of them where they fit."""
     row_bytes = columns * itemsize
-    if rows * row_bytes <= EXPANDED_WEIGHT_BYTES:
+    if not EXPANDED_WEIGHT_BYTES or rows * row_bytes <= EXPANDED_WEIGHT_BYTES:
         return rows
     return min(rows, max(EXPANDED_WEIGHT_BYTES // row_bytes // PIECE_ROWS, 1) * PIECE_ROWS)
 

@@ -52,7 +52,9 @@ HOW = ["paired", "bias", "residual", "odd"]
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (256, 1 << 20), (4096, 4096), (1100, 15000), (12, 16)], ids=str)
-def test_what_fits_stays_whole(shape: tuple[int, int]) -> None:
+def test_what_fits_stays_whole(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert scratch.expanded_rows(1 << 20, 4096, 2) == 1 << 20  # without a limit
+    monkeypatch.setattr(scratch, "EXPANDED_WEIGHT_BYTES", 32 << 20)
     assert scratch.expanded_rows(*shape, 2) == shape[0]
     assert scratch.expanded_weight_bytes(*shape, 2) == 2 * shape[0] * shape[1]
 
@@ -70,12 +72,16 @@ def test_what_fits_stays_whole(shape: tuple[int, int]) -> None:
         ((1040, 1 << 20), True, [128, 128, 128, 128, 8]),
     ],
 )
-def test_pieces_are_about_equal(shape: tuple[int, int], gated: bool, sizes: list[int]) -> None:
+def test_pieces_are_about_equal(
+    shape: tuple[int, int], gated: bool, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scratch, "EXPANDED_WEIGHT_BYTES", 32 << 20)
     assert [piece.stop - piece.start for piece in scratch.weight_pieces(*shape, 2, gated)] == sizes
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_every_row_is_in_one_piece_that_fits(gated: bool) -> None:
+def test_every_row_is_in_one_piece_that_fits(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch, "EXPANDED_WEIGHT_BYTES", 32 << 20)
     halves = 2 if gated else 1
     for rows in (514, 4096, 5000, 14336, 28680):
         for columns in (8, 272, 4096, 11008, 1 << 17):

@@ -53,7 +53,7 @@ RUNS = (
     ),
     Bars("LLaMA-3-8B bf16", f"{_LATER}llama-3-8b", (3.9, 4.05, 5.4, 11.2), 700),
     Bars("– int8, int8 head", f"{_STEM}llama-3-8b-int8-int8-head", (2.25, 2.4, 3.7, 11.4), None),
-    Bars("– int4, int8 head", f"{_LATER}llama-3-8b-int4-int8-head-one-launch", (1.6, 1.75, 3.4, 11.5), None),
+    Bars("– int4, int8 head", f"{_LATER}llama-3-8b-int4-int8-head", (1.6, 1.75, 3.4, 11.5), None),
     Bars("– W8A8 int8", f"{_LATER}llama-3-8b-w8a8-int8", (2.3, 2.4, 3.7, 8.8), 450),
     Bars(
         "– W8A8 int8, fp8 cache, int8 head",
