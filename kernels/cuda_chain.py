@@ -36,12 +36,19 @@ class CudaChain(CudaW8A8):
     #: in place of CHAIN_TOKENS, for tests and measurements; 0: no launch
     chain_tokens: int | None = None
 
+    @property
+    def most_linears_rows(self) -> int:
+        if self.capability != 90 or self.gemm_device.shared:  # blocks wait for each other
+            return 0
+        most = max(CHAIN_TOKENS.values()) if self.chain_tokens is None else self.chain_tokens
+        return min(most, MOST_TOKENS)
+
     def linears(self, products: Sequence[Product]) -> bool:
         x = products[0].x
         tokens = x.shape[0]
-        if not 1 <= tokens <= MOST_TOKENS or self.capability != 90 or x.dtype == torch.float32:
+        if not 1 <= tokens <= self.most_linears_rows or x.dtype == torch.float32:
             return False
-        if self.gemm_device.shared or len(products) > MOST_PRODUCTS:  # blocks wait for each other
+        if len(products) > MOST_PRODUCTS:
             return False
         kind = self._operand(products[0].linear, x.dtype)
         most = CHAIN_TOKENS.get(kind, 0) if self.chain_tokens is None else self.chain_tokens

@@ -216,6 +216,11 @@ class Ops(Protocol):
     """Every operation. Activations, weights and cache share one dtype X: float32, float16 or bfloat16; the
     cache may be in 8 bits instead, with scales."""
 
+    @property
+    def most_linears_rows(self) -> int:
+        """`linears` declines more rows of x than this; 0: any."""
+        ...
+
     def reserve(
         self,
         max_tokens: int,

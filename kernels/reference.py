@@ -165,6 +165,10 @@ class Reference:
         else:
             torch.mm(x, weight, out=out)
 
+    @property
+    def most_linears_rows(self) -> int:
+        return 0
+
     def linears(self, products: Sequence[Product]) -> bool:
         return False
 

@@ -74,6 +74,10 @@ class AdaptedOps:
             product = activated(product, activation)
             out[tokens] = product if residual is None else product.add_(residual[tokens])
 
+    @property
+    def most_linears_rows(self) -> int:
+        return 0
+
     def linears(self, products: Sequence[Product]) -> bool:
         return False
 

@@ -180,10 +180,11 @@ class Decoder:
         """x += attention(norm(x)), then x += mlp(norm(x)), layer after layer."""
         if self._run_at_once(context, x, activation, caches):
             return
+        at_once = context.ranks.tensor_size == 1 and x.shape[0] <= context.ops.most_linears_rows
         rows: Rows | None = self._first_rows(x)
         for i, (layer, heads, cache) in enumerate(zip(self.layers, self.heads, caches)):
             attended = attention(context, rows, layer.qkv, heads, cache)
-            if finish_layer(context, x, attended, layer, activation, self._following(i, caches)):
+            if at_once and finish_layer(context, x, attended, layer, activation, self._following(i, caches)):
                 rows = None
                 continue
             mlp = context.mlp(layer)

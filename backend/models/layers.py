@@ -300,9 +300,8 @@ def finish_layer(
     following: Following | None,
 ) -> bool:
     """A layer behind its attention, x += dense(attended) and x += mlp(norm(x)), and project_qkv of the layer
-    that follows: the products in one launch, if the operations have one for them. False: not done."""
-    if context.ranks.tensor_size > 1:
-        return False
+    that follows: the products in one launch, if the operations have one for them. False: not done. Of a rank
+    that sums with no other."""
     mlp = context.mlp(layer)
     products = [
         Product(attended, layer.dense, x, residual=x),

@@ -132,9 +132,7 @@ def wanted64(product: Product, matrix: Tensor) -> Tensor:
 @pytest.mark.parametrize(("kind", "tokens"), CASES)
 def test_every_product_is_that_of_what_it_has_read(place: Place, kind, tokens, shape, gated, dtype):
     layer = make_layer(place, kind, tokens, shape, dtype, gated)
-    if not place.ops.linears(layer.products):
-        assert shape[0] == 4096
-        pytest.skip("no room for so many inputs")
+    assert place.ops.linears(layer.products)
     format = "fp8" if KINDS[kind][2] == "fp8" else "int8"
     for product, matrix in zip(layer.products, layer.matrices):
         gates = "two products" if product.activation == "swiglu" else "linear"
@@ -179,11 +177,12 @@ def test_declines_what_it_does_not_compute(place: Place):
     wide = first.x.new_zeros(4, first.x.shape[1] * 2)[:, : first.x.shape[1]]
     for other in (
         Product(wide, first.linear, first.out, residual=first.residual),
-        Product(first.x, first.linear, first.out.float()),
         Product(first.x, first.linear, first.out, activation="geglu"),
-        make_layer(place, "int4", 4, SHAPES[1], torch.float16, False).products[0],
+        replace(make_layer(place, "int4", 4, SHAPES[1], torch.float16, False).products[0], out=first.out),
     ):
         assert not place.ops.linears([other, *products[1:]])
+    last = products[-1]
+    assert not place.ops.linears([*products[:-1], replace(last, out=last.out.float())])
     assert not place.ops.linears([products[0], products[2]])  # which does not read the first one's result
     five = make_layer(place, "int8", 5, SHAPES[1], torch.float16, False)
     assert not place.ops.linears(five.products)

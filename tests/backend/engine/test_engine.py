@@ -59,6 +59,7 @@ def test_operations_may_compute_what_is_behind_attention_at_once(make, monkeypat
         return True
 
     monkeypatch.setattr(Reference, "linears", linears)
+    monkeypatch.setattr(Reference, "most_linears_rows", 64)
     model = make()
     prompts = prompts_of([9, 12, 7], model.config.vocab_size)
     done = offline_engine(model).generate(prompts, SamplingParams(max_tokens=12))
