@@ -40,7 +40,7 @@ SPILLS = {
     "decode_attention_8bit.cu": 64,
     "gemm_sm90_split_k_8bit.cu": 16,
     "gemm_sm90_stream_k.cu": 16,
-    "product_chain_sm90a.cu": 136,
+    "product_chain_sm90a.cu": 28,
     "sampling.cu": 32,
 }
 

@@ -320,7 +320,6 @@ typedef struct {
   // product; zeros before the first launch, of this function alone
   void* exchange;
   int64_t exchange_bytes;
-  int stages, in_flight;  // 0: as measured best
 } tridecode_chain_task;
 int tridecode_product_chain_sm90a(const tridecode_chain_task* task, void* stream);
 // Whether so many inputs and tokens leave room for weights in a block's shared memory.

@@ -43,12 +43,15 @@ __device__ __forceinline__ void barrier_expect(uint64_t* barrier, int bytes) {
       : "memory");
 }
 
+// Of the address of a barrier, or a pointer to it.
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
 __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
-               : "memory");
+  barrier_arrive(shared_address(barrier));
 }
 
-__device__ __forceinline__ void barrier_wait(uint64_t* barrier, int parity) {
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
@@ -57,9 +60,12 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, int parity) {
       "@done bra finished;\n"
       "bra again;\n"
       "finished:\n"
-      "}\n" ::"r"(shared_address(barrier)),
+      "}\n" ::"r"(barrier),
       "r"(parity)
       : "memory");
+}
+__device__ __forceinline__ void barrier_wait(uint64_t* barrier, int parity) {
+  barrier_wait(shared_address(barrier), parity);
 }
 
 // ---------------------------------------------------------------- device: TMA

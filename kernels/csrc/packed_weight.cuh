@@ -123,9 +123,13 @@ __device__ __forceinline__ float scale_of(uint32_t word) {
   return unpack<X>(word).x;
 }
 template <typename X>
-__device__ __forceinline__ uint32_t zero_of(uint32_t word) {
+__device__ __forceinline__ int zero_number(uint32_t word) {
   constexpr int kPlace = std::is_same<X, half>::value ? 22 : 19;  // of a number from 16 to 31
-  return (word >> kPlace & 15) * 0x01010101u;
+  return word >> kPlace & 15;
+}
+template <typename X>
+__device__ __forceinline__ uint32_t zero_of(uint32_t word) {  // four times
+  return zero_number<X>(word) * 0x01010101u;
 }
 
 // 8 values of a row as two operands of int8. SYMMETRIC: 16 * (value - 8), else value - zero, where

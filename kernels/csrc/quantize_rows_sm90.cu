@@ -164,7 +164,7 @@ __global__ void quantize_row(uint8_t* values, float* scales, const X* x, const i
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {  // in all lanes
         uint2 low, high = rounding.template eight<X, PLAIN>(words[i], &low);
-        high = in_granule_order(high), low = in_granule_order(low);
+        high = in_granule_order(high, threadIdx.x), low = in_granule_order(low, threadIdx.x);
         const int c = first + i * step, place = (c & ~31) + (c >> 3 & 1) * 16 + (c >> 4 & 1) * 8;
         if (c >= columns) continue;
         *reinterpret_cast<uint2*>(to + place) = high;

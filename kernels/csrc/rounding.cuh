@@ -76,9 +76,9 @@ struct Rounding {
 };
 
 // Of 8 inputs, the bytes at this thread's place: those of a step of 16 inputs alternate with those
-// of the next step, which the thread after the next one has.
-__device__ __forceinline__ uint2 in_granule_order(uint2 own) {
-  const bool second = threadIdx.x & 2;
+// of the next step, which the thread after the next one has. number: the thread's, or lane's.
+__device__ __forceinline__ uint2 in_granule_order(uint2 own, int number) {
+  const bool second = number & 2;
   const uint32_t other = __shfl_xor_sync(kAll, second ? own.x : own.y, 2);
   const uint32_t even = second ? other : own.x, odd = second ? own.y : other;
   return make_uint2(__byte_perm(even, odd, 0x5140), __byte_perm(even, odd, 0x7362));
