@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+from typing import Callable
 
 import torch
 
@@ -38,6 +39,7 @@ FUNCTIONS = (
 )
 #: bytes of csrc/cublas_lt.h's Found, of which the first 64 are the algorithm
 _FOUND_BYTES = 96
+_Algorithm = ctypes.Array[ctypes.c_uint8]
 #: cuBLAS' own choice on Hopper
 WORKSPACE_BYTES = 32 << 20
 #: pointers of more than this alignment, in bytes, make no difference to cuBLASLt
@@ -56,7 +58,7 @@ class LibraryProducts:
 
     def __init__(self, library: Library, workspace: int):
         self._library, self._workspace = library, workspace
-        self._algorithms: dict[tuple[float, ...], ctypes.Array[ctypes.c_uint8] | None] = {}
+        self._algorithms: dict[tuple[float, ...], _Algorithm | None] = {}
         found = addresses()
         self.is_open = found is not None
         if found is not None:
@@ -64,19 +66,63 @@ class LibraryProducts:
 
     def run(self, stream: int, tokens: int, **fields: float) -> bool:
         """Launch a product: the fields of tridecode_library_task. False: cuBLASLt has no algorithm for it."""
-        if not self.is_open:
-            return False
+
+        def launch(found: _Algorithm) -> None:
+            self._library.gemm_library(
+                stream,
+                tokens=tokens,
+                workspace=self._workspace,
+                workspace_bytes=WORKSPACE_BYTES,
+                found=ctypes.addressof(found),
+                **fields,
+            )
+
         fields["alignment"] = _alignment(fields)
-        algorithm = self._algorithm(tokens, rows_of_choice(tokens), fields)
-        if algorithm is None:
+        return self.is_open and self._launch(tokens, (fields,), launch)
+
+    def run_pieces(
+        self, stream: int, tokens: int, piece: int, packed: dict[str, float], **fields: float
+    ) -> bool:
+        """As run, of a weight that is expanded to `weight`, `piece` outputs at a time. packed: the fields of
+        tridecode_expanded_task that describe it."""
+        done = ctypes.c_int()
+
+        def launch(found: _Algorithm, last: _Algorithm | None = None) -> None:
+            self._library.gemm_expanded(
+                stream,
+                tokens=tokens,
+                workspace=self._workspace,
+                workspace_bytes=WORKSPACE_BYTES,
+                piece=piece,
+                found=ctypes.addressof(found),
+                last_found=0 if last is None else ctypes.addressof(last),
+                done=ctypes.addressof(done),
+                **packed,
+                **fields,
+            )
+
+        # pieces begin at multiples of _MOST_ALIGNED bytes of bias, residual and out: one alignment for all
+        shape = {**fields, "weight_stride": fields["inputs"], "alignment": _alignment(fields)}
+        sizes = (piece, fields["outputs"] % piece)
+        shapes = tuple({**shape, "outputs": outputs} for outputs in sizes if outputs)
+        if self.is_open and self._launch(tokens, shapes, launch):
+            return True
+        if done.value:  # an output that is its own residual would get it twice
+            raise KernelError(f"cuBLASLt multiplied {done.value} of {fields['outputs']} outputs")
+        return False
+
+    def _launch(self, tokens: int, shapes: tuple[dict[str, float], ...], launch: Callable[..., None]) -> bool:
+        """launch with the algorithms of these shapes. False: there are none."""
+        found = [self._algorithm(tokens, rows_of_choice(tokens), fields) for fields in shapes]
+        if None in found:
             return False
         try:
-            self._launch(stream, tokens, algorithm, fields)
+            launch(*found)
         except KernelError:  # an algorithm of slightly more rows that does not take this number
-            algorithm = self._algorithm(tokens, tokens, fields)
-            if algorithm is None:
+            found = [self._algorithm(tokens, tokens, fields) for fields in shapes]
+            if None in found:
                 return False
-            self._launch(stream, tokens, algorithm, fields)
+            launch(*found)
         return True
 
     def takes_fp8(self, operand: int) -> bool:
@@ -93,21 +139,7 @@ class LibraryProducts:
         except KernelError:  # before CUDA 12.9 there is no such scale
             return False
 
-    def _launch(
-        self, stream: int, tokens: int, algorithm: ctypes.Array[ctypes.c_uint8], fields: dict[str, float]
-    ) -> None:
-        self._library.gemm_library(
-            stream,
-            tokens=tokens,
-            workspace=self._workspace,
-            workspace_bytes=WORKSPACE_BYTES,
-            found=ctypes.addressof(algorithm),
-            **fields,
-        )
-
-    def _algorithm(
-        self, tokens: int, rows: int, fields: dict[str, float]
-    ) -> ctypes.Array[ctypes.c_uint8] | None:
+    def _algorithm(self, tokens: int, rows: int, fields: dict[str, float]) -> _Algorithm | None:
         """The first proposal for `rows` rows; None: there is none."""
         has = bool(fields.get("bias")), bool(fields.get("residual"))
         key = (rows, *has, *(fields.get(name, 0) for name in _KEY))

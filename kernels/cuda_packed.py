@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tridecode.kernels.cuda_base import ACTIVATIONS, DTYPES, aligned, norm_fields, pointer
 from tridecode.kernels.cuda_expanded import CudaExpanded
+from tridecode.kernels.cuda_int4 import CudaInt4
 from tridecode.kernels.gemm_table import Gemm, Plan
 from tridecode.kernels.library import current_stream
 from tridecode.kernels.ops import Heads, Linear, Norm
@@ -40,7 +41,7 @@ def _say_expanded(format: str, why: str, dtype: torch.dtype) -> None:
     )
 
 
-class CudaPacked(CudaExpanded):
+class CudaPacked(CudaExpanded, CudaInt4):
     """pack of kernels.ops.Ops, and what becomes of a packed weight."""
 
     def pack(self, linear: Linear, dtype: torch.dtype = torch.float32, is_head: bool = False) -> Linear:

@@ -22,8 +22,8 @@ _CHUNK, _SEGMENT, _CHUNK_BYTES = 2048, 64, 24
 _EXPANDED = 64 << 20
 
 
-def _bytes_of_environment(name: str) -> int:
-    text = os.environ.get(name, "0")
+def _bytes_of_environment(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
     if not text.isdecimal():
         raise ValueError(f"{name} is {text!r}; wanted a number of bytes, 0 for no limit")
     return int(text)
@@ -31,8 +31,9 @@ def _bytes_of_environment(name: str) -> int:
 
 #: in which a weight in 8 or 4 bit is expanded to 16 bit for a product of many rows, unless PIECE_ROWS of its
 #: rows take more; a larger weight is expanded in pieces. 0: every weight as a whole
-EXPANDED_WEIGHT_BYTES = _bytes_of_environment("TRIDECODE_EXPANDED_WEIGHT_BYTES")
-#: rows of a piece are a multiple of this, so that products of a piece have whole tiles
+EXPANDED_WEIGHT_BYTES = _bytes_of_environment("TRIDECODE_EXPANDED_WEIGHT_BYTES", 0)
+#: rows of a piece are a multiple of this, so that products of a piece have whole tiles, and columns of its
+#: result begin where cuBLASLt cares for no more alignment
 PIECE_ROWS = 256
 #: inputs of a row of E4M3 in blocks that share a scale
 _SCALE_GROUP = 128
@@ -99,28 +100,19 @@ def row_scale_bytes(tokens: int, groups: int) -> int:
 
 
 def expanded_rows(rows: int, columns: int, itemsize: int) -> int:
-    """Rows of a weight (rows, columns) that are expanded at a time, at most; all of them where they fit."""
+    """Rows of a weight (rows, columns) that are expanded at a time: all where they fit, else as many for each
+    piece but the last one, which may have fewer."""
     row_bytes = columns * itemsize
     if not EXPANDED_WEIGHT_BYTES or rows * row_bytes <= EXPANDED_WEIGHT_BYTES:
         return rows
-    return min(rows, max(EXPANDED_WEIGHT_BYTES // row_bytes // PIECE_ROWS, 1) * PIECE_ROWS)
+    most = max(EXPANDED_WEIGHT_BYTES // row_bytes // PIECE_ROWS, 1) * PIECE_ROWS
+    pieces = -(-rows // most)
+    return min(rows, -(-rows // (pieces * PIECE_ROWS)) * PIECE_ROWS)
 
 
 def expanded_weight_bytes(rows: int, columns: int, itemsize: int) -> int:
     """Of the scratch memory in which such a weight is expanded."""
     return expanded_rows(rows, columns, itemsize) * columns * itemsize
-
-
-def weight_pieces(rows: int, columns: int, itemsize: int, gated: bool = False) -> list[slice]:
-    """The pieces of a weight that does not fit as a whole, as rows of it; of about equal sizes. gated: its
-    upper half is the gate and its lower half up; the rows are those of the gate, and a piece has as many of
-    up besides."""
-    halves = 2 if gated else 1
-    most, step = expanded_rows(rows, columns, itemsize) // halves, PIECE_ROWS // halves
-    rows //= halves
-    count = -(-rows // most)
-    size = -(-rows // (count * step)) * step
-    return [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
 
 
 def expanded_bytes(context_bytes: int) -> int:

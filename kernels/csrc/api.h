@@ -16,7 +16,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 // Raised whenever a prototype or the meaning of an argument changes.
-#define TRIDECODE_ABI_VERSION 12
+#define TRIDECODE_ABI_VERSION 13
 
 int tridecode_abi_version(void);
 const char* tridecode_build_info(void);
@@ -209,6 +209,35 @@ int tridecode_expand_weight(const tridecode_gemm_task* task, void* stream);
 // of 16.
 int tridecode_expand_rows(void* out, const void* values, const float* scales, int outputs,
                           int inputs, int dtype, void* stream);
+
+// tridecode_gemm_library with a weight in 8 or 4 bit. `piece` outputs of it at a time are expanded
+// to 16 bit in scratch memory and multiplied, by one call in all.
+typedef struct {
+  // as tridecode_library_task's, of all outputs
+  void* out;
+  const void* x;
+  const void* bias;
+  const void* residual;
+  int64_t x_stride, residual_stride, out_stride;
+  int tokens, inputs, outputs;
+  int activation, out_float32, dtype;
+  void* workspace;
+  int64_t workspace_bytes;
+  // the weight, as tridecode_gemm_task's; weight_format 0: int8 in rows with a scale for each
+  const void* packed;
+  int weight_format;
+  const float* weight_scales;
+  const uint32_t* weight_groups;
+  int granule_groups;
+  void* weight;      // scratch memory of (piece, inputs)
+  int piece;         // a multiple of 8, or all outputs
+  void* found;       // host memory: the algorithm for `piece` outputs,
+  void* last_found;  // and for the last piece, where that has fewer
+  // host memory: outputs whose products are launched. A call goes on from there: a product whose
+  // residual is out must not be launched twice
+  int* done;
+} tridecode_expanded_task;
+int tridecode_gemm_expanded(const tridecode_expanded_task* task, void* stream);
 
 // The same with 8-bit operands: out = epilogue(weight_scales * x_scales * (x * weight^T)). inputs,
 // x_stride and weight_stride are multiples of 16. tile_tokens of stream_k: 16 to 256, of SwiGLU 32

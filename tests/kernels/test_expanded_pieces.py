@@ -6,6 +6,7 @@ Compared with float64 of the matrices that they stand for, and with the same pro
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass, replace
 
 import pytest
@@ -20,16 +21,18 @@ from tests.kernels.test_linear import HeadsCase, make_heads, norm64
 from tests.kernels.test_packed_weight import quantized, read_back
 from tests.kernels.test_rounding_epilogue import compare, empty_cache
 from tridecode.backend.engine.memory import _CudaShapes
-from tridecode.kernels import scratch
-from tridecode.kernels.cuda_gemm import _activate
+from tridecode.kernels import cublas, cuda_expanded, cuda_library, cuda_w8a8, scratch
+from tridecode.kernels.cublas import LibraryProducts
+from tridecode.kernels.cuda_base import ACTIVATIONS
 from tridecode.kernels.cuda_packed import CudaPacked
 from tridecode.kernels.cuda_w8a8 import CudaW8A8
-from tridecode.kernels.gemm_table import TWO_PARTS_TOKENS, Device, choose
+from tridecode.kernels.gemm_table import TWO_PARTS_TOKENS, Device, Plan, choose
+from tridecode.kernels.library import KernelError
 from tridecode.kernels.ops import Linear, Norm
 from tridecode.kernels.packed_table import PACKED_TOKENS, choose_packed
 from tridecode.kernels.packed_weight import PackedWeight, pack
 from tridecode.kernels.quantized import QuantizedWeight
-from tridecode.kernels.reference import Reference
+from tridecode.kernels.reference import Reference, activated
 from tridecode.kernels.round_to_nearest import round_to_nearest
 
 INPUTS = 144
@@ -44,8 +47,8 @@ FUNCTIONS = {
     "silu": F.silu,
 }
 GATES = {"swiglu": F.silu, "geglu": F.gelu}
-#: "paired", or what else there is: "bias" and "odd" keep gate and up rows from being expanded side by side
-HOW = ["paired", "bias", "residual", "odd"]
+#: "odd": the rows of up begin within a granule
+HOW = ["plain", "bias", "residual", "odd"]
 
 
 # ---------------------------------------------------------------- which rows
@@ -53,45 +56,54 @@ HOW = ["paired", "bias", "residual", "odd"]
 
 @pytest.mark.parametrize("shape", [(1, 8), (256, 1 << 20), (4096, 4096), (1100, 15000), (12, 16)], ids=str)
 def test_what_fits_stays_whole(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert scratch.expanded_rows(1 << 20, 4096, 2) == 1 << 20  # without a limit
     monkeypatch.setattr(scratch, "EXPANDED_WEIGHT_BYTES", 32 << 20)
     assert scratch.expanded_rows(*shape, 2) == shape[0]
     assert scratch.expanded_weight_bytes(*shape, 2) == 2 * shape[0] * shape[1]
+    monkeypatch.setattr(scratch, "EXPANDED_WEIGHT_BYTES", 0)  # no limit
+    assert scratch.expanded_rows(1 << 20, 4096, 2) == 1 << 20
 
 
 @pytest.mark.parametrize(
-    ("shape", "gated", "sizes"),
+    ("shape", "sizes"),
     [
-        ((16384, 4096), False, [4096] * 4),
-        ((4096, 16384), False, [1024] * 4),
-        ((12288, 4096), False, [4096] * 3),
-        ((6144, 4096), False, [3072] * 2),
-        ((28672, 4096), True, [2048] * 7),
-        ((4104, 4096), False, [2304, 1800]),
-        ((1000, 1 << 20), False, [256, 256, 256, 232]),
-        ((1040, 1 << 20), True, [128, 128, 128, 128, 8]),
+        ((16384, 4096), [4096] * 4),
+        ((4096, 16384), [1024] * 4),
+        ((12288, 4096), [4096] * 3),
+        ((6144, 4096), [3072] * 2),
+        ((28672, 4096), [4096] * 7),
+        ((4096, 14336), [1024] * 4),
+        ((4104, 4096), [2304, 1800]),
+        ((1000, 1 << 20), [256, 256, 256, 232]),
     ],
 )
 def test_pieces_are_about_equal(
-    shape: tuple[int, int], gated: bool, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int], sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scratch, "EXPANDED_WEIGHT_BYTES", 32 << 20)
-    assert [piece.stop - piece.start for piece in scratch.weight_pieces(*shape, 2, gated)] == sizes
+    assert pieces_of(shape[0], scratch.expanded_rows(*shape, 2)) == sizes
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_every_row_is_in_one_piece_that_fits(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scratch, "EXPANDED_WEIGHT_BYTES", 32 << 20)
-    halves = 2 if gated else 1
     for rows in (514, 4096, 5000, 14336, 28680):
         for columns in (8, 272, 4096, 11008, 1 << 17):
-            most = scratch.expanded_rows(rows, columns, 2)
-            assert most * columns * 2 <= max(scratch.EXPANDED_WEIGHT_BYTES, 256 * columns * 2)
-            pieces = scratch.weight_pieces(rows, columns, 2, gated)
-            assert [piece.start for piece in pieces[1:]] == [piece.stop for piece in pieces[:-1]]
-            assert (pieces[0].start, pieces[-1].stop) == (0, rows // halves)
-            assert all(halves * (piece.stop - piece.start) <= most for piece in pieces)
-            assert all(piece.start % 128 == 0 for piece in pieces)
+            piece = scratch.expanded_rows(rows, columns, 2)
+            assert piece == rows or piece % 256 == 0
+            assert piece * columns * 2 <= max(32 << 20, 256 * columns * 2)
+
+
+@pytest.mark.parametrize(("text", "bytes"), [(None, 32 << 20), ("0", 0), ("4096", 4096)])
+def test_the_environment_sets_the_limit(
+    monkeypatch: pytest.MonkeyPatch, text: str | None, bytes: int
+) -> None:
+    name = "TRIDECODE_EXPANDED_WEIGHT_BYTES"
+    monkeypatch.delenv(name, raising=False)
+    if text is not None:
+        monkeypatch.setenv(name, text)
+    assert scratch._bytes_of_environment(name, 32 << 20) == bytes
+    monkeypatch.setenv(name, "32 MiB")
+    with pytest.raises(ValueError, match="TRIDECODE_EXPANDED_WEIGHT_BYTES is '32 MiB'"):
+        scratch._bytes_of_environment(name, 32 << 20)
 
 
 @pytest.mark.parametrize(
@@ -109,48 +121,132 @@ def test_a_part_of_a_packed_weight_has_its_rows(format: str, group_size: int, ze
 # ---------------------------------------------------------------- what is multiplied, without a GPU
 
 
+def pieces_of(outputs: int, piece: int) -> list[int]:
+    return [min(piece, outputs - first) for first in range(0, outputs, piece)]
+
+
+def memory(address: float, rows: int, columns: int, stride: float, dtype: torch.dtype) -> Tensor:
+    """(rows, columns) at an address."""
+    count = (rows - 1) * int(stride) + columns
+    held = (ctypes.c_char * (count * dtype.itemsize)).from_address(int(address))
+    return torch.frombuffer(held, dtype=dtype).as_strided((rows, columns), (int(stride), 1))
+
+
+CODES = {0: torch.float32, 1: torch.float16, 2: torch.bfloat16}
+NAMES = {code: name for name, code in ACTIVATIONS.items()}
+
+
+class MemoryLibrary:
+    """The functions of csrc that products of an expanded weight call, by torch: they read and write the
+    addresses that they are given."""
+
+    def __init__(self) -> None:
+        self.weights: dict[float, QuantizedWeight | PackedWeight] = {}  # by the address of their values
+        self.arenas: dict[str, Tensor] = {}
+
+    def library_bind(self, addresses: int) -> None:
+        pass
+
+    def library_algorithms(self, stream: int, *, count: int, **fields: float) -> None:
+        ctypes.c_int.from_address(count).value = 1
+
+    def gemm_expanded(self, stream: int, **fields: float) -> None:
+        f = {name: int(value) for name, value in fields.items()}
+        dtype, tokens, inputs = CODES[f["dtype"]], f["tokens"], f["inputs"]
+        weight, done = self.weights[f["packed"]], ctypes.c_int.from_address(f["done"])
+        assert (f["outputs"], inputs) == weight.shape
+        scratch_memory = self.arenas["expanded_weight"]
+        assert f["weight"] == scratch_memory.data_ptr()
+        assert 2 * f["piece"] * inputs <= scratch_memory.numel()
+        out_dtype = torch.float32 if f["out_float32"] else dtype
+        out = memory(f["out"], tokens, f["outputs"], f["out_stride"], out_dtype)
+        residual = bias = None
+        if f["residual"]:
+            residual = memory(f["residual"], tokens, f["outputs"], f["residual_stride"], dtype)
+        if f["bias"]:
+            bias = memory(f["bias"], 1, f["outputs"], 0, dtype)[0]
+        x = memory(f["x"], tokens, inputs, f["x_stride"], dtype)
+        while done.value < f["outputs"]:
+            size = min(f["piece"], f["outputs"] - done.value)
+            found = f["found"] if size == f["piece"] else f["last_found"]
+            if ctypes.c_uint8.from_address(found).value == 255:
+                raise KernelError("cuBLASLt: the product returned status 15")
+            rows = slice(done.value, done.value + size)
+            part = Linear(expanded(weight, dtype)[rows], None if bias is None else bias[rows])
+            more = None if residual is None else residual[:, rows]
+            activation = NAMES[f["activation"]]
+            Reference().linear(x, part, activation=activation, residual=more, out=out[:, rows])
+            done.value += size
+
+    def gemm_library_epilogue(
+        self,
+        out: int,
+        product: int,
+        bias: int,
+        residual: int,
+        tokens: int,
+        columns: int,
+        out_stride: int,
+        product_stride: int,
+        residual_stride: int,
+        activation: int,
+        product_float32: int,
+        out_float32: int,
+        dtype: int,
+        stream: int,
+    ) -> None:
+        x, wide = CODES[dtype], columns * (2 if NAMES[activation] == "swiglu" else 1)
+        values = memory(product, tokens, wide, product_stride, torch.float32 if product_float32 else x)
+        values = values.float() if not bias else values.float() + memory(bias, 1, wide, 0, x)
+        values = activated(values, NAMES[activation])
+        if residual:
+            values = values + memory(residual, tokens, columns, residual_stride, x)
+        to = memory(out, tokens, columns, out_stride, torch.float32 if out_float32 else x)
+        to.copy_(values)
+
+    def expand_rows(
+        self, out: int, values: int, scales: int, outputs: int, inputs: int, dtype: int, stream: int
+    ) -> None:
+        held = memory(values, outputs, inputs, inputs, torch.int8) * memory(
+            scales, outputs, 1, 1, torch.float32
+        )
+        memory(out, outputs, inputs, inputs, CODES[dtype]).copy_(held)
+
+
 class OnCpu(CudaW8A8):
-    """The operations of a GPU whose kernels are Reference's: of products of many rows."""
+    """The operations of a GPU over MemoryLibrary: of products of many rows."""
 
     def __init__(self) -> None:
         self.device, self.capability = torch.device("cpu"), 90
         device = Device(90, 132, 232448, (132, 66, 44))
         self.choose_gemm = lambda gemm: choose(gemm, device)  # type: ignore[assignment]
         self.choose_packed = lambda gemm, inputs: choose_packed(gemm, inputs, device)  # type: ignore[assignment]
-        self._arenas, self._sorts_inputs = {}, False
-        self.products: list[tuple[int, int]] = []  # (outputs, inputs) of each
+        self.library = MemoryLibrary()  # type: ignore[assignment]
+        self._arenas = self.library.arenas  # type: ignore[attr-defined]
+        self._sorts_inputs = False
+        self._library_products = LibraryProducts(self.library, 256)
+
+    def _expanded_gemm(self, x: Tensor, linear: Linear, *rest: object) -> Plan:  # type: ignore[override]
+        assert not isinstance(linear.weight, Tensor)
+        self.library.weights[linear.weight.values.data_ptr()] = linear.weight
+        return super()._expanded_gemm(x, linear, *rest)  # type: ignore[arg-type]
 
     def norm(self, x: Tensor, norm: Norm, *, out: Tensor) -> None:
         Reference().norm(x, norm, out=out)
 
-    def _expand(self, weight: QuantizedWeight | PackedWeight, rows: slice, out: Tensor) -> None:
-        if isinstance(weight, PackedWeight):
-            out.copy_(torch.from_numpy(read_back(weight.part(rows))))
-        else:
-            out.copy_(weight.expanded(out.dtype)[rows])
 
-    def _gemm_library(
-        self, x: Tensor, linear: Linear, activation: str | None, residual: Tensor | None, out: Tensor
-    ) -> None:
-        self.products.append(tuple(linear.weight.shape))
-        Reference().linear(x, linear, activation=activation, residual=residual, out=out)
-
-    def _library_epilogue(
-        self,
-        product: Tensor,
-        bias: Tensor | None,
-        activation: str | None,
-        residual: Tensor | None,
-        out: Tensor,
-        dtype: torch.dtype,
-    ) -> None:
-        assert activation is not None
-        _activate(product if bias is None else product + bias, activation, residual, out)
+def expanded(weight: QuantizedWeight | PackedWeight, dtype: torch.dtype) -> Tensor:
+    if isinstance(weight, PackedWeight):
+        return torch.from_numpy(read_back(weight)).to(dtype)
+    return weight.expanded(dtype)
 
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Place:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(cublas, "addresses", lambda: (ctypes.c_void_p * len(cublas.FUNCTIONS))())
+    for module in (cuda_expanded, cuda_library, cuda_w8a8):
+        monkeypatch.setattr(module, "current_stream", lambda device: 0)
     return Place(OnCpu(), torch.device("cpu"), torch.Generator().manual_seed(3))
 
 
@@ -185,20 +281,20 @@ def make(
 
 
 def limit(monkeypatch: pytest.MonkeyPatch, inputs: int = INPUTS, rows: int = 300) -> None:
-    """Pieces of 256 rows of so many 16-bit inputs."""
+    """Memory for so many rows of 16-bit inputs: by default pieces have 256."""
     monkeypatch.setattr(scratch, "EXPANDED_WEIGHT_BYTES", 2 * inputs * rows)
 
 
 def watch(place: Place, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The outputs of each product by cuBLAS that follows."""
+    """The outputs of each product of a piece that follows."""
     outputs: list[int] = []
-    behind = place.ops._gemm_library
+    behind = place.ops.library.gemm_expanded
 
-    def run(x: Tensor, linear: Linear, *rest: object) -> None:
-        outputs.append(linear.weight.shape[0])
-        behind(x, linear, *rest)
+    def run(stream: int, **fields: float) -> None:
+        outputs.extend(pieces_of(int(fields["outputs"]), int(fields["piece"])))
+        behind(stream, **fields)
 
-    monkeypatch.setattr(place.ops, "_gemm_library", run)
+    monkeypatch.setattr(place.ops.library, "gemm_expanded", run)
     return outputs
 
 
@@ -211,10 +307,17 @@ def normed(place: Place, x: Tensor, norm: Norm) -> Tensor:
 
 
 def check_plain(
-    place: Place, monkeypatch: pytest.MonkeyPatch, kind: str, activation: str | None, dtype: torch.dtype
+    place: Place,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    activation: str | None,
+    dtype: torch.dtype,
+    rows: int = 300,
+    sizes: tuple[int, ...] = (256, 256, 256, 232),
 ) -> None:
-    """With a norm, a bias and a residual in place, over rows of x and out that lie apart."""
-    outputs = 1000
+    """With a norm, a bias and a residual in place, over rows of x and out that lie apart. sizes: of the
+    pieces, with memory for so many rows."""
+    outputs = sum(sizes)
     case = make(place, kind, outputs, dtype)
     norm = Norm(place.normal(INPUTS, dtype=dtype), place.normal(INPUTS, dtype=dtype), 1e-5)
     x = place.normal(case.tokens, INPUTS + 8, dtype=dtype)[:, :INPUTS]
@@ -223,7 +326,7 @@ def check_plain(
     found = []
     for in_pieces in (False, True):
         if in_pieces:
-            limit(monkeypatch)
+            limit(monkeypatch, rows=rows)
         products = watch(place, monkeypatch)
         memory = place.poison(case.tokens, outputs + 16, dtype=dtype)
         out = memory[:, 8 : 8 + outputs]
@@ -233,7 +336,7 @@ def check_plain(
         assert_close("linear", out, wanted)
         assert torch.isnan(memory[:, :8]).all() and torch.isnan(memory[:, -8:]).all()
         found.append(out)
-    assert products == [256, 256, 256, 232]
+    assert products == list(sizes)
     assert_close("linear", found[1], found[0].double())
 
 
@@ -258,8 +361,7 @@ def check_gated(
         place.ops.linear(x, case.linear, norm=norm, activation=activation, residual=residual, out=out)
         assert_close("two products", out, wanted)
         found.append(out)
-    paired = activation == "swiglu" and how in ("paired", "residual")
-    assert products == ([256] * 4 + [16] if paired else [256] * 4 + [2 * inner - 1024])
+    assert products == [256] * 4 + [2 * inner - 1024]
     assert_close("two products", found[1], found[0].double())
 
 
@@ -270,12 +372,95 @@ def test_outputs_of_pieces_on_a_cpu(on_cpu: Place, monkeypatch, kind, activation
     check_plain(on_cpu, monkeypatch, kind, activation, torch.float16)
 
 
+#: rows that there is memory for, and the pieces
+SIZES = [(260, (256, 8)), (300, (256,) * 4), (600, (512, 496)), (900, (768, 512)), (1100, (1024,) * 3)]
+
+
+@pytest.mark.parametrize(("rows", "sizes"), SIZES, ids=str)
+def test_sizes_of_pieces_on_a_cpu(on_cpu: Place, monkeypatch, rows: int, sizes: tuple[int, ...]) -> None:
+    check_plain(on_cpu, monkeypatch, "rows", None, torch.float16, rows, sizes)
+
+
 @pytest.mark.parametrize("activation", GATES)
 @pytest.mark.parametrize(
-    ("kind", "how"), [*(("rows", how) for how in HOW), ("int8", "paired"), ("int8", "odd")]
+    ("kind", "how"), [*(("rows", how) for how in HOW), ("int8", "plain"), ("int8", "odd")]
 )
-def test_gate_and_up_rows_are_paired_on_a_cpu(on_cpu: Place, monkeypatch, kind, how, activation) -> None:
+def test_gate_and_up_of_pieces_on_a_cpu(on_cpu: Place, monkeypatch, kind, how, activation) -> None:
     check_gated(on_cpu, monkeypatch, kind, activation, how, torch.float16)
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "swiglu"])
+def test_torch_multiplies_pieces_without_cublaslt(on_cpu: Place, monkeypatch, activation) -> None:
+    monkeypatch.setattr(on_cpu.ops._library_products, "is_open", False)
+    check_without_cublaslt(on_cpu, monkeypatch, "rows", activation)
+
+
+def check_without_cublaslt(place: Place, monkeypatch, kind: str, activation: str | None) -> None:
+    dtype, outputs = torch.float16, 1000
+    case = make(place, kind, outputs, dtype)
+    columns = outputs // 2 if activation == "swiglu" else outputs
+    x, residual = (
+        place.normal(case.tokens, INPUTS, dtype=dtype),
+        place.normal(case.tokens, columns, dtype=dtype),
+    )
+    product = case.product64(x)
+    wanted = (
+        FUNCTIONS[activation](product)
+        if activation in FUNCTIONS
+        else F.silu(product[:, :500]) * product[:, 500:]
+    )
+    limit(monkeypatch)
+    products = watch(place, monkeypatch)
+    out = residual.clone()
+    place.settle()
+    place.ops.linear(x, case.linear, activation=activation, residual=out, out=out)
+    assert_close("two products", out, wanted + residual.double())
+    assert products == []
+
+
+def refuse(place: Place, monkeypatch, refused: int, exact: bool = True) -> None:
+    """The algorithms for pieces of so many outputs take no tokens but those that they were asked for; exact:
+    there are such."""
+    products = place.ops._library_products
+    find, garbage = products._algorithm, (ctypes.c_uint8 * 96)(*([255] * 96))
+
+    def algorithm(tokens: int, rows: int, fields: dict[str, float]) -> object:
+        if fields["outputs"] != refused:
+            return find(tokens, rows, fields)
+        if rows == tokens and not exact:
+            return None
+        return garbage if rows != tokens else find(tokens, rows, fields)
+
+    monkeypatch.setattr(products, "_algorithm", algorithm)
+
+
+def check_refused(place: Place, monkeypatch, kind: str, refused: int) -> None:
+    """Of a residual in place: what is launched is not launched again."""
+    dtype = torch.float16
+    case = make(place, kind, 1000, dtype)
+    x, residual = place.normal(case.tokens, INPUTS, dtype=dtype), place.normal(case.tokens, 1000, dtype=dtype)
+    wanted, out = case.product64(x) + residual.double(), residual.clone()
+    limit(monkeypatch)
+    refuse(place, monkeypatch, refused)
+    place.settle()
+    place.ops.linear(x, case.linear, residual=out, out=out)
+    assert_close("linear", out, wanted)
+
+
+@pytest.mark.parametrize("refused", [256, 232])
+def test_a_refused_algorithm_is_asked_for_again_on_a_cpu(on_cpu: Place, monkeypatch, refused: int) -> None:
+    check_refused(on_cpu, monkeypatch, "rows", refused)
+
+
+def test_a_product_that_cublaslt_leaves_half_way_is_an_error(on_cpu: Place, monkeypatch) -> None:
+    """Another attempt would add a residual in place twice."""
+    case = make(on_cpu, "rows", 1000, torch.float16)
+    x = on_cpu.normal(case.tokens, INPUTS, dtype=torch.float16)
+    out = on_cpu.normal(case.tokens, 1000, dtype=torch.float16)
+    limit(monkeypatch)
+    refuse(on_cpu, monkeypatch, 232, exact=False)
+    with pytest.raises(KernelError, match="768 of 1000 outputs"):
+        on_cpu.ops.linear(x, case.linear, residual=out, out=out)
 
 
 def test_the_scratch_memory_is_the_planned_one(on_cpu: Place, monkeypatch) -> None:
@@ -332,9 +517,34 @@ def test_outputs_of_pieces(cuda_place: Place, monkeypatch, kind, activation: str
 @pytest.mark.parametrize("activation", GATES)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("kind", KINDS)
-def test_gate_and_up_rows_are_paired(cuda_place: Place, monkeypatch, kind, how, activation, dtype) -> None:
+def test_gate_and_up_of_pieces(cuda_place: Place, monkeypatch, kind, how, activation, dtype) -> None:
     skip_rows(kind, cuda_place)
     check_gated(cuda_place, monkeypatch, kind, activation, how, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "sizes"), SIZES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_sizes_of_pieces(cuda_place: Place, monkeypatch, kind, rows: int, sizes: tuple[int, ...]) -> None:
+    skip_rows(kind, cuda_place)
+    check_plain(cuda_place, monkeypatch, kind, None, torch.bfloat16, rows, sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("refused", [256, 232])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_refused_algorithm_is_asked_for_again(cuda_place: Place, monkeypatch, kind, refused: int) -> None:
+    skip_rows(kind, cuda_place)
+    check_refused(cuda_place, monkeypatch, kind, refused)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", [None, "relu", "swiglu"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_without_cublaslt(cuda_place: Place, monkeypatch, kind, activation) -> None:
+    skip_rows(kind, cuda_place)
+    monkeypatch.setattr(cuda_place.ops._library_products, "is_open", False)
+    check_without_cublaslt(cuda_place, monkeypatch, kind, activation)
 
 
 @pytest.mark.gpu

@@ -195,7 +195,7 @@ def test_a_weight_is_expanded_as_it_is_meant(cuda_place: Place, format, dtype):
     place = cuda_place
     case = Case(place, (format, 0, False), 392, 523, dtype)
     assert isinstance(case.linear.weight, PackedWeight)
-    found = place.ops._expanded(case.linear.weight, dtype, slice(0, 523))
+    found = place.ops._expanded(case.linear.weight, slice(0, 523), dtype)
     wanted = case.weight.expanded(dtype)
     if format == "int4":  # the scale is rounded first
         assert_close("norm", found, case.weight.expanded(torch.float64).double())
