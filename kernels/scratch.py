@@ -31,7 +31,7 @@ def _bytes_of_environment(name: str, default: int) -> int:
 
 #: in which a weight in 8 or 4 bit is expanded to 16 bit for a product of many rows, unless PIECE_ROWS of its
 #: rows take more; a larger weight is expanded in pieces. 0: every weight as a whole
-EXPANDED_WEIGHT_BYTES = _bytes_of_environment("TRIDECODE_EXPANDED_WEIGHT_BYTES", 0)
+EXPANDED_WEIGHT_BYTES = _bytes_of_environment("TRIDECODE_EXPANDED_WEIGHT_BYTES", 32 << 20)
 #: rows of a piece are a multiple of this, so that products of a piece have whole tiles, and columns of its
 #: result begin where cuBLASLt cares for no more alignment
 PIECE_ROWS = 256

@@ -152,14 +152,15 @@ def test_w8a8_weights_take_a_byte_on_a_gpu_that_multiplies_them(monkeypatch, for
 @pytest.mark.parametrize("format", ["int8", "int4"])
 @pytest.mark.parametrize("preset", ["bloom-7b1", "llama-3-8b"])
 def test_large_weights_are_expanded_in_memory_for_a_piece(preset: str, format: str, monkeypatch) -> None:
-    """Of 16384 x 4096 and of 28672 x 4096, and with a limit of a piece of them."""
+    """Of 32 MiB, or without a limit for all of 16384 x 4096 and of 28672 x 4096."""
     model = PRESETS[preset].model
     config = resolve(replace(CONFIG, max_sequence_tokens=64), model, CPU)
     rounded = replace(model, quantization=Quantization(format, 128 if format == "int4" else 0))
-    whole, pieces = (plan_rank(each, config, 0, 0, "cuda").scratch for each in (model, rounded))
-    assert pieces - whole == 2 * {"bloom-7b1": 16384, "llama-3-8b": 28672}[preset] * 4096
-    monkeypatch.setattr(scratch, "EXPANDED_WEIGHT_BYTES", 32 << 20)
-    assert plan_rank(rounded, config, 0, 0, "cuda").scratch - whole == 33_554_432
+    without, pieces = (plan_rank(each, config, 0, 0, "cuda").scratch for each in (model, rounded))
+    assert pieces - without == 33_554_432
+    monkeypatch.setattr(scratch, "EXPANDED_WEIGHT_BYTES", 0)
+    whole = plan_rank(rounded, config, 0, 0, "cuda").scratch
+    assert whole - without == 2 * {"bloom-7b1": 16384, "llama-3-8b": 28672}[preset] * 4096
 
 
 def test_weights_that_are_rounded_while_loading_are_planned(converted):
