@@ -21,7 +21,9 @@ class CudaLibrary(CudaBase):
         """out = activation(x @ weight^T + bias) + residual"""
         fuses = activation in (None, "gelu_tanh", "relu")
         if residual is not None:
-            fuses = activation is None and out.dtype == x.dtype
+            fuses = activation is None
+        if residual is not None or linear.bias is not None:  # of 16 bit, beside a result in float32
+            fuses = fuses and out.dtype == x.dtype
         if fuses and self._cublas_lt(x, linear.weight, linear.bias, activation, residual, out):
             return
         product = out

@@ -92,10 +92,11 @@ def test_swiglu_pairs_gate_and_up_rows(place: Place, tokens: int, inner: int, bi
 
 @pytest.mark.gpu  # the CPU path rounds logits to 16 bits first
 @pytest.mark.parametrize("dtype", DTYPES[1:])
-@pytest.mark.parametrize("tokens", [1, 3, 20, 70])
-def test_logits_are_float32(cuda_place: Place, tokens: int, dtype: torch.dtype):
+@pytest.mark.parametrize("tokens", [1, 3, 20, 70, 600])
+@pytest.mark.parametrize("bias", [False, True])
+def test_logits_are_float32(cuda_place: Place, tokens: int, dtype: torch.dtype, bias: bool):
     place = cuda_place
-    linear = make_linear(place, 512, 1003, dtype, bias=False)
+    linear = make_linear(place, 512, 1003, dtype, bias)  # GPT-J's and Phi's head has a bias
     x, out = place.normal(tokens, 512, dtype=dtype), place.poison(tokens, 1003, dtype=torch.float32)
     place.settle()
     place.ops.linear(x, linear, out=out)
