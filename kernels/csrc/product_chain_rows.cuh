@@ -241,6 +241,7 @@ struct Rows {
     }
     wait_for_tiles();
     auto load_norm = [&](int p) {
+      w = {}, b = {};  // what lies behind the row stays 0
       if (!weight || p >= pieces) return;
       w = __ldg(weight + p);
       if (CENTRED) b = __ldg(bias + p);
