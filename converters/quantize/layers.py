@@ -1,29 +1,33 @@
 """Runs the decoder layers of transformers' model one by one over the calibration set.
 
 Each layer gets what the model gives it (masks, positions): all layers are called once with their real
-arguments, but compute nothing, and the arguments are kept. They depend on the length of a sequence only.
+arguments, but compute nothing, and the arguments are kept. They depend on the number and the length of the
+sequences only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 from torch.nn import Module, ModuleList
 
 from tridecode.backend.errors import UnsupportedError
 
 _HEADS = ("lm_head", "embed_out")
+_TOKENS_TOGETHER = 4096  # of sequences that run in one call: enough for a GPU, and small beside a layer
 
 
 class LayerRun:
     """The hidden states of the calibration set, (1, T, C) for each sequence, in front of the next layer.
 
-    They are kept on the CPU. Layers run on `device` in `dtype`.
+    They are kept on the CPU. Layers run on `device` in `dtype`, over several sequences of one length at a
+    time.
     """
 
     def __init__(
@@ -34,40 +38,71 @@ class LayerRun:
         device: torch.device,
         dtype: torch.dtype,
     ):
-        self._device, self._dtype = device, dtype
+        self.device, self.dtype = device, dtype
         self.states: list[Tensor] = []
-        self._arguments: dict[int, list[_Arguments]] = {}  # by length of the sequence, of each layer
-        recorder = _Recorder()
-        with torch.inference_mode(), recorder.in_place_of(model, layers):
-            for ids in sequences:
-                recorder.calls.clear()
-                model(torch.tensor([ids]), use_cache=False)
-                if len(recorder.calls) != len(layers):
-                    raise UnsupportedError(f"{len(recorder.calls)} of {len(layers)} layers ran")
-                self.states.append(recorder.calls[0][0].clone())
-                self._arguments.setdefault(len(ids), [rest for _, *rest in recorder.calls])
+        self.length = 0  # of the sequences that run now
+        self._model, self._layers, self._recorder = model, layers, _Recorder()
+        # by number and length of the sequences: of each layer; of one layer, on the device
+        self._arguments: dict[tuple[int, int], list[_Arguments]] = {}
+        self._placed: tuple[int, dict[tuple[int, int], _Arguments]] = (-1, {})
+        for ids in sequences:
+            self.states.append(self._record(torch.tensor([ids])).clone())
 
     @contextmanager
     def placed(self, layer: Module) -> Iterator[None]:
         """The layer on the device in the run's dtype while the block runs, then where and as it was."""
         held = next(layer.parameters())
         device, dtype = held.device, held.dtype
-        layer.to(self._device, self._dtype)
+        layer.to(self.device, self.dtype)
         yield
         layer.to(device, dtype)
 
-    def run(self, layer: Module, index: int) -> Iterator[Tensor]:
-        """The layer's output for each sequence."""
-        for state in self.states:
-            args, kwargs = _placed(self._arguments[state.shape[1]][index], self._device, self._dtype)
+    def run(self, layer: Module, index: int, states: Sequence[Tensor] | None = None) -> Iterator[Tensor]:
+        """The layer's output for each sequence. states: None: those of the run."""
+        for together in _of_one_length(self.states if states is None else states):
+            self.length = together[0].shape[1]
             with torch.no_grad():
-                output = layer(state.to(self._device, self._dtype), *args, **kwargs)
-            yield output[0] if isinstance(output, tuple) else output
+                outputs = self.call(layer, index, torch.cat(together).to(self.device, self.dtype))
+            yield from outputs.split(1)
+
+    def call(
+        self, layer: Module, index: int, states: Tensor, parameters: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
+        """The layer's output for states (n, T, C), on the device. parameters: in place of the layer's, by its
+        names."""
+        args, kwargs = self._arguments_of(index, *states.shape[:2])
+        if parameters is None:
+            output = layer(states, *args, **kwargs)
+        else:
+            output = functional_call(layer, dict(parameters), (states, *args), kwargs)
+        return output[0] if isinstance(output, tuple) else output
 
     def advance(self, layer: Module, index: int) -> None:
         """Replace the hidden states by the layer's outputs."""
         for number, output in enumerate(self.run(layer, index)):
             self.states[number] = output.cpu()
+
+    def _arguments_of(self, index: int, count: int, length: int) -> _Arguments:
+        """On the device; those of one layer are kept there."""
+        if self._placed[0] != index:
+            self._placed = index, {}
+        held, shape = self._placed[1], (count, length)
+        if shape not in held:
+            if shape not in self._arguments:
+                self._record(torch.zeros(shape, dtype=torch.int64))
+            held[shape] = _placed(self._arguments[shape][index], self.device, self.dtype)
+        return held[shape]
+
+    def _record(self, ids: Tensor) -> Tensor:
+        """ids: (n, T). Keeps the layers' arguments; returns the first layer's input (n, T, C)."""
+        calls = self._recorder.calls
+        with torch.no_grad(), self._recorder.in_place_of(self._model, self._layers):
+            calls.clear()
+            self._model(ids, use_cache=False)
+        if len(calls) != len(self._layers):
+            raise UnsupportedError(f"{len(calls)} of {len(self._layers)} layers ran")
+        self._arguments.setdefault((ids.shape[0], ids.shape[1]), [rest for _, *rest in calls])
+        return calls[0][0]
 
 
 _Arguments = list[Any]  # [positional arguments after the hidden states, keyword arguments]
@@ -120,6 +155,20 @@ def find_layers(model: Module, num_layers: int, names: Sequence[str]) -> list[Mo
         if all(tensor.startswith(f"{name}.0.") for tensor in names):
             return list(module)
     raise UnsupportedError(f"the model to calibrate has no list of {num_layers} layers with {names[0]}")
+
+
+def _of_one_length(states: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one length, up to _TOKENS_TOGETHER tokens of them."""
+    together: list[Tensor] = []
+    for state in states:
+        length = state.shape[1]
+        full = (len(together) + 1) * length > _TOKENS_TOGETHER
+        if together and (full or together[0].shape[1] != length):
+            yield together
+            together = []
+        together.append(state)
+    if together:
+        yield together
 
 
 def _placed(value: Any, device: torch.device, dtype: torch.dtype) -> Any:

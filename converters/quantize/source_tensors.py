@@ -1,7 +1,6 @@
 """Reads and changes the tensors of transformers' model as those of a weight directory.
 
-The rules of a family move elements (converters/rules.py); where each goes is found by applying them to
-the numbers of the elements.
+The rules of a family move elements (converters/rules.py), so the derivative of a rule moves them back.
 """
 
 from __future__ import annotations
@@ -37,6 +36,9 @@ class SourceTensors:
                         f"the model to calibrate has no {name}, which makes {item.spec.name}"
                     )
 
+    def names(self) -> list[str]:
+        return list(self._conversions)
+
     def spec(self, name: str) -> WeightSpec:
         return self._conversions[name].spec
 
@@ -50,18 +52,44 @@ class SourceTensors:
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Change the model so that `read` gives this tensor, rounded to the model's dtype."""
-        parts = self._parts(name)
-        sizes = [part.numel() for part in parts]
-        numbers = torch.arange(sum(sizes), device=parts[0].device).split(sizes)
-        places = self._made(name, [number.reshape(part.shape) for number, part in zip(numbers, parts)])
-        if tensor.ndim == 1:  # Gemma's norms: 1 + w
-            added = self._made(name, [torch.zeros_like(part) for part in parts])
-            places, tensor = (places - added).round(), tensor - added
-        flat = torch.cat([part.detach().flatten() for part in parts])
-        flat[places.long().flatten()] = tensor.to(flat).flatten()
+        own = self._owned(name)
         with torch.no_grad():
-            for part, values in zip(parts, flat.split(sizes)):
-                part.copy_(values.reshape(part.shape))
+            for source, values in self.parts(name, tensor).items():
+                held = self._parameters[source]
+                held.copy_(torch.where(own[source], values, held) if source in own else values)
+
+    def parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """By source, the parameters of which `read` makes this tensor, 0 where other tensors lie.
+
+        Differentiable; views of the tensor where the rule has views.
+        """
+        if tensor.ndim == 1:  # Gemma's norms: 1 + w
+            tensor = tensor - self._made(name, [torch.zeros_like(part) for part in self._parts(name)])
+        return self._moved_back(name, tensor)
+
+    def others(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """By source, for those that make other tensors too, these tensors: 0 where those of `names` lie."""
+        found: dict[str, Tensor] = {}
+        for name in names:
+            for source, own in self._owned(name).items():
+                found[source] = found.get(source, self._parameters[source].detach()).masked_fill(own, 0)
+        return found
+
+    def _owned(self, name: str) -> dict[str, Tensor]:
+        """By source, which elements make the tensor; empty if no other tensor is made of them."""
+        ones = torch.ones(self.spec(name).shape, device=self._parts(name)[0].device)
+        found = self._moved_back(name, ones)
+        whole = sum(part.numel() for part in found.values()) == ones.numel()
+        return {} if whole else {source: part != 0 for source, part in found.items()}
+
+    def _moved_back(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        held = [part.detach().requires_grad_() for part in self._parts(name)]
+        with torch.enable_grad():
+            made = self._made(name, held)
+        found = torch.autograd.grad(
+            made, held, tensor.to(made), create_graph=tensor.requires_grad, allow_unused=True
+        )
+        return {source: part for source, part in zip(self.sources(name), found) if part is not None}
 
     def _parts(self, name: str) -> list[Tensor]:
         return [self._parameters[source] for source in self._conversions[name].sources]

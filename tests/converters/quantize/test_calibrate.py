@@ -26,6 +26,8 @@ from tridecode.kernels.quantized import QuantizedWeight
 
 CPU = torch.device("cpu")
 SEQUENCES = [[5, 17, 200, 33, 8], [7, 9, 11], [40, 41, 42, 43, 44, 45, 46, 47]]
+#: neighbours of one length run together
+TOGETHER = [[5, 17, 200, 33, 8], [6, 18, 201, 34, 9], [7, 9, 11]]
 
 
 def planned_of(family: str, directory: Path, dtype: str = "fp32", **settings) -> PlannedConversion:
@@ -43,8 +45,11 @@ def layers_of(model: Module, planned: PlannedConversion) -> list[Module]:
     return find_layers(tensors.model, planned.config.num_layers, names)
 
 
+@pytest.mark.parametrize("sequences", [SEQUENCES, TOGETHER], ids=["apart", "together"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layers_run_one_by_one_as_in_the_model(family: str, tmp_path: Path) -> None:
+def test_layers_run_one_by_one_as_in_the_model(
+    family: str, sequences: list[list[int]], tmp_path: Path
+) -> None:
     """Each layer's output is that of the model's own run, for sequences of several lengths."""
     planned = planned_of(family, tmp_path / "m")
     model = planned.checkpoint.reference_model(torch.float32)
@@ -54,10 +59,10 @@ def test_layers_run_one_by_one_as_in_the_model(family: str, tmp_path: Path) -> N
         seen.append(output[0] if isinstance(output, tuple) else output)
 
     handles = [layer.register_forward_hook(keep) for layer in layers]
-    logits_of(model, SEQUENCES)
+    logits_of(model, sequences)
     for handle in handles:
         handle.remove()
-    run = LayerRun(model, layers, SEQUENCES, CPU, torch.float32)
+    run = LayerRun(model, layers, sequences, CPU, torch.float32)
     for index, layer in enumerate(layers):
         run.advance(layer, index)
         for number, state in enumerate(run.states):
