@@ -9,7 +9,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from tridecode.converters.convert import PlannedConversion
-from tridecode.converters.quantize.calibrate import calibrate
+from tridecode.converters.quantize.calibrate import calibrate, long_time
 from tridecode.converters.quantize.methods import Method
 from tridecode.converters.quantize.texts import read_texts
 
@@ -36,10 +36,9 @@ def calibrated(
 ) -> PlannedConversion:
     """The conversion that writes what calibration made; prints its errors. tokenizer: None: the source's.
     folder: for its files, until the conversion has been written."""
+    _warn(console, long_time(planned, calibration.method))
     result = calibrate(planned, calibration.texts, calibration.method, tokenizer, folder)
-    for note in result.notes:
-        console.print("[yellow]warning[/]: ", end="")
-        console.print(note, markup=False)
+    _warn(console, result.notes)
     worst = max(result.errors, key=lambda name: result.errors[name])
     mean = sum(result.errors.values()) / len(result.errors)
     console.print(
@@ -47,4 +46,17 @@ def calibrated(
         f"{mean:.3g} on average, {result.errors[worst]:.3g} at most ({worst})",
         markup=False,
     )
+    if result.output_errors:
+        before, after = (sum(errors) / len(result.output_errors) for errors in zip(*result.output_errors))
+        console.print(
+            f"relative squared error of a layer's output: {before:.3g} on average as rounded, "
+            f"{after:.3g} tuned",
+            markup=False,
+        )
     return result.conversion()
+
+
+def _warn(console: Console, notes: list[str]) -> None:
+    for note in notes:
+        console.print("[yellow]warning[/]: ", end="")
+        console.print(note, markup=False)

@@ -106,9 +106,9 @@ def build_repo(
         typer.Option(
             metavar="FORMAT",
             help="Layers' matrices rounded to int8, int4 or fp8, with products in 8 bit to w8a8-int8, "
-            "w8a8-fp8 or w8a8-fp8-blocks (docs/quantization.md); or calibrated: int4-awq, smoothquant, "
-            "smoothquant-gptq, or one of those with -gptq behind it (docs/calibration.md); none: expand "
-            "quantised ones.",
+            "w8a8-fp8 or w8a8-fp8-blocks (docs/quantization.md); or calibrated: int4-awq, int4-tuned (the "
+            "most accurate int4, and the slowest to make), smoothquant, smoothquant-gptq, or one of those "
+            "with -gptq behind it (docs/calibration.md); none: expand quantised ones.",
         ),
     ] = None,
     calibrate: Annotated[
@@ -118,6 +118,10 @@ def build_repo(
     quantize_group: Annotated[
         int, typer.Option(min=8, max=65536, help="int4: inputs that share a scale and a zero.")
     ] = 128,
+    tune_steps: Annotated[
+        int,
+        typer.Option(min=1, max=100_000, help="int4-tuned: steps for each layer; fewer are less accurate."),
+    ] = 300,
     quantize_floor: Annotated[
         str,
         typer.Option(
@@ -144,7 +148,7 @@ def build_repo(
     from tridecode.model_repo_templates.served import DEFAULT
     from tridecode.tools.build_repo import build_repo as build
 
-    calibration = _calibration(quantize, quantize_group, calibrate)
+    calibration = _calibration(quantize, quantize_group, calibrate, tune_steps)
     given_text = _given_text(parity_text, parity)
     build(
         model,
@@ -194,15 +198,18 @@ def _quantization(format: Optional[str], group: int) -> "Optional[Quantization]"
     return replace(found, group=group) if found.weights == "int4" else found
 
 
-def _calibration(format: Optional[str], group: int, file: Optional[Path]) -> "Optional[Calibration]":
+def _calibration(
+    format: Optional[str], group: int, file: Optional[Path], steps: int
+) -> "Optional[Calibration]":
     """None for a format that needs no calibration."""
     if format is None and file is None:
         return None
     from tridecode.converters.quantize.methods import METHODS, method_of
+    from tridecode.converters.quantize.tune import Tuning
     from tridecode.tools.calibration import read_calibration
 
     if format in METHODS:
-        return read_calibration(method_of(str(format), group), file)
+        return read_calibration(method_of(str(format), group, Tuning(steps)), file)
     if file is not None:
         raise ConfigError(f"--calibrate {file} with --quantize {format}; wanted one of {', '.join(METHODS)}")
     return None

@@ -3,13 +3,16 @@
 Each layer runs over the texts twice: as it is, for the statistics of its inputs, and quantised, for the
 inputs of the next layer. Memory holds transformers' model, the hidden states of the texts, and of one layer
 the statistics, the matrices and the quantised ones. What is finished lies in files (store.TensorStore).
+
+A method that tunes runs it twice more: over the hidden states of the exact model, which are held too, and
+rounded, for the error before tuning.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -33,9 +36,18 @@ from tridecode.converters.quantize.source_tensors import SourceTensors
 from tridecode.converters.quantize.statistics import Collector, InputStatistics
 from tridecode.converters.quantize.store import TensorStore
 from tridecode.converters.quantize.structure import SharedInput, shared_inputs
-from tridecode.converters.quantize.texts import BUILT_IN_NOTE, check_texts, token_sequences
+from tridecode.converters.quantize.texts import (
+    BUILT_IN_NOTE,
+    SEQUENCE_TOKENS,
+    check_texts,
+    token_sequences,
+)
+from tridecode.converters.quantize.tune import Rounded, norms_of, output_error, tune
 from tridecode.converters.tokenizer import load_tokenizer
 from tridecode.kernels.quantized import QuantizedWeight
+
+_TUNING_SHARE = 0.9  # of a layer's time, for the progress
+_CPU_OPERATIONS_PER_S = 1e11  # float32, of two to four cores
 
 
 @dataclass
@@ -44,7 +56,8 @@ class Calibrated:
 
     changed: by target name, QuantizedWeight for the matrices that method.quantization covers, and other
     tensors with folded scales, float32. errors: of each quantised matrix, those of its products over the
-    calibration set (products.ProductErrors), whose token ids are `sequences`.
+    calibration set (products.ProductErrors), whose token ids are `sequences`. output_errors: of each tuned
+    layer, the mean of tune.output_error before and after.
     """
 
     planned: PlannedConversion
@@ -52,6 +65,7 @@ class Calibrated:
     sequences: list[list[int]]
     changed: TensorStore = field(default_factory=TensorStore)
     errors: dict[str, float] = field(default_factory=dict)
+    output_errors: list[tuple[float, float]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -91,7 +105,7 @@ def calibrate(
     quantised directory; None: the system's for temporary files.
 
     Raises UnsupportedError for pruned layers and for a weight directory, CheckpointError for inputs or
-    weights that are not finite, ConfigError for texts beyond the limits.
+    weights that are not finite, or a layer that cannot be tuned, ConfigError for texts beyond the limits.
     """
     checkpoint, config = planned.checkpoint, planned.config
     if checkpoint.plan is not None:
@@ -134,15 +148,33 @@ def calibrate_model(
     run, tensors, layers = layer_run(model, planned, sequences, device or choose_device(EngineConfig()))
     result = Calibrated(planned, method, sequences, TensorStore(folder))
     itemsize = TORCH_DTYPES[config.weight_dtype].itemsize
+    exact = list(run.states) if method.tuning is not None else None
     for index, layer in enumerate(layers):
+        size = itemsize * sum(math.prod(spec.shape) for spec in specs if spec.layer == index)
+        done = _Share(progress, size)
         with run.placed(layer):
+            if exact is not None:
+                exact = [output.cpu() for output in run.run(layer, index, exact)]
             inputs = shared_inputs(config, specs, index)
             # no name keeps the statistics while those of the next layer are collected
-            errors = _quantize_layer(result, tensors, inputs, _statistics(run, layer, index, inputs, tensors))
-            with errors.watching():
-                run.advance(layer, index)
+            quantized = _quantize_layer(
+                method, tensors, inputs, _statistics(run, layer, index, inputs, tensors, method)
+            )
+            if exact is None:
+                errors = quantized.errors()
+                with errors.watching():
+                    run.advance(layer, index)
+            else:
+                errors = _tune_layer(result, run, layer, index, quantized, exact, done)
+            quantized.store(result.changed)
         result.errors.update(errors.relative())
-        progress(itemsize * sum(math.prod(spec.shape) for spec in specs if spec.layer == index))
+        done(1.0)
+    worse = [str(index) for index, (before, after) in enumerate(result.output_errors) if not after < before]
+    if worse:
+        result.notes.append(
+            f"tuning made the error of the output no smaller in layers {', '.join(worse)}: they stay as they "
+            "were rounded"
+        )
     return result
 
 
@@ -152,49 +184,141 @@ def _statistics(
     index: int,
     inputs: Sequence[SharedInput],
     tensors: SourceTensors,
+    method: Method,
 ) -> list[InputStatistics]:
     """Of each input of the layer."""
     names = [input_module(tensors, shared) for shared in inputs]
-    collector = Collector()
+    # where each sequence is one token, first tokens are all there is
+    counts_first = method.counts_first or all(state.shape[1] == 1 for state in run.states)
+    collector = Collector(None if counts_first else lambda: run.length)
     with collector.watching({name: tensors.model.get_submodule(name) for name in names}):
         for _output in run.run(layer, index):
             pass
     return [collector.taken(name) for name in names]
 
 
+class _Share:
+    """Tells the share of a layer that is done as bytes."""
+
+    def __init__(self, progress: Callable[[int], None], size: int):
+        self._progress, self._size, self._told = progress, size, 0
+
+    def __call__(self, share: float) -> None:
+        done = int(share * self._size)
+        self._progress(done - self._told)
+        self._told = done
+
+
+class _QuantizedLayer:
+    """What has changed of a layer; the model holds the same tensors."""
+
+    def __init__(self, tensors: SourceTensors) -> None:
+        self.tensors = tensors
+        self.matrices: dict[str, Rounded] = {}
+        self.dense: set[str] = set()  # names of tensors that are not quantised
+        self._modules: dict[str, Module] = {}  # which get the matrices' inputs
+
+    def round(self, name: str, module: Module, exact: Tensor, stored: QuantizedWeight) -> None:
+        """exact: (out, in)."""
+        self.matrices[name], self._modules[name] = Rounded(exact, stored), module
+        self.tensors.write(name, stored.expanded().to(exact.dtype).t())
+
+    def replace(self, tuned: Mapping[str, QuantizedWeight | Tensor]) -> None:
+        """Other levels and scales of matrices, and other dense tensors."""
+        for name, value in tuned.items():
+            if isinstance(value, QuantizedWeight):
+                self.round(name, self._modules[name], self.matrices[name].exact, value)
+            else:
+                self.tensors.write(name, value)
+                self.dense.add(name)
+
+    def errors(self) -> ProductErrors:
+        """What measures the products of the next run of the layer."""
+        errors = ProductErrors()
+        for name, matrix in self.matrices.items():
+            errors.expect(self._modules[name], name, matrix.exact, matrix.stored)
+        return errors
+
+    def store(self, changed: TensorStore) -> None:
+        for name, matrix in self.matrices.items():
+            changed[name] = matrix.stored
+        for name in sorted(self.dense - set(self.matrices)):
+            changed[name] = self.tensors.read(name).float().cpu()
+
+
 def _quantize_layer(
-    result: Calibrated,
+    method: Method,
     tensors: SourceTensors,
     inputs: Sequence[SharedInput],
     statistics: list[InputStatistics],
-) -> ProductErrors:
-    """Fold all scales of a layer before rounding: a matrix can consume one scale and take back another.
-
-    Returns what measures the products of the next run of the layer.
-    """
-    method, touched, errors = result.method, set[str](), ProductErrors()
+) -> _QuantizedLayer:
+    """Fold all scales of a layer before rounding: a matrix can consume one scale and take back another."""
+    result = _QuantizedLayer(tensors)
     for number, shared in enumerate(inputs):
         if method.scales is not None and shared.makers:
             weights = [tensors.read(name).t() for name in shared.matrices]
             scales = method.scales(weights, statistics[number], method.grid)
             fold(tensors, shared, scales)
             statistics[number] = statistics[number].divided(scales)
-            touched.update(shared.makers, shared.matrices)
-    quantized = set()
+            result.dense.update(shared.makers, shared.matrices)
     for shared, seen in zip(inputs, statistics):
         module = tensors.model.get_submodule(input_module(tensors, shared))
         for name in shared.matrices:
-            if not method.quantization.covers(tensors.spec(name)):
-                continue
-            weight = tensors.read(name).t().contiguous()  # (out, in)
-            stored = method.rounded(name, weight, seen)
-            errors.expect(module, name, weight, stored)
-            result.changed[name] = stored
-            tensors.write(name, stored.expanded().to(weight.dtype).t())
-            quantized.add(name)
-    for name in touched - quantized:
-        result.changed[name] = tensors.read(name).float().cpu()
+            if method.quantization.covers(tensors.spec(name)):
+                weight = tensors.read(name).t().contiguous()  # (out, in)
+                result.round(name, module, weight, method.rounded(name, weight, seen))
+    return result
+
+
+def _tune_layer(
+    result: Calibrated,
+    run: LayerRun,
+    layer: Module,
+    index: int,
+    quantized: _QuantizedLayer,
+    exact: list[Tensor],
+    done: _Share,
+) -> ProductErrors:
+    """Tune a rounded layer and run it; where that does not make its output's error smaller, leave it as it
+    was. exact: its exact outputs. Returns the errors of its products."""
+    method, tensors = result.method, quantized.tensors
+    assert method.tuning is not None
+    before = _output_error(run.run(layer, index), exact)
+    rounded = {name: matrix.stored for name, matrix in quantized.matrices.items()}
+    norms = {name: tensors.read(name) for name in norms_of(tensors, index)}
+    tuned = tune(
+        run,
+        layer,
+        index,
+        tensors,
+        quantized.matrices,
+        exact,
+        method.grid,
+        method.tuning,
+        lambda share: done(_TUNING_SHARE * share),
+    )
+    quantized.replace(tuned)
+    errors = quantized.errors()
+    with errors.watching():
+        outputs = [output.cpu() for output in run.run(layer, index)]
+    after = _output_error(outputs, exact)
+    result.output_errors.append((before, after))
+    if not after < before:
+        quantized.replace({**rounded, **norms})
+        errors = quantized.errors()
+        with errors.watching():
+            outputs = [output.cpu() for output in run.run(layer, index)]
+    run.states = outputs
     return errors
+
+
+def _output_error(outputs: Iterable[Tensor], exact: Iterable[Tensor]) -> float:
+    """The mean of tune.output_error over all tokens."""
+    total, count = 0.0, 0
+    for output, wanted in zip(outputs, exact):
+        found = output_error(output, wanted.to(output.device))
+        total, count = total + float(found.double().sum()), count + found.numel()
+    return total / count
 
 
 def fold(tensors: SourceTensors, shared: SharedInput, scales: Tensor) -> None:
@@ -216,6 +340,24 @@ def _few_tokens(planned: PlannedConversion, method: Method, num_tokens: int) -> 
         return []
     found = f"{num_tokens:,} calibration tokens are few for matrices of {inputs:,} inputs"
     return [f"{found}: {method.name} wants {wanted:,} or more, or loses on other texts"]
+
+
+def long_time(planned: PlannedConversion, method: Method) -> list[str]:
+    """A warning, where the method trains on a CPU."""
+    tuning, config = method.tuning, planned.config
+    if tuning is None or choose_device(EngineConfig()).type != "cpu":
+        return []
+    covered = [item.spec for item in planned.conversions if method.quantization.covers(item.spec)]
+    weights = sum(math.prod(spec.shape) for spec in covered) // config.num_layers
+    tokens = tuning.steps * tuning.sequences * min(SEQUENCE_TOKENS, config.max_positions)
+    operations = (
+        6 * weights * tokens
+    )  # multiply and add: of the outputs, the inputs' and the weights' gradients
+    minutes = operations / _CPU_OPERATIONS_PER_S / 60
+    return [
+        f"{method.name} trains each of {config.num_layers} layers for {tuning.steps:,} steps, which is slow "
+        f"without a GPU: up to {minutes:,.1f} minutes a layer at {_CPU_OPERATIONS_PER_S:.0e} operations/s"
+    ]
 
 
 def _dtype_that_fits(planned: PlannedConversion) -> torch.dtype:

@@ -15,6 +15,7 @@ from tridecode.converters.quantize.rounding import Grid
 from tridecode.converters.quantize.search import best_ranges
 from tridecode.converters.quantize.smoothquant import searched_smoothing_scales, smoothing_scales
 from tridecode.converters.quantize.statistics import InputStatistics
+from tridecode.converters.quantize.tune import Tuning
 from tridecode.kernels.quantized import QuantizedWeight
 
 #: matrices (out, in) over one input, and its statistics -> (in,) scales
@@ -28,7 +29,9 @@ class Method:
     """scales: per input, folded where a tensor can take them back; None: nothing is folded.
 
     activations: of QuantizedWeight. tokens_per_input: with fewer calibration tokens for each input of a
-    matrix the result can be worse than rounding to nearest.
+    matrix the result can be worse than rounding to nearest. counts_first: whether the statistics count the
+    first token of each sequence, at which some models have values hundreds of times as large as elsewhere.
+    tuning: of each layer after rounding; None: none.
     """
 
     name: str
@@ -37,6 +40,8 @@ class Method:
     scales: Scales | None = None
     activations: str = ""
     tokens_per_input: int = 0
+    counts_first: bool = True
+    tuning: Tuning | None = None
 
     @property
     def quantization(self) -> Quantization:
@@ -67,11 +72,12 @@ _GPTQ = {
     "w8a8-fp8-gptq": (Grid("fp8", 0, symmetric=True), "fp8"),
     "w8a8-fp8-blocks-gptq": (Grid("fp8", BLOCK, symmetric=True, block_rows=BLOCK), "fp8"),
 }
-METHODS = (*_GPTQ, "int4-gptq", "int4-awq", "int4-awq-gptq", "smoothquant", "smoothquant-gptq")
+METHODS = (*_GPTQ, "int4-gptq", "int4-awq", "int4-awq-gptq", "int4-tuned", "smoothquant", "smoothquant-gptq")
 
 
-def method_of(name: str, group_size: int = 128) -> Method:
-    """group_size: of the int4 methods. ConfigError for an unknown name or size."""
+def method_of(name: str, group_size: int = 128, tuning: Tuning = Tuning()) -> Method:
+    """group_size: of the int4 methods. tuning: of the methods that tune. ConfigError for an unknown name or
+    size."""
     if group_size < 1:
         raise ConfigError(f"the group size is {group_size}; wanted 1 or more")
     groups, per_output = Grid("int4", group_size), Grid("int8", 0, symmetric=True)
@@ -84,6 +90,8 @@ def method_of(name: str, group_size: int = 128) -> Method:
         return Method(name, groups, _clipped, _awq_scales)
     if name == "int4-awq-gptq":
         return Method(name, groups, _clipped_gptq, _awq_scales, tokens_per_input=_GPTQ_TOKENS)
+    if name == "int4-tuned":
+        return replace(method_of("int4-awq-gptq", group_size), name=name, counts_first=False, tuning=tuning)
     if name == "smoothquant":
         return Method(name, per_output, _nearest, _smoothing_scales, "int8")
     if name == "smoothquant-gptq":

@@ -45,6 +45,10 @@ class SourceTensors:
     def sources(self, name: str) -> tuple[str, ...]:
         return self._conversions[name].sources
 
+    def parameters(self, name: str) -> dict[str, Tensor]:
+        """By source, what the model holds."""
+        return dict(zip(self.sources(name), self._parts(name)))
+
     def read(self, name: str) -> Tensor:
         """A copy of the tensor, contiguous, in the dtype and on the device of the model."""
         made = self._made(name, [part.detach() for part in self._parts(name)])

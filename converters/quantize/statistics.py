@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -48,8 +48,9 @@ class _Sums:
         self._random = torch.Generator().manual_seed(0)
 
     def add(self, x: Tensor) -> None:
-        """x: (..., in)."""
-        x = x.detach().flatten(0, -2)
+        """x: (tokens, in)."""
+        if not x.shape[0]:
+            return
         magnitudes = x.abs()
         if self.sums is None:
             size = x.shape[1]
@@ -89,10 +90,14 @@ class _Sums:
 
 
 class Collector:
-    """The statistics of several modules' inputs, by name."""
+    """The statistics of several modules' inputs, by name.
 
-    def __init__(self) -> None:
+    length: of the sequences that run now; then their first tokens do not count. None: all count.
+    """
+
+    def __init__(self, length: Callable[[], int] | None = None) -> None:
         self._sums: dict[str, _Sums] = {}
+        self._length = length
 
     @contextmanager
     def watching(self, modules: Mapping[str, Module]) -> Iterator[None]:
@@ -100,7 +105,7 @@ class Collector:
 
         def watch(name: str, module: Module) -> Any:
             sums = self._sums.setdefault(name, _Sums())
-            return module.register_forward_pre_hook(lambda _module, args: sums.add(args[0]))
+            return module.register_forward_pre_hook(lambda _module, args: sums.add(self._counted(args[0])))
 
         handles = [watch(name, module) for name, module in modules.items()]
         try:
@@ -108,6 +113,11 @@ class Collector:
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _counted(self, x: Tensor) -> Tensor:
+        """x: (..., in), the tokens of one sequence after the other."""
+        x = x.detach().flatten(0, -2)
+        return x if self._length is None else x.unflatten(0, (-1, self._length()))[:, 1:].flatten(0, 1)
 
     def taken(self, name: str) -> InputStatistics:
         """The statistics of a module, which are freed here.

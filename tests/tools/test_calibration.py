@@ -14,7 +14,7 @@ from tridecode.backend.models import read_model_config
 from tridecode.converters.quantize.methods import METHODS
 from tridecode.tools import repo_commands
 
-FOLDED = ("int4-awq", "int4-awq-gptq", "smoothquant", "smoothquant-gptq")
+FOLDED = ("int4-awq", "int4-awq-gptq", "int4-tuned", "smoothquant", "smoothquant-gptq")
 WEIGHTS = Path("fastertransformer/1/1-gpu")
 
 
@@ -23,7 +23,14 @@ def build(tmp_path: Path, method: str, **options) -> Path:
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     source = save(FAMILIES["llama"](), tmp_path / "source")
-    settings = {"calibrate": texts, "quantize_group": 8, "quantize_floor": "5,0", "dtype": "fp32", **options}
+    settings = {
+        "calibrate": texts,
+        "quantize_group": 8,
+        "quantize_floor": "5,0",
+        "dtype": "fp32",
+        "tune_steps": 20,
+        **options,
+    }
     repo_commands.build_repo(str(source), tmp_path / "models", quantize=method, **settings)
     return tmp_path / "models"
 

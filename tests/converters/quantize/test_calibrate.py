@@ -22,6 +22,7 @@ from tridecode.converters.quantize.rounding import Grid
 from tridecode.converters.quantize.source_tensors import source_tensors
 from tridecode.converters.quantize.statistics import InputStatistics
 from tridecode.converters.quantize.texts import BUILT_IN_NOTE
+from tridecode.converters.quantize.tune import Tuning
 from tridecode.kernels.quantized import QuantizedWeight
 
 CPU = torch.device("cpu")
@@ -111,7 +112,7 @@ def test_the_directorys_tensors_are_the_quantised_models(family: str, name: str,
     """A model of transformers with the result's tensors, put in by the test, is the calibrated model."""
     planned = planned_of(family, tmp_path / "m")
     model = planned.checkpoint.reference_model(torch.float32)
-    result = calibrate_model(model, planned, SEQUENCES, method_of(name, 16), device=CPU)
+    result = calibrate_model(model, planned, SEQUENCES, method_of(name, 16, Tuning(20)), device=CPU)
     matrices = {key for key, value in result.changed.items() if isinstance(value, QuantizedWeight)}
     specs = {item.spec.name: item.spec for item in planned.conversions}
     assert matrices == {

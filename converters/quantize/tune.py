@@ -1,0 +1,286 @@
+"""Tunes the rounded tensors of a layer so that its output is near the exact layer's.
+
+Reconstruction of a block (BRECQ: Li et al. 2021, https://arxiv.org/abs/2102.05426) by training the scales
+and the levels of its matrices together (EfficientQAT: Chen et al. 2024, https://arxiv.org/abs/2407.11062),
+and the weights of its norms. Which level a weight gets follows from the block's error, not from its own
+(AdaRound: Nagel et al. 2020, https://arxiv.org/abs/2004.10568).
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.utils.rnn import pad_sequence
+
+from tridecode.backend.errors import CheckpointError
+from tridecode.converters.quantize.layers import LayerRun
+from tridecode.converters.quantize.rounding import Grid
+from tridecode.converters.quantize.source_tensors import SourceTensors
+from tridecode.kernels.quantized import QuantizedWeight, unpacked
+
+_LEVELS = 15  # the highest of int4
+#: of a level's start from its rounding limits: the first step does not change all levels
+_FROM_THE_LIMIT = 0.05
+_BETAS = (0.9, 0.95)
+_LENGTHS = 64  # batches are padded to a multiple
+_CHECK_STEPS = 25  # a check waits for the GPU
+#: of the free memory of a GPU, that the hidden states of one layer may take
+_HELD_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Adam with a learning rate that falls linearly to 0.
+
+    steps: for each layer. sequences: of a step, drawn with `seed`. rate: of the scales and the norms'
+    weights, relative. level_rate: of the levels.
+    """
+
+    steps: int = 300
+    sequences: int = 8
+    rate: float = 2e-3
+    level_rate: float = 1e-2
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A matrix (out, in) in the dtype of the arithmetic, and what it was rounded to: int4 in consecutive
+    groups."""
+
+    exact: Tensor
+    stored: QuantizedWeight
+
+
+def output_error(outputs: Tensor, wanted: Tensor) -> Tensor:
+    """(n, T): of outputs (n, T, C), the square of each token's error over the square of what is wanted, or
+    over 1 where that is 0."""
+    size = wanted.square().sum(-1)
+    return (outputs - wanted).square().sum(-1) / torch.where(size > 0, size, 1.0)
+
+
+def tune(
+    run: LayerRun,
+    layer: Module,
+    index: int,
+    tensors: SourceTensors,
+    matrices: Mapping[str, Rounded],
+    wanted: Sequence[Tensor],
+    grid: Grid,
+    tuning: Tuning,
+    progress: Callable[[float], None] = lambda share: None,
+) -> dict[str, QuantizedWeight | Tensor]:
+    """By name, the matrices and the layer's norms as tuned; the model stays as it is.
+
+    layer: on the run's device. wanted: its exact output (1, T, C) for each sequence of the run, whose states
+    are the inputs. The error is `output_error`, its mean over the tokens. progress: gets the share of the
+    steps that are done. Raises CheckpointError if the error is not finite.
+
+    On one device the result depends on the arguments only.
+    """
+    trained = _Trained(tensors, matrices, norms_of(tensors, index), grid)
+    parameters = _Parameters(layer, tensors, list(trained.tensors()))
+    groups = [
+        {"params": trained.relative, "base": tuning.rate},
+        {"params": trained.levels, "base": tuning.level_rate},
+    ]
+    optimizer = torch.optim.Adam(groups, lr=0.0, betas=_BETAS, fused=run.device.type == "cuda")
+    batches = _Batches(run, wanted, tuning)
+    total = torch.zeros((), dtype=torch.float64, device=run.device)
+    with _training_arithmetic(run.device):
+        for step in range(tuning.steps):
+            states, targets, lengths = batches.draw()
+            for group in optimizer.param_groups:
+                group["lr"] = group["base"] * (1 - step / tuning.steps)
+            outputs = run.call(layer, index, states, parameters.of(trained.tensors()))
+            counts = torch.arange(states.shape[1], device=run.device) < lengths[:, None]
+            loss = (output_error(outputs, targets) * counts).sum() / counts.sum()
+            optimizer.zero_grad()
+            loss.backward(inputs=trained.relative + trained.levels)
+            optimizer.step()
+            total += loss.detach()
+            if (step + 1) % _CHECK_STEPS == 0 or step + 1 == tuning.steps:
+                if not math.isfinite(total):
+                    raise CheckpointError(f"tuning layer {index}: the error of its output is not finite")
+                progress((step + 1) / tuning.steps)
+    return trained.stored()
+
+
+def norms_of(tensors: SourceTensors, index: int) -> list[str]:
+    """Weights and biases of the norms within a layer, those of heads included."""
+    names = [name for name in tensors.names() if tensors.spec(name).layer == index]
+    return [name for name in names if _module(name).endswith("norm") or _module(name).startswith("ln_")]
+
+
+def _module(name: str) -> str:
+    """model.layers.0.ln_mlp.weight -> ln_mlp"""
+    return name.split(".")[-2]
+
+
+class _Matrix:
+    """A rounded matrix whose levels and scales are trained.
+
+    levels: (out, G, size), real numbers, rounded in the forward pass; the gradient passes as if they were
+    not. They start between the rounded level and the exact weight's place. changes: (out, G, 1) relative, of
+    the scales.
+    """
+
+    def __init__(self, rounded: Rounded, grid: Grid):
+        exact, stored = rounded.exact, rounded.stored
+        assert stored.format == "int4" and stored.groups is None
+        self._grid, self._columns = grid, stored.columns
+        self._scales = stored.scales.to(exact)[..., None]
+        zeros = torch.full_like(stored.scales, 8) if stored.zeros is None else stored.zeros
+        self._zeros = zeros.to(exact)[..., None]
+        levels = grid.grouped(unpacked(stored.values, stored.columns).to(exact))
+        away = grid.grouped(exact) / self._scales + self._zeros - levels
+        most = 0.5 - _FROM_THE_LIMIT
+        self.levels = (levels + away.clamp(-most, most)).requires_grad_()
+        self.changes = torch.zeros_like(self._scales).requires_grad_()
+
+    def weight(self) -> Tensor:
+        """(out, in)."""
+        rounded = self.levels + (self.levels.round() - self.levels).detach()
+        weight = (rounded.clamp(0, _LEVELS) - self._zeros) * (self._scales * (1 + self.changes))
+        return weight.flatten(1)[:, : self._columns]
+
+    @torch.no_grad()
+    def stored(self) -> QuantizedWeight:
+        levels = self.levels.round().clamp(0, _LEVELS).flatten(1)[:, : self._columns]
+        scales = (self._scales * (1 + self.changes)).squeeze(-1)
+        return self._grid.stored(levels, scales, self._zeros.squeeze(-1))
+
+
+class _Norm:
+    """A weight or a bias of a norm. changes: of it, in units of the weight, or of its root mean square for a
+    bias, which may be 0."""
+
+    def __init__(self, tensor: Tensor, unit: Tensor):
+        self._tensor, self._unit = tensor, unit
+        self.changes = torch.zeros_like(tensor).requires_grad_()
+
+    def value(self) -> Tensor:
+        return self._tensor + self._unit * self.changes
+
+
+class _Trained:
+    """What is trained of a layer, by name of the tensor."""
+
+    def __init__(
+        self, tensors: SourceTensors, matrices: Mapping[str, Rounded], norms: Sequence[str], grid: Grid
+    ):
+        self._matrices = {name: _Matrix(rounded, grid) for name, rounded in matrices.items()}
+        self._norms = {}
+        for name in norms:
+            weight = tensors.read(f"{name.removesuffix('.bias')}.weight" if name.endswith(".bias") else name)
+            unit = weight.square().mean().sqrt() if name.endswith(".bias") else weight
+            self._norms[name] = _Norm(tensors.read(name), unit)
+        self.levels = [matrix.levels for matrix in self._matrices.values()]
+        self.relative = [matrix.changes for matrix in self._matrices.values()]
+        self.relative += [norm.changes for norm in self._norms.values()]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """As a weight directory has them: matrices (in, out)."""
+        made = {name: matrix.weight().t() for name, matrix in self._matrices.items()}
+        return made | {name: norm.value() for name, norm in self._norms.items()}
+
+    def stored(self) -> dict[str, QuantizedWeight | Tensor]:
+        made: dict[str, QuantizedWeight | Tensor] = {
+            name: matrix.stored() for name, matrix in self._matrices.items()
+        }
+        return made | {name: norm.value().detach() for name, norm in self._norms.items()}
+
+
+class _Parameters:
+    """Tensors of a weight directory as parameters of the layer, by the layer's names."""
+
+    def __init__(self, layer: Module, tensors: SourceTensors, names: Sequence[str]):
+        self._tensors, self._others = tensors, tensors.others(names)
+        own = {id(parameter): name for name, parameter in layer.named_parameters()}
+        self._names = {
+            source: own[id(parameter)]
+            for name in names
+            for source, parameter in tensors.parameters(name).items()
+            if id(parameter) in own
+        }
+
+    def of(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = dict(self._others)
+        for name, tensor in made.items():
+            for source, part in self._tensors.parts(name, tensor).items():
+                found[source] = found[source] + part if source in found else part
+        return {self._names[source]: part for source, part in found.items()}
+
+
+class _Batches:
+    """Sequences drawn at random with what the exact layer makes of them, padded behind to one length: in a
+    causal model nothing in front depends on it."""
+
+    def __init__(self, run: LayerRun, wanted: Sequence[Tensor], tuning: Tuning):
+        self._device, self._dtype, self._count = run.device, run.dtype, tuning.sequences
+        self._random = torch.Generator().manual_seed(tuning.seed)
+        self._longest = max(state.shape[1] for state in run.states)
+        self._states, self._wanted = list(run.states), list(wanted)
+        if self._fit_on_the_device():
+            self._states, self._wanted = (
+                [self._placed(part) for part in parts] for parts in (self._states, self._wanted)
+            )
+
+    def draw(self) -> tuple[Tensor, Tensor, Tensor]:
+        """States and targets (n, T, C), and lengths (n,)."""
+        at = torch.randint(len(self._states), (self._count,), generator=self._random).tolist()
+        lengths = [self._states[number].shape[1] for number in at]
+        whole = min(-(-max(lengths) // _LENGTHS) * _LENGTHS, self._longest)
+        states, wanted = (self._joined([parts[number] for number in at], whole) for parts in self._parts())
+        return states, wanted, torch.tensor(lengths, device=self._device)
+
+    def _parts(self) -> tuple[list[Tensor], list[Tensor]]:
+        return self._states, self._wanted
+
+    def _joined(self, parts: list[Tensor], length: int) -> Tensor:
+        """(1, T, C) each -> (n, length, C)."""
+        joined = pad_sequence([part[0] for part in parts], batch_first=True)
+        joined = torch.nn.functional.pad(joined, (0, 0, 0, length - joined.shape[1]))
+        return self._placed(joined)
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, self._dtype)
+
+    def _fit_on_the_device(self) -> bool:
+        if self._device.type != "cuda":
+            return False
+        wanted = sum(part.numel() for parts in self._parts() for part in parts) * self._dtype.itemsize
+        return wanted < _HELD_SHARE * torch.cuda.mem_get_info(self._device)[0]
+
+
+@contextmanager
+def _training_arithmetic(device: torch.device) -> Iterator[None]:
+    """Products in TF32, whose rounding is far below int4's, and gradients that are the same each time."""
+    if device.type != "cuda":
+        yield
+        return
+    matmul, options = torch.backends.cuda.matmul, cast(Any, torch.utils.deterministic)
+    before = (
+        matmul.allow_tf32,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        options.fill_uninitialized_memory,
+    )
+    matmul.allow_tf32 = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    options.fill_uninitialized_memory = False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of operations that are the same each time only in practice
+            yield
+    finally:
+        matmul.allow_tf32, deterministic, only_warns, options.fill_uninitialized_memory = before
+        torch.use_deterministic_algorithms(deterministic, warn_only=only_warns)
