@@ -285,7 +285,7 @@ def _tune_layer(
     assert method.tuning is not None
     before = _output_error(run.run(layer, index), exact)
     rounded = {name: matrix.stored for name, matrix in quantized.matrices.items()}
-    norms = {name: tensors.read(name) for name in norms_of(tensors, index)}
+    norms, dense = {name: tensors.read(name) for name in norms_of(tensors, index)}, set(quantized.dense)
     tuned = tune(
         run,
         layer,
@@ -305,6 +305,7 @@ def _tune_layer(
     result.output_errors.append((before, after))
     if not after < before:
         quantized.replace({**rounded, **norms})
+        quantized.dense = dense
         errors = quantized.errors()
         with errors.watching():
             outputs = [output.cpu() for output in run.run(layer, index)]
