@@ -188,13 +188,21 @@ def _statistics(
 ) -> list[InputStatistics]:
     """Of each input of the layer."""
     names = [input_module(tensors, shared) for shared in inputs]
-    # where each sequence is one token, first tokens are all there is
-    counts_first = method.counts_first or all(state.shape[1] == 1 for state in run.states)
-    collector = Collector(None if counts_first else lambda: run.length)
+    collector = Collector(lambda: run.length, _first_weight(method, run, tensors, inputs))
     with collector.watching({name: tensors.model.get_submodule(name) for name in names}):
         for _output in run.run(layer, index):
             pass
     return [collector.taken(name) for name in names]
+
+
+def _first_weight(
+    method: Method, run: LayerRun, tensors: SourceTensors, inputs: Sequence[SharedInput]
+) -> float:
+    """method.first_weight, where there are enough tokens for it, and others than first ones."""
+    widest = max(tensors.spec(name).shape[0] for shared in inputs for name in shared.matrices)
+    lengths = [state.shape[1] for state in run.states]
+    enough = sum(lengths) >= method.first_weight_tokens * widest and max(lengths) > 1
+    return method.first_weight if enough else 1.0
 
 
 class _Share:

@@ -20,8 +20,8 @@ SAMPLE = 1024  # inputs
 class InputStatistics:
     """Of the inputs x of one matrix, in their dtype: float32 or float64.
 
-    hessian: (in, in) the mean of x x^T. mean_abs, max_abs: (in,) of |x|. sample: (R, in), x drawn at random,
-    at most SAMPLE.
+    hessian: (in, in) the mean of x x^T, in which first tokens may have another weight. mean_abs, max_abs:
+    (in,) of |x|. sample: (R, in), x drawn at random, at most SAMPLE.
     """
 
     hessian: Tensor
@@ -43,19 +43,23 @@ class _Sums:
     """Sums over the tokens seen so far."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count, self.weight = 0, 0.0
         self.sums: InputStatistics | None = None
         self._random = torch.Generator().manual_seed(0)
 
-    def add(self, x: Tensor) -> None:
-        """x: (tokens, in)."""
-        if not x.shape[0]:
-            return
+    def add(self, x: Tensor, length: int, first_weight: float) -> None:
+        """x: (..., in), sequences of `length` tokens one after the other. first_weight: in the Hessian."""
+        x = x.detach().flatten(0, -2)
         magnitudes = x.abs()
         if self.sums is None:
             size = x.shape[1]
             self.sums = InputStatistics(x.new_zeros(size, size), x.new_zeros(size), x.new_zeros(size), x[:0])
-        self.sums.hessian.addmm_(x.t(), x)
+        weighted = x
+        if first_weight != 1:
+            weighted = x.clone()
+            weighted[::length] *= first_weight**0.5
+        self.sums.hessian.addmm_(weighted.t(), weighted)
+        self.weight += x.shape[0] - (1 - first_weight) * (x.shape[0] // length)
         self.sums.mean_abs += magnitudes.sum(0)
         self.sums.max_abs = torch.maximum(self.sums.max_abs, magnitudes.amax(0))
         self.sums.sample = self._sampled(self.sums.sample, x)
@@ -85,19 +89,19 @@ class _Sums:
             raise CheckpointError(f"the calibration texts give inputs of {name} that are not finite")
         sums = self.sums
         return InputStatistics(
-            sums.hessian.div_(self.count), sums.mean_abs.div_(self.count), sums.max_abs, sums.sample
+            sums.hessian.div_(self.weight), sums.mean_abs.div_(self.count), sums.max_abs, sums.sample
         )
 
 
 class Collector:
     """The statistics of several modules' inputs, by name.
 
-    length: of the sequences that run now; then their first tokens do not count. None: all count.
+    length: tells that of the sequences that run now. first_weight: of their first tokens in the Hessians.
     """
 
-    def __init__(self, length: Callable[[], int] | None = None) -> None:
+    def __init__(self, length: Callable[[], int] = lambda: 1, first_weight: float = 1.0) -> None:
         self._sums: dict[str, _Sums] = {}
-        self._length = length
+        self._length, self._first_weight = length, first_weight
 
     @contextmanager
     def watching(self, modules: Mapping[str, Module]) -> Iterator[None]:
@@ -105,7 +109,9 @@ class Collector:
 
         def watch(name: str, module: Module) -> Any:
             sums = self._sums.setdefault(name, _Sums())
-            return module.register_forward_pre_hook(lambda _module, args: sums.add(self._counted(args[0])))
+            return module.register_forward_pre_hook(
+                lambda _module, args: sums.add(args[0], self._length(), self._first_weight)
+            )
 
         handles = [watch(name, module) for name, module in modules.items()]
         try:
@@ -113,11 +119,6 @@ class Collector:
         finally:
             for handle in handles:
                 handle.remove()
-
-    def _counted(self, x: Tensor) -> Tensor:
-        """x: (..., in), the tokens of one sequence after the other."""
-        x = x.detach().flatten(0, -2)
-        return x if self._length is None else x.unflatten(0, (-1, self._length()))[:, 1:].flatten(0, 1)
 
     def taken(self, name: str) -> InputStatistics:
         """The statistics of a module, which are freed here.

@@ -35,7 +35,7 @@ from tridecode.kernels.quantized import QuantizedWeight, unpacked
 
 CPU = torch.device("cpu")
 GROUP = 16
-FEW = Tuning(steps=40, sequences=4)
+FEW = Tuning(steps=80, sequences=4)
 #: what changes which parameters a layer has, and where they lie
 CASES = [
     "gpt2",
@@ -267,7 +267,8 @@ def test_gradients_are_those_of_the_model_with_the_tensors_written_into_it(case:
 
 
 @pytest.mark.parametrize("family, module", [("llama", "mlp.up_proj"), ("opt", "fc1")])
-def test_first_tokens_do_not_count(family: str, module: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("weight", [0.0, 0.25])
+def test_first_tokens_have_their_weight(family: str, module: str, weight: float, tmp_path: Path) -> None:
     """Of the first layer; OPT's fc1 gets the tokens of all sequences in one row of them."""
     planned, sequences = planned_of(family, tmp_path / "m"), sequences_of(lengths=(6, 6, 4, 1))
     model, inputs, seen = planned.checkpoint.reference_model(torch.float32), [], {}
@@ -276,7 +277,7 @@ def test_first_tokens_do_not_count(family: str, module: str, tmp_path: Path) -> 
         inner[0]
         .get_submodule(module)
         .register_forward_pre_hook(
-            lambda _module, args: inputs.append(args[0].reshape(-1, args[0].shape[-1])[1:].double())
+            lambda _module, args: inputs.append(args[0].reshape(-1, args[0].shape[-1]).double())
         )
     )
     with torch.no_grad():
@@ -284,24 +285,38 @@ def test_first_tokens_do_not_count(family: str, module: str, tmp_path: Path) -> 
             model(torch.tensor([ids]), use_cache=False)
     handle.remove()
     x = torch.cat(inputs)
+    hessian, total = torch.zeros(x.shape[1], x.shape[1], dtype=torch.float64), 0.0
+    for sequence in inputs:
+        for place, row in enumerate(sequence):
+            counts = weight if place == 0 else 1.0
+            hessian, total = hessian + counts * torch.outer(row, row), total + counts
 
     def note(name, weight, statistics, grid):
         seen[name] = statistics
         return grid.rounded(weight)
 
-    method = Method("noted", Grid("int4", GROUP), note, counts_first=False)
+    method = Method("noted", Grid("int4", GROUP), note, first_weight=weight)
     calibrate_model(model, planned, sequences, method, device=CPU)
     name = {"llama": "mlp.up_proj", "opt": "mlp.dense_h_to_4h"}[family]
     found = seen[f"model.layers.0.{name}.weight"]
-    assert len(x) == 5 + 5 + 3
-    torch.testing.assert_close(found.hessian.double(), x.T @ x / len(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.hessian.double(), hessian / total, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found.mean_abs.double(), x.abs().mean(0), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(found.sample.double(), x, rtol=1e-4, atol=1e-5)
 
 
-def test_sequences_of_one_token_count(tmp_path: Path) -> None:
-    result = calibrated(planned_of("gpt2", tmp_path / "m"), method_of("int4-tuned", GROUP, FEW), [[5], [9]])
-    assert len(result.output_errors) == 2
+@pytest.mark.parametrize("sequences, limit", [([[5], [9], [11]], 0), (sequences_of(), 2)])
+def test_first_tokens_count_where_there_are_few_others(
+    sequences: list[list[int]], limit: int, tmp_path: Path
+) -> None:
+    """Sequences of one token, and 103 tokens where 96 inputs want 192."""
+    planned = planned_of("gpt2", tmp_path / "m")
+    whole = replace(method_of("int4-tuned", GROUP), tuning=None, first_weight=1.0)
+    method = replace(whole, first_weight=0.0, first_weight_tokens=limit)
+    digests = {
+        calibrated(planned, each, sequences).conversion().replaced_by
+        for each in (whole, method, replace(method, first_weight_tokens=1))
+    }
+    assert len(digests) == (1 if max(map(len, sequences)) == 1 else 2)
 
 
 # ---------------------------------------------------------------- what goes wrong
