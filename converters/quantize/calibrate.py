@@ -158,7 +158,7 @@ def calibrate_model(
             inputs = shared_inputs(config, specs, index)
             # no name keeps the statistics while those of the next layer are collected
             quantized = _quantize_layer(
-                method, tensors, inputs, _statistics(run, layer, index, inputs, tensors, method)
+                method, tensors, inputs, _statistics(run, layer, index, inputs, tensors)
             )
             if exact is None:
                 errors = quantized.errors()
@@ -184,25 +184,14 @@ def _statistics(
     index: int,
     inputs: Sequence[SharedInput],
     tensors: SourceTensors,
-    method: Method,
 ) -> list[InputStatistics]:
     """Of each input of the layer."""
     names = [input_module(tensors, shared) for shared in inputs]
-    collector = Collector(lambda: run.length, _first_weight(method, run, tensors, inputs))
+    collector = Collector()
     with collector.watching({name: tensors.model.get_submodule(name) for name in names}):
         for _output in run.run(layer, index):
             pass
     return [collector.taken(name) for name in names]
-
-
-def _first_weight(
-    method: Method, run: LayerRun, tensors: SourceTensors, inputs: Sequence[SharedInput]
-) -> float:
-    """method.first_weight, where there are enough tokens for it, and others than first ones."""
-    widest = max(tensors.spec(name).shape[0] for shared in inputs for name in shared.matrices)
-    lengths = [state.shape[1] for state in run.states]
-    enough = sum(lengths) >= method.first_weight_tokens * widest and max(lengths) > 1
-    return method.first_weight if enough else 1.0
 
 
 class _Share:
@@ -359,9 +348,7 @@ def long_time(planned: PlannedConversion, method: Method) -> list[str]:
     covered = [item.spec for item in planned.conversions if method.quantization.covers(item.spec)]
     weights = sum(math.prod(spec.shape) for spec in covered) // config.num_layers
     tokens = tuning.steps * tuning.sequences * min(SEQUENCE_TOKENS, config.max_positions)
-    operations = (
-        6 * weights * tokens
-    )  # multiply and add: of the outputs, the inputs' and the weights' gradients
+    operations = 6 * weights * tokens  # of the outputs, and of the gradients of inputs and weights
     minutes = operations / _CPU_OPERATIONS_PER_S / 60
     return [
         f"{method.name} trains each of {config.num_layers} layers for {tuning.steps:,} steps, which is slow "

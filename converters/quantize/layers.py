@@ -40,7 +40,6 @@ class LayerRun:
     ):
         self.device, self.dtype = device, dtype
         self.states: list[Tensor] = []
-        self.length = 0  # of the sequences that run now
         self._model, self._layers, self._recorder = model, layers, _Recorder()
         # by number and length of the sequences: of each layer; of one layer, on the device
         self._arguments: dict[tuple[int, int], list[_Arguments]] = {}
@@ -60,7 +59,6 @@ class LayerRun:
     def run(self, layer: Module, index: int, states: Sequence[Tensor] | None = None) -> Iterator[Tensor]:
         """The layer's output for each sequence. states: None: those of the run."""
         for together in _of_one_length(self.states if states is None else states):
-            self.length = together[0].shape[1]
             with torch.no_grad():
                 outputs = self.call(layer, index, torch.cat(together).to(self.device, self.dtype))
             yield from outputs.split(1)

@@ -29,10 +29,7 @@ class Method:
     """scales: per input, folded where a tensor can take them back; None: nothing is folded.
 
     activations: of QuantizedWeight. tokens_per_input: with fewer calibration tokens for each input of a
-    matrix the result can be worse than rounding to nearest. first_weight: in the Hessians, of the first token
-    of each sequence, at which some models have values hundreds of times as large as elsewhere; it holds from
-    first_weight_tokens calibration tokens for each input on, with fewer it is 1. tuning: of each layer after
-    rounding; None: none.
+    matrix the result can be worse than rounding to nearest. tuning: of each layer after rounding; None: none.
     """
 
     name: str
@@ -41,8 +38,6 @@ class Method:
     scales: Scales | None = None
     activations: str = ""
     tokens_per_input: int = 0
-    first_weight: float = 1.0
-    first_weight_tokens: int = 0
     tuning: Tuning | None = None
 
     @property
@@ -66,9 +61,6 @@ class Method:
 
 #: SmolLM2-135M, 1,536 inputs: 860 tokens gained a fifth of the divergence, 500 lost 5 % on unlike texts
 _GPTQ_TOKENS = 4
-#: SmolLM2-135M, 1,536 inputs, int4-awq-gptq without first tokens: with 80 tokens an input the divergence is
-#: 0.097 nats (0.088 with them), with 3 it is 0.96 (0.11): too little is known of what they alone have
-_FIRST_WEIGHT_TOKENS = 64
 #: name -> grid, and format of activations
 _GPTQ = {
     "int8-gptq": (Grid("int8", 0, symmetric=True), ""),
@@ -96,13 +88,7 @@ def method_of(name: str, group_size: int = 128, tuning: Tuning = Tuning()) -> Me
     if name == "int4-awq-gptq":
         return Method(name, groups, _clipped_gptq, _awq_scales, tokens_per_input=_GPTQ_TOKENS)
     if name == "int4-tuned":
-        return replace(
-            method_of("int4-awq-gptq", group_size),
-            name=name,
-            first_weight=0.0,
-            first_weight_tokens=_FIRST_WEIGHT_TOKENS,
-            tuning=tuning,
-        )
+        return replace(method_of("int4-awq-gptq", group_size), name=name, tuning=tuning)
     if name == "smoothquant":
         return Method(name, per_output, _nearest, _smoothing_scales, "int8")
     if name == "smoothquant-gptq":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +20,8 @@ SAMPLE = 1024  # inputs
 class InputStatistics:
     """Of the inputs x of one matrix, in their dtype: float32 or float64.
 
-    hessian: (in, in) the mean of x x^T, in which first tokens may have another weight. mean_abs, max_abs:
-    (in,) of |x|. sample: (R, in), x drawn at random, at most SAMPLE.
+    hessian: (in, in) the mean of x x^T. mean_abs, max_abs: (in,) of |x|. sample: (R, in), x drawn at random,
+    at most SAMPLE.
     """
 
     hessian: Tensor
@@ -43,23 +43,18 @@ class _Sums:
     """Sums over the tokens seen so far."""
 
     def __init__(self) -> None:
-        self.count, self.weight = 0, 0.0
+        self.count = 0
         self.sums: InputStatistics | None = None
         self._random = torch.Generator().manual_seed(0)
 
-    def add(self, x: Tensor, length: int, first_weight: float) -> None:
-        """x: (..., in), sequences of `length` tokens one after the other. first_weight: in the Hessian."""
+    def add(self, x: Tensor) -> None:
+        """x: (..., in)."""
         x = x.detach().flatten(0, -2)
         magnitudes = x.abs()
         if self.sums is None:
             size = x.shape[1]
             self.sums = InputStatistics(x.new_zeros(size, size), x.new_zeros(size), x.new_zeros(size), x[:0])
-        weighted = x
-        if first_weight != 1:
-            weighted = x.clone()
-            weighted[::length] *= first_weight**0.5
-        self.sums.hessian.addmm_(weighted.t(), weighted)
-        self.weight += x.shape[0] - (1 - first_weight) * (x.shape[0] // length)
+        self.sums.hessian.addmm_(x.t(), x)
         self.sums.mean_abs += magnitudes.sum(0)
         self.sums.max_abs = torch.maximum(self.sums.max_abs, magnitudes.amax(0))
         self.sums.sample = self._sampled(self.sums.sample, x)
@@ -89,19 +84,15 @@ class _Sums:
             raise CheckpointError(f"the calibration texts give inputs of {name} that are not finite")
         sums = self.sums
         return InputStatistics(
-            sums.hessian.div_(self.weight), sums.mean_abs.div_(self.count), sums.max_abs, sums.sample
+            sums.hessian.div_(self.count), sums.mean_abs.div_(self.count), sums.max_abs, sums.sample
         )
 
 
 class Collector:
-    """The statistics of several modules' inputs, by name.
+    """The statistics of several modules' inputs, by name."""
 
-    length: tells that of the sequences that run now. first_weight: of their first tokens in the Hessians.
-    """
-
-    def __init__(self, length: Callable[[], int] = lambda: 1, first_weight: float = 1.0) -> None:
+    def __init__(self) -> None:
         self._sums: dict[str, _Sums] = {}
-        self._length, self._first_weight = length, first_weight
 
     @contextmanager
     def watching(self, modules: Mapping[str, Module]) -> Iterator[None]:
@@ -109,9 +100,7 @@ class Collector:
 
         def watch(name: str, module: Module) -> Any:
             sums = self._sums.setdefault(name, _Sums())
-            return module.register_forward_pre_hook(
-                lambda _module, args: sums.add(args[0], self._length(), self._first_weight)
-            )
+            return module.register_forward_pre_hook(lambda _module, args: sums.add(args[0]))
 
         handles = [watch(name, module) for name, module in modules.items()]
         try:

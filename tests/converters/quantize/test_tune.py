@@ -263,62 +263,6 @@ def test_gradients_are_those_of_the_model_with_the_tensors_written_into_it(case:
             assert found == pytest.approx((far[0] - far[1]) / 2e-5, rel=1e-4, abs=1e-7)
 
 
-# ---------------------------------------------------------------- statistics without first tokens
-
-
-@pytest.mark.parametrize("family, module", [("llama", "mlp.up_proj"), ("opt", "fc1")])
-@pytest.mark.parametrize("weight", [0.0, 0.25])
-def test_first_tokens_have_their_weight(family: str, module: str, weight: float, tmp_path: Path) -> None:
-    """Of the first layer; OPT's fc1 gets the tokens of all sequences in one row of them."""
-    planned, sequences = planned_of(family, tmp_path / "m"), sequences_of(lengths=(6, 6, 4, 1))
-    model, inputs, seen = planned.checkpoint.reference_model(torch.float32), [], {}
-    inner = model.model.layers if family == "llama" else model.model.decoder.layers
-    handle = (
-        inner[0]
-        .get_submodule(module)
-        .register_forward_pre_hook(
-            lambda _module, args: inputs.append(args[0].reshape(-1, args[0].shape[-1]).double())
-        )
-    )
-    with torch.no_grad():
-        for ids in sequences:
-            model(torch.tensor([ids]), use_cache=False)
-    handle.remove()
-    x = torch.cat(inputs)
-    hessian, total = torch.zeros(x.shape[1], x.shape[1], dtype=torch.float64), 0.0
-    for sequence in inputs:
-        for place, row in enumerate(sequence):
-            counts = weight if place == 0 else 1.0
-            hessian, total = hessian + counts * torch.outer(row, row), total + counts
-
-    def note(name, weight, statistics, grid):
-        seen[name] = statistics
-        return grid.rounded(weight)
-
-    method = Method("noted", Grid("int4", GROUP), note, first_weight=weight)
-    calibrate_model(model, planned, sequences, method, device=CPU)
-    name = {"llama": "mlp.up_proj", "opt": "mlp.dense_h_to_4h"}[family]
-    found = seen[f"model.layers.0.{name}.weight"]
-    torch.testing.assert_close(found.hessian.double(), hessian / total, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found.mean_abs.double(), x.abs().mean(0), rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(found.sample.double(), x, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("sequences, limit", [([[5], [9], [11]], 0), (sequences_of(), 2)])
-def test_first_tokens_count_where_there_are_few_others(
-    sequences: list[list[int]], limit: int, tmp_path: Path
-) -> None:
-    """Sequences of one token, and 103 tokens where 96 inputs want 192."""
-    planned = planned_of("gpt2", tmp_path / "m")
-    whole = replace(method_of("int4-tuned", GROUP), tuning=None, first_weight=1.0)
-    method = replace(whole, first_weight=0.0, first_weight_tokens=limit)
-    digests = {
-        calibrated(planned, each, sequences).conversion().replaced_by
-        for each in (whole, method, replace(method, first_weight_tokens=1))
-    }
-    assert len(digests) == (1 if max(map(len, sequences)) == 1 else 2)
-
-
 # ---------------------------------------------------------------- what goes wrong
 
 
