@@ -53,7 +53,8 @@ def test_layers_run_one_by_one_as_in_the_model(
 ) -> None:
     """Each layer's output is that of the model's own run, for sequences of several lengths."""
     planned = planned_of(family, tmp_path / "m")
-    model = planned.checkpoint.reference_model(torch.float64)
+    dtype = torch.float32 if family == "xglm" else torch.float64  # transformers' mask overflows
+    model = planned.checkpoint.reference_model(dtype)
     layers, seen = layers_of(model, planned), []
 
     def keep(_module: Module, _args: tuple, output: Tensor | tuple) -> None:
@@ -63,7 +64,7 @@ def test_layers_run_one_by_one_as_in_the_model(
     logits_of(model, sequences)
     for handle in handles:
         handle.remove()
-    run = LayerRun(model, layers, sequences, CPU, torch.float64)
+    run = LayerRun(model, layers, sequences, CPU, dtype)
     for index, layer in enumerate(layers):
         run.advance(layer, index)
         for number, state in enumerate(run.states):
