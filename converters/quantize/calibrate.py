@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from tridecode.converters.quantize.built_in_texts import BUILT_IN
 from tridecode.converters.quantize.layers import LayerRun
 from tridecode.converters.quantize.methods import Method
 from tridecode.converters.quantize.products import ProductErrors, input_module, layer_run
+from tridecode.converters.quantize.quantized_layer import QuantizedLayer, quantize_layer
 from tridecode.converters.quantize.source_tensors import SourceTensors
 from tridecode.converters.quantize.statistics import Collector, InputStatistics
 from tridecode.converters.quantize.store import TensorStore
@@ -42,7 +43,7 @@ from tridecode.converters.quantize.texts import (
     check_texts,
     token_sequences,
 )
-from tridecode.converters.quantize.tune import Rounded, norms_of, output_error, tune
+from tridecode.converters.quantize.tune import norms_of, output_error, tune
 from tridecode.converters.tokenizer import load_tokenizer
 from tridecode.kernels.quantized import QuantizedWeight
 
@@ -157,7 +158,7 @@ def calibrate_model(
                 exact = [output.cpu() for output in run.run(layer, index, exact)]
             inputs = shared_inputs(config, specs, index)
             # no name keeps the statistics while those of the next layer are collected
-            quantized = _quantize_layer(
+            quantized = quantize_layer(
                 method, tensors, inputs, _statistics(run, layer, index, inputs, tensors)
             )
             if exact is None:
@@ -206,73 +207,12 @@ class _Share:
         self._told = done
 
 
-class _QuantizedLayer:
-    """What has changed of a layer; the model holds the same tensors."""
-
-    def __init__(self, tensors: SourceTensors) -> None:
-        self.tensors = tensors
-        self.matrices: dict[str, Rounded] = {}
-        self.dense: set[str] = set()  # names of tensors that are not quantised
-        self._modules: dict[str, Module] = {}  # which get the matrices' inputs
-
-    def round(self, name: str, module: Module, exact: Tensor, stored: QuantizedWeight) -> None:
-        """exact: (out, in)."""
-        self.matrices[name], self._modules[name] = Rounded(exact, stored), module
-        self.tensors.write(name, stored.expanded().to(exact.dtype).t())
-
-    def replace(self, tuned: Mapping[str, QuantizedWeight | Tensor]) -> None:
-        """Other levels and scales of matrices, and other dense tensors."""
-        for name, value in tuned.items():
-            if isinstance(value, QuantizedWeight):
-                self.round(name, self._modules[name], self.matrices[name].exact, value)
-            else:
-                self.tensors.write(name, value)
-                self.dense.add(name)
-
-    def errors(self) -> ProductErrors:
-        """What measures the products of the next run of the layer."""
-        errors = ProductErrors()
-        for name, matrix in self.matrices.items():
-            errors.expect(self._modules[name], name, matrix.exact, matrix.stored)
-        return errors
-
-    def store(self, changed: TensorStore) -> None:
-        for name, matrix in self.matrices.items():
-            changed[name] = matrix.stored
-        for name in sorted(self.dense - set(self.matrices)):
-            changed[name] = self.tensors.read(name).float().cpu()
-
-
-def _quantize_layer(
-    method: Method,
-    tensors: SourceTensors,
-    inputs: Sequence[SharedInput],
-    statistics: list[InputStatistics],
-) -> _QuantizedLayer:
-    """Fold all scales of a layer before rounding: a matrix can consume one scale and take back another."""
-    result = _QuantizedLayer(tensors)
-    for number, shared in enumerate(inputs):
-        if method.scales is not None and shared.makers:
-            weights = [tensors.read(name).t() for name in shared.matrices]
-            scales = method.scales(weights, statistics[number], method.grid)
-            fold(tensors, shared, scales)
-            statistics[number] = statistics[number].divided(scales)
-            result.dense.update(shared.makers, shared.matrices)
-    for shared, seen in zip(inputs, statistics):
-        module = tensors.model.get_submodule(input_module(tensors, shared))
-        for name in shared.matrices:
-            if method.quantization.covers(tensors.spec(name)):
-                weight = tensors.read(name).t().contiguous()  # (out, in)
-                result.round(name, module, weight, method.rounded(name, weight, seen))
-    return result
-
-
 def _tune_layer(
     result: Calibrated,
     run: LayerRun,
     layer: Module,
     index: int,
-    quantized: _QuantizedLayer,
+    quantized: QuantizedLayer,
     exact: list[Tensor],
     done: _Share,
 ) -> ProductErrors:
@@ -317,16 +257,6 @@ def _output_error(outputs: Iterable[Tensor], exact: Iterable[Tensor]) -> float:
         found = output_error(output, wanted.to(output.device))
         total, count = total + float(found.double().sum()), count + found.numel()
     return total / count
-
-
-def fold(tensors: SourceTensors, shared: SharedInput, scales: Tensor) -> None:
-    """Multiply the weights of each input by its scale (in,), and divide what makes the input."""
-    for name in shared.matrices:
-        tensors.write(name, tensors.read(name) * scales[:, None])
-    for name in shared.makers:
-        maker = tensors.read(name)
-        maker[..., shared.first : shared.stop] /= scales
-        tensors.write(name, maker)
 
 
 def _few_tokens(planned: PlannedConversion, method: Method, num_tokens: int) -> list[str]:

@@ -11,7 +11,7 @@ from tests.checkpoints import FAMILIES, save, variants
 from tests.converters.quantize.float64 import InFloat64
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import PlannedConversion, plan_conversion
-from tridecode.converters.quantize.calibrate import fold
+from tridecode.converters.quantize.quantized_layer import fold
 from tridecode.converters.quantize.source_tensors import source_tensors
 from tridecode.converters.quantize.structure import SharedInput, shared_inputs
 
