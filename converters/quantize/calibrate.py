@@ -235,19 +235,25 @@ def _tune_layer(
         lambda share: done(_TUNING_SHARE * share),
     )
     quantized.replace(tuned)
-    errors = quantized.errors()
-    with errors.watching():
-        outputs = [output.cpu() for output in run.run(layer, index)]
+    errors, outputs = _measured_run(run, layer, index, quantized)
     after = _output_error(outputs, exact)
     result.output_errors.append((before, after))
     if not after < before:
         quantized.replace({**rounded, **norms})
         quantized.dense = dense
-        errors = quantized.errors()
-        with errors.watching():
-            outputs = [output.cpu() for output in run.run(layer, index)]
+        errors, outputs = _measured_run(run, layer, index, quantized)
     run.states = outputs
     return errors
+
+
+def _measured_run(
+    run: LayerRun, layer: Module, index: int, quantized: QuantizedLayer
+) -> tuple[ProductErrors, list[Tensor]]:
+    """The errors of the layer's products and its outputs; the states of the run stay."""
+    errors = quantized.errors()
+    with errors.watching():
+        outputs = [output.cpu() for output in run.run(layer, index)]
+    return errors, outputs
 
 
 def _output_error(outputs: Iterable[Tensor], exact: Iterable[Tensor]) -> float:
