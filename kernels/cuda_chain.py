@@ -1,5 +1,5 @@
-"""Products of few tokens, each of the result of the one before it, with weights in 8 or 4 bit, in one launch
-on compute capability 9.0 (csrc/product_chain_sm90a.cu)."""
+"""Products of few tokens, each of the result of the one before it, in one launch on compute capability 9.0
+(csrc/product_chain_sm90a.cu)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from ctypes import addressof
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tridecode.kernels.cuda_base import ACTIVATIONS, DTYPES, pointer
 from tridecode.kernels.cuda_gemm import _check_linear
@@ -20,7 +21,7 @@ from tridecode.kernels.reference import GATED
 from tridecode.kernels.scratch import EXCHANGE_BYTES
 
 #: `operand` of a task -> the most tokens of a launch, where it is faster
-CHAIN_TOKENS = {1: 1, 2: 1, 3: 1, 4: 1}
+CHAIN_TOKENS = {1: 1, 2: 1, 3: 1, 4: 1, 6: 1}
 #: the most that the kernel takes
 MOST_TOKENS, MOST_PRODUCTS = 4, 4
 _OPERANDS = {"int8": 1, "fp8": 2, "two_parts": 3}
@@ -77,6 +78,8 @@ class CudaChain(CudaW8A8):
             return _OPERANDS.get(operand(weight), 0) if stays_in_8_bit(weight, dtype, self.capability) else 0
         if isinstance(weight, PackedWeight) and multiplied_in_int8(weight) and weight.order is None:
             return 4
+        if isinstance(weight, Tensor) and weight.dtype == dtype and not linear.activations:
+            return 6 if weight.is_contiguous() else 0
         return 0
 
     def _takes(self, products: Sequence[Product], kind: int) -> bool:
@@ -108,18 +111,18 @@ class CudaChain(CudaW8A8):
     def _step(self, product: Product) -> Any:
         """tridecode_chain_step."""
         weight, norm = product.linear.weight, product.norm
-        assert isinstance(weight, (QuantizedWeight, PackedWeight))
+        in_16_bit = isinstance(weight, Tensor)
         return self.library.structures["tridecode_chain_step"](
             out=product.out.data_ptr(),
             x=product.x.data_ptr(),
-            weight=weight.values.data_ptr(),
+            weight=(weight if in_16_bit else weight.values).data_ptr(),
             bias=pointer(product.linear.bias),
             residual=pointer(product.residual),
             norm_weight=0 if norm is None else norm.weight.data_ptr(),
             norm_bias=0 if norm is None else pointer(norm.bias),
             norm_eps=0.0 if norm is None else norm.eps,
-            weight_scales=pointer(weight.scales),
-            weight_groups=pointer(weight.groups),
+            weight_scales=0 if in_16_bit else pointer(weight.scales),
+            weight_groups=0 if in_16_bit else pointer(weight.groups),
             inputs=weight.shape[1],
             outputs=weight.shape[0],
             activation=ACTIVATIONS[product.activation],

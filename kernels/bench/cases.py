@@ -169,7 +169,12 @@ class Bench:
     def product_chain(self) -> Iterator[Result]:
         """What follows attention in a layer of LLaMA-3-8B and BLOOM-7B1, and the next layer's projection, in
         one launch, beside the same products one by one."""
-        kinds = {"int4": ("int4", 128, ""), "int8": ("int8", 0, ""), "w8a8-int8": ("int8", 0, "int8")}
+        kinds = {
+            "16 bit": ("", 0, ""),
+            "int4": ("int4", 128, ""),
+            "int8": ("int8", 0, ""),
+            "w8a8-int8": ("int8", 0, "int8"),
+        }
         for label in ("llama-3-8b", "bloom-7b1"):
             for kind in kinds:
                 layers = [self._chain(SHAPES[label], *kinds[kind]) for _ in range(8)]
@@ -199,9 +204,13 @@ class Bench:
 
         def linear(name: str) -> Linear:
             outputs, inputs = shapes[name].outputs, shapes[name].inputs
-            matrix = self.normal(outputs, inputs, scale=inputs**-0.5).float()
+            matrix = self.normal(outputs, inputs, scale=inputs**-0.5)
             bias = None if model.gated else self.normal(outputs, scale=0.1)
-            return self.ops.pack(Linear(round_to_nearest(matrix, format, group, activations), bias), HALF)
+            if not format:
+                return Linear(matrix, bias)
+            return self.ops.pack(
+                Linear(round_to_nearest(matrix.float(), format, group, activations), bias), HALF
+            )
 
         def norm() -> Norm:
             return Norm(self.normal(model.hidden), None if model.gated else self.normal(model.hidden), 1e-5)

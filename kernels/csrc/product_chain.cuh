@@ -45,7 +45,7 @@ struct Chain {
 };
 
 struct Maps {
-  CUtensorMap of[kMaxSteps];  // of weights in 8 bit
+  CUtensorMap of[kMaxSteps];  // of weights in 8 and 16 bit
 };
 
 // Between the consumers and the finishers. `sent`: the sums of a tile are in their buffer; `read`:
@@ -71,15 +71,18 @@ struct Declared {
 template <Values VALUES>
 struct Format {
   static constexpr bool k4Bit = VALUES == kTwoPartsOf4Bit;
+  static constexpr bool k16Bit = VALUES == kNotRounded;
   static constexpr bool kTwo = kInTwoParts<VALUES>;
-  static constexpr int kWarpUnits = k4Bit ? 2 : 1;  // of 128 inputs: chunks of granules, or boxes
+  static constexpr int kXBytes = k16Bit ? 2 : 1;  // of an input in shared memory
+  static constexpr int kUnitInputs = 128 / kXBytes;
+  static constexpr int kWarpUnits = k4Bit ? 2 : 1;  // chunks of granules, or boxes
   static constexpr int kUnits = kTeamWarps * kWarpUnits;  // of a stage
   static constexpr int kEightBytes = k4Bit ? kUnits * kGranuleBytes : kUnits * 1024;
   static constexpr int kGroupBytes = k4Bit ? kUnits * kGranuleRows * 4 : 0;
   static constexpr int kStageBytes = 2 * (kEightBytes + kGroupBytes);
   // Of a lane's token, rows g and g + 8; of x in two parts 254 times the sum. In instructions and
   // in the tile's sums.
-  using Number = typename std::conditional<VALUES == kAsE4m3, float, int>::type;
+  using Number = typename std::conditional<VALUES == kAsE4m3 || k16Bit, float, int>::type;
   using Sum = typename std::conditional<VALUES == kAsInt8, int, float>::type;
   static constexpr int kBufferBytes = kWarps * 32 * 8;  // sums of a tile, [warp][lane]
   static constexpr int kSumBytes = Handover::kBuffers * kBufferBytes;
@@ -146,6 +149,11 @@ __device__ __forceinline__ uint32_t load_shared1(uint32_t from) {
   uint32_t word;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(from));
   return word;
+}
+__device__ __forceinline__ void store_shared(uint32_t to, const uint4& words) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words.x), "r"(words.y),
+               "r"(words.z), "r"(words.w)
+               : "memory");
 }
 __device__ __forceinline__ void store_shared(uint32_t to, uint2 words) {
   asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to), "r"(words.x), "r"(words.y) : "memory");

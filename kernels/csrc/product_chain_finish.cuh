@@ -38,7 +38,7 @@ struct Finisher {
 #pragma unroll
     for (int second = 0; second < 2; ++second) {
       const int row = (eight + second * step.second) * 8 + lane / 4;
-      to.scales[second] = F::k4Bit ? 1.0f : __ldg(step.given.weight_scales + row);
+      to.scales[second] = F::k4Bit || F::k16Bit ? 1.0f : __ldg(step.given.weight_scales + row);
       if (F::kTwo) to.scales[second] *= 1.0f / 254;
       to.bias[second] = bias ? __ldg(bias + row) : 0;
     }
@@ -84,7 +84,8 @@ struct Finisher {
                                         const float (&values)[2]) const {
     const auto& given = step.given;
     const int g = lane / 4;
-    const float scale = __uint_as_float(load_shared1(places.x_scale(token())));
+    const float scale =
+        F::k16Bit ? 1.0f : __uint_as_float(load_shared1(places.x_scale(token())));
     float v[2];
 #pragma unroll
     for (int second = 0; second < 2; ++second)

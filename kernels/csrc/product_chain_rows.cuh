@@ -1,5 +1,5 @@
-// Rows of x of product_chain_sm90a.cu: every block waits for them, normalises and rounds them, and
-// leaves them in its shared memory.
+// Rows of x of product_chain_sm90a.cu: every block waits for them, normalises them, rounds them for
+// weights in 8 and 4 bit, and leaves them in its shared memory.
 #pragma once
 #include "product_chain.cuh"
 #include "row_norm.cuh"
@@ -32,9 +32,10 @@ struct Rows {
       to = ((((c >> 7) * 2 + step / 2) * columns + column) * 4 + half) * 16 + step % 2 * 8 +
            (c >> 3 & 1) * 4;
     } else {
-      const int piece = first / 2;  // of 16 inputs
+      constexpr int kApart = 16 / (8 * F::kXBytes);  // vectors of a piece of 16 bytes
+      const int piece = first / kApart;
       to = (((piece / 8 * 2 + piece % 2) * columns + column) * 4 + piece % 8 / 2) * 16 +
-           first % 2 * 8;
+           first % kApart * 8;
     }
     to += places.x, to_group = places.group_sums + (first / 16 * chain.tokens + token) * 4;
     keep(to), keep(to_group);
@@ -169,12 +170,17 @@ struct Rows {
     words[HELD - 1] = first;
   }
 
+  // Where the thread's vector `which` goes.
+  __device__ __forceinline__ uint32_t place_of(int which) const {
+    return to + which * apart * chain.columns * 8 * F::kXBytes;
+  }
+
   // Rounds the thread's vector `which`. All lanes take part.
   __device__ __forceinline__ void round_and_store(const Scaling& scaling, const uint4& words,
                                                   int which, bool valid) const {
     uint2 high, low = {};
     round_eight(words, scaling, high, low);
-    const uint32_t at = to + which * apart * chain.columns * 8;
+    const uint32_t at = place_of(which);
     store_eight(high, at, valid);
     if (F::kTwo) store_eight(low, at + 64, valid);
     if constexpr (F::k4Bit) {  // 16 lanes have the inputs of a group
@@ -276,6 +282,15 @@ struct Rows {
         }
       });
     }
+    if constexpr (F::k16Bit) {
+      if (has()) {
+#pragma unroll
+        for (int i = 0; i < HELD; ++i)
+          if (first + i * apart < pieces) store_shared(place_of(i), words[i]);
+      }
+      sync_consumers();
+      return;
+    }
     unsigned int largest = 0;
 #pragma unroll
     for (int i = 0; i < HELD; ++i) largest = largest_of(words[i], largest);
@@ -297,7 +312,7 @@ struct Rows {
     sync_consumers();
   }
 
-  // Longer rows, without a norm: they are read twice.
+  // Longer rows, without a norm: those that are rounded are read twice.
   __device__ __forceinline__ void load_long(const Step& step) const {
     const int pieces = step.given.inputs / 8;
     wait_for_tiles();
@@ -309,6 +324,16 @@ struct Rows {
         body(words, round);
       }
     };
+    if constexpr (F::k16Bit) {
+      each_round([&](uint4(&words)[kHeld], int round) {
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i)
+          if (has() && first + (round + i) * apart < pieces)
+            store_shared(place_of(round + i), words[i]);
+      });
+      sync_consumers();
+      return;
+    }
     unsigned int largest = 0;
     each_round([&](uint4(&words)[kHeld], int) {
 #pragma unroll

@@ -1,5 +1,5 @@
 // Products of 1 to 4 tokens, each of the result of the one before it, in one launch, with weights
-// in 8 or 4 bit: of a decoder's layer the projection of attention's result, the MLP, and the next
+// in 16, 8 or 4 bit: of a decoder's layer the projection of attention's result, the MLP, and the next
 // layer's projection to queries, keys and values.
 //
 // One persistent block per multiprocessor: a producer warp, two teams of eight consumer warps, and
@@ -15,14 +15,14 @@
 // and the launch's number. A fence would wait for all copies in flight, microseconds; a word that
 // has this launch's number is whole without one. A product has begun in a block when it has all
 // words of the one before it, which is therefore finished everywhere. A counter of finished tiles
-// tells when it is worth while to look at the words. Every block rounds the rows of x for itself,
-// after the norm, int8 and E4M3 as kernels/quantized.py says.
+// tells when it is worth while to look at the words. Every block normalises the rows of x for itself,
+// and for weights in 8 and 4 bit rounds them: int8 and E4M3 as kernels/quantized.py says.
 //
 // A token takes columns 2 t and 2 t + 1, of x in two int8 parts one for each, else the first: so a
 // lane has the sums of one token.
 //
-// Weights in 8 bit are rows; a box is 128 inputs of 8 rows, in the swizzle of 128 bytes. Weights in
-// 4 bit are granules (packed_weight.cuh) with their words of scale and zero.
+// Weights in 16 and 8 bit are rows; a box is 128 bytes of 8 rows, in the swizzle of 128 bytes. Weights
+// in 4 bit are granules (packed_weight.cuh) with their words of scale and zero.
 //
 // Bytes moved: all weights, once.
 // Bench: python -m tridecode.kernels.bench product_chain
@@ -80,7 +80,7 @@ struct Producer {
     int turn = 0;
     for (int i = 0; i < chain.count; ++i) {
       const Step& step = chain.steps[i];
-      const int units = step.given.inputs / 128, stages = ceil_div(units, F::kUnits);
+      const int units = step.given.inputs / F::kUnitInputs, stages = ceil_div(units, F::kUnits);
       const int from = blockIdx.x % stages;
       for (int tile = first_tile(turn); tile < step.tiles; tile += gridDim.x) {
         const int eight = eight_of(step, tile);
@@ -150,15 +150,31 @@ struct Consumer {
     keep(weights), keep(groups), keep(x), keep(x_apart), keep(all), keep(all_apart), keep(own_sums);
   }
 
-  // What the warp has of a tile. of: of the lane's token, rows g and g + 8. products: of int8, of
-  // even and odd pieces, as the instruction leaves them.
+  // What the warp has of a tile. of: of the lane's token, rows g and g + 8. products: of int8 and 16
+  // bit, of even and odd pieces, as the instruction leaves them.
   struct Totals {
     float of[2];
-    int products[2][4];
+    Number products[2][4];
   };
 
-  // The warp's unit of a stage of 8-bit weights. The lanes of a row read its pieces of 16 inputs 0,
-  // 2, 4, 6, then 1, 3, 5, 7.
+  static __device__ __forceinline__ void multiply_words(int (&c)[4], uint32_t a0, uint32_t a1,
+                                                        uint32_t a2, uint32_t a3, uint32_t b0,
+                                                        uint32_t b1) {
+    multiply_add_bytes(c, a0, a1, a2, a3, b0, b1);
+  }
+  static __device__ __forceinline__ void multiply_words(float (&c)[4], uint32_t a0, uint32_t a1,
+                                                        uint32_t a2, uint32_t a3, uint32_t b0,
+                                                        uint32_t b1) {
+    if constexpr (F::k16Bit) {
+      multiply_add<X>(c, a0, a1, a2, a3, b0, b1);
+    } else {
+      multiply_add_bytes(c, a0, a1, a2, a3, b0, b1);
+    }
+  }
+
+  // The warp's unit of a stage of rows. The lanes of a row read its pieces of 16 bytes 0, 2, 4, 6,
+  // then 1, 3, 5, 7. E4M3 instructions keep 14 bits of a sum: few inputs each. Other sums go on
+  // through the tile.
   __device__ __forceinline__ void multiply_box(Totals& totals, uint32_t at, int unit) const {
     const uint32_t piece = x + 2 * unit * x_apart;
     uint4 a0[2], a1[2], b[2];
@@ -169,24 +185,17 @@ struct Consumer {
       b[odd] = load_shared4(piece + odd * x_apart);
     }
     Number fresh[2][4] = {};
-    auto& c = of_instructions(totals, fresh);
+    Number(&c)[2][4] = VALUES == kAsE4m3 ? fresh : totals.products;
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd)
-      multiply_add_bytes(c[odd], a0[odd].x, a1[odd].x, a0[odd].y, a1[odd].y, b[odd].x, b[odd].y);
+      multiply_words(c[odd], a0[odd].x, a1[odd].x, a0[odd].y, a1[odd].y, b[odd].x, b[odd].y);
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd)
-      multiply_add_bytes(c[odd], a0[odd].z, a1[odd].z, a0[odd].w, a1[odd].w, b[odd].z, b[odd].w);
+      multiply_words(c[odd], a0[odd].z, a1[odd].z, a0[odd].w, a1[odd].w, b[odd].z, b[odd].w);
     if constexpr (VALUES == kAsE4m3) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) totals.of[i] += c[0][2 * i] + c[1][2 * i];
     }
-  }
-  // Sums of int8 go on through the tile. E4M3 instructions keep 14 bits: few inputs each.
-  static __device__ __forceinline__ int (&of_instructions(Totals& totals, int (&)[2][4]))[2][4] {
-    return totals.products;
-  }
-  static __device__ __forceinline__ float (&of_instructions(Totals&, float (&fresh)[2][4]))[2][4] {
-    return fresh;
   }
 
   // COUNT of the warp's chunks of a stage of 4-bit weights: 254 times the numbers that x's high
@@ -265,11 +274,11 @@ struct Consumer {
     Sum sums[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int first = totals.products[0][2 * i] + totals.products[1][2 * i],
-                second = totals.products[0][2 * i + 1] + totals.products[1][2 * i + 1];
-      sums[i] = VALUES == kAsInt8     ? Sum(first)
-                : VALUES == kTwoParts ? Sum(fmaf(float(first), 254.0f, float(second)))
-                                      : Sum(totals.of[i]);
+      const Number first = totals.products[0][2 * i] + totals.products[1][2 * i],
+                   second = totals.products[0][2 * i + 1] + totals.products[1][2 * i + 1];
+      sums[i] = VALUES == kAsInt8 || F::k16Bit ? Sum(first)
+                : VALUES == kTwoParts          ? Sum(fmaf(float(first), 254.0f, float(second)))
+                                               : Sum(totals.of[i]);
     }
     const unsigned int buffer = sent % Handover::kBuffers, round = sent / Handover::kBuffers;
     barrier_wait(places.read(buffer), round % 2 ^ 1);
@@ -281,7 +290,8 @@ struct Consumer {
 
   __device__ __forceinline__ void multiply(int number) {
     const Step& step = chain.steps[number];
-    int units = step.given.inputs / 128, stages = ceil_div(units, F::kUnits), tiles = step.tiles;
+    int units = step.given.inputs / F::kUnitInputs, stages = ceil_div(units, F::kUnits);
+    int tiles = step.tiles;
     int from = blockIdx.x % stages, ring_stages = chain.stages, blocks = gridDim.x;
     keep(units), keep(stages), keep(tiles), keep(from), keep(ring_stages), keep(blocks);
     int tile = first_tile(turn);
@@ -347,7 +357,7 @@ constexpr int kAlignment = 1024,
 template <Values VALUES>
 constexpr int64_t row_bytes(int inputs, int tokens) {
   using F = Format<VALUES>;
-  return int64_t(inputs) * (F::kTwo ? 2 * tokens : tokens) +
+  return int64_t(inputs) * F::kXBytes * (F::kTwo ? 2 * tokens : tokens) +
          (F::k4Bit ? inputs / 128 * tokens * 4 : 0);
 }
 
@@ -367,7 +377,8 @@ int for_values(int operand, Body body) {
   if (operand == kAsE4m3) return body(std::integral_constant<Values, kAsE4m3>());
   if (operand == kTwoParts) return body(std::integral_constant<Values, kTwoParts>());
   if (operand == kTwoPartsOf4Bit) return body(std::integral_constant<Values, kTwoPartsOf4Bit>());
-  return fail("product_chain_sm90a: operand code %d; wanted 1 to 4", operand);
+  if (operand == kNotRounded) return body(std::integral_constant<Values, kNotRounded>());
+  return fail("product_chain_sm90a: operand code %d; wanted 1 to 4, or 6", operand);
 }
 
 int check_step(const Step& step, int number) {
@@ -386,10 +397,11 @@ int check_step(const Step& step, int number) {
   return 0;
 }
 
-int encode_rows(CUtensorMap* map, const tridecode_chain_step& step, int boxes) {
-  const cuuint64_t sizes[] = {64, cuuint64_t(step.outputs), cuuint64_t(step.inputs / 128)};
-  const cuuint64_t strides[] = {cuuint64_t(step.inputs), 128};
-  const cuuint32_t box[] = {64, 8, cuuint32_t(boxes)};  // two 8-bit inputs are a 16-bit number
+// bytes: of a row, which is mapped as 16-bit numbers.
+int encode_rows(CUtensorMap* map, const tridecode_chain_step& step, int bytes, int boxes) {
+  const cuuint64_t sizes[] = {64, cuuint64_t(step.outputs), cuuint64_t(bytes / 128)};
+  const cuuint64_t strides[] = {cuuint64_t(bytes), 128};
+  const cuuint32_t box[] = {64, 8, cuuint32_t(boxes)};
   return encode_map(map, step.weight, 3, sizes, strides, box, kFloat16);
 }
 
@@ -456,10 +468,11 @@ int tridecode_product_chain_sm90a(const tridecode_chain_task* task, void* stream
       // a barrier tells the parity of a slot's round alone: no team may be a round ahead of a copy
       const int room = chain.stages - kTeams;
       chain.in_flight = room < kInFlight ? room : kInFlight;
-      chain.x_bytes = most_inputs * chain.columns;
+      chain.x_bytes = most_inputs * F::kXBytes * chain.columns;
       Maps maps = {};
       for (int i = 0; i < chain.count && !F::k4Bit; ++i)
-        if (int status = encode_rows(maps.of + i, given[i], F::kUnits)) return status;
+        if (int status = encode_rows(maps.of + i, given[i], given[i].inputs * F::kXBytes, F::kUnits))
+          return status;
       const size_t shared = kAlignment + size_t(chain.stages) * F::kStageBytes + F::kSumBytes +
                             row_bytes<kValues>(most_inputs, chain.tokens);
       return launch(name, product_chain_sm90a<X, kValues>, device().multiprocessors, kThreads,

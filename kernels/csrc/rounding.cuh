@@ -6,7 +6,14 @@
 namespace tridecode {
 
 // `operand` of api.h
-enum Values { kAsInt8 = 1, kAsE4m3 = 2, kTwoParts = 3, kTwoPartsOf4Bit = 4, kE4m3InGroups = 5 };
+enum Values {
+  kAsInt8 = 1,
+  kAsE4m3 = 2,
+  kTwoParts = 3,
+  kTwoPartsOf4Bit = 4,
+  kE4m3InGroups = 5,
+  kNotRounded = 6
+};
 constexpr int kGroup = 128;  // columns of a row that share a scale, in groups
 
 template <Values VALUES>

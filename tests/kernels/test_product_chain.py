@@ -1,5 +1,5 @@
 """Products of few tokens in one launch (csrc/product_chain_sm90a.cu): each against float64 of what it has
-read, with x rounded as kernels/quantized.py says."""
+read, with x rounded as kernels/quantized.py says where the weights are in 8 bit."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from tridecode.kernels.round_to_nearest import round_to_nearest
 
 pytestmark = pytest.mark.gpu
 
-#: format of the weights, group size, activations
+#: format of the weights ("": 16 bit), group size, activations
 KINDS = {
+    "16 bit": ("", 0, ""),
     "w8a8-int8": ("int8", 0, "int8"),
     "w8a8-fp8": ("fp8", 0, "fp8"),
     "int8": ("int8", 0, ""),
@@ -71,6 +72,8 @@ def make_linear(
     """Without a bias, and the matrix that it stands for in float64."""
     format, group, activations = KINDS[kind]
     matrix = place.normal(outputs, inputs, dtype=torch.float32, scale=inputs**-0.5)
+    if not format:
+        return Linear(matrix.to(dtype)), matrix.to(dtype).double()
     weight = round_to_nearest(matrix, format, group, activations)
     # int4's scales are rounded to the dtype
     held = replace(weight, scales=weight.scales.to(dtype).float()) if format == "int4" else weight
@@ -196,6 +199,12 @@ def test_declines_what_it_does_not_compute(place: Place):
         replace(make_layer(place, "int4", 4, SHAPES[1], torch.float16, False).products[0], out=first.out),
     ):
         assert not place.ops.linears([other, *products[1:]])
+    dense = make_layer(place, "16 bit", 4, SHAPES[1], torch.float16, False).products
+    assert place.ops.linears(dense)
+    weight = dense[0].linear.weight
+    assert isinstance(weight, Tensor)
+    for linear in (Linear(weight, activations="int8"), Linear(weight.t().contiguous().t())):
+        assert not place.ops.linears([replace(dense[0], linear=linear), *dense[1:]])
     last = products[-1]
     assert not place.ops.linears([*products[:-1], replace(last, out=last.out.float())])
     assert not place.ops.linears([products[0], products[2]])  # which does not read the first one's result
