@@ -95,8 +95,17 @@ class Cpu(Reference):
             _packed_product(x[part], linear, None if residual is None else residual[part], out[part])
 
     def decode_attention(
-        self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor
+        self,
+        qkv: Tensor,
+        heads: Heads,
+        batch: Batch,
+        cache: CacheLayer,
+        *,
+        out: Tensor,
+        unfinished: bool = False,
     ) -> None:
+        if unfinished:
+            self.finish_qkv(qkv, heads, batch, cache)
         with _one_thread() if self.batch_invariant else nullcontext():
             super().decode_attention(qkv, heads, batch, cache, out=out)
 

@@ -21,6 +21,7 @@ from tridecode.kernels.cuda_base import (
     pointer,
 )
 from tridecode.kernels.cuda_chain import CudaChain
+from tridecode.kernels.cuda_gemm import fields_of_heads
 from tridecode.kernels.cuda_sampling import CudaSampling
 from tridecode.kernels.library import current_stream
 from tridecode.kernels.ops import (
@@ -129,22 +130,37 @@ class Cuda(CudaChain, CudaSampling):
         )
 
     def decode_attention(
-        self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor
+        self,
+        qkv: Tensor,
+        heads: Heads,
+        batch: Batch,
+        cache: CacheLayer,
+        *,
+        out: Tensor,
+        unfinished: bool = False,
     ) -> None:
         rows = batch.num_decodes
         _check_attention("decode_attention", qkv, heads, batch, cache, out, rows)
         if rows == 0:
             return
+        if unfinished and (heads.changes_qkv or not _has_kernel(heads)):
+            self.finish_qkv(qkv, heads, batch, cache)
+            unfinished = False
         if not _has_kernel(heads):
             Reference().decode_attention(qkv, heads, batch, cache, out=out)
             return
+        fields = _attention_fields(qkv, heads, batch, cache, out)
+        if unfinished:
+            indices("decode_attention", ("kv_slots", batch.kv_slots), ("positions", batch.positions))
+            fields |= fields_of_heads(heads, batch, cache)
         self.library.decode_attention(
             current_stream(self.device),
             num_rows=rows,
             scratch=self._attention.data_ptr(),
             counters=self._counters.data_ptr(),
             num_counters=NUM_COUNTERS,
-            **_attention_fields(qkv, heads, batch, cache, out),
+            unfinished=unfinished,
+            **fields,
         )
 
     def prefill_attention(

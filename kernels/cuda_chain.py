@@ -111,18 +111,19 @@ class CudaChain(CudaW8A8):
     def _step(self, product: Product) -> Any:
         """tridecode_chain_step."""
         weight, norm = product.linear.weight, product.norm
-        in_16_bit = isinstance(weight, Tensor)
+        values = weight if isinstance(weight, Tensor) else weight.values
+        scales, groups = (None, None) if isinstance(weight, Tensor) else (weight.scales, weight.groups)
         return self.library.structures["tridecode_chain_step"](
             out=product.out.data_ptr(),
             x=product.x.data_ptr(),
-            weight=(weight if in_16_bit else weight.values).data_ptr(),
+            weight=values.data_ptr(),
             bias=pointer(product.linear.bias),
             residual=pointer(product.residual),
             norm_weight=0 if norm is None else norm.weight.data_ptr(),
             norm_bias=0 if norm is None else pointer(norm.bias),
             norm_eps=0.0 if norm is None else norm.eps,
-            weight_scales=0 if in_16_bit else pointer(weight.scales),
-            weight_groups=0 if in_16_bit else pointer(weight.groups),
+            weight_scales=pointer(scales),
+            weight_groups=pointer(groups),
             inputs=weight.shape[1],
             outputs=weight.shape[0],
             activation=ACTIVATIONS[product.activation],

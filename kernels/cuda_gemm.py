@@ -94,7 +94,7 @@ class CudaGemm(CudaPacked):
         _check_qkv("project_qkv", out, heads, batch, cache)
         if x.shape[0] == 0:
             return
-        fields = _head_fields(heads, batch, cache)
+        fields = fields_of_heads(heads, batch, cache)
         if heads.changes_qkv:
             self._gemm(x, linear, norm, None, None, out)
         elif self._gemm(x, linear, norm, None, None, out, heads, fields).fuses_heads:
@@ -104,7 +104,7 @@ class CudaGemm(CudaPacked):
     def finish_qkv(self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer) -> None:
         _check_qkv("finish_qkv", qkv, heads, batch, cache)
         if qkv.shape[0] > 0:
-            self._finish_qkv(qkv, heads, _head_fields(heads, batch, cache))
+            self._finish_qkv(qkv, heads, fields_of_heads(heads, batch, cache))
 
     def _finish_qkv(self, qkv: Tensor, heads: Heads, fields: dict[str, float]) -> None:
         if heads.changes_qkv:
@@ -220,7 +220,7 @@ def _check_qkv(operation: str, qkv: Tensor, heads: Heads, batch: Batch, cache: C
     indices(operation, ("kv_slots", batch.kv_slots), ("positions", batch.positions))
 
 
-def _head_fields(heads: Heads, batch: Batch, cache: CacheLayer) -> dict[str, float]:
+def fields_of_heads(heads: Heads, batch: Batch, cache: CacheLayer) -> dict[str, float]:
     """The fields of a GEMM task for query, key and value."""
     rope = heads.rope
     fields: dict[str, float] = {

@@ -26,8 +26,8 @@ from tridecode.kernels.cuda_gemm import (
     _activate,
     _check_linear,
     _check_qkv,
-    _head_fields,
     _rotation,
+    fields_of_heads,
 )
 from tridecode.kernels.gemm_table import (
     ROUNDED_HEADS,
@@ -130,7 +130,7 @@ class CudaW8A8(CudaGemm):
         _check_linear("project_qkv", x, linear, None, out, False)
         _check_qkv("project_qkv", out, heads, batch, cache)
         if x.shape[0] > 0:
-            fields = _head_fields(heads, batch, cache)
+            fields = fields_of_heads(heads, batch, cache)
             self._8_bit_gemm(x, weight, linear.bias, norm, None, None, out, heads, fields)
 
     def _rows_of_library(self, tokens: int, weight: QuantizedWeight) -> int:

@@ -349,7 +349,14 @@ class Ops(Protocol):
         ...
 
     def decode_attention(
-        self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor
+        self,
+        qkv: Tensor,
+        heads: Heads,
+        batch: Batch,
+        cache: CacheLayer,
+        *,
+        out: Tensor,
+        unfinished: bool = False,
     ) -> None:
         """Attention of the decode rows: query b, the first H * D columns of qkv[b], over the context_lens[b]
         cached tokens of row b, itself included, or over the last heads.window of them.
@@ -358,6 +365,9 @@ class Ops(Protocol):
         context_lens 0 gets zeros. Scores are scale * q.k, with heads.softcap, + slopes[h] * (j - position) or
         key_bias[h, j]; softmax in float32;
         query head h reads kv head h // (H / K). Sources: Vaswani et al. 2017; Press et al. 2022 (ALiBi).
+
+        unfinished: qkv is the bare product, and the batch has decode rows alone: finish_qkv comes first; qkv
+        is then undefined.
         """
         ...
 

@@ -203,8 +203,17 @@ class Reference:
             held[blocks, :, :, offsets] = new if rows is None else new[rows]
 
     def decode_attention(
-        self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor
+        self,
+        qkv: Tensor,
+        heads: Heads,
+        batch: Batch,
+        cache: CacheLayer,
+        *,
+        out: Tensor,
+        unfinished: bool = False,
     ) -> None:
+        if unfinished:
+            self.finish_qkv(qkv, heads, batch, cache)
         rows = batch.num_decodes
         queries = heads.num_heads * heads.head_size
         # the query heads of one kv head are taken as queries of one head: (B, K, H / K, D)

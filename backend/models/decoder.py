@@ -184,7 +184,7 @@ class Decoder:
         rows: Rows | None = self._first_rows(x)
         for i, (layer, heads, cache) in enumerate(zip(self.layers, self.heads, caches)):
             attended = attention(context, rows, layer.qkv, heads, cache)
-            if at_once and finish_layer(context, x, attended, layer, activation, self._following(i, caches)):
+            if at_once and finish_layer(context, x, attended, layer, activation, self._following(i)):
                 rows = None
                 continue
             mlp = context.mlp(layer)
@@ -192,12 +192,12 @@ class Decoder:
             context.ops.linear(rows.x, layer.up, norm=rows.norm, activation=activation, out=mlp)
             rows = add_linears(context, x, (mlp, layer.down), norm=self._next_norms[i])
 
-    def _following(self, i: int, caches: list[CacheLayer]) -> Following | None:
+    def _following(self, i: int) -> Following | None:
         """What follows layer i of this stage; None behind the last."""
         if i + 1 == len(self.layers):
             return None
         layer = self.layers[i + 1]
-        return Following(layer.attention_norm, layer.qkv, self.heads[i + 1], caches[i + 1])
+        return Following(layer.attention_norm, layer.qkv, self.heads[i + 1].qkv_size)
 
     def parallel(self, context: Context, x: Tensor, activation: str, caches: list[CacheLayer]) -> None:
         """x += attention(attention_norm(x)) + mlp(mlp_norm(x)), layer after layer."""

@@ -247,14 +247,17 @@ class Rows(NamedTuple):
 def attention(context: Context, rows: Rows | None, qkv: Linear, heads: Heads, cache: CacheLayer) -> Tensor:
     """(T, H * D): causal attention of the rows over the cache; writes the new keys and values to it.
 
-    rows: None where the buffer "qkv" and the cache have what project_qkv writes."""
+    rows: None where the buffer "qkv" has the product of project_qkv already, and nothing else is done."""
     ops, batch = context.ops, context.batch
     projected = context.parts("qkv", heads.qkv_size)
     out = context.parts("context", heads.num_heads * heads.head_size)
+    unfinished = rows is None and batch.num_decodes == batch.num_tokens
     if rows is not None:
         ops.project_qkv(rows.x, qkv, rows.norm, heads, batch, cache, out=projected.whole)
+    elif not unfinished:
+        ops.finish_qkv(projected.whole, heads, batch, cache)
     if batch.num_decodes:
-        ops.decode_attention(projected.decodes, heads, batch, cache, out=out.decodes)
+        ops.decode_attention(projected.decodes, heads, batch, cache, out=out.decodes, unfinished=unfinished)
     if batch.num_decodes < batch.num_tokens:
         ops.prefill_attention(projected.prompts, heads, batch, cache, out=out.prompts)
     return out.whole
@@ -283,12 +286,11 @@ def add_linears(
 
 
 class Following(NamedTuple):
-    """The attention of the next layer: its norm, its projection, and what that writes to."""
+    """The attention of the next layer: its norm, and its projection to so many columns."""
 
     norm: Norm
     qkv: Linear
-    heads: Heads
-    cache: CacheLayer
+    columns: int
 
 
 def finish_layer(
@@ -299,9 +301,9 @@ def finish_layer(
     activation: str,
     following: Following | None,
 ) -> bool:
-    """A layer behind its attention, x += dense(attended) and x += mlp(norm(x)), and project_qkv of the layer
-    that follows: the products in one launch, if the operations have one for them. False: not done. Of a rank
-    that sums with no other."""
+    """A layer behind its attention, x += dense(attended) and x += mlp(norm(x)), and the product of
+    project_qkv of the layer that follows, in one launch, if the operations have one for them. False: not
+    done. Of a rank that sums with no other."""
     mlp = context.mlp(layer)
     products = [
         Product(attended, layer.dense, x, residual=x),
@@ -309,13 +311,9 @@ def finish_layer(
         Product(mlp, layer.down, x, residual=x),
     ]
     if following is not None:
-        qkv = context.parts("qkv", following.heads.qkv_size).whole
+        qkv = context.parts("qkv", following.columns).whole
         products.append(Product(x, following.qkv, qkv, norm=following.norm))
-    if not context.ops.linears(products):
-        return False
-    if following is not None:
-        context.ops.finish_qkv(qkv, following.heads, context.batch, following.cache)
-    return True
+    return context.ops.linears(products)
 
 
 def add_and_norm(context: Context, x: Tensor, product: tuple[Tensor, Linear], norm: Norm) -> None:

@@ -16,7 +16,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 // Raised whenever a prototype or the meaning of an argument changes.
-#define TRIDECODE_ABI_VERSION 13
+#define TRIDECODE_ABI_VERSION 14
 
 int tridecode_abi_version(void);
 const char* tridecode_build_info(void);
@@ -280,7 +280,7 @@ int tridecode_rotate_and_cache(const tridecode_gemm_task* task, void* stream);
 typedef struct {
   void* out;                // (tokens, heads * head_size)
   const void* qkv;          // (tokens, (heads + 2 * kv_heads) * head_size)
-  const void* cache;        // (blocks, 2, kv_heads, block_tokens, head_size)
+  void* cache;              // (blocks, 2, kv_heads, block_tokens, head_size)
   const int* block_tables;  // (num_rows, columns)
   const int* context_lens;  // (num_rows), in tokens of the cache
   const float* slopes;      // (heads), or null: no ALiBi
@@ -289,7 +289,7 @@ typedef struct {
   int num_rows, heads, kv_heads, head_size, block_tokens, dtype;
   // decode: 0: a cache of dtype; 1: int8, 2: e4m3, with scales (blocks, 2, kv_heads, block_tokens)
   int cache_format;
-  const float* cache_scales;
+  float* cache_scales;
   // prefill: rows first_row .. num_rows - 1; qkv and out begin with the first token of origin_row
   const int* query_starts;  // (num_rows + 1)
   int first_row, origin_row;
@@ -301,6 +301,15 @@ typedef struct {
   void* scratch;
   unsigned int* counters;
   int num_counters;
+  // decode: whether qkv is what a product left that neither rotated nor wrote to the cache. Then
+  // keys and values are written first, as tridecode_rotate_and_cache does; qkv may stay as it is,
+  // or not. The other fields are those of tridecode_gemm_task
+  int unfinished;
+  int rotary_size, interleaved;
+  const float* cos;
+  const float* sin;
+  const int* positions;
+  const int* kv_slots;
 } tridecode_attention_task;
 
 int64_t tridecode_decode_attention_scratch(int head_size);

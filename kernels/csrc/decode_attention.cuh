@@ -233,6 +233,20 @@ bool takes(const Task& task) {
          Source::kResident * block <= device().shared_bytes + 1024;
 }
 
+// In a launch of its own.
+int finish_rows(const Task& task, void* stream) {
+  tridecode_gemm_task rows = {};
+  rows.out = const_cast<void*>(task.qkv), rows.out_stride = task.qkv_stride;
+  rows.tokens = task.num_rows, rows.dtype = task.dtype;
+  rows.heads = task.heads, rows.kv_heads = task.kv_heads, rows.head_size = task.head_size;
+  rows.cache = task.cache, rows.cache_scales = task.cache_scales;
+  rows.cache_format = task.cache_format, rows.block_tokens = task.block_tokens;
+  rows.positions = task.positions, rows.kv_slots = task.kv_slots;
+  rows.cos = task.cos, rows.sin = task.sin;
+  rows.rotary_size = task.rotary_size, rows.interleaved = task.interleaved;
+  return tridecode_rotate_and_cache(&rows, stream);
+}
+
 template <typename X, typename C, int D>
 int run(const Task& task, void* stream) {
   constexpr bool kExact = std::is_same<C, X>::value;
@@ -244,6 +258,12 @@ int run(const Task& task, void* stream) {
     return fail("decode_attention: %d rows of %d kv heads need more than %d counters",
                 task.num_rows, task.kv_heads, task.num_counters);
   const Clusters clusters = clusters_of(task);
+  if (task.unfinished && !(clusters.blocks && finishes_rows<X, C, D>(task))) {
+    if (int status = finish_rows(task, stream)) return status;
+    Task finished = task;
+    finished.unfinished = 0;
+    return run<X, C, D>(finished, stream);
+  }
   if (clusters.blocks) return run_clusters<X, C, D>(task, clusters, stream);
   // For one or two rows no ring in shared memory: the next GEMM becomes resident earlier.
   if (task.num_rows > 2) {
@@ -283,6 +303,9 @@ int run_cache_of(const tridecode_attention_task& given, void* stream) {
       if (head_size == 128) return run<X, C, 128>(task, stream);
       if (head_size == 256) return run<X, C, 256>(task, stream);
     }
+  }
+  if (task.unfinished) {
+    if (int status = finish_rows(task, stream)) return status;
   }
   return run_any<X, C>(task, stream);
 }

@@ -8,11 +8,12 @@
 // memory, and the last to arrive combines that.
 //
 // The tiles that a warp takes first are loaded before the wait for the kernel that writes the
-// queries and the newest token: one to registers or, of many bytes, two by bulk copies.
+// queries and the newest token: one to registers or, of many bytes, two by bulk copies. What of
+// queries and token is unfinished: decode_finish.cuh.
 //
 // Bytes moved and bench: see decode_attention.cuh.
 #pragma once
-#include "decode_tiles.cuh"
+#include "decode_finish.cuh"
 
 namespace tridecode {
 namespace {
@@ -160,10 +161,22 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
   request_first(false);
   for (int tile = begin + Source::kValuesAhead; tile < min(end, begin + kPrefetchedTiles); ++tile)
     pages.prefetch(tile, tiles);
+  const Newest newest(task, row);
   wait_for_predecessor();
+  constexpr bool kFinishes = D == 64 || D == 128;
+  if constexpr (kFinishes) {
+    if (task.unfinished && begin < end && end == tiles) {
+      write_newest<X, C, D>(task, newest, row, kv_head);
+      if (Source::kRing) fence_global_copies();
+    }
+  }
   request_first(true);
 
-  S sums(task, row, kv_head * heads, heads);
+  S sums(task, row, kv_head * heads, heads, [&](auto& q) {
+    if constexpr (kFinishes && rotates_queries<X, C, D>()) {
+      if (task.unfinished && task.rotary_size) rotate_queries<X, C, D>(task, newest.position, q);
+    }
+  });
   for (int tile = begin; tile < end; ++tile) {
     constexpr int kAhead = Source::kKeysAhead + Source::kValuesAhead;  // keys and values in turns
     sums.add(

@@ -65,8 +65,11 @@ struct Sums {
   // in 8 bits: a power of two above the values' scales, and its inverse; output is divided by it
   float unit_scale = 0x1p-126f, inverse = 0x1p126f;
 
-  // Of `heads` heads from `head` on.
-  __device__ __forceinline__ Sums(const Task& task, int row, int head, int heads) {
+  // Of `heads` heads from `head` on. prepare(q): called with the lane's part of the queries.
+  __device__ __forceinline__ Sums(const Task& task, int row, int head, int heads)
+      : Sums(task, row, head, heads, [](uint4 (&)[KC]) {}) {}
+  template <typename Prepare>
+  __device__ __forceinline__ Sums(const Task& task, int row, int head, int heads, Prepare prepare) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     scale[0] = scale[1] = task.scale * kLog2e;
     most[0] = most[1] = -CUDART_INF_F;
@@ -78,6 +81,7 @@ struct Sums {
                  ? *reinterpret_cast<const uint4*>(from)
                  : make_uint4(0, 0, 0, 0);
     }
+    prepare(q);
     if constexpr (!std::is_same<X, Y>::value) queries_as_halves();
 #pragma unroll
     for (int i = 0; i < 2; ++i)

@@ -204,6 +204,10 @@ __device__ __forceinline__ void store_box(const CUtensorMap* map, const void* fr
                : "memory");
 }
 
+// Orders earlier writes of this thread to global memory before later bulk copies from there.
+__device__ __forceinline__ void fence_global_copies() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
 __device__ __forceinline__ void fence_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -69,6 +69,22 @@ struct CacheRounding {
   __device__ __forceinline__ float read(C stored) const { return expand(stored) * scale; }
 };
 
+// How the key or value is stored of which LANES lanes side by side have eight numbers each. values:
+// become what X holds of them. All lanes of the warp take part.
+template <typename X, typename C, int LANES>
+__device__ __forceinline__ CacheRounding<C> rounding_of(float (&values)[8]) {
+  uint32_t most = 0;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    values[j] = to_float(from_float<X>(values[j]));
+    most = max(most, magnitude(values[j]));
+  }
+#pragma unroll
+  for (int offset = LANES / 2; offset > 0; offset /= 2)
+    most = max(most, __shfl_xor_sync(kAll, most, offset));
+  return CacheRounding<C>(most);
+}
+
 // Bytes 0 and 1, and bytes 2 and 3, of a word as two words of halves, exactly: the instruction for
 // E4M3 gives halves, and int8 takes fewer than as bfloat16. Never NaN: NaN is in the scale.
 template <typename C>

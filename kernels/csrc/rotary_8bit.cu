@@ -45,18 +45,9 @@ __global__ void __launch_bounds__(kThreads)
       rotate_eight<X, D>(words, d, head < rotated_heads, cosine, sine, values);
     else
       unpack_eight<X>(words, values);
-    uint32_t most = 0;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      values[j] = to_float(from_float<X>(values[j]));
-      most = max(most, magnitude(values[j]));
-    }
-#pragma unroll
-    for (int offset = kLanes / 2; offset > 0; offset /= 2)
-      most = max(most, __shfl_xor_sync(kAll, most, offset));
+    const CacheRounding<C> rounding = rounding_of<X, C, kLanes>(values);
     if (head >= all_heads) continue;
     if (head >= task.heads) {
-      const CacheRounding<C> rounding(most);
       alignas(8) C stored[8];
       rounding.store(values, stored);
 #pragma unroll
