@@ -57,8 +57,8 @@ __device__ __forceinline__ void rotate_queries(const Task& task, int position, u
   }
 }
 
-// Writes the key and value of a row's newest token and a kv head, by a warp. Returns the lane's part
-// of what it writes.
+// Writes the key and value of a row's newest token and a kv head, by a warp. Returns the lane's
+// part of what it writes.
 template <typename X, typename C, int D>
 __device__ __forceinline__ Piece<C> write_newest(const Task& task, const Newest& newest, int row,
                                                  int kv_head) {

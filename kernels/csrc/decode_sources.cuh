@@ -22,8 +22,8 @@ using EightOf = std::conditional_t<sizeof(C) == 1, uint2, uint4>;
 // In 8 bits key_scale(s, i) and value_scale(s, i) belong to token g + 8 i; beyond the context they
 // are undefined.
 
-// A token's key or value, of which a lane has eight numbers: the first D / 8 lanes of a warp the key,
-// the next ones the value. scale: in 8 bits.
+// A token's key or value, of which a lane has eight numbers: the first D / 8 lanes of a warp the
+// key, the next ones the value. scale: in 8 bits.
 template <typename C>
 struct Piece {
   EightOf<C> eight;

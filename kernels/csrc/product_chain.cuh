@@ -75,7 +75,7 @@ struct Format {
   static constexpr bool kTwo = kInTwoParts<VALUES>;
   static constexpr int kXBytes = k16Bit ? 2 : 1;  // of an input in shared memory
   static constexpr int kUnitInputs = 128 / kXBytes;
-  static constexpr int kWarpUnits = k4Bit ? 2 : 1;  // chunks of granules, or boxes
+  static constexpr int kWarpUnits = k4Bit ? 2 : 1;        // chunks of granules, or boxes
   static constexpr int kUnits = kTeamWarps * kWarpUnits;  // of a stage
   static constexpr int kEightBytes = k4Bit ? kUnits * kGranuleBytes : kUnits * 1024;
   static constexpr int kGroupBytes = k4Bit ? kUnits * kGranuleRows * 4 : 0;

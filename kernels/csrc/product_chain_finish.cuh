@@ -84,8 +84,7 @@ struct Finisher {
                                         const float (&values)[2]) const {
     const auto& given = step.given;
     const int g = lane / 4;
-    const float scale =
-        F::k16Bit ? 1.0f : __uint_as_float(load_shared1(places.x_scale(token())));
+    const float scale = F::k16Bit ? 1.0f : __uint_as_float(load_shared1(places.x_scale(token())));
     float v[2];
 #pragma unroll
     for (int second = 0; second < 2; ++second)

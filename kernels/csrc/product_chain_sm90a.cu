@@ -1,6 +1,6 @@
 // Products of 1 to 4 tokens, each of the result of the one before it, in one launch, with weights
-// in 16, 8 or 4 bit: of a decoder's layer the projection of attention's result, the MLP, and the next
-// layer's projection to queries, keys and values.
+// in 16, 8 or 4 bit: of a decoder's layer the projection of attention's result, the MLP, and the
+// next layer's projection to queries, keys and values.
 //
 // One persistent block per multiprocessor: a producer warp, two teams of eight consumer warps, and
 // warps that finish tiles. The producer copies the weights of all products through one ring of
@@ -15,14 +15,14 @@
 // and the launch's number. A fence would wait for all copies in flight, microseconds; a word that
 // has this launch's number is whole without one. A product has begun in a block when it has all
 // words of the one before it, which is therefore finished everywhere. A counter of finished tiles
-// tells when it is worth while to look at the words. Every block normalises the rows of x for itself,
-// and for weights in 8 and 4 bit rounds them: int8 and E4M3 as kernels/quantized.py says.
+// tells when it is worth while to look at the words. Every block normalises the rows of x for
+// itself, and for weights in 8 and 4 bit rounds them: int8 and E4M3 as kernels/quantized.py says.
 //
 // A token takes columns 2 t and 2 t + 1, of x in two int8 parts one for each, else the first: so a
 // lane has the sums of one token.
 //
-// Weights in 16 and 8 bit are rows; a box is 128 bytes of 8 rows, in the swizzle of 128 bytes. Weights
-// in 4 bit are granules (packed_weight.cuh) with their words of scale and zero.
+// Weights in 16 and 8 bit are rows; a box is 128 bytes of 8 rows, in the swizzle of 128 bytes.
+// Weights in 4 bit are granules (packed_weight.cuh) with their words of scale and zero.
 //
 // Bytes moved: all weights, once.
 // Bench: python -m tridecode.kernels.bench product_chain
@@ -150,8 +150,8 @@ struct Consumer {
     keep(weights), keep(groups), keep(x), keep(x_apart), keep(all), keep(all_apart), keep(own_sums);
   }
 
-  // What the warp has of a tile. of: of the lane's token, rows g and g + 8. products: of int8 and 16
-  // bit, of even and odd pieces, as the instruction leaves them.
+  // What the warp has of a tile. of: of the lane's token, rows g and g + 8. products: of int8 and
+  // 16 bit, of even and odd pieces, as the instruction leaves them.
   struct Totals {
     float of[2];
     Number products[2][4];
@@ -471,7 +471,8 @@ int tridecode_product_chain_sm90a(const tridecode_chain_task* task, void* stream
       chain.x_bytes = most_inputs * F::kXBytes * chain.columns;
       Maps maps = {};
       for (int i = 0; i < chain.count && !F::k4Bit; ++i)
-        if (int status = encode_rows(maps.of + i, given[i], given[i].inputs * F::kXBytes, F::kUnits))
+        if (int status =
+                encode_rows(maps.of + i, given[i], given[i].inputs * F::kXBytes, F::kUnits))
           return status;
       const size_t shared = kAlignment + size_t(chain.stages) * F::kStageBytes + F::kSumBytes +
                             row_bytes<kValues>(most_inputs, chain.tokens);
