@@ -102,9 +102,9 @@ class Cpu(Reference):
         cache: CacheLayer,
         *,
         out: Tensor,
-        unfinished: bool = False,
+        unfinished: Linear | None = None,
     ) -> None:
-        if unfinished:
+        if unfinished is not None:
             self.finish_qkv(qkv, heads, batch, cache)
         with _one_thread() if self.batch_invariant else nullcontext():
             super().decode_attention(qkv, heads, batch, cache, out=out)

@@ -356,7 +356,7 @@ class Ops(Protocol):
         cache: CacheLayer,
         *,
         out: Tensor,
-        unfinished: bool = False,
+        unfinished: Linear | None = None,
     ) -> None:
         """Attention of the decode rows: query b, the first H * D columns of qkv[b], over the context_lens[b]
         cached tokens of row b, itself included, or over the last heads.window of them.
@@ -366,8 +366,8 @@ class Ops(Protocol):
         key_bias[h, j]; softmax in float32;
         query head h reads kv head h // (H / K). Sources: Vaswani et al. 2017; Press et al. 2022 (ALiBi).
 
-        unfinished: qkv is the bare product, and the batch has decode rows alone: finish_qkv comes first; qkv
-        is then undefined.
+        unfinished: what qkv is the bare product of; the batch has decode rows alone. Then finish_qkv comes
+        first, and qkv is undefined afterwards.
         """
         ...
 

@@ -210,9 +210,9 @@ class Reference:
         cache: CacheLayer,
         *,
         out: Tensor,
-        unfinished: bool = False,
+        unfinished: Linear | None = None,
     ) -> None:
-        if unfinished:
+        if unfinished is not None:
             self.finish_qkv(qkv, heads, batch, cache)
         rows = batch.num_decodes
         queries = heads.num_heads * heads.head_size

@@ -8,9 +8,8 @@
 // memory, and the last to arrive combines that.
 //
 // The tiles that a warp takes first are loaded before the wait for the kernel that writes the
-// queries and the newest token: one to registers or, of many bytes, two by bulk copies. Where
-// queries and token are unfinished (decode_finish.cuh), the newest tile is among them, without that
-// token.
+// queries and the newest token: one to registers or, of many bytes, two by bulk copies. What of
+// queries and token is unfinished: decode_finish.cuh.
 //
 // Bytes moved and bench: see decode_attention.cuh.
 #pragma once
@@ -163,21 +162,15 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
   for (int tile = begin + Source::kValuesAhead; tile < min(end, begin + kPrefetchedTiles); ++tile)
     pages.prefetch(tile, tiles);
   const Newest newest(task, row);
-  constexpr bool kFinishes = D == 64 || D == 128;
-  const bool early = kFinishes && !Source::kRing && task.unfinished;
-  if (early) request_first(true);
   wait_for_predecessor();
+  constexpr bool kFinishes = D == 64 || D == 128;
   if constexpr (kFinishes) {
     if (task.unfinished && begin < end && end == tiles) {
-      const Piece<C> piece = write_newest<X, C, D>(task, newest, row, kv_head);
-      if constexpr (Source::kRing) {
-        fence_global_copies();
-      } else if (begin == tiles - 1) {
-        source.replace((context - 1) % kTile, piece);
-      }
+      write_newest<X, C, D>(task, newest, row, kv_head);
+      if (Source::kRing) fence_global_copies();
     }
   }
-  if (!early) request_first(true);
+  request_first(true);
 
   S sums(task, row, kv_head * heads, heads, [&](auto& q) {
     if constexpr (kFinishes && rotates_queries<X, C, D>()) {

@@ -1,6 +1,6 @@
 // What decode attention does first where its rows are unfinished: what rotate_and_cache does, with
 // the same numbers. A warp has its queries rotated in registers; the one that has a row's newest
-// tile writes the token's key and value to the cache.
+// tile writes the token's key and value to the cache before it loads that tile.
 #pragma once
 #include "decode_tiles.cuh"
 #include "rotary.cuh"
@@ -57,11 +57,11 @@ __device__ __forceinline__ void rotate_queries(const Task& task, int position, u
   }
 }
 
-// Writes the key and value of a row's newest token and a kv head, by a warp. Returns the lane's
-// part of what it writes.
+// Writes the key and value of a row's newest token and a kv head, by a warp: D / 8 lanes have the
+// key, the next ones the value.
 template <typename X, typename C, int D>
-__device__ __forceinline__ Piece<C> write_newest(const Task& task, const Newest& newest, int row,
-                                                 int kv_head) {
+__device__ __forceinline__ void write_newest(const Task& task, const Newest& newest, int row,
+                                             int kv_head) {
   constexpr int kLanes = D / 8;
   const int lane = threadIdx.x % 32, d = lane % kLanes * 8, is_value = lane / kLanes;
   const int head = task.heads + is_value * task.kv_heads + kv_head, slot = newest.slot;
@@ -76,20 +76,15 @@ __device__ __forceinline__ Piece<C> write_newest(const Task& task, const Newest&
     load8(task.sin + angle, sine);
   }
   rotate_eight<X, D>(words, d, rotates, cosine, sine, values);
-  Piece<C> piece = {};
   if constexpr (std::is_same<C, X>::value) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) put(piece.eight, i, pack<X>(values[2 * i], values[2 * i + 1]));
-    if (has) write_cache<X>(task, slot, head, d, piece.eight);
+    if (has) write_cache<X>(task, slot, head, d, values);
   } else {
     const CacheRounding<C> rounding = rounding_of<X, C, kLanes>(values);
     alignas(8) C stored[8];
     rounding.store(values, stored);
-    piece.eight = *reinterpret_cast<const uint2*>(stored), piece.scale = rounding.scale;
-    if (has) write_rounded(task, slot, head, d, piece.eight, piece.scale);
+    if (has) write_rounded(task, slot, head, d, stored, rounding.scale);
   }
   __syncwarp();
-  return piece;
 }
 
 }  // namespace

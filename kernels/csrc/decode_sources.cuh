@@ -22,25 +22,7 @@ using EightOf = std::conditional_t<sizeof(C) == 1, uint2, uint4>;
 // In 8 bits key_scale(s, i) and value_scale(s, i) belong to token g + 8 i; beyond the context they
 // are undefined.
 
-// A token's key or value, of which a lane has eight numbers: the first D / 8 lanes of a warp the
-// key, the next ones the value. scale: in 8 bits.
-template <typename C>
-struct Piece {
-  EightOf<C> eight;
-  float scale;
-};
-
-__device__ __forceinline__ uint4 from_lane(const uint4& eight, int lane) {
-  uint4 words;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) put(words, i, __shfl_sync(kAll, get(eight, i), lane));
-  return words;
-}
-__device__ __forceinline__ uint2 from_lane(const uint2& eight, int lane) {
-  return make_uint2(__shfl_sync(kAll, eight.x, lane), __shfl_sync(kAll, eight.y, lane));
-}
-
-// Loads to registers, one tile ahead. replace: puts a token in the place of token `at` of the tile.
+// Loads to registers, one tile ahead.
 template <typename X, int D>
 struct Loads {
   static constexpr bool kRing = false;                    // of shared memory
@@ -76,23 +58,6 @@ struct Loads {
         values[c][i] = token < valid && (D % 64 == 0 || d < D) ? load_once(from + token * D + d)
                                                                : make_uint4(0, 0, 0, 0);
       }
-    }
-  }
-  __device__ __forceinline__ void replace(int at, const Piece<X>& piece) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int c = 0; c < D / 32; ++c) {
-      const uint4 words = from_lane(piece.eight, c * 4 + t);
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        if (g + 8 * i == at) keys[c][i] = words;
-    }
-#pragma unroll
-    for (int c = 0; c < D / 64; ++c) {
-      const uint4 words = from_lane(piece.eight, D / 8 + c * 8 + g);
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (2 * t + i % 2 + i / 2 * 8 == at) values[c][i] = words;
     }
   }
   __device__ __forceinline__ void take_keys() {}
@@ -143,26 +108,6 @@ struct Loads8 {
                            ? *reinterpret_cast<const uint2*>(from + token * D + d)
                            : make_uint2(0, 0);
       }
-    }
-  }
-  __device__ __forceinline__ void replace(int at, const Piece<C>& piece) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const float key_scale = __shfl_sync(kAll, piece.scale, 0),
-                value_scale = __shfl_sync(kAll, piece.scale, D / 8);
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      if (g + 8 * i == at) key_scales[i] = key_scale, value_scales[i] = value_scale;
-#pragma unroll
-    for (int c = 0; c < D / 64; ++c) {
-      const uint2 low = from_lane(piece.eight, c * 8 + 2 * t),
-                  high = from_lane(piece.eight, c * 8 + 2 * t + 1),
-                  value = from_lane(piece.eight, D / 8 + c * 8 + g);
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        if (g + 8 * i == at) keys[c][i] = make_uint4(low.x, low.y, high.x, high.y);
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (2 * t + i % 2 + i / 2 * 8 == at) values[c][i] = value;
     }
   }
   __device__ __forceinline__ void take_keys() {}

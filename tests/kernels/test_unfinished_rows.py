@@ -12,7 +12,7 @@ from tests.kernels.batches import attend, make_batch, make_cache, make_heads
 from tests.kernels.conftest import Place
 from tests.kernels.numeric import assert_close
 from tests.kernels.test_attention_8bit import filled_cache
-from tridecode.kernels.ops import Batch, CacheLayer, Rope
+from tridecode.kernels.ops import Batch, CacheLayer, Linear, Rope
 
 BLOCK = 32
 #: (query heads, kv heads, head size), rotated dims, interleaved
@@ -85,7 +85,7 @@ def test_rows_are_finished_first(place: Place, shape, turned, interleaved, conte
     before = contents(cache)
     out = place.poison(len(contexts), heads.num_heads * heads.head_size, dtype=dtype)
     place.settle()
-    place.ops.decode_attention(qkv, heads, batch, cache, out=out, unfinished=True)
+    place.ops.decode_attention(qkv, heads, batch, cache, out=out, unfinished=Linear(qkv))
 
     positions = batch.positions.cpu().long()
     q, k, v = bare.split([heads.num_heads, heads.num_kv_heads, heads.num_kv_heads], dim=1)
