@@ -1,6 +1,6 @@
 """Products with weights in 4 bit on int8 tensor cores, on compute capability 9.0.
 
-quantize_rows_sm90 rounds the rows of x, after the norm, to int8 in two parts (kernels/quantized.py), in the
+quantize_rows rounds the rows of x, after the norm, to int8 in two parts (kernels/quantized.py), in the
 order of a granule's inputs; gemm_int4_sm90 and gemm_int4_stream_k_sm90 multiply them with the packed weight.
 packed_table.py chooses them where `packed_weight.multiplied_in_int8` holds.
 """

@@ -11,6 +11,9 @@ from tridecode.kernels.ops import Linear
 from tridecode.kernels.packed_weight import PackedWeight
 from tridecode.kernels.quantized import QuantizedWeight
 
+#: of gemm_library_epilogue, of other products than of its dtype
+_PRODUCT_FORMATS = {torch.float32: 1, torch.int32: 2}
+
 
 class CudaLibrary(CudaBase):
     """_gemm_library; cuda_expanded.py adds weights in 8 or 4 bit."""
@@ -73,20 +76,25 @@ class CudaLibrary(CudaBase):
         residual: Tensor | None,
         out: Tensor,
         dtype: torch.dtype,
+        scales: Tensor | None = None,
+        row_scales: Tensor | None = None,
     ) -> None:
-        """out = activation(product + bias) + residual, of x in dtype."""
+        """out = activation(product + bias) + residual, of x in dtype. scales, row_scales: float32, of the
+        columns and rows of a product of 8-bit operands, which is int32 or float32."""
         self.library.gemm_library_epilogue(
             out.data_ptr(),
             product.data_ptr(),
             pointer(bias),
             pointer(residual),
+            pointer(scales),
+            pointer(row_scales),
             out.shape[0],
             out.shape[1],
             out.stride(0),
             product.stride(0),
             0 if residual is None else residual.stride(0),
             ACTIVATIONS[activation],
-            int(product.dtype == torch.float32),
+            _PRODUCT_FORMATS.get(product.dtype, 0),
             int(out.dtype == torch.float32),
             DTYPES[dtype],
             current_stream(self.device),

@@ -1,10 +1,11 @@
-"""Products of an NVIDIA GPU with both operands in 8 bit, on compute capability 9.0: W8A8, and int8 weights.
+"""Products of an NVIDIA GPU with both operands in 8 bit: W8A8, and on compute capability 9.0 int8 weights.
 
-W8A8: quantize_rows_sm90 rounds the rows of x, after the norm, to int8 or E4M3 with a scale for each, as
+W8A8: quantize_rows rounds the rows of x, after the norm, to int8 or E4M3 with a scale for each, as
 kernels/quantized.py says; the wgmma kernels with 8-bit operands multiply them with the weight's values and
 the sums with both scales. Of E4M3 in blocks of 128 x 128, rows of x have a scale for each 128 inputs, too,
 and each sum of 128 inputs is multiplied by both, as in DeepGEMM. What the epilogues do not have is left to
-gemm_library_epilogue or torch.
+gemm_library_epilogue or torch. On other GPUs gemm_mma_tiles_8bit computes products of up to 64 tokens, cuBLAS
+by way of torch those of more, whose sums gemm_library_epilogue multiplies with the scales; without blocks.
 
 int8 weights whose x is not rounded: the same with x in two int8 parts, which hold 16 bits of a row's largest
 number (two_parts of kernels/quantized.py). The sums of both parts are exact, so a product is off by at most
@@ -119,7 +120,8 @@ class CudaW8A8(CudaGemm):
         if not isinstance(weight, QuantizedWeight) or self._expands(x, weight):
             super().project_qkv(x, linear, norm, heads, batch, cache, out=out)
             return
-        fused = fuses_heads_sm90(*_rotation(heads)) and aligned(out) and x.dtype == out.dtype
+        fused = self.capability == 90 and fuses_heads_sm90(*_rotation(heads))
+        fused = fused and aligned(out) and x.dtype == out.dtype
         fused = fused and not self._rows_of_library(x.shape[0], weight)
         if cache.scales is not None:
             fused = fused and heads.head_size in ROUNDED_HEADS and x.shape[0] <= ROUNDED_TOKENS
@@ -205,6 +207,9 @@ class CudaW8A8(CudaGemm):
                 return
             without = self.gemm_device._replace(fp8_library=False, fp8_block_library=False)
             plan = choose(gemm, without)
+        if plan.kernel == "library_8_bit":
+            self._library_8_bit(values, scales, x, weight, bias, activation, residual, out)
+            return
         getattr(self.library, plan.kernel)(
             current_stream(self.device),
             out=out.data_ptr(),
@@ -272,6 +277,33 @@ class CudaW8A8(CudaGemm):
             self._library_epilogue(product, bias, activation, residual, out, x.dtype)
         return done
 
+    def _library_8_bit(
+        self,
+        values: Tensor,
+        scales: Tensor,
+        x: Tensor,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        activation: str | None,
+        residual: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """out = activation(values * scales @ weight.T + bias) + residual by cuBLAS, as many rows at a time as
+        the memory for partial sums has room for. values, scales: of _rounded, for x."""
+        (tokens, inputs), outputs = x.shape, weight.shape[0]
+        rounded = values.view(weight.values.dtype)[: tokens * inputs].view(tokens, inputs)
+        row_scales = scales.view(torch.float32)[:tokens]
+        kind = torch.int32 if weight.format == "int8" else torch.float32
+        pieces = -(-4 * tokens * outputs // self._sums.numel())
+        for part in torch.arange(tokens).chunk(pieces):
+            rows = slice(int(part[0]), int(part[-1]) + 1)
+            sums = self._sums.view(kind)[: len(part) * outputs].view(len(part), outputs)
+            _multiply_8_bit(rounded[rows], weight.values, sums)
+            more = None if residual is None else residual[rows]
+            self._library_epilogue(
+                sums, bias, activation, more, out[rows], x.dtype, weight.scales, row_scales[rows]
+            )
+
     def _rounded(
         self, x: Tensor, norm: Norm | None, format: str, order: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -293,7 +325,7 @@ class CudaW8A8(CudaGemm):
                 same_dtype("norm", ("x", x), ("bias", bias))
         values = self._arena("normed", rows * columns)
         scales = self._arena("row_scales", row_scale_bytes(tokens, groups))
-        self.library.quantize_rows_sm90(
+        self.library.quantize_rows(
             values.data_ptr(),
             scales.data_ptr(),
             x.data_ptr(),
@@ -309,6 +341,15 @@ class CudaW8A8(CudaGemm):
             current_stream(self.device),
         )
         return values, scales
+
+
+def _multiply_8_bit(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """out (T, N) = x (T, C) @ weight.T, both int8 (out int32) or E4M3 (out float32); T above 16."""
+    if out.dtype == torch.int32:
+        torch._int_mm(x, weight.t(), out=out)
+        return
+    one = torch.ones((), device=x.device)
+    torch._scaled_mm(x, weight.t(), one, one, out_dtype=torch.float32, out=out)
 
 
 _ROTATION = ("head_size", "rotary_size", "interleaved")

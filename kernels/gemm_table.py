@@ -242,7 +242,9 @@ def choose_8_bit(gemm: Gemm, device: Device) -> Plan:
 
     cuda_w8a8.py asks for no other epilogue than these kernels have.
     """
-    assert device.capability == 90 and gemm.half and gemm.aligned and gemm.out_aligned
+    assert gemm.half and gemm.aligned and gemm.out_aligned
+    if device.capability != 90:
+        return _8_bit_elsewhere(gemm, device)
     plan = None
     least = _fp8_library_tokens(gemm, device)
     if least and gemm.tokens >= least:
@@ -253,6 +255,15 @@ def choose_8_bit(gemm: Gemm, device: Device) -> Plan:
         plan = split_k_plan(gemm, device)
     plan = plan or stream_k_plan(gemm, device)
     return plan._replace(kernel=f"{plan.kernel}_{'two_parts' if gemm.operand == 'two_parts' else '8bit'}")
+
+
+def _8_bit_elsewhere(gemm: Gemm, device: Device) -> Plan:
+    """Of W8A8 with one scale for each output. A row is one of half as many 16-bit words."""
+    plan = mma_tiles_plan(gemm._replace(inputs=gemm.inputs // 2), device)
+    if plan is None:
+        return Plan("library_8_bit", f"more than {MMA_TILES_TOKENS[-1]} tokens")
+    why = f"up to {MMA_TILES_TOKENS[-1]} tokens"
+    return plan._replace(kernel="gemm_mma_tiles_8bit", why=why, fuses_heads=False)
 
 
 def _fp8_library_tokens(gemm: Gemm, device: Device) -> int:

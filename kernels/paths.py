@@ -21,6 +21,8 @@ def paths(device: Device) -> str:
         f"prompts: {'wgmma' if hopper else 'mma.sync'}",
         "8 and 4 bit: by wgmma" if hopper else _of_weights(device),
     ]
+    if device.capability >= 80 and not hopper:
+        parts.append(_of_8_bit_operands(device))
     if device.capability > 90:
         parts.append("the kernels for Hopper do not run on it, those for 8.0 do")
     if device.shared:
@@ -37,6 +39,12 @@ def _of_weights(device: Device) -> str:
     products = (_EXAMPLE._replace(tokens=count) for count in range(1, PACKED_TOKENS))
     plans = (choose_packed(product, 128, device).kernel for product in products)
     return f"weights in 8 and 4 bit: {_ranges(plans)}"
+
+
+def _of_8_bit_operands(device: Device) -> str:
+    products = (_EXAMPLE._replace(tokens=count, operand="int8") for count in range(1, _MOST))
+    formats = "int8 and fp8" if device.capability >= 89 else "int8"
+    return f"W8A8 in {formats}: {_ranges(choose(product, device).kernel for product in products)}"
 
 
 def _ranges(kernels: Iterable[str]) -> str:

@@ -115,16 +115,21 @@ _MOST_INPUTS = 1 << 17
 def stays_in_8_bit(weight: QuantizedWeight, dtype: torch.dtype, capability: int) -> bool:
     """Whether CUDA multiplies this weight with both operands in 8 bit: W8A8, or int8 with x in `two_parts`.
 
-    dtype: X. capability: of the GPU, 10 * major + minor.
+    dtype: X. capability: of the GPU, 10 * major + minor. But on 9.0 only W8A8 does, with one scale for each
+    output: int8 from 8.0 on, fp8 from 8.9 on.
     """
-    if capability != 90 or dtype not in (torch.float16, torch.bfloat16):
+    if dtype not in (torch.float16, torch.bfloat16):
         return False
     plain = weight.groups is None and weight.zeros is None
     in_rows = weight.scales.shape[1] == 1 and weight.block_rows == 1
     in_blocks = weight.format == "fp8" and weight.group_size == weight.block_rows == SCALE_BLOCK
     same = weight.format in ACTIVATION_LIMITS and weight.format == (weight.activations or "int8")
     sizes = weight.shape[0] % 8 == 0 and weight.columns % 16 == 0 and weight.columns <= _MOST_INPUTS
-    return plain and same and sizes and (in_rows or in_blocks)
+    if capability == 90:
+        return plain and same and sizes and (in_rows or in_blocks)
+    least, outputs = (80, 8) if weight.format == "int8" else (89, 16)
+    fits = capability >= least and weight.activations != "" and weight.shape[0] % outputs == 0
+    return fits and plain and same and sizes and in_rows
 
 
 def operand(weight: QuantizedWeight) -> str:
@@ -201,7 +206,7 @@ def two_parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rows_of_two_parts(high: Tensor, low: Tensor) -> Tensor:
-    """(16 * ceil(T / 8), C) int8, as csrc/quantize_rows_sm90.cu writes them: the high parts of 8 tokens, then
+    """(16 * ceil(T / 8), C) int8, as csrc/quantize_rows.cu writes them: the high parts of 8 tokens, then
     their low parts; zeros for tokens beyond the last."""
     tokens, columns = high.shape
     rows = torch.zeros(-(-tokens // 8), 2, 8, columns, dtype=torch.int8, device=high.device)

@@ -16,7 +16,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 // Raised whenever a prototype or the meaning of an argument changes.
-#define TRIDECODE_ABI_VERSION 14
+#define TRIDECODE_ABI_VERSION 15
 
 int tridecode_abi_version(void);
 const char* tridecode_build_info(void);
@@ -53,11 +53,13 @@ int tridecode_gather_rows(void* out, const void* x, const int* rows, int num_row
 
 // The epilogue of a cuBLAS product: out = activation(product + bias) + residual. activation: 0
 // none, 1 tanh GELU, 2 erf GELU, 3 ReLU, 4 SwiGLU (product and bias have 2 * columns columns).
-// product: dtype, or float32 where product_float32.
+// product_format: 0: dtype; 1: float32; 2: int32. scales, row_scales: of its columns and tokens,
+// which it is multiplied by first; null: neither.
 int tridecode_gemm_library_epilogue(void* out, const void* product, const void* bias,
-                                    const void* residual, int num_tokens, int columns,
+                                    const void* residual, const float* scales,
+                                    const float* row_scales, int num_tokens, int columns,
                                     int64_t out_stride, int64_t product_stride,
-                                    int64_t residual_stride, int activation, int product_float32,
+                                    int64_t residual_stride, int activation, int product_format,
                                     int out_float32, int dtype, void* stream);
 
 // out = activation(x * weight^T + bias) + residual by cuBLASLt, summed in float32. An activation
@@ -164,6 +166,9 @@ int tridecode_gemm_mma(const tridecode_gemm_task* task, void* stream);
 // Up to tile_tokens 16, 32 or 64, by mma.sync and cp.async, no norm; inputs a multiple of 8, x,
 // weight and their strides at multiples of 16 bytes. split: at most the 64s of inputs.
 int tridecode_gemm_mma_tiles(const tridecode_gemm_task* task, void* stream);
+// The same of operands in 8 bit, int8 from compute capability 8.0 on and E4M3 from 8.9 on, without
+// cache; inputs a multiple of 16, split at most the 128s of inputs.
+int tridecode_gemm_mma_tiles_8bit(const tridecode_gemm_task* task, void* stream);
 
 // Compute capability 9.0, no norm. 1 to 16 tokens (tile_tokens 8 or 16), tile_outputs 32 or 64,
 // without rotation.
@@ -193,7 +198,7 @@ int tridecode_gemm_packed_mma(const tridecode_gemm_task* task, void* stream);
 int tridecode_gemm_packed_sm90(const tridecode_gemm_task* task, void* stream);
 
 // The same for int4 with one group of a granule and zeros that are whole numbers, with x in two
-// int8 parts as quantize_rows_sm90 writes it with operand 4: x_scales is read. Multiples of 32
+// int8 parts as quantize_rows writes it with operand 4: x_scales is read. Multiples of 32
 // inputs, of 8 outputs; residual and out as gemm_sm90_split_k's. tile_tokens 8, 16 or 32, any
 // number of tokens; split: 1, 2, 4 or 8 blocks of a cluster.
 int tridecode_gemm_int4_sm90(const tridecode_gemm_task* task, void* stream);
@@ -266,10 +271,10 @@ int tridecode_gemm_sm90_stream_k_two_parts(const tridecode_gemm_task* task, void
 //
 // operand 5, E4M3 in groups: each 128 columns of a row have a scale of their own; scales is
 // (ceil(columns / 128), num_tokens).
-int tridecode_quantize_rows_sm90(void* values, float* scales, const void* x, const int* order,
-                                 const void* norm_weight, const void* norm_bias, float eps,
-                                 int num_tokens, int columns, int64_t x_stride, int operand,
-                                 int dtype, void* stream);
+int tridecode_quantize_rows(void* values, float* scales, const void* x, const int* order,
+                            const void* norm_weight, const void* norm_bias, float eps,
+                            int num_tokens, int columns, int64_t x_stride, int operand, int dtype,
+                            void* stream);
 
 // Rotates the query and key heads of out in place and writes key and value to the cache, after a
 // product that did neither: of the task all fields from `cos` to `block_tokens`, out, out_stride,

@@ -377,6 +377,33 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], uint32_t a0, uint32_
 #endif
 }
 
+// c (16 x 8) += a (16 x 32) * b (32 x 8), int8, from compute capability 8.0 on. The lane's words
+// are 4 inputs: of a rows g and g + 8 at 4 t, then both at 4 t + 16; of b column g, the same
+// inputs; c as multiply_add's.
+__device__ __forceinline__ void multiply_add_bytes(int (&c)[4], uint32_t a0, uint32_t a1,
+                                                   uint32_t a2, uint32_t a3, uint32_t b0,
+                                                   uint32_t b1) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+#endif
+}
+// The same of E4M3, from 8.9 on.
+__device__ __forceinline__ void multiply_add_bytes(float (&c)[4], uint32_t a0, uint32_t a1,
+                                                   uint32_t a2, uint32_t a3, uint32_t b0,
+                                                   uint32_t b1) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+#endif
+}
+
 // The transpose of an 8 x 8 matrix of 16-bit numbers: the lane holds row lane / 4, columns 2 *
 // (lane % 4) and the next.
 __device__ __forceinline__ uint32_t transpose8x8(uint32_t word) {

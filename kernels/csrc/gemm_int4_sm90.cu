@@ -1,5 +1,5 @@
 // out = epilogue(x * weight^T) with TMA and wgmma on int8 tensor cores, for weights in 4 bit with
-// groups of 128 inputs or multiples of that, and x in two int8 parts (quantize_rows_sm90, operand
+// groups of 128 inputs or multiples of that, and x in two int8 parts (quantize_rows, operand
 // 4): x = scale * (high + low / 254).
 //
 // A block computes 128 weight rows, 64 per consumer warp group, times a tile of tokens; both parts

@@ -1,5 +1,5 @@
 // out = epilogue(weight_scales * x_scales * (x * weight^T)) for any number of tokens, weight in
-// int8 and x in two int8 parts (quantize_rows_sm90.cu), whose sums are exact:
+// int8 and x in two int8 parts (quantize_rows.cu), whose sums are exact:
 // gemm_sm90_stream_k.cuh, where a token has two columns of an instruction until the mainloop ends.
 // Bench: python -m tridecode.kernels.bench two_parts
 #include "gemm_sm90_8bit.cuh"

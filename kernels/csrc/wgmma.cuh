@@ -6,7 +6,7 @@ namespace tridecode {
 
 // Stands for 8-bit floating point operands. Integer ones are int8_t, and their sums int.
 struct E4m3 {};
-// int8_t, x in two parts (quantize_rows_sm90.cu): 16 rows of b are 8 tokens' high and low parts.
+// int8_t, x in two parts (quantize_rows.cu): 16 rows of b are 8 tokens' high and low parts.
 struct TwoParts {};
 template <typename Operand>
 constexpr int kPartsOf = std::is_same<Operand, TwoParts>::value ? 2 : 1;

@@ -184,6 +184,8 @@ class MemoryLibrary:
         product: int,
         bias: int,
         residual: int,
+        scales: int,
+        row_scales: int,
         tokens: int,
         columns: int,
         out_stride: int,

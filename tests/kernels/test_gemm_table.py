@@ -33,11 +33,18 @@ def replay(devices: list[Device]) -> Iterator[tuple[Gemm, Plan]]:
                     gemm = product._replace(tokens=tokens)
                     for device in devices:
                         yield gemm, choose(gemm, device)
-                        if device.capability != 90:
-                            continue
-                        for operand in ("int8", "fp8", "two_parts"):
+                        for operand in operands(device):
                             in_8_bit = as_8_bit(gemm, operand)
+                            if device.capability != 90 and gemm.epilogue == "qkv":
+                                in_8_bit = in_8_bit._replace(epilogue="linear")
                             yield in_8_bit, choose(in_8_bit, device)
+
+
+def operands(device: Device) -> tuple[str, ...]:
+    """Those of quantized.stays_in_8_bit."""
+    if device.capability == 90:
+        return "int8", "fp8", "two_parts"
+    return ("int8", "fp8") if device.capability >= 89 else ("int8",) if device.capability >= 80 else ()
 
 
 def as_8_bit(gemm: Gemm, operand: str) -> Gemm:
@@ -64,7 +71,7 @@ def instance_of(gemm: Gemm, plan: Plan) -> tuple[str, ...]:
         return str(gemm.tokens), at_run_time
     if plan.kernel == "gemm_mma":
         return (at_run_time,)
-    if plan.kernel == "gemm_mma_tiles":
+    if plan.kernel.startswith("gemm_mma_tiles"):
         return str(plan.tile_tokens), at_run_time
     if plan.kernel == "gemm_sm90_data_parallel":
         return str(plan.tile_outputs), mode
@@ -76,7 +83,7 @@ def instance_of(gemm: Gemm, plan: Plan) -> tuple[str, ...]:
 def test_every_choice_has_an_instance_and_every_instance_is_chosen():
     chosen: dict[str, set[tuple[str, ...]]] = {}
     for gemm, plan in replay(list(DEVICES.values())):
-        if plan.kernel not in ("gemm_library", "expand_rows"):
+        if plan.kernel not in ("gemm_library", "expand_rows", "library_8_bit"):
             chosen.setdefault(plan.kernel, set()).add(instance_of(gemm, plan))
     library = {"gemm_library", "gemm_library_epilogue", "gemm_expanded"}
     assert set(chosen) == {path.stem for path in SOURCES.glob("gem*.cu")} - library - PACKED
@@ -92,13 +99,14 @@ def test_a_plan_keeps_to_what_its_kernel_can(name: str):
         if plan.kernel in ("gemv", "gemm_mma"):
             assert gemm.tokens <= 2
             assert plan.fuses_norm == gemm.norm or plan.split > 1
-        elif plan.kernel == "gemm_mma_tiles":
-            assert device.capability < 90 and gemm.tokens <= plan.tile_tokens
+        elif plan.kernel.startswith("gemm_mma_tiles"):
+            assert (device.capability < 90 or gemm.operand) and gemm.tokens <= plan.tile_tokens
+            assert device.capability != 90
             assert 1 <= plan.split <= max(1, gemm.inputs // 256)
         elif plan.kernel.startswith(("gemm_sm90_data_parallel", "gemm_sm90_split_k")):
             assert gemm.tokens <= plan.tile_tokens
         assert not plan.fuses_norm or gemm.norm
-        assert plan.kernel.endswith("_8bit") == (gemm.operand in ("int8", "fp8"))
+        assert plan.kernel.endswith(("_8bit", "_8_bit")) == (gemm.operand in ("int8", "fp8"))
         assert plan.kernel.endswith(("_two_parts", "expand_rows")) == (gemm.operand == "two_parts")
         assert gemm.operand != "fp8" or plan.tile_tokens <= 128
         if plan.kernel.startswith("gemm_sm90_split_k"):

@@ -28,6 +28,13 @@ def test_the_ranges_end_where_the_choice_changes() -> None:
     assert choose(Gemm(65, 4096, 4096), DEVICES["h200"]).kernel == "gemm_library"
 
 
+def test_which_cards_but_hoppers_multiply_in_8_bit() -> None:
+    kernels = "gemm_mma_tiles_8bit to 64, then library_8_bit"
+    assert f"W8A8 in int8: {kernels}" in paths(DEVICES["a100"])
+    assert f"W8A8 in int8 and fp8: {kernels}" in paths(DEVICES["l40s"])
+    assert "W8A8" not in paths(DEVICES["t4"])
+
+
 @pytest.mark.parametrize("name", ["a100", "l40s", "t4"])
 def test_cards_before_hopper_have_products_of_their_own_up_to_64_tokens(name: str) -> None:
     assert "gemm_mma_tiles to 64, then gemm_library" in paths(DEVICES[name])

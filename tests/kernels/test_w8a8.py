@@ -489,8 +489,13 @@ def test_float32_is_refused_by_name(place: Place):
     [
         ({}, True),
         ({"dtype": torch.float32}, False),
-        ({"capability": 89}, False),
-        ({"capability": 100}, False),
+        ({"capability": 75}, False),
+        ({"capability": 80}, True),
+        ({"capability": 100}, True),
+        ({"capability": 89, "activations": ""}, False),
+        ({"capability": 86, "activations": "fp8", "format": "fp8", "outputs": 48}, False),
+        ({"capability": 89, "activations": "fp8", "format": "fp8", "outputs": 48}, True),
+        ({"capability": 89, "activations": "fp8", "format": "fp8"}, False),  # not a multiple of 16 outputs
         ({"activations": ""}, True),
         ({"activations": "", "format": "fp8"}, False),
         ({"activations": "", "inputs": (1 << 17) + 16}, False),

@@ -251,15 +251,15 @@ __global__ void quantize_row_any(uint8_t* values, float* scales, const X* x, con
 
 using namespace tridecode;
 
-int tridecode_quantize_rows_sm90(void* values, float* scales, const void* x, const int* order,
-                                 const void* norm_weight, const void* norm_bias, float eps,
-                                 int num_tokens, int columns, int64_t x_stride, int operand,
-                                 int dtype, void* stream) {
+int tridecode_quantize_rows(void* values, float* scales, const void* x, const int* order,
+                            const void* norm_weight, const void* norm_bias, float eps,
+                            int num_tokens, int columns, int64_t x_stride, int operand, int dtype,
+                            void* stream) {
   if (operand < kAsInt8 || operand > kE4m3InGroups)
-    return fail("quantize_rows_sm90: operand code %d; wanted 1 to 5", operand);
+    return fail("quantize_rows: operand code %d; wanted 1 to 5", operand);
   if (operand == kTwoPartsOf4Bit && columns % 32)
-    return fail("quantize_rows_sm90: %d columns; wanted a multiple of 32", columns);
-  return for_16_bit_dtype(dtype, "quantize_rows_sm90", [&](auto zero) {
+    return fail("quantize_rows: %d columns; wanted a multiple of 32", columns);
+  return for_16_bit_dtype(dtype, "quantize_rows", [&](auto zero) {
     using X = decltype(zero);
     const bool wide = columns % 8 == 0 && columns <= 1024 * 8 * kItems && x_stride % 8 == 0 &&
                       aligned16(values) && aligned16(x) && aligned16(order) &&
@@ -268,9 +268,9 @@ int tridecode_quantize_rows_sm90(void* values, float* scales, const void* x, con
     const bool in_two = operand == kTwoParts || operand == kTwoPartsOf4Bit;
     const int rows = in_two ? ceil_div(num_tokens, 8) * 8 : num_tokens;
     auto run = [&](auto kernel) {
-      return launch("quantize_rows_sm90", kernel, rows, threads, 0, stream, (uint8_t*)values,
-                    scales, (const X*)x, order, (const X*)norm_weight, (const X*)norm_bias, eps,
-                    num_tokens, columns, x_stride);
+      return launch("quantize_rows", kernel, rows, threads, 0, stream, (uint8_t*)values, scales,
+                    (const X*)x, order, (const X*)norm_weight, (const X*)norm_bias, eps, num_tokens,
+                    columns, x_stride);
     };
     auto run_as = [&](auto chosen) {
       constexpr Values kValues = decltype(chosen)::value;
