@@ -158,8 +158,9 @@ def calibrate_model(
                 exact = [output.cpu() for output in run.run(layer, index, exact)]
             inputs = shared_inputs(config, specs, index)
             # no name keeps the statistics while those of the next layer are collected
+            collector = Collector(method.first_tokens)
             quantized = quantize_layer(
-                method, tensors, inputs, _statistics(run, layer, index, inputs, tensors)
+                method, tensors, inputs, _statistics(run, layer, index, inputs, tensors, collector)
             )
             if exact is None:
                 errors = quantized.errors()
@@ -185,11 +186,11 @@ def _statistics(
     index: int,
     inputs: Sequence[SharedInput],
     tensors: SourceTensors,
+    collector: Collector,
 ) -> list[InputStatistics]:
     """Of each input of the layer."""
     names = [input_module(tensors, shared) for shared in inputs]
-    collector = Collector()
-    with collector.watching({name: tensors.model.get_submodule(name) for name in names}):
+    with collector.watching(layer, {name: tensors.model.get_submodule(name) for name in names}):
         for _output in run.run(layer, index):
             pass
     return [collector.taken(name) for name in names]

@@ -29,7 +29,8 @@ class Method:
     """scales: per input, folded where a tensor can take them back; None: nothing is folded.
 
     activations: of QuantizedWeight. tokens_per_input: with fewer calibration tokens for each input of a
-    matrix the result can be worse than rounding to nearest. tuning: of each layer after rounding; None: none.
+    matrix the result can be worse than rounding to nearest. first_tokens: of statistics.Collector. tuning: of
+    each layer after rounding; None: none.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Method:
     scales: Scales | None = None
     activations: str = ""
     tokens_per_input: int = 0
+    first_tokens: bool = True
     tuning: Tuning | None = None
 
     @property
@@ -88,7 +90,7 @@ def method_of(name: str, group_size: int = 128, tuning: Tuning = Tuning()) -> Me
     if name == "int4-awq-gptq":
         return Method(name, groups, _clipped_gptq, _awq_scales, tokens_per_input=_GPTQ_TOKENS)
     if name == "int4-tuned":
-        return replace(method_of("int4-awq-gptq", group_size), name=name, tuning=tuning)
+        return replace(method_of("int4-awq-gptq", group_size), name=name, first_tokens=False, tuning=tuning)
     if name == "smoothquant":
         return Method(name, per_output, _nearest, _smoothing_scales, "int8")
     if name == "smoothquant-gptq":

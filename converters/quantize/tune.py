@@ -38,7 +38,7 @@ _HELD_SHARE = 0.25
 
 @dataclass(frozen=True)
 class Tuning:
-    """Adam with a learning rate that falls linearly to 0.
+    """Adam with learning rates that rise for the first `warmup` of the steps and then fall linearly to 0.
 
     steps: for each layer. sequences: of a step, drawn with `seed`. rate: of the scales and the norms'
     weights, relative. level_rate: of the levels.
@@ -46,9 +46,14 @@ class Tuning:
 
     steps: int = 300
     sequences: int = 8
+    warmup: float = 0.0
     rate: float = 2e-3
     level_rate: float = 1e-2
     seed: int = 0
+
+    def share(self, step: int) -> float:
+        """Of the learning rates, in a step from 0."""
+        return min(1 - step / self.steps, (step + 1) / (self.warmup * self.steps + 1))
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,7 @@ def tune(
         for step in range(tuning.steps):
             states, targets, lengths = batches.draw()
             for group in optimizer.param_groups:
-                group["lr"] = group["base"] * (1 - step / tuning.steps)
+                group["lr"] = group["base"] * tuning.share(step)
             outputs = run.call(layer, index, states, parameters.of(trained.tensors()))
             counts = torch.arange(states.shape[1], device=run.device) < lengths[:, None]
             loss = (output_error(outputs, targets) * counts).sum() / counts.sum()
