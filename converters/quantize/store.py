@@ -37,7 +37,9 @@ class TensorStore(MutableMapping[str, "Tensor | QuantizedWeight"]):
         self._digest.update(name.encode())
         self._digest.update(part.cpu().contiguous().numpy().tobytes())
         path = self._files.setdefault(name, self._folder / f"{len(self._files)}.pt")
-        torch.save(_parts(value), path)
+        new = path.with_suffix(".new")
+        torch.save(_parts(value), new)
+        new.replace(path)  # what was read before is still mapped
 
     def __getitem__(self, name: str) -> Tensor | QuantizedWeight:
         held = torch.load(self._files[name], mmap=True, weights_only=True)
