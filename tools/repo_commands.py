@@ -120,7 +120,12 @@ def build_repo(
     ] = 128,
     tune_steps: Annotated[
         int,
-        typer.Option(min=1, max=100_000, help="int4-tuned: steps for each layer; fewer are less accurate."),
+        typer.Option(
+            min=1,
+            max=100_000,
+            help="int4-tuned: steps for each layer, and two thirds as many for all together; fewer are less "
+            "accurate.",
+        ),
     ] = 300,
     quantize_floor: Annotated[
         str,
@@ -209,7 +214,9 @@ def _calibration(
     from tridecode.tools.calibration import read_calibration
 
     if format in METHODS:
-        return read_calibration(method_of(str(format), group, Tuning(steps)), file)
+        return read_calibration(
+            method_of(str(format), group, Tuning(steps, together_steps=-(-2 * steps // 3))), file
+        )
     if file is not None:
         raise ConfigError(f"--calibrate {file} with --quantize {format}; wanted one of {', '.join(METHODS)}")
     return None

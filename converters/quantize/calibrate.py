@@ -43,11 +43,13 @@ from tridecode.converters.quantize.texts import (
     check_texts,
     token_sequences,
 )
+from tridecode.converters.quantize.together import FirstStates, Together, free_memory, wanted_bytes, write
 from tridecode.converters.quantize.tune import norms_of, output_error, tune
 from tridecode.converters.tokenizer import load_tokenizer
 from tridecode.kernels.quantized import QuantizedWeight
 
 _TUNING_SHARE = 0.9  # of a layer's time, for the progress
+_TOGETHER_SHARE = 0.3  # of all the time
 _CPU_OPERATIONS_PER_S = 1e11  # float32, of two to four cores
 
 
@@ -58,7 +60,8 @@ class Calibrated:
     changed: by target name, QuantizedWeight for the matrices that method.quantization covers, and other
     tensors with folded scales, float32. errors: of each quantised matrix, those of its products over the
     calibration set (products.ProductErrors), whose token ids are `sequences`. output_errors: of each tuned
-    layer, the mean of tune.output_error before and after.
+    layer, the mean of tune.output_error before and after. divergences: from the exact model, the mean over
+    some of the texts before and after the layers were tuned together; None: they were not.
     """
 
     planned: PlannedConversion
@@ -67,6 +70,7 @@ class Calibrated:
     changed: TensorStore = field(default_factory=TensorStore)
     errors: dict[str, float] = field(default_factory=dict)
     output_errors: list[tuple[float, float]] = field(default_factory=list)
+    divergences: tuple[float, float] | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -118,7 +122,11 @@ def calibrate(
     texts = BUILT_IN if texts is None else texts
     check_texts(texts, "calibration texts")
     sequences = token_sequences(
-        texts, tokenizer or load_tokenizer(checkpoint), config.vocab_size, config.max_positions
+        texts,
+        tokenizer or load_tokenizer(checkpoint),
+        config.vocab_size,
+        config.max_positions,
+        method.most_tokens,
     )
     notes += _few_tokens(planned, method, sum(map(len, sequences)))
     model = checkpoint.reference_model(_dtype_that_fits(planned))
@@ -148,26 +156,30 @@ def calibrate_model(
     specs = [item.spec for item in planned.conversions if item.spec.layer is not None]
     run, tensors, layers = layer_run(model, planned, sequences, device or choose_device(EngineConfig()))
     result = Calibrated(planned, method, sequences, TensorStore(folder))
+    together = (
+        FirstStates(run, folder) if method.tuning is not None and method.tuning.together_steps else None
+    )
+    rest = 0  # bytes to tell while layers are tuned together
     itemsize = TORCH_DTYPES[config.weight_dtype].itemsize
     exact = list(run.states) if method.tuning is not None else None
     for index, layer in enumerate(layers):
         size = itemsize * sum(math.prod(spec.shape) for spec in specs if spec.layer == index)
-        done = _Share(progress, size)
+        later = int(_TOGETHER_SHARE * size) if together is not None else 0
+        done, rest = _Share(progress, size - later), rest + later
         with run.placed(layer):
             if exact is not None:
                 exact = [output.cpu() for output in run.run(layer, index, exact)]
             inputs = shared_inputs(config, specs, index)
             # no name keeps the statistics while those of the next layer are collected
-            collector = Collector(method.first_tokens)
             quantized = quantize_layer(
-                method, tensors, inputs, _statistics(run, layer, index, inputs, tensors, collector)
+                method, tensors, inputs, _statistics(run, layer, index, inputs, tensors)
             )
             if exact is None:
                 errors = quantized.errors()
                 with errors.watching():
                     run.advance(layer, index)
             else:
-                errors = _tune_layer(result, run, layer, index, quantized, exact, done)
+                errors = _tune_layer(result, run, layer, index, quantized, exact, done, together)
             quantized.store(result.changed)
         result.errors.update(errors.relative())
         done(1.0)
@@ -177,6 +189,10 @@ def calibrate_model(
             f"tuning made the error of the output no smaller in layers {', '.join(worse)}: they stay as they "
             "were rounded"
         )
+    if together is not None and exact is not None:
+        done = _Share(progress, rest)
+        _tune_together(result, model, run, tensors, layers, exact, together, done)
+        done(1.0)
     return result
 
 
@@ -186,18 +202,18 @@ def _statistics(
     index: int,
     inputs: Sequence[SharedInput],
     tensors: SourceTensors,
-    collector: Collector,
 ) -> list[InputStatistics]:
     """Of each input of the layer."""
     names = [input_module(tensors, shared) for shared in inputs]
-    with collector.watching(layer, {name: tensors.model.get_submodule(name) for name in names}):
+    collector = Collector()
+    with collector.watching({name: tensors.model.get_submodule(name) for name in names}):
         for _output in run.run(layer, index):
             pass
     return [collector.taken(name) for name in names]
 
 
 class _Share:
-    """Tells the share of a layer that is done as bytes."""
+    """Tells the share of a part that is done as bytes."""
 
     def __init__(self, progress: Callable[[int], None], size: int):
         self._progress, self._size, self._told = progress, size, 0
@@ -216,6 +232,7 @@ def _tune_layer(
     quantized: QuantizedLayer,
     exact: list[Tensor],
     done: _Share,
+    together: FirstStates | None,
 ) -> ProductErrors:
     """Tune a rounded layer and run it; where that does not make its output's error smaller, leave it as it
     was. exact: its exact outputs. Returns the errors of its products."""
@@ -243,8 +260,62 @@ def _tune_layer(
         quantized.replace({**rounded, **norms})
         quantized.dense = dense
         errors, outputs = _measured_run(run, layer, index, quantized)
+    if together is not None:
+        together.add(quantized)
     run.states = outputs
     return errors
+
+
+def _tune_together(
+    result: Calibrated,
+    model: Module,
+    run: LayerRun,
+    tensors: SourceTensors,
+    layers: Sequence[Module],
+    exact: Sequence[Tensor],
+    first: FirstStates,
+    done: _Share,
+) -> None:
+    """Tune all layers, unless memory is short; where that does not make the divergence smaller, leave them as
+    they were. exact: the last layer's outputs."""
+    method, config = result.method, result.planned.config
+    assert method.tuning is not None
+    longest = max(map(len, result.sequences))
+    weights = sum(math.prod(tensors.spec(name).shape) for name in first.exact)
+    wanted = wanted_bytes(
+        model,
+        weights,
+        method.tuning.sequences(longest) * longest,
+        config.hidden_size,
+        config.num_layers,
+        config.vocab_size,
+    )
+    free = free_memory(run.device)
+    if wanted > free:
+        found = f"{wanted / 2**30:,.1f} GiB of {run.device.type} memory, and {free / 2**30:,.1f} are free"
+        result.notes.append(f"the layers were tuned one by one only: together they want {found}")
+        return
+    device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
+    model.to(run.device, run.dtype)
+    rounded = {name: stored for name, stored in result.changed.items() if isinstance(stored, QuantizedWeight)}
+    norms = {name: tensors.read(name) for index in range(len(layers)) for name in norms_of(tensors, index)}
+    together = Together(model, run, tensors, result.sequences, exact)
+    before = together.divergence()
+    tuned = together.tune(rounded, list(norms), method.grid, method.tuning, done)
+    write(tensors, tuned)
+    after = together.divergence()
+    result.divergences = before, after
+    if after < before:
+        for name, value in tuned.items():
+            result.changed[name] = value.float().cpu() if isinstance(value, Tensor) else value
+    else:
+        result.notes.append(
+            f"tuning the layers together made the divergence of {before:.3g} nats no smaller: "
+            "they stay as before"
+        )
+        write(tensors, {**rounded, **norms})
+    model.to(device, dtype)
+    result.errors.update(first.errors(run, layers, tensors, result.changed))
 
 
 def _measured_run(
@@ -284,12 +355,15 @@ def long_time(planned: PlannedConversion, method: Method) -> list[str]:
         return []
     covered = [item.spec for item in planned.conversions if method.quantization.covers(item.spec)]
     weights = sum(math.prod(spec.shape) for spec in covered) // config.num_layers
-    tokens = tuning.steps * tuning.sequences * min(SEQUENCE_TOKENS, config.max_positions)
+    longest = min(SEQUENCE_TOKENS, config.max_positions)
+    steps = tuning.steps + tuning.together_steps
+    tokens = steps * tuning.sequences(longest) * longest
     operations = 6 * weights * tokens  # of the outputs, and of the gradients of inputs and weights
     minutes = operations / _CPU_OPERATIONS_PER_S / 60
     return [
-        f"{method.name} trains each of {config.num_layers} layers for {tuning.steps:,} steps, which is slow "
-        f"without a GPU: up to {minutes:,.1f} minutes a layer at {_CPU_OPERATIONS_PER_S:.0e} operations/s"
+        f"{method.name} trains each of {config.num_layers} layers for {tuning.steps:,} steps and all "
+        f"together for {tuning.together_steps:,}, which is slow without a GPU: up to {minutes:,.1f} minutes "
+        f"a layer at {_CPU_OPERATIONS_PER_S:.0e} operations/s"
     ]
 
 

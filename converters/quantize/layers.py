@@ -80,6 +80,13 @@ class LayerRun:
         for number, output in enumerate(self.run(layer, index)):
             self.states[number] = output.cpu()
 
+    def head(self, states: Tensor, ids: Tensor) -> Tensor:
+        """The logits (n, T, V) of the last layer's outputs (n, T, C), where the model is. ids: (n, T)."""
+        with ExitStack() as stack:
+            for layer in self._layers:
+                stack.enter_context(_forward(layer, partial(self._recorder.pass_on, states)))
+            return self._model(ids, use_cache=False).logits
+
     def _arguments_of(self, index: int, count: int, length: int) -> _Arguments:
         """On the device; those of one layer are kept there."""
         if self._placed[0] != index:
@@ -130,7 +137,11 @@ class _Recorder:
         if self._gives_tuple is None:
             self._gives_tuple = isinstance(forward(*args, **kwargs), tuple)
         self.calls.append((args[0], args[1:], kwargs))
-        return (args[0],) if self._gives_tuple else args[0]
+        return self.pass_on(args[0])
+
+    def pass_on(self, states: Tensor, *_args: Any, **_kwargs: Any) -> Any:
+        """As a layer gives its output."""
+        return (states,) if self._gives_tuple else states
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from tridecode.converters.quantize.rounding import Grid
 from tridecode.converters.quantize.search import best_ranges
 from tridecode.converters.quantize.smoothquant import searched_smoothing_scales, smoothing_scales
 from tridecode.converters.quantize.statistics import InputStatistics
+from tridecode.converters.quantize.texts import TOTAL_TOKENS
 from tridecode.converters.quantize.tune import Tuning
 from tridecode.kernels.quantized import QuantizedWeight
 
@@ -29,8 +30,8 @@ class Method:
     """scales: per input, folded where a tensor can take them back; None: nothing is folded.
 
     activations: of QuantizedWeight. tokens_per_input: with fewer calibration tokens for each input of a
-    matrix the result can be worse than rounding to nearest. first_tokens: of statistics.Collector. tuning: of
-    each layer after rounding; None: none.
+    matrix the result can be worse than rounding to nearest. tuning: of each layer after rounding; None: none.
+    most_tokens: of the calibration texts that it uses.
     """
 
     name: str
@@ -39,8 +40,8 @@ class Method:
     scales: Scales | None = None
     activations: str = ""
     tokens_per_input: int = 0
-    first_tokens: bool = True
     tuning: Tuning | None = None
+    most_tokens: int = TOTAL_TOKENS
 
     @property
     def quantization(self) -> Quantization:
@@ -63,6 +64,8 @@ class Method:
 
 #: SmolLM2-135M, 1,536 inputs: 860 tokens gained a fifth of the divergence, 500 lost 5 % on unlike texts
 _GPTQ_TOKENS = 4
+#: levels that follow from a layer's output fit the texts closely: more of them than GPTQ gains from
+_TUNED_TOKENS = 512 * 1024
 #: name -> grid, and format of activations
 _GPTQ = {
     "int8-gptq": (Grid("int8", 0, symmetric=True), ""),
@@ -90,7 +93,12 @@ def method_of(name: str, group_size: int = 128, tuning: Tuning = Tuning()) -> Me
     if name == "int4-awq-gptq":
         return Method(name, groups, _clipped_gptq, _awq_scales, tokens_per_input=_GPTQ_TOKENS)
     if name == "int4-tuned":
-        return replace(method_of("int4-awq-gptq", group_size), name=name, first_tokens=False, tuning=tuning)
+        return replace(
+            method_of("int4-awq-gptq", group_size),
+            name=name,
+            tuning=tuning,
+            most_tokens=_TUNED_TOKENS,
+        )
     if name == "smoothquant":
         return Method(name, per_output, _nearest, _smoothing_scales, "int8")
     if name == "smoothquant-gptq":

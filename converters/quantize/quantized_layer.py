@@ -40,6 +40,10 @@ class QuantizedLayer:
                 self.tensors.write(name, value)
                 self.dense.add(name)
 
+    def module(self, name: str) -> Module:
+        """That gets the matrix's input."""
+        return self._modules[name]
+
     def errors(self) -> ProductErrors:
         """What measures the products of the next run of the layer."""
         errors = ProductErrors()

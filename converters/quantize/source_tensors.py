@@ -5,7 +5,7 @@ The rules of a family move elements (converters/rules.py), so the derivative of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -36,6 +36,11 @@ class SourceTensors:
                         f"the model to calibrate has no {name}, which makes {item.spec.name}"
                     )
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model."""
+        return next(iter(self._parameters.values())).dtype
+
     def names(self) -> list[str]:
         return list(self._conversions)
 
@@ -48,6 +53,16 @@ class SourceTensors:
     def parameters(self, name: str) -> dict[str, Tensor]:
         """By source, what the model holds."""
         return dict(zip(self.sources(name), self._parts(name)))
+
+    def of_sources(self, sources: Iterable[str]) -> list[Tensor]:
+        return [self._parameters[source] for source in sources]
+
+    def gradient(self, name: str, gradients: Mapping[str, Tensor]) -> Tensor:
+        """The derivative with respect to the tensor. gradients: by source, those of its parameters."""
+        found = self._made(name, [gradients[source] for source in self.sources(name)])
+        if found.ndim == 1:  # Gemma's norms: 1 + w
+            found = found - self._made(name, [torch.zeros_like(part) for part in self._parts(name)])
+        return found
 
     def read(self, name: str) -> Tensor:
         """A copy of the tensor, contiguous, in the dtype and on the device of the model."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,38 +89,25 @@ class _Sums:
 
 
 class Collector:
-    """The statistics of the inputs of several modules of one layer, by name.
+    """The statistics of several modules' inputs, by name."""
 
-    first_tokens: whether the first token of a sequence counts. As attention's sink it can have inputs a
-    thousand times those of the others (Sun et al. 2024, https://arxiv.org/abs/2402.17762), whose squares then
-    decide how the others are rounded. A sequence of one token counts.
-    """
-
-    def __init__(self, first_tokens: bool = True) -> None:
-        self._first_tokens = first_tokens
+    def __init__(self) -> None:
         self._sums: dict[str, _Sums] = {}
-        self._shape = (0, 0)  # of the states in the layer's last call
 
     @contextmanager
-    def watching(self, layer: Module, modules: Mapping[str, Module]) -> Iterator[None]:
-        """Collect while the block runs the layer over states (n, T, C)."""
-        hooks = [layer.register_forward_pre_hook(self._note_shape)]
-        for name, module in modules.items():
-            add = partial(self._add, self._sums.setdefault(name, _Sums()))
-            hooks.append(module.register_forward_pre_hook(add))
+    def watching(self, modules: Mapping[str, Module]) -> Iterator[None]:
+        """Collect while the block runs the modules."""
+
+        def watch(name: str, module: Module) -> Any:
+            sums = self._sums.setdefault(name, _Sums())
+            return module.register_forward_pre_hook(lambda _module, args: sums.add(args[0]))
+
+        handles = [watch(name, module) for name, module in modules.items()]
         try:
             yield
         finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _note_shape(self, _layer: Module, args: tuple[Tensor, ...]) -> None:
-        self._shape = args[0].shape[0], args[0].shape[1]
-
-    def _add(self, sums: _Sums, _module: Module, args: tuple[Tensor, ...]) -> None:
-        """Some models give a module (n * T, in)."""
-        x = args[0].reshape(*self._shape, -1)
-        sums.add(x if self._first_tokens or x.shape[1] == 1 else x[:, 1:])
+            for handle in handles:
+                handle.remove()
 
     def taken(self, name: str) -> InputStatistics:
         """The statistics of a module, which are freed here.

@@ -29,7 +29,7 @@ from tridecode.kernels.quantized import QuantizedWeight, unpacked
 _LEVELS = 15  # the highest of int4
 #: of a level's start from its rounding limits: the first step does not change all levels
 _FROM_THE_LIMIT = 0.05
-_BETAS = (0.9, 0.95)
+_BETAS = (0.9, 0.99)
 _LENGTHS = 64  # batches are padded to a multiple
 _CHECK_STEPS = 25  # a check waits for the GPU
 #: of the free memory of a GPU, that the hidden states of one layer may take
@@ -40,20 +40,27 @@ _HELD_SHARE = 0.25
 class Tuning:
     """Adam with learning rates that rise for the first `warmup` of the steps and then fall linearly to 0.
 
-    steps: for each layer. sequences: of a step, drawn with `seed`. rate: of the scales and the norms'
-    weights, relative. level_rate: of the levels.
+    steps: for each layer. tokens: of a step, at most, in sequences drawn with `seed`, but one at least. rate:
+    of the scales and the norms' weights, relative. level_rate: of the levels. together_steps, together_rate:
+    of all layers together, after that, without the levels.
     """
 
     steps: int = 300
-    sequences: int = 8
-    warmup: float = 0.0
+    tokens: int = 4096
+    warmup: float = 0.1
     rate: float = 2e-3
-    level_rate: float = 1e-2
+    level_rate: float = 5e-3
+    together_steps: int = 200
+    together_rate: float = 1e-3
     seed: int = 0
 
-    def share(self, step: int) -> float:
+    def sequences(self, longest: int) -> int:
+        """Of a step. longest: tokens of the longest."""
+        return max(1, self.tokens // longest)
+
+    def share(self, step: int, steps: int) -> float:
         """Of the learning rates, in a step from 0."""
-        return min(1 - step / self.steps, (step + 1) / (self.warmup * self.steps + 1))
+        return min(1 - step / steps, (step + 1) / (self.warmup * steps + 1))
 
 
 @dataclass(frozen=True)
@@ -91,20 +98,15 @@ def tune(
 
     On one device the result depends on the arguments only.
     """
-    trained = _Trained(tensors, matrices, norms_of(tensors, index), grid)
+    trained = Trained(tensors, matrices, norms_of(tensors, index), grid)
     parameters = _Parameters(layer, tensors, list(trained.tensors()))
-    groups = [
-        {"params": trained.relative, "base": tuning.rate},
-        {"params": trained.levels, "base": tuning.level_rate},
-    ]
-    optimizer = torch.optim.Adam(groups, lr=0.0, betas=_BETAS, fused=run.device.type == "cuda")
+    optimizer = optimizer_of(trained, tuning.rate, tuning.level_rate)
     batches = _Batches(run, wanted, tuning)
     total = torch.zeros((), dtype=torch.float64, device=run.device)
-    with _training_arithmetic(run.device):
+    with training_arithmetic(run.device):
         for step in range(tuning.steps):
             states, targets, lengths = batches.draw()
-            for group in optimizer.param_groups:
-                group["lr"] = group["base"] * tuning.share(step)
+            set_rates(optimizer, tuning.share(step, tuning.steps))
             outputs = run.call(layer, index, states, parameters.of(trained.tensors()))
             counts = torch.arange(states.shape[1], device=run.device) < lengths[:, None]
             loss = (output_error(outputs, targets) * counts).sum() / counts.sum()
@@ -119,6 +121,18 @@ def tune(
     return trained.stored()
 
 
+def optimizer_of(trained: Trained, rate: float, level_rate: float = 0.0) -> torch.optim.Adam:
+    """With the rates 0 until `set_rates`."""
+    groups = [{"params": trained.relative, "base": rate}, {"params": trained.levels, "base": level_rate}]
+    fused = trained.relative[0].device.type == "cuda"
+    return torch.optim.Adam(groups, lr=0.0, betas=_BETAS, fused=fused)
+
+
+def set_rates(optimizer: torch.optim.Adam, share: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = group["base"] * share
+
+
 def norms_of(tensors: SourceTensors, index: int) -> list[str]:
     """Weights and biases of the norms within a layer, those of heads included."""
     names = [name for name in tensors.names() if tensors.spec(name).layer == index]
@@ -131,24 +145,24 @@ def _module(name: str) -> str:
 
 
 class _Matrix:
-    """A rounded matrix whose levels and scales are trained.
+    """A rounded matrix whose scales, and levels if `exact` is given, are trained.
 
     levels: (out, G, size), real numbers, rounded in the forward pass; the gradient passes as if they were
     not. They start between the rounded level and the exact weight's place. changes: (out, G, 1) relative, of
     the scales.
     """
 
-    def __init__(self, rounded: Rounded, grid: Grid):
-        exact, stored = rounded.exact, rounded.stored
+    def __init__(self, stored: QuantizedWeight, grid: Grid, dtype: torch.dtype, exact: Tensor | None = None):
         assert stored.format == "int4" and stored.groups is None
         self._grid, self._columns = grid, stored.columns
-        self._scales = stored.scales.to(exact)[..., None]
+        self._scales = stored.scales.to(dtype)[..., None]
         zeros = torch.full_like(stored.scales, 8) if stored.zeros is None else stored.zeros
-        self._zeros = zeros.to(exact)[..., None]
-        levels = grid.grouped(unpacked(stored.values, stored.columns).to(exact))
-        away = grid.grouped(exact) / self._scales + self._zeros - levels
-        most = 0.5 - _FROM_THE_LIMIT
-        self.levels = (levels + away.clamp(-most, most)).requires_grad_()
+        self._zeros = zeros.to(dtype)[..., None]
+        self.levels = grid.grouped(unpacked(stored.values, stored.columns).to(dtype))
+        if exact is not None:
+            away = grid.grouped(exact) / self._scales + self._zeros - self.levels
+            most = 0.5 - _FROM_THE_LIMIT
+            self.levels = (self.levels + away.clamp(-most, most)).requires_grad_()
         self.changes = torch.zeros_like(self._scales).requires_grad_()
 
     def weight(self) -> Tensor:
@@ -164,6 +178,12 @@ class _Matrix:
         return self._grid.stored(levels, scales, self._zeros.squeeze(-1))
 
 
+def _matrix(matrix: Rounded | QuantizedWeight, grid: Grid, tensors: SourceTensors) -> _Matrix:
+    if isinstance(matrix, QuantizedWeight):
+        return _Matrix(matrix, grid, tensors.dtype)
+    return _Matrix(matrix.stored, grid, matrix.exact.dtype, matrix.exact)
+
+
 class _Norm:
     """A weight or a bias of a norm. changes: of it, in units of the weight, or of its root mean square for a
     bias, which may be 0."""
@@ -176,19 +196,24 @@ class _Norm:
         return self._tensor + self._unit * self.changes
 
 
-class _Trained:
-    """What is trained of a layer, by name of the tensor."""
+class Trained:
+    """What is trained of layers, by name of the tensor. matrices: QuantizedWeight where levels stay."""
 
     def __init__(
-        self, tensors: SourceTensors, matrices: Mapping[str, Rounded], norms: Sequence[str], grid: Grid
+        self,
+        tensors: SourceTensors,
+        matrices: Mapping[str, Rounded] | Mapping[str, QuantizedWeight],
+        norms: Sequence[str],
+        grid: Grid,
     ):
-        self._matrices = {name: _Matrix(rounded, grid) for name, rounded in matrices.items()}
+        self._matrices = {name: _matrix(matrix, grid, tensors) for name, matrix in matrices.items()}
         self._norms = {}
         for name in norms:
             weight = tensors.read(f"{name.removesuffix('.bias')}.weight" if name.endswith(".bias") else name)
             unit = weight.square().mean().sqrt() if name.endswith(".bias") else weight
             self._norms[name] = _Norm(tensors.read(name), unit)
-        self.levels = [matrix.levels for matrix in self._matrices.values()]
+        levels = [matrix.levels for matrix in self._matrices.values()]
+        self.levels = [level for level in levels if level.requires_grad]
         self.relative = [matrix.changes for matrix in self._matrices.values()]
         self.relative += [norm.changes for norm in self._norms.values()]
 
@@ -230,9 +255,10 @@ class _Batches:
     causal model nothing in front depends on it."""
 
     def __init__(self, run: LayerRun, wanted: Sequence[Tensor], tuning: Tuning):
-        self._device, self._dtype, self._count = run.device, run.dtype, tuning.sequences
+        self._device, self._dtype = run.device, run.dtype
         self._random = torch.Generator().manual_seed(tuning.seed)
         self._longest = max(state.shape[1] for state in run.states)
+        self._count = tuning.sequences(self._longest)
         self._states, self._wanted = list(run.states), list(wanted)
         if self._fit_on_the_device():
             self._states, self._wanted = (
@@ -267,7 +293,7 @@ class _Batches:
 
 
 @contextmanager
-def _training_arithmetic(device: torch.device) -> Iterator[None]:
+def training_arithmetic(device: torch.device) -> Iterator[None]:
     """Products in TF32, whose rounding is far below int4's, and gradients that are the same each time."""
     if device.type != "cuda":
         yield

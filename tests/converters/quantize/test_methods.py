@@ -338,7 +338,7 @@ def test_no_smoothing_where_it_only_loses() -> None:
 @pytest.mark.parametrize("calls", [[SAMPLE // 2], [300] * 3 + [1, 40_000, 7, 20_000]])
 def test_the_sample_is_of_all_inputs_alike(calls: list[int]) -> None:
     module, collector, total = torch.nn.Identity(), Collector(), 0
-    with collector.watching(module, {"x": module}):
+    with collector.watching({"x": module}):
         for count in calls:
             module(torch.arange(total, total + count, dtype=torch.float64).repeat(2, 1).T[None])
             total += count
@@ -353,9 +353,9 @@ def test_a_full_sample_takes_inputs_in_its_place_and_changes_no_input() -> None:
     module, collector = torch.nn.Identity(), Collector()
     calls = [inputs_of(32, 2, SAMPLE), inputs_of(33, 2, 1), inputs_of(34, 2, 4 * SAMPLE)]
     given, places = [x.clone() for x in calls], set()
-    with collector.watching(module, {"x": module}):
+    with collector.watching({"x": module}):
         for x in given:
-            module(x[None])
+            module(x)
             sums = collector._sums["x"].sums
             assert sums is not None
             places.add(sums.sample.data_ptr())
@@ -364,23 +364,6 @@ def test_a_full_sample_takes_inputs_in_its_place_and_changes_no_input() -> None:
     assert all(torch.equal(x, call) for x, call in zip(given, calls))
     later = (sample[:, None] == calls[2]).all(-1).any(-1)
     assert 0.7 < float(later.double().mean()) < 0.9  # 4 of 5 inputs
-
-
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("length", [1, 2, 7])
-def test_first_tokens_can_be_left_out(length: int, flat: bool) -> None:
-    """A module can get its inputs without the sequences' dimension; a sequence of one token counts."""
-    x = inputs_of(35, IN, 3 * length).view(3, length, IN)
-    wanted = (x if length == 1 else x[:, 1:]).flatten(0, 1)
-    inner = torch.nn.Identity()
-    layer = torch.nn.Sequential(torch.nn.Flatten(0, 1), inner) if flat else torch.nn.Sequential(inner)
-    collector = Collector(first_tokens=False)
-    with collector.watching(layer, {"x": inner}):
-        layer(x)
-    seen = collector.taken("x")
-    torch.testing.assert_close(seen.hessian, hessian_of(wanted))
-    torch.testing.assert_close(seen.mean_abs, wanted.abs().mean(0))
-    assert torch.equal(seen.sample, wanted)
 
 
 def _fp8(rows: Tensor) -> Tensor:

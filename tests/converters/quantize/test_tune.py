@@ -24,10 +24,10 @@ from tridecode.converters.quantize.rounding import Grid
 from tridecode.converters.quantize.source_tensors import source_tensors
 from tridecode.converters.quantize.tune import (
     Rounded,
+    Trained,
     Tuning,
     _Matrix,
     _Parameters,
-    _Trained,
     norms_of,
     output_error,
 )
@@ -35,7 +35,7 @@ from tridecode.kernels.quantized import QuantizedWeight, unpacked
 
 CPU = torch.device("cpu")
 GROUP = 16
-FEW = Tuning(steps=80, sequences=4)
+FEW = Tuning(steps=80, tokens=80, level_rate=1e-2, together_steps=0)
 #: what changes which parameters a layer has, and where they lie
 CASES = [
     "gpt2",
@@ -145,7 +145,7 @@ def test_tuning_changes_levels_scales_and_norms_and_no_zeros(tmp_path: Path) -> 
 
 def test_texts_and_seed_decide_the_result(tmp_path: Path) -> None:
     planned, sequences = planned_of("llama", tmp_path / "m"), sequences_of()
-    method = method_of("int4-tuned", GROUP, Tuning(steps=5, sequences=2))
+    method = method_of("int4-tuned", GROUP, Tuning(steps=5, tokens=40, together_steps=0))
     first, again = (calibrated(planned, method, sequences) for _ in range(2))
     for name, value in first.changed.items():
         other = again.changed[name]
@@ -198,7 +198,7 @@ def test_the_gradient_of_a_rounded_matrix_is_written_out() -> None:
     exact = torch.randn(3, 20, generator=generator, dtype=torch.float64)
     grid = Grid("int4", 8)
     stored = grid.rounded(exact, 0.5)  # half of the range: many lie outside
-    matrix = _Matrix(Rounded(exact, stored), grid)
+    matrix = _Matrix(stored, grid, exact.dtype, exact)
     torch.testing.assert_close(matrix.weight().detach(), stored.expanded(torch.float64))
     with torch.no_grad():
         matrix.levels.flatten()[::7] += 40
@@ -237,7 +237,7 @@ def test_gradients_are_those_of_the_model_with_the_tensors_written_into_it(case:
                 exact = tensors.read(name).t().contiguous()
                 matrices[name] = Rounded(exact, grid.rounded(exact))
         wanted = torch.cat(list(run.run(layer, 0)))
-        trained = _Trained(tensors, matrices, norms_of(tensors, 0), grid)
+        trained = Trained(tensors, matrices, norms_of(tensors, 0), grid)
         states = torch.cat(run.states)
         parameters = _Parameters(layer, tensors, list(trained.tensors()))
         outputs = run.call(layer, 0, states, parameters.of(trained.tensors()))
@@ -275,7 +275,7 @@ def test_an_error_that_is_not_finite_names_the_layer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", ["gpt2", "phi3"])
 def test_a_layer_that_tuning_makes_worse_stays_as_it_was_rounded(case: str, tmp_path: Path) -> None:
     planned, sequences = planned_of(case, tmp_path / "m"), sequences_of()
-    method = method_of("int4-tuned", GROUP, Tuning(steps=2, rate=0.7, level_rate=4.0))
+    method = method_of("int4-tuned", GROUP, Tuning(steps=2, rate=0.7, level_rate=4.0, together_steps=0))
     rounded = calibrated(planned, replace(method, tuning=None), sequences)
     found = calibrated(planned, method, sequences)
     (note,) = found.notes
@@ -295,17 +295,22 @@ def test_progress_moves_while_a_layer_is_tuned(tmp_path: Path) -> None:
     planned, told = planned_of("gpt2", tmp_path / "m"), []
     model = planned.checkpoint.reference_model(torch.float32)
     calibrate_model(
-        model, planned, sequences_of(), method_of("int4-tuned", GROUP, Tuning(100, 1)), told.append, CPU
+        model,
+        planned,
+        sequences_of(),
+        method_of("int4-tuned", GROUP, Tuning(100, 20, together_steps=50)),
+        told.append,
+        CPU,
     )
     specs = [item.spec for item in planned.conversions if item.spec.layer is not None]
     assert sum(told) == 4 * sum(int(torch.Size(spec.shape).numel()) for spec in specs)
-    assert len(told) == 2 * (4 + 1) and min(told) > 0
+    assert len(told) == 2 * (4 + 1) + 2 + 1 and min(told) >= 0
 
 
 def test_a_cpu_is_said_to_be_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned = planned_of("gpt2", tmp_path / "m")
     (note,) = long_time(planned, method_of("int4-tuned", GROUP))
-    assert "trains each of 2 layers for 300 steps, which is slow without a GPU" in note
+    assert "trains each of 2 layers for 300 steps and all together for 200, which is slow" in note
     assert long_time(planned, method_of("int4-awq-gptq", GROUP)) == []
     monkeypatch.setattr(calibration, "choose_device", lambda config: torch.device("cuda"))
     assert long_time(planned, method_of("int4-tuned", GROUP)) == []
