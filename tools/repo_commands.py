@@ -106,9 +106,10 @@ def build_repo(
         typer.Option(
             metavar="FORMAT",
             help="Layers' matrices rounded to int8, int4 or fp8, with products in 8 bit to w8a8-int8, "
-            "w8a8-fp8 or w8a8-fp8-blocks (docs/quantization.md); or calibrated: int4-awq, int4-tuned (the "
-            "most accurate int4, and the slowest to make), smoothquant, smoothquant-gptq, or one of those "
-            "with -gptq behind it (docs/calibration.md); none: expand quantised ones.",
+            "w8a8-fp8 or w8a8-fp8-blocks (docs/quantization.md); or calibrated: int4-awq, int4-tuned (of the "
+            "int4 methods the one with the least divergence, and the slowest to make), smoothquant, "
+            "smoothquant-gptq, or one of those with -gptq behind it (docs/calibration.md); none: expand "
+            "quantised ones.",
         ),
     ] = None,
     calibrate: Annotated[

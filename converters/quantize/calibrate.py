@@ -5,7 +5,8 @@ inputs of the next layer. Memory holds transformers' model, the hidden states of
 the statistics, the matrices and the quantised ones. What is finished lies in files (store.TensorStore).
 
 A method that tunes runs it twice more: over the hidden states of the exact model, which are held too, and
-rounded, for the error before tuning.
+rounded, for the error before tuning. Then all layers are tuned together (together.py), with the whole model
+on the device.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -113,7 +114,9 @@ def test_the_directorys_tensors_are_the_quantised_models(family: str, name: str,
     """A model of transformers with the result's tensors, put in by the test, is the calibrated model."""
     planned = planned_of(family, tmp_path / "m")
     model = planned.checkpoint.reference_model(torch.float32)
-    result = calibrate_model(model, planned, SEQUENCES, method_of(name, 16, Tuning(20)), device=CPU)
+    result = calibrate_model(
+        model, planned, SEQUENCES, method_of(name, 16, Tuning(20, together_steps=10)), device=CPU
+    )
     matrices = {key for key, value in result.changed.items() if isinstance(value, QuantizedWeight)}
     specs = {item.spec.name: item.spec for item in planned.conversions}
     assert matrices == {
@@ -223,6 +226,12 @@ def test_the_files_of_a_calibration_are_removed_with_it(tmp_path: Path) -> None:
     del result, conversion
     gc.collect()
     assert not list(folder.iterdir())
+
+
+def test_a_method_takes_as_many_tokens_as_it_wants(tmp_path: Path) -> None:
+    planned, method = planned_of("gpt2", tmp_path / "m"), method_of("int4-awq", 16)
+    assert calibrate(planned, TEXTS, method).num_tokens > 12
+    assert calibrate(planned, TEXTS, replace(method, most_tokens=12)).num_tokens == 12
 
 
 def test_smoothquant_rounds_activations_too(tmp_path: Path) -> None:

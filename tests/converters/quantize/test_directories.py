@@ -74,7 +74,9 @@ def e4m3_rows(x: Tensor) -> Tensor:
 def test_the_engine_answers_as_the_calibrated_model(family: str, name: str, tmp_path: Path) -> None:
     """An activation next to a half may be rounded to its other neighbour: a difference of 1/127 of the row's
     largest value, in one input, or of 1/8 of it in E4M3."""
-    result = calibrate(planned_of(family, tmp_path / "m"), TEXTS, method_of(name, 8, Tuning(20)))
+    result = calibrate(
+        planned_of(family, tmp_path / "m"), TEXTS, method_of(name, 8, Tuning(20, together_steps=10))
+    )
     result.conversion().write(tmp_path / "w")
     assert read_model_config(tmp_path / "w").quantization == result.method.quantization
     _, logits = run_greedy(tmp_path / "w", PROMPTS, 1)
