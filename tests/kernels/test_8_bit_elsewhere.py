@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.kernels.conftest import Place
-from tests.kernels.test_linear import make_heads, norm64
+from tests.kernels.test_linear import make_heads, norm64, rotate64
 from tests.kernels.test_w8a8 import assert_product, make_linear, product64
 from tridecode.kernels.gemm_table import Plan, choose
 from tridecode.kernels.library import KernelError
@@ -118,10 +118,15 @@ def test_queries_and_keys_are_rotated_and_kept(place: Place, tokens: int, format
     linear = make_linear(place, 256, 12 * 128, torch.float16, format)
     case.linear = linear
     out = case.project(place)
-    bare = place.poison(tokens, 12 * 128, dtype=torch.float16)
-    place.ops.linear(case.x, linear, norm=case.norm, out=bare)
-    place.ops.finish_qkv(bare, case.heads, case.batch, case.cache)
-    assert torch.equal(out, bare)
+    wanted = product64(case.x, linear).cpu().unflatten(1, (-1, 128))
+    assert case.heads.rope is not None
+    turned = rotate64(wanted[:, :10], case.heads.rope, case.batch.positions)
+    wanted = torch.cat([turned, wanted[:, 10:]], dim=1).flatten(1)
+    assert_product(format, 256, out, wanted.to(out.device))
+    for token in set(range(tokens)) - {case.unwritten}:
+        block, offset = divmod(int(case.slots[token]), 16)
+        held = case.cache.blocks[block, :, :, offset].flatten(0, 1)
+        assert torch.equal(held, out[token].unflatten(0, (-1, 128))[8:])
 
 
 @pytest.mark.parametrize("format", ["int8"])
