@@ -104,10 +104,8 @@ class Cpu(Reference):
         out: Tensor,
         unfinished: Linear | None = None,
     ) -> None:
-        if unfinished is not None:
-            self.finish_qkv(qkv, heads, batch, cache)
         with _one_thread() if self.batch_invariant else nullcontext():
-            super().decode_attention(qkv, heads, batch, cache, out=out)
+            super().decode_attention(qkv, heads, batch, cache, out=out, unfinished=unfinished)
 
     def prefill_attention(
         self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer, *, out: Tensor

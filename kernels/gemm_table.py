@@ -16,7 +16,8 @@ tridecode.kernels.explain` prints the choices. This module needs neither torch n
 Products with both operands in 8 bit (cuda_w8a8.py) have gemm_sm90_split_k_8bit, gemm_sm90_stream_k_8bit and
 gemm_sm90_even_split_8bit (W8A8), and gemm_library for many tokens of fp8; int8 weights with x in two int8
 parts have the first two named *_two_parts up to TWO_PARTS_TOKENS, above it expand_rows: the weight is
-expanded to 16 bit, and one of the others follows.
+expanded to 16 bit, and one of the others follows. Other GPUs have gemm_mma_tiles_8bit for W8A8 up to 64
+tokens, above it library_8_bit: cuBLAS by way of torch.
 """
 
 from __future__ import annotations

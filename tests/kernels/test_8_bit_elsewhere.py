@@ -25,7 +25,7 @@ SHAPES = [(128, 128), (144, 272), (1040, 1008), (4096, 512), (512, 9216)]
 
 
 @pytest.fixture
-def ops(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest):
+def ops(request: pytest.FixtureRequest):
     """The operations of a card of compute capability 8.0 or, for fp8, 8.9."""
     from tridecode.kernels.cuda import Cuda
 
