@@ -132,8 +132,8 @@ def test_quantised_weights_are_planned(tmp_path, format, data_type):
     check(tmp_path / "w", replace(CONFIG, data_type=data_type))
 
 
-@pytest.mark.parametrize("format", ["int8", "fp8"])
-def test_w8a8_weights_take_a_byte_on_a_gpu_that_multiplies_them(monkeypatch, format):
+@pytest.mark.parametrize(("format", "expands", "multiplies"), [("int8", 75, 80), ("fp8", 86, 89)])
+def test_w8a8_weights_take_a_byte_on_a_gpu_that_multiplies_them(monkeypatch, format, expands, multiplies):
     quantization = Quantization(format, activations=format)
     model = replace(PRESETS["llama-3-8b"].model, quantization=quantization)
     config = resolve(replace(CONFIG, max_sequence_tokens=64), model, CPU)
@@ -146,7 +146,8 @@ def test_w8a8_weights_take_a_byte_on_a_gpu_that_multiplies_them(monkeypatch, for
     weights, outputs = (
         sum(size(spec.shape) for spec in specs) for size in (math.prod, lambda shape: shape[1])
     )
-    assert planned(80) - planned(90) == 2 * weights - (weights + 4 * outputs)
+    assert planned(expands) - planned(90) == 2 * weights - (weights + 4 * outputs)
+    assert planned(multiplies) == planned(90)
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
