@@ -295,9 +295,11 @@ class CudaW8A8(CudaGemm):
         row_scales = scales.view(torch.float32)[:tokens]
         kind = torch.int32 if weight.format == "int8" else torch.float32
         pieces = -(-4 * tokens * outputs // self._sums.numel())
-        for part in torch.arange(tokens).chunk(pieces):
-            rows = slice(int(part[0]), int(part[-1]) + 1)
-            sums = self._sums.view(kind)[: len(part) * outputs].view(len(part), outputs)
+        size = -(-tokens // pieces)  # so that none has few rows
+        for first in range(0, tokens, size):
+            rows = slice(first, min(first + size, tokens))
+            count = rows.stop - first
+            sums = self._sums.view(kind)[: count * outputs].view(count, outputs)
             _multiply_8_bit(rounded[rows], weight.values, sums)
             more = None if residual is None else residual[rows]
             self._library_epilogue(

@@ -251,12 +251,13 @@ def attention(context: Context, rows: Rows | None, qkv: Linear, heads: Heads, ca
     ops, batch = context.ops, context.batch
     projected = context.parts("qkv", heads.qkv_size)
     out = context.parts("context", heads.num_heads * heads.head_size)
-    unfinished = qkv if rows is None else None
+    unfinished = None
     if rows is not None:
         ops.project_qkv(rows.x, qkv, rows.norm, heads, batch, cache, out=projected.whole)
-    elif batch.num_decodes < batch.num_tokens:
+    elif batch.num_decodes == batch.num_tokens:
+        unfinished = qkv
+    else:
         ops.finish_qkv(projected.whole, heads, batch, cache)
-        unfinished = None
     if batch.num_decodes:
         ops.decode_attention(projected.decodes, heads, batch, cache, out=out.decodes, unfinished=unfinished)
     if batch.num_decodes < batch.num_tokens:

@@ -7,7 +7,6 @@ https://arxiv.org/abs/1503.02531), and norms too.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.utils.rnn import pad_sequence
 
-from tridecode.backend.errors import CheckpointError
 from tridecode.backend.host_memory import available_memory
 from tridecode.converters.quantize.layers import LayerRun
 from tridecode.converters.quantize.products import MEASURED_TOKENS, ProductErrors
@@ -26,6 +24,7 @@ from tridecode.converters.quantize.rounding import Grid
 from tridecode.converters.quantize.source_tensors import SourceTensors
 from tridecode.converters.quantize.store import TensorStore
 from tridecode.converters.quantize.tune import (
+    Losses,
     Trained,
     Tuning,
     optimizer_of,
@@ -34,7 +33,6 @@ from tridecode.converters.quantize.tune import (
 )
 from tridecode.kernels.quantized import QuantizedWeight
 
-_CHECK_STEPS = 25  # a check waits for the GPU
 _COMPARED = 32  # sequences, before and after
 #: bytes of a rounded weight in float32: what the model holds, its level, and both once more with gradients
 _WEIGHT_BYTES = 28
@@ -103,8 +101,8 @@ class Together:
         sources = sorted({source for name in trained.tensors() for source in self._tensors.sources(name)})
         parameters = self._tensors.of_sources(sources)
         random = torch.Generator().manual_seed(tuning.seed)
-        total = torch.zeros((), dtype=torch.float64, device=self._run.device)
         steps = tuning.together_steps
+        losses = Losses("all layers: the divergence", steps, self._run.device, progress)
         wants = [parameter.requires_grad for parameter in self._model.parameters()]
         self._model.requires_grad_(False)
         for parameter in parameters:
@@ -122,11 +120,7 @@ class Together:
                 optimizer.zero_grad()
                 torch.autograd.backward(list(made.values()), gradients)
                 optimizer.step()
-                total += loss.detach()
-                if (step + 1) % _CHECK_STEPS == 0 or step + 1 == steps:
-                    if not math.isfinite(total):
-                        raise CheckpointError("tuning all layers: the divergence is not finite")
-                    progress((step + 1) / steps)
+                losses.add(step, loss)
         for parameter, wanted in zip(self._model.parameters(), wants):
             parameter.requires_grad_(wanted)
         return trained.stored()

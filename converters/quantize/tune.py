@@ -102,7 +102,7 @@ def tune(
     parameters = _Parameters(layer, tensors, list(trained.tensors()))
     optimizer = optimizer_of(trained, tuning.rate, tuning.level_rate)
     batches = _Batches(run, wanted, tuning)
-    total = torch.zeros((), dtype=torch.float64, device=run.device)
+    losses = Losses(f"layer {index}: the error of its output", tuning.steps, run.device, progress)
     with training_arithmetic(run.device):
         for step in range(tuning.steps):
             states, targets, lengths = batches.draw()
@@ -113,12 +113,29 @@ def tune(
             optimizer.zero_grad()
             loss.backward(inputs=trained.relative + trained.levels)
             optimizer.step()
-            total += loss.detach()
-            if (step + 1) % _CHECK_STEPS == 0 or step + 1 == tuning.steps:
-                if not math.isfinite(total):
-                    raise CheckpointError(f"tuning layer {index}: the error of its output is not finite")
-                progress((step + 1) / tuning.steps)
+            losses.add(step, loss)
     return trained.stored()
+
+
+class Losses:
+    """Of the steps of a tuning, checked and told as progress after every _CHECK_STEPS and the last one.
+
+    what: is minimised.
+    """
+
+    def __init__(self, what: str, steps: int, device: torch.device, progress: Callable[[float], None]):
+        self._what, self._steps, self._progress = what, steps, progress
+        self._total = torch.zeros((), dtype=torch.float64, device=device)
+
+    def add(self, step: int, loss: Tensor) -> None:
+        """Raises CheckpointError if one of them is not finite."""
+        self._total += loss.detach()
+        done = step + 1
+        if done % _CHECK_STEPS and done != self._steps:
+            return
+        if not math.isfinite(self._total):
+            raise CheckpointError(f"tuning {self._what} is not finite")
+        self._progress(done / self._steps)
 
 
 def optimizer_of(trained: Trained, rate: float, level_rate: float = 0.0) -> torch.optim.Adam:

@@ -13,7 +13,15 @@ from torch.nn import Module
 
 from tests.checkpoints import FAMILIES
 from tests.converters.quantize.float64 import InFloat64
-from tests.converters.quantize.test_tune import CASES, CPU, GROUP, calibrated, planned_of, sequences_of
+from tests.converters.quantize.test_tune import (
+    CASES,
+    CPU,
+    GROUP,
+    assert_same,
+    calibrated,
+    planned_of,
+    sequences_of,
+)
 from tridecode.backend.errors import CheckpointError
 from tridecode.converters.convert import PlannedConversion
 from tridecode.converters.quantize import calibrate as calibration
@@ -65,12 +73,7 @@ def test_texts_and_seed_decide_the_result(tmp_path: Path) -> None:
     method = method_of("int4-tuned", GROUP, replace(FEW, steps=3, together_steps=3))
     first, again = (calibrated(planned, method, sequences) for _ in range(2))
     assert first.conversion().replaced_by == again.conversion().replaced_by
-    for name, value in first.changed.items():
-        other = again.changed[name]
-        if isinstance(value, QuantizedWeight):
-            assert torch.equal(value.values, other.values) and torch.equal(value.scales, other.scales)
-        else:
-            assert torch.equal(value, other)
+    assert_same(first, again)
 
 
 def test_the_errors_are_those_of_the_tuned_products(tmp_path: Path) -> None:
@@ -126,12 +129,6 @@ def test_the_head_makes_logits_of_the_last_states(family: str, tmp_path: Path) -
 # ---------------------------------------------------------------- when nothing is changed
 
 
-def same(one: Calibrated, other: Calibrated) -> bool:
-    pairs = [(value, other.changed[name]) for name, value in one.changed.items()]
-    expanded = [[v.expanded() if isinstance(v, QuantizedWeight) else v for v in pair] for pair in pairs]
-    return set(one.changed) == set(other.changed) and all(torch.equal(a, b) for a, b in expanded)
-
-
 def test_what_makes_the_divergence_larger_is_left(tmp_path: Path) -> None:
     planned, sequences = planned_of("llama", tmp_path / "m"), sequences_of()
     method = method_of("int4-tuned", GROUP, replace(FEW, together_steps=2, together_rate=0.9))
@@ -139,7 +136,7 @@ def test_what_makes_the_divergence_larger_is_left(tmp_path: Path) -> None:
     alone = calibrated(planned, method_of("int4-tuned", GROUP, ALONE), sequences)
     assert found.divergences is not None and found.divergences[1] > found.divergences[0]
     assert "no smaller: they stay as before" in found.notes[0]
-    assert same(found, alone)
+    assert_same(found, alone)
     assert found.errors == pytest.approx(alone.errors, rel=1e-4)
 
 
@@ -151,7 +148,7 @@ def test_where_memory_is_short_layers_are_tuned_alone(
     found = calibrated(planned, method_of("int4-tuned", GROUP, FEW), sequences)
     (note,) = found.notes
     assert "GiB of cpu memory, and 0.0 are free" in note and found.divergences is None
-    assert same(found, calibrated(planned, method_of("int4-tuned", GROUP, ALONE), sequences))
+    assert_same(found, calibrated(planned, method_of("int4-tuned", GROUP, ALONE), sequences))
 
 
 def test_a_divergence_that_is_not_finite_is_an_error(tmp_path: Path) -> None:

@@ -143,16 +143,22 @@ def test_tuning_changes_levels_scales_and_norms_and_no_zeros(tmp_path: Path) -> 
         assert not torch.equal(tuned[norm], rounded[norm])
 
 
+def assert_same(one: Calibrated, other: Calibrated) -> None:
+    """To the bit."""
+    assert set(one.changed) == set(other.changed)
+    for name, value in one.changed.items():
+        found = other.changed[name]
+        if isinstance(value, QuantizedWeight):
+            assert torch.equal(value.values, found.values) and torch.equal(value.scales, found.scales)
+        else:
+            assert torch.equal(value, found)
+
+
 def test_texts_and_seed_decide_the_result(tmp_path: Path) -> None:
     planned, sequences = planned_of("llama", tmp_path / "m"), sequences_of()
     method = method_of("int4-tuned", GROUP, Tuning(steps=5, tokens=40, together_steps=0))
     first, again = (calibrated(planned, method, sequences) for _ in range(2))
-    for name, value in first.changed.items():
-        other = again.changed[name]
-        if isinstance(value, QuantizedWeight):
-            assert torch.equal(value.values, other.values) and torch.equal(value.scales, other.scales)
-        else:
-            assert torch.equal(value, other)
+    assert_same(first, again)
     digest = first.conversion().replaced_by
     assert again.conversion().replaced_by == digest
     assert method.tuning is not None
