@@ -339,12 +339,21 @@ __device__ __forceinline__ void wait_copies() {
 // c (16 x 8, float32) += a (16 x 16) * b (16 x 8). With g = lane / 4 and t = lane % 4 the lane
 // holds of a the pairs (row g, columns 2t), (row g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8); of b the
 // pairs (rows 2t, column g), (rows 2t + 8, g); of c (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t +
-// 1).
+// 1). Of E4M3, from compute capability 8.9 on, a is 16 x 32, b 32 x 8, and four numbers are in the
+// place of a pair.
 template <typename X>
 __device__ __forceinline__ void multiply_add(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2,
                                              uint32_t a3, uint32_t b0, uint32_t b1) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  if constexpr (std::is_same<X, half>::value) {
+  if constexpr (sizeof(X) == 1) {
+#if __CUDA_ARCH__ >= 890
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+#endif
+  } else if constexpr (std::is_same<X, half>::value) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
         "{%8, %9}, "
@@ -377,29 +386,16 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], uint32_t a0, uint32_
 #endif
 }
 
-// c (16 x 8) += a (16 x 32) * b (32 x 8), int8, from compute capability 8.0 on. The lane's words
-// are 4 inputs: of a rows g and g + 8 at 4 t, then both at 4 t + 16; of b column g, the same
-// inputs; c as multiply_add's.
-__device__ __forceinline__ void multiply_add_bytes(int (&c)[4], uint32_t a0, uint32_t a1,
-                                                   uint32_t a2, uint32_t a3, uint32_t b0,
-                                                   uint32_t b1) {
+// The same of int8, c in int32, from compute capability 8.0 on.
+template <typename X>
+__device__ __forceinline__ void multiply_add(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2,
+                                             uint32_t a3, uint32_t b0, uint32_t b1) {
+  static_assert(std::is_same<X, int8_t>::value);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   asm volatile(
       "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
       "{%8, %9}, {%0, %1, %2, %3};"
       : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-#endif
-}
-// The same of E4M3, from 8.9 on.
-__device__ __forceinline__ void multiply_add_bytes(float (&c)[4], uint32_t a0, uint32_t a1,
-                                                   uint32_t a2, uint32_t a3, uint32_t b0,
-                                                   uint32_t b1) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-  asm volatile(
-      "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 #endif
 }

@@ -47,25 +47,19 @@ __device__ __forceinline__ int place(int row, int piece) {
 template <typename Operand>
 using SumOf = std::conditional_t<std::is_same<Operand, int8_t>::value, int, float>;
 
-template <typename X>
-__device__ __forceinline__ void multiply_words(float (&c)[4], const uint4& a0, const uint4& a1,
-                                               const uint4& b, X) {
-  multiply_add<X>(c, a0.x, a1.x, a0.y, a1.y, b.x, b.y);
-  multiply_add<X>(c, a0.z, a1.z, a0.w, a1.w, b.z, b.w);
-}
-__device__ __forceinline__ void multiply_words(int (&c)[4], const uint4& a0, const uint4& a1,
-                                               const uint4& b, int8_t) {
-  multiply_add_bytes(c, a0.x, a1.x, a0.y, a1.y, b.x, b.y);
-  multiply_add_bytes(c, a0.z, a1.z, a0.w, a1.w, b.z, b.w);
-}
-// These instructions keep 14 bits of a sum: few inputs each.
-__device__ __forceinline__ void multiply_words(float (&c)[4], const uint4& a0, const uint4& a1,
-                                               const uint4& b, __nv_fp8_e4m3) {
-  float fresh[4] = {};
-  multiply_add_bytes(fresh, a0.x, a1.x, a0.y, a1.y, b.x, b.y);
-  multiply_add_bytes(fresh, a0.z, a1.z, a0.w, a1.w, b.z, b.w);
+// Of 16 bytes of each row. Instructions of E4M3 keep 14 bits of a sum: few inputs each.
+template <typename Operand>
+__device__ __forceinline__ void multiply_words(SumOf<Operand> (&c)[4], const uint4& a0,
+                                               const uint4& a1, const uint4& b) {
+  constexpr bool kFew = std::is_same<Operand, __nv_fp8_e4m3>::value;
+  SumOf<Operand> few[4] = {};
+  SumOf<Operand>(&to)[4] = kFew ? few : c;
+  multiply_add<Operand>(to, a0.x, a1.x, a0.y, a1.y, b.x, b.y);
+  multiply_add<Operand>(to, a0.z, a1.z, a0.w, a1.w, b.z, b.w);
+  if constexpr (kFew) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) c[i] += fresh[i];
+    for (int i = 0; i < 4; ++i) c[i] += few[i];
+  }
 }
 
 template <typename X, typename Operand, int TOKENS, Mode MODE>
@@ -147,7 +141,7 @@ __global__ void __launch_bounds__(kThreads) gemm_mma_tiles(const __grid_constant
 #pragma unroll
       for (int n = 0; n < kColumns; ++n) {
         const uint4 b = xs[place(n * 8 + g, piece)];
-        multiply_words(c[n], a0, a1, b, Operand());
+        multiply_words<Operand>(c[n], a0, a1, b);
       }
     }
   }

@@ -26,6 +26,8 @@
 //
 // Bytes moved: all weights, once.
 // Bench: python -m tridecode.kernels.bench product_chain
+#include <cuda_fp8.h>
+
 #include "product_chain.cuh"
 #include "product_chain_finish.cuh"
 #include "product_chain_rows.cuh"
@@ -111,6 +113,8 @@ struct Consumer {
   using F = Format<VALUES>;
   using Number = typename F::Number;
   using Sum = typename F::Sum;
+  using Operand = std::conditional_t<F::k16Bit, X,
+                                     std::conditional_t<VALUES == kAsE4m3, __nv_fp8_e4m3, int8_t>>;
   const Chain& chain;
   const Places& places;
   Rows<X, VALUES> rows;
@@ -157,21 +161,6 @@ struct Consumer {
     Number products[2][4];
   };
 
-  static __device__ __forceinline__ void multiply_words(int (&c)[4], uint32_t a0, uint32_t a1,
-                                                        uint32_t a2, uint32_t a3, uint32_t b0,
-                                                        uint32_t b1) {
-    multiply_add_bytes(c, a0, a1, a2, a3, b0, b1);
-  }
-  static __device__ __forceinline__ void multiply_words(float (&c)[4], uint32_t a0, uint32_t a1,
-                                                        uint32_t a2, uint32_t a3, uint32_t b0,
-                                                        uint32_t b1) {
-    if constexpr (F::k16Bit) {
-      multiply_add<X>(c, a0, a1, a2, a3, b0, b1);
-    } else {
-      multiply_add_bytes(c, a0, a1, a2, a3, b0, b1);
-    }
-  }
-
   // The warp's unit of a stage of rows. The lanes of a row read its pieces of 16 bytes 0, 2, 4, 6,
   // then 1, 3, 5, 7. E4M3 instructions keep 14 bits of a sum: few inputs each. Other sums go on
   // through the tile.
@@ -188,10 +177,10 @@ struct Consumer {
     Number(&c)[2][4] = VALUES == kAsE4m3 ? fresh : totals.products;
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd)
-      multiply_words(c[odd], a0[odd].x, a1[odd].x, a0[odd].y, a1[odd].y, b[odd].x, b[odd].y);
+      multiply_add<Operand>(c[odd], a0[odd].x, a1[odd].x, a0[odd].y, a1[odd].y, b[odd].x, b[odd].y);
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd)
-      multiply_words(c[odd], a0[odd].z, a1[odd].z, a0[odd].w, a1[odd].w, b[odd].z, b[odd].w);
+      multiply_add<Operand>(c[odd], a0[odd].z, a1[odd].z, a0[odd].w, a1[odd].w, b[odd].z, b[odd].w);
     if constexpr (VALUES == kAsE4m3) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) totals.of[i] += c[0][2 * i] + c[1][2 * i];
@@ -233,9 +222,9 @@ struct Consumer {
           const uint32_t first = get(words[n][0], half * 2 + k),
                          second = get(words[n][1], half * 2 + k);
           constexpr uint32_t kLow = 0x0f0f0f0fu;
-          multiply_add_bytes(c[n][k], first & kLow, second & kLow, first >> 4 & kLow,
-                             second >> 4 & kLow, k ? b[n][half].z : b[n][half].x,
-                             k ? b[n][half].w : b[n][half].y);
+          multiply_add<int8_t>(c[n][k], first & kLow, second & kLow, first >> 4 & kLow,
+                               second >> 4 & kLow, k ? b[n][half].z : b[n][half].x,
+                               k ? b[n][half].w : b[n][half].y);
         }
       }
     }
