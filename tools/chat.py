@@ -21,7 +21,7 @@ from tridecode.backend.errors import CheckpointError, ConfigError
 from tridecode.backend.supervisor import processes
 from tridecode.converters.files import read_json, require_file
 from tridecode.model_repo_templates.repository import TOKENIZER_DIR
-from tridecode.tools.generate import GRPC_PORT
+from tridecode.tools.generate import GRPC_PORT, TemplatedPrompt
 from tridecode.tools.serve.checks import repositories
 from tridecode.tools.serve.triton_access import values_of
 
@@ -99,11 +99,10 @@ def chat_template(tokenizer_dir: Path) -> tuple[Path, str] | None:
     return (path, template) if isinstance(template, str) else None
 
 
-def chat_prompt(tokenizer_dir: Path, question: str) -> str:
+def chat_prompt(tokenizer_dir: Path, question: str) -> TemplatedPrompt:
     """The question as a user's first message in the model's chat template, with the generation prompt.
 
-    A BOS that the tokenizer adds itself is left out. Raises CheckpointError for a model without a
-    template and for a template that fails.
+    Raises CheckpointError for a model without a template and for a template that fails.
     """
     found = chat_template(tokenizer_dir)
     if found is None:
@@ -117,7 +116,9 @@ def chat_prompt(tokenizer_dir: Path, question: str) -> str:
         raise CheckpointError(f"{path} does not run: {error}") from None
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} does not run: {type(error).__name__}: {error}") from None
-    return _without_second_bos(rendered, tokenizer_dir, special.get("bos_token", ""))
+    return TemplatedPrompt(
+        rendered, _without_second_bos(rendered, tokenizer_dir, special.get("bos_token", ""))
+    )
 
 
 def _render(source: str, **values: Any) -> str:

@@ -62,12 +62,13 @@ def generate(
         "bad_words": [_utf8("--bad", word) for word in bad or ()] or None,
         "lora_name": None if lora_name is None else _utf8("--lora-name", lora_name),
     }
-    text = _read_stdin() if prompt == "-" else _utf8("--prompt", prompt)
+    text: str | client.TemplatedPrompt
+    text = asked = _read_stdin() if prompt == "-" else _utf8("--prompt", prompt)
     url = client.grpc_address(url)
     if chat:
         from tridecode.tools.chat import chat_prompt, find_tokenizer_dir
 
-        text = chat_prompt(find_tokenizer_dir(tokenizer, url), text)
+        text = chat_prompt(find_tokenizer_dir(tokenizer, url), asked)
     elif tokenizer is not None:
         raise ConfigError("--tokenizer is for --chat: without it the prompt is sent as it is")
     sampling = client.complete_sampling(given)

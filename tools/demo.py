@@ -22,7 +22,7 @@ from tridecode.backend.models import read_model_config
 from tridecode.model_repo_templates.repository import ENGINE_MODEL, TOKENIZER_DIR
 from tridecode.tools.build_repo import build_repo, check_output, serve_command
 from tridecode.tools.chat import chat_prompt, chat_template
-from tridecode.tools.generate import print_stream, stream_text
+from tridecode.tools.generate import TemplatedPrompt, print_stream, stream_text
 from tridecode.tools.progress import spinner
 from tridecode.tools.serve.server_process import ServerProcess
 
@@ -50,8 +50,10 @@ def run_demo(
         raise CheckpointError(
             f"{repository} has no tokenizer, so it has no text model; wanted one for a text"
         )
-    text = chat_prompt(folder, question) if chat_template(folder) else question
-    room = room_after(text, repository)
+    text: str | TemplatedPrompt = question
+    if chat_template(folder):
+        text = chat_prompt(folder, question)
+    room = room_after(text if isinstance(text, str) else text.text, repository)
     log_file, started = cache / "serve.log", time.perf_counter()
     whole, failure = False, None
     with ExitStack() as running:

@@ -60,6 +60,18 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class TemplatedPrompt:
+    """A prompt that a chat template has made: special tokens that the tokenizer adds would come twice.
+
+    text: as rendered, with the template's BOS. without_bos: for models that have no input
+    add_special_tokens (config.pbtxt of an older version); the text without a BOS that the tokenizer adds.
+    """
+
+    text: str
+    without_bos: str
+
+
+@dataclass(frozen=True)
 class TextModel:
     """A text model of the server. decoupled: it answers with a stream. dtypes: of its inputs, as its
     config.pbtxt declares them (LangChain's client needs UINT32 for some that are INT32 by default)."""
@@ -127,7 +139,7 @@ def find_text_model(url: str, name: str | None = None, streaming: bool = True) -
 def stream_text(
     url: str,
     model: str | None,
-    prompt: str,
+    prompt: str | TemplatedPrompt,
     *,
     timeout_s: float | None = None,
     **sampling: Any,
@@ -147,7 +159,12 @@ def stream_text(
 
 
 def infer_text(
-    url: str, model: str | None, prompt: str, *, timeout_s: float | None = None, **sampling: Any
+    url: str,
+    model: str | None,
+    prompt: str | TemplatedPrompt,
+    *,
+    timeout_s: float | None = None,
+    **sampling: Any,
 ) -> Piece:
     """The whole answer, over a plain infer if the model gives one response, else over a stream.
 
@@ -193,9 +210,16 @@ def _piece(result: triton.InferResult) -> Piece:
     return Piece(joined.decode("utf-8", errors="replace"), 0 if counts is None else int(counts.sum()))
 
 
-def _inputs(prompt: str, options: dict[str, Any], dtypes: Mapping[str, Any]) -> list[triton.InferInput]:
+def _inputs(
+    prompt: str | TemplatedPrompt, options: dict[str, Any], dtypes: Mapping[str, Any]
+) -> list[triton.InferInput]:
     flags = {"stream": bool(options.pop("stream", False)), "exclude_input_in_output": True}
     flags["return_num_output_tokens"] = True
+    if isinstance(prompt, TemplatedPrompt):
+        if "add_special_tokens" in dtypes:
+            flags["add_special_tokens"], prompt = False, prompt.text
+        else:
+            prompt = prompt.without_bos
     options = {_INPUT_OF.get(name, name): value for name, value in options.items()}
     if (options.get("beam_width") or 1) > 1:
         options["num_return_sequences"] = 1  # the best beam is the answer

@@ -32,6 +32,12 @@ def lora_names(inputs: Inputs, batch: int) -> list[str]:
     return names
 
 
+def add_special_tokens(inputs: Inputs, default: bool) -> bool:
+    """Whether the tokenizer adds its special tokens to the prompts of a request, which says it for all rows.
+    default: that of the model's config.pbtxt."""
+    return inputs.flag("add_special_tokens", inputs.flag("ADD_SPECIAL_TOKENS", default))
+
+
 def sampling_params(
     named: Mapping[str, Any], limits: Limits, names: Mapping[str, str], clip_top_p: bool = False
 ) -> SamplingParams:

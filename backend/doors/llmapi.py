@@ -51,6 +51,7 @@ class TritonPythonModel(TextModel):
             priorities=fields.priorities(inputs, received.parameters, len(texts)),
             streaming=streaming,
             exclude=inputs.flag(_EXCLUDE, self.settings.exclude_input_in_output),
+            add_special_tokens=fields.add_special_tokens(inputs, self.settings.add_special_tokens),
         )
 
     def _params(

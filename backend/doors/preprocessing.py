@@ -1,8 +1,9 @@
 """Model `preprocessing` of FasterTransformer's ensemble: texts in, token ids and word lists out.
 
 Source: the FasterTransformer backend's preprocessing models. As there: one text per row, no special tokens
-unless add_special_tokens is set, no truncation, CSV word lists. The pad id is the tokenizer's end id. An
-empty query gives a row without tokens, which the fastertransformer model starts from its start id.
+unless add_special_tokens is set, in config.pbtxt or by the request, no truncation, CSV word lists. The pad id
+is the tokenizer's end id. An empty query gives a row without tokens, which the fastertransformer model starts
+from its start id.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from tridecode.backend.doors import fields
 from tridecode.backend.doors.contracts.ensemble import PREPROCESSING
 from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.door import UnaryDoor
@@ -27,7 +29,8 @@ class TritonPythonModel(UnaryDoor):
         """INPUT_ID (B, Wmax), REQUEST_INPUT_LEN (B, 1), BAD_WORDS_IDS and STOP_WORDS_IDS (B, 2, P)."""
         queries = _first_column(inputs.arrays["QUERY"], "QUERY")
         texts = [decode_text(query, "QUERY", row) for row, query in enumerate(queries)]
-        ids = list(encode(self.tokenizer, texts, self.settings.add_special_tokens))
+        special = fields.add_special_tokens(inputs, self.settings.add_special_tokens)
+        ids = list(encode(self.tokenizer, texts, special))
         width = max(map(len, ids))
         self.envelope.check_padded("QUERY", len(ids), width)
         padded = np.full((len(ids), width), max(0, self.end_id), np.int64)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from tridecode.backend.doors import fields
 from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.contracts.tensorrt_llm_tokens import TENSORRT_LLM_PREPROCESSING
 from tridecode.backend.doors.door import UnaryDoor
@@ -30,7 +31,8 @@ class TritonPythonModel(UnaryDoor):
         """INPUT_ID (B, W), word lists (B, 2, P), EMBEDDING_BIAS (B, 0), the others (B, 1)."""
         texts = _texts(inputs)
         batch = len(texts)
-        ids = list(encode(self.tokenizer, texts, self.settings.add_special_tokens))
+        special = fields.add_special_tokens(inputs, self.settings.add_special_tokens)
+        ids = list(encode(self.tokenizer, texts, special))
         width = max(map(len, ids))
         self.envelope.check_padded("QUERY", batch, width)
         end_ids = _token_ids(inputs, "END_ID", batch, self.end_id)

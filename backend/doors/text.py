@@ -54,7 +54,7 @@ class TextRequest:
     show_stop, min_tokens: see Completion. keep_last: tokens of a longer prompt that count; 0: all.
     skip_special: special tokens are left out of the answer; None: as config.pbtxt says. log_probs: of
     alternatives. stop_ids: tokens that end an answer as stop words do; the engine does not know them. tables:
-    of virtual tokens, of each text; (): none has one.
+    of virtual tokens, of each text; (): none has one. add_special_tokens: to the prompts, by the tokenizer.
     """
 
     texts: list[str]
@@ -71,6 +71,7 @@ class TextRequest:
     log_probs: bool = False
     stop_ids: frozenset[int] = frozenset()
     tables: Sequence[RowPrompt | None] = ()
+    add_special_tokens: bool = True
 
 
 class TritonPythonModel(EngineDoor):
@@ -142,6 +143,7 @@ class TritonPythonModel(EngineDoor):
             streaming=streaming,
             exclude=inputs.flag("exclude_input_in_output", self.settings.exclude_input_in_output),
             tables=prompt_inputs.read_virtual_tables(inputs, len(texts), limits),
+            add_special_tokens=fields.add_special_tokens(inputs, self.settings.add_special_tokens),
         )
 
     def view_of(self, asked: TextRequest) -> TokenizerView:
@@ -209,7 +211,7 @@ class TritonPythonModel(EngineDoor):
         """Token ids of the prompts, checked to fit, those for the engine, which have virtual tokens, and the
         parameters that fit. RequestCancelled as soon as the stream has ended."""
         prompts, placed, params = [], [], []
-        texts = encode(self.tokenizer, asked.texts, self.settings.add_special_tokens)
+        texts = encode(self.tokenizer, asked.texts, asked.add_special_tokens)
         for row, (ids, one, table) in enumerate(zip(texts, asked.params, tables)):
             if stream.ended:
                 raise RequestCancelled("the request ended while it was being prepared")

@@ -80,6 +80,7 @@ class TritonPythonModel(TextModel):
             skip_special=keys.get("skip_special_tokens"),
             log_probs="logprobs" in keys,
             stop_ids=frozenset(token for (token,) in stop_ids) if in_door else frozenset(),
+            add_special_tokens=fields.add_special_tokens(inputs, self.settings.add_special_tokens),
         )
 
     def _keys(self, received: Received) -> dict[str, Any]:

@@ -20,6 +20,7 @@ ALONE = {"contracts": ["interactive"]}
 #: of the plain model, and not of the interactive one
 NOT_THERE = {"is_return_context_embeddings", "response_input_lengths", "context_embeddings"}
 OURS = {"presence_penalty", "frequency_penalty", "min_length", "priority", "lora_name"}
+OURS |= {"add_special_tokens", "ADD_SPECIAL_TOKENS"}
 
 
 @pytest.mark.parametrize("kind", ["fastertransformer", "preprocessing", "postprocessing", "ensemble"])

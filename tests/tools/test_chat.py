@@ -34,14 +34,15 @@ def test_the_prompt_is_what_transformers_makes_of_the_chat_template(tmp_path, te
     messages = [{"role": "user", "content": " How deep is the harbour? "}]
     wanted = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     ids = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode
-    asked = chat_prompt(tmp_path, " How deep is the harbour? ")
-    bos = tokenizer.bos_token_id
-    if template is WITH_BOS:
-        found = ids(asked).ids
-        assert found.count(bos) == 1 and found[0] == bos
-        assert found == tokenizer(wanted, add_special_tokens=False).input_ids
+    prompt = chat_prompt(tmp_path, " How deep is the harbour? ")
+    assert prompt.text == wanted
+    bos, wanted_ids = tokenizer.bos_token_id, tokenizer(wanted, add_special_tokens=False).input_ids
+    assert ids(prompt.text, add_special_tokens=False).ids == wanted_ids
+    if template is WITH_BOS:  # a model without the input add_special_tokens adds a BOS to it
+        found = ids(prompt.without_bos).ids
+        assert found.count(bos) == 1 and found == wanted_ids
     else:
-        assert asked == wanted
+        assert prompt.without_bos == wanted
 
 
 @pytest.fixture
@@ -57,12 +58,12 @@ def configure(folder: Path, **settings) -> None:
 
 def test_a_template_inside_tokenizer_config_is_found_as_transformers_finds_it(folder) -> None:
     configure(folder, chat_template="<{{ messages[0].content }}>")
-    assert chat_prompt(folder, "hi") == "<hi>"
+    assert chat_prompt(folder, "hi").text == "<hi>"
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
     configure(folder, chat_template=named)
-    assert chat_prompt(folder, "hi") == "yes"
+    assert chat_prompt(folder, "hi").text == "yes"
     (folder / "chat_template.jinja").write_text("the file")
-    assert chat_prompt(folder, "hi") == "the file"
+    assert chat_prompt(folder, "hi").text == "the file"
 
 
 def test_a_tokenizer_without_a_template_is_told(folder) -> None:

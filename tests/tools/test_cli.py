@@ -257,11 +257,16 @@ def test_a_temperature_alone_samples_with_a_seed_that_is_told() -> None:
 def test_chat_puts_the_prompt_into_the_template(tmp_path) -> None:
     tiny_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("<user>{{ messages[0].content }}<assistant>")
-    model = FakeModel("tensorrt_llm_bls", ("text_input",), text_responses([("ok", 1)]))
-    with fake_server(model) as server:
-        done = run("generate", "-u", server.url, "-p", "hi", "--chat", "--tokenizer", str(tmp_path))
-        assert server.requests[0].raw_input_contents[0][4:] == b"<user>hi<assistant>"
-    assert done.exit_code == 0, done.output
+    for inputs in (("text_input",), ("text_input", "add_special_tokens")):
+        dtypes = {"text_input": "STRING", "add_special_tokens": "BOOL"}
+        model = FakeModel("tensorrt_llm_bls", inputs, text_responses([("ok", 1)]), dtypes=dtypes)
+        with fake_server(model) as server:
+            done = run("generate", "-u", server.url, "-p", "hi", "--chat", "--tokenizer", str(tmp_path))
+            (request,) = server.requests
+        sent = dict(zip((tensor.name for tensor in request.inputs), request.raw_input_contents))
+        assert sent["text_input"][4:] == b"<user>hi<assistant>"
+        assert sent.get("add_special_tokens") == (b"\0" if len(inputs) == 2 else None)
+        assert done.exit_code == 0, done.output
 
 
 def test_generate_fails_with_the_servers_text() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tridecode.backend.doors.contracts.fastertransformer import FASTERTRANSFORMER
-from tridecode.backend.doors.contracts.field import Contract, Field, Output
+from tridecode.backend.doors.contracts.field import Contract, Field, Output, special_tokens_field
 
 _WORDS = "words in one line of CSV, blanks kept"
 
@@ -14,6 +14,7 @@ PREPROCESSING = Contract(
         Field("STOP_WORDS_DICT", "STRING", _WORDS, dims=(-1,), kind="csv", required=True, lenient=True),
         # [-1] in FasterTransformer; see request_output_len
         Field("REQUEST_OUTPUT_LEN", "UINT32", "number of new tokens", required=True, keeps_axis=True),
+        special_tokens_field("ADD_SPECIAL_TOKENS"),  # ours
     ),
     (
         Output("INPUT_ID", "UINT32", (-1,), "token ids, padded with the tokenizer's end id"),
@@ -58,6 +59,7 @@ ENSEMBLE = Contract(
             for field in FASTERTRANSFORMER.inputs
             if field.declared and not field.required and field.name not in _NOT_PASSED_ON
         ),
+        special_tokens_field(),  # ours
     ),
     (
         Output("OUTPUT_0", "STRING", (-1, -1), "[B * K]: one flat array of whole texts, prompt included"),

@@ -106,6 +106,12 @@ class Contract:
         return tuple(field for field in self.inputs if field.param)
 
 
+def special_tokens_field(name: str = "add_special_tokens") -> Field:
+    """The flag of every model that tokenises a prompt; see fields.add_special_tokens."""
+    meaning = "false: no BOS or other special token is added, for a prompt that a chat template has made"
+    return Field(name, "BOOL", meaning, "`config.pbtxt`'s")
+
+
 def refused(
     name: str, dtype: str, neutral: tuple = (), dims: tuple[int, ...] = (1,), declared: bool = True
 ) -> Field:

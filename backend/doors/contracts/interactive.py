@@ -96,7 +96,16 @@ INTERACTIVE = _deeper(
     ),
 )
 
-INTERACTIVE_PREPROCESSING = _deeper(PREPROCESSING, PREPROCESSING.inputs, PREPROCESSING.outputs)
+
+def _in_later_rounds(fields: tuple[Field, ...]) -> tuple[Field, ...]:
+    """The last of them is add_special_tokens, whose default depends on the round."""
+    default = "first round: `config.pbtxt`'s; later: false"
+    return (*fields[:-1], replace(fields[-1], default=default))
+
+
+INTERACTIVE_PREPROCESSING = _deeper(
+    PREPROCESSING, _in_later_rounds(PREPROCESSING.inputs), PREPROCESSING.outputs
+)
 
 INTERACTIVE_POSTPROCESSING = Contract(
     _deeper(
@@ -113,6 +122,7 @@ INTERACTIVE_ENSEMBLE = Contract(
     (
         *_deeper(ENSEMBLE, ENSEMBLE.inputs[:4], ()).inputs,
         *(f for f in INTERACTIVE.inputs if f.declared and not f.required and f.name not in _NOT_PASSED_ON),
+        *_deeper(ENSEMBLE, _in_later_rounds(ENSEMBLE.inputs[-1:]), ()).inputs,
     ),
     (
         ENSEMBLE.outputs[0],

@@ -5,7 +5,7 @@ Source: triton_backend/all_models/llmapi/tensorrt_llm/config.pbtxt of TensorRT-L
 
 from __future__ import annotations
 
-from tridecode.backend.doors.contracts.field import Contract, Field, Output, refused
+from tridecode.backend.doors.contracts.field import Contract, Field, Output, refused, special_tokens_field
 
 _PREFIX = "sampling_param_"
 _INPUTS = (
@@ -47,6 +47,7 @@ _INPUTS = (
     Field("lora_id", "UINT64", "no effect: the name chooses the adapter"),
     refused("lora_path", "STRING", (b"",)),
     refused("lora_ckpt_source", "STRING", (b"", b"hf")),
+    special_tokens_field(),  # ours
 )
 
 _OUTPUTS = (

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from tridecode.backend.doors.contracts.field import Contract, Field, Output, refused, with_parameters
+from tridecode.backend.doors.contracts.field import (
+    Contract,
+    Field,
+    Output,
+    refused,
+    special_tokens_field,
+    with_parameters,
+)
 
 _INPUTS = (
     Field("text_input", "STRING", "prompt; no chat template is applied", kind="prompt", required=True),
@@ -57,6 +64,7 @@ _INPUTS = (
         "the base model",
     ),
     Field("top_p_reset_ids", "INT32", param="top_p_reset_id"),
+    special_tokens_field(),
     # older names, which clients still send, and TensorRT-LLM's stop request
     Field("min_length", "INT32", alias_of="min_tokens"),
     Field("random_seed", "UINT64", alias_of="seed"),

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tridecode.backend.doors.contracts.field import Contract, Field, Output, refused, with_parameters
+from tridecode.backend.doors.contracts.field import (
+    Contract,
+    Field,
+    Output,
+    refused,
+    special_tokens_field,
+    with_parameters,
+)
 from tridecode.backend.doors.contracts.tensorrt_llm import TENSORRT_LLM
 
 _ENCODER = "no effect: of models with an encoder"
@@ -130,6 +137,7 @@ TENSORRT_LLM_PREPROCESSING = Contract(
         Field("END_ID", "INT32", "`OUT_END_ID`", "the tokenizer's"),
         Field("PAD_ID", "INT32", "`OUT_PAD_ID`, which fills the shorter rows", "the tokenizer's end id"),
         refused("PROMPT_TABLE_EXTRA_ID", "UINT64", (0,)),
+        special_tokens_field("ADD_SPECIAL_TOKENS"),  # ours
     ),
     (
         Output("INPUT_ID", "INT32", (-1,), "token ids, padded to the longest row"),
@@ -176,6 +184,7 @@ TO_PREPROCESSING = {
     "end_id": "END_ID",
     "pad_id": "PAD_ID",
     "prompt_table_extra_id": "PROMPT_TABLE_EXTRA_ID",
+    "add_special_tokens": "ADD_SPECIAL_TOKENS",
 }
 #: input of the ensemble -> input of tensorrt_llm, where the names differ
 _RENAMED = {

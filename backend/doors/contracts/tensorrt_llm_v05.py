@@ -27,7 +27,7 @@ _INPUTS: dict[str, dict] = {
     "stream": {},
 }
 #: names of the last version that the door reads by hand, and later inputs that cost old clients nothing
-_MORE = ("exclude_input_in_output", "return_log_probs", "stop", "priority", "lora_name")
+_MORE = ("exclude_input_in_output", "return_log_probs", "stop", "priority", "lora_name", "add_special_tokens")
 
 
 def _inputs() -> tuple[Field, ...]:
