@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from pathlib import Path
 from queue import Queue
 from typing import Callable, TypeVar
@@ -33,7 +32,11 @@ class Meeting:
     def __init__(self, tensor_size: int, num_stages: int):
         self.tensor_size, self.num_stages = tensor_size, num_stages
         self.world = tensor_size * num_stages
-        self.queues: dict[object, Queue] = defaultdict(Queue)
+        #: all of them from the start: a rank that made one on its first use could replace another rank's
+        self.queues = {
+            "to first": Queue(),
+            **{(kind, rank): Queue() for kind in ("activations", "plans") for rank in range(self.world)},
+        }
         self.held: dict[object, list] = {"all": [None] * self.world}
         self.barriers = {"all": threading.Barrier(self.world)}
         for stage in range(num_stages):
