@@ -100,6 +100,7 @@ def read_prompts(inputs: Inputs, limits: Limits, envelope: Envelope) -> Prompts:
     batch, width = ids.shape
     if batch > MAX_ROWS:
         raise RequestError(f"input_ids has {batch:,} rows; this model accepts {MAX_ROWS:,}")
+    fields.check_sequences(batch, limits)
     envelope.check_width("input_ids", width)
     lengths = inputs.rows("input_lengths", batch)
     for row, length in enumerate(lengths):
@@ -179,6 +180,7 @@ def read_sequences(
         prompt = prompts.learned[row] if prompts.learned else None
         learned = None if prompt is None else prompt.learned
         sequences.append(SequenceRequest(tokens.astype("<i4").tobytes(), params, lora_names[row], learned))
+    fields.check_sequences(sum(sequence.params.num_slots for sequence in sequences), limits)
     return sequences
 
 

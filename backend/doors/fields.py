@@ -92,6 +92,15 @@ def check_one_penalty(named: Mapping[str, Any]) -> None:
         raise RequestError(f"{found}; wanted one of them at its neutral value, 1 or 0")
 
 
+def check_sequences(count: int, limits: Limits) -> None:
+    """RequestError if the engine can never hold `count` sequences of one request, however idle it is."""
+    most = limits.max_sequences + limits.max_queued_requests
+    if count > most:
+        found = f"the request has {count:,} sequences (rows and their beams or samples)"
+        wanted = f"{most:,} (max_sequences and max_queued_requests in config.pbtxt)"
+        raise RequestError(f"{found}; this model accepts {wanted}")
+
+
 def check_length(prompt: int, output: int, limits: Limits, prompt_name: str, output_name: str) -> None:
     """RequestError if prompt and output, in tokens, do not fit into a sequence."""
     if prompt + output > limits.max_sequence_tokens:

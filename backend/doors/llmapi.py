@@ -38,7 +38,7 @@ class TritonPythonModel(TextModel):
     def read(self, received: Received, limits: Limits) -> TextRequest:
         inputs = received.inputs
         streaming = self.streaming(inputs, "streaming")
-        texts = read_texts(inputs)
+        texts = read_texts(inputs, limits)
         stop_words = read_words(inputs, _STOP, len(texts))
         for words in set(stop_words):
             check_stop_words(words, _STOP)

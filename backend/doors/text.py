@@ -97,6 +97,7 @@ class TritonPythonModel(EngineDoor):
     def accept(self, received: Received, stream: Stream) -> None:
         limits = self.limits()
         asked = self.read(received, limits)
+        fields.check_sequences(sum(one.num_slots for one in asked.params), limits)
         tables = asked.tables or [None] * len(asked.texts)
         prompts, placed, params = self._tokenise(asked, tables, limits, stream)
         sizes = [
@@ -129,7 +130,7 @@ class TritonPythonModel(EngineDoor):
         """What the request asks for. RequestError or UnsupportedError naming the field."""
         inputs = received.inputs
         streaming = self.streaming(inputs, "stream")
-        texts = read_texts(inputs)
+        texts = read_texts(inputs, limits)
         params = self._read_params(inputs, len(texts), limits)
         stop_words = read_words(inputs, "stop_words", len(texts))
         for words in stop_words:
@@ -277,10 +278,11 @@ def _sequence(
     )
 
 
-def read_texts(inputs: Inputs) -> list[str]:
+def read_texts(inputs: Inputs, limits: Limits) -> list[str]:
     array = inputs.arrays["text_input"]
     if array.size == 0 or array.ndim > 2 or (array.ndim == 2 and array.shape[1] != 1):
         raise RequestError(f"text_input has shape {list(array.shape)}; wanted [B, 1]")
+    fields.check_sequences(array.size, limits)
     return [decode_text(value, "text_input", row) for row, value in enumerate(array.reshape(-1).tolist())]
 
 

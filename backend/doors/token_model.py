@@ -60,6 +60,7 @@ class TritonPythonModel(EngineDoor):
             inputs.arrays["input_ids"] = np.mod(inputs.arrays["input_ids"], limits.vocab_size)
         prompts = read_prompts(inputs, limits, received.envelope)
         params, ends = self._read_params(inputs, prompts, limits)
+        fields.check_sequences(sum(one.num_slots for one in params), limits)
         counts = [one.max_tokens for one in params]
         most = max(one.num_sequences for one in params)
         received.envelope.check_response(prompts.batch * most, prompts.ids.shape[1], max(counts), 0, 1)

@@ -55,7 +55,7 @@ class TritonPythonModel(TextModel):
     def read(self, received: Received, limits: Limits) -> TextRequest:
         inputs = received.inputs
         streaming = self.streaming(inputs, "stream")
-        texts = read_texts(inputs)
+        texts = read_texts(inputs, limits)
         if len(texts) != 1:
             raise RequestError(f"text_input has {len(texts)} texts; wanted one")
         if streaming and not inputs.flag("exclude_input_in_output", True):

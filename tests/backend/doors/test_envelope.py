@@ -23,7 +23,7 @@ from tridecode.backend.errors import RequestError
 from tridecode.backend.sampling_params import SamplingParams
 from tridecode.backend.sampling_params import check as check_params
 
-DOOR_LIMITS = msgspec.structs.replace(LIMITS, vocab_size=600, start_id=1, end_id=2)
+DOOR_LIMITS = msgspec.structs.replace(LIMITS, vocab_size=600, start_id=1, end_id=2, max_queued_requests=1024)
 FT_OUTPUTS = {"output_ids": "TYPE_UINT32", "sequence_length": "TYPE_UINT32"}
 SMALL = {"max_response_elements": "20000", "max_stream_elements": "200000"}
 
