@@ -27,12 +27,15 @@ class Range:
 
 #: tokens of a step; vLLM's default limit
 MAX_TOP_LOG_PROBS = 20
+#: a temperature below counts as 0, as in vLLM: logits divided by it could overflow float32
+GREEDY_BELOW = 1e-5
 _ABOVE_0 = math.ulp(0.0)
 _COUNT = Range(0, 2**31 - 1, "0 to 2**31 - 1")  # an int32 of the engine holds it
 _TOP_K = Range(0, 2**31 - 1, "0 (the whole vocabulary) to 2**31 - 1")
 _SEED = Range(0, 2**64 - 1, "0 to 2**64 - 1")
 _FRACTION = Range(_ABOVE_0, 1.0, "a number in (0, 1]")
-_FACTOR = Range(_ABOVE_0, 1e6, "a number in (0, 1e6]")
+#: smaller factors could make a logit infinite; a little below 1e-6, because FP32 holds 1e-6 as 9.9999999e-07
+_FACTOR = Range(9.9999e-7, 1e6, "a number from 1e-6 to 1e6")
 _DIVISOR = Range(0.0, 1e6, "a number from 0 to 1e6")
 _PENALTY = Range(-1e6, 1e6, "a number from -1e6 to 1e6")
 MAX_BEAMS = 64
@@ -46,8 +49,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """How one sequence chooses its tokens. One vocabulary for every door; `check` compares with the ranges.
 
     The order of operations is FasterTransformer's: bad words, temperature, repetition / presence / frequency
-    penalty, min_tokens, top-k, then top-p within what top-k left. `top_k == 1` or `temperature == 0` is
-    greedy.
+    penalty, min_tokens, top-k, then top-p within what top-k left. `top_k == 1` or a temperature
+    below GREEDY_BELOW is greedy.
 
     beam_width above 1 is beam search (backend/engine/beams.py), where top_k, top_p and seed have no effect.
     Else num_return_sequences n samples n sequences of one prompt: sample i is what the seed plus i, modulo
@@ -56,7 +59,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
     max_tokens: Annotated[int, "maximum number of new tokens", _COUNT] = 16
     min_tokens: Annotated[int, "number of new tokens before which the end token is impossible", _COUNT] = 0
-    temperature: Annotated[float, "softmax temperature; 0 is greedy", _DIVISOR] = 1.0
+    temperature: Annotated[float, "softmax temperature; below 1e-5: greedy", _DIVISOR] = 1.0
     top_k: Annotated[int, "sample from the k most likely tokens; 0: from all", _TOP_K] = 1
     top_p: Annotated[float, "nucleus (top-p) probability mass; 1 keeps all tokens", _FRACTION] = 1.0
     top_p_decay: Annotated[float, "factor on `top_p` after each token, without top-k", _FRACTION] = 1.0
@@ -85,6 +88,11 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     return_generation_logits: Annotated[bool, "return the logits that each new token is chosen from"] = False
     return_context_log_prob: Annotated[bool, "return the log probability of the prompt"] = False
     return_perf_metrics: Annotated[bool, "return times and cache blocks of the sequence"] = False
+
+    @property
+    def divisor(self) -> float:
+        """What logits are divided by before the softmax; 0.0: greedy, they are not divided."""
+        return 0.0 if self.temperature < GREEDY_BELOW else self.temperature
 
     @property
     def num_slots(self) -> int:

@@ -27,13 +27,12 @@ from tridecode.backend.doors.text import TensorAnswer, TextRequest, check_stop_w
 from tridecode.backend.doors.text import TritonPythonModel as TextModel
 from tridecode.backend.errors import RequestError, UnsupportedError
 from tridecode.backend.messages import Limits, SamplingParams, TopLogProbs
-from tridecode.backend.sampling_params import check
+from tridecode.backend.sampling_params import GREEDY_BELOW, check
 from tridecode.backend.text.completion import Completion, Piece
 from tridecode.backend.text.detokenizer import TokenizerView
 from tridecode.backend.text.encoding import bad_word_ids
 from tridecode.backend.text.token_texts import TokenTexts
 
-_GREEDY_BELOW = 1e-5  # vLLM's _SAMPLING_EPS
 _LOWEST_TEMPERATURE = 0.01  # vLLM's _MAX_TEMP
 _NO_LOG_PROB = -9999.0  # JSON has no infinity; as vLLM's OpenAI server
 _random = random.SystemRandom()
@@ -161,7 +160,7 @@ class TritonPythonModel(TextModel):
 def _distribution(keys: dict[str, Any], limits: Limits) -> dict[str, Any]:
     """The parameters that shape the distribution, by our names; vLLM's defaults draw from all tokens."""
     temperature = keys.get("temperature", 1.0)
-    greedy = temperature < _GREEDY_BELOW
+    greedy = temperature < GREEDY_BELOW
     if not greedy:
         temperature = max(temperature, _LOWEST_TEMPERATURE)
     top_k = keys.get("top_k", -1)

@@ -124,7 +124,7 @@ def beam_rows(sampled: list[Sequence]) -> BeamRows | None:
     return BeamRows(
         rows=np.array(rows, np.int32),
         width=max(2 * beam.params.beam_width for beam in beams),
-        temperature=column(lambda beam: beam.params.temperature or 1.0),
+        temperature=column(lambda beam: beam.params.divisor or 1.0),
         repetition=column(lambda beam: beam.params.repetition_penalty),
         presence=column(lambda beam: beam.params.presence_penalty),
         frequency=column(lambda beam: beam.params.frequency_penalty),

@@ -22,6 +22,7 @@ def start_slots(state: SamplingState, starts: list[SlotStart], first_id: int = 0
     rows = np.zeros(len(starts), SLOT)
     for name in _PARAMETERS:
         rows[name] = [getattr(start.params, name) for start in starts]
+    rows["temperature"] = [start.params.divisor for start in starts]
     rows["num_bad_words"] = [len(start.params.bad_words) for start in starts]
     rows["top_p_now"] = [start.top_p for start in starts]
     rows["generated"] = [start.generated for start in starts]

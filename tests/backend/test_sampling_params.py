@@ -33,7 +33,11 @@ RANGES = {
     "top_p": FRACTION,
     "top_p_decay": FRACTION,
     "top_p_min": FRACTION,
-    "repetition_penalty": ([5e-324, 1.0, 1e6], [0.0, -1.0, 1.000001e6, math.nan], "a number in (0, 1e6]"),
+    "repetition_penalty": (
+        [float(np.float32(1e-6)), 1e-6, 1.0, 1e6],
+        [0.0, 5e-324, 1e-40, 9e-7, -1.0, 1.000001e6, math.nan],
+        "a number from 1e-6 to 1e6",
+    ),
     "presence_penalty": PENALTY,
     "frequency_penalty": PENALTY,
     "seed": ([0, 2**63, 2**64 - 1], [-1, 2**64], "0 to 2**64 - 1"),
