@@ -22,6 +22,8 @@ _MAX_RANKS = 1024  # that an error offers
 VERIFY_MODES = ("sizes", "sampled", "full")
 #: FasterTransformer's FT_SEQ_LEN_MAX: the limit of a model whose config.ini names none
 DEFAULT_MAX_POSITIONS = 16384
+#: largest number of positions: angles are computed in float32, which has no odd integers beyond it
+MAX_POSITIONS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -325,7 +327,10 @@ class EngineConfig:
         1024, "length of the queue; a request beyond it is answered UNAVAILABLE", _COUNT
     )
     max_sequence_tokens: int | None = setting(
-        None, "prompt and output of one sequence; auto: the model's number of positions", _CHOSEN
+        None,
+        "prompt and output of one sequence; auto: the model's number of positions, a limit only where "
+        "they are a learned table",
+        _CHOSEN,
     )
     max_step_tokens: int | None = setting(
         None,

@@ -21,6 +21,7 @@ from tridecode.backend.quantization import Quantization, stored_specs
 from tridecode.backend.weights import FILE_DTYPES, TORCH_DTYPES
 from tridecode.converters.checkpoint import Checkpoint
 from tridecode.converters.families import CheckpointFamily, family_of
+from tridecode.converters.hf_config import context_note
 from tridecode.converters.mapped_files import released_pages
 from tridecode.converters.prompts import check_prompts, prompt_keys, write_prompts
 from tridecode.converters.pruned_config import read_declared
@@ -61,8 +62,13 @@ class PlannedConversion:
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know about the model: the sizes of the layers of a pruned one."""
-        return describe(self.config) if self.config.layer_sizes else []
+        """What a user should know about the model: its context length where rope scaling extends it, and the
+        sizes of the layers of a pruned one."""
+        context = "" if self.checkpoint.plan is not None else self._context_note()
+        return ([context] if context else []) + (describe(self.config) if self.config.layer_sizes else [])
+
+    def _context_note(self) -> str:
+        return context_note(self.checkpoint.config, self.config.max_positions)
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor of the checkpoint, by transformers' full name."""

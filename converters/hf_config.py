@@ -167,12 +167,42 @@ _ROPE_FIELDS: dict[str, Callable[[dict[str, Any], PreTrainedConfig], dict[str, A
 }
 
 
+#: rope types whose published configs keep the length before the scaling in max_position_embeddings
+_EXTENDING = ("linear", "dynamic", "yarn")
+
+
 def max_positions(hf: PreTrainedConfig) -> int:
-    """Dynamic rope scaling extends max_position_embeddings, the length of its training."""
+    """The context length of a model whose positions are computed, with its rope scaling.
+
+    linear, dynamic, yarn: the trained length times the factor. The trained length is
+    original_max_position_embeddings, or max_position_embeddings where a config has no such key (Vicuna 16k,
+    Qwen2.5 with YaRN). A max_position_embeddings that is larger already is kept: it is never multiplied as
+    well. llama3, longrope and unscaled positions: max_position_embeddings.
+    """
     rope = getattr(hf, "rope_parameters", None) or {}
     nested = [entry for entry in rope.values() if isinstance(entry, dict)]
-    factors = [float(entry["factor"]) for entry in nested or [rope] if entry.get("rope_type") == "dynamic"]
-    return int(hf.max_position_embeddings * max(factors, default=1.0))
+    extended = [_extended(entry, hf) for entry in nested or [rope]]
+    return int(max([hf.max_position_embeddings, *extended]))
+
+
+def _extended(rope: dict[str, Any], hf: PreTrainedConfig) -> int:
+    """Trained length times factor; 0 where the scaling does not extend max_position_embeddings."""
+    if rope.get("rope_type") not in _EXTENDING or rope.get("factor") is None:
+        return 0
+    named = rope.get("original_max_position_embeddings")
+    trained = named or getattr(hf, "original_max_position_embeddings", None) or hf.max_position_embeddings
+    return int(trained * float(rope["factor"]))
+
+
+def context_note(hf: PreTrainedConfig, positions: int) -> str:
+    """How the context length follows from max_position_embeddings; "" where it is the same number."""
+    stated = getattr(hf, "max_position_embeddings", None) or positions
+    if stated == positions:
+        return ""
+    return (
+        f"context: {positions:,} tokens with rope scaling (max_position_embeddings is {stated:,}); another "
+        "length: --set max_sequence_tokens=N"
+    )
 
 
 def windows(hf: PreTrainedConfig, title: str) -> tuple[int, ...]:

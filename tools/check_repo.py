@@ -18,7 +18,7 @@ from tridecode.backend.config import (
 )
 from tridecode.backend.engine_config_file import checkpoint_dir
 from tridecode.backend.errors import TridecodeError
-from tridecode.backend.models import read_model_config
+from tridecode.backend.models import check_context, read_model_config
 from tridecode.backend.weights import MANIFEST_FILE, WeightReader
 from tridecode.converters.files import MAX_JSON_BYTES, read_json, require_file
 from tridecode.converters.parity import PARITY_FORMAT
@@ -310,11 +310,16 @@ def _check_settings(where: str, engine: EngineConfig, config: ModelConfig) -> It
         check_stages(config.num_layers, engine.pipeline_para_size, config.model_name)
     except TridecodeError as error:
         yield _error(where, str(error), "layers for every stage", "Choose another pipeline_para_size.")
-    if (engine.max_sequence_tokens or 0) > config.max_positions:
-        found = f"max_sequence_tokens {engine.max_sequence_tokens}"
-        yield _error(
-            where, found, f"at most the model's {config.max_positions} positions", "Lower it, or auto."
-        )
+    longest = engine.max_sequence_tokens or config.max_positions
+    try:
+        check_context(config, longest)
+    except TridecodeError as error:
+        yield _error(where, str(error), "a length that the model can compute", "Lower it, or auto.")
+    else:
+        if longest > config.max_positions:
+            wanted = f"at most the model's {config.max_positions} positions"
+            fix = "The model was not made for longer texts: its answers to them may be poor."
+            yield _warning(where, f"max_sequence_tokens {longest}", wanted, fix)
     if config.weight_dtype == "bf16" and engine.data_type == "fp16":
         yield _warning(
             where, "data_type fp16 over bf16 weights", "bf16 or fp32", "Values beyond 65504 become infinite."

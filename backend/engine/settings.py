@@ -64,10 +64,13 @@ def resolve(
         )
     check_shadow(model, config)
     longest = config.max_sequence_tokens or model.max_positions
+    models.check_context(model, longest)
     if longest > model.max_positions:
-        raise ConfigError(
-            f"parameter max_sequence_tokens is {longest}; the model has {model.max_positions} positions "
-            "(max_pos_seq_len in config.ini)"
+        log.warning(
+            "max_sequence_tokens: %d is beyond the model's %d positions (max_pos_seq_len in config.ini): the "
+            "model was not made for longer texts, and its answers to them may be poor",
+            longest,
+            model.max_positions,
         )
     most = config.max_step_tokens or max(_step_tokens(device, memory), config.max_sequences or 0)
     decided = replace(config, max_sequence_tokens=longest, max_step_tokens=most)

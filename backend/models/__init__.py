@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
-from tridecode.backend.config import ModelConfig
+from tridecode.backend.config import MAX_POSITIONS, ModelConfig
 from tridecode.backend.errors import ConfigError, UnsupportedError
 from tridecode.backend.models.config_ini import IniSection, common_keys, read_ini
 from tridecode.backend.models.ini_keys import refuse_misspelt
@@ -55,7 +55,11 @@ class Family:
         """Whether a pruned layer must know which of its heads are left."""
         if self.has_slopes is not None:
             return self.has_slopes(config)
-        return config.rope is None and all(spec.name != "model.wpe" for spec in self.weight_specs(config))
+        return config.rope is None and not self.has_position_table(config)
+
+    def has_position_table(self, config: ModelConfig) -> bool:
+        """Whether positions are a learned table, which ends; others are computed at any length."""
+        return any(spec.name == "model.wpe" for spec in self.weight_specs(config))
 
 
 @cache
@@ -70,6 +74,18 @@ def family(name: str) -> Family:
     if name not in families():
         raise UnsupportedError(f"there is no model family {name!r}; this version has {', '.join(families())}")
     return families()[name]
+
+
+def check_context(config: ModelConfig, tokens: int) -> None:
+    """Raises ConfigError where the model cannot compute sequences of `tokens` (max_sequence_tokens)."""
+    found = f"parameter max_sequence_tokens is {tokens}"
+    if tokens > config.max_positions and family(config.family).has_position_table(config):
+        raise ConfigError(
+            f"{found}; the positions of {config.model_name} are a learned table, model.wpe, of "
+            f"{config.max_positions} rows (max_pos_seq_len in config.ini): wanted at most that"
+        )
+    if tokens > MAX_POSITIONS:
+        raise ConfigError(f"{found}; wanted at most {MAX_POSITIONS}: float32 counts no further one by one")
 
 
 def read_model_config(path: Path, tied_head: bool | None = None) -> ModelConfig:

@@ -12,7 +12,7 @@ from tridecode.converters.families.gemma import fold_norms
 from tridecode.converters.families.gemma2 import gemma2_fields
 from tridecode.converters.families.llama import EMBEDDING
 from tridecode.converters.families.qwen3 import head_norm_rules
-from tridecode.converters.hf_config import demand_whole_rotary, rope_config
+from tridecode.converters.hf_config import demand_whole_rotary, max_positions, rope_config
 from tridecode.converters.rules import Rule
 
 
@@ -21,11 +21,16 @@ def model_config(hf: PreTrainedConfig, **common) -> Gemma3Config:
     full, local = _ropes(hf)
     return Gemma3Config(
         family="gemma3",
-        **gemma2_fields(hf, "Gemma 3"),
+        **{**gemma2_fields(hf, "Gemma 3"), "max_positions": _context(hf, full)},
         rope=full,
         local_rope=local,
         **common,
     )
+
+
+def _context(hf: PreTrainedConfig, full: RopeConfig) -> int:
+    """Released configs scale linearly by 8, and their max_position_embeddings includes that factor."""
+    return int(hf.max_position_embeddings) if full.scaling == "linear" else max_positions(hf)
 
 
 def _ropes(hf: PreTrainedConfig) -> tuple[RopeConfig, RopeConfig]:

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 
 from tridecode.backend.models.gptneox import GptNeoXConfig
 from tridecode.converters.families import CheckpointFamily
-from tridecode.converters.hf_config import activation, rope_config, shape
+from tridecode.converters.hf_config import activation, max_positions, rope_config, shape
 from tridecode.converters.rules import Rule, module_rules, split_heads, split_heads_transposed, transpose
 
 EMBEDDING = "gpt_neox.embed_in.weight"
@@ -21,7 +21,7 @@ def model_config(hf: PreTrainedConfig, **common) -> GptNeoXConfig:
         family="gptneox",
         **sizes,
         mlp_size=hf.intermediate_size,
-        max_positions=hf.max_position_embeddings,
+        max_positions=max_positions(hf),
         norm_eps=hf.layer_norm_eps,
         activation=activation(hf, "hidden_act", "GPT-NeoX"),
         rope=rope_config(hf, rotated, "GPT-NeoX"),

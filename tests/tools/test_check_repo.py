@@ -112,8 +112,12 @@ CONFIG_EDITS = {
         "parameter memory_fraction is 9.0; wanted",
     ),
     "more positions than the model has": (
-        FT, value("max_sequence_tokens", "auto"), value("max_sequence_tokens", "4096"), "error",
+        FT, value("max_sequence_tokens", "auto"), value("max_sequence_tokens", "4096"), "warning",
         "max_sequence_tokens 4096",
+    ),
+    "more positions than can be computed": (
+        FT, value("max_sequence_tokens", "auto"), value("max_sequence_tokens", "16777217"), "error",
+        "max_sequence_tokens is 16777217",
     ),
     "ranks that cut the heads": (
         FT, value("tensor_para_size", "1"), value("tensor_para_size", "4"), "error",

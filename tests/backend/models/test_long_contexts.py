@@ -10,19 +10,28 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
+    GPT2Config,
     GPTJConfig,
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
 )
 
 from tests.backend.engine.offline_models import fp32_bound, hf_greedy, offline_engine, prompts_of
-from tests.backend.hf_models import randomize
+from tests.backend.hf_models import model_config, randomize
+from tridecode.backend.config import EngineConfig
+from tridecode.backend.engine.settings import resolve
+from tridecode.backend.errors import ConfigError
 from tridecode.backend.messages import SamplingParams
+from tridecode.converters.hf_config import context_note
 
 ORIGINAL = 48  # positions of the training
 LONGEST = 4 * ORIGINAL
@@ -65,6 +74,26 @@ MODELS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "llama3": (
         LlamaConfig,
         {**LLAMA, **rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0)},
+    ),
+    # as published: max_position_embeddings is the length before the scaling
+    "linear-extended": (
+        LlamaConfig,
+        {**LLAMA, **rope("linear", factor=4.0), "max_position_embeddings": ORIGINAL},
+    ),
+    "yarn-extended": (
+        Qwen2Config,
+        {**LLAMA, **rope("yarn", factor=4.0), "max_position_embeddings": ORIGINAL},
+    ),
+    "yarn-in-between": (
+        Qwen3Config,
+        {**LLAMA, **rope("yarn", factor=4.0), "head_dim": 8, "max_position_embeddings": ORIGINAL + 10},
+    ),
+    "partial-linear-extended": (
+        GPTNeoXConfig,
+        {
+            **NEOX, **rope("linear", factor=4.0, partial_rotary_factor=0.5),
+            "max_position_embeddings": ORIGINAL,
+        },
     ),
     "partial": (GPTNeoXConfig, {**NEOX, **rope("default", partial_rotary_factor=0.25)}),
     "partial-linear": (GPTNeoXConfig, {**NEOX, **rope("linear", factor=4.0, partial_rotary_factor=0.5)}),
@@ -110,3 +139,90 @@ def test_long_prompts_and_texts_are_those_of_transformers(name: str) -> None:
         assert ours.tokens == tokens, len(prompt)
         assert np.abs(np.stack(ours.logits) - logits).max() < fp32_bound(logits), len(prompt)
     assert len(seen) > 8, "the model repeats itself: the test sees nothing"
+
+
+TRAINED = "original_max_position_embeddings"
+#: published settings -> (max_position_embeddings, rope settings, what the model is to accept)
+CONTEXTS: dict[str, tuple[type[PreTrainedConfig], int, dict[str, Any], int]] = {
+    "vicuna-v1.5-16k": (LlamaConfig, 4096, {"type": "linear", "factor": 4.0}, 16384),
+    "linear with the trained length": (
+        LlamaConfig, 16384, {"type": "linear", "factor": 4.0, TRAINED: 4096}, 16384,
+    ),
+    "Qwen2.5's recipe": (
+        Qwen2Config, 32768, {"type": "yarn", "factor": 4.0, TRAINED: 32768}, 131072,
+    ),
+    "yarn, scaled already": (
+        LlamaConfig, 131072, {"type": "yarn", "factor": 32.0, TRAINED: 4096}, 131072,
+    ),
+    "Qwen3's recipe": (
+        Qwen3Config, 40960, {"type": "yarn", "factor": 4.0, TRAINED: 32768}, 131072,
+    ),
+    "yarn without the trained length": (LlamaConfig, 4096, {"type": "yarn", "factor": 2.5}, 10240),
+    "dynamic": (LlamaConfig, 2048, {"type": "dynamic", "factor": 2.0}, 4096),
+    "Llama 3.1": (
+        LlamaConfig,
+        131072,
+        {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            TRAINED: 8192,
+        },
+        131072,
+    ),
+    "Phi-3 128k": (
+        Phi3Config,
+        131072,
+        {
+            "type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+            TRAINED: 4096,
+        },
+        131072,
+    ),
+    "no scaling": (LlamaConfig, 4096, {"rope_type": "default"}, 4096),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_the_context_is_that_of_the_rope_type_and_is_never_multiplied_twice(name: str) -> None:
+    kind, stated, scaling, wanted = CONTEXTS[name]
+    settings = {**LLAMA, "max_position_embeddings": stated, "rope_scaling": scaling, "pad_token_id": 0}
+    assert model_config(kind(**settings)).max_positions == wanted
+
+
+def test_the_factor_of_gemma_3_is_in_its_max_position_embeddings() -> None:
+    config, settings = MODELS["local-and-global"]
+    assert model_config(config(**settings)).max_positions == LONGEST
+
+
+@pytest.mark.parametrize("tokens", [LONGEST + 1, 2 * LONGEST])
+def test_more_tokens_than_stated_are_a_warning_where_positions_are_computed(tokens: int, caplog) -> None:
+    """transformers computes them, too."""
+    model = model_of("default")
+    prompt = prompts_of([tokens - NEW], model.config.vocab_size)[0]
+    ours = offline_engine(model, max_sequence_tokens=tokens).generate(
+        [prompt], SamplingParams(max_tokens=NEW)
+    )
+    assert ours[0].tokens == hf_greedy(model, prompt, NEW)[0]
+    assert f"max_sequence_tokens: {tokens} is beyond the model's {LONGEST} positions" in caplog.text
+
+
+def test_more_tokens_than_a_learned_table_has_are_refused() -> None:
+    config = model_config(GPT2Config(n_embd=16, n_head=2, n_layer=1, n_positions=64, vocab_size=31))
+    with pytest.raises(
+        ConfigError, match="max_sequence_tokens is 65; .*a learned table, model.wpe, of 64 rows"
+    ):
+        resolve(EngineConfig(max_sequence_tokens=65), config, torch.device("cpu"))
+    assert resolve(EngineConfig(), config, torch.device("cpu")).max_sequence_tokens == 64
+
+
+def test_more_tokens_than_float32_counts_are_refused() -> None:
+    config = model_config(MODELS["default"][0](**MODELS["default"][1]))
+    with pytest.raises(ConfigError, match="max_sequence_tokens is 16777217; wanted at most 16777216"):
+        resolve(EngineConfig(max_sequence_tokens=(1 << 24) + 1), config, torch.device("cpu"))
+
+
+def test_an_extended_context_is_said_with_the_option_that_changes_it() -> None:
+    config, settings = MODELS["yarn-extended"]
+    note = context_note(config(**settings), LONGEST)
+    assert note.startswith("context: 192 tokens with rope scaling (max_position_embeddings is 48)")
+    assert "--set max_sequence_tokens=N" in note
+    assert context_note(config(**settings), ORIGINAL) == ""
