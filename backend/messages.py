@@ -14,7 +14,7 @@ from tridecode.backend.prompt_learning import LearnedPrompt, PromptLimits
 from tridecode.backend.sampling_params import SamplingParams
 
 #: Raised when the meaning of any message changes; both ends compare it in Hello / Welcome.
-PROTOCOL = 4
+PROTOCOL = 5
 
 
 MAX_LORA_NAME = 128  # characters
@@ -51,10 +51,54 @@ class SessionRound(msgspec.Struct, frozen=True, omit_defaults=True):
     kept: list[int] = []  # how many tokens of each row the round goes on from; []: the session begins
     memory_len: int = 0  # only so many of the last tokens are attended to; 0: all
     idle_s: float = 60.0  # the session ends when it has no round for so long
+    #: the kept tokens of each row, int32, little-endian, for an engine that does not have the session
+    history: list[bytes] = []
+
+
+class BeamStep(msgspec.Struct, frozen=True, array_like=True):
+    """One step of a beam search: the beams after it, best first.
+
+    parents: of each beam, its index after the step before; the first step's are 0. tokens: the token that the
+    beam adds to its parent, -1 for one that had ended before. log_probs: of these tokens, 0.0 for -1.
+    """
+
+    parents: list[int]
+    tokens: list[int]
+    log_probs: list[float]
+
+
+class Perf(msgspec.Struct, frozen=True, array_like=True):
+    """Times and cache blocks of one sequence. Times are ns since the Unix epoch; 0: it never came."""
+
+    arrival_ns: int
+    first_scheduled_ns: int
+    first_token_ns: int
+    last_token_ns: int
+    new_blocks: int
+    reused_blocks: int
+
+
+class Sent(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """The events of one sequence that its door has received, from an engine that has lost the sequence.
+
+    tokens: int32 token ids, little-endian. ended: its last event is among them; it is not computed again.
+    context_rows: rows of context logits. perf: the newest one. steps: of a beam search without a pool.
+    """
+
+    tokens: bytes = b""
+    ended: bool = False
+    context_rows: int = 0
+    perf: Optional[Perf] = None  # noqa: UP045  msgspec evaluates it, on Python 3.9 too
+    steps: list[BeamStep] = []
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
-    """A request of one or more sequences; it is accepted or refused as a whole."""
+    """A request of one or more sequences; it is accepted or refused as a whole.
+
+    sent: one for each sequence of the events, where an engine that is gone has begun the request: its
+    sequences continue behind what was sent, and it is not refused because the queue is full. []: a new
+    request.
+    """
 
     request: int  # unique within the door
     sequences: list[SequenceRequest]
@@ -62,6 +106,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
     timeout_s: float = 0.0  # deadline, from arrival; 0: the engine's default
     label: str = ""  # the client's request id, for logs
     session: Union[SessionRound, None] = None  # noqa: UP007  # Python 3.9
+    sent: list[Sent] = []
 
 
 class EndSession(msgspec.Struct, frozen=True, tag="end_session"):
@@ -122,18 +167,6 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     protocol: int = PROTOCOL
 
 
-class BeamStep(msgspec.Struct, frozen=True, array_like=True):
-    """One step of a beam search: the beams after it, best first.
-
-    parents: of each beam, its index after the step before; the first step's are 0. tokens: the token that the
-    beam adds to its parent, -1 for one that had ended before. log_probs: of these tokens, 0.0 for -1.
-    """
-
-    parents: list[int]
-    tokens: list[int]
-    log_probs: list[float]
-
-
 class TopLogProbs(msgspec.Struct, frozen=True, array_like=True):
     """The most likely tokens of one step, by the model's own logits; natural logarithms."""
 
@@ -141,17 +174,6 @@ class TopLogProbs(msgspec.Struct, frozen=True, array_like=True):
     rank: int  # of the chosen token: how many tokens are at least as likely, itself included
     ids: list[int]  # best first
     log_probs: list[float]
-
-
-class Perf(msgspec.Struct, frozen=True, array_like=True):
-    """Times and cache blocks of one sequence. Times are ns since the Unix epoch; 0: it never came."""
-
-    arrival_ns: int
-    first_scheduled_ns: int
-    first_token_ns: int
-    last_token_ns: int
-    new_blocks: int
-    reused_blocks: int
 
 
 class EventExtra(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

@@ -148,6 +148,18 @@ def _sequences(wanted: m.SequenceRequest) -> list[_Sequence | _Beams]:
     ]
 
 
+def _resume(sequences: list[_Sequence | _Beams], sent: list[m.Sent]) -> None:
+    """Continue behind the tokens that another engine has sent."""
+    for sequence, before in zip(sequences, sent):
+        if isinstance(sequence, _Beams):
+            sequence.steps = sequence.steps[len(before.steps) :]
+        else:
+            tokens = np.frombuffer(before.tokens, "<i4").tolist()
+            sequence.history += tokens
+            sequence.generated = len(tokens)
+        sequence.finish = "ended before" if before.ended else ""
+
+
 class FakeEngine:
     """Rank 0 on a ROUTER socket in its own thread: each step gives every running sequence one token."""
 
@@ -278,6 +290,8 @@ class FakeEngine:
         sequences = [one for wanted in submit.sequences for one in _sequences(wanted)]
         if submit.session is not None and submit.session.kept:
             rows = self.sessions.get((door, submit.session.session))
+            if rows is None and submit.session.history:
+                rows = [np.frombuffer(row, "<i4").tolist() for row in submit.session.history]
             if rows is None:
                 lost = m.Event(
                     submit.request, 0, finish="error", error="the engine lost it", code="NOT_FOUND"
@@ -286,6 +300,7 @@ class FakeEngine:
                 return
             for sequence, row, kept in zip(sequences, rows, submit.session.kept):
                 sequence.history[:0] = row[:kept]
+        _resume(sequences, submit.sent)
         deadline = time.monotonic() + submit.timeout_s if submit.timeout_s else float("inf")
         self._running[door, submit.request] = _Request(door, submit, sequences, deadline)
 

@@ -50,16 +50,20 @@ class Counters:
 
     requests: int = 0
     refused: int = 0
+    resumed: int = 0  # of `requests`: begun by an engine that is gone
     prompt_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0
     cancelled: int = 0
 
 
-def check_room(count: int, waiting: int, free_slots: int, limits: SchedulerLimits) -> None:
+def check_room(
+    count: int, waiting: int, free_slots: int, limits: SchedulerLimits, resumed: bool = False
+) -> None:
     """Raises RequestError if `count` more sequences never fit, CapacityError if they do not fit now.
 
-    max_queued_requests counts sequences that wait beyond those for which a slot is free.
+    max_queued_requests counts sequences that wait beyond those for which a slot is free. resumed: an engine
+    that is gone had accepted them, so the sequences that have come since do not count.
     """
     most = limits.max_sequences + limits.max_queued_requests
     if count > most:
@@ -67,7 +71,7 @@ def check_room(count: int, waiting: int, free_slots: int, limits: SchedulerLimit
             f"the request has {count:,} sequences; this model accepts {most:,} "
             "(max_sequences and max_queued_requests in config.pbtxt)"
         )
-    if waiting + count > limits.max_queued_requests + free_slots:
+    if waiting + count > limits.max_queued_requests + free_slots + (most if resumed else 0):
         raise CapacityError(
             f"{waiting:,} sequences are waiting already and the request has {count:,} more; "
             f"{limits.max_queued_requests:,} may wait (max_queued_requests in config.pbtxt); try again later"

@@ -24,6 +24,7 @@ from typing import Any, Callable, NamedTuple
 
 import numpy as np
 
+from tridecode.backend.beam_tree import BeamText
 from tridecode.backend.engine.sequence import Finish, Sequence, SequenceGroup
 from tridecode.backend.errors import TridecodeError
 from tridecode.backend.messages import BeamStep, Event
@@ -84,6 +85,23 @@ class BeamSearch:
     def forget(self) -> None:
         """The running beams are computed again: what is known of their next tokens is void."""
         self._candidates.clear()
+
+    def restore(self, texts: list[BeamText]) -> None:
+        """Continue with these beams, best first, of a search without a pool. Called before the group is
+        queued; the search is over if all of them have ended."""
+        self.beams = []
+        first: Sequence | None = self.first
+        for text in texts:
+            self.first.output = text.tokens[:-1]
+            finish = self.first.end_with(text.tokens[-1])
+            self.beams.append(Beam(text.tokens, text.log_probs, text.cum_log_prob, None, finish))
+        running = [beam for beam in self.beams if beam.finish is None]
+        for beam in running:
+            beam.sequence = first or self.first.split(self.first.index)
+            if first is None:
+                beam.sequence.extras = None  # those of the prompt are the first one's
+            beam.sequence.output, first = beam.output, None
+        self.is_over = not running
 
     def advance(self) -> BeamStep:
         """Choose the next beams. Raises ArithmeticError if no token is possible in any beam, or if the logits

@@ -165,9 +165,9 @@ class LogitsBudget:
         self._most, self._vocab_size = most, vocab_size
         self._held: dict[object, int] = {}
 
-    def reserve(self, key: object, sequences: Items[SequenceRequest]) -> None:
+    def reserve(self, key: object, sequences: Items[SequenceRequest], resumed: bool = False) -> None:
         """Count a request's logits until `release`. RequestError if they are too many, CapacityError if they
-        are too many now."""
+        are too many now. resumed: an engine that is gone had accepted them, so twice as many are allowed."""
         sizes = [logits_bytes(len(one.prompt) // 4, one.params, self._vocab_size) for one in sequences]
         total = sum(sizes)
         if not total:
@@ -178,7 +178,7 @@ class LogitsBudget:
                 "(max_logits_bytes in config.pbtxt)"
             )
         held = sum(self._held.values())
-        if held + total > _OPEN_REQUESTS * self._most:
+        if held + total > _OPEN_REQUESTS * self._most * (2 if resumed else 1):
             raise CapacityError(
                 f"open requests want {held:,} bytes of logits and this one {total:,} more; together they may "
                 f"have {_OPEN_REQUESTS * self._most:,} ({_OPEN_REQUESTS} times max_logits_bytes); try again "

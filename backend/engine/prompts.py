@@ -107,12 +107,13 @@ class PromptBook:
             )
         return wanted.rows
 
-    def check_room(self, size: int) -> None:
-        """CapacityError where `size` more bytes of tables do not fit now, RequestError if they never do."""
+    def check_room(self, size: int, resumed: bool = False) -> None:
+        """CapacityError where `size` more bytes of tables do not fit now, RequestError if they never do.
+        resumed: an engine that is gone had accepted them, so twice as many are allowed."""
         where = f"{self._max_bytes:,} (prompt_table_bytes in config.pbtxt)"
         if size > self._max_bytes:
             raise RequestError(f"the request has {size:,} bytes of prompt tables; this model accepts {where}")
-        if self._open_bytes + size > self._max_bytes:
+        if self._open_bytes + size > self._max_bytes * (2 if resumed else 1):
             raise CapacityError(
                 f"open requests have {self._open_bytes:,} bytes of prompt tables and this one has {size:,} "
                 f"more; this model holds {where}; try again later"

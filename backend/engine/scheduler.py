@@ -14,6 +14,7 @@ from typing import Callable
 
 import numpy as np
 
+from tridecode.backend.engine import resumption
 from tridecode.backend.engine.adapters import Adapters
 from tridecode.backend.engine.admission import Counters, LazyHeap, SchedulerLimits, check_room, fault_of
 from tridecode.backend.engine.beams import BeamSearch
@@ -32,7 +33,7 @@ from tridecode.backend.engine.prompts import PromptBook, refuse_in_session
 from tridecode.backend.engine.sequence import Finish, Sequence, SequenceGroup, Stage, add_samples
 from tridecode.backend.engine.sessions import Held, SessionRow, SessionStore
 from tridecode.backend.errors import DeadlineError, RequestCancelled, RequestError, TridecodeError
-from tridecode.backend.messages import BeamStep, Event, Submit
+from tridecode.backend.messages import BeamStep, Event, Sent, SequenceRequest, Submit
 
 
 class Scheduler:
@@ -93,7 +94,7 @@ class Scheduler:
         count = len(submit.sequences)
         slots = sum(wanted.params.num_slots for wanted in submit.sequences)
         try:
-            check_room(slots, self.num_waiting, self.cache.num_free_slots, self.limits)
+            check_room(slots, self.num_waiting, self.cache.num_free_slots, self.limits, bool(submit.sent))
         except TridecodeError:
             self.counters.refused += 1
             raise
@@ -113,8 +114,11 @@ class Scheduler:
                 raise RequestError(fault if index == 0 else f"sequence {index}: {fault}")
             if wanted.lora_name:
                 self.adapters.check(wanted.lora_name)
-        self.prompts.check_room(sum(len(s.learned.values) for s in submit.sequences if s.learned is not None))
-        self._logits.reserve(key, submit.sequences)
+        if submit.sent:
+            resumption.check(submit, self.limits.vocab_size)
+        table_bytes = sum(len(s.learned.values) for s in submit.sequences if s.learned is not None)
+        self.prompts.check_room(table_bytes, bool(submit.sent))
+        self._logits.reserve(key, submit.sequences, bool(submit.sent))
         deadline = self.clock() + (submit.timeout_s or self.limits.request_timeout_s)
         groups = [
             SequenceGroup(
@@ -128,28 +132,56 @@ class Scheduler:
                 group.session, group.row = submit.session.session, row
         self._requests[key] = groups.copy()
         self._arrivals += count
-        self._num_open += slots
         self._num_groups += count
         self.counters.requests += 1
+        self.counters.resumed += bool(submit.sent)
         self.counters.prompt_tokens += num_new
         index = 0
-        for group, wanted in zip(groups, submit.sequences):
-            sequence = Sequence(group, index, wanted.params)
+        for group, wanted, sent in zip(groups, submit.sequences, resumption.by_prompt(submit)):
+            self._begin(group, wanted, index, sent)
             index += wanted.params.num_sequences
-            self.prompts.hold(group, wanted.learned)
-            if wants_extras(wanted.params):
-                sequence.extras = Extras()
-            if wanted.params.beam_width > 1:
-                self.planner.beams.start(sequence)
-            elif wanted.params.num_return_sequences > 1:
-                add_samples(sequence)
-            self.planner.num_extras += sum(one.extras is not None for one in group.sequences)
-            if wanted.params.max_tokens == 0 and not needs_prompt(wanted.params):
-                self._end_group(group, Finish.LENGTH)
-            else:
-                if not wanted.lora_name or self.adapters.want(group):
-                    self.planner.wait(sequence)
-                self._deadlines.push((deadline, group.arrival), group)
+
+    def _begin(self, group: SequenceGroup, wanted: SequenceRequest, index: int, sent: list[Sent]) -> None:
+        """Make the group's sequences, the first one with this index, and queue them. sent: what an earlier
+        engine sent of them; [] for a new request."""
+        params = wanted.params
+        sequence = Sequence(group, index, params)
+        self.prompts.hold(group, wanted.learned)
+        if wants_extras(params):
+            sequence.extras = Extras()
+        if params.beam_width > 1:
+            self.planner.beams.start(sequence)
+        elif params.num_return_sequences > 1:
+            add_samples(sequence)
+        if sent:
+            resumption.restore(group, sent, self.limits.vocab_size)
+        if group.sequences:
+            self._num_open += len(group.sequences) if group.search is None else group.search.width
+        self.planner.num_extras += sum(one.extras is not None for one in group.sequences)
+        if sent and not self._goes_on(group):
+            return
+        if params.max_tokens == 0 and not needs_prompt(params):
+            self._end_group(group, Finish.LENGTH)
+        else:
+            if not wanted.lora_name or self.adapters.want(group):
+                self.planner.wait(group.sequences[0])
+            self._deadlines.push((group.deadline, group.arrival), group)
+
+    def _goes_on(self, group: SequenceGroup) -> bool:
+        """Whether a resumed group has anything left to generate. Ends the sequences of which only the last
+        event was lost."""
+        if not group.sequences:
+            self._forget(group)
+        elif group.search is not None:
+            if group.search.is_over:
+                self._end_beams(group, None)
+        else:
+            for sequence in list(group.sequences):
+                finish = resumption.end_of(sequence)
+                if finish is not None:
+                    self._end(sequence, finish)
+            group.followers = group.sequences[1:]
+        return bool(group.sequences)
 
     def fork(self, parent: Sequence, index: int, token: int | None = None) -> Sequence:
         """A new sequence of the parent's group that has the parent's tokens, the newest replaced by `token`.

@@ -142,6 +142,7 @@ class SessionStore:
         self, door: bytes, submit: Submit, prompts: list[np.ndarray]
     ) -> tuple[Session, list[np.ndarray]]:
         """The round's session, which `open` takes, and the whole prompt of each row: kept tokens, then new.
+        A round that brings the history of a session that is not known begins it with that history.
 
         Changes nothing. Raises RequestError, SessionGoneError or CapacityError.
         """
@@ -153,7 +154,7 @@ class SessionStore:
         if any(sequence.params.num_slots > 1 for sequence in submit.sequences):
             raise RequestError("beam_width or num_return_sequences is above 1; a session accepts 1")
         session = self._sessions.get((door, wanted.session))
-        if not wanted.kept:
+        if not wanted.kept or (session is None and wanted.history):
             session = self._new(submit, wanted)
         elif session is None:
             raise SessionGoneError(self._reasons.get((door, wanted.session), "the engine does not have it"))
@@ -174,8 +175,11 @@ class SessionStore:
         if ring and self._limits.ring_fault:
             found = f"memory_len is {wanted.memory_len} and session_len {wanted.session_len}"
             raise UnsupportedError(f"{found}; wanted session_len or more: {self._limits.ring_fault}")
+        rows = [SessionRow(ring) for _ in submit.sequences]
+        for row, tokens in zip(rows, wanted.history if wanted.kept else ()):
+            row.tokens = np.frombuffer(tokens, "<i4")
         session = Session(
-            [SessionRow(ring) for _ in submit.sequences],
+            rows,
             wanted.session_len,
             wanted.memory_len,
             [sequence.lora_name for sequence in submit.sequences],
@@ -219,7 +223,7 @@ class SessionStore:
         """Begin the round that `check` accepted. A session of the same number that it replaces ends."""
         assert submit.session is not None
         key, kept = (door, submit.session.session), submit.session.kept
-        if not kept:
+        if self._sessions.get(key) is not session:
             self.end(door, submit.session.session)
             self._sessions[key] = session
             self._reserved += session.reserved

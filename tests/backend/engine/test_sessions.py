@@ -96,7 +96,7 @@ class Conversation:
     ):
         self.run, self.number, self.memory = run, number, memory
         self.history: list[int] = []
-        self.started = False
+        self.started = self.brings_history = False
         self.shape = {"session_len": session_len, "memory_len": memory, "idle_s": idle_s}
 
     def submit(self, new: list[int], count: int, end_id: int = -1, seed: int = 0) -> int:
@@ -104,7 +104,8 @@ class Conversation:
         kept = [len(self.history)] if self.started else []
         self.whole = [*self.history, *new] if self.started else new
         self.asked = count, end_id, seed
-        wanted = SessionRound(self.number, kept=kept, **self.shape)
+        history = [np.array(self.history, "<i4").tobytes()] if self.brings_history else []
+        wanted = SessionRound(self.number, kept=kept, history=history, **self.shape)
         return self.run.submit_round(wanted, [new], max_tokens=count, end_id=end_id, seed=seed)
 
     def close(self, request: int) -> None:
@@ -201,6 +202,27 @@ def test_a_ring_keeps_the_last_tokens(memory, overlap):
     talk.round([4, 5], 3)
     assert run.scheduler.sessions.num_blocks == 2  # 5 to 8 tokens, in blocks of 4
     run.check_blocks()
+
+
+@both_orders
+@pytest.mark.parametrize("memory", [0, 5])
+def test_another_engine_continues_a_session_with_its_history(memory, overlap):
+    talk = Conversation(SessionRun(limits(), overlap), 1, memory=memory)
+    talk.round([1, 2, 3, 4, 5], 4)
+    talk.run, talk.brings_history = SessionRun(limits(), overlap), True
+    talk.round([6, 7], 3)
+    assert len(talk.history) == 14
+    talk.round([8], 4)  # brings its history again; the engine has the session now
+    talk.brings_history = False
+    assert talk.round([9], 2) == 2
+    talk.run.check_blocks()
+
+
+def test_a_history_that_is_shorter_than_the_round_names_is_refused():
+    run = SessionRun(limits())
+    wanted = SessionRound(1, 40, [5], history=[np.arange(4, dtype="<i4").tobytes()])
+    with pytest.raises(RequestError, match="row 0 keeps 5 tokens; the session has 4"):
+        run.submit_round(wanted, [[1]], max_tokens=2)
 
 
 @both_orders
