@@ -57,6 +57,7 @@ class LoraConfig:
     """What PEFT's adapter_config.json says about the tensors. where: the file, for errors.
 
     targets: names of the adapted modules or their endings; None: given as a pattern, which is not used.
+    excludes: whether exclude_modules leaves out some of them.
     """
 
     where: Path
@@ -64,25 +65,39 @@ class LoraConfig:
     use_rslora: bool = False
     alpha_pattern: dict[str, float] = field(default_factory=dict)
     targets: tuple[str, ...] | None = None
+    excludes: bool = False
 
     def scale(self, module: str, rank: int) -> float:
         """The factor of B @ A for a module. Source: peft.tuners.lora.layer, update_layer."""
         found = (alpha for key, alpha in self.alpha_pattern.items() if _matches(key, module))
         return next(found, self.alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
-    def check_modules(self, modules: Iterable[str]) -> None:
-        """CheckpointError unless target_modules and the modules that have tensors agree."""
+    def check_modules(self, modules: Iterable[str], of_model: Iterable[str] = ()) -> list[str]:
+        """Compare target_modules with the modules that have tensors.
+
+        of_model: modules of the base model. Returns the names of target_modules without a match: PEFT wants
+        one match of the whole list, and tools write one list for several families. Raises CheckpointError
+        for a module with tensors that the list lacks, and for a module of the model without tensors.
+        """
         if self.targets is None:
-            return
-        modules = list(modules)
+            return []
+        modules, of_model = list(modules), list(of_model)
+        without = []
         for module in modules:
             if not any(_ends_with(module, target) for target in self.targets):
                 raise CheckpointError(
                     f"{self.where}: target_modules does not have {module}, for which there are tensors"
                 )
         for target in self.targets:
-            if not any(_ends_with(module, target) for module in modules):
-                raise CheckpointError(f"{self.where}: target_modules has {target}, which has no tensors")
+            if any(_ends_with(module, target) for module in modules):
+                continue
+            if not self.excludes and any(_ends_with(module, target) for module in of_model):
+                raise CheckpointError(
+                    f"{self.where}: target_modules has {target[:200]}, which the model has, but there are no "
+                    "tensors for it"
+                )
+            without.append(target)
+        return without
 
 
 def _ends_with(module: str, target: str) -> bool:
@@ -126,7 +141,16 @@ def read_lora_config(directory: Path) -> LoraConfig:
         bool(raw.get("use_rslora")),
         _alpha_pattern(path, raw.get("alpha_pattern")),
         _target_names(path, raw.get("target_modules")),
+        bool(raw.get("exclude_modules")),
     )
+
+
+def unmatched_note(targets: Iterable[str]) -> str:
+    """A sentence about names of target_modules that match nothing, for people; "" without any."""
+    names = [_short(target) for target in targets]
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    shown = ", ".join(names[:8])
+    return f"target_modules without a match in this model: {shown}{more}" if names else ""
 
 
 def _number(path: Path, key: str, value: Any) -> float:

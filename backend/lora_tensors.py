@@ -137,7 +137,7 @@ def assemble(
     parts: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
     by_name = {target.name: target for target in targets.targets}
     modules = find_modules(pairs, targets, max_rank, where)
-    config.check_modules(pairs)
+    config.check_modules(pairs, targets.by_module())
     for module, places in modules.items():
         pair = pairs[module]
         a, b = read(pair.a).float(), read(pair.b).float()

@@ -16,7 +16,14 @@ from safetensors.torch import save_file
 from tridecode.backend.config import EngineConfig, read_engine_config
 from tridecode.backend.engine_config_file import checkpoint_dir, read_engine_parameters
 from tridecode.backend.errors import ConfigError, TridecodeError
-from tridecode.backend.lora import CONFIG_FILE, TENSOR_FILE, LoraTargets, check_name, read_targets
+from tridecode.backend.lora import (
+    CONFIG_FILE,
+    TENSOR_FILE,
+    LoraTargets,
+    check_name,
+    read_targets,
+    unmatched_note,
+)
 from tridecode.backend.lora_tensors import read_lora
 from tridecode.converters.adapters import open_adapter
 from tridecode.model_repo_templates.repository import ENGINE_MODEL
@@ -24,18 +31,20 @@ from tridecode.model_repo_templates.repository import ENGINE_MODEL
 
 @dataclass(frozen=True)
 class FoundAdapter:
-    """An adapter in the folder. fault: why it cannot be served, or ""."""
+    """An adapter in the folder. fault: why it cannot be served, or "". note: what its user should know."""
 
     name: str
     ranks: str = ""
     num_matrices: int = 0
     num_bytes: int = 0
     fault: str = ""
+    note: str = ""
 
     def __str__(self) -> str:
         if self.fault:
             return f"{self.name}: {self.fault}"
-        return f"{self.name}: rank {self.ranks}, {self.num_matrices} matrices, {self.num_bytes:,} bytes"
+        sizes = f"rank {self.ranks}, {self.num_matrices} matrices, {self.num_bytes:,} bytes"
+        return f"{self.name}: {sizes}{f'; {self.note}' if self.note else ''}"
 
 
 @dataclass(frozen=True)
@@ -71,12 +80,13 @@ def _read(folder: AdapterFolder, name: str) -> FoundAdapter:
     try:
         check_name(name)
         lora = read_lora(folder.path / name, folder.targets, folder.config.max_lora_rank)
-        _, _, pairs = open_adapter(folder.path / name)
+        config, _, pairs = open_adapter(folder.path / name)
     except TridecodeError as error:
         return FoundAdapter(name, fault=str(error))
     ranks = sorted({pair.rank for pair in pairs.values()})
     shown = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
-    return FoundAdapter(name, shown, len(lora.pairs), (folder.path / name / TENSOR_FILE).stat().st_size)
+    size = (folder.path / name / TENSOR_FILE).stat().st_size
+    return FoundAdapter(name, shown, len(lora.pairs), size, note=unmatched_note(config.check_modules(pairs)))
 
 
 def add_adapter(repository: Path, name: str, source: Path, overwrite: bool = False) -> FoundAdapter:

@@ -107,6 +107,20 @@ def test_ranks_alphas_and_chosen_modules_of_patterns(tiny, tmp_path: Path) -> No
         assert torch.allclose(ours.read(name), theirs[name], atol=1e-6), name
 
 
+def test_target_modules_may_name_what_the_model_lacks_as_in_peft(tiny, tmp_path: Path) -> None:
+    model, checkpoint = tiny("llama")
+    names = ["q_proj", "query_key_value", "c_attn"]
+    adapted = make_adapter(model, tmp_path / "lora", seed=5, target_modules=names)
+    merged = merge(checkpoint, tmp_path / "lora")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    assert torch.allclose(merged.tensors.read(name), adapted.merge_and_unload().state_dict()[name], atol=1e-6)
+    assert len(merged.notes) == 1 and "query_key_value" in merged.notes[0] and "c_attn" in merged.notes[0]
+    assert "q_proj" not in merged.notes[0]
+    assert not checkpoint.notes  # of the base alone
+    lora = read_lora(tmp_path / "lora", targets_of(plan_conversion(checkpoint), tmp_path / "w"), 4)
+    assert len(lora.pairs) == 2
+
+
 def test_a_pattern_of_modules_and_an_adapter_of_the_bare_model(tiny, tmp_path: Path) -> None:
     model, checkpoint = tiny("bloom")
     make_adapter(model.transformer, tmp_path / "bare", seed=6, target_modules=r".*h\.1\..*(dense|4h_to_h)")
@@ -146,7 +160,11 @@ SETTINGS = {
     "an invalid pattern": ({"alpha_pattern": {"a[": 1}}, "alpha_pattern"),
     "rank 0": ({"r": 0}, "r = 0"),
     "no alpha": ({"lora_alpha": None}, "lora_alpha = None"),
-    "a module without tensors": ({"target_modules": ["q_proj", "x_proj"]}, "target_modules"),
+    "a module without tensors": ({"target_modules": ["q_proj", "v_proj"]}, "target_modules has v_proj"),
+    "tensors that are not listed": (
+        {"target_modules": ["x_proj"]},
+        "target_modules does not have model.layers.0",
+    ),
 }
 
 
