@@ -6,6 +6,7 @@ import re
 import struct
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -63,7 +64,8 @@ class SafetensorsSource:
 
     def __init__(self, files: list[Path]):
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._files = {}
+        self._files: dict[str, Any] = {}
+        paths: dict[str, Path] = {}
         for path in files:
             try:
                 file = safe_open(str(path), framework="pt", device="cpu")
@@ -71,8 +73,10 @@ class SafetensorsSource:
                 found = foreign_format(path) or error
                 raise CheckpointError(f"{path} is not a readable safetensors file: {found}") from None
             for name in file.keys():  # noqa: SIM118  safe_open is not a mapping
+                if name in self._files:
+                    _check_equal(name, self.read(name), file.get_tensor(name), paths[name], path)
                 self.shapes[name] = tuple(file.get_slice(name).get_shape())
-                self._files[name] = file
+                self._files[name], paths[name] = file, path
 
     def dtype(self, name: str) -> torch.dtype:
         # of one element: get_slice names the dtype only in safetensors' own spelling
@@ -88,8 +92,13 @@ class PickleSource:
 
     def __init__(self, files: list[Path]):
         self._tensors: dict[str, Tensor] = {}
+        paths: dict[str, Path] = {}
         for path in files:
-            self._tensors.update(self._load(path))
+            held = self._load(path)
+            for name in held.keys() & self._tensors.keys():
+                _check_equal(name, self._tensors[name], held[name], paths[name], path)
+            self._tensors.update(held)
+            paths.update(dict.fromkeys(held, path))
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
     @staticmethod
@@ -114,6 +123,18 @@ class PickleSource:
 
     def read(self, name: str) -> Tensor:
         return self._tensors[name]
+
+
+def _check_equal(name: str, first: Tensor, second: Tensor, first_file: Path, second_file: Path) -> None:
+    """CheckpointError where two files hold a tensor with different values: readers differ in which they take."""
+    if first.dtype == second.dtype and first.shape == second.shape:
+        bits = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second))
+        if torch.equal(*bits):
+            return
+    raise CheckpointError(
+        f"{first_file} and {second_file} both hold {name}, with different values; wanted each tensor once: "
+        "remove it from the file that the index (weight_map) does not name"
+    )
 
 
 def check_archive(path: Path) -> None:

@@ -112,6 +112,32 @@ def test_a_missing_shard_is_named(tmp_path, model):
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("container", ["safetensors", "bin"])
+def test_a_tensor_of_two_files_has_equal_values_or_is_refused(tmp_path, model, container):
+    """transformers takes the file that sorts last, whatever the index says."""
+    save(model, tmp_path, tokenizer=False)
+    state = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    stem = {"safetensors": "model", "bin": "pytorch_model"}[container]
+    shard, overlay = f"{stem}-00001-of-00001.{container}", f"{stem}-00000-overlay.{container}"
+    name = "transformer.h.1.mlp.dense_4h_to_h.weight"
+    index = {key: overlay if key == name else shard for key in state}
+    (tmp_path / f"{stem}.{container}.index.json").write_text(json.dumps({"weight_map": index}))
+    write = save_file if container == "safetensors" else torch.save
+    nan = state[name].clone()
+    nan[0, 0] = torch.nan  # is equal to itself here
+    for value, other in ((state[name], state[name]), (nan, nan)):
+        write({**state, name: value}, tmp_path / shard)
+        write({name: other}, tmp_path / overlay)
+        open_checkpoint(tmp_path)
+    for other in (-state[name], state[name].half(), state[name][:1].clone()):
+        write(state, tmp_path / shard)
+        write({name: other}, tmp_path / overlay)
+        with pytest.raises(CheckpointError, match="different values") as caught:
+            open_checkpoint(tmp_path)
+        assert all(part in str(caught.value) for part in (shard, overlay, name))
+
+
 def test_a_truncated_safetensors_file_is_named(tmp_path, model):
     save(model, tmp_path, tokenizer=False)
     path = tmp_path / "model.safetensors"
