@@ -27,6 +27,7 @@ from tridecode.backend.lora import (
     LoraTarget,
     LoraTargets,
     read_lora_config,
+    unmatched_note,
 )
 from tridecode.backend.lora_tensors import LoraPair, pair_tensors
 from tridecode.converters.convert import PlannedConversion, plan_conversion
@@ -112,7 +113,6 @@ def open_adapter(directory: Path) -> tuple[LoraConfig, TensorSource, dict[str, L
         if path.exists():
             tensors: TensorSource = source([require_file(path)])
             pairs = pair_tensors(tensors.shapes, path)
-            config.check_modules(pairs)
             return config, tensors, pairs
     raise CheckpointError(f"{directory} has neither {TENSOR_FILE} nor {PICKLE_FILE}")
 
@@ -198,6 +198,8 @@ def merge(checkpoint: Checkpoint, directory: Path) -> Checkpoint:
         for conversion, layout in layouts(planned).values()
         for source in conversion.sources
     }
+    without = config.check_modules(pairs, (source.removesuffix(".weight") for source in known))
+    notes = [f"{directory}: {unmatched_note(without)}"] if without else []
     deltas = {}
     for module, pair in pairs.items():
         source = _source_of(module, _prefix(checkpoint), known, directory)
@@ -214,7 +216,9 @@ def merge(checkpoint: Checkpoint, directory: Path) -> Checkpoint:
         checkpoint,
         tensors=MergedSource(checkpoint.tensors, tensors, deltas),
         reference=reference,
+        fills_reference=False,  # PEFT merges into the base's, so that the two stay independent
         adapter=Path(directory),
+        notes=checkpoint.notes + notes,
     )
 
 

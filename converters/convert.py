@@ -29,7 +29,6 @@ from tridecode.converters.pruned_reference import model_of, unpruned_tensors
 from tridecode.converters.pruning import describe, rules_of_layers, with_layer_sizes
 from tridecode.converters.quantized_writer import quantized_tensors
 from tridecode.converters.rules import Conversion, expand, plan_conversions
-from tridecode.converters.sources.bitmasks import BitmaskSource
 from tridecode.converters.sources.quantized import QuantizedSource
 from tridecode.converters.writer import TensorToWrite, write_weights
 from tridecode.kernels.quantized import QuantizedWeight
@@ -191,8 +190,7 @@ def plan_conversion(
     specs = models.family(config.family).weight_specs(config)
     rules, where = rules_of_layers(source, config), source.source_file
     conversions = plan_conversions(rules, specs, shapes, ignored, config.num_layers, where)
-    expands = isinstance(checkpoint.tensors, (BitmaskSource, QuantizedSource)) and source.config_class is None
-    if config.layer_sizes or expands:
+    if config.layer_sizes or (checkpoint.fills_reference and source.config_class is None):
         checkpoint.reference = partial(_filled_reference, checkpoint, config, source, names)
     config = replace(config, quantization=quantization)
     return PlannedConversion(checkpoint, config, conversions, names)

@@ -154,7 +154,10 @@ def plan_conversions(
         used.update(rule.sources)
     for name, shape in shapes.items():
         if name not in used:
-            raise CheckpointError(f"no rule consumed {name} {tuple(shape)}; see {where}")
+            raise CheckpointError(
+                f"the checkpoint holds {name} {tuple(shape)}, which the network of its model_type and config "
+                f"does not have: it is of another model, or its config lacks a setting ({where} lists all)"
+            )
     return conversions
 
 

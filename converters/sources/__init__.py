@@ -38,7 +38,8 @@ class Checkpoint:
     folder of its tokenizer, whether or not it has one; None: a .gguf, which holds it itself. notes: what a
     user should know about the source, a sentence each. plan: (dtype or None, model_name or None) to the
     config and the conversions of a source that is not converted by a family's rules. adapter: the folder of
-    the LoRA adapter that is merged into `tensors` and the reference.
+    the LoRA adapter that is merged into `tensors` and the reference. fills_reference: transformers cannot
+    load the files as they are; its model is made from the config and filled with `tensors`.
     """
 
     path: Path
@@ -57,6 +58,7 @@ class Checkpoint:
         default=None, repr=False
     )
     adapter: Path | None = None
+    fills_reference: bool = False
 
     @property
     def is_gguf(self) -> bool:

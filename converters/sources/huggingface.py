@@ -22,6 +22,7 @@ from tridecode.converters.pruned_config import uniform_config
 from tridecode.converters.sources import Checkpoint, TensorSource
 from tridecode.converters.sources.bitmasks import DESCRIPTIONS, BitmaskSource, has_bitmasks
 from tridecode.converters.sources.quantized import QuantizedSource, quantization_of
+from tridecode.converters.sources.runtime_scales import WithoutRuntimeScales
 from tridecode.converters.sources.tensor_files import check_dtypes, tensor_files
 
 _HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # beside the weights
@@ -62,20 +63,23 @@ def open_directory(path: Path) -> Checkpoint:
     where = generation if generation.exists() else path / "config.json"
     eos = _token_ids(ids.get("eos_token_id", config.eos_token_id), "eos_token_id", where)
     bos = _token_ids(ids.get("bos_token_id", config.bos_token_id), "bos_token_id", where)
-    tensors: TensorSource = tensor_files(path)
+    stored = WithoutRuntimeScales(tensor_files(path))
+    tensors: TensorSource = stored
     notes: list[str] = []
     if is_container:
-        tensors = BitmaskSource(tensors, path)
+        tensors = BitmaskSource(stored, path)
     elif quantization is not None:
         method, unknown = quantization
-        tensors = QuantizedSource(tensors, path, method, str(raw["model_type"]))
+        tensors = QuantizedSource(stored, path, method, str(raw["model_type"]))
         notes = tensors.notes + [
             f"settings of the quantisation that are not read: {', '.join(unknown)}"
         ] * bool(unknown)
     check_dtypes(tensors, path)
     checkpoint = Checkpoint(
-        path, config, tensors, bos[0] if bos else None, eos, tokenizer_dir=path, notes=notes
+        path, config, tensors, bos[0] if bos else None, eos, tokenizer_dir=path, notes=notes + stored.notes
     )
+    is_described = any(raw.get(key) for key in DESCRIPTIONS)
+    checkpoint.fills_reference = is_described or bool(stored.left_out)
     if family.reference is not None:
         checkpoint.reference = partial(family.reference, checkpoint)
     elif family.config_class is None:

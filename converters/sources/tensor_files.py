@@ -126,7 +126,7 @@ class PickleSource:
 
 
 def _check_equal(name: str, first: Tensor, second: Tensor, first_file: Path, second_file: Path) -> None:
-    """CheckpointError where two files hold a tensor with different values: readers differ in which they take."""
+    """CheckpointError where two files hold a tensor with different values: readers differ in their choice."""
     if first.dtype == second.dtype and first.shape == second.shape:
         bits = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second))
         if torch.equal(*bits):

@@ -201,6 +201,15 @@ def gptq_case(**how) -> Case:
     return Case(config, lambda weight: gptq(weight, **how))
 
 
+def autoround_case(packing_format: str, **how) -> Case:
+    """auto-round's description (0.16, save_quantized_as_autoround) of GPTQ's tensors."""
+    config = {"quant_method": "auto-round", "bits": how.get("bits", 4), "sym": how.get("symmetric", True)}
+    config |= {"data_type": "int", "group_size": GROUP, "packing_format": packing_format}
+    config |= {"autoround_version": "0.16.1", "iters": 1000, "nsamples": 512}
+    config["extra_config"] = {"model.layers.9.mlp.up_proj": {"bits": 16, "data_type": "float"}}
+    return Case(config, lambda weight: gptq(weight, **how))
+
+
 def bnb4_case(kind: str, nested: bool, block: int = 64) -> Case:
     config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}
     config |= {"bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": nested}
@@ -213,6 +222,9 @@ METHODS = {
     "gptq 4 bit v2 asymmetric act-order": gptq_case(version="gptq_v2", symmetric=False, act_order=True),
     "gptq 8 bit act-order": gptq_case(bits=8, act_order=True),
     "gptq 8 bit asymmetric": gptq_case(bits=8, symmetric=False),
+    "auto-round as gptq": autoround_case("auto_round:auto_gptq", symmetric=False),
+    "auto-round 8 bit": autoround_case("auto_round:gptq", bits=8),
+    "auto-round as gptq_v2": autoround_case("auto_round", version="gptq_v2", symmetric=False),
     "awq": Case({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq),
     "fp8 blocks": Case(
         {"quant_method": "fp8", "weight_block_size": [16, 32], "fmt": "e4m3"},

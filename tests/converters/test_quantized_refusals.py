@@ -152,6 +152,7 @@ def test_a_checkpoint_without_a_quantised_module_is_refused(tmp_path: Path) -> N
 # ---------------------------------------------------------------- settings
 
 GPTQ, AWQ = METHODS["gptq 4 bit"].config, METHODS["awq"].config
+ROUND = METHODS["auto-round as gptq"].config
 BNB, FP8 = METHODS["nf4"].config, METHODS["fp8 blocks"].config
 PACKED = CASES[GROUPS].config
 
@@ -169,6 +170,11 @@ UNSUPPORTED = [
     ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format = 'marlin'; this version reads gptq"),
     ({**GPTQ, "is_marlin_format": True}, "is_marlin_format = True"),
     ({**GPTQ, "dynamic": {"+:.*down": {"bits": 8}}}, "dynamic settings of '+:.*down'"),
+    ({**ROUND, "packing_format": "auto_round:auto_awq"}, "packing_format = 'auto_round:auto_awq'; this"),
+    ({**ROUND, "bits": 2}, "quantised by auto-round with bits = 2; this version reads 4, 8"),
+    ({**ROUND, "data_type": "mx_fp"}, "data_type = 'mx_fp'"),
+    ({**ROUND, "act_bits": 8}, "act_bits = 8; this version reads 16"),
+    ({**ROUND, "extra_config": {"lm_head": {"bits": 8}}}, "extra_config of 'lm_head', bits = 8; this"),
     ({**AWQ, "version": "gemv"}, "version = 'gemv'; this version reads gemm"),
     ({**AWQ, "bits": 8}, "quantised by awq with bits = 8"),
     ({**AWQ, "zero_point": False}, "zero_point = False"),
@@ -191,6 +197,8 @@ MALFORMED = [
     ({**GPTQ, "group_size": 0}, "group_size = 0; wanted -1, or 1 to 1,048,576"),
     ({**GPTQ, "group_size": "128"}, "group_size = '128'"),
     ({**GPTQ, "dynamic": ["a"]}, "dynamic = ['a']; wanted an object"),
+    ({**ROUND, "extra_config": {"lm_head": 8}}, "extra_config = 8; wanted an object for each module"),
+    ({**ROUND, "rotation_config": {"R1": 1}}, "rotation_config = an object; wanted none"),
     ({**FP8, "weight_block_size": [128]}, "weight_block_size = [128]; wanted two sizes"),
     ({**BNB, "load_in_8bit": True}, "wanted one of them true"),
     ({**PACKED, "config_groups": {str(number): {} for number in range(101)}}, "101 groups'; wanted 1 to 100"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoints import FAMILIES, greedy
+from tests.checkpoints import FAMILIES, greedy, save
 from tests.converters import compressed_checkpoints
 from tests.converters.quantized_checkpoints import METHODS, save_quantized
 from tridecode.backend.engine.offline import run_greedy
@@ -17,6 +18,7 @@ from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 from tridecode.converters.parity import check_parity
 from tridecode.converters.sources import Checkpoint
+from tridecode.converters.sources.runtime_scales import is_runtime_scale
 
 PROMPTS = [[5], [7, 9, 11], list(range(20, 45))]
 CASES = {**METHODS, **compressed_checkpoints.CASES}
@@ -84,7 +86,7 @@ def test_empty_biases_of_modules_without_one_are_left_out(tmp_path: Path) -> Non
     plan_conversion(open_checkpoint(source))
     state["model.layers.0.self_attn.q_proj.bias"][3] = 1
     save_file(state, source / "model.safetensors")
-    with pytest.raises(CheckpointError, match="no rule consumed model.layers.0.self_attn.q_proj.bias"):
+    with pytest.raises(CheckpointError, match="the checkpoint holds model.layers.0.self_attn.q_proj.bias"):
         plan_conversion(open_checkpoint(source))
 
 
@@ -95,7 +97,61 @@ def test_scales_of_activations_are_left_out(tmp_path: Path) -> None:
     state["model.layers.0.mlp.up_proj.input_scale"] = torch.tensor(0.5)
     state["model.layers.1.self_attn.k_scale"] = torch.tensor(0.5)
     save_file(state, source / "model.safetensors")
-    assert_reads(open_checkpoint(source), model)
+    checkpoint = open_checkpoint(source)
+    assert_reads(checkpoint, model)
+    left_out = "scales of activations and of the KV cache are left out: 2 tensors"
+    assert checkpoint.notes[-1].startswith(left_out)
+
+
+#: (method of the weights or None, quantization_config or its changes, names in self_attn, shape of a scale)
+CACHES = {
+    "compressed-tensors, the cache alone": (
+        None,
+        {
+            "quant_method": "compressed-tensors", "format": "dense", "config_groups": {},
+            "ignore": ["lm_head"],
+            "kv_cache_scheme": {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False},
+        },
+        ("k_scale", "v_scale"), (1,),
+    ),
+    "AutoFP8's first name": ("fp8 tensor", {"kv_cache_scheme": "static"}, ("kv_scale",), ()),
+    "each head": ("fp8 tensor", {}, ("k_scale", "v_scale", "q_scale", "k_zero_point"), (2, 1)),
+    "of the projections": ("W8A8", {}, ("k_proj.k_scale", "v_proj.v_scale", "k_proj.output_scale"), (1,)),
+    "scores": ("gptq 4 bit", {}, ("prob_output_scale", "prob_scale", "kv_cache_scaling_factor"), ()),
+    "no description": (None, None, ("k_scale", "v_scale"), ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CACHES)
+def test_scales_of_the_cache_are_left_out_of_every_source(case, tmp_path: Path) -> None:
+    method, description, names, shape = CACHES[case]
+    model = FAMILIES["llama"]()
+    if method is None:
+        source = save(model, tmp_path / "hf", tokenizer=False)
+    else:
+        source = save_quantized(model, tmp_path / "hf", CASES[method])
+    state = load_file(source / "model.safetensors")
+    scales = {f"model.layers.{i}.self_attn.{name}": torch.full(shape, 0.5) for i in (0, 1) for name in names}
+    save_file({**state, **scales}, source / "model.safetensors", metadata={"format": "pt"})
+    if description is not None:
+        path = source / "config.json"
+        held = json.loads(path.read_text())
+        held["quantization_config"] = {**held.get("quantization_config", {}), **description}
+        path.write_text(json.dumps(held))
+    checkpoint = open_checkpoint(source)
+    planned = plan_conversion(checkpoint)
+    planned.write(tmp_path / "w")
+    tokens, _ = run_greedy(tmp_path / "w", PROMPTS, 3)
+    assert tokens == [greedy(model, prompt, 3)[0] for prompt in PROMPTS]
+    assert check_parity(checkpoint, tmp_path / "w", planned.config, None).passed
+    assert f"left out: {len(scales)} tensors" in checkpoint.notes[-1]
+
+
+def test_no_familys_weight_has_the_name_of_such_a_scale() -> None:
+    """They would be dropped."""
+    assert is_runtime_scale("model.layers.0.self_attn.attn.k_scale")
+    for model in (make() for make in FAMILIES.values()):
+        assert not [name for name in model.state_dict() if is_runtime_scale(name)]
 
 
 def test_large_matrices_are_expanded_in_parts(monkeypatch, tmp_path: Path) -> None:

@@ -16,18 +16,13 @@ from torch import Tensor
 from tridecode.backend.errors import CheckpointError, UnsupportedError
 from tridecode.converters.sources import TensorSource
 from tridecode.converters.sources.bitmasks import DESCRIPTIONS
-from tridecode.converters.sources.quantized import awq, bitsandbytes, compressed_tensors, fp8, gptq
+from tridecode.converters.sources.quantized import autoround, awq, bitsandbytes, compressed_tensors, fp8, gptq
 from tridecode.converters.sources.quantized.parts import Method, Parts
 from tridecode.converters.sources.quantized.settings import Settings, shown
 from tridecode.kernels.quantized import QuantizedWeight
 
 #: model types of transformers' Conv1D: plain matrices are (in, out), quantised ones (out, in)
 _CONV1D = ("gpt2",)
-#: ends of names: scales of activations and of the cache, which products with 16-bit activations do not need
-_OF_ACTIVATIONS = (
-    "input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point",
-    "activation_scale", "q_scale", "k_scale", "v_scale", "k_zero_point", "v_zero_point",
-)  # fmt: skip
 
 _Read = Callable[[Settings], Method]
 #: quant_method -> how its settings are read, and those that are known
@@ -38,6 +33,7 @@ _METHODS: dict[str, tuple[_Read, tuple[str, ...]]] = {
     "bitsandbytes": (bitsandbytes.read_settings, bitsandbytes.KNOWN),
     "fp8": (fp8.read_settings, fp8.KNOWN),
     "fbgemm_fp8": (fp8.read_settings, fp8.KNOWN),
+    "auto-round": (autoround.read_settings, autoround.KNOWN),
 }
 
 
@@ -91,12 +87,7 @@ class QuantizedSource:
         used = {f"{stem}.{part}" for stem in stems for part in method.parts}
         for name in sorted(set(self._modules) & set(inner.shapes) - used):
             raise CheckpointError(f"{where} has {name} twice: quantised and as it is")
-        unused = tuple(f".{end}" for end in _OF_ACTIVATIONS)
-        self.shapes = {
-            name: shape
-            for name, shape in inner.shapes.items()
-            if name not in used and not name.endswith(unused)
-        }
+        self.shapes = {name: shape for name, shape in inner.shapes.items() if name not in used}
         for name, module in self._modules.items():
             rows, columns = method.shape(module)
             self.shapes[name] = (columns, rows) if self._is_turned(name) else (rows, columns)
