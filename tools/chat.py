@@ -1,22 +1,20 @@
 """Chat templates: where a model's template is found, and the prompt that it renders from one question.
 
-A template comes with the checkpoint and is not trusted: it runs in jinja's sandbox, with limits on its
-source, its output and the values that it computes.
+A template comes with the checkpoint and is not trusted: it runs in a child process with limits of time and
+memory (backend/chat_templates.py).
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jinja2.exceptions import SecurityError, TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from tridecode.backend.chat_templates import TemplateFault, render_template
 from tridecode.backend.errors import CheckpointError, ConfigError
 from tridecode.backend.supervisor import processes
 from tridecode.converters.files import read_json, require_file
@@ -26,9 +24,6 @@ from tridecode.tools.serve.checks import repositories
 from tridecode.tools.serve.triton_access import values_of
 
 _MAX_FILE_BYTES = 16 << 20  # template or tokenizer_config.json; LLaMA-3.1's template has 4 kB
-_MAX_RENDERED = 8 << 20  # characters
-_MAX_PRODUCT = 1 << 20  # largest result of `*`: an int, or the length of a repeated text
-_RENDER_S = 5.0
 _LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 
 
@@ -111,50 +106,13 @@ def chat_prompt(tokenizer_dir: Path, question: str) -> TemplatedPrompt:
     special = _special_tokens(tokenizer_dir)
     messages = [{"role": "user", "content": question}]
     try:
-        rendered = _render(source, messages=messages, add_generation_prompt=True, **special)
-    except TemplateError as error:
-        raise CheckpointError(f"{path} does not run: {error}") from None
-    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} does not run: {type(error).__name__}: {error}") from None
+        values = {"messages": messages, "add_generation_prompt": True, **special}
+        rendered = render_template(source, values)
+    except TemplateFault as fault:
+        raise CheckpointError(f"{path} does not run: {fault}") from None
     return TemplatedPrompt(
         rendered, _without_second_bos(rendered, tokenizer_dir, special.get("bos_token", ""))
     )
-
-
-def _render(source: str, **values: Any) -> str:
-    pieces, size, deadline = [], 0, time.monotonic() + _RENDER_S
-    for piece in _environment().from_string(source).generate(**values):
-        size += len(piece)
-        if size > _MAX_RENDERED:
-            raise SecurityError(f"it renders more than {_MAX_RENDERED:,} characters")
-        if time.monotonic() > deadline:
-            raise SecurityError(f"it runs for more than {_RENDER_S:g} s")
-        pieces.append(piece)
-    return "".join(pieces)
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """jinja's sandbox as transformers configures it, without `**` and with a limit on products."""
-
-    intercepted_binops = frozenset(("*", "**"))
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**":
-            raise SecurityError("** is not allowed in a chat template")
-        sizes = [len(value) if hasattr(value, "__len__") else value for value in (left, right)]
-        if all(isinstance(size, (int, float)) for size in sizes) and abs(sizes[0] * sizes[1]) > _MAX_PRODUCT:
-            raise SecurityError(f"a product is larger than {_MAX_PRODUCT:,}")
-        return left * right
-
-
-def _environment() -> _Environment:
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: time.strftime(form)
-    return environment
 
 
 def _read(path: Path) -> str:

@@ -12,7 +12,6 @@ from tokenizers import Tokenizer
 
 from tests.checkpoints import tiny_tokenizer
 from tridecode.backend.errors import CheckpointError, ConfigError
-from tridecode.tools import chat
 from tridecode.tools.chat import chat_prompt, find_tokenizer_dir, served_repository
 
 CHATML = """{% for message in messages %}
@@ -71,27 +70,17 @@ def test_a_tokenizer_without_a_template_is_told(folder) -> None:
         chat_prompt(folder, "hi")
 
 
-HOSTILE = {
-    "{{ raise_exception('no user may speak') }}": "no user may speak",
-    "{{ ''.__class__.__mro__[1].__subclasses__() }}": "unsafe",
-    "{{ cycler.__init__.__globals__.os.system('true') }}": "unsafe|undefined",
-    "{% for i in range(10 ** 9) %}{% endfor %}": "not allowed",
-    "{{ 'x' * 10000000000 }}": "a product is larger than",
-    "{{ [0] * 10000000000 }}": "a product is larger than",
-    "{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}": "more than 8,388,608 characters",
-    "{% for i in range(99999) %}{% for j in range(99999) %}{{ '' }}{% endfor %}{% endfor %}": "than 0.5 s",
-    "{{ messages.append(1) }}": "unsafe",
-    "{{ 1 / 0 }}": "ZeroDivisionError",
-    "{% include '/etc/passwd' %}": "no loader",
-    "{{": "end of template",
-}
-
-
-@pytest.mark.parametrize("template", HOSTILE)
-def test_a_template_that_does_harm_is_refused_with_its_file(folder, template, monkeypatch) -> None:
-    monkeypatch.setattr(chat, "_RENDER_S", 0.5)
+@pytest.mark.parametrize(
+    ("template", "found"),
+    [
+        ("{{ raise_exception('no user may speak') }}", "no user may speak"),
+        ("{{ 'a'.ljust(3000000000) }}", "it needs more memory than a template may use"),
+        ("{{", "unexpected .end of template"),
+    ],
+)
+def test_a_template_that_fails_is_told_with_its_file(folder, template, found) -> None:
     (folder / "chat_template.jinja").write_text(template)
-    with pytest.raises(CheckpointError, match=f"chat_template.jinja does not run: .*({HOSTILE[template]})"):
+    with pytest.raises(CheckpointError, match=f"chat_template.jinja does not run: {found}"):
         chat_prompt(folder, "hi")
 
 

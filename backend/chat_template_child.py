@@ -1,0 +1,203 @@
+"""The child process of chat_templates.py: renders templates from a socket, with limits on itself.
+
+    python -I chat_template_child.py FD SECONDS MEMORY_BYTES CHARACTERS [FOLDER...]
+
+FD: a connected socket. FOLDER: appended to sys.path. A frame is a length of 8 bytes and JSON. The environment
+is transformers' (utils/chat_template_utils.py): its sandbox, its tojson, its tags; without `**`, and with a
+limit on products, so that the usual bombs have a clear text. This file imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import sys
+import time
+from datetime import datetime
+from typing import Any
+
+_MAX_PRODUCT = 1 << 20  # largest result of `*`: an int, or the length of a repeated text
+_KEPT_TEMPLATES = 16
+_LENGTH = 8
+
+
+def main(arguments: list[str]) -> None:
+    connection = socket.socket(fileno=int(arguments[0]))
+    seconds, memory, characters = float(arguments[1]), int(arguments[2]), int(arguments[3])
+    sys.path.extend(arguments[4:])
+    try:
+        renderer = _renderer(seconds, characters)
+    except ImportError as error:
+        _send(connection, {"fault": f"{error}; wanted: pip install 'jinja2>=3.1.6'"})
+        return
+    _limit_memory(memory)
+    _send(connection, {"ready": True})
+    while (request := _receive(connection)) is not None:
+        _limit_processor_time(seconds)
+        answer = renderer.answer(**request)
+        del request
+        _send(connection, answer)
+        if answer.get("ended"):
+            return
+
+
+def _limit_memory(memory: int) -> None:
+    with open("/proc/self/statm") as file:
+        held = int(file.read().split()[0]) * resource.getpagesize()
+    for kind, limit in (("RLIMIT_AS", held + memory), ("RLIMIT_CORE", 0), ("RLIMIT_FSIZE", 0)):
+        resource.setrlimit(getattr(resource, kind), (limit, limit))
+
+
+def _limit_processor_time(seconds: float) -> None:
+    """The kernel ends the process (SIGXCPU) after this many more seconds, even if its parent has gone."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    soft = int(used.ru_utime + used.ru_stime + seconds) + 2
+    resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+
+def _send(connection: socket.socket, answer: dict[str, Any]) -> None:
+    data = json.dumps(answer).encode("ascii")
+    connection.sendall(len(data).to_bytes(_LENGTH, "little") + data)
+
+
+def _receive(connection: socket.socket) -> dict[str, Any] | None:
+    """One frame; None at the end."""
+    length = int.from_bytes(_read(connection, _LENGTH), "little")
+    return json.loads(_read(connection, length)) if length else None
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        piece = connection.recv(min(1 << 20, size - len(data)))
+        if not piece:
+            return b""
+        data += piece
+    return bytes(data)
+
+
+def _renderer(seconds: float, characters: int) -> Any:
+    """The one place that needs jinja2, so that its absence is reported over the socket."""
+    import jinja2.utils
+    from jinja2 import nodes
+    from jinja2.exceptions import SecurityError, TemplateError
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %}, which marks the assistant's tokens for training: its body is shown."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+        def _body(self, caller: Any) -> str:
+            return caller()
+
+    class Namespace(jinja2.utils.Namespace):
+        """namespace() without names that lead into Python."""
+
+        def __init__(*arguments: Any, **named: Any) -> None:
+            own, attributes = arguments[0], dict(*arguments[1:], **named)
+            for name in attributes:
+                Namespace.check(name)
+            jinja2.utils.Namespace.__init__(own, attributes)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            Namespace.check(name)
+            jinja2.utils.Namespace.__setitem__(self, name, value)
+
+        @staticmethod
+        def check(name: Any) -> None:
+            if isinstance(name, str) and name.startswith("_"):
+                raise SecurityError(f"the attribute {name!r} of a namespace begins with _")
+
+    class Dict:
+        """dict() without the attributes of the class."""
+
+        def __call__(self, *arguments: Any, **named: Any) -> dict:
+            return dict(*arguments, **named)
+
+        def fromkeys(self, *arguments: Any) -> dict:
+            return dict.fromkeys(*arguments)
+
+    class Environment(ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset(("*", "**"))
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if operator == "**":
+                raise SecurityError("** is not allowed in a chat template")
+            sizes = [len(value) if hasattr(value, "__len__") else value for value in (left, right)]
+            are_numbers = all(isinstance(size, (int, float)) for size in sizes)
+            if are_numbers and abs(sizes[0] * sizes[1]) > _MAX_PRODUCT:
+                raise SecurityError(f"a product is larger than {_MAX_PRODUCT:,}")
+            return left * right
+
+    class Renderer:
+        def __init__(self) -> None:
+            self._environment = Environment(
+                trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+            )
+            self._environment.filters["tojson"] = _to_json
+            self._environment.globals.update(
+                raise_exception=_raise, strftime_now=_now, dict=Dict(), namespace=Namespace
+            )
+            self._templates: dict[str, Any] = {}
+
+        def answer(self, source: str, values: dict[str, Any]) -> dict[str, Any]:
+            try:
+                return {"text": self._render(source, values)}
+            except MemoryError:
+                return {"fault": "it needs more memory than a template may use", "ended": True}
+            except TemplateError as error:
+                return {"fault": str(error)[:1000]}
+            except Exception as error:  # a template can make Python raise nearly anything
+                return {"fault": f"{type(error).__name__}: {str(error)[:1000]}"}
+
+        def _render(self, source: str, values: dict[str, Any]) -> str:
+            if source not in self._templates:
+                if len(self._templates) >= _KEPT_TEMPLATES:
+                    self._templates.clear()
+                self._templates[source] = self._environment.from_string(source)
+            pieces, size, deadline = [], 0, time.monotonic() + seconds
+            for piece in self._templates[source].generate(**values):
+                size += len(piece)
+                if size > characters:
+                    raise SecurityError(f"it renders more than {characters:,} characters")
+                if time.monotonic() > deadline:
+                    raise SecurityError(f"it runs for more than {seconds:g} s")
+                pieces.append(piece)
+            text = "".join(pieces)
+            text.encode("utf-8")  # a lone surrogate is not a text that can be sent or tokenised
+            return text
+
+    def _raise(message: object) -> None:
+        raise TemplateError(str(message))
+
+    return Renderer()
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+    os._exit(0)  # nothing to flush, and a large heap takes long to free
