@@ -9,10 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from tridecode.backend.errors import CheckpointError
+from tridecode.converters.model_source import find_model
 from tridecode.converters.sources import Checkpoint
 from tridecode.converters.sources.fastertransformer import find_weight_directory, open_weight_directory
 from tridecode.converters.sources.gguf import open_gguf
-from tridecode.converters.sources.huggingface import download, open_directory
+from tridecode.converters.sources.huggingface import open_directory
 from tridecode.converters.sources.megatron import find_megatron_directory, open_megatron
 from tridecode.converters.sources.nemo import CONFIG_FILE, open_nemo
 
@@ -23,7 +24,7 @@ def open_checkpoint(model: str | Path, num_heads: int | None = None) -> Checkpoi
     model: a file, a directory, or a repository's id on the hub. num_heads: attention heads of a checkpoint
     that does not say. Raises CheckpointError or UnsupportedError.
     """
-    path = Path(model)
+    path = find_model(model)
     if path.is_file() and path.suffix == ".nemo":
         return open_nemo(path)
     if path.is_file():
@@ -31,8 +32,6 @@ def open_checkpoint(model: str | Path, num_heads: int | None = None) -> Checkpoi
             wanted = "a checkpoint's directory, a .gguf or a .nemo file"
             raise CheckpointError(f"{path} is a file, but not a .gguf or .nemo; wanted {wanted}")
         return open_gguf(path)
-    if not path.is_dir():
-        path = download(str(model))
     if (path / "config.json").is_file():
         return open_directory(path)
     weights = find_weight_directory(path)

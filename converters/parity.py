@@ -27,21 +27,22 @@ from tridecode.backend.models import read_model_config
 from tridecode.backend.weights import TORCH_DTYPES, WeightReader
 from tridecode.converters.checkpoint import Checkpoint
 from tridecode.converters.convert import PlannedConversion
+from tridecode.converters.grades import Floor, grade, lower
 from tridecode.converters.parity_files import (
     LmHead,
     Shards,
     TokenizerParity,
     check_shards,
     compare_tokenizers,
-    compared_checksums,
     lm_head,
 )
+from tridecode.converters.parity_record import PARITY_FORMAT, compared_checksums
 from tridecode.converters.parity_reference import NEW_TOKENS, Greedy, fits, reference_dtype, reference_greedy
-from tridecode.converters.parity_text import GivenText, TextComparison, TextParity
-from tridecode.converters.quantized_parity import Floor, ProductsOf, QuantizationParity, compare_quantized
+from tridecode.converters.parity_text import TextComparison, TextParity
+from tridecode.converters.quantize.texts import GivenText
+from tridecode.converters.quantized_parity import ProductsOf, QuantizationParity, compare_quantized
 from tridecode.converters.tokenizer import PROBES, load_tokenizer
 
-PARITY_FORMAT = "tridecode-parity-1"
 MAX_PROMPT_TOKENS = 64
 #: prompts of random ids: one token, a few, about a cache block, the longest
 _RANDOM_LENGTHS = (1, 5, 33, MAX_PROMPT_TOKENS)
@@ -66,15 +67,20 @@ class PromptParity:
     logit_error: float
     margin: float
 
+    @property
+    def equal_steps(self) -> int:
+        return self.steps if self.agrees else self.steps - 1
+
 
 @dataclass
 class Parity:
     """PARITY.json: the comparison and its result. Logits are absolute, shares lie in [0, 1].
 
-    reference_difference: largest logit difference of transformers' own runs in two precisions; 0 if it was
-    not measured, as the usual bound held. quantization: of a quantised directory, which this judges in place
-    of the logits' bound, then 0. text: of given texts, which must be within the same bound, or floor.
-    tokenizer_round_trip: None without a tokenizer.
+    greedy_agreement: share of the steps of `prompts` with transformers' token. logit_error_bound: None for a
+    quantised directory, which `quantization` judges instead. reference_difference: largest logit difference
+    of transformers' own runs in two precisions; None if it was not measured, as the usual bound held. text:
+    of given texts, which must be within the same bound, or floor. tokenizer_round_trip: None without a
+    tokenizer.
     """
 
     passed: bool
@@ -84,7 +90,7 @@ class Parity:
     engine: dict[str, str]
     reference: dict[str, str]
     largest_logit_error: float
-    logit_error_bound: float
+    logit_error_bound: float | None
     largest_logit: float
     greedy_agreement: float
     smallest_margin: float
@@ -92,7 +98,7 @@ class Parity:
     lm_head: LmHead
     shards: Shards
     prompts: list[PromptParity]
-    reference_difference: float = 0.0
+    reference_difference: float | None = None
     quantization: QuantizationParity | None = None
     text: TextParity | None = None
     checksums: dict[str, str] = field(default_factory=dict)
@@ -104,14 +110,24 @@ class Parity:
         """Whether the predictions of a quantised model are near enough to its source's."""
         return _reaches_floor(self.quantization, self.text)
 
+    @property
+    def grade(self) -> str:
+        """The lower one of the fixed prompts and of the given texts; "" for a model that is not quantised."""
+        if self.quantization is None:
+            return ""
+        on_text = "" if self.text is None else grade(self.text.mean_kl, self.text.agreement)
+        return lower(self.quantization.grade, on_text)
+
     def as_dict(self) -> dict:
         return asdict(self)
 
     def summary(self) -> str:
         """One line for people, with every part that did not pass."""
+        bound = "" if self.logit_error_bound is None else f" (bound {self.logit_error_bound:.2g})"
+        steps = sum(item.steps for item in self.prompts)
         parts = [
-            f"largest logit error {self.largest_logit_error:.2g} (bound {self.logit_error_bound:.2g}), "
-            f"greedy tokens equal on {self.greedy_agreement:.0%} of {len(self.prompts)} prompts"
+            f"largest logit error {self.largest_logit_error:.2g}{bound}, greedy tokens equal on "
+            f"{self.greedy_agreement:.1%} of {steps} steps"
         ]
         if self.quantization is not None:
             parts = [self.quantization.summary()]
@@ -216,7 +232,7 @@ def check_parity(
     if quantized is not None and products is not None:
         planned, floor = quantized
         facts["quantization"] = compare_quantized(planned, weights, ours, reference, floor, products)
-        return judge(compared, 0.0, **facts)
+        return judge(compared, None, **facts)
     parity = judge(compared, bound_share * largest, **facts)
     other_dtype = _other_dtype(checkpoint, engine_dtype, torch_dtype, device)
     if _explained(compared, bound_share * largest) or other_dtype is None:
@@ -276,23 +292,23 @@ def compare_prompt(
     return PromptParity(text, len(ids), steps, differing is None, error, margin)
 
 
-def judge(compared: list[PromptParity], bound: float, **facts) -> Parity:
+def judge(compared: list[PromptParity], bound: float | None, **facts) -> Parity:
     """Passed: rounding explains the differences of logits and tokens; tokenizer, head and shards are right.
 
-    facts: the other fields of Parity.
+    bound: of the logits' error; None for a quantised directory. facts: the other fields of Parity.
     """
     files = (facts["tokenizer"], facts["lm_head"], facts["shards"])
     quality: QuantizationParity | None = facts.get("quantization")
     text: TextParity | None = facts.get("text")
-    fine = _explained(compared, bound) if quality is None else _reaches_floor(quality, text)
-    if text is not None and quality is None:  # the bound is a share of the largest logit
+    fine = _reaches_floor(quality, text) if bound is None else _explained(compared, bound)
+    if text is not None and bound is not None:  # it is a share of the largest logit
         share = max(1.0, text.largest_logit / facts["largest_logit"])
         fine = fine and text.largest_logit_error <= bound * share
     return Parity(
         passed=fine and all(part.passed for part in files),
         largest_logit_error=max(item.logit_error for item in compared),
         logit_error_bound=bound,
-        greedy_agreement=sum(item.agrees for item in compared) / len(compared),
+        greedy_agreement=sum(item.equal_steps for item in compared) / sum(item.steps for item in compared),
         smallest_margin=min(item.margin for item in compared),
         prompts=compared,
         **facts,

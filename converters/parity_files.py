@@ -12,7 +12,7 @@ from torch.nn import Module
 from transformers import PreTrainedTokenizerBase
 
 from tridecode.backend.models import read_model_config
-from tridecode.backend.weights import MANIFEST_FILE, WeightReader, file_sha256
+from tridecode.backend.weights import WeightReader
 from tridecode.converters.progress import byte_progress
 from tridecode.converters.tokenizer import PROBES
 
@@ -106,16 +106,3 @@ def check_shards(reader: WeightReader) -> Shards:
         with byte_progress("checking weight files", sum(sizes)) as progress:
             damaged = [problem for problem in reader.checksum_problems(progress)]
     return Shards(len(sizes), sum(sizes), damaged[:_MAX_DAMAGED])
-
-
-def compared_checksums(weights: Path, tokenizer_file: Path | None) -> dict[str, str]:
-    """SHA-256 of the compared files. manifest.json holds that of every weight file; without a manifest, as in
-    FasterTransformer's directories, the weight files themselves are listed."""
-    files = [weights / "config.ini"]
-    if (weights / MANIFEST_FILE).exists():
-        files.append(weights / MANIFEST_FILE)
-    else:
-        files += sorted(weights.glob("*.bin"))
-    if tokenizer_file is not None:
-        files.append(tokenizer_file)
-    return {path.name: file_sha256(path) for path in files}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import math
 from collections.abc import Callable
 
@@ -92,12 +93,21 @@ def reference_greedy(
 def _greedy(model: Module, prompt: list[int], device: torch.device) -> tuple[list[int], np.ndarray]:
     """NEW_TOKENS greedy tokens, past any end id, and their logits (NEW_TOKENS, V) float32."""
     tokens, rows, cache = [], [], None
+    name = _cache_argument(model)
     ids = torch.tensor([prompt], device=device)
     for _ in range(NEW_TOKENS):
-        output = model(ids, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values  # None: a reference model of ours computes all tokens again
+        output = model(ids, use_cache=True, **{name: cache})
+        cache = getattr(output, name)  # None: a reference model of ours computes all tokens again
         rows.append(output.logits[0, -1].float().cpu().numpy())
         tokens.append(int(rows[-1].argmax()))
         newest = torch.tensor([tokens[-1:]], device=device)
         ids = newest if cache is not None else torch.cat([ids, newest], dim=1)
     return tokens, np.stack(rows)
+
+
+def _cache_argument(model: Module) -> str:
+    """The name of the KV cache in calls and outputs: `cache` from transformers 5.24 on, which warns of the
+    older name."""
+    forwards = [vars(kind)["forward"] for kind in type(model).__mro__ if "forward" in vars(kind)]
+    known = any("cache" in inspect.signature(forward).parameters for forward in forwards)
+    return "cache" if known else "past_key_values"

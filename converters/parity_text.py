@@ -20,8 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tridecode.backend.config import EngineConfig, ModelConfig
 from tridecode.backend.engine.offline import read_prompts
-from tridecode.backend.manifest import file_sha256
-from tridecode.converters.quantize.texts import read_texts, token_sequences
+from tridecode.converters.quantize.texts import GivenText, token_sequences
 from tridecode.converters.quantized_parity import divergence
 
 #: tokens of a sequence, and of all together; more are left out
@@ -30,21 +29,6 @@ MAX_TOKENS = 4096
 #: of the source's logits; with a large vocabulary fewer tokens are read
 MAX_LOGITS_BYTES = 2 << 30
 _ITEM = 4  # bytes of a logit
-
-
-@dataclass(frozen=True)
-class GivenText:
-    """The texts of a JSONL file, and the SHA-256 of the file."""
-
-    name: str
-    sha256: str
-    texts: list[str]
-
-
-def read_given_text(path: Path) -> GivenText:
-    """Raises CheckpointError or ConfigError as read_texts."""
-    texts = read_texts(path)
-    return GivenText(path.name, file_sha256(path), texts)
 
 
 @dataclass(frozen=True)

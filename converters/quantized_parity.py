@@ -16,19 +16,8 @@ from tridecode.backend.models import read_model_config
 from tridecode.backend.models.quantized_parts import read_quantized
 from tridecode.backend.weights import WeightReader
 from tridecode.converters.convert import PlannedConversion
+from tridecode.converters.grades import Floor, grade
 from tridecode.converters.quantize.products import directory_errors
-
-
-@dataclass(frozen=True)
-class Floor:
-    """What a quantised model must reach to be written. mean_kl: at most, in nats. agreement: at least, the
-    share of steps with the source's token."""
-
-    mean_kl: float = 0.5
-    agreement: float = 0.5
-
-    def is_reached(self, mean_kl: float, agreement: float) -> bool:
-        return mean_kl <= self.mean_kl and agreement >= self.agreement
 
 
 @dataclass(frozen=True)
@@ -37,11 +26,11 @@ class QuantizationParity:
 
     steps: predictions that were compared, of greedy decoding after the fixed prompts: those after the same
     tokens, up to the first that differs. mean_kl, largest_kl: of the source's distribution from ours, in
-    nats. agreement: share of these steps with the same token. weight_errors: of each matrix, the Frobenius
-    norm of its error divided by its own; {} where the values are not the nearest to the source's.
-    product_errors: of each matrix, ||Wq q(x) - W x|| / ||W x|| on the inputs x that the network has, with the
-    rounding q of activations where the format has one. product_errors_on: what the inputs are made of, or why
-    there are none.
+    nats. agreement: share of these steps with the same token. grade: of both (converters/grades.py).
+    weight_errors: of each matrix, the Frobenius norm of its error divided by its own; {} where the values are
+    not the nearest to the source's. product_errors: of each matrix, ||Wq q(x) - W x|| / ||W x|| on the inputs
+    x that the network has, with the rounding q of activations where the format has one. product_errors_on:
+    what the inputs are made of, or why there are none.
     """
 
     weights: str
@@ -50,6 +39,7 @@ class QuantizationParity:
     mean_kl: float
     largest_kl: float
     agreement: float
+    grade: str
     floor: Floor
     weight_errors: dict[str, float] = field(default_factory=dict)
     product_errors: dict[str, float] = field(default_factory=dict)
@@ -92,13 +82,15 @@ def compare_quantized(
         equal += sum(same[:steps])
         found.append(divergence(their_logits[:steps], my_logits[:steps]))
     every = np.concatenate(found)
+    mean_kl, agreement = float(every.mean()), equal / len(every)
     return QuantizationParity(
         quantization.weights,
         quantization.activations,
         len(every),
-        float(every.mean()),
+        mean_kl,
         float(every.max()),
-        equal / len(every),
+        agreement,
+        grade(mean_kl, agreement),
         floor,
         weight_errors(planned, directory),
         products.errors,

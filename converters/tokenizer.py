@@ -168,8 +168,3 @@ def _make_readable_everywhere(path: Path) -> None:
             changed["additional_special_tokens"] = [*settings.get("additional_special_tokens", []), *extra]
     if changed != settings:
         path.write_text(json.dumps(changed, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def vocabulary_size(tokenizer: Tokenizer, with_added_tokens: bool = True) -> int:
-    """One more than the largest id."""
-    return max(tokenizer.get_vocab(with_added_tokens=with_added_tokens).values(), default=-1) + 1

@@ -178,6 +178,25 @@ SERVED: dict[str, Served] = {
 DEFAULT = ("fastertransformer", "tensorrt_llm")
 
 
+@dataclass(frozen=True)
+class Preset:
+    """Options of build-repo for the clients of one server."""
+
+    contracts: tuple[str, ...]
+    ensemble_owner: str
+
+    def options(self) -> str:
+        return f"--contract {','.join(self.contracts)} --ensemble-owner {self.ensemble_owner}"
+
+
+#: name of --for -> the options that it stands for
+PRESETS = {
+    "fastertransformer": Preset(DEFAULT, "fastertransformer"),
+    "trtllm": Preset(("tensorrt_llm", "tensorrt_llm_tokens"), "tensorrt_llm"),
+    "vllm": Preset(("vllm", "tensorrt_llm"), "tensorrt_llm"),
+}
+
+
 def served_models(
     contracts: Sequence[str], choices: Choices, owners: Sequence[str] = (), ensemble_owner: str = ""
 ) -> list[RepositoryModel]:

@@ -10,6 +10,14 @@ _Repository = Annotated[Path, typer.Argument(help="A model repository.")]
 _Name = Annotated[str, typer.Argument(help="What requests send as lora_name.")]
 
 
+def _check(repository: Path) -> None:
+    """ConfigError for what is not a repository."""
+    from tridecode.backend.engine_config_file import read_engine_parameters
+    from tridecode.model_repo_templates.served import ENGINE_MODEL
+
+    read_engine_parameters(str(repository / ENGINE_MODEL))
+
+
 @app.command("list")
 def list_adapters(repository: _Repository) -> None:
     """List the adapters, and what is wrong with one that cannot be served.
@@ -20,7 +28,8 @@ def list_adapters(repository: _Repository) -> None:
     Example:
       tridecode adapters list models
     """
-    from tridecode.tools.adapters import read_adapters
+    _check(repository)
+    from tridecode.tools.adapters import read_adapters  # imports torch
 
     found = read_adapters(repository)
     for adapter in found:
@@ -48,7 +57,8 @@ def add(
       tridecode adapters add models french ./bloom-french-lora
       tridecode generate --prompt "Bonjour" --lora-name french
     """
-    from tridecode.tools.adapters import add_adapter
+    _check(repository)
+    from tridecode.tools.adapters import add_adapter  # imports torch
 
     typer.echo(f"added {add_adapter(repository, name, adapter, overwrite)}")
 
@@ -61,7 +71,8 @@ def remove(repository: _Repository, name: _Name) -> None:
     Example:
       tridecode adapters remove models french
     """
-    from tridecode.tools.adapters import remove_adapter
+    _check(repository)
+    from tridecode.tools.adapters import remove_adapter  # imports torch
 
     remove_adapter(repository, name)
     typer.echo(f"removed {name}")

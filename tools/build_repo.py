@@ -24,21 +24,17 @@ from tridecode.backend.quantization import Quantization
 from tridecode.converters.adapters import merge, write_targets
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import PlannedConversion, plan_conversion
+from tridecode.converters.grades import COLOURS, POOR, Floor, advice, limits_of
 from tridecode.converters.kept_quantized import kept_or_dense
 from tridecode.converters.parity import Parity, check_parity, without_reference
 from tridecode.converters.parity_reference import too_large
-from tridecode.converters.parity_text import GivenText
-from tridecode.converters.quantized_parity import Floor
+from tridecode.converters.quantize.texts import GivenText
 from tridecode.converters.sources import Checkpoint
 from tridecode.converters.sources.nemo import open_prompts
 from tridecode.converters.sources.peft_prompts import open_peft_prompt
 from tridecode.converters.sources.quantized import QuantizedSource
-from tridecode.converters.tokenizer import (
-    has_tokenizer,
-    load_tokenizer,
-    save_tokenizer,
-    vocabulary_size,
-)
+from tridecode.converters.tokenizer import has_tokenizer, load_tokenizer, save_tokenizer
+from tridecode.converters.vocabulary import vocabulary_size
 from tridecode.converters.zeros import zeros_summary
 from tridecode.model_repo_templates.repository import (
     ADAPTERS_DIR,
@@ -50,7 +46,7 @@ from tridecode.model_repo_templates.repository import (
 from tridecode.model_repo_templates.served import DEFAULT, ENGINE_MODEL, RepositoryModel
 from tridecode.tools.calibration import Calibration, calibrated
 from tridecode.tools.check_repo import PARITY_FILE, check_repo
-from tridecode.tools.staging import existing_parent, staged, staged_bytes
+from tridecode.tools.staging import check_output, existing_parent, staged, staged_bytes
 
 CALIBRATED = "calibrated"  # folder of the repository while it is built
 _SPARSE = 0.01  # share of zeros from which a model counts as pruned
@@ -208,9 +204,10 @@ def build_repo(
             _say_unproven(why, planned, compared, weights, staging, tokenizer_file, console)
         elif parity:
             floor = quantization_floor
-            _prove(
+            proven = _prove(
                 planned, compared, weights, staging, tokenizer_file, hf_tokenizer, console, floor, parity_text
             )
+            _say_grade(proven, "" if calibration is None else calibration.method.name, console)
         _check_result(staging)
     console.print(f"wrote {output}")
     console.print(f"next: {serve_command(output)}", markup=False)
@@ -244,22 +241,6 @@ def serve_command(repository: Path) -> str:
         )
         program = shlex.join(found)
     return f"{program} serve {shlex.quote(str(repository))}"
-
-
-def check_output(output: Path, overwrite: bool) -> None:
-    """ConfigError where a repository cannot be written at `output`; nothing is created."""
-    if output.is_dir() and any(output.iterdir()):
-        if not overwrite:
-            raise ConfigError(f"{output} exists and is not empty; name another output, or add --overwrite")
-        if not (output / ENGINE_MODEL / "config.pbtxt").is_file():
-            raise ConfigError(f"{output} is not a model repository of this tool; it is not overwritten")
-    elif os.path.lexists(output) and not output.is_dir():
-        raise ConfigError(f"{output} is not a folder; name another output")
-    folder = existing_parent(output)
-    if not folder.is_dir():
-        raise ConfigError(f"{output} cannot be made: {folder} is not a folder")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"{output} cannot be made: no permission to write to {folder}")
 
 
 def _check_room(output: Path, planned: PlannedConversion, folder: Path, copies: int) -> None:
@@ -324,6 +305,21 @@ def _prove(
     )
     console.print(f"parity with transformers: {summary}")
     return parity
+
+
+def _say_grade(parity: Parity, method: str, console: Console) -> None:
+    """Print the grade of a quantised model, and for a poor one what to try. method: of calibration."""
+    quality, grade = parity.quantization, parity.grade
+    if quality is None:
+        return
+    console.print(f"quality: [{COLOURS[grade]}]{grade}[/] ({limits_of(grade)}; docs/quantization.md)")
+    if grade == POOR:
+        console.print("[yellow]warning[/]: ", end="")
+        console.print(
+            f"its answers will often differ from the source's; "
+            f"{advice(quality.weights, quality.activations, method)}",
+            markup=False,
+        )
 
 
 def _no_comparison(checkpoint: Checkpoint, config: ModelConfig) -> str:

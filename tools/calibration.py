@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from tridecode.converters.convert import PlannedConversion
 from tridecode.converters.quantize.calibrate import calibrate, long_time
-from tridecode.converters.quantize.methods import Method
-from tridecode.converters.quantize.texts import read_texts
+from tridecode.converters.quantize.methods import METHODS, Method, method_of
+from tridecode.converters.quantize.tune import Tuning
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,12 @@ class Calibration:
     texts: list[str] | None = None
 
 
-def read_calibration(method: Method, file: Path | None) -> Calibration:
-    """file: JSONL with a field text. Raises CheckpointError or ConfigError for another one."""
-    return Calibration(method, None if file is None else read_texts(file))
+def calibration_by(name: str | None, group: int, steps: int, texts: list[str] | None) -> Calibration | None:
+    """The calibration of --quantize; None for a name that needs none. steps: of int4-tuned, a layer."""
+    if name not in METHODS:
+        return None
+    tuning = Tuning(steps, together_steps=-(-2 * steps // 3))
+    return Calibration(method_of(str(name), group, tuning), texts)
 
 
 def calibrated(

@@ -21,42 +21,21 @@ from tridecode.backend.errors import TridecodeError
 from tridecode.backend.models import check_context, read_model_config
 from tridecode.backend.weights import MANIFEST_FILE, WeightReader
 from tridecode.converters.files import MAX_JSON_BYTES, read_json, require_file
-from tridecode.converters.parity import PARITY_FORMAT
-from tridecode.converters.parity_files import compared_checksums
+from tridecode.converters.parity_record import PARITY_FORMAT, compared_checksums
 from tridecode.converters.progress import byte_progress
-from tridecode.converters.tokenizer import vocabulary_size
+from tridecode.converters.vocabulary import vocabulary_size
 from tridecode.model_repo_templates.pbtxt import data_type_name, parse_model_config, string_parameters
 from tridecode.tools import parameter_names
+from tridecode.tools.check_grades import grade_faults
 from tridecode.tools.check_instances import instance_faults
 from tridecode.tools.check_sequences import sequence_faults
+from tridecode.tools.findings import Finding, no_repository
 
 PARITY_FILE = "PARITY.json"
 MAX_CONFIG_BYTES = 1 << 20  # config.pbtxt and config.ini; ours have 6 kB
 MAX_MODELS = 1000
-_MAX_SHOWN = 500  # characters of each part of a finding
 #: exceptions of the readers of damaged files, our own errors included
 UNREADABLE = (TridecodeError, OSError, ValueError, ArithmeticError, RecursionError)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """severity: "error" (it does not load, or its answers are wrong) or "warning". The others are texts."""
-
-    severity: str
-    where: str
-    found: str
-    wanted: str
-    fix: str
-
-    def __str__(self) -> str:
-        where, found, wanted = (one_line(text) for text in (self.where, self.found, self.wanted))
-        return f"{self.severity}: {where}: found {found}; wanted {wanted}. {self.fix}"
-
-
-def one_line(text: str) -> str:
-    """Text from a file without line breaks and terminal control characters, cut to _MAX_SHOWN."""
-    text = "".join(char if char.isprintable() else " " for char in " ".join(text.split()))
-    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
 
 
 def check_repo(path: str | Path, checksums: bool = False) -> list[Finding]:
@@ -66,7 +45,7 @@ def check_repo(path: str | Path, checksums: bool = False) -> list[Finding]:
     """
     repository = Path(path)
     if not repository.is_dir():
-        return [_error(str(path), "no directory", "a model repository", "Build one with build-repo.")]
+        return [no_repository(path)]
     models, findings = _read_models(repository)
     engines = {string_parameters(model).get("engine_model", "") for model in models.values()} - {""}
     for name, model in models.items():
@@ -366,6 +345,8 @@ def _check_parity(repository: Path, weights: Path, tokenizer_dir: str | None) ->
             PARITY_FILE, "no passed comparison", f"{PARITY_FORMAT}, passed", "Build the repository again."
         )
         return
+    for found, wanted, advice in grade_faults(parity):
+        yield _warning(PARITY_FILE, found, wanted, advice)
     tokenizer_file = None if tokenizer_dir is None else repository / tokenizer_dir / "tokenizer.json"
     try:
         if tokenizer_file is not None:

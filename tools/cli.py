@@ -23,6 +23,7 @@ from tridecode.tools.client_commands import demo, generate, send_request
 from tridecode.tools.doctor.command import doctor
 from tridecode.tools.evaluate.command import evaluate_lambada
 from tridecode.tools.evaluate.prompt_command import evaluate_prompts
+from tridecode.tools.help_groups import GroupedCommand
 from tridecode.tools.repo_commands import build_repo, check
 from tridecode.tools.serve.command import serve, tritonserver
 
@@ -108,7 +109,7 @@ def _root(
     """Options of `tridecode` itself."""
 
 
-app.command("build-repo")(build_repo)
+app.command("build-repo", cls=GroupedCommand)(build_repo)
 app.command()(serve)
 app.command(
     add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_extra_args": True}

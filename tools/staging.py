@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tridecode.backend.errors import ConfigError
 from tridecode.backend.manifest import JOURNAL_FILE, MANIFEST_FILE
+from tridecode.model_repo_templates.served import ENGINE_MODEL
 
 #: less is converted again within seconds, and not worth a hidden folder
 _WORTH_KEEPING = 1 << 30
@@ -51,6 +52,22 @@ def staged(output: Path, kept: Path) -> Iterator[Path]:
         if hint:
             print(f"interrupted{hint}", file=sys.stderr)
         raise
+
+
+def check_output(output: Path, overwrite: bool) -> None:
+    """ConfigError where a repository cannot be written at `output`; nothing is created."""
+    if output.is_dir() and any(output.iterdir()):
+        if not overwrite:
+            raise ConfigError(f"{output} exists and is not empty; name another output, or add --overwrite")
+        if not (output / ENGINE_MODEL / "config.pbtxt").is_file():
+            raise ConfigError(f"{output} is not a model repository of this tool; it is not overwritten")
+    elif os.path.lexists(output) and not output.is_dir():
+        raise ConfigError(f"{output} is not a folder; name another output")
+    folder = existing_parent(output)
+    if not folder.is_dir():
+        raise ConfigError(f"{output} cannot be made: {folder} is not a folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{output} cannot be made: no permission to write to {folder}")
 
 
 def staged_bytes(output: Path, kept: Path) -> int:

@@ -11,6 +11,7 @@ from tridecode.backend.errors import ConfigError
 from tridecode.backend.quantization import BLOCK, Quantization
 from tridecode.converters.quantize.awq import awq_scales, clipped
 from tridecode.converters.quantize.gptq import gptq
+from tridecode.converters.quantize.method_names import METHODS
 from tridecode.converters.quantize.rounding import Grid
 from tridecode.converters.quantize.search import best_ranges
 from tridecode.converters.quantize.smoothquant import searched_smoothing_scales, smoothing_scales
@@ -74,7 +75,6 @@ _GPTQ = {
     "w8a8-fp8-gptq": (Grid("fp8", 0, symmetric=True), "fp8"),
     "w8a8-fp8-blocks-gptq": (Grid("fp8", BLOCK, symmetric=True, block_rows=BLOCK), "fp8"),
 }
-METHODS = (*_GPTQ, "int4-gptq", "int4-awq", "int4-awq-gptq", "int4-tuned", "smoothquant", "smoothquant-gptq")
 
 
 def method_of(name: str, group_size: int = 128, tuning: Tuning = Tuning()) -> Method:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
-from transformers import PreTrainedTokenizerBase
 
 from tridecode.backend.errors import ConfigError
+from tridecode.backend.manifest import file_sha256
 from tridecode.converters.files import require_file
+
+if TYPE_CHECKING:  # read_texts checks arguments before transformers is imported
+    from transformers import PreTrainedTokenizerBase
 
 MAX_FILE_BYTES = 256 << 20
 MAX_TEXTS = 100_000
@@ -52,6 +57,21 @@ def read_texts(path: Path) -> list[str]:
         raise ConfigError(f"{path} holds no text; wanted lines with a field text")
     check_texts(texts, str(path))
     return texts
+
+
+@dataclass(frozen=True)
+class GivenText:
+    """The texts of a JSONL file, and the SHA-256 of the file."""
+
+    name: str
+    sha256: str
+    texts: list[str]
+
+
+def read_given_text(path: Path) -> GivenText:
+    """Raises CheckpointError or ConfigError as read_texts."""
+    texts = read_texts(path)
+    return GivenText(path.name, file_sha256(path), texts)
 
 
 def check_texts(texts: list[str], where: str) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import transformers.modeling_gguf_pytorch_utils as transformers_gguf
-from huggingface_hub import snapshot_download
 from torch.nn import Module
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
@@ -24,25 +23,6 @@ from tridecode.converters.sources.bitmasks import DESCRIPTIONS, BitmaskSource, h
 from tridecode.converters.sources.quantized import QuantizedSource, quantization_of
 from tridecode.converters.sources.runtime_scales import WithoutRuntimeScales
 from tridecode.converters.sources.tensor_files import check_dtypes, tensor_files
-
-_HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # beside the weights
-_HUB_WEIGHTS = ["*.safetensors"], ["*.bin"]  # the second if there are none of the first
-
-
-def download(repository: str) -> Path:
-    """The local copy of a hub repository, without its pickles if it has safetensors."""
-    try:
-        for weights in _HUB_WEIGHTS:
-            path = Path(snapshot_download(repository, allow_patterns=[*_HUB_FILES, *weights]))
-            if any(path.glob(weights[0])):
-                break
-        return path
-    except Exception as error:  # the hub's client raises types of four libraries
-        reason = " ".join(str(error).split())
-        raise CheckpointError(
-            f"{repository!r} is not a directory, not a .gguf, and the hub could not be reached or "
-            f"does not have it: {reason}"
-        ) from None
 
 
 def open_directory(path: Path) -> Checkpoint:

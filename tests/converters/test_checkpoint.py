@@ -17,7 +17,6 @@ from tests.checkpoints import FAMILIES, save, tiny_bloom, tiny_gpt2, tiny_llama
 from tridecode.backend.errors import CheckpointError, UnsupportedError
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
-from tridecode.converters.sources import huggingface
 
 
 @pytest.fixture(scope="module")
@@ -171,40 +170,6 @@ def test_a_config_that_is_no_json_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="config.json is not valid JSON"):
         open_checkpoint(tmp_path)
-
-
-def test_a_name_that_is_nothing_says_all_three_things_it_is_not(monkeypatch):
-    def unreachable(repository, allow_patterns):
-        raise OSError("no route\nto the hub")
-
-    monkeypatch.setattr(huggingface, "snapshot_download", unreachable)
-    with pytest.raises(CheckpointError) as caught:
-        open_checkpoint("someone/a-model")
-    assert str(caught.value) == (
-        "'someone/a-model' is not a directory, not a .gguf, and the hub could not be reached or "
-        "does not have it: no route to the hub"
-    )
-
-
-def test_a_path_that_does_not_exist_is_refused(tmp_path):
-    with pytest.raises(
-        CheckpointError, match="is not a directory, not a .gguf, and the hub could not be reached"
-    ):
-        open_checkpoint(tmp_path / "absent")
-
-
-def test_a_hub_repository_is_fetched_without_its_pickles_if_it_has_safetensors(tmp_path, model, monkeypatch):
-    save(model, tmp_path, tokenizer=False)
-    asked = []
-
-    def download(repository, allow_patterns):
-        asked.append((repository, allow_patterns))
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface, "snapshot_download", download)
-    assert open_checkpoint("someone/a-model").config.model_type == "bloom"
-    assert [repository for repository, _ in asked] == ["someone/a-model"]
-    assert "*.safetensors" in asked[0][1] and "*.bin" not in asked[0][1]
 
 
 @pytest.mark.parametrize("model_type", ["t5", "mamba", "a-model-of-tomorrow", None])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -217,7 +218,7 @@ def test_only_rounding_is_forgiven(agrees, error, margin, passes):
     good = PromptParity("good", 3, 8, True, 0.0, 1.0)
     parity = judge([good, PromptParity("p", 3, 8, agrees, error, margin)], bound=1.0, **FACTS)
     assert parity.passed == passes
-    assert parity.greedy_agreement == (1.0 if agrees else 0.5)
+    assert parity.greedy_agreement == (16 if agrees else 15) / 16  # of steps
 
 
 @pytest.mark.parametrize(
@@ -312,3 +313,11 @@ def test_a_directory_without_a_manifest_lists_every_shard(tmp_path):
 def test_grouped_heads_and_scaled_rope_pass(tmp_path):
     model = tiny_llama(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0})
     assert prove(save(model, tmp_path / "hf"), tmp_path / "w").passed
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom", "gpt2", "xglm"])
+def test_a_comparison_calls_transformers_without_a_warning(tmp_path, family):
+    source = save(FAMILIES[family](), tmp_path / "hf")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        assert prove(source, tmp_path / "w").passed

@@ -11,7 +11,8 @@ from transformers import AutoTokenizer
 from tests.checkpoints import TEXTS, save, tiny_gpt2, tiny_llama, tiny_tokenizer
 from tridecode.backend.errors import CheckpointError
 from tridecode.converters.checkpoint import open_checkpoint
-from tridecode.converters.tokenizer import PROBES, load_tokenizer, save_tokenizer, vocabulary_size
+from tridecode.converters.tokenizer import PROBES, load_tokenizer, save_tokenizer
+from tridecode.converters.vocabulary import vocabulary_size
 
 
 @pytest.fixture

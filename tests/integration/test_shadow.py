@@ -23,7 +23,7 @@ from tests.waiting import wait_until
 from tridecode.backend.quantization import Quantization
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
-from tridecode.converters.quantized_parity import Floor
+from tridecode.converters.grades import Floor
 from tridecode.tools.build_repo import build_repo
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]

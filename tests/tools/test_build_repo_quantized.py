@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from tests.checkpoints import FAMILIES, greedy, save
 from tests.quantized import rounded_fp8, rounded_fp8_blocks, rounded_int8, rounded_model
@@ -17,14 +19,15 @@ from tridecode.backend.quantization import ROUNDED, Quantization
 from tridecode.backend.weights import WeightReader
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
+from tridecode.converters.grades import Floor
 from tridecode.converters.parity import NEW_TOKENS, fixed_prompts
-from tridecode.converters.quantized_parity import Floor, divergence
+from tridecode.converters.quantized_parity import divergence
+from tridecode.tools.build_options import floor_of, quantization_of
 from tridecode.tools.build_repo import build_repo
 from tridecode.tools.check_repo import check_repo
 from tridecode.tools.demo import packaged_model
-from tridecode.tools.repo_commands import _floor, _quantization
 
-INT8 = Quantization("int8")
+INT8, INT4 = Quantization("int8"), Quantization("int4", group=16, zeros=True)
 
 
 def test_divergence_is_that_of_the_formula() -> None:
@@ -69,6 +72,38 @@ def test_parity_tells_divergence_agreement_and_errors(tmp_path: Path) -> None:
     assert read_model_config(next((tmp_path / "repo").glob("*/1/1-gpu"))).quantization == INT8
 
 
+def test_a_poor_model_passes_its_floor_with_a_warning(tmp_path: Path) -> None:
+    """Random weights: int4 turns most tokens. One agreement, and null where no bound holds."""
+    source = save(FAMILIES["llama"](), tmp_path / "hf", tokenizer=False)
+    printed = io.StringIO()
+    build_repo(
+        source,
+        tmp_path / "repo",
+        dtype="fp32",
+        quantization=INT4,
+        quantization_floor=Floor(99, 0),
+        console=Console(file=printed, width=500),
+    )
+    parity = json.loads((tmp_path / "repo" / "PARITY.json").read_text())
+    found = parity["quantization"]
+    assert found["mean_kl"] > 0.1 or found["agreement"] < 0.9
+    assert parity["passed"] and found["grade"] == "poor"
+    assert parity["greedy_agreement"] == found["agreement"]
+    assert parity["logit_error_bound"] is None and parity["reference_difference"] is None
+    assert "quality: poor (fair needs a mean KL of at most 0.1 nats" in printed.getvalue()
+    assert "try --quantize int4-awq-gptq or int4-tuned or int8" in printed.getvalue()
+    (warned,) = [str(item) for item in check_repo(tmp_path / "repo") if item.where == "PARITY.json"]
+    assert warned.startswith("warning: PARITY.json: found int4 is poor on fixed prompts")
+
+
+def test_a_model_that_is_not_quantised_has_a_bound_and_no_grade(tmp_path: Path) -> None:
+    save(FAMILIES["llama"](), tmp_path / "hf", tokenizer=False)
+    build_repo(tmp_path / "hf", tmp_path / "repo", dtype="fp32")
+    parity = json.loads((tmp_path / "repo" / "PARITY.json").read_text())
+    assert parity["quantization"] is None and parity["logit_error_bound"] > 0
+    assert parity["reference_difference"] is None and parity["greedy_agreement"] == 1.0
+
+
 def test_a_model_below_the_floor_is_refused_with_its_figures(tmp_path: Path) -> None:
     save(FAMILIES["gpt2"](), tmp_path / "hf", tokenizer=False)
     with pytest.raises(CheckpointError, match=r"mean KL .* nats \(floor 1e-09\).*--quantize-floor"):
@@ -90,16 +125,16 @@ def test_a_quantised_directory_is_not_a_source(tmp_path: Path) -> None:
 
 
 def test_options_are_checked() -> None:
-    assert _quantization("int4", 64) == Quantization("int4", group=64, zeros=True)
-    assert _quantization("fp8", 64) == Quantization("fp8")
-    assert _quantization("w8a8-fp8-blocks", 64) == Quantization("fp8", 128, 128, activations="fp8")
-    assert _quantization(None, 64) is None
-    assert _floor("0.1,0.9") == Floor(0.1, 0.9)
+    assert quantization_of("int4", 64) == Quantization("int4", group=64, zeros=True)
+    assert quantization_of("fp8", 64) == Quantization("fp8")
+    assert quantization_of("w8a8-fp8-blocks", 64) == Quantization("fp8", 128, 128, activations="fp8")
+    assert quantization_of(None, 64) is None
+    assert floor_of("0.1,0.9") == Floor(0.1, 0.9)
     with pytest.raises(ConfigError, match="--quantize int3: wanted one of int8, fp8, int4, w8a8-int8"):
-        _quantization("int3", 128)
+        quantization_of("int3", 128)
     for text in ("1", "a,b", "nan,1", "0.5,2", "-1,0"):
         with pytest.raises(ConfigError, match=f"--quantize-floor {text}: wanted KL,SHARE"):
-            _floor(text)
+            floor_of(text)
 
 
 @pytest.mark.parametrize("name", ["w8a8-int8", "w8a8-fp8", "w8a8-fp8-blocks"])

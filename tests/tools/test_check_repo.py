@@ -15,7 +15,8 @@ from tests.checkpoints import save, tiny_llama
 from tridecode.tools.bench.presets import preset
 from tridecode.tools.bench.random_repo import write_random_repository
 from tridecode.tools.build_repo import build_repo
-from tridecode.tools.check_repo import Finding, check_repo
+from tridecode.tools.check_repo import check_repo
+from tridecode.tools.findings import Finding
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ def test_the_packaged_model_is_found_without_importing_its_package() -> None:
 
 def test_a_model_that_cannot_be_read_leaves_nothing(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(CheckpointError, match="'someone/absent' is not a directory"):
+    with pytest.raises(CheckpointError, match="'someone/absent' is not a file or folder"):
         demo.demo_repository("someone/absent", tmp_path / "cache")
     assert list(tmp_path.iterdir()) == []
 

@@ -18,12 +18,12 @@ from tests.tools.doctors import CPU_MACHINE, GIB, GPU_MACHINE, gpu
 from tridecode.backend.weights import ManifestFile
 from tridecode.tools import parameter_names
 from tridecode.tools.build_repo import build_repo
-from tridecode.tools.check_repo import Finding
 from tridecode.tools.cli import app
 from tridecode.tools.doctor.diagnosis import diagnose
 from tridecode.tools.doctor.fit import Place
 from tridecode.tools.doctor.machine import Machine
 from tridecode.tools.doctor.repository import sample
+from tridecode.tools.findings import Finding
 
 
 @pytest.fixture(scope="module")

@@ -18,10 +18,20 @@ app = typer.Typer(
     epilog="Start with:  tridecode bench engine --preset toy",
 )
 
+
+def _check_preset(name: str) -> str:
+    """Before torch is imported."""
+    from tridecode.tools.bench.presets import preset
+
+    preset(name)
+    return name
+
+
 _Preset = Annotated[
     str,
     typer.Option(
-        help="Random weights of a true shape: bloom-7b1, bloom-560m, llama-3-8b, smollm2-135m, gpt2, toy."
+        help="Random weights of a true shape: bloom-7b1, bloom-560m, llama-3-8b, smollm2-135m, gpt2, toy.",
+        callback=_check_preset,
     ),
 ]
 _Model = Annotated[

@@ -30,13 +30,15 @@ def doctor(
       tridecode doctor models
       tridecode doctor models --gpu-memory 80GiB --gpus 2
     """
-    from rich.console import Console
-
-    from tridecode.tools.doctor.diagnosis import diagnose
-    from tridecode.tools.doctor.report import print_report
     from tridecode.tools.doctor.sizes import parse_bytes
 
     memory = None if gpu_memory is None else parse_bytes(gpu_memory, "--gpu-memory")
+
+    from rich.console import Console
+
+    from tridecode.tools.doctor.diagnosis import diagnose  # imports torch
+    from tridecode.tools.doctor.report import print_report
+
     found = diagnose(repository, full=full, gpu_memory=memory, gpus=gpus)
     if json_:
         typer.echo(json.dumps(found.as_dict(), indent=1))

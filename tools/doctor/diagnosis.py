@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tridecode.tools.check_repo import Finding
 from tridecode.tools.doctor.fit import Fit, Place
 from tridecode.tools.doctor.machine import Machine, inspect_machine
 from tridecode.tools.doctor.machine_findings import machine_findings
@@ -19,6 +18,7 @@ from tridecode.tools.doctor.repository import (
     repository_findings,
     sharing_findings,
 )
+from tridecode.tools.findings import Finding
 
 
 @dataclass

@@ -11,8 +11,8 @@ from tridecode.backend.config import EngineConfig, ModelConfig
 from tridecode.backend.engine.memory import LIBRARY_BYTES, NCCL_BYTES, RankMemory, plan_rank, plan_ranks
 from tridecode.backend.engine.settings import CPU_CACHE_SHARE, USUAL_TOKENS, resolve
 from tridecode.backend.errors import TridecodeError
-from tridecode.tools.check_repo import Finding
 from tridecode.tools.doctor.sizes import in_words
+from tridecode.tools.findings import Finding
 
 _LENGTHS = (128, 512, 2048, 8192, 32768, 131072)  # tokens of prompt and answer
 _MOST_RANKS = 64
