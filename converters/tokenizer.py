@@ -9,7 +9,7 @@ import json
 import shutil
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer
 from transformers import (
     AutoTokenizer,
     GPT2Tokenizer,
@@ -17,28 +17,16 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from tridecode.backend.errors import CheckpointError, UnsupportedError
+from tridecode.backend.errors import CheckpointError
 from tridecode.converters.checkpoint import Checkpoint
 from tridecode.converters.files import MAX_JSON_BYTES, read_json, require_file
+from tridecode.converters.gguf_tokenizer import is_tokenizer, load_gguf_tokenizer
 from tridecode.converters.sentencepiece_tokenizer import MODEL_FILE, load_sentencepiece
 
 #: any of these sets makes a tokenizer
 _SOURCES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 #: copied where the source has them
 _COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
-#: llama.cpp's pre-tokenizers of byte-level vocabularies that transformers' reader rebuilds
-_GGUF_SPLITS = ("gpt-2", "gpt2", "llama-bpe", "llama3", "llama-v3")
-#: and those that we do: the first makes every digit a token of its own
-_OUR_SPLITS = {
-    "smollm": [
-        pre_tokenizers.Digits(individual_digits=True),
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-    ],
-    "bloom": [
-        pre_tokenizers.Split(Regex(r" ?[^(\s|[.,!?…。，、।۔،])]+"), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ],
-}
 #: several scripts, digits, blanks, code and emoji: what a wrong normaliser or split shows on
 PROBES = (
     "The quick brown fox jumps over the lazy dog.",
@@ -57,7 +45,7 @@ PROBES = (
 def has_tokenizer(checkpoint: Checkpoint) -> bool:
     """Whether the checkpoint comes with a tokenizer; a damaged one counts."""
     if checkpoint.tokenizer_dir is None:
-        return "tokenizer.ggml.model" in checkpoint.gguf_fields
+        return is_tokenizer(checkpoint.gguf_fields.get("tokenizer.ggml.model"))
     return _has_tokenizer_files(checkpoint.tokenizer_dir)
 
 
@@ -80,16 +68,7 @@ def load_tokenizer(checkpoint: Checkpoint, override: Path | None = None) -> PreT
             if (directory / name).exists():
                 require_file(directory / name, MAX_JSON_BYTES)
         return _load_directory(directory)
-    kind, split = (checkpoint.gguf_fields.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
-    if kind == "gpt2" and split not in (*_GGUF_SPLITS, *_OUR_SPLITS):
-        raise UnsupportedError(
-            f"{checkpoint.path} has tokenizer.ggml.pre = {split}, which cannot be rebuilt; name the folder "
-            "of the original tokenizer (--tokenizer)"
-        )
-    tokenizer = _load(checkpoint.path.parent, gguf_file=checkpoint.path.name)
-    if kind == "gpt2" and split in _OUR_SPLITS:
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(_OUR_SPLITS[split])
-    return tokenizer
+    return load_gguf_tokenizer(checkpoint.gguf_fields, checkpoint.path)
 
 
 def _load_directory(directory: Path) -> PreTrainedTokenizerBase:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -47,7 +47,7 @@ class Checkpoint:
     tensors: TensorSource
     bos_id: int | None
     eos_ids: list[int]
-    gguf_fields: dict[str, Any] = field(default_factory=dict)  # scalar metadata of a .gguf
+    gguf_fields: Mapping[str, Any] = field(default_factory=dict)  # metadata of a .gguf
     reference: Callable[[torch.dtype], Module] | None = field(default=None, repr=False)
     tokenizer_dir: Path | None = None
     notes: list[str] = field(default_factory=list)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import gguf
 import torch
@@ -16,7 +15,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from tridecode.backend.errors import CheckpointError, UnsupportedError
 from tridecode.converters.families import CheckpointFamily, gguf_family
 from tridecode.converters.files import require_file
+from tridecode.converters.gguf_special_tokens import end_ids
+from tridecode.converters.gguf_tokenizer import tokenizer_notes
 from tridecode.converters.sources import Checkpoint
+from tridecode.converters.sources.gguf_metadata import GgufMetadata
 from tridecode.converters.sources.huggingface import no_progress_bars, transformers_config
 from tridecode.converters.sources.tensor_files import foreign_format
 
@@ -82,15 +84,15 @@ def open_gguf(path: Path) -> Checkpoint:
     config = transformers_config(path.parent, gguf_file=path.name)
     assert family.gguf is not None
     family.gguf.complete(config, fields)
-    end_ids = [fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot")]
     return Checkpoint(
         path,
         config,
         GgufSource(reader, family, config),
         fields.get("tokenizer.ggml.bos_token_id"),
-        list(dict.fromkeys(int(token) for token in end_ids if token is not None)),
+        end_ids(fields),
         fields,
         reference=partial(_transformers_model, path, config),
+        notes=tokenizer_notes(fields),
     )
 
 
@@ -106,15 +108,14 @@ def _transformers_model(path: Path, config: PreTrainedConfig, dtype: torch.dtype
     return model.eval()
 
 
-def _read_gguf(path: Path) -> tuple[gguf.GGUFReader, dict[str, Any]]:
-    """The file's reader and its scalar metadata. CheckpointError for a file that is damaged or foreign."""
+def _read_gguf(path: Path) -> tuple[gguf.GGUFReader, GgufMetadata]:
+    """The file's reader and its metadata. CheckpointError for a file that is damaged or foreign."""
     try:
         reader = gguf.GGUFReader(path)
-        fields = {
-            name: held.contents()
-            for name, held in reader.fields.items()
-            if held.types[:1] != [gguf.GGUFValueType.ARRAY]
-        }
+        fields = GgufMetadata(reader.fields, path)
+        for name, held in reader.fields.items():
+            if held.types[:1] != [gguf.GGUFValueType.ARRAY]:
+                fields[name]
     except Exception as error:  # the reader indexes past the end of a short file, and asserts little
         found = (
             foreign_format(path) or f"it is damaged or cut short at {path.stat().st_size:,} bytes ({error})"
