@@ -14,12 +14,14 @@ from tridecode.backend.doors.door import refusal
 from tridecode.backend.doors.senders import FINAL
 from tridecode.backend.doors.settings import read_settings
 from tridecode.backend.errors import TridecodeError, UnsupportedError
+from tridecode.backend.taken_requests import TakenRequests
 
 
 class TritonPythonModel:
     """Has the inputs of the model that it stands for, so that Triton lets its clients' requests pass."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
+        self.taken = TakenRequests()  # stays 0: execute() returns with the answers
         try:
             settings = read_settings(args)
         except TridecodeError as error:

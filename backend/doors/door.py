@@ -29,6 +29,7 @@ from tridecode.backend.doors.senders import Senders, Stream
 from tridecode.backend.doors.settings import DoorSettings, door_tokenizer, read_settings
 from tridecode.backend.errors import EngineDownError, TridecodeError
 from tridecode.backend.messages import Limits, SequenceRequest, SessionRound
+from tridecode.backend.taken_requests import TakenRequests
 
 _log = logging.getLogger("tridecode.door")
 #: the supervisor reports a failed start after start_timeout_s; a door waits a little longer for the report
@@ -55,6 +56,7 @@ class EngineDoor:
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Called by Triton; returns when the engine is ready, TritonModelException with the reason if not."""
+        self.taken = TakenRequests()
         try:
             self.settings = read_settings(args)
             self.prepare(self.settings)
@@ -75,7 +77,7 @@ class EngineDoor:
             raise
         self.metrics = DoorMetrics(settings.name, settings.engine_label(number), self.link)
         self.senders = Senders(
-            self.link, settings.num_senders, self.metrics.count, settings.merge_behind_s
+            self.link, settings.num_senders, self.metrics.count, settings.merge_behind_s, taken=self.taken
         ).start()
         self.preparation = Preparation(settings.max_preparing_requests, settings.max_preparing_bytes).start()
         self.metrics.start()
@@ -99,6 +101,7 @@ class EngineDoor:
         for request in requests:
             stream = self.senders.open(request.get_response_sender())
             self._or_fail(stream, self._take, request, stream)
+        self.taken.returned()
 
     def _take(self, request: Any, stream: Stream) -> None:
         received = self._receive(request, stream)
@@ -195,6 +198,7 @@ class UnaryDoor:
     contract: Contract
 
     def initialize(self, args: Mapping[str, str]) -> None:
+        self.taken = TakenRequests()  # stays 0: execute() returns with the answers
         try:
             self.settings = read_settings(args)
             self.envelope = envelope_of(self.settings)

@@ -20,6 +20,7 @@ from tridecode.backend.doors.envelope import internal_error
 from tridecode.backend.doors.settings import read_settings
 from tridecode.backend.errors import EngineDownError, TridecodeError
 from tridecode.backend.messages import BEAT_S, EngineBeat
+from tridecode.backend.taken_requests import TakenRequests
 
 #: an engine that has missed eight heartbeats is stopped, starved or dead; the supervisor acts after 3 s
 _SILENCE_S = 2.0
@@ -38,6 +39,7 @@ class TritonPythonModel:
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Called by Triton. Does not wait for the engine: a probe reports its start."""
+        self.taken = TakenRequests()  # stays 0: execute() returns with the answers
         try:
             self.settings = read_settings(args)
         except TridecodeError as error:

@@ -27,6 +27,7 @@ from tridecode.backend.doors.engine_link import EngineLink
 from tridecode.backend.doors.envelope import internal_error, public_text
 from tridecode.backend.errors import BY_CODE, RequestCancelled, TridecodeError
 from tridecode.backend.messages import Event
+from tridecode.backend.taken_requests import TakenRequests
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 #: one cancellation query is a round trip of 55 us; the sweep sleeps nine times as long as its queries take
@@ -281,9 +282,11 @@ class Senders:
         behind_s: float = math.inf,
         request_bytes: int = _REQUEST_BYTES,
         door_bytes: int = _DOOR_BYTES,
+        taken: TakenRequests | None = None,
     ):
         """on_end(stream, outcome): called once per stream; outcome is "ok" or an error's code in lower case.
-        behind_s: see Stream.behind. request_bytes, door_bytes: see budget."""
+        behind_s: see Stream.behind. request_bytes, door_bytes: see budget. taken: counts the streams."""
+        self._taken = taken or TakenRequests()
         self._request_bytes, self._door_bytes = request_bytes, door_bytes
         self.link, self.behind_s, self._on_end = link, behind_s, on_end
         self._turn = itertools.count()
@@ -302,6 +305,7 @@ class Senders:
     def open(self, sender, label: str = "") -> Stream:
         """A stream for the request of this response sender; it must be answered or failed."""
         stream = Stream(self, sender, label)
+        self._taken.begin(stream)
         with self._lock:
             self._open.add(stream)
         self._some_open.set()
@@ -319,6 +323,7 @@ class Senders:
         return self._threads[next(self._turn) % len(self._threads)]
 
     def ended(self, stream: Stream, outcome: str) -> None:
+        self._taken.end(stream)
         with self._lock:
             self._open.discard(stream)
             if not self._open:

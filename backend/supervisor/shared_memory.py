@@ -7,6 +7,7 @@ A stub's command line (python_backend, seen on Triton 2.51):
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from tridecode.backend.supervisor import processes
@@ -39,6 +40,19 @@ def stubs_of(server_pid: int) -> list[Stub]:
     pids = processes.children(server_pid) if processes.identify(server_pid) else processes.all_pids()
     found = (stub_of(pid) for pid in pids)
     return [stub for stub in found if stub is not None and stub.server_pid == server_pid]
+
+
+def mapped_regions(pid: int, regions: Iterable[str]) -> set[str]:
+    """Those of the regions that a process has mapped, also under a name that was unlinked.
+
+    All of them where the mappings cannot be read: the process has ended, or is not ours.
+    """
+    try:
+        with open(f"/proc/{pid}/maps", errors="replace") as file:
+            text = file.read()
+    except OSError:
+        return set(regions)
+    return {region for region in regions if region in text}
 
 
 def unlink(region: str) -> None:

@@ -61,6 +61,29 @@ instance_group { count: 1 kind: KIND_CPU }
 input { name: "TEXT" data_type: TYPE_UINT32 dims: [ -1 ] }
 output { name: "ECHO" data_type: TYPE_UINT32 dims: [ -1 ] }
 """
+#: as of one of our unary models
+COUNTING_ECHO = """
+import numpy as np
+import triton_python_backend_utils as pb
+
+from tridecode.backend.taken_requests import TakenRequests
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.taken = TakenRequests()
+
+    def execute(self, requests):
+        return [pb.InferenceResponse([pb.Tensor("ECHO", np.zeros(1, np.uint32))]) for _ in requests]
+"""
+ECHO_BODY = b'{"inputs": [{"name": "TEXT", "shape": [1], "datatype": "UINT32", "data": [0]}]}'
+HEALTH_CONFIG = """
+name: "tridecode_health"
+backend: "python"
+instance_group { count: 1 kind: KIND_CPU }
+output { name: "READY" data_type: TYPE_BOOL dims: [ 1 ] }
+parameters { key: "engine_model" value: { string_value: "fastertransformer" } }
+"""
 ENSEMBLE_CONFIG = """
 name: "both"
 platform: "ensemble"
@@ -90,19 +113,25 @@ class TritonPythonModel:
 class Request:
     """One streamed request over a gRPC stream of its own."""
 
-    def __init__(self, server: ServerProcess, model: str, tokens: int) -> None:
+    def __init__(self, server: ServerProcess, model: str, tokens: int, shape: Sequence[int] = ()) -> None:
+        """shape: of input_ids without any bytes."""
         self.responses = 0
         self.error = ""
         self.ended_at = 0.0
         self.done = threading.Event()
         self._client = grpcclient.InferenceServerClient(server.grpc_url)
         self._client.start_stream(self._on_response)
-        arrays = {"input_ids": [[5, 6, 7]], "input_lengths": [[3]], "request_output_len": [[tokens]]}
+        rows = shape[0] if shape else 1
+        arrays = {"input_ids": [[5, 6, 7]], "input_lengths": [[3]] * rows}
+        arrays["request_output_len"] = [[tokens]] * rows
         inputs = []
         for name, rows in arrays.items():
             array = np.array(rows, np.uint32)
             inputs.append(grpcclient.InferInput(name, list(array.shape), "UINT32"))
             inputs[-1].set_data_from_numpy(array)
+        if shape:
+            inputs[0].set_shape(shape)
+            inputs[0]._raw_content = b""
         self._client.async_stream_infer(model, inputs, enable_empty_final_response=True)
 
     def _on_response(self, result, error) -> None:
@@ -171,8 +200,10 @@ class Service:
         """Seconds until the next tritonserver answers after one that died."""
         return wait_until(lambda: "tritonserver is back after" in self.server.log(), END_S, "the next server")
 
-    def request(self, model: str = "fastertransformer", tokens: int = 5) -> Request:
-        self._requests.append(Request(self.server, model, tokens))
+    def request(
+        self, model: str = "fastertransformer", tokens: int = 5, shape: Sequence[int] = ()
+    ) -> Request:
+        self._requests.append(Request(self.server, model, tokens, shape))
         return self._requests[-1]
 
     def streaming(self, model: str = "fastertransformer", tokens: int = 450) -> Request:
@@ -434,7 +465,91 @@ def test_requests_of_a_dead_door_end_when_nothing_else_is_open(repository):
     service.wait_back()
     assert service.answers()
     assert service.engine_epochs() == engine
-    assert "with requests open, which Triton cannot end" in service.server.log()
+    assert "with 1 request open, which Triton cannot end" in service.server.log()
+
+
+def during_reload(service: Service, send: Callable[[], str]) -> list[str]:
+    """The errors of requests that are sent one after the other until the dead door is back."""
+    errors: list[str] = []
+    wait_until(lambda: errors.append(send()) or "is back after" in service.server.log(), 10, "the reload")
+    return errors
+
+
+def ask_health(service: Service) -> str:
+    return post(service, "tridecode_health", b'{"inputs": []}')
+
+
+@pytest.mark.parametrize("door", ["fastertransformer", "tridecode_health", "echo"])
+def test_a_request_at_a_dying_door_ends_no_stream(repository, door):
+    """Triton answers it ("Stub process … is not healthy") and keeps the door's memory: nothing is open."""
+    root = Path(os.environ["TRIDECODE_RUNTIME_DIR"]).parent
+    (root / "repo" / "tridecode_health" / "1").mkdir(parents=True)
+    (root / "repo" / "tridecode_health" / "config.pbtxt").write_text(HEALTH_CONFIG)
+    (root / "repo" / "tridecode_health" / "1" / "model.py").write_text(
+        "from tridecode.backend.doors.health import TritonPythonModel  # noqa: F401\n"
+    )
+    (root / "repo" / "echo" / "1" / "model.py").write_text(COUNTING_ECHO)
+    service = repository()
+    triton, others = service.triton, [service.streaming("second") for _ in range(4)]
+    assert service.answers() and "READY" in ask_health(service)
+    service.door(door).kill()
+
+    def send() -> str:
+        if door == "fastertransformer":
+            request = service.request()
+            assert request.done.wait(5)
+            return request.error
+        return ask_health(service) if door == "tridecode_health" else post(service, "echo", ECHO_BODY)
+
+    assert any("is not healthy" in error for error in during_reload(service, send))
+    time.sleep(ERROR_S + 1)
+    assert "has died with no requests open" in service.server.log()
+    assert service.triton == triton
+    assert not any(other.done.is_set() for other in others)
+
+
+def test_a_packet_that_kills_its_door_ends_no_stream(repository):
+    """The product of the shape is 2^64: 0 bytes are right for Triton 2.51, and too many for its stub."""
+    service = repository()
+    triton, other = service.triton, service.streaming("second")
+    hostile = service.request(shape=[4, 2**62])
+    service.wait_reloaded()
+    assert service.answers()
+    time.sleep(ERROR_S + 1)
+    assert "is not healthy" in hostile.error, "Triton answers even its sender"
+    assert service.triton == triton and not other.done.is_set()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_streams_of_a_dead_door_end_although_somebody_has_unlinked_its_memory(repository, how):
+    service = repository()
+    streams = [service.streaming() for _ in range(8)]
+    assert shared_memory.unlink_prefix(service._shm_prefix)
+    start = time.monotonic()
+    service.door("fastertransformer").send_signal(how)
+    for stream in streams:
+        assert stream.done.wait(10) and stream.error
+        assert stream.ended_at - start < ERROR_S + (1.0 if how == signal.SIGSTOP else 0.0)
+    service.wait_back()
+    assert service.answers()
+    assert "has died with 8 requests open" in service.server.log()
+
+
+def test_streams_of_a_dead_door_end_although_it_cannot_be_loaded_again(repository):
+    service = repository()
+    stream = service.streaming()
+    other = service.streaming("second")
+    model = service.root / "repo" / "fastertransformer" / "1" / "model.py"
+    code = model.read_text()
+    model.write_text("raise ValueError('no such weights')")
+    start = time.monotonic()
+    service.door("fastertransformer").kill()
+    for one in (stream, other):
+        assert one.done.wait(10) and one.error
+    assert one.ended_at - start < ERROR_S
+    model.write_text(code)
+    service.wait_back()
+    wait_until(service.answers, 20, "answers")
 
 
 CLOSED = ["/v2/repository/index", "/v2/repository/models/echo/unload", "/v2/repository/models/x/load"]

@@ -3,20 +3,22 @@
 A dead stub stays a zombie of tritonserver. A stub that is stopped (SIGSTOP) is killed first: if it continued,
 it would end the whole server (measured on Triton 2.51). In both cases the model is then unloaded and loaded.
 
-Requests that were open at a stub when it died never end (python_backend 24.10 sends a response only when the
-stub requests it). Triton keeps the unloaded model for them, and with it the dead stub's region of shared
-memory: while the region exists, such requests may exist.
+Requests that a stub had taken when it died never end (python_backend 24.10 sends a response only when the
+stub requests it). Each of our doors counts them where its death does not reach (backend/taken_requests.py).
+Triton keeps the unloaded model for them, and with it the dead stub's region of shared memory mapped. It also
+does so for requests that it has answered with "Stub process … is not healthy", so the mapping alone decides
+only for a model of another author, which counts nothing.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tridecode.backend import taken_requests
 from tridecode.backend.supervisor import processes, shared_memory
 from tridecode.tools.serve.triton_http import TritonHttp, TritonHttpError
 
@@ -24,7 +26,7 @@ STOPPED_S = 2.0  # a stub that is stopped for longer is killed
 CONFIRM_S = 0.4  # a stub is briefly a zombie while its model is unloaded; only a longer death counts
 FIRST_PAUSE_S = 1.0  # back-off before a second attempt; doubles up to
 MAX_PAUSE_S = 30.0
-ORPHANS_S = 2.2  # a dead stub's region that exists for longer has requests; else it goes within about 1 s
+ORPHANS_S = 2.2  # without requests Triton unmaps a dead stub's region within about 1 s of the unload
 CALM_S = 60.0  # a door that lived this long has its back-off reset
 
 _log = logging.getLogger("tridecode.serve")
@@ -35,9 +37,25 @@ class _Watched:
     model: str
     process: processes.ProcessId
     region: str
+    taken: taken_requests.TakenCount | None = None  # once it is there
     dead_since: float | None = None
     stopped_since: float | None = None
     killed: bool = False  # by us
+
+
+@dataclass
+class Orphans:
+    """Requests that cannot end because their door died. since: of the death. count: None: not known."""
+
+    model: str
+    since: float
+    noticed: float
+    count: int | None
+
+    def __str__(self) -> str:
+        if self.count is None:
+            return f"{self.model} died, perhaps with requests open"
+        return f"{self.model} died with {self.count} request{'s' if self.count > 1 else ''} open"
 
 
 @dataclass
@@ -60,8 +78,7 @@ class DoorWatch:
         self._http = http
         self._watched: dict[int, _Watched] = {}
         self._reloads: dict[str, _Reload] = {}
-        # region of a dead stub -> model, time of its last activity, time at which its death was noticed
-        self._dead: dict[str, tuple[str, float, float]] = {}
+        self._orphans: dict[str, Orphans] = {}  # by the region of the dead stub
 
     @property
     def busy(self) -> bool:
@@ -69,13 +86,13 @@ class DoorWatch:
         return any(reload.needed or reload.running for reload in self._reloads.values())
 
     @property
-    def has_dead(self) -> bool:
-        """Whether Triton still keeps the region of a dead door."""
-        return bool(self._dead)
+    def has_orphans(self) -> bool:
+        """Whether requests of a dead door may be open."""
+        return bool(self._orphans)
 
-    def orphaned(self, now: float) -> dict[str, float]:
-        """Models whose open requests cannot end because their door died: name -> time of the death."""
-        return {model: idle for model, idle, dead in self._dead.values() if now - dead > ORPHANS_S}
+    def orphans(self, now: float) -> list[Orphans]:
+        """Requests that are still open ORPHANS_S after the death of their door was noticed."""
+        return [one for one in self._orphans.values() if now - one.noticed > ORPHANS_S]
 
     def bring_back(self, model: str) -> None:
         """Load a model that is not loaded; repeat until it is loaded."""
@@ -84,14 +101,18 @@ class DoorWatch:
     def tick(self, now: float) -> None:
         """now: monotonic seconds."""
         for stub in shared_memory.stubs_of(self._server_pid):
-            if stub.process.pid not in self._watched:
+            door = self._watched.get(stub.process.pid)
+            if door is None:
                 model = Path(stub.model_file).parent.parent.name
-                self._watched[stub.process.pid] = _Watched(model, stub.process, stub.region)
+                door = self._watched[stub.process.pid] = _Watched(model, stub.process, stub.region)
+            if door.taken is None:
+                door.taken = taken_requests.find_count(stub.process.pid)
         for pid, door in list(self._watched.items()):
             if self._look(pid, door, now):
                 del self._watched[pid]
-        for region in [one for one in self._dead if not os.path.exists(os.path.join(shared_memory.SHM, one))]:
-            del self._dead[region]
+        if self._orphans:
+            mapped = shared_memory.mapped_regions(self._server_pid, self._orphans)
+            self._orphans = {region: one for region, one in self._orphans.items() if region in mapped}
         for model, reload in self._reloads.items():
             if reload.needed and not reload.running and now >= reload.next:
                 self._start(model, reload, now)
@@ -114,8 +135,12 @@ class DoorWatch:
         door.dead_since = door.dead_since or now
         if not door.killed and now - door.dead_since < CONFIRM_S:
             return False
-        _log.warning("door %s (pid %d) has died: loading it again", door.model, pid)
-        self._dead[door.region] = (door.model, door.stopped_since or door.dead_since, now)
+        count = None if door.taken is None else door.taken.read()
+        open_ = "" if count is None else f" with {count or 'no'} request{'' if count == 1 else 's'} open"
+        _log.warning("door %s (pid %d) has died%s: loading it again", door.model, pid, open_)
+        if count != 0:
+            since = door.stopped_since or door.dead_since
+            self._orphans[door.region] = Orphans(door.model, since, now, count)
         reload = self._reloads.setdefault(door.model, _Reload())
         if now - reload.last > CALM_S:
             reload.attempts = 0

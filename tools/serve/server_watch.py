@@ -9,7 +9,7 @@ from tridecode.backend.errors import TridecodeError
 from tridecode.backend.pauses import PauseWatch
 from tridecode.backend.supervisor import processes, state_file
 from tridecode.tools.serve import ports
-from tridecode.tools.serve.door_watch import DoorWatch
+from tridecode.tools.serve.door_watch import DoorWatch, Orphans
 from tridecode.tools.serve.drain import IDLE_S
 from tridecode.tools.serve.guarded_server import GuardedServer
 from tridecode.tools.serve.options import ServeOptions
@@ -17,6 +17,7 @@ from tridecode.tools.serve.triton_http import TritonHttp
 
 WATCH_S = 0.25  # between two ticks
 _MEND_S = 2.0  # between two checks of the runtime folder
+_UNLOAD_S = 20.0  # a door is certainly unloaded after this time, even if its reload takes longer
 _FROZEN_S = 3.0  # a tritonserver that a signal stops for longer is killed and started again
 
 _log = logging.getLogger("tridecode.serve")
@@ -76,21 +77,25 @@ class ServerWatch:
 
     def _look_at_orphans(self, now: float) -> None:
         """Requests open at a door that died never end in Triton; only the end of the server ends them."""
-        if self._orphans_s is None or not self.doors.has_dead:
+        if self._orphans_s is None or not self.doors.has_orphans:
             self._idle_since = now
             return
         if any(engine.running or engine.waiting for engine in state_file.read_all(self._server.folder)):
             self._idle_since = now
-        orphaned = self.doors.orphaned(now)
-        if not orphaned or self.doors.busy or not ports.connections(self._client_ports):
+        orphans = [one for one in self.doors.orphans(now) if not self._uncertain(one, now)]
+        if not orphans or not ports.connections(self._client_ports):
             return  # without a connection, nobody waits for them
-        waited = now - min(orphaned.values())
+        waited = now - min(one.since for one in orphans)
         idle = now - self._idle_since > IDLE_S
         if idle or waited > self._orphans_s:
             _log.warning(
-                "%s died with requests open, which Triton cannot end: starting tritonserver again, since %s",
-                ", ".join(orphaned),
+                "%s, which Triton cannot end: starting tritonserver again, since %s",
+                "; ".join(map(str, orphans)),
                 "nothing else is open" if idle else f"they are {waited:.0f} s old (--orphans)",
             )
             self.killed_for_orphans = True
             self._server.kill_server()
+
+    def _uncertain(self, orphans: Orphans, now: float) -> bool:
+        """Whether Triton may still be about to release a door that counts nothing: it is being unloaded."""
+        return orphans.count is None and self.doors.busy and now - orphans.noticed < _UNLOAD_S

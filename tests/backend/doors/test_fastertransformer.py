@@ -27,6 +27,7 @@ from tests.fake_engine import (
     toy_tokens,
 )
 from tests.waiting import wait_until
+from tridecode.backend import taken_requests
 from tridecode.backend.doors.door import Outputs
 from tridecode.backend.doors.fastertransformer import Answer, Prompts, TritonPythonModel
 from tridecode.backend.messages import Event, SamplingParams
@@ -767,3 +768,21 @@ def test_a_request_is_let_go_when_it_has_ended(door, case):
         wait_until(lambda: held() is None, 1)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_a_door_counts_the_requests_that_only_it_can_end(decoupled):
+    with serving(decoupled, step_s=0.02) as door:
+
+        def count() -> int:
+            return taken_requests._LAYOUT.unpack_from(door.taken._memory, 0)[1]
+
+        requests = [fake_triton.InferenceRequest(tensors([[5, 6]], length)) for length in (2, 90, 90)]
+        bad = fake_triton.InferenceRequest({})
+        door.execute([*requests, bad])
+        assert requests[0].sender.wait(5) and bad.sender.wait(5)
+        wait_until(lambda: count() == 2)
+        requests[1].cancel()
+        wait_until(lambda: count() == 1)
+        assert requests[2].sender.wait(5)
+        wait_until(lambda: count() == 0)

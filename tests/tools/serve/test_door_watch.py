@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import os
 import signal
 import subprocess
@@ -14,17 +16,37 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import wait_until
+from tridecode.backend import taken_requests
 from tridecode.backend.supervisor import processes
 from tridecode.tools.serve import door_watch
 from tridecode.tools.serve.door_watch import DoorWatch
 
+DOOR = """
+import runpy, time
+taken = runpy.run_path({path!r})["TakenRequests"]()
+for number in range({counts}):
+    taken.begin(number)
+taken.returned()
+time.sleep(600)
+"""
+
 
 @pytest.fixture
-def stub(tmp_path) -> Iterator[subprocess.Popen]:
+def counts() -> int | None:
+    """Requests that the stub has taken; None: it counts nothing."""
+    return None
+
+
+@pytest.fixture
+def stub(tmp_path, counts) -> Iterator[subprocess.Popen]:
     """A child of ours that looks like a python stub of a server with our pid."""
     script = tmp_path / "repo" / "toy" / "1" / "model.py"
     script.parent.mkdir(parents=True)
-    script.write_text("import time; time.sleep(600)")
+    script.write_text(
+        "import time; time.sleep(600)"
+        if counts is None
+        else DOOR.format(counts=counts, path=taken_requests.__file__)
+    )
     arguments = [
         str(tmp_path / "triton_python_backend_stub"),
         str(script),
@@ -35,6 +57,7 @@ def stub(tmp_path) -> Iterator[subprocess.Popen]:
     arguments += [str(os.getpid()), str(tmp_path), "1", "toy_0_0", "DEFAULT"]
     process = subprocess.Popen(arguments, executable=sys.executable)
     wait_until(lambda: processes.command_line(process.pid) == arguments, 5, "exec")
+    process.counts = counts
     yield process
     process.kill()
     process.wait()
@@ -87,15 +110,55 @@ def test_a_door_that_was_unloaded_stays_so(triton, stub):
     assert triton.calls == []
 
 
-def test_requests_that_a_dead_door_left_are_known_by_the_region_that_triton_keeps(triton, stub):
-    region = Path("/dev/shm") / processes.command_line(stub.pid)[2]
-    region.touch()
+@contextlib.contextmanager
+def kept_by_triton(region: str) -> Iterator[Path]:
+    """A region that this process, the server of these tests, has mapped."""
+    path = Path("/dev/shm") / region
+    path.write_bytes(bytes(4096))
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 4096, prot=mmap.PROT_READ):
+            yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def counted(watcher: DoorWatch, stub: subprocess.Popen) -> int | None:
+    taken = watcher._watched[stub.pid].taken
+    return None if taken is None else taken.read()
+
+
+def orphans_after_death(triton, stub, unlinked: bool = False) -> tuple[DoorWatch, list[str]]:
+    """The watch, and what it holds for open, once a killed door is loaded again."""
     watcher = DoorWatch(os.getpid(), triton.http)
-    watcher.tick(time.monotonic())
-    stub.kill()
-    watch(watcher, lambda: len(triton.calls) == 2 and not watcher.busy)
+    with kept_by_triton(processes.command_line(stub.pid)[2]) as region:
+        watch(watcher, lambda: counted(watcher, stub) == stub.counts)
+        if unlinked:
+            region.unlink()
+        stub.kill()
+        watch(watcher, lambda: len(triton.calls) == 2 and not watcher.busy)
+        later = time.monotonic() + door_watch.ORPHANS_S
+        watcher.tick(later)
+        return watcher, list(map(str, watcher.orphans(later)))
+
+
+@pytest.mark.parametrize("counts", [None])
+def test_a_door_that_counts_nothing_may_have_left_requests_while_triton_keeps_its_region(triton, stub):
+    watcher, found = orphans_after_death(triton, stub)
+    assert found == ["toy died, perhaps with requests open"]
     later = time.monotonic() + door_watch.ORPHANS_S
-    assert list(watcher.orphaned(later)) == ["toy"]
-    region.unlink()
     watcher.tick(later)
-    assert not watcher.orphaned(later)
+    assert not watcher.orphans(later) and not watcher.has_orphans, "Triton has released the region"
+
+
+@pytest.mark.parametrize("counts", [2])
+@pytest.mark.parametrize("unlinked", [False, True])
+def test_requests_that_a_dead_door_had_taken_are_known(triton, stub, unlinked):
+    """Somebody else may unlink the region: its name is gone, its requests are not."""
+    _, found = orphans_after_death(triton, stub, unlinked)
+    assert found == ["toy died with 2 requests open"]
+
+
+@pytest.mark.parametrize("counts", [0])
+def test_a_door_without_open_requests_leaves_none_though_triton_keeps_its_region(triton, stub):
+    watcher, found = orphans_after_death(triton, stub)
+    assert found == [] and not watcher.has_orphans

@@ -11,6 +11,7 @@ import pytest
 from tridecode.backend.messages import EngineState
 from tridecode.backend.supervisor import state_file
 from tridecode.tools.serve import server_watch
+from tridecode.tools.serve.door_watch import Orphans
 from tridecode.tools.serve.options import ServeOptions
 from tridecode.tools.serve.server_watch import ServerWatch
 
@@ -33,7 +34,9 @@ def died_at(tmp_path, monkeypatch):
     """Seconds after a door's death at which the server is killed for its requests; None: not within 8 s."""
     monkeypatch.setattr(server_watch.ports, "connections", lambda ports: 1)
 
-    def run(orphans: str, running: int, dead: bool = True) -> float | None:
+    def run(
+        orphans: str, running: int, dead: bool = True, count: int | None = 1, busy: bool = False
+    ) -> float | None:
         server = Server(tmp_path)
         watch = ServerWatch(ServeOptions(tmp_path, orphans=orphans), server, None)
         state = state_file.StateFile(EngineState(1, "ready", "", ""), "engine", 0, running)
@@ -42,9 +45,9 @@ def died_at(tmp_path, monkeypatch):
             now = step * server_watch.WATCH_S
             watch.doors = SimpleNamespace(
                 tick=lambda now: None,
-                has_dead=dead,
-                busy=False,
-                orphaned=lambda now: {"toy": 0.0} if dead and now > 2.2 else {},
+                has_orphans=dead,
+                busy=busy,
+                orphans=lambda now: [Orphans("toy", 0.0, 0.0, count)] if dead and now > 2.2 else [],
             )
             watch.tick(now)
             if server.kills:
@@ -67,3 +70,9 @@ def test_a_busy_server_is_killed_after_the_given_seconds(died_at):
 
 def test_without_a_dead_door_no_state_file_is_read(died_at):
     assert died_at("idle", running=0, dead=False) is None  # reading one would fail
+
+
+def test_a_reload_that_takes_long_delays_only_what_is_not_known_to_be_open(died_at):
+    assert died_at("3.5", running=4, busy=True) == 3.75
+    assert died_at("3.5", running=4, busy=True, count=None) is None
+    assert died_at("3.5", running=4, count=None) == 3.75
