@@ -206,6 +206,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     extra: EventExtra | None = None
     #: of a beam search without a pool, which has no other tokens
     beams: Optional[BeamStep] = None  # noqa: UP045  msgspec evaluates it, on Python 3.9 too
+    queued_s: float = 0.0  # with the first tokens of a prompt: how long it waited for a slot and blocks
 
 
 class Events(msgspec.Struct, frozen=True, tag="events"):

@@ -212,32 +212,50 @@ class Logger:
 
 
 class Metric:
-    def __init__(self, labels: dict[str, str]):
-        self.labels, self.number = labels, 0.0
+    """As in Triton 2.51, each kind refuses the operations of the others."""
+
+    def __init__(self, kind: int, labels: dict[str, str], bounds: list[float]):
+        self._kind, self.labels, self.number = kind, labels, 0.0
+        self.bounds, self.values = bounds, []
 
     def increment(self, value: float) -> None:
+        self._only(MetricFamily.COUNTER, MetricFamily.GAUGE)
         assert value >= 0
         self.number += value
 
     def set(self, value: float) -> None:
+        self._only(MetricFamily.GAUGE)
         self.number = value
 
+    def observe(self, value: float) -> None:
+        self._only(MetricFamily.HISTOGRAM)
+        self.values.append(value)
+
     def value(self) -> float:
+        self._only(MetricFamily.COUNTER, MetricFamily.GAUGE)
         return self.number
+
+    def _only(self, *kinds: int) -> None:
+        if self._kind not in kinds:
+            raise TritonModelException(f"kind {self._kind} does not support this")
 
 
 class MetricFamily:
-    COUNTER, GAUGE = 0, 1
+    """The registry is the server's: all doors share it, and families of one name are merged."""
+
+    COUNTER, GAUGE, HISTOGRAM = 0, 1, 2
     registry: dict[str, MetricFamily] = {}
 
     def __init__(self, name: str, description: str, kind: int):
         self.name, self.description, self.kind = name, description, kind
-        self.metrics: dict[tuple, Metric] = {}
-        MetricFamily.registry[name] = self
+        earlier = MetricFamily.registry.setdefault(name, self)
+        if earlier.kind != kind:
+            raise TritonModelException("Family name already exists with different type")
+        self.metrics: dict[tuple, Metric] = getattr(earlier, "metrics", {})
 
-    def Metric(self, labels: dict[str, str] | None = None) -> Metric:
+    def Metric(self, labels: dict[str, str] | None = None, buckets: list[float] | None = None) -> Metric:
         key = tuple(sorted((labels or {}).items()))
-        return self.metrics.setdefault(key, Metric(labels or {}))
+        return self.metrics.setdefault(key, Metric(self.kind, labels or {}, buckets or []))
 
 
 def get_input_tensor_by_name(request: InferenceRequest, name: str) -> Tensor | None:

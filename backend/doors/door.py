@@ -10,6 +10,7 @@ from typing import Any, Callable
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from tridecode.backend import log_format
 from tridecode.backend.doors.contracts.field import Contract
 from tridecode.backend.doors.contracts.inputs import Inputs, check_parameters
 from tridecode.backend.doors.door_metrics import DoorMetrics
@@ -23,8 +24,11 @@ from tridecode.backend.doors.envelope import (
     read_label,
     read_parameters,
     read_timeout_s,
+    with_label,
 )
 from tridecode.backend.doors.preparation import Preparation
+from tridecode.backend.doors.request_log import RequestLog, line_of
+from tridecode.backend.doors.request_times import GapCounts, RequestTimes
 from tridecode.backend.doors.senders import Senders, Stream
 from tridecode.backend.doors.settings import DoorSettings, door_tokenizer, read_settings
 from tridecode.backend.errors import EngineDownError, TridecodeError
@@ -58,6 +62,7 @@ class EngineDoor:
         """Called by Triton; returns when the engine is ready, TritonModelException with the reason if not."""
         self.taken = TakenRequests()
         try:
+            log_format.configure_door(args["model_instance_name"])
             self.settings = read_settings(args)
             self.prepare(self.settings)
             self._connect(args["model_instance_name"])
@@ -75,10 +80,17 @@ class EngineDoor:
         except TridecodeError:
             self.link.close()
             raise
-        self.metrics = DoorMetrics(settings.name, settings.engine_label(number), self.link)
+        self.log = RequestLog(settings.name).start()
         self.senders = Senders(
-            self.link, settings.num_senders, self.metrics.count, settings.merge_behind_s, taken=self.taken
+            self.link, settings.num_senders, self._ended_request, settings.merge_behind_s, taken=self.taken
         ).start()
+        self.metrics = DoorMetrics(
+            settings.name,
+            settings.engine_label(number),
+            self.link,
+            settings.engine_dir,
+            self.senders.gaps,
+        )
         self.preparation = Preparation(settings.max_preparing_requests, settings.max_preparing_bytes).start()
         self.metrics.start()
 
@@ -123,11 +135,18 @@ class EngineDoor:
             _log.exception("request %r: %s failed", stream.label, call.__name__)
             stream.fail(internal_error(error, stream.label))
 
+    def _ended_request(self, stream: Stream, outcome: str) -> None:
+        """Count and log a request that has ended; on its sender thread."""
+        times, answer = stream.times, stream.answer
+        self.metrics.count(times, outcome, 0 if answer is None else answer.num_output_tokens)
+        self.log.put(line_of(times, stream.label, outcome, answer, stream.sequences, stream.error))
+
     def finalize(self) -> None:
         """Called by Triton when the model is unloaded."""
         self.senders.close(EngineDownError("the model is being unloaded"))
         self.preparation.close()
         self.metrics.close()
+        self.log.close()
         self.link.close()
 
     # ------------------------------------------------------------ for subclasses
@@ -148,6 +167,9 @@ class EngineDoor:
     def submit(self, stream: Stream, submissions: Sequence[Submission], timeout_s: float) -> None:
         """Submit the stream's requests to the engine; cancel them if the stream has ended meanwhile."""
         stream.requests = [self.link.reserve() for _ in submissions]
+        sequences = [sequence for one in submissions for sequence in one.sequences]
+        stream.sequences = sum(sequence.params.num_sequences for sequence in sequences)
+        stream.times.prompt_tokens = sum(len(sequence.prompt) // 4 for sequence in sequences)  # int32
         for number, one in zip(stream.requests, submissions):
             self.link.submit(
                 number,
@@ -193,24 +215,30 @@ class Submission:
 
 
 class UnaryDoor:
-    """Base of the two unary models around the engine: tokenizer in initialize(), one response a request."""
+    """Base of the two unary models around the engine: tokenizer in initialize(), one response per request."""
 
     contract: Contract
 
     def initialize(self, args: Mapping[str, str]) -> None:
         self.taken = TakenRequests()  # stays 0: execute() returns with the answers
         try:
+            log_format.configure_door(args["model_instance_name"])
             self.settings = read_settings(args)
             self.envelope = envelope_of(self.settings)
             self.tokenizer, self.end_id = door_tokenizer(self.settings)
         except TridecodeError as error:
             raise pb_utils.TritonModelException(str(error)) from None
+        self.log = RequestLog(self.settings.name).start()
 
     def execute(self, requests: Sequence[Any]) -> list:
         return [self._respond(request) for request in requests]
 
+    def finalize(self) -> None:
+        """Called by Triton when the model is unloaded."""
+        self.log.close()
+
     def _respond(self, request: Any) -> Any:
-        label = ""
+        label, times = "", RequestTimes(GapCounts())
         try:
             label = read_label(request)
             check_parameters(read_parameters(request), self.contract, self.settings.allowed_parameters)
@@ -218,10 +246,15 @@ class UnaryDoor:
             outputs = Outputs(self.settings.outputs, request.requested_output_names())
             return pb_utils.InferenceResponse(outputs.tensors(self.answer(inputs)))
         except TridecodeError as error:
-            return refusal(error)
+            return self._refuse(error, label, times)
         except Exception as error:
             _log.exception("request %r: the door failed", label)
-            return refusal(internal_error(error, label))
+            return self._refuse(internal_error(error, label), label, times)
+
+    def _refuse(self, error: TridecodeError, label: str, times: RequestTimes) -> Any:
+        """Refusals are logged here, answers by the model that generates: both are steps of one ensemble."""
+        self.log.put(line_of(times, label, error.code.lower(), None, 0, str(error)))
+        return refusal(error, label)
 
     def answer(self, inputs: Inputs) -> dict[str, Any]:
         raise NotImplementedError
@@ -235,10 +268,11 @@ def _read_inputs(request: Any, contract: Contract, envelope: Envelope) -> tuple[
     return inputs, text_bytes + sum(array.nbytes for array in inputs.arrays.values())
 
 
-def refusal(error: TridecodeError) -> Any:
-    """The error response for a client, without directories of this server."""
+def refusal(error: TridecodeError, label: str = "") -> Any:
+    """The error response for a client, without directories of this server. label: its request id."""
     code = getattr(pb_utils.TritonError, error.code)
-    return pb_utils.InferenceResponse([], error=pb_utils.TritonError(public_text(str(error)), code))
+    text = public_text(with_label(str(error), label))
+    return pb_utils.InferenceResponse([], error=pb_utils.TritonError(text, code))
 
 
 class Outputs:

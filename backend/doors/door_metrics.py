@@ -1,39 +1,75 @@
-"""A door's metrics on Triton's /metrics page: its requests, and the values of the engine's heartbeat.
+"""A door's metrics on Triton's /metrics page: its requests and their latencies, and its engine's heartbeat.
 
-Counters have the door's name as a label: each door counts its own requests. The engine's values are gauges,
-so that several doors can report the same engine.
+metric_table.py lists them. The page has one series per model for what doors measure, and one per engine for
+what the engine reports, whatever the number of doors.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 from collections import Counter
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import triton_python_backend_utils as pb_utils
 
 from tridecode.backend.doors.engine_link import EngineLink
+from tridecode.backend.doors.metric_families import BucketCounters, Families, Labels, Totals, publishing
+from tridecode.backend.doors.metric_table import (
+    BEAT_METRICS,
+    BUCKETS,
+    DOOR_METRICS,
+    ENGINE_METRICS,
+    GAUGE,
+    READY,
+    REPEATED,
+    Metric,
+)
+from tridecode.backend.doors.request_times import GapCounts, RequestTimes
 from tridecode.backend.messages import EngineBeat
 
-_EVERY_S = 1.0  # publishing a value is a round trip to the server; a request only adds to a dict
+_EVERY_S = 1.0  # a publication is some round trips to the server; a request only adds to a list
+#: values of histograms that are kept until they are published, and that one publication sends
+_MAX_VALUES = 20_000
+_VALUES_AT_ONCE = 4_000
+
+_BY_NAME = {row.name: row for row in DOOR_METRICS}
+_REQUESTS = _BY_NAME["tridecode_requests_total"]
+_PROMPT_TOKENS = _BY_NAME["tridecode_prompt_tokens_total"]
+_OUTPUT_TOKENS = _BY_NAME["tridecode_output_tokens_total"]
+_FIRST = _BY_NAME["tridecode_time_to_first_token_seconds"]
+_GAPS = _BY_NAME["tridecode_inter_token_seconds"]
+_PER_TOKEN = _BY_NAME["tridecode_time_per_output_token_seconds"]
+_WHOLE = _BY_NAME["tridecode_request_seconds"]
+_QUEUE = _BY_NAME["tridecode_queue_seconds"]
 
 _log = logging.getLogger("tridecode.door")
 
 
 class DoorMetrics:
-    """Counts ended streams and publishes the counts once a second, on a thread of its own.
+    """Counts ended requests and publishes once a second, on a thread of its own.
 
     Without custom metrics in this Triton, or with --allow-metrics=false, it only counts.
     """
 
-    def __init__(self, door: str, engine: str, link: EngineLink):
-        self._door, self._engine, self._link = door, engine, link
+    def __init__(
+        self,
+        door: str,
+        engine: str,
+        link: EngineLink,
+        engine_dir: Path,
+        gaps: Callable[[], Sequence[GapCounts]] | None = None,
+    ):
+        """door, engine: their names on the page. engine_dir: folder of the engine's model. gaps: those of
+        each sender thread; None: this door has no requests of its own."""
+        self._link, self._engine_dir, self._gaps = link, engine_dir, gaps
+        self._model: Labels = {"model": door}
+        self._engine: Labels = {"engine": engine}
         self._lock = threading.Lock()
         self._counts: Counter[tuple[str, str]] = Counter()  # (metric, outcome) -> not yet published
-        self._metrics: dict[tuple, Any] = {}
-        self._families: dict[str, Any] = {}
+        self._values: list[tuple[Metric, float]] = []
+        self._families: Families | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
 
@@ -41,15 +77,22 @@ class DoorMetrics:
         if hasattr(pb_utils, "MetricFamily"):
             self._thread.start()
 
-    def count(self, stream: Any, outcome: str) -> None:
-        """A stream has ended."""
-        self.count_request(outcome, stream.answer.num_output_tokens if stream.answer is not None else 0)
-
-    def count_request(self, outcome: str, tokens: int = 0) -> None:
-        """A request has ended. outcome: "ok" or an error's code in lower case."""
+    def count(self, times: RequestTimes, outcome: str, tokens: int) -> None:
+        """A request has ended. outcome: "ok" or an error's code in lower case. tokens: generated."""
+        values = [(_FIRST, times.first_token_s), (_PER_TOKEN, times.per_token_s), (_QUEUE, times.queued_s)]
+        if outcome == "ok" and times.prompt_tokens:
+            values.append((_WHOLE, times.total_s))
         with self._lock:
-            self._counts["tridecode_requests_total", outcome] += 1
-            self._counts["tridecode_output_tokens_total", ""] += tokens
+            self._counts[_REQUESTS.name, outcome] += 1
+            self._counts[_PROMPT_TOKENS.name, ""] += times.prompt_tokens
+            self._counts[_OUTPUT_TOKENS.name, ""] += tokens
+            if len(self._values) < _MAX_VALUES:
+                self._values += [(row, value) for row, value in values if value is not None]
+
+    def count_request(self, outcome: str) -> None:
+        """A request without an engine has ended."""
+        with self._lock:
+            self._counts[_REQUESTS.name, outcome] += 1
 
     def close(self) -> None:
         self._closing.set()
@@ -57,8 +100,9 @@ class DoorMetrics:
             self._thread.join(2 * _EVERY_S)
 
     def _run(self) -> None:
-        while not self._closing.is_set():
-            self._closing.wait(_EVERY_S)
+        closing = False
+        while not closing:
+            closing = self._closing.wait(_EVERY_S)  # what came since the last publication is published, too
             try:
                 self.publish()
             except Exception:
@@ -66,80 +110,73 @@ class DoorMetrics:
                 return
 
     def publish(self) -> None:
+        """Send what is new to the server."""
+        if self._families is None:
+            self._begin()
+        families = self._families
+        assert families is not None
         with self._lock:
             counts, self._counts = self._counts, Counter()
+            values = self._values[:_VALUES_AT_ONCE]
+            del self._values[:_VALUES_AT_ONCE]
         for (name, outcome), value in counts.items():
-            labels = {"model": self._door, **({"outcome": outcome} if outcome else {})}
-            self._metric(name, labels, pb_utils.MetricFamily.COUNTER).increment(value)
+            labels = {**self._model, **({"outcome": outcome} if outcome else {})}
+            families.add(_BY_NAME[name], labels, value)
+        for row, seconds in values:
+            families.observe(row, self._model, seconds)
+        if self._gaps is not None:
+            threads = self._gaps()
+            columns = zip(*(one.counts for one in threads))
+            self._gap_counters.publish([sum(column) for column in columns], sum(one.sum for one in threads))
+        self._publish_engine(families)
+
+    def _begin(self) -> None:
+        """Create what must be on the page before it has a value: rates of counters need the 0."""
+        families = Families()
+        families.add(_REQUESTS, {**self._model, "outcome": "ok"}, 0.0)
+        if self._gaps is not None:
+            for row in DOOR_METRICS:
+                if row.labels == ("model",):
+                    families.create(row, self._model)
+            self._gap_counters = BucketCounters(families, _GAPS, self._model)
+        self._totals = Totals(families)
+        self._families = families
+
+    def _publish_engine(self, families: Families) -> None:
         beat = self._link.beat()
-        for name, gauge in (_gauges(beat) if beat else {"tridecode_engine_ready": 0.0}).items():
-            name, labels = _labels(name)
-            self._metric(name, {"engine": self._engine, **labels}, pb_utils.MetricFamily.GAUGE).set(gauge)
-
-    def _metric(self, name: str, labels: dict[str, str], kind: Any) -> Any:
-        key = (name, *sorted(labels.items()))
-        if key not in self._metrics:
-            if name not in self._families:
-                text = _HELP.get(name, name.replace("_", " "))
-                family = pb_utils.MetricFamily(name=name, description=text, kind=kind)
-                self._families[name] = _immortal(family)
-            self._metrics[key] = _immortal(self._families[name].Metric(labels=labels))
-        return self._metrics[key]
+        families.set(READY, self._engine, 0.0 if beat is None else 1.0)
+        if beat is None:
+            return
+        with publishing(self._engine_dir):
+            self._totals.begin(beat.epoch)
+            for row, name, labels, value in _engine_values(beat):
+                labels = {**self._engine, **labels}
+                if row.kind == GAUGE:
+                    families.set(row, labels, value)
+                else:
+                    self._totals.publish(row, name, labels, value)
 
 
-def _immortal(thing: Any) -> Any:
-    """Never destroy `thing`: a metric's destructor can crash stub or server at exit (seen on Triton 2.51)."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
-    return thing
+def _engine_values(beat: EngineBeat) -> Iterator[tuple[Metric, str, Labels, float]]:
+    """Row, name of the family, labels and value of each metric in a heartbeat."""
+    for field, row in BEAT_METRICS.items():
+        yield row, row.name, {}, float(getattr(beat, field))
+    for spelt, value in beat.metrics.items():
+        name, labels = _labels(spelt)
+        base, _, part = name.rpartition("_")
+        row = ENGINE_METRICS.get(name) or ENGINE_METRICS.get(base)
+        if row is None or name in REPEATED:
+            continue
+        if row.kind == BUCKETS:
+            yield row, f"{row.name}_{part}", labels, float(value)
+        elif name in ENGINE_METRICS:
+            yield row, row.name, labels, float(value)
 
 
-#: field of EngineBeat -> its gauge, and the gauge's help
-_BEAT = {
-    "running": ("tridecode_engine_running", "Sequences that have a slot"),
-    "waiting": ("tridecode_engine_waiting", "Sequences that wait for a slot"),
-    "free_blocks": ("tridecode_engine_free_blocks", "Free blocks of the KV cache"),
-    "total_blocks": ("tridecode_engine_blocks", "Blocks of the KV cache"),
-    "steps": ("tridecode_engine_steps", "Steps since the engine started"),
-    "epoch": ("tridecode_engine_epoch", "Number of times the engine has been built"),
-}
-#: of shadow runs (docs/quantization.md)
-_SHADOW = {
-    "ended": "Sequences that ended, of which a share is chosen for shadow runs",
-    "queued": "Sequences that wait for their shadow run",
-    "dropped": "Chosen sequences that found the queue of shadow runs full",
-    "failed": "Shadow runs that failed",
-    "skipped": "Chosen sequences that cannot be compared, by reason",
-    "seconds": "Time spent in shadow runs",
-    "tokens": "Generated tokens that shadow runs compared",
-    "tokens_agreeing": "Of them, those where the 16-bit model has the same greedy token",
-    "tokens_kl": "Sum over them of the KL divergence from the 16-bit model, in nats",
-    "kl_bucket": "Shadow runs by their mean KL divergence a token, in nats",
-    "kl_sum": "Sum of the mean KL divergences of shadow runs, in nats",
-    "kl_count": "Shadow runs that ended",
-    "agreement_bucket": "Shadow runs by the share of greedy tokens that agree",
-    "agreement_sum": "Sum of the shares of greedy tokens that agree",
-    "agreement_count": "Shadow runs that ended",
-}
-_HELP = {
-    "tridecode_requests_total": "Requests that ended, by outcome: ok, or the error's code",
-    "tridecode_output_tokens_total": "Tokens generated for ended requests of this door",
-    "tridecode_engine_ready": "1 while the engine sends heartbeats, 0 while it is being rebuilt",
-    **dict(_BEAT.values()),
-    **{f"tridecode_engine_shadow_{name}": text for name, text in _SHADOW.items()},
-}
-
-
-def _labels(name: str) -> tuple[str, dict[str, str]]:
+def _labels(name: str) -> tuple[str, Labels]:
     """A name of EngineBeat.metrics without its label, if it has one, as in `shadow_kl_bucket{le="1"}`."""
     name, has_label, label = name.partition("{")
     if not has_label:
         return name, {}
     key, _, value = label.removesuffix("}").partition("=")
     return name, {key: value.strip('"')}
-
-
-def _gauges(beat: EngineBeat) -> dict[str, float]:
-    values = {gauge: float(getattr(beat, field)) for field, (gauge, _) in _BEAT.items()}
-    for name, value in beat.metrics.items():
-        values[name if name.startswith("tridecode_") else f"tridecode_engine_{name}"] = float(value)
-    return {"tridecode_engine_ready": 1.0, **values}

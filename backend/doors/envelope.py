@@ -35,6 +35,7 @@ MAX_TABLES_BYTES = 268_435_456  # of the prompt tables of all rows
 MAX_PARAMETERS = 64  # request parameters
 MAX_PARAMETER_BYTES = 65_536  # of their JSON text
 MAX_LABEL = 1024  # characters of a request id
+_SHOWN_LABEL = 100  # of them, in an error
 MAX_TIMEOUT_S = 30 * 86_400.0  # longer time-outs count as this
 
 #: Ordinary text has 4 to 5 bytes per token, source code with its runs of blanks up to 16
@@ -250,6 +251,12 @@ def public_text(text: str) -> str:
     """An error's text for a client: without directories of this server, and always valid UTF-8."""
     text = text.encode("utf-8", "replace").decode("utf-8")
     return _PATH.sub(lambda found: found.group(1) or "a directory", text)
+
+
+def with_label(text: str, label: str) -> str:
+    """An error's text that names the request id of the client, if it gave one: streams share a connection."""
+    shown = label if len(label) <= _SHOWN_LABEL else label[: _SHOWN_LABEL - 3] + "..."
+    return text if not label or repr(label) in text else f"{text} (request {shown!r})"
 
 
 def internal_error(error: Exception, label: str) -> TridecodeError:

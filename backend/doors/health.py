@@ -13,6 +13,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from tridecode.backend import log_format
 from tridecode.backend.doors.door import Outputs, refusal
 from tridecode.backend.doors.door_metrics import DoorMetrics
 from tridecode.backend.doors.engine_link import EngineLink
@@ -41,6 +42,7 @@ class TritonPythonModel:
         """Called by Triton. Does not wait for the engine: a probe reports its start."""
         self.taken = TakenRequests()  # stays 0: execute() returns with the answers
         try:
+            log_format.configure_door(args["model_instance_name"])
             self.settings = read_settings(args)
         except TridecodeError as error:
             raise pb_utils.TritonModelException(str(error)) from None
@@ -50,7 +52,10 @@ class TritonPythonModel:
         self.links = [EngineLink(engine_dir, instance, settings.hold_s, number=i).start() for i in numbers]
         self.link = self.links[0]
         labels = [settings.engine_label(number) for number in numbers]
-        gauges = [DoorMetrics(settings.name, label, link) for label, link in zip(labels, self.links)]
+        gauges = [
+            DoorMetrics(settings.name, label, link, settings.engine_dir)
+            for label, link in zip(labels, self.links)
+        ]
         self.metrics, self._all_metrics = gauges[0], gauges
         for metrics in gauges:
             metrics.start()

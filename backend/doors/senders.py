@@ -24,7 +24,8 @@ from typing import Any, Callable, Protocol
 import triton_python_backend_utils as pb_utils
 
 from tridecode.backend.doors.engine_link import EngineLink
-from tridecode.backend.doors.envelope import internal_error, public_text
+from tridecode.backend.doors.envelope import internal_error, public_text, with_label
+from tridecode.backend.doors.request_times import GapCounts, RequestTimes
 from tridecode.backend.errors import BY_CODE, RequestCancelled, TridecodeError
 from tridecode.backend.messages import Event
 from tridecode.backend.taken_requests import TakenRequests
@@ -68,6 +69,7 @@ class Stream:
         self.answer: Answer | None = None
         self.requests: list[int] = []  # ids in the engine link, one per row or one for all rows
         self.on_end: Callable[[str], None] = lambda outcome: None  # called once; outcome as in Senders
+        self.sequences = 0  # that the engine generates for it
         self.stop_wanted = False  # set by a stop request, which may come before the answer exists
         self._senders, self._sender = senders, sender
         self._events: deque[tuple[int, Event]] = deque()
@@ -78,6 +80,8 @@ class Stream:
         #: a cancellation query during or after the send of FINAL crashes the server (2.51)
         self._ending = threading.Lock()
         self._thread = senders.assign()
+        self.times = RequestTimes(self._thread.gaps)
+        self.error = ""  # text of the error that it ended with
         self._responses = 0  # sent
         self._response_bytes = 0  # of the largest response measured
         self._spare = 0  # responses sent beyond half of the budget
@@ -181,6 +185,7 @@ class Stream:
             else:
                 events.append((row, event))
         if events and self.answer is not None:
+            self.times.deliver(events)
             self._answer(self.answer, events)
         return failure
 
@@ -213,6 +218,8 @@ class Stream:
             _log.exception("request %s: it could not be cancelled", self.label)
         if self._ended:  # before the error, or because the last response could not be sent
             return
+        self.error = text
+        text = with_label(text, self.label)
         error = pb_utils.TritonError(public_text(text), getattr(pb_utils.TritonError, code))
         try:
             self._end(code.lower(), pb_utils.InferenceResponse([], error=error))
@@ -223,6 +230,7 @@ class Stream:
         """Send the last response, or the FINAL flag alone."""
         with self._ending:
             self._ended = True
+            self.times.ended = time.monotonic()
             try:
                 if response is None:
                     self._sender.send(flags=FINAL)
@@ -257,6 +265,7 @@ class SenderThread(threading.Thread):
     def __init__(self, name: str):
         super().__init__(name=name, daemon=True)
         self.inbox: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
+        self.gaps = GapCounts()  # between the tokens of its streams
         self.response_s = _RESPONSE_S  # mean time to make and send a response, including waits
 
     def measure(self, seconds: float) -> None:
@@ -318,6 +327,10 @@ class Senders:
     def budget(self) -> int:
         """Bytes that the responses of one request may have: its own limit or its share of the door's."""
         return min(self._request_bytes, self._door_bytes // max(1, len(self._open)))
+
+    def gaps(self) -> list[GapCounts]:
+        """The gaps between tokens, of each sender thread."""
+        return [thread.gaps for thread in self._threads]
 
     def assign(self) -> SenderThread:
         return self._threads[next(self._turn) % len(self._threads)]

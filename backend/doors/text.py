@@ -387,6 +387,7 @@ class _EmptyAnswer:
 
     finished = True
     num_output_tokens = 0
+    finish_reasons = ("stop_request",)
 
     def __init__(self, outputs: Outputs):
         self._outputs = outputs

@@ -185,6 +185,11 @@ class TokenAnswer:
             self._units.setdefault(key, []).append(index)
         self._unit_of = {index: key for key, unit in self._units.items() for index in unit}
 
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Of each sequence; "": it has not ended."""
+        return [one.finish_reason for one in self._sequences]
+
     def take(self, events: Sequence[tuple[int, Event]]) -> list[list]:
         for index, event in events:
             self._sequences[index].take(event)
@@ -212,6 +217,7 @@ class EmptyAnswer:
 
     finished = True
     num_output_tokens = 0
+    finish_reasons = ("stop_request",)
 
     def take(self, events: Sequence[tuple[int, Event]]) -> list[list]:
         return [[]]

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from tridecode.backend import log_format
 from tridecode.backend import messages as m
 from tridecode.backend.config import EngineConfig, ModelConfig, check_ranks, read_engine_config
 from tridecode.backend.engine.adapters import Adapters
@@ -205,11 +206,8 @@ def serve_as_follower(engine: Engine, link: RankLink) -> None:
 
 def main() -> int:
     arguments = parse_arguments()
-    logging.basicConfig(
-        level=os.environ.get("TRIDECODE_LOG_LEVEL", "INFO"),
-        format=f"%(asctime)s %(levelname)s engine rank {arguments.rank}: %(message)s",
-        stream=sys.stderr,
-    )
+    who = f"engine rank {arguments.rank}"
+    log_format.configure(who, who, os.environ.get("TRIDECODE_LOG_LEVEL", "INFO"))
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C in a terminal is for the server; the supervisor ends us

@@ -170,6 +170,7 @@ class BeamSearch:
             finish=finish,
             context_embedding=embedding,
             extra=extra,
+            queued_s=self.group.take_queued(),
             **fields,
         )
 

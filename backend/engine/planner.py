@@ -272,6 +272,7 @@ class Planner:
             if not self.cache.admit(sequence, shift, prefix):
                 return None
         self.waiting.pop()
+        group.admitted()
         for one in admitted:
             one.stage, one.prefill = Stage.PREFILL, one.num_known
             last = len(one.prompt) + one.params.max_tokens - 1

@@ -425,8 +425,9 @@ class Scheduler:
             extra = sequence.extras.take(sequence.params, bool(tokens), bool(finish))
         tops = sequence.take_top() if sequence.top is not None and tokens else []
         event = Event(
-            group.request, sequence.index, tokens, log_probs, finish, error, code, embedding, tops, extra
-        )
+            group.request, sequence.index, tokens, log_probs, finish, error, code, embedding, tops, extra,
+            queued_s=group.take_queued(),
+        )  # fmt: skip
         self._events.append((group.door, event))
 
 

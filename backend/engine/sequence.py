@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -67,6 +68,18 @@ class SequenceGroup:
     followers: list[Sequence] = field(default_factory=list)
     has_samples: bool = False  # more than one sequence from the start
     search: BeamSearch | None = None  # of a beam search; `sequences` are the beams that run
+    arrived: float = field(default_factory=time.monotonic)
+    queued_s: float = 0.0  # until its first admission; 0.0 before it, and once an event has told it
+
+    def admitted(self) -> None:
+        """A slot and blocks are assigned; the first time counts."""
+        if self.arrived:
+            self.queued_s, self.arrived = time.monotonic() - self.arrived, 0.0
+
+    def take_queued(self) -> float:
+        """Seconds in the queue, for the first event after the admission; 0.0 for later ones."""
+        queued_s, self.queued_s = self.queued_s, 0.0
+        return queued_s
 
 
 @dataclass(eq=False)

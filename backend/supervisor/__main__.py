@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import signal
 from pathlib import Path
 
+from tridecode.backend import log_format
 from tridecode.backend.supervisor import runtime_dir
 from tridecode.backend.supervisor.main import Place, Supervisor, default_rank_command
 from tridecode.backend.supervisor.processes import ProcessId
@@ -25,7 +25,7 @@ def main() -> None:
     arguments = parser.parse_args()
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Triton's threads block signals, and a mask is inherited
     which = f" engine {arguments.number}" if arguments.number else ""
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s %(name)s{which}: %(message)s")
+    log_format.configure(f"supervisor{which}", f"%(name)s{which}")
     os.set_inheritable(arguments.lock_fd, False)  # the ranks must not hold the lock
     runtime_dir.sweep(arguments.runtime_dir.parent)
     pid, start = arguments.server.split(":")

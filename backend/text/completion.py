@@ -174,6 +174,11 @@ class Answer:
         self._together = together and streamed
         self._open = set(range(len(rows)))
 
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Of each row; "": it has not ended."""
+        return [row.finish_reason for row in self._rows]
+
     def pieces(self, events: Sequence[tuple[int, Event]]) -> list[dict[int, Piece]]:
         """The responses to these (row, event) pairs: row -> its piece, one dict per response."""
         rows = self._rows

@@ -38,6 +38,22 @@ def serve(
             "open), after SECONDS at the latest, or never (leave).",
         ),
     ] = "3.5",
+    log_format: Annotated[
+        Optional[str],
+        typer.Option(
+            metavar="text|json",
+            help="Format of our log lines; json: one object per line. Default: $TRIDECODE_LOG_FORMAT, "
+            "or text.",
+        ),
+    ] = None,
+    request_log: Annotated[
+        Optional[bool],
+        typer.Option(
+            "--request-log/--no-request-log",
+            help="Whether the log has one line per request (docs/metrics.md). Default: yes, or as "
+            "$TRIDECODE_REQUEST_LOG says.",
+        ),
+    ] = None,
     parent: Annotated[
         Optional[int], typer.Option(hidden=True, help="Process that started this one; end with it.")
     ] = None,
@@ -55,6 +71,7 @@ def serve(
     from tridecode.tools.serve import serving
     from tridecode.tools.serve.options import ServeOptions
 
+    _choose_logs(log_format, request_log)
     if parent is not None:
         processes.die_with_parent()
         if os.getppid() != parent:
@@ -81,11 +98,25 @@ def tritonserver(context: typer.Context) -> None:
     _exit_with(lambda: run(context.args))
 
 
+def _choose_logs(chosen_format: Optional[str], request_log: Optional[bool]) -> None:
+    """Pass the options on to the doors and the engine, which inherit the environment. Raises ConfigError."""
+    from tridecode.backend import log_format
+
+    if chosen_format is not None:
+        if chosen_format not in log_format.FORMATS:
+            raise ConfigError(f"--log-format is {chosen_format!r}; wanted {' or '.join(log_format.FORMATS)}")
+        os.environ[log_format.FORMAT_VARIABLE] = chosen_format
+    if request_log is not None:
+        os.environ[log_format.REQUESTS_VARIABLE] = "on" if request_log else "off"
+
+
 def _exit_with(run: Callable[[], int]) -> NoReturn:
     """Log to stderr, run, and exit with its return code; with 1 after any error but a ConfigError."""
     import logging  # here: no other command needs it, and --help must be quick
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    from tridecode.backend import log_format
+
+    log_format.configure("serve")
     try:
         code = run()
     except ConfigError:

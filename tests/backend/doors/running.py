@@ -30,7 +30,8 @@ ERROR_NAMES = {
 def door_at(model_class: type, config: dict, control: str, repository: str = "/nowhere") -> Iterator[Any]:
     """The door, initialized with the control endpoint."""
     door = model_class()
-    with mock.patch.dict(os.environ, TRIDECODE_CONTROL_ENDPOINT=control):
+    logs = os.environ.get("TRIDECODE_REQUEST_LOG", "off")
+    with mock.patch.dict(os.environ, TRIDECODE_CONTROL_ENDPOINT=control, TRIDECODE_REQUEST_LOG=logs):
         door.initialize(fake_triton.initialize_arguments(config, str(repository)))
         wait_until(lambda: door.link._connection.supervisor.socket, 15)  # health does not wait for it
     try:

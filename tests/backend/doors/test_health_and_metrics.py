@@ -137,7 +137,7 @@ def test_a_label_in_the_name_of_an_engine_s_value_becomes_a_label(registry):
         assert value(registry, f"{name}_bucket", le="0.01", **engine) == 3
         assert value(registry, f"{name}_bucket", le="+Inf", **engine) == 5
         assert value(registry, f"{name}_count", **engine) == 5
-        assert registry[f"{name}_bucket"].description.startswith("Shadow runs by their mean KL")
+        assert registry[f"{name}_bucket"].description.startswith("Mean KL divergence per token")
 
 
 def test_metrics_equal_what_the_clients_saw(registry):

@@ -86,7 +86,10 @@ def test_an_error_ends_the_stream_once_and_cancels_its_requests(senders, ended):
     wait_until(lambda: ended)
     time.sleep(0.02)
     (sent,) = request.sender.sent
-    assert (sent.error.code(), sent.error.message()) == (fake_triton.TritonError.UNAVAILABLE, "full")
+    assert (sent.error.code(), sent.error.message()) == (
+        fake_triton.TritonError.UNAVAILABLE,
+        "full (request 'a')",
+    )
     assert senders.link.cancelled == [7]
     assert ended == [("a", "unavailable")]
 

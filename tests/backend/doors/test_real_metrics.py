@@ -1,0 +1,149 @@
+"""The metrics page and the request log of the real tritonserver; only the engine is a fake."""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.backend.doors.metrics_page import families, quantile, text_of, value
+from tests.backend.doors.real_server import real_server
+from tests.integration.clients import post, stream, text_inputs
+from tests.waiting import wait_until
+from tridecode.backend.doors.metric_table import ALL_METRICS, BUCKETS, DOOR_METRICS
+from tridecode.model_repo_templates.repository import repository_models
+
+pytestmark = pytest.mark.server
+TEXT = "tensorrt_llm_bls"
+STEP_S = 0.02
+SECRET = "xyzzy-plugh"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRIDECODE_LOG_FORMAT", "json")
+        patch.setenv("TRIDECODE_REQUEST_LOG", "on")
+        models = repository_models(contracts=("fastertransformer", "tensorrt_llm"))
+        with real_server(tmp_path_factory.mktemp("metrics"), models, step_s=STEP_S) as server:
+            yield server
+
+
+def request_lines(server) -> list[dict]:
+    lines = server.log.read_text(errors="replace").splitlines()
+    found = [json.loads(line) for line in lines if line.startswith("{")]
+    return [line for line in found if line.get("event") == "request"]
+
+
+def line_of(server, label: str) -> dict:
+    wait_until(lambda: any(line["id"] == label for line in request_lines(server)), 5, "the request's line")
+    (found,) = [line for line in request_lines(server) if line["id"] == label]
+    return found
+
+
+def test_the_page_has_each_metric_once_with_its_type_and_its_meaning(server):
+    post(server.http, f"{TEXT}/generate", {"text_input": "Hello", "max_tokens": 4})
+    labels = {"engine": "fastertransformer"}
+    wait_until(lambda: value(text_of(server.metrics), "tridecode_engine_epoch", **labels) == 1, 10, "a beat")
+    time.sleep(1.5)  # every model publishes once a second
+    text = text_of(server.metrics)
+    page = families(text)
+    rows = {name: row for row in ALL_METRICS for name in row.families}
+    assert set(page) <= set(rows)
+    for name, family in page.items():
+        row = rows[name]
+        wanted = {BUCKETS: "counter"}.get(row.kind, row.kind)
+        assert (family.type, family.documentation) == (wanted, row.help)
+        for sample in family.samples:
+            assert set(sample.labels) - {"le"} == set(row.labels)
+    models = {sample.labels["model"] for sample in page["tridecode_request_seconds"].samples}
+    assert models == {"fastertransformer", "fastertransformer_streaming", TEXT, f"{TEXT}_plain"}
+    engines = {sample.labels["engine"] for sample in page["tridecode_engine_free_blocks"].samples}
+    assert engines == {"fastertransformer"} and len(page["tridecode_engine_free_blocks"].samples) == 1
+    assert not [row.name for row in DOOR_METRICS if not set(row.families) <= set(page)]
+
+
+def test_latencies_of_streams_are_those_that_their_client_measures(server):
+    model, tokens, streams = TEXT, 15, 4
+    before = text_of(server.metrics)
+
+    def one(number: int) -> tuple[float, list[float]]:
+        began = time.monotonic()
+        inputs = text_inputs("Hello", tokens, stream=True)
+        times = [
+            time.monotonic() - began for _ in stream(server.grpc, model, inputs, request_id=f"s{number}")
+        ]
+        return times[0], times
+
+    with ThreadPoolExecutor(streams) as pool:
+        seen = list(pool.map(one, range(streams)))
+    name = "tridecode_request_seconds"
+
+    def grown(sample: str) -> float:
+        return value(page, sample, model=model) - value(before, sample, model=model)
+
+    def counted() -> float:
+        return value(text_of(server.metrics), f"{name}_count", model=model)
+
+    wait_until(lambda: counted() == value(before, f"{name}_count", model=model) + streams, 5, "the streams")
+    page = text_of(server.metrics)
+    whole = sum(times[-1] for _, times in seen)
+    assert whole * 0.7 <= grown(f"{name}_sum") <= whole + 0.1
+    first = sum(first for first, _ in seen)
+    assert 0.0 < grown("tridecode_time_to_first_token_seconds_sum") <= first + 0.1
+    gaps = grown("tridecode_inter_token_seconds_count")
+    assert streams * (tokens - 1) * 0.8 <= gaps <= streams * (tokens - 1)
+    assert grown("tridecode_inter_token_seconds_sum") == pytest.approx(whole - first, rel=0.3)
+    assert STEP_S * 0.5 < quantile(page, "tridecode_inter_token_seconds", 0.5, model=model) < STEP_S * 4
+    per_token = grown("tridecode_time_per_output_token_seconds_sum") / streams
+    assert per_token == pytest.approx((whole - first) / streams / (tokens - 1), rel=0.3)
+    assert grown("tridecode_prompt_tokens_total") == streams
+    assert grown("tridecode_output_tokens_total") == streams * tokens
+
+
+def test_several_models_of_one_engine_count_its_totals_once(server):
+    def total(name: str) -> float:
+        return value(text_of(server.metrics), f"tridecode_engine_{name}", engine="fastertransformer")
+
+    server.engine.metrics = {"output_tokens": 1000.0, "shadow_ended": 7.0}
+    wait_until(lambda: total("output_tokens_total") == 1000, 5, "the engine's total")
+    server.engine.metrics = {"output_tokens": 1500.0, "shadow_ended": 8.0}
+    wait_until(lambda: total("output_tokens_total") >= 1500, 5, "its growth")
+    time.sleep(2.5)  # each of five doors publishes it twice more
+    assert (total("output_tokens_total"), total("shadow_ended_total")) == (1500, 8)
+
+
+def test_each_request_has_one_line_in_the_log_and_none_has_its_prompt(server):
+    body = {"text_input": f"Hello {SECRET}", "max_tokens": 5, "id": "whole"}
+    assert post(server.http, f"{TEXT}/generate", body)[0] == 200
+    list(stream(server.grpc, TEXT, text_inputs(SECRET, 6, stream=True), request_id="streamed"))
+    wrong = {"text_input": SECRET, "max_tokens": -3, "id": "refused"}
+    status, text = post(server.http, f"{TEXT}/generate", wrong)
+    assert status == 400 and "request 'refused'" in text
+    post(server.http, "fastertransformer_ensemble/generate", {"id": "x"})
+    whole = line_of(server, "whole")
+    assert (whole["model"], whole["outcome"], whole["finish"]) == (TEXT, "ok", "length")
+    assert whole["output_tokens"] == 5 and whole["prompt_tokens"] > 3 and whole["sequences"] == 1
+    assert 0 < whole["first_token_s"] <= whole["total_s"] < 30 and "error" not in whole
+    assert line_of(server, "streamed")["output_tokens"] == 6
+    refused = line_of(server, "refused")
+    assert (refused["outcome"], refused["output_tokens"]) == ("invalid_arg", 0)
+    assert "max_tokens is -3" in refused["error"] and refused["first_token_s"] is None
+    assert SECRET not in server.log.read_text(errors="replace")
+
+
+def test_a_flood_of_refused_requests_is_answered_and_summed_up(server):
+    def refuse(_: int) -> int:
+        return post(server.http, f"{TEXT}_plain/generate", {"text_input": "x", "max_tokens": -1})[0]
+
+    with ThreadPoolExecutor(8) as pool:
+        statuses = list(pool.map(refuse, range(1500)))
+    assert set(statuses) == {400}
+    time.sleep(2)
+    lines = [json.loads(line) for line in server.log.read_text().splitlines() if line.startswith("{")]
+    mine = [line for line in lines if line.get("model") == f"{TEXT}_plain"]
+    logged = sum(line["event"] == "request" and line["outcome"] == "invalid_arg" for line in mine)
+    left_out = sum(line["lines"] for line in mine if line["event"] == "requests_left_out")
+    assert logged + left_out == 1500
