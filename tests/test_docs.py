@@ -69,6 +69,7 @@ LISTED = {
     r"aiperf profile ": "AIPerf: `make clients` runs it",
     r"python -m tests\.": "takes minutes",
     r"curl .*tridecode-control": "needs the key of one run",
+    r"curl localhost:8002/metrics": "tests/backend/doors/test_real_metrics.py reads the page",
     r"docker |openssl |nginx|kubectl |enroot |(\w+=\S+ )*sbatch ": "an external program",
 }  # fmt: skip
 

@@ -131,6 +131,9 @@ ENGINE_METRICS = {
         "preemptions", COUNTER, "Sequences that gave their cache blocks back and are computed again"
     ),
     "cancelled": _engine("cancelled", COUNTER, "Requests that were cancelled by their client or their door"),
+    "resumed": _engine(
+        "resumed", COUNTER, "Requests that a rebuilt engine continued behind the tokens that were sent before"
+    ),
     "requests_waiting": _engine("waiting", GAUGE, "Sequences that wait for a batch slot and cache blocks"),
     "sessions": _engine("sessions", GAUGE, "Conversations that the engine keeps between their rounds"),
     "session_blocks": _engine("session_blocks", GAUGE, "Blocks of the KV cache that idle conversations hold"),

@@ -53,7 +53,7 @@ def line_of(
     known = () if answer is None else getattr(answer, "finish_reasons", ())
     return RequestLine(
         time.time(),
-        label[:_MAX_ID],
+        _short(label, _MAX_ID),
         outcome,
         times.finish_reasons(known) if outcome == "ok" else "",
         times.prompt_tokens,
@@ -62,8 +62,14 @@ def line_of(
         times.queued_s,
         times.first_token_s,
         times.total_s,
-        error[:_MAX_ERROR],
+        _short(error, _MAX_ERROR),
     )
+
+
+def _short(text: str, most: int) -> str:
+    """At most `most` characters, and less of a text with many that JSON escapes: a line must fit PIPE_BUF."""
+    text = text[:most]
+    return text if len(json.dumps(text)) <= 2 * most else text[: most // 6]
 
 
 class RequestLog:

@@ -38,7 +38,7 @@ class TwoEngines:
         return hf_greedy(self.model, prompt, count)[0]
 
     def gauges(self, name: str) -> dict[str, float]:
-        """The value of a gauge on the metrics page, by engine."""
+        """The value of a metric on the metrics page, by engine."""
         url = f"http://127.0.0.1:{self.service.server.metrics_port}/metrics"
         page = urllib.request.urlopen(url, timeout=5).read().decode()
         rows = [line.rpartition(" ") for line in page.splitlines() if line.startswith(name + "{")]
@@ -85,13 +85,13 @@ def test_requests_use_both_engines_and_get_transformers_tokens(two: TwoEngines) 
         answer = infer("grpc", two.service.grpc, DOORS[0], standard_inputs([prompt], [20]))
         return answer.as_numpy("output_ids")[0, 0, len(prompt) :].tolist()
 
-    before = two.gauges("tridecode_engine_steps")
+    before = two.gauges("tridecode_engine_steps_total")
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(ask, prompts))
     assert answers == [two.greedy(prompt, 20) for prompt in prompts]
 
     def used() -> list[str]:
-        steps = two.gauges("tridecode_engine_steps")
+        steps = two.gauges("tridecode_engine_steps_total")
         return sorted(engine for engine, number in steps.items() if number >= before.get(engine, 0) + 20)
 
     wait_until(lambda: used() == ["fastertransformer:0", "fastertransformer:1"], 10, "steps of both engines")

@@ -62,7 +62,7 @@ class Shadowed:
         pattern = r"tridecode_engine_shadow_(\w+)\{(.*)\} (\S+)"
         for name, labels, value in re.findall(pattern, page):
             others = [label for label in labels.split(",") if not label.startswith("engine=")]
-            found[",".join([name, *others])] = float(value)
+            found[",".join([name.removesuffix("_total"), *others])] = float(value)
         return found
 
 

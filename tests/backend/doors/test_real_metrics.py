@@ -103,6 +103,40 @@ def test_latencies_of_streams_are_those_that_their_client_measures(server):
     assert grown("tridecode_output_tokens_total") == streams * tokens
 
 
+def test_triton_measures_execute_alone_and_counts_refusals_as_success_as_the_documentation_says(server):
+    def own(page: str, name: str, model: str) -> float:
+        wanted = f'nv_inference_{name}{{model="{model}",version="1"}} '
+        return sum(float(line[len(wanted) :]) for line in page.splitlines() if line.startswith(wanted))
+
+    def after(before: str, model: str) -> str:
+        name = "tridecode_requests_total"
+        outcomes = ("ok", "invalid_arg")
+
+        def count(page: str) -> float:
+            return sum(value(page, name, model=model, outcome=outcome) for outcome in outcomes)
+
+        wait_until(lambda: count(text_of(server.metrics)) > count(before), 5, "the request")
+        return text_of(server.metrics)
+
+    for model in (TEXT, f"{TEXT}_plain"):
+        body = {"text_input": "Hello", "max_tokens": 15}
+        before = text_of(server.metrics)
+        assert post(server.http, f"{model}/generate", body)[0] == 200  # the first one is slower
+        start = after(before, model)
+        assert post(server.http, f"{model}/generate", body)[0] == 200
+        page = after(start, model)
+        ours, theirs = (
+            value(page, "tridecode_request_seconds_sum", model=model)
+            - value(start, "tridecode_request_seconds_sum", model=model),
+            (own(page, "request_duration_us", model) - own(start, "request_duration_us", model)) / 1e6,
+        )
+        assert ours > 14 * STEP_S and theirs < ours / 3
+        assert post(server.http, f"{model}/generate", {**body, "max_tokens": -1})[0] == 400
+        refused = after(page, model)
+        assert value(refused, "tridecode_requests_total", model=model, outcome="invalid_arg") == 1
+        assert own(refused, "request_success", model) - own(page, "request_success", model) == 1
+
+
 def test_several_models_of_one_engine_count_its_totals_once(server):
     def total(name: str) -> float:
         return value(text_of(server.metrics), f"tridecode_engine_{name}", engine="fastertransformer")
@@ -138,12 +172,13 @@ def test_a_flood_of_refused_requests_is_answered_and_summed_up(server):
     def refuse(_: int) -> int:
         return post(server.http, f"{TEXT}_plain/generate", {"text_input": "x", "max_tokens": -1})[0]
 
+    earlier = sum(line["model"] == f"{TEXT}_plain" for line in request_lines(server))
     with ThreadPoolExecutor(8) as pool:
         statuses = list(pool.map(refuse, range(1500)))
     assert set(statuses) == {400}
     time.sleep(2)
     lines = [json.loads(line) for line in server.log.read_text().splitlines() if line.startswith("{")]
     mine = [line for line in lines if line.get("model") == f"{TEXT}_plain"]
-    logged = sum(line["event"] == "request" and line["outcome"] == "invalid_arg" for line in mine)
+    logged = sum(line["event"] == "request" for line in mine) - earlier
     left_out = sum(line["lines"] for line in mine if line["event"] == "requests_left_out")
     assert logged + left_out == 1500
