@@ -159,8 +159,8 @@ class DoorMetrics:
 
 def _engine_values(beat: EngineBeat) -> Iterator[tuple[Metric, str, Labels, float]]:
     """Row, name of the family, labels and value of each metric in a heartbeat."""
-    for field, row in BEAT_METRICS.items():
-        yield row, row.name, {}, float(getattr(beat, field))
+    for field, metric in BEAT_METRICS.items():
+        yield metric, metric.name, {}, float(getattr(beat, field))
     for spelt, value in beat.metrics.items():
         name, labels = _labels(spelt)
         base, _, part = name.rpartition("_")
