@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tridecode.backend.config import ModelConfig
+from tridecode.backend.directory_files import find_num_ranks, stored_files, unread_tensor
 from tridecode.backend.errors import ConfigError, WeightFileError
 from tridecode.backend.manifest import (
     MANIFEST_FILE,
@@ -42,6 +43,7 @@ FILE_DTYPES = {
     "int32": torch.int32,
     "fp8": torch.float8_e4m3fn,
 }
+_MAX_STORED = 64  # ranks whose file lengths an error compares
 _CHECK_THREADS = 8  # reading and hashing release the interpreter
 
 
@@ -69,13 +71,18 @@ class WeightReader:
             raise WeightFileError(problems[0] + more)
 
     def _find_stored_size(self) -> int:
+        """Of the manifest, or from the names of the files, which must be those of `config`'s tensors."""
         if self.manifest is not None:
             return self.manifest.tensor_para_size
-        split = next(spec for spec in self.specs.values() if spec.num_files(2) == 2)
-        size = 0
-        while (self.directory / split.file_name(size)).exists():
-            size += 1
+        stored = stored_files(self.directory)
+        if other := unread_tensor(stored, self.specs.values(), self.config.num_layers):
+            raise WeightFileError(
+                f"{self.directory / 'config.ini'} describes {other}; wanted a config.ini of the model whose "
+                "files these are"
+            )
+        size = find_num_ranks(stored, self.specs.values())
         if size == 0:
+            split = next(spec for spec in self.specs.values() if spec.num_files(2) == 2)
             raise WeightFileError(
                 f"{self.directory / split.file_name(0)} is missing; {self._describe(split)}"
             )
@@ -102,7 +109,8 @@ class WeightReader:
             try:
                 self.file_bytes(spec)
             except ConfigError as error:
-                return [f"{self.directory} has files of {self.stored_size} ranks, but {error}"]
+                missing = "" if self.manifest else "; files of a rank may be missing"
+                return [f"{self.directory} has files of {self.stored_size} ranks, but {error}{missing}"]
             for path in self.files(spec):
                 problem = self.problem(path, spec)
                 if problem:
@@ -128,11 +136,46 @@ class WeightReader:
         length = status.st_size
         if length == wanted:
             return None
-        hint = ""
-        if not spec.dtype and (length * 2 == wanted or length == wanted * 2):
-            other = "fp16 or bf16" if length < wanted else "fp32"
-            hint = f" (the length of {other}; weight_data_type in config.ini is {self.config.weight_dtype})"
+        hint = self._length_hint(spec, length, wanted)
         return f"{path} holds {length:,} bytes; {self._describe(spec)} needs {wanted:,}{hint}"
+
+    def _length_hint(self, spec: WeightSpec, length: int, wanted: int) -> str:
+        """What explains a wrong length: missing ranks, another dtype, or a wrong size in config.ini."""
+        if spec.num_files(2) == 2 and self._has_whole_embedding():
+            for ranks in range(self.stored_size + 1, _MAX_STORED + 1):
+                item = self.file_dtype(spec).itemsize
+                if _splits(spec, ranks) and math.prod(spec.file_shape(ranks)) * item == length:
+                    return (
+                        f" (the length of one of {ranks} ranks' files; those of {ranks - self.stored_size} "
+                        "ranks are missing)"
+                    )
+        elif not spec.dtype and (length * 2 == wanted or length == wanted * 2):
+            other = "fp16 or bf16" if length < wanted else "fp32"
+            return f" (the length of {other}; weight_data_type in config.ini is {self.config.weight_dtype})"
+        return self._size_hint(spec, length, wanted)
+
+    def _size_hint(self, spec: WeightSpec, length: int, wanted: int) -> str:
+        """The key of config.ini whose other value would give the length."""
+        config = self.config
+        keys = {"model.wpe": ("max_pos_seq_len", config.max_positions)}
+        keys |= dict.fromkeys(("model.wte", "model.lm_head.weight"), ("vocab_size", config.vocab_size))
+        if ".mlp." in spec.name and not config.layer_sizes:
+            keys[spec.name] = "inter_size", config.mlp_size
+        key, value = keys.get(spec.name, ("", 0))
+        if key and length and length * value % wanted == 0:
+            return f" ({key} in config.ini is {value}; the length is that of {length * value // wanted})"
+        if spec.name == "model.wte":
+            sizes = f"vocab_size = {config.vocab_size} rows of {spec.shape[1]} values"
+            return f" ({sizes}, head_num * size_per_head unless config.ini says otherwise)"
+        return ""
+
+    def _has_whole_embedding(self) -> bool:
+        """Whether model.wte, which no rank splits, has its length: the dtype is right."""
+        spec = self.specs["model.wte"]
+        try:
+            return self.files(spec)[0].stat().st_size == self.file_bytes(spec)
+        except OSError:
+            return False
 
     def pieces(self, spec: WeightSpec, rank: int = 0, world: int = 1) -> list[Piece]:
         """The parts of files that make up rank's shard at degree `world`, in the order of the shard.
@@ -248,6 +291,14 @@ class WeightReader:
         check = partial(_full_problem, progress) if full else _sample_problem
         with ThreadPoolExecutor(_CHECK_THREADS) as pool:
             yield from filter(None, pool.map(check, paths, [listed[path.name] for path in paths]))
+
+
+def _splits(spec: WeightSpec, ranks: int) -> bool:
+    try:
+        spec.check_divides(ranks)
+    except ConfigError:
+        return False
+    return True
 
 
 def _full_problem(progress: Callable[[int], None] | None, path: Path, file: ManifestFile) -> str:

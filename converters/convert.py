@@ -165,9 +165,11 @@ def plan_conversion(
     _check_sizes(checkpoint)
     names = full_names(checkpoint.tensors.shapes, source)
     tied = settle_head(checkpoint, source, names)
-    end_id = checkpoint.eos_ids[0] if checkpoint.eos_ids else -1
+    size = checkpoint.config.vocab_size  # some configs name ids of another vocabulary
+    end_id = next((token for token in checkpoint.eos_ids if 0 <= token < size), -1)
     # the start id replaces an empty prompt, so it must be a token even if the model names none
-    start_id = next((token for token in (checkpoint.bos_id, end_id) if token is not None and token >= 0), 0)
+    named = (token for token in (checkpoint.bos_id, end_id) if token is not None)
+    start_id = next((token for token in named if 0 <= token < size), 0)
     common = {
         "model_name": _model_name(model_name, checkpoint),
         "start_id": start_id,
@@ -181,6 +183,10 @@ def plan_conversion(
         found = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"the config of {checkpoint.path} does not describe a model: {found}") from None
     _check_numbers(config, checkpoint)
+    try:
+        models.check_config(config)
+    except ConfigError as error:
+        raise CheckpointError(f"{checkpoint.path} makes a model that does not load: {error}") from None
     shapes = {full: checkpoint.tensors.shapes[own] for full, own in names.items()}
     config = with_layer_sizes(config, source, shapes, read_declared(checkpoint.path, config))
     ignored = expand(source.ignored, config.num_layers) | ({source.head} if tied else set())

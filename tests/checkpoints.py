@@ -199,11 +199,11 @@ def _draw_llama(random: Random) -> dict[str, Any]:
 
 ROPE = st.builds(
     RopeConfig,
-    size=st.integers(1, 128).map(lambda n: 2 * n),
-    theta=st.floats(1.0, 1e8),
+    size=st.integers(2, 128).map(lambda n: 2 * n),
+    theta=st.floats(1.5, 1e8),
     scaling=st.sampled_from(["default", "linear", "dynamic", "yarn", "llama3"]),
     factor=st.floats(1.0, 64.0),
-    low_freq_factor=st.floats(0.5, 4.0),
+    low_freq_factor=st.floats(0.5, 3.5),
     high_freq_factor=st.floats(4.0, 16.0),
     original_max_positions=st.integers(1, 10**6),
     beta_fast=st.floats(1.0, 64.0),

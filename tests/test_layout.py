@@ -73,6 +73,7 @@ ALLOWED = {
         "backend.quantization",
         "backend.weight_layout",
     },
+    "backend.directory_files": {"backend.weight_layout"},
     "backend.weight_layout": {"backend.errors"},
     "backend.quantization": {"backend.weight_layout"},
     "backend.lora": {"backend.errors", "backend.messages"},
@@ -85,6 +86,7 @@ ALLOWED = {
     },
     "backend.weights": {
         "backend.config",
+        "backend.directory_files",
         "backend.errors",
         "backend.manifest",
         "backend.models",

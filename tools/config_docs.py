@@ -20,7 +20,7 @@ from tridecode.backend.config import engine_parameters
 from tridecode.backend.door_parameters import DOOR_PARAMETERS, OTHER_PARAMETERS, Parameter
 from tridecode.backend.models import Family, families
 from tridecode.backend.models.config_ini import IniSection
-from tridecode.backend.models.ini_keys import KEYS, NOT_READ, TASK_KEYS
+from tridecode.backend.models.ini_keys import ACCEPTED, KEYS, NOT_READ, TASK_KEYS
 from tridecode.backend.models.layer_sizes_ini import read_layer_sizes
 from tridecode.backend.models.quantization_ini import read_quantization
 from tridecode.tools.doc_tables import DOCS, markdown, write_or_compare
@@ -70,12 +70,13 @@ class RecordingSection(IniSection):
     path: Path
     name: str
     items: dict[str, str]
+    prefix: str = ""
+    asked: set[str] = field(default_factory=set)
     reads: dict[str, Read] = field(default_factory=dict)
-    local: bool = False
 
     def with_prefix(self, prefix: str) -> IniSection:
         below = super().with_prefix(prefix).items
-        return RecordingSection(self.path, self.name, below, self.reads, local=True)
+        return RecordingSection(self.path, self.name, below, prefix, self.asked, self.reads)
 
     def integer(self, key: str, default: int | None = None, minimum: int | None = None, maximum=2**31 - 1):
         self._keep(key, "whole number", default)
@@ -107,7 +108,7 @@ class RecordingSection(IniSection):
 
     def _keep(self, key: str, kind: str, default: Any, weak: bool = False) -> None:
         """weak: does not replace a read that says more."""
-        if self.local or (weak and key in self.reads) or (key in self.reads and kind == "whole numbers"):
+        if self.prefix or (weak and key in self.reads) or (key in self.reads and kind == "whole numbers"):
             return
         text = str(default).lower() if isinstance(default, bool) else f"{default}"
         self.reads[key] = Read(kind, "mandatory" if default is None else text)
@@ -156,7 +157,8 @@ def _sections() -> Iterator[tuple[str, str]]:
 def _row(key: str, reads: dict[str, dict[str, Read]]) -> tuple[str, str, str, str]:
     found = {name: one[key] for name, one in reads.items() if key in one}
     types = sorted({read.type for read in found.values()}, key=len)
-    return f"`{key}`", types[-1], _defaults(key, found), KEYS[key]
+    accepted = f", {ACCEPTED[key].wanted}" if key in ACCEPTED else ""
+    return f"`{key}`", types[-1] + accepted, _defaults(key, found), KEYS[key]
 
 
 def _defaults(key: str, found: dict[str, Read]) -> str:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Callable
 
 from tridecode.backend.config import MAX_POSITIONS, ModelConfig
 from tridecode.backend.errors import ConfigError, UnsupportedError
-from tridecode.backend.models.config_ini import IniSection, common_keys, read_ini
-from tridecode.backend.models.ini_keys import refuse_misspelt
+from tridecode.backend.models.config_ini import IniSection, common_keys, parse_ini, read_ini
+from tridecode.backend.models.ini_keys import refuse_misspelt, refuse_unread
 from tridecode.backend.models.layer_sizes_ini import layer_size_keys, read_layer_sizes
 from tridecode.backend.models.quantization_ini import quantization_keys, read_quantization
 from tridecode.backend.quantization import stored_specs
@@ -98,16 +98,31 @@ def read_model_config(path: Path, tied_head: bool | None = None) -> ModelConfig:
     path = Path(path)
     if path.is_dir():
         path = path / "config.ini"
-    sections = read_ini(path)
     if tied_head is None:
         tied_head = not (path.parent / "model.lm_head.weight.bin").exists()
+    return _model_config(read_ini(path), path, tied_head)
+
+
+def check_config(config: ModelConfig) -> None:
+    """Raises ConfigError or UnsupportedError, as read_model_config does, for values that it would refuse."""
+    path = Path("config.ini")
+    _model_config(parse_ini(model_config_ini(config, 1), path), path, config.tied_head)
+
+
+def _model_config(sections: dict[str, IniSection], path: Path, tied_head: bool) -> ModelConfig:
+    models = sorted({family.section for family in families().values()} & set(sections))
+    if len(models) > 1:
+        found = " and ".join(f"[{name}]" for name in models)
+        raise ConfigError(f"{path} has the sections {found}; wanted one, of the model whose files these are")
     candidates = [family for family in families().values() if family.section in sections]
     for candidate in candidates:
         section = sections[candidate.section]
         if candidate.recognises(section):
             refuse_misspelt(section)
             config = read_layer_sizes(section, candidate.read(section, tied_head))
-            return read_quantization(section, config)
+            config = read_quantization(section, config)
+            refuse_unread(section, candidate.title)
+            return config
     if candidates:
         found, titles = candidates[0].section, " and ".join(candidate.title for candidate in candidates)
         raise UnsupportedError(

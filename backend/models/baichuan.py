@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from tridecode.backend.config import ModelConfig
 from tridecode.backend.models import Family, llama
-from tridecode.backend.models.config_ini import IniSection, read_common, read_rope, rope_keys
+from tridecode.backend.models.config_ini import IniSection, read_common
 from tridecode.backend.models.layers import Ranks, alibi_slopes
+from tridecode.backend.models.rope_ini import read_rope, rope_keys
 from tridecode.kernels.ops import Heads
 
 

@@ -11,12 +11,18 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Callable
 
-from tridecode.backend.config import DEFAULT_MAX_POSITIONS, DTYPES, ModelConfig, RopeConfig, parse_flag
+from tridecode.backend.config import (
+    DEFAULT_MAX_POSITIONS,
+    DTYPES,
+    MAX_POSITIONS,
+    ModelConfig,
+    parse_flag,
+)
 from tridecode.backend.errors import ConfigError, UnsupportedError
+from tridecode.backend.models.ini_keys import ACCEPTED
 
 #: more layers in a config.ini mean a damaged file; the limit bounds the lists of tensors made from it
 MAX_LAYERS = 4096
-ROPE_SCALINGS = {name: name for name in ("default", "linear", "dynamic", "yarn", "longrope", "llama3")}
 #: activation_type -> ModelConfig.activation; FasterTransformer's Gelu is the tanh form, gelu_erf is ours
 ACTIVATIONS = {"gelu": "gelu_tanh", "gelu_erf": "gelu", "relu": "relu", "silu": "silu"}
 ACTIVATION_NAMES = {"gelu_tanh": "Gelu", "gelu": "gelu_erf", "relu": "Relu", "silu": "Silu"}
@@ -27,51 +33,49 @@ _SIZES = {
     "inter_size": "mlp_size",
     "vocab_size": "vocab_size",
 }
-#: key -> field of RopeConfig
-_ROPE_NUMBERS = {
-    "rope_theta": "theta",
-    "rope_scaling_factor": "factor",
-    "rope_low_freq_factor": "low_freq_factor",
-    "rope_high_freq_factor": "high_freq_factor",
-    "rope_beta_fast": "beta_fast",
-    "rope_beta_slow": "beta_slow",
-    "rope_attention_factor": "attention_factor",
-}
-_ROPE_FLAGS = {
-    "rope_truncate": "truncate",
-    "rope_interleaved": "interleaved",
-    "rope_recompute": "recompute",
-}
-_ROPE_LISTS = {"rope_short_factors": "short_factors", "rope_long_factors": "long_factors"}
 
 
 class IniSection:
     """One section of a config.ini in the dialect of INIReader.h. Errors name file, section and key.
 
-    A default of None makes a key mandatory. Raises ConfigError for a missing key and a value of another type.
+    A default of None makes a key mandatory. Raises ConfigError for a missing key, a value of another type,
+    and a value that ini_keys.ACCEPTED does not allow. prefix: of its keys in the file, for errors. asked: the
+    keys of the file that were read.
     """
 
-    def __init__(self, path: Path, name: str, items: dict[str, str]):
-        self.path, self.name, self.items = path, name, items
+    def __init__(
+        self, path: Path, name: str, items: dict[str, str], prefix: str = "", asked: set[str] | None = None
+    ):
+        self.path, self.name, self.items, self.prefix = path, name, items, prefix
+        self.asked = set() if asked is None else asked
 
     def with_prefix(self, prefix: str) -> IniSection:
         """The keys that begin with `prefix`, without it."""
         own = {key[len(prefix) :]: text for key, text in self.items.items() if key.startswith(prefix)}
-        return IniSection(self.path, self.name, own)
+        return IniSection(self.path, self.name, own, prefix, self.asked)
 
     def _convert(self, key: str, convert: Callable, wanted: str, default):
+        self.asked.add(self.prefix + key.lower())
         text = self.items.get(key.lower())
         if text is None:
             if default is None:
+                key = self.prefix + key
                 raise ConfigError(
                     f"{self.path}: section [{self.name}] has no {key}; wanted {key} = <{wanted}>"
                 )
             return default
+        accepted = ACCEPTED.get(key)
         try:
-            return convert(text.strip())
+            value = convert(text.strip())
         except ValueError:
-            found = f"[{self.name}] {key} = {text[:80]!r}"
-            raise ConfigError(f"{self.path}: {found}; wanted {wanted}") from None
+            raise self.wrong(key, repr(text[:80]), wanted) from None
+        if accepted is not None and not accepted.test(value):
+            raise self.wrong(key, str(value), accepted.wanted)
+        return value
+
+    def wrong(self, key: str, found: object, wanted: str) -> ConfigError:
+        """The error for a value of `key`."""
+        return ConfigError(f"{self.path}: [{self.name}] {self.prefix}{key} = {found}; wanted {wanted}")
 
     def integer(
         self,
@@ -82,9 +86,9 @@ class IniSection:
     ) -> int:
         value = self._convert(key, lambda text: int(text, 0), "a whole number", default)
         if minimum is not None and value < minimum:
-            raise ConfigError(f"{self.path}: [{self.name}] {key} = {value}; wanted {minimum} or more")
+            raise self.wrong(key, value, f"{minimum} or more")
         if value > maximum:
-            raise ConfigError(f"{self.path}: [{self.name}] {key} = {value}; wanted {maximum} or less")
+            raise self.wrong(key, value, f"{maximum} or less")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -104,31 +108,31 @@ class IniSection:
         except ValueError:
             values = (math.nan,)
         if values and (len(values) != length or math.isnan(values[0])):
-            found = f"[{self.name}] {key} = {text[:80]!r}"
-            raise ConfigError(f"{self.path}: {found}; wanted {length} numbers with blanks between them")
+            raise self.wrong(key, repr(text[:80]), f"{length} numbers with blanks between them")
         return values
 
     def integers(self, key: str, length: int, minimum: int = 0) -> tuple[int, ...]:
         """Whole numbers with blanks or commas between them: `length` of them, or none."""
         values = self.numbers(key, length)
         if any(value != int(value) or not minimum <= value < 2**31 for value in values):
-            found = f"[{self.name}] {key} = {self.text(key, '')[:80]!r}"
-            raise ConfigError(f"{self.path}: {found}; wanted whole numbers of {minimum} or more")
+            found = repr(self.text(key, "")[:80])
+            raise self.wrong(key, found, f"whole numbers of {minimum} or more")
         return tuple(map(int, values))
 
     def choice(self, key: str, default: str, values: Mapping[str, str]) -> str:
         """The value that `values` has for the key's text, in any case. UnsupportedError for another text."""
         text = self.text(key, default).lower()
         if text not in values:
-            raise self._unsupported(f"{key} = {text}", ", ".join(values))
+            raise self.unsupported(f"{self.prefix}{key} = {text}", ", ".join(values))
         return values[text]
 
     def demand(self, key: str, value: bool) -> None:
         """Raises UnsupportedError where the flag is not `value`, its default."""
         if self.flag(key, value) is not value:
-            raise self._unsupported(f"{key} = {str(not value).lower()}", str(value).lower())
+            raise self.unsupported(f"{key} = {str(not value).lower()}", str(value).lower())
 
-    def _unsupported(self, found: str, supported: str) -> UnsupportedError:
+    def unsupported(self, found: str, supported: str) -> UnsupportedError:
+        """The error for a known setting that this version does not run."""
         return UnsupportedError(f"{self.path}: [{self.name}] {found}; this version runs {supported}")
 
 
@@ -141,20 +145,47 @@ def _finite(text: str) -> float:
 
 def read_ini(path: Path) -> dict[str, IniSection]:
     """Sections of an INI file by lower-case name. Raises ConfigError if it is missing or cannot be parsed."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"{path} is missing; a weight directory has a config.ini") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not a valid INI file: {error}") from None
+    return parse_ini(text, path)
+
+
+def parse_ini(text: str, path: Path) -> dict[str, IniSection]:
+    """Sections of the text of an INI file by lower-case name. path: for errors.
+
+    Raises ConfigError if it cannot be parsed, and for a key or a section that is there twice:
+    FasterTransformer joins the values of a repeated key, and a number is then the first.
+    """
     parser = configparser.ConfigParser(
-        strict=False,
         interpolation=None,
         delimiters=("=", ":"),
         comment_prefixes=("#", ";"),
         inline_comment_prefixes=(";",),
+        default_section="\0",  # [DEFAULT] is a section like others
     )
     try:
-        parser.read_string(path.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path} is missing; a weight directory has a config.ini") from None
-    except (configparser.Error, UnicodeDecodeError) as error:
+        parser.read_string(text)
+    except configparser.DuplicateOptionError as error:
+        found = f"[{error.section}] has {error.option} twice, again in line {error.lineno}"
+        raise ConfigError(f"{path}: {found}; wanted one value: remove the other") from None
+    except configparser.DuplicateSectionError as error:
+        raise _repeated(path, error.section) from None
+    except configparser.Error as error:
         raise ConfigError(f"{path} is not a valid INI file: {' '.join(str(error).split())}") from None
-    return {name.lower(): IniSection(path, name, dict(parser[name])) for name in parser.sections()}
+    found: dict[str, IniSection] = {}
+    for name in parser.sections():
+        if name.lower() in found:
+            raise _repeated(path, name)
+        found[name.lower()] = IniSection(path, name, dict(parser[name]))
+    return found
+
+
+def _repeated(path: Path, section: str) -> ConfigError:
+    return ConfigError(f"{path} has the section [{section}] twice; wanted one: join their keys")
 
 
 def read_common(section: IniSection, max_positions: int | None = DEFAULT_MAX_POSITIONS) -> dict[str, Any]:
@@ -170,17 +201,36 @@ def read_common(section: IniSection, max_positions: int | None = DEFAULT_MAX_POS
             f"wanted one of {', '.join(DTYPES)}"
         )
     sizes = {field: section.integer(key, minimum=1) for key, field in _SIZES.items()}
+    refuse_experts(section)
     return {
         **sizes,
         "model_name": section.text("model_name", "model"),
         "num_layers": section.integer("num_layer", minimum=1, maximum=MAX_LAYERS),
         "hidden_size": sizes["num_heads"] * sizes["head_size"],
         "num_kv_heads": sizes["num_heads"],
-        "max_positions": section.integer("max_pos_seq_len", max_positions, minimum=1),
-        "start_id": section.integer("start_id"),
-        "end_id": section.integer("end_id"),
+        "max_positions": section.integer("max_pos_seq_len", max_positions, minimum=1, maximum=MAX_POSITIONS),
+        "start_id": read_token(section, "start_id", sizes["vocab_size"]),
+        "end_id": read_token(section, "end_id", sizes["vocab_size"]),
         "weight_dtype": dtype,
     }
+
+
+def read_token(section: IniSection, key: str, vocab_size: int) -> int:
+    """A token id of the vocabulary, or -1 for none."""
+    token = section.integer(key)
+    if not -1 <= token < vocab_size:
+        wanted = f"0 to {vocab_size - 1}, a token of vocab_size = {vocab_size}, or -1 for none"
+        raise section.wrong(key, token, wanted)
+    return token
+
+
+def refuse_experts(section: IniSection) -> None:
+    """UnsupportedError for the keys of a mixture of experts, in the spellings of FasterTransformer."""
+    if section.integer("expert_num", 0, minimum=0) > 1:
+        raise section.unsupported(f"expert_num = {section.integer('expert_num')}", "one MLP in each layer")
+    layers = section.text("moe_layers", "")
+    if layers.strip("[] ").lower() not in ("", "none"):
+        raise section.unsupported(f"moe_layers = {layers[:80]}", "one MLP in each layer")
 
 
 def common_keys(config: ModelConfig, tensor_para_size: int) -> dict[str, object]:
@@ -195,38 +245,6 @@ def common_keys(config: ModelConfig, tensor_para_size: int) -> dict[str, object]
         "weight_data_type": config.weight_dtype,
         "tensor_para_size": tensor_para_size,
         "layernorm_eps": config.norm_eps,
-    }
-
-
-def read_rope(section: IniSection, default_size: int | None) -> RopeConfig:
-    """rotary_embedding (rotated dimensions of a head; default_size None: mandatory) and keys of ours."""
-    original = section.integer("rope_original_max_positions", RopeConfig.original_max_positions, minimum=1)
-    if section.text("rotary_embedding", "").lower() == "none":  # FasterTransformer's writes Python's None
-        size = section.integer("size_per_head", minimum=2)
-    else:
-        size = section.integer("rotary_embedding", default_size, minimum=1)
-    scaling = section.choice("rope_scaling_type", RopeConfig.scaling, ROPE_SCALINGS)
-    fields: dict[str, Any] = {
-        **{field: section.number(key, getattr(RopeConfig, field)) for key, field in _ROPE_NUMBERS.items()},
-        **{field: section.flag(key, getattr(RopeConfig, field)) for key, field in _ROPE_FLAGS.items()},
-        **{field: section.numbers(key, (size + 1) // 2) for key, field in _ROPE_LISTS.items()},
-    }
-    if scaling == "longrope" and not (fields["short_factors"] and fields["long_factors"]):
-        wanted = f"rope_short_factors and rope_long_factors of {(size + 1) // 2} numbers each"
-        raise ConfigError(f"{section.path}: [{section.name}] rope_scaling_type = longrope; wanted {wanted}")
-    return RopeConfig(size=size, scaling=scaling, original_max_positions=original, **fields)
-
-
-def rope_keys(config: ModelConfig) -> dict[str, object]:
-    """The keys that read_rope reads."""
-    rope = config.rope
-    assert rope is not None, config
-    return {
-        "rotary_embedding": rope.size,
-        "rope_scaling_type": rope.scaling,
-        "rope_original_max_positions": rope.original_max_positions,
-        **{key: getattr(rope, field) for key, field in {**_ROPE_NUMBERS, **_ROPE_FLAGS}.items()},
-        **{key: joined(getattr(rope, field)) for key, field in _ROPE_LISTS.items() if getattr(rope, field)},
     }
 
 

@@ -17,11 +17,10 @@ from tridecode.backend.models.config_ini import (
     IniSection,
     read_common,
     read_kv_heads,
-    read_rope,
-    rope_keys,
 )
 from tridecode.backend.models.decoder import Decoder
 from tridecode.backend.models.layers import Context, Ranks, Weights, alibi_slopes
+from tridecode.backend.models.rope_ini import read_rope, rope_keys
 from tridecode.backend.models.specs import Layout
 from tridecode.backend.weight_layout import WeightSpec
 from tridecode.kernels.ops import CacheLayer, Heads, Norm

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from tridecode.backend.config import ModelConfig
-from tridecode.backend.errors import ConfigError
 from tridecode.backend.models import Family, gemma
 from tridecode.backend.models.config_ini import IniSection, read_windows, window_keys
 from tridecode.backend.models.layers import Context, Ranks, Weights
@@ -44,9 +43,6 @@ def gemma2_fields(section: IniSection, tied_head: bool) -> dict[str, Any]:
     """The fields of Gemma2Config but its family."""
     fields = llama_fields(section, tied_head)
     numbers = {field: section.number(key, getattr(Gemma2Config, field)) for key, field in _NUMBERS.items()}
-    if numbers["query_scalar"] <= 0:
-        found = f"[{section.name}] query_pre_attn_scalar = {numbers['query_scalar']}"
-        raise ConfigError(f"{section.path}: {found}; wanted more than 0")
     windows = read_windows(section, fields["num_layers"])
     return {**fields, **numbers, "residual": "sandwich", "windows": windows}
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 from tridecode.backend.config import RopeConfig
 from tridecode.backend.models import Family, gemma2
-from tridecode.backend.models.config_ini import IniSection, read_rope, rope_keys
+from tridecode.backend.models.config_ini import IniSection
 from tridecode.backend.models.gemma2 import Gemma2Config, gemma2_fields
 from tridecode.backend.models.layers import Ranks, Weights
 from tridecode.backend.models.rope import rope_table
+from tridecode.backend.models.rope_ini import read_rope, rope_keys
 from tridecode.backend.models.specs import head_norm_specs
 from tridecode.backend.weight_layout import WeightSpec
 from tridecode.kernels.ops import Heads

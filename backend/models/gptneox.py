@@ -8,16 +8,10 @@ from torch import Tensor
 
 from tridecode.backend.config import ModelConfig
 from tridecode.backend.models import Family
-from tridecode.backend.models.config_ini import (
-    ACTIVATION_NAMES,
-    ACTIVATIONS,
-    IniSection,
-    read_common,
-    read_rope,
-    rope_keys,
-)
+from tridecode.backend.models.config_ini import ACTIVATION_NAMES, ACTIVATIONS, IniSection, read_common
 from tridecode.backend.models.decoder import Decoder
 from tridecode.backend.models.layers import Context, Weights
+from tridecode.backend.models.rope_ini import read_rope, rope_keys
 from tridecode.backend.models.specs import Layout
 from tridecode.backend.weight_layout import WeightSpec
 from tridecode.kernels.ops import CacheLayer, DecoderLayer
@@ -35,13 +29,17 @@ class GptNeoXConfig(ModelConfig):
 
 
 def read(section: IniSection, tied_head: bool) -> GptNeoXConfig:
-    """FasterTransformer's keys; activation_type, attn_bias, bias_sum, layernorm_eps and rope_* are ours."""
+    """FasterTransformer's keys; activation_type, attn_bias, bias_sum, layernorm_eps and rope_* are ours.
+
+    transformers rounds an odd rotary_embedding up; FasterTransformer's kernels, whose sections have no
+    rope_theta, rotate pairs.
+    """
     parallel = section.flag("use_gptj_residual", True)
     return GptNeoXConfig(
         family="gptneox",
         norm_eps=section.number("layernorm_eps", 1e-5),
         activation=section.choice("activation_type", "Gelu", ACTIVATIONS),
-        rope=read_rope(section, None),
+        rope=read_rope(section, None, odd="rope_theta" in section.items),
         residual="parallel" if parallel else "sequential",
         bias_sum=section.flag("bias_sum", parallel),
         attention_bias=section.flag("attn_bias", True),

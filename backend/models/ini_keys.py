@@ -11,6 +11,7 @@ import difflib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from tridecode.backend.config import Accepted
 from tridecode.backend.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ KEYS = {
     "has_post_decoder_layernorm": "whether a norm precedes the head",
     "has_mlp_layernorm": "whether the MLP has a norm of its own beside attention's",
     "has_adapters": "NeMo's adapters in the network: refused",
+    "expert_num": "experts of an MLP: more than one are refused",
+    "moe_layers": "layers whose MLP has experts: refused",
     "use_attention_linear_bias": "ALiBi",
     "alibi_bias_max": "exponent of the ALiBi slopes",
     "use_gptj_residual": "attention and MLP both read the layer's input",
@@ -86,6 +89,25 @@ KEYS = {
     "quantization_act_order": "the group of each input is in a file",
     "activation_quantization": "format that inputs of products are rounded to",
 }
+_POSITIVE = Accepted("more than 0", lambda value: value > 0)
+_NOT_NEGATIVE = Accepted("0 or more", lambda value: value >= 0)
+#: the values of a number, in every family that reads it
+ACCEPTED = {
+    "layernorm_eps": Accepted("0 to 1", lambda value: 0 <= value <= 1),
+    "alibi_bias_max": _POSITIVE,
+    "attention_scale": _POSITIVE,
+    "query_pre_attn_scalar": _POSITIVE,
+    "attn_logit_softcapping": _NOT_NEGATIVE,
+    "final_logit_softcapping": _NOT_NEGATIVE,
+    "clip_qkv": _NOT_NEGATIVE,
+    "rope_theta": Accepted("more than 1", lambda value: value > 1),
+    "rope_scaling_factor": _POSITIVE,
+    "rope_low_freq_factor": _POSITIVE,
+    "rope_high_freq_factor": _POSITIVE,
+    "rope_beta_fast": _POSITIVE,
+    "rope_beta_slow": _POSITIVE,
+    "rope_attention_factor": _POSITIVE,
+}
 #: written by converters, and not read: the same in every family
 NOT_READ = {
     "tensor_para_size": "degree that the files were written for: found from the files",
@@ -118,6 +140,24 @@ def refuse_misspelt(section: IniSection) -> None:
             raise ConfigError(
                 f"{section.path}: [{section.name}] {name[:64]} is unknown; did you mean {meant}?"
             )
+
+
+#: keys that FasterTransformer's converters wrote for models that do not read them
+_THEIRS = {
+    "model_name", "model_variant", "max_pos_seq_len", "layernorm_eps", "layernorm_type", "activation_type",
+    "has_positional_encoding", "has_pre_decoder_layernorm", "has_post_decoder_layernorm", "has_adapters",
+    "use_attention_linear_bias", "use_gptj_residual", "rotary_embedding",
+}  # fmt: skip
+
+
+def refuse_unread(section: IniSection, title: str) -> None:
+    """ConfigError for a key of ours that changes other networks and that this one did not read."""
+    for name, text in section.items.items():
+        key = name.removeprefix(LOCAL)
+        if text.strip().lower() in ("", "false", "no", "off", "0", "0.0", "none"):
+            continue  # what the network does
+        if key in KEYS and key not in _THEIRS and name not in section.asked:
+            raise section.wrong(name, text[:80], f"no such key: {title} does not read it")
 
 
 def misspelt(name: str, absent: Iterable[str]) -> str | None:

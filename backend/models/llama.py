@@ -11,16 +11,10 @@ from torch import Tensor
 
 from tridecode.backend.config import ModelConfig
 from tridecode.backend.models import Family
-from tridecode.backend.models.config_ini import (
-    ACTIVATION_NAMES,
-    ACTIVATIONS,
-    IniSection,
-    read_grouped,
-    read_rope,
-    rope_keys,
-)
+from tridecode.backend.models.config_ini import ACTIVATION_NAMES, ACTIVATIONS, IniSection, read_grouped
 from tridecode.backend.models.decoder import Decoder
 from tridecode.backend.models.layers import Context
+from tridecode.backend.models.rope_ini import read_rope, rope_keys
 from tridecode.backend.models.specs import Layout
 from tridecode.kernels.ops import CacheLayer
 
@@ -29,18 +23,20 @@ LAYOUT = Layout(norm_bias=False, up=("gate_proj", "up_proj"), down="down_proj")
 GATED = {"silu": "swiglu", "gelu_tanh": "geglu_tanh", "gelu": "geglu"}
 
 
-def llama_fields(section: IniSection, tied_head: bool, attention_bias: bool = False) -> dict[str, Any]:
+def llama_fields(
+    section: IniSection, tied_head: bool, attention_bias: bool = False, odd_rotary: bool = False
+) -> dict[str, Any]:
     """The fields of ModelConfig of a decoder with grouped heads, rotary positions and a gated MLP, but its
     family. The keys are ours, in FasterTransformer's spelling.
 
-    attention_bias: the value without attn_bias.
+    attention_bias: the value without attn_bias. odd_rotary: as in read_rope.
     """
     common = read_grouped(section)
     gates = {key: value for key, value in ACTIVATIONS.items() if value in GATED}
     return {
         "norm_eps": section.number("layernorm_eps", 1e-6),
         "activation": section.choice("activation_type", "silu", gates),
-        "rope": read_rope(section, common["head_size"]),
+        "rope": read_rope(section, common["head_size"], odd_rotary),
         "attention_bias": section.flag("attn_bias", attention_bias),
         "mlp_bias": section.flag("mlp_bias", False),
         "tied_head": tied_head,

@@ -13,7 +13,7 @@ from tridecode.backend.models.llama import LAYOUT, Model, llama_fields, llama_ke
 
 
 def read(section: IniSection, tied_head: bool) -> ModelConfig:
-    fields = llama_fields(section, tied_head)
+    fields = llama_fields(section, tied_head, odd_rotary=True)
     return ModelConfig(family="phi3", **fields, windows=read_windows(section, fields["num_layers"]))
 
 

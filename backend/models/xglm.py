@@ -35,14 +35,15 @@ class XglmConfig(ModelConfig):
 
 def read(section: IniSection, tied_head: bool) -> XglmConfig:
     """Section [xglm]: ours, in FasterTransformer's spelling."""
+    common = read_common(section, None)
     return XglmConfig(
         family="xglm",
         norm_eps=section.number("layernorm_eps", 1e-5),
         activation=section.choice("activation_type", "gelu_erf", ACTIVATIONS),
         tied_head=tied_head,
         scale_embedding=section.flag("scale_embedding", True),
-        zero_position=section.integer("zero_position", -1, minimum=-1),
-        **read_common(section, None),
+        zero_position=section.integer("zero_position", -1, -1, common["max_positions"] - 1),
+        **common,
     )
 
 

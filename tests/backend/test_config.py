@@ -167,8 +167,6 @@ COMMON = {
     "vocab_size": st.integers(1, 10**6),
     "max_positions": st.integers(1, 10**6),
     "norm_eps": st.floats(1e-12, 1e-2),
-    "start_id": st.integers(-1, 10**6),
-    "end_id": st.integers(-1, 10**6),
     "weight_dtype": st.sampled_from(["fp32", "fp16", "bf16"]),
     "model_name": st.sampled_from(["model", "bigscience/bloom-7b1", "LLaMA 3", "50% off"]),
     "tied_head": st.booleans(),
@@ -181,7 +179,15 @@ def model_configs(draw) -> ModelConfig:
     values = {name: draw(strategy) for name, strategy in {**COMMON, **case.ini}.items()}
     heads = draw(st.integers(1, 128)) * values.get("num_kv_heads", 1)
     fixed = {"num_heads": heads, "num_kv_heads": heads, "hidden_size": heads * values["head_size"]}
-    return dataclasses.replace(model_config(case.hf_config()), **{**fixed, **values})
+    for name in ("start_id", "end_id"):
+        values[name] = draw(st.integers(-1, values["vocab_size"] - 1))
+    if "zero_position" in values:
+        values["zero_position"] = min(values["zero_position"], values["max_positions"] - 1)
+    config = dataclasses.replace(model_config(case.hf_config()), **{**fixed, **values})
+    largest = max((rope.size for rope in config.ropes), default=0)
+    size = max(config.head_size, largest + largest % 2)
+    hidden = values.get("hidden_size", heads * size)
+    return dataclasses.replace(config, head_size=size, hidden_size=hidden)
 
 
 @settings(deadline=None)
