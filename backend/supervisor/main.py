@@ -205,14 +205,14 @@ class Supervisor:
 
     def _keep_place(self, now: float) -> None:
         """Recreate the runtime folder and the socket if they were deleted."""
-        if now - self._place_at < PLACE_EVERY_S:
+        if now - self._place_at < PLACE_EVERY_S or self._stop_reason:
             return
         self._place_at = now
         try:
             if not runtime_dir.holds(self.place.folder, self.place.lock_fd):
                 self._restore_folder()
             control = self.place.folder / runtime_dir.CONTROL
-            if not self._stop_reason and not control.exists():
+            if not self._stop_reason and not control.exists():  # restoring may have set it
                 self._socket.bind(self.control)  # the old connections stay open
                 _log.warning("the socket %s was deleted; it is there again", control)
         except (OSError, zmq.ZMQError) as error:
@@ -292,8 +292,7 @@ class Supervisor:
             self._clean_after_server()
         self._socket.close()
         self._context.term()
-        runtime_dir.remove(self.place.folder)
-        os.close(self.place.lock_fd)
+        runtime_dir.leave(self.place.folder, self.place.lock_fd)
 
     def _clean_after_server(self) -> None:
         """Clean up after a killed server: hanging stubs, and the shared memory of all its stubs."""

@@ -11,6 +11,7 @@ only.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -212,18 +213,44 @@ def sweep(base: Path) -> list[Path]:
     A folder stays while its lock is held, while its server lives, or where this cannot be told (another pid
     namespace of the same boot).
     """
-    removed = []
-    for folder in sorted(base.iterdir()):
-        fd = _lock_existing(folder)
-        if fd is None:
-            continue
+    return [folder for folder in sorted(base.iterdir()) if _sweep(folder)]
+
+
+def _sweep(folder: Path) -> bool:
+    """Remove one folder if a killed server left it; whether it was removed."""
+    fd = _lock_existing(folder)
+    if fd is None:
+        return False
+    try:
         owner = read_owner(folder)
-        if _is_stale(folder, owner):
-            remove(folder)
-            shared_memory.unlink_prefix(owner.shm_prefix if owner else "")
-            removed.append(folder)
+        if not _is_stale(folder, owner):
+            return False
+        remove(folder)
+        shared_memory.unlink_prefix(owner.shm_prefix if owner else "")
+        return True
+    finally:
         os.close(fd)
-    return removed
+
+
+def leave(folder: Path, fd: int) -> None:
+    """Remove the runtime folder of an engine, whose lock is `fd`, and close the lock.
+
+    The last engine also removes the folder of its server, if `serve` and its guard were killed together.
+    """
+    remove(folder)
+    os.close(fd)
+    parent = folder.parent
+    with contextlib.suppress(OSError):  # another engine has just removed it
+        if (parent / OWNER).exists() and not any(_in_use(child) for child in parent.iterdir()):
+            _sweep(parent)
+
+
+def _in_use(folder: Path) -> bool:
+    fd = _lock_existing(folder)
+    if fd is None:
+        return (folder / OWNER).exists()
+    os.close(fd)
+    return False
 
 
 def _is_stale(folder: Path, owner: Owner | None) -> bool:

@@ -649,6 +649,29 @@ def test_nothing_is_left_when_the_guard_is_killed(repository):
     assert not service.left()
 
 
+def test_nothing_is_left_when_serve_and_guard_are_killed_at_once(repository):
+    service = repository()
+    service.streaming()
+    for process in (service.triton.parent(), service.server.process):
+        process.kill()
+    service.server.process.wait()
+    print(f"nothing left after {wait_until(lambda: not service.left(), END_S, 'an end of everything'):.1f} s")
+
+
+def test_what_a_killed_machine_of_processes_leaves_is_removed_by_the_next_start(repository):
+    service = repository()
+    service.streaming()
+    for process in service.processes():
+        process.kill()
+    service.server.process.wait()
+    wait_until(lambda: not service.processes(), END_S, "the end of all processes")
+    assert service.left(), "nobody was left to clean up"
+    next_service = repository()
+    assert next_service.answers()
+    assert next_service.server.stop() == 0
+    assert not service.left() and not next_service.left()
+
+
 def test_sigterm_lets_requests_finish(repository):
     service = repository()
     stream = service.streaming(tokens=100)

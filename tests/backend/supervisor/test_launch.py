@@ -191,3 +191,26 @@ def test_folders_of_dead_servers_are_swept_and_those_of_living_ones_stay(tmp_pat
     assert runtime_dir.sweep(base) == [base / "dead"]
     assert sorted(path.name for path in base.iterdir()) == ["alive", "locked"]
     assert not region.exists()
+
+
+@pytest.mark.parametrize("living", ["nobody", "the server", "another engine"])
+def test_the_last_engine_of_a_dead_server_removes_the_server_s_folder(tmp_path, living):
+    folder, engine, other = tmp_path / "serve-1", tmp_path / "serve-1" / "a", tmp_path / "serve-1" / "b"
+    with subprocess.Popen(["sleep", "60"]) as process:
+        owner = runtime_dir.owner_of(processes.identify(process.pid))
+        fd = runtime_dir.lock_new(folder)
+        runtime_dir.write_owner(fd, owner)
+        os.close(fd)
+        fds = [runtime_dir.lock_new(path) for path in (engine, other)]
+        if living != "the server":
+            process.kill()
+            process.wait()
+        if living != "another engine":
+            os.close(fds[1])  # its supervisor was killed, too
+        runtime_dir.leave(engine, fds[0])
+        assert not engine.exists()
+        assert folder.exists() == (living != "nobody")
+        if living == "another engine":
+            runtime_dir.leave(other, fds[1])
+            assert not folder.exists()
+        process.kill()
