@@ -54,6 +54,14 @@ def serve(
             "$TRIDECODE_REQUEST_LOG says.",
         ),
     ] = None,
+    give_up_after: Annotated[
+        str,
+        typer.Option(
+            metavar="DEATHS|never",
+            help="End after so many deaths of tritonserver within 300 s. Until then it is started again, "
+            "with pauses that grow to 15 s.",
+        ),
+    ] = "10",
     parent: Annotated[
         Optional[int], typer.Option(hidden=True, help="Process that started this one; end with it.")
     ] = None,
@@ -78,7 +86,7 @@ def serve(
             raise typer.Exit(1)
     options = ServeOptions(
         repository, http_port, grpc_port, metrics_port, address, door_python, drain_s,
-        tuple(triton_args or ()), metrics_address, start_timeout_s, orphans,
+        tuple(triton_args or ()), metrics_address, start_timeout_s, orphans, give_up_after,
     )  # fmt: skip
     _exit_with(lambda: serving.serve(options))
 

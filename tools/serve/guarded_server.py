@@ -151,6 +151,8 @@ class GuardedServer:
 
     def running(self) -> bool:
         """Whether tritonserver runs; without its guard it does not."""
+        if self._cleaned:
+            return False
         line = self._next_report(0.0)
         if line.startswith("ended "):
             self.returncode = int(line.split()[1])
@@ -171,8 +173,14 @@ class GuardedServer:
             self._guard.kill()
             self._guard.wait()
 
+    def has_exited(self) -> bool:
+        """Whether tritonserver has ended by itself, with an exit code."""
+        return self.returncode is not None and self.returncode >= 0
+
     def ending(self) -> str:
         """How tritonserver ended, in words."""
+        if self._cleaned:
+            return "could not be started"
         if self.returncode is None:
             return "was killed together with its guard"
         if self.returncode < 0:

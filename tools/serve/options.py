@@ -14,6 +14,7 @@ from tridecode.tools.serve.ports import check_free
 from tridecode.tools.serve.triton_http import TritonHttp
 
 ORPHANS = "3.5"  # seconds: every open request gets an answer or an error within five
+GIVE_UP_AFTER = "10"  # deaths of tritonserver within serving.DEATHS_WITHIN_S
 
 # without a GPU these features only write warnings and errors into the log
 _WITHOUT_GPU = ("--allow-gpu-metrics=false", "--pinned-memory-pool-byte-size=0", "--enable-peer-access=false")
@@ -27,7 +28,8 @@ class ServeOptions:
     triton_install.prepare. drain_s: time limit of open requests after SIGTERM. start_timeout_s: longest time
     without progress during a start. orphans: when tritonserver is restarted for requests that cannot end
     because their door died: "idle" (when nothing else is open), seconds (then, at the latest), or "leave".
-    key: of the control APIs.
+    give_up_after: deaths of tritonserver within 300 s after which `serve` ends, or "never". key: of the
+    control APIs.
     """
 
     repository: Path
@@ -41,6 +43,7 @@ class ServeOptions:
     metrics_address: str | None = None
     start_timeout_s: float = 600.0
     orphans: str = ORPHANS
+    give_up_after: str = GIVE_UP_AFTER
     key: str = field(default_factory=triton_access.control_key, repr=False)
 
     def server_arguments(self) -> list[str]:
@@ -94,9 +97,21 @@ class ServeOptions:
             raise ConfigError(f"--orphans is {self.orphans!r}; wanted idle, leave, or a number of seconds")
         return seconds
 
+    def max_deaths(self) -> float:
+        """Deaths of tritonserver after which `serve` gives up; infinite for "never". Raises ConfigError."""
+        if self.give_up_after == "never":
+            return math.inf
+        text = self.give_up_after.strip()
+        if not (text.isascii() and text.isdigit() and int(text) > 0):
+            raise ConfigError(
+                f"--give-up-after is {self.give_up_after!r}; wanted never, or a number of deaths from 1 on"
+            )
+        return int(text)
+
     def check(self) -> list[str]:
         """The models to serve. Raises ConfigError for all that can be checked before anything starts."""
         self.orphans_s()
+        self.max_deaths()
         for name, seconds in (("drain-s", self.drain_s), ("start-timeout-s", self.start_timeout_s)):
             if not seconds >= 0.0:
                 raise ConfigError(f"--{name} is {seconds:g}; wanted 0 or more seconds")

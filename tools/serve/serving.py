@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import time
 from collections import deque
@@ -21,8 +22,7 @@ from tridecode.tools.serve.signals import Signals
 from tridecode.tools.serve.start import Start, StartError
 from tridecode.tools.serve.triton_http import ModelState
 
-MAX_DEATHS = 10  # of tritonserver within DEATHS_WITHIN_S, after which `serve` gives up
-DEATHS_WITHIN_S = 300.0
+DEATHS_WITHIN_S = 300.0  # in which deaths of tritonserver are counted (ServeOptions.give_up_after)
 FIRST_PAUSE_S = 0.2  # before it is started again; doubles with each death that counts, up to
 MAX_PAUSE_S = 15.0  # below the 60 s that an engine waits for a door
 _TICK_S = 0.1
@@ -106,13 +106,10 @@ class Serving:
 
     def _first_start(self) -> None:
         began = time.monotonic()
-        rows = self._start()
-        if not rows:
-            if self._signals.count == 0:
-                raise StartError(
-                    f"tritonserver {self._server.ending()} before it was ready; the lines above say why"
-                )
-            return
+        while not (rows := self._start()):
+            if self._signals.count:
+                return
+            self._after_failed_start()
         failed = sorted((row for row in rows if row.state != "READY"), key=lambda row: bool(row.reason))
         for row in failed[:-1]:
             _log.error("%s", _failure(row))
@@ -120,6 +117,28 @@ class Serving:
             raise StartError(_failure(failed[-1]))
         self._was_ready = True
         self._log_ready(time.monotonic() - began)
+
+    def _after_failed_start(self) -> None:
+        """Start a server that was killed during its first start again: an accident, unlike an exit code.
+
+        Raises StartError after an exit code, TridecodeError where it has died too often.
+        """
+        how = self._server.ending()
+        if self._server.has_exited():
+            raise StartError(f"tritonserver {how} before it was ready; the lines above say why")
+        self._wait_after_death(f"{how} before it was ready", time.monotonic())
+        if self._signals.count == 0:
+            self._restart()
+
+    def _restart(self) -> bool:
+        """Start a dead server anew; False if that failed, which counts as another death."""
+        try:
+            self._server.restart()
+        except (OSError, TridecodeError) as error:
+            _log.error("tritonserver cannot be started: %s", error)
+            return False
+        self._watch = ServerWatch(self._options, self._server, self._http)
+        return True
 
     def _log_ready(self, seconds: float) -> None:
         options, ports = self._options, self._options.ports()
@@ -141,8 +160,8 @@ class Serving:
         if self._signals.count:
             return
         engines = self._engines()
-        self._server.restart()
-        self._watch = ServerWatch(self._options, self._server, self._http)
+        if not self._restart():
+            return
         try:
             rows = self._start()
         except StartError as error:
@@ -159,13 +178,15 @@ class Serving:
 
     def _wait_after_death(self, how: str, now: float) -> None:
         deaths = self._deaths.add(now)
-        if deaths >= MAX_DEATHS:
+        limit = self._options.max_deaths()
+        if deaths >= limit:
             raise TridecodeError(
                 f"tritonserver {how}; that was death {deaths} within {DEATHS_WITHIN_S:g} s: giving up"
             )
-        pause = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** (deaths - 1))
+        pause = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** min(deaths - 1, 30))
         again = f"starting it again in {pause:.1f} s"
-        counted = f"death {deaths} within {DEATHS_WITHIN_S:g} s; at {MAX_DEATHS} serve gives up"
+        counted = f"death {deaths} within {DEATHS_WITHIN_S:g} s"
+        counted += "" if math.isinf(limit) else f"; at {limit} serve gives up"
         _log.error("tritonserver %s: %s (%s)", how, again, counted)
         deadline = time.monotonic() + pause
         while time.monotonic() < deadline and self._signals.count == 0:

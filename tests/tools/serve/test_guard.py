@@ -170,3 +170,22 @@ def test_a_server_that_cannot_be_started_is_an_error_and_leaves_nothing(fake_ins
     with pytest.raises(TridecodeError, match="could not be started"):
         GuardedServer([])
     fake_install.rmdir()
+
+
+def test_a_server_that_could_not_be_started_again_can_be_later(fake_install, tmp_path, monkeypatch):
+    with GuardedServer([]) as server:
+        wait_until((tmp_path / "ready").exists, 5, "the fake server")
+        os.kill(server.pid, signal.SIGKILL)
+        wait_until(lambda: not server.running(), 5, "the end of the server")
+        monkeypatch.setattr(guarded_server, "START_S", 0.0)  # as on a starved machine
+        for _ in range(2):
+            with pytest.raises(TridecodeError, match="could not be started"):
+                server.restart()
+            assert not server.running() and server.ending() == "could not be started"
+        monkeypatch.setattr(guarded_server, "START_S", 30.0)
+        (tmp_path / "ready").unlink()
+        server.restart()
+        assert server.running()
+        wait_until((tmp_path / "ready").exists, 5, "the fake server")
+    assert traces(server) == []
+    fake_install.rmdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 
@@ -40,6 +41,14 @@ def test_a_missing_or_empty_repository_is_an_error(tmp_path):
 def test_what_triton_would_hand_to_bash_is_refused_by_name(tmp_path, name, text, said):
     with pytest.raises(ConfigError, match=said):
         ServeOptions(repository(tmp_path, name, text)).check()
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "x", "", "1.5", "²"])
+def test_a_wrong_number_of_deaths_is_refused(tmp_path, text):
+    with pytest.raises(ConfigError, match=rf"--give-up-after is '{text}'; wanted never, or a number"):
+        ServeOptions(repository(tmp_path), give_up_after=text).check()
+    assert ServeOptions(tmp_path, give_up_after="never").max_deaths() == math.inf
+    assert ServeOptions(tmp_path, give_up_after="12").max_deaths() == 12
 
 
 def test_ports_are_checked_before_anything_starts(tmp_path):

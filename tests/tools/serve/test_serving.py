@@ -56,20 +56,78 @@ def test_a_start_without_progress_ends_with_what_it_waited_for(tmp_path, fake_tr
     assert "no progress for 1 s" in last and "loading models; python processes so far: none" in last
 
 
-def test_a_server_that_dies_too_often_is_given_up(tmp_path, monkeypatch):
-    deaths = Deaths()
-    assert [deaths.add(now) for now in (0.0, 1.0, serving_module.DEATHS_WITHIN_S + 0.5)] == [1, 2, 2]
-    options = ServeOptions(tmp_path, drain_s=0)
-    dying = RunningServer(tmp_path)
-    serving = Serving(options, dying, SimpleNamespace(count=0, name=""), ["toy"])
+#: aborts the first times, as Triton has done under load, then runs
+ABORTING = """#!/bin/sh
+echo x >> "$0.starts"
+test $(wc -l < "$0.starts") -le {aborts} && kill -ABRT $$
+trap '' TERM
+echo loading
+while :; do sleep 1; done
+"""
+
+
+def test_a_server_that_aborts_before_it_was_ready_is_started_again(tmp_path, fake_triton_on_path):
+    executable(fake_triton_on_path, ABORTING.format(aborts=2))
+    server = ServerProcess(repository(tmp_path / "repo"), tmp_path / "log")
+    wait_until(lambda: "loading\n" in server.log(), 30, "the third start")
+    assert "was killed by SIGABRT before it was ready: starting it again in 0.4 s (death 2" in server.log()
+    assert server.stop() == 0
+
+
+def test_a_server_that_always_aborts_before_it_was_ready_is_given_up(tmp_path, fake_triton_on_path):
+    executable(fake_triton_on_path, ABORTING.format(aborts=99))
+    server = ServerProcess(repository(tmp_path / "repo"), tmp_path / "log", options=["--give-up-after", "3"])
+    assert server.process.wait(30) == 1
+    last = server.log().splitlines()[-1]
+    assert "SIGABRT before it was ready; that was death 3 within 300 s: giving up" in last
+
+
+def dying(tmp_path, monkeypatch, give_up_after: str, signals=None) -> tuple[Serving, RunningServer]:
+    """A server that was ready once, and is dead whenever `serve` looks."""
+    server = RunningServer(tmp_path)
+    options = ServeOptions(tmp_path, drain_s=0, give_up_after=give_up_after)
+    serving = Serving(options, server, signals or SimpleNamespace(count=0, name=""), ["toy"])
     monkeypatch.setattr(serving_module, "FIRST_PAUSE_S", 0.0)
     monkeypatch.setattr(serving, "_first_start", lambda: None)
-    monkeypatch.setattr(dying, "running", lambda: False)
-    with pytest.raises(
-        TridecodeError, match="was killed by SIGABRT; that was death 10 within 300 s: giving up"
-    ):
+    monkeypatch.setattr(server, "running", lambda: False)
+    return serving, server
+
+
+@pytest.mark.parametrize("limit", [1, 10])
+def test_a_server_that_dies_too_often_is_given_up(tmp_path, monkeypatch, limit):
+    serving, server = dying(tmp_path, monkeypatch, str(limit))
+    said = f"was killed by SIGABRT; that was death {limit} within 300 s: giving up"
+    with pytest.raises(TridecodeError, match=said):
         serving.run()
-    assert dying.restarts == serving_module.MAX_DEATHS - 1
+    assert server.restarts == limit - 1
+
+
+def test_a_server_is_never_given_up_if_so_set(tmp_path, monkeypatch, caplog):
+    signals = SimpleNamespace(count=0, name="SIGTERM")
+    serving, server = dying(tmp_path, monkeypatch, "never", signals)
+
+    def restart() -> None:
+        server.restarts += 1
+        if server.restarts == 1500:
+            signals.count = 1
+        if server.restarts % 2:
+            raise OSError("no space left on device")
+
+    monkeypatch.setattr(server, "restart", restart)
+    assert serving.run() == 0
+    assert server.restarts == 1500
+    assert "death 1500 within 300 s)" in caplog.text and "no space left" in caplog.text
+
+
+def test_pauses_before_a_start_grow_to_a_limit_and_deaths_are_forgotten(tmp_path, monkeypatch, caplog):
+    serving, _ = dying(tmp_path, monkeypatch, "never", SimpleNamespace(count=1, name="SIGTERM"))
+    monkeypatch.setattr(serving_module, "FIRST_PAUSE_S", 0.2)
+    for now in range(9):
+        serving._wait_after_death("died", now)
+    pauses = [record.getMessage().split(" in ")[1].split(" s ")[0] for record in caplog.records]
+    assert pauses == ["0.2", "0.4", "0.8", "1.6", "3.2", "6.4", "12.8", "15.0", "15.0"]
+    deaths = Deaths()
+    assert [deaths.add(now) for now in (0.0, 1.0, serving_module.DEATHS_WITHIN_S + 0.5)] == [1, 2, 2]
 
 
 class RunningServer:
