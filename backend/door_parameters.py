@@ -116,6 +116,12 @@ DOOR_PARAMETERS: tuple[DoorParameter, ...] = (
         _ids,
         _ANSWERS,
     ),
+    _count(
+        "default_max_tokens",
+        256,
+        "new tokens where a request does not say `max_tokens`, or fewer where the prompt leaves less room",
+        "text models of TensorRT-LLM's ensemble",
+    ),
     _true_or_false(
         "exclude_input_in_output",
         False,

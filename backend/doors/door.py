@@ -31,11 +31,13 @@ from tridecode.backend.doors.request_log import RequestLog, line_of
 from tridecode.backend.doors.request_times import GapCounts, RequestTimes
 from tridecode.backend.doors.senders import Senders, Stream
 from tridecode.backend.doors.settings import DoorSettings, door_tokenizer, read_settings
-from tridecode.backend.errors import EngineDownError, TridecodeError
+from tridecode.backend.doors.siblings import streaming_sibling
+from tridecode.backend.errors import EngineDownError, RequestError, TridecodeError
 from tridecode.backend.messages import Limits, SequenceRequest, SessionRound
 from tridecode.backend.taken_requests import TakenRequests
 
 _log = logging.getLogger("tridecode.door")
+_DECOUPLED_WANTED = "model_transaction_policy { decoupled: true } in config.pbtxt would allow it"
 #: the supervisor reports a failed start after start_timeout_s; a door waits a little longer for the report
 _START_MARGIN_S = 30.0
 
@@ -72,6 +74,7 @@ class EngineDoor:
     def _connect(self, instance: str) -> None:
         settings = self.settings
         self._envelope: tuple[Limits, Envelope] | None = None
+        self._streams_too: str | None = None
         number = settings.engine_number
         self.link = EngineLink(str(settings.engine_dir), instance, settings.hold_s, number=number).start()
         try:
@@ -163,6 +166,15 @@ class EngineDoor:
         if self._envelope is None or self._envelope[0] is not limits:
             self._envelope = limits, envelope_of(self.settings, limits)
         return self._envelope[1]
+
+    def cannot_stream(self, flag: str) -> RequestError:
+        """The error of a request that wants a stream from a model that is not decoupled. flag: its input."""
+        if self._streams_too is None:  # read once: a flood of such requests must not read files
+            self._streams_too = streaming_sibling(self.settings.repository, self.settings.name)
+        found = f"{flag} is true; this model cannot stream"
+        if self._streams_too:
+            return RequestError(f"{found}: send the request to model {self._streams_too}, which does")
+        return RequestError(f"{found} ({_DECOUPLED_WANTED})")
 
     def submit(self, stream: Stream, submissions: Sequence[Submission], timeout_s: float) -> None:
         """Submit the stream's requests to the engine; cancel them if the stream has ended meanwhile."""

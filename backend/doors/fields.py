@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.envelope import INT32_MAX, whole_number
 from tridecode.backend.errors import RequestError
@@ -107,6 +109,18 @@ def check_length(prompt: int, output: int, limits: Limits, prompt_name: str, out
         found = f"{prompt_name} has {prompt:,} tokens and {output_name} asks for {output:,} more"
         wanted = f"{limits.max_sequence_tokens:,} in all (max_sequence_tokens in config.pbtxt)"
         raise RequestError(f"{found}; this model accepts {wanted}")
+
+
+def cut_to_room(
+    prompt: int, params: SamplingParams, limits: Limits, prompt_name: str, output_name: str
+) -> SamplingParams:
+    """The parameters with a max_tokens that fits behind the prompt; RequestError if not one token does."""
+    room = limits.max_sequence_tokens - prompt
+    if room < 1:
+        check_length(prompt, 1, limits, prompt_name, output_name)
+    if params.max_tokens <= room:
+        return params
+    return msgspec.structs.replace(params, max_tokens=room)
 
 
 def check_word_tokens(name: str, words: list[list[int]], limit: int) -> None:

@@ -19,6 +19,7 @@ from tridecode.backend.doors.door_metrics import DoorMetrics
 from tridecode.backend.doors.engine_link import EngineLink
 from tridecode.backend.doors.envelope import internal_error
 from tridecode.backend.doors.settings import read_settings
+from tridecode.backend.doors.siblings import siblings
 from tridecode.backend.errors import EngineDownError, TridecodeError
 from tridecode.backend.messages import BEAT_S, EngineBeat
 from tridecode.backend.taken_requests import TakenRequests
@@ -47,6 +48,7 @@ class TritonPythonModel:
         except TridecodeError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         settings = self.settings
+        self._listed, self._list = -2, dict[str, list]()  # time of the folder's change, and the outputs
         instance, engine_dir = args["model_instance_name"], str(settings.engine_dir)
         numbers = range(settings.num_engines)
         self.links = [EngineLink(engine_dir, instance, settings.hold_s, number=i).start() for i in numbers]
@@ -75,6 +77,7 @@ class TritonPythonModel:
         try:
             detail = self._progress()
             values = {"READY": [True], "PHASE": [b"ready"], "DETAIL": [detail.encode()]}
+            values.update(self._models())
             outputs = Outputs(self.settings.outputs, request.requested_output_names())
             response = pb_utils.InferenceResponse(outputs.tensors(values))
         except TridecodeError as error:
@@ -86,6 +89,21 @@ class TritonPythonModel:
             return refusal(internal_error(error, ""))
         self.metrics.count_request("ok")
         return response
+
+    def _models(self) -> dict[str, list]:
+        """Names of the repository's models, and whether each streams. Read again when the folder changes."""
+        try:
+            changed = self.settings.repository.stat().st_mtime_ns
+        except OSError:
+            changed = -1
+        if changed != self._listed:
+            models = siblings(self.settings.repository)
+            self._list = {
+                "MODELS": [model.name.encode() for model in models],
+                "STREAMS": [model.streams for model in models],
+            }
+            self._listed = changed
+        return self._list
 
     def _progress(self) -> str:
         """The load of all engines in words. Raises EngineDownError if one of them makes no progress."""

@@ -74,7 +74,7 @@ class TritonPythonModel(TextModel):
         )
         return fields.sampling_params(named, limits, inputs.client_names())
 
-    def fit(self, prompt: int, params: SamplingParams, limits: Limits) -> SamplingParams:
+    def fit(self, prompt: int, params: SamplingParams, asked: TextRequest, limits: Limits) -> SamplingParams:
         name = "sampling_param_max_tokens"
         fields.check_length(prompt or 1, params.max_tokens, limits, "text_input", name)
         return params

@@ -15,7 +15,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Callable
 
-from tridecode.backend.doors.contracts.vllm import KEYS_BY_NAME, Key
+from tridecode.backend.doors.contracts.inputs import advice_on
+from tridecode.backend.doors.contracts.vllm import KEYS_BY_NAME, VLLM, Key
 from tridecode.backend.errors import RequestError, UnsupportedError
 
 MAX_JSON_BYTES = 65_536  # of the JSON text
@@ -77,6 +78,8 @@ def _refuse_constant(text: str) -> Any:
 
 
 def _nearest(name: str) -> str:
+    if advice := advice_on(name, VLLM):
+        return advice
     close = difflib.get_close_matches(name[:64], KEYS_BY_NAME, 1, 0.6)
     return f"; did you mean {close[0]}?" if close else ""
 

@@ -55,6 +55,7 @@ class TextRequest:
     skip_special: special tokens are left out of the answer; None: as config.pbtxt says. log_probs: of
     alternatives. stop_ids: tokens that end an answer as stop words do; the engine does not know them. tables:
     of virtual tokens, of each text; (): none has one. add_special_tokens: to the prompts, by the tokenizer.
+    cut: max_tokens is a default, and less where the prompt leaves less room.
     """
 
     texts: list[str]
@@ -72,6 +73,7 @@ class TextRequest:
     stop_ids: frozenset[int] = frozenset()
     tables: Sequence[RowPrompt | None] = ()
     add_special_tokens: bool = True
+    cut: bool = False
 
 
 class TritonPythonModel(EngineDoor):
@@ -145,14 +147,17 @@ class TritonPythonModel(EngineDoor):
             exclude=inputs.flag("exclude_input_in_output", self.settings.exclude_input_in_output),
             tables=prompt_inputs.read_virtual_tables(inputs, len(texts), limits),
             add_special_tokens=fields.add_special_tokens(inputs, self.settings.add_special_tokens),
+            cut="max_tokens" not in inputs,
         )
 
     def view_of(self, asked: TextRequest) -> TokenizerView:
         """How the answer is decoded."""
         return self.view
 
-    def fit(self, prompt: int, params: SamplingParams, limits: Limits) -> SamplingParams:
+    def fit(self, prompt: int, params: SamplingParams, asked: TextRequest, limits: Limits) -> SamplingParams:
         """The parameters of a prompt of this many tokens; RequestError if the answer has no room."""
+        if asked.cut:
+            return fields.cut_to_room(prompt or 1, params, limits, "text_input", "max_tokens")
         fields.check_length(prompt or 1, params.max_tokens, limits, "text_input", "max_tokens")
         return params
 
@@ -166,10 +171,7 @@ class TritonPythonModel(EngineDoor):
         """The flag of that name; RequestError if it is true and this model cannot stream."""
         streaming = inputs.flag(name)
         if streaming and not self.settings.decoupled:
-            wanted = "model_transaction_policy { decoupled: true }"
-            raise RequestError(
-                f"{name} is true; this model cannot stream ({wanted} in config.pbtxt would allow it)"
-            )
+            raise self.cannot_stream(name)
         return streaming
 
     def end_id(self, limits: Limits) -> int:
@@ -182,7 +184,7 @@ class TritonPythonModel(EngineDoor):
         return [[token] for token in self.settings.stop_ids if 0 <= token < limits.vocab_size]
 
     def _read_params(self, inputs: Inputs, batch: int, limits: Limits) -> list[SamplingParams]:
-        counts = inputs.rows("max_tokens", batch)
+        counts = inputs.rows("max_tokens", batch, self.settings.default_max_tokens)
         end_ids = inputs.rows("end_id", batch, self.end_id(limits))
         bad_words = bad_word_ids(self.tokenizer, read_words(inputs, "bad_words", batch))
         flags = {
@@ -193,6 +195,8 @@ class TritonPythonModel(EngineDoor):
         names = inputs.client_names()
         params = []
         for row, named in enumerate(inputs.params(batch)):
+            if "max_tokens" not in inputs:
+                counts[row] = max(counts[row], named.get("min_tokens", 0))
             fields.check_word_tokens("bad_words", bad_words[row], limits.max_bad_word_tokens)
             named.update(
                 max_tokens=counts[row],
@@ -224,7 +228,7 @@ class TritonPythonModel(EngineDoor):
             ids = ids[-asked.keep_last :]
             if table is None:
                 found = np.array(ids or [limits.start_id])
-            params.append(self.fit(len(found), one, limits))
+            params.append(self.fit(len(found), one, asked, limits))
             prompts.append(ids)
             placed.append(found)
         return prompts, placed, params

@@ -50,10 +50,7 @@ class TritonPythonModel(EngineDoor):
         inputs, limits = received.inputs, self.limits()
         streaming = inputs.flag("streaming")
         if streaming and not self.settings.decoupled:
-            raise RequestError(
-                "streaming is true; this model cannot stream "
-                "(model_transaction_policy { decoupled: true } in config.pbtxt would allow it)"
-            )
+            raise self.cannot_stream("streaming")
         if "input_ids" not in inputs:
             raise RequestError("input input_ids is missing; this model needs it")
         if self.settings.wrap_token_ids:

@@ -16,8 +16,6 @@ import json
 import random
 from typing import Any
 
-import msgspec
-
 from tridecode.backend.doors import fields, sampling_json
 from tridecode.backend.doors.contracts.vllm import KEYS_BY_NAME, VLLM
 from tridecode.backend.doors.door import Received
@@ -144,14 +142,9 @@ class TritonPythonModel(TextModel):
     def view_of(self, asked: TextRequest) -> TokenizerView:
         return self.view if asked.skip_special is None else self.views[asked.skip_special]
 
-    def fit(self, prompt: int, params: SamplingParams, limits: Limits) -> SamplingParams:
+    def fit(self, prompt: int, params: SamplingParams, asked: TextRequest, limits: Limits) -> SamplingParams:
         """max_tokens within the room that the prompt leaves."""
-        room = limits.max_sequence_tokens - (prompt or 1)
-        if room < 1:
-            fields.check_length(prompt, 1, limits, "text_input", "max_tokens")
-        if params.max_tokens <= room:
-            return params
-        return msgspec.structs.replace(params, max_tokens=room)
+        return fields.cut_to_room(prompt or 1, params, limits, "text_input", "max_tokens")
 
     def answer(self, rows: list[Completion], received: Received, asked: TextRequest) -> VllmAnswer:
         return VllmAnswer(rows, received, self.settings, asked, self.token_texts)

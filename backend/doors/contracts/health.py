@@ -10,5 +10,7 @@ HEALTH = Contract(
         Output("READY", "BOOL", (1,), "true; otherwise the answer is an error"),
         Output("PHASE", "STRING", (1,), "`ready`"),
         Output("DETAIL", "STRING", (1,), "what the engine is doing"),
+        Output("MODELS", "STRING", (-1,), "names of the models of this repository"),
+        Output("STREAMS", "BOOL", (-1,), "for each of them whether it sends a stream (is decoupled)"),
     ),
 )

@@ -45,7 +45,8 @@ class Inputs:
         for name, array in arrays.items():
             field = contract.by_name.get(name)
             if field is None:
-                raise UnsupportedError(f"this model has no input {_short(name)}{_meant(name, contract)}")
+                advice = advice_on(name, contract) or _meant(name, contract)
+                raise UnsupportedError(f"this model has no input {_short(name)}{advice}")
             _check_dtype(field, array)
             if field.refused:
                 _refuse(field, array)
@@ -146,10 +147,23 @@ def check_parameters(values: Mapping[str, Any], contract: Contract, allowed: Ite
         if name in contract.by_name:
             raise RequestError(f"{name} was sent as a request parameter; it is an input tensor of this model")
         known = [*contract.by_name, *(pattern for pattern in patterns if "*" not in pattern)]
+        if advice := advice_on(name, contract):
+            raise RequestError(f"request parameter {name} is unknown to this model{advice}")
         close = difflib.get_close_matches(name[:_LONGEST_NAME], known, 1, 0.6)
         kind = "the input " if close and close[0] in contract.by_name else ""
         meant = f"; did you mean {kind}{close[0]}?" if close else ""
         raise RequestError(f"request parameter {_short(name)} is unknown to this model{meant}")
+
+
+def advice_on(name: str, contract: Contract) -> str:
+    """What to send instead of a field of OpenAI's API; "" for another name."""
+    prompt = contract.inputs[0].name
+    if name == "prompt":
+        return f"; it takes the prompt as {prompt}"
+    if name == "messages":
+        rendered = f"it takes one prompt as {prompt}, to which no chat template is applied"
+        return f"; {rendered}: render the messages with the model's template first (docs/clients.md, Chats)"
+    return ""
 
 
 def _nearest(name: str, contract: Contract) -> str:

@@ -14,7 +14,8 @@ from tridecode.backend.doors.contracts.field import (
 _INPUTS = (
     Field("text_input", "STRING", "prompt; no chat template is applied", kind="prompt", required=True),
     refused("decoder_text_input", "STRING", (b"",)),
-    Field("max_tokens", "INT32", param="max_tokens", required=True),
+    # required by TensorRT-LLM; ours, so that a request of the text alone is answered
+    Field("max_tokens", "INT32", param="max_tokens", default="`config.pbtxt`'s `default_max_tokens`"),
     Field("num_return_sequences", "INT32", param="num_return_sequences"),
     Field("bad_words", "STRING", "words that are never generated", "none", (-1,), "words"),
     Field("stop_words", "STRING", "texts that end the answer", "none", (-1,), "words"),

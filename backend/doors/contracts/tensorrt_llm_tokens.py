@@ -200,7 +200,12 @@ _RENAMED = {
 _NOT_PASSED_ON = ("stop", "priority")
 
 TENSORRT_LLM_ENSEMBLE = Contract(
-    tuple(field for field in TENSORRT_LLM.inputs if field.declared and field.name not in _NOT_PASSED_ON),
+    tuple(
+        # preprocessing and tensorrt_llm require the number of new tokens
+        replace(field, required=True, default="") if field.name == "max_tokens" else field
+        for field in TENSORRT_LLM.inputs
+        if field.declared and field.name not in _NOT_PASSED_ON
+    ),
     # two axes beside the batch's: for one, Triton would put an axis of 1 before postprocessing's flat array
     tuple(
         replace(output, dims=(-1, -1)) if output.name == "text_output" else output

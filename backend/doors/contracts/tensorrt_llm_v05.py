@@ -10,7 +10,8 @@ from tridecode.backend.doors.contracts.tensorrt_llm import TENSORRT_LLM
 #: in the order of its config.pbtxt: name -> what differs from the last version
 _INPUTS: dict[str, dict] = {
     "text_input": {"dims": (-1,)},
-    "max_tokens": {"dtype": "UINT32"},  # [-1] in TensorRT-LLM; see request_output_len of FasterTransformer
+    # [-1] in TensorRT-LLM; see request_output_len of FasterTransformer
+    "max_tokens": {"dtype": "UINT32", "required": True, "default": ""},
     "bad_words": {"required": True, "lenient": True},
     "stop_words": {"required": True, "lenient": True},
     "end_id": {"dtype": "UINT32"},

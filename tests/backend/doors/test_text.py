@@ -180,6 +180,41 @@ def test_max_tokens_cuts_the_answer(door):
     assert out["num_output_tokens"].tolist() == [[2]]
 
 
+def test_a_request_without_max_tokens_gets_the_default_of_the_repository(repository):
+    def sent(door, **others) -> tuple[int, int]:
+        arrays = tensors("Hello", **others)
+        del arrays["max_tokens"]
+        only(ask(door, arrays))
+        return last_params(door).max_tokens, last_params(door).min_tokens
+
+    with serving(repository) as door:
+        assert sent(door) == (256, 0)
+        assert sent(door, min_tokens=np.array([[300]], np.int32)) == (300, 300)
+    with serving(repository, config={"default_max_tokens": "7"}) as door:
+        assert sent(door) == (7, 0)
+    with serving(repository, config={"default_max_tokens": "5000"}) as door:
+        assert sent(door) == (LIMITS.max_sequence_tokens - len(ids_of("Hello")), 0)
+        both = {"text_input": strings([["Hello"], ["Hello world"]])}
+        ask(door, both)
+        assert last_params(door).max_tokens == LIMITS.max_sequence_tokens - len(ids_of("Hello world"))
+        code, text = refusal(ask(door, tensors("Hello", 5000)))
+        assert code == "INVALID_ARG" and "max_tokens asks for 5,000 more" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("messages", "it takes one prompt as text_input, to which no chat template is applied"),
+        ("prompt", "it takes the prompt as text_input"),
+    ],
+)
+def test_fields_of_openai_s_api_get_a_hint(door, name, wanted):
+    code, text = refusal(ask(door, tensors("Hello"), parameters={name: "some text"}))
+    assert code == "INVALID_ARG" and wanted in text and "some text" not in text
+    code, text = refusal(ask(door, {**tensors("Hello"), name: strings([["some text"]])}))
+    assert code == "UNSUPPORTED" and wanted in text and "some text" not in text
+
+
 def test_max_tokens_0_gives_the_prompt(door):
     assert text_of(only(ask(door, tensors("Hello", 0)))) == "Hello"
 
@@ -608,7 +643,6 @@ def test_the_models_end_id_is_the_default(door):
 
 
 BAD = {
-    "no max_tokens": ({"text_input": strings([["a"]])}, "INVALID_ARG", "max_tokens is missing"),
     "no text": ({"max_tokens": np.array([[1]], np.int32)}, "INVALID_ARG", "text_input is missing"),
     "negative max_tokens": (tensors("a", -1), "INVALID_ARG", "max_tokens is -1; wanted 0 to 2**31 - 1"),
     "too much": (
