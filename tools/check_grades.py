@@ -20,9 +20,9 @@ def grade_faults(parity: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         if not isinstance(figures, dict):
             continue
         mean_kl, agreement = figures.get("mean_kl"), figures.get("agreement")
-        if not all(isinstance(value, (int, float)) for value in (mean_kl, agreement)):
+        if not (isinstance(mean_kl, (int, float)) and isinstance(agreement, (int, float))):
             continue
-        if grade(float(mean_kl), float(agreement)) == POOR:
+        if grade(mean_kl, agreement) == POOR:
             weights, activations = (str(quality.get(key) or "") for key in ("weights", "activations"))
             found = f"{weights} is poor on {where}: mean KL {mean_kl:.3g} nats, {agreement:.1%} equal tokens"
             yield found, limits_of(POOR), f"Build it again: {advice(weights, activations)}."

@@ -345,8 +345,8 @@ def _check_parity(repository: Path, weights: Path, tokenizer_dir: str | None) ->
             PARITY_FILE, "no passed comparison", f"{PARITY_FORMAT}, passed", "Build the repository again."
         )
         return
-    for found, wanted, advice in grade_faults(parity):
-        yield _warning(PARITY_FILE, found, wanted, advice)
+    for was, wanted, advice in grade_faults(parity):
+        yield _warning(PARITY_FILE, was, wanted, advice)
     tokenizer_file = None if tokenizer_dir is None else repository / tokenizer_dir / "tokenizer.json"
     try:
         if tokenizer_file is not None:

@@ -23,6 +23,7 @@ from tridecode.tools.triton_stream import plain_reason, stream_results
 
 GRPC_PORT = 8001  # tritonserver's default
 _CONNECT_S = 10.0  # until a server that does not answer counts as absent
+_RATE_S = 0.05  # shortest time that tokens/s is computed from: several tokens can come in one packet
 
 #: names of text models in a repository, the recommended one first
 TEXT_MODELS = (
@@ -53,10 +54,12 @@ _INPUT_OF = {field.param: field.name for field in TENSORRT_LLM.params if field.p
 
 @dataclass(frozen=True)
 class Piece:
-    """What one response added: its text and how many tokens that is."""
+    """What one response added: its text and how many tokens that is. finish_reason: "stop", "length" or
+    "abort" with the last one, "" before and from servers without it."""
 
     text: str
     tokens: int
+    finish_reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -174,30 +177,35 @@ def infer_text(
     if found.decoupled:
         options = {"stream": False, "timeout_s": timeout_s, **sampling}
         pieces = list(stream_text(url, found.name, prompt, **options))
-        return Piece("".join(piece.text for piece in pieces), sum(piece.tokens for piece in pieces))
+        reason = pieces[-1].finish_reason if pieces else ""
+        return Piece("".join(piece.text for piece in pieces), sum(piece.tokens for piece in pieces), reason)
     with _client(url) as client:
         inputs = _inputs(prompt, dict(sampling), found.dtypes)
         return _piece(client.infer(found.name, inputs, client_timeout=timeout_s))
 
 
 def print_stream(pieces: Iterator[Piece]) -> bool:
-    """Write pieces to stdout as they arrive; then, to stderr, the time to the first token and tokens/s.
-    False if Ctrl-C ended them early."""
+    """Write pieces to stdout as they arrive; then, to stderr, the time to the first token, tokens/s, and
+    whether max_tokens ended the answer. False if Ctrl-C ended them early."""
     started, first, last, early, tokens = time.perf_counter(), 0.0, 0.0, 0, 0
-    whole = True
+    whole, reason = True, ""
     try:
         for piece in pieces:
             last = time.perf_counter()
             if not first:
                 first, early = last, piece.tokens
             tokens += piece.tokens
+            reason = piece.finish_reason or reason
             print(piece.text, end="", flush=True)
     except KeyboardInterrupt:
         whole = False
     print(flush=True)
     if first:
-        rate = f", then {(tokens - early) / (last - first):.1f} tokens/s" if tokens > early else ""
+        later, seconds = tokens - early, last - first
+        rate = f", then {later / seconds:.1f} tokens/s" if later and seconds >= _RATE_S else ""
         cut = "" if whole else "; cancelled"
+        if reason == "length":
+            cut = "; ended by its length (--max-tokens)"
         told = f"first token {(first - started) * 1000:.0f} ms{rate}; {tokens} tokens{cut}"
         typer.secho(told, dim=True, err=True)
     return whole
@@ -207,7 +215,12 @@ def _piece(result: triton.InferResult) -> Piece:
     text = result.as_numpy("text_output")
     counts = result.as_numpy("num_output_tokens")
     joined = b"" if text is None else b"".join(text.reshape(-1).tolist())
-    return Piece(joined.decode("utf-8", errors="replace"), 0 if counts is None else int(counts.sum()))
+    reasons = result.as_numpy("finish_reason")
+    return Piece(
+        joined.decode("utf-8", errors="replace"),
+        0 if counts is None else int(counts.sum()),
+        "" if reasons is None else reasons.reshape(-1)[0].decode("utf-8", errors="replace"),
+    )
 
 
 def _inputs(

@@ -28,7 +28,7 @@ from tridecode.backend.errors import UnsupportedError
 from tridecode.backend.host_memory import available_memory
 from tridecode.backend.weights import TORCH_DTYPES
 from tridecode.converters.convert import PlannedConversion
-from tridecode.converters.progress import byte_progress
+from tridecode.converters.progress import work_progress
 from tridecode.converters.quantize.built_in_texts import BUILT_IN
 from tridecode.converters.quantize.layers import LayerRun
 from tridecode.converters.quantize.methods import Method
@@ -133,7 +133,7 @@ def calibrate(
     model = checkpoint.reference_model(_dtype_that_fits(planned))
     matrices = sum(math.prod(item.spec.shape) for item in planned.conversions if item.spec.layer is not None)
     total = matrices * TORCH_DTYPES[config.weight_dtype].itemsize
-    with byte_progress(f"calibrating {method.name}", total) as progress:
+    with work_progress(f"calibrating {method.name}", total) as progress:
         result = calibrate_model(model, planned, sequences, method, progress, folder=folder)
     result.notes += notes
     return result

@@ -205,7 +205,8 @@ def test_text_of_another_encoding_than_the_terminals_is_no_fault() -> None:
 
 
 def test_generate_streams_to_stdout_and_its_figures_to_stderr() -> None:
-    model = FakeModel("tensorrt_llm_bls", ("text_input",), text_responses([("Hi", 1), (" there", 1)]))
+    responses = text_responses([("Hi", 1), (" there", 1)])
+    model = FakeModel("tensorrt_llm_bls", ("text_input",), responses, gap_s=0.1)
     with fake_server(model) as server:
         options = ["--top-k", "5", "--stop", "a", "--stop", "b"]
         done = run("generate", "--url", server.url, "--prompt", "x", *options)

@@ -81,7 +81,7 @@ def test_the_demonstration_streams_an_answer_and_leaves_nothing_running(tmp_path
     first, second = CliRunner().invoke(app, arguments), CliRunner().invoke(app, arguments)
     for done in (first, second):
         assert done.exit_code == 0, done.output
-        assert re.search(r"first token \d+ ms.*; 5 tokens", done.stderr)
+        assert re.search(r"first token \d+ ms.*; 5 tokens; ended by its length", done.stderr)
         assert re.search(r"to serve it: .* serve demo/tiny-", done.stderr)
     assert "(exists)" in second.stderr and "(exists)" not in first.stderr
     assert len(second.stdout.strip()) > 0 and first.stdout.endswith(second.stdout)

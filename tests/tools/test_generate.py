@@ -142,6 +142,20 @@ def test_first_token_time_and_rate_are_those_of_the_server(capsys) -> None:
     assert "21 tokens" in err
 
 
+@pytest.mark.parametrize(("reason", "told"), [("length", True), ("stop", False), (None, False)])
+def test_an_answer_that_max_tokens_ends_says_so_and_few_tokens_at_once_have_no_rate(
+    capsys, reason, told
+) -> None:
+    responses = text_responses([("a", 1), ("b", 3)])
+    if reason is not None:
+        responses[-1]["finish_reason"] = np.array([[reason.encode()]], object)
+    with fake_server(FakeModel("tensorrt_llm_bls", TEXT, responses, True)) as server:
+        assert print_stream(stream_text(server.url, "tensorrt_llm_bls", "hello")) is True
+    err = capsys.readouterr().err
+    assert "; 4 tokens" in err and "tokens/s" not in err
+    assert ("ended by its length (--max-tokens)" in err) == told
+
+
 @pytest.mark.parametrize(
     "present, streaming, chosen",
     [
