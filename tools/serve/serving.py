@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import shutil
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from tridecode.tools.serve import triton_access
 from tridecode.tools.serve.drain import Drain
 from tridecode.tools.serve.guarded_server import GuardedServer
 from tridecode.tools.serve.options import ServeOptions
+from tridecode.tools.serve.server_log import ServerLog
 from tridecode.tools.serve.server_watch import WATCH_S, ServerWatch
 from tridecode.tools.serve.signals import Signals
 from tridecode.tools.serve.start import Start, StartError
@@ -40,14 +40,14 @@ def serve(options: ServeOptions) -> int:
     models = options.check()
     signals = Signals()
     failure: TridecodeError | None = None
-    with GuardedServer(options.server_arguments(), options.door_python, options.key) as server:
-        _log.info("tritonserver is process %d", server.pid)
-        if not shutil.which("nvidia-smi"):
-            _log.info("no GPU: Triton will say once that CudaDriverHelper is not initialized, as it must")
-        try:
-            return Serving(options, server, signals, models).run()
-        except TridecodeError as error:
-            failure = error
+    with ServerLog(options.triton_args) as log:
+        arguments = [*log.arguments, *options.server_arguments()]
+        with GuardedServer(arguments, options.door_python, options.key) as server:
+            _log.info("tritonserver is process %d", server.pid)
+            try:
+                return Serving(options, server, signals, models, log).run()
+            except TridecodeError as error:
+                failure = error
     _log.error("%s", failure)  # after everything that the end of the server logs
     return 1
 
@@ -70,12 +70,18 @@ class Serving:
     """One server's life. models: which must become ready."""
 
     def __init__(
-        self, options: ServeOptions, server: GuardedServer, signals: Signals, models: Sequence[str] = ()
+        self,
+        options: ServeOptions,
+        server: GuardedServer,
+        signals: Signals,
+        models: Sequence[str] = (),
+        log: ServerLog | None = None,
     ) -> None:
         self._options = options
         self._server = server
         self._signals = signals
         self._models = models
+        self._log = log or ServerLog()
         self._http = options.http()
         self._watch = ServerWatch(options, server, self._http)
         self._deaths = Deaths()
@@ -105,16 +111,20 @@ class Serving:
         return start.wait(self._options.start_timeout_s, self._goes_on)
 
     def _first_start(self) -> None:
-        began = time.monotonic()
-        while not (rows := self._start()):
-            if self._signals.count:
-                return
-            self._after_failed_start()
-        failed = sorted((row for row in rows if row.state != "READY"), key=lambda row: bool(row.reason))
-        for row in failed[:-1]:
-            _log.error("%s", _failure(row))
-        if failed:
-            raise StartError(_failure(failed[-1]))
+        began, rows = time.monotonic(), list[ModelState]()
+        try:
+            while not (rows := self._start()):
+                if self._signals.count:
+                    return
+                self._log.show_held()
+                self._after_failed_start()
+        finally:
+            self._log.started(reported=bool(rows))
+        failures = _failures(rows)
+        for text in failures[:-1]:
+            _log.error("%s", text)
+        if failures:
+            raise StartError(failures[-1])
         self._was_ready = True
         self._log_ready(time.monotonic() - began)
 
@@ -168,9 +178,10 @@ class Serving:
             _log.error("%s", error)
             self._server.kill_server()
             return
+        for text in _failures(rows):
+            _log.error("%s", text)
         for row in rows:
             if row.state != "READY":
-                _log.error("%s", _failure(row))
                 self._watch.doors.bring_back(row.name)
         if rows:
             kept = "the engine was kept" if engines == self._engines() else "with a new engine"
@@ -197,7 +208,19 @@ class Serving:
         return {(one.supervisor_pid, one.state.epoch) for one in state_file.read_all(self._server.folder)}
 
 
-def _failure(row: ModelState) -> str:
-    """Why a model is not ready, without the python frames that Triton appends."""
-    reason = " ".join(row.reason.partition("\n\nAt:")[0].split()) or "a model that it needs could not be"
-    return f"model {row.name} could not be loaded: {reason}"
+def _failures(rows: Sequence[ModelState]) -> list[str]:
+    """A sentence for each reason why models are not ready; the models without one of their own come first."""
+    models: dict[str, list[str]] = {}
+    for row in sorted(rows, key=lambda row: bool(row.reason)):
+        if row.state != "READY":
+            models.setdefault(_reason(row), []).append(row.name)
+    return [
+        f"model{'s' if len(names) > 1 else ''} {', '.join(names)} could not be loaded: {reason}"
+        for reason, names in models.items()
+    ]
+
+
+def _reason(row: ModelState) -> str:
+    """Why a model is not ready, without the python frames and the class that Triton adds."""
+    reason = " ".join(row.reason.partition("\n\nAt:")[0].split())
+    return reason.removeprefix("Internal: TritonModelException: ") or "a model that it needs could not be"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tridecode.backend.errors import TridecodeError
+from tridecode.backend.messages import EngineState
 from tridecode.backend.supervisor import shared_memory, state_file
 from tridecode.tools.progress import Progress
 from tridecode.tools.serve import ports
@@ -64,7 +65,7 @@ class Start:
         ]
         rows = self._rows()
         if rows is None:
-            self._say(self._loading() if not late else f"engine {late[0].phase}: {late[0].detail}")
+            self._say(self._loading() if not late else _engine(late[0]))
             return None
         # Triton answers after it has tried every model; an ensemble with a failed member has no state
         failed = [row for row in rows if row.state in ("UNAVAILABLE", "")]
@@ -74,7 +75,7 @@ class Start:
         elif late and not failed:
             if late[0].phase == "failed":
                 raise StartError(f"the engine cannot start: {late[0].detail}")
-            self._say(f"engine {late[0].phase}: {late[0].detail}")
+            self._say(_engine(late[0]))
         else:
             return rows
         return None
@@ -115,3 +116,8 @@ class Start:
             if others and self._server.pid not in others and self._server.running():
                 holders = ", ".join(map(ports.in_words, others))
                 raise StartError(f"{name} port {port} is served by {holders}, not by our tritonserver")
+
+
+def _engine(state: EngineState) -> str:
+    """What the engine does; the reason of a failure comes with the models that could not be loaded."""
+    return f"engine {state.phase}" if state.phase == "failed" else f"engine {state.phase}: {state.detail}"
