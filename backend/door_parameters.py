@@ -59,6 +59,12 @@ def _seconds(text: str) -> float:
     return float(text)
 
 
+def _pause(text: str) -> float:
+    if not float(text) >= 0:
+        raise ValueError(text)
+    return float(text)
+
+
 def _ids(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(",") if part.strip())
 
@@ -174,6 +180,16 @@ DOOR_PARAMETERS: tuple[DoorParameter, ...] = (
         "a number of seconds",
         "longest wait of a request for an engine that is being rebuilt",
         float,
+        _ENGINE_DOORS,
+    ),
+    DoorParameter(
+        "resume_within_s",
+        "float",
+        60.0,
+        "0 or more seconds",
+        "longest wait of a request for the next engine after its own has died; with a timeout it waits until "
+        "then instead; 0: requests end with their engine",
+        _pause,
         _ENGINE_DOORS,
     ),
     _time(

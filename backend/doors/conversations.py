@@ -2,6 +2,7 @@
 
 The door keeps the tokens that an answer shows. The engine keeps them too, with what it has computed; a round
 tells it how many it goes on from. So a round that fails changes nothing: the next one names the same number.
+An engine that was started since the last round gets the tokens with the next one.
 """
 
 from __future__ import annotations
@@ -34,17 +35,22 @@ class Conversation:
     session_len: int
     memory_len: int
     rows: list[list[int]]
-    leads: list[int]
+    leads: list[list[int]]
     used_at: float = 0.0
 
     @property
     def longest(self) -> int:
-        return max(len(row) + lead for row, lead in zip(self.rows, self.leads))
+        return max(self.kept)
 
     @property
     def kept(self) -> list[int]:
         """How many tokens of each row the engine has."""
-        return [len(row) + lead for row, lead in zip(self.rows, self.leads)]
+        return [len(row) + len(lead) for row, lead in zip(self.rows, self.leads)]
+
+    @property
+    def history(self) -> list[list[int]]:
+        """The tokens of each row that the engine has; another engine continues the conversation from them."""
+        return [lead + row for row, lead in zip(self.rows, self.leads)]
 
 
 @dataclass(eq=False)
@@ -143,7 +149,7 @@ class Conversations:
     def begin(self, key: Key, session_len: int, memory_len: int, rows: int) -> Conversation:
         """A new conversation, which has no place here before `add`."""
         return Conversation(
-            next(self._numbers), session_len, memory_len, [[] for _ in range(rows)], [0] * rows
+            next(self._numbers), session_len, memory_len, [[] for _ in range(rows)], [[] for _ in range(rows)]
         )
 
     def get(self, key: Key) -> Conversation:

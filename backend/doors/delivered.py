@@ -37,9 +37,11 @@ class DeliveredSequence:
         return len(self._tokens) + len(self._steps)
 
     def sent(self, vocab_size: int) -> Sent:
+        if self.ended:
+            return Sent(ended=True)
         return Sent(
             np.asarray(self._tokens, "<i4").tobytes(),
-            self.ended,
+            False,
             self._context_bytes // (_LOGIT_BYTES * vocab_size),
             self._perf,
             self._steps,

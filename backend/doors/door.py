@@ -176,8 +176,9 @@ class EngineDoor:
             return RequestError(f"{found}: send the request to model {self._streams_too}, which does")
         return RequestError(f"{found} ({_DECOUPLED_WANTED})")
 
-    def submit(self, stream: Stream, submissions: Sequence[Submission], timeout_s: float) -> None:
+    def submit(self, stream: Stream, submissions: Sequence[Submission], received: Received) -> None:
         """Submit the stream's requests to the engine; cancel them if the stream has ended meanwhile."""
+        resume_within_s = self.settings.resume_within_s if received.inputs.flag("resume", True) else 0.0
         stream.requests = [self.link.reserve() for _ in submissions]
         sequences = [sequence for one in submissions for sequence in one.sequences]
         stream.sequences = sum(sequence.params.num_sequences for sequence in sequences)
@@ -188,9 +189,11 @@ class EngineDoor:
                 one.sequences,
                 one.sink,
                 priority=one.priority,
-                timeout_s=timeout_s,
+                timeout_s=received.timeout_s,
                 label=stream.label,
                 session=one.session,
+                history=one.history,
+                resume_within_s=resume_within_s,
             )
         if stream.ended:
             stream.cancel_rows()
@@ -218,12 +221,13 @@ class EngineDoor:
 class Submission:
     """One request of the engine: some sequences of a Triton request, and the receiver of their events.
 
-    session: if it is a round of one."""
+    session: if it is a round of one; history: the tokens that each row of the session keeps for it."""
 
     sequences: list[SequenceRequest]
     sink: Sink
     priority: int
     session: SessionRound | None = None
+    history: list[list[int]] | None = None
 
 
 class UnaryDoor:

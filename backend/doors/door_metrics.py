@@ -10,6 +10,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import triton_python_backend_utils as pb_utils
@@ -26,6 +27,7 @@ from tridecode.backend.doors.metric_table import (
     REPEATED,
     Metric,
 )
+from tridecode.backend.doors.open_requests import ResumeCounts
 from tridecode.backend.doors.request_times import GapCounts, RequestTimes
 from tridecode.backend.messages import EngineBeat
 
@@ -38,6 +40,8 @@ _BY_NAME = {row.name: row for row in DOOR_METRICS}
 _REQUESTS = _BY_NAME["tridecode_requests_total"]
 _PROMPT_TOKENS = _BY_NAME["tridecode_prompt_tokens_total"]
 _OUTPUT_TOKENS = _BY_NAME["tridecode_output_tokens_total"]
+_RESUMED = _BY_NAME["tridecode_resumed_requests_total"]
+_RESUME_WAIT = _BY_NAME["tridecode_resume_wait_seconds_total"]
 _FIRST = _BY_NAME["tridecode_time_to_first_token_seconds"]
 _GAPS = _BY_NAME["tridecode_inter_token_seconds"]
 _PER_TOKEN = _BY_NAME["tridecode_time_per_output_token_seconds"]
@@ -68,6 +72,7 @@ class DoorMetrics:
         self._engine: Labels = {"engine": engine}
         self._lock = threading.Lock()
         self._counts: Counter[tuple[str, str]] = Counter()  # (metric, outcome) -> not yet published
+        self._resumed = ResumeCounts()  # those that were published
         self._values: list[tuple[Metric, float]] = []
         self._families: Families | None = None
         self._closing = threading.Event()
@@ -128,6 +133,7 @@ class DoorMetrics:
             threads = self._gaps()
             columns = zip(*(one.counts for one in threads))
             self._gap_counters.publish([sum(column) for column in columns], sum(one.sum for one in threads))
+            self._publish_resumed(families)
         self._publish_engine(families)
 
     def _begin(self) -> None:
@@ -141,6 +147,13 @@ class DoorMetrics:
             self._gap_counters = BucketCounters(families, _GAPS, self._model)
         self._totals = Totals(families)
         self._families = families
+
+    def _publish_resumed(self, families: Families) -> None:
+        resumed, before = replace(self._link.resumed()), self._resumed
+        self._resumed = resumed
+        if resumed != before:
+            families.add(_RESUMED, self._model, resumed.requests - before.requests)
+            families.add(_RESUME_WAIT, self._model, resumed.wait_s - before.wait_s)
 
     def _publish_engine(self, families: Families) -> None:
         beat = self._link.beat()

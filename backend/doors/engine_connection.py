@@ -205,6 +205,8 @@ class EngineConnection:
             self.changed.notify_all()
         if state.phase == "ready" and self.engine.socket is None:
             self.engine.connect(state.endpoint)
+        elif state.phase == "down":
+            self.requests.fail_new(_down_text(state))
         elif state.phase not in ("ready", "starting"):
             self.requests.fail_all(_down_text(state))
 
@@ -240,7 +242,7 @@ class EngineConnection:
         self.requests.engine_ready(welcome.limits)
 
     def _forget_welcome(self, text: str) -> None:
-        """End the requests that the engine had."""
+        """The requests that the engine had wait for the next one, or end."""
         with self.changed:
             self.welcome = None
         self.requests.engine_lost(text)

@@ -26,7 +26,7 @@ import zmq
 
 from tridecode.backend import messages as m
 from tridecode.backend.doors.engine_connection import EngineConnection
-from tridecode.backend.doors.open_requests import OpenRequest, Sink
+from tridecode.backend.doors.open_requests import OpenRequest, ResumeCounts, Sink
 from tridecode.backend.errors import EngineDownError, RequestError
 from tridecode.backend.pauses import PauseWatch
 from tridecode.backend.supervisor import launch
@@ -104,8 +104,14 @@ class EngineLink:
         timeout_s: float = 0.0,
         label: str = "",
         session: m.SessionRound | None = None,
+        history: list[list[int]] | None = None,
+        resume_within_s: float = 0.0,
     ) -> None:
         """Submit a request under an id from reserve().
+
+        history: of a later round of a session, the tokens that each row keeps; the lists do not change.
+        resume_within_s: if its engine is lost, the next one continues the request, if it is ready within this
+        time, or before the request's own deadline; 0: the request ends with its engine.
 
         Raises EngineDownError if the link is closed, RequestError if the request cannot be encoded or if the
         engine could not decode it.
@@ -115,7 +121,9 @@ class EngineLink:
         frame = _encode(m.Submit(request, sequences, priority, timeout_s, label, session))
         hold_until = time.monotonic() + self._hold_s
         count = sum(sequence.params.num_sequences for sequence in sequences)
-        entry = OpenRequest(request, frame, sink, count, hold_until, timeout_s)
+        entry = OpenRequest(
+            request, frame, sink, count, hold_until, timeout_s, resume_within_s, session, history or []
+        )
         self._call(self._connection.requests.submit, entry)
 
     def cancel(self, request: int) -> None:
@@ -124,7 +132,11 @@ class EngineLink:
 
     def end_session(self, number: int) -> None:
         """Have the engine forget a session; without an engine there is none."""
-        self._call(self._send_end, m.EndSession(number))
+        self._call(self._connection.requests.end_session, number)
+
+    def resumed(self) -> ResumeCounts:
+        """How many requests a second engine has continued so far."""
+        return self._connection.requests.resumed
 
     def limits(self) -> m.Limits | None:
         """Limits of the engine, or of the last one while it is rebuilt; None before the first was ready."""
@@ -174,9 +186,6 @@ class EngineLink:
             self._wake_write.send(b"\0")
 
     # ------------------------------------------------------------ the link's thread
-
-    def _send_end(self, message: m.EndSession) -> None:
-        self._connection.engine.send(message)
 
     def _run(self) -> None:
         connection = self._connection

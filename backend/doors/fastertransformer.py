@@ -59,7 +59,7 @@ class TritonPythonModel(EngineDoor):
         priorities = fields.priorities(inputs, received.parameters, batch)
         if min(priorities) != max(priorities):
             raise RequestError("priority differs between the rows of one request; send them apart")
-        self.submit(stream, [Submission(sequences, stream.put, priorities[0])], received.timeout_s)
+        self.submit(stream, [Submission(sequences, stream.put, priorities[0])], received)
 
 
 @dataclass

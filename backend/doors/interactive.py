@@ -128,6 +128,7 @@ class TritonPythonModel(EngineDoor):
         received.envelope.check_response(new.batch, width, most, 0, responses)
         sequences = read_sequences(inputs, _for_engine(new, turn.start), counts, limits)
         round_ = self._round(turn, conversation, new)
+        history = [] if turn.start else conversation.history
         stream.answer = Answer(
             prompts,
             counts,
@@ -141,7 +142,7 @@ class TritonPythonModel(EngineDoor):
             raise RequestError("priority differs between the rows of one request; send them apart")
         turn.set_prompts([row[:length].tolist() for row, length in zip(prompts.ids, prompts.lengths)])
         sink = partial(_pass_on, turn)
-        self.submit(stream, [Submission(sequences, sink, priorities[0], round_)], received.timeout_s)
+        self.submit(stream, [Submission(sequences, sink, priorities[0], round_, history)], received)
 
     def _conversation(self, turn: Turn, inputs: Inputs, new: Prompts) -> Conversation:
         """That of the turn, or a new one in place of another of the same sequence id."""
@@ -172,7 +173,9 @@ class TritonPythonModel(EngineDoor):
     def _round(self, turn: Turn, conversation: Conversation, new: Prompts) -> SessionRound:
         kept = [] if turn.start else conversation.kept
         if turn.start:
-            conversation.leads = [0 if length else 1 for length in new.lengths]
+            conversation.leads = [
+                [] if length else [start_id] for length, start_id in zip(new.lengths, new.start_ids)
+            ]
             self.conversations.add(turn.key, conversation)
         return SessionRound(
             conversation.number,

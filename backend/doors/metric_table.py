@@ -73,6 +73,18 @@ DOOR_METRICS = (
         _MODEL,
     ),
     Metric(
+        "tridecode_resumed_requests_total",
+        COUNTER,
+        "Requests whose engine died and that the next engine continued",
+        _MODEL,
+    ),
+    Metric(
+        "tridecode_resume_wait_seconds_total",
+        COUNTER,
+        "Time from the death of an engine to the next one, in seconds, summed over the continued requests",
+        _MODEL,
+    ),
+    Metric(
         "tridecode_time_to_first_token_seconds",
         HISTOGRAM,
         "Time from the arrival of a request in its model to its first token; requests without a token are "

@@ -50,6 +50,7 @@ class DoorSettings:
     start_timeout_s: float = 900.0
     session_idle_s: float | None = None  # a session without a round for so long ends; None: sequence_idle_s
     hold_s: float = 2.0  # longest wait of a request for an engine that is being rebuilt
+    resume_within_s: float = 60.0  # longest wait of a request for the engine that continues it; 0: none does
     probe_timeout_s: float = 5.0  # health: a longer step of the engine counts as stuck
     made_by: str = ""  # stand-ins: the options of build-repo that make the model
     allowed_parameters: tuple[str, ...] = ()  # request parameters to ignore; may be patterns

@@ -122,7 +122,7 @@ class TritonPythonModel(EngineDoor):
             sequence = _sequence(placed[row], one, asked.lora_names[row], tables[row])
             submissions.append(Submission([sequence], sink, asked.priorities[row]))
         stream.answer = self.answer(rows, received, asked)
-        self.submit(stream, submissions, received.timeout_s)
+        self.submit(stream, submissions, received)
         if stream.stop_wanted:
             stop_rows(stream)
 

@@ -81,7 +81,7 @@ class TritonPythonModel(EngineDoor):
         layout = Layout.of(inputs, received.outputs, self.settings, fill, limits.vocab_size)
         beams = [one.beam_width > 1 for one in params]
         stream.answer = TokenAnswer(sequences, beams, layout, streaming)
-        self.submit(stream, submissions, received.timeout_s)
+        self.submit(stream, submissions, received)
         if stream.stop_wanted:
             stop_rows(stream)
 

@@ -29,7 +29,7 @@ def check(submit: Submit, vocab_size: int) -> None:
             f"{len(submit.sent)} sequences were sent before; the request has {len(params)} sequences"
         )
     for index, (sent, one) in enumerate(zip(submit.sent, params)):
-        fault = _fault_of(sent, one, vocab_size)
+        fault = "" if sent.ended else _fault_of(sent, one, vocab_size)
         if fault:
             raise RequestError(f"sequence {index}: {fault}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tridecode.backend.doors.contracts.field import Contract, Field, Output, refused, with_parameters
+from tridecode.backend.doors.contracts.field import RESUME, Contract, Field, Output, refused, with_parameters
 
 _INPUTS = (
     Field("input_ids", "UINT32", "prompts, padded to one width", dims=(-1,), kind="ids", required=True),
@@ -65,6 +65,7 @@ _INPUTS = (
         "name of the LoRA adapter of each row, see [adapters.md](adapters.md)",
         "the base model",
     ),
+    RESUME,
     refused("session_len", "UINT32", declared=False),
     refused("memory_len", "UINT32", declared=False),
 )

@@ -135,3 +135,12 @@ def with_parameters(
         for row in parameters(table)
         if row.range and row.name not in named
     )
+
+
+#: of every model with an engine
+RESUME = Field(
+    "resume",
+    "BOOL",
+    "when the engine dies, wait for the rebuilt one and continue there; false: end with an error",
+    "true",
+)

@@ -34,6 +34,7 @@ _TAKEN = (
     "bad_words_list",
     "priority",
     "lora_name",
+    "resume",
 )
 _MEANINGS = {
     "input_ids": "new tokens of each row, padded to one width",

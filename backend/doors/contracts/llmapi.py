@@ -5,7 +5,14 @@ Source: triton_backend/all_models/llmapi/tensorrt_llm/config.pbtxt of TensorRT-L
 
 from __future__ import annotations
 
-from tridecode.backend.doors.contracts.field import Contract, Field, Output, refused, special_tokens_field
+from tridecode.backend.doors.contracts.field import (
+    RESUME,
+    Contract,
+    Field,
+    Output,
+    refused,
+    special_tokens_field,
+)
 
 _PREFIX = "sampling_param_"
 _INPUTS = (
@@ -44,6 +51,7 @@ _INPUTS = (
     Field(
         "lora_name", "STRING", "name of the LoRA adapter, see [adapters.md](adapters.md)", "the base model"
     ),
+    RESUME,
     Field("lora_id", "UINT64", "no effect: the name chooses the adapter"),
     refused("lora_path", "STRING", (b"",)),
     refused("lora_ckpt_source", "STRING", (b"", b"hf")),

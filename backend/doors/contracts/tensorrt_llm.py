@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tridecode.backend.doors.contracts.field import (
+    RESUME,
     Contract,
     Field,
     Output,
@@ -64,6 +65,7 @@ _INPUTS = (
         "name of the LoRA adapter of each row, see [adapters.md](adapters.md)",
         "the base model",
     ),
+    RESUME,
     Field("top_p_reset_ids", "INT32", param="top_p_reset_id"),
     special_tokens_field(),
     # older names, which clients still send, and TensorRT-LLM's stop request

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tridecode.backend.doors.contracts.field import (
+    RESUME,
     Contract,
     Field,
     Output,
@@ -94,6 +95,7 @@ _INPUTS = (
         "name of the LoRA adapter of each row, see [adapters.md](adapters.md)",
         "the base model",
     ),
+    RESUME,
     # older names, which clients still send
     Field("min_length", "INT32", alias_of="min_tokens"),
     Field("random_seed", "UINT64", alias_of="seed"),

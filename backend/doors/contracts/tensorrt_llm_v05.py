@@ -28,7 +28,15 @@ _INPUTS: dict[str, dict] = {
     "stream": {},
 }
 #: names of the last version that the door reads by hand, and later inputs that cost old clients nothing
-_MORE = ("exclude_input_in_output", "return_log_probs", "stop", "priority", "lora_name", "add_special_tokens")
+_MORE = (
+    "exclude_input_in_output",
+    "return_log_probs",
+    "stop",
+    "priority",
+    "lora_name",
+    "add_special_tokens",
+    "resume",
+)
 
 
 def _inputs() -> tuple[Field, ...]:

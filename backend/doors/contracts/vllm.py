@@ -9,7 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tridecode.backend.doors.contracts.field import Contract, Field, Output, refused, special_tokens_field
+from tridecode.backend.doors.contracts.field import (
+    RESUME,
+    Contract,
+    Field,
+    Output,
+    refused,
+    special_tokens_field,
+)
 from tridecode.backend.sampling_params import MAX_BEAMS, MAX_TOP_LOG_PROBS
 
 _INPUTS = (
@@ -29,6 +36,7 @@ _INPUTS = (
     Field("return_num_input_tokens", "BOOL", "return `num_input_tokens`", "false"),
     Field("return_num_output_tokens", "BOOL", "return `num_output_tokens`", "false"),
     refused("embedding_request", "STRING"),
+    RESUME,
     special_tokens_field(),  # ours
 )
 
