@@ -254,10 +254,12 @@ def health(server: ServerProcess) -> tuple[bool, str]:
 
 
 class Load:
-    """Clients that send one request after the other until `stop`."""
+    """Clients that send one request after the other until `stop`. texts: the last ids of each answer."""
 
-    def __init__(self, stack: Stack, clients: int):
+    def __init__(self, stack: Stack, clients: int, resume: bool):
         self._stack, self._stopping = stack, False
+        self._inputs = {**standard_inputs([[5, 9]], [50]), "resume": np.array([[resume]])}
+        self.texts: list[list[int]] = []
         self.requests: list[tuple[float, float, str]] = []  # start, end, error or ""
         self._threads = [threading.Thread(target=self._run) for _ in range(clients)]
         for thread in self._threads:
@@ -267,13 +269,8 @@ class Load:
         while not self._stopping:
             start, failure = time.monotonic(), ""
             try:
-                list(
-                    stream(
-                        self._stack.server.grpc_url,
-                        "fastertransformer_streaming",
-                        standard_inputs([[5, 9]], [50]),
-                    )
-                )
+                *_, last = stream(self._stack.server.grpc_url, "fastertransformer_streaming", self._inputs)
+                self.texts.append(last.as_numpy("output_ids")[0, 0].tolist())
             except (InferenceServerException, queue.Empty) as error:
                 failure = str(error) or "no answer came"
             self.requests.append((start, time.monotonic(), failure))
@@ -292,11 +289,29 @@ class Load:
 
 @one_family
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_a_lost_engine_under_load_is_a_pause_of_every_stream(stack: Stack, blow: int) -> None:
+    load = Load(stack, clients=8, resume=True)
+    wait_until(lambda: len(load.requests) >= 8, 30, "answers")
+    before = len(load.texts)
+    os.kill(engine_pid(stack.repository), blow)
+    wait_until(lambda: not health(stack.server)[0], 5.0, "health to notice")
+    wait_until(lambda: health(stack.server)[0], 60, "the engine's return")
+    wait_until(lambda: len(load.texts) >= before + 16, 60, "answers of the next engine")
+    load.stop()
+    known = ("the engine is not ready", "the engine is down")  # of requests that came meanwhile
+    others = [error for error in load.errors if not any(text in error for text in known)]
+    assert not others, others[0]
+    wanted = [5, 9, *stack.greedy([5, 9], 50)]
+    assert all(text == wanted for text in load.texts)
+
+
+@one_family
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_a_lost_engine_under_load_is_an_error_within_five_seconds_and_comes_back(
     stack: Stack, blow: int
 ) -> None:
     server_pid = stack.server.server_pid
-    load = Load(stack, clients=8)
+    load = Load(stack, clients=8, resume=False)
     wait_until(lambda: len(load.requests) >= 8, 30, "answers")
     assert not load.errors
     struck = time.monotonic()

@@ -100,11 +100,12 @@ def test_requests_use_both_engines_and_get_transformers_tokens(two: TwoEngines) 
 
 def test_a_killed_engine_is_rebuilt_and_does_not_disturb_the_other(two: TwoEngines) -> None:
     wanted = two.greedy(PROMPT, LONG)
+    inputs = {**standard_inputs([PROMPT], [LONG]), "resume": np.array([[False]])}
 
     def ask(_: int) -> list[int] | str:
         """The tokens of a whole stream, or its error."""
         try:
-            last = list(stream(two.service.grpc, DOORS[1], standard_inputs([PROMPT], [LONG])))[-1]
+            last = list(stream(two.service.grpc, DOORS[1], inputs))[-1]
         except InferenceServerException as error:
             return str(error)
         return last.as_numpy("output_ids")[0, 0, len(PROMPT) :].tolist()

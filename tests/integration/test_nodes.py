@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
+import numpy as np
 import pytest
 import torch
 from tritonclient.utils import InferenceServerException
@@ -88,8 +89,8 @@ class Node:
         """A request on this node, and its answer."""
         return self.later(row, count, engine).result(60)
 
-    def later(self, row: list[int], count: int, engine: str = MODEL):
-        return self.host.call(_ask, row, count, 8000, engine)
+    def later(self, row: list[int], count: int, engine: str = MODEL, resume: bool = True):
+        return self.host.call(_ask, row, count, 8000, engine, resume)
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -112,8 +113,9 @@ def _is_ready(port: int = 8000) -> bool:
         connection.close()
 
 
-def _ask(row: list[int], count: int, port: int = 8000, engine: str = MODEL) -> list[int]:
-    answer = infer("http", f"127.0.0.1:{port}", engine, standard_inputs([row], [count]))
+def _ask(row: list[int], count: int, port: int = 8000, engine: str = MODEL, resume: bool = True) -> list[int]:
+    inputs = {**standard_inputs([row], [count]), "resume": np.array([[resume]])}
+    answer = infer("http", f"127.0.0.1:{port}", engine, inputs)
     return answer.as_numpy("output_ids")[0, 0].tolist()
 
 
@@ -185,7 +187,7 @@ def test_node_0_answers_as_transformers_and_the_other_never_reports_ready(nodes,
 def failures_of(first: Node, strike) -> list[tuple[str, float]]:
     """The error of a long request of each engine that is open when `strike` happens, and the seconds until
     it came."""
-    requests = [first.later([5, 9, 11], LONG, engine) for engine in ENGINES]
+    requests = [first.later([5, 9, 11], LONG, engine, resume=False) for engine in ENGINES]
     wait_until(lambda: all(_running(first, engine) for engine in ENGINES), 10, "requests in the engines")
     time.sleep(0.3)
     assert not any(request.done() for request in requests), "a request ended too early"

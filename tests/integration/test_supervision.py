@@ -25,8 +25,10 @@ import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
+from tests.fake_engine import LIMITS, toy_tokens
 from tests.waiting import wait_until
 from tridecode.backend.errors import TridecodeError
+from tridecode.backend.sampling_params import SamplingParams
 from tridecode.backend.supervisor import shared_memory, state_file
 from tridecode.tools.serve import triton_access, triton_install
 from tridecode.tools.serve.ports import free_ports
@@ -48,6 +50,7 @@ instance_group {{ count: 1 kind: KIND_CPU }}
 input {{ name: "input_ids" data_type: TYPE_UINT32 dims: [ -1 ] }}
 input {{ name: "input_lengths" data_type: TYPE_UINT32 dims: [ 1 ] reshape: {{ shape: [ ] }} }}
 input {{ name: "request_output_len" data_type: TYPE_UINT32 dims: [ -1 ] }}
+input {{ name: "resume" data_type: TYPE_BOOL dims: [ 1 ] reshape: {{ shape: [ ] }} optional: true }}
 output {{ name: "output_ids" data_type: TYPE_UINT32 dims: [ -1, -1 ] }}
 output {{ name: "sequence_length" data_type: TYPE_UINT32 dims: [ -1 ] }}
 parameters {{ key: "engine_model" value: {{ string_value: "fastertransformer" }} }}
@@ -113,9 +116,18 @@ class TritonPythonModel:
 class Request:
     """One streamed request over a gRPC stream of its own."""
 
-    def __init__(self, server: ServerProcess, model: str, tokens: int, shape: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        server: ServerProcess,
+        model: str,
+        tokens: int,
+        shape: Sequence[int] = (),
+        resume: bool = True,
+    ) -> None:
         """shape: of input_ids without any bytes."""
         self.responses = 0
+        self.longest_gap_s, self._heard_at = 0.0, 0.0  # between two responses
+        self.last: np.ndarray | None = None  # the newest output_ids
         self.error = ""
         self.ended_at = 0.0
         self.done = threading.Event()
@@ -132,6 +144,9 @@ class Request:
         if shape:
             inputs[0].set_shape(shape)
             inputs[0]._raw_content = b""
+        if not resume:
+            inputs.append(grpcclient.InferInput("resume", [1, 1], "BOOL"))
+            inputs[-1].set_data_from_numpy(np.array([[False]]))
         self._client.async_stream_infer(model, inputs, enable_empty_final_response=True)
 
     def _on_response(self, result, error) -> None:
@@ -141,9 +156,20 @@ class Request:
             self.error = str(error)
         elif not result.get_response().parameters["triton_final_response"].bool_param:
             self.responses += 1
+            self._note(result)
             return
+        else:
+            self._note(result)
         self.ended_at = time.monotonic()
         self.done.set()
+
+    def _note(self, result) -> None:
+        now = time.monotonic()
+        if self._heard_at:
+            self.longest_gap_s = max(self.longest_gap_s, now - self._heard_at)
+        self._heard_at = now
+        if result.get_response().outputs:
+            self.last = result.as_numpy("output_ids")
 
     def close(self) -> None:
         self._client.stop_stream(cancel_requests=True)
@@ -201,14 +227,18 @@ class Service:
         return wait_until(lambda: "tritonserver is back after" in self.server.log(), END_S, "the next server")
 
     def request(
-        self, model: str = "fastertransformer", tokens: int = 5, shape: Sequence[int] = ()
+        self,
+        model: str = "fastertransformer",
+        tokens: int = 5,
+        shape: Sequence[int] = (),
+        resume: bool = True,
     ) -> Request:
-        self._requests.append(Request(self.server, model, tokens, shape))
+        self._requests.append(Request(self.server, model, tokens, shape, resume))
         return self._requests[-1]
 
-    def streaming(self, model: str = "fastertransformer", tokens: int = 450) -> Request:
+    def streaming(self, model: str = "fastertransformer", tokens: int = 450, resume: bool = True) -> Request:
         """A long request whose first tokens have come."""
-        request = self.request(model, tokens)
+        request = self.request(model, tokens, resume=resume)
         wait_until(lambda: request.responses > 2, 10, f"a stream of {model}; error: {request.error}")
         return request
 
@@ -335,10 +365,11 @@ def test_a_stopped_door_does_not_take_the_server_along(repository):
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_requests_of_a_dead_or_frozen_engine_end_with_its_reason_and_service_returns(repository, how):
+def test_requests_of_a_dead_or_frozen_engine_that_decline_end_with_its_reason(repository, how):
     service = repository()
     triton = service.triton
-    streams = [service.streaming(model) for model in ("fastertransformer", "second") for _ in range(8)]
+    doors = [model for model in ("fastertransformer", "second") for _ in range(8)]
+    streams = [service.streaming(model, resume=False) for model in doors]
     start = time.monotonic()
     service.engine.send_signal(how)
     for stream in streams:
@@ -349,13 +380,32 @@ def test_requests_of_a_dead_or_frozen_engine_end_with_its_reason_and_service_ret
     assert service.triton == triton
 
 
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_streams_of_a_dead_or_frozen_engine_are_unbroken(repository, how):
+    service = repository()
+    triton = service.triton
+    doors = [model for model in ("fastertransformer", "second") for _ in range(8)]
+    streams = [service.streaming(model, tokens=150) for model in doors]
+    service.engine.send_signal(how)
+    wanted = toy_tokens([5, 6, 7], 150, SamplingParams(), LIMITS.vocab_size)
+    for stream in streams:
+        assert stream.done.wait(20) and not stream.error
+        assert stream.last[0, 0].tolist() == [5, 6, 7, *wanted]
+    print(f"{how.name}: longest gap {max(stream.longest_gap_s for stream in streams):.1f} s")
+    assert "requests wait for another engine" in service.server.log()
+    assert "another engine continues 8 requests" in service.server.log()
+    assert service.triton == triton
+
+
 def test_a_killed_supervisor_is_replaced_by_a_door(repository):
     service = repository()
-    triton, stream = service.triton, service.streaming()
+    triton, stream = service.triton, service.streaming(resume=False)
+    other = service.streaming(tokens=150)
     start = time.monotonic()
     service.process("tridecode.backend.supervisor").kill()
     assert stream.done.wait(10) and stream.error
     wait_until(service.answers, 15, "answers")
+    assert other.done.wait(15) and not other.error
     print(f"a killed supervisor: error after {stream.ended_at - start:.1f} s")
     assert service.triton == triton
 

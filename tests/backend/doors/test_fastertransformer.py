@@ -75,6 +75,7 @@ DTYPES = {
     "top_p_decay": np.float32,
     "top_p_min": np.float32,
     "top_p_reset_ids": np.uint32,
+    "resume": np.bool_,
 }
 
 
@@ -703,7 +704,7 @@ def test_a_deadline_ends_the_request_with_an_error():
 
 def test_a_dead_engine_ends_every_open_request_once():
     with serving(decoupled=True, step_s=0.005) as door:
-        requests = [fake_triton.InferenceRequest(tensors([[i]], 400)) for i in range(20)]
+        requests = [fake_triton.InferenceRequest(tensors([[i]], 400, resume=False)) for i in range(20)]
         door.execute(requests)
         wait_until(lambda: all(request.sender.sent for request in requests))
         door.test_engine.stop()

@@ -359,11 +359,11 @@ def test_a_client_that_cancels_frees_the_engine(server, client):
         server.engine.next_token = lambda h, generated, p, v: [*ANSWER_IDS, EOS][generated]
 
 
-def test_an_engine_that_dies_ends_streams_at_once_and_serves_again_when_rebuilt(server, client):
+def test_an_engine_that_dies_ends_streams_that_decline_and_serves_again_when_rebuilt(server, client):
     stream = Streaming(client)
     first = server.engine
     first.step_s = 0.1
-    stream.ask(TEXT, text_request(stream=True))
+    stream.ask(TEXT, text_request(stream=True, resume=False))
     stream.next()
     server.supervisor.set_phase("down", "rank 0 was killed by signal 9")
     began = time.monotonic()
@@ -383,6 +383,27 @@ def test_an_engine_that_dies_ends_streams_at_once_and_serves_again_when_rebuilt(
         assert client.infer("tridecode_health", []).as_numpy("READY").tolist() == [True]
         result = client.infer("fastertransformer", tensors(token_request(2)))
         assert result.as_numpy("output_ids")[0, 0, 3:].tolist() == ANSWER_IDS[:2]
+        first.step_s = 0.004
+        server.supervisor.set_ready(first)
+        wait_until(lambda: "ready" in generate(server, "tridecode_health/generate")[1])
+
+
+def test_a_stream_is_unbroken_when_its_engine_dies(server, client):
+    stream = Streaming(client)
+    first = server.engine
+    stream.ask(TEXT, text_request(stream=True))
+    wanted = [result.as_numpy("text_output")[0] for result in stream.all() if result.get_response().outputs]
+    first.step_s = 0.1
+    stream.ask(TEXT, text_request(stream=True))
+    results = [stream.next(), stream.next()]
+    server.supervisor.set_phase("down", "rank 0 was killed by signal 9")
+    time.sleep(0.3)
+    second = FakeEngine(epoch=first.epoch + 1, limits=first.limits, next_token=first.next_token, step_s=0.004)
+    with second:
+        server.supervisor.set_ready(second)
+        results += stream.all()
+        found = [result.as_numpy("text_output")[0] for result in results if result.get_response().outputs]
+        assert b"".join(found) == b"".join(wanted) and len(second.submits) == 1
         first.step_s = 0.004
         server.supervisor.set_ready(first)
         wait_until(lambda: "ready" in generate(server, "tridecode_health/generate")[1])
