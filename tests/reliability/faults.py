@@ -45,15 +45,18 @@ DISK_BYTES = 1 << 20
 class Row:
     """The effects of one fault.
 
-    open: requests in flight when it happened. ends_s: longest time without a response of one of them, or of
-    a later one. lost: requests that the client gave up. health_s: longest time for which health contradicted
-    the probes. back_s: until a new request and the controls were answered. usual_s: longest time without a
-    response before the fault. late_s: scheduling delay of a thread that only sleeps. The limits grow by
-    late_s and, up to MAX_USUAL_S, by usual_s.
+    open: requests in flight when it happened. begun: those of them that had got a response; whole: those of
+    `begun` that ended with the answer of an undisturbed run. ends_s: longest time without a response of one
+    of them, or of a later one. lost: requests that the client gave up. health_s: longest time for which
+    health contradicted the probes. back_s: until a new request and the controls were answered. usual_s:
+    longest time without a response before the fault. late_s: scheduling delay of a thread that only sleeps.
+    The limits grow by late_s and, up to MAX_USUAL_S, by usual_s.
     """
 
     fault: str
     open: int = 0
+    begun: int = 0
+    whole: int = 0
     answers: int = 0
     errors: int = 0
     lost: int = 0
@@ -81,7 +84,19 @@ class Row:
         return not self.complaints
 
 
-HEADS = ["fault", "open", "answers", "errors", "lost", "silent s", "health s", "back s", "usual s", "late s"]
+HEADS = [
+    "fault",
+    "open",
+    "whole",
+    "answers",
+    "errors",
+    "lost",
+    "silent s",
+    "health s",
+    "back s",
+    "usual s",
+    "late s",
+]
 HEADS += ["controls", "left", "verdict"]
 
 
@@ -94,7 +109,7 @@ def cells(row: Row) -> list[str]:
         f"{row.usual_s:.1f}",
         f"{row.late_s:.1f}",
     ]
-    counts = [str(row.open), str(row.answers), str(row.errors), lost]
+    counts = [str(row.open), f"{row.whole} of {row.begun}", str(row.answers), str(row.errors), lost]
     return [row.fault, *counts, *numbers, row.controls, row.left or "nothing", row.verdict]
 
 
@@ -104,7 +119,9 @@ class Fault:
 
     ends_server: the server may end, leaving nothing, and is started again as a platform would. limit_known:
     the door whose open requests Triton never ends when its stub dies; "all": of every door. door: the target
-    of the probes. on_disk: the runtime folder is on a small file system of its own.
+    of the probes. on_disk: the runtime folder is on a small file system of its own. unbroken: the engine dies
+    once: a request that had begun pauses until the next one is ready, and ends with an undisturbed answer.
+    rebuilds: the engine dies, perhaps more than once, so requests may be silent until it is back.
     """
 
     name: str
@@ -115,6 +132,8 @@ class Fault:
     door: str = "fastertransformer"
     on_disk: bool = False
     for_good: bool = False
+    unbroken: bool = False
+    rebuilds: bool = False
 
 
 # ---------------------------------------------------------------- kinds of faults
@@ -259,6 +278,8 @@ def schedule(ranks: int = 1) -> list[Fault]:
         if model in PROBE_BODIES:
             options["door"] = model
         ends = role in ("serve", "guard", "tritonserver")
+        if role == "supervisor" or role in rank_roles:
+            options.update(rebuilds=True, unbroken=True)
         faults.append(Fault(f"kill:{role}", _signal(role, signal.SIGKILL), ends_server=ends, **options))
         faults.append(
             Fault(
@@ -269,6 +290,7 @@ def schedule(ranks: int = 1) -> list[Fault]:
                 **options,
             )
         )
+        options["unbroken"] = False  # a pause ends the engine, or does not
         for seconds in (1, 6, 12):
             faults.append(
                 Fault(
@@ -279,7 +301,7 @@ def schedule(ranks: int = 1) -> list[Fault]:
                     **options,
                 )
             )
-    faults += [Fault(f"slow:{role}", _slow(role), 6) for role in rank_roles]
+    faults += [Fault(f"slow:{role}", _slow(role), 6, rebuilds=True) for role in rank_roles]
     faults += [Fault(f"pause:all:{seconds}", _pause("all"), seconds) for seconds in (6, 12, 60)]
     faults += [
         Fault("delete:engine-socket", _delete("*/*/engine-*.sock")),
@@ -288,8 +310,8 @@ def schedule(ranks: int = 1) -> list[Fault]:
         Fault("delete:serve-folder", _delete("")),
         *_deleted_before_a_door_starts(),
         Fault("fill:disk", _fill_disk, 8.0, on_disk=True),
-        Fault("fill:disk+kill:rank0", _fill_and_kill, 20.0, on_disk=True),
-        Fault("kill:starts", _kill_starts),
+        Fault("fill:disk+kill:rank0", _fill_and_kill, 20.0, on_disk=True, rebuilds=True, unbroken=True),
+        Fault("kill:starts", _kill_starts, rebuilds=True),
         Fault("vanish:clients", _vanishing_clients),
     ]
     return faults
@@ -422,6 +444,7 @@ class Range:
                 struck = time.monotonic()
             all_sent = [*crowd.open.values(), *crowd.sent]
             under_way = {id(sent.outcome) for sent in all_sent if _open_at(sent, struck)}
+            begun = {id(sent.outcome) for sent in all_sent if sent.outcome.progress} & under_way
             back, restarted = self._wait_back(fault, watch, struck, row, crowd)
             if not restarted and back is not None:
                 time.sleep(2.0)  # health and the streams are looked at a little longer
@@ -432,6 +455,7 @@ class Range:
         row.back_s = (back or ended) - struck
         row.late_s = watch.lateness(struck, ended)
         self._judge_requests(fault, row, crowd, struck, under_way)
+        self._judge_begun(fault, row, crowd, begun)
         if not restarted:
             row.health_s, way = watch.disagreement(struck, ended)
             if row.health_s > BOUND_S + SLACK_S + row.late_s + min(row.usual_s, MAX_USUAL_S):
@@ -496,6 +520,8 @@ class Range:
     ) -> None:
         worst: dict[str, str] = {}
         bound = BOUND_S + SLACK_S + row.late_s + min(row.usual_s, MAX_USUAL_S)
+        if fault.rebuilds:
+            bound += row.back_s
         for sent in crowd.sent:
             outcome = sent.outcome
             if outcome.end and outcome.end < struck:
@@ -523,6 +549,19 @@ class Range:
         row.complaints += sorted(worst)[:4] + ([f"… {len(worst) - 4} more"] if len(worst) > 4 else [])
         if crowd.wrong:
             row.complaints.append(f"{len(crowd.wrong)} answers with wrong tokens, e.g. {crowd.wrong[0]}")
+
+    def _judge_begun(self, fault: Fault, row: Row, crowd: Crowd, begun: set[int]) -> None:
+        """The requests that had got a response when the fault happened, by how they ended."""
+        sent = [one for one in crowd.sent if id(one.outcome) in begun]
+        row.begun = len(sent)
+        row.whole = sum(one.ask.digest(one.outcome) == self.answers[one.ask.name] for one in sent)
+        if not fault.unbroken:
+            return
+        broken = [one for one in sent if one.outcome.kind != "answer"]
+        row.complaints += [f"{one.ask.name} was broken: {one.outcome.text[:100]}" for one in broken[:2]]
+        assert self.service is not None
+        if sent and "another engine continues" not in self.service.log():
+            row.complaints.append("no door logs that its requests were continued")
 
     def _check_controls(self, row: Row) -> None:
         self._connect()

@@ -44,4 +44,6 @@ def test_after_a_fault_requests_end_health_is_true_to_life_and_service_returns(
     if row.skipped:
         pytest.skip(row.skipped)
     assert row.open > strikes.streams // 2
+    if fault.unbroken:
+        assert row.whole == row.begun > 0
     assert not row.complaints

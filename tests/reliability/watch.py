@@ -26,18 +26,22 @@ PROBE_S = 0.25  # between two probes
 NO_ANSWER_S = 1.0  # an orchestrator's probe that takes longer counts as "not healthy"
 LIMIT_S = 8.0  # for a probe
 GRID_S = 0.05
+#: a probe that pauses with its engine would seem answered for all of that time
+_DECLINE = {"name": "resume", "datatype": "BOOL", "shape": [1, 1], "data": [False]}
 PROBE_BODIES = {
     "fastertransformer": {
         "inputs": [
             {"name": "input_ids", "datatype": "UINT32", "shape": [1, 3], "data": [5, 9, 11]},
             {"name": "input_lengths", "datatype": "UINT32", "shape": [1, 1], "data": [3]},
             {"name": "request_output_len", "datatype": "UINT32", "shape": [1, 1], "data": [2]},
+            _DECLINE,
         ]
     },
     "tensorrt_llm_bls_plain": {
         "inputs": [
             {"name": "text_input", "datatype": "BYTES", "shape": [1, 1], "data": ["the"]},
             {"name": "max_tokens", "datatype": "INT32", "shape": [1, 1], "data": [2]},
+            _DECLINE,
         ]
     },
     "preprocessing": {
