@@ -9,13 +9,14 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from tridecode.tools.bench.load.summary import first_token_seconds, token_gaps
+from tridecode.tools.bench.load.summary import first_token_seconds, summarise, token_gaps
 from tridecode.tools.bench.load.worker import Record
 
 matplotlib.use("Agg")  # before pyplot, which else looks for a display
 from matplotlib import pyplot, ticker
 
 _SIZE = (11, 4.2)
+_LOAD_SIZE = (13, 4.8)
 _DPI = 110
 _SHORTEST_MS = 0.01
 
@@ -39,36 +40,64 @@ def plot_batches(path: Path, title: str, engines: Mapping[str, Sequence[Mapping[
 
 
 def plot_load(path: Path, title: str, runs: Mapping[str, Sequence[Record]]) -> Path:
-    """Cumulative distributions, on logarithmic time axes: time to the first token over requests, time between
-    tokens over tokens. runs: label -> records."""
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=_SIZE)
-    for name, records in runs.items():
+    """Output tokens/s of each run, and cumulative distributions on logarithmic time axes, with p50 and p99
+    marked: time to the first token over requests, time between tokens over tokens. runs: label -> records."""
+    figure, (rates, left, right) = pyplot.subplots(1, 3, figsize=_LOAD_SIZE, width_ratios=(0.7, 1, 1))
+    for number, (name, records) in enumerate(runs.items()):
+        report = summarise(list(records))
         answered = [record for record in records if record.responses and not record.error]
-        _shares(left, [first_token_seconds(record) for record in answered], name)
         gaps = [np.repeat(*token_gaps(record)) for record in answered]
+        _bar(rates, number, report.tokens_per_s)
+        _shares(left, [first_token_seconds(record) for record in answered], name)
         _shares(right, np.concatenate(gaps) if gaps else [], name)
+    rates.set_xticks(range(len(runs)), list(runs), fontsize=8, rotation=20 if len(runs) > 4 else 0)
+    rates.set(ylabel="output tokens/s")
+    rates.margins(y=0.12)
+    rates.yaxis.set_major_locator(ticker.MaxNLocator(5))
     left.set(xlabel="ms to the first token", ylabel="share of requests")
     right.set(xlabel="ms between tokens", ylabel="share of tokens")
     for axes in (left, right):
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _position: f"{value:g}"))
-        axes.xaxis.set_minor_formatter(ticker.FuncFormatter(_minor_label))
-        axes.set_ylim(0, 1.02)
-        axes.grid(alpha=0.3, which="both")
-        axes.legend(fontsize=8)
+        _time_axis(axes)
+        axes.set_ylim(0, 1.03)
+        axes.set_yticks([0, 0.5, 0.99], ["0", "p50", "p99"])
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.17), frameon=False)
     return _save(figure, title, path)
 
 
-def _minor_label(value: float, _position: int) -> str:
-    """Labels at 2 and 5 of each decade: a distribution seldom spans several powers of ten."""
-    digit = f"{value:e}"[0]
-    return f"{value:g}" if digit in "25" else ""
+def _number(value: float) -> str:
+    """Three significant digits, without an exponent."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _bar(axes: Any, number: int, rate: float) -> None:
+    axes.bar(number, rate, width=0.6)
+    axes.annotate(_number(rate), (number, rate), ha="center", va="bottom", fontsize=8)
+
+
+def _time_axis(axes: Any) -> None:
+    """Logarithmic, with labels at 1, 2 and 5 of each power of ten, or at the powers alone where the data
+    span more than two."""
+    values = np.concatenate([line.get_xdata() for line in axes.lines] or [np.ones(1)])
+    first, last = (values.min(), values.max()) if len(values) else (1.0, 1.0)
+    subs = (1.0, 2.0, 5.0) if last < 100 * first else (1.0,)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(ticker.LogLocator(subs=subs, numticks=9))
+    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _position: f"{value:g}"))
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
 
 
 def _shares(axes: Any, seconds: Sequence[float] | np.ndarray, name: str) -> None:
     # merged responses have gaps of 0 ms, which a logarithmic axis cannot show
     values = np.sort(np.maximum(np.asarray(seconds) * 1000.0, _SHORTEST_MS))
-    axes.step(values, np.arange(1, len(values) + 1) / max(len(values), 1), where="post", label=name)
+    if not len(values):
+        axes.plot([], [], label=f"{name}: nothing measured")
+        return
+    median, last = np.percentile(values, [50, 99])
+    label = f"{name}: p50 {_number(median)}, p99 {_number(last)} ms"
+    (line,) = axes.step(values, np.arange(1, len(values) + 1) / len(values), where="post", label=label)
+    axes.plot([median], [0.5], "o", color=line.get_color())
+    axes.plot([last], [0.99], "D", color=line.get_color())
 
 
 def _save(figure: Any, title: str, path: Path) -> Path:
