@@ -39,6 +39,8 @@ _FACTOR = Range(9.9999e-7, 1e6, "a number from 1e-6 to 1e6")
 _DIVISOR = Range(0.0, 1e6, "a number from 0 to 1e6")
 _PENALTY = Range(-1e6, 1e6, "a number from -1e6 to 1e6")
 MAX_BEAMS = 64
+#: tokens that may end a sequence; csrc/sampling_state.h has as many columns
+MAX_END_IDS = 16
 _BEAMS = Range(1, MAX_BEAMS, f"1 to {MAX_BEAMS}")
 _RETURNED = Range(0, MAX_BEAMS, f"0 (every beam, else 1) to {MAX_BEAMS}")
 _EXPONENT = Range(-16.0, 16.0, "a number from -16 to 16")
@@ -79,6 +81,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     num_return_sequences: Annotated[int, "answers to one prompt: samples or best beams", _RETURNED] = 0
     beam_pool: Annotated[bool, "ended beams leave the beam for a pool, as in transformers"] = False
     end_id: Annotated[int, "token that ends the sequence and stays in the output; -1: none"] = -1
+    more_end_ids: Annotated[list[int], "further tokens that end it as `end_id` does"] = []
     stop_words: Annotated[list[list[int]], "sequences of ids that end the output and stay in it"] = []
     bad_words: Annotated[list[list[int]], "sequences of ids that are never generated"] = []
     return_log_probs: Annotated[bool, "return the log probability of each new token"] = False
@@ -93,6 +96,11 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     def divisor(self) -> float:
         """What logits are divided by before the softmax; 0.0: greedy, they are not divided."""
         return 0.0 if self.temperature < GREEDY_BELOW else self.temperature
+
+    @property
+    def end_ids(self) -> list[int]:
+        """The tokens that end the sequence, and are impossible before min_tokens."""
+        return [token for token in (self.end_id, *self.more_end_ids) if token >= 0]
 
     @property
     def num_slots(self) -> int:
@@ -141,6 +149,8 @@ def check(params: SamplingParams) -> str | None:
         value = getattr(params, name)
         if not low <= value <= high:  # a NaN compares false, so it is refused too
             return f"{name} is {value}; wanted {wanted}"
+    if len(params.end_ids) > MAX_END_IDS:
+        return f"end_id and more_end_ids are {len(params.end_ids)} tokens; wanted {MAX_END_IDS} at most"
     if params.num_return_sequences > params.beam_width > 1:
         found = f"num_return_sequences is {params.num_return_sequences}"
         return f"{found}; wanted at most beam_width, {params.beam_width}"

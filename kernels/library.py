@@ -90,15 +90,22 @@ class Library:
 
 
 def structures(header: str) -> dict[str, type[ctypes.Structure]]:
-    """Each `typedef struct {...} name;` of a C header; ctypes lays out its numbers and pointers as C does."""
+    """Each `typedef struct {...} name;` of a C header; ctypes lays out its numbers, pointers and arrays of
+    numbers as C does."""
     found: dict[str, type[ctypes.Structure]] = {}
     for body, name in re.findall(r"typedef struct \{(.*?)\} (\w+);", _code(header), re.DOTALL):
         fields: list[tuple[str, Any]] = []
         for declaration in filter(None, map(str.strip, body.split(";"))):
             first, *others = (part.strip() for part in declaration.split(","))
-            fields += [(field.split()[-1], _type(first)) for field in (first, *others)]
+            fields += [_field(field.split()[-1], _type(first)) for field in (first, *others)]
         found[name] = type(name, (ctypes.Structure,), {"_fields_": fields, "__slots__": ()})
     return found
+
+
+def _field(declared: str, kind: Any) -> tuple[str, Any]:
+    """The name and type of a field that is declared as `name` or `name[count]`."""
+    name, _, count = declared.partition("[")
+    return name, kind * int(count.rstrip("]")) if count else kind
 
 
 def prototypes(header: str) -> list[tuple[Any, str, list[Any]]]:

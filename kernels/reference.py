@@ -29,7 +29,7 @@ from tridecode.kernels.ops import (
 )
 from tridecode.kernels.philox import uniforms
 from tridecode.kernels.quantized import QuantizedWeight, as_rounded, check_int8_table
-from tridecode.kernels.sampling_state import MOST_COUNTED, records, words
+from tridecode.kernels.sampling_state import BROKEN_LOGITS, MOST_COUNTED, NO_TOKEN, records, words
 
 #: queries of a prefill row that are scored at a time; bounds the memory of the scores
 _QUERY_CHUNK = 256
@@ -558,15 +558,16 @@ def _penalised(sequence: np.ndarray | np.void) -> np.ndarray:
 
 
 def _largest(logits: Tensor) -> list[int]:
-    """The id of the largest logit of each row, the lowest of equal ones; -1 for a row that has NaN or
-    infinity."""
+    """The id of the largest logit of each row, the lowest of equal ones; BROKEN_LOGITS for a row that has NaN
+    or infinity, NO_TOKEN for one whose ids are all impossible."""
     values, ids = logits.max(dim=-1)  # a NaN counts as the largest
-    return torch.where(values < torch.inf, ids, -1).tolist()
+    ids = torch.where(values < torch.inf, ids, BROKEN_LOGITS)
+    return torch.where(values == -torch.inf, NO_TOKEN, ids).tolist()
 
 
 def _choose(logits: Tensor, slot: int, sequence: np.void, state: SamplingState, log_prob: Tensor) -> int:
-    """The next token of one row, -1 where a logit is NaN or infinity. logits (V,) float32 are changed in
-    place; log_prob () is written if the sequence wants it."""
+    """The next token of one row, or BROKEN_LOGITS or NO_TOKEN. logits (V,) float32 are changed in place;
+    log_prob () is written if the sequence wants it."""
     if sequence["num_bad_words"]:
         _ban(logits, slot, sequence, state)
     if sequence["temperature"] not in (0.0, 1.0):
@@ -578,16 +579,15 @@ def _choose(logits: Tensor, slot: int, sequence: np.void, state: SamplingState, 
             float(sequence["presence_penalty"]) + float(sequence["frequency_penalty"]) * counts.float()
         )
         torch.where(counts > 0, repeated, logits, out=logits)
-    end_id = int(sequence["end_id"])
-    has_end = 0 <= end_id < logits.shape[0]
-    if sequence["generated"] < sequence["min_tokens"] and has_end:
-        logits[end_id] = -torch.inf
+    if sequence["generated"] < sequence["min_tokens"]:
+        ends = sequence["end_ids"]
+        logits[ends[(ends >= 0) & (ends < logits.shape[0])].astype(np.int64)] = -torch.inf
     largest = int(logits.argmax())  # a NaN counts as the largest
     value = float(logits[largest])
     if not value < torch.inf:
-        return -1
+        return BROKEN_LOGITS
     if value == -torch.inf:
-        return end_id if has_end else 0
+        return NO_TOKEN
     token = largest if _greedy(sequence) else _draw(logits, sequence)
     if sequence["return_log_probs"]:
         log_prob.copy_(logits[token] - logits.logsumexp(0))

@@ -14,6 +14,8 @@ from tridecode.kernels.library import structures
 #: one slot, a structured numpy dtype whose fields are those of the C struct
 SLOT = np.dtype(structures((SOURCES / "sampling_state.h").read_text())["tridecode_sampling_slot"])
 _TORCH = {"int32": torch.int32, "float32": torch.float32, "uint64": torch.int64}
+#: in place of a token: the row's logits are not numbers; every id is impossible
+BROKEN_LOGITS, NO_TOKEN = -1, -2
 MOST_COUNTED = 32_767  # occurrences of a token, for penalties: more count as so many
 
 
@@ -43,7 +45,7 @@ class SamplingState:
         neutral = np.zeros(slots, SLOT)
         for name in ("temperature", "top_p", "top_p_now", "top_p_decay", "repetition_penalty"):
             neutral[name] = 1
-        neutral["end_id"] = neutral["top_p_reset_id"] = -1
+        neutral["end_ids"] = neutral["top_p_reset_id"] = -1
 
         def zeros(columns: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(slots, columns, dtype=dtype, device=device)
@@ -62,9 +64,10 @@ class SamplingState:
         return [getattr(self, field.name) for field in fields(self)]
 
     def column(self, name: str) -> Tensor:
-        """(S,) a field of every slot, a view in the field's dtype."""
+        """(S,) or, of an array, (S, n): a field of every slot, a view in the field's dtype."""
         kind, offset = SLOT.fields[name][:2]  # type: ignore[index]
-        return self.slots.view(_TORCH[kind.name])[:, offset // kind.itemsize]
+        values, first = self.slots.view(_TORCH[kind.base.name]), offset // kind.base.itemsize
+        return values[:, first : first + kind.shape[0]] if kind.shape else values[:, first]
 
 
 def words(records: np.ndarray) -> Tensor:

@@ -94,6 +94,11 @@ def fault_of(
     if prompt.min() < 0 or prompt.max() >= limits.vocab_size + virtual:
         wrong = int(prompt[(prompt < 0) | (prompt >= limits.vocab_size + virtual)][0])
         return f"the prompt has token id {wrong}; this model has ids 0 to {limits.vocab_size - 1}"
+    if any(token >= limits.vocab_size for token in params.end_ids):
+        found = f"end_id {max(params.end_ids)}"
+        return (
+            f"{found} is not a token; this model has ids 0 to {limits.vocab_size - 1}, and -1 stands for none"
+        )
     total = len(prompt) + params.max_tokens
     if total > limits.max_sequence_tokens:
         return (

@@ -145,13 +145,13 @@ def _seen(index: int, beam: Sequence) -> np.ndarray:
 
 def banned_tokens(beam: Sequence) -> list[int]:
     """The tokens that may not follow: the last of a bad word whose others are the newest tokens, and the end
-    token before min_tokens."""
+    tokens before min_tokens."""
     params, banned = beam.params, []
     if params.bad_words:
         known = beam.known_tokens()
         for *before, last in params.bad_words:
             if not before or (len(before) <= len(known) and known[-len(before) :].tolist() == before):
                 banned.append(last)
-    if params.end_id >= 0 and len(beam.output) < params.min_tokens:
-        banned.append(params.end_id)
+    if len(beam.output) < params.min_tokens:
+        banned += params.end_ids
     return banned

@@ -25,7 +25,7 @@ from typing import Any, Callable, NamedTuple
 import numpy as np
 
 from tridecode.backend.beam_tree import BeamText
-from tridecode.backend.engine.sequence import Finish, Sequence, SequenceGroup
+from tridecode.backend.engine.sequence import Finish, Sequence, SequenceGroup, no_token_error
 from tridecode.backend.errors import TridecodeError
 from tridecode.backend.messages import BeamStep, Event
 from tridecode.backend.sampling_params import SamplingParams
@@ -104,8 +104,8 @@ class BeamSearch:
         self.is_over = not running
 
     def advance(self) -> BeamStep:
-        """Choose the next beams. Raises ArithmeticError if no token is possible in any beam, or if the logits
-        of one are not numbers: no beam is better or worse than that one.
+        """Choose the next beams. Raises RequestError if no token is possible in any beam and the pool is
+        empty, ArithmeticError if the logits of one are not numbers: no beam is better or worse than that one.
 
         The sequences of the group are then those of the beams that run on; none if `is_over`."""
         cums, ids, log_probs = self._tables()
@@ -191,8 +191,8 @@ class BeamSearch:
         if np.isnan(log_probs).any():
             raise ArithmeticError("the logits of a beam are not numbers (NaN or infinite)")
         cums = log_probs + np.array([beam.cum for beam in self.beams])[:, None]
-        if not np.isfinite(cums).any():
-            raise ArithmeticError("no token is possible: bad words exclude all")
+        if not self.pool and not np.isfinite(cums).any():
+            raise no_token_error(next(beam.sequence for beam in self.beams if beam.sequence is not None))
         return cums, ids, log_probs
 
     def _choose(self, cums: np.ndarray, ids: np.ndarray, log_probs: np.ndarray) -> list[Choice]:

@@ -121,9 +121,14 @@ class StepPlan:
         return int(self.samples.sum())
 
 
+#: in place of a token, as kernels.sampling_state has them: the logits are not numbers; no id is possible
+BROKEN_LOGITS, NO_TOKEN = -1, -2
+
+
 @dataclass
 class StepResult:
-    """tokens: (R,) int32 and log_probs: (R,) float32, R = num_samples, in row order.
+    """tokens: (R,) int32 and log_probs: (R,) float32, R = num_samples, in row order. A token may be
+    BROKEN_LOGITS or NO_TOKEN.
 
     embeddings: (C,) float32, one for each of the plan's embeds. top_log_probs: one per sample, None where it
     wants none; [] if no sequence of the step wants them. logit_rows: for each of the plan's logit_rows (n, V)

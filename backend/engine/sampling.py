@@ -23,6 +23,9 @@ def start_slots(state: SamplingState, starts: list[SlotStart], first_id: int = 0
     for name in _PARAMETERS:
         rows[name] = [getattr(start.params, name) for start in starts]
     rows["temperature"] = [start.params.divisor for start in starts]
+    rows["end_ids"] = -1
+    for row, start in zip(rows, starts):
+        row["end_ids"][: len(start.params.end_ids)] = start.params.end_ids
     rows["num_bad_words"] = [len(start.params.bad_words) for start in starts]
     rows["top_p_now"] = [start.top_p for start in starts]
     rows["generated"] = [start.generated for start in starts]

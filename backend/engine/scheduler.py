@@ -27,10 +27,17 @@ from tridecode.backend.engine.extras import (
     take_results,
     wants_extras,
 )
-from tridecode.backend.engine.plan import BeamRows, StepPlan, StepResult
+from tridecode.backend.engine.plan import NO_TOKEN, BeamRows, StepPlan, StepResult
 from tridecode.backend.engine.planner import Planner
 from tridecode.backend.engine.prompts import PromptBook, refuse_in_session
-from tridecode.backend.engine.sequence import Finish, Sequence, SequenceGroup, Stage, add_samples
+from tridecode.backend.engine.sequence import (
+    Finish,
+    Sequence,
+    SequenceGroup,
+    Stage,
+    add_samples,
+    no_token_error,
+)
 from tridecode.backend.engine.sessions import Held, SessionRow, SessionStore
 from tridecode.backend.errors import DeadlineError, RequestCancelled, RequestError, TridecodeError
 from tridecode.backend.messages import BeamStep, Event, Sent, SequenceRequest, Submit
@@ -275,7 +282,8 @@ class Scheduler:
             if sequence.stage is Stage.ENDED:  # while this step was on the device
                 continue
             if token < 0:
-                self._end(sequence, Finish.ERROR, _not_a_number(sequence))
+                error = no_token_error(sequence) if token == NO_TOKEN else _not_a_number(sequence)
+                self._end(sequence, Finish.ERROR, error)
                 continue
             if sequence.params.max_tokens == 0:  # the request wants what its prompt gives
                 self._end(sequence, Finish.LENGTH)
@@ -328,6 +336,9 @@ class Scheduler:
             step = search.advance()
         except ArithmeticError as error:
             self._end_beams(group, Finish.ERROR, TridecodeError(str(error)))
+            return
+        except RequestError as error:
+            self._end_beams(group, Finish.ERROR, error)
             return
         self.counters.output_tokens += sum(token >= 0 for token in step.tokens)
         for sequence in group.sequences:

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from tridecode.backend.engine.sessions import SessionRow
+from tridecode.backend.errors import RequestError
 from tridecode.backend.messages import TopLogProbs
 from tridecode.backend.sampling_params import SamplingParams
 
@@ -111,6 +112,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.prompt = self.group.prompt
         self.order = (self.group.priority, self.group.arrival, self.fork)
+        self._end_ids = frozenset(self.params.end_ids)
         self._longest_stop = max((len(word) for word in self.params.stop_words), default=0)
         self.group.sequences.append(self)
 
@@ -149,7 +151,7 @@ class Sequence:
 
     def _end_of(self, token: int) -> Finish | None:
         params = self.params
-        if token == params.end_id:
+        if token in self._end_ids:
             return Finish.END_ID
         if self._longest_stop and self._stops():
             return Finish.STOP_WORD
@@ -192,6 +194,14 @@ class Sequence:
         self.stage = Stage.WAITING
         if not self.embedding_done:
             self.embedding = None
+
+
+def no_token_error(sequence: Sequence) -> RequestError:
+    """Every id is impossible as the sequence's next token."""
+    return RequestError(
+        f"no token is possible after {len(sequence.prompt)} tokens of prompt and {len(sequence.output)} of "
+        "output: bad words, and end ids before min_tokens, exclude every id that the model allows"
+    )
 
 
 def add_samples(first: Sequence) -> None:

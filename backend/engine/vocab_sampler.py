@@ -16,7 +16,14 @@ from torch import Tensor
 from tridecode.backend.engine.vocab_draw import draw
 from tridecode.backend.engine.vocab_share import TensorRanks
 from tridecode.backend.weight_layout import VocabShare
-from tridecode.kernels.sampling_state import MOST_COUNTED, SamplingState, records, words
+from tridecode.kernels.sampling_state import (
+    BROKEN_LOGITS,
+    MOST_COUNTED,
+    NO_TOKEN,
+    SamplingState,
+    records,
+    words,
+)
 
 
 def sample(
@@ -52,19 +59,14 @@ def sample(
         some = torch.from_numpy(np.flatnonzero(drawn)).to(x.device)
         chosen, logit = chosen.clone(), logit.clone()
         chosen[some], logit[some] = draw(x[some], best[some], sequences[drawn], vocab, ranks)
-    ends = torch.from_numpy(np.where(_in(sequences["end_id"], vocab.vocab_size), sequences["end_id"], 0))
     nothing = best == -torch.inf
-    chosen = torch.where(nothing, ends.to(x.device).long(), chosen)
-    chosen = torch.where(best < torch.inf, chosen, -1)  # a NaN counts as the largest
+    chosen = torch.where(nothing, NO_TOKEN, chosen)
+    chosen = torch.where(best < torch.inf, chosen, BROKEN_LOGITS)  # a NaN counts as the largest
     tokens[rows] = chosen.to(tokens.dtype)
     if total is not None:
-        spoken = torch.from_numpy(wants).to(x.device) & (chosen >= 0) & ~nothing
+        spoken = torch.from_numpy(wants).to(x.device) & (chosen >= 0)
         log_probs[rows] = torch.where(spoken, logit - total, 0.0).float()
     _remember(state, held, sequences, chosen.clamp(min=0), vocab)
-
-
-def _in(ids: np.ndarray, vocab_size: int) -> np.ndarray:
-    return (ids >= 0) & (ids < vocab_size)
 
 
 def _greedy(sequences: np.ndarray) -> np.ndarray:
@@ -112,9 +114,9 @@ def _process(x: Tensor, held: Tensor, sequences: np.ndarray, state: SamplingStat
         after -= _column(some["presence_penalty"], x) + _column(some["frequency_penalty"], x) * counts.float()
         x[rows] = torch.where(counts > 0, after, before)
     early = sequences["generated"] < sequences["min_tokens"]
-    mine = (sequences["end_id"] >= vocab.first) & (sequences["end_id"] < vocab.stop)
-    for row in np.flatnonzero(early & mine).tolist():
-        x[row, int(sequences["end_id"][row]) - vocab.first] = -torch.inf
+    mine = (sequences["end_ids"] >= vocab.first) & (sequences["end_ids"] < vocab.stop)
+    for row, place in np.argwhere(early[:, None] & mine).tolist():
+        x[row, int(sequences["end_ids"][row, place]) - vocab.first] = -torch.inf
 
 
 def _column(values: np.ndarray, like: Tensor) -> Tensor:

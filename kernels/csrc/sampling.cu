@@ -128,10 +128,10 @@ struct Row {
   const float* logits;
   const int16_t* counts;  // null: no penalties
   float temperature, repetition, presence, frequency, top_p;
-  int top_k, banned, generated, vocab;
+  int top_k, generated, vocab;
   int first_id;  // SHARED
   uint64_t seed;
-  bool greedy, log_probs, decays, bad_words;
+  bool greedy, log_probs, decays, bad_words, held_back;  // held_back: no end id yet
   bool wide;  // float4 loads
 
   __device__ __forceinline__ bool limited() const { return !greedy && (top_k > 0 || top_p < 1.0f); }
@@ -154,7 +154,7 @@ struct Row {
         x = __fsub_rn(x, __fadd_rn(presence, __fmul_rn(frequency, float(count))));
       }
     }
-    return column == banned ? -CUDART_INF_F : x;
+    return x;
   }
   __device__ __forceinline__ float value_at(int column) const {
     return adjust(logits[column], column);
@@ -197,11 +197,11 @@ __device__ __forceinline__ Row<SHARED> row_at(const Task& task, int index, int s
   const int columns = SHARED ? task.counts_stride : task.vocab_size;
   row.counts = neutral ? nullptr : task.counts + int64_t(slot) * columns;
   row.generated = s.generated;
-  row.banned = s.generated < s.min_tokens ? s.end_id - (SHARED ? task.first_id : 0) : -1;
   row.greedy = s.top_k == 1 || s.temperature == 0.0f;
   row.log_probs = s.return_log_probs;
   row.decays = s.top_p_decay < 1.0f;
   row.bad_words = s.num_bad_words > 0;
+  row.held_back = s.generated < s.min_tokens;
   const int every = SHARED ? task.whole_vocab_size : task.vocab_size;
   row.top_k = s.top_k > 0 && s.top_k < every ? s.top_k : 0;
   row.top_p = row.greedy ? 1.0f : s.top_p_now;
@@ -210,25 +210,33 @@ __device__ __forceinline__ Row<SHARED> row_at(const Task& task, int index, int s
   return row;
 }
 
-// Makes the last id of each matching bad word impossible, for those in the columns first .. end
-// - 1.
+// Makes the last id of each matching bad word impossible, and the end ids while they are held back,
+// for those in the columns first .. end - 1: minus infinity stays what it is under a temperature and
+// under penalties.
 template <bool SHARED>
-__device__ __forceinline__ void ban_words(const Task& task, int index, int slot, int first,
-                                          int end) {
+__device__ __forceinline__ void ban_ids(const Task& task, int index, int slot, int first, int end,
+                                        bool held_back) {
   const int* const ids = task.bad_ids + int64_t(slot) * task.bad_size;
   const int* const ends = task.bad_ends + int64_t(slot) * task.bad_size;
   const int* const history = task.history + int64_t(slot) * task.history_size;
-  const int length = task.state[slot].history_length, words = task.state[slot].num_bad_words;
+  const Slot& s = task.state[slot];
+  const int length = s.history_length, words = s.num_bad_words;
+  const auto ban = [&](int id) {
+    const int column = id - (SHARED ? task.first_id : 0);
+    if (column >= first && column < end && column < task.vocab_size)
+      task.logits[index * task.logits_stride + column] = -CUDART_INF_F;
+  };
   for (int word = threadIdx.x; word < words; word += kThreads) {
     const int begin = word ? ends[word - 1] : 0, before = ends[word] - begin - 1;
     if (before < 0 || before > length) continue;
-    const int last = ids[begin + before] - (SHARED ? task.first_id : 0);
-    if (last < first || last >= end || (SHARED && last >= task.vocab_size)) continue;
     bool matches = true;
     for (int i = 0; i < before && matches; ++i)
       matches = history[length - before + i] == ids[begin + i];
-    if (matches) task.logits[index * task.logits_stride + last] = -CUDART_INF_F;
+    if (matches) ban(ids[begin + before]);
   }
+  constexpr int kEndIds = sizeof(s.end_ids) / sizeof(int);
+  if (held_back && threadIdx.x < kEndIds && s.end_ids[threadIdx.x] >= 0)
+    ban(s.end_ids[threadIdx.x]);
   __syncthreads();
 }
 
@@ -568,8 +576,8 @@ __global__ void __launch_bounds__(kThreads) sample(const __grid_constant__ TaskO
   // ---- the sweep
   const int first_chunk = blockIdx.x * task.chunks_each,
             last_chunk = min(first_chunk + task.chunks_each, task.chunks);
-  if (row.bad_words)
-    ban_words<kShared>(task, index, slot, first_chunk * kChunk, last_chunk * kChunk);
+  if (row.bad_words || row.held_back)
+    ban_ids<kShared>(task, index, slot, first_chunk * kChunk, last_chunk * kChunk, row.held_back);
   const bool summed = row.summed(), limited = row.limited(), drawn = row.drawn_at_once();
   u64 largest = 0, winner = 0;
   bool has_nan = false;
@@ -686,16 +694,12 @@ __global__ void __launch_bounds__(kThreads) sample(const __grid_constant__ TaskO
     }
     exchange.close();
   }
-  const int vocab = kShared ? task.whole_vocab_size : task.vocab_size;
   const float most = value_of(largest);
   const bool impossible = most == -CUDART_INF_F;
   const bool broken = !(most < CUDART_INF_F);  // +inf or NaN
   int token;
-  if (broken) {
+  if (broken || impossible) {
     token = 0;
-  } else if (impossible) {
-    const int end_id = task.state[slot].end_id;
-    token = end_id >= 0 && end_id < vocab ? end_id : 0;
   } else if (row.greedy) {
     token = id_of(largest);
   } else if (kShared) {
@@ -713,7 +717,7 @@ __global__ void __launch_bounds__(kThreads) sample(const __grid_constant__ TaskO
     if constexpr (!kShared) value = row.value_at(token);
     log_prob = value - (sum.most + logf(sum.sum));
   }
-  task.tokens[index] = broken ? -1 : token;
+  task.tokens[index] = broken ? -1 : impossible ? -2 : token;  // BROKEN_LOGITS, NO_TOKEN
   task.log_probs[index] = log_prob;
   task.last_tokens[slot] = token;
   Slot& s = task.state[slot];

@@ -12,8 +12,9 @@ typedef struct {
   int top_p_reset_id;
   float temperature;  // 0: greedy
   float repetition_penalty, presence_penalty, frequency_penalty;
-  int min_tokens, end_id, return_log_probs;
+  int min_tokens, return_log_probs;
   // derived from them
+  int end_ids[16];  // tokens that end the sequence; -1: none
   int num_bad_words;
   // state of the sequence
   float top_p_now;     // top_p after decay

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tridecode.backend.weight_layout import VocabShare
-from tridecode.kernels.sampling_state import SamplingState
+from tridecode.kernels.sampling_state import SLOT, SamplingState
 
 SLOTS, HISTORY = 64, 24
 
@@ -20,6 +20,14 @@ def cut(x: Tensor, share: VocabShare, padding: float = 7.0) -> Tensor:
     out = torch.full((x.shape[0], share.size), padding, dtype=x.dtype, device=x.device)
     out[:, : share.count] = x[:, share.first : share.stop]
     return out
+
+
+def _end_ids(random: np.random.Generator, vocab: int) -> Tensor:
+    """(16,) int32: up to 16 ids, -1 behind them."""
+    ids = np.full(SLOT["end_ids"].shape, -1, np.int32)
+    count = int(random.choice([0, 1, 3, len(ids)]))
+    ids[:count] = random.integers(0, vocab, count)
+    return torch.from_numpy(ids)
 
 
 def random_state(
@@ -43,7 +51,7 @@ def random_state(
             "presence_penalty": float(random.choice([0.0, 0.4])),
             "frequency_penalty": float(random.choice([0.0, -0.3])),
             "min_tokens": int(random.choice([0, 5])),
-            "end_id": int(random.integers(-1, vocab)),
+            "end_ids": _end_ids(random, vocab),
             "generated": int(random.integers(0, 9)),
             "seed": int(random.integers(0, 2**63)),
             "return_log_probs": int(random.integers(0, 2)),

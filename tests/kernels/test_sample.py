@@ -9,14 +9,14 @@ from torch import Tensor
 
 from tests.kernels.conftest import Place
 from tridecode.kernels.philox import philox, uniforms
-from tridecode.kernels.sampling_state import MOST_COUNTED, SamplingState
+from tridecode.kernels.sampling_state import BROKEN_LOGITS, MOST_COUNTED, NO_TOKEN, SLOT, SamplingState
 
 
 def make_state(place: Place, slots: int, vocab: int, history: int = 32) -> SamplingState:
     return SamplingState.allocate(slots, history, vocab, 8, place.device)
 
 
-def configure(state: SamplingState, slot: int, **values: float) -> None:
+def configure(state: SamplingState, slot: int, **values: float | Tensor) -> None:
     for name, value in values.items():
         state.column(name)[slot] = value
 
@@ -65,10 +65,10 @@ def test_greedy_takes_the_largest_and_of_equals_the_lowest(place: Place, vocab: 
     for slot in range(8):
         configure(state, slot, top_k=1)
     tokens, log_probs = run(place, logits, [3, 0, 1, 7, -1], state)
-    assert tokens == [int(logits[0].argmax()), 0, vocab // 2, 0, -7]
+    assert tokens == [int(logits[0].argmax()), 0, vocab // 2, NO_TOKEN, -7]
     assert log_probs[:4] == [0.0] * 4
     assert state.column("generated").tolist() == [1, 1, 0, 1, 0, 0, 0, 1]
-    assert state.last_tokens[[3, 0, 1, 7]].tolist() == tokens[:4]
+    assert state.last_tokens[[3, 0, 1, 7]].tolist() == [*tokens[:3], 0]
 
 
 @pytest.mark.parametrize("vocab", [7, 1000, 50257, 128256])
@@ -188,19 +188,81 @@ def test_bad_words_are_stopped_at_their_last_id(place: Place):
     assert state.column("history_length").tolist() == [4, 4, 3]  # a full history grows no longer
 
 
-def test_the_end_is_impossible_until_enough_tokens(place: Place):
-    logits = torch.zeros(1, 70)
-    logits[0, 4], logits[0, 5] = 2.0, 1.0
-    state = make_state(place, 1, 70)
-    configure(state, 0, top_k=1, end_id=4, min_tokens=2)
-    assert [run(place, logits, [0], state)[0][0] for _ in range(3)] == [5, 5, 4]
+def end_ids(place: Place, *ids: int) -> Tensor:
+    """Of a slot: -1 behind the ids."""
+    most = SLOT["end_ids"].shape[0]
+    return place.ints([*ids, *[-1] * (most - len(ids))])
 
 
-def test_where_nothing_is_possible_the_sequence_ends(place: Place):
-    state = make_state(place, 2, 40)
-    configure(state, 0, end_id=11, top_k=3)
-    configure(state, 1, return_log_probs=1)
-    assert run(place, torch.full((2, 40), -torch.inf), [0, 1], state) == ([11, 0], [0.0, 0.0])
+@pytest.mark.parametrize(
+    ("vocab", "ends"),
+    [
+        (70, [4]),
+        (70, [4, 69, 0]),
+        (5003, [0, 2047, 2048, 4096, 5002]),
+        (5003, list(range(40, 56))),
+        (128256, [128001, 128008, 128009]),
+    ],
+)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"top_k": 1},
+        {"top_k": 1, "return_log_probs": 1, "temperature": 0.5, "presence_penalty": 1.0},
+        {"top_k": 3, "seed": 5},
+        {"top_k": 0, "top_p_now": 0.4, "seed": 6},
+        {"top_k": 0, "seed": 7, "repetition_penalty": 0.5},
+    ],
+)
+def test_all_end_ids_are_impossible_until_enough_tokens(
+    place: Place, vocab: int, ends: list[int], settings: dict
+):
+    """They lie at both ends of the vocabulary and of the kernel's chunks of 2,048 ids."""
+    other, logits = 6, torch.full((1, vocab), -60.0)
+    logits[0, other] = 0.0
+    logits[0, torch.tensor(ends)] = 40.0
+    state = make_state(place, 2, vocab)
+    configure(state, 0, end_ids=end_ids(place, *ends), min_tokens=2, **settings)
+    found = [run(place, logits, [0], state) for _ in range(3)]
+    assert [tokens[0] for tokens, _ in found[:2]] == [other, other] and found[2][0][0] in ends
+    if settings.get("return_log_probs"):
+        assert found[0][1] == pytest.approx([0.0], abs=1e-5)  # no end id has a share
+
+
+def test_an_end_id_beyond_the_vocabulary_has_no_effect(place: Place):
+    logits = torch.arange(64.0)[None]
+    state = make_state(place, 2, 64)
+    configure(state, 0, top_k=1, min_tokens=9, end_ids=end_ids(place, 64, 70, 2**31 - 1))
+    assert run(place, logits, [0], state)[0] == [63]
+
+
+NOTHING_LEFT = {
+    "greedy": {"top_k": 1},
+    "top-k": {"top_k": 3, "return_log_probs": 1},
+    "top-p": {"top_k": 0, "top_p_now": 0.5},
+    "all": {"top_k": 0, "return_log_probs": 1},
+    "penalised": {"top_k": 1, "frequency_penalty": 0.5},
+}
+
+
+@pytest.mark.parametrize("settings", NOTHING_LEFT.values(), ids=NOTHING_LEFT)
+def test_a_row_without_a_possible_id_has_no_token(place: Place, settings: dict):
+    """By its logits; by bad words; and by bad words and end ids together. The row beside them has one."""
+    logits = torch.zeros(4, 6)
+    logits[0] = -torch.inf
+    state = make_state(place, 4, 6)
+    for slot in range(4):
+        configure(state, slot, min_tokens=3, **settings)
+    for slot, words in ((1, 6), (2, 4), (3, 4)):
+        configure(state, slot, num_bad_words=words)
+        state.bad_ids[slot, :words] = place.ints(list(range(words)))
+        state.bad_ends[slot, :words] = place.ints(list(range(1, words + 1)))
+    configure(state, 2, end_ids=end_ids(place, 4, 5))
+    configure(state, 3, end_ids=end_ids(place, 4))
+    tokens, log_probs = run(place, logits, [0, 1, 2, 3], state)
+    assert tokens == [NO_TOKEN, NO_TOKEN, NO_TOKEN, 5] and log_probs[:3] == [0.0] * 3
+    assert state.last_tokens.tolist() == [0, 0, 0, 5]  # ids: the next step may be on its way with them
+    assert state.column("generated").tolist() == [1, 1, 1, 1]
 
 
 def test_top_p_decays_and_is_reset(place: Place):
@@ -244,7 +306,7 @@ def broken_rows(place: Place, logits: torch.Tensor, settings: dict) -> None:
     for slot in range(3):
         configure(state, slot, **{"repetition_penalty": 1.5, **settings})
     tokens, log_probs = run(place, logits, [0, 1, 2], state)
-    assert tokens[1] == -1 and log_probs[1] == 0.0 and min(tokens[0], tokens[2]) >= 0
+    assert tokens[1] == BROKEN_LOGITS and log_probs[1] == 0.0 and min(tokens[0], tokens[2]) >= 0
     assert int(state.last_tokens[1]) == 0  # an id: the next step may be on its way with it
 
 

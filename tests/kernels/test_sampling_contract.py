@@ -75,7 +75,7 @@ def _penalties(state: State) -> None:
 
 def _min_tokens(state: State) -> None:
     if len(state.output) < state.params.min_tokens:
-        state.logits[state.params.end_id] = -np.inf
+        state.logits[state.params.end_ids] = -np.inf
 
 
 def _top_k(state: State) -> None:
@@ -189,6 +189,7 @@ CASES: dict[str, tuple[SamplingParams, SamplingParams | tuple[str, ...] | None]]
     "frequency penalty": (params(frequency_penalty=0.8), None),
     "presence after temperature": (params(presence_penalty=2.0, temperature=2.5), None),
     "no end yet": (params(min_tokens=3, end_id=BEST), None),
+    "none of three ends yet": (params(min_tokens=3, end_id=BEST, more_end_ids=[SECOND, 7]), None),
     "an end": (params(min_tokens=2, end_id=BEST), None),
     "bad words": (params(bad_words=[[SECOND], [0], [THIRD, 5, 6], [14, 5, 7]]), params(bad_words=[[0]])),
     "a bad word that begins in the prompt": (params(bad_words=[[SECOND, 3, THIRD, 5, BEST]]), None),
@@ -252,7 +253,7 @@ def processors(given: SamplingParams) -> LogitsProcessorList:
     found.append(TemperatureLogitsWarper(given.temperature))
     found += [RepetitionPenaltyLogitsProcessor(given.repetition_penalty), _Penalties(given)]
     if given.min_tokens:
-        found.append(MinNewTokensLengthLogitsProcessor(len(PROMPT), given.min_tokens, given.end_id))
+        found.append(MinNewTokensLengthLogitsProcessor(len(PROMPT), given.min_tokens, given.end_ids))
     if given.top_k:
         found.append(TopKLogitsWarper(given.top_k))
     if given.top_p < 1:

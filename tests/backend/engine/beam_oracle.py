@@ -36,8 +36,8 @@ def log_probs_of(model: Model, prompt: list[int], tokens: list[int], params: Sam
     for word in params.bad_words:
         if known[len(known) - len(word) + 1 :] == word[:-1]:
             x[word[-1]] = -np.inf
-    if len(tokens) < params.min_tokens and params.end_id >= 0:
-        x[params.end_id] = -np.inf
+    if len(tokens) < params.min_tokens:
+        x[[token for token in (params.end_id, *params.more_end_ids) if token >= 0]] = -np.inf
     x -= x.max()
     return x - np.log(np.exp(x).sum())
 
@@ -45,7 +45,7 @@ def log_probs_of(model: Model, prompt: list[int], tokens: list[int], params: Sam
 def ends(prompt: list[int], tokens: list[int], params: SamplingParams) -> bool:
     known = [*prompt, *tokens]
     stopped = any(known[-len(word) :] == word for word in params.stop_words)
-    return tokens[-1] == params.end_id or stopped or len(tokens) == params.max_tokens
+    return tokens[-1] in (params.end_id, *params.more_end_ids) or stopped or len(tokens) == params.max_tokens
 
 
 def candidates(

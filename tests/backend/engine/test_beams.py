@@ -36,7 +36,8 @@ def hf_beams(model, prompt: list[int], params: SamplingParams) -> tuple[list[lis
         num_beams=params.beam_width,
         num_return_sequences=params.beam_width,
         do_sample=False,
-        eos_token_id=None if params.end_id < 0 else params.end_id,
+        eos_token_id=params.end_ids or None,
+        min_new_tokens=params.min_tokens or None,
         pad_token_id=0,
         length_penalty=params.len_penalty,
         early_stopping={0: False, 1: True, 2: "never"}[params.early_stopping],
@@ -125,6 +126,7 @@ RULES = {
     "presence": {"presence_penalty": 1.5, "temperature": 2.0},
     "words": {"bad_words": [[7], [3, 11], [20]], "stop_words": [[9], [5, 11]]},
     "min_tokens": {"end_id": 7, "min_tokens": 4, "bad_words": [[2], [4, 1, 6]]},
+    "several ends": {"end_id": 7, "more_end_ids": [3, 11, 20], "min_tokens": 2, "len_penalty": 0.8},
     "temperature 0": {"temperature": 0.0},
 }
 
@@ -418,11 +420,28 @@ def test_no_new_tokens_end_at_once(params, count) -> None:
     assert not run.scheduler.has_work
 
 
-def test_beams_without_a_possible_token_end_with_an_error() -> None:
-    run = Run(limits())
-    beams_of(run, bad_words=[[token] for token in range(VOCAB)])
+@pytest.mark.parametrize(("params", "count"), [({}, 1), ({"beam_pool": True}, 3)], ids=["beams", "pool"])
+def test_beams_without_a_possible_token_end_with_an_error_of_their_request_alone(params, count) -> None:
+    run = Run(limits(num_blocks=40))
+    words, ends = [[token] for token in range(VOCAB - 2)], {"end_id": VOCAB - 1, "more_end_ids": [VOCAB - 2]}
+    beams_of(run, bad_words=words, min_tokens=3, **ends, **params)
+    run.submit(2, [5, 4, 3], max_tokens=6)
     run.finish()
-    assert run.ends[1, 0][0].finish == "error" and "no token is possible" in run.ends[1, 0][0].error
+    for end in (run.ends[1, i][0] for i in range(count)):
+        assert (end.finish, end.code) == (
+            "error",
+            "INVALID_ARG",
+        ) and "no token is possible after" in end.error
+    assert run.ends[2, 0][0].finish == "length" and run.tokens[2, 0] == expected([5, 4, 3], 6)
+
+
+def test_a_pool_is_the_answer_where_its_beams_cannot_go_on() -> None:
+    """All but 3, the end, and 9 is banned; behind 9 they are, too."""
+    run = Run(limits(num_blocks=40))
+    words = [[token] for token in range(VOCAB) if token not in (3, 9)] + [[9, 3], [9, 9]]
+    beams_of(run, bad_words=words, end_id=3, beam_pool=True)
+    run.finish()
+    assert run.tokens[1, 0] == [3] and run.ends[1, 0][0].finish == "end_id"
 
 
 class NanDevice(ToyDevice):

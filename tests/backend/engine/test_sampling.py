@@ -3,6 +3,7 @@ processors, scipy-free chi-square, and the published vectors of the generator.""
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,6 +19,7 @@ from transformers import (
 
 from tests.backend.engine.offline_models import hf_greedy, offline_engine, prompts_of
 from tests.backend.hf_models import gpt2, llama
+from tridecode.backend.errors import RequestError
 from tridecode.backend.messages import SamplingParams
 from tridecode.kernels.philox import philox
 
@@ -177,13 +179,31 @@ def test_min_tokens_holds_back_the_end_as_transformers_does() -> None:
     assert held.tokens == wanted and end not in held.tokens[:8]
 
 
-def test_when_every_token_is_banned_the_end_id_is_taken() -> None:
-    model = gpt2(vocab=20)
-    words = [[token] for token in range(20)]
-    done = offline_engine(model).generate([[1, 2]], SamplingParams(max_tokens=3, end_id=7, bad_words=words))[
-        0
-    ]
-    assert done.tokens == [7] and done.finish == "end_id"
+@pytest.mark.parametrize("sampling", [{}, {"top_k": 0, "seed": 4}, {"beam_width": 2}, {"top_log_probs": 2}])
+@pytest.mark.parametrize("held_back", [[], [7, 3, 11]], ids=["bad words", "and end ids"])
+def test_a_request_without_a_possible_token_ends_alone(sampling, held_back) -> None:
+    """By bad words, and by bad words and end ids before min_tokens: at first, and after two tokens."""
+    model, words = gpt2(vocab=20), [[token] for token in range(20) if token not in held_back]
+    ends = {"min_tokens": 9, "end_id": held_back[0], "more_end_ids": held_back[1:]} if held_back else {}
+    prompts = prompts_of([5, 6, 7], 20)
+    beside = hf_greedy(model, prompts[1], 6)[0]
+    first, second, third = hf_greedy(model, prompts[2], 3)[0]
+    offline = offline_engine(model, max_sequences=8)
+    params = SamplingParams(max_tokens=6, return_log_probs=True, bad_words=words, **ends, **sampling)
+    numbers = [offline.submit(prompts[0], params), offline.submit(prompts[1], SamplingParams(max_tokens=6))]
+    with pytest.raises(RequestError, match="no token is possible after 5 tokens of prompt and 0 of output"):
+        offline.run()
+    offline.run()
+    assert offline.generations[numbers[0]].tokens == [] and offline.generations[numbers[1]].tokens == beside
+    if sampling in ({}, {"top_log_probs": 2}) and first != second:
+        later = [[first, second, token] for token in range(20)]
+        params = msgspec.structs.replace(params, bad_words=later, end_id=-1, more_end_ids=[])
+        number = offline.submit(prompts[2], params)
+        with pytest.raises(
+            RequestError, match="no token is possible after 7 tokens of prompt and 2 of output"
+        ):
+            offline.run()
+        assert offline.generations[number].tokens == [first, second]
 
 
 def test_one_requests_parameters_never_reach_another() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tridecode.backend.engine.plan import SlotStart
 from tridecode.backend.engine.sampling import copy_slots, start_slots
 from tridecode.backend.messages import SamplingParams
+from tridecode.backend.sampling_params import MAX_END_IDS
 from tridecode.kernels.reference import Reference
 from tridecode.kernels.sampling_state import SLOT, SamplingState
 
@@ -32,6 +33,7 @@ parameters = st.builds(
     frequency_penalty=st.sampled_from([0.0, 0.25]),
     seed=st.integers(0, 2**64 - 1),
     end_id=st.integers(-1, VOCAB - 1),
+    more_end_ids=st.lists(ids, max_size=15),
     bad_words=st.lists(st.lists(ids, min_size=1, max_size=2), max_size=2),
     return_log_probs=st.booleans(),
 )
@@ -92,12 +94,14 @@ def test_a_copied_slot_draws_what_the_original_would(sequences, order, before, s
 def test_a_start_puts_every_parameter_into_the_column_of_its_name(sequences) -> None:
     state = started(sequences)
     columns = {name for name in SLOT.names if name in SamplingParams.__struct_fields__}
-    assert len(columns) == 13, columns
+    assert len(columns) == 12, columns
     for start in sequences:
         given_values = msgspec.structs.asdict(start.params)
         for name in columns:
             value = state.column(name)[start.slot].item()
             wanted = np.array([given_values[name]], SLOT[name])[0]
             assert value == (wanted.view(np.int64) if name == "seed" else wanted), name
+        ends = start.params.end_ids
+        assert state.column("end_ids")[start.slot].tolist() == ends + [-1] * (MAX_END_IDS - len(ends))
         assert float(state.column("top_p_now")[start.slot]) == np.float32(start.params.top_p / 2)
         assert int(state.column("generated")[start.slot]) == start.generated

@@ -23,7 +23,7 @@ from tridecode.backend.engine.vocab_share import mask_padding, values_at, whole_
 from tridecode.backend.weight_layout import VocabShare
 from tridecode.kernels import philox
 from tridecode.kernels.reference import Reference
-from tridecode.kernels.sampling_state import SamplingState
+from tridecode.kernels.sampling_state import NO_TOKEN, SamplingState
 from tridecode.kernels.top_log_probs import best_tokens, raw_log_probs
 
 PLACE = torch.device(DEVICE)
@@ -149,14 +149,13 @@ def test_logits_that_are_not_numbers_on_one_rank_end_the_row_on_all(settings: di
     ]  # fmt: skip
 
 
-def test_where_nothing_is_possible_the_end_is_taken() -> None:
+def test_where_nothing_is_possible_there_is_no_token() -> None:
     random = np.random.default_rng(6)
-    state = random_state(PLACE, 30, SLOTS, random, return_log_probs=1, end_id=21)
-    state.column("end_id")[2] = -1
+    state = random_state(PLACE, 30, SLOTS, random, return_log_probs=1)
     logits = torch.full((4, 30), -torch.inf, device=DEVICE)
     logits[3, 28] = 0.0  # on the last rank alone
     state.column("num_bad_words")[:] = 0
-    assert compare(logits, [0, 1, 2, 3], state, 2) == [21, 21, 0, 28]
+    assert compare(logits, [0, 1, 2, 3], state, 2) == [NO_TOKEN] * 3 + [28]
 
 
 def test_a_top_k_beyond_what_is_exchanged_is_searched_by_bits(monkeypatch) -> None:
