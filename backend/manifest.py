@@ -222,6 +222,20 @@ def check_manifest(
         raise WeightFileError(f"{path} is of {manifest.tensor_para_size} ranks, but {error}") from None
 
 
+def free_edits(manifest: Manifest, directory: Path) -> list[str]:
+    """Edits of config.ini since the conversion that change no tensor: of _FREE_KEYS and of tasks of prompt
+    learning. "[gpt] end_id is 7 (was 2)". Others are refused by check_manifest."""
+    found, edits = config_values(directory), []
+    for name in sorted({*manifest.config, *found}):
+        old, new = manifest.config.get(name, {}), found.get(name, {})
+        keys = {*old, *new} if name.lower().startswith("task_") else {*old, *new} & set(_FREE_KEYS)
+        for key in sorted(keys):
+            before, after = old.get(key, "nothing"), new.get(key, "nothing")
+            if before != after:
+                edits.append(f"[{name}] {key} is {after} (was {before})")
+    return edits
+
+
 def _config_problems(manifest: Manifest, directory: Path) -> Iterator[str]:
     if not manifest.config or not (directory / "config.ini").exists():
         return

@@ -9,7 +9,7 @@ wrong layout or a lost tensor gives an error thousands of times the bound, the w
 from __future__ import annotations
 
 import platform
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,15 @@ from tridecode.converters.parity_files import (
     lm_head,
 )
 from tridecode.converters.parity_record import PARITY_FORMAT, compared_checksums
-from tridecode.converters.parity_reference import NEW_TOKENS, Greedy, fits, reference_dtype, reference_greedy
+from tridecode.converters.parity_reference import (
+    NEW_TOKENS,
+    Greedy,
+    fits,
+    reference_dtype,
+    reference_greedy,
+    reference_vocabulary,
+    shared_vocabulary,
+)
 from tridecode.converters.parity_text import TextComparison, TextParity
 from tridecode.converters.quantize.texts import GivenText
 from tridecode.converters.quantized_parity import ProductsOf, QuantizationParity, compare_quantized
@@ -80,7 +88,9 @@ class Parity:
     quantised directory, which `quantization` judges instead. reference_difference: largest logit difference
     of transformers' own runs in two precisions; None if it was not measured, as the usual bound held. text:
     of given texts, which must be within the same bound, or floor. tokenizer_round_trip: None without a
-    tokenizer.
+    tokenizer. reference: device, dtype, `of`: its checkpoint or weight directory, `independent`: false for a
+    weight directory, which the same reader has read, and `vocab_size` where the models' sizes differ.
+    foreign_tokens: greedy tokens that the reference does not have.
     """
 
     passed: bool
@@ -88,7 +98,7 @@ class Parity:
     family: str
     weight_dtype: str
     engine: dict[str, str]
-    reference: dict[str, str]
+    reference: dict[str, Any]
     largest_logit_error: float
     logit_error_bound: float | None
     largest_logit: float
@@ -99,6 +109,7 @@ class Parity:
     shards: Shards
     prompts: list[PromptParity]
     reference_difference: float | None = None
+    foreign_tokens: int = 0
     quantization: QuantizationParity | None = None
     text: TextParity | None = None
     checksums: dict[str, str] = field(default_factory=dict)
@@ -118,6 +129,16 @@ class Parity:
         on_text = "" if self.text is None else grade(self.text.mean_kl, self.text.agreement)
         return lower(self.quantization.grade, on_text)
 
+    @property
+    def compared_with(self) -> str:
+        """The reference in words."""
+        if self.reference.get("independent", True):
+            return "transformers"
+        return (
+            f"transformers' model of the files of {self.reference['of']} (not independent: a wrong "
+            "config.ini or conversion would not show; --reference CHECKPOINT compares with their source)"
+        )
+
     def as_dict(self) -> dict:
         return asdict(self)
 
@@ -133,6 +154,10 @@ class Parity:
             parts = [self.quantization.summary()]
         if self.text is not None:
             parts.append(self.text.summary())
+        if "vocab_size" in self.reference:
+            parts.append(f"compared on the {self.reference['vocab_size']} token ids that both models have")
+        if self.foreign_tokens:
+            parts.append(f"{self.foreign_tokens} greedy tokens are ids that the reference does not have")
         if not self.tokenizer.passed:
             parts.append(f"tokenizer agrees on {self.tokenizer.agreement:.0%} of the texts")
         if not self.lm_head.passed:
@@ -145,7 +170,7 @@ class Parity:
 
 def fixed_prompts(tokenizer: Tokenizer | None, config: ModelConfig) -> list[tuple[str, list[int]]]:
     """(description, ids): the tokenizer's probes, and random ids of a fixed seed; all fit the model. Without
-    a tokenizer: twice as many of the latter."""
+    a tokenizer: twice as many of the latter. config.vocab_size: of the ids."""
     longest = min(MAX_PROMPT_TOKENS, config.max_positions - NEW_TOKENS)
     prompts = []
     for text in PROBES:
@@ -182,7 +207,9 @@ def check_parity(
     if tokenizer_file is not None:
         tokenizer = Tokenizer.from_file(str(tokenizer_file))
         compared_tokenizer = compare_tokenizers(tokenizer, source_tokenizer or load_tokenizer(checkpoint))
-    described = fixed_prompts(tokenizer, config)
+    # a directory may have padding rows that its checkpoint lacks, and the reverse
+    shared = replace(config, vocab_size=shared_vocabulary(checkpoint, config))
+    described = fixed_prompts(tokenizer, shared)
     prompts = [ids for _, ids in described]
     device = choose_device(EngineConfig())
     reference_name = reference_dtype(checkpoint, config, device)
@@ -191,11 +218,12 @@ def check_parity(
     if text is not None and tokenizer_file is None:
         raise ConfigError(f"{checkpoint.path} has no tokenizer, and {text.name} has to be tokenised")
     if text is not None:
-        on_text = TextComparison(text, source_tokenizer or load_tokenizer(checkpoint), config, weights.parent)
+        text_tokenizer = source_tokenizer or load_tokenizer(checkpoint)
+        on_text = TextComparison(text, text_tokenizer, shared, weights.parent, config.vocab_size)
     products = None if quantized is None else ProductsOf(quantized[0], weights, prompts)
     reference, source_tied = reference_greedy(
         checkpoint,
-        config,
+        shared,
         prompts,
         torch_dtype,
         device,
@@ -210,7 +238,8 @@ def check_parity(
         max_sequence_tokens=max(map(len, prompts)) + NEW_TOKENS,
         verify_weights="sizes",  # check_shards has read every byte
     )
-    ours = run_greedy(weights, prompts, NEW_TOKENS, engine)
+    tokens, logits = run_greedy(weights, prompts, NEW_TOKENS, engine)
+    ours = tokens, [rows[:, : shared.vocab_size] for rows in logits]
     bound_share = max(_BOUNDS[engine_dtype], _BOUNDS[reference_name])
     largest = max(float(np.abs(logits).max()) for logits in reference[1])
     facts: dict[str, Any] = dict(
@@ -218,7 +247,8 @@ def check_parity(
         family=config.family,
         weight_dtype=config.weight_dtype,
         engine={"device": device.type, "dtype": engine_dtype},
-        reference={"device": device.type, "dtype": reference_name},
+        reference=_reference_facts(checkpoint, config, shared, device, reference_name),
+        foreign_tokens=sum(token >= shared.vocab_size for answer in tokens for token in answer),
         largest_logit=largest,
         tokenizer=compared_tokenizer,
         lm_head=lm_head(source_tied, config.tied_head, weights),
@@ -237,10 +267,25 @@ def check_parity(
     other_dtype = _other_dtype(checkpoint, engine_dtype, torch_dtype, device)
     if _explained(compared, bound_share * largest) or other_dtype is None:
         return parity
-    other, _ = reference_greedy(checkpoint, config, prompts, other_dtype, device)
+    other, _ = reference_greedy(checkpoint, shared, prompts, other_dtype, device)
     difference = max(item.logit_error for item in _compare(described, other, reference))
     bound = max(bound_share * largest, _OWN_DIFFERENCES * difference)
     return judge(compared, bound, reference_difference=difference, **facts)
+
+
+def _reference_facts(
+    checkpoint: Checkpoint, config: ModelConfig, shared: ModelConfig, device: torch.device, dtype: str
+) -> dict[str, Any]:
+    is_directory = checkpoint.plan is not None
+    facts = {
+        "device": device.type,
+        "dtype": dtype,
+        "of": checkpoint.path.name,
+        "independent": not is_directory,
+    }
+    if reference_vocabulary(checkpoint, config) != config.vocab_size:
+        facts["vocab_size"] = shared.vocab_size
+    return facts
 
 
 def without_reference(

@@ -59,6 +59,19 @@ def too_large(config: ModelConfig) -> str:
     return ""
 
 
+def reference_vocabulary(checkpoint: Checkpoint, config: ModelConfig) -> int:
+    """Token ids of the checkpoint's model; those of `config` where it does not say."""
+    if checkpoint.plan is not None:
+        return checkpoint.plan(None, None)[0].vocab_size
+    found = getattr(checkpoint.config, "vocab_size", None)
+    return found if isinstance(found, int) and found > 0 else config.vocab_size
+
+
+def shared_vocabulary(checkpoint: Checkpoint, config: ModelConfig) -> int:
+    """Token ids that the checkpoint's model and ours have."""
+    return min(reference_vocabulary(checkpoint, config), config.vocab_size)
+
+
 def reference_greedy(
     checkpoint: Checkpoint,
     config: ModelConfig,
@@ -68,7 +81,7 @@ def reference_greedy(
     measure: Callable[[Module], None] | None = None,
     read: Callable[[Module, torch.device], None] | None = None,
 ) -> tuple[Greedy, bool | None]:
-    """transformers' tokens and logits, and whether its head is tied.
+    """transformers' tokens and logits, both of the first config.vocab_size ids, and whether its head is tied.
 
     measure: called with the model on the CPU. read: called with the model on `device`, in `dtype`.
     """
@@ -79,7 +92,7 @@ def reference_greedy(
     model = model.to(device=device, dtype=dtype)
     try:
         with torch.inference_mode():
-            results = [_greedy(model, prompt, device) for prompt in prompts]
+            results = [_greedy(model, prompt, device, config.vocab_size) for prompt in prompts]
         if read is not None:
             read(model, device)
     finally:
@@ -90,15 +103,18 @@ def reference_greedy(
     return ([tokens for tokens, _ in results], [logits for _, logits in results]), tied
 
 
-def _greedy(model: Module, prompt: list[int], device: torch.device) -> tuple[list[int], np.ndarray]:
-    """NEW_TOKENS greedy tokens, past any end id, and their logits (NEW_TOKENS, V) float32."""
+def _greedy(
+    model: Module, prompt: list[int], device: torch.device, vocab_size: int
+) -> tuple[list[int], np.ndarray]:
+    """NEW_TOKENS greedy tokens below vocab_size, past any end id, and their logits (NEW_TOKENS, vocab_size)
+    float32."""
     tokens, rows, cache = [], [], None
     name = _cache_argument(model)
     ids = torch.tensor([prompt], device=device)
     for _ in range(NEW_TOKENS):
         output = model(ids, use_cache=True, **{name: cache})
         cache = getattr(output, name)  # None: a reference model of ours computes all tokens again
-        rows.append(output.logits[0, -1].float().cpu().numpy())
+        rows.append(output.logits[0, -1, :vocab_size].float().cpu().numpy())
         tokens.append(int(rows[-1].argmax()))
         newest = torch.tensor([tokens[-1:]], device=device)
         ids = newest if cache is not None else torch.cat([ids, newest], dim=1)

@@ -64,12 +64,19 @@ class TextParity:
 class TextComparison:
     """First `read_source`, then `compare`.
 
-    folder: for the file of logits. Raises ConfigError if the texts have no token of the model.
+    config.vocab_size: ids that are compared. folder: for the file of logits. columns: of our model's logits.
+    Raises ConfigError if the texts have no token of the model.
     """
 
     def __init__(
-        self, given: GivenText, tokenizer: PreTrainedTokenizerBase, config: ModelConfig, folder: Path
+        self,
+        given: GivenText,
+        tokenizer: PreTrainedTokenizerBase,
+        config: ModelConfig,
+        folder: Path,
+        columns: int,
     ):
+        self._columns = columns
         longest = min(SEQUENCE_TOKENS, config.max_positions - 1)
         total = max(min(MAX_TOKENS, MAX_LOGITS_BYTES // (_ITEM * config.vocab_size)), 1)
         self._given, self._vocab_size = given, config.vocab_size
@@ -88,7 +95,8 @@ class TextComparison:
         self._file.seek(0)
         divergences, equal, losses, errors, largest = [], 0, [0.0, 0.0], [], 0.0
         with self._file:
-            for ids, ours in zip(self.sequences, self._ours(weights, engine)):
+            for ids, whole in zip(self.sequences, self._ours(weights, engine)):
+                ours = whole[:, : self._vocab_size]
                 read = self._file.read(len(ids) * self._vocab_size * _ITEM)
                 theirs = np.frombuffer(bytearray(read), np.float32).reshape(ours.shape)
                 divergences.append(divergence(theirs, ours))
@@ -119,7 +127,7 @@ class TextComparison:
             engine,
             max_sequences=1,
             max_sequence_tokens=longest + 1,
-            max_logits_bytes=longest * self._vocab_size * _ITEM,
+            max_logits_bytes=longest * self._columns * _ITEM,
         )
         return read_prompts(weights, self.sequences, settings)
 

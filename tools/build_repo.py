@@ -45,7 +45,8 @@ from tridecode.model_repo_templates.repository import (
 )
 from tridecode.model_repo_templates.served import DEFAULT, ENGINE_MODEL, RepositoryModel
 from tridecode.tools.calibration import Calibration, calibrated
-from tridecode.tools.check_repo import PARITY_FILE, check_repo
+from tridecode.tools.check_parity import PARITY_FILE
+from tridecode.tools.check_repo import check_repo
 from tridecode.tools.staging import check_output, existing_parent, staged, staged_bytes
 
 CALIBRATED = "calibrated"  # folder of the repository while it is built
@@ -303,7 +304,7 @@ def _prove(
     (staging / PARITY_FILE).write_text(
         json.dumps(parity.as_dict(), indent=1, ensure_ascii=False), encoding="utf-8"
     )
-    console.print(f"parity with transformers: {summary}")
+    console.print(f"parity with {parity.compared_with}: {summary}", markup=False)
     return parity
 
 

@@ -20,18 +20,16 @@ from tridecode.backend.engine_config_file import checkpoint_dir
 from tridecode.backend.errors import TridecodeError
 from tridecode.backend.models import check_context, read_model_config
 from tridecode.backend.weights import MANIFEST_FILE, WeightReader
-from tridecode.converters.files import MAX_JSON_BYTES, read_json, require_file
-from tridecode.converters.parity_record import PARITY_FORMAT, compared_checksums
+from tridecode.converters.files import MAX_JSON_BYTES, require_file
 from tridecode.converters.progress import byte_progress
 from tridecode.converters.vocabulary import vocabulary_size
 from tridecode.model_repo_templates.pbtxt import data_type_name, parse_model_config, string_parameters
 from tridecode.tools import parameter_names
-from tridecode.tools.check_grades import grade_faults
 from tridecode.tools.check_instances import instance_faults
+from tridecode.tools.check_parity import parity_faults
 from tridecode.tools.check_sequences import sequence_faults
 from tridecode.tools.findings import Finding, no_repository
 
-PARITY_FILE = "PARITY.json"
 MAX_CONFIG_BYTES = 1 << 20  # config.pbtxt and config.ini; ours have 6 kB
 MAX_MODELS = 1000
 #: exceptions of the readers of damaged files, our own errors included
@@ -277,7 +275,7 @@ def _check_engine(
     if reader is not None:
         tokenizers: list[str | None] = [*sorted(folders - {""})]
         for compared in tokenizers or [None]:
-            yield from _check_parity(repository, weights, compared)
+            yield from parity_faults(repository, weights, compared)
 
 
 def _check_settings(where: str, engine: EngineConfig, config: ModelConfig) -> Iterator[Finding]:
@@ -322,47 +320,3 @@ def _check_tokenizer(repository: Path, folder: str, config: ModelConfig) -> Iter
         yield _error(str(path), f"ids up to {base - 1}", wanted, "Is it another model's?")
     elif size > config.vocab_size:
         yield _warning(str(path), f"added ids up to {size - 1}", wanted, "Prompts with these are refused.")
-
-
-def _check_parity(repository: Path, weights: Path, tokenizer_dir: str | None) -> Iterator[Finding]:
-    """tokenizer_dir: None in a repository without a tokenizer."""
-    if not (repository / PARITY_FILE).exists():
-        fix = "Nothing shows that the conversion is right; build with parity."
-        yield _warning(PARITY_FILE, "no such file", "one", fix)
-        return
-    try:
-        parity = read_json(repository / PARITY_FILE)
-    except TridecodeError as error:
-        yield _error(PARITY_FILE, str(error), "JSON", "Build the repository again.")
-        return
-    reference = parity.get("reference")
-    why = reference.get("none") if isinstance(reference, dict) and parity.get("passed") is None else None
-    if why is not None:
-        fix = "Ask it for something that you know the answer to."
-        yield _warning(PARITY_FILE, f"nothing compared: {why}", "a comparison", fix)
-    if parity.get("format") != PARITY_FORMAT or not (parity.get("passed") or why is not None):
-        yield _error(
-            PARITY_FILE, "no passed comparison", f"{PARITY_FORMAT}, passed", "Build the repository again."
-        )
-        return
-    for was, wanted, advice in grade_faults(parity):
-        yield _warning(PARITY_FILE, was, wanted, advice)
-    tokenizer_file = None if tokenizer_dir is None else repository / tokenizer_dir / "tokenizer.json"
-    try:
-        if tokenizer_file is not None:
-            require_file(tokenizer_file, MAX_JSON_BYTES)
-        found = compared_checksums(weights, tokenizer_file)
-    except FileNotFoundError as error:
-        yield _warning(
-            PARITY_FILE, f"no {error.filename}", "what was compared", "Build the repository again."
-        )
-        return
-    except TridecodeError as error:
-        yield _warning(PARITY_FILE, str(error), "what was compared", "Build the repository again.")
-        return
-    listed = parity.get("checksums")
-    for name, checksum in found.items():
-        if not isinstance(listed, dict) or listed.get(name) != checksum:
-            yield _error(
-                name, "other bytes than were compared with transformers", "the same", "Build it again."
-            )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.checkpoints import FAMILIES, greedy, save, tiny_bloom, tiny_gpt2
 from tests.converters import ft_directories
@@ -17,6 +19,8 @@ from tridecode.backend.errors import CheckpointError, TridecodeError, Unsupporte
 from tridecode.backend.models import read_model_config
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
+from tridecode.converters.quantize.texts import read_given_text
+from tridecode.tools.check_repo import check_repo
 
 PROMPTS = [[5], [7, 9, 11], list(range(20, 60))]
 EIGHT = {"n_head": 8, "n_embd": 64}
@@ -107,12 +111,77 @@ def test_a_repository_is_built_of_a_directory_and_compared_with_its_checkpoint(t
     model, directory = written(tmp_path, case)
     source = save(model, tmp_path / "hf")
     said = built(directory.parent, tmp_path / "repo", reference=source)
-    assert "parity with transformers" in said and "greedy tokens equal on 100%" in said
+    assert "parity with transformers" in said and "greedy tokens equal on 100.0%" in said
     assert "has no tokenizer" in said
     assert ("no layernorm_eps, so 1e-06 as in FasterTransformer" in said) == case.startswith("gpt2")
     parity = json.loads((tmp_path / "repo/PARITY.json").read_text())
     assert parity["passed"] and parity["source"] == "hf"
     assert_same_tokens(model, tmp_path / "repo/fastertransformer/1/1-gpu")
+
+
+def test_a_reference_of_the_directory_itself_is_named_as_such(tmp_path):
+    """It reads the same config.ini: a wrong number of heads passes."""
+    _, directory = written(tmp_path, "gpt2 1-gpu")
+    path = directory / "config.ini"
+    path.write_text(path.read_text().replace("head_num = 3", "head_num = 6").replace("head = 8", "head = 4"))
+    said = built(directory, tmp_path / "repo")
+    assert (
+        "parity with transformers' model of the files of 1-gpu (not independent: a wrong config.ini" in said
+    )
+    reference = json.loads((tmp_path / "repo/PARITY.json").read_text())["reference"]
+    assert (reference["of"], reference["independent"]) == ("1-gpu", False)
+    warnings = [finding for finding in check_repo(tmp_path / "repo") if finding.severity == "warning"]
+    assert any("model of the files of 1-gpu" in finding.found for finding in warnings)
+
+
+def padded(directory, rows: int, value: float) -> None:
+    """Add rows to the word embedding, as Megatron does."""
+    text = (directory / "config.ini").read_text()
+    size = int(re.search(r"vocab_size = (\d+)", text)[1])
+    (directory / "config.ini").write_text(text.replace(f"size = {size}", f"size = {size + rows}"))
+    words = np.fromfile(directory / "model.wte.bin", np.float32).reshape(size, -1)
+    more = np.concatenate([words, np.full((rows, words.shape[1]), value, np.float32)])
+    more.tofile(directory / "model.wte.bin")
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_a_padded_directory_is_compared_on_the_ids_of_its_checkpoint(tmp_path, text):
+    model, directory = written(tmp_path, "gpt2 1-gpu")
+    source = save(model, tmp_path / "hf")
+    padded(directory, 37, 0.0)
+    options = {"tokenizer": source}
+    if text:
+        (tmp_path / "text.jsonl").write_text('{"text": "The history of the city begins with a harbour"}\n')
+        options["parity_text"] = read_given_text(tmp_path / "text.jsonl")
+    said = built(directory, tmp_path / "repo", reference=source, **options)
+    assert (
+        "parity with transformers: " in said and "compared on the 331 token ids that both models have" in said
+    )
+    parity = json.loads((tmp_path / "repo/PARITY.json").read_text())
+    assert parity["reference"]["vocab_size"] == 331 and parity["passed"]
+    assert parity["largest_logit_error"] < 2e-3
+
+
+def test_padding_that_is_chosen_fails_and_is_named(tmp_path):
+    model, directory = written(tmp_path, "gpt2 1-gpu")
+    source = save(model, tmp_path / "hf", tokenizer=False)
+    final = np.fromfile(directory / "model.final_layernorm.bias.bin", np.float32)
+    padded(directory, 2, 0.0)
+    words = np.fromfile(directory / "model.wte.bin", np.float32).reshape(333, -1)
+    words[331] = 1000 * final
+    words.tofile(directory / "model.wte.bin")
+    with pytest.raises(CheckpointError, match="greedy tokens are ids that the reference does not have"):
+        built(directory, tmp_path / "repo", reference=source)
+
+
+def test_a_reference_with_more_ids_is_compared_on_those_of_the_directory(tmp_path):
+    model, directory = written(tmp_path, "gpt2 1-gpu")
+    model.resize_token_embeddings(400)
+    with torch.no_grad():
+        model.transformer.wte.weight[331:] = 0
+    source = save(model, tmp_path / "hf", tokenizer=False)
+    said = built(directory, tmp_path / "repo", reference=source)
+    assert "compared on the 331 token ids that both models have" in said
 
 
 def test_another_checkpoint_as_reference_fails_the_comparison(tmp_path):

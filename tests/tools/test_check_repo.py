@@ -16,6 +16,7 @@ from tridecode.tools.bench.presets import preset
 from tridecode.tools.bench.random_repo import write_random_repository
 from tridecode.tools.build_repo import build_repo
 from tridecode.tools.check_repo import check_repo
+from tridecode.tools.doctor.repository import repository_findings as doctor_findings
 from tridecode.tools.findings import Finding
 
 
@@ -243,10 +244,43 @@ def test_a_flipped_bit_is_found_by_reading_checksums_only(repository):
     assert "model.wte.bin has SHA-256" in the_finding(repository, checksums=True).found
 
 
-def test_a_config_ini_edited_after_the_comparison_is_found(repository):
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("end_id = 2", "end_id = 3", "[llama] end_id is 3 (was 2)"),
+        ("start_id = 1", "start_id = 0", "[llama] start_id is 0 (was 1)"),
+        (
+            "start_id = 1",
+            "num_tasks = 1\nprompt_learning_type = 3\nstart_id = 1",
+            "[llama] num_tasks is 1 (was nothing); [llama] prompt_learning_type is 3 (was nothing); "
+            "[task_0] prompt_length is 2 (was nothing); [task_0] task_name is t (was nothing)",
+        ),
+    ],
+)
+def test_edits_of_config_ini_that_the_guide_names_are_a_warning(repository, old, new, said):
+    path = repository / WEIGHTS / "config.ini"
+    edit(path, old, new)
+    if "num_tasks" in new:
+        path.write_text(path.read_text() + "[task_0]\ntask_name = t\nprompt_length = 2\n")
+    for finding in (the_finding(repository), *doctor_findings(repository, full=False)):
+        assert (finding.where, finding.severity, finding.found) == ("config.ini", "warning", said)
+
+
+def test_another_manifest_than_was_compared_excuses_no_edit(repository):
+    """It holds what config.ini was."""
     edit(repository / WEIGHTS / "config.ini", "end_id = 2", "end_id = 3")
+    edit(repository / WEIGHTS / "manifest.json", '"end_id": "2"', '"end_id": "3"')
+    findings = check_repo(repository)
+    assert {(finding.where, finding.severity) for finding in findings} == {
+        ("config.ini", "error"), ("manifest.json", "error"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("value", ["-7", "99999"])
+def test_an_id_outside_the_vocabulary_is_an_error(repository, value):
+    edit(repository / WEIGHTS / "config.ini", "end_id = 2", f"end_id = {value}")
     finding = the_finding(repository)
-    assert (finding.where, finding.severity) == ("config.ini", "error")
+    assert finding.severity == "error" and f"end_id = {value}; wanted 0 to" in finding.found
 
 
 def test_a_setting_of_the_network_that_differs_from_the_manifest_is_found(repository):
@@ -295,8 +329,8 @@ def test_the_proof_of_a_repository_without_a_tokenizer_is_checked(repository):
     for config in repository.glob("*/config.pbtxt"):
         assert "tokenizer_dir" not in config.read_text()
     assert check_repo(repository) == []
-    edit(repository / WEIGHTS / "config.ini", "start_id", "start_id ")
-    assert the_finding(repository).found == "other bytes than were compared with transformers"
+    edit(repository / WEIGHTS / "config.ini", "end_id = 2", "end_id = 3")
+    assert the_finding(repository).found == "[llama] end_id is 3 (was 2)"
 
 
 @pytest.mark.parametrize("change", [{"passed": False}, {"format": "another"}])
