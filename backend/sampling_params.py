@@ -86,7 +86,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     bad_words: Annotated[list[list[int]], "sequences of ids that are never generated"] = []
     return_log_probs: Annotated[bool, "return the log probability of each new token"] = False
     top_log_probs: Annotated[int, "return the n most likely tokens of each step; -1: none"] = -1
-    return_context_embedding: Annotated[bool, "return the last hidden states, summed over the prompt"] = False
+    return_context_embedding: Annotated[
+        bool, "return the last layer's output, before the final norm, summed over the prompt"
+    ] = False
     return_context_logits: Annotated[bool, "return the logits at each token of the prompt"] = False
     return_generation_logits: Annotated[bool, "return the logits that each new token is chosen from"] = False
     return_context_log_prob: Annotated[bool, "return the log probability of the prompt"] = False

@@ -141,7 +141,8 @@ class WeightReader:
 
     def _length_hint(self, spec: WeightSpec, length: int, wanted: int) -> str:
         """What explains a wrong length: missing ranks, another dtype, or a wrong size in config.ini."""
-        if spec.num_files(2) == 2 and self._has_whole_embedding():
+        is_split = spec.num_files(2) == 2 and spec.name in self.specs  # not a prefix of prompt learning
+        if is_split and self._has_whole_embedding():
             for ranks in range(self.stored_size + 1, _MAX_STORED + 1):
                 item = self.file_dtype(spec).itemsize
                 if _splits(spec, ranks) and math.prod(spec.file_shape(ranks)) * item == length:

@@ -13,6 +13,8 @@ from tests.converters import ft_directories
 from tridecode.backend.directory_files import StoredFiles, unread_tensor
 from tridecode.backend.errors import ConfigError, TridecodeError, UnsupportedError, WeightFileError
 from tridecode.backend.models import family, file_specs, model_config_ini, read_model_config
+from tridecode.backend.models.prompt_ini import task_spec
+from tridecode.backend.prompt_learning import P_TUNING, PREFIX_PROMPT, PromptTask
 from tridecode.backend.weights import WeightReader
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
@@ -328,3 +330,15 @@ def test_files_that_fastertransformer_does_not_read_are_ignored(tmp_path):
     for name in ("model.layers.0.attention.dense.weight.int8.0", "model.prompt_table.t.weight", "args.txt"):
         (directory / f"{name}.bin").write_bytes(b"x")
     WeightReader(directory, read_model_config(directory))
+
+
+@pytest.mark.parametrize("kind", [P_TUNING, PREFIX_PROMPT])
+def test_an_fp32_table_of_prompt_learning_in_an_fp16_directory_is_named_by_its_dtype(tmp_path, kind):
+    """FasterTransformer's NeMo converter writes such tables."""
+    directory = ft_directories.gpt2(FAMILIES["gpt2"](n_head=4, n_embd=32), tmp_path / "2-gpu", 2, "fp16")
+    config = read_model_config(directory)
+    reader, spec = WeightReader(directory, config), task_spec(PromptTask("squad", 10, kind), config)
+    path = reader.files(spec)[0]
+    path.write_bytes(bytes(2 * reader.file_bytes(spec)))
+    said = reader.problem(path, spec)
+    assert said and said.endswith("(the length of fp32; weight_data_type in config.ini is fp16)")

@@ -81,7 +81,12 @@ _OUTPUTS = (
     Output("response_input_lengths", "INT32", (-1,), "[B, K]: tokens of the prompt"),
     Output("cum_log_probs", "FP32", (-1,), "[B, K]: sum of `output_log_probs` over the row"),
     Output("output_log_probs", "FP32", (-1, -1), "[B, K, longest]: log probability of each new token"),
-    Output("context_embeddings", "FP32", (-1, -1), "[B, K, hidden size]: last hidden states, summed"),
+    Output(
+        "context_embeddings",
+        "FP32",
+        (-1, -1),
+        "[B, K, hidden size]: sum over the prompt of the last layer's output, before the final norm",
+    ),
     Output("context_logits", "FP32", (-1, -1), "[B, L, vocabulary]: logits at each token of the prompt"),
     Output("generation_logits", "FP32", (-1, -1, -1), "[B, 1, longest, vocabulary]: those of new tokens"),
 )
