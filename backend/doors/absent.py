@@ -11,9 +11,12 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from tridecode.backend.doors.door import refusal
+from tridecode.backend.doors.envelope import read_label
+from tridecode.backend.doors.request_log import RequestLog, line_of
+from tridecode.backend.doors.request_times import GapCounts, RequestTimes
 from tridecode.backend.doors.senders import FINAL
 from tridecode.backend.doors.settings import read_settings
-from tridecode.backend.errors import TridecodeError, UnsupportedError
+from tridecode.backend.errors import RequestError, TridecodeError, UnsupportedError
 from tridecode.backend.taken_requests import TakenRequests
 
 
@@ -30,7 +33,22 @@ class TritonPythonModel:
             f"model {settings.name} is not part of this repository; tridecode build-repo {settings.made_by} "
             "makes it"
         )
+        self.log = RequestLog(settings.name).start()
 
     def execute(self, requests: Sequence[Any]) -> None:
         for request in requests:
-            request.get_response_sender().send(refusal(self.error), flags=FINAL)
+            times = RequestTimes(GapCounts())
+            label = _label(request)
+            request.get_response_sender().send(refusal(self.error, label), flags=FINAL)
+            self.log.put(line_of(times, label, self.error.code.lower(), None, 0, str(self.error)))
+
+    def finalize(self) -> None:
+        """Called by Triton when the model is unloaded."""
+        self.log.close()
+
+
+def _label(request: Any) -> str:
+    try:
+        return read_label(request)
+    except RequestError:
+        return ""

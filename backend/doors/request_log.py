@@ -169,7 +169,7 @@ def as_text(model: str, line: RequestLine) -> str:
     words += [f"id={json.dumps(line.id)}"] if line.id else []
     words += [f"finish={line.finish}"] if line.finish else []
     words.append(f"prompt_tokens={line.prompt_tokens} output_tokens={line.output_tokens}")
-    words += [f"sequences={line.sequences}"] if line.sequences != 1 else []
+    words += [f"sequences={line.sequences}"] if line.sequences > 1 else []
     for name in ("queue_s", "first_token_s", "total_s"):
         value = getattr(line, name)
         words += [] if value is None else [f"{name}={value:.4f}"]

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
+from tests.backend.doors.metrics_page import families, text_of, value
 from tests.backend.engine.offline_models import hf_greedy
 from tests.checkpoints import save, tiny_llama
 from tests.integration.clients import infer, standard_inputs, stream
@@ -96,6 +97,10 @@ def test_requests_use_both_engines_and_get_transformers_tokens(two: TwoEngines) 
 
     wait_until(lambda: used() == ["fastertransformer:0", "fastertransformer:1"], 10, "steps of both engines")
     assert sorted({content.state.epoch for content in two.states().values()}) == [1]
+    address, name = f"127.0.0.1:{two.service.server.metrics_port}", "tridecode_request_seconds_count"
+    # the doors of both engines add to one series
+    wait_until(lambda: value(text_of(address), name, model=DOORS[0]) == len(prompts), 5, "the requests")
+    families(text_of(address))
 
 
 def test_a_killed_engine_is_rebuilt_and_does_not_disturb_the_other(two: TwoEngines) -> None:
