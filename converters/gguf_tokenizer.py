@@ -123,7 +123,7 @@ class _Vocabulary:
         """The token of tokenizer.ggml.<key>_token_id; an id that the vocabulary lacks is left out."""
         number = self._fields.get(f"{_PREFIX}{key}_token_id", _DEFAULT_IDS.get(kind, {}).get(key))
         fits = isinstance(number, int) and 0 <= number < len(self.tokens)
-        return self.tokens[number] if fits else None  # type: ignore[index]
+        return self.tokens[number] if fits else None
 
 
 def _byte_level(held: _Vocabulary, fields: Mapping[str, Any], path: Path) -> tuple[Tokenizer, bool]:

@@ -11,34 +11,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable
+from typing import TYPE_CHECKING, Callable
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedConfig
 
 from tridecode.backend.config import ModelConfig
 from tridecode.backend.errors import UnsupportedError
+from tridecode.converters.gguf_rules import GgufRules
 from tridecode.converters.rules import Rule
 
 if TYPE_CHECKING:
     from tridecode.converters.checkpoint import Checkpoint
-
-
-@dataclass(frozen=True)
-class GgufRules:
-    """How a GGUF file of one architecture gets transformers' layouts again. Its names: gguf's own table.
-
-    transposed: suffixes of llama.cpp's names of matrices that transformers keeps as (in, out).
-    restore: (llama.cpp's name, tensor, config) to the tensor in transformers' order of rows.
-    complete: (config, metadata) sets what transformers' reader does not read.
-    """
-
-    architecture: str
-    transposed: tuple[str, ...] = ()
-    restore: Callable[[str, Tensor, PreTrainedConfig], Tensor] = lambda name, tensor, config: tensor
-    complete: Callable[[PreTrainedConfig, dict[str, Any]], None] = lambda config, metadata: None
 
 
 @dataclass(frozen=True)

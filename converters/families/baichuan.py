@@ -16,6 +16,9 @@ from tridecode.backend.config import ModelConfig, RopeConfig
 from tridecode.backend.errors import UnsupportedError
 from tridecode.converters.baichuan_reference import reference
 from tridecode.converters.families import CheckpointFamily
+from tridecode.converters.families.llama import halves_of_heads
+from tridecode.converters.gguf_header import GgufHeader
+from tridecode.converters.gguf_rules import QKV_PARTS, GgufRules, rms_decoder_settings
 from tridecode.converters.hf_config import shape
 from tridecode.converters.rules import Rule, module_rules, transpose
 
@@ -24,6 +27,7 @@ EMBEDDING = "model.embed_tokens.weight"
 _FIXED = {"hidden_act": "silu", "rope_scaling": None}
 _VOCABULARY_2 = 125696
 _HIDDEN_SIZES = 4096, 5120  # 7B, 13B
+_GGUF_LAYERS = 32, 40  # likewise
 
 
 class BaichuanConfig(PreTrainedConfig):
@@ -106,6 +110,27 @@ def rules(num_heads: int) -> list[Rule]:
     ]
 
 
+def _gguf_settings(header: GgufHeader) -> dict[str, Any]:
+    """llama.cpp tells the models by their number of layers: 32 with rotary positions, 40 with ALiBi."""
+    held = rms_decoder_settings(header)
+    layers, rope = held["num_hidden_layers"], held.pop("rope_parameters")
+    if layers not in _GGUF_LAYERS or held["num_key_value_heads"] != held["num_attention_heads"]:
+        wanted = "32 (7B) or 40 (13B), and a kv head for each head"
+        raise UnsupportedError(f"{header.path}: Baichuan with {layers} layers; this version reads {wanted}")
+    if rope["rope_type"] != "default":
+        found = f"scaled rotary positions ({rope['rope_type']})"
+        raise UnsupportedError(f"{header.path}: Baichuan with {found}; this version does not run them")
+    is_rotary = layers == _GGUF_LAYERS[0]
+    length = held.pop("max_position_embeddings")
+    return {
+        **{key: value for key, value in held.items() if key not in ("head_dim", "num_key_value_heads")},
+        "architectures": ["BaiChuanForCausalLM" if is_rotary else "BaichuanForCausalLM"],
+        "rope_theta": rope["rope_theta"],
+        "max_position_embeddings": length if is_rotary else None,
+        "model_max_length": length,
+    }
+
+
 FAMILY = CheckpointFamily(
     model_types=("baichuan",),
     prefix="model.",
@@ -115,4 +140,7 @@ FAMILY = CheckpointFamily(
     ignored=("model.layers.{i}.self_attn.rotary_emb.inv_freq", "model.future_mask"),
     config_class=BaichuanConfig,
     reference=reference,
+    gguf=GgufRules(
+        "baichuan", _gguf_settings, restore=halves_of_heads, joined={"self_attn.W_pack": QKV_PARTS}
+    ),
 )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from tridecode.backend.config import DEFAULT_MAX_POSITIONS, ModelConfig
-from tridecode.converters.families import CheckpointFamily, GgufRules
+from tridecode.converters.families import CheckpointFamily
+from tridecode.converters.gguf_header import GgufHeader
+from tridecode.converters.gguf_rules import GgufRules, decoder_settings
 from tridecode.converters.hf_config import shape
 from tridecode.converters.rules import (
     Rule,
@@ -51,9 +54,20 @@ def rules(num_heads: int) -> list[Rule]:
     ]
 
 
-def _restore(name: str, tensor: Tensor, hf: PreTrainedConfig) -> Tensor:
+def _by_head(name: str, tensor: Tensor, hf: PreTrainedConfig) -> Tensor:
     """llama.cpp stores all queries, keys and values; transformers head by head."""
     return join_heads(hf.num_attention_heads, tensor) if ".attn_qkv." in name else tensor
+
+
+def _gguf_settings(header: GgufHeader) -> dict[str, Any]:
+    held = decoder_settings(header)
+    names = ("vocab_size", "hidden_size", "tie_word_embeddings")
+    return {
+        **{name: held[name] for name in names},
+        "n_layer": held["num_hidden_layers"],
+        "n_head": held["num_attention_heads"],
+        "layer_norm_epsilon": float(header.number("attention.layer_norm_epsilon")),
+    }
 
 
 FAMILY = CheckpointFamily(
@@ -62,8 +76,5 @@ FAMILY = CheckpointFamily(
     embedding=EMBEDDING,
     model_config=model_config,
     rules=rules,
-    gguf=GgufRules(
-        architecture="bloom",
-        restore=_restore,
-    ),
+    gguf=GgufRules("bloom", _gguf_settings, restore=_by_head),
 )

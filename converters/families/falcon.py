@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from tridecode.backend.config import ModelConfig
 from tridecode.backend.errors import UnsupportedError
 from tridecode.backend.models.falcon import FalconConfig
 from tridecode.converters.families import CheckpointFamily
+from tridecode.converters.gguf_header import GgufHeader
+from tridecode.converters.gguf_rules import GgufRules, decoder_settings, head_size, rope_parameters
 from tridecode.converters.hf_config import activation, max_positions, rope_config, shape
 from tridecode.converters.rules import (
     Rule,
@@ -101,6 +106,42 @@ def rules(num_heads: int, head_size: int | None = None) -> list[Rule]:
     ]
 
 
+def _gguf_settings(header: GgufHeader) -> dict[str, Any]:
+    """llama.cpp runs parallel attention and MLP with rotary positions; tensors tell the number of norms."""
+    held, has_two = decoder_settings(header), header.in_layers("attn_norm_2.weight")
+    kv_heads = held.pop("num_key_value_heads")
+    is_new = has_two or kv_heads > 1
+    return {
+        **held,
+        "ffn_hidden_size": held.pop("intermediate_size"),
+        "num_kv_heads": kv_heads,
+        "new_decoder_architecture": is_new,
+        "multi_query": not is_new,
+        "num_ln_in_parallel_attn": 2 if has_two else 1,
+        "parallel_attn": True,
+        "alibi": False,
+        "bias": header.in_layers("attn_qkv.bias"),
+        "layer_norm_epsilon": float(header.number("attention.layer_norm_epsilon")),
+        "rope_parameters": rope_parameters(header, head_size(header)),
+    }
+
+
+def _gguf_absent(header: GgufHeader) -> tuple[str, ...]:
+    """llama.cpp calls input_layernorm and ln_mlp attn_norm."""
+    return ("input_layernorm",) if header.in_layers("attn_norm_2.weight") else ("ln_attn", "ln_mlp")
+
+
+def _by_group(name: str, tensor: Tensor, hf: PreTrainedConfig) -> Tensor:
+    """llama.cpp stores all queries, keys and values; transformers by kv head."""
+    if ".attn_qkv." not in name:
+        return tensor
+    kv_heads, heads = _num_kv_heads(hf), hf.num_attention_heads
+    size = tensor.shape[0] // (heads + 2 * kv_heads)
+    queries, keys, values = tensor.split([heads * size, kv_heads * size, kv_heads * size])
+    parts = (part.reshape(kv_heads, -1, size, *tensor.shape[1:]) for part in (queries, keys, values))
+    return torch.cat(list(parts), dim=1).reshape(tensor.shape)
+
+
 FAMILY = CheckpointFamily(
     model_types=("falcon",),
     prefix="transformer.",
@@ -109,4 +150,5 @@ FAMILY = CheckpointFamily(
     rules=rules,
     takes_head_size=True,
     ignored=("transformer.h.{i}.self_attention.rotary_emb.inv_freq",),  # of old checkpoints
+    gguf=GgufRules("falcon", _gguf_settings, restore=_by_group, absent=_gguf_absent),
 )

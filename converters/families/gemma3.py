@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import PreTrainedConfig
 
 from tridecode.backend.config import RopeConfig
@@ -12,6 +14,8 @@ from tridecode.converters.families.gemma import fold_norms
 from tridecode.converters.families.gemma2 import gemma2_fields
 from tridecode.converters.families.llama import EMBEDDING
 from tridecode.converters.families.qwen3 import head_norm_rules
+from tridecode.converters.gguf_header import GgufHeader
+from tridecode.converters.gguf_rules import GgufRules, norms_less_one
 from tridecode.converters.hf_config import demand_whole_rotary, max_positions, rope_config
 from tridecode.converters.rules import Rule
 
@@ -53,10 +57,19 @@ def rules(num_heads: int) -> list[Rule]:
     return gemma2.rules(num_heads) + fold_norms(head_norm_rules())
 
 
+def _gguf_settings(header: GgufHeader) -> dict[str, Any]:
+    """Layers with a window have a base of their own and no scaling."""
+    settings = gemma2.gguf_settings(header, period=6, layers_27b=62)
+    local = {"rope_type": "default", "rope_theta": float(header.number("rope.freq_base_swa", 10000.0))}
+    ropes = {"full_attention": settings["rope_parameters"], "sliding_attention": local}
+    return {**settings, "rope_parameters": ropes}
+
+
 FAMILY = CheckpointFamily(
     model_types=("gemma3_text",),
     prefix="model.",
     embedding=EMBEDDING,
     model_config=model_config,
     rules=rules,
+    gguf=GgufRules("gemma3", _gguf_settings, restore=norms_less_one),
 )

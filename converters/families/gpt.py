@@ -7,7 +7,9 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from tridecode.backend.config import ModelConfig
-from tridecode.converters.families import CheckpointFamily, GgufRules
+from tridecode.converters.families import CheckpointFamily
+from tridecode.converters.gguf_header import GgufHeader
+from tridecode.converters.gguf_rules import GgufRules, decoder_settings
 from tridecode.converters.hf_config import activation, demand, shape
 from tridecode.converters.rules import Rule, module_rules
 
@@ -46,10 +48,19 @@ def rules(num_heads: int) -> list[Rule]:
     ]
 
 
-def _complete(hf: PreTrainedConfig, metadata: dict[str, Any]) -> None:
-    """transformers' reader takes context_length for n_ctx, which its GPT-2 does not have."""
-    hf.n_positions = int(metadata.get("gpt2.context_length", hf.n_positions))
-    hf.n_inner = metadata.get("gpt2.feed_forward_length")
+def learned_position_settings(header: GgufHeader) -> dict[str, Any]:
+    """Settings of GPT-2's kin by its names of them."""
+    held = decoder_settings(header)
+    return {
+        "vocab_size": held["vocab_size"],
+        "n_embd": held["hidden_size"],
+        "n_layer": held["num_hidden_layers"],
+        "n_head": held["num_attention_heads"],
+        "n_inner": held["intermediate_size"],
+        "n_positions": held["max_position_embeddings"],
+        "layer_norm_epsilon": float(header.number("attention.layer_norm_epsilon")),
+        "tie_word_embeddings": held["tie_word_embeddings"],
+    }
 
 
 FAMILY = CheckpointFamily(
@@ -63,8 +74,8 @@ FAMILY = CheckpointFamily(
         "transformer.h.{i}.attn.masked_bias",
     ),  # causal masks, once stored
     gguf=GgufRules(
-        architecture="gpt2",
+        "gpt2",
+        learned_position_settings,
         transposed=("attn_qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.weight"),
-        complete=_complete,
     ),
 )

@@ -4,11 +4,16 @@ keys and values head by head."""
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from transformers import PreTrainedConfig
 
 from tridecode.backend.config import ModelConfig
+from tridecode.backend.errors import UnsupportedError
 from tridecode.converters.families import CheckpointFamily
+from tridecode.converters.families.gpt import learned_position_settings
+from tridecode.converters.gguf_header import GgufHeader
+from tridecode.converters.gguf_rules import GgufRules
 from tridecode.converters.hf_config import activation, demand, shape
 from tridecode.converters.rules import (
     Rule,
@@ -55,6 +60,14 @@ def rules(num_heads: int, head_size: int | None = None) -> list[Rule]:
     ]
 
 
+def _gguf_settings(header: GgufHeader) -> dict[str, Any]:
+    """llama.cpp's converter keeps the order of query_key_value, which is its own for one kv head."""
+    kv_heads = header.size("attention.head_count_kv", header.size("attention.head_count"))
+    if kv_heads != 1:
+        raise UnsupportedError(f"{header.path}: GPT-BigCode with {kv_heads} kv heads; this version reads 1")
+    return {**learned_position_settings(header), "multi_query": True}
+
+
 FAMILY = CheckpointFamily(
     model_types=("gpt_bigcode",),
     prefix="transformer.",
@@ -63,4 +76,5 @@ FAMILY = CheckpointFamily(
     rules=rules,
     takes_head_size=True,
     ignored=("transformer.h.{i}.attn.bias", "transformer.h.{i}.attn.masked_bias", "transformer.bias"),
+    gguf=GgufRules("starcoder", _gguf_settings),
 )

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from tridecode.backend.models.gptneox import GptNeoXConfig
 from tridecode.converters.families import CheckpointFamily
+from tridecode.converters.gguf_header import GgufHeader
+from tridecode.converters.gguf_rules import GgufRules, decoder_settings, partial_rope
 from tridecode.converters.hf_config import activation, max_positions, rope_config, shape
-from tridecode.converters.rules import Rule, module_rules, split_heads, split_heads_transposed, transpose
+from tridecode.converters.rules import (
+    Rule,
+    join_heads,
+    module_rules,
+    split_heads,
+    split_heads_transposed,
+    transpose,
+)
 
 EMBEDDING = "gpt_neox.embed_in.weight"
 
@@ -47,6 +58,22 @@ def rules(num_heads: int) -> list[Rule]:
     ]
 
 
+def _gguf_settings(header: GgufHeader) -> dict[str, Any]:
+    """The activation is not in the file: transformers' default, which most models have."""
+    return {
+        **decoder_settings(header),
+        "layer_norm_eps": float(header.number("attention.layer_norm_epsilon")),
+        "rope_parameters": partial_rope(header),
+        "use_parallel_residual": bool(header.value("use_parallel_residual", True)),
+        "attention_bias": header.in_layers("attn_qkv.bias"),
+    }
+
+
+def _by_head(name: str, tensor: Tensor, hf: PreTrainedConfig) -> Tensor:
+    """llama.cpp stores all queries, keys and values; transformers head by head."""
+    return join_heads(hf.num_attention_heads, tensor) if ".attn_qkv." in name else tensor
+
+
 FAMILY = CheckpointFamily(
     model_types=("gpt_neox",),
     prefix="gpt_neox.",
@@ -57,4 +84,5 @@ FAMILY = CheckpointFamily(
         f"gpt_neox.layers.{{i}}.attention.{name}" for name in ("bias", "masked_bias", "rotary_emb.inv_freq")
     ),  # buffers that old checkpoints have
     renamed={"embed_out.weight": "lm_head.weight"},  # so in files, until transformers renames it there too
+    gguf=GgufRules("gptneox", _gguf_settings, restore=_by_head),
 )

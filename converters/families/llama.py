@@ -8,7 +8,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from tridecode.backend.config import ModelConfig, RopeConfig
-from tridecode.converters.families import CheckpointFamily, GgufRules
+from tridecode.converters.families import CheckpointFamily
+from tridecode.converters.gguf_header import GgufHeader
+from tridecode.converters.gguf_rules import GgufRules, rms_decoder_settings
 from tridecode.converters.hf_config import (
     demand_whole_rotary,
     gated_activation,
@@ -67,14 +69,24 @@ def rules(num_heads: int) -> list[Rule]:
     ]
 
 
-def _restore(name: str, tensor: Tensor, hf: PreTrainedConfig) -> Tensor:
+def halves_of_heads(name: str, tensor: Tensor, hf: PreTrainedConfig) -> Tensor:
     """llama.cpp's rotary embedding has pairs of neighbouring rows in q and k, transformers' halves."""
-    heads = {".attn_q.": hf.num_attention_heads, ".attn_k.": hf.num_key_value_heads}
+    kv_heads = getattr(hf, "num_key_value_heads", hf.num_attention_heads)
+    heads = {".attn_q.": hf.num_attention_heads, ".attn_k.": kv_heads}
     for part, count in heads.items():
         if part in name:
             rows = tensor.reshape(count, -1, 2, *tensor.shape[1:])  # (H, D / 2, 2, C)
             return rows.transpose(1, 2).reshape(tensor.shape)
     return tensor
+
+
+def gguf_settings(header: GgufHeader) -> dict[str, Any]:
+    """llama.cpp has no setting for biases: their tensors tell."""
+    return {
+        **rms_decoder_settings(header, takes_factors=True),
+        "attention_bias": header.in_layers("attn_output.bias"),
+        "mlp_bias": header.in_layers("ffn_up.bias"),
+    }
 
 
 FAMILY = CheckpointFamily(
@@ -86,8 +98,5 @@ FAMILY = CheckpointFamily(
     ignored=(
         "model.layers.{i}.self_attn.rotary_emb.inv_freq",
     ),  # of old checkpoints; follows from rope_theta
-    gguf=GgufRules(
-        architecture="llama",
-        restore=_restore,
-    ),
+    gguf=GgufRules("llama", gguf_settings, restore=halves_of_heads),
 )

@@ -19,9 +19,12 @@ from tridecode.backend.config import ModelConfig
 from tridecode.backend.errors import UnsupportedError
 from tridecode.backend.models.mpt import MptConfig
 from tridecode.converters.families import CheckpointFamily
+from tridecode.converters.gguf_header import GgufHeader
+from tridecode.converters.gguf_rules import GgufRules, decoder_settings
 from tridecode.converters.hf_config import shape
 from tridecode.converters.rules import Rule, module_rules, transpose
 from tridecode.converters.sources import Checkpoint
+from tridecode.converters.sources.state_reference import state_reference
 
 EMBEDDING = "transformer.wte.weight"
 #: what MosaicML's class computes otherwise than transformers', and the values where they agree
@@ -84,9 +87,12 @@ def _check_mosaic(hf: PreTrainedConfig) -> None:
 
 def reference(checkpoint: Checkpoint, dtype: torch.dtype) -> Module:
     """transformers' model, with MosaicML's alibi_bias_max where the checkpoint is MosaicML's."""
-    model = AutoModelForCausalLM.from_pretrained(
-        checkpoint.path, dtype=dtype, local_files_only=True, trust_remote_code=False
-    ).eval()
+    if checkpoint.is_gguf:
+        model: Any = state_reference(checkpoint.config, checkpoint.tensors)(dtype)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(
+            checkpoint.path, dtype=dtype, local_files_only=True, trust_remote_code=False
+        ).eval()
     most = _alibi_bias_max(checkpoint.config)
     model.transformer.build_mpt_alibi_tensor = partial(build_mpt_alibi_tensor, alibi_bias_max=most)
     return model
@@ -107,6 +113,26 @@ def rules(num_heads: int) -> list[Rule]:
     ]
 
 
+def _gguf_settings(header: GgufHeader) -> dict[str, Any]:
+    """Settings of MosaicML's models, which are what llama.cpp reads."""
+    held, most = decoder_settings(header), header.number("attention.max_alibi_bias", 0.0)
+    limit = header.number("attention.clamp_kqv", 0.0)
+    whole = int(most) if most == int(most) else most
+    attention = {"alibi": most > 0, "alibi_bias_max": whole, "clip_qkv": limit or None}
+    return {
+        "architectures": ["MPTForCausalLM"],
+        "vocab_size": held["vocab_size"],
+        "d_model": held["hidden_size"],
+        "n_layers": held["num_hidden_layers"],
+        "n_heads": held["num_attention_heads"],
+        "max_seq_len": held["max_position_embeddings"],
+        "expansion_ratio": held["intermediate_size"] // held["hidden_size"],
+        "layer_norm_epsilon": float(header.number("attention.layer_norm_epsilon")),
+        "tie_word_embeddings": held["tie_word_embeddings"],
+        "attn_config": attention,
+    }
+
+
 FAMILY = CheckpointFamily(
     model_types=("mpt",),
     prefix="transformer.",
@@ -114,4 +140,5 @@ FAMILY = CheckpointFamily(
     model_config=model_config,
     rules=rules,
     reference=reference,
+    gguf=GgufRules("mpt", _gguf_settings),
 )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import PreTrainedConfig
 
 from tridecode.backend.errors import UnsupportedError
 from tridecode.backend.models.phi import PhiConfig
 from tridecode.converters.families import CheckpointFamily
+from tridecode.converters.gguf_header import GgufHeader
+from tridecode.converters.gguf_rules import GgufRules, decoder_settings, partial_rope
 from tridecode.converters.hf_config import activation, max_positions, rope_config, shape
 from tridecode.converters.rules import Rule, join, join_transposed, module_rules, transpose
 
@@ -57,6 +61,14 @@ def rules(num_heads: int) -> list[Rule]:
     ]
 
 
+def _gguf_settings(header: GgufHeader) -> dict[str, Any]:
+    return {
+        **decoder_settings(header),
+        "layer_norm_eps": float(header.number("attention.layer_norm_epsilon")),
+        "rope_parameters": partial_rope(header),
+    }
+
+
 FAMILY = CheckpointFamily(
     model_types=("phi",),
     prefix="model.",
@@ -64,4 +76,5 @@ FAMILY = CheckpointFamily(
     model_config=model_config,
     rules=rules,
     ignored=("model.layers.{i}.self_attn.rotary_emb.inv_freq",),  # of old checkpoints
+    gguf=GgufRules("phi2", _gguf_settings),
 )

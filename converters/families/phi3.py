@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -11,6 +12,8 @@ from tridecode.backend.config import ModelConfig
 from tridecode.backend.errors import UnsupportedError
 from tridecode.converters.families import CheckpointFamily
 from tridecode.converters.families.llama import EMBEDDING, llama_fields
+from tridecode.converters.gguf_header import GgufHeader
+from tridecode.converters.gguf_rules import QKV_PARTS, GgufRules, decoder_settings, partial_rope
 from tridecode.converters.hf_config import rope_config, shape, windows
 from tridecode.converters.rules import Rule, module_rules, transpose
 
@@ -58,10 +61,24 @@ def rules(num_heads: int) -> list[Rule]:
     ]
 
 
+def _gguf_settings(header: GgufHeader) -> dict[str, Any]:
+    """llama.cpp leaves the window out; the published models have it."""
+    held, rope = decoder_settings(header), partial_rope(header)
+    original = header.number("rope.scaling.original_context_length", held["max_position_embeddings"])
+    return {
+        **held,
+        "rms_norm_eps": float(header.number("attention.layer_norm_rms_epsilon")),
+        "rope_parameters": rope,
+        "original_max_position_embeddings": original,
+        "sliding_window": header.number("attention.sliding_window", 0) or None,
+    }
+
+
 FAMILY = CheckpointFamily(
     model_types=("phi3",),
     prefix="model.",
     embedding=EMBEDDING,
     model_config=model_config,
     rules=rules,
+    gguf=GgufRules("phi3", _gguf_settings, joined={"self_attn.qkv_proj": QKV_PARTS}),
 )

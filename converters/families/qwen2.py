@@ -7,6 +7,7 @@ from transformers import PreTrainedConfig
 from tridecode.backend.config import ModelConfig
 from tridecode.converters.families import CheckpointFamily
 from tridecode.converters.families.llama import EMBEDDING, llama_fields, rules, whole_rope
+from tridecode.converters.gguf_rules import GgufRules, rms_decoder_settings
 from tridecode.converters.hf_config import windows
 
 
@@ -29,4 +30,5 @@ FAMILY = CheckpointFamily(
     embedding=EMBEDDING,
     model_config=model_config,
     rules=rules,
+    gguf=GgufRules("qwen2", rms_decoder_settings),
 )

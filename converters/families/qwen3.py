@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import PreTrainedConfig
 
 from tridecode.backend.config import ModelConfig
 from tridecode.converters.families import CheckpointFamily, llama
 from tridecode.converters.families.llama import EMBEDDING, llama_fields, whole_rope
+from tridecode.converters.gguf_header import GgufHeader
+from tridecode.converters.gguf_rules import GgufRules, rms_decoder_settings
 from tridecode.converters.hf_config import windows
 from tridecode.converters.rules import Rule, module_rules
 
@@ -35,10 +39,15 @@ def rules(num_heads: int) -> list[Rule]:
     return llama.rules(num_heads) + head_norm_rules()
 
 
+def _gguf_settings(header: GgufHeader) -> dict[str, Any]:
+    return {**rms_decoder_settings(header), "attention_bias": header.in_layers("attn_output.bias")}
+
+
 FAMILY = CheckpointFamily(
     model_types=("qwen3",),
     prefix="model.",
     embedding=EMBEDDING,
     model_config=model_config,
     rules=rules,
+    gguf=GgufRules("qwen3", _gguf_settings),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -11,6 +13,8 @@ from tridecode.backend.errors import UnsupportedError
 from tridecode.backend.models.stablelm import StableLmConfig
 from tridecode.converters.families import CheckpointFamily
 from tridecode.converters.families.phi import rotated_size
+from tridecode.converters.gguf_header import GgufHeader
+from tridecode.converters.gguf_rules import GgufRules, decoder_settings, partial_rope
 from tridecode.converters.hf_config import max_positions, rope_config, shape
 from tridecode.converters.rules import Rule, join, join_transposed, module_rules, transpose
 
@@ -80,6 +84,23 @@ def head_rules(config: ModelConfig) -> list[Rule]:
     ]
 
 
+def _gguf_settings(header: GgufHeader) -> dict[str, Any]:
+    return {
+        **decoder_settings(header),
+        "layer_norm_eps": float(header.number("attention.layer_norm_epsilon")),
+        "rope_parameters": partial_rope(header),
+        "use_parallel_residual": not header.in_layers("ffn_norm.weight"),
+        "use_qkv_bias": header.in_layers("attn_q.bias") or header.in_layers("attn_qkv.bias"),
+        "qk_layernorm": header.in_layers("attn_q_norm.weight"),
+    }
+
+
+_GGUF_ROWS = {
+    f"attn_{name}_norm.weight": f"model.layers.{{i}}.self_attn.{name}_layernorm.norms.{{row}}.weight"
+    for name in "qk"
+}
+
+
 FAMILY = CheckpointFamily(
     model_types=("stablelm",),
     prefix="model.",
@@ -88,4 +109,5 @@ FAMILY = CheckpointFamily(
     rules=rules,
     head_rules=head_rules,
     ignored=("model.layers.{i}.self_attn.rotary_emb.inv_freq",),  # of old checkpoints
+    gguf=GgufRules("stablelm", _gguf_settings, rows=_GGUF_ROWS),
 )

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import gguf
+import numpy as np
 import torch
-import transformers.modeling_gguf_pytorch_utils as transformers_gguf
 from torch import Tensor
-from torch.nn import Module
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from tridecode.backend.errors import CheckpointError, UnsupportedError
+from tridecode.backend.errors import CheckpointError
 from tridecode.converters.families import CheckpointFamily, gguf_family
 from tridecode.converters.files import require_file
+from tridecode.converters.gguf_header import GgufHeader
+from tridecode.converters.gguf_rules import QKV_PARTS
 from tridecode.converters.gguf_special_tokens import end_ids
 from tridecode.converters.gguf_tokenizer import tokenizer_notes
 from tridecode.converters.sources import Checkpoint
 from tridecode.converters.sources.gguf_metadata import GgufMetadata
-from tridecode.converters.sources.huggingface import no_progress_bars, transformers_config
+from tridecode.converters.sources.gguf_reference import gguf_reference
 from tridecode.converters.sources.tensor_files import foreign_format
 
 _GGUF_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+#: vectors that became settings of the rotary positions
+_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Rows of a stored tensor. name: llama.cpp's of that part; rows: None: all; an int: one, as a vector."""
+
+    held: gguf.ReaderTensor
+    name: str
+    rows: slice | int | None = None
 
 
 class GgufSource:
@@ -31,81 +45,162 @@ class GgufSource:
     `read` undoes what llama.cpp's converter changed, by the family's GgufRules.
     """
 
-    def __init__(self, reader: gguf.GGUFReader, family: CheckpointFamily, config: PreTrainedConfig):
+    def __init__(
+        self,
+        reader: gguf.GGUFReader,
+        family: CheckpointFamily,
+        config: PreTrainedConfig,
+        absent: tuple[str, ...] = (),
+    ):
         assert family.gguf is not None
         self._rules, self._config = family.gguf, config
         layers = min(config.num_hidden_layers, len(reader.tensors))  # a damaged file may say millions
-        names = _gguf_names(family, family.gguf.architecture, config.num_attention_heads, layers)
-        self._tensors = {names.get(tensor.name, tensor.name): tensor for tensor in reader.tensors}
-        self.shapes = {name: self._shape(tensor) for name, tensor in self._tensors.items()}
+        held = {tensor.name: tensor for tensor in reader.tensors if tensor.name not in _FACTORS}
+        self._pieces = dict(_placed(held, family, config, layers, absent))
+        used = {piece.held.name for pieces in self._pieces.values() for piece in pieces}
+        self._pieces |= {name: (_Piece(held[name], name),) for name in held.keys() - used}
+        self.shapes = {name: self._shape(pieces) for name, pieces in self._pieces.items()}
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no tensor is a part of one of the file, or made of several."""
+        return all(len(pieces) == 1 and pieces[0].rows is None for pieces in self._pieces.values())
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a quantised tensor: float16, the dtype of its scales."""
-        return _GGUF_DTYPES.get(self._tensors[name].tensor_type.name, torch.float16)
+        """float16, the dtype of its scales, for a quantised tensor."""
+        return _GGUF_DTYPES.get(self._pieces[name][0].held.tensor_type.name, torch.float16)
 
     def read(self, name: str) -> Tensor:
-        held = self._tensors[name]
-        stored = torch.from_numpy(gguf.dequantize(held.data, held.tensor_type).copy())
-        stored = stored.reshape([int(n) for n in reversed(held.shape)])
-        if held.name.endswith(self._rules.transposed):
+        parts = [self._read(piece) for piece in self._pieces[name]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _read(self, piece: _Piece) -> Tensor:
+        stored = torch.from_numpy(_dequantized(piece.held))
+        if piece.held.name.endswith(self._rules.transposed):
             return stored.t()
-        return self._rules.restore(held.name, stored, self._config)
+        part = stored if piece.rows is None else stored[piece.rows]
+        return self._rules.restore(piece.name, part, self._config)
 
-    def _shape(self, held: gguf.ReaderTensor) -> tuple[int, ...]:
-        sizes = [int(n) for n in held.shape]  # the fastest axis first
-        return tuple(sizes if held.name.endswith(self._rules.transposed) else reversed(sizes))
+    def _shape(self, pieces: tuple[_Piece, ...]) -> tuple[int, ...]:
+        shapes = [_part_shape(piece) for piece in pieces]
+        if pieces[0].held.name.endswith(self._rules.transposed):
+            return tuple(reversed(shapes[0]))
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:]) if shapes[0] else shapes[0]
 
 
-def _gguf_names(family: CheckpointFamily, architecture: str, num_heads: int, layers: int) -> dict[str, str]:
-    """llama.cpp's name -> transformers' of every tensor that the rules read, by gguf's own table."""
-    key = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+def _stored_shape(held: gguf.ReaderTensor) -> tuple[int, ...]:
+    return tuple(int(size) for size in reversed(held.shape))  # the fastest axis comes first in the file
+
+
+def _part_shape(piece: _Piece) -> tuple[int, ...]:
+    shape = _stored_shape(piece.held)
+    if isinstance(piece.rows, int):
+        return shape[1:]
+    return shape if piece.rows is None else (piece.rows.stop - piece.rows.start, *shape[1:])
+
+
+def _dequantized(held: gguf.ReaderTensor) -> np.ndarray:
+    return gguf.dequantize(held.data, held.tensor_type).copy().reshape(_stored_shape(held))
+
+
+def _placed(
+    held: dict[str, gguf.ReaderTensor],
+    family: CheckpointFamily,
+    config: PreTrainedConfig,
+    layers: int,
+    absent: tuple[str, ...],
+) -> Iterator[tuple[str, tuple[_Piece, ...]]]:
+    """transformers' name of each tensor that the rules read, and what makes it; names by gguf's own table."""
+    rules = family.gguf
+    assert rules is not None
+    key = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == rules.architecture)
     table = gguf.get_tensor_name_map(key, layers)
-    names = {}
-    for rule in (rule.of_layer(layer) for rule in family.rules(num_heads) for layer in range(layers)):
-        for source in rule.sources:
-            for spelling in (source, source.removeprefix(family.prefix)):
-                if found := table.get_name(spelling, (".weight", ".bias")):
-                    names[found] = source
-    return names
+    per_layer = (rule.of_layer(i) for rule in family.rules(config.num_attention_heads) for i in range(layers))
+    for source in dict.fromkeys(source for rule in per_layer for source in rule.sources):
+        if any(f".{module}." in source for module in absent):
+            continue
+        names = (source, source.removeprefix(family.prefix))
+        found = next(
+            (name for name in (table.get_name(own, (".weight", ".bias")) for own in names) if name), ""
+        )
+        if found in held:
+            yield source, (_Piece(held[found], found),)
+        elif pieces := _fused(held, found, config) or _joined(held, source, rules.joined):
+            yield source, pieces
+    for end, pattern in rules.rows.items():
+        for i in range(layers):
+            name = f"blk.{i}.{end}"
+            for row in range(_stored_shape(held[name])[0]) if name in held else ():
+                full = pattern.replace("{i}", str(i)).replace("{row}", str(row))
+                yield full, (_Piece(held[name], name, row),)
+
+
+def _fused(held: dict[str, gguf.ReaderTensor], name: str, config: PreTrainedConfig) -> tuple[_Piece, ...]:
+    """attn_q, attn_k or attn_v, which newer converters may store as one attn_qkv."""
+    part = next((part for part in QKV_PARTS if f".{part}." in name), None)
+    fused = held.get(name.replace(f".{part}.", ".attn_qkv.")) if part else None
+    if fused is None or part is None:
+        return ()
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", heads)
+    size = _stored_shape(fused)[0] // (heads + 2 * kv_heads)
+    ends = (heads * size, (heads + kv_heads) * size, (heads + 2 * kv_heads) * size)
+    at = QKV_PARTS.index(part)
+    return (_Piece(fused, name, slice(ends[at - 1] if at else 0, ends[at])),)
+
+
+def _joined(
+    held: dict[str, gguf.ReaderTensor], source: str, joined: Mapping[str, tuple[str, ...]]
+) -> tuple[_Piece, ...]:
+    """The tensors that make the rows of transformers' fused one."""
+    module, parts = next(((module, parts) for module, parts in joined.items() if module in source), ("", ()))
+    if not parts:
+        return ()
+    layer, end = source.split(".layers.")[1].split(".", 1)[0], source.rpartition(".")[2]
+    names = [f"blk.{layer}.{part}.{end}" for part in parts]
+    return tuple(_Piece(held[name], name) for name in names) if all(name in held for name in names) else ()
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """A .gguf file; no tensor is read. CheckpointError or UnsupportedError."""
+    """A .gguf file; of its tensors the factors of rotary positions are read. CheckpointError or
+    UnsupportedError."""
     reader, fields = _read_gguf(require_file(path))
     family = gguf_family(fields.get("general.architecture"), path)
-    scaling_key = f"{fields['general.architecture']}.rope.scaling.type"
-    scaled = f"{scaling_key} = {fields[scaling_key]}" if fields.get(scaling_key, "none") != "none" else ""
-    if any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors):
-        scaled = "rope_freqs.weight"
-    if scaled:  # transformers' reader drops both: long prompts would silently be answered by another model
-        raise UnsupportedError(
-            f"{path} has {scaled}: its rope scaling would be lost; convert the safetensors checkpoint"
-        )
-    config = transformers_config(path.parent, gguf_file=path.name)
     assert family.gguf is not None
-    family.gguf.complete(config, fields)
-    return Checkpoint(
+    held = {tensor.name: tensor for tensor in reader.tensors}
+    shapes = {name: _stored_shape(tensor) for name, tensor in held.items()}
+    header = GgufHeader(fields, shapes, lambda name: _dequantized(held[name]), path)
+    config = _config(family, header)
+    notes = header.check() + tokenizer_notes(fields)
+    source = GgufSource(reader, family, config, family.gguf.absent(header))
+    checkpoint = Checkpoint(
         path,
         config,
-        GgufSource(reader, family, config),
+        source,
         fields.get("tokenizer.ggml.bos_token_id"),
         end_ids(fields),
         fields,
-        reference=partial(_transformers_model, path, config),
-        notes=tokenizer_notes(fields),
+        notes=notes,
     )
+    checkpoint.reference = partial(gguf_reference, checkpoint, family, source.is_plain)
+    return checkpoint
 
 
-def _transformers_model(path: Path, config: PreTrainedConfig, dtype: torch.dtype) -> Module:
-    # a plain model: one that from_pretrained reads from .gguf wants accelerate and cannot be saved
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    with no_progress_bars():
-        state = transformers_gguf.load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)
-    missing, unexpected = model.load_state_dict(state["tensors"], strict=False)
-    missing = [name for name in missing if not (config.tie_word_embeddings and name == "lm_head.weight")]
-    if missing or unexpected:
-        raise CheckpointError(f"{path}: transformers finds no {missing} and does not know {unexpected}")
-    return model.eval()
+def _config(family: CheckpointFamily, header: GgufHeader) -> PreTrainedConfig:
+    """transformers' config. Raises CheckpointError for numbers that do not describe a model."""
+    assert family.gguf is not None
+    try:
+        settings = family.gguf.settings(header)
+        ids = {
+            f"{name}_token_id": header.fields.get(f"tokenizer.ggml.{name}_token_id")
+            for name in ("bos", "eos")
+        }
+        settings = {"pad_token_id": None, **ids, **settings}
+        config_class = family.config_class or CONFIG_MAPPING[family.model_types[0]]
+        return config_class(**settings)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        found = " ".join(f"{type(error).__name__}: {error}".split())
+        raise CheckpointError(f"the metadata of {header.path} does not describe a model: {found}") from None
 
 
 def _read_gguf(path: Path) -> tuple[gguf.GGUFReader, GgufMetadata]:

@@ -74,8 +74,7 @@ def write_vocabulary(path: Path, keys: Mapping[str, Any], architecture: str = "l
     writer.add_head_count_kv(1)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_dimension_count(16)
-    for key, value in keys.items():
-        _add(writer, key if "." in key else f"tokenizer.ggml.{key}", value)
+    add_keys(writer, keys)
     shapes = {"token_embd": (size, hidden), "output": (size, hidden), "blk.0.attn_q": (32, hidden)}
     shapes |= {"blk.0.attn_k": (16, hidden), "blk.0.attn_v": (16, hidden), "blk.0.attn_output": (hidden, 32)}
     shapes |= {"blk.0.ffn_gate": (48, hidden), "blk.0.ffn_up": (48, hidden), "blk.0.ffn_down": (hidden, 48)}
@@ -88,6 +87,12 @@ def write_vocabulary(path: Path, keys: Mapping[str, Any], architecture: str = "l
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def add_keys(writer: gguf.GGUFWriter, keys: Mapping[str, Any]) -> None:
+    """keys: those of tokenizer.ggml, without this prefix, and whole ones."""
+    for key, value in keys.items():
+        _add(writer, key if "." in key else f"tokenizer.ggml.{key}", value)
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

@@ -80,10 +80,6 @@ def write_gguf(path: Path, model, kind: gguf.GGMLQuantizationType, **extra) -> P
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_eot_token_id(5)
-    if "scaling" in extra:
-        writer.add_rope_scaling_type(extra.pop("scaling"))
-    for name, tensor in extra.pop("tensors", {}).items():
-        writer.add_tensor(name, tensor)
     assert not extra
     for name, parameter in model.named_parameters():
         weight = as_llama_cpp(
@@ -141,23 +137,6 @@ def test_its_metadata_become_the_config(tmp_path, model):
 def test_a_directory_with_one_gguf_is_that_gguf(tmp_path, model):
     path = write_gguf(tmp_path / "m.gguf", model, gguf.GGMLQuantizationType.F16)
     assert open_checkpoint(tmp_path).path == path
-
-
-def test_a_gguf_of_another_architecture_is_refused_by_name(tmp_path, model):
-    path = write_gguf(tmp_path / "m.gguf", model, gguf.GGMLQuantizationType.F32, architecture="qwen2")
-    with pytest.raises(UnsupportedError, match="architecture 'qwen2'; this version reads bloom, gpt2, llama"):
-        open_checkpoint(path)
-
-
-def test_a_rope_scaling_that_gguf_keeps_elsewhere_is_refused_and_not_lost(tmp_path, model):
-    freqs = {"rope_freqs.weight": np.ones(8, np.float32)}
-    path = write_gguf(tmp_path / "a.gguf", model, gguf.GGMLQuantizationType.F32, tensors=freqs)
-    with pytest.raises(UnsupportedError, match="rope_freqs.weight: its rope scaling would be lost"):
-        open_checkpoint(path)
-    linear = gguf.RopeScalingType.LINEAR
-    path = write_gguf(tmp_path / "b.gguf", model, gguf.GGMLQuantizationType.F32, scaling=linear)
-    with pytest.raises(UnsupportedError, match="llama.rope.scaling.type = linear"):
-        open_checkpoint(path)
 
 
 def test_a_way_of_splitting_text_that_cannot_be_rebuilt_is_refused(tmp_path, model):
