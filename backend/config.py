@@ -92,6 +92,7 @@ class ModelConfig:
     norm_eps: float
     start_id: int
     end_id: int
+    more_end_ids: tuple[int, ...] = ()  # further tokens that end a text, as end_id does
     weight_dtype: str = "fp32"  # of the files; "fp32", "fp16" or "bf16"
     activation: str = "gelu_tanh"  # "gelu_tanh", "gelu" (erf), "relu" or "silu"
     rope: RopeConfig | None = None

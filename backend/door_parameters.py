@@ -118,7 +118,7 @@ DOOR_PARAMETERS: tuple[DoorParameter, ...] = (
         "str",
         (),
         "token ids separated by commas",
-        "ids that end a text beside `end_id`, and are not shown",
+        "further ids that end a text, as the end ids of `config.ini` do",
         _ids,
         _ANSWERS,
     ),

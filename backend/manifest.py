@@ -39,6 +39,7 @@ _FREE_KEYS = (
     "model_name",
     "start_id",
     "end_id",
+    "end_ids",
     "num_tasks",
     "prompt_learning_start_id",
     "prompt_learning_type",

@@ -157,6 +157,7 @@ class Limits(msgspec.Struct, frozen=True):
     request_timeout_s: float = 3600.0  # deadline of a request without one
     prompts: PromptLimits = PromptLimits()
     max_logits_bytes: int = 256 << 20  # of the logits that one request returns
+    more_end_ids: list[int] = []  # further tokens that end a text, as end_id does
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):

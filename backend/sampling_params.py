@@ -60,7 +60,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     max_tokens: Annotated[int, "maximum number of new tokens", _COUNT] = 16
-    min_tokens: Annotated[int, "number of new tokens before which the end token is impossible", _COUNT] = 0
+    min_tokens: Annotated[int, "number of new tokens before which end tokens are impossible", _COUNT] = 0
     temperature: Annotated[float, "softmax temperature; below 1e-5: greedy", _DIVISOR] = 1.0
     top_k: Annotated[int, "sample from the k most likely tokens; 0: from all", _TOP_K] = 1
     top_p: Annotated[float, "nucleus (top-p) probability mass; 1 keeps all tokens", _FRACTION] = 1.0

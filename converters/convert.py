@@ -18,6 +18,7 @@ from tridecode.backend.config import DTYPES, ModelConfig
 from tridecode.backend.errors import CheckpointError, ConfigError
 from tridecode.backend.manifest import Manifest, sample_sha256
 from tridecode.backend.quantization import Quantization, stored_specs
+from tridecode.backend.sampling_params import MAX_END_IDS
 from tridecode.backend.weights import FILE_DTYPES, TORCH_DTYPES
 from tridecode.converters.checkpoint import Checkpoint
 from tridecode.converters.families import CheckpointFamily, family_of
@@ -174,6 +175,7 @@ def plan_conversion(
         "model_name": _model_name(model_name, checkpoint),
         "start_id": start_id,
         "end_id": end_id,
+        "more_end_ids": _more_end_ids(checkpoint, end_id),
         "weight_dtype": dtype or checkpoint_dtype(checkpoint, names[source.embedding]),
         "tied_head": tied,
     }
@@ -250,6 +252,16 @@ def _check_numbers(config: ModelConfig, checkpoint: Checkpoint) -> None:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
             wanted = "a finite number of 0 or more"
             raise CheckpointError(f"the config of {checkpoint.path} has {key} = {value}; wanted {wanted}")
+
+
+def _more_end_ids(checkpoint: Checkpoint, end_id: int) -> tuple[int, ...]:
+    """The end tokens behind the first one. CheckpointError if an engine has no room for them."""
+    size = checkpoint.config.vocab_size
+    ids = [token for token in dict.fromkeys(checkpoint.eos_ids) if 0 <= token < size]
+    if len(ids) > MAX_END_IDS:
+        found = f"{checkpoint.path} names {len(ids)} end tokens"
+        raise CheckpointError(f"{found} (eos_token_id); this version has room for {MAX_END_IDS}")
+    return tuple(token for token in ids if token != end_id)
 
 
 def _model_name(given: str | None, checkpoint: Checkpoint) -> str:

@@ -119,7 +119,7 @@ class _Sequence:
         token = next_token(self.history, self.generated, self.params, vocab_size)
         self.history.append(token)
         self.generated += 1
-        if token == self.params.end_id and self.generated > self.params.min_tokens:
+        if token in self.params.end_ids and self.generated > self.params.min_tokens:
             self.finish = "end_id"
         elif any(w and self.history[-len(w) :] == w for w in self.params.stop_words):
             self.finish = "stop_word"

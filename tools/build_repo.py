@@ -192,7 +192,7 @@ def build_repo(
             engine=engine,
             model_type=family(config.family).model_type,
             checkpoint_path=weights.name,
-            stop_ids=",".join(str(token) for token in checkpoint.eos_ids[1:]),
+            stop_ids="",  # config.ini has all end tokens
         )
         tokenizer_file = None
         if hf_tokenizer is not None:

@@ -153,6 +153,7 @@ def read_sequences(
     batch = prompts.batch
     stop_words = read_words(inputs, "stop_words_list", batch, limits, limits.max_stop_word_tokens)
     bad_words = read_words(inputs, "bad_words_list", batch, limits, limits.max_bad_word_tokens)
+    ends = fields.model_ends(limits)
     end_ids = inputs.rows("end_id", batch, limits.end_id)
     log_probs = inputs.rows("is_return_log_probs", batch, False)
     context_log_prob = inputs.rows("is_return_context_cum_log_probs", batch, False)
@@ -166,10 +167,9 @@ def read_sequences(
     for row, named in enumerate(inputs.params(batch)):
         tokens = prompts.tokens(row)
         fields.check_one_penalty(named)
-        end_id = end_ids[row] if 0 <= end_ids[row] < limits.vocab_size else -1
         named.update(
             max_tokens=counts[row],
-            end_id=end_id,
+            **fields.chosen_ends(end_ids[row], ends, limits),
             stop_words=stop_words[row],
             bad_words=bad_words[row],
             return_log_probs=bool(log_probs[row]),

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.envelope import INT32_MAX, whole_number
-from tridecode.backend.errors import RequestError
+from tridecode.backend.errors import ConfigError, RequestError
 from tridecode.backend.messages import MAX_LORA_NAME, Limits
-from tridecode.backend.sampling_params import SamplingParams, check
+from tridecode.backend.sampling_params import MAX_END_IDS, SamplingParams, check
 
 
 def priorities(inputs: Inputs, parameters: Mapping[str, Any], batch: int) -> list[int]:
@@ -92,6 +92,25 @@ def check_one_penalty(named: Mapping[str, Any]) -> None:
     if repetition != 1.0 and presence != 0.0:
         found = f"repetition_penalty is {repetition} and presence_penalty is {presence}"
         raise RequestError(f"{found}; wanted one of them at its neutral value, 1 or 0")
+
+
+def model_ends(limits: Limits, more: Iterable[int] = (), first: int | None = None) -> list[int]:
+    """The tokens that end a text of the model, its end_id first. more: further ones, of config.pbtxt. first:
+    in place of the model's end_id. Raises ConfigError if they are too many."""
+    ids = dict.fromkeys((limits.end_id if first is None else first, *limits.more_end_ids, *more))
+    ends = [token for token in ids if 0 <= token < limits.vocab_size]
+    if len(ends) > MAX_END_IDS:
+        found = f"config.ini and stop_ids in config.pbtxt name {len(ends)} end tokens"
+        raise ConfigError(f"{found}; wanted {MAX_END_IDS} at most")
+    return ends
+
+
+def chosen_ends(end_id: int, ends: Sequence[int], limits: Limits) -> dict[str, Any]:
+    """The parameters of a request that names this end_id: with one of the model's `ends` all of these end the
+    text, with another that one alone, and with none of the vocabulary no token does."""
+    if end_id in ends:
+        return {"end_id": end_id, "more_end_ids": [token for token in ends if token != end_id]}
+    return {"end_id": end_id if 0 <= end_id < limits.vocab_size else -1}
 
 
 def check_sequences(count: int, limits: Limits) -> None:

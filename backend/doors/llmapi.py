@@ -66,9 +66,9 @@ class TritonPythonModel(TextModel):
         named.setdefault("max_tokens", _MAX_TOKENS)
         if named["max_tokens"] == 0:
             raise RequestError("sampling_param_max_tokens is 0; wanted 1 to 2**31 - 1")
+        ends = self.end_ids(limits)
         named.update(
-            end_id=self.end_id(limits),
-            stop_words=self.stop_ids(limits),
+            **fields.chosen_ends(ends[0] if ends else -1, ends, limits),
             return_log_probs=log_probs,
             return_perf_metrics=inputs.flag("sampling_param_return_perf_metrics"),
         )

@@ -38,7 +38,7 @@ class DoorSettings:
     num_engines: int
     engine_number: int
     tokenizer_dir: Path
-    stop_ids: tuple[int, ...] = ()  # ids that end a text, besides end_id, and are not shown
+    stop_ids: tuple[int, ...] = ()  # further ids that end a text, as config.ini's end ids do
     default_max_tokens: int = 256  # of a request that does not say
     exclude_input_in_output: bool = False  # default of the input of that name
     add_special_tokens: bool = False  # when a prompt is tokenised

@@ -53,9 +53,8 @@ class TextRequest:
     stop_words: checked (check_stop_words). exclude: a whole answer does not begin with its prompt.
     show_stop, min_tokens: see Completion. keep_last: tokens of a longer prompt that count; 0: all.
     skip_special: special tokens are left out of the answer; None: as config.pbtxt says. log_probs: of
-    alternatives. stop_ids: tokens that end an answer as stop words do; the engine does not know them. tables:
-    of virtual tokens, of each text; (): none has one. add_special_tokens: to the prompts, by the tokenizer.
-    cut: max_tokens is a default, and less where the prompt leaves less room.
+    alternatives. tables: of virtual tokens, of each text; (): none has one. add_special_tokens: to the
+    prompts, by the tokenizer. cut: max_tokens is a default, and less where the prompt leaves less room.
     """
 
     texts: list[str]
@@ -70,7 +69,6 @@ class TextRequest:
     keep_last: int = 0
     skip_special: bool | None = None
     log_probs: bool = False
-    stop_ids: frozenset[int] = frozenset()
     tables: Sequence[RowPrompt | None] = ()
     add_special_tokens: bool = True
     cut: bool = False
@@ -174,18 +172,15 @@ class TritonPythonModel(EngineDoor):
             raise self.cannot_stream(name)
         return streaming
 
-    def end_id(self, limits: Limits) -> int:
-        """The token that ends a text by default; -1: none."""
-        end_id = limits.end_id if limits.end_id >= 0 else self.tokenizer_end_id
-        return end_id if 0 <= end_id < limits.vocab_size else -1
-
-    def stop_ids(self, limits: Limits) -> list[list[int]]:
-        """The stop_ids of config.pbtxt, as stop words of one token."""
-        return [[token] for token in self.settings.stop_ids if 0 <= token < limits.vocab_size]
+    def end_ids(self, limits: Limits) -> list[int]:
+        """The tokens that end a text by default."""
+        first = limits.end_id if limits.end_id >= 0 else self.tokenizer_end_id
+        return fields.model_ends(limits, self.settings.stop_ids, first)
 
     def _read_params(self, inputs: Inputs, batch: int, limits: Limits) -> list[SamplingParams]:
         counts = inputs.rows("max_tokens", batch, self.settings.default_max_tokens)
-        end_ids = inputs.rows("end_id", batch, self.end_id(limits))
+        ends = self.end_ids(limits)
+        end_ids = inputs.rows("end_id", batch, ends[0] if ends else -1)
         bad_words = bad_word_ids(self.tokenizer, read_words(inputs, "bad_words", batch))
         flags = {
             "return_log_probs": inputs.flag("return_log_probs"),
@@ -200,9 +195,8 @@ class TritonPythonModel(EngineDoor):
             fields.check_word_tokens("bad_words", bad_words[row], limits.max_bad_word_tokens)
             named.update(
                 max_tokens=counts[row],
-                end_id=end_ids[row] if 0 <= end_ids[row] < limits.vocab_size else -1,
-                stop_words=self.stop_ids(limits),
                 bad_words=bad_words[row],
+                **fields.chosen_ends(end_ids[row], ends, limits),
                 **flags,
             )
             if "early_stopping" in named:
@@ -262,7 +256,6 @@ class TritonPythonModel(EngineDoor):
                 asked.min_tokens,
                 stops_by_id=params.beam_width > 1,
                 ended=siblings.ended,
-                stop_ids=asked.stop_ids,
             )
             one.place = row, index
             completions.append(one)

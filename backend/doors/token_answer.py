@@ -37,15 +37,13 @@ class TokenSequence:
     log_probs: natural logarithms, one per generated token, also of an end id, which is not among the ids.
     """
 
-    def __init__(
-        self, prompt: list[int], num_prompt_tokens: int, ends: frozenset[int], place: tuple[int, int] = (0, 0)
-    ):
-        """prompt: ids reported ahead of the new ones. ends: stop words of one id that end the row unseen.
-        place: row of the request, and which of its sequences."""
+    def __init__(self, prompt: list[int], num_prompt_tokens: int, place: tuple[int, int] = (0, 0)):
+        """prompt: ids reported ahead of the new ones. place: row of the request, and which of its
+        sequences."""
         self.finish_reason = ""  # "": it has not ended
         self.num_tokens = 0  # not reported yet
         self.place = place
-        self._ids, self._ends = list(prompt), ends
+        self._ids = list(prompt)
         self._num_prompt_tokens = num_prompt_tokens
         self._log_probs: list[float] = []
         self._cum_log_prob = 0.0
@@ -55,10 +53,7 @@ class TokenSequence:
         """Add an event; none counts after the end. Failures (Event.error) are the caller's."""
         if self.finish_reason:
             return
-        hidden = event.finish == "end_id" or (
-            event.finish == "stop_word" and bool(event.tokens) and event.tokens[-1] in self._ends
-        )
-        self._ids += event.tokens[:-1] if hidden else event.tokens
+        self._ids += event.tokens[:-1] if event.finish == "end_id" else event.tokens
         self.num_tokens += len(event.tokens)
         self._log_probs += event.log_probs
         self._cum_log_prob += sum(event.log_probs)

@@ -56,7 +56,7 @@ class TritonPythonModel(EngineDoor):
         if self.settings.wrap_token_ids:
             inputs.arrays["input_ids"] = np.mod(inputs.arrays["input_ids"], limits.vocab_size)
         prompts = read_prompts(inputs, limits, received.envelope)
-        params, ends = self._read_params(inputs, prompts, limits)
+        params = self._read_params(inputs, prompts, limits)
         fields.check_sequences(sum(one.num_slots for one in params), limits)
         counts = [one.max_tokens for one in params]
         most = max(one.num_sequences for one in params)
@@ -72,9 +72,7 @@ class TritonPythonModel(EngineDoor):
             sink = partial(_put, stream, len(sequences))
             length = prompts.lengths[row]
             echo = prompts.ids[row, : 0 if streaming or exclude else length].tolist()
-            sequences += [
-                TokenSequence(echo, length, ends[row], (row, index)) for index in range(one.num_sequences)
-            ]
+            sequences += [TokenSequence(echo, length, (row, index)) for index in range(one.num_sequences)]
             asked = SequenceRequest(prompts.tokens(row).astype("<i4").tobytes(), one, lora_names[row])
             submissions.append(Submission([asked], sink, priorities[row]))
         fill = _fill(inputs, prompts)
@@ -85,29 +83,24 @@ class TritonPythonModel(EngineDoor):
         if stream.stop_wanted:
             stop_rows(stream)
 
-    def _read_params(
-        self, inputs: Inputs, prompts: Prompts, limits: Limits
-    ) -> tuple[list[SamplingParams], list[frozenset[int]]]:
-        """For each row its parameters, and the ids that end it without being part of the answer."""
+    def _read_params(self, inputs: Inputs, prompts: Prompts, limits: Limits) -> list[SamplingParams]:
+        """The parameters of each row."""
         batch = prompts.batch
         counts = _counts(inputs, prompts, limits)
-        end_ids = inputs.rows("end_id", batch, limits.end_id)
+        ends = fields.model_ends(limits, self.settings.stop_ids)
+        end_ids = inputs.rows("end_id", batch, ends[0] if ends else -1)
         stop_words = read_words(inputs, "stop_words_list", batch, limits, limits.max_stop_word_tokens)
         bad_words = read_words(inputs, "bad_words_list", batch, limits, limits.max_bad_word_tokens)
-        more_ends = {token for token in self.settings.stop_ids if 0 <= token < limits.vocab_size}
         flags = ("log_probs", "context_logits", "generation_logits", "perf_metrics")
         wanted = {f"return_{flag}": inputs.flag(f"return_{flag}") for flag in flags}
         names = inputs.client_names()
-        params, ends = [], []
+        params = []
         for row, named in enumerate(inputs.params(batch)):
-            end_id = end_ids[row] if 0 <= end_ids[row] < limits.vocab_size else -1
-            others = {*more_ends, limits.end_id} if end_id in (*more_ends, limits.end_id) else set()
-            others -= {end_id, -1}
             named.update(
                 max_tokens=counts[row],
-                end_id=end_id,
-                stop_words=stop_words[row] + [[token] for token in sorted(others)],
+                stop_words=stop_words[row],
                 bad_words=bad_words[row],
+                **fields.chosen_ends(end_ids[row], ends, limits),
                 **wanted,
             )
             if "early_stopping" in named:
@@ -115,8 +108,7 @@ class TritonPythonModel(EngineDoor):
             if named.get("beam_width", 1) > 1:
                 named["beam_pool"] = True
             params.append(fields.sampling_params(named, limits, names))
-            ends.append(frozenset(others))
-        return params, ends
+        return params
 
 
 def _put(stream: Stream, first: int, event: Event) -> None:

@@ -25,7 +25,7 @@ from tridecode.backend.doors.text import TensorAnswer, TextRequest, check_stop_w
 from tridecode.backend.doors.text import TritonPythonModel as TextModel
 from tridecode.backend.errors import RequestError, UnsupportedError
 from tridecode.backend.messages import Limits, SamplingParams, TopLogProbs
-from tridecode.backend.sampling_params import GREEDY_BELOW, check
+from tridecode.backend.sampling_params import GREEDY_BELOW, MAX_END_IDS, check
 from tridecode.backend.text.completion import Completion, Piece
 from tridecode.backend.text.detokenizer import TokenizerView
 from tridecode.backend.text.encoding import bad_word_ids
@@ -61,11 +61,9 @@ class TritonPythonModel(TextModel):
         stop_words = tuple(dict.fromkeys(text for text in keys.get("stop", ()) if text))
         check_stop_words(stop_words, "stop")
         keep_last = keys.get("truncate_prompt_tokens", 0)
-        stop_ids = self._stop_ids(keys, limits)
-        in_door = keys.get("min_tokens", 0) > 0  # the engine would end at a stop id before min_tokens, too
         return TextRequest(
             texts=texts,
-            params=[self._params(keys, [] if in_door else stop_ids, received, limits)],
+            params=[self._params(keys, received, limits)],
             stop_words=[stop_words],
             lora_names=[keys.get("lora_name", "")],
             priorities=fields.priorities(inputs, received.parameters, 1),
@@ -76,7 +74,6 @@ class TritonPythonModel(TextModel):
             keep_last=keep_last if keep_last >= 0 else limits.max_sequence_tokens - 1,
             skip_special=keys.get("skip_special_tokens"),
             log_probs="logprobs" in keys,
-            stop_ids=frozenset(token for (token,) in stop_ids) if in_door else frozenset(),
             add_special_tokens=fields.add_special_tokens(inputs, self.settings.add_special_tokens),
         )
 
@@ -90,9 +87,7 @@ class TritonPythonModel(TextModel):
             raise RequestError(f"sampling_parameters has {array.size} texts; wanted one")
         return sampling_json.parse(decode_text(array.reshape(-1)[0], "sampling_parameters"))
 
-    def _params(
-        self, keys: dict[str, Any], stop_ids: list[list[int]], received: Received, limits: Limits
-    ) -> SamplingParams:
+    def _params(self, keys: dict[str, Any], received: Received, limits: Limits) -> SamplingParams:
         n = keys.get("n", 1)
         if keys.get("best_of", n) != n:
             found = f"best_of is {keys['best_of']} and n is {n}"
@@ -111,8 +106,7 @@ class TritonPythonModel(TextModel):
             num_return_sequences=n,
             **distribution,
             seed=_random.getrandbits(64) if seed == -1 else seed % 2**64,
-            end_id=-1 if keys.get("ignore_eos") else self.end_id(limits),
-            stop_words=stop_ids,
+            **self._ends(keys, limits),
             bad_words=self._bad_words(keys, received, limits),
             top_log_probs=_top_log_probs(keys, received),
         )
@@ -121,14 +115,24 @@ class TritonPythonModel(TextModel):
             raise RequestError(f"sampling_parameters: {complaint}")
         return params
 
-    def _stop_ids(self, keys: dict[str, Any], limits: Limits) -> list[list[int]]:
+    def _ends(self, keys: dict[str, Any], limits: Limits) -> dict[str, Any]:
+        """The model's end tokens and the request's stop_token_ids: none of them comes before min_tokens."""
         mine = keys.get("stop_token_ids", [])
         wrong = [token for token in mine if token >= limits.vocab_size]
         if wrong:
             raise RequestError(f"stop_token_ids has {wrong[0]}; wanted token ids below {limits.vocab_size}")
         fields.check_word_tokens("stop_token_ids", [mine], limits.max_stop_word_tokens)
-        words = [[token] for token in dict.fromkeys(mine)]
-        return words if keys.get("ignore_eos") else words + self.stop_ids(limits)
+        model = [] if keys.get("ignore_eos") else self.end_ids(limits)
+        ids = list(dict.fromkeys([*model, *mine]))
+        ends, others = ids[:MAX_END_IDS], ids[MAX_END_IDS:]
+        if others and keys.get("min_tokens", 0) > 0:
+            found = f"stop_token_ids and the model's end tokens are {len(ids)} ids and min_tokens is set"
+            raise UnsupportedError(f"{found}; this version holds {MAX_END_IDS} back: wanted as many at most")
+        return {
+            "end_id": ends[0] if ends else -1,
+            "more_end_ids": ends[1:],
+            "stop_words": [[token] for token in others],
+        }
 
     def _bad_words(self, keys: dict[str, Any], received: Received, limits: Limits) -> list[list[int]]:
         words = tuple(dict.fromkeys(text for text in keys.get("bad_words", ()) if text))

@@ -143,6 +143,7 @@ def door_limits(engine: Engine) -> m.Limits:
         max_logits_bytes=config.max_logits_bytes,
         start_id=model.start_id,
         end_id=model.end_id,
+        more_end_ids=list(model.more_end_ids),
         model_name=model.model_name,
         hidden_size=model.hidden_size,
         request_timeout_s=config.request_timeout_s,

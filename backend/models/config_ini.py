@@ -20,6 +20,7 @@ from tridecode.backend.config import (
 )
 from tridecode.backend.errors import ConfigError, UnsupportedError
 from tridecode.backend.models.ini_keys import ACCEPTED
+from tridecode.backend.sampling_params import MAX_END_IDS
 
 #: more layers in a config.ini mean a damaged file; the limit bounds the lists of tensors made from it
 MAX_LAYERS = 4096
@@ -211,6 +212,7 @@ def read_common(section: IniSection, max_positions: int | None = DEFAULT_MAX_POS
         "max_positions": section.integer("max_pos_seq_len", max_positions, minimum=1, maximum=MAX_POSITIONS),
         "start_id": read_token(section, "start_id", sizes["vocab_size"]),
         "end_id": read_token(section, "end_id", sizes["vocab_size"]),
+        "more_end_ids": read_more_end_ids(section, sizes["vocab_size"]),
         "weight_dtype": dtype,
     }
 
@@ -222,6 +224,20 @@ def read_token(section: IniSection, key: str, vocab_size: int) -> int:
         wanted = f"0 to {vocab_size - 1}, a token of vocab_size = {vocab_size}, or -1 for none"
         raise section.wrong(key, token, wanted)
     return token
+
+
+def read_more_end_ids(section: IniSection, vocab_size: int) -> tuple[int, ...]:
+    """The tokens of end_ids but end_id, which is one of them; () without the key."""
+    text = section.text("end_ids", "")
+    ids = section.integers("end_ids", len(text.replace(",", " ").split()))
+    if not ids:
+        return ()
+    end_id = section.integer("end_id")
+    if end_id not in ids:
+        raise section.wrong("end_ids", text, f"all tokens that end a text, end_id = {end_id} among them")
+    if len(ids) > MAX_END_IDS or max(ids) >= vocab_size:
+        raise section.wrong("end_ids", text, f"{MAX_END_IDS} tokens or fewer, of 0 to {vocab_size - 1}")
+    return tuple(token for token in dict.fromkeys(ids) if token != end_id)
 
 
 def refuse_experts(section: IniSection) -> None:
@@ -242,6 +258,7 @@ def common_keys(config: ModelConfig, tensor_para_size: int) -> dict[str, object]
         "max_pos_seq_len": config.max_positions,
         "start_id": config.start_id,
         "end_id": config.end_id,
+        **({"end_ids": joined((config.end_id, *config.more_end_ids))} if config.more_end_ids else {}),
         "weight_data_type": config.weight_dtype,
         "tensor_para_size": tensor_para_size,
         "layernorm_eps": config.norm_eps,

@@ -31,6 +31,7 @@ KEYS = {
     "max_pos_seq_len": "positions; mandatory where the model has a table of them",
     "start_id": "token that an empty prompt starts from",
     "end_id": "token that ends a sequence",
+    "end_ids": "all tokens that end a sequence, `end_id` among them; default: `end_id` alone",
     "weight_data_type": "dtype of the weight files; the text contains fp32, fp16 or bf16",
     "embedding_size": "size of the word embedding, where a projection follows it; default: the hidden size",
     "layernorm_eps": "epsilon of the norms",

@@ -50,13 +50,12 @@ class Completion:
         min_tokens: int = 0,
         stops_by_id: bool = False,
         ended: Callable[[], None] = lambda: None,
-        stop_ids: frozenset[int] = frozenset(),
     ):
         """prompt: its token ids. cancel(): called when a stop word ends the text before the engine does;
         ended(): when the engine ends it. echo: text to be reported ahead of the generated text. show_stop:
         what ends the text is part of it. min_tokens: a stop word that one of the first min_tokens tokens
         completes is ignored. stops_by_id: the engine has the ids of the stop words, too, so that its last
-        tokens may be one. stop_ids: tokens that end the text, as stop words do."""
+        tokens may be one."""
         self.text = ""
         self.num_tokens = 0
         self.finish_reason = ""  # "": it has not ended
@@ -69,8 +68,7 @@ class Completion:
         self._decoder = StreamDecoder(view, prompt)
         self._matcher = StopMatcher(stop_words, show_stop)
         self._show_stop, self._unchecked = show_stop, min_tokens
-        self._stop_ids = stop_ids
-        self._by_token = not stop_words.empty or bool(stop_ids)
+        self._by_token = not stop_words.empty
         self._stops_by_id = stops_by_id and not stop_words.empty
         self._cancel, self._ended = cancel, ended
 
@@ -117,17 +115,10 @@ class Completion:
         """Decode tokens. Returns how many of `count` were used: all, unless a stop word ended the text."""
         # token by token, so that the token that ends the text does not depend on how events were merged
         for index, ids in enumerate([[token] for token in shown] if self._by_token else [shown]):
-            checked = self._unchecked <= 0
-            ends = checked and not self._stop_ids.isdisjoint(ids)
-            if ends and not self._show_stop:
-                self._end("stop")
-                return index + 1
-            text, stopped = self._matcher.push(self._decoder.push(ids), checked)
+            text, stopped = self._matcher.push(self._decoder.push(ids), self._unchecked <= 0)
             self._unchecked -= len(ids)
             self.text += text
-            if stopped or ends:
-                if ends:
-                    self._end("stop")
+            if stopped:
                 self.finish_reason = "stop"
                 return index + 1
         return count

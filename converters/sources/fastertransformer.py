@@ -108,7 +108,7 @@ def open_weight_directory(path: Path) -> Checkpoint:
         PreTrainedConfig(),
         tensors,
         config.start_id,
-        [config.end_id],
+        [config.end_id, *config.more_end_ids],
         reference=directory_reference(config, tensors),
         tokenizer_dir=path,
         notes=[f"{path / CONFIG_FILE}: {note}" for note in notes],

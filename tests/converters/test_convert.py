@@ -406,13 +406,30 @@ def test_another_rope_scaling_is_refused_by_name(tmp_path):
         plan_conversion(open_checkpoint(tmp_path / "hf"))
 
 
-def test_the_first_end_id_is_the_models_and_generation_config_comes_first(tmp_path):
+def test_the_end_ids_are_those_of_generation_config(tmp_path):
     save(tiny_llama(), tmp_path / "hf", tokenizer=False)
     (tmp_path / "hf" / "generation_config.json").write_text('{"bos_token_id": 4, "eos_token_id": [9, 2, 7]}')
     checkpoint = open_checkpoint(tmp_path / "hf")
     assert checkpoint.eos_ids == [9, 2, 7]
-    config = plan_conversion(checkpoint).config
-    assert (config.start_id, config.end_id) == (4, 9)
+    planned = plan_conversion(checkpoint)
+    config = planned.config
+    assert (config.start_id, config.end_id, config.more_end_ids) == (4, 9, (2, 7))
+    planned.write(tmp_path / "weights")
+    assert read_model_config(tmp_path / "weights") == config
+    again = plan_conversion(open_checkpoint(tmp_path / "weights"))  # a directory is a source, too
+    assert (again.config.end_id, again.config.more_end_ids) == (9, (2, 7))
+
+
+def test_more_end_ids_than_an_engine_holds_are_refused_by_name(tmp_path):
+    save(tiny_llama(), tmp_path / "hf", tokenizer=False)
+    for ids, refused in (([*range(16), 3, 10**6], False), (list(range(17)), True)):
+        (tmp_path / "hf" / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+        if refused:
+            with pytest.raises(CheckpointError, match="names 17 end tokens .* has room for 16"):
+                plan_conversion(open_checkpoint(tmp_path / "hf"))
+        else:
+            config = plan_conversion(open_checkpoint(tmp_path / "hf")).config
+            assert (config.end_id, config.more_end_ids) == (0, tuple(range(1, 16)))
 
 
 def test_a_model_without_special_ids_has_no_end_and_starts_at_0(tmp_path):

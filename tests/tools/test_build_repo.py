@@ -108,13 +108,14 @@ def test_names_follow_the_options(sources, tmp_path):
     ]  # fmt: skip
 
 
-def test_further_end_ids_become_the_text_models_stop_ids(sources, tmp_path):
+def test_all_end_ids_are_in_config_ini(sources, tmp_path):
     source = shutil.copytree(sources["llama"], tmp_path / "hf")
     (source / "generation_config.json").write_text('{"eos_token_id": [7, 2, 9]}')
     build_repo(source, tmp_path / "repo", parity=False)
     text = read_engine_parameters(str(tmp_path / "repo" / "tensorrt_llm_bls"))
-    assert text["stop_ids"] == "2,9"
-    assert read_model_config(tmp_path / "repo/fastertransformer/1/1-gpu").end_id == 7
+    assert text["stop_ids"] == ""
+    config = read_model_config(tmp_path / "repo/fastertransformer/1/1-gpu")
+    assert (config.end_id, config.more_end_ids) == (7, (2, 9))
 
 
 def test_the_dtype_it_chooses_is_said_aloud(sources, tmp_path, monkeypatch):

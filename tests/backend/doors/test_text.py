@@ -517,7 +517,7 @@ def test_stop_ids_end_the_text_and_are_not_shown(repository):
     comma = ids_of("!")[0]
     with serving(repository, config={"stop_ids": f"{comma}, 599"}) as door:
         assert text_of(only(ask(door, tensors("")))) == ANSWER[: ANSWER.index("!")]
-        assert last_params(door).stop_words == [[comma], [599]]
+        assert last_params(door).end_ids == [EOS, comma, 599]
 
 
 def test_an_end_id_that_is_no_special_token_is_not_shown(door):

@@ -239,7 +239,7 @@ def test_each_request_without_a_seed_draws_its_own(door):
             {"presence_penalty": 2.0, "frequency_penalty": -1.0, "count_prompt": False},
         ),
         ({"presence_penalty": 1, "temperature": 0}, {"presence_penalty": 1.0}),
-        ({"stop_token_ids": [5, "7"]}, {"stop_words": [[5], [7]]}),
+        ({"stop_token_ids": [5, "7"]}, {"end_id": EOS, "more_end_ids": [5, 7]}),
         ({"ignore_eos": "true"}, {"end_id": -1}),
         ({"logprobs": None, "n": 1, "best_of": 1, "min_p": 0.0, "logit_bias": {}, "lora_name": None}, {}),
         ({"min_p": "0.0", "detokenize": "True", "spaces_between_special_tokens": True}, {}),
