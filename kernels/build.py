@@ -19,6 +19,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SOURCES, OBJECTS, LIBRARY = HERE / "csrc", HERE / "lib" / "obj", HERE / "lib" / "libtridecode_kernels.so"
+API = SOURCES / "api"
 
 #: the targets of `--arch all`; the last one also as PTX, for later GPUs
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 103, 120)
@@ -31,6 +32,7 @@ FLAGS = [
     "-v",
     "-Xcompiler",
     "-fPIC,-fvisibility=hidden",
+    f"-I{SOURCES}",
 ]
 #: spilled bytes that are allowed, by file: known, and outside the loops that matter
 SPILLS = {
@@ -84,8 +86,8 @@ def build(arch: str = "all", jobs: int | None = None) -> Path:
     started = time.monotonic()
     compiler, codes = nvcc(), targets(arch)
     OBJECTS.mkdir(parents=True, exist_ok=True)
-    files = sorted(SOURCES.glob("*.cu"))
-    headers = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.*h")))
+    files = sources("*.cu")
+    headers = b"".join(path.read_bytes() for path in sources("*.*h"))
     info = f"arch {arch}, {_version(compiler)}, sources {source_hash()}"
     objects = {}
     with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
@@ -101,11 +103,27 @@ def build(arch: str = "all", jobs: int | None = None) -> Path:
     return LIBRARY
 
 
+def sources(pattern: str = "*") -> list[Path]:
+    """The files below csrc whose name matches, in the order of their paths."""
+    return sorted(path for path in SOURCES.rglob(pattern) if path.is_file())
+
+
+def source(name: str) -> Path:
+    """The one file below csrc with this name: names are unique across its folders."""
+    (found,) = sources(name)
+    return found
+
+
+def api_header() -> str:
+    """The C ABI: the text of all headers in csrc/api."""
+    return "\n".join(path.read_text() for path in sorted(API.glob("*.h")))
+
+
 def source_hash() -> str:
     """Twelve hex digits over all files of csrc; library.py compares them with those of the library."""
     digest = hashlib.sha256()
-    for path in sorted(SOURCES.iterdir()):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    for path in sources():
+        digest.update(path.relative_to(SOURCES).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]
 
 

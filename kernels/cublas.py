@@ -2,8 +2,8 @@
 
 torch's own products add a bias to a residual in a pass of its own, copy a residual that is not `out`, and may
 add the parts of a split sum in 16 bit. Here every product is summed in float32 and rounded once
-(csrc/gemm_library.cu), but for one case: where `out` is the residual, cuBLAS' kernels for Hopper round the
-product with its bias and add it to the residual in memory, as transformers does, two roundings in all.
+(gemm_library.cu), with one exception: where `out` is the residual, cuBLAS' kernels for Hopper round the
+product with its bias and add it to the residual in memory, as transformers does, which rounds twice.
 
 The algorithm is the first that cuBLASLt proposes, so that a shape has the same bits at every start. The best
 of all proposals, by time, takes 14 % less for the last product of LLaMA-3-8B and BLOOM-7B1 at 72 rows, 3 % at
@@ -23,7 +23,7 @@ from tridecode.kernels.library import KernelError, Library
 
 log = logging.getLogger("tridecode.engine")
 
-#: cuBLASLt's functions in the order of csrc/cublas_lt.h
+#: cuBLASLt's functions in the order of csrc/gemm/library/cublas_lt.h
 FUNCTIONS = (
     "cublasLtCreate",
     "cublasLtMatmulDescCreate",
@@ -37,7 +37,7 @@ FUNCTIONS = (
     "cublasLtMatmulAlgoGetHeuristic",
     "cublasLtMatmul",
 )
-#: bytes of csrc/cublas_lt.h's Found, of which the first 64 are the algorithm
+#: bytes of csrc/gemm/library/cublas_lt.h's Found, of which the first 64 are the algorithm
 _FOUND_BYTES = 96
 _Algorithm = ctypes.Array[ctypes.c_uint8]
 #: cuBLAS' own choice on Hopper
@@ -50,7 +50,7 @@ _KEY = ("inputs", "outputs", "x_stride", "weight_stride", "residual_stride", "ou
 
 
 class LibraryProducts:
-    """csrc/gemm_library.cu with an algorithm for each shape.
+    """csrc/gemm/library/gemm_library.cu with an algorithm for each shape.
 
     workspace: address of WORKSPACE_BYTES that products in turn may overwrite. `is_open`: False where cuBLASLt
     cannot be called.

@@ -280,7 +280,7 @@ class Cuda(CudaChain, CudaSampling):
     def _runs_layers(
         self, x: Tensor, layers: Sequence[DecoderLayer], heads: Heads, activation: str, batch: Batch
     ) -> bool:
-        """Whether csrc/decoder_layers_sm90a.cu runs the step: few decoding rows, a small LayerNorm model, 16
+        """Whether decoder_layers_sm90a.cu runs the step: few decoding rows, a small LayerNorm model, 16
         bit, Hopper."""
         rows, hidden = x.shape
         if self.capability != 90 or x.dtype == torch.float32 or rows != batch.num_decodes or not layers:

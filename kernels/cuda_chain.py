@@ -1,5 +1,5 @@
 """Products of few tokens, each of the result of the one before it, in one launch on compute capability 9.0
-(csrc/product_chain_sm90a.cu)."""
+(csrc/gemm/chain/product_chain_sm90a.cu)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Products of many rows with a weight in 8 or 4 bit: it is expanded to 16 bit in scratch memory first.
 
 scratch.EXPANDED_WEIGHT_BYTES limits that memory: a larger weight is expanded and multiplied in pieces of its
-outputs, all of which csrc/gemm_expanded.cu launches in one call. cuBLAS multiplies pieces, and on Hopper all
+outputs, all of which gemm_expanded.cu launches in one call. cuBLAS multiplies pieces, and on Hopper all
 that is expanded: our kernels for it load weights before their predecessor has finished, and here the
 predecessor writes them.
 """

@@ -1,4 +1,4 @@
-"""The compiled kernels as Python functions: csrc/api.h declares tasks and functions once, for C++ and Python.
+"""The compiled kernels as Python functions: csrc/api/*.h declare tasks and functions for both languages.
 
 The library is bound with ctypes.PyDLL, which keeps the interpreter lock: a launch takes microseconds, and
 releasing the lock costs ten times more when another thread is busy.
@@ -13,7 +13,7 @@ from typing import Any, Callable
 
 import torch
 
-from tridecode.kernels.build import LIBRARY, SOURCES, source_hash
+from tridecode.kernels.build import LIBRARY, api_header, source_hash
 
 _NUMBERS = {
     "int": ctypes.c_int,
@@ -42,7 +42,7 @@ class Library:
         if not path.exists():
             raise KernelError(f"{path} does not exist; {rebuild}")
         self._dll = ctypes.PyDLL(str(path))
-        header = (SOURCES / "api.h").read_text()
+        header = api_header()
         #: the structs of api.h by name, e.g. for an array of them
         self.structures = structures(header)
         self._text = self._function("tridecode_error", ctypes.c_char_p, [])

@@ -413,7 +413,7 @@ class Ops(Protocol):
         int32 and log_probs: (R,) float32, written for every other row; log_probs is 0 unless
         return_log_probs is set.
 
-        Parameters are fields of csrc/sampling_state.h. In this order: the last ids of matching bad words
+        Parameters are fields of sampling_state.h. In this order: the last ids of matching bad words
         become impossible; logits are divided by temperature (0: not divided); ids with counts > 0 get the
         repetition penalty (x < 0: x * r, else x / r), then minus presence, minus frequency * count; all of
         end_ids are impossible while generated < min_tokens; log_probs is the log-softmax, over the whole

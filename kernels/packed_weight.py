@@ -1,4 +1,4 @@
-"""Weights in 8 or 4 bit as the CUDA kernels read them: csrc/packed_weight.cuh has the arrangement.
+"""Weights in 8 or 4 bit as the CUDA kernels read them: packed_weight.cuh has the arrangement.
 
 A matrix is packed once, at load. Formats that no kernel reads are named by `not_packed`; they are expanded.
 """

@@ -1,7 +1,7 @@
 """Sums over the tensor ranks of one host, through memory that the ranks map of each other.
 
 A rank allocates memory (PeerSums), gives its handle to the others and opens theirs (`connect`). Then each
-`add_rows` is one launch of csrc/all_reduce.cu, on every rank in the same order. scratch.PEER_LIMITS chooses
+`add_rows` is one launch of all_reduce.cu, on every rank in the same order. scratch.PEER_LIMITS chooses
 between one shot and two, and NCCL. Behind the rows of the sums the memory has what ranks exchange when they
 sample from a vocabulary that they share (Cuda.sample_shared).
 """

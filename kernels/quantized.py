@@ -206,7 +206,7 @@ def two_parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rows_of_two_parts(high: Tensor, low: Tensor) -> Tensor:
-    """(16 * ceil(T / 8), C) int8, as csrc/quantize_rows.cu writes them: the high parts of 8 tokens, then
+    """(16 * ceil(T / 8), C) int8, as csrc/rows/quantize_rows.cu writes them: the high parts of 8 tokens, then
     their low parts; zeros for tokens beyond the last."""
     tokens, columns = high.shape
     rows = torch.zeros(-(-tokens // 8), 2, 8, columns, dtype=torch.int8, device=high.device)
@@ -219,6 +219,6 @@ def rows_of_two_parts(high: Tensor, low: Tensor) -> Tensor:
 def in_granule_order(values: Tensor) -> Tensor:
     """(R, C), C a multiple of 32: the columns in the order of the inputs of a granule of 4-bit weights.
 
-    Of each 32, column 16 i + 8 h + 2 t + j goes to 16 h + 4 t + 2 j + i; see csrc/packed_weight.cuh.
+    Of each 32, column 16 i + 8 h + 2 t + j goes to 16 h + 4 t + 2 j + i; see packed_weight.cuh.
     """
     return values.unflatten(1, (-1, 2, 2, 4, 2)).permute(0, 1, 3, 4, 5, 2).flatten(1)

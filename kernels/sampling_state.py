@@ -1,4 +1,4 @@
-"""The state of sampling by batch slot. csrc/sampling_state.h declares its columns for C++ and Python."""
+"""The state of sampling by batch slot. sampling_state.h declares its columns for C++ and Python."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tridecode.kernels.build import SOURCES
+from tridecode.kernels.build import source
 from tridecode.kernels.library import structures
 
 #: one slot, a structured numpy dtype whose fields are those of the C struct
-SLOT = np.dtype(structures((SOURCES / "sampling_state.h").read_text())["tridecode_sampling_slot"])
+SLOT = np.dtype(structures(source("sampling_state.h").read_text())["tridecode_sampling_slot"])
 _TORCH = {"int32": torch.int32, "float32": torch.float32, "uint64": torch.int64}
 #: in place of a token: the row's logits are not numbers; every id is impossible
 BROKEN_LOGITS, NO_TOKEN = -1, -2

@@ -12,12 +12,12 @@ SUM_BYTES = 64 << 20
 NUM_COUNTERS = 1 << 17
 #: counters of the launch that runs all layers
 LAYER_COUNTERS = 1 << 12
-#: in which products of one launch leave results for each other (csrc/product_chain_sm90a.cu)
+#: exchange buffer of the chained-GEMM kernel (product_chain_sm90a.cu)
 EXCHANGE_BYTES = 1 << 20
-#: csrc/decode_attention.cuh, decode_tiles.cuh: blocks of the grid, warps of a block, heads of a group,
+#: decode_attention.cuh, decode_tiles.cuh: blocks of the grid, warps of a block, heads of a group,
 #: the largest head
 _BLOCKS, _WARPS, _GROUP, _HEAD = 1024, 4, 8, 256
-#: csrc/sampling.cu: ids of a chunk and of a segment; bytes of scratch of a chunk
+#: csrc/sampling/sampling.cu: ids of a chunk and of a segment; bytes of scratch of a chunk
 _CHUNK, _SEGMENT, _CHUNK_BYTES = 2048, 64, 24
 _EXPANDED = 64 << 20
 
@@ -39,15 +39,15 @@ PIECE_ROWS = 256
 _SCALE_GROUP = 128
 #: tokens of a tile of their products
 _MOST_TILE_TOKENS = 256
-#: csrc/sampling_exchange.cuh: bytes of a round from one rank to another, for each row
+#: csrc/sampling/sampling_exchange.cuh: bytes of a round from one rank to another, for each row
 _EXCHANGE_BYTES = 4096
-#: csrc/all_reduce.cu: bytes of a row, at most, and of the front of a rank's memory
+#: csrc/ranks/all_reduce.cu: bytes of a row, at most, and of the front of a rank's memory
 PEER_ROW_BYTES, _PEER_HEADER = 32 << 10, 256
 
 
 class PeerLimits(NamedTuple):
     """Sums over at most `ranks` ranks: bytes of a launch's rows, up to which one shot sums them (each rank
-    sends its rows to each other one), and up to which two shots do (csrc/all_reduce_two_shots.cu)."""
+    sends its rows to each other one), and up to which two shots do (csrc/ranks/all_reduce_two_shots.cu)."""
 
     ranks: int
     one_shot: int

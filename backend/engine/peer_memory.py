@@ -90,7 +90,7 @@ def _allocate(
 def _may_wait_in_vain(shared: bool) -> str:
     """Why a kernel that waits for another rank's might wait until its limit; "": it does not.
 
-    shared: through MPS (csrc/runtime.cu). Another process's kernel then runs beside ours and may hold the
+    shared: through MPS (runtime.cu). Another process's kernel then runs beside ours and may hold the
     multiprocessors that a rank needs before it can send its rows. Time slices do no harm: a process that
     shares a GPU without MPS has the whole of it for its slice, so that the rows arrive some slices later, and
     a wait that is longer than the limit ends and names the rank.

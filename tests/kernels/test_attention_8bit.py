@@ -25,7 +25,7 @@ HEADS = [(4, 4, 64), (6, 3, 80), (8, 2, 96), (4, 1, 112), (8, 2, 128), (19, 1, 6
 BLOCK = 16
 #: of 256 rows: mostly of a few tiles, some of a hundred
 UNEVEN = [1 + 37 * i % 90 + (1500 if i % 50 == 7 else 0) for i in range(256)]
-#: by how the rows of 8 kv heads are divided on a card of 132 multiprocessors (csrc/decode_runs.cuh)
+#: by how the rows of 8 kv heads are divided on a card of 132 multiprocessors (csrc/attention/decode_runs.cuh)
 DIVISIONS = {
     "chunks of few rows, for blocks": [700, 33, 1, 300],
     "chunks of more than a warp has lanes, for blocks": [70] * 33,

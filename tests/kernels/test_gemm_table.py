@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tridecode.kernels.bench.shapes import SHAPES, ModelShape
-from tridecode.kernels.build import SOURCES
+from tridecode.kernels.build import source, sources
 from tridecode.kernels.explain import DEVICES, lines
 from tridecode.kernels.gemm_table import Device, Gemm, Plan, choose, library_rows
 from tridecode.tools.bench.presets import PRESETS
@@ -54,7 +54,7 @@ def as_8_bit(gemm: Gemm, operand: str) -> Gemm:
 
 def instances(kernel: str) -> set[tuple[str, ...]]:
     """The arguments of each entry of TRIDECODE_INSTANCES in the kernel's file."""
-    text = (SOURCES / f"{kernel}.cu").read_text()
+    text = source(f"{kernel}.cu").read_text()
     listed = re.search(r"#define TRIDECODE_INSTANCES\(_\)((?:.*\\\n)*.*\n)", text)
     assert listed is not None
     found = [tuple(entry.split(", ")) for entry in re.findall(r"\b_\(([^)]*)\)", listed.group(1))]
@@ -86,7 +86,7 @@ def test_every_choice_has_an_instance_and_every_instance_is_chosen():
         if plan.kernel not in ("gemm_library", "expand_rows", "library_8_bit"):
             chosen.setdefault(plan.kernel, set()).add(instance_of(gemm, plan))
     library = {"gemm_library", "gemm_library_epilogue", "gemm_expanded"}
-    assert set(chosen) == {path.stem for path in SOURCES.glob("gem*.cu")} - library - PACKED
+    assert set(chosen) == {path.stem for path in sources("gem*.cu")} - library - PACKED
     for kernel, reached in chosen.items():
         assert reached == instances(kernel), kernel
 

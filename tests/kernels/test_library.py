@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from tridecode.kernels.build import SOURCES, BuildError, _check_spills, targets
+from tridecode.kernels.build import SOURCES, BuildError, _check_spills, api_header, sources, targets
 from tridecode.kernels.library import prototypes, structures
 from tridecode.kernels.ops import Ops
 from tridecode.kernels.reference import Reference
 
 
 def test_every_function_of_the_header_is_read():
-    header = (SOURCES / "api.h").read_text()
+    header = api_header()
     code = re.sub(r"//[^\n]*", "", header)
     found = prototypes(header)
     assert len(found) == len(re.findall(r"\btridecode_\w+\(", code))
@@ -40,7 +40,7 @@ def test_tasks_have_the_layout_of_the_c_compiler(tmp_path: Path):
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("needs a C compiler")
-    tasks = structures((SOURCES / "api.h").read_text())
+    tasks = structures(api_header())
     assert "tridecode_gemm_task" in tasks
     kinds = {ctypes.c_int: 1, ctypes.c_int64: 2, ctypes.c_float: 3, ctypes.c_void_p: 4}
     lines = ["#include <stddef.h>", '#include "api.h"', "#define CHECK(x) _Static_assert(x, #x)"]
@@ -71,9 +71,9 @@ def test_a_task_takes_fields_by_name_only():
 
 
 def test_every_function_of_the_header_is_defined_once():
-    declared = {name for _, name, _ in prototypes((SOURCES / "api.h").read_text())}
+    declared = {name for _, name, _ in prototypes(api_header())}
     defined: list[str] = []
-    for path in SOURCES.glob("*.cu"):
+    for path in sources("*.cu"):
         defined += re.findall(r"^\w[\w ]*\*?\s*(tridecode_\w+)\(", path.read_text(), re.MULTILINE)
     assert sorted(defined) == sorted(declared)
 
@@ -112,8 +112,8 @@ def kernels_without_wait(code: str) -> list[str]:
 
 def test_every_kernel_waits_for_the_kernel_before_it():
     """A kernel without the wait would let its successor read what its predecessor has yet to write."""
-    headers = "".join(path.read_text() for path in sorted(SOURCES.glob("*.cuh")))
-    for path in SOURCES.glob("*.cu"):
+    headers = "".join(path.read_text() for path in sources("*.cuh"))
+    for path in sources("*.cu"):
         text = path.read_text()
         code = re.sub(r"//[^\n]*", "", text + headers)
         kernels = [name for name, _, kernel in functions(code) if kernel]

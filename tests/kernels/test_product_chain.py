@@ -1,4 +1,4 @@
-"""Products of few tokens in one launch (csrc/product_chain_sm90a.cu): each against float64 of what it has
+"""Products of few tokens in one launch (product_chain_sm90a.cu): each against float64 of what it has
 read, with x rounded as kernels/quantized.py says where the weights are in 8 bit."""
 
 from __future__ import annotations

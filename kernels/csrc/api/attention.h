@@ -1,0 +1,77 @@
+// Attention over the paged KV cache, rotation, and the write to the cache. Part of api.h.
+#pragma once
+#include <stdint.h>
+
+#include "api/gemm.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+#pragma GCC visibility push(default)
+
+// Rotates the query and key heads of out in place and writes key and value to the cache, after a
+// product that did neither: of the task all fields from `cos` to `block_tokens`, out, out_stride,
+// tokens and dtype. With an 8-bit cache key and value of out become what a reader of the cache
+// gets, and head_size is at most 256.
+int tridecode_rotate_and_cache(const tridecode_gemm_task* task, void* stream);
+
+typedef struct {
+  void* out;                // (tokens, heads * head_size)
+  const void* qkv;          // (tokens, (heads + 2 * kv_heads) * head_size)
+  void* cache;              // (blocks, 2, kv_heads, block_tokens, head_size)
+  const int* block_tables;  // (num_rows, columns)
+  const int* context_lens;  // (num_rows), in tokens of the cache
+  const float* slopes;      // (heads), or null: no ALiBi
+  int64_t qkv_stride, out_stride, table_stride;
+  float scale;
+  int num_rows, heads, kv_heads, head_size, block_tokens, dtype;
+  // decode: 0: a cache of dtype; 1: int8, 2: e4m3, with scales (blocks, 2, kv_heads, block_tokens)
+  int cache_format;
+  float* cache_scales;
+  // prefill: rows first_row .. num_rows - 1; qkv and out begin with the first token of origin_row
+  const int* query_starts;  // (num_rows + 1)
+  int first_row, origin_row;
+  int max_query;  // the largest number of queries of a row
+  int tokens;
+  int shared_bytes;  // of a block, at most; 0: what the device has, and its own kernel on sm_90
+  // decode: scratch memory of tridecode_decode_attention_scratch(head_size) bytes, for any batch;
+  // counters that are zero before and after each launch, one per row and group of 8 query heads
+  void* scratch;
+  unsigned int* counters;
+  int num_counters;
+  // decode: whether qkv is what a product left that neither rotated nor wrote to the cache. Then
+  // keys and values are written first, as tridecode_rotate_and_cache does; qkv may stay as it is,
+  // or not. The other fields are those of tridecode_gemm_task
+  int unfinished;
+  int rotary_size, interleaved;
+  const float* cos;
+  const float* sin;
+  const int* positions;
+  const int* kv_slots;
+} tridecode_attention_task;
+
+int64_t tridecode_decode_attention_scratch(int head_size);
+int tridecode_decode_attention(const tridecode_attention_task* task, void* stream);
+int tridecode_prefill_attention(const tridecode_attention_task* task, void* stream);
+// Queries of a block where it may have shared_bytes of shared memory and there is no kernel for the
+// device alone; 1: those of the kernel for any head size, which is not tuned.
+int64_t tridecode_prefill_attention_queries(int head_size, int shared_bytes);
+
+// Expands blocks of an 8-bit cache for prefill_attention: out = stored * scale, for every row that
+// has tokens from before this step. Column c of such a row goes to block row * columns + c of out.
+typedef struct {
+  void* out;                  // (num_rows * columns, 2, kv_heads, block_tokens, head_size)
+  const void* cache;          // (blocks, 2, kv_heads, block_tokens, head_size)
+  const float* cache_scales;  // (blocks, 2, kv_heads, block_tokens)
+  const int* block_tables;    // (num_rows, at least columns); of the first row
+  const int* context_lens;    // (num_rows), at most columns * block_tokens
+  const int* query_starts;    // (num_rows + 1)
+  int64_t table_stride;
+  int num_rows, columns, kv_heads, head_size, block_tokens, dtype, cache_format;
+} tridecode_expand_task;
+int tridecode_expand_cache(const tridecode_expand_task* task, void* stream);
+
+#pragma GCC visibility pop
+#ifdef __cplusplus
+}
+#endif

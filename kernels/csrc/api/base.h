@@ -1,0 +1,28 @@
+// Version, errors and the device. Part of api.h.
+#pragma once
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+#pragma GCC visibility push(default)
+
+// Raised whenever a prototype or the meaning of an argument changes.
+#define TRIDECODE_ABI_VERSION 15
+
+int tridecode_abi_version(void);
+const char* tridecode_build_info(void);
+const char* tridecode_error(void);
+
+// Make `device` current for the calling thread. Programmatic dependent launch is used where
+// `dependent_launch` is set and the device has it (compute capability 9.0). `properties` receives
+// multiprocessors, compute capability * 10, the shared memory of a block in bytes, and whether MPS
+// shares the device among processes: int32[4], host memory.
+int tridecode_initialize(int device, int dependent_launch, int* properties);
+
+// dtype: 0 float32, 1 float16, 2 bfloat16, everywhere.
+
+#pragma GCC visibility pop
+#ifdef __cplusplus
+}
+#endif

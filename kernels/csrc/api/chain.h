@@ -1,0 +1,45 @@
+// The chained GEMMs of a layer in one launch. Part of api.h.
+#pragma once
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+#pragma GCC visibility push(default)
+
+// Products of 1 to 4 tokens in one launch on compute capability 9.0, each of the result of the one
+// before it (x is its out), the first of what the kernel before this one has written: see
+// product_chain_sm90a.cu. Rows of x, out and residual are contiguous; inputs are a multiple of 128,
+// outputs of 16, of SwiGLU 32. The fields of a step are those of tridecode_gemm_task.
+typedef struct {
+  void* out;
+  const void* x;
+  const void* weight;
+  const void* bias;
+  const void* residual;
+  const void* norm_weight;
+  const void* norm_bias;
+  const float* weight_scales;
+  const uint32_t* weight_groups;
+  float norm_eps;
+  int inputs, outputs, activation;
+} tridecode_chain_step;
+typedef struct {
+  const void* steps;  // host memory: num_steps of tridecode_chain_step, 1 to 4
+  int num_steps, tokens, dtype;
+  // 1, 2, 3: as tridecode_gemm_task's; 4: int4 in groups of 128, x in two parts; 6: weights in
+  // `dtype`, x as it is
+  int operand;
+  // for results that later products read: 256 bytes and 4 for each result but those of the last
+  // product; zeros before the first launch, of this function alone
+  void* exchange;
+  int64_t exchange_bytes;
+} tridecode_chain_task;
+int tridecode_product_chain_sm90a(const tridecode_chain_task* task, void* stream);
+// Whether so many inputs and tokens leave room for weights in a block's shared memory.
+int64_t tridecode_product_chain_stages(int inputs, int tokens, int operand);
+
+#pragma GCC visibility pop
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,61 @@
+// Sums over the tensor ranks of one host. Part of api.h.
+#pragma once
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+#pragma GCC visibility push(default)
+
+// The sum over the tensor ranks of one host, through memory that each has mapped of the others
+// (all_reduce.cu): out = residual + bias + second_bias + the sum of every rank's partial, and
+// normed = norm(out), of rows of `columns` numbers. Rows begin at and are multiples of 16
+// bytes, up to 32 KiB. Every rank launches the same sequence of sums.
+typedef struct {
+  void* out;                // (tokens, columns), may be residual or partial; null: not stored
+  void* normed;             // (tokens, columns), may be any of these; read where norm_weight is
+  const void* partial;      // (tokens, columns), this rank's
+  const void* residual;     // (tokens, columns), or null
+  const void* bias;         // (columns), or null
+  const void* second_bias;  // (columns), or null
+  const void* norm_weight;  // (columns), or null: no norm
+  const void* norm_bias;    // (columns); null: RMSNorm
+  int64_t out_stride, normed_stride, partial_stride, residual_stride;
+  float norm_eps;
+  int tokens, columns, dtype;
+  // whether the kernel before this one calls wait_for_predecessor() and writes but `partial`: what
+  // else is read is loaded before that kernel has ended
+  int early;
+  int rank, ranks;
+  // whether row r is added up by rank r % ranks alone, which sends it to the others: for more than
+  // two ranks, and rows of which (tokens / ranks, rounded up) * 2 fit into a slot
+  int two_shots;
+  int64_t slot_bytes;  // of the rows of one rank, a multiple of 16
+  void* memory;        // this rank's, of tridecode_peer_bytes
+  void* memory0;       // of each rank, as this process sees it
+  void* memory1;
+  void* memory2;
+  void* memory3;
+  void* memory4;
+  void* memory5;
+  void* memory6;
+  void* memory7;
+  int64_t limit_ns;  // of the wait for the others
+  int* lost;         // pinned host memory, 0: set to 1 + the rank that did not come in time
+} tridecode_all_reduce_task;
+int tridecode_all_reduce(const tridecode_all_reduce_task* task, void* stream);
+
+// Memory of a rank that others write to. These four allocate and synchronise. address: receives the
+// pointer; handle: 64 bytes, for tridecode_peer_open in another process of this host; both in host
+// memory. sum_bytes: tridecode_peer_bytes; the bytes after these are zeros.
+int64_t tridecode_peer_bytes(int ranks, int64_t slot_bytes);
+int tridecode_peer_allocate(int64_t sum_bytes, int64_t bytes, int dtype, void* address,
+                            void* handle);
+int tridecode_peer_open(const void* handle, void* address);
+int tridecode_peer_close(void* opened);
+int tridecode_peer_free(void* allocated);
+
+#pragma GCC visibility pop
+#ifdef __cplusplus
+}
+#endif

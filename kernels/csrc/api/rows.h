@@ -1,0 +1,54 @@
+// Operations on rows: embedding, norms, gathers, quantisation of activations. Part of api.h.
+#pragma once
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+#pragma GCC visibility push(default)
+
+int tridecode_resolve_tokens(int* token_ids, const int* slots, const int* last_tokens, int count,
+                             void* stream);
+
+// scales: null: table is of dtype; else it is int8, and a scale for each row of it. first_id,
+// num_ids: of the rows of the table; a token that is none of these ids gets a row of zeros.
+int tridecode_embed(void* out, const int* token_ids, const void* table, const float* scales,
+                    const int* positions, const void* position_table, int num_tokens, int columns,
+                    int first_id, int num_ids, int dtype, void* stream);
+
+int tridecode_norm(void* out, const void* x, const void* weight, const void* bias, float eps,
+                   int num_tokens, int columns, int64_t x_stride, int64_t out_stride, int dtype,
+                   void* stream);
+
+// out[t, c] = x[t, order[c]], of rows of `columns` 16-bit numbers; rows of out are contiguous.
+int tridecode_gather_columns(void* out, const void* x, const int* order, int num_tokens,
+                             int columns, int64_t x_stride, void* stream);
+
+int tridecode_gather_rows(void* out, const void* x, const int* rows, int num_rows,
+                          int64_t row_bytes, int64_t x_stride_bytes, int64_t out_stride_bytes,
+                          void* stream);
+
+// values[t, :] = x[t, :] / scales[t], rounded to the nearest int8 (operand 1) or E4M3 (2), halves
+// to even; scales[t] = max|x[t, :]| / 127 or / 448, 1 for a row of zeros. A row with NaN or
+// infinity has values 0 and a scale that is not finite. With norm_weight, x is norm(x), rounded to
+// dtype, first. Rows of values are contiguous. 16-bit dtypes, compute capability 9.0.
+//
+// operand 3, int8 in two parts: x[t, :] = scales[t] * (high + low / 254), scales as int8's, high
+// the nearest integers, low those of what they leave. Row 16 b + i of values is the high part of
+// token 8 b + i, row 16 b + 8 + i its low part; of tokens beyond the last, up to a multiple of 8,
+// both are zeros. operand 4: the same with the inputs in the order of a granule of 4-bit weights
+// (packed_weight.cuh): of each 32, input 16 i + 8 h + 2 t + j is at 16 h + 4 t + 2 j + i. Columns
+// are a multiple of 32.
+// With order (columns), x[t, c] above is x[t, order[c]], and a norm's weight and bias likewise.
+//
+// operand 5, E4M3 in groups: each 128 columns of a row have a scale of their own; scales is
+// (ceil(columns / 128), num_tokens).
+int tridecode_quantize_rows(void* values, float* scales, const void* x, const int* order,
+                            const void* norm_weight, const void* norm_bias, float eps,
+                            int num_tokens, int columns, int64_t x_stride, int operand, int dtype,
+                            void* stream);
+
+#pragma GCC visibility pop
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,53 @@
+// Sampling. Part of api.h.
+#pragma once
+#include <stdint.h>
+
+#include "sampling/sampling_state.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+#pragma GCC visibility push(default)
+
+typedef struct {
+  float* logits;                   // (num_rows, vocab_size), overwritten, at a multiple of 16 bytes
+  const int* slots;                // (num_rows), -1: this row is skipped
+  tridecode_sampling_slot* state;  // (slots)
+  int* last_tokens;                // (slots)
+  int* history;                    // (slots, history_size)
+  int16_t* counts;                 // (slots, vocab_size)
+  const int* bad_ids;              // (slots, bad_size)
+  const int* bad_ends;             // (slots, bad_size)
+  int* tokens;                     // (num_rows), written
+  float* log_probs;                // (num_rows), written
+  int num_rows, vocab_size, history_size, bad_size;
+  int64_t logits_stride;
+  void* scratch;           // tridecode_sample_scratch() bytes
+  unsigned int* counters;  // (num_rows), zero before and after each launch
+  // where the ranks share the vocabulary, else all 0: vocab_size is the number of this rank's ids,
+  // which begin at first_id, a multiple of 4; the rows of logits have columns up to a multiple of 4
+  int ranks, rank, first_id, whole_vocab_size, counts_stride;
+  int exchange_rows;    // of tridecode_sample_exchange, at least num_rows
+  int64_t exchange_at;  // in the memory of each rank
+  void* memory;         // as in tridecode_all_reduce_task
+  void* memory0;
+  void* memory1;
+  void* memory2;
+  void* memory3;
+  void* memory4;
+  void* memory5;
+  void* memory6;
+  void* memory7;
+  int64_t limit_ns;
+  int* lost;
+} tridecode_sample_task;
+
+int64_t tridecode_sample_scratch(int max_rows, int vocab_size);
+// Bytes of peer memory, zeros before the first launch, for rows whose vocabulary is shared.
+int64_t tridecode_sample_exchange(int max_rows, int ranks);
+int tridecode_sample(const tridecode_sample_task* task, void* stream);
+
+#pragma GCC visibility pop
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,16 @@
+// decode_attention.cuh over a cache of the activations' dtype.
+#include "attention/decode_attention.cuh"
+
+using namespace tridecode;
+
+int64_t tridecode_decode_attention_scratch(int head_size) {
+  return int64_t(kMaxBlocks) * kWarps * 2 * slot_floats(head_size) * sizeof(float);
+}
+
+int tridecode_decode_attention(const tridecode_attention_task* task, void* stream) {
+  if (task->cache_format != kCacheOfDtype) return run_decode_8bit(*task, stream);
+  return for_dtype(task->dtype, "decode_attention", [&](auto zero) {
+    using X = decltype(zero);
+    return run_cache_of<X, X>(*task, stream);
+  });
+}

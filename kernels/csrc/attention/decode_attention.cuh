@@ -1,0 +1,318 @@
+// Decode attention: one query token per row over its paged cache; multi-head, grouped-query and
+// multi-query, with or without ALiBi. decode_tiles.cuh: what a warp does with a tile.
+//
+// Of few rows a cluster of blocks takes each row and kv head: decode_attention_cluster.cuh. Else
+// decode_runs.cuh divides the tiles of the batch among teams, a team being a warp or, if rows are
+// few, a block. Where several share a row and head, decode_parts.cuh adds what they have.
+//
+// Bytes moved: 2 * tokens * kv_heads * head_size * sizeof(C), and in 8 bits 8 * tokens * kv_heads.
+// Bench: python -m tridecode.kernels.bench decode_attention
+#pragma once
+#include <algorithm>
+
+#include "attention/decode_attention_cluster.cuh"
+#include "attention/decode_parts.cuh"
+
+namespace tridecode {
+namespace {
+
+constexpr int kMaxBlocks = 1024;  // of the grid
+
+// Of shared memory.
+template <int D, int TEAM, typename Source>
+__host__ __device__ constexpr int warp_bytes() {
+  const int sums = TEAM == 1 ? 0 : (team_floats<D>() * 4 + 127) / 128 * 128;
+  return Source::kBytes > sums ? Source::kBytes : sums;
+}
+
+template <typename X, typename C, int D, int TEAM, typename Source>
+__global__ void __launch_bounds__(32 * kWarps, Source::kResident)
+    decode_attention(const __grid_constant__ Task task) {
+  using S = Sums<X, C, D>;
+  constexpr int kSpan = Source::kSpan, kStride = warp_bytes<D, TEAM, Source>();
+  extern __shared__ __align__(128) char shared[];
+  __shared__ unsigned int arrival;
+  char* const own_shared = shared + threadIdx.x / 32 * kStride;
+  int* const prefix = reinterpret_cast<int*>(shared + kWarps * kStride);
+
+  if (threadIdx.x % 32 == 0) Source::initialize(own_shared);  // barriers follow
+  constexpr bool kLongChunks = TEAM > 1 && !std::is_same<C, X>::value;
+  const Runs runs = divide<TEAM, kLongChunks>(task, gridDim.x * (kWarps / TEAM), kSpan, prefix);
+  const int member = TEAM == 1 ? 0 : threadIdx.x / 32;
+  const int team = TEAM == 1 ? blockIdx.x * kWarps + threadIdx.x / 32 : blockIdx.x;
+  const int end = runs.start_of(team + 1);
+
+  Source source(own_shared, task.groups == 1);  // groups 1: a tile is read once
+  Pages<X, C, D, Source> pages(task, source);
+  auto request = [&](const Part& part, int which, int span) {  // if it has tiles of the part
+    const int first = max(span * kSpan, part.first_tile);
+    const int last = min((span + 1) * kSpan, part.last_tile);
+    if (first < last) pages.request(which, first, last, part.tiles);
+  };
+  bool waited = false;
+  auto begin_part = [&](int& at) {
+    Part part = runs.find(task, at, end);
+    if (part.first_tile >= part.tiles) {
+      at = part.item + runs.places_of(part.row);
+      if (at >= end) return part;
+      part = runs.find(task, at, end);
+    }
+    const int own = part.first_tile / kSpan + member;  // this warp takes every TEAM-th span
+    pages.row = part.row, pages.kv_head = part.pass / task.groups;
+    pages.load_ids(min(own * kSpan, part.tiles - 1), part.tiles);
+#pragma unroll
+    for (int ahead = 0; ahead < Source::kKeysAhead; ++ahead) {
+      const int span = own + ahead * TEAM;
+      // The predecessor writes the newest token; the tiles before it may be loaded before the wait.
+      if (!waited && (span + 1) * kSpan >= part.tiles) {
+        wait_for_predecessor();
+        waited = true;
+      }
+      request(part, 0, span);
+      if (ahead < Source::kValuesAhead) request(part, 1, span);
+    }
+    if (!waited) {
+      wait_for_predecessor();
+      waited = true;
+    }
+    return part;
+  };
+  // Tiles of the next part are requested before the results of this one are stored, unless both
+  // use the same shared memory or registers.
+  constexpr bool kEarly = TEAM == 1 && Source::kRing;
+
+  int at = runs.start_of(team);
+  Part next = {};
+  if (at < end) next = begin_part(at);
+  while (at < end) {
+    const Part part = next;
+    const int context = task.context_lens[part.row];
+    const int first_head = part.pass % task.groups * kGroup;
+    const int heads = min(kGroup, task.group - first_head);  // of this pass
+    S sums(task, part.row, part.pass / task.groups * task.group + first_head, heads);
+    for (int span = part.first_tile / kSpan + member; span * kSpan < part.last_tile; span += TEAM) {
+      constexpr int kAhead = Source::kKeysAhead + Source::kValuesAhead;  // keys and values in turns
+      sums.add(
+          source, max(span * kSpan, part.first_tile), min((span + 1) * kSpan, part.last_tile),
+          context, [&] { request(part, kAhead % 2, span + kAhead / 2 * TEAM); },
+          [&] { request(part, 1 - kAhead % 2, span + (kAhead + 1) / 2 * TEAM); });
+    }
+    at = part.next;
+    if (kEarly && at < end) next = begin_part(at);
+    sums.finish();
+    if constexpr (TEAM == 1) {
+      WarpParts<X, D, S> parts{task, runs, sums, part, team, heads};
+      if (parts.meet()) parts.write();
+    } else {
+      const TeamParts<X, D, TEAM, S> parts{task,  runs,   part,    team,
+                                           heads, shared, kStride, &arrival};
+      parts.store(sums);
+      __syncthreads();
+      parts.combine_warps();
+      Source::release();
+      __syncthreads();
+      if (!part.whole() && parts.is_last()) parts.combine_teams();
+    }
+    if (!kEarly && at < end) next = begin_part(at);
+  }
+  if (!waited) wait_for_predecessor();
+
+  for (int b = blockIdx.x; b < task.num_rows; b += gridDim.x) {  // padding
+    if (runs.places_of(b) > 0) continue;
+    X* const out = static_cast<X*>(task.out) + b * task.out_stride;
+    for (int i = threadIdx.x; i < task.heads * D; i += blockDim.x) out[i] = from_float<X>(0.0f);
+  }
+}
+
+// Any head size and dtype, not tuned: a warp computes one row and head, token by token.
+template <typename X, typename C, int DIMS>  // dims per lane
+__global__ void decode_attention_any(const __grid_constant__ Task task) {
+  wait_for_predecessor();
+  const int lane = threadIdx.x % 32;
+  const int index = blockIdx.x * kWarps + threadIdx.x / 32;
+  const int row = index / task.heads, head = index % task.heads;
+  if (row >= task.num_rows) return;
+  const int context = task.context_lens[row], kv_head = head / task.group;
+  const int head_size = task.head_size;
+  const X* const q = static_cast<const X*>(task.qkv) + row * task.qkv_stride + head * head_size;
+  X* const out = static_cast<X*>(task.out) + row * task.out_stride + head * head_size;
+  const float slope = task.slopes ? task.slopes[head] * kLog2e : 0.0f, scale = task.scale * kLog2e;
+  float query[DIMS] = {}, output[DIMS] = {}, most = -CUDART_INF_F, sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < DIMS; ++i)
+    if (lane + 32 * i < head_size) query[i] = to_float(q[lane + 32 * i]);
+  auto number = [](C x) {
+    if constexpr (std::is_same<C, X>::value)
+      return to_float(x);
+    else
+      return expand(x);
+  };
+  for (int token = 0; token < context; ++token) {
+    const int64_t id = task.block_tables[row * task.table_stride + token / task.block_tokens];
+    const int64_t at =
+        cache_row(id, 0, kv_head, token % task.block_tokens, task.kv_heads, task.block_tokens);
+    const C* const key = static_cast<const C*>(task.cache) + at * head_size;
+    const C* const value = key + value_offset(task.kv_heads, task.block_tokens, head_size);
+    float key_scale = 1.0f, value_scale = 1.0f;
+    if constexpr (!std::is_same<C, X>::value) {
+      key_scale = task.cache_scales[at];
+      value_scale = task.cache_scales[at + value_offset(task.kv_heads, task.block_tokens, 1)];
+    }
+    float score = 0.0f;
+#pragma unroll
+    for (int i = 0; i < DIMS; ++i)
+      if (lane + 32 * i < head_size) score += query[i] * number(key[lane + 32 * i]);
+    score = warp_sum(score) * (scale * key_scale) + slope * float(token - (context - 1));
+    const float now = fmaxf(most, score), shrink = exp2f(most - now), p = exp2f(score - now);
+    most = now;
+    sum = sum * shrink + p;
+#pragma unroll
+    for (int i = 0; i < DIMS; ++i)
+      if (lane + 32 * i < head_size)
+        output[i] = output[i] * shrink + p * value_scale * number(value[lane + 32 * i]);
+  }
+#pragma unroll
+  for (int i = 0; i < DIMS; ++i)
+    if (lane + 32 * i < head_size)
+      out[lane + 32 * i] = from_float<X>(context ? output[i] / sum : 0.0f);
+}
+
+// The blocks of a launch, and whether each is one team.
+struct Grid {
+  int blocks, teams;
+  bool few;
+};
+
+// Few items: the warps of a block share one, and store one part. Tiles of 8 bits cost more
+// instructions than bytes, so that the meetings of these warps pay less.
+template <bool EXACT, typename Source>
+Grid grid_of(int items) {
+  const int blocks = std::min(Source::kResident * device().multiprocessors, kMaxBlocks);
+  const bool few = items < (EXACT ? 8 : 2) * blocks;
+  return {blocks, few ? blocks : kWarps * blocks, few};
+}
+
+// The share of the teams' time that items of equal length need, each on one team.
+double busy(const Grid& grid, int items) {
+  return double(items) / (double(grid.teams) * ceil_div(items, grid.teams));
+}
+
+// Whether four blocks with rings of three pieces take the items, not three with rings of four: more
+// warps with fewer bytes on their way pay where they divide items of equal length better. In 16
+// bits, where a multiprocessor has as many bytes on their way, only where each item then has a
+// block. LLaMA-3-8B on an H200, us of rows of 544 tokens, three pieces and four:
+//   16 / 64 / 128 / 192 / 256 rows over an fp8 cache 14.4 / 22.0 / 42.0 / 64.1 / 76.6 and
+//   12.7 / 29.7 / 45.9 / 54.5 / 84.1; 64 / 128 / 256 rows in bf16 35.8 / 70.7 / 137.8 and
+//   39.1 / 71.5 / 136.4; 254 rows of a load of chats 59.3 and 57.4 (fp8), 90.5 and 89.5 (bf16).
+template <bool EXACT>
+bool more_warps(const Grid& three_pieces, const Grid& four_pieces, int items) {
+  if (items <= four_pieces.blocks) return false;
+  if (EXACT) return items <= three_pieces.blocks;
+  return busy(three_pieces, items) > 1.1 * busy(four_pieces, items);
+}
+
+int prefix_bytes(const Task& task) {
+  return (std::max(task.num_rows, kRowsOfWarp) + 1) * int(sizeof(int));
+}
+
+template <typename X, typename C, int D, typename Source>
+int run_source(const Task& task, const Grid& grid, void* stream) {
+  return launch(
+      "decode_attention",
+      grid.few ? decode_attention<X, C, D, kWarps, Source> : decode_attention<X, C, D, 1, Source>,
+      grid.blocks, 32 * kWarps,
+      kWarps * (grid.few ? warp_bytes<D, kWarps, Source>() : Source::kBytes) + prefix_bytes(task),
+      stream, task);
+}
+
+// Whether a multiprocessor holds its blocks, and each span of tiles lies in one block of the cache.
+template <typename Source>
+bool takes(const Task& task) {
+  const int block = kWarps * Source::kBytes + prefix_bytes(task) + 1536;
+  return device().capability >= 90 && task.block_tokens % (Source::kSpan * kTile) == 0 &&
+         Source::kResident * block <= device().shared_bytes + 1024;
+}
+
+// In a launch of its own.
+int finish_rows(const Task& task, void* stream) {
+  tridecode_gemm_task rows = {};
+  rows.out = const_cast<void*>(task.qkv), rows.out_stride = task.qkv_stride;
+  rows.tokens = task.num_rows, rows.dtype = task.dtype;
+  rows.heads = task.heads, rows.kv_heads = task.kv_heads, rows.head_size = task.head_size;
+  rows.cache = task.cache, rows.cache_scales = task.cache_scales;
+  rows.cache_format = task.cache_format, rows.block_tokens = task.block_tokens;
+  rows.positions = task.positions, rows.kv_slots = task.kv_slots;
+  rows.cos = task.cos, rows.sin = task.sin;
+  rows.rotary_size = task.rotary_size, rows.interleaved = task.interleaved;
+  return tridecode_rotate_and_cache(&rows, stream);
+}
+
+template <typename X, typename C, int D>
+int run(const Task& task, void* stream) {
+  constexpr bool kExact = std::is_same<C, X>::value;
+  using ByLoads = std::conditional_t<kExact, Loads<X, D>, Loads8<C, D>>;
+  using ThreePieces = Copies<X, C, D, 3>;
+  using FourPieces = Copies<X, C, D, 4>;
+  const int items = task.num_rows * task.kv_heads * task.groups;
+  if (items > task.num_counters)
+    return fail("decode_attention: %d rows of %d kv heads need more than %d counters",
+                task.num_rows, task.kv_heads, task.num_counters);
+  const Clusters clusters = clusters_of(task);
+  if (task.unfinished && !(clusters.blocks && finishes_rows<X, C, D>(task))) {
+    if (int status = finish_rows(task, stream)) return status;
+    Task finished = task;
+    finished.unfinished = 0;
+    return run<X, C, D>(finished, stream);
+  }
+  if (clusters.blocks) return run_clusters<X, C, D>(task, clusters, stream);
+  // For one or two rows no ring in shared memory: the next GEMM becomes resident earlier.
+  if (task.num_rows > 2) {
+    const Grid three = grid_of<kExact, ThreePieces>(items),
+               four = grid_of<kExact, FourPieces>(items);
+    if constexpr (D <= 128)
+      if (more_warps<kExact>(three, four, items) && takes<ThreePieces>(task))
+        return run_source<X, C, D, ThreePieces>(task, three, stream);
+    if (takes<FourPieces>(task)) return run_source<X, C, D, FourPieces>(task, four, stream);
+  }
+  return run_source<X, C, D, ByLoads>(task, grid_of<kExact, ByLoads>(items), stream);
+}
+
+template <typename X, typename C>
+int run_any(const Task& task, void* stream) {
+  const auto kernel = task.head_size <= 64    ? decode_attention_any<X, C, 2>
+                      : task.head_size <= 128 ? decode_attention_any<X, C, 4>
+                                              : decode_attention_any<X, C, 8>;
+  return launch("decode_attention", kernel, ceil_div(int64_t(task.num_rows) * task.heads, kWarps),
+                32 * kWarps, 0, stream, task);
+}
+
+template <typename X, typename C>
+int run_cache_of(const tridecode_attention_task& given, void* stream) {
+  const int head_size = given.head_size, group = given.heads / given.kv_heads;
+  const Task task = {given, group, ceil_div(group, kGroup)};
+  if (head_size > 256) return fail("decode_attention: head size %d; at most 256", head_size);
+  if constexpr (sizeof(X) == 2) {
+    const bool aligned = aligned16(task.out) && aligned16(task.qkv) && aligned16(task.cache) &&
+                         aligned16(task.cache_scales) && task.qkv_stride % 8 == 0 &&
+                         task.out_stride % 8 == 0 && task.block_tokens % kTile == 0;
+    if (aligned && task.scratch) {
+      if (head_size == 64) return run<X, C, 64>(task, stream);
+      if (head_size == 80) return run<X, C, 80>(task, stream);
+      if (head_size == 96) return run<X, C, 96>(task, stream);
+      if (head_size == 112) return run<X, C, 112>(task, stream);
+      if (head_size == 128) return run<X, C, 128>(task, stream);
+      if (head_size == 256) return run<X, C, 256>(task, stream);
+    }
+  }
+  if (task.unfinished) {
+    if (int status = finish_rows(task, stream)) return status;
+  }
+  return run_any<X, C>(task, stream);
+}
+
+}  // namespace
+
+// A cache of 8 bits: decode_attention_8bit.cu.
+int run_decode_8bit(const tridecode_attention_task& task, void* stream);
+
+}  // namespace tridecode

@@ -1,0 +1,350 @@
+// What a warp of decode attention does with a tile: 16 tokens of one kv head.
+//
+// The matrix instruction multiplies keys (16 tokens x dims) with queries (dims x 8 heads), then
+// values (dims x 16 tokens) with probabilities (16 tokens x 8 heads). The next keys are loaded once
+// the scores are computed, the next values once these are summed. Tiles arrive by bulk copies in a
+// ring of shared memory per warp, or by loads to registers. Queries beyond the size of the group
+// are zeros: the kernels are memory-bound. Softmax in base 2 and float32.
+//
+// C is what the cache holds: X, int8_t or e4m3. Tiles of 8 bits become halves in registers, and so
+// do queries in bfloat16, times a power of two of their head's. The scale of a key multiplies its
+// score, the scale of a value its probability. Both products are in float32; the latter is divided
+// by a power of two that is not below any value's scale so far, so that a half represents it as
+// exactly as a probability.
+#pragma once
+#include "attention/decode_sources.cuh"
+
+namespace tridecode {
+namespace {
+
+constexpr int kGroup = 8;  // query heads that share a pass over the keys and values
+constexpr int kWarps = 4;  // of a block
+
+struct Task : tridecode_attention_task {
+  int group, groups;  // query heads of a kv head; passes of kGroup heads over it
+};
+
+// Of a part's output, maxima and sums in scratch memory.
+__host__ __device__ constexpr int slot_floats(int head_size) {
+  return kGroup * (ceil_div(head_size, 64) * 64 + 2);
+}
+
+// The largest exponent of eight numbers of bfloat16, in place.
+__device__ __forceinline__ uint32_t largest_bits(const uint4& words) {
+  uint32_t most = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) most = __vmaxu2(most, get(words, i) & 0x7f807f80u);
+  return max(most & 0xffffu, most >> 16);
+}
+
+// Eight numbers of bfloat16 times `by` as halves.
+__device__ __forceinline__ void as_halves(uint4& words, float by) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t word = get(words, i);
+    put(words, i,
+        pack<half>(__uint_as_float(word << 16) * by, __uint_as_float(word & 0xffff0000u) * by));
+  }
+}
+
+// The sums of a warp over tiles of a row, for the heads of a pass.
+template <typename X, typename C, int D>
+struct Sums {
+  static constexpr bool kExact = std::is_same<C, X>::value;
+  static constexpr int KC =
+      kExact ? (D + 31) / 32 : (D + 63) / 64 * 2;  // chunks of 32 dims of a key
+  static constexpr int VC = (D + 63) / 64;         // chunks of 64 dims of a value
+  using Y = std::conditional_t<kExact, X, half>;   // of the products
+  // Of a cache in 8 bits, halves hold the probabilities of values times this.
+  static constexpr float kLift = 0x1p14f;
+
+  uint4 q[KC];
+  float slope[2] = {}, scale[2];
+  float output[VC][4][4] = {};  // [chunk][two dims][dim, head]
+  float most[2], sum[2] = {};
+  // in 8 bits: a power of two above the values' scales, and its inverse; output is divided by it
+  float unit_scale = 0x1p-126f, inverse = 0x1p126f;
+
+  // Of `heads` heads from `head` on. prepare(q): called with the lane's part of the queries.
+  __device__ __forceinline__ Sums(const Task& task, int row, int head, int heads)
+      : Sums(task, row, head, heads, [](uint4 (&)[KC]) {}) {}
+  template <typename Prepare>
+  __device__ __forceinline__ Sums(const Task& task, int row, int head, int heads, Prepare prepare) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    scale[0] = scale[1] = task.scale * kLog2e;
+    most[0] = most[1] = -CUDART_INF_F;
+#pragma unroll
+    for (int c = 0; c < KC; ++c) {
+      const int d = kExact ? c * 32 + t * 8 : c / 2 * 64 + t * 16 + c % 2 * 8;
+      const X* from = static_cast<const X*>(task.qkv) + row * task.qkv_stride + (head + g) * D + d;
+      q[c] = g < heads && (D % (kExact ? 32 : 64) == 0 || d < D)
+                 ? *reinterpret_cast<const uint4*>(from)
+                 : make_uint4(0, 0, 0, 0);
+    }
+    prepare(q);
+    if constexpr (!std::is_same<X, Y>::value) queries_as_halves();
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (task.slopes && 2 * t + i < heads) slope[i] = task.slopes[head + 2 * t + i] * kLog2e;
+  }
+
+  // Each head's times the power of two that brings the largest to 2^14 and above: what is 2^28
+  // times smaller stays as exact as it was. Scores are divided by it.
+  __device__ __forceinline__ void queries_as_halves() {
+    uint32_t bits = 30 << 7;  // so that powers of two and their inverses are floats
+#pragma unroll
+    for (int c = 0; c < KC; ++c) bits = max(bits, largest_bits(q[c]));
+    bits = max(bits, __shfl_xor_sync(kAll, bits, 1));
+    bits = max(bits, __shfl_xor_sync(kAll, bits, 2));
+    const uint32_t exponent = bits >> 7;
+    const float by = __uint_as_float((268 - exponent) << 23);
+#pragma unroll
+    for (int c = 0; c < KC; ++c) as_halves(q[c], by);
+    const float lower = __uint_as_float((exponent - 14) << 23);  // of head g
+#pragma unroll
+    for (int i = 0; i < 2; ++i) scale[i] *= __shfl_sync(kAll, lower, threadIdx.x % 4 * 8 + 4 * i);
+  }
+
+  // Adds tiles first .. last of a row, which are of one span. Called by the whole warp. keys_taken,
+  // values_taken: request what the source then has room for.
+  template <typename Source, typename Keys, typename Values>
+  __device__ __forceinline__ void add(Source& source, int first, int last, int context,
+                                      Keys keys_taken, Values values_taken) {
+    constexpr int kSpan = Source::kSpan;
+    const int span = first / kSpan * kSpan;
+    auto present = [&](int s) { return kSpan == 1 || (span + s >= first && span + s < last); };
+    float p[kSpan][4];  // tokens g and g + 8, heads 2t and 2t + 1
+    source.take_keys();
+#pragma unroll
+    for (int s = 0; s < kSpan; ++s) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) p[s][i] = -CUDART_INF_F;
+      if (present(s)) add_scores(source, s, (span + s) * kTile, context, p[s]);
+    }
+    keys_taken();
+    raise_maxima(p);
+    source.take_values(context - span * kTile, last - span);
+#pragma unroll
+    for (int s = 0; s < kSpan; ++s)
+      if (present(s)) add_values(source, s, context - (span + s) * kTile, p[s]);
+    values_taken();
+  }
+
+  // Scores of tile s of the source's span, which begins with `token`, in base 2.
+  template <typename Source>
+  __device__ __forceinline__ void add_scores(const Source& source, int s, int token, int context,
+                                             float (&p)[4]) const {
+    float scores[2][4] = {}, key_scales[2];
+    if constexpr (kExact) {
+#pragma unroll
+      for (int c = 0; c < KC; ++c) {
+        const uint4 low = source.key(s, c, 0), high = source.key(s, c, 1);
+        multiply_add<Y>(scores[0], low.x, high.x, low.y, high.y, q[c].x, q[c].y);
+        multiply_add<Y>(scores[1], low.z, high.z, low.w, high.w, q[c].z, q[c].w);
+      }
+    } else {
+      key_scales[0] = source.key_scale(s, 0), key_scales[1] = source.key_scale(s, 1);
+#pragma unroll
+      for (int c = 0; c < KC / 2; ++c) {
+        const uint4 low = source.key(s, c, 0), high = source.key(s, c, 1);
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+          uint32_t a[4];
+          widen<C>(get(low, w), a[0], a[2]);
+          widen<C>(get(high, w), a[1], a[3]);
+          const uint4& dims = q[2 * c + w / 2];
+          multiply_add<Y>(scores[w % 2], a[0], a[1], a[2], a[3], get(dims, w % 2 * 2),
+                          get(dims, w % 2 * 2 + 1));
+        }
+      }
+    }
+    token += threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int own = token + i / 2 * 8;
+      const float key_scale = kExact ? scale[i % 2] : scale[i % 2] * key_scales[i / 2];
+      const float score =
+          (scores[0][i] + scores[1][i]) * key_scale + slope[i % 2] * float(own - (context - 1));
+      p[i] = own < context ? score : -CUDART_INF_F;
+    }
+  }
+
+  // Where a score is above the maxima so far.
+  template <int TILES>
+  __device__ __forceinline__ void raise_maxima(const float (&p)[TILES][4]) {
+    float high[2] = {-CUDART_INF_F, -CUDART_INF_F};
+#pragma unroll
+    for (int s = 0; s < TILES; ++s) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) high[i % 2] = fmaxf(high[i % 2], p[s][i]);
+    }
+    if (!__any_sync(kAll, high[0] > most[0] || high[1] > most[1])) return;
+    float shrink[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      high[i] = fmaxf(high[i], __shfl_xor_sync(kAll, high[i], 4));
+      high[i] = fmaxf(high[i], __shfl_xor_sync(kAll, high[i], 8));
+      high[i] = fmaxf(high[i], __shfl_xor_sync(kAll, high[i], 16));
+      const float now = fmaxf(most[i], high[i]);
+      shrink[i] = exp2f(most[i] - now);
+      most[i] = now;
+      sum[i] *= shrink[i];
+    }
+    scale_output(shrink[0], shrink[1]);
+  }
+
+  // Where a value's scale is above the unit so far.
+  __device__ __forceinline__ void raise_unit(float largest) {
+    if (!__any_sync(kAll, largest > unit_scale)) return;
+    largest = warp_max(largest);
+    const float before = unit_scale;
+    unit_scale = __uint_as_float((__float_as_uint(largest) & 0x7f800000u) + 0x00800000u);
+    inverse = 1.0f / unit_scale;
+    scale_output(before * inverse, before * inverse);
+  }
+
+  __device__ __forceinline__ void scale_output(float even, float odd) {
+#pragma unroll
+    for (int c = 0; c < VC; ++c) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) output[c][j][i] *= i % 2 ? odd : even;
+      }
+    }
+  }
+
+  // Values of tile s of the source's span, of which `valid` tokens are in the context; p: scores.
+  template <typename Source>
+  __device__ __forceinline__ void add_values(const Source& source, int s, int valid,
+                                             float (&p)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      p[i] = exp2f(p[i] - most[i % 2]);
+      sum[i % 2] += p[i];
+    }
+    if constexpr (!kExact) {
+      const int g = threadIdx.x % 32 / 4;
+      float scales[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) scales[i] = g + 8 * i < valid ? source.value_scale(s, i) : 0.0f;
+      raise_unit(fmaxf(scales[0], scales[1]));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) p[i] *= scales[i / 2] * inverse * kLift;
+    }
+    const uint32_t p0 = transpose8x8(pack<Y>(p[0], p[1])), p1 = transpose8x8(pack<Y>(p[2], p[3]));
+#pragma unroll
+    for (int c = 0; c < VC; ++c) {
+      EightOf<C> values[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) values[i] = source.value(s, c, i, valid);
+      if constexpr (!kExact) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {  // 4 dims of the lane
+          uint32_t words[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) words[i] = j == 0 ? values[i].x : values[i].y;
+#pragma unroll
+          for (int k = 0; k < 2; ++k) {  // 2 of them
+            uint32_t a[4];
+            widen_pairs<C>(words[0], words[1], k, a[0], a[1]);
+            widen_pairs<C>(words[2], words[3], k, a[2], a[3]);
+            multiply_add<Y>(output[c][2 * j + k], a[0], a[1], a[2], a[3], p0, p1);
+          }
+        }
+      } else {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          uint32_t words[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) words[i] = get(values[i], j);
+          multiply_add<Y>(output[c][j], __byte_perm(words[0], words[1], 0x5410),
+                          __byte_perm(words[0], words[1], 0x7632),
+                          __byte_perm(words[2], words[3], 0x5410),
+                          __byte_perm(words[2], words[3], 0x7632), p0, p1);
+        }
+      }
+    }
+  }
+
+  // After the last tile: the sums of all lanes.
+  __device__ __forceinline__ void finish() {
+    if constexpr (!kExact) scale_output(unit_scale * (1.0f / kLift), unit_scale * (1.0f / kLift));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      sum[i] += __shfl_xor_sync(kAll, sum[i], 4);
+      sum[i] += __shfl_xor_sync(kAll, sum[i], 8);
+      sum[i] += __shfl_xor_sync(kAll, sum[i], 16);
+    }
+  }
+};
+
+// Requests the tiles of a row and kv head that a warp's Source loads.
+template <typename X, typename C, int D, typename Source>
+struct Pages {
+  static constexpr bool kExact = std::is_same<C, X>::value;
+  const Task& task;
+  Source& source;
+  int row = 0, kv_head = 0;
+  int ids = 0, ids_base = 0;      // 32 entries of the block table, one a lane
+  const int each;                 // tiles of a block
+  const unsigned int reciprocal;  // 2^32 / each, rounded up, unless that is 2^32
+
+  __device__ __forceinline__ Pages(const Task& task, Source& source)
+      : task(task),
+        source(source),
+        each(task.block_tokens / kTile),
+        reciprocal(0xffffffffu / each + 1) {}
+
+  // From the entry of `tile` on, of a row of `tiles` tiles.
+  __device__ __forceinline__ void load_ids(int tile, int tiles) {
+    ids_base = entry_of(tile);
+    const int entries = entry_of(tiles - 1) + 1;
+    const int entry = min(ids_base + int(threadIdx.x % 32), entries - 1);
+    ids = task.block_tables[row * task.table_stride + entry];
+  }
+  // Of the block table; exact, since tiles * each is below 2^32.
+  __device__ __forceinline__ int entry_of(int tile) const {
+    return each == 1 ? tile : __umulhi(tile, reciprocal);
+  }
+  __device__ __forceinline__ int64_t tile_row(int tile, int tiles) {  // of the tile's first key
+    const int entry = entry_of(tile);
+    if (entry - ids_base >= 32) load_ids(tile, tiles);
+    const int id = __shfl_sync(kAll, ids, entry - ids_base);
+    return cache_row(id, 0, kv_head, (tile - entry * each) * kTile, task.kv_heads,
+                     task.block_tokens);
+  }
+  // Keys (which = 0) or values (1) of tiles first .. last, of one span, of a row of `tiles`.
+  __device__ __forceinline__ void request(int which, int first, int last, int tiles) {
+    const int64_t at = place_of(which, first, tiles);
+    if constexpr (Source::kRing)
+      source.request(numbers(at), scales(at), first % Source::kSpan, last - first);
+    else if (which == 0)
+      source.request_keys(numbers(at), scales(at));
+    else
+      source.request_values(numbers(at), scales(at), task.context_lens[row] - first * kTile);
+  }
+  __device__ __forceinline__ int64_t place_of(int which, int tile, int tiles) {
+    return tile_row(tile, tiles) + which * value_offset(task.kv_heads, task.block_tokens, 1);
+  }
+  __device__ __forceinline__ const C* numbers(int64_t at) const {
+    return static_cast<const C*>(task.cache) + at * D;
+  }
+  __device__ __forceinline__ const float* scales(int64_t at) const {
+    return kExact ? nullptr : task.cache_scales + at;
+  }
+  // To the L2 cache, before the next kernel floods the memory with requests for its weights.
+  __device__ __forceinline__ void prefetch(int tile, int tiles) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    const int lane = threadIdx.x % 32;
+    const int64_t at = place_of(lane % 2, tile, tiles);
+    if (lane < 2)
+      prefetch_bulk(numbers(at), kTile * D * sizeof(C));
+    else if (!kExact && lane < 4)
+      prefetch_bulk(scales(at), kTile * sizeof(float));
+#endif
+  }
+};
+
+}  // namespace
+}  // namespace tridecode

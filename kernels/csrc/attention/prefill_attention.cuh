@@ -1,0 +1,13 @@
+// prefill_attention.cu and, for some of its tasks, prefill_attention_sm90a.cu.
+#pragma once
+#include "common/common.cuh"
+
+namespace tridecode {
+
+using PrefillTask = tridecode_attention_task;
+
+// Whether prefill_attention_sm90a.cu has a kernel for the device and the shapes.
+bool takes_prefill_sm90a(const PrefillTask& task);
+int run_prefill_sm90a(const PrefillTask& task, void* stream);
+
+}  // namespace tridecode

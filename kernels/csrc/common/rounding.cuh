@@ -1,0 +1,101 @@
+// Rows of x rounded to 8 bit: how a number becomes int8, E4M3 or two int8 parts. The numbers are
+// those of kernels/quantized.py, bit for bit.
+#pragma once
+#include "common/common.cuh"
+
+namespace tridecode {
+
+// `operand` of api.h
+enum Values {
+  kAsInt8 = 1,
+  kAsE4m3 = 2,
+  kTwoParts = 3,
+  kTwoPartsOf4Bit = 4,
+  kE4m3InGroups = 5,
+  kNotRounded = 6
+};
+constexpr int kGroup = 128;  // columns of a row that share a scale, in groups
+
+template <Values VALUES>
+constexpr bool kInTwoParts = VALUES == kTwoParts || VALUES == kTwoPartsOf4Bit;
+
+// A row's values.
+template <Values VALUES>
+struct Rounding {
+  static constexpr bool E4M3 = VALUES == kAsE4m3 || VALUES == kE4m3InGroups;
+  static constexpr float kLimit = E4M3 ? 448.0f : 127.0f;
+  float scale, inverse;
+  bool plain;  // the quotients that matter are neither NaN nor near the smallest numbers
+
+  // Of a row whose largest magnitude has these bits.
+  __device__ __forceinline__ explicit Rounding(unsigned int largest) {
+    scale = largest ? __fdiv_rn(__uint_as_float(largest), kLimit) : 1.0f;
+    inverse = __frcp_rn(scale);
+    plain = scale > kLeastDivisor && scale < kMostDivisor;
+  }
+
+  // Two numbers, the first in the low byte.
+  static __device__ __forceinline__ uint32_t pair(float first, float second) {
+    if constexpr (E4M3) {
+      uint16_t both = 0;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+      asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(second), "f"(first));
+#endif
+      return both;
+    } else {
+      return (__float2int_rn(first) & 0xff) | (__float2int_rn(second) & 0xff) << 8;
+    }
+  }
+
+  // No clamp: the largest quotient rounds to the limit.
+  __device__ __forceinline__ float quotient(float x) const {
+    return tridecode::quotient(x, scale, inverse);
+  }
+
+  // The quotient of any row; NaN becomes 0.
+  __device__ __forceinline__ float any_quotient(float x) const {
+    const float q = __fdiv_rn(x, scale);
+    return q == q ? fminf(fmaxf(q, -kLimit), kLimit) : 0.0f;
+  }
+
+  // What the nearest integer leaves of a quotient, in parts of 254: -127 to 127.
+  static __device__ __forceinline__ float rest(float quotient) {
+    return (quotient - rintf(quotient)) * 254.0f;
+  }
+
+  // Of 8 numbers: the values, or with two parts the high ones. PLAIN: this row is; one branch for
+  // all numbers, which are then computed side by side.
+  template <typename X, bool PLAIN>
+  __device__ __forceinline__ uint2 eight(const uint4& words, uint2* low) const {
+    uint32_t pairs[4], lows[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 x = unpack<X>(get(words, i));
+      const float first = PLAIN ? quotient(x.x) : any_quotient(x.x);
+      const float second = PLAIN ? quotient(x.y) : any_quotient(x.y);
+      pairs[i] = pair(first, second);
+      if constexpr (kInTwoParts<VALUES>) lows[i] = pair(rest(first), rest(second));
+    }
+    if constexpr (kInTwoParts<VALUES>)
+      *low = make_uint2(lows[0] | lows[1] << 16, lows[2] | lows[3] << 16);
+    return make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
+  }
+};
+
+// Of 8 inputs, the bytes at this thread's place: those of a step of 16 inputs alternate with those
+// of the next step, which the thread after the next one has. number: the thread's, or lane's.
+__device__ __forceinline__ uint2 in_granule_order(uint2 own, int number) {
+  const bool second = number & 2;
+  const uint32_t other = __shfl_xor_sync(kAll, second ? own.x : own.y, 2);
+  const uint32_t even = second ? other : own.x, odd = second ? own.y : other;
+  return make_uint2(__byte_perm(even, odd, 0x5140), __byte_perm(even, odd, 0x7362));
+}
+
+// The bits of |x| as float32, from those of 16 bits.
+template <typename X>
+__device__ __forceinline__ unsigned int magnitude(unsigned int bits) {
+  const float2 both = unpack<X>(bits & 0x7fffu);
+  return __float_as_uint(both.x);
+}
+
+}  // namespace tridecode

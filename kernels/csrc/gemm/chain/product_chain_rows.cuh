@@ -1,0 +1,371 @@
+// Rows of x of product_chain_sm90a.cu: every block waits for them, normalises them, rounds them for
+// weights in 8 and 4 bit, and leaves them in its shared memory.
+#pragma once
+#include "common/row_norm.cuh"
+#include "gemm/chain/product_chain.cuh"
+
+namespace tridecode {
+namespace {
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+template <typename X, Values VALUES>
+struct Rows {
+  using F = Format<VALUES>;
+  const Chain& chain;
+  const Places& places;
+  unsigned int launch;
+  int lane, warp;
+  int token, first, apart;  // the thread has the vectors first, first + apart, ... of a token's row
+  uint32_t to, to_group;    // where the first goes, and the sum of its group
+  int number = 0;           // of the product
+  unsigned int before = 0;  // tiles of earlier products
+
+  __device__ __forceinline__ Rows(const Chain& given, const Places& at, unsigned int its_launch,
+                                  int own_lane, int own_warp)
+      : chain(given), places(at), launch(its_launch), lane(own_lane), warp(own_warp) {
+    const int warps = warps_of_token(chain.tokens);
+    token = warp / warps, first = warp % warps * 32 + lane, apart = 32 * warps;
+    const int column = F::kTwo ? 2 * token : token, columns = chain.columns;
+    if constexpr (F::k4Bit) {
+      const int c = 8 * first, step = c >> 5 & 3, half = (c >> 4 & 1) * 2;
+      to = ((((c >> 7) * 2 + step / 2) * columns + column) * 4 + half) * 16 + step % 2 * 8 +
+           (c >> 3 & 1) * 4;
+    } else {
+      constexpr int kApart = 16 / (8 * F::kXBytes);  // vectors of a piece of 16 bytes
+      const int piece = first / kApart;
+      to = (((piece / 8 * 2 + piece % 2) * columns + column) * 4 + piece % 8 / 2) * 16 +
+           first % kApart * 8;
+    }
+    to += places.x, to_group = places.group_sums + (first / 16 * chain.tokens + token) * 4;
+    keep(to), keep(to_group);
+  }
+
+  __device__ __forceinline__ bool has() const { return token < chain.tokens; }
+
+  // Over the warps of a token. which: 0 or 1, other shared memory each.
+  __device__ __forceinline__ float team_sum(float value, int which) const {
+    value = warp_sum(value);
+    if (lane == 0) store_shared(places.words(which * kWarps + warp), __float_as_uint(value));
+    sync_consumers();
+    const int warps = apart / 32;
+    const uint32_t from = places.words(which * kWarps + warp / warps * warps);
+    float total = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kWarps / 4; ++i) {
+      if (4 * i >= warps) break;
+      const uint4 four = load_shared4(from + 16 * i);
+      total += (__uint_as_float(four.x) + __uint_as_float(four.y)) +
+               (__uint_as_float(four.z) + __uint_as_float(four.w));
+    }
+    return total;
+  }
+  __device__ __forceinline__ unsigned int team_max(unsigned int value) const {
+    value = __reduce_max_sync(kAll, value);
+    const uint32_t largest = places.largest(number, token);
+    if (lane == 0) raise_shared(largest, value);
+    sync_consumers();
+    return load_shared1(largest);
+  }
+
+  static __device__ __forceinline__ unsigned int largest_of(const uint4& words,
+                                                            unsigned int largest) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) largest = __vmaxu2(largest, get(words, j) & 0x7fff7fffu);
+    return largest;
+  }
+
+  // Stores 8 inputs of a column where the consumers find them. All lanes take part.
+  __device__ __forceinline__ void store_eight(uint2 eight, uint32_t at, bool valid) const {
+    if constexpr (F::k4Bit) {
+      eight = in_granule_order(eight, lane);
+      if (!valid) return;
+      store_shared(at, eight.x);
+      store_shared(at + 16, eight.y);
+    } else {
+      if (valid) store_shared(at, eight);
+    }
+  }
+
+  // How a row is rounded. A row with NaN or infinity has the scale NaN and any values.
+  struct Scaling {
+    float scale, inverse;
+    float by, correction;  // of an exact division; 0 where that would leave float32's range
+    __device__ __forceinline__ explicit Scaling(unsigned int largest) {
+      constexpr float kLimit = VALUES == kAsE4m3 ? 448.0f : 127.0f;
+      const float most = __uint_as_float(largest);
+      if constexpr (F::kTwo) {  // numbers below 2^-115 become 0
+        const float plain = fmaxf(most, 0x1p-100f);
+        scale = largest >= 0x7f800000u ? CUDART_NAN_F : plain * (1.0f / 127);
+        inverse = near_reciprocal(plain * 0x1p-7f) * (127.0f / 128);
+        return;
+      }
+      scale = largest == 0 ? 1.0f : largest >= 0x7f800000u ? CUDART_NAN_F : __fdiv_rn(most, kLimit);
+      inverse = __frcp_rn(scale);
+      const bool plain = scale > kLeastDivisor && scale < kMostDivisor;
+      by = plain ? scale : 0.0f, correction = plain ? inverse : 0.0f;
+    }
+    // As tridecode::quotient.
+    __device__ __forceinline__ float quotient(float x) const {
+      float q = x * inverse;
+      q = fmaf(fmaf(-q, by, x), correction, q);
+      return fmaf(fmaf(-q, by, x), correction, q);
+    }
+  };
+
+  static __device__ __forceinline__ uint32_t four_bytes(const uint32_t* of) {  // the lowest ones
+    return __byte_perm(__byte_perm(of[0], of[1], 0x0040), __byte_perm(of[2], of[3], 0x0040),
+                       0x5410);
+  }
+
+  // Of 8 numbers the values, or their high and low parts. The low parts have what products with the
+  // inverse, not exact quotients, make of the high ones.
+  static __device__ __forceinline__ void round_eight(const uint4& words, const Scaling& scaling,
+                                                     uint2& high, uint2& low) {
+    constexpr float kShift = 12582912.0f;  // 1.5 * 2^23: a sum's last byte is the nearest integer
+    uint32_t h[8], l[8];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 both = unpack<X>(get(words, i));
+      if constexpr (VALUES == kAsE4m3)
+        h[i] = Rounding<kAsE4m3>::pair(scaling.quotient(both.x), scaling.quotient(both.y));
+#pragma unroll
+      for (int j = 0; j < 2 && VALUES != kAsE4m3; ++j) {
+        const float x = j ? both.y : both.x;
+        if constexpr (F::kTwo) {
+          const float shifted = fmaf(x, scaling.inverse, kShift);
+          const float rest = fmaf(x, scaling.inverse, kShift - shifted);
+          h[2 * i + j] = __float_as_uint(shifted);
+          l[2 * i + j] = __float_as_uint(fmaf(rest, 254.0f, kShift));
+        } else {
+          h[2 * i + j] = __float_as_uint(scaling.quotient(x) + kShift);
+        }
+      }
+    }
+    if constexpr (VALUES == kAsE4m3) {
+      high = make_uint2(h[0] | h[1] << 16, h[2] | h[3] << 16);
+    } else {
+      high = make_uint2(four_bytes(h), four_bytes(h + 4));
+      if (F::kTwo) low = make_uint2(four_bytes(l), four_bytes(l + 4));
+    }
+  }
+
+  // Calls body(vector, i) for the thread's vectors, which are those from `from` on, in all lanes of
+  // a warp that has one. They move through the first place: what body does is there once, and
+  // code that is run once a product is loaded from far away.
+  template <int HELD, typename Body>
+  __device__ __forceinline__ void each_held(uint4 (&words)[HELD], int from, int pieces,
+                                            Body body) const {
+#pragma unroll 1
+    for (int i = 0; i < HELD; ++i) {
+      if (from + i * apart - lane < pieces) body(words[0], i);
+      rotate(words);
+    }
+  }
+  template <int HELD>
+  static __device__ __forceinline__ void rotate(uint4 (&words)[HELD]) {
+    const uint4 first = words[0];
+#pragma unroll
+    for (int i = 0; i + 1 < HELD; ++i) words[i] = words[i + 1];
+    words[HELD - 1] = first;
+  }
+
+  // Where the thread's vector `which` goes.
+  __device__ __forceinline__ uint32_t place_of(int which) const {
+    return to + which * apart * chain.columns * 8 * F::kXBytes;
+  }
+
+  // Rounds the thread's vector `which`. All lanes take part.
+  __device__ __forceinline__ void round_and_store(const Scaling& scaling, const uint4& words,
+                                                  int which, bool valid) const {
+    uint2 high, low = {};
+    round_eight(words, scaling, high, low);
+    const uint32_t at = place_of(which);
+    store_eight(high, at, valid);
+    if (F::kTwo) store_eight(low, at + 64, valid);
+    if constexpr (F::k4Bit) {  // 16 lanes have the inputs of a group
+      const int of_high = __dp4a(int(high.x), 0x01010101, __dp4a(int(high.y), 0x01010101, 0));
+      int sum = __dp4a(int(low.x), 0x01010101, __dp4a(int(low.y), 0x01010101, of_high * 254));
+#pragma unroll
+      for (int offset = 8; offset > 0; offset /= 2) sum += __shfl_xor_sync(kAll, sum, offset);
+      if (lane % 16 == 0 && valid)
+        store_shared(to_group + which * apart * chain.tokens / 4, uint32_t(sum));
+    }
+  }
+
+  // Waits until all tiles before this product are finished, or nearly so.
+  __device__ __forceinline__ void wait_for_tiles() const {
+    if (warp == 0 && lane == 0) {
+      while (before && load_relaxed(chain.counters) + kEarly < before) {
+      }
+      barrier_arrive(places.begun(number));
+    }
+    sync_consumers();
+  }
+
+  // The thread's vectors from `from` on of a token's row. meanwhile(): called while they come.
+  template <int HELD, typename Meanwhile>
+  __device__ __forceinline__ void load_row(uint4 (&words)[HELD], const Step& step, int from,
+                                           int pieces, Meanwhile meanwhile) const {
+    const int inputs = step.given.inputs;
+    if (!step.x_words) {
+      const auto row = reinterpret_cast<const uint4*>(static_cast<const X*>(step.given.x) +
+                                                      int64_t(token) * inputs);
+#pragma unroll
+      for (int i = 0; i < HELD; ++i)
+        if (from + i * apart < pieces) words[i] = __ldcg(row + from + i * apart);
+      meanwhile();
+      return;
+    }
+    const uint64_t* const row = step.x_words + int64_t(token) * (inputs / 2);
+    Eight eights[HELD];
+#pragma unroll
+    for (int i = 0; i < HELD; ++i)
+      if (from + i * apart < pieces) eights[i].load(row + (from + i * apart) * 4);
+    meanwhile();
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) {
+      if (from + i * apart >= pieces) break;
+      while (!eights[i].is_of(launch)) eights[i].load(row + (from + i * apart) * 4);
+      words[i] = eights[i].numbers();
+    }
+  }
+
+  // The rows of x that a thread can hold: normalised where there is a norm, rounded, stored.
+  template <int HELD, bool CENTRED>
+  __device__ __forceinline__ void load_held(const Step& step) const {
+    const int pieces = step.given.inputs / 8;
+    const auto weight = static_cast<const uint4*>(step.given.norm_weight);
+    const auto bias = static_cast<const uint4*>(step.given.norm_bias);
+    uint4 words[HELD] = {}, w = {}, b = {};
+    if (weight) {  // constants, before the wait
+#pragma unroll 1
+      for (int p = first; p < pieces; p += apart) {
+        prefetch_l2(weight + p);
+        if (CENTRED) prefetch_l2(bias + p);
+      }
+    }
+    wait_for_tiles();
+    auto load_norm = [&](int p) {
+      w = {}, b = {};  // what lies behind the row stays 0
+      if (!weight || p >= pieces) return;
+      w = __ldg(weight + p);
+      if (CENTRED) b = __ldg(bias + p);
+    };
+    if (has()) load_row(words, step, first, pieces, [&] { load_norm(first); });
+    if (weight) {
+      RowNorm norm[1];
+      float sums[1] = {};
+      auto each = [&](auto body) {
+        each_held(words, first, pieces, [&](uint4& vector, int i) {
+          forget(vector);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const float2 both = unpack<X>(get(vector, j));
+            if (!CENTRED || first + i * apart < pieces) body(0, both.x), body(0, both.y);
+          }
+        });
+      };
+      if (CENTRED) each([&](int, float x) { sums[0] += x; });
+      row_statistics(norm, sums, CENTRED, step.given.inputs, step.given.norm_eps, each,
+                     [&](float (&sum)[1], int which) { sum[0] = team_sum(sum[0], which); });
+      each_held(words, first, pieces, [&](uint4& vector, int i) {
+        forget(vector);
+        if (i > 0) load_norm(first + i * apart);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float2 x = unpack<X>(get(vector, j)), y = unpack<X>(get(w, j)),
+                       z = unpack<X>(get(b, j));
+          put(vector, j,
+              CENTRED ? pack<X>(norm[0](x.x, y.x, z.x), norm[0](x.y, y.y, z.y))
+                      : pack<X>(x.x * norm[0].scale * y.x, x.y * norm[0].scale * y.y));
+        }
+      });
+    }
+    if constexpr (F::k16Bit) {
+      if (has()) {
+#pragma unroll
+        for (int i = 0; i < HELD; ++i)
+          if (first + i * apart < pieces) store_shared(place_of(i), words[i]);
+      }
+      sync_consumers();
+      return;
+    }
+    unsigned int largest = 0;
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) largest = largest_of(words[i], largest);
+    finish(largest, [&](const Scaling& scaling) {
+      each_held(words, first, pieces, [&](uint4& vector, int i) {
+        round_and_store(scaling, vector, i, has() && first + i * apart < pieces);
+      });
+    });
+  }
+
+  // store(how): leaves the rounded row of the token in shared memory. largest: of the thread's
+  // numbers, as two of 16 bits.
+  template <typename Store>
+  __device__ __forceinline__ void finish(unsigned int largest, Store store) const {
+    largest = max(largest & 0xffffu, largest >> 16);
+    const Scaling scaling(magnitude<X>(team_max(largest)));
+    store(scaling);
+    if (has() && first == 0) store_shared(places.x_scale(token), __float_as_uint(scaling.scale));
+    sync_consumers();
+  }
+
+  // Longer rows, without a norm: those that are rounded are read twice.
+  __device__ __forceinline__ void load_long(const Step& step) const {
+    const int pieces = step.given.inputs / 8;
+    wait_for_tiles();
+    auto each_round = [&](auto body) {
+#pragma unroll 1
+      for (int round = 0; first + round * apart - lane < pieces; round += kHeld) {
+        uint4 words[kHeld] = {};
+        if (has()) load_row(words, step, first + round * apart, pieces, [] {});
+        body(words, round);
+      }
+    };
+    if constexpr (F::k16Bit) {
+      each_round([&](uint4(&words)[kHeld], int round) {
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i)
+          if (has() && first + (round + i) * apart < pieces)
+            store_shared(place_of(round + i), words[i]);
+      });
+      sync_consumers();
+      return;
+    }
+    unsigned int largest = 0;
+    each_round([&](uint4(&words)[kHeld], int) {
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) largest = largest_of(words[i], largest);
+    });
+    finish(largest, [&](const Scaling& scaling) {
+      each_round([&](uint4(&words)[kHeld], int round) {
+        each_held(words, first + round * apart, pieces, [&](uint4& vector, int i) {
+          const int which = round + i;
+          round_and_store(scaling, vector, which, has() && first + which * apart < pieces);
+        });
+      });
+    });
+  }
+
+  // The rows that product `number` reads, in shared memory. before: tiles of the products before
+  // it.
+  __device__ __forceinline__ void load(const Step& step, int its_number,
+                                       unsigned int tiles_before) {
+    number = its_number, before = tiles_before;
+    const int pieces = step.given.inputs / 8;
+    if (pieces > kHeld * apart) {
+      load_long(step);
+    } else if (step.given.norm_bias) {
+      pieces <= apart ? load_held<1, true>(step) : load_held<kHeld, true>(step);
+    } else {
+      pieces <= apart ? load_held<1, false>(step) : load_held<kHeld, false>(step);
+    }
+  }
+};
+
+#endif
+
+}  // namespace
+}  // namespace tridecode

@@ -1,0 +1,472 @@
+// Products of 1 to 4 tokens, each of the result of the one before it, in one launch, with weights
+// in 16, 8 or 4 bit: of a decoder's layer the projection of attention's result, the MLP, and the
+// next layer's projection to queries, keys and values.
+//
+// One persistent block per multiprocessor: a producer warp, two teams of eight consumer warps, and
+// warps that finish tiles. The producer copies the weights of all products through one ring of
+// shared memory, so that memory stays busy while the consumers wait for the other blocks between
+// two products. A tile is 16 rows of a weight, as twice 8 rows; of SwiGLU, 8 gate rows and their 8
+// up rows. Tiles are dealt round-robin, continuing from product to product. A stage is a tile times
+// some inputs; the teams take turns at the stages, whose inputs their warps share, and multiply
+// them by mma.sync: weights are the 16 rows of that instruction, columns of x its 8 columns. The
+// finishers add up the warps' sums and apply the epilogue.
+//
+// Results that a later product reads go through the exchange in global memory: words of two numbers
+// and the launch's number. A fence would wait for all copies in flight, microseconds; a word that
+// has this launch's number is whole without one. A product has begun in a block when it has all
+// words of the one before it, which is therefore finished everywhere. A counter of finished tiles
+// tells when it is worth while to look at the words. Every block normalises the rows of x for
+// itself, and for weights in 8 and 4 bit rounds them: int8 and E4M3 as kernels/quantized.py says.
+//
+// A token takes columns 2 t and 2 t + 1, of x in two int8 parts one for each, else the first: so a
+// lane has the sums of one token.
+//
+// Weights in 16 and 8 bit are rows; a box is 128 bytes of 8 rows, in the swizzle of 128 bytes.
+// Weights in 4 bit are granules (packed_weight.cuh) with their words of scale and zero.
+//
+// Bytes moved: all weights, once.
+// Bench: python -m tridecode.kernels.bench product_chain
+#include <cuda_fp8.h>
+
+#include "gemm/chain/product_chain.cuh"
+#include "gemm/chain/product_chain_finish.cuh"
+#include "gemm/chain/product_chain_rows.cuh"
+
+namespace tridecode {
+namespace {
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// The producer's warp.
+template <Values VALUES>
+struct Producer {
+  using F = Format<VALUES>;
+  const Chain& chain;
+  const Maps& maps;
+  char* ring;
+  uint64_t *full, *empty;
+  int slot = 0, parity = 1, issued = 0;
+  int oldest = 0, oldest_parity = 0;  // the slot of the oldest copy in flight
+
+  // Granules of four places side by side: values of both eights, then their groups.
+  __device__ __forceinline__ void copy_granules_of(const Step& step, int first, int unit, int units,
+                                                   char* to, uint64_t policy) const {
+    const int lane = threadIdx.x % 32;
+    const int bytes = lane < 2 ? units * kGranuleBytes : units * kGranuleRows * 4;
+    if (lane == 0) barrier_expect(full + slot, 2 * units * (kGranuleBytes + kGranuleRows * 4));
+    __syncwarp();
+    if (lane >= 4) return;
+    const int chunks = step.given.inputs / 128;
+    const int eight = first + lane % 2 * step.second;
+    const int64_t at = int64_t(eight) * chunks + unit;
+    const char* const from =
+        lane < 2 ? static_cast<const char*>(step.given.weight) + at * kGranuleBytes
+                 : reinterpret_cast<const char*>(step.given.weight_groups) + at * kGranuleRows * 4;
+    const int place =
+        lane < 2 ? lane * F::kEightBytes : 2 * F::kEightBytes + (lane - 2) * F::kGroupBytes;
+    copy_bulk(to + place, from, bytes, full + slot, policy);
+  }
+
+  __device__ __forceinline__ void copy_boxes(const Step& step, const CUtensorMap* map, int first,
+                                             int unit, char* to, uint64_t policy) const {
+    const int lane = threadIdx.x % 32;
+    if (lane == 0) barrier_expect(full + slot, F::kStageBytes);
+    __syncwarp();
+    if (lane >= 2) return;
+    const int eight = first + lane * step.second;
+    copy_blocks(to + lane * F::kEightBytes, map, eight * 8, unit, full + slot, policy);
+  }
+
+  __device__ __forceinline__ void run() {
+    const uint64_t policy = evict_first();
+    int turn = 0;
+    for (int i = 0; i < chain.count; ++i) {
+      const Step& step = chain.steps[i];
+      const int units = step.given.inputs / F::kUnitInputs, stages = ceil_div(units, F::kUnits);
+      const int from = blockIdx.x % stages;
+      for (int tile = first_tile(turn); tile < step.tiles; tile += gridDim.x) {
+        const int eight = eight_of(step, tile);
+        for (int stage = 0; stage < stages; ++stage) {
+          barrier_wait(empty + slot, parity);
+          if (issued++ >= chain.in_flight) {
+            barrier_wait(full + oldest, oldest_parity);
+            if (++oldest == chain.stages) oldest = 0, oldest_parity ^= 1;
+          }
+          const int unit = rotated(stage, from, stages) * F::kUnits;
+          char* const to = ring + slot * F::kStageBytes;
+          if constexpr (F::k4Bit) {
+            copy_granules_of(step, eight, unit, min(F::kUnits, units - unit), to, policy);
+          } else {
+            copy_boxes(step, maps.of + i, eight, unit, to, policy);
+          }
+          if (++slot == chain.stages) slot = 0, parity ^= 1;
+        }
+      }
+      turn = (turn + step.tiles) % int(gridDim.x);
+    }
+  }
+};
+
+// The consumer warps.
+template <typename X, Values VALUES>
+struct Consumer {
+  using F = Format<VALUES>;
+  using Number = typename F::Number;
+  using Sum = typename F::Sum;
+  using Operand = std::conditional_t<F::k16Bit, X,
+                                     std::conditional_t<VALUES == kAsE4m3, __nv_fp8_e4m3, int8_t>>;
+  const Chain& chain;
+  const Places& places;
+  Rows<X, VALUES> rows;
+  int lane, warp;
+  uint32_t weights, groups;          // of the warp's first unit in the ring's first slot
+  uint32_t x, all;                   // of the first unit: the lane's piece of x, sums of inputs
+  int x_apart, all_apart;            // of the next piece; of the next unit
+  uint32_t own_sums;                 // in the first buffer
+  int slot, parity = 0;              // slot: of the warp's next stage
+  unsigned int stage = 0, sent = 0;  // of all products: the next tile's first stage, tiles sent
+  int turn = 0;
+  unsigned int before = 0;  // tiles of earlier products
+
+  __device__ __forceinline__ Consumer(const Chain& given, const Places& at, unsigned int launch,
+                                      int own_lane, int own_warp)
+      : chain(given),
+        places(at),
+        rows(given, at, launch, own_lane, own_warp),
+        lane(own_lane),
+        warp(own_warp),
+        slot(own_warp / kTeamWarps) {
+    const int g = lane / 4, t = lane % 4, own = warp % kTeamWarps * F::kWarpUnits;
+    if constexpr (F::k4Bit) {
+      weights = places.ring + own * kGranuleBytes + lane * 16;
+      groups = places.ring + 2 * F::kEightBytes + (own * kGranuleRows + g) * 4;
+    } else {
+      weights = places.ring + own * 1024 + g * 128 + ((2 * t) ^ g) * 16, groups = 0;
+    }
+    // Lanes without a column or token read zeros.
+    const int column = F::kTwo ? g : g / 2;
+    const bool has = column < chain.columns && (F::kTwo || g % 2 == 0);
+    x = has ? places.x + (column * 4 + t) * 16 : places.zeros();
+    x_apart = has ? chain.columns * 64 : 0;
+    all = t < chain.tokens ? places.group_sums + t * 4 : places.zeros();
+    all_apart = t < chain.tokens ? chain.tokens * 4 : 0;
+    own_sums = places.sums + (warp * 32 + lane) * 8;
+    keep(weights), keep(groups), keep(x), keep(x_apart), keep(all), keep(all_apart), keep(own_sums);
+  }
+
+  // What the warp has of a tile. of: of the lane's token, rows g and g + 8. products: of int8 and
+  // 16 bit, of even and odd pieces, as the instruction leaves them.
+  struct Totals {
+    float of[2];
+    Number products[2][4];
+  };
+
+  // The warp's unit of a stage of rows. The lanes of a row read its pieces of 16 bytes 0, 2, 4, 6,
+  // then 1, 3, 5, 7. E4M3 instructions keep 14 bits of a sum: few inputs each. Other sums go on
+  // through the tile.
+  __device__ __forceinline__ void multiply_box(Totals& totals, uint32_t at, int unit) const {
+    const uint32_t piece = x + 2 * unit * x_apart;
+    uint4 a0[2], a1[2], b[2];
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+      a0[odd] = load_shared4(at ^ odd * 16);
+      a1[odd] = load_shared4((at ^ odd * 16) + F::kEightBytes);
+      b[odd] = load_shared4(piece + odd * x_apart);
+    }
+    Number fresh[2][4] = {};
+    Number(&c)[2][4] = VALUES == kAsE4m3 ? fresh : totals.products;
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd)
+      multiply_add<Operand>(c[odd], a0[odd].x, a1[odd].x, a0[odd].y, a1[odd].y, b[odd].x, b[odd].y);
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd)
+      multiply_add<Operand>(c[odd], a0[odd].z, a1[odd].z, a0[odd].w, a1[odd].w, b[odd].z, b[odd].w);
+    if constexpr (VALUES == kAsE4m3) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) totals.of[i] += c[0][2 * i] + c[1][2 * i];
+    }
+  }
+
+  // COUNT of the warp's chunks of a stage of 4-bit weights: 254 times the numbers that x's high
+  // part stands for. The values are multiplied as they are, 0 to 15, and the zero with the sum of
+  // the group's inputs.
+  template <int COUNT>
+  __device__ __forceinline__ void multiply_chunks(Totals& totals, uint32_t at, uint32_t of_groups,
+                                                  int unit) const {
+    const uint32_t piece = x + 2 * unit * x_apart;
+    uint4 words[COUNT][2], b[COUNT][2];
+    uint32_t group[COUNT][2];
+    int inputs[COUNT];
+#pragma unroll
+    for (int n = 0; n < COUNT; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        words[n][i] = load_shared4(at + n * kGranuleBytes + i * F::kEightBytes);
+        b[n][i] = load_shared4(piece + (2 * n + i) * x_apart);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < COUNT; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        group[n][i] = load_shared1(of_groups + n * kGranuleRows * 4 + i * F::kGroupBytes);
+      inputs[n] = load_shared1(all + (unit + n) * all_apart);
+    }
+    int c[COUNT][2][4] = {};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int n = 0; n < COUNT; ++n) {
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          const uint32_t first = get(words[n][0], half * 2 + k),
+                         second = get(words[n][1], half * 2 + k);
+          constexpr uint32_t kLow = 0x0f0f0f0fu;
+          multiply_add<int8_t>(c[n][k], first & kLow, second & kLow, first >> 4 & kLow,
+                               second >> 4 & kLow, k ? b[n][half].z : b[n][half].x,
+                               k ? b[n][half].w : b[n][half].y);
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < COUNT; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int zero = zero_number<X>(group[n][i]);
+        const int high = c[n][0][2 * i] + c[n][1][2 * i],
+                  low = c[n][0][2 * i + 1] + c[n][1][2 * i + 1];
+        totals.of[i] = fmaf(scale_of<X>(group[n][i]), float(high * 254 + low - zero * inputs[n]),
+                            totals.of[i]);
+      }
+    }
+  }
+
+  // unit: the warp's first; left: those from it on.
+  __device__ __forceinline__ void multiply_stage(Totals& totals, int unit, int left) {
+    const uint32_t at = slot * F::kStageBytes;
+    barrier_wait(places.full(slot), parity);
+    if constexpr (F::k4Bit) {
+      if (left >= 2) {
+        multiply_chunks<2>(totals, weights + at, groups + at, unit);
+      } else if (left == 1) {
+        multiply_chunks<1>(totals, weights + at, groups + at, unit);
+      }
+    } else {
+      if (left > 0) multiply_box(totals, weights + at, unit);
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(places.empty(slot));
+  }
+
+  // Gives the sums of a tile to a finisher.
+  __device__ __forceinline__ void send_sums(const Totals& totals) {
+    Sum sums[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const Number first = totals.products[0][2 * i] + totals.products[1][2 * i],
+                   second = totals.products[0][2 * i + 1] + totals.products[1][2 * i + 1];
+      sums[i] = VALUES == kAsInt8 || F::k16Bit ? Sum(first)
+                : VALUES == kTwoParts          ? Sum(fmaf(float(first), 254.0f, float(second)))
+                                               : Sum(totals.of[i]);
+    }
+    const unsigned int buffer = sent % Handover::kBuffers, round = sent / Handover::kBuffers;
+    barrier_wait(places.read(buffer), round % 2 ^ 1);
+    store_shared(own_sums + buffer * F::kBufferBytes, reinterpret_cast<const uint2&>(sums));
+    __syncwarp();
+    if (lane == 0) barrier_arrive(places.sent(buffer));
+    ++sent;
+  }
+
+  __device__ __forceinline__ void multiply(int number) {
+    const Step& step = chain.steps[number];
+    int units = step.given.inputs / F::kUnitInputs, stages = ceil_div(units, F::kUnits);
+    int tiles = step.tiles;
+    int from = blockIdx.x % stages, ring_stages = chain.stages, blocks = gridDim.x;
+    keep(units), keep(stages), keep(tiles), keep(from), keep(ring_stages), keep(blocks);
+    int tile = first_tile(turn);
+    turn = (turn + tiles) % blocks;
+    if (tile < tiles) rows.load(step, number, before);
+    before += tiles;
+    const int own = warp % kTeamWarps * F::kWarpUnits;
+#pragma unroll 1
+    for (; tile < tiles; tile += blocks) {
+      Totals totals = {};
+#pragma unroll 1
+      for (int i = (warp / kTeamWarps + stage) % kTeams; i < stages; i += kTeams) {
+        const int unit = rotated(i, from, stages) * F::kUnits + own;
+        multiply_stage(totals, unit, units - unit);
+        if ((slot += kTeams) >= ring_stages) slot -= ring_stages, parity ^= 1;
+      }
+      stage += stages;
+      send_sums(totals);
+    }
+  }
+};
+
+#endif
+
+template <typename X, Values VALUES>
+__global__ void __launch_bounds__(kThreads, 1)
+    product_chain_sm90a(const __grid_constant__ Chain chain, const __grid_constant__ Maps maps) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using F = Format<VALUES>;
+  extern __shared__ char raw[];
+  char* const ring = raw + (1024 - shared_address(raw) % 1024) % 1024;
+  __shared__ Declared declared;
+  if (threadIdx.x == 0) initialize(declared, chain.stages);
+  __syncthreads();
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  keep(lane);
+  if (warp >= kWarps) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
+    if (warp == kWarps + kFinishers)
+      Producer<VALUES>{chain, maps, ring, declared.full, declared.empty}.run();
+    if (warp < kWarps + kFinishers) {
+      const Places places = Places::of<VALUES>(chain, declared, ring);
+      wait_for_predecessor();
+      const unsigned int launch = load_relaxed(chain.counters + 1) + 1;
+      Finisher<X, VALUES>{chain, places, launch, lane, warp - kWarps}.run();
+    }
+    return;
+  }
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 104;");
+  const Places places = Places::of<VALUES>(chain, declared, ring);
+  wait_for_predecessor();
+  const unsigned int launch = load_relaxed(chain.counters + 1) + 1;
+  Consumer<X, VALUES> consumer(chain, places, launch, lane, warp);
+  for (int i = 0; i < chain.count; ++i) consumer.multiply(i);
+#endif
+}
+
+constexpr int kHeaderWords = 32;  // of the exchange
+constexpr int kAlignment = 1024,
+              kDeclared = 2048;  // bytes: of the ring, of what the kernel declares
+
+// Bytes of shared memory for rows of x and the sums of their groups.
+template <Values VALUES>
+constexpr int64_t row_bytes(int inputs, int tokens) {
+  using F = Format<VALUES>;
+  return int64_t(inputs) * F::kXBytes * (F::kTwo ? 2 * tokens : tokens) +
+         (F::k4Bit ? inputs / 128 * tokens * 4 : 0);
+}
+
+template <Values VALUES>
+int stages_of(int inputs, int tokens) {
+  using F = Format<VALUES>;
+  if (tokens > kMaxTokens) return 0;
+  const int64_t rest = device().shared_bytes - kSharedLeft - kAlignment - kDeclared - F::kSumBytes -
+                       row_bytes<VALUES>(inputs, tokens);
+  const int64_t stages = rest / F::kStageBytes;
+  return rest < 0 ? 0 : stages < kMaxStages ? int(stages) : kMaxStages;
+}
+
+template <typename Body>
+int for_values(int operand, Body body) {
+  if (operand == kAsInt8) return body(std::integral_constant<Values, kAsInt8>());
+  if (operand == kAsE4m3) return body(std::integral_constant<Values, kAsE4m3>());
+  if (operand == kTwoParts) return body(std::integral_constant<Values, kTwoParts>());
+  if (operand == kTwoPartsOf4Bit) return body(std::integral_constant<Values, kTwoPartsOf4Bit>());
+  if (operand == kNotRounded) return body(std::integral_constant<Values, kNotRounded>());
+  return fail("product_chain_sm90a: operand code %d; wanted 1 to 4, or 6", operand);
+}
+
+int check_step(const Step& step, int number) {
+  const auto& given = step.given;
+  if (given.inputs % 128 || given.outputs % (step.gated ? 32 : 16) || given.inputs <= 0)
+    return fail(
+        "product_chain_sm90a: product %d has %d inputs, %d outputs; wanted multiples of "
+        "128 and %d",
+        number, given.inputs, given.outputs, step.gated ? 32 : 16);
+  const void* const read[] = {given.out,      given.x,           given.weight,
+                              given.residual, given.norm_weight, given.norm_bias};
+  for (const void* each : read)
+    if (!aligned16(each))
+      return fail("product_chain_sm90a: product %d has an address that is no multiple of 16",
+                  number);
+  return 0;
+}
+
+// bytes: of a row, which is mapped as 16-bit numbers.
+int encode_rows(CUtensorMap* map, const tridecode_chain_step& step, int bytes, int boxes) {
+  const cuuint64_t sizes[] = {64, cuuint64_t(step.outputs), cuuint64_t(bytes / 128)};
+  const cuuint64_t strides[] = {cuuint64_t(bytes), 128};
+  const cuuint32_t box[] = {64, 8, cuuint32_t(boxes)};
+  return encode_map(map, step.weight, 3, sizes, strides, box, kFloat16);
+}
+
+}  // namespace
+}  // namespace tridecode
+
+using namespace tridecode;
+
+int64_t tridecode_product_chain_stages(int inputs, int tokens, int operand) {
+  return for_values(
+      operand, [&](auto values) { return stages_of<decltype(values)::value>(inputs, tokens); });
+}
+
+int tridecode_product_chain_sm90a(const tridecode_chain_task* task, void* stream) {
+  const char* const name = "product_chain_sm90a";
+  const auto given = static_cast<const tridecode_chain_step*>(task->steps);
+  if (task->num_steps < 1 || task->num_steps > kMaxSteps || device().capability != 90)
+    return fail("%s: %d products on sm_%d; wanted 1 to %d on sm_90", name, task->num_steps,
+                device().capability, kMaxSteps);
+  Chain chain = {};
+  chain.count = task->num_steps, chain.tokens = task->tokens;
+  chain.counters = static_cast<unsigned int*>(task->exchange);
+  uint64_t* words = static_cast<uint64_t*>(task->exchange) + kHeaderWords;
+  int most_inputs = 0;
+  for (int i = 0; i < chain.count; ++i) {
+    Step& step = chain.steps[i];
+    step.given = given[i];
+    step.gated = given[i].activation == kSwiglu;
+    step.tiles = given[i].outputs / 16, step.second = step.gated ? given[i].outputs / 16 : 1;
+    if (int status = check_step(step, i)) return status;
+    step.stores = true;
+    for (int j = i - 1; j >= 0; --j) {  // the last one before it that writes what it reads
+      Step& earlier = chain.steps[j];
+      if (given[i].x == given[j].out && !step.x_words) step.x_words = earlier.out_words;
+      if (given[i].residual && given[i].residual == given[j].out && !step.residual_words)
+        step.residual_words = earlier.out_words;
+      if (given[i].out == given[j].out) earlier.stores = false;  // stores are not ordered
+    }
+    step.out_words = words;
+    words += int64_t(task->tokens) * (given[i].outputs / (step.gated ? 4 : 2));
+    if (given[i].inputs > most_inputs) most_inputs = given[i].inputs;
+    const int tokens = task->tokens;
+    const int held = kHeld * 256 * warps_of_token(tokens);
+    if (given[i].norm_weight && given[i].inputs > held)
+      return fail("%s: a norm of %d inputs, %d tokens; wanted at most %d", name, given[i].inputs,
+                  tokens, held);
+  }
+  const int64_t needed = reinterpret_cast<char*>(words) - static_cast<char*>(task->exchange);
+  if (needed > task->exchange_bytes)
+    return fail("%s: %lld bytes of the exchange; wanted at least %lld", name,
+                (long long)task->exchange_bytes, (long long)needed);
+  chain.steps[chain.count - 1].out_words = nullptr;
+  return for_16_bit_dtype(task->dtype, name, [&](auto x) {
+    using X = decltype(x);
+    return for_values(task->operand, [&](auto values) {
+      constexpr Values kValues = decltype(values)::value;
+      using F = Format<kValues>;
+      chain.columns = F::kTwo ? 2 * chain.tokens : chain.tokens;
+      const int most = chain.tokens < 1 ? 0 : stages_of<kValues>(most_inputs, chain.tokens);
+      if (most < kLeastStages)
+        return fail("%s: %d tokens of %d inputs leave no room for weights", name, chain.tokens,
+                    most_inputs);
+      chain.stages = most;
+      // a barrier tells the parity of a slot's round alone: no team may be a round ahead of a copy
+      const int room = chain.stages - kTeams;
+      chain.in_flight = room < kInFlight ? room : kInFlight;
+      chain.x_bytes = most_inputs * F::kXBytes * chain.columns;
+      Maps maps = {};
+      for (int i = 0; i < chain.count && !F::k4Bit; ++i)
+        if (int status =
+                encode_rows(maps.of + i, given[i], given[i].inputs * F::kXBytes, F::kUnits))
+          return status;
+      const size_t shared = kAlignment + size_t(chain.stages) * F::kStageBytes + F::kSumBytes +
+                            row_bytes<kValues>(most_inputs, chain.tokens);
+      return launch(name, product_chain_sm90a<X, kValues>, device().multiprocessors, kThreads,
+                    shared, stream, chain, maps);
+    });
+  });
+}

@@ -1,0 +1,25 @@
+// What every GEMM kernel shares: the task and its epilogue.
+#pragma once
+#include "common/epilogue.cuh"
+
+namespace tridecode {
+
+using GemmTask = tridecode_gemm_task;
+
+// The epilogue, a template parameter of the kernels. Those that read rotary_size at run time have
+// one instance, kQkv, for both of the last two.
+enum Mode { kPlain, kGated, kQkv, kQkvRotary };
+
+inline Mode mode_of(const GemmTask& task) {
+  if (task.cache) return task.rotary_size ? kQkvRotary : kQkv;
+  return task.activation == kSwiglu ? kGated : kPlain;
+}
+
+// Of a kernel whose epilogue does not round keys and values.
+inline int check_exact_cache(const char* what, const GemmTask& task) {
+  if (task.cache && task.cache_format)
+    return fail("%s: writes a cache of dtype alone; cache format %d", what, task.cache_format);
+  return 0;
+}
+
+}  // namespace tridecode

@@ -1,0 +1,44 @@
+// What gemm_sm90_stream_k.cu and gemm_sm90_split_k.cu share: the sizes of a tile.
+#pragma once
+#include "common/wgmma.cuh"
+#include "gemm/gemm.cuh"
+
+namespace tridecode {
+namespace {
+
+constexpr int kGroups = 2;                     // consumer warp groups
+constexpr int kThreads = 128 * kGroups + 128;  // and the producer warp group
+constexpr int kBlockRows = 64 * kGroups;
+// 128 bytes, the width of the swizzle. Rows of 8-bit operands are loaded as half as many 16-bit
+// numbers.
+constexpr int kStageInputs = 64;
+constexpr int kBuffers = 2;       // of results, per warp group
+constexpr int kPartStages = 2;    // of a part of E4M3 sums: 256 inputs
+constexpr int kScaleBlock = 128;  // rows of a block of E4M3 with one scale; its columns are a stage
+
+// N: tokens of a tile, of PARTS rows of x each.
+template <int N, int PARTS = 1>
+struct Shape {
+  static constexpr int kColumns = N * PARTS;  // of a wgmma instruction
+  static constexpr int kWeightBytes = kBlockRows * 128;
+  static constexpr int kStageBytes = kWeightBytes + kColumns * 128;
+  static constexpr int kPart = N < 64 ? N : N % 64 == 0 ? 64 : 32;  // tokens of a store
+  static constexpr int kBufferBytes = kPart * 128;
+  static constexpr int kStoreBytes = kGroups * kBuffers * kBufferBytes;
+  // With few tokens, leave registers free so that the small kernels that come next become resident
+  // early, on every multiprocessor.
+  static constexpr bool kSlim = kColumns <= 64;
+  static constexpr int kRoom = 227 * 1024 - 1024 - 512 - kStoreBytes;
+  static constexpr int kStages = kRoom / kStageBytes < 12 ? kRoom / kStageBytes : 12;
+  // 1 KiB for alignment
+  static constexpr int kSharedBytes = 1024 + kStages * kStageBytes + kStoreBytes;
+};
+
+// What limits the registers of a kernel: the blocks that would fit on a multiprocessor. E4M3 has
+// two sets of sums.
+template <typename Operand, int N>
+constexpr int kResident =
+    !Shape<N, kPartsOf<Operand>>::kSlim || (N == 64 && std::is_same<Operand, E4m3>::value) ? 1 : 2;
+
+}  // namespace
+}  // namespace tridecode

@@ -1,0 +1,23 @@
+// What sampling keeps of one sequence in its batch slot, declared once: csrc/sampling/sampling.cu
+// reads this struct, kernels/sampling_state.py makes a numpy dtype of it. Fields with the name of a
+// sampling parameter hold that parameter; kernels/ops.py (sample) says what each does.
+#pragma once
+#include <stdint.h>
+
+typedef struct {
+  // parameters of the request
+  uint64_t seed;
+  int top_k;  // 0: the whole vocabulary; 1: greedy
+  float top_p, top_p_decay, top_p_min;
+  int top_p_reset_id;
+  float temperature;  // 0: greedy
+  float repetition_penalty, presence_penalty, frequency_penalty;
+  int min_tokens, return_log_probs;
+  // derived from them
+  int end_ids[16];  // tokens that end the sequence; -1: none
+  int num_bad_words;
+  // state of the sequence
+  float top_p_now;     // top_p after decay
+  int generated;       // tokens sampled so far: the counter of the random generator
+  int history_length;  // ids in the slot's history
+} tridecode_sampling_slot;
