@@ -126,8 +126,7 @@ class LibraryProducts:
         return True
 
     def takes_fp8(self, operand: int) -> bool:
-        """Whether this GPU and version multiply E4M3 with a scale for each row and output (operand 2), or for
-        128 numbers of a row and 128 x 128 of the weight (5)."""
+        """Whether cuBLASLt multiplies E4M3 here. operand: the code of "fp8" or "fp8_blocks"."""
         if not self.is_open:
             return False
         names = ("out", "x", "weight", "x_scales", "weight_scales")  # never read, but no null

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tridecode.kernels.checks import DtypeError, ShapeError, indices, match
-from tridecode.kernels.cuda_base import CudaBase
-from tridecode.kernels.library import KernelError, current_stream
+from tridecode.kernels.gpu import Gpu
+from tridecode.kernels.library import KernelError
 from tridecode.kernels.ops import SamplingState
 from tridecode.kernels.peer_sums import PeerSums
 
@@ -23,14 +23,21 @@ class SharedIds:
     vocab_size: int
 
 
-class CudaSampling(CudaBase):
+class CudaSampling:
     """`sample` of kernels.ops.Ops, and the same over several ranks."""
 
+    def __init__(self, gpu: Gpu):
+        self._gpu = gpu
+        self._scratch: Tensor | None = None
+
+    def reserve(self, max_rows: int, vocab_size: int) -> None:
+        self._scratch = self._gpu.bytes(self._gpu.library.sample_scratch(max_rows, vocab_size))
+
     def sample(
-        self, logits: Tensor, slots: Tensor, state: SamplingState, *, tokens: Tensor, log_probs: Tensor
+        self, logits: Tensor, slots: Tensor, state: SamplingState, tokens: Tensor, log_probs: Tensor
     ) -> None:
         fields = self._sample_fields(logits, slots, state, tokens, log_probs)
-        self.library.sample(current_stream(self.device), **fields)
+        self._gpu.library.sample(self._gpu.stream, **fields)
 
     def sample_shared(
         self,
@@ -39,7 +46,6 @@ class CudaSampling(CudaBase):
         state: SamplingState,
         ids: SharedIds,
         peers: PeerSums,
-        *,
         tokens: Tensor,
         log_probs: Tensor,
     ) -> None:
@@ -76,7 +82,7 @@ class CudaSampling(CudaBase):
             "whole_vocab_size": ids.vocab_size,
             "counts_stride": columns,
         }
-        self.library.sample(current_stream(self.device), **fields)
+        self._gpu.library.sample(self._gpu.stream, **fields)
 
     def _sample_fields(
         self, logits: Tensor, slots: Tensor, state: SamplingState, tokens: Tensor, log_probs: Tensor
@@ -93,8 +99,8 @@ class CudaSampling(CudaBase):
             raise DtypeError(
                 f"sample: logits are {logits.dtype}, log_probs {log_probs.dtype}; wanted float32"
             )
-        needed = self.library.sample_scratch(sizes["R"], sizes["V"])
-        if self._sample is None or self._sample.numel() < needed:
+        needed = self._gpu.library.sample_scratch(sizes["R"], sizes["V"])
+        if self._scratch is None or self._scratch.numel() < needed:
             raise KernelError(
                 f"sample: {sizes['R']} rows of {sizes['V']} logits need {needed:,} bytes; call reserve first"
             )
@@ -114,6 +120,6 @@ class CudaSampling(CudaBase):
             "history_size": state.history.shape[1],
             "bad_size": state.bad_ids.shape[1],
             "logits_stride": logits.stride(0),
-            "scratch": self._sample.data_ptr(),
-            "counters": self._counters.data_ptr(),
+            "scratch": self._scratch.data_ptr(),
+            "counters": self._gpu.counters.data_ptr(),
         }

@@ -1,7 +1,7 @@
 """The one place that chooses a GEMM: a pure function from a product and a device to a kernel and its tile.
 
-out = epilogue(norm(x) @ weight^T), x (tokens, inputs), weight (outputs, inputs). cuda_gemm.py and the
-launchers in csrc execute the plan; a launcher refuses a tile that it has no instance of. `python -m
+out = epilogue(norm(x) @ weight^T), x (tokens, inputs), weight (outputs, inputs). kernels/gemm
+and the launchers in csrc execute the plan; a launcher refuses a tile that it has no instance of. `python -m
 tridecode.kernels.explain` prints the choices. This module needs neither torch nor a GPU.
 
     gemv                      1 or 2 tokens, CUDA cores, two weight rows per warp
@@ -13,11 +13,11 @@ tridecode.kernels.explain` prints the choices. This module needs neither torch n
     gemm_sm90_even_split      65 to 256 tokens, likewise, four clusters share each tile's inputs evenly
     gemm_library              cuBLAS, and gemm_library_epilogue for what cuBLAS does not fuse
 
-Products with both operands in 8 bit (cuda_w8a8.py) have gemm_sm90_split_k_8bit, gemm_sm90_stream_k_8bit and
-gemm_sm90_even_split_8bit (W8A8), and gemm_library for many tokens of fp8; int8 weights with x in two int8
-parts have the first two named *_two_parts up to TWO_PARTS_TOKENS, above it expand_rows: the weight is
-expanded to 16 bit, and one of the others follows. Other GPUs have gemm_mma_tiles_8bit for W8A8 up to 64
-tokens, above it library_8_bit: cuBLAS by way of torch.
+Products with both operands in 8 bit (gemm/eight_bit.py): W8A8 has gemm_sm90_split_k_8bit,
+gemm_sm90_stream_k_8bit and gemm_sm90_even_split_8bit, and gemm_library for many tokens of fp8. int8 weights
+with x in two int8 parts have the first two, named *_two_parts, up to TWO_PARTS_TOKENS; beyond, expand_rows:
+the weight is dequantised to 16 bit, and one of the kernels above follows. Other GPUs have gemm_mma_tiles_8bit
+for W8A8 up to 64 tokens, and library_8_bit for more: cuBLAS by way of torch.
 """
 
 from __future__ import annotations
@@ -172,6 +172,11 @@ FP8_LIBRARY_TOKENS, FP8_LIBRARY_SWIGLU_TOKENS = 1536, 768
 #: 16.7 / 17.5, 26.8 / 17.6, 411 / 186; 4096 x 14336: 32.7 / 29.1, 38.4 / 28.3, 962 / 414; SwiGLU of 28672 x
 #: 4096 with its pass: 44.3 / 42.9, 56.7 / 42.3, 1780 / 895
 FP8_BLOCK_LIBRARY_TOKENS = 65
+#: chained-GEMM kernel (gemm/chain.py): the most tokens of a launch, for dense products with a hidden size of
+#: at most CHAIN_OUTPUTS; one token for all others. ms a step on an H200, chained and as single products, at
+#: 2, 3 and 4 rows: GPT-2 (768) 0.283, 0.310, 0.316 and 0.387, 0.338, 0.345; BLOOM-560M (1024) 0.669, 0.740,
+#: 0.753 and 0.902, 0.866, 0.871; LLaMA-3-8B (4096) is slower from 2 rows on
+CHAIN_TOKENS, CHAIN_OUTPUTS = 4, 1024
 #: above this many tokens a weight in int8 rows is expanded to 16 bit before its product, unless x is rounded
 TWO_PARTS_TOKENS = 512
 
@@ -194,6 +199,14 @@ def choose(gemm: Gemm, device: Device) -> Plan:
     if not gemm.rounds or rounds_heads(plan, gemm.head_size):
         return plan
     return _choose(gemm._replace(epilogue="linear"), device)._replace(fuses_heads=False)
+
+
+def chain_tokens(operand: str, outputs: int) -> int:
+    """The most tokens for which the chained-GEMM kernel is faster than single products.
+
+    operand: a name of tridecode_operand. outputs: of the first product.
+    """
+    return CHAIN_TOKENS if operand == "dense" and outputs <= CHAIN_OUTPUTS else 1
 
 
 def rounds_heads(plan: Plan, head_size: int) -> bool:
@@ -241,7 +254,7 @@ def _large_sm90(gemm: Gemm, device: Device) -> Plan | None:
 def choose_8_bit(gemm: Gemm, device: Device) -> Plan:
     """The kernel with 8-bit operands, for any number of tokens.
 
-    cuda_w8a8.py asks for no other epilogue than these kernels have.
+    The epilogue of `gemm` is one that these kernels have.
     """
     assert gemm.half and gemm.aligned and gemm.out_aligned
     if device.capability != 90:

@@ -30,7 +30,7 @@ class KernelError(RuntimeError):
 
 
 class Library:
-    """Every function of api.h without its prefix, e.g. `library.norm(...)`.
+    """Every function of csrc/api without its prefix, e.g. `library.norm(...)`.
 
     A function whose first parameter is a task takes the stream and the task's fields by name, e.g.
     `library.gemv(stream, out=..., x=...)`; a field that is not given is 0. A status that is not 0 raises
@@ -43,8 +43,10 @@ class Library:
             raise KernelError(f"{path} does not exist; {rebuild}")
         self._dll = ctypes.PyDLL(str(path))
         header = api_header()
-        #: the structs of api.h by name, e.g. for an array of them
+        #: the structs of the ABI by name, e.g. for an array of them
         self.structures = structures(header)
+        #: codes of tridecode_operand by name: "dense", "int8", "fp8", "two_parts", ...
+        self.operands = operands(header)
         self._text = self._function("tridecode_error", ctypes.c_char_p, [])
         for result, name, types in prototypes(header):
             raw = self._function(name, result, types)
@@ -57,7 +59,7 @@ class Library:
         wanted = int(re.search(r"#define TRIDECODE_ABI_VERSION (\d+)", header).group(1))  # type: ignore[union-attr]
         found = self.abi_version()
         if found != wanted:
-            raise KernelError(f"{path} has binary interface {found}; api.h wants {wanted}; {rebuild}")
+            raise KernelError(f"{path} has binary interface {found}; csrc/api wants {wanted}; {rebuild}")
         if source_hash() not in self.info:
             raise KernelError(f"{path} was built from other sources ({self.info}); {rebuild}")
 
@@ -106,6 +108,13 @@ def _field(declared: str, kind: Any) -> tuple[str, Any]:
     """The name and type of a field that is declared as `name` or `name[count]`."""
     name, _, count = declared.partition("[")
     return name, kind * int(count.rstrip("]")) if count else kind
+
+
+def operands(header: str) -> dict[str, int]:
+    """Name -> code of each enumerator of tridecode_operand: kOperandFp8Blocks = 5 is {"fp8_blocks": 5}."""
+    (body,) = re.findall(r"enum tridecode_operand \{(.*?)\};", _code(header), re.DOTALL)
+    found = re.findall(r"kOperand(\w+)\s*=\s*(\d+)", body)
+    return {re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower(): int(code) for name, code in found}
 
 
 def prototypes(header: str) -> list[tuple[Any, str, list[Any]]]:

@@ -39,8 +39,8 @@ class Linear:
     A weight that is quantised is the matrix that it stands for (kernels/quantized.py), on CUDA arranged by
     kernels/packed_weight.py. activations: "int8" or "fp8" where `pack` has expanded a weight whose product
     rounds its input: each row of x, after the norm, is rounded to it first, with one scale or, where
-    activation_group is not 0, one for each so many columns. is_head: as `pack` on CUDA was told, of a weight
-    that stays quantised.
+    activation_group is not 0, one for each activation_group columns. is_head: the language model's head,
+    where it stays quantised on CUDA. kind: how CUDA multiplies the weight, one of packing.KINDS.
     """
 
     weight: Tensor | QuantizedWeight | PackedWeight
@@ -48,6 +48,7 @@ class Linear:
     activations: str = ""
     activation_group: int = 0
     is_head: bool = False
+    kind: str = "dense"
 
     @property
     def dense(self) -> Tensor:
@@ -379,24 +380,6 @@ class Ops(Protocol):
 
         qkv: (T - num_decodes, (H + 2K) * D) X, its k and v columns as project_qkv wrote them, so that fresh
         prompts need not read the cache. out: (T - num_decodes, H * D) X. Otherwise as decode_attention.
-        """
-        ...
-
-    def decoder_layers(
-        self,
-        x: Tensor,
-        layers: Sequence[DecoderLayer],
-        heads: Heads,
-        activation: str,
-        batch: Batch,
-        caches: Sequence[CacheLayer],
-    ) -> bool:
-        """Run all layers in one launch if this implementation has one that is faster than the operations one
-        by one; else return False and change nothing.
-
-        x: (T, C) X, the residual stream, changed in place. activation: of the MLP, as in linear. Computes,
-        layer by layer, project_qkv, decode_attention, linear with residual x, linear with activation, and
-        linear with residual x; results are rounded to X where these operations write.
         """
         ...
 

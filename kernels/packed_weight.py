@@ -51,6 +51,11 @@ class PackedWeight:
         return self.rows, self.columns
 
     @property
+    def product_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Dtypes of x that a product with this weight takes."""
+        return (self.dtype,)
+
+    @property
     def device(self) -> torch.device:
         return self.values.device
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tridecode.kernels.checks import ShapeError, match, same_dtype
-from tridecode.kernels.cuda_base import DTYPES, CudaBase, pointer
+from tridecode.kernels.gpu import DTYPES, Gpu, pointer
 from tridecode.kernels.library import current_stream
 from tridecode.kernels.ops import Norm
 from tridecode.kernels.scratch import PeerLimits, peer_limits, peers_unsupported, plan_peers
@@ -23,7 +23,7 @@ HANDLE_BYTES = 64  # of cudaIpcMemHandle_t
 
 
 class PeerSums:
-    """This rank's memory and, once connected, that of the others. Used by the thread of `ops`.
+    """This rank's memory and, once connected, that of the others. Used by the thread of `gpu`.
 
     max_tokens, columns: of the rows of a step. limit_s: how long a launch waits for the others; then it goes
     on with wrong numbers, as all later ones do at once, and `lost` is set. sampled_rows: of a shared
@@ -33,7 +33,7 @@ class PeerSums:
 
     def __init__(
         self,
-        ops: CudaBase,
+        gpu: Gpu,
         rank: int,
         ranks: int,
         max_tokens: int,
@@ -43,7 +43,7 @@ class PeerSums:
         sampled_rows: int = 0,
         limits: PeerLimits | None = None,
     ):
-        self._library, self._device, self.limit_s = ops.library, ops.device, limit_s
+        self._library, self._device, self.limit_s = gpu.library, gpu.device, limit_s
         self._dtype, self.columns = dtype, columns
         self._rank, self._ranks = rank, ranks
         row_bytes = columns * dtype.itemsize

@@ -5,7 +5,7 @@ The meaning of every format is `QuantizedWeight.expanded`; kernels that read few
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -68,6 +68,11 @@ class QuantizedWeight:
         return self.values.shape[0], self.columns
 
     @property
+    def product_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Dtypes of x that a product with this weight takes, where a kernel reads it in rows of 8 bit."""
+        return torch.float16, torch.bfloat16
+
+    @property
     def activation_group(self) -> int:
         """Columns of x that share a scale where its rows are rounded; 0: all."""
         return self.group_size if self.block_rows > 1 else 0
@@ -76,6 +81,15 @@ class QuantizedWeight:
     def nbytes(self) -> int:
         parts = (self.values, self.scales, self.zeros, self.groups)
         return sum(part.nbytes for part in parts if part is not None)
+
+    def part(self, rows: slice) -> QuantizedWeight:
+        """These rows, in the same memory; one scale for each row."""
+        return replace(self, values=self.values[rows], scales=self.scales[rows])
+
+    def fields(self) -> dict[str, float]:
+        """The fields of a GEMM task for the weight. weight_format 0: in rows, not in granules."""
+        scales = "block_scales" if self.block_rows > 1 else "weight_scales"
+        return {"weight": self.values.data_ptr(), "weight_format": 0, scales: self.scales.data_ptr()}
 
     def expanded(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """(out, in): the matrix, computed in float32 and rounded to `dtype`, some rows at a time."""

@@ -19,7 +19,6 @@ from tridecode.kernels.ops import (
     Batch,
     CacheLayer,
     CandidateRows,
-    DecoderLayer,
     Heads,
     Linear,
     Norm,
@@ -246,17 +245,6 @@ class Reference:
                 k, v = cached_keys(cache, batch.block_tables[row], lens[row], q.dtype)
             attended = causal_attention(q, k, v, heads)
             out[first:last].copy_(attended.transpose(0, 1).reshape(last - first, queries))
-
-    def decoder_layers(
-        self,
-        x: Tensor,
-        layers: Sequence[DecoderLayer],
-        heads: Heads,
-        activation: str,
-        batch: Batch,
-        caches: Sequence[CacheLayer],
-    ) -> bool:
-        return False
 
     def gather_rows(self, x: Tensor, rows: Tensor, *, out: Tensor) -> None:
         match("gather_rows", ("TC", "x", x), ("RC", "out", out), ("R", "rows", rows))

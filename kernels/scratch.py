@@ -10,8 +10,6 @@ from tridecode.kernels.gemm_table import TWO_PARTS_TOKENS
 #: scratch of GEMMs: partial sums, and a counter per tile of 16 weight rows
 SUM_BYTES = 64 << 20
 NUM_COUNTERS = 1 << 17
-#: counters of the launch that runs all layers
-LAYER_COUNTERS = 1 << 12
 #: exchange buffer of the chained-GEMM kernel (product_chain_sm90a.cu)
 EXCHANGE_BYTES = 1 << 20
 #: decode_attention.cuh, decode_tiles.cuh: blocks of the grid, warps of a block, heads of a group,
@@ -123,7 +121,7 @@ def expanded_bytes(context_bytes: int) -> int:
 
 def fixed_bytes() -> int:
     """What every Cuda has, whatever the model."""
-    return SUM_BYTES + 4 * (NUM_COUNTERS + LAYER_COUNTERS) + EXCHANGE_BYTES + attention_bytes()
+    return SUM_BYTES + 4 * NUM_COUNTERS + EXCHANGE_BYTES + attention_bytes()
 
 
 class PeerPlan(NamedTuple):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tridecode.backend.engine.adapter_store import Table
 from tridecode.backend.engine.plan import StepPlan
-from tridecode.kernels.ops import Batch, CacheLayer, DecoderLayer, Heads, Linear, Norm, Ops, Product
+from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm, Ops, Product
 from tridecode.kernels.reference import activated
 
 #: tokens whose deltas, or activations, are in memory at a time
@@ -99,17 +99,6 @@ class AdaptedOps:
         self._ops.linear(x, linear, out=out)
         self._add_deltas(x, linear, out)
         self._ops.finish_qkv(out, heads, batch, cache)
-
-    def decoder_layers(
-        self,
-        x: Tensor,
-        layers: Sequence[DecoderLayer],
-        heads: Heads,
-        activation: str,
-        batch: Batch,
-        caches: Sequence[CacheLayer],
-    ) -> bool:
-        return False
 
     def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
         if norm is None:

@@ -28,9 +28,9 @@ from tridecode.backend.weight_layout import stage_layers
 from tridecode.backend.weights import FILE_DTYPES
 from tridecode.kernels import scratch
 from tridecode.kernels.cpu import keeps_int8
+from tridecode.kernels.gemm.packing import pack_linear
 from tridecode.kernels.ops import Linear
-from tridecode.kernels.packed_weight import not_packed, pack
-from tridecode.kernels.quantized import QuantizedWeight, operand, stays_in_8_bit
+from tridecode.kernels.quantized import QuantizedWeight
 from tridecode.kernels.reference import Reference
 
 #: an estimate of what libraries take on a GPU: CUDA's context with our and torch's kernels and cuBLAS, and
@@ -115,21 +115,11 @@ class _CudaShapes(Reference):
         self._expanded, self._sorts_inputs = 0, False
 
     def pack(self, linear: Linear, dtype: torch.dtype = torch.float32, is_head: bool = False) -> Linear:
-        weight = linear.weight
-        if isinstance(weight, QuantizedWeight):
-            expanded = torch.empty(weight.shape, dtype=dtype, device="meta")
-            in_rows = stays_in_8_bit(weight, dtype, _capability())
-            if in_rows and operand(weight) != "two_parts":
-                return linear
-            if not in_rows and not_packed(weight, dtype):
-                return Linear(expanded, linear.bias)
-            if not is_head:
-                needed = scratch.expanded_weight_bytes(*weight.shape, dtype.itemsize)
-                more = max(needed - self._expanded, 0)  # scratch for the one that needs most
-                self._expanded, self.bytes = self._expanded + more, self.bytes + more
-            self._sorts_inputs |= weight.groups is not None
-            return linear if in_rows else Linear(pack(weight, dtype), linear.bias)
-        return Linear(linear.dense.contiguous(), linear.bias)
+        packed = pack_linear(linear, dtype, _capability(), is_head)
+        more = max(packed.dequantised_bytes - self._expanded, 0)  # scratch for the weight that needs most
+        self._expanded, self.bytes = self._expanded + more, self.bytes + more
+        self._sorts_inputs |= packed.sorts_inputs
+        return packed.linear
 
     def reserve(
         self,

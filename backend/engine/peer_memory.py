@@ -68,21 +68,21 @@ def _allocate(
     ranks: ProcessRanks, ops: Ops, config: EngineConfig, columns: int, dtype: torch.dtype
 ) -> tuple[PeerSums | None, str]:
     """This rank's memory, or why it has none."""
-    from tridecode.kernels.cuda_base import CudaBase  # imports the binding of the built library
+    from tridecode.kernels.cuda import Cuda  # imports the binding of the built library
     from tridecode.kernels.library import KernelError
     from tridecode.kernels.peer_sums import PeerSums
 
-    if not isinstance(ops, CudaBase):
+    if not isinstance(ops, Cuda):
         return None, f"{type(ops).__name__} runs without kernels of ours"
     reason = peers_unsupported(ranks.tensor_size, columns * dtype.itemsize)
-    reason = reason or _may_wait_in_vain(ops.gemm_device.shared)
+    reason = reason or _may_wait_in_vain(ops.gpu.gemm_device.shared)
     if reason:
         return None, reason
     assert config.max_step_tokens is not None
     limit_s = config.step_timeout_s * _PATIENCE
     place = ranks.tensor_rank, ranks.tensor_size
     try:
-        return PeerSums(ops, *place, config.max_step_tokens, columns, dtype, limit_s, config.slots), ""
+        return PeerSums(ops.gpu, *place, config.max_step_tokens, columns, dtype, limit_s, config.slots), ""
     except KernelError as error:
         return None, str(error)
 
@@ -128,9 +128,10 @@ class PeerSampler:
     """Samples from this rank's columns together with its peers, by Cuda.sample_shared."""
 
     def __init__(self, ops: Ops, peers: PeerSums, vocab: VocabShare):
-        from tridecode.kernels.cuda_sampling import CudaSampling, SharedIds
+        from tridecode.kernels.cuda import Cuda
+        from tridecode.kernels.cuda_sampling import SharedIds
 
-        assert isinstance(ops, CudaSampling)  # join_peers has no sums for others
+        assert isinstance(ops, Cuda)  # join_peers has no sums for others
         self._ops, self._peers = ops, peers
         self._ids = SharedIds(vocab.first, vocab.count, vocab.vocab_size)
 

@@ -178,8 +178,6 @@ class Decoder:
 
     def sequential(self, context: Context, x: Tensor, activation: str, caches: list[CacheLayer]) -> None:
         """x += attention(norm(x)), then x += mlp(norm(x)), layer after layer."""
-        if self._run_at_once(context, x, activation, caches):
-            return
         at_once = context.ranks.tensor_size == 1 and x.shape[0] <= context.ops.most_linears_rows
         rows: Rows | None = self._first_rows(x)
         for i, (layer, heads, cache) in enumerate(zip(self.layers, self.heads, caches)):
@@ -245,22 +243,6 @@ class Decoder:
     def _next_norms(self) -> list[Norm | None]:
         """Of each layer the norm of the next layer's attention; None behind the last."""
         return [*(layer.attention_norm for layer in self.layers[1:]), None]
-
-    def _run_at_once(
-        self, context: Context, x: Tensor, activation: str, caches: Sequence[CacheLayer]
-    ) -> bool:
-        """All layers of a small step in one launch, if the operations have one for it. False: not done.
-
-        The layers must have the same heads and equally wide MLPs, and no rank may wait for another.
-        """
-        if context.ranks.tensor_size > 1 or not self._layers_are_alike:
-            return False
-        return context.ops.decoder_layers(x, self.layers, self.heads[0], activation, context.batch, caches)
-
-    @cached_property
-    def _layers_are_alike(self) -> bool:
-        shapes = {layer.down.weight.shape for layer in self.layers}
-        return len(set(map(id, self.heads))) == 1 and len(shapes) == 1
 
 
 def seen_window(config: ModelConfig, layer: int, num_positions: int) -> int:

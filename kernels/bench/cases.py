@@ -15,8 +15,8 @@ from torch import Tensor
 from tridecode.kernels import ops as o
 from tridecode.kernels.bench.measure import Result, microseconds, over
 from tridecode.kernels.bench.shapes import SHAPES, ModelShape
-from tridecode.kernels.cuda import MAX_LAYER_ROWS, Cuda
-from tridecode.kernels.cuda_chain import MOST_TOKENS
+from tridecode.kernels.cuda import Cuda
+from tridecode.kernels.gemm.chain import MOST_TOKENS
 from tridecode.kernels.gemm_table import Gemm, Plan, choose_8_bit
 from tridecode.kernels.kv_rounding import CACHE_DTYPES, rounded
 from tridecode.kernels.ops import (
@@ -189,9 +189,9 @@ class Bench:
                         for product in products:
                             product.compute(self.ops)
 
-                    self.ops.chain_tokens = MOST_TOKENS
+                    self.ops.gemms.chain.most_tokens = MOST_TOKENS
                     mine = microseconds(over(chains, at_once), len(chains))
-                    self.ops.chain_tokens = None
+                    self.ops.gemms.chain.most_tokens = None
                     peer = microseconds(over(chains, one_by_one), len(chains))
                     flops = 2.0 * tokens * sum(math.prod(p.linear.weight.shape) for p in chains[0])
                     yield Result("product_chain", f"{label} {kind} tokens {tokens}", mine, each, flops, peer)
@@ -235,14 +235,14 @@ class Bench:
         """The products of a layer of LLaMA-3-8B and BLOOM-7B1, and LLaMA's head, with int8 weights, x in two
         int8 parts and its rounding included, beside the same product in 16 bit. "packed": weights expanded
         in registers; "expanded": in memory, before each product."""
-        parts, few = self.ops.choose_gemm, (1, 8, 16, 64, 128, 256)
+        parts, few = self.ops.gpu.choose_gemm, (1, 8, 16, 64, 128, 256)
 
         def expands(gemm: Gemm) -> Plan:
             return Plan("expand_rows", "forced") if gemm.operand else parts(gemm)
 
         def never_expands(gemm: Gemm) -> Plan:
             plan = parts(gemm)
-            return choose_8_bit(gemm, self.ops.gemm_device) if plan.kernel == "expand_rows" else plan
+            return choose_8_bit(gemm, self.ops.gpu.gemm_device) if plan.kernel == "expand_rows" else plan
 
         shapes = [
             (product.outputs, product.inputs, name == "up" and model == "llama-3-8b")
@@ -269,12 +269,12 @@ class Bench:
                 plans |= {"packed": parts} if tokens <= 256 else {"expanded": expands}
                 times = {}
                 for label, plan in plans.items():
-                    self.ops.choose_gemm = plan  # type: ignore[assignment]
+                    self.ops.gpu.choose_gemm = plan  # type: ignore[assignment]
                     chain = chains["two parts" if label == "expanded" else label]
                     times[label] = microseconds(
                         over(chain, lambda w: self.ops.linear(x, w, activation=activation, out=out)), count
                     )
-                self.ops.choose_gemm = parts
+                self.ops.gpu.choose_gemm = parts
                 flops = 2.0 * outputs * inputs * tokens
                 for label in times.keys() - {"16 bit"}:
                     case = f"{label} {outputs}x{inputs} tokens {tokens}"
@@ -516,22 +516,13 @@ class Bench:
                     self.ops.linear(x, layer.up, norm=layer.mlp_norm, activation=activation, out=mlp)
                     self.ops.linear(mlp, layer.down, residual=x, out=x)
 
-            def at_once() -> bool:
-                return self.ops.decoder_layers(x, layers, shape, activation, batch, caches)
-
             def step() -> None:
-                if not at_once():
-                    one_by_one()
+                one_by_one()
                 self.ops.linear(x, head, norm=last_norm, out=logits)
                 self.ops.sample(logits, slots, state, tokens=tokens, log_probs=log_probs)
 
             case = f"{label} rows {rows} context {context}"
             moved = layer_bytes + num_layers * rows * context * kv_heads * 512
-            self.ops.layer_tokens = MAX_LAYER_ROWS
-            if at_once():  # beside the same layers operation by operation
-                peer = microseconds(one_by_one, 1)
-                yield Result("layers", case, microseconds(at_once, 1), moved, float(layer_bytes) * rows, peer)
-            self.ops.layer_tokens = None
             moved += 2 * vocab * hidden
             yield Result(
                 "step", case, microseconds(step, 1), moved, (layer_bytes + 2.0 * vocab * hidden) * rows

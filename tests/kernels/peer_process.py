@@ -75,7 +75,7 @@ def make(rank, world, exchange, rows, columns, dtype, limits=None, limit_s=WAIT_
     from tridecode.kernels.peer_sums import PeerSums
 
     ops = ops or Cuda(torch.device("cuda"))
-    sums = PeerSums(ops, rank, world, rows, columns, dtype, limit_s, sampled_rows, limits)
+    sums = PeerSums(ops.gpu, rank, world, rows, columns, dtype, limit_s, sampled_rows, limits)
     sums.connect(exchange(sums.handle))
     return sums
 

@@ -68,7 +68,7 @@ def test_bias_and_residual_are_added_in_place(
 def test_parts_of_a_split_are_added(place: Place, split: int, format: str):
     linear = make_linear(place, 4096, 512, torch.float16, format)
     x, out = place.normal(33, 4096, dtype=torch.float16), place.poison(33, 512, dtype=torch.float16)
-    place.ops.choose_gemm = lambda gemm: Plan("gemm_mma_tiles_8bit", "forced", 64, 64, split)
+    place.ops.gpu.choose_gemm = lambda gemm: Plan("gemm_mma_tiles_8bit", "forced", 64, 64, split)
     place.settle()
     place.ops.linear(x, linear, out=out)
     assert_product(format, 4096, out, product64(x, linear))
@@ -133,7 +133,7 @@ def test_queries_and_keys_are_rotated_and_kept(place: Place, tokens: int, format
 def test_a_plan_without_an_instance_is_refused(place: Place, format: str):
     linear = make_linear(place, 1024, 256, torch.float16, format)
     assert isinstance(linear, Linear)
-    place.ops.choose_gemm = lambda gemm: Plan("gemm_mma_tiles_8bit", "forced", 64, 64, 9)
+    place.ops.gpu.choose_gemm = lambda gemm: Plan("gemm_mma_tiles_8bit", "forced", 64, 64, 9)
     x, out = place.normal(40, 1024, dtype=torch.float16), place.poison(40, 256, dtype=torch.float16)
     with pytest.raises(KernelError, match="^gemm_mma_tiles_8bit: "):
         place.ops.linear(x, linear, out=out)

@@ -111,7 +111,7 @@ def test_prompts_of_many_heads_come_in_sections(cuda_place: Place, alibi: bool):
 def limited(cuda_place: Place) -> Iterator[Place]:
     """A place whose operations' prompt_shared_bytes the test sets."""
     yield cuda_place
-    cuda_place.ops.prompt_shared_bytes = 0
+    cuda_place.ops.gpu.prompt_shared_bytes = 0
 
 
 #: bytes of shared memory of a block on sm_75, on sm_86, 89 and 120, on sm_80, and on sm_90
@@ -129,13 +129,13 @@ def test_prompts_need_no_more_shared_memory_than_there_is(
     """Tiles of 128 and of 64 queries, and the kernel without tiles."""
     queries = [2, 129, 40, 200]
     contexts = queries if fresh else [2, 150, 64 + 40, 300]
-    limited.ops.prompt_shared_bytes = limit
+    limited.ops.gpu.prompt_shared_bytes = limit
     prompts_and_compare(limited, (4, 2, size), contexts, queries, size in (80, 128), dtype)
 
 
 @pytest.mark.gpu
 def test_every_head_size_with_tiles_has_some_on_every_card(cuda_place: Place):
-    queries = cuda_place.ops.library.prefill_attention_queries
+    queries = cuda_place.ops.gpu.library.prefill_attention_queries
     assert {queries(size, limit) for size in (64, 80, 96, 112) for limit in SHARED} == {128}
     assert [queries(128, limit) for limit in SHARED] == [64, 128, 128, 128]
     assert [queries(256, limit) for limit in SHARED] == [64, 64, 128, 128]

@@ -17,7 +17,7 @@ from tests.kernels.numeric import assert_close
 from tests.rounded_cache import stored
 from tridecode.backend.config import CACHE_FORMATS
 from tridecode.kernels.kv_rounding import CACHE_DTYPES, expanded, rounded
-from tridecode.kernels.ops import Batch, CacheLayer, DecoderLayer, Heads, Linear, Norm, Rope
+from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm, Rope
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FORMATS = pytest.mark.parametrize("format", CACHE_FORMATS)
@@ -211,13 +211,13 @@ def room_for(place: Place, rows: int, batch: Batch, cache: CacheLayer, itemsize:
     if not rows or place.device.type == "cpu":
         yield
         return
-    held = place.ops._arenas.pop("expanded", None)
+    held = place.ops.gpu.arenas.pop("expanded", None)
     columns = -(-batch.max_context // cache.block_tokens)
-    place.ops._arenas["expanded"] = place.ops._bytes(rows * columns * cache.blocks.stride(0) * itemsize)
+    place.ops.gpu.arenas["expanded"] = place.ops.gpu.bytes(rows * columns * cache.blocks.stride(0) * itemsize)
     yield
-    place.ops._arenas.pop("expanded")
+    place.ops.gpu.arenas.pop("expanded")
     if held is not None:
-        place.ops._arenas["expanded"] = held
+        place.ops.gpu.arenas["expanded"] = held
 
 
 @FORMATS
@@ -382,24 +382,3 @@ def test_numbers_that_are_none_stay_in_their_head_and_row(place: Place, dtype: t
     assert parts[0, 1].all() and parts[1, 0].all()
     parts[0, 1] = parts[1, 0] = False
     assert not parts.any()
-
-
-@pytest.mark.gpu
-def test_one_launch_of_all_layers_declines_an_8_bit_cache(cuda_place: Place):
-    heads = make_heads(cuda_place, 4, 4, 64)
-    batch = make_batch(cuda_place, [5], [1], BLOCK)
-    half = torch.float16
-
-    def linear(outputs: int, inputs: int) -> Linear:
-        return Linear(cuda_place.normal(outputs, inputs, dtype=half), cuda_place.normal(outputs, dtype=half))
-
-    norm = Norm(cuda_place.normal(256, dtype=half), cuda_place.normal(256, dtype=half), 1e-5)
-    layer = DecoderLayer(norm, linear(768, 256), linear(256, 256), norm, linear(1024, 256), linear(256, 1024))
-    x = cuda_place.normal(1, 256, dtype=half)
-    exact = CacheLayer(torch.zeros(batch.block_tables.numel(), 2, 4, BLOCK, 64, dtype=half, device="cuda"))
-    narrow = empty_cache(cuda_place, batch, heads, BLOCK, "int8")
-    cuda_place.settle()
-    run = cuda_place.ops.decoder_layers
-    if torch.cuda.get_device_capability() == (9, 0):
-        assert run(x.clone(), [layer], heads, "gelu", batch, [exact])
-    assert not run(x, [layer], heads, "gelu", batch, [narrow])

@@ -44,7 +44,7 @@ def test_bias_and_residual_are_added(
     product, out = product64(x, linear), residual.clone()
     wanted = product + residual.double()
     cuda_place.settle()
-    monkeypatch.setattr(cuda_place.ops, "choose_gemm", lambda gemm: Plan("gemm_library", "this test"))
+    monkeypatch.setattr(cuda_place.ops.gpu, "choose_gemm", lambda gemm: Plan("gemm_library", "this test"))
     cuda_place.ops.linear(x, linear, residual=out if in_place else residual, out=out)
     allowed = unit(wanted) * ROUNDED_ONCE[dtype]
     if in_place:
@@ -61,7 +61,7 @@ def test_rows_at_odd_addresses(cuda_place: Place, monkeypatch: pytest.MonkeyPatc
     linear, out = Linear(weight, None), cuda_place.poison(70, columns, dtype=torch.float16)
     wanted = product64(x, linear)
     cuda_place.settle()
-    monkeypatch.setattr(cuda_place.ops, "choose_gemm", lambda gemm: Plan("gemm_library", "this test"))
+    monkeypatch.setattr(cuda_place.ops.gpu, "choose_gemm", lambda gemm: Plan("gemm_library", "this test"))
     cuda_place.ops.linear(x, linear, out=out)
     assert rounding(out, wanted) <= ROUNDED_ONCE[torch.float16]
 
@@ -73,7 +73,7 @@ def test_an_algorithm_that_refuses_the_number_of_rows_is_asked_for_again(
     linear = make_linear(cuda_place, 512, 256, torch.bfloat16)
     x = cuda_place.normal(70, 512, dtype=torch.bfloat16)
     out = cuda_place.poison(70, 256, dtype=torch.bfloat16)
-    products = cuda_place.ops._library_products
+    products = cuda_place.ops.gpu.library_products
     whole = products._algorithm
     refused = (cublas.ctypes.c_uint8 * 96)(*([255] * 96))
 
@@ -83,7 +83,7 @@ def test_an_algorithm_that_refuses_the_number_of_rows_is_asked_for_again(
     monkeypatch.setattr(products, "_algorithm", refuse)
     wanted = product64(x, linear)
     cuda_place.settle()
-    monkeypatch.setattr(cuda_place.ops, "choose_gemm", lambda gemm: Plan("gemm_library", "this test"))
+    monkeypatch.setattr(cuda_place.ops.gpu, "choose_gemm", lambda gemm: Plan("gemm_library", "this test"))
     cuda_place.ops.linear(x, linear, out=out)
     assert rounding(out, wanted) <= ROUNDED_ONCE[torch.bfloat16]
 

@@ -17,16 +17,21 @@ from torch import Tensor
 from tests.kernels import test_act_order
 from tests.kernels.conftest import Place
 from tests.kernels.numeric import assert_close
+from tests.kernels.packing import in_granules
 from tests.kernels.test_linear import HeadsCase, make_heads, norm64
 from tests.kernels.test_packed_weight import quantized, read_back
 from tests.kernels.test_rounding_epilogue import compare, empty_cache
 from tridecode.backend.engine.memory import _CudaShapes
-from tridecode.kernels import cublas, cuda_expanded, cuda_library, cuda_w8a8, scratch
+from tridecode.kernels import cublas, gpu, scratch
 from tridecode.kernels.cublas import LibraryProducts
-from tridecode.kernels.cuda_base import ACTIVATIONS
-from tridecode.kernels.cuda_packed import CudaPacked
-from tridecode.kernels.cuda_w8a8 import CudaW8A8
-from tridecode.kernels.gemm_table import TWO_PARTS_TOKENS, Device, Plan, choose
+from tridecode.kernels.cuda import Cuda
+from tridecode.kernels.gemm.call import Call
+from tridecode.kernels.gemm.dequantised import DequantisedProducts
+from tridecode.kernels.gemm.eight_bit import EightBit
+from tridecode.kernels.gemm.gemms import Gemms
+from tridecode.kernels.gemm.packed import Packed
+from tridecode.kernels.gemm_table import TWO_PARTS_TOKENS, Device, choose
+from tridecode.kernels.gpu import ACTIVATIONS, Gpu
 from tridecode.kernels.library import KernelError
 from tridecode.kernels.ops import Linear, Norm
 from tridecode.kernels.packed_table import PACKED_TOKENS, choose_packed
@@ -215,26 +220,35 @@ class MemoryLibrary:
         memory(out, outputs, inputs, inputs, CODES[dtype]).copy_(held)
 
 
-class OnCpu(CudaW8A8):
-    """The operations of a GPU over MemoryLibrary: of products of many rows."""
+class CpuGpu(Gpu):
+    """A GPU whose library is MemoryLibrary: for products of many rows."""
 
     def __init__(self) -> None:
         self.device, self.capability = torch.device("cpu"), 90
-        device = Device(90, 132, 232448, (132, 66, 44))
+        device = self.gemm_device = Device(90, 132, 232448, (132, 66, 44))
         self.choose_gemm = lambda gemm: choose(gemm, device)  # type: ignore[assignment]
         self.choose_packed = lambda gemm, inputs: choose_packed(gemm, inputs, device)  # type: ignore[assignment]
         self.library = MemoryLibrary()  # type: ignore[assignment]
-        self._arenas = self.library.arenas  # type: ignore[attr-defined]
-        self._sorts_inputs = False
-        self._library_products = LibraryProducts(self.library, 256)
+        self.arenas = self.library.arenas  # type: ignore[attr-defined]
+        self.library_products = LibraryProducts(self.library, 256)
 
-    def _expanded_gemm(self, x: Tensor, linear: Linear, *rest: object) -> Plan:  # type: ignore[override]
-        assert not isinstance(linear.weight, Tensor)
-        self.library.weights[linear.weight.values.data_ptr()] = linear.weight
-        return super()._expanded_gemm(x, linear, *rest)  # type: ignore[arg-type]
-
-    def norm(self, x: Tensor, norm: Norm, *, out: Tensor) -> None:
+    def norm(self, x: Tensor, norm: Norm, out: Tensor) -> None:
         Reference().norm(x, norm, out=out)
+
+
+def on_cpu_ops(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    """The operations over MemoryLibrary, which knows the weights of all products by their address."""
+    ops = Cuda.__new__(Cuda)
+    ops.gpu = CpuGpu()
+    ops.gemms = Gemms(ops.gpu)
+    launch = DequantisedProducts.launch
+
+    def noted(self: DequantisedProducts, call: Call, weight: QuantizedWeight | PackedWeight) -> bool:
+        ops.gpu.library.weights[weight.values.data_ptr()] = weight
+        return launch(self, call, weight)
+
+    monkeypatch.setattr(DequantisedProducts, "launch", noted)
+    return ops
 
 
 def expanded(weight: QuantizedWeight | PackedWeight, dtype: torch.dtype) -> Tensor:
@@ -247,9 +261,8 @@ def expanded(weight: QuantizedWeight | PackedWeight, dtype: torch.dtype) -> Tens
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Place:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(cublas, "addresses", lambda: (ctypes.c_void_p * len(cublas.FUNCTIONS))())
-    for module in (cuda_expanded, cuda_library, cuda_w8a8):
-        monkeypatch.setattr(module, "current_stream", lambda device: 0)
-    return Place(OnCpu(), torch.device("cpu"), torch.Generator().manual_seed(3))
+    monkeypatch.setattr(gpu, "current_stream", lambda device: 0)
+    return Place(on_cpu_ops(monkeypatch), torch.device("cpu"), torch.Generator().manual_seed(3))
 
 
 # ---------------------------------------------------------------- on either
@@ -276,7 +289,7 @@ def make(
         weight = replace(weight, scales=weight.scales.to(dtype).float())
     linear = Linear(weight, place.normal(outputs, dtype=dtype) if bias else None)
     # the latter packs int8, too
-    linear = place.ops.pack(linear, dtype) if kind == "rows" else CudaPacked.pack(place.ops, linear, dtype)
+    linear = place.ops.pack(linear, dtype) if kind == "rows" else in_granules(place.ops, linear, dtype)
     assert isinstance(linear.weight, QuantizedWeight if kind == "rows" else PackedWeight)
     tokens = TWO_PARTS_TOKENS + 88 if kind == "rows" else PACKED_TOKENS + 44
     return Case(weight.expanded(dtype).double(), linear, tokens)
@@ -290,13 +303,13 @@ def limit(monkeypatch: pytest.MonkeyPatch, inputs: int = INPUTS, rows: int = 300
 def watch(place: Place, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The outputs of each product of a piece that follows."""
     outputs: list[int] = []
-    behind = place.ops.library.gemm_expanded
+    behind = place.ops.gpu.library.gemm_expanded
 
     def run(stream: int, **fields: float) -> None:
         outputs.extend(pieces_of(int(fields["outputs"]), int(fields["piece"])))
         behind(stream, **fields)
 
-    monkeypatch.setattr(place.ops.library, "gemm_expanded", run)
+    monkeypatch.setattr(place.ops.gpu.library, "gemm_expanded", run)
     return outputs
 
 
@@ -393,7 +406,7 @@ def test_gate_and_up_of_pieces_on_a_cpu(on_cpu: Place, monkeypatch, kind, how, a
 
 @pytest.mark.parametrize("activation", [None, "relu", "swiglu"])
 def test_torch_multiplies_pieces_without_cublaslt(on_cpu: Place, monkeypatch, activation) -> None:
-    monkeypatch.setattr(on_cpu.ops._library_products, "is_open", False)
+    monkeypatch.setattr(on_cpu.ops.gpu.library_products, "is_open", False)
     check_without_cublaslt(on_cpu, monkeypatch, "rows", activation)
 
 
@@ -423,7 +436,7 @@ def check_without_cublaslt(place: Place, monkeypatch, kind: str, activation: str
 def refuse(place: Place, monkeypatch, refused: int, exact: bool = True) -> None:
     """The algorithms for pieces of so many outputs take no tokens but those that they were asked for; exact:
     there are such."""
-    products = place.ops._library_products
+    products = place.ops.gpu.library_products
     find, garbage = products._algorithm, (ctypes.c_uint8 * 96)(*([255] * 96))
 
     def algorithm(tokens: int, rows: int, fields: dict[str, float]) -> object:
@@ -470,16 +483,16 @@ def test_the_scratch_memory_is_the_planned_one(on_cpu: Place, monkeypatch) -> No
     limit(monkeypatch)
     for outputs, rows in ((128, 128), (1000, 256), (304, 256)):
         for kind in ("rows", "int8"):
-            place = replace(on_cpu, ops=OnCpu())
+            place = replace(on_cpu, ops=on_cpu_ops(monkeypatch))
             case = make(place, kind, outputs, torch.float16)
-            assert place.ops._arenas["expanded_weight"].numel() == 2 * INPUTS * rows
+            assert place.ops.gpu.arenas["expanded_weight"].numel() == 2 * INPUTS * rows
             planned = _CudaShapes(2)
             before = planned.bytes
             planned.pack(Linear(round_to_nearest(case.matrix, "int8")), torch.float16)
             assert planned.bytes - before == 2 * INPUTS * rows
             x, out = place.normal(case.tokens, INPUTS, dtype=torch.float16), torch.empty(case.tokens, outputs)
             place.ops.linear(x, case.linear, out=out.half())
-            assert place.ops._arenas["expanded_weight"].numel() == 2 * INPUTS * rows
+            assert place.ops.gpu.arenas["expanded_weight"].numel() == 2 * INPUTS * rows
 
 
 @pytest.mark.parametrize("outputs", [1000, 1003])
@@ -488,8 +501,8 @@ def test_the_heads_weight_is_not_expanded_in_pieces(on_cpu: Place, monkeypatch, 
     limit(monkeypatch)
     make(on_cpu, "rows", 256, torch.float16)
     seen = []
-    monkeypatch.setattr(on_cpu.ops, "_8_bit_gemm", lambda x, *rest: seen.append(len(x)))
-    monkeypatch.setattr(on_cpu.ops, "_packed_gemm", lambda x, *rest: seen.append(len(x)))
+    monkeypatch.setattr(EightBit, "launch", lambda _, call: seen.append(call.tokens))
+    monkeypatch.setattr(Packed, "launch", lambda _, call: seen.append(call.tokens))
     weight = round_to_nearest(on_cpu.normal(outputs, INPUTS, dtype=torch.float32), "int8")
     head = on_cpu.ops.pack(Linear(weight), torch.float16, is_head=True)
     x = on_cpu.normal(600, INPUTS, dtype=torch.float16)
@@ -501,7 +514,7 @@ def test_the_heads_weight_is_not_expanded_in_pieces(on_cpu: Place, monkeypatch, 
 
 
 def skip_rows(kind: str, place: Place) -> None:
-    if kind == "rows" and place.ops.capability != 90:
+    if kind == "rows" and place.ops.gpu.capability != 90:
         pytest.skip("int8 rows need compute capability 9.0")
 
 
@@ -545,7 +558,7 @@ def test_a_refused_algorithm_is_asked_for_again(cuda_place: Place, monkeypatch, 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pieces_without_cublaslt(cuda_place: Place, monkeypatch, kind, activation) -> None:
     skip_rows(kind, cuda_place)
-    monkeypatch.setattr(cuda_place.ops._library_products, "is_open", False)
+    monkeypatch.setattr(cuda_place.ops.gpu.library_products, "is_open", False)
     check_without_cublaslt(cuda_place, monkeypatch, kind, activation)
 
 
@@ -613,7 +626,7 @@ def test_captured_and_replayed(monkeypatch, kind) -> None:
     wide, gated = make(place, kind, 1000, dtype), make(place, kind, 2 * inner, dtype, bias=False)
     biased = make(place, kind, 2 * inner, dtype)
     place.ops.reserve(600, 2 * inner, 64, 600, 1000)
-    arenas = {name: arena.numel() for name, arena in place.ops._arenas.items()}
+    arenas = {name: arena.numel() for name, arena in place.ops.gpu.arenas.items()}
     assert arenas["expanded_weight"] == scratch.expanded_weight_bytes(1000, INPUTS, 2) == 2 * INPUTS * 256
     norm = Norm(place.normal(INPUTS, dtype=dtype), place.normal(INPUTS, dtype=dtype), 1e-5)
     x, out = place.normal(600, INPUTS, dtype=dtype), place.poison(600, 1000, dtype=dtype)
@@ -639,7 +652,7 @@ def test_captured_and_replayed(monkeypatch, kind) -> None:
         for case, each in zip((gated, biased), outs):
             gate, up = case.product64(rows).chunk(2, dim=1)
             assert_close("two products", each, F.silu(gate) * up)
-    assert {name: arena.numel() for name, arena in place.ops._arenas.items()} == arenas
+    assert {name: arena.numel() for name, arena in place.ops.gpu.arenas.items()} == arenas
 
 
 HEADS = [  # heads, kv heads, head size, rotary size, interleaved

@@ -21,7 +21,7 @@ DTYPES = [torch.float16, torch.bfloat16]
 def launched(cuda_place: Place, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The splits that were launched; `split` products take as many parts as the list begins with."""
     splits: list[int] = []
-    monkeypatch.setattr(cuda_place.ops, "choose_gemm", lambda gemm: forced(gemm, splits))
+    monkeypatch.setattr(cuda_place.ops.gpu, "choose_gemm", lambda gemm: forced(gemm, splits))
     return splits
 
 
@@ -118,7 +118,7 @@ def test_a_plan_without_an_instance_is_refused(
     cuda_place: Place, monkeypatch: pytest.MonkeyPatch, tile_tokens: int, split: int
 ):
     place, plan = cuda_place, Plan("gemm_mma_tiles", "forced", 64, tile_tokens, split)
-    monkeypatch.setattr(place.ops, "choose_gemm", lambda gemm: plan)
+    monkeypatch.setattr(place.ops.gpu, "choose_gemm", lambda gemm: plan)
     linear = make_linear(place, 1024, 256, torch.float16)
     x, out = place.normal(40, 1024, dtype=torch.float16), place.poison(40, 256, dtype=torch.float16)
     with pytest.raises(KernelError, match="^gemm_mma_tiles: "):

@@ -49,7 +49,7 @@ def force_even(place: Place) -> None:
         assert gemm.half and gemm.aligned and gemm.out_aligned
         return even_split(gemm, 128 if gemm.tokens <= 128 else 256)
 
-    place.ops.choose_gemm = plan
+    place.ops.gpu.choose_gemm = plan
 
 
 def even_split(gemm: Gemm, tile_tokens: int) -> Plan:
@@ -58,7 +58,7 @@ def even_split(gemm: Gemm, tile_tokens: int) -> Plan:
 
 
 def force(place: Place, split: int) -> None:
-    device: Device = place.ops.gemm_device
+    device: Device = place.ops.gpu.gemm_device
 
     def plan(gemm: Gemm) -> Plan:
         assert gemm.half and gemm.aligned and gemm.out_aligned
@@ -68,7 +68,7 @@ def force(place: Place, split: int) -> None:
         stages = -(-gemm.inputs // 64)
         return Plan("gemm_sm90_split_k", "forced", 128, tile_tokens, min(split, stages), fuses_heads=True)
 
-    place.ops.choose_gemm = plan
+    place.ops.gpu.choose_gemm = plan
 
 
 def run(place: Place, x: Tensor, linear: Linear, out: Tensor, split: int | None, **how) -> None:
@@ -225,7 +225,7 @@ def test_captured_and_replayed(place: Place, split: int):
 @pytest.mark.parametrize("tokens", [3, 60])
 def test_a_norm_lets_the_product_behind_it_start_but_not_read(place: Place, tokens: int):
     """A chain whose kernels overlap gives the bits of one that is synchronised after each."""
-    place.ops.choose_gemm = lambda gemm: choose(gemm, place.ops.gemm_device)
+    place.ops.gpu.choose_gemm = lambda gemm: choose(gemm, place.ops.gpu.gemm_device)
     size = 4096
     narrow = make_linear(place, size, size, torch.float16)
     wide = make_linear(place, size, 4 * size, torch.float16, bias=False)

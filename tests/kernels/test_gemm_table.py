@@ -48,7 +48,7 @@ def operands(device: Device) -> tuple[str, ...]:
 
 
 def as_8_bit(gemm: Gemm, operand: str) -> Gemm:
-    """The same product as cuda_w8a8.py asks for it: the norm comes first, in the kernel that rounds."""
+    """The same product with 8-bit operands: the norm comes first, in the kernel that rounds."""
     return gemm._replace(operand=operand, norm=False, bias=False, residual=False)
 
 

@@ -23,6 +23,7 @@ from tests.kernels.test_linear import make_heads, norm64
 from tests.kernels.test_packed_linear import Case
 from tests.kernels.test_packed_weight import H200, quantized
 from tridecode.kernels.bench.shapes import SHAPES
+from tridecode.kernels.gemm.eight_bit import quantize_rows
 from tridecode.kernels.gemm_table import Gemm, Plan
 from tridecode.kernels.ops import Linear, Norm
 from tridecode.kernels.packed_table import (
@@ -166,7 +167,7 @@ def force(place: Place, monkeypatch: pytest.MonkeyPatch, split: int) -> None:
     def streamed(gemm: Gemm) -> Plan:
         tile = 32 if gemm.tokens <= 32 else 64
         tiles = -(-gemm.outputs // 256) * -(-gemm.tokens // tile)
-        shared, most = gemm.tokens <= 64, place.ops.gemm_device.multiprocessors // 2
+        shared, most = gemm.tokens <= 64, place.ops.gpu.gemm_device.multiprocessors // 2
         clusters = min(most, tiles * -(-gemm.inputs // 256) if shared else tiles)
         fused = gemm.epilogue == "qkv"
         kernel = "gemm_int4_stream_k_sm90"
@@ -182,7 +183,7 @@ def force(place: Place, monkeypatch: pytest.MonkeyPatch, split: int) -> None:
         fused = gemm.epilogue == "qkv"
         return Plan("gemm_int4_sm90", "forced", 128, tile, parts, fuses_norm=True, fuses_heads=fused)
 
-    monkeypatch.setattr(place.ops, "choose_packed", plan)
+    monkeypatch.setattr(place.ops.gpu, "choose_packed", plan)
 
 
 def assert_within_bound(found: Tensor, wanted: Tensor, x: Tensor, weight: QuantizedWeight) -> None:
@@ -207,7 +208,7 @@ def test_rows_are_rounded_in_the_order_of_granules(cuda_place: Place, columns, d
         high, low, scales = two_parts(x.cpu())
         wanted = in_granule_order(rows_of_two_parts(high, low)).contiguous()
         place.settle()
-        found, found_scales = place.ops._rounded(x, None, "two_parts_int4")
+        found, found_scales = quantize_rows(place.ops.gpu, x, None, "two_parts_int4")
         found, found_scales = found[: wanted.numel()].clone(), found_scales[: 4 * tokens].clone()
         assert torch.equal(found.cpu().view(torch.int8), wanted.flatten())
         assert torch.equal(found_scales.cpu().view(torch.float32), scales.flatten())

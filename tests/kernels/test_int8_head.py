@@ -41,7 +41,7 @@ def test_logits(ops, cuda_place: Place, rows: int, vocabulary: int, bias: bool, 
     )
     head = ops.pack(Linear(weight, offsets), dtype, is_head=True)
     out = cuda_place.poison(rows, vocabulary, dtype=torch.float32)
-    held = {name: arena.numel() for name, arena in ops._arenas.items()}
+    held = {name: arena.numel() for name, arena in ops.gpu.arenas.items()}
     cuda_place.settle()
     ops.linear(x, head, norm=norm, out=out)
     wanted = norm64(x, norm) @ (weight.values.double() * weight.scales.double()).t()
@@ -51,5 +51,5 @@ def test_logits(ops, cuda_place: Place, rows: int, vocabulary: int, bias: bool, 
     error = (out.double() - wanted).abs().max() / wanted.abs().max()
     in_two_parts = 2e-4 if dtype == torch.float16 else 1e-3
     assert error < (in_two_parts if vocabulary % 8 == 0 else 2e-3)
-    assert ops._arenas.get("expanded_weight") is None
-    assert {name: arena.numel() for name, arena in ops._arenas.items()} == held
+    assert ops.gpu.arenas.get("expanded_weight") is None
+    assert {name: arena.numel() for name, arena in ops.gpu.arenas.items()} == held

@@ -225,7 +225,7 @@ def test_gemm_mma_adds_the_parts_of_a_split(
     cuda_place: Place, monkeypatch: pytest.MonkeyPatch, tokens: int, split: int, dtype: torch.dtype
 ):
     place, plan = cuda_place, Plan("gemm_mma", "forced", split=split)
-    monkeypatch.setattr(place.ops, "choose_gemm", lambda gemm: plan)
+    monkeypatch.setattr(place.ops.gpu, "choose_gemm", lambda gemm: plan)
     linear = make_linear(place, 8200, 264, dtype)
     x, residual = place.normal(tokens, 8200, dtype=dtype), place.normal(tokens, 264, dtype=dtype)
     out = place.poison(tokens, 264, dtype=dtype)
@@ -255,7 +255,7 @@ def test_a_launcher_refuses_a_plan_that_it_has_no_instance_of(
     from tridecode.kernels.library import KernelError
 
     place = cuda_place
-    monkeypatch.setattr(place.ops, "choose_gemm", lambda gemm: plan)
+    monkeypatch.setattr(place.ops.gpu, "choose_gemm", lambda gemm: plan)
     linear = make_linear(place, 1024, 256, torch.float16)
     x, out = place.normal(3, 1024, dtype=torch.float16), place.poison(3, 256, dtype=torch.float16)
     with pytest.raises(KernelError, match=f"^{plan.kernel}: "):

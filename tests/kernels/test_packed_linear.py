@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tests.kernels.conftest import Place
 from tests.kernels.numeric import assert_close
+from tests.kernels.packing import in_granules
 from tests.kernels.test_linear import HeadsCase, make_heads, norm64
 from tests.kernels.test_packed_weight import quantized
-from tridecode.kernels.cuda_packed import CudaPacked
 from tridecode.kernels.gemm_table import Plan
 from tridecode.kernels.ops import Linear, Norm
 from tridecode.kernels.packed_weight import PackedWeight
@@ -49,7 +49,7 @@ class Case:
         self.weight: QuantizedWeight = replace(made, **parts)
         self.bias = place.normal(outputs, dtype=dtype) if bias else None
         # int8 in rows on compute capability 9.0 is test_two_parts.py's
-        packed = CudaPacked.pack(place.ops, Linear(self.weight, self.bias), dtype)
+        packed = in_granules(place.ops, Linear(self.weight, self.bias), dtype)
         self.linear = packed
 
     def product64(self, x: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ def test_queries_and_keys_are_rotated_and_kept(cuda_place: Place, heads, format,
 )
 def test_parts_of_the_inputs_are_added_up(cuda_place: Place, monkeypatch, plan, format, dtype):
     place = cuda_place
-    monkeypatch.setattr(place.ops, "choose_packed", lambda gemm, granule_inputs: plan)
+    monkeypatch.setattr(place.ops.gpu, "choose_packed", lambda gemm, granule_inputs: plan)
     case = Case(place, format, 8200, 584, dtype)
     tokens = 7 if plan.kernel == "gemm_packed_mma" else 40
     x, residual = place.normal(tokens, 8200, dtype=dtype), place.normal(tokens, 584, dtype=dtype)
@@ -195,7 +195,7 @@ def test_a_weight_is_expanded_as_it_is_meant(cuda_place: Place, format, dtype):
     place = cuda_place
     case = Case(place, (format, 0, False), 392, 523, dtype)
     assert isinstance(case.linear.weight, PackedWeight)
-    found = place.ops._expanded(case.linear.weight, slice(0, 523), dtype)
+    found = place.ops.gemms.dequantised.dequantiser.rows(case.linear.weight, slice(0, 523), dtype)
     wanted = case.weight.expanded(dtype)
     if format == "int4":  # the scale is rounded first
         assert_close("norm", found, case.weight.expanded(torch.float64).double())

@@ -15,7 +15,7 @@ from tests.kernels.conftest import Place
 from tests.kernels.test_linear import norm64
 from tests.kernels.test_w8a8 import assert_product
 from tridecode.kernels.bench.measure import capture
-from tridecode.kernels.cuda_chain import MOST_TOKENS
+from tridecode.kernels.gemm.chain import MOST_TOKENS
 from tridecode.kernels.ops import Linear, Norm, Product
 from tridecode.kernels.quantized import QuantizedWeight, rounded_activations
 from tridecode.kernels.round_to_nearest import round_to_nearest
@@ -44,7 +44,7 @@ def ops():
     if torch.cuda.get_device_capability(device) != (9, 0):
         pytest.skip("the launch needs compute capability 9.0")
     made = Cuda(device)
-    made.chain_tokens = MOST_TOKENS
+    made.gemms.chain.most_tokens = MOST_TOKENS
     return made
 
 

@@ -57,9 +57,9 @@ def ops():
 @pytest.fixture
 def place(ops, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
     generator = torch.Generator().manual_seed(zlib.crc32(request.node.name.encode()))
-    monkeypatch.setattr(ops, "choose_gemm", lambda gemm: choose(gemm, ops.gemm_device))
+    monkeypatch.setattr(ops.gpu, "choose_gemm", lambda gemm: choose(gemm, ops.gpu.gemm_device))
     monkeypatch.setattr(
-        ops, "choose_packed", lambda gemm, inputs: choose_packed(gemm, inputs, ops.gemm_device)
+        ops.gpu, "choose_packed", lambda gemm, inputs: choose_packed(gemm, inputs, ops.gpu.gemm_device)
     )
     return Place(ops, torch.device("cuda", 0), generator)
 
@@ -82,7 +82,7 @@ def linear_of(place: Place, kind: str, split: int, outputs: int) -> Linear:
 def watch(place: Place, monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     """The plans of the products that follow."""
     plans: list[Plan] = []
-    gemm, packed = place.ops.choose_gemm, place.ops.choose_packed
+    gemm, packed = place.ops.gpu.choose_gemm, place.ops.gpu.choose_packed
 
     def chosen(product: Gemm) -> Plan:
         plans.append(gemm(product))
@@ -92,8 +92,8 @@ def watch(place: Place, monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
         plans.append(packed(product, inputs))
         return plans[-1]
 
-    monkeypatch.setattr(place.ops, "choose_gemm", chosen)
-    monkeypatch.setattr(place.ops, "choose_packed", chosen_packed)
+    monkeypatch.setattr(place.ops.gpu, "choose_gemm", chosen)
+    monkeypatch.setattr(place.ops.gpu, "choose_packed", chosen_packed)
     return plans
 
 
@@ -116,7 +116,8 @@ def test_keys_and_values_are_rounded_as_the_format_says(
     case.x *= (10 ** (torch.rand(tokens, 1, generator=place.generator) * 4 - 2)).bfloat16().to(place.device)
     exact = case.project(place)
     plans = watch(place, monkeypatch)
-    monkeypatch.setattr(place.ops, "_finish_qkv", None)  # not what another launch does behind the product
+    # not by another launch behind the product
+    monkeypatch.setattr(place.ops.gpu.library, "rotate_and_cache", None)
     cache = empty_cache(case, format)
     out = replace(case, cache=cache).project(place)
     assert plans[-1].kernel.startswith(ROUNDING_KERNELS)
@@ -165,10 +166,16 @@ def test_other_heads_and_more_tokens_are_rounded_behind_the_product(
 ):
     case = make_heads(place, tokens, INPUTS, heads, torch.bfloat16)
     case.linear = linear_of(place, kind, 0, case.heads.qkv_size)
-    monkeypatch.setattr(place.ops, "choose_gemm", lambda gemm: choose(gemm, place.ops.gemm_device))
+    monkeypatch.setattr(place.ops.gpu, "choose_gemm", lambda gemm: choose(gemm, place.ops.gpu.gemm_device))
     finished = []
-    behind = place.ops._finish_qkv
-    monkeypatch.setattr(place.ops, "_finish_qkv", lambda *given: (finished.append(given), behind(*given)))
+    library = place.ops.gpu.library
+    behind = library.rotate_and_cache
+
+    def run(stream: int, **fields: float) -> None:
+        finished.append(fields)
+        behind(stream, **fields)
+
+    monkeypatch.setattr(library, "rotate_and_cache", run)
     cache = empty_cache(case, format)
     out = replace(case, cache=cache).project(place)
     assert len(finished) == 1

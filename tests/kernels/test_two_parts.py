@@ -47,13 +47,13 @@ def ops():
 @pytest.fixture
 def place(ops, request: pytest.FixtureRequest) -> Place:
     generator = torch.Generator().manual_seed(zlib.crc32(request.node.name.encode()))
-    ops.choose_gemm = lambda gemm: choose(gemm, ops.gemm_device)
+    ops.gpu.choose_gemm = lambda gemm: choose(gemm, ops.gpu.gemm_device)
     return Place(ops, torch.device("cuda", 0), generator)
 
 
 def force(place: Place, split: int) -> None:
     """The kernels of two parts, for any number of tokens."""
-    device: Device = place.ops.gemm_device
+    device: Device = place.ops.gpu.gemm_device
 
     def plan(gemm: Gemm) -> Plan:
         assert gemm.operand == "two_parts"
@@ -63,7 +63,7 @@ def force(place: Place, split: int) -> None:
         stages = -(-gemm.inputs // 128)
         return Plan("gemm_sm90_split_k_two_parts", "forced", 128, tile_tokens, min(split, stages))
 
-    place.ops.choose_gemm = plan
+    place.ops.gpu.choose_gemm = plan
 
 
 def make_linear(place: Place, inputs: int, outputs: int, dtype: torch.dtype, bias: bool = True) -> Linear:
@@ -196,7 +196,7 @@ def test_swiglu(place: Place, tokens: int, inner: int, dtype: torch.dtype):
     place.ops.norm(x, norm, out=normed)
     both = product64(normed, linear)
     for split in (0, None):
-        place.ops.choose_gemm = lambda gemm: choose(gemm, place.ops.gemm_device)
+        place.ops.gpu.choose_gemm = lambda gemm: choose(gemm, place.ops.gpu.gemm_device)
         run(place, x, linear, out, split, activation="swiglu", norm=norm)
         assert_close("two products", out, F.silu(both[:, :inner]) * both[:, inner:])
 

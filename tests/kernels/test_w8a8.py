@@ -20,8 +20,9 @@ from tests.kernels.numeric import assert_close
 from tests.kernels.test_gemm_sm90 import even_split
 from tests.kernels.test_linear import make_heads
 from tridecode.kernels.checks import DtypeError
+from tridecode.kernels.gemm.eight_bit import quantize_rows
 from tridecode.kernels.gemm_table import SPLIT_K_TOKENS, Device, Gemm, Plan, choose, stream_k_plan
-from tridecode.kernels.ops import DecoderLayer, Linear, Norm
+from tridecode.kernels.ops import Linear, Norm
 from tridecode.kernels.quantized import (
     QuantizedWeight,
     rounded_activations,
@@ -55,7 +56,7 @@ def ops():
 @pytest.fixture
 def place(ops, request: pytest.FixtureRequest) -> Place:
     generator = torch.Generator().manual_seed(zlib.crc32(request.node.name.encode()))
-    ops.choose_gemm = lambda gemm: choose(gemm, ops.gemm_device)
+    ops.gpu.choose_gemm = lambda gemm: choose(gemm, ops.gpu.gemm_device)
     return Place(ops, torch.device("cuda", 0), generator)
 
 
@@ -64,11 +65,11 @@ def force_even(place: Place) -> None:
         tile_tokens = 128 if gemm.tokens <= 128 or gemm.operand != "int8" else 256
         return even_split(gemm, tile_tokens)._replace(kernel="gemm_sm90_even_split_8bit")
 
-    place.ops.choose_gemm = plan
+    place.ops.gpu.choose_gemm = plan
 
 
 def force(place: Place, split: int) -> None:
-    device: Device = place.ops.gemm_device
+    device: Device = place.ops.gpu.gemm_device
 
     def plan(gemm: Gemm) -> Plan:
         assert gemm.operand
@@ -80,7 +81,7 @@ def force(place: Place, split: int) -> None:
         stages = -(-gemm.inputs // 128)
         return Plan("gemm_sm90_split_k_8bit", "forced", 128, tile_tokens, min(split, stages))
 
-    place.ops.choose_gemm = plan
+    place.ops.gpu.choose_gemm = plan
 
 
 _weights: dict[tuple[int, int, str], QuantizedWeight] = {}
@@ -184,7 +185,7 @@ def check_rows(place: Place, x: Tensor, norm: Norm | None, wanted: Tensor, forma
     else:
         values, scales = rounded_activations(wanted.cpu(), format)
     place.settle()
-    found, found_scales = place.ops._rounded(x, norm, format)
+    found, found_scales = quantize_rows(place.ops.gpu, x, norm, format)
     found, found_scales = found[: values.numel()].clone(), found_scales[: 4 * scales.numel()].clone()
     found_scales = found_scales.view(torch.float32).cpu()
     assert torch.equal(found_scales.isnan(), scales.flatten().isnan())
@@ -460,20 +461,6 @@ def test_kernels_that_overlap_do_not_read_too_early(place: Place, tokens: int, f
     wanted = chain(torch.cuda.synchronize)
     for _ in range(5):
         assert torch.equal(chain(lambda: None), wanted)
-
-
-@gpu
-def test_one_launch_of_all_layers_declines(place: Place):
-    dtype, size = torch.float16, 768
-    norm = Norm(place.normal(size, dtype=dtype), place.normal(size, dtype=dtype), 1e-5)
-    case = make_heads(place, 1, size, (12, 12, 64, 0, False), dtype)
-    qkv, dense, up, down = (
-        make_linear(place, inputs, outputs, dtype, "int8")
-        for inputs, outputs in ((size, 3 * size), (size, size), (size, 4 * size), (4 * size, size))
-    )
-    layer = DecoderLayer(norm, qkv, dense, norm, up, down)
-    case.batch.num_decodes = 1
-    assert not place.ops.decoder_layers(case.x, [layer], case.heads, "gelu", case.batch, [case.cache])
 
 
 @gpu

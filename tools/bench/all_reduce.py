@@ -54,7 +54,7 @@ def measure(run: Callable[[], None], barrier: Callable[[str], None], name: str) 
 def of_limits(ops: Cuda, ranks: ProcessRanks, limits: PeerLimits, rows: int, columns: int) -> PeerSums:
     """Sums that take one of WAYS. Collective."""
     place = ranks.tensor_rank, ranks.tensor_size
-    sums = PeerSums(ops, *place, rows, columns, torch.bfloat16, _LIMIT_S, limits=limits)
+    sums = PeerSums(ops.gpu, *place, rows, columns, torch.bfloat16, _LIMIT_S, limits=limits)
     sums.connect(ranks.exchange_bytes(sums.handle))
     return sums
 

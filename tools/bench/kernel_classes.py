@@ -6,10 +6,10 @@ tests/tools/bench/test_breakdown.py holds the table against every `__global__` o
 from __future__ import annotations
 
 GEMM, ATTENTION, COMMUNICATION = "gemm", "attention", "communication"
-SAMPLING, OTHER, LAYERS = "sampling", "other", "whole layers"
+SAMPLING, OTHER = "sampling", "other"
 
-#: in the order of reports; "whole layers" is the one launch of all layers of a small model
-CLASSES = (GEMM, ATTENTION, COMMUNICATION, SAMPLING, LAYERS, OTHER)
+#: in the order of reports
+CLASSES = (GEMM, ATTENTION, COMMUNICATION, SAMPLING, OTHER)
 
 #: kernels of kernels/csrc. A sum over ranks includes bias, residual and norm, and the wait for the others.
 OURS = {
@@ -18,7 +18,6 @@ OURS = {
     "decode_attention": ATTENTION,
     "decode_attention_any": ATTENTION,
     "decode_attention_cluster": ATTENTION,
-    "decoder_layers": LAYERS,
     "embed": OTHER,
     "embed_int8": OTHER,
     "expand_cache": ATTENTION,

@@ -27,9 +27,7 @@ typedef struct {
 typedef struct {
   const void* steps;  // host memory: num_steps of tridecode_chain_step, 1 to 4
   int num_steps, tokens, dtype;
-  // 1, 2, 3: as tridecode_gemm_task's; 4: int4 in groups of 128, x in two parts; 6: weights in
-  // `dtype`, x as it is
-  int operand;
+  int operand;  // a tridecode_operand, except kOperandFp8Blocks; int4 in groups of 128 inputs
   // for results that later products read: 256 bytes and 4 for each result but those of the last
   // product; zeros before the first launch, of this function alone
   void* exchange;

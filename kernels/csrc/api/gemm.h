@@ -59,7 +59,7 @@ typedef struct {
   unsigned int* counters;
   int num_counters;
   // 8-bit operands: x and weight hold int8 or E4M3 values, and strides count these
-  int operand;  // 0: x and weight are of dtype; 1: int8; 2: E4M3; 3: int8, x in two parts
+  int operand;  // a tridecode_operand; of packed weights 0
   // (tokens); weight_scales is read, too. In blocks (stages, tokens), and up to tile_tokens numbers
   // behind them are read
   const float* x_scales;
@@ -110,7 +110,7 @@ int tridecode_gemm_sm90_split_k_8bit(const tridecode_gemm_task* task, void* stre
 int tridecode_gemm_sm90_stream_k_8bit(const tridecode_gemm_task* task, void* stream);
 int tridecode_gemm_sm90_even_split_8bit(const tridecode_gemm_task* task, void* stream);
 
-// The same with operand 3: a weight in int8 and x in two parts. tile_tokens of stream_k: 16, 32, 64
+// The same with kOperandTwoParts. tile_tokens of stream_k: 16, 32, 64
 // or 128, of SwiGLU 32, 64, 96 or 128.
 int tridecode_gemm_sm90_split_k_two_parts(const tridecode_gemm_task* task, void* stream);
 int tridecode_gemm_sm90_stream_k_two_parts(const tridecode_gemm_task* task, void* stream);

@@ -30,8 +30,8 @@ typedef struct {
   int tokens, inputs, outputs;
   int activation;  // 0 none, 1 tanh GELU, 3 ReLU
   int out_float32, dtype;
-  // 0: x and weight are of dtype; 2: E4M3, with the scales below; 5: E4M3 in blocks, with scales
-  // (inputs / 128, tokens) and (ceil(outputs / 128), inputs / 128), inputs a multiple of 512
+  // kOperandDense, kOperandFp8 with the scales below, or kOperandFp8Blocks with scales (inputs /
+  // 128, tokens) and (ceil(outputs / 128), inputs / 128), inputs a multiple of 512
   int operand;
   const float* x_scales;       // (tokens)
   const float* weight_scales;  // (outputs)

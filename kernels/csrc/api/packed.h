@@ -16,8 +16,8 @@ int tridecode_gemm_packed_mma(const tridecode_gemm_task* task, void* stream);
 int tridecode_gemm_packed_sm90(const tridecode_gemm_task* task, void* stream);
 
 // The same for int4 with one group of a granule and zeros that are whole numbers, with x in two
-// int8 parts as quantize_rows writes it with operand 4: x_scales is read. Multiples of 32
-// inputs, of 8 outputs; residual and out as gemm_sm90_split_k's. tile_tokens 8, 16 or 32, any
+// int8 parts as quantize_rows writes it with kOperandTwoPartsInt4: x_scales is read. Multiples of
+// 32 inputs, of 8 outputs; residual and out as gemm_sm90_split_k's. tile_tokens 8, 16 or 32, any
 // number of tokens; split: 1, 2, 4 or 8 blocks of a cluster.
 int tridecode_gemm_int4_sm90(const tridecode_gemm_task* task, void* stream);
 

@@ -28,20 +28,22 @@ int tridecode_gather_rows(void* out, const void* x, const int* rows, int num_row
                           int64_t row_bytes, int64_t x_stride_bytes, int64_t out_stride_bytes,
                           void* stream);
 
-// values[t, :] = x[t, :] / scales[t], rounded to the nearest int8 (operand 1) or E4M3 (2), halves
-// to even; scales[t] = max|x[t, :]| / 127 or / 448, 1 for a row of zeros. A row with NaN or
-// infinity has values 0 and a scale that is not finite. With norm_weight, x is norm(x), rounded to
-// dtype, first. Rows of values are contiguous. 16-bit dtypes, compute capability 9.0.
+// Quantises rows of activations for a tridecode_operand.
 //
-// operand 3, int8 in two parts: x[t, :] = scales[t] * (high + low / 254), scales as int8's, high
+// kOperandInt8, kOperandFp8: values[t, :] = x[t, :] / scales[t], rounded to the nearest, halves to
+// even; scales[t] = max|x[t, :]| / 127 or / 448, 1 for a row of zeros. A row with NaN or infinity
+// has values 0 and a scale that is not finite. With norm_weight, x is norm(x), rounded to dtype,
+// first. Rows of values are contiguous. 16-bit dtypes, compute capability 9.0.
+//
+// kOperandTwoParts: x[t, :] = scales[t] * (high + low / 254), scales as int8's, high
 // the nearest integers, low those of what they leave. Row 16 b + i of values is the high part of
 // token 8 b + i, row 16 b + 8 + i its low part; of tokens beyond the last, up to a multiple of 8,
-// both are zeros. operand 4: the same with the inputs in the order of a granule of 4-bit weights
-// (packed_weight.cuh): of each 32, input 16 i + 8 h + 2 t + j is at 16 h + 4 t + 2 j + i. Columns
-// are a multiple of 32.
-// With order (columns), x[t, c] above is x[t, order[c]], and a norm's weight and bias likewise.
+// both are zeros. kOperandTwoPartsInt4: the same with the inputs in the order of a granule of 4-bit
+// weights (packed_weight.cuh): of each 32, input 16 i + 8 h + 2 t + j is at 16 h + 4 t + 2 j + i.
+// Columns are a multiple of 32. With order (columns), x[t, c] above is x[t, order[c]], and a norm's
+// weight and bias likewise.
 //
-// operand 5, E4M3 in groups: each 128 columns of a row have a scale of their own; scales is
+// kOperandFp8Blocks: each 128 columns of a row have a scale of their own; scales is
 // (ceil(columns / 128), num_tokens).
 int tridecode_quantize_rows(void* values, float* scales, const void* x, const int* order,
                             const void* norm_weight, const void* norm_bias, float eps,

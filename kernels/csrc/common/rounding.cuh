@@ -5,24 +5,16 @@
 
 namespace tridecode {
 
-// `operand` of api.h
-enum Values {
-  kAsInt8 = 1,
-  kAsE4m3 = 2,
-  kTwoParts = 3,
-  kTwoPartsOf4Bit = 4,
-  kE4m3InGroups = 5,
-  kNotRounded = 6
-};
-constexpr int kGroup = 128;  // columns of a row that share a scale, in groups
+using Values = tridecode_operand;  // how a row of x is quantised
+constexpr int kGroup = 128;        // columns of a row that share a scale, in groups
 
 template <Values VALUES>
-constexpr bool kInTwoParts = VALUES == kTwoParts || VALUES == kTwoPartsOf4Bit;
+constexpr bool kInTwoParts = VALUES == kOperandTwoParts || VALUES == kOperandTwoPartsInt4;
 
 // A row's values.
 template <Values VALUES>
 struct Rounding {
-  static constexpr bool E4M3 = VALUES == kAsE4m3 || VALUES == kE4m3InGroups;
+  static constexpr bool E4M3 = VALUES == kOperandFp8 || VALUES == kOperandFp8Blocks;
   static constexpr float kLimit = E4M3 ? 448.0f : 127.0f;
   float scale, inverse;
   bool plain;  // the quotients that matter are neither NaN nor near the smallest numbers

@@ -50,7 +50,7 @@ __device__ __forceinline__ void load_ordered(const X* row, const int* order, int
 __device__ __forceinline__ void no_token(uint8_t* values, int columns) {
   let_successor_start();
   wait_for_predecessor_alone();
-  uint8_t* const high = values + row_of<kTwoParts>(blockIdx.x) * columns;
+  uint8_t* const high = values + row_of<kOperandTwoParts>(blockIdx.x) * columns;
   for (int c = threadIdx.x; c < columns; c += blockDim.x)
     high[c] = high[int64_t(8) * columns + c] = 0;
 }
@@ -128,7 +128,7 @@ __global__ void quantize_row(uint8_t* values, float* scales, const X* x, const i
     });
   }
   // The bits of magnitudes are in the order of the numbers; infinity is above them, NaN above that.
-  if constexpr (VALUES == kE4m3InGroups) {  // 16 lanes have one
+  if constexpr (VALUES == kOperandFp8Blocks) {  // 16 lanes have one
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       unsigned int largest = 0;
@@ -160,7 +160,7 @@ __global__ void quantize_row(uint8_t* values, float* scales, const X* x, const i
   uint8_t* const to = values + row_of<VALUES>(blockIdx.x) * columns;
   const auto store = [&](auto is_plain) {
     constexpr bool PLAIN = decltype(is_plain)::value;
-    if constexpr (VALUES == kTwoPartsOf4Bit) {
+    if constexpr (VALUES == kOperandTwoPartsInt4) {
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {  // in all lanes
         uint2 low, high = rounding.template eight<X, PLAIN>(words[i], &low);
@@ -174,7 +174,8 @@ __global__ void quantize_row(uint8_t* values, float* scales, const X* x, const i
       each_item([&](int i, int c) {
         uint2 low;
         *reinterpret_cast<uint2*>(to + c) = rounding.template eight<X, PLAIN>(words[i], &low);
-        if (VALUES == kTwoParts) *reinterpret_cast<uint2*>(to + int64_t(8) * columns + c) = low;
+        if (VALUES == kOperandTwoParts)
+          *reinterpret_cast<uint2*>(to + int64_t(8) * columns + c) = low;
       });
     }
   };
@@ -213,7 +214,7 @@ __global__ void quantize_row_any(uint8_t* values, float* scales, const X* x, con
     return to_float(
         from_float<X>(norm[0](value, to_float(weight[c]), bias ? to_float(bias[c]) : 0.0f)));
   };
-  if (VALUES == kE4m3InGroups) {  // a warp takes one
+  if (VALUES == kOperandFp8Blocks) {  // a warp takes one
     const int lane = threadIdx.x % 32;
     uint8_t* const to = values + int64_t(blockIdx.x) * columns;
     for (int begin = threadIdx.x / 32 * kGroup; begin < columns; begin += blockDim.x * 4) {
@@ -238,7 +239,7 @@ __global__ void quantize_row_any(uint8_t* values, float* scales, const X* x, con
   uint8_t* const to = values + row_of<VALUES>(blockIdx.x) * columns;
   for (int c = threadIdx.x; c < columns; c += blockDim.x) {
     const float quotient = rounding.any_quotient(number(c));
-    const int place = VALUES == kTwoPartsOf4Bit ? granule_place(c) : c;
+    const int place = VALUES == kOperandTwoPartsInt4 ? granule_place(c) : c;
     to[place] = uint8_t(rounding.pair(quotient, 0.0f));
     if (kInTwoParts<VALUES>)
       to[int64_t(8) * columns + place] = uint8_t(rounding.pair(rounding.rest(quotient), 0.0f));
@@ -255,9 +256,9 @@ int tridecode_quantize_rows(void* values, float* scales, const void* x, const in
                             const void* norm_weight, const void* norm_bias, float eps,
                             int num_tokens, int columns, int64_t x_stride, int operand, int dtype,
                             void* stream) {
-  if (operand < kAsInt8 || operand > kE4m3InGroups)
+  if (operand < kOperandInt8 || operand > kOperandFp8Blocks)
     return fail("quantize_rows: operand code %d; wanted 1 to 5", operand);
-  if (operand == kTwoPartsOf4Bit && columns % 32)
+  if (operand == kOperandTwoPartsInt4 && columns % 32)
     return fail("quantize_rows: %d columns; wanted a multiple of 32", columns);
   return for_16_bit_dtype(dtype, "quantize_rows", [&](auto zero) {
     using X = decltype(zero);
@@ -265,7 +266,7 @@ int tridecode_quantize_rows(void* values, float* scales, const void* x, const in
                       aligned16(values) && aligned16(x) && aligned16(order) &&
                       aligned16(norm_weight) && aligned16(norm_bias);
     const int threads = wide ? ceil_div(columns, 8 * kItems * 32) * 32 : 256;
-    const bool in_two = operand == kTwoParts || operand == kTwoPartsOf4Bit;
+    const bool in_two = operand == kOperandTwoParts || operand == kOperandTwoPartsInt4;
     const int rows = in_two ? ceil_div(num_tokens, 8) * 8 : num_tokens;
     auto run = [&](auto kernel) {
       return launch("quantize_rows", kernel, rows, threads, 0, stream, (uint8_t*)values, scales,
@@ -277,11 +278,13 @@ int tridecode_quantize_rows(void* values, float* scales, const void* x, const in
       if (!wide) return run(quantize_row_any<X, kValues>);
       return run(norm_weight ? quantize_row<X, kValues, true> : quantize_row<X, kValues, false>);
     };
-    if (operand == kTwoParts) return run_as(std::integral_constant<Values, kTwoParts>());
-    if (operand == kTwoPartsOf4Bit)
-      return run_as(std::integral_constant<Values, kTwoPartsOf4Bit>());
-    if (operand == kAsE4m3) return run_as(std::integral_constant<Values, kAsE4m3>());
-    if (operand == kE4m3InGroups) return run_as(std::integral_constant<Values, kE4m3InGroups>());
-    return run_as(std::integral_constant<Values, kAsInt8>());
+    if (operand == kOperandTwoParts)
+      return run_as(std::integral_constant<Values, kOperandTwoParts>());
+    if (operand == kOperandTwoPartsInt4)
+      return run_as(std::integral_constant<Values, kOperandTwoPartsInt4>());
+    if (operand == kOperandFp8) return run_as(std::integral_constant<Values, kOperandFp8>());
+    if (operand == kOperandFp8Blocks)
+      return run_as(std::integral_constant<Values, kOperandFp8Blocks>());
+    return run_as(std::integral_constant<Values, kOperandInt8>());
   });
 }

@@ -102,7 +102,7 @@ def steps_of_transformers(model, prompt: list[int], generation: Generation, boun
         (lambda: llama(head_size=64, heads=8, kv_heads=2, inner=344, vocab=512), False),
         (lambda: bloom(head_size=64, heads=6, vocab=500), True),
     ],
-    ids=["op by op", "all layers at once when alone"],
+    ids=["single products", "chained products when alone"],
 )
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_alone_and_in_a_full_batch_a_request_follows_transformers(
@@ -116,10 +116,8 @@ def test_alone_and_in_a_full_batch_a_request_follows_transformers(
     full = gpu_engine(model, data_type=dtype).generate(prompts, params)
     single = gpu_engine(model, data_type=dtype)
     taken = []
-    run_layers = single.engine.ops.decoder_layers
-    monkeypatch.setattr(
-        single.engine.ops, "decoder_layers", lambda *args: taken.append(run_layers(*args)) or taken[-1]
-    )
+    linears = single.engine.ops.linears
+    monkeypatch.setattr(single.engine.ops, "linears", lambda *args: taken.append(linears(*args)) or taken[-1])
     alone = [single.generate([prompt], params)[0] for prompt in prompts]
     if torch.cuda.get_device_capability() == (9, 0):
         assert any(taken) == at_once

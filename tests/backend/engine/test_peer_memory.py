@@ -17,7 +17,7 @@ from tridecode.backend.config import EngineConfig
 from tridecode.backend.engine import peer_memory
 from tridecode.backend.engine.peer_memory import join_peers
 from tridecode.kernels import peer_sums
-from tridecode.kernels.cuda_base import CudaBase
+from tridecode.kernels.cuda import Cuda
 from tridecode.kernels.library import KernelError
 
 COLUMNS, DTYPE = 256, torch.bfloat16
@@ -67,10 +67,10 @@ class Sums:
         self.closed = True
 
 
-def gpu(shared: bool) -> CudaBase:
+def gpu(shared: bool) -> Cuda:
     """Operations of a GPU, of which only the properties are read."""
-    ops = CudaBase.__new__(CudaBase)
-    ops.gemm_device = SimpleNamespace(shared=shared)  # type: ignore[assignment]
+    ops = Cuda.__new__(Cuda)
+    ops.gpu = SimpleNamespace(gemm_device=SimpleNamespace(shared=shared))  # type: ignore[assignment]
     return ops
 
 
@@ -82,7 +82,7 @@ def joined(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     Sums.made, Sums.broken = [], None
     caplog.set_level(logging.INFO, "tridecode.engine")
 
-    def join(size: int, ops: Callable[[int], CudaBase] = lambda _: gpu(False), config=CONFIG):
+    def join(size: int, ops: Callable[[int], Cuda] = lambda _: gpu(False), config=CONFIG):
         shared, barrier = [b""] * size, threading.Barrier(size)
         ranks = [Ranks(rank, size, shared, barrier) for rank in range(size)]
         found: list = ["nothing"] * size

@@ -100,26 +100,6 @@ def test_a_tensor_degree_is_checked_against_each_layer(tmp_path: Path) -> None:
         check_tensor_size(config, 4)
 
 
-_AT_ONCE = {
-    "equal": ({layer: Cut(heads=(1,), neurons=(4,)) for layer in range(3)}, True),
-    "other numbers of heads": ({0: Cut(heads=(1,))}, False),
-    "other slopes": ({0: Cut(heads=(1,)), 1: Cut(heads=(2,)), 2: Cut(heads=(1,))}, False),
-    "other widths": ({2: Cut(neurons=(0,))}, False),
-}
-
-
-@pytest.mark.parametrize("cuts, at_once", _AT_ONCE.values(), ids=_AT_ONCE)
-def test_layers_that_differ_are_not_launched_at_once(cuts, at_once, tmp_path: Path, monkeypatch) -> None:
-    pruned = prune(unpruned("bloom"), cuts)
-    lost = {str(layer): list(cut.heads) for layer, cut in cuts.items()}
-    plan_conversion(open_checkpoint(pruned.save(tmp_path / "hf", pruned_heads=lost))).write(tmp_path / "w")
-    offline = OfflineEngine.load(tmp_path / "w", SMALL)
-    asked: list[int] = []
-    monkeypatch.setattr(offline.engine.ops, "decoder_layers", lambda *args: bool(asked.append(1)))
-    offline.generate([[5, 6]], SamplingParams(max_tokens=2))
-    assert bool(asked) == at_once
-
-
 # ---------------------------------------------------------------- config.ini
 
 INI = """[gpt]

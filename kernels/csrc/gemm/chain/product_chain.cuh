@@ -70,8 +70,8 @@ struct Declared {
 
 template <Values VALUES>
 struct Format {
-  static constexpr bool k4Bit = VALUES == kTwoPartsOf4Bit;
-  static constexpr bool k16Bit = VALUES == kNotRounded;
+  static constexpr bool k4Bit = VALUES == kOperandTwoPartsInt4;
+  static constexpr bool k16Bit = VALUES == kOperandDense;
   static constexpr bool kTwo = kInTwoParts<VALUES>;
   static constexpr int kXBytes = k16Bit ? 2 : 1;  // of an input in shared memory
   static constexpr int kUnitInputs = 128 / kXBytes;
@@ -82,8 +82,8 @@ struct Format {
   static constexpr int kStageBytes = 2 * (kEightBytes + kGroupBytes);
   // Of a lane's token, rows g and g + 8; of x in two parts 254 times the sum. In instructions and
   // in the tile's sums.
-  using Number = typename std::conditional<VALUES == kAsE4m3 || k16Bit, float, int>::type;
-  using Sum = typename std::conditional<VALUES == kAsInt8, int, float>::type;
+  using Number = typename std::conditional<VALUES == kOperandFp8 || k16Bit, float, int>::type;
+  using Sum = typename std::conditional<VALUES == kOperandInt8, int, float>::type;
   static constexpr int kBufferBytes = kWarps * 32 * 8;  // sums of a tile, [warp][lane]
   static constexpr int kSumBytes = Handover::kBuffers * kBufferBytes;
 };

@@ -92,7 +92,7 @@ struct Rows {
     float scale, inverse;
     float by, correction;  // of an exact division; 0 where that would leave float32's range
     __device__ __forceinline__ explicit Scaling(unsigned int largest) {
-      constexpr float kLimit = VALUES == kAsE4m3 ? 448.0f : 127.0f;
+      constexpr float kLimit = VALUES == kOperandFp8 ? 448.0f : 127.0f;
       const float most = __uint_as_float(largest);
       if constexpr (F::kTwo) {  // numbers below 2^-115 become 0
         const float plain = fmaxf(most, 0x1p-100f);
@@ -127,10 +127,10 @@ struct Rows {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float2 both = unpack<X>(get(words, i));
-      if constexpr (VALUES == kAsE4m3)
-        h[i] = Rounding<kAsE4m3>::pair(scaling.quotient(both.x), scaling.quotient(both.y));
+      if constexpr (VALUES == kOperandFp8)
+        h[i] = Rounding<kOperandFp8>::pair(scaling.quotient(both.x), scaling.quotient(both.y));
 #pragma unroll
-      for (int j = 0; j < 2 && VALUES != kAsE4m3; ++j) {
+      for (int j = 0; j < 2 && VALUES != kOperandFp8; ++j) {
         const float x = j ? both.y : both.x;
         if constexpr (F::kTwo) {
           const float shifted = fmaf(x, scaling.inverse, kShift);
@@ -142,7 +142,7 @@ struct Rows {
         }
       }
     }
-    if constexpr (VALUES == kAsE4m3) {
+    if constexpr (VALUES == kOperandFp8) {
       high = make_uint2(h[0] | h[1] << 16, h[2] | h[3] << 16);
     } else {
       high = make_uint2(four_bytes(h), four_bytes(h + 4));

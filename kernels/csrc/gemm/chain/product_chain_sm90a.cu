@@ -113,8 +113,9 @@ struct Consumer {
   using F = Format<VALUES>;
   using Number = typename F::Number;
   using Sum = typename F::Sum;
-  using Operand = std::conditional_t<F::k16Bit, X,
-                                     std::conditional_t<VALUES == kAsE4m3, __nv_fp8_e4m3, int8_t>>;
+  using Operand =
+      std::conditional_t<F::k16Bit, X,
+                         std::conditional_t<VALUES == kOperandFp8, __nv_fp8_e4m3, int8_t>>;
   const Chain& chain;
   const Places& places;
   Rows<X, VALUES> rows;
@@ -174,14 +175,14 @@ struct Consumer {
       b[odd] = load_shared4(piece + odd * x_apart);
     }
     Number fresh[2][4] = {};
-    Number(&c)[2][4] = VALUES == kAsE4m3 ? fresh : totals.products;
+    Number(&c)[2][4] = VALUES == kOperandFp8 ? fresh : totals.products;
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd)
       multiply_add<Operand>(c[odd], a0[odd].x, a1[odd].x, a0[odd].y, a1[odd].y, b[odd].x, b[odd].y);
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd)
       multiply_add<Operand>(c[odd], a0[odd].z, a1[odd].z, a0[odd].w, a1[odd].w, b[odd].z, b[odd].w);
-    if constexpr (VALUES == kAsE4m3) {
+    if constexpr (VALUES == kOperandFp8) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) totals.of[i] += c[0][2 * i] + c[1][2 * i];
     }
@@ -265,9 +266,9 @@ struct Consumer {
     for (int i = 0; i < 2; ++i) {
       const Number first = totals.products[0][2 * i] + totals.products[1][2 * i],
                    second = totals.products[0][2 * i + 1] + totals.products[1][2 * i + 1];
-      sums[i] = VALUES == kAsInt8 || F::k16Bit ? Sum(first)
-                : VALUES == kTwoParts          ? Sum(fmaf(float(first), 254.0f, float(second)))
-                                               : Sum(totals.of[i]);
+      sums[i] = VALUES == kOperandInt8 || F::k16Bit ? Sum(first)
+                : VALUES == kOperandTwoParts        ? Sum(fmaf(float(first), 254.0f, float(second)))
+                                                    : Sum(totals.of[i]);
     }
     const unsigned int buffer = sent % Handover::kBuffers, round = sent / Handover::kBuffers;
     barrier_wait(places.read(buffer), round % 2 ^ 1);
@@ -362,12 +363,13 @@ int stages_of(int inputs, int tokens) {
 
 template <typename Body>
 int for_values(int operand, Body body) {
-  if (operand == kAsInt8) return body(std::integral_constant<Values, kAsInt8>());
-  if (operand == kAsE4m3) return body(std::integral_constant<Values, kAsE4m3>());
-  if (operand == kTwoParts) return body(std::integral_constant<Values, kTwoParts>());
-  if (operand == kTwoPartsOf4Bit) return body(std::integral_constant<Values, kTwoPartsOf4Bit>());
-  if (operand == kNotRounded) return body(std::integral_constant<Values, kNotRounded>());
-  return fail("product_chain_sm90a: operand code %d; wanted 1 to 4, or 6", operand);
+  if (operand == kOperandInt8) return body(std::integral_constant<Values, kOperandInt8>());
+  if (operand == kOperandFp8) return body(std::integral_constant<Values, kOperandFp8>());
+  if (operand == kOperandTwoParts) return body(std::integral_constant<Values, kOperandTwoParts>());
+  if (operand == kOperandTwoPartsInt4)
+    return body(std::integral_constant<Values, kOperandTwoPartsInt4>());
+  if (operand == kOperandDense) return body(std::integral_constant<Values, kOperandDense>());
+  return fail("product_chain_sm90a: operand code %d; wanted 0 to 4", operand);
 }
 
 int check_step(const Step& step, int number) {

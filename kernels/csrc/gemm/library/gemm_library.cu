@@ -55,7 +55,7 @@ int LibraryProduct::describe(const LibraryTask& task) {
     status |= set(lt::kBiasType, int32_t(type_of(task.dtype)));
   }
   if (task.operand) {
-    const bool in_blocks = task.operand == 5;
+    const bool in_blocks = task.operand == kOperandFp8Blocks;
     status |= set(lt::kScaleModeA, in_blocks ? lt::kScaleBlock128 : lt::kScaleOuterVector);
     status |= set(lt::kScaleModeB, in_blocks ? lt::kScaleVector128 : lt::kScaleOuterVector);
     status |= set(lt::kScalePointerA, task.weight_scales);

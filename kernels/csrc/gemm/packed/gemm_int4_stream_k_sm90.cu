@@ -332,7 +332,7 @@ int run(const GemmTask& task, void* stream) {
     status = encode_packed(&maps.groups, task, MODE, task.weight_groups, kGranuleRows, chunks,
                            S::kChunks);
   GemmTask rows = task;  // of x: two 8-bit inputs are a 16-bit number, a token has two rows
-  rows.inputs /= 2, rows.x_stride /= 2, rows.operand = 3;
+  rows.inputs /= 2, rows.x_stride /= 2, rows.operand = kOperandTwoParts;
   if (!status) status = encode_rows(maps, rows, MODE, N, Shape<N>::kPart);
   if (status) return status;
   return launch("gemm_int4_stream_k_sm90", gemm_int4_stream_k_sm90<X, N, MODE>,

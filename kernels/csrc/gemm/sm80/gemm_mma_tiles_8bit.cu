@@ -30,8 +30,8 @@ using namespace tridecode;
 int tridecode_gemm_mma_tiles_8bit(const tridecode_gemm_task* given, void* stream) {
   const char* const name = "gemm_mma_tiles_8bit";
   const GemmTask& task = *given;
-  const int least = task.operand == 1 ? 80 : 89;
-  if ((task.operand != 1 && task.operand != 2) || device().capability < least)
+  const int least = task.operand == kOperandInt8 ? 80 : 89;
+  if ((task.operand != kOperandInt8 && task.operand != kOperandFp8) || device().capability < least)
     return fail("%s: operand code %d on sm_%d; wanted 1 on sm_80 or 2 on sm_89, or later", name,
                 task.operand, device().capability);
   if (task.cache || !task.weight_scales || !task.x_scales || task.inputs % 16)
@@ -39,6 +39,6 @@ int tridecode_gemm_mma_tiles_8bit(const tridecode_gemm_task* given, void* stream
                 name, task.inputs, task.weight_scales && task.x_scales ? "with" : "without",
                 task.cache ? "with" : "without");
   if (int status = check_tiles(name, task, task.inputs / 2)) return status;
-  return task.operand == 1 ? run<int8_t>(name, task, stream)
-                           : run<__nv_fp8_e4m3>(name, task, stream);
+  return task.operand == kOperandInt8 ? run<int8_t>(name, task, stream)
+                                      : run<__nv_fp8_e4m3>(name, task, stream);
 }

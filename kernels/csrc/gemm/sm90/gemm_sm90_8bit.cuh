@@ -16,13 +16,13 @@ constexpr int kMostInputs = 1 << 17;
 
 // Changes the task to the 16-bit rows that are loaded.
 int as_16_bit(const char* what, GemmTask& task) {
-  if (task.operand != 2 && task.inputs > kMostInputs)
+  const bool blocks = task.operand == kOperandFp8Blocks;
+  if (!blocks && task.operand != kOperandFp8 && task.inputs > kMostInputs)
     return fail("%s: %d inputs; sums of integers hold %d", what, task.inputs, kMostInputs);
-  if (!(task.weight_scales || task.block_scales) || !task.x_scales)
+  if (!(blocks ? task.block_scales : task.weight_scales) || !task.x_scales)
     return fail("%s: scales are null", what);
-  if (task.block_scales && (task.operand != 2 || task.weight_scales))
-    return fail("%s: scales of blocks with operand %d; wanted E4M3 without others", what,
-                task.operand);
+  if (blocks ? task.weight_scales != nullptr : task.block_scales != nullptr)
+    return fail("%s: scales of rows and of blocks with operand code %d", what, task.operand);
   if (task.inputs % 16 || task.x_stride % 16 || task.weight_stride % 16)
     return fail("%s: %d inputs, strides %lld and %lld; wanted multiples of 16", what, task.inputs,
                 (long long)task.x_stride, (long long)task.weight_stride);
@@ -33,9 +33,9 @@ int as_16_bit(const char* what, GemmTask& task) {
 // Calls body with a value of the operand's type.
 template <typename Body>
 int for_operand(int operand, const char* what, Body body) {
-  if (operand == 1) return body(int8_t());
-  if (operand == 2) return body(E4m3());
-  return fail("%s: operand code %d; wanted 1 or 2", what, operand);
+  if (operand == kOperandInt8) return body(int8_t());
+  if (operand == kOperandFp8 || operand == kOperandFp8Blocks) return body(E4m3());
+  return fail("%s: operand code %d; wanted int8 or E4M3", what, operand);
 }
 
 }  // namespace

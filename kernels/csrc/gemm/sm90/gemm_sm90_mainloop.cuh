@@ -202,7 +202,7 @@ struct Maps {
 int encode_rows(Maps& maps, const GemmTask& task, Mode mode, int x_rows, int part) {
   const int width = mode == kGated || mode == kQkvRotary ? 32 : 64;
   const int columns = mode == kGated ? task.outputs / 2 : task.outputs;
-  const int rows = task.operand == 3 ? ceil_div(task.tokens, 8) * 16 : task.tokens;
+  const int rows = task.operand == kOperandTwoParts ? ceil_div(task.tokens, 8) * 16 : task.tokens;
   int status =
       encode(&maps.x, task.x, rows, task.inputs, task.x_stride, x_rows, kStageInputs, task.dtype);
   if (!status && !task.out_float32)

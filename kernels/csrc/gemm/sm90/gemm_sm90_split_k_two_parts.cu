@@ -30,7 +30,8 @@ using namespace tridecode;
 int tridecode_gemm_sm90_split_k_two_parts(const tridecode_gemm_task* given, void* stream) {
   GemmTask task = *given;
   const char* const name = "gemm_sm90_split_k_two_parts";
-  if (task.operand != 3) return fail("%s: operand code %d; wanted 3", name, task.operand);
+  if (task.operand != kOperandTwoParts)
+    return fail("%s: operand code %d; wanted %d", name, task.operand, kOperandTwoParts);
   if (int status = as_16_bit(name, task)) return status;
   return checked(name, task, [&](Mode mode) {
     return for_16_bit_dtype(task.dtype, name, [&](auto zero) {

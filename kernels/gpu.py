@@ -1,4 +1,4 @@
-"""What the operations on an NVIDIA GPU share: the library, its scratch memory, codes and checks."""
+"""One NVIDIA GPU as the operations see it: the kernel library, scratch memory, and the choice of GEMMs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from tridecode.kernels.checks import DtypeError, LayoutError, ShapeError, match, same_dtype
 from tridecode.kernels.cublas import LibraryProducts
 from tridecode.kernels.gemm_table import Device, Plan, choose
-from tridecode.kernels.library import KernelError, Library
+from tridecode.kernels.library import KernelError, Library, current_stream
 from tridecode.kernels.ops import CacheLayer, Heads, Norm
 from tridecode.kernels.packed_table import choose_packed
 from tridecode.kernels.paths import paths
-from tridecode.kernels.scratch import EXCHANGE_BYTES, LAYER_COUNTERS, NUM_COUNTERS, SUM_BYTES
+from tridecode.kernels.scratch import EXCHANGE_BYTES, NUM_COUNTERS, SUM_BYTES
 
 log = logging.getLogger("tridecode.engine")
 
@@ -25,37 +25,36 @@ DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 CACHE_FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2}
 
 
-class CudaBase:
-    """The device and what launches on it need. Parameters: see Cuda."""
+class Gpu:
+    """The library, the scratch memory and the properties of one GPU. Used by one thread.
 
-    def __init__(
-        self,
-        device: torch.device,
-        dependent_launch: bool | None = None,
-        layer_tokens: int | None = None,
-    ):
+    device: of every tensor. dependent_launch: see kernels.cuda.Cuda. arenas: scratch buffers by name; two
+    operations in a row may overwrite each other's.
+    """
+
+    def __init__(self, device: torch.device, dependent_launch: bool | None = None):
         self.device = torch.device(
             "cuda", torch.cuda.current_device() if device.index is None else device.index
         )
         if dependent_launch is None:
             dependent_launch = os.environ.get("TRIDECODE_DEPENDENT_LAUNCH", "1") != "0"
         self.library = Library()
-        torch.zeros(1, device=self.device)  # torch's context before ours
+        torch.zeros(1, device=self.device)  # creates torch's context before the library's
         properties = torch.zeros(4, dtype=torch.int32)
         self.library.initialize(self.device.index, int(dependent_launch), properties.data_ptr())
         multiprocessors, self.capability, shared_bytes, shared = properties.tolist()
-        self.layer_tokens = layer_tokens
-        #: of a block of prompts' attention, at most; 0: what the device has, and its own kernel on Hopper
+        #: shared memory of a prefill attention block, at most; 0: the device's limit, and Hopper's own kernel
         self.prompt_shared_bytes = 0
-        self._sums = self._bytes(SUM_BYTES)
-        self._sums_pointer = self._sums.data_ptr()
-        self._library_products = LibraryProducts(self.library, self._sums_pointer)
+        self.sums = self.bytes(SUM_BYTES)
+        self.library_products = LibraryProducts(self.library, self.sums.data_ptr())
         for name in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"):
-            setattr(torch.backends.cuda.matmul, name, False)  # the process's: sums are in float32
+            setattr(torch.backends.cuda.matmul, name, False)  # process-wide: torch's products sum in float32
         clusters, fp8_library = (0, 0, 0), (False, False)
+        operands = self.library.operands
         if self.capability == 90:
             clusters = tuple(self.library.gemm_sm90_clusters(split) for split in (1, 2, 3))
-            fp8_library = self._library_products.takes_fp8(2), self._library_products.takes_fp8(5)
+            takes = self.library_products.takes_fp8
+            fp8_library = takes(operands["fp8"]), takes(operands["fp8_blocks"])
         self.gemm_device = Device(
             self.capability, multiprocessors, shared_bytes, clusters, bool(shared), *fp8_library
         )
@@ -63,48 +62,78 @@ class CudaBase:
         #: the plan of a GEMM; a prompt's number of tokens varies, so the cache is bounded
         self.choose_gemm = lru_cache(maxsize=1 << 14)(partial(choose, device=self.gemm_device))
         self.choose_packed = lru_cache(maxsize=1 << 14)(partial(choose_packed, device=self.gemm_device))
-        self._layer_tables: dict[tuple[object, ...], Tensor] = {}
-        self._layer_counters = torch.zeros(LAYER_COUNTERS, dtype=torch.int32, device=self.device)
-        self._exchange = torch.zeros(EXCHANGE_BYTES, dtype=torch.uint8, device=self.device)
-        self._counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=self.device)
-        self._counters_pointer = self._counters.data_ptr()
-        self._attention = self._bytes(self.library.decode_attention_scratch(256))
-        self._sample: Tensor | None = None
-        self._arenas: dict[str, Tensor] = {}
-        self._sorts_inputs = False  # of a weight whose columns are sorted by groups
-        self._numbers = torch.empty(0, dtype=torch.int32, device=self.device)
+        self.exchange = torch.zeros(EXCHANGE_BYTES, dtype=torch.uint8, device=self.device)
+        self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=self.device)
+        self.scratch_fields: dict[str, float] = {
+            "partials": self.sums.data_ptr(),
+            "partial_bytes": SUM_BYTES,
+            "counters": self.counters.data_ptr(),
+            "num_counters": NUM_COUNTERS,
+        }
+        self.attention = self.bytes(self.library.decode_attention_scratch(256))
+        self.arenas: dict[str, Tensor] = {}
 
-    def _bytes(self, count: int) -> Tensor:
+    @property
+    def stream(self) -> int:
+        """torch's current stream, read at each launch: an older one would escape a graph's capture."""
+        return current_stream(self.device)
+
+    def bytes(self, count: int) -> Tensor:
         return torch.empty(count, dtype=torch.uint8, device=self.device)
 
-    def _arena(self, name: str, size: int) -> Tensor:
+    def arena(self, name: str, size: int) -> Tensor:
         """A buffer of at least `size` bytes; it grows outside of graph capture only."""
-        held = self._arenas.get(name)
+        held = self.arenas.get(name)
         if held is None or held.numel() < size:
             if torch.cuda.is_current_stream_capturing():
                 raise KernelError(
                     f"the {name} buffer needs {size:,} bytes within a capture; call reserve first"
                 )
-            held = self._arenas[name] = self._bytes(size)
+            held = self.arenas[name] = self.bytes(size)
         return held
 
-    def _plan_fields(self, plan: Plan) -> dict[str, float]:
-        """The fields of a GEMM task for its tile and its scratch memory."""
-        return {
-            "tile_outputs": plan.tile_outputs,
-            "tile_tokens": plan.tile_tokens,
-            "split": plan.split,
-            "clusters": plan.clusters,
-            "stream_k": plan.stream_k,
-            "partials": self._sums_pointer,
-            "partial_bytes": SUM_BYTES,
-            "counters": self._counters_pointer,
-            "num_counters": NUM_COUNTERS,
-        }
-
-    def _temporary(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    def temporary(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """(rows, columns) in the arena `name`, until its next use."""
         size = rows * columns * dtype.itemsize
-        return self._arena(name, size)[:size].view(dtype).view(rows, columns)
+        return self.arena(name, size)[:size].view(dtype).view(rows, columns)
+
+    def norm(self, x: Tensor, norm: Norm, out: Tensor) -> None:
+        """kernels.ops.Ops.norm."""
+        sizes = match("norm", ("TC", "x", x), ("C", "weight", norm.weight), ("TC", "out", out))
+        dtype = same_dtype("norm", ("x", x), ("weight", norm.weight), ("out", out))
+        if norm.bias is not None:
+            match("norm", ("TC", "x", x), ("C", "bias", norm.bias))
+            same_dtype("norm", ("x", x), ("bias", norm.bias))
+        self.library.norm(
+            out.data_ptr(),
+            x.data_ptr(),
+            norm.weight.data_ptr(),
+            pointer(norm.bias),
+            norm.eps,
+            sizes["T"],
+            sizes["C"],
+            x.stride(0),
+            out.stride(0),
+            DTYPES[dtype],
+            self.stream,
+        )
+
+    def normed(self, x: Tensor, norm: Norm) -> Tensor:
+        """norm(x) in scratch memory, until the next operation."""
+        normed = self.temporary("normed", x.shape[0], x.shape[1], x.dtype)
+        self.norm(x, norm, normed)
+        return normed
+
+
+def plan_fields(plan: Plan) -> dict[str, float]:
+    """The fields of a GEMM task for its tile."""
+    return {
+        "tile_outputs": plan.tile_outputs,
+        "tile_tokens": plan.tile_tokens,
+        "split": plan.split,
+        "clusters": plan.clusters,
+        "stream_k": plan.stream_k,
+    }
 
 
 def pointer(tensor: Tensor | None) -> int:

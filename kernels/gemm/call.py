@@ -1,0 +1,160 @@
+"""One product on the GPU, and the fields of the tasks that describe it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tridecode.kernels.checks import DtypeError, LayoutError, ShapeError, indices, match, same_dtype
+from tridecode.kernels.gemm_table import Gemm
+from tridecode.kernels.gpu import ACTIVATIONS, DTYPES, aligned, cache_fields, check_cache, pointer
+from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm
+from tridecode.kernels.packed_weight import PackedWeight
+from tridecode.kernels.quantized import QuantizedWeight
+from tridecode.kernels.reference import GATED
+
+
+class Call(NamedTuple):
+    """out = activation(norm(x) @ weight^T + bias) + residual, arguments as those of kernels.ops.Ops.linear.
+
+    heads, head_fields: of a query, key and value projection whose epilogue may rotate the heads and write
+    keys and values to the cache; head_fields is what fields_of_heads makes.
+    """
+
+    x: Tensor
+    linear: Linear
+    out: Tensor
+    norm: Norm | None = None
+    activation: str | None = None
+    residual: Tensor | None = None
+    heads: Heads | None = None
+    head_fields: dict[str, float] | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.x.shape[0]
+
+    @property
+    def out_float32(self) -> bool:
+        """Whether a 16-bit product has a float32 result."""
+        return self.out.dtype != self.x.dtype
+
+    @property
+    def epilogue(self) -> str:
+        """Gemm.epilogue."""
+        return "swiglu" if self.activation == "swiglu" else "qkv" if self.heads else "linear"
+
+    def rows(self, rows: slice) -> Call:
+        """The same product of these rows of x."""
+        residual = None if self.residual is None else self.residual[rows]
+        return self._replace(x=self.x[rows], residual=residual, out=self.out[rows])
+
+    def bare(self, out: Tensor) -> Call:
+        """norm(x) @ weight^T alone, without bias, activation, residual and heads."""
+        return Call(self.x, replace(self.linear, bias=None), out, self.norm)
+
+    def fields(self) -> dict[str, float]:
+        """The fields of a task for x, out and the epilogue; those of the weight, the norm and the heads are
+        missing."""
+        x, out, residual = self.x, self.out, self.residual
+        return {
+            "out": out.data_ptr(),
+            "x": x.data_ptr(),
+            "bias": pointer(self.linear.bias),
+            "residual": pointer(residual),
+            "x_stride": x.stride(0),
+            "residual_stride": 0 if residual is None else residual.stride(0),
+            "out_stride": out.stride(0),
+            "activation": ACTIVATIONS[self.activation],
+            "out_float32": out.dtype != x.dtype,
+            "dtype": DTYPES[x.dtype],
+        }
+
+    def gemm(self, outputs: int, inputs: int, weight: Tensor | None = None, operand: str = "") -> Gemm:
+        """The description that the tables choose by. weight: rows in the dtype of x, if it has them."""
+        x, out, heads = self.x, self.out, self.heads
+        rope = None if heads is None else heads.rope
+        written = out if out.dtype == x.dtype else None
+        return Gemm(
+            tokens=x.shape[0],
+            inputs=inputs,
+            outputs=outputs,
+            epilogue=self.epilogue,
+            bias=self.linear.bias is not None,
+            residual=self.residual is not None,
+            norm=self.norm is not None,
+            half=x.dtype != torch.float32,
+            out_float32=written is None,
+            aligned=aligned(x) and (weight is None or aligned(weight)),
+            out_aligned=all(each is None or aligned(each) for each in (written, self.residual)),
+            head_size=0 if heads is None else heads.head_size,
+            rotary_size=0 if rope is None else rope.size,
+            interleaved=rope is not None and rope.interleaved,
+            operand=operand,
+            rounds=bool(self.head_fields and self.head_fields["cache_format"]),
+        )
+
+
+def fields_of_heads(heads: Heads, batch: Batch, cache: CacheLayer) -> dict[str, float]:
+    """The fields of a GEMM task for query, key and value."""
+    rope = heads.rope
+    fields: dict[str, float] = {
+        "positions": batch.positions.data_ptr(),
+        "kv_slots": batch.kv_slots.data_ptr(),
+        "heads": heads.num_heads,
+        "kv_heads": heads.num_kv_heads,
+        "head_size": heads.head_size,
+        **cache_fields(cache),
+    }
+    if rope is not None:
+        fields["cos"], fields["sin"] = rope.cos.data_ptr(), rope.sin.data_ptr()
+        fields["rotary_size"], fields["interleaved"] = rope.size, rope.interleaved
+    return fields
+
+
+def check_qkv(operation: str, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer) -> None:
+    """Raises ShapeError, DtypeError or LayoutError."""
+    if qkv.shape[1] != heads.qkv_size:
+        raise ShapeError(f"{operation}: out has {qkv.shape[1]} columns; the heads need {heads.qkv_size}")
+    check_cache(operation, heads, cache, qkv)
+    indices(operation, ("kv_slots", batch.kv_slots), ("positions", batch.positions))
+
+
+def check_call(operation: str, call: Call) -> None:
+    """Raises ShapeError, DtypeError or LayoutError where the tensors do not make a product."""
+    x, weight, residual, out = call.x, call.linear.weight, call.residual, call.out
+    sizes = match(operation, ("TI", "x", x), ("TO", "out", out))
+    dtype, bias = same_dtype(operation, ("x", x)), call.linear.bias
+    _check_weight(operation, x, weight)
+    rows = weight.shape[0]
+    wanted = rows // 2 if call.activation in GATED else rows
+    if sizes["O"] != wanted:
+        raise ShapeError(f"{operation}: out has {sizes['O']} columns; {rows} weight rows give {wanted}")
+    if out.dtype not in (dtype, torch.float32):
+        raise DtypeError(f"{operation}: out is {out.dtype}; wanted {dtype} or float32")
+    if bias is not None:
+        match(operation, ("TI", "x", x), ("W", "bias", bias))
+        if bias.shape[0] != rows:
+            raise ShapeError(f"{operation}: bias.shape[0] is {bias.shape[0]}, but W is {rows}")
+        same_dtype(operation, ("x", x), ("bias", bias))
+    if residual is not None:
+        match(operation, ("TO", "out", out), ("TO", "residual", residual))
+        same_dtype(operation, ("x", x), ("residual", residual))
+    if x.data_ptr() == out.data_ptr():
+        raise LayoutError(f"{operation}: out may not be x")
+
+
+def _check_weight(operation: str, x: Tensor, weight: Tensor | QuantizedWeight | PackedWeight) -> None:
+    if isinstance(weight, Tensor):
+        match(operation, ("TI", "x", x), ("WI", "weight", weight))
+        same_dtype(operation, ("x", x), ("weight", weight))
+        return
+    match(operation, ("TI", "x", x), ("EGB"[: weight.values.dim()], "weight", weight.values))
+    if weight.shape[1] != x.shape[1]:
+        raise ShapeError(f"{operation}: x has {x.shape[1]} columns; the weight takes {weight.shape[1]}")
+    if x.dtype not in weight.product_dtypes:
+        names = " or ".join(str(dtype) for dtype in weight.product_dtypes)
+        raise DtypeError(f"{operation}: x is {x.dtype}; a product with {weight.format} takes {names}")

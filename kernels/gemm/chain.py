@@ -1,0 +1,128 @@
+"""Products of few tokens, each of the result of the one before it, in one launch on compute capability 9.0
+(product_chain_sm90a.cu)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from ctypes import addressof
+from typing import Any
+
+import torch
+
+from tridecode.kernels.gemm.call import Call, check_call
+from tridecode.kernels.gemm.kind import WeightKind
+from tridecode.kernels.gemm_table import CHAIN_TOKENS, chain_tokens
+from tridecode.kernels.gpu import ACTIVATIONS, DTYPES, Gpu, pointer
+from tridecode.kernels.ops import Product
+from tridecode.kernels.scratch import EXCHANGE_BYTES
+
+#: limits of the kernel
+MOST_TOKENS, MOST_PRODUCTS = 4, 4
+#: vectors of 8 inputs that a thread holds for a norm, and threads of a block
+_HELD, _THREADS = 4, 512
+_LEAST_STAGES = 4
+_HEADER_BYTES = 256  # of the exchange buffer
+
+
+class Chain:
+    """`linears` of kernels.ops.Ops. most_tokens: replaces gemm_table.chain_tokens in tests and benchmarks."""
+
+    def __init__(self, gpu: Gpu, kinds: Mapping[str, WeightKind], most_tokens: int | None = None):
+        self._gpu, self._kinds = gpu, kinds
+        self.most_tokens = most_tokens
+
+    @property
+    def most_rows(self) -> int:
+        """More rows of x than this are declined."""
+        if self._gpu.capability != 90 or self._gpu.gemm_device.shared:  # blocks wait for each other
+            return 0
+        return min(CHAIN_TOKENS if self.most_tokens is None else self.most_tokens, MOST_TOKENS)
+
+    def linears(self, products: Sequence[Product]) -> bool:
+        x = products[0].x
+        tokens = x.shape[0]
+        if not 1 <= tokens <= self.most_rows or x.dtype == torch.float32 or len(products) > MOST_PRODUCTS:
+            return False
+        operand = self._operand(products[0])
+        if not operand or not self._takes(products, operand):
+            return False
+        most = self.most_tokens
+        if tokens > (chain_tokens(operand, products[0].out.shape[1]) if most is None else most):
+            return False
+        for product in products:
+            check_call("linears", _call(product))
+        library = self._gpu.library
+        steps = (library.structures["tridecode_chain_step"] * len(products))(*map(self._step, products))
+        library.product_chain_sm90a(
+            self._gpu.stream,
+            steps=addressof(steps),
+            num_steps=len(products),
+            tokens=tokens,
+            dtype=DTYPES[x.dtype],
+            operand=library.operands[operand],
+            exchange=self._gpu.exchange.data_ptr(),
+            exchange_bytes=EXCHANGE_BYTES,
+        )
+        return True
+
+    def _operand(self, product: Product) -> str:
+        return self._kinds[product.linear.kind].chain_operand(product.linear)
+
+    def _takes(self, products: Sequence[Product], operand: str) -> bool:
+        """Whether the kernel computes all of these."""
+        tokens, inputs = products[0].x.shape[0], max(product.x.shape[1] for product in products)
+        if any(_differ(*pair) for pair in zip(products, products[1:])):
+            return False
+        results = sum(product.out.shape[1] for product in products)
+        if _HEADER_BYTES + 4 * tokens * results > EXCHANGE_BYTES:
+            return False
+        code = self._gpu.library.operands[operand]
+        if self._gpu.library.product_chain_stages(inputs, tokens, code) < _LEAST_STAGES:
+            return False
+        return all(self._takes_one(product, operand) for product in products)
+
+    def _takes_one(self, product: Product, operand: str) -> bool:
+        x, norm, (rows, inputs) = product.x, product.norm, product.linear.weight.shape
+        if self._operand(product) != operand or product.activation not in ACTIVATIONS:
+            return False
+        if inputs % 128 or rows % (32 if product.activation == "swiglu" else 16):
+            return False
+        if norm is not None and inputs > 8 * _HELD * _THREADS // _rounded_up(x.shape[0]):
+            return False
+        used = [x, product.out, *(() if product.residual is None else (product.residual,))]
+        return all(
+            tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 and tensor.dtype == x.dtype
+            for tensor in used
+        )
+
+    def _step(self, product: Product) -> Any:
+        """tridecode_chain_step."""
+        linear, norm = product.linear, product.norm
+        return self._gpu.library.structures["tridecode_chain_step"](
+            out=product.out.data_ptr(),
+            x=product.x.data_ptr(),
+            bias=pointer(linear.bias),
+            residual=pointer(product.residual),
+            norm_weight=0 if norm is None else norm.weight.data_ptr(),
+            norm_bias=0 if norm is None else pointer(norm.bias),
+            norm_eps=0.0 if norm is None else norm.eps,
+            inputs=linear.weight.shape[1],
+            outputs=linear.weight.shape[0],
+            activation=ACTIVATIONS[product.activation],
+            **self._kinds[linear.kind].chain_fields(linear),
+        )
+
+
+def _call(product: Product) -> Call:
+    return Call(product.x, product.linear, product.out, product.norm, product.activation, product.residual)
+
+
+def _differ(product: Product, following: Product) -> bool:
+    """Whether the one that follows reads anything but the result."""
+    x = following.x
+    return x.data_ptr() != product.out.data_ptr() or x.shape != product.out.shape
+
+
+def _rounded_up(tokens: int) -> int:
+    """The next power of two: groups of warps that quantise a token each."""
+    return next(count for count in (1, 2, 4) if tokens <= count)

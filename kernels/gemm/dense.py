@@ -1,0 +1,51 @@
+"""Products of weights in the dtype of the activations."""
+
+from __future__ import annotations
+
+import torch
+
+from tridecode.kernels.gemm.call import Call
+from tridecode.kernels.gemm.cublas_products import CublasProducts
+from tridecode.kernels.gemm.kind import WeightKind
+from tridecode.kernels.gpu import Gpu, norm_fields, plan_fields
+from tridecode.kernels.ops import Linear
+
+
+class Dense(WeightKind):
+    """float32, float16 or bfloat16 rows. gemm_table.py chooses the kernel."""
+
+    def __init__(self, gpu: Gpu, cublas: CublasProducts):
+        super().__init__(gpu)
+        self._cublas = cublas
+
+    def launch(self, call: Call) -> bool:
+        gpu, weight = self.gpu, call.linear.dense
+        outputs, inputs = weight.shape
+        plan = gpu.choose_gemm(call.gemm(outputs, inputs, weight))
+        if call.norm is not None and not plan.fuses_norm:
+            call = call._replace(x=gpu.normed(call.x, call.norm), norm=None)
+        if plan.kernel == "gemm_library":
+            self._cublas.multiply(call, weight)
+            return False
+        heads = call.head_fields if call.head_fields and plan.fuses_heads else {}
+        self.run(
+            plan.kernel,
+            call,
+            weight=weight.data_ptr(),
+            weight_stride=weight.stride(0),
+            inputs=inputs,
+            outputs=outputs,
+            **plan_fields(plan),
+            **heads,
+            **norm_fields(call.norm),
+        )
+        return plan.fuses_heads
+
+    def chain_operand(self, linear: Linear) -> str:
+        weight = linear.dense
+        if weight.dtype == torch.float32 or linear.activations or not weight.is_contiguous():
+            return ""
+        return "dense"
+
+    def chain_fields(self, linear: Linear) -> dict[str, int]:
+        return {"weight": linear.dense.data_ptr()}

@@ -1,0 +1,299 @@
+"""Products whose operands are both in 8 bit: W8A8, and int8 weights with x in two int8 parts.
+
+`quantize_rows` quantises the rows of x, after the norm. On compute capability 9.0 the wgmma kernels of
+csrc/gemm/sm90 multiply (gemm_sm90_*_8bit.cu, gemm_sm90_*_two_parts.cu), or cuBLASLt for many tokens in E4M3;
+elsewhere gemm_mma_tiles_8bit.cu up to 64 tokens, and cuBLAS by way of torch. gemm_table.py chooses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tridecode.kernels.checks import match, same_dtype
+from tridecode.kernels.gemm.call import Call
+from tridecode.kernels.gemm.cublas_products import CublasProducts
+from tridecode.kernels.gemm.dequantised import DequantisedKind, DequantisedProducts
+from tridecode.kernels.gemm.kind import WeightKind, finish_heads
+from tridecode.kernels.gemm_table import (
+    ROUNDED_HEADS,
+    ROUNDED_TOKENS,
+    Gemm,
+    choose,
+    fuses_heads_sm90,
+    library_rows,
+)
+from tridecode.kernels.gpu import DTYPES, Gpu, aligned, plan_fields, pointer
+from tridecode.kernels.ops import Heads, Linear, Norm
+from tridecode.kernels.quantized import SCALE_BLOCK, QuantizedWeight
+from tridecode.kernels.scratch import row_scale_bytes
+
+
+def quantize_rows(
+    gpu: Gpu, x: Tensor, norm: Norm | None, operand: str, order: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Quantise the rows of x, or of norm(x) rounded to X, with their columns in `order`.
+
+    operand: a name of tridecode_operand. Returns the values (T * C bytes; in two parts those of
+    kernels.quantized.rows_of_two_parts) and the scales (4 * T bytes; in fp8_blocks (ceil(C / 128), T)) of
+    kernels.quantized.rounded_activations, valid until the next operation.
+    """
+    tokens, columns = x.shape
+    groups = -(-columns // SCALE_BLOCK) if operand == "fp8_blocks" else 1
+    rows = -(-tokens // 8) * 16 if operand.startswith("two_parts") else tokens
+    weight = bias = None
+    if norm is not None:
+        weight, bias = norm.weight, norm.bias
+        match("norm", ("TC", "x", x), ("C", "weight", weight))
+        same_dtype("norm", ("x", x), ("weight", weight))
+        if bias is not None:
+            match("norm", ("TC", "x", x), ("C", "bias", bias))
+            same_dtype("norm", ("x", x), ("bias", bias))
+    values = gpu.arena("normed", rows * columns)
+    scales = gpu.arena("row_scales", row_scale_bytes(tokens, groups))
+    gpu.library.quantize_rows(
+        values.data_ptr(),
+        scales.data_ptr(),
+        x.data_ptr(),
+        pointer(order),
+        pointer(weight),
+        pointer(bias),
+        0.0 if norm is None else norm.eps,
+        tokens,
+        columns,
+        x.stride(0),
+        gpu.library.operands[operand],
+        DTYPES[x.dtype],
+        gpu.stream,
+    )
+    return values, scales
+
+
+class EightBit(WeightKind):
+    """Weights in rows of 8 bit that quantized.stays_in_8_bit keeps.
+
+    operand: "int8" or "fp8" (W8A8), or "two_parts": int8 weights, x rounded to int8 in two parts.
+    """
+
+    def __init__(self, gpu: Gpu, cublas: CublasProducts, operand: str):
+        super().__init__(gpu)
+        self.cublas, self.operand = cublas, operand
+
+    def launch(self, call: Call) -> bool:
+        """Also where the epilogue of the kernels is not all of the call."""
+        weight = _weight(call)
+        if self._fuses(weight, call):
+            self._multiply(call, weight)
+            return call.heads is not None
+        product = self.gpu.temporary("product", call.tokens, weight.shape[0], call.x.dtype)
+        self._multiply(call.bare(product), weight)
+        self.cublas.epilogue(product, call)
+        return False
+
+    def project(self, call: Call) -> None:
+        heads, fields, weight = call.heads, call.head_fields, _weight(call)
+        assert heads is not None and fields is not None
+        if not heads.changes_qkv and self._fuses_heads(weight, call, heads, bool(fields["cache_format"])):
+            self._multiply(call, weight)
+            return
+        self.linear(call._replace(heads=None, head_fields=None))
+        finish_heads(self.gpu, call.out, heads, fields)
+
+    def chain_operand(self, linear: Linear) -> str:
+        return self.operand
+
+    def chain_fields(self, linear: Linear) -> dict[str, int]:
+        weight = linear.weight
+        assert isinstance(weight, QuantizedWeight)
+        return {"weight": weight.values.data_ptr(), "weight_scales": weight.scales.data_ptr()}
+
+    def _fuses_heads(self, weight: QuantizedWeight, call: Call, heads: Heads, rounds: bool) -> bool:
+        """Whether the kernel rotates the heads and writes the cache. rounds: to a cache in 8 bits."""
+        rotation = (0, False) if heads.rope is None else (heads.rope.size, heads.rope.interleaved)
+        if self.gpu.capability != 90 or not fuses_heads_sm90(heads.head_size, *rotation):
+            return False
+        if not aligned(call.out) or call.out_float32 or self.library_rows(call.tokens, weight):
+            return False
+        return not rounds or (heads.head_size in ROUNDED_HEADS and call.tokens <= ROUNDED_TOKENS)
+
+    def library_rows(self, tokens: int, weight: QuantizedWeight) -> int:
+        """gemm_table.library_rows of a product with this weight."""
+        return 0
+
+    def _fuses(self, weight: QuantizedWeight, call: Call) -> bool:
+        """Whether the epilogue of the kernels is all of it."""
+        residual = call.residual
+        if residual is not None and call.out_float32:
+            return False
+        whole = 2 * weight.block_rows if weight.block_rows > 1 else 16
+        gated = call.activation == "swiglu"
+        if gated and (residual is not None or call.out_float32 or weight.shape[0] % whole):
+            return False
+        return (call.out_float32 or aligned(call.out)) and (residual is None or aligned(residual))
+
+    def _multiply(self, call: Call, weight: QuantizedWeight) -> None:
+        """Compute a call that _fuses."""
+        gpu, (outputs, inputs) = self.gpu, weight.shape
+        rope = None if call.heads is None else call.heads.rope
+        gemm = Gemm(
+            call.tokens,
+            inputs,
+            outputs,
+            call.epilogue,
+            operand=self.operand,
+            head_size=0 if call.heads is None else call.heads.head_size,
+            rotary_size=0 if rope is None else rope.size,
+            interleaved=rope is not None and rope.interleaved,
+        )
+        plan = gpu.choose_gemm(gemm)
+        values, scales = quantize_rows(gpu, call.x, call.norm, self.operand)
+        if plan.kernel == "gemm_library":
+            if self._by_cublas_lt(call, weight, values, scales):
+                if call.heads is not None:
+                    finish_heads(gpu, call.out, call.heads, call.head_fields or {})
+                return
+            plan = choose(gemm, gpu.gemm_device._replace(fp8_library=False, fp8_block_library=False))
+        if plan.kernel == "library_8_bit":
+            self._by_torch(call, weight, values, scales)
+            return
+        fields: dict[str, Any] = {**weight.fields(), **self._quantised_x(values, scales, inputs)}
+        self.run(
+            plan.kernel,
+            call,
+            **fields,
+            inputs=inputs,
+            outputs=outputs,
+            **plan_fields(plan),
+            **(call.head_fields or {}),
+        )
+
+    def _quantised_x(self, values: Tensor, scales: Tensor, inputs: int) -> dict[str, Any]:
+        """The fields of a task for operands in 8 bit."""
+        return {
+            "x": values.data_ptr(),
+            "x_stride": inputs,
+            "weight_stride": inputs,
+            "x_scales": scales.data_ptr(),
+            "operand": self.gpu.library.operands[self.operand],
+        }
+
+    def _by_cublas_lt(self, call: Call, weight: QuantizedWeight, values: Tensor, scales: Tensor) -> bool:
+        """Compute the call by cuBLASLt; an activation, or a bias of a float32 result, takes a second pass.
+
+        values, scales: of quantize_rows. False: cuBLASLt has no such product.
+        """
+        gpu, (outputs, inputs) = self.gpu, weight.shape
+        bias = call.linear.bias
+        fuses = call.activation is None and (bias is None or not call.out_float32)
+        if weight.block_rows > 1:  # cuBLASLt adds no bias to products in blocks
+            fuses = fuses and bias is None
+        product = call.out if fuses else gpu.temporary("product", call.tokens, outputs, call.x.dtype)
+        computed = call if fuses else call.bare(product)
+        fields = {**computed.fields(), **self._quantised_x(values, scales, inputs)}
+        done = gpu.library_products.run(
+            gpu.stream,
+            call.tokens,
+            weight=weight.values.data_ptr(),
+            weight_scales=weight.scales.data_ptr(),
+            inputs=inputs,
+            outputs=outputs,
+            **fields,
+        )
+        if done and not fuses:
+            self.cublas.epilogue(product, call)
+        return done
+
+    def _by_torch(self, call: Call, weight: QuantizedWeight, values: Tensor, scales: Tensor) -> None:
+        """Compute the call by cuBLAS through torch, in pieces of rows whose sums fit in scratch memory.
+
+        values, scales: of quantize_rows.
+        """
+        gpu, tokens, (outputs, inputs) = self.gpu, call.tokens, weight.shape
+        x = values.view(weight.values.dtype)[: tokens * inputs].view(tokens, inputs)
+        row_scales = scales.view(torch.float32)[:tokens]
+        kind = torch.int32 if weight.format == "int8" else torch.float32
+        pieces = -(-4 * tokens * outputs // gpu.sums.numel())
+        size = -(-tokens // pieces)  # equal pieces, so that none has few rows
+        for first in range(0, tokens, size):
+            rows = slice(first, min(first + size, tokens))
+            count = rows.stop - first
+            sums = gpu.sums.view(kind)[: count * outputs].view(count, outputs)
+            _multiply_8_bit(x[rows], weight.values, sums)
+            self.cublas.epilogue(sums, call.rows(rows), weight.scales, row_scales[rows])
+
+
+class Fp8Blocks(EightBit):
+    """W8A8 in E4M3 with scales of blocks."""
+
+    def __init__(self, gpu: Gpu, cublas: CublasProducts):
+        super().__init__(gpu, cublas, "fp8_blocks")
+
+    def linear(self, call: Call) -> None:
+        """Where cuBLASLt takes a multiple of 4 tokens, the last ones are a product of their own."""
+        most = self.library_rows(call.tokens, _weight(call))
+        if not most:
+            super().linear(call)
+            return
+        for rows in (slice(most), slice(most, None)):
+            self.linear(call.rows(rows))
+
+    def library_rows(self, tokens: int, weight: QuantizedWeight) -> int:
+        gemm = Gemm(tokens, weight.columns, weight.shape[0], operand=self.operand)
+        return library_rows(gemm, self.gpu.gemm_device)
+
+    def chain_operand(self, linear: Linear) -> str:
+        return ""
+
+
+class TwoParts(DequantisedKind):
+    """int8 weights: up to TWO_PARTS_TOKENS tokens x is rounded to int8 in two parts; beyond, the weight is
+    dequantised.
+
+    The two parts hold 16 bits of a row's largest number, and their sums are exact: a product is off by at
+    most max|x| / 64,516 of the row times the sum of the weight row's magnitudes. Rounding x to bfloat16
+    exceeds that unless max|x| is above about 100 times the root mean square of the row.
+    """
+
+    def __init__(self, gpu: Gpu, products: DequantisedProducts, rows: EightBit):
+        super().__init__(gpu, products)
+        self._rows = rows
+
+    def launch(self, call: Call) -> bool:
+        if self._dequantises(call):
+            return self.products.launch(call, _weight(call))
+        return self._rows.launch(call)
+
+    def project(self, call: Call) -> None:
+        if self._dequantises(call):
+            super().project(call)
+        else:
+            self._rows.project(call)
+
+    def chain_operand(self, linear: Linear) -> str:
+        return self._rows.chain_operand(linear)
+
+    def chain_fields(self, linear: Linear) -> dict[str, int]:
+        return self._rows.chain_fields(linear)
+
+    def _dequantises(self, call: Call) -> bool:
+        """Whether gemm_table.choose plans to dequantise the weight for this product."""
+        weight = _weight(call)
+        gemm = Gemm(call.tokens, weight.columns, weight.shape[0], operand="two_parts")
+        return self.gpu.choose_gemm(gemm).kernel == "expand_rows"
+
+
+def _weight(call: Call) -> QuantizedWeight:
+    weight = call.linear.weight
+    assert isinstance(weight, QuantizedWeight)
+    return weight
+
+
+def _multiply_8_bit(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """out (T, N) = x (T, C) @ weight.T, both int8 (out int32) or E4M3 (out float32); T above 16."""
+    if out.dtype == torch.int32:
+        torch._int_mm(x, weight.t(), out=out)
+        return
+    one = torch.ones((), device=x.device)
+    torch._scaled_mm(x, weight.t(), one, one, out_dtype=torch.float32, out=out)

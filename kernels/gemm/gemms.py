@@ -1,0 +1,88 @@
+"""The products of kernels.ops.Ops on one GPU: each weight's kind computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tridecode.kernels.gemm.call import Call, check_call, check_qkv, fields_of_heads
+from tridecode.kernels.gemm.chain import Chain
+from tridecode.kernels.gemm.cublas_products import CublasProducts
+from tridecode.kernels.gemm.dense import Dense
+from tridecode.kernels.gemm.dequantised import DequantisedProducts
+from tridecode.kernels.gemm.eight_bit import EightBit, Fp8Blocks, TwoParts
+from tridecode.kernels.gemm.kind import WeightKind, finish_heads
+from tridecode.kernels.gemm.packed import Int4, Packed
+from tridecode.kernels.gemm.packing import pack_linear
+from tridecode.kernels.gpu import Gpu
+from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm, Product
+
+
+class Gemms:
+    """linear, linears, project_qkv, finish_qkv and pack. kinds: by the names of packing.KINDS."""
+
+    def __init__(self, gpu: Gpu):
+        self._gpu = gpu
+        cublas = CublasProducts(gpu)
+        dense = Dense(gpu, cublas)
+        self.dequantised = DequantisedProducts(gpu, dense, cublas)
+        self.kinds: dict[str, WeightKind] = {
+            "dense": dense,
+            "int8": EightBit(gpu, cublas, "int8"),
+            "fp8": EightBit(gpu, cublas, "fp8"),
+            "fp8_blocks": Fp8Blocks(gpu, cublas),
+            "two_parts": TwoParts(gpu, self.dequantised, EightBit(gpu, cublas, "two_parts")),
+            "packed": Packed(gpu, self.dequantised),
+            "int4": Int4(gpu, self.dequantised),
+        }
+        self.chain = Chain(gpu, self.kinds)
+        #: whether a weight's columns are sorted by groups, so that x is gathered
+        self.sorts_inputs = False
+
+    def pack(self, linear: Linear, dtype: torch.dtype, is_head: bool) -> Linear:
+        packed = pack_linear(linear, dtype, self._gpu.capability, is_head)
+        self.sorts_inputs |= packed.sorts_inputs
+        if packed.dequantised_bytes:
+            self._gpu.arena("expanded_weight", packed.dequantised_bytes)
+        return packed.linear
+
+    def linear(
+        self,
+        x: Tensor,
+        linear: Linear,
+        norm: Norm | None,
+        activation: str | None,
+        residual: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        call = Call(x, linear, out, norm, activation, residual)
+        check_call("linear", call)
+        if x.shape[0] > 0:
+            self.kinds[linear.kind].linear(call)
+
+    def linears(self, products: Sequence[Product]) -> bool:
+        return self.chain.linears(products)
+
+    def project_qkv(
+        self,
+        x: Tensor,
+        linear: Linear,
+        norm: Norm | None,
+        heads: Heads,
+        batch: Batch,
+        cache: CacheLayer,
+        out: Tensor,
+    ) -> None:
+        call = Call(x, linear, out, norm)
+        check_call("project_qkv", call)
+        check_qkv("project_qkv", out, heads, batch, cache)
+        if x.shape[0] > 0:
+            fields = fields_of_heads(heads, batch, cache)
+            self.kinds[linear.kind].project(call._replace(heads=heads, head_fields=fields))
+
+    def finish_qkv(self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer) -> None:
+        check_qkv("finish_qkv", qkv, heads, batch, cache)
+        if qkv.shape[0] > 0:
+            finish_heads(self._gpu, qkv, heads, fields_of_heads(heads, batch, cache))
