@@ -33,9 +33,10 @@ def ops(request: pytest.FixtureRequest):
     format = request.node.callspec.params["format"]
     if torch.cuda.get_device_capability() < divmod(CAPABILITIES[format], 10):
         pytest.skip(f"{format} needs compute capability {CAPABILITIES[format] / 10}")
-    made.capability = CAPABILITIES[format]
-    device = made.gemm_device._replace(capability=made.capability)
-    made.choose_gemm = lambda gemm: choose(gemm, device)
+    gpu = made.gpu
+    gpu.capability = CAPABILITIES[format]
+    device = gpu.gemm_device._replace(capability=gpu.capability)
+    gpu.choose_gemm = lambda gemm: choose(gemm, device)
     return made
 
 
