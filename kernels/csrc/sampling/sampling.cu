@@ -132,7 +132,7 @@ struct Row {
   int first_id;  // SHARED
   uint64_t seed;
   bool greedy, log_probs, decays, bad_words, held_back;  // held_back: no end id yet
-  bool wide;  // float4 loads
+  bool wide;                                             // float4 loads
 
   __device__ __forceinline__ bool limited() const { return !greedy && (top_k > 0 || top_p < 1.0f); }
   __device__ __forceinline__ bool drawn_at_once() const { return !greedy && !limited(); }
@@ -211,8 +211,8 @@ __device__ __forceinline__ Row<SHARED> row_at(const Task& task, int index, int s
 }
 
 // Makes the last id of each matching bad word impossible, and the end ids while they are held back,
-// for those in the columns first .. end - 1: minus infinity stays what it is under a temperature and
-// under penalties.
+// for those in the columns first .. end - 1: minus infinity stays what it is under a temperature
+// and under penalties.
 template <bool SHARED>
 __device__ __forceinline__ void ban_ids(const Task& task, int index, int slot, int first, int end,
                                         bool held_back) {
