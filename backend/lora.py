@@ -191,7 +191,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     found = _read(path, _MAX_CONFIG_BYTES)
     try:
         value = msgspec.json.decode(found)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a {type(value).__name__}; wanted an object")
@@ -273,7 +273,7 @@ def read_targets(directory: Path) -> LoraTargets:
         )
     try:
         targets = msgspec.json.decode(_read(path, _MAX_TARGETS_BYTES), type=LoraTargets)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid: {error}") from None
     if targets.format != TARGETS_FORMAT:
         raise CheckpointError(f"{path} has format {targets.format!r}; this version reads {TARGETS_FORMAT!r}")

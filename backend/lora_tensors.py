@@ -28,6 +28,7 @@ from tridecode.backend.lora import (
 )
 
 MAX_HEADER_BYTES = 16 << 20  # of a safetensors file; 70 layers of 7 modules have 150 kB
+_MAX_DIMENSIONS = 8  # a product of more sizes can take long to compute; LoRA's tensors have two
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
@@ -193,7 +194,7 @@ class SafetensorsFile:
             raw = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
             raw.pop("__metadata__", None)
             self._entries = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in raw.items()}
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise CheckpointError(f"{where} has a damaged header: {error}") from None
         self._data = 8 + length
         self.shapes = {name: tuple(entry.shape) for name, entry in self._entries.items()}
@@ -204,6 +205,9 @@ class SafetensorsFile:
         if entry.dtype not in _DTYPES:
             wanted = ", ".join(_DTYPES)
             raise CheckpointError(f"{self._where}: {name} has dtype {entry.dtype}; wanted one of {wanted}")
+        if len(entry.shape) > _MAX_DIMENSIONS:
+            found = f"{name[:200]} has {len(entry.shape):,} dimensions"
+            raise CheckpointError(f"{self._where}: {found}; wanted at most {_MAX_DIMENSIONS}")
         start, stop = entry.data_offsets
         needed = math.prod(entry.shape) * _DTYPES[entry.dtype].itemsize
         if min(entry.shape, default=0) < 0 or not 0 <= start <= stop or stop - start != needed:

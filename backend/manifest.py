@@ -178,7 +178,7 @@ def read_manifest(directory: Path) -> Manifest | None:
         raise WeightFileError(f"{path} holds {status.st_size:,} bytes; wanted at most {_MAX_BYTES:,}")
     try:
         manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WeightFileError(f"{path} is not a valid manifest: {error}") from None
     if manifest.format != MANIFEST_FORMAT:
         raise WeightFileError(

@@ -330,4 +330,7 @@ def decode(frame: bytes, expected: object) -> Any:
     decoder = _decoders.get(expected)
     if decoder is None:
         decoder = _decoders[expected] = msgspec.msgpack.Decoder(expected)
-    return decoder.decode(frame)
+    try:
+        return decoder.decode(frame)
+    except UnicodeDecodeError as error:  # msgspec passes it on as it is
+        raise msgspec.DecodeError(f"a text is not UTF-8: {error}") from None

@@ -60,7 +60,7 @@ class Journal:
                 else:
                     tensor = msgspec.json.decode(line, type=ManifestTensor)
                     finished[tensor.name] = tensor
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, UnicodeDecodeError):
                 break
             length += len(line)
         os.truncate(self._path, length)

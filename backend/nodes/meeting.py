@@ -98,7 +98,7 @@ def _write(folder: Path, meeting: Meeting) -> None:
 def _read(folder: Path) -> Meeting | None:
     try:
         return msgspec.json.decode((folder / _RECORD).read_bytes(), type=Meeting)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return None
 
 

@@ -197,7 +197,7 @@ def read_owner(folder: Path) -> Owner | None:
     """The record in the folder; None while there is none."""
     try:
         return msgspec.json.decode((folder / OWNER).read_bytes(), type=Owner)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return None
 
 

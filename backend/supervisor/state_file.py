@@ -42,7 +42,7 @@ def read(folder: Path) -> StateFile | None:
     """The content; None while there is none."""
     try:
         return msgspec.json.decode((folder / STATE).read_bytes(), type=StateFile)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return None
 
 

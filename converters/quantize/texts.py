@@ -48,7 +48,7 @@ def read_texts(path: Path) -> list[str]:
                 raise ConfigError(f"{path} has more than {MAX_TEXTS:,} lines; wanted at most as many")
             try:
                 text = decode(line).text if line.strip() else ""
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 wanted = 'wanted {"text": "..."}'
                 raise ConfigError(f"{path}, line {number}: {error}; {wanted}") from None
             if text.strip():

@@ -230,6 +230,9 @@ DAMAGED = {
     "empty": b"",
     "a short length": b"\1\0",
     "an endless header": struct.pack("<Q", 1 << 60) + b"{}",
+    "a byte of a name that is not UTF-8": (header({A: ENTRY}).replace(b"q_proj", b"q_pr\xffj") + b"\0" * 768),
+    "a byte of a value that is not UTF-8": header({A: ENTRY}).replace(b"F32", b"F3\xff") + b"\0" * 768,
+    "many dimensions": header({A: {**ENTRY, "shape": [2**62] * 200_000}}) + b"\0" * 768,
     "no JSON": struct.pack("<Q", 4) + b"abcd",
     "deep JSON": struct.pack("<Q", 100_000) + b"[" * 100_000,
     "cut short": header({A: ENTRY}) + b"\0" * 700,
@@ -250,6 +253,25 @@ def test_a_damaged_file_is_one_clear_error(tiny, tmp_path: Path, content: bytes)
     (tmp_path / "lora" / NAME).write_bytes(content)
     with pytest.raises(CheckpointError, match=NAME):
         read_lora(tmp_path / "lora", targets, 4)
+
+
+def test_a_damaged_config_is_one_clear_error(tiny, tmp_path: Path) -> None:
+    model, checkpoint = tiny("llama")
+    make_adapter(model, tmp_path / "lora", seed=1, target_modules=["q_proj"])
+    targets = targets_of(plan_conversion(checkpoint), tmp_path / "w")
+    path = tmp_path / "lora" / "adapter_config.json"
+    for content in (
+        b'{"peft_type": "\xff"}',
+        b'{"\xff": 1}',
+        b"\xff\xfe",
+        b"",
+        b"[",
+        b"[" * 100_000,
+        b"null",
+    ):
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match="adapter_config.json (is not valid JSON|holds a)"):
+            read_lora(tmp_path / "lora", targets, 4)
 
 
 def test_limits_are_checked_before_tensors_are_read(tiny, tmp_path: Path) -> None:
@@ -280,6 +302,7 @@ def test_damaged_targets_are_refused(tiny, tmp_path: Path) -> None:
     targets = targets_of(plan_conversion(checkpoint), tmp_path)
     beyond = msgspec.structs.replace(targets, layouts=[[(0, 100, 50)]])
     wrong = {
+        "is not valid: 'utf-8' codec": b'{"format": "\xff"}',
         "is not valid": b"{",
         "has format 'x'": msgspec.json.encode(msgspec.structs.replace(targets, format="x")),
         "does not fit": msgspec.json.encode(beyond),

@@ -21,7 +21,12 @@ from tests.waiting import wait_until
 from tridecode.backend.config import EngineConfig
 from tridecode.backend.engine import adapter_store
 from tridecode.backend.engine.offline import OfflineEngine
-from tridecode.backend.errors import CapacityError, RequestError, TridecodeError, UnsupportedError
+from tridecode.backend.errors import (
+    CapacityError,
+    RequestError,
+    TridecodeError,
+    UnsupportedError,
+)
 from tridecode.backend.messages import SamplingParams
 from tridecode.converters.adapters import write_targets
 from tridecode.converters.checkpoint import open_checkpoint
@@ -201,10 +206,11 @@ def test_evicted_adapters_leave_memory_and_come_back(served, folder: Path) -> No
     offline.engine.close()
 
 
-def test_a_damaged_adapter_fails_the_requests_that_name_it(served, folder: Path) -> None:
+def test_a_damaged_adapter_fails_the_requests_that_name_it(served, folder: Path, caplog) -> None:
     weights, _, models = served("bloom")
     path = folder / "some" / "adapter_model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-100])
     offline = engine_over(weights, folder)
     good = [offline.submit([5], SamplingParams(max_tokens=TOKENS), name) for name in ("all", "")]
     offline.submit([5], SamplingParams(max_tokens=TOKENS), "some")
@@ -213,6 +219,11 @@ def test_a_damaged_adapter_fails_the_requests_that_name_it(served, folder: Path)
     offline.run()
     for number, name in zip(good, ("all", "")):
         check(models[name], offline.generations[number], [5])
+    path.write_bytes(whole.replace(b"base_model", b"base_m\xffdel", 1))
+    for _ in range(2):
+        with pytest.raises(TridecodeError, match="safetensors has a damaged header: .*0xff in position"):
+            ask(offline, "some", [5])
+    assert not [record for record in caplog.records if record.exc_info]  # no traceback a request
     offline.engine.close()
 
 
