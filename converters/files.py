@@ -9,7 +9,9 @@ from typing import Any
 
 from tridecode.backend.errors import CheckpointError
 
-MAX_JSON_BYTES = 64 << 20  # the largest index of a checkpoint has 1 MB, the largest tokenizer.json 30 MB
+MAX_JSON_BYTES = 64 << 20  # the largest tokenizer.json has 33 MB
+#: of settings: parsing as much JSON takes up to 1.5 s and 500 MB; the largest index of a checkpoint has 1 MB
+MAX_SETTINGS_BYTES = 16 << 20
 
 
 def require_file(path: Path, limit_bytes: int | None = None) -> Path:
@@ -28,7 +30,7 @@ def require_file(path: Path, limit_bytes: int | None = None) -> Path:
     return path
 
 
-def read_json(path: Path, limit_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+def read_json(path: Path, limit_bytes: int = MAX_SETTINGS_BYTES) -> dict[str, Any]:
     """A JSON file's object. Raises CheckpointError naming the file for everything else."""
     require_file(path, limit_bytes)
     try:

@@ -21,9 +21,10 @@ from tridecode.converters.gguf_rules import QKV_PARTS
 from tridecode.converters.gguf_special_tokens import end_ids
 from tridecode.converters.gguf_tokenizer import tokenizer_notes
 from tridecode.converters.sources import Checkpoint
+from tridecode.converters.sources.containers import foreign_format
+from tridecode.converters.sources.gguf_header import check_gguf_header
 from tridecode.converters.sources.gguf_metadata import GgufMetadata
 from tridecode.converters.sources.gguf_reference import gguf_reference
-from tridecode.converters.sources.tensor_files import foreign_format
 
 _GGUF_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 #: vectors that became settings of the rotary positions
@@ -205,6 +206,7 @@ def _config(family: CheckpointFamily, header: GgufHeader) -> PreTrainedConfig:
 
 def _read_gguf(path: Path) -> tuple[gguf.GGUFReader, GgufMetadata]:
     """The file's reader and its metadata. CheckpointError for a file that is damaged or foreign."""
+    check_gguf_header(path)
     try:
         reader = gguf.GGUFReader(path)
         fields = GgufMetadata(reader.fields, path)

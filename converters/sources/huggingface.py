@@ -24,10 +24,14 @@ from tridecode.converters.sources.quantized import QuantizedSource, quantization
 from tridecode.converters.sources.runtime_scales import WithoutRuntimeScales
 from tridecode.converters.sources.tensor_files import check_dtypes, tensor_files
 
+_MAX_COUNT = 10_000  # of layers, and of labels of a classifier
+_MAX_END_IDS = 1000
+
 
 def open_directory(path: Path) -> Checkpoint:
     """A directory with config.json; no tensor is read. CheckpointError or UnsupportedError."""
     raw = read_json(path / "config.json")
+    _check_counts(raw, path / "config.json")
     family = family_of(raw.get("model_type"), path / "config.json")
     quantization = quantization_of(raw, path / "config.json")
     is_container = quantization is None and has_bitmasks(raw, path / "config.json")
@@ -77,8 +81,19 @@ def _transformers_model(path: Path, attention: str | None, dtype: torch.dtype) -
         ).eval()
 
 
+def _check_counts(raw: dict[str, Any], where: Path) -> None:
+    """CheckpointError for a count of which transformers makes a list or dict, if it is beyond any model's."""
+    for key, value in raw.items():
+        if isinstance(value, int) and ("layer" in key or key == "num_labels") and value > _MAX_COUNT:
+            raise CheckpointError(f"{where} has {key} = {str(value)[:40]}; wanted at most {_MAX_COUNT:,}")
+        if isinstance(value, dict) and key.endswith("_config"):
+            _check_counts(value, where)
+
+
 def _token_ids(ids: Any, key: str, where: Path) -> list[int]:
     found: list[Any] = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if len(found) > _MAX_END_IDS:
+        raise CheckpointError(f"{where}: {key} has {len(found):,} ids; wanted at most {_MAX_END_IDS:,}")
     if not all(isinstance(token, int) and -1 <= token < 1 << 31 for token in found):
         raise CheckpointError(f"{where}: {key} is {str(ids)[:80]}; wanted token ids")
     return found

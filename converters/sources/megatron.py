@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from tridecode.backend.errors import CheckpointError, UnsupportedError
-from tridecode.converters.files import MAX_JSON_BYTES, read_json, require_file
+from tridecode.converters.files import read_json, require_file
 from tridecode.converters.sources import Checkpoint
 from tridecode.converters.sources.megatron_network import GptSettings, Piece, activation_of, gpt_checkpoint
+from tridecode.converters.sources.pickle_limits import is_plain
 from tridecode.converters.sources.torch_file import Arguments, Region, load, tensors_of
 
 #: folders of a rank: Megatron-LM's, with its pipeline rank if there are several, and NeMo's
@@ -111,7 +112,8 @@ def open_megatron(path: Path, num_heads: int | None = None) -> Checkpoint:
     ]
     version = first.get("checkpoint_version", 0)
     if isinstance(version, bool) or not isinstance(version, (int, float)) or not 0 <= version < 4:
-        raise CheckpointError(f"{path} has checkpoint_version {str(version)[:80]}; wanted 0 to 3")
+        found = str(version)[:80] if is_plain(version) else f"of the type {type(version).__name__}"
+        raise CheckpointError(f"{path} has checkpoint_version {found}; wanted 0 to 3")
     for key, wanted in _NETWORK.items():
         if key in values and values[key] not in wanted:
             raise UnsupportedError(
@@ -177,7 +179,7 @@ def gpt_settings(
     heads = _integer({"num_attention_heads": heads}, "num_attention_heads", 0, path)
     hidden = _integer(values, "hidden_size", positions[1], path)
     head_size = values.get("kv_channels")
-    if head_size is not None and head_size * heads != hidden:
+    if head_size is not None and _integer(values, "kv_channels", 1, path) * heads != hidden:
         wanted = f"hidden_size / num_attention_heads, {hidden / heads:g}"
         raise UnsupportedError(f"{path} has kv_channels = {str(head_size)[:80]}; this version runs {wanted}")
     eps = values.get("layernorm_epsilon", values.get("norm_epsilon", 1e-5))
@@ -186,7 +188,7 @@ def gpt_settings(
         hidden_size=hidden,
         num_heads=heads,
         mlp_size=_integer(values, "ffn_hidden_size", up[0] * len(stages[0]), path),
-        eps=float(eps) if isinstance(eps, (int, float)) else -1.0,
+        eps=float(eps) if isinstance(eps, float) or eps in (0, 1) else -1.0,
         activation=activation_of(values, path) if values else "gelu_new",
         version=version,
         tied=not values.get("untie_embeddings_and_output_weights", False),
@@ -206,5 +208,5 @@ def end_id(path: Path) -> int | None:
     """The id of <|endoftext|> in a vocab.json beside the ranks, else GPT-2's, as FasterTransformer does."""
     if not (path / "vocab.json").is_file():
         return _GPT2_END
-    found = read_json(path / "vocab.json", MAX_JSON_BYTES).get("<|endoftext|>")
+    found = read_json(path / "vocab.json").get("<|endoftext|>")
     return found if isinstance(found, int) and found >= 0 else None

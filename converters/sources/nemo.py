@@ -24,7 +24,8 @@ from tridecode.converters.sources.torch_file import StoredTensor, load, tensors_
 
 CONFIG_FILE = "model_config.yaml"
 _WEIGHTS = "model_weights.ckpt"
-_MAX_CONFIG_BYTES = 4 << 20
+_MAX_CONFIG_BYTES = 128 << 10  # of model_config.yaml, which has about 10 kB; PyYAML takes 10 us a byte
+_MAX_CONFIG_NODES = 20_000
 _PROMPT = re.compile(r"(?:.*\.)?prompt_table\.(.+)\.prompt_embeddings\.weight$")
 #: what a p-tuning archive holds beside its tables: the network that made them, and the frozen model's names
 _PROMPT_TRAINING = re.compile(r"(?:^|\.)(prompt_encoder|frozen_model)\.")
@@ -84,10 +85,32 @@ def open_prompts(path: Path) -> list[PromptTable]:
     return tables
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML without merge keys (<<), which multiply."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
+            raise yaml.constructor.ConstructorError(None, None, "it has merge keys", node.start_mark)
+
+
+def _is_small(values: Any) -> bool:
+    """Whether a tree has few nodes, each counted as often as aliases show it."""
+    stack, count = [values], 0
+    while stack:
+        node = stack.pop()
+        count += 1
+        if count > _MAX_CONFIG_NODES:
+            return False
+        stack += list(node.values()) if isinstance(node, dict) else node if isinstance(node, list) else []
+    return True
+
+
 def _config(archive: Archive) -> dict[str, Any]:
     try:
         text = archive.read(CONFIG_FILE, _MAX_CONFIG_BYTES).decode("utf-8")
-        values = yaml.load(text, Loader=yaml.SafeLoader)
+        values = yaml.load(text, Loader=_Loader)
+        if not _is_small(values):
+            raise ValueError(f"its aliases make more than {_MAX_CONFIG_NODES:,} values of it")
     except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
         found = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{archive.path}: {CONFIG_FILE} is not valid YAML: {found}") from None

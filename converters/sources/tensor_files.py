@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import struct
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,9 @@ from torch import Tensor
 from tridecode.backend.errors import CheckpointError, UnsupportedError
 from tridecode.converters.files import member, read_json, require_file
 from tridecode.converters.sources import TensorSource
+from tridecode.converters.sources.containers import check_archive, check_safetensors, foreign_format
+from tridecode.converters.sources.pickle_limits import PickleLimitError
+from tridecode.converters.sources.torch_file import check_pickle
 
 _OTHER_WEIGHTS = (
     "tf_model.h5",
@@ -35,8 +37,9 @@ def tensor_files(path: Path) -> TensorSource:
             listed = read_json(index).get("weight_map")
             if not isinstance(listed, dict) or not listed:
                 raise CheckpointError(f'{index} has no "weight_map"; wanted the file of each tensor')
-            files = {name: member(path, listed[name], index.name) for name in listed}
-            return source(sorted(set(files.values())))
+            names = {name for name in listed.values() if isinstance(name, str)}
+            others = (name for name in listed.values() if not isinstance(name, str))
+            return source(sorted(member(path, name, index.name) for name in (*others, *names)))
     foreign = next((name for name in _OTHER_WEIGHTS if (path / name).exists()), None)
     found = f"{foreign}, weights for another framework" if foreign else "no weights"
     raise CheckpointError(
@@ -67,6 +70,7 @@ class SafetensorsSource:
         self._files: dict[str, Any] = {}
         paths: dict[str, Path] = {}
         for path in files:
+            check_safetensors(path)
             try:
                 file = safe_open(str(path), framework="pt", device="cpu")
             except Exception as error:  # safetensors raises its own type, OSError and others
@@ -105,6 +109,7 @@ class PickleSource:
     def _load(path: Path) -> dict[str, Tensor]:
         check_archive(path)
         try:
+            check_pickle(path)
             try:
                 state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             except RuntimeError:  # written before torch 1.6: not a zip file, cannot be mapped
@@ -137,34 +142,11 @@ def _check_equal(name: str, first: Tensor, second: Tensor, first_file: Path, sec
     )
 
 
-def check_archive(path: Path) -> None:
-    """CheckpointError for a zip that would grow when it is read: torch stores its records uncompressed."""
-    if not zipfile.is_zipfile(path):
-        return
-    try:
-        with zipfile.ZipFile(path) as archive:
-            records = archive.infolist()
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
-        raise CheckpointError(f"{path} is not a readable zip file: {error}") from None
-    check_records(records, path.stat().st_size, str(path))
-
-
-def check_records(records: list[zipfile.ZipInfo], size: int, name: str) -> None:
-    """CheckpointError where a zip file's records are compressed or overlap. size: of the file; name: its."""
-    for record in records:
-        if record.compress_type != zipfile.ZIP_STORED:
-            found = (
-                f"{record.filename} is compressed ({record.compress_size:,} of {record.file_size:,} bytes)"
-            )
-            raise CheckpointError(f"{name}: {found}; torch.save stores tensors uncompressed")
-    total = sum(record.file_size for record in records)
-    if total > size:
-        raise CheckpointError(f"{name} holds {size:,} bytes; its records have {total:,}: they overlap")
-
-
 def _pickle_fault(error: Exception) -> str:
     """torch's finding in one line; its own texts are paragraphs of advice."""
     text = " ".join(str(error).split())
+    if isinstance(error, PickleLimitError):
+        return text
     name = re.search(r"GLOBAL (\S+)", text)
     if name:
         return f"it holds the Python object {name.group(1)}, and code is never run; wanted tensors only"
@@ -174,26 +156,3 @@ def _pickle_fault(error: Exception) -> str:
     if isinstance(error, (LookupError, ValueError, EOFError, struct.error)):  # of the unpickler's own reading
         return f"its pickle is damaged, or it is not a pickle ({type(error).__name__})"
     return f"{type(error).__name__}: {text}"
-
-
-_MAGIC = {
-    b"version https://git-lfs": "a Git LFS pointer; fetch the file itself (git lfs pull)",
-    b"GGUF": "a GGUF file",
-    b"PK\x03\x04": "a zip file, as torch.save writes it",
-    b"\x89HDF": "an HDF5 file (TensorFlow, Keras)",
-    b"<!DOCTYPE": "an HTML page",
-    b"<html": "an HTML page",
-}
-
-
-def foreign_format(path: Path) -> str:
-    """The format of a file by its first bytes, if its name says another; else ""."""
-    expected = {".gguf": b"GGUF", ".bin": b"PK\x03\x04"}.get(path.suffix)
-    with open(path, "rb") as file:
-        start = file.read(64)
-    if not start:
-        return "it is empty"
-    return next(
-        (f"it is {kind}" for magic, kind in _MAGIC.items() if magic != expected and start.startswith(magic)),
-        "",
-    )

@@ -22,10 +22,18 @@ import torch
 from torch import Tensor
 
 from tridecode.backend.errors import CheckpointError
-from tridecode.converters.sources.tensor_files import check_records, foreign_format
+from tridecode.converters.sources.containers import check_records, foreign_format, open_zip
+from tridecode.converters.sources.pickle_limits import (
+    MAX_PICKLE_BYTES,
+    BoundedUnpickler,
+    PickleLimitError,
+    is_plain,
+    ordered_dict_items,
+)
 
-_MAX_PICKLE_BYTES = 512 << 20
 _MAX_NODES, _MAX_DEPTH = 1_000_000, 32
+_MAX_DIMENSIONS = 16
+_MAX_NAME = 512  # characters of a name in a pickle, and of a storage's
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # of torch before 1.6
 _STORAGES = {
     "FloatStorage": torch.float32,
@@ -76,13 +84,15 @@ class Husk:
 
 
 class Arguments:
-    """An argparse.Namespace: its plain values, by name."""
+    """An argparse.Namespace: its plain values, by name; others are left out."""
 
     values: Mapping[str, Any] = MappingProxyType({})  # until it has a state; __init__ is not called
 
     def __setstate__(self, state: object) -> None:
         if isinstance(state, dict):
-            self.values = dict(state)
+            self.values = {
+                key: value for key, value in state.items() if isinstance(key, str) and is_plain(value)
+            }
 
 
 class _Fixed:
@@ -144,12 +154,13 @@ class _Call(_Fixed):
 
 def _rebuild(storage: object, offset: object, shape: object, stride: object, *rest: object) -> StoredTensor:
     dtype = next((value for value in rest if isinstance(value, torch.dtype)), None)
-    numbers = [offset, *shape, *stride] if isinstance(shape, tuple) and isinstance(stride, tuple) else [-1]
-    if not isinstance(storage, _Storage) or len(numbers) % 2 == 0 or len(shape) != len(stride):  # type: ignore[arg-type]
+    if not isinstance(storage, _Storage) or not isinstance(shape, tuple) or not isinstance(stride, tuple):
         raise ValueError("a tensor has no storage or no shape")
-    if not all(isinstance(number, int) and 0 <= number < 1 << 62 for number in numbers):
+    numbers = [offset, *shape[:_MAX_DIMENSIONS], *stride[:_MAX_DIMENSIONS]]
+    fits = len(shape) == len(stride) <= _MAX_DIMENSIONS
+    if not fits or not all(isinstance(number, int) and 0 <= number < 1 << 62 for number in numbers):
         raise ValueError("a tensor has an impossible shape")
-    assert isinstance(shape, tuple) and isinstance(stride, tuple) and isinstance(offset, int)
+    assert isinstance(offset, int)
     dtype = dtype or storage.dtype
     held = storage.elements * storage.dtype.itemsize // dtype.itemsize
     last = offset + sum((size - 1) * step for size, step in zip(shape, stride))
@@ -160,7 +171,7 @@ def _rebuild(storage: object, offset: object, shape: object, stride: object, *re
 
 #: what a pickle may name, beside dtypes and storages
 _KNOWN: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): OrderedDict,
+    ("collections", "OrderedDict"): _Call(lambda pairs=(): OrderedDict(ordered_dict_items(pairs))),
     ("torch", "Size"): _Call(lambda sizes=(): tuple(sizes)),
     ("torch._utils", "_rebuild_tensor"): _Call(_rebuild),
     ("torch._utils", "_rebuild_tensor_v2"): _Call(_rebuild),
@@ -170,31 +181,42 @@ _KNOWN: dict[tuple[str, str], Any] = {
 }
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: Any, region: Region):
-        super().__init__(file, encoding="utf-8", errors="replace")
-        self.region = region
+#: looked up here and not in torch, which would import its parts by name
+_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+
+class _Unpickler(BoundedUnpickler):
+    def __init__(self, file: Any, region: Region, only_tensors: bool):
+        super().__init__(file)
+        self.region, self._only_tensors = region, only_tensors
         self.storages: dict[str, list[_Storage]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("argparse", "Namespace"):
+        if len(module) + len(name) > _MAX_NAME:
+            raise ValueError("it names an object in too many characters")
+        if (module, name) == ("argparse", "Namespace") and not self._only_tensors:
             return Arguments
         if (module, name) in _KNOWN:
             return _KNOWN[module, name]
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
         if module.split(".")[0] == "torch" and name in _STORAGES:
             return _STORAGES[name]
+        if self._only_tensors:
+            raise PickleLimitError(
+                f"it holds the Python object {module}.{name}, and code is never run; wanted tensors only"
+            )
         return Husk
 
     def persistent_load(self, pid: Any) -> _Storage:
         kind, dtype, key, _, elements, *view = pid
-        if kind != "storage" or not isinstance(dtype, torch.dtype):
-            raise ValueError(f"it names a storage as {str(pid)[:80]}")
+        named = isinstance(key, (str, int)) and len(str(key)) <= _MAX_NAME
+        if not isinstance(kind, str) or kind != "storage" or not isinstance(dtype, torch.dtype) or not named:
+            raise ValueError("it names a storage in a way that torch.save does not")
         if any(part is not None for part in view):
             raise ValueError("a storage is a view of another one")
         if not isinstance(elements, int) or not 0 <= elements < 1 << 48:
-            raise ValueError(f"a storage has {elements} elements")
+            raise ValueError("a storage has no number of elements, or too many")
         storage = _Storage(dtype, elements, self.region)
         self.storages.setdefault(str(key), []).append(storage)
         return storage
@@ -235,34 +257,46 @@ def load(region: Region) -> Any:
 
     Raises CheckpointError for what is damaged, compressed or no such file.
     """
-    is_zip = False
     try:
-        raw: Any = _RegionFile(region)
-        with io.BufferedReader(raw) as file:
-            is_zip = zipfile.is_zipfile(file)
-            if is_zip:
-                return _load_zip(region, file)
-            file.seek(0)
-            return _load_legacy(region, file)
+        return _read(region)
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle makes the unpickler raise nearly anything
-        foreign = "" if is_zip or region.start else foreign_format(region.path)
+        foreign = "" if region.start else foreign_format(region.path)
+        foreign = "" if "torch.save" in foreign else foreign
         found = foreign or f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise CheckpointError(f"{region.name} is not a readable file of torch.save: {found}") from None
 
 
-def _load_zip(region: Region, file: io.BufferedReader) -> Any:
-    with zipfile.ZipFile(file) as archive:
+def check_pickle(path: Path) -> None:
+    """Raise what is wrong with a file of torch.save: UnpicklingError if its pickles cost more than a
+    checkpoint's or hold more than tensors, and nearly any other error for a damaged file.
+
+    torch's own unpickler has no limits, so this comes before it.
+    """
+    _read(Region.of_file(path), only_tensors=True)
+
+
+def _read(region: Region, only_tensors: bool = False) -> Any:
+    raw: Any = _RegionFile(region)
+    with io.BufferedReader(raw) as file:
+        if zipfile.is_zipfile(file):
+            return _load_zip(region, file, only_tensors)
+        file.seek(0)
+        return _load_legacy(region, file, only_tensors)
+
+
+def _load_zip(region: Region, file: io.BufferedReader, only_tensors: bool) -> Any:
+    with open_zip(file) as archive:
         records = {record.filename: record for record in archive.infolist()}
         check_records(list(records.values()), region.size, region.name)
         [pickled] = [name for name in records if name.rpartition("/")[2] == "data.pkl"]
         prefix = pickled[: -len("data.pkl")]
         if f"{prefix}byteorder" in records and archive.read(f"{prefix}byteorder") != b"little":
             raise ValueError("its numbers are big-endian")
-        if records[pickled].file_size > _MAX_PICKLE_BYTES:
+        if records[pickled].file_size > MAX_PICKLE_BYTES:
             raise ValueError(f"its pickle has {records[pickled].file_size:,} bytes")
-        unpickler = _Unpickler(io.BytesIO(archive.read(pickled)), region)
+        unpickler = _Unpickler(io.BytesIO(archive.read(pickled)), region, only_tensors)
     tree = unpickler.load()
     for key, storages in unpickler.storages.items():
         record = records[f"{prefix}data/{key}"]
@@ -277,17 +311,21 @@ def _load_zip(region: Region, file: io.BufferedReader) -> Any:
     return tree
 
 
-def _load_legacy(region: Region, file: io.BufferedReader) -> Any:
+def _load_legacy(region: Region, file: io.BufferedReader, only_tensors: bool) -> Any:
     """torch before 1.6: pickles of a magic number, a version, the system, the object and the storages' names,
     then the storages, each after its number of elements."""
-    if _Unpickler(file, region).load() != _LEGACY_MAGIC:
+    magic = _Unpickler(file, region, only_tensors).load()
+    if not isinstance(magic, int) or magic != _LEGACY_MAGIC:
         raise ValueError("its magic number is not torch's")
-    _, system = _Unpickler(file, region).load(), _Unpickler(file, region).load()
+    _, system = _Unpickler(file, region, only_tensors).load(), _Unpickler(file, region, only_tensors).load()
     if isinstance(system, dict) and system.get("little_endian") is False:
         raise ValueError("its numbers are big-endian")
-    unpickler = _Unpickler(file, region)
+    unpickler = _Unpickler(file, region, only_tensors)
     tree = unpickler.load()
-    for key in _Unpickler(file, region).load():
+    keys = _Unpickler(file, region, only_tensors).load()
+    if not isinstance(keys, list) or not all(map(is_plain, keys)):
+        raise ValueError("its storages have no names")
+    for key in keys:
         elements = int.from_bytes(file.read(8), "little")
         storages = unpickler.storages[key]
         start, size = file.tell(), elements * storages[0].dtype.itemsize
