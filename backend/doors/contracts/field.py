@@ -113,9 +113,14 @@ def special_tokens_field(name: str = "add_special_tokens") -> Field:
 
 
 def refused(
-    name: str, dtype: str, neutral: tuple = (), dims: tuple[int, ...] = (1,), declared: bool = True
+    name: str,
+    dtype: str,
+    neutral: tuple = (),
+    dims: tuple[int, ...] = (1,),
+    declared: bool = True,
+    kind: str = "value",
 ) -> Field:
-    return Field(name, dtype, dims=dims, declared=declared, refused=True, neutral=neutral)
+    return Field(name, dtype, dims=dims, kind=kind, declared=declared, refused=True, neutral=neutral)
 
 
 def with_parameters(

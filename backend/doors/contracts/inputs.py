@@ -125,7 +125,9 @@ def _refuse(field: Field, array: np.ndarray) -> None:
         raise UnsupportedError(f"{field.name} was sent, which this version does not implement; leave it out")
     values = [value for value in array.reshape(-1).tolist() if value not in field.neutral]
     if values:
-        found = f"{field.name} is {_short(values[0])}, which this version does not implement"
+        # errors are logged, prompts never
+        what = "has a text" if field.kind == "prompt" else f"is {_short(values[0])}"
+        found = f"{field.name} {what}, which this version does not implement"
         raise UnsupportedError(f"{found}; wanted {_short(field.neutral[0])} or none")
 
 

@@ -14,7 +14,7 @@ from tridecode.backend.doors.contracts.field import (
 
 _INPUTS = (
     Field("text_input", "STRING", "prompt; no chat template is applied", kind="prompt", required=True),
-    refused("decoder_text_input", "STRING", (b"",)),
+    refused("decoder_text_input", "STRING", (b"",), kind="prompt"),
     # required by TensorRT-LLM; ours, so that a request of the text alone is answered
     Field("max_tokens", "INT32", param="max_tokens", default="`config.pbtxt`'s `default_max_tokens`"),
     Field("num_return_sequences", "INT32", param="num_return_sequences"),

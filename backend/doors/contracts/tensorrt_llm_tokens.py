@@ -127,7 +127,7 @@ _WORDS = "words, one an element; empty ones are ignored"
 TENSORRT_LLM_PREPROCESSING = Contract(
     (
         Field("QUERY", "STRING", "prompt; no chat template is applied", kind="prompt", required=True),
-        refused("DECODER_QUERY", "STRING", (b"",)),
+        refused("DECODER_QUERY", "STRING", (b"",), kind="prompt"),
         refused("IMAGE_BYTES", "UINT8", dims=(-1, -1, -1, -1)),
         refused("IMAGE_URL", "STRING", (b"",)),
         refused("VIDEO_BYTES", "UINT8", dims=(-1, -1, -1, -1)),

@@ -7,11 +7,18 @@ import logging
 import os
 import time
 
+import msgspec
+import numpy as np
 import pytest
 
+from tests import fake_triton
+from tests.backend.doors.running import running
+from tests.backend.doors.tokenizers_at_hand import byte_level
+from tests.fake_engine import LIMITS, FakeEngine
 from tests.waiting import wait_until
 from tridecode.backend import log_format
-from tridecode.backend.doors.request_log import RequestLine, RequestLog, line_of
+from tridecode.backend.doors import text
+from tridecode.backend.doors.request_log import RequestLine, RequestLog, as_json, line_of
 from tridecode.backend.doors.request_times import GapCounts, RequestTimes
 from tridecode.backend.messages import Event
 
@@ -80,17 +87,17 @@ def test_a_log_that_nobody_reads_delays_nobody_and_what_is_left_out_is_counted(p
         slowest, count = max(slowest, (time.monotonic() - began) / 100), count + 100
         time.sleep(0.001)
     assert slowest < 0.005
-    text = ""
+    found = ""
 
     def drained() -> bool:
-        nonlocal text
-        text += text_of(read)
-        return "requests_left_out" in text
+        nonlocal found
+        found += text_of(read)
+        return "requests_left_out" in found
 
     wait_until(drained, 5, "the summary")
     log.close()
-    text += text_of(read)
-    lines = text.splitlines()
+    found += text_of(read)
+    lines = found.splitlines()
     shown = sum(" request " in line for line in lines)
     left_out = sum(int(one.split("lines=")[1].split()[0]) for one in lines if "requests_left_out" in one)
     assert shown + left_out == count and shown <= 3000
@@ -99,9 +106,9 @@ def test_a_log_that_nobody_reads_delays_nobody_and_what_is_left_out_is_counted(p
 def test_pieces_are_small_enough_that_a_pipe_keeps_them_whole(pipe):
     log = RequestLog("m", pipe[1]).start()
     times = RequestTimes(GapCounts())
-    for text in ("\U0001f600" * 1000, '"' * 1000, "a" * 1000):
+    for said in ("\U0001f600" * 1000, '"' * 1000, "a" * 1000):
         for _ in range(15):
-            log.put(line_of(times, text, "invalid_arg", None, 0, text))
+            log.put(line_of(times, said, "invalid_arg", None, 0, said))
     pieces = log._take(True)
     assert all(len(piece) <= 4096 and piece.endswith(b"\n") for piece in pieces)
     log.close()
@@ -148,3 +155,44 @@ def test_records_as_json_have_their_traceback():
     line = json.loads(formatter.format(record))
     assert (line["level"], line["message"], line["process"]) == ("error", "request 'a'", "door_0")
     assert "ValueError: broken" in line["traceback"]
+
+
+SECRET = "tell nobody of the purple elephant"
+#: what a client may send wrongly: inputs or, as parameters, fields that HTTP's generate endpoint hands over
+MISTAKES = {
+    "no mistake": {},
+    "too long": {"text_input": SECRET * 100},
+    "not UTF-8": {"text_input": SECRET.encode() + b"\xff"},
+    "a decoder's text": {"decoder_text_input": SECRET},
+    "a wrong length": {"max_tokens": -5},
+    "messages": {"messages": SECRET},
+    "prompt": {"prompt": SECRET},
+    "a misspelt field": {"text_inputs": SECRET},
+    "two texts": {"text_input": [SECRET, SECRET]},
+    "as a number": {"text_input": 5, "query": SECRET},
+}
+
+
+@pytest.mark.parametrize("as_parameters", [False, True])
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_no_line_has_text_of_a_prompt(tmp_path, monkeypatch, mistake, as_parameters):
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    written: list[str] = []
+    monkeypatch.setattr(RequestLog, "put", lambda log, line: written.append(as_json("m", line)))
+    inputs = {"text_input": "TYPE_STRING", "max_tokens": "TYPE_INT32"}
+    settings = {"tokenizer_dir": str(tmp_path)}
+    config = fake_triton.model_config("text", inputs, {"text_output": "TYPE_STRING"}, settings)
+    limits = msgspec.structs.replace(LIMITS, vocab_size=600)
+    sent = {"text_input": SECRET, "max_tokens": 3, **MISTAKES[mistake]}
+    extra = {name: sent.pop(name) for name in list(sent) if as_parameters and name not in inputs}
+    arrays = {}
+    for name, value in sent.items():
+        row = value if isinstance(value, list) else [value]
+        arrays[name] = np.array([row], np.int32 if isinstance(value, int) else object)
+    with running(text.TritonPythonModel, config, FakeEngine(limits=limits), str(tmp_path)) as door:
+        fake_triton.ask(door, fake_triton.InferenceRequest(arrays, parameters=extra))
+        wait_until(lambda: written)
+    assert len(written) == 1
+    for word in ("nobody", "purple", "elephant"):
+        assert word not in written[0]

@@ -112,7 +112,7 @@ def test_words_are_elements_and_not_csv(pre):
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"DECODER_QUERY": strings([["x"]])}, "DECODER_QUERY is 'x'"),
+        ({"DECODER_QUERY": strings([["x"]])}, "DECODER_QUERY has a text"),
         ({"EMBEDDING_BIAS_WEIGHTS": np.ones((1, 1), np.float32)}, "EMBEDDING_BIAS_WEIGHTS is 1.0"),
         ({"QUERY": strings([["a", "b"]])}, "QUERY has shape [1, 2]; wanted [B, 1]"),
         ({"QUERY": strings([[b"\xff"]])}, "QUERY of row 0 is not valid UTF-8"),

@@ -692,7 +692,7 @@ BAD = {
         "INVALID_ARG",
         "1 rows of 201 tokens have 482,400 bytes of logits; this model accepts 300,000 (max_logits_bytes",
     ),
-    "decoder text": (tensors("a", decoder_text_input="x"), "UNSUPPORTED", "decoder_text_input is 'x'"),
+    "decoder text": (tensors("a", decoder_text_input="x"), "UNSUPPORTED", "decoder_text_input has a text"),
     "bias": (tensors("a", embedding_bias_words=["x"]), "UNSUPPORTED", "embedding_bias_words is 'x'"),
 }
 
