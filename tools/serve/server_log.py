@@ -7,14 +7,18 @@ frozen or dead, and tritonserver must not wait. The doors and the engine write t
 from __future__ import annotations
 
 import ctypes
+import json
 import mmap
 import os
 import re
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from typing import TextIO
+
+from tridecode.backend import log_format
 
 _EVERY_S = 0.1
 _READ_BYTES = 1 << 20
@@ -22,6 +26,8 @@ _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate: free the memory of what was read
 
 #: a line of Triton's log without a message: a table follows
 _TABLE = re.compile(r"[IWE]\d{4} \S+ \d+ \S+\] ?$")
+_LINE = re.compile(r"([IWE])\d{4} \S+ \d+ (\S+\] .*)", re.DOTALL)
+_LEVELS = {"I": "info", "W": "warning", "E": "error"}
 #: what Triton calls errors on a machine without a GPU
 _WITHOUT_GPU = re.compile(r"CudaDriverHelper has not been initialized|unable to create stream for \S+: CUDA")
 #: failures of models to load, which `serve` reports with their reason
@@ -29,6 +35,14 @@ _LOAD_FAILURE = re.compile(
     r"^[IE]\d{4} .*(ERROR: Failed to create instance: |Failed to initialize Python stub: |failed to load '|"
     r"depends on '.* which has no loaded version|failed to load all models)"
 )
+
+
+def as_json(line: str) -> str:
+    """A line of Triton's log as our JSON lines are."""
+    found = _LINE.match(line)
+    letter, message = found.groups() if found else ("I", line)
+    fields = {"time": log_format.timestamp(time.time()), "level": _LEVELS[letter], "logger": "tritonserver"}
+    return json.dumps({**fields, "message": message})
 
 
 class LogFilter:
@@ -112,8 +126,9 @@ class ServerLog:
 
     def _print(self, lines: Sequence[str]) -> None:
         if lines:
+            shown = map(as_json, lines) if log_format.chosen() == "json" else lines
             try:
-                self._out.write("\n".join(lines) + "\n")
+                self._out.write("\n".join(shown) + "\n")
                 self._out.flush()
             except (OSError, ValueError):
                 pass  # nobody reads stderr any more

@@ -13,6 +13,7 @@ from tests.tools.serve.fakes import executable, repository
 from tridecode.backend.errors import ConfigError
 from tridecode.tools import cli
 from tridecode.tools.serve import triton_access, tritonserver
+from tridecode.tools.serve.command import _choose_logs
 from tridecode.tools.serve.options import ServeOptions
 from tridecode.tools.serve.ports import free_ports
 
@@ -154,3 +155,14 @@ def test_gpu_metrics_are_left_out_where_there_is_no_gpu(tmp_path, monkeypatch, g
     if gpu:
         executable(tmp_path / "nvidia-smi", "#!/bin/sh\n")
     assert ("--allow-gpu-metrics=false" in ServeOptions(tmp_path).server_arguments()) != gpu
+
+
+def test_the_log_s_format_reaches_every_process_by_the_environment(monkeypatch):
+    for name in ("TRIDECODE_LOG_FORMAT", "TRIDECODE_REQUEST_LOG"):
+        monkeypatch.setenv(name, "")
+    _choose_logs(None, None)
+    assert (os.environ["TRIDECODE_LOG_FORMAT"], os.environ["TRIDECODE_REQUEST_LOG"]) == ("", "")
+    _choose_logs("json", False)
+    assert (os.environ["TRIDECODE_LOG_FORMAT"], os.environ["TRIDECODE_REQUEST_LOG"]) == ("json", "off")
+    with pytest.raises(ConfigError, match="--log-format is 'xml'; wanted text or json"):
+        _choose_logs("xml", None)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 
 import pytest
 
 from tests.waiting import wait_until
-from tridecode.tools.serve.server_log import LogFilter, ServerLog
+from tridecode.tools.serve.server_log import LogFilter, ServerLog, as_json
 from tridecode.tools.serve.serving import _failures
 from tridecode.tools.serve.triton_http import ModelState
 
@@ -113,3 +114,11 @@ def test_one_reason_is_said_once_with_every_model_that_has_it():
         f"models a, b could not be loaded: {device}",
         "model c could not be loaded: no such weights",
     ]
+
+
+def test_lines_of_triton_are_json_objects_where_that_is_the_format():
+    line = 'W1126 10:01:44.4 11963 http_server.cc:471] "a \\"word\\""'
+    found = json.loads(as_json(line))
+    assert (found["level"], found["logger"]) == ("warning", "tritonserver")
+    assert found["message"] == 'http_server.cc:471] "a \\"word\\""'
+    assert json.loads(as_json("Signal (15) received."))["message"] == "Signal (15) received."
