@@ -16,10 +16,10 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from tridecode.backend.config import ModelConfig, check_ranks
+from tridecode.backend.config import ModelConfig, check_ranks, read_engine_config
 from tridecode.backend.errors import CheckpointError, ConfigError
 from tridecode.backend.lora import CONFIG_FILE as PEFT_CONFIG
-from tridecode.backend.models import family
+from tridecode.backend.models import check_context, family
 from tridecode.backend.quantization import Quantization
 from tridecode.converters.adapters import merge, write_targets
 from tridecode.converters.checkpoint import open_checkpoint
@@ -168,6 +168,7 @@ def build_repo(
         "pipeline_para_size": pipeline_para_size,
     }
     engine = engine_texts(settings, "engine settings")
+    _check_length(engine, config, console)
     hf_tokenizer = _tokenizer(
         checkpoint, Path(tokenizer) if tokenizer is not None else None, models(has_tokenizer=False), console
     )
@@ -260,6 +261,17 @@ def _default_dtype(console: Console) -> str | None:
         return None
     console.print("dtype: fp32, because this machine has no GPU (a CPU is fastest in it)")
     return "fp32"
+
+
+def _check_length(engine: Mapping[str, str], config: ModelConfig, console: Console) -> None:
+    """ConfigError where the model cannot compute max_sequence_tokens; a warning beyond its positions."""
+    longest = read_engine_config(dict(engine), "engine settings").max_sequence_tokens or 0
+    check_context(config, longest)
+    if longest > config.max_positions:
+        console.print(
+            f"[yellow]warning[/]: max_sequence_tokens {longest:,} is beyond the model's "
+            f"{config.max_positions:,} positions; its answers to longer texts may be poor"
+        )
 
 
 def _check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, console: Console) -> None:

@@ -42,9 +42,9 @@ def parity_faults(repository: Path, weights: Path, tokenizer_dir: str | None) ->
         )
         return
     if isinstance(reference, dict) and reference.get("independent") is False:
-        found = f"a comparison with transformers' model of the files of {reference.get('of')}"
+        own = f"a comparison with transformers' model of the files of {reference.get('of')}"
         fix = "A wrong config.ini of that directory does not show; build with --reference CHECKPOINT."
-        yield Finding("warning", PARITY_FILE, found, "one with the checkpoint that they were made from", fix)
+        yield Finding("warning", PARITY_FILE, own, "one with the checkpoint that they were made from", fix)
     for was, wanted, advice in grade_faults(parity):
         yield Finding("warning", PARITY_FILE, was, wanted, advice)
     tokenizer_file = None if tokenizer_dir is None else repository / tokenizer_dir / "tokenizer.json"
@@ -62,7 +62,7 @@ def parity_faults(repository: Path, weights: Path, tokenizer_dir: str | None) ->
         return
     listed = parity.get("checksums")
     differing = [
-        name for name, own in found.items() if not isinstance(listed, dict) or listed.get(name) != own
+        name for name, sha in found.items() if not isinstance(listed, dict) or listed.get(name) != sha
     ]
     for name in differing:
         yield _changed(name, weights, MANIFEST_FILE not in differing)

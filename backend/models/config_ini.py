@@ -177,12 +177,12 @@ def parse_ini(text: str, path: Path) -> dict[str, IniSection]:
         raise _repeated(path, error.section) from None
     except configparser.Error as error:
         raise ConfigError(f"{path} is not a valid INI file: {' '.join(str(error).split())}") from None
-    found: dict[str, IniSection] = {}
+    sections: dict[str, IniSection] = {}
     for name in parser.sections():
-        if name.lower() in found:
+        if name.lower() in sections:
             raise _repeated(path, name)
-        found[name.lower()] = IniSection(path, name, dict(parser[name]))
-    return found
+        sections[name.lower()] = IniSection(path, name, dict(parser[name]))
+    return sections
 
 
 def _repeated(path: Path, section: str) -> ConfigError:

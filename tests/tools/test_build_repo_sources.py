@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.checkpoints import save, tiny_gpt2, tiny_tokenizer
+from tests.checkpoints import save, tiny_gpt2, tiny_llama, tiny_tokenizer
 from tridecode.backend.errors import CheckpointError, ConfigError
 from tridecode.converters import parity_reference
 from tridecode.converters.checkpoint import open_checkpoint
@@ -106,3 +106,18 @@ def test_without_a_reference_parity_says_so_and_still_tells_other_bytes(tmp_path
     parity["passed"] = False
     (tmp_path / "repo/PARITY.json").write_text(json.dumps(parity))
     assert "no passed comparison" in {finding.found for finding in check_repo(tmp_path / "repo")}
+
+
+def test_more_tokens_than_a_learned_table_has_are_refused_before_anything_is_written(tmp_path):
+    source = save(tiny_gpt2(), tmp_path / "hf", tokenizer=False)
+    with pytest.raises(
+        ConfigError, match="max_sequence_tokens is 129; .*a learned table, model.wpe, of 128 rows"
+    ):
+        build_repo(source, tmp_path / "repo", engine_settings={"max_sequence_tokens": 129})
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_more_tokens_than_positions_that_are_computed_are_built_with_a_warning(tmp_path):
+    source = save(tiny_llama(), tmp_path / "hf", tokenizer=False)
+    said = built(source, tmp_path / "repo", engine_settings={"max_sequence_tokens": 256}, parity=False)
+    assert "warning: max_sequence_tokens 256 is beyond the model's 128 positions" in said
