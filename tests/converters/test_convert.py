@@ -462,3 +462,43 @@ def test_a_dtype_that_is_none_is_refused(tmp_path):
     save(tiny_gpt2(), tmp_path / "hf", tokenizer=False)
     with pytest.raises(ConfigError, match="dtype is 'int8'; wanted one of fp32, fp16, bf16"):
         plan_conversion(open_checkpoint(tmp_path / "hf"), "int8")
+
+
+def edited(tmp_path: Path, **values) -> Path:
+    """A LLaMA whose config.json has other values."""
+    source = save(FAMILIES["llama"](), tmp_path / "hf", tokenizer=False)
+    raw = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**raw, **values}))
+    return source
+
+
+def test_ids_of_another_vocabulary_are_no_ids_of_the_model(tmp_path):
+    (source := edited(tmp_path, eos_token_id=50256, bos_token_id=50256))
+    (source / "generation_config.json").unlink(missing_ok=True)
+    config = plan_conversion(open_checkpoint(source)).config
+    assert (config.start_id, config.end_id) == (0, -1)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"rms_norm_eps": 7.0}, r"\[llama\] layernorm_eps = 7.0; wanted 0 to 1"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1.0}},
+            "rope_theta = 1.0; wanted more than 1",
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 4.0,
+                    "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+                }
+            },
+            "rope_high_freq_factor = 4.0; wanted more than rope_low_freq_factor = 4.0",
+        ),
+        ({"max_position_embeddings": 1 << 25}, "max_pos_seq_len = 33554432; wanted 16777216 or less"),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_whose_directory_would_not_load_is_refused_before_it_is_written(tmp_path, values, said):
+    with pytest.raises(CheckpointError, match="makes a model that does not load: .*" + said):
+        plan_conversion(open_checkpoint(edited(tmp_path, **values)))
