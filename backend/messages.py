@@ -305,7 +305,7 @@ class RankDigest(msgspec.Struct, frozen=True, tag="rank_digest"):
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """Exit now, without draining: open requests get an error."""
+    """Exit now, without draining and without a word to the doors, which the supervisor has told."""
 
 
 BEAT_S = 0.25  # heartbeats of ranks and of the supervisor

@@ -205,7 +205,7 @@ class EngineConnection:
             self.changed.notify_all()
         if state.phase == "ready" and self.engine.socket is None:
             self.engine.connect(state.endpoint)
-        elif state.phase == "down":
+        elif state.phase in ("down", "stopping"):  # a supervisor that stops alone is replaced by a door
             self.requests.fail_new(_down_text(state))
         elif state.phase not in ("ready", "starting"):
             self.requests.fail_all(_down_text(state))

@@ -66,15 +66,13 @@ class DecodeLoop:
         self.front.wake()
 
     def run(self) -> None:
-        """Until `stop`; then every open request ends with an error. Raises what a step raises, except
-        out-of-memory."""
+        """Until `stop`. Open requests get no more events: the supervisor tells the doors, which end them or
+        give them to the next engine. Raises what a step raises, except out-of-memory."""
         self.status.loop = threading.current_thread()
         try:
             self._serve()
         finally:
             self.status.loop = None
-        self.scheduler.fail_all(CapacityError("the engine is being stopped"))
-        self.front.send(self.scheduler.take_events())
 
     def _serve(self) -> None:
         pending: deque[tuple[StepPlan, Pending]] = deque()

@@ -230,11 +230,6 @@ class Scheduler:
             self.cancel(owner, request)
         self.sessions.end_door(door)
 
-    def fail_all(self, error: TridecodeError) -> None:
-        """End every request with the error."""
-        for group in [group for groups in self._requests.values() for group in groups]:
-            self._end_group(group, Finish.ERROR, error)
-
     def take_events(self) -> list[tuple[bytes, Event]]:
         """What happened since the last call, in order, each with its door."""
         events, self._events = self._events, []

@@ -397,6 +397,17 @@ def test_streams_of_a_dead_or_frozen_engine_are_unbroken(repository, how):
     assert service.triton == triton
 
 
+def test_a_supervisor_that_is_stopped_alone_breaks_no_stream(repository):
+    service = repository()
+    streams = [service.streaming(tokens=150) for _ in range(4)]
+    service.process("tridecode.backend.supervisor").terminate()
+    for stream in streams:
+        assert stream.done.wait(20) and not stream.error
+        assert stream.last[0, 0, 3:].tolist() == toy_tokens(
+            [5, 6, 7], 150, SamplingParams(), LIMITS.vocab_size
+        )
+
+
 def test_a_killed_supervisor_is_replaced_by_a_door(repository):
     service = repository()
     triton, stream = service.triton, service.streaming(resume=False)

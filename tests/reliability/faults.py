@@ -312,6 +312,7 @@ def schedule(ranks: int = 1) -> list[Fault]:
         Fault("fill:disk", _fill_disk, 8.0, on_disk=True),
         Fault("fill:disk+kill:rank0", _fill_and_kill, 20.0, on_disk=True, rebuilds=True, unbroken=True),
         Fault("kill:starts", _kill_starts, rebuilds=True),
+        Fault("stop:supervisor", _signal("supervisor", signal.SIGTERM), rebuilds=True, unbroken=True),
         Fault("vanish:clients", _vanishing_clients),
     ]
     return faults

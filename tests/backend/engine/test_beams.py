@@ -15,6 +15,7 @@ from tests.backend.engine.offline_models import hf_greedy, offline_engine, promp
 from tests.backend.engine.toy_device import DOOR, VOCAB, Run, ToyDevice, expected, limits, toy_logits
 from tests.backend.hf_models import bloom, gpt2, llama
 from tridecode.backend.engine.offline import Generation
+from tridecode.backend.engine.sequence import Finish
 from tridecode.backend.errors import CapacityError, RequestError
 from tridecode.backend.messages import SamplingParams
 
@@ -369,7 +370,8 @@ def test_a_request_that_is_ended_gives_all_back_and_ends_once(params, count, ste
         run.now = 6.0
         run.scheduler.plan()
     else:
-        run.scheduler.fail_all(CapacityError("the end"))
+        (group,) = run.scheduler._requests[DOOR, 1]  # as where its adapter cannot be loaded
+        run.scheduler._end_group(group, Finish.ERROR, CapacityError("the end"))
     cache = run.scheduler.cache
     assert (cache.pool.num_free, cache.reserved, cache.num_free_slots) == (40, 0, 4)
     run.take(run.scheduler.take_events())
