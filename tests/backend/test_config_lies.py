@@ -73,6 +73,7 @@ FREE = {"model_name", "model_variant", "tensor_para_size"}
 ADDED = {
     "expert_num": (8, "this version runs one MLP in each layer"),
     "moe_layers": ("[0, 2]", "this version runs one MLP in each layer"),
+    "end_ids": ("330", "all tokens that end a text, end_id = "),
     "weight_quantization": ("int3", "this version runs none, int8"),
     "head_num_per_layer": ("1 2 3 4 5 6 7", "one for each of num_layer"),
 }
@@ -114,6 +115,24 @@ def test_each_added_key_is_refused(tmp_path, name, key):
     value, wanted = ADDED[key]
     said = refusal(tmp_path, ini(name) + f"{key} = {value}\n")
     assert key in said and wanted in said, said
+
+
+END_IDS = {
+    "5 331": "16 tokens or fewer, of 0 to 330",
+    " ".join(map(str, range(17))): "16 tokens or fewer, of 0 to 330",
+    "5 -1": "whole numbers of 0 or more",
+    "5 six": "numbers",
+}
+
+
+@pytest.mark.parametrize("ids", END_IDS)
+def test_end_ids_that_no_engine_can_have_are_refused(tmp_path, ids):
+    text = re.sub(r"^end_id = .*$", f"end_id = 5\nend_ids = {ids}", ini("llama"), flags=re.M)
+    said = refusal(tmp_path, text)
+    assert "end_ids = " in said and END_IDS[ids] in said, said
+    (tmp_path / "config.ini").write_text(text.replace(f"end_ids = {ids}", "end_ids = 9, 5 7"))
+    config = read_model_config(tmp_path)
+    assert (config.end_id, config.more_end_ids) == (5, (9, 7))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
