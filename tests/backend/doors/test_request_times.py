@@ -13,6 +13,7 @@ from tridecode.backend.doors import request_times
 from tridecode.backend.doors.door_metrics import DoorMetrics
 from tridecode.backend.doors.metric_families import BucketCounters, Families, Totals, publishing
 from tridecode.backend.doors.metric_table import BEAT_METRICS, BUCKETS, Metric
+from tridecode.backend.doors.open_requests import ResumeCounts
 from tridecode.backend.doors.request_times import GapCounts, RequestTimes
 from tridecode.backend.messages import BeamStep, EngineBeat, Event
 
@@ -152,6 +153,9 @@ class Link:
 
     def beat(self) -> EngineBeat | None:
         return self.found
+
+    def resumed(self) -> ResumeCounts:
+        return ResumeCounts()
 
 
 def test_values_wait_for_the_next_publication_and_are_bounded(registry, tmp_path, monkeypatch):
