@@ -17,15 +17,28 @@ from pathlib import Path
 
 CPU_TORCH = "torch==2.13.0"  # what needs torch must not bring the build for CUDA, of 3 GB
 _MARK = ".installed"
+#: for FasterTransformer's programs, as docs/clients.md has them: np.bool is in numpy until 1.23
+FASTERTRANSFORMER = (
+    "tritonclient[http,grpc]==2.50.0",
+    "numpy==1.23.5",
+    "transformers==4.57.6",
+    "regex==2026.11.19",
+    "tqdm==4.70.1",
+    "pandas==2.0.3",
+)
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What pip installs. package: the distribution whose version the table shows. limit_s: for pip."""
+    """What pip installs. package: the distribution whose version the table shows. beside: those whose version
+    it shows in brackets. forced: distributions that are installed although their own requirements say
+    otherwise. limit_s: for pip."""
 
     package: str
     requirements: tuple[str, ...]
     limit_s: float = 600.0
+    beside: tuple[str, ...] = ()
+    forced: tuple[str, ...] = ()
 
 
 ENVIRONMENTS = {
@@ -34,23 +47,24 @@ ENVIRONMENTS = {
     "genai-perf": Environment("genai-perf", ("genai-perf", CPU_TORCH), 900.0),
     "aiperf": Environment("aiperf", ("aiperf",), 900.0),
     "litellm": Environment("litellm", ("litellm",)),
-    "llama-index": Environment("llama-index-llms-nvidia-triton", ("llama-index-llms-nvidia-triton",)),
-    "langchain": Environment("langchain-nvidia-trt", ("langchain-nvidia-trt", "langchain-core<0.3")),
-    # programs that come as source alone share one: FasterTransformer's use np.bool, which numpy 1.24 removed
-    "programs": Environment(
-        "tritonclient",
-        (
-            "tritonclient[http,grpc]==2.50.0",
-            "numpy<1.24",
-            "transformers<5",
-            "regex",
-            "tqdm",
-            "pandas<2.1",
-            "tabulate",
-            CPU_TORCH,
-        ),
-        900.0,
+    "llama-index": Environment(
+        "llama-index-llms-nvidia-triton",
+        ("llama-index-llms-nvidia-triton",),
+        beside=("llama-index-core",),
     ),
+    "langchain": Environment(
+        "langchain-nvidia-trt",
+        ("langchain-nvidia-trt", "langchain-core<0.3"),
+        beside=("langchain-core",),
+    ),
+    "langchain-newest": Environment(
+        "langchain-nvidia-trt",
+        ("langchain", "tritonclient[all]"),
+        beside=("langchain-core",),
+        forced=("langchain-nvidia-trt==0.0.1rc0",),
+    ),
+    # programs that come as source alone share one
+    "programs": Environment("tritonclient", (*FASTERTRANSFORMER, "tabulate==0.10.0", CPU_TORCH), 900.0),
     "triton-cli": Environment(
         "tritonclient",
         ("tritonclient[http,grpc]", "directory-tree", "docker", "prometheus-client", "psutil", "rich")
@@ -78,7 +92,8 @@ class Installed:
 def install(name: str, cache: Path, refresh: bool = False) -> Installed:
     """The environment `name`, made where the cache does not have it. refresh: newest versions again."""
     wanted = ENVIRONMENTS[name]
-    key = hashlib.sha256(repr((wanted.requirements, sys.version_info[:2])).encode()).hexdigest()[:8]
+    parts = (wanted.requirements + wanted.forced, sys.version_info[:2])
+    key = hashlib.sha256(repr(parts).encode()).hexdigest()[:8]
     folder = cache / "environments" / f"{name}-{key}"
     if refresh or not (folder / _MARK).exists():
         shutil.rmtree(folder, ignore_errors=True)
@@ -88,7 +103,9 @@ def install(name: str, cache: Path, refresh: bool = False) -> Installed:
             return Installed(failure=failure)
         (folder / _MARK).touch()
     python = folder / "bin" / "python"
-    return Installed(python, _version(python, wanted.package))
+    versions = [_version(python, package) for package in (wanted.package, *wanted.beside)]
+    others = ", ".join(map(" ".join, zip(wanted.beside, versions[1:])))
+    return Installed(python, f"{versions[0]} ({others})" if others else versions[0])
 
 
 def _create(folder: Path, wanted: Environment) -> str:
@@ -96,8 +113,9 @@ def _create(folder: Path, wanted: Environment) -> str:
     folder.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + wanted.limit_s
     failure = _run([sys.executable, "-m", "venv", str(folder)], deadline)
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", *wanted.requirements]
-    return failure or _run(pip, deadline)
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+    failure = failure or _run([*pip, *wanted.requirements], deadline)
+    return failure or (_run([*pip, "--no-deps", *wanted.forced], deadline) if wanted.forced else "")
 
 
 def _run(command: list[str], deadline: float) -> str:

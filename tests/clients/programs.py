@@ -102,6 +102,10 @@ LIBRARIES = [
         options=("--uint32-text-inputs",),
         flag="`langchain-core<0.3`",
     ),
+    replace(
+        *_calls("LangChain TritonTensorRTLLM", "langchain_calls.py", "langchain-newest", {"invoke": BLS}),
+        use="`invoke`, newest LangChain",
+    ),
 ]
 
 _CURL = ("curl", "-sN", "--fail-with-body", "--max-time", "60")
