@@ -43,6 +43,8 @@ REFUSED = [
     (("check", "absent"), "absent: found no directory; wanted a model repository"),
     (("doctor", "--gpu-memory", "much"), "--gpu-memory is 'much'"),
     (("adapters", "list", "absent"), "absent/fastertransformer/config.pbtxt cannot be read"),
+    (("evaluate-lambada", "--data", "absent"), "absent cannot be read"),
+    (("evaluate-lambada", "--data", "absent", "--definition", "x"), "--definition x: wanted"),
     (("serve", "absent"), "absent is not a directory"),
     (("bench", "engine", "--preset", "gpt5"), "no preset 'gpt5'"),
 ]

@@ -58,13 +58,22 @@ def evaluate_lambada(
       tridecode evaluate-lambada --data lambada_test.jsonl --reference bigscience/bloom-560m
       tridecode evaluate-lambada --data lambada_test.jsonl --repository models
     """
-    from rich.console import Console
-
-    from tridecode.tools.evaluate.lambada import DEFINITIONS
-    from tridecode.tools.evaluate.run import evaluate
+    from tridecode.backend.config import DTYPES
+    from tridecode.converters.model_source import find_model
+    from tridecode.tools.evaluate.lambada import DEFINITIONS, read_items
 
     if definition != "both" and definition not in DEFINITIONS:
         raise ConfigError(f"--definition {definition}: wanted {', '.join(DEFINITIONS)} or both")
+    if reference_dtype not in DTYPES:
+        raise ConfigError(f"--reference-dtype {reference_dtype}: wanted {', '.join(DTYPES)}")
+    read_items(data, limit)
+    if reference is not None:
+        find_model(reference)  # the report has the name as given
+
+    from rich.console import Console
+
+    from tridecode.tools.evaluate.run import evaluate  # imports torch
+
     result = evaluate(
         data,
         url,
