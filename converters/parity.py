@@ -206,7 +206,9 @@ def check_parity(
     tokenizer, compared_tokenizer = None, TokenizerParity()
     if tokenizer_file is not None:
         tokenizer = Tokenizer.from_file(str(tokenizer_file))
-        compared_tokenizer = compare_tokenizers(tokenizer, source_tokenizer or load_tokenizer(checkpoint))
+        compared_tokenizer = compare_tokenizers(
+            tokenizer_file.parent, tokenizer, source_tokenizer or load_tokenizer(checkpoint)
+        )
     # a directory may have padding rows that its checkpoint lacks, and the reverse
     shared = replace(config, vocab_size=shared_vocabulary(checkpoint, config))
     described = fixed_prompts(tokenizer, shared)

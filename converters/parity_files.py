@@ -12,10 +12,14 @@ from torch.nn import Module
 from transformers import PreTrainedTokenizerBase
 
 from tridecode.backend.models import read_model_config
+from tridecode.backend.text.detokenizer import TokenizerView
+from tridecode.backend.text.tokenizer_files import cleans_up
 from tridecode.backend.weights import WeightReader
 from tridecode.converters.progress import byte_progress
 from tridecode.converters.tokenizer import PROBES
 
+#: what transformers' clean_up_tokenization_spaces changes
+_BLANKS = "Well , it 's here ! Is n't it ? I 'm sure we 've seen ' them ' , they 're late ."
 _MAX_DAMAGED = 20  # names in PARITY.json
 
 
@@ -37,16 +41,17 @@ class TokenizerParity:
         return self.file == "none" or self.agreement == 1.0
 
 
-def compare_tokenizers(written: Tokenizer, source: PreTrainedTokenizerBase) -> TokenizerParity:
-    """Compare a door's tokenizer with transformers' on PROBES: ids, and their text without special tokens."""
+def compare_tokenizers(folder: Path, written: Tokenizer, source: PreTrainedTokenizerBase) -> TokenizerParity:
+    """Compare a door's tokenizer with transformers' on PROBES: ids, and their text without special tokens, as
+    a door writes it and as transformers' decode gives it by default. folder: the door's, of `written`."""
+    view = TokenizerView(written, True, cleans_up(folder, written))
     agree = round_trips = 0
-    for probe in PROBES:
+    for probe in (*PROBES, _BLANKS):
         ids, wanted = written.encode(probe).ids, source(probe).input_ids
-        text = written.decode(ids)
-        theirs = source.decode(wanted, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        agree += ids == wanted and text == theirs
-        round_trips += text == probe
-    return TokenizerParity("tokenizer.json", agree / len(PROBES), round_trips / len(PROBES))
+        text = view.text(view.shown(ids))
+        agree += ids == wanted and text == source.decode(wanted, skip_special_tokens=True)
+        round_trips += text == probe and probe in PROBES
+    return TokenizerParity("tokenizer.json", agree / (len(PROBES) + 1), round_trips / len(PROBES))
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from tridecode.converters.files import MAX_JSON_BYTES, read_json, require_file
 from tridecode.converters.gguf_tokenizer import is_tokenizer, load_gguf_tokenizer
 from tridecode.converters.sentencepiece_tokenizer import MODEL_FILE, load_sentencepiece
 
+_CLEAN_UP = "clean_up_tokenization_spaces"
 #: any of these sets makes a tokenizer
 _SOURCES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 #: copied where the source has them
@@ -112,6 +113,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, source: Path | None, dire
             if (source / name).is_file():
                 shutil.copyfile(require_file(source / name, MAX_JSON_BYTES), directory / name)
     _make_readable_everywhere(directory / "tokenizer_config.json")
+    _keep_clean_up(tokenizer, directory / "tokenizer_config.json")
     written = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     written.no_truncation()  # transformers sets both for each call; a door must never cut or pad a prompt
     written.no_padding()
@@ -128,6 +130,14 @@ def _is_rebuilt(tokenizer: PreTrainedTokenizerBase, source: Path) -> bool:
     if (source / "tokenizer.json").is_file():
         return False
     return type(tokenizer) is PreTrainedTokenizerFast or not (source / "tokenizer_config.json").is_file()
+
+
+def _keep_clean_up(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+    """Write the setting that the tokenizer's class has, where the file does not: doors read the file."""
+    settings = read_json(path) if path.is_file() else {}
+    if bool(settings.get(_CLEAN_UP, False)) != bool(tokenizer.clean_up_tokenization_spaces):
+        changed = {**settings, _CLEAN_UP: bool(tokenizer.clean_up_tokenization_spaces)}
+        path.write_text(json.dumps(changed, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _make_readable_everywhere(path: Path) -> None:

@@ -36,6 +36,7 @@ ALLOWED = {
         "backend.lora",
         "backend.lora_tensors",
         "backend.manifest",
+        "backend.text",
         "backend.prompt_learning",
         "backend.quantization",
         "backend.sampling_params",

@@ -17,8 +17,8 @@ import numpy as np
 from tridecode.backend.doors.contracts.ensemble import POSTPROCESSING
 from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.door import UnaryDoor
+from tridecode.backend.doors.settings import door_view
 from tridecode.backend.errors import RequestError
-from tridecode.backend.text.detokenizer import TokenizerView
 
 
 class TritonPythonModel(UnaryDoor):
@@ -27,7 +27,7 @@ class TritonPythonModel(UnaryDoor):
 
     def initialize(self, args: Mapping[str, str]) -> None:
         super().initialize(args)
-        self.view = TokenizerView(self.tokenizer, self.settings.skip_special_tokens)
+        self.view = door_view(self.settings, self.tokenizer, self.settings.skip_special_tokens)
 
     def answer(self, inputs: Inputs) -> dict[str, Any]:
         """OUTPUT: (B * K,) UTF-8 bytes of TOKENS_BATCH (B, K, L)."""
@@ -46,4 +46,4 @@ class TritonPythonModel(UnaryDoor):
         end = len(ids)
         while self.settings.skip_special_tokens and end and ids[end - 1] == self.end_id:
             end -= 1
-        return self.view.decode(self.view.shown(ids[:end])).encode("utf-8")
+        return self.view.text(self.view.shown(ids[:end])).encode("utf-8")

@@ -15,7 +15,8 @@ from tridecode.backend.config import engine_parameters
 from tridecode.backend.door_parameters import DOOR_PARAMETERS, MERGE_BEHIND_S, known_names, refuse_unknown
 from tridecode.backend.engine_instances import instance_number, num_engines, read_groups
 from tridecode.backend.errors import ConfigError
-from tridecode.backend.text.tokenizer_files import end_token_id, load_tokenizer
+from tridecode.backend.text.detokenizer import TokenizerView
+from tridecode.backend.text.tokenizer_files import cleans_up, end_token_id, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -131,3 +132,8 @@ def door_tokenizer(settings: DoorSettings) -> tuple[Tokenizer, int]:
     setting = f"parameter tokenizer_dir in {settings.config_file}"
     tokenizer = load_tokenizer(settings.tokenizer_dir, setting)
     return tokenizer, end_token_id(settings.tokenizer_dir, tokenizer)
+
+
+def door_view(settings: DoorSettings, tokenizer: Tokenizer, skip_special_tokens: bool) -> TokenizerView:
+    """How a door decodes with the tokenizer in `tokenizer_dir`."""
+    return TokenizerView(tokenizer, skip_special_tokens, cleans_up(settings.tokenizer_dir, tokenizer))

@@ -36,7 +36,7 @@ from tridecode.backend.doors.fields import decode_text
 from tridecode.backend.doors.logits import WantedLogits, metrics, piece_logits
 from tridecode.backend.doors.prompt_inputs import RowPrompt
 from tridecode.backend.doors.senders import Stream
-from tridecode.backend.doors.settings import DoorSettings, door_tokenizer
+from tridecode.backend.doors.settings import DoorSettings, door_tokenizer, door_view
 from tridecode.backend.doors.stop_requests import stop_rows, stop_running
 from tridecode.backend.errors import RequestCancelled, RequestError
 from tridecode.backend.messages import Event, Limits, SamplingParams, SequenceRequest
@@ -84,7 +84,7 @@ class TritonPythonModel(EngineDoor):
 
     def prepare(self, settings: DoorSettings) -> None:
         self.tokenizer, self.tokenizer_end_id = door_tokenizer(settings)
-        self.view = TokenizerView(self.tokenizer, settings.skip_special_tokens)
+        self.view = door_view(settings, self.tokenizer, settings.skip_special_tokens)
 
     def at_once(self, received: Received, stream: Stream) -> bool:
         if not received.inputs.flag("stop"):

@@ -20,7 +20,7 @@ from tridecode.backend.doors import fields, sampling_json
 from tridecode.backend.doors.contracts.vllm import KEYS_BY_NAME, VLLM
 from tridecode.backend.doors.door import Received
 from tridecode.backend.doors.fields import decode_text
-from tridecode.backend.doors.settings import DoorSettings
+from tridecode.backend.doors.settings import DoorSettings, door_view
 from tridecode.backend.doors.text import TensorAnswer, TextRequest, check_stop_words, read_texts
 from tridecode.backend.doors.text import TritonPythonModel as TextModel
 from tridecode.backend.errors import RequestError, UnsupportedError
@@ -46,7 +46,7 @@ class TritonPythonModel(TextModel):
         other = not settings.skip_special_tokens
         self.views = {
             settings.skip_special_tokens: self.view,
-            other: TokenizerView(self.tokenizer, other),
+            other: door_view(settings, self.tokenizer, other),
         }
 
     def read(self, received: Received, limits: Limits) -> TextRequest:

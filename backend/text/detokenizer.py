@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
+from tridecode.backend.text.clean_up import StreamCleanUp, clean_up
+
 #: replacement character: what a decoder writes for bytes that are not (yet) valid UTF-8
 BROKEN = "\ufffd"
 #: tokens of context before the new ones: a decoder strips the space of the first token that it decodes
@@ -24,11 +26,12 @@ MAX_ID = 2**32 - 1
 class TokenizerView:
     """What decoding needs to know about a tokenizer, computed once.
 
-    byte_ids: the tokens <0x00> ... <0xFF> of a decoder with byte fallback; else empty.
+    byte_ids: the tokens <0x00> ... <0xFF> of a decoder with byte fallback; else empty. cleans_up: texts are
+    cleaned up as transformers does it (tokenizer_files.cleans_up, clean_up).
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, cleans_up: bool = False):
+        self.tokenizer, self.cleans_up = tokenizer, cleans_up
         added = tokenizer.get_added_tokens_decoder()
         self._special = {i for i, token in added.items() if token.special} if skip_special_tokens else set()
         decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
@@ -39,7 +42,13 @@ class TokenizerView:
         special, known = self._special, self.tokenizer.id_to_token
         return [i for i in ids if 0 <= i <= MAX_ID and i not in special and known(i) is not None]
 
+    def text(self, ids: list[int]) -> str:
+        """The whole text of ids that are shown, as transformers' decode gives it."""
+        text = self.decode(ids)
+        return clean_up(text) if self.cleans_up else text
+
     def decode(self, ids: list[int]) -> str:
+        """The decoder's text, which is not cleaned up."""
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
 
@@ -63,11 +72,21 @@ class StreamDecoder:
 
     def __init__(self, tokens: TokenizerView, context: Sequence[int] = ()):
         self._tokens = tokens
+        self._clean_up = StreamCleanUp() if tokens.cleans_up else None
         self._window = self._context(tokens.shown(list(context[-_MAX_WINDOW_TOKENS:])))
         self._emitted = len(tokens.decode(self._window))  # characters of the window's text already returned
 
     def push(self, ids: list[int]) -> str:
         """The text that later ids cannot change any more; may be empty."""
+        piece = self._push(ids)
+        return piece if self._clean_up is None else self._clean_up.push(piece)
+
+    def flush(self) -> str:
+        """What was held back; call it once, after the last ids."""
+        piece = self._flush()
+        return piece if self._clean_up is None else self._clean_up.push(piece) + self._clean_up.flush()
+
+    def _push(self, ids: list[int]) -> str:
         self._window += self._tokens.shown(ids)
         stable = self._stable_count()
         text = self._tokens.decode(self._window[:stable])
@@ -80,8 +99,7 @@ class StreamDecoder:
             self._split()
         return piece
 
-    def flush(self) -> str:
-        """What was held back; call it once, after the last ids."""
+    def _flush(self) -> str:
         text = self._tokens.decode(self._window)
         piece = text[self._emitted :]
         self._emitted = len(text)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from tridecode.backend.errors import ConfigError
 
@@ -33,9 +34,31 @@ def end_token_id(folder: Path, tokenizer: Tokenizer) -> int:
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         path = folder / name
         if path.exists():
-            token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+            token = _settings(path).get("eos_token")
             token = token.get("content") if isinstance(token, dict) else token
             found = tokenizer.token_to_id(token) if token else None
             if found is not None:
                 return found
     return -1
+
+
+def cleans_up(folder: Path, tokenizer: Tokenizer) -> bool:
+    """Whether transformers cleans up decoded text (text/clean_up.py): tokenizer_config.json says so, and the
+    model is not BPE, or it says that BPE is meant, too."""
+    path = folder / "tokenizer_config.json"
+    settings = _settings(path) if path.exists() else {}
+    if not settings.get("clean_up_tokenization_spaces", False):
+        return False
+    key = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+    return not isinstance(tokenizer.model, models.BPE) or bool(settings.get(key))
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    """A JSON file's object. ConfigError for another file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds a {type(found).__name__}; wanted an object")
+    return found

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from tests.backend.doors.tokenizers_at_hand import byte_level, metaspace_unigram, sentencepiece_bpe
+from tests.backend.doors.tokenizers_at_hand import CORPUS, byte_level, metaspace_unigram, sentencepiece_bpe
+from tridecode.backend.text.clean_up import StreamCleanUp, clean_up
 from tridecode.backend.text.detokenizer import StreamDecoder, TokenizerView
+from tridecode.backend.text.tokenizer_files import cleans_up, load_tokenizer
 
 KINDS = {
     "byte_level": byte_level,
@@ -137,3 +142,77 @@ def test_the_cost_of_a_push_does_not_grow_with_the_text(kind, monkeypatch):
         decoder.push([generator.randrange(tokenizer.get_vocab_size())])
     assert max(decoded) <= 65
     assert sum(decoded) < 2000 * 90
+
+
+# ---------------------------------------------------------------- clean_up_tokenization_spaces
+
+WORDS = ["well", ",", "it", "'s", "here", "!", "is", "n't", "?", "i", "'m", "sure", "we", "'ve", "'re", "'",
+         "m", "n", "t", "ve", "e", ".", "a", "the", "'t"]  # fmt: skip
+
+
+def word_level() -> Tokenizer:
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*WORDS, "<unk>"])}, "<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+def word_piece() -> Tokenizer:
+    vocabulary = {word: i for i, word in enumerate([*WORDS, "##s", "##e", "##'", "[UNK]"])}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    return tokenizer
+
+
+CLEANED = {**KINDS, "word_level": word_level, "word_piece": word_piece}
+
+
+@pytest.mark.parametrize("kind", CLEANED)
+@pytest.mark.parametrize("setting", [None, False, True, "bpe"])
+def test_a_folder_is_decoded_as_transformers_decodes_it(tmp_path, kind, setting):
+    theirs = PreTrainedTokenizerFast(tokenizer_object=CLEANED[kind]())
+    theirs.save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    settings_ = json.loads(path.read_text())
+    settings_.pop("clean_up_tokenization_spaces", None)
+    if setting is not None:
+        settings_["clean_up_tokenization_spaces"] = bool(setting)
+    if setting == "bpe":
+        settings_["clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"] = True
+    path.write_text(json.dumps(settings_))
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path, "a test")
+    view = TokenizerView(tokenizer, True, cleans_up(tmp_path, tokenizer))
+    text = "well , it 's here ! is n't it ? i 'm sure we 've ' m ' we 're the e ve . "
+    ids = tokenizer.encode(text, add_special_tokens=False).ids * 3
+    wanted = theirs.decode(ids, skip_special_tokens=True)
+    assert view.text(view.shown(ids)) == wanted
+    for size in (1, 2, 7, len(ids)):
+        assert "".join(pieces(view, ids, list(range(0, len(ids), size)))) == wanted
+    changes = setting == "bpe" or (setting is True and kind not in ("byte_level", "sentencepiece_bpe"))
+    assert (
+        wanted != theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    ) == changes
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    st.text(st.sampled_from(" .?!,'ntmsvrexa"), max_size=60) | st.text(st.sampled_from(" 'nt"), max_size=40),
+    st.lists(st.integers(0, 60), max_size=20),
+)
+def test_cleaned_pieces_are_the_cleaned_text(text, cuts):
+    wanted = PreTrainedTokenizerFast(tokenizer_object=byte_level()).clean_up_tokenization(text)
+    assert clean_up(text) == wanted
+    stream, start, out = StreamCleanUp(), 0, ""
+    for cut in sorted(cuts):
+        out += stream.push(text[start:cut])
+        start = max(start, cut)
+    assert out + stream.push(text[start:]) + stream.flush() == wanted
+
+
+def test_little_is_held_back_of_a_usual_text():
+    stream, pushed, out = StreamCleanUp(), "", ""
+    for word in CORPUS[0].split() * 20:
+        pushed += f" {word}"
+        out += stream.push(f" {word}")
+        assert len(pushed) - len(out) <= 8
