@@ -11,6 +11,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from tridecode.backend import log_format
+from tridecode.backend.doors import huge_shapes
 from tridecode.backend.doors.contracts.field import Contract
 from tridecode.backend.doors.contracts.inputs import Inputs, check_parameters
 from tridecode.backend.doors.door_metrics import DoorMetrics
@@ -62,6 +63,7 @@ class EngineDoor:
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Called by Triton; returns when the engine is ready, TritonModelException with the reason if not."""
+        huge_shapes.install()
         self.taken = TakenRequests()
         try:
             log_format.configure_door(args["model_instance_name"])
@@ -236,6 +238,7 @@ class UnaryDoor:
     contract: Contract
 
     def initialize(self, args: Mapping[str, str]) -> None:
+        huge_shapes.install()
         self.taken = TakenRequests()  # stays 0: execute() returns with the answers
         try:
             log_format.configure_door(args["model_instance_name"])
@@ -278,7 +281,11 @@ class UnaryDoor:
 
 def _read_inputs(request: Any, contract: Contract, envelope: Envelope) -> tuple[Inputs, int]:
     """A copy of the input tensors, checked, and the bytes of their texts and numbers."""
-    arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+    arrays = {}
+    for tensor in request.inputs():
+        name, array = tensor.name(), tensor.as_numpy()
+        huge_shapes.check(name, tensor, array)
+        arrays[name] = array
     text_bytes = envelope.check(arrays, contract)
     inputs = Inputs(arrays, contract)
     return inputs, text_bytes + sum(array.nbytes for array in inputs.arrays.values())

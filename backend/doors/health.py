@@ -14,6 +14,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from tridecode.backend import log_format
+from tridecode.backend.doors import huge_shapes
 from tridecode.backend.doors.door import Outputs, refusal
 from tridecode.backend.doors.door_metrics import DoorMetrics
 from tridecode.backend.doors.engine_link import EngineLink
@@ -41,6 +42,7 @@ class TritonPythonModel:
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Called by Triton. Does not wait for the engine: a probe reports its start."""
+        huge_shapes.install()
         self.taken = TakenRequests()  # stays 0: execute() returns with the answers
         try:
             log_format.configure_door(args["model_instance_name"])

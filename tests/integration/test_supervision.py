@@ -171,6 +171,10 @@ class Request:
         if result.get_response().outputs:
             self.last = result.as_numpy("output_ids")
 
+    def wait_error(self) -> str:
+        assert self.done.wait(5)
+        return self.error
+
     def close(self) -> None:
         self._client.stop_stream(cancel_requests=True)
 
@@ -569,15 +573,33 @@ def test_a_request_at_a_dying_door_ends_no_stream(repository, door):
     assert not any(other.done.is_set() for other in others)
 
 
+def test_a_shape_whose_product_wraps_is_refused_and_harms_nobody(repository):
+    """Triton 2.51 takes [4, 2^62] and 0 bytes for consistent: without the door's care its process aborts."""
+    service = repository()
+    door, streams = service.door("fastertransformer"), [service.streaming() for _ in range(4)]
+    for shape in ([4, 2**62], [1024, 2**54]):
+        error = service.request(shape=shape).wait_error()
+        assert f"input_ids has shape {shape}; no memory holds so many elements" in error
+    assert service.answers()
+    assert service.door("fastertransformer") == door
+    assert not any(stream.done.is_set() for stream in streams)
+
+
 def test_a_packet_that_kills_its_door_ends_no_stream(repository):
-    """The product of the shape is 2^64: 0 bytes are right for Triton 2.51, and too many for its stub."""
+    """A model whose process such a packet does end, as any model of another author."""
+    root = Path(os.environ["TRIDECODE_RUNTIME_DIR"]).parent
+    (root / "repo" / "echo" / "config.pbtxt").write_text(ECHO_CONFIG.replace("[ -1 ]", "[ -1, -1, -1 ]", 1))
+    (root / "repo" / "echo" / "1" / "model.py").write_text(COUNTING_ECHO)
     service = repository()
     triton, other = service.triton, service.streaming("second")
-    hostile = service.request(shape=[4, 2**62])
+    with grpcclient.InferenceServerClient(service.server.grpc_url) as client:
+        tensor = grpcclient.InferInput("TEXT", [2**22, 2**21, 2**21], "UINT32")
+        tensor._raw_content = b""
+        with pytest.raises(InferenceServerException, match="is not healthy"):
+            client.infer("echo", [tensor], client_timeout=20)
     service.wait_reloaded()
-    assert service.answers()
     time.sleep(ERROR_S + 1)
-    assert "is not healthy" in hostile.error, "Triton answers even its sender"
+    assert "ECHO" in post(service, "echo", ECHO_BODY.replace(b"[1]", b"[1, 1, 1]"))
     assert service.triton == triton and not other.done.is_set()
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
+import json
 import random
 import shutil
 import signal
@@ -38,6 +40,13 @@ MAX_USUAL_S = 3.0
 #: Triton's own texts for a model whose process has died, and for one between unload and load
 RELOADING = ("is not healthy", "has no available versions")
 STARTS = 5  # killed starts in a row
+#: doors that take no request, since they answer inside execute()
+DYING_BODIES = {
+    "tridecode_health": b'{"inputs": []}',
+    "postprocessing": json.dumps(
+        {"inputs": [{"name": "TOKENS_BATCH", "datatype": "UINT32", "shape": [1, 1, 1], "data": [5]}]}
+    ).encode(),
+}
 DISK_BYTES = 1 << 20
 
 
@@ -190,6 +199,42 @@ def _slow(role: str) -> Callable[[Service], Callable[[], None]]:
     return strike
 
 
+def _kill_together(*roles: str) -> Callable[[Service], None]:
+    def strike(service: Service) -> None:
+        found = service.roles()
+        for role in roles:
+            found[role].kill()
+
+    return strike
+
+
+def _ask_a_dying_door(model: str) -> Callable[[Service], None]:
+    """Kill a door that has taken nothing, and send it requests until it is loaded again: Triton answers them.
+
+    No stream of another door may end, so tritonserver stays the same process.
+    """
+
+    def strike(service: Service) -> None:
+        triton, stub = service.roles()["tritonserver"], service.roles()[f"door:{model}"]
+        log = len(service.log())
+        stub.kill()
+        asked, deadline = 0, time.monotonic() + 10
+        while f"door {model} is back" not in service.log()[log:] and time.monotonic() < deadline:
+            with contextlib.suppress(OSError), contextlib.closing(_connection(service)) as connection:
+                connection.request("POST", f"/v2/models/{model}/infer", DYING_BODIES[model])
+                connection.getresponse().read()
+                asked += 1
+        assert asked, f"no request reached {model}"
+        time.sleep(BOUND_S + 1)
+        assert service.roles().get("tritonserver") == triton, "tritonserver was started again"
+
+    return strike
+
+
+def _connection(service: Service) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection(service.server.http_url, timeout=BOUND_S)
+
+
 def _delete(pattern: str) -> Callable[[Service], None]:
     """Remove what matches in the run folder; "" for the folder of this server with all that is in it."""
 
@@ -313,6 +358,8 @@ def schedule(ranks: int = 1) -> list[Fault]:
         Fault("fill:disk+kill:rank0", _fill_and_kill, 20.0, on_disk=True, rebuilds=True, unbroken=True),
         Fault("kill:starts", _kill_starts, rebuilds=True),
         Fault("stop:supervisor", _signal("supervisor", signal.SIGTERM), rebuilds=True, unbroken=True),
+        Fault("kill:serve+guard", _kill_together("serve", "guard"), ends_server=True),
+        *(Fault(f"ask:dying:{model}", _ask_a_dying_door(model)) for model in DYING_BODIES),
         Fault("vanish:clients", _vanishing_clients),
     ]
     return faults
@@ -488,7 +535,7 @@ class Range:
                 return self._restart(fault, row), True
             back = watch.answers_since(settle)
             if back is not None and watch.healthy_now():
-                if fault.name in ("kill:serve",):  # the guard is at its work
+                if fault.name in ("kill:serve", "kill:serve+guard"):  # the guard is at its work
                     time.sleep(0.2)
                     continue
                 if self._steady(watch, back):

@@ -309,7 +309,7 @@ class _Draw:
         common = [self._edges, self._optional, self._optional, self._optional, self._shape, self._dtype]
         common += [self._drop, self._duplicate, self._unknown, self._length, self._bytes, self._batch]
         common += [self._prompt_table]
-        return [*common, *common, *common, self._large, self._region]
+        return [*common, *common, *common, self._large, self._region, self._wrapping_shape]
 
     def _pick(self, tensors: list[Tensor]) -> int:
         return self.r.randrange(len(tensors)) if tensors else -1
@@ -364,6 +364,26 @@ class _Draw:
         shape = [self.r.choice(dims) for _ in range(self.r.randint(0, 4))]
         self.notes.append(f"{tensors[at].name} shape {shape}")
         tensors[at] = Tensor(tensors[at].name, tensors[at].datatype, shape, tensors[at].data)
+
+    def _wrapping_shape(self, tensors: list[Tensor]) -> None:
+        """A shape whose product wraps to 0, with as many bytes: right for Triton, beyond memory for numpy."""
+        variable = [one for one in self.schema.inputs if -1 in one[2]]
+        if not variable:
+            return self._shape(tensors)
+        self.rows = 4
+        name, datatype, dims, _ = self.r.choice(variable)
+        tensors[:] = [self._tensor(*one[:3]) for one in self.schema.inputs if not one[3] and one[0] != name]
+        free = [at for at, dim in enumerate(dims) if dim < 0]
+        if len(free) > 1 and self.r.random() < 0.5:
+            sizes = self.r.choice([[2**32, 2**32], [0, 2**61], [2**62, 0], [2**31, 2**31]])
+        else:
+            sizes = [self.r.choice([2**62, 2**60, 2**61])]
+        per_row = [1 if dim < 0 else dim for dim in dims]
+        for at, size in zip(self.r.sample(free, len(sizes)), sizes):
+            per_row[at] = size
+        shape = [*([self.rows] if self.schema.batched else []), *per_row]
+        self.notes.append(f"{name} shape {shape} of 0 bytes")
+        tensors.append(Tensor(name, datatype, shape, b""))
 
     def _dtype(self, tensors: list[Tensor]) -> None:
         if (at := self._pick(tensors)) < 0:

@@ -20,6 +20,8 @@ SHORT = [
     "pause:all:12",
     "kill:tritonserver",
     "fill:disk+kill:rank0",
+    "ask:dying:tridecode_health",
+    "kill:serve+guard",
 ]
 
 
