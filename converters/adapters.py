@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from tridecode.backend.errors import CheckpointError, UnsupportedError
-from tridecode.backend.lora import (
+from tridecode.backend.base.errors import CheckpointError, UnsupportedError
+from tridecode.backend.weights.lora import (
     PICKLE_FILE,
     TARGETS_FILE,
     TARGETS_FORMAT,
@@ -29,7 +29,7 @@ from tridecode.backend.lora import (
     read_lora_config,
     unmatched_note,
 )
-from tridecode.backend.lora_tensors import LoraPair, pair_tensors
+from tridecode.backend.weights.lora_tensors import LoraPair, pair_tensors
 from tridecode.converters.convert import PlannedConversion, plan_conversion
 from tridecode.converters.families import family_of
 from tridecode.converters.files import require_file

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tridecode.backend.errors import CheckpointError
+from tridecode.backend.base.errors import CheckpointError
 from tridecode.converters.model_source import find_model
 from tridecode.converters.sources import Checkpoint
 from tridecode.converters.sources.fastertransformer import find_weight_directory, open_weight_directory

@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 
 from tridecode.backend import models
-from tridecode.backend.config import DTYPES, ModelConfig
-from tridecode.backend.errors import CheckpointError, ConfigError
-from tridecode.backend.manifest import Manifest, sample_sha256
-from tridecode.backend.quantization import Quantization, stored_specs
-from tridecode.backend.sampling_params import MAX_END_IDS
-from tridecode.backend.weights import FILE_DTYPES, TORCH_DTYPES
+from tridecode.backend.base.errors import CheckpointError, ConfigError
+from tridecode.backend.configuration.config import DTYPES, ModelConfig
+from tridecode.backend.weights.manifest import Manifest, sample_sha256
+from tridecode.backend.weights.quantization import Quantization, stored_specs
+from tridecode.backend.weights.reader import FILE_DTYPES, TORCH_DTYPES
+from tridecode.backend.wire.sampling_params import MAX_END_IDS
 from tridecode.converters.checkpoint import Checkpoint
 from tridecode.converters.families import CheckpointFamily, family_of
 from tridecode.converters.hf_config import context_note
@@ -32,8 +32,8 @@ from tridecode.converters.quantized_writer import quantized_tensors
 from tridecode.converters.rules import Conversion, expand, plan_conversions
 from tridecode.converters.sources.quantized import QuantizedSource
 from tridecode.converters.writer import TensorToWrite, write_weights
-from tridecode.kernels.quantized import QuantizedWeight
-from tridecode.kernels.round_to_nearest import round_to_nearest
+from tridecode.kernels.formats.quantized import QuantizedWeight
+from tridecode.kernels.formats.round_to_nearest import round_to_nearest
 
 _MAX_FILES = 10_000  # of a checkpoint
 

@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from tridecode.backend.errors import CheckpointError
+from tridecode.backend.base.errors import CheckpointError
 
 MAX_JSON_BYTES = 64 << 20  # the largest tokenizer.json has 33 MB
 #: of settings: parsing as much JSON takes up to 1.5 s and 500 MB; the largest index of a checkpoint has 1 MB

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tridecode.backend.errors import CheckpointError, UnsupportedError
+from tridecode.backend.base.errors import CheckpointError, UnsupportedError
 
 _REQUIRED = object()
 #: keys that change the network; the values are those without effect

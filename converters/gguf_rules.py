@@ -15,7 +15,7 @@ from typing import Any, Callable
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from tridecode.backend.errors import CheckpointError, UnsupportedError
+from tridecode.backend.base.errors import CheckpointError, UnsupportedError
 from tridecode.converters.gguf_header import GgufHeader
 
 #: the parts of llama.cpp's fused attn_qkv

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import generate_merges
 
-from tridecode.backend.errors import CheckpointError, UnsupportedError
+from tridecode.backend.base.errors import CheckpointError, UnsupportedError
 from tridecode.converters.gguf_pre_tokenizers import DEFAULT, PRE_TOKENIZERS, PreTokenizer
 from tridecode.converters.gguf_special_tokens import looks_like_control
 

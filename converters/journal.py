@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from tridecode.backend.manifest import JOURNAL_FILE, MANIFEST_FILE, ManifestTensor, read_manifest
+from tridecode.backend.weights.manifest import JOURNAL_FILE, MANIFEST_FILE, ManifestTensor, read_manifest
 
 _FORMAT = "tridecode-conversion-1"
 PART = ".part"  # suffix of a file that is being written

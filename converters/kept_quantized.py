@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tridecode.backend.errors import CheckpointError, UnsupportedError
-from tridecode.backend.quantization import Quantization
+from tridecode.backend.base.errors import CheckpointError, UnsupportedError
+from tridecode.backend.weights.quantization import Quantization
 from tridecode.converters.convert import PlannedConversion
 from tridecode.converters.output_layout import OutputLayout, output_layout
 from tridecode.converters.quantized_rules import joined, keeps_blocks
 from tridecode.converters.rules import Conversion
 from tridecode.converters.sources.quantized import QuantizedSource
-from tridecode.kernels.quantized import QuantizedWeight
+from tridecode.kernels.formats.quantized import QuantizedWeight
 
 
 def keep_quantized(planned: PlannedConversion) -> PlannedConversion:

@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 from typing import Callable
 
-from tridecode.backend.errors import CheckpointError
+from tridecode.backend.base.errors import CheckpointError
 
 ANSWER_S = 10.0  # until a hub that does not answer counts as unreachable, name resolution included
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9_][\w.-]{0,95})?")

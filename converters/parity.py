@@ -19,12 +19,12 @@ import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from tridecode.backend.config import EngineConfig, ModelConfig
+from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.configuration.config import EngineConfig, ModelConfig
+from tridecode.backend.engine.device.resolved_settings import choose_device
 from tridecode.backend.engine.offline import run_greedy
-from tridecode.backend.engine.settings import choose_device
-from tridecode.backend.errors import ConfigError
 from tridecode.backend.models import read_model_config
-from tridecode.backend.weights import TORCH_DTYPES, WeightReader
+from tridecode.backend.weights.reader import TORCH_DTYPES, WeightReader
 from tridecode.converters.checkpoint import Checkpoint
 from tridecode.converters.convert import PlannedConversion
 from tridecode.converters.grades import Floor, grade, lower

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tridecode.backend.manifest import MANIFEST_FILE, file_sha256
+from tridecode.backend.weights.manifest import MANIFEST_FILE, file_sha256
 
 PARITY_FORMAT = "tridecode-parity-1"
 

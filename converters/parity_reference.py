@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch.nn import Module
 
-from tridecode.backend.config import EngineConfig, ModelConfig
-from tridecode.backend.engine.settings import choose_device
-from tridecode.backend.host_memory import available_memory
+from tridecode.backend.base.host_memory import available_memory
+from tridecode.backend.configuration.config import EngineConfig, ModelConfig
+from tridecode.backend.engine.device.resolved_settings import choose_device
 from tridecode.backend.models import family
-from tridecode.backend.weights import TORCH_DTYPES
+from tridecode.backend.weights.reader import TORCH_DTYPES
 from tridecode.converters.checkpoint import Checkpoint
 from tridecode.converters.parity_files import is_tied
 

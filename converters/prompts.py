@@ -16,11 +16,11 @@ from typing import Callable
 import torch
 from torch import Tensor
 
-from tridecode.backend.config import ModelConfig
-from tridecode.backend.errors import CheckpointError
+from tridecode.backend.base.errors import CheckpointError
+from tridecode.backend.configuration.config import ModelConfig
 from tridecode.backend.models.prompt_ini import TASK_NAME, task_spec
-from tridecode.backend.prompt_learning import P_TUNING, PREFIX_PROMPT, PromptTask, default_start_id
-from tridecode.backend.weights import TORCH_DTYPES
+from tridecode.backend.weights.reader import TORCH_DTYPES
+from tridecode.backend.wire.prompt_learning import P_TUNING, PREFIX_PROMPT, PromptTask, default_start_id
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from tridecode.backend.config import ModelConfig
-from tridecode.backend.errors import CheckpointError
+from tridecode.backend.base.errors import CheckpointError
+from tridecode.backend.configuration.config import ModelConfig
 from tridecode.backend.models import family
-from tridecode.backend.weight_layout import WeightSpec
+from tridecode.backend.weights.layout import WeightSpec
 from tridecode.converters.families import CheckpointFamily
 from tridecode.converters.pruning import rules_of_layers
 from tridecode.converters.rules import Rule

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch.nn import Module
 
-from tridecode.backend.config import EngineConfig
-from tridecode.backend.engine.settings import choose_device
-from tridecode.backend.errors import UnsupportedError
+from tridecode.backend.base.errors import UnsupportedError
+from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.engine.device.resolved_settings import choose_device
 from tridecode.backend.models import read_model_config
 from tridecode.backend.models.quantized_parts import read_quantized
-from tridecode.backend.weights import WeightReader
+from tridecode.backend.weights.reader import WeightReader
 from tridecode.converters.convert import PlannedConversion
 from tridecode.converters.grades import Floor, grade
 from tridecode.converters.quantize.products import directory_errors

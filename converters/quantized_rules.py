@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tridecode.converters.output_layout import OutputLayout
-from tridecode.kernels.quantized import QuantizedWeight
+from tridecode.kernels.formats.quantized import QuantizedWeight
 
 
 def joined(layout: OutputLayout, weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:

@@ -9,10 +9,10 @@ from functools import partial
 from torch import Tensor
 
 from tridecode.backend.models.quantized_parts import file_tensors
-from tridecode.backend.quantization import Quantization
-from tridecode.backend.weight_layout import WeightSpec
+from tridecode.backend.weights.layout import WeightSpec
+from tridecode.backend.weights.quantization import Quantization
 from tridecode.converters.writer import TensorToWrite
-from tridecode.kernels.quantized import QuantizedWeight
+from tridecode.kernels.formats.quantized import QuantizedWeight
 
 
 class _Parts:

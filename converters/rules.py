@@ -13,8 +13,8 @@ from typing import Callable
 import torch
 from torch import Tensor
 
-from tridecode.backend.errors import CheckpointError
-from tridecode.backend.weight_layout import WeightSpec
+from tridecode.backend.base.errors import CheckpointError
+from tridecode.backend.weights.layout import WeightSpec
 
 
 def same(tensor: Tensor) -> Tensor:

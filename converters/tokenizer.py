@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from tridecode.backend.errors import CheckpointError
+from tridecode.backend.base.errors import CheckpointError
 from tridecode.converters.checkpoint import Checkpoint
 from tridecode.converters.files import MAX_JSON_BYTES, read_json, require_file
 from tridecode.converters.gguf_tokenizer import is_tokenizer, load_gguf_tokenizer

@@ -20,10 +20,12 @@ import msgspec
 import torch
 from torch import Tensor
 
-from tridecode.backend.byte_budget import ByteBudget
-from tridecode.backend.config import ModelConfig, check_tensor_size
-from tridecode.backend.errors import CheckpointError
-from tridecode.backend.manifest import (
+from tridecode.backend.base.byte_budget import ByteBudget
+from tridecode.backend.base.errors import CheckpointError
+from tridecode.backend.configuration.config import ModelConfig, check_tensor_size
+from tridecode.backend.models import model_config_ini
+from tridecode.backend.weights.layout import WeightSpec
+from tridecode.backend.weights.manifest import (
     MANIFEST_FORMAT,
     Manifest,
     ManifestFile,
@@ -32,9 +34,7 @@ from tridecode.backend.manifest import (
     config_values,
     file_sha256,
 )
-from tridecode.backend.models import model_config_ini
-from tridecode.backend.weight_layout import WeightSpec
-from tridecode.backend.weights import FILE_DTYPES
+from tridecode.backend.weights.reader import FILE_DTYPES
 from tridecode.converters.journal import PART, Header, Journal
 from tridecode.converters.mapped_files import is_mapped
 from tridecode.converters.progress import byte_progress

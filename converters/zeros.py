@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tridecode.backend.manifest import Manifest
+from tridecode.backend.weights.manifest import Manifest
 
 _GROUP = 4  # 2:4 sparsity: at most two of every four consecutive inputs of an output are not zero
 _CHUNK = 1 << 18  # weights that are counted together: they stay in the cache

@@ -32,8 +32,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tridecode.kernels.formats.quantized import LOW_STEPS, QuantizedWeight
 from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear
-from tridecode.kernels.quantized import LOW_STEPS, QuantizedWeight
 from tridecode.kernels.reference import Reference, cached_keys, causal_attention
 
 log = logging.getLogger("tridecode.engine")

@@ -14,11 +14,11 @@ from torch import Tensor
 from tridecode.kernels.checks import ShapeError, indices, match, same_dtype
 from tridecode.kernels.cuda_attention import CudaAttention, has_kernel
 from tridecode.kernels.cuda_sampling import CudaSampling, SharedIds
+from tridecode.kernels.formats.quantized import QuantizedWeight, check_int8_table
 from tridecode.kernels.gemm.gemms import Gemms
 from tridecode.kernels.gpu import DTYPES, Gpu, contiguous, pointer
 from tridecode.kernels.ops import Batch, CacheLayer, CandidateRows, Heads, Linear, Norm, Product
 from tridecode.kernels.peer_sums import PeerSums
-from tridecode.kernels.quantized import QuantizedWeight, check_int8_table
 from tridecode.kernels.reference import beam_candidates
 from tridecode.kernels.sampling_state import SamplingState
 from tridecode.kernels.scratch import arena_bytes, expanded_bytes

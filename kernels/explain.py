@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Iterator
 
 from tridecode.kernels.bench.shapes import SHAPES
-from tridecode.kernels.gemm_table import Device, choose
+from tridecode.kernels.gemm.table import Device, choose
 
 #: one GPU per architecture that the table tells apart
 DEVICES = {

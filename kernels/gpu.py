@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from tridecode.kernels.checks import DtypeError, LayoutError, ShapeError, match, same_dtype
-from tridecode.kernels.cublas import LibraryProducts
-from tridecode.kernels.gemm_table import Device, Plan, choose
+from tridecode.kernels.gemm.cublas import LibraryProducts
+from tridecode.kernels.gemm.packed_table import choose_packed
+from tridecode.kernels.gemm.table import Device, Plan, choose
 from tridecode.kernels.library import KernelError, Library, current_stream
 from tridecode.kernels.ops import CacheLayer, Heads, Norm
-from tridecode.kernels.packed_table import choose_packed
 from tridecode.kernels.paths import paths
 from tridecode.kernels.scratch import EXCHANGE_BYTES, NUM_COUNTERS, SUM_BYTES
 

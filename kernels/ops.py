@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tridecode.kernels.packed_weight import PackedWeight
-from tridecode.kernels.quantized import QuantizedWeight
+from tridecode.kernels.formats.packed_weight import PackedWeight
+from tridecode.kernels.formats.quantized import QuantizedWeight
 from tridecode.kernels.sampling_state import SamplingState
 
 
@@ -36,8 +36,8 @@ class Linear:
     """weight: (out, in), bias: (out,) or None, as `Ops.pack` returned them: on CUDA the rows of weight are
     contiguous, on the CPU weight may have the layout of a library.
 
-    A weight that is quantised is the matrix that it stands for (kernels/quantized.py), on CUDA arranged by
-    kernels/packed_weight.py. activations: "int8" or "fp8" where `pack` has expanded a weight whose product
+    A weight that is quantised is the matrix that it stands for (quantized.py), on CUDA arranged by
+    packed_weight.py. activations: "int8" or "fp8" where `pack` has expanded a weight whose product
     rounds its input: each row of x, after the norm, is rounded to it first, with one scale or, where
     activation_group is not 0, one for each activation_group columns. is_head: the language model's head,
     where it stays quantised on CUDA. kind: how CUDA multiplies the weight, one of packing.KINDS.

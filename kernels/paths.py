@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
-from tridecode.kernels.gemm_table import Device, Gemm, choose
-from tridecode.kernels.packed_table import PACKED_TOKENS, choose_packed
+from tridecode.kernels.gemm.packed_table import PACKED_TOKENS, choose_packed
+from tridecode.kernels.gemm.table import Device, Gemm, choose
 
 _EXAMPLE = Gemm(1, 4096, 4096)  # in 16 bit, without epilogue
 _MOST = 300  # tokens; more take what these take

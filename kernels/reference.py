@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tridecode.kernels.checks import ShapeError, indices, match, same_dtype
-from tridecode.kernels.kv_rounding import expanded, rounded
+from tridecode.kernels.formats.kv_rounding import expanded, rounded
+from tridecode.kernels.formats.quantized import QuantizedWeight, as_rounded, check_int8_table
 from tridecode.kernels.ops import (
     Batch,
     CacheLayer,
@@ -27,7 +28,6 @@ from tridecode.kernels.ops import (
     SamplingState,
 )
 from tridecode.kernels.philox import uniforms
-from tridecode.kernels.quantized import QuantizedWeight, as_rounded, check_int8_table
 from tridecode.kernels.sampling_state import BROKEN_LOGITS, MOST_COUNTED, NO_TOKEN, records, words
 
 #: queries of a prefill row that are scored at a time; bounds the memory of the scores

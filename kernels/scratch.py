@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from tridecode.kernels.gemm_table import TWO_PARTS_TOKENS
+from tridecode.kernels.gemm.table import TWO_PARTS_TOKENS
 
 #: scratch of GEMMs: partial sums, and a counter per tile of 16 weight rows
 SUM_BYTES = 64 << 20

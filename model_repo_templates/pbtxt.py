@@ -7,7 +7,7 @@ from collections import Counter
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
 
 
 def parse_model_config(text: str, where: str) -> model_config_pb2.ModelConfig:

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from tridecode.backend.config import EngineConfig, read_engine_config
-from tridecode.backend.door_parameters import nearest
+from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.configuration.config import EngineConfig, read_engine_config
+from tridecode.backend.configuration.door_parameters import nearest
 from tridecode.backend.doors.contracts.ensemble import ENSEMBLE, POSTPROCESSING, PREPROCESSING
 from tridecode.backend.doors.contracts.fastertransformer import FASTERTRANSFORMER
 from tridecode.backend.doors.contracts.health import HEALTH
@@ -30,7 +31,6 @@ from tridecode.backend.doors.contracts.tensorrt_llm_tokens import (
 )
 from tridecode.backend.doors.contracts.tensorrt_llm_v05 import TENSORRT_LLM_V05
 from tridecode.backend.doors.contracts.vllm import VLLM
-from tridecode.backend.errors import ConfigError
 from tridecode.model_repo_templates import render
 from tridecode.model_repo_templates.contracts_in import options_for
 from tridecode.model_repo_templates.pbtxt import parse_model_config

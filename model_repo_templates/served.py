@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
 
 ENGINE_MODEL = "fastertransformer"
 _FOLDER = re.compile(r"\w[\w.-]{0,100}", re.ASCII)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests import parts
-from tridecode.backend.threads import spin_briefly
+from tridecode.backend.base.threads import spin_briefly
 
 if TYPE_CHECKING:
     from tests.desk import Desk

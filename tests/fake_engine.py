@@ -1,4 +1,4 @@
-"""An engine and a supervisor without torch: a toy model behind the protocol of backend/messages.py.
+"""An engine and a supervisor without torch: a toy model behind the protocol of backend/wire/messages.py.
 
 `FakeEngine` is rank 0 as a door sees it, `FakeSupervisor` the supervisor at a control endpoint. Both run in
 threads of the test. `python -m tests.fake_engine --control ... --epoch ... --rank ... --endpoint ...` is one
@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from tridecode.backend import messages as m
+from tridecode.backend.wire import messages as m
 
 LIMITS = m.Limits(
     vocab_size=1000,

@@ -18,8 +18,8 @@ from peft import (
 )
 from transformers import DynamicCache, PreTrainedModel
 
-from tridecode.backend.prompt_learning import LearnedPrompt
-from tridecode.backend.prompt_tables import TABLE_DTYPES
+from tridecode.backend.wire.prompt_learning import LearnedPrompt
+from tridecode.backend.wire.prompt_tables import TABLE_DTYPES
 
 KINDS = {"prompt": PromptTuningConfig, "p": PromptEncoderConfig, "prefix": PrefixTuningConfig}
 

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from tridecode.backend.quantization import Quantization
+from tridecode.backend.weights.quantization import Quantization
 from tridecode.converters.convert import PlannedConversion
 
 

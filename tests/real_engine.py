@@ -12,11 +12,11 @@ import time
 import torch
 
 from tests.backend.engine.offline_models import offline_engine
-from tridecode.backend import messages as m
 from tridecode.backend.engine.__main__ import door_limits
 from tridecode.backend.engine.front import Front
 from tridecode.backend.engine.loop import DecodeLoop
 from tridecode.backend.supervisor.rank_link import RankStatus
+from tridecode.backend.wire import messages as m
 
 
 class RealEngine:

@@ -12,7 +12,7 @@ _Name = Annotated[str, typer.Argument(help="What requests send as lora_name.")]
 
 def _check(repository: Path) -> None:
     """ConfigError for what is not a repository."""
-    from tridecode.backend.engine_config_file import read_engine_parameters
+    from tridecode.backend.configuration.engine_config_file import read_engine_parameters
     from tridecode.model_repo_templates.served import ENGINE_MODEL
 
     read_engine_parameters(str(repository / ENGINE_MODEL))

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from tridecode.backend.config import EngineConfig, read_engine_config
-from tridecode.backend.engine_config_file import checkpoint_dir, read_engine_parameters
-from tridecode.backend.errors import ConfigError, TridecodeError
-from tridecode.backend.lora import (
+from tridecode.backend.base.errors import ConfigError, TridecodeError
+from tridecode.backend.configuration.config import EngineConfig, read_engine_config
+from tridecode.backend.configuration.engine_config_file import checkpoint_dir, read_engine_parameters
+from tridecode.backend.weights.lora import (
     CONFIG_FILE,
     TENSOR_FILE,
     LoraTargets,
@@ -24,7 +24,7 @@ from tridecode.backend.lora import (
     read_targets,
     unmatched_note,
 )
-from tridecode.backend.lora_tensors import read_lora
+from tridecode.backend.weights.lora_tensors import read_lora
 from tridecode.converters.adapters import open_adapter
 from tridecode.model_repo_templates.repository import ENGINE_MODEL
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tridecode.backend.config import DTYPES
-from tridecode.backend.errors import ConfigError
-from tridecode.backend.quantization import ROUNDED, Quantization
+from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.configuration.config import DTYPES
+from tridecode.backend.weights.quantization import ROUNDED, Quantization
 from tridecode.converters.grades import Floor
 from tridecode.converters.model_source import find_model
 from tridecode.converters.quantize.method_names import METHODS

@@ -16,11 +16,11 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from tridecode.backend.config import ModelConfig, check_ranks, read_engine_config
-from tridecode.backend.errors import CheckpointError, ConfigError
-from tridecode.backend.lora import CONFIG_FILE as PEFT_CONFIG
+from tridecode.backend.base.errors import CheckpointError, ConfigError
+from tridecode.backend.configuration.config import ModelConfig, check_ranks, read_engine_config
 from tridecode.backend.models import check_context, family
-from tridecode.backend.quantization import Quantization
+from tridecode.backend.weights.lora import CONFIG_FILE as PEFT_CONFIG
+from tridecode.backend.weights.quantization import Quantization
 from tridecode.converters.adapters import merge, write_targets
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import PlannedConversion, plan_conversion

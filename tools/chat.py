@@ -1,7 +1,7 @@
 """Chat templates: where a model's template is found, and the prompt that it renders from one question.
 
 A template comes with the checkpoint and is not trusted: it runs in a child process with limits of time and
-memory (backend/chat_templates.py).
+memory (backend/chat/templates.py).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from tridecode.backend.chat_templates import TemplateFault, render_template
-from tridecode.backend.errors import CheckpointError, ConfigError
+from tridecode.backend.base.errors import CheckpointError, ConfigError
+from tridecode.backend.chat.templates import TemplateFault, render_template
 from tridecode.backend.supervisor import processes
 from tridecode.converters.files import read_json, require_file
 from tridecode.model_repo_templates.repository import TOKENIZER_DIR

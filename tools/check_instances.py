@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from tridecode.backend.engine_instances import InstanceGroup, num_engines
+from tridecode.backend.configuration.engine_instances import InstanceGroup, num_engines
 from tridecode.model_repo_templates.pbtxt import string_parameters
 
 #: models that run no requests on an engine, and the probe, which watches all engines

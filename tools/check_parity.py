@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from tridecode.backend.errors import TridecodeError
-from tridecode.backend.manifest import MANIFEST_FILE, free_edits, read_manifest
+from tridecode.backend.base.errors import TridecodeError
+from tridecode.backend.weights.manifest import MANIFEST_FILE, free_edits, read_manifest
 from tridecode.converters.files import MAX_JSON_BYTES, read_json, require_file
 from tridecode.converters.parity_record import PARITY_FORMAT, compared_checksums
 from tridecode.tools.check_grades import grade_faults

@@ -9,17 +9,17 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from tritonclient.grpc.model_config_pb2 import ModelConfig as TritonConfig
 
-from tridecode.backend.config import (
+from tridecode.backend.base.errors import TridecodeError
+from tridecode.backend.configuration.config import (
     EngineConfig,
     ModelConfig,
     check_stages,
     check_tensor_size,
     read_engine_config,
 )
-from tridecode.backend.engine_config_file import checkpoint_dir
-from tridecode.backend.errors import TridecodeError
+from tridecode.backend.configuration.engine_config_file import checkpoint_dir
 from tridecode.backend.models import check_context, read_model_config
-from tridecode.backend.weights import MANIFEST_FILE, WeightReader
+from tridecode.backend.weights.reader import MANIFEST_FILE, WeightReader
 from tridecode.converters.files import MAX_JSON_BYTES, require_file
 from tridecode.converters.progress import byte_progress
 from tridecode.converters.vocabulary import vocabulary_size

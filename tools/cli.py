@@ -15,8 +15,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from tridecode.backend.errors import TridecodeError
-from tridecode.backend.threads import spin_briefly
+from tridecode.backend.base.errors import TridecodeError
+from tridecode.backend.base.threads import spin_briefly
 from tridecode.tools.adapter_commands import app as adapters_app
 from tridecode.tools.bench.command import app as bench_app
 from tridecode.tools.client_commands import demo, generate, send_request

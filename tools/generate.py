@@ -15,8 +15,8 @@ import tritonclient.grpc as triton
 import typer
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype, triton_to_np_dtype
 
+from tridecode.backend.base.errors import BY_CODE, ConfigError, EngineDownError, RequestError, TridecodeError
 from tridecode.backend.doors.contracts.tensorrt_llm import TENSORRT_LLM
-from tridecode.backend.errors import BY_CODE, ConfigError, EngineDownError, RequestError, TridecodeError
 from tridecode.model_repo_templates.contracts_in import with_advice
 from tridecode.model_repo_templates.pbtxt import data_type_name
 from tridecode.tools.triton_stream import plain_reason, stream_results

@@ -15,7 +15,7 @@ from typing import Any
 
 from tridecode.backend.doors.contracts.field import Contract, Field
 from tridecode.backend.doors.contracts.vllm import KEYS
-from tridecode.backend.sampling_params import SamplingParams, parameters
+from tridecode.backend.wire.sampling_params import SamplingParams, parameters
 from tridecode.model_repo_templates.repository import CONTRACTS
 from tridecode.tools import doc_tables
 from tridecode.tools.doc_tables import DOCS, markdown, write_or_compare

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Callable, Optional, get_type_hints
 
 import typer
 
-from tridecode.backend.sampling_params import Parameter, SamplingParams, parameters
+from tridecode.backend.wire.sampling_params import Parameter, SamplingParams, parameters
 
 #: what an option means to this program, beside what the parameter means to the server
 _NOTES = {

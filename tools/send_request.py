@@ -21,7 +21,7 @@ import tritonclient.grpc as grpc_client
 from rich.console import Console
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from tridecode.backend.errors import ConfigError, EngineDownError, TridecodeError
+from tridecode.backend.base.errors import ConfigError, EngineDownError, TridecodeError
 from tridecode.model_repo_templates.contracts_in import with_advice
 from tridecode.tools.triton_stream import NO_SERVER, plain_reason, stream_results
 

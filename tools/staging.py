@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tridecode.backend.errors import ConfigError
-from tridecode.backend.manifest import JOURNAL_FILE, MANIFEST_FILE
+from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.weights.manifest import JOURNAL_FILE, MANIFEST_FILE
 from tridecode.model_repo_templates.served import ENGINE_MODEL
 
 #: less is converted again within seconds, and not worth a hidden folder

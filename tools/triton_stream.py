@@ -9,7 +9,7 @@ from typing import Any
 import tritonclient.grpc as grpc_client
 from tritonclient.utils import InferenceServerException
 
-from tridecode.backend.errors import EngineDownError
+from tridecode.backend.base.errors import EngineDownError
 
 _REASON_S = 5.0  # wait for gRPC's reason of a failed stream
 

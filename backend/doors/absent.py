@@ -10,15 +10,15 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from tridecode.backend.base.errors import RequestError, TridecodeError, UnsupportedError
 from tridecode.backend.doors import huge_shapes
+from tridecode.backend.doors.answers.senders import FINAL
 from tridecode.backend.doors.door import refusal
-from tridecode.backend.doors.envelope import read_label
-from tridecode.backend.doors.request_log import RequestLog, line_of
-from tridecode.backend.doors.request_times import GapCounts, RequestTimes
-from tridecode.backend.doors.senders import FINAL
-from tridecode.backend.doors.settings import read_settings
-from tridecode.backend.errors import RequestError, TridecodeError, UnsupportedError
-from tridecode.backend.taken_requests import TakenRequests
+from tridecode.backend.doors.door_settings import read_settings
+from tridecode.backend.doors.monitoring.request_log import RequestLog, line_of
+from tridecode.backend.doors.monitoring.request_times import GapCounts, RequestTimes
+from tridecode.backend.doors.requests.envelope import read_label
+from tridecode.backend.wire.taken_requests import TakenRequests
 
 
 class TritonPythonModel:

@@ -10,13 +10,18 @@ from typing import Any, Callable
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from tridecode.backend import log_format
+from tridecode.backend.base import log_format
+from tridecode.backend.base.errors import EngineDownError, RequestError, TridecodeError
 from tridecode.backend.doors import huge_shapes
+from tridecode.backend.doors.answers.senders import Senders, Stream
 from tridecode.backend.doors.contracts.field import Contract
 from tridecode.backend.doors.contracts.inputs import Inputs, check_parameters
-from tridecode.backend.doors.door_metrics import DoorMetrics
-from tridecode.backend.doors.engine_link import EngineLink, Sink
-from tridecode.backend.doors.envelope import (
+from tridecode.backend.doors.door_settings import DoorSettings, door_tokenizer, read_settings
+from tridecode.backend.doors.link.engine_link import EngineLink, Sink
+from tridecode.backend.doors.monitoring.door_metrics import DoorMetrics
+from tridecode.backend.doors.monitoring.request_log import RequestLog, line_of
+from tridecode.backend.doors.monitoring.request_times import GapCounts, RequestTimes
+from tridecode.backend.doors.requests.envelope import (
     Envelope,
     check_label,
     envelope_of,
@@ -27,15 +32,10 @@ from tridecode.backend.doors.envelope import (
     read_timeout_s,
     with_label,
 )
-from tridecode.backend.doors.preparation import Preparation
-from tridecode.backend.doors.request_log import RequestLog, line_of
-from tridecode.backend.doors.request_times import GapCounts, RequestTimes
-from tridecode.backend.doors.senders import Senders, Stream
-from tridecode.backend.doors.settings import DoorSettings, door_tokenizer, read_settings
+from tridecode.backend.doors.requests.preparation import Preparation
 from tridecode.backend.doors.siblings import streaming_sibling
-from tridecode.backend.errors import EngineDownError, RequestError, TridecodeError
-from tridecode.backend.messages import Limits, SequenceRequest, SessionRound
-from tridecode.backend.taken_requests import TakenRequests
+from tridecode.backend.wire.messages import Limits, SequenceRequest, SessionRound
+from tridecode.backend.wire.taken_requests import TakenRequests
 
 _log = logging.getLogger("tridecode.door")
 _DECOUPLED_WANTED = "model_transaction_policy { decoupled: true } in config.pbtxt would allow it"

@@ -14,18 +14,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tridecode.backend.beam_tree import BeamTree
-from tridecode.backend.doors import fields, prompt_inputs
+from tridecode.backend.base.errors import RequestError
+from tridecode.backend.doors.answers.logit_tensors import LogitsArrays, WantedLogits
+from tridecode.backend.doors.answers.senders import Stream
 from tridecode.backend.doors.contracts.fastertransformer import FASTERTRANSFORMER
 from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.door import EngineDoor, Outputs, Received, Submission
-from tridecode.backend.doors.envelope import MAX_ROWS, Envelope
-from tridecode.backend.doors.logits import LogitsArrays, WantedLogits
-from tridecode.backend.doors.prompt_inputs import RowPrompt
-from tridecode.backend.doors.senders import Stream
-from tridecode.backend.doors.word_lists import read_words
-from tridecode.backend.errors import RequestError
-from tridecode.backend.messages import BeamStep, Event, Limits, SamplingParams, SequenceRequest
+from tridecode.backend.doors.requests import fields, prompt_inputs
+from tridecode.backend.doors.requests.envelope import MAX_ROWS, Envelope
+from tridecode.backend.doors.requests.prompt_inputs import RowPrompt
+from tridecode.backend.doors.requests.word_lists import read_words
+from tridecode.backend.wire.beam_tree import BeamTree
+from tridecode.backend.wire.messages import BeamStep, Event, Limits, SamplingParams, SequenceRequest
 
 
 class TritonPythonModel(EngineDoor):

@@ -13,17 +13,17 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from tridecode.backend import log_format
+from tridecode.backend.base import log_format
+from tridecode.backend.base.errors import EngineDownError, TridecodeError
 from tridecode.backend.doors import huge_shapes
 from tridecode.backend.doors.door import Outputs, refusal
-from tridecode.backend.doors.door_metrics import DoorMetrics
-from tridecode.backend.doors.engine_link import EngineLink
-from tridecode.backend.doors.envelope import internal_error
-from tridecode.backend.doors.settings import read_settings
+from tridecode.backend.doors.door_settings import read_settings
+from tridecode.backend.doors.link.engine_link import EngineLink
+from tridecode.backend.doors.monitoring.door_metrics import DoorMetrics
+from tridecode.backend.doors.requests.envelope import internal_error
 from tridecode.backend.doors.siblings import siblings
-from tridecode.backend.errors import EngineDownError, TridecodeError
-from tridecode.backend.messages import BEAT_S, EngineBeat
-from tridecode.backend.taken_requests import TakenRequests
+from tridecode.backend.wire.messages import BEAT_S, EngineBeat
+from tridecode.backend.wire.taken_requests import TakenRequests
 
 #: an engine that has missed eight heartbeats is stopped, starved or dead; the supervisor acts after 3 s
 _SILENCE_S = 2.0

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from tridecode.backend.errors import RequestError
+from tridecode.backend.base.errors import RequestError
 
 _NEW_FROM_DESCR = 94  # index in numpy's C API, the same in all releases of 1 and 2
 _ENTRY = re.compile(r"PyArray_API\[(\d+)\]")

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from tridecode.backend.doors import fields
+from tridecode.backend.base.errors import RequestError
+from tridecode.backend.doors.answers.senders import FINAL, Stream
 from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.contracts.interactive import CONTROLS, INTERACTIVE
-from tridecode.backend.doors.conversations import Conversation, Conversations, Turn, Turns, gone
 from tridecode.backend.doors.door import EngineDoor, Outputs, Received, Submission
 from tridecode.backend.doors.fastertransformer import (
     Answer,
@@ -30,9 +30,9 @@ from tridecode.backend.doors.fastertransformer import (
     read_sequences,
 )
 from tridecode.backend.doors.interactive_axis import with_axis, without_axis
-from tridecode.backend.doors.senders import FINAL, Stream
-from tridecode.backend.errors import RequestError
-from tridecode.backend.messages import Event, SessionRound
+from tridecode.backend.doors.requests import fields
+from tridecode.backend.doors.requests.conversations import Conversation, Conversations, Turn, Turns, gone
+from tridecode.backend.wire.messages import Event, SessionRound
 
 
 class TritonPythonModel(EngineDoor):

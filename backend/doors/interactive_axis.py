@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from tridecode.backend.base.errors import RequestError
 from tridecode.backend.doors.contracts.inputs import Inputs
-from tridecode.backend.errors import RequestError
 
 
 def without_axis(inputs: Inputs) -> Inputs:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from tridecode.backend.doors import fields
+from tridecode.backend.base.errors import RequestError
+from tridecode.backend.doors.answers.logit_tensors import metrics
 from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.contracts.llmapi import LLMAPI
 from tridecode.backend.doors.door import Received
-from tridecode.backend.doors.logits import metrics
-from tridecode.backend.doors.settings import DoorSettings
+from tridecode.backend.doors.door_settings import DoorSettings
+from tridecode.backend.doors.requests import fields
 from tridecode.backend.doors.text import (
     TensorAnswer,
     TextRequest,
@@ -23,9 +24,8 @@ from tridecode.backend.doors.text import (
     read_words,
 )
 from tridecode.backend.doors.text import TritonPythonModel as TextModel
-from tridecode.backend.errors import RequestError
-from tridecode.backend.messages import Limits, SamplingParams
 from tridecode.backend.text.completion import Completion, Piece
+from tridecode.backend.wire.messages import Limits, SamplingParams
 
 _STOP = "sampling_param_stop"
 _EXCLUDE = "sampling_param_exclude_input_from_output"

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from tridecode.backend.base.errors import RequestError
 from tridecode.backend.doors.contracts.ensemble import POSTPROCESSING
 from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.door import UnaryDoor
-from tridecode.backend.doors.settings import door_view
-from tridecode.backend.errors import RequestError
+from tridecode.backend.doors.door_settings import door_view
 
 
 class TritonPythonModel(UnaryDoor):

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from tridecode.backend.doors import fields
+from tridecode.backend.base.errors import RequestError
 from tridecode.backend.doors.contracts.ensemble import PREPROCESSING
 from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.door import UnaryDoor
-from tridecode.backend.doors.fields import decode_text
-from tridecode.backend.doors.word_lists import encode_words, word_list_tensor
-from tridecode.backend.errors import RequestError
+from tridecode.backend.doors.requests import fields
+from tridecode.backend.doors.requests.fields import decode_text
+from tridecode.backend.doors.requests.word_lists import encode_words, word_list_tensor
 from tridecode.backend.text.encoding import encode
 
 

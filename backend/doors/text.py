@@ -27,23 +27,23 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tridecode.backend.doors import fields, prompt_inputs
+from tridecode.backend.base.errors import RequestCancelled, RequestError
+from tridecode.backend.doors.answers.logit_tensors import WantedLogits, metrics, piece_logits
+from tridecode.backend.doors.answers.senders import Stream
 from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.contracts.tensorrt_llm import TENSORRT_LLM
 from tridecode.backend.doors.door import EngineDoor, Outputs, Received, Submission
-from tridecode.backend.doors.envelope import MAX_STOP_WORD_BYTES, MAX_STOP_WORDS
-from tridecode.backend.doors.fields import decode_text
-from tridecode.backend.doors.logits import WantedLogits, metrics, piece_logits
-from tridecode.backend.doors.prompt_inputs import RowPrompt
-from tridecode.backend.doors.senders import Stream
-from tridecode.backend.doors.settings import DoorSettings, door_tokenizer, door_view
-from tridecode.backend.doors.stop_requests import stop_rows, stop_running
-from tridecode.backend.errors import RequestCancelled, RequestError
-from tridecode.backend.messages import Event, Limits, SamplingParams, SequenceRequest
+from tridecode.backend.doors.door_settings import DoorSettings, door_tokenizer, door_view
+from tridecode.backend.doors.requests import fields, prompt_inputs
+from tridecode.backend.doors.requests.envelope import MAX_STOP_WORD_BYTES, MAX_STOP_WORDS
+from tridecode.backend.doors.requests.fields import decode_text
+from tridecode.backend.doors.requests.prompt_inputs import RowPrompt
+from tridecode.backend.doors.requests.stop_requests import stop_rows, stop_running
 from tridecode.backend.text.completion import Answer, Completion, Piece, Siblings
 from tridecode.backend.text.detokenizer import TokenizerView
 from tridecode.backend.text.encoding import bad_word_ids, encode
 from tridecode.backend.text.stop_words import StopAutomaton
+from tridecode.backend.wire.messages import Event, Limits, SamplingParams, SequenceRequest
 
 
 @dataclass(frozen=True)

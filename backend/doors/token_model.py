@@ -19,18 +19,18 @@ from functools import partial
 
 import numpy as np
 
-from tridecode.backend.doors import fields
+from tridecode.backend.base.errors import RequestError
+from tridecode.backend.doors.answers.logit_tensors import WantedLogits
+from tridecode.backend.doors.answers.senders import Stream
+from tridecode.backend.doors.answers.token_answer import EmptyAnswer, Layout, TokenAnswer, TokenSequence
 from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.contracts.tensorrt_llm_tokens import TENSORRT_LLM_TOKENS
 from tridecode.backend.doors.door import EngineDoor, Received, Submission
 from tridecode.backend.doors.fastertransformer import Prompts, read_prompts
-from tridecode.backend.doors.logits import WantedLogits
-from tridecode.backend.doors.senders import Stream
-from tridecode.backend.doors.stop_requests import stop_rows, stop_running
-from tridecode.backend.doors.token_answer import EmptyAnswer, Layout, TokenAnswer, TokenSequence
-from tridecode.backend.doors.word_lists import read_words
-from tridecode.backend.errors import RequestError
-from tridecode.backend.messages import Event, Limits, SamplingParams, SequenceRequest
+from tridecode.backend.doors.requests import fields
+from tridecode.backend.doors.requests.stop_requests import stop_rows, stop_running
+from tridecode.backend.doors.requests.word_lists import read_words
+from tridecode.backend.wire.messages import Event, Limits, SamplingParams, SequenceRequest
 
 
 class TritonPythonModel(EngineDoor):

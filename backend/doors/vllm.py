@@ -16,20 +16,20 @@ import json
 import random
 from typing import Any
 
-from tridecode.backend.doors import fields, sampling_json
+from tridecode.backend.base.errors import RequestError, UnsupportedError
 from tridecode.backend.doors.contracts.vllm import KEYS_BY_NAME, VLLM
 from tridecode.backend.doors.door import Received
-from tridecode.backend.doors.fields import decode_text
-from tridecode.backend.doors.settings import DoorSettings, door_view
+from tridecode.backend.doors.door_settings import DoorSettings, door_view
+from tridecode.backend.doors.requests import fields, sampling_json
+from tridecode.backend.doors.requests.fields import decode_text
 from tridecode.backend.doors.text import TensorAnswer, TextRequest, check_stop_words, read_texts
 from tridecode.backend.doors.text import TritonPythonModel as TextModel
-from tridecode.backend.errors import RequestError, UnsupportedError
-from tridecode.backend.messages import Limits, SamplingParams, TopLogProbs
-from tridecode.backend.sampling_params import GREEDY_BELOW, MAX_END_IDS, check
 from tridecode.backend.text.completion import Completion, Piece
 from tridecode.backend.text.detokenizer import TokenizerView
 from tridecode.backend.text.encoding import bad_word_ids
 from tridecode.backend.text.token_texts import TokenTexts
+from tridecode.backend.wire.messages import Limits, SamplingParams, TopLogProbs
+from tridecode.backend.wire.sampling_params import GREEDY_BELOW, MAX_END_IDS, check
 
 _LOWEST_TEMPERATURE = 0.01  # vLLM's _MAX_TEMP
 _NO_LOG_PROB = -9999.0  # JSON has no infinity; as vLLM's OpenAI server

@@ -16,29 +16,29 @@ from pathlib import Path
 
 import torch
 
-from tridecode.backend import log_format
-from tridecode.backend import messages as m
-from tridecode.backend.config import EngineConfig, ModelConfig, check_ranks, read_engine_config
-from tridecode.backend.engine.adapters import Adapters
-from tridecode.backend.engine.agreement import AgreementError, PeerLost, StepDigest, facts_of
-from tridecode.backend.engine.engine import Engine, Ranks
-from tridecode.backend.engine.front import Front
-from tridecode.backend.engine.loop import DecodeLoop, follow
-from tridecode.backend.engine.meeting import join, set_gpu
-from tridecode.backend.engine.offline import limits_of, prompt_book
-from tridecode.backend.engine.parallel import Joining, ProcessRanks, SingleRank
-from tridecode.backend.engine.scheduler import Scheduler
-from tridecode.backend.engine.settings import choose_device, resolve
-from tridecode.backend.engine_config_file import checkpoint_dir, read_engine_parameters
-from tridecode.backend.errors import (
+from tridecode.backend.base import log_format
+from tridecode.backend.base.errors import (
     ConfigError,
     EngineDownError,
     TridecodeError,
     UnsupportedError,
     WeightFileError,
 )
+from tridecode.backend.configuration.config import EngineConfig, ModelConfig, check_ranks, read_engine_config
+from tridecode.backend.configuration.engine_config_file import checkpoint_dir, read_engine_parameters
+from tridecode.backend.engine.adapters.table import Adapters
+from tridecode.backend.engine.device.engine import Engine, Ranks
+from tridecode.backend.engine.device.resolved_settings import choose_device, resolve
+from tridecode.backend.engine.front import Front
+from tridecode.backend.engine.loop import DecodeLoop, follow
+from tridecode.backend.engine.offline import limits_of, prompt_book
+from tridecode.backend.engine.ranks.agreement import AgreementError, PeerLost, StepDigest, facts_of
+from tridecode.backend.engine.ranks.join_meeting import join, set_gpu
+from tridecode.backend.engine.ranks.parallel import Joining, ProcessRanks, SingleRank
+from tridecode.backend.engine.schedule.scheduler import Scheduler
 from tridecode.backend.models import read_model_config
 from tridecode.backend.supervisor.rank_link import RankLink
+from tridecode.backend.wire import messages as m
 
 #: a rank that the others' end does not end in this time after Stop ends itself; the supervisor waits 2 s
 LEAVE_S = 1.5

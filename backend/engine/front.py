@@ -18,9 +18,9 @@ from typing import Callable, Union
 import msgspec
 import zmq
 
-from tridecode.backend import messages as m
-from tridecode.backend.pauses import PauseWatch
+from tridecode.backend.base.pauses import PauseWatch
 from tridecode.backend.supervisor import processes
+from tridecode.backend.wire import messages as m
 
 log = logging.getLogger("tridecode.engine")
 

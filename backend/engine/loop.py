@@ -11,14 +11,14 @@ from typing import Protocol
 
 import torch
 
-from tridecode.backend import messages as m
-from tridecode.backend.engine.engine import Engine, Pending
+from tridecode.backend.base.errors import CapacityError, TridecodeError
+from tridecode.backend.engine.device.engine import Engine, Pending
 from tridecode.backend.engine.front import Front
-from tridecode.backend.engine.plan import StepPlan
-from tridecode.backend.engine.plan_queue import End, PlanQueue
-from tridecode.backend.engine.scheduler import Scheduler
-from tridecode.backend.engine.shadow_work import ShadowWork
-from tridecode.backend.errors import CapacityError, TridecodeError
+from tridecode.backend.engine.schedule.scheduler import Scheduler
+from tridecode.backend.engine.shadow.queue import ShadowWork
+from tridecode.backend.engine.step.plan import StepPlan
+from tridecode.backend.engine.step.plan_queue import End, PlanQueue
+from tridecode.backend.wire import messages as m
 
 log = logging.getLogger("tridecode.engine")
 

@@ -14,18 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tridecode.backend.beam_tree import BeamTree
-from tridecode.backend.config import EngineConfig, ModelConfig
-from tridecode.backend.engine.adapters import Adapters
-from tridecode.backend.engine.admission import SchedulerLimits
-from tridecode.backend.engine.engine import Engine, Pending
-from tridecode.backend.engine.parallel import SingleRank
-from tridecode.backend.engine.plan import StepPlan
-from tridecode.backend.engine.prompts import PromptBook
-from tridecode.backend.engine.scheduler import Scheduler
-from tridecode.backend.engine.settings import choose_device, resolve, spread_tokens
-from tridecode.backend.errors import BY_CODE, DeadlineError, TridecodeError
-from tridecode.backend.messages import (
+from tridecode.backend.base.errors import BY_CODE, DeadlineError, TridecodeError
+from tridecode.backend.configuration.config import EngineConfig, ModelConfig
+from tridecode.backend.engine.adapters.table import Adapters
+from tridecode.backend.engine.device.engine import Engine, Pending
+from tridecode.backend.engine.device.resolved_settings import choose_device, resolve, spread_tokens
+from tridecode.backend.engine.prompt_tables.book import PromptBook
+from tridecode.backend.engine.ranks.parallel import SingleRank
+from tridecode.backend.engine.schedule.admission import SchedulerLimits
+from tridecode.backend.engine.schedule.scheduler import Scheduler
+from tridecode.backend.engine.step.plan import StepPlan
+from tridecode.backend.models import read_model_config
+from tridecode.backend.wire.beam_tree import BeamTree
+from tridecode.backend.wire.messages import (
     Event,
     Perf,
     SamplingParams,
@@ -34,8 +35,7 @@ from tridecode.backend.messages import (
     Submit,
     TopLogProbs,
 )
-from tridecode.backend.models import read_model_config
-from tridecode.backend.prompt_learning import LearnedPrompt
+from tridecode.backend.wire.prompt_learning import LearnedPrompt
 from tridecode.kernels.ops import Heads
 
 _DOOR = b"offline"

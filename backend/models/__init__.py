@@ -13,14 +13,14 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
-from tridecode.backend.config import MAX_POSITIONS, ModelConfig
-from tridecode.backend.errors import ConfigError, UnsupportedError
+from tridecode.backend.base.errors import ConfigError, UnsupportedError
+from tridecode.backend.configuration.config import MAX_POSITIONS, ModelConfig
 from tridecode.backend.models.config_ini import IniSection, common_keys, parse_ini, read_ini
 from tridecode.backend.models.ini_keys import refuse_misspelt, refuse_unread
 from tridecode.backend.models.layer_sizes_ini import layer_size_keys, read_layer_sizes
 from tridecode.backend.models.quantization_ini import quantization_keys, read_quantization
-from tridecode.backend.quantization import stored_specs
-from tridecode.backend.weight_layout import WeightSpec
+from tridecode.backend.weights.layout import WeightSpec
+from tridecode.backend.weights.quantization import stored_specs
 
 if TYPE_CHECKING:
     from tridecode.backend.models.decoder import Decoder

@@ -11,16 +11,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Callable
 
-from tridecode.backend.config import (
+from tridecode.backend.base.errors import ConfigError, UnsupportedError
+from tridecode.backend.configuration.config import (
     DEFAULT_MAX_POSITIONS,
     DTYPES,
     MAX_POSITIONS,
     ModelConfig,
     parse_flag,
 )
-from tridecode.backend.errors import ConfigError, UnsupportedError
 from tridecode.backend.models.ini_keys import ACCEPTED
-from tridecode.backend.sampling_params import MAX_END_IDS
+from tridecode.backend.wire.sampling_params import MAX_END_IDS
 
 #: more layers in a config.ini mean a damaged file; the limit bounds the lists of tensors made from it
 MAX_LAYERS = 4096

@@ -13,7 +13,7 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
-from tridecode.backend.config import ModelConfig, check_ranks
+from tridecode.backend.configuration.config import ModelConfig, check_ranks
 from tridecode.backend.models.layers import (
     Context,
     Following,
@@ -30,9 +30,9 @@ from tridecode.backend.models.layers import (
 )
 from tridecode.backend.models.rope import rope_table
 from tridecode.backend.models.specs import HEAD_NORMS, Layout
-from tridecode.backend.weight_layout import VocabShare, stage_layers
+from tridecode.backend.weights.layout import VocabShare, stage_layers
+from tridecode.kernels.formats.quantized import QuantizedWeight
 from tridecode.kernels.ops import CacheLayer, DecoderLayer, Heads, Linear, Norm
-from tridecode.kernels.quantized import QuantizedWeight
 
 
 class Decoder:

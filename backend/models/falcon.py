@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tridecode.backend.config import ModelConfig
+from tridecode.backend.configuration.config import ModelConfig
 from tridecode.backend.models import Family
 from tridecode.backend.models.config_ini import (
     ACTIVATION_NAMES,
@@ -22,7 +22,7 @@ from tridecode.backend.models.decoder import Decoder
 from tridecode.backend.models.layers import Context, Ranks, Weights, alibi_slopes
 from tridecode.backend.models.rope_ini import read_rope, rope_keys
 from tridecode.backend.models.specs import Layout
-from tridecode.backend.weight_layout import WeightSpec
+from tridecode.backend.weights.layout import WeightSpec
 from tridecode.kernels.ops import CacheLayer, Heads, Norm
 
 

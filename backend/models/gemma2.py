@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from tridecode.backend.config import ModelConfig
+from tridecode.backend.configuration.config import ModelConfig
 from tridecode.backend.models import Family, gemma
 from tridecode.backend.models.config_ini import IniSection, read_windows, window_keys
 from tridecode.backend.models.layers import Context, Ranks, Weights
 from tridecode.backend.models.llama import GATED, llama_fields, llama_keys
 from tridecode.backend.models.specs import Layout, norm_specs
-from tridecode.backend.weight_layout import WeightSpec
+from tridecode.backend.weights.layout import WeightSpec
 from tridecode.kernels.ops import CacheLayer, Heads
 
 LAYOUT = Layout(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tridecode.backend.config import RopeConfig
+from tridecode.backend.configuration.config import RopeConfig
 from tridecode.backend.models import Family, gemma2
 from tridecode.backend.models.config_ini import IniSection
 from tridecode.backend.models.gemma2 import Gemma2Config, gemma2_fields
@@ -13,7 +13,7 @@ from tridecode.backend.models.layers import Ranks, Weights
 from tridecode.backend.models.rope import rope_table
 from tridecode.backend.models.rope_ini import read_rope, rope_keys
 from tridecode.backend.models.specs import head_norm_specs
-from tridecode.backend.weight_layout import WeightSpec
+from tridecode.backend.weights.layout import WeightSpec
 from tridecode.kernels.ops import Heads
 
 #: section of the same file: the keys of read_rope for the layers with a window

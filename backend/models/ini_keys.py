@@ -11,8 +11,8 @@ import difflib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from tridecode.backend.config import Accepted
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.configuration.config import Accepted
 
 if TYPE_CHECKING:
     from tridecode.backend.models.config_ini import IniSection

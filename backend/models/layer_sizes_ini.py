@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeVar
 
-from tridecode.backend.config import LayerSizes, ModelConfig
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.configuration.config import LayerSizes, ModelConfig
 from tridecode.backend.models.config_ini import IniSection
 
 #: field of LayerSizes -> key; a missing key: every layer as the whole model

@@ -15,10 +15,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tridecode.backend.config import ModelConfig
+from tridecode.backend.configuration.config import ModelConfig
 from tridecode.backend.models.quantized_parts import read_quantized, stacked
-from tridecode.backend.quantization import Quantization, stored_specs
-from tridecode.backend.weight_layout import WeightSpec, share_size
+from tridecode.backend.weights.layout import WeightSpec, share_size
+from tridecode.backend.weights.quantization import Quantization, stored_specs
+from tridecode.kernels.formats.quantized import QuantizedWeight
+from tridecode.kernels.formats.round_to_nearest import round_to_nearest
 from tridecode.kernels.ops import (
     Batch,
     CacheLayer,
@@ -30,8 +32,6 @@ from tridecode.kernels.ops import (
     Product,
     Rope,
 )
-from tridecode.kernels.quantized import QuantizedWeight
-from tridecode.kernels.round_to_nearest import round_to_nearest
 
 
 class Weights(ABC):

@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tridecode.backend.config import ModelConfig
+from tridecode.backend.configuration.config import ModelConfig
 from tridecode.backend.models import Family
 from tridecode.backend.models.config_ini import ACTIVATION_NAMES, ACTIVATIONS, IniSection, read_common
 from tridecode.backend.models.gpt import GPT2_FLAGS, has_flags, is_opt
 from tridecode.backend.models.gpt import Model as GptModel
 from tridecode.backend.models.layers import Context, Ranks, Weights
 from tridecode.backend.models.specs import Layout
-from tridecode.backend.weight_layout import WeightSpec
+from tridecode.backend.weights.layout import WeightSpec
+from tridecode.kernels.formats.quantized import QuantizedWeight
 from tridecode.kernels.ops import CacheLayer, Linear, Norm
-from tridecode.kernels.quantized import QuantizedWeight
 
 RESIDUALS = {"pre_layernorm": "sequential", "post_layernorm": "post_norm"}
 PROJECTIONS = "model.project_in.weight", "model.project_out.weight"

@@ -9,17 +9,17 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from tridecode.backend.config import ModelConfig
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.configuration.config import ModelConfig
 from tridecode.backend.models.config_ini import IniSection, read_ini
-from tridecode.backend.prompt_learning import (
+from tridecode.backend.weights.layout import WeightSpec
+from tridecode.backend.wire.prompt_learning import (
     NO_PROMPT,
     PREFIX_PROMPT,
     TYPES,
     PromptTask,
     default_start_id,
 )
-from tridecode.backend.weight_layout import WeightSpec
 
 #: a task's name is part of a file's name
 TASK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+ -]{0,99}")

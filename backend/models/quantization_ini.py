@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeVar
 
-from tridecode.backend.config import ModelConfig
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.configuration.config import ModelConfig
 from tridecode.backend.models.config_ini import IniSection
-from tridecode.backend.quantization import ACTIVATIONS, BLOCK, FILE_DTYPES, Quantization
+from tridecode.backend.weights.quantization import ACTIVATIONS, BLOCK, FILE_DTYPES, Quantization
 
 _FORMATS = {"none": "", **{name: name for name in FILE_DTYPES}}
 _ACTIVATIONS = {"none": "", **{name: name for name in ACTIVATIONS}}

@@ -11,10 +11,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tridecode.backend.errors import WeightFileError
-from tridecode.backend.quantization import Quantization
-from tridecode.backend.weight_layout import WeightSpec
-from tridecode.kernels.quantized import QuantizedWeight, packed, unpacked
+from tridecode.backend.base.errors import WeightFileError
+from tridecode.backend.weights.layout import WeightSpec
+from tridecode.backend.weights.quantization import Quantization
+from tridecode.kernels.formats.quantized import QuantizedWeight, packed, unpacked
 
 
 def file_tensors(weight: QuantizedWeight, spec: WeightSpec, quantization: Quantization) -> dict[str, Tensor]:

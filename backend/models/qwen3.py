@@ -3,13 +3,13 @@ Yang et al. 2025."""
 
 from __future__ import annotations
 
-from tridecode.backend.config import ModelConfig
+from tridecode.backend.configuration.config import ModelConfig
 from tridecode.backend.models import Family, llama
 from tridecode.backend.models.config_ini import IniSection, read_windows, window_keys
 from tridecode.backend.models.layers import Ranks, Weights
 from tridecode.backend.models.llama import LAYOUT, llama_fields, llama_keys
 from tridecode.backend.models.specs import head_norm_specs
-from tridecode.backend.weight_layout import WeightSpec
+from tridecode.backend.weights.layout import WeightSpec
 
 
 def read(section: IniSection, tied_head: bool) -> ModelConfig:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tridecode.backend.config import ModelConfig
-from tridecode.backend.weight_layout import WeightSpec
+from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.weights.layout import WeightSpec
 
 #: below model.layers.<i>.attention: the norms of query and key heads
 HEAD_NORMS = "q_norm", "k_norm"

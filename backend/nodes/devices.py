@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from tridecode.backend.rank_gpus import VISIBLE
+from tridecode.backend.configuration.rank_gpus import VISIBLE
 
 
 def count_visible(dev: Path = Path("/dev")) -> int:

@@ -6,9 +6,9 @@ import hashlib
 from importlib import metadata
 from pathlib import Path
 
-from tridecode.backend.engine_config_file import FILE, checkpoint_dir
-from tridecode.backend.errors import TridecodeError
-from tridecode.backend.messages import PROTOCOL
+from tridecode.backend.base.errors import TridecodeError
+from tridecode.backend.configuration.engine_config_file import FILE, checkpoint_dir
+from tridecode.backend.wire.messages import PROTOCOL
 
 _DIGITS = 12
 

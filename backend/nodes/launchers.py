@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.nodes.mpi_library import MPICH, OPEN_MPI
 
 NODES = "TRIDECODE_NODES"  # host0:port,host1,… without MPI; "none": a server of its own, whatever started it

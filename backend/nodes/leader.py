@@ -17,18 +17,18 @@ from dataclasses import replace
 import msgspec
 import zmq
 
-from tridecode.backend.errors import ConfigError
-from tridecode.backend.messages import BEAT_S, SILENCE_S, decode, encode
+from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.configuration.rank_gpus import VISIBLE
 from tridecode.backend.nodes import addresses, devices, link
 from tridecode.backend.nodes.identity import difference, identity
 from tridecode.backend.nodes.launchers import NodePlace
-from tridecode.backend.nodes.meeting import Search
-from tridecode.backend.nodes.messages import NODE_PROTOCOL, NodeOrder, NodeReport, ToLeader
+from tridecode.backend.nodes.node_messages import NODE_PROTOCOL, NodeOrder, NodeReport, ToLeader
+from tridecode.backend.nodes.rank_spread import NodeGpus, engine_index, first_devices, ranks_per_node
 from tridecode.backend.nodes.remote import Node, NodeRankGroup
-from tridecode.backend.nodes.spread import NodeGpus, engine_index, first_devices, ranks_per_node
-from tridecode.backend.rank_gpus import VISIBLE
+from tridecode.backend.nodes.rendezvous import Search
 from tridecode.backend.supervisor.engine_settings import EngineSettings
 from tridecode.backend.supervisor.ranks import RankGroup, RankMessage
+from tridecode.backend.wire.messages import BEAT_S, SILENCE_S, decode, encode
 
 RETRY_S = 1.0  # interval at which a port that is taken is tried again
 

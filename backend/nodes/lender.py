@@ -15,16 +15,16 @@ from collections.abc import Callable, Sequence
 import msgspec
 import zmq
 
-from tridecode.backend.errors import ConfigError, TridecodeError
-from tridecode.backend.messages import BEAT_S, SILENCE_S, EngineState, decode, encode
+from tridecode.backend.base.errors import ConfigError, TridecodeError
+from tridecode.backend.configuration.rank_gpus import VISIBLE
 from tridecode.backend.nodes import addresses, devices, link
 from tridecode.backend.nodes.identity import identity
 from tridecode.backend.nodes.launchers import NodePlace
-from tridecode.backend.nodes.meeting import Search
-from tridecode.backend.nodes.messages import NodeOrder, NodeReport, RankLife
-from tridecode.backend.nodes.spread import engine_index
-from tridecode.backend.rank_gpus import VISIBLE
+from tridecode.backend.nodes.node_messages import NodeOrder, NodeReport, RankLife
+from tridecode.backend.nodes.rank_spread import engine_index
+from tridecode.backend.nodes.rendezvous import Search
 from tridecode.backend.supervisor.ranks import LocalProcess, RankMessage
+from tridecode.backend.wire.messages import BEAT_S, SILENCE_S, EngineState, decode, encode
 
 FAILED_RETRY_S = 60.0  # after an error that would come again; a new door shortens it
 DOWN_RETRY_S = 5.0  # after any other

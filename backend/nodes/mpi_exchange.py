@@ -19,7 +19,7 @@ import threading
 from typing import Any
 
 from tridecode.backend.nodes import addresses, mpi_library
-from tridecode.backend.nodes.meeting import ADDRESS, FIRST_PORT, NUM_PORTS, PORT
+from tridecode.backend.nodes.rendezvous import ADDRESS, FIRST_PORT, NUM_PORTS, PORT
 
 _PART_BYTES = 16 << 10
 _PROBE_S = 2.0

@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tridecode.backend.messages import SILENCE_S
-from tridecode.backend.nodes.messages import NodeReport, RankLife
+from tridecode.backend.nodes.node_messages import NodeReport, RankLife
 from tridecode.backend.supervisor.ranks import Failure, LocalProcess, RankGroup, RankProcess
+from tridecode.backend.wire.messages import SILENCE_S
 
 FRESH_S = 1.5  # a node that was heard within this time is there: six beats
 _KILLED = -9

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Union
 
-from tridecode.backend.engine_instances import num_engines, read_groups
-from tridecode.backend.errors import ConfigError
-from tridecode.backend.nodes import meeting
+from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.configuration.engine_instances import num_engines, read_groups
+from tridecode.backend.nodes import rendezvous as meeting
 from tridecode.backend.nodes.launchers import NodePlace, find_place
 from tridecode.backend.nodes.leader import Leader
 from tridecode.backend.nodes.lender import Lender

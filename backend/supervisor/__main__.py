@@ -7,7 +7,7 @@ import os
 import signal
 from pathlib import Path
 
-from tridecode.backend import log_format
+from tridecode.backend.base import log_format
 from tridecode.backend.supervisor import runtime_dir
 from tridecode.backend.supervisor.main import Place, Supervisor, default_rank_command
 from tridecode.backend.supervisor.processes import ProcessId

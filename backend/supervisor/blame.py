@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tridecode.backend.messages import SILENCE_S
 from tridecode.backend.supervisor import processes
+from tridecode.backend.wire.messages import SILENCE_S
 
 if TYPE_CHECKING:
     from tridecode.backend.supervisor.ranks import Rank

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tridecode.backend.messages import BEAT_S, RankDigest
 from tridecode.backend.supervisor.blame import Failure, ranks_text
+from tridecode.backend.wire.messages import BEAT_S, RankDigest
 
 DIGEST_GRACE_S = 2.5 * BEAT_S  # all ranks have told of the same step within this time
 _KEPT_DIGESTS = 64

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from tridecode.backend.messages import Hello
 from tridecode.backend.supervisor import processes
+from tridecode.backend.wire.messages import Hello
 
 FROZEN_S = 10.0  # a door without a ping for this long is logged as frozen
 GOODBYE_GRACE_S = 2.0  # how long the engine outlives the last door that said goodbye

@@ -15,10 +15,10 @@ import logging
 import math
 from collections.abc import Callable
 
-from tridecode.backend.errors import ConfigError, TridecodeError
-from tridecode.backend.messages import EngineState
+from tridecode.backend.base.errors import ConfigError, TridecodeError
 from tridecode.backend.supervisor.engine_settings import EngineSettings
 from tridecode.backend.supervisor.ranks import Failure, RankGroup, RankMessage
+from tridecode.backend.wire.messages import EngineState
 
 FAILED_RETRY_S = 60.0  # a file may have come back without a change that shows
 FIRST_BACKOFF_S = 0.5  # doubles with each failure in a row

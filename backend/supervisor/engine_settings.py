@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tridecode.backend.config import EngineConfig, check_heads, check_stages, read_engine_config
-from tridecode.backend.engine_config_file import FILE, checkpoint_dir, read_engine_parameters
-from tridecode.backend.engine_instances import InstanceGroup, num_engines, read_groups
-from tridecode.backend.errors import ConfigError, TridecodeError
+from tridecode.backend.base.errors import ConfigError, TridecodeError
+from tridecode.backend.configuration.config import EngineConfig, check_heads, check_stages, read_engine_config
+from tridecode.backend.configuration.engine_config_file import FILE, checkpoint_dir, read_engine_parameters
+from tridecode.backend.configuration.engine_instances import InstanceGroup, num_engines, read_groups
+from tridecode.backend.configuration.rank_gpus import Demand, engine_gpus, shown_here
 from tridecode.backend.models.config_ini import read_ini
 from tridecode.backend.nodes.devices import count_visible
-from tridecode.backend.rank_gpus import Demand, engine_gpus, shown_here
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,12 @@ from typing import Callable
 
 import zmq
 
-from tridecode.backend import messages, pauses
-from tridecode.backend.errors import ConfigError, EngineDownError
+from tridecode.backend.base import pauses
+from tridecode.backend.base.errors import ConfigError, EngineDownError
+from tridecode.backend.base.threads import spin_briefly
 from tridecode.backend.nodes.launchers import inherited_fds
 from tridecode.backend.supervisor import processes, runtime_dir
-from tridecode.backend.threads import spin_briefly
+from tridecode.backend.wire import messages
 
 START_S = 20.0  # a supervisor answers within this time: a python start and four imports
 ANSWER_S = 3.0  # a supervisor that has not answered a ping after this time is replaced,

@@ -19,7 +19,13 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from tridecode.backend.messages import (
+from tridecode.backend.base.pauses import PauseWatch
+from tridecode.backend.nodes.supervising import Nodes
+from tridecode.backend.supervisor import processes, ranks, runtime_dir, shared_memory, state_file
+from tridecode.backend.supervisor.door_book import DoorBook
+from tridecode.backend.supervisor.engine_life import EngineLife
+from tridecode.backend.supervisor.engine_settings import EngineSettings, fingerprint, read_engine_settings
+from tridecode.backend.wire.messages import (
     BEAT_S,
     EngineState,
     Goodbye,
@@ -31,12 +37,6 @@ from tridecode.backend.messages import (
     decode,
     encode,
 )
-from tridecode.backend.nodes.supervising import Nodes
-from tridecode.backend.pauses import PauseWatch
-from tridecode.backend.supervisor import processes, ranks, runtime_dir, shared_memory, state_file
-from tridecode.backend.supervisor.door_book import DoorBook
-from tridecode.backend.supervisor.engine_life import EngineLife
-from tridecode.backend.supervisor.engine_settings import EngineSettings, fingerprint, read_engine_settings
 
 TICK_S = 0.1  # interval at which processes are checked
 STOP_GRACE_S = 2.0  # time that ranks have to end by themselves

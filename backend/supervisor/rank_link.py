@@ -13,7 +13,9 @@ from typing import Protocol
 import msgspec
 import zmq
 
-from tridecode.backend.messages import (
+from tridecode.backend.base.pauses import PauseWatch
+from tridecode.backend.supervisor.loop_watch import LoopWatch, place_of
+from tridecode.backend.wire.messages import (
     BEAT_S,
     EngineBeat,
     FromSupervisor,
@@ -25,8 +27,6 @@ from tridecode.backend.messages import (
     decode,
     encode,
 )
-from tridecode.backend.pauses import PauseWatch
-from tridecode.backend.supervisor.loop_watch import LoopWatch, place_of
 
 SUPERVISOR_SILENCE_S = 5.0  # a supervisor that is silent for longer is considered dead
 FLUSH_S = 2.0  # how long `close` waits until its messages are sent

@@ -7,10 +7,10 @@ import subprocess
 from collections.abc import Sequence
 from typing import Protocol, Union
 
-from tridecode.backend.messages import EngineBeat, RankDigest, RankFailed, RankProgress, RankReady
 from tridecode.backend.supervisor import processes
 from tridecode.backend.supervisor.blame import Failure, find_cause, ranks_text
 from tridecode.backend.supervisor.digests import Digests
+from tridecode.backend.wire.messages import EngineBeat, RankDigest, RankFailed, RankProgress, RankReady
 
 RankMessage = Union[RankReady, RankProgress, RankFailed, RankDigest, EngineBeat]
 

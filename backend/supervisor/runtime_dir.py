@@ -24,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.supervisor import shared_memory
 from tridecode.backend.supervisor.processes import ProcessId, alive, identify
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from tridecode.backend.messages import EngineState
+from tridecode.backend.wire.messages import EngineState
 
 STATE = "state.json"
 TOUCH_S = 1.0

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Callable, NamedTuple
 
-from tridecode.backend.messages import Event, EventExtra, TopLogProbs
 from tridecode.backend.text.detokenizer import StreamDecoder, TokenizerView
 from tridecode.backend.text.stop_words import StopAutomaton, StopMatcher
+from tridecode.backend.wire.messages import Event, EventExtra, TopLogProbs
 
 #: Event.finish -> finish reason, in vLLM's words; "stopped": by another request of the client
 FINISH_REASONS = {"end_id": "stop", "stop_word": "stop", "length": "length", "stopped": "abort"}

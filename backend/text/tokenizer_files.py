@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, models
 
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
 
 
 def load_tokenizer(folder: Path, setting: str) -> Tokenizer:

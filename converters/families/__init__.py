@@ -17,8 +17,8 @@ import torch
 from torch.nn import Module
 from transformers import PreTrainedConfig
 
-from tridecode.backend.config import ModelConfig
-from tridecode.backend.errors import UnsupportedError
+from tridecode.backend.base.errors import UnsupportedError
+from tridecode.backend.configuration.config import ModelConfig
 from tridecode.converters.gguf_rules import GgufRules
 from tridecode.converters.rules import Rule
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from tridecode.backend.config import ModelConfig
-from tridecode.backend.errors import UnsupportedError
+from tridecode.backend.base.errors import UnsupportedError
+from tridecode.backend.configuration.config import ModelConfig
 from tridecode.backend.models.falcon import FalconConfig
 from tridecode.converters.families import CheckpointFamily
 from tridecode.converters.gguf_header import GgufHeader

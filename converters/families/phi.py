@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from tridecode.backend.errors import UnsupportedError
+from tridecode.backend.base.errors import UnsupportedError
 from tridecode.backend.models.phi import PhiConfig
 from tridecode.converters.families import CheckpointFamily
 from tridecode.converters.gguf_header import GgufHeader

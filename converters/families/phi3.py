@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from tridecode.backend.config import ModelConfig
-from tridecode.backend.errors import UnsupportedError
+from tridecode.backend.base.errors import UnsupportedError
+from tridecode.backend.configuration.config import ModelConfig
 from tridecode.converters.families import CheckpointFamily
 from tridecode.converters.families.llama import EMBEDDING, llama_fields
 from tridecode.converters.gguf_header import GgufHeader

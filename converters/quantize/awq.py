@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tridecode.converters.quantize.rounding import Grid
 from tridecode.converters.quantize.search import STEPS, best_ranges, loss_of, spread_rows
-from tridecode.kernels.quantized import QuantizedWeight
+from tridecode.kernels.formats.quantized import QuantizedWeight
 
 
 def awq_scales(weights: Sequence[Tensor], hessian: Tensor, mean_abs: Tensor, grid: Grid) -> Tensor:

@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedTokenizerBase
 
-from tridecode.backend.config import EngineConfig
-from tridecode.backend.engine.settings import choose_device
-from tridecode.backend.errors import UnsupportedError
-from tridecode.backend.host_memory import available_memory
-from tridecode.backend.weights import TORCH_DTYPES
+from tridecode.backend.base.errors import UnsupportedError
+from tridecode.backend.base.host_memory import available_memory
+from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.engine.device.resolved_settings import choose_device
+from tridecode.backend.weights.reader import TORCH_DTYPES
 from tridecode.converters.convert import PlannedConversion
 from tridecode.converters.progress import work_progress
 from tridecode.converters.quantize.built_in_texts import BUILT_IN
@@ -47,7 +47,7 @@ from tridecode.converters.quantize.texts import (
 from tridecode.converters.quantize.together import FirstStates, Together, free_memory, wanted_bytes, write
 from tridecode.converters.quantize.tune import norms_of, output_error, tune
 from tridecode.converters.tokenizer import load_tokenizer
-from tridecode.kernels.quantized import QuantizedWeight
+from tridecode.kernels.formats.quantized import QuantizedWeight
 
 _TUNING_SHARE = 0.9  # of a layer's time, for the progress
 _TOGETHER_SHARE = 0.3  # of all the time

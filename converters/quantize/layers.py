@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn import Module, ModuleList
 
-from tridecode.backend.errors import UnsupportedError
+from tridecode.backend.base.errors import UnsupportedError
 
 _HEADS = ("lm_head", "embed_out")
 _TOKENS_TOGETHER = 4096  # of sequences that run in one call: enough for a GPU, and small beside a layer

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from tridecode.backend.errors import ConfigError
-from tridecode.backend.quantization import BLOCK, Quantization
+from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.weights.quantization import BLOCK, Quantization
 from tridecode.converters.quantize.awq import awq_scales, clipped
 from tridecode.converters.quantize.gptq import gptq
 from tridecode.converters.quantize.method_names import METHODS
@@ -18,7 +18,7 @@ from tridecode.converters.quantize.smoothquant import searched_smoothing_scales,
 from tridecode.converters.quantize.statistics import InputStatistics
 from tridecode.converters.quantize.texts import TOTAL_TOKENS
 from tridecode.converters.quantize.tune import Tuning
-from tridecode.kernels.quantized import QuantizedWeight
+from tridecode.kernels.formats.quantized import QuantizedWeight
 
 #: matrices (out, in) over one input, and its statistics -> (in,) scales
 Scales = Callable[[Sequence[Tensor], InputStatistics, Grid], Tensor]

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from tridecode.backend.errors import CheckpointError
+from tridecode.backend.base.errors import CheckpointError
 from tridecode.backend.models import read_model_config
 from tridecode.backend.models.quantized_parts import read_quantized
-from tridecode.backend.weights import WeightReader
+from tridecode.backend.weights.reader import WeightReader
 from tridecode.converters.convert import PlannedConversion
 from tridecode.converters.quantize.layers import LayerRun, find_layers
 from tridecode.converters.quantize.source_tensors import SourceTensors, source_tensors
 from tridecode.converters.quantize.structure import SharedInput, shared_inputs
-from tridecode.kernels.quantized import QuantizedWeight, as_rounded
+from tridecode.kernels.formats.quantized import QuantizedWeight, as_rounded
 
 MEASURED_TOKENS = 4096  # of a calibration set: two more products of each matrix
 

@@ -14,7 +14,7 @@ from tridecode.converters.quantize.statistics import InputStatistics
 from tridecode.converters.quantize.store import TensorStore
 from tridecode.converters.quantize.structure import SharedInput
 from tridecode.converters.quantize.tune import Rounded
-from tridecode.kernels.quantized import QuantizedWeight
+from tridecode.kernels.formats.quantized import QuantizedWeight
 
 
 class QuantizedLayer:

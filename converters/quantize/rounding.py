@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tridecode.kernels.quantized import VALUE_DTYPES, QuantizedWeight, packed
+from tridecode.kernels.formats.quantized import VALUE_DTYPES, QuantizedWeight, packed
 
 _FP8_MAX = 448.0  # the largest number of e4m3
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tridecode.converters.quantize.rounding import Grid
 from tridecode.converters.quantize.search import STEPS, spread_rows
-from tridecode.kernels.quantized import as_rounded
+from tridecode.kernels.formats.quantized import as_rounded
 
 ALPHA = 0.5  # the paper's, for most models
 _LEAST = 1e-5  # of the scales

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from tridecode.backend.errors import UnsupportedError
-from tridecode.backend.weight_layout import WeightSpec
+from tridecode.backend.base.errors import UnsupportedError
+from tridecode.backend.weights.layout import WeightSpec
 from tridecode.converters.baichuan_reference import Reference as BaichuanReference
 from tridecode.converters.convert import PlannedConversion
 from tridecode.converters.families import llama

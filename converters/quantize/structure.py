@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tridecode.backend.config import ModelConfig
-from tridecode.backend.weight_layout import WeightSpec
+from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.weights.layout import WeightSpec
 
 #: forms of the residual in which the output of the norms before attention and MLP goes to their matrices only
 _NORM_FEEDS_MATRICES = ("sequential", "parallel", "sandwich")

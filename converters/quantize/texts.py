@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tridecode.backend.errors import ConfigError
-from tridecode.backend.manifest import file_sha256
+from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.weights.manifest import file_sha256
 from tridecode.converters.files import require_file
 
 if TYPE_CHECKING:  # read_texts checks arguments before transformers is imported

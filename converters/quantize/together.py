@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.utils.rnn import pad_sequence
 
-from tridecode.backend.host_memory import available_memory
+from tridecode.backend.base.host_memory import available_memory
 from tridecode.converters.quantize.layers import LayerRun
 from tridecode.converters.quantize.products import MEASURED_TOKENS, ProductErrors
 from tridecode.converters.quantize.quantized_layer import QuantizedLayer
@@ -31,7 +31,7 @@ from tridecode.converters.quantize.tune import (
     set_rates,
     training_arithmetic,
 )
-from tridecode.kernels.quantized import QuantizedWeight
+from tridecode.kernels.formats.quantized import QuantizedWeight
 
 _COMPARED = 32  # sequences, before and after
 #: bytes of a rounded weight in float32: what the model holds, its level, and both once more with gradients

@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.utils.rnn import pad_sequence
 
-from tridecode.backend.errors import CheckpointError
+from tridecode.backend.base.errors import CheckpointError
 from tridecode.converters.quantize.layers import LayerRun
 from tridecode.converters.quantize.rounding import Grid
 from tridecode.converters.quantize.source_tensors import SourceTensors
-from tridecode.kernels.quantized import QuantizedWeight, unpacked
+from tridecode.kernels.formats.quantized import QuantizedWeight, unpacked
 
 _LEVELS = 15  # the highest of int4
 #: of a level's start from its rounding limits: the first step does not change all levels

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedConfig
 
-from tridecode.backend.config import ModelConfig
-from tridecode.backend.errors import CheckpointError
+from tridecode.backend.base.errors import CheckpointError
+from tridecode.backend.configuration.config import ModelConfig
 from tridecode.converters.prompts import PromptTable
 from tridecode.converters.rules import Conversion
 

@@ -11,7 +11,7 @@ import zlib
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from tridecode.backend.errors import CheckpointError
+from tridecode.backend.base.errors import CheckpointError
 from tridecode.converters.sources.torch_file import Region
 
 _MAX_MEMBERS = 10_000

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tridecode.backend.errors import CheckpointError, UnsupportedError
+from tridecode.backend.base.errors import CheckpointError, UnsupportedError
 from tridecode.converters.sources import TensorSource
 
 #: keys of config.json that describe a container, or a quantisation

@@ -6,8 +6,8 @@ import zipfile
 from pathlib import Path
 from typing import BinaryIO
 
-from tridecode.backend.errors import CheckpointError
-from tridecode.backend.lora_tensors import MAX_HEADER_BYTES
+from tridecode.backend.base.errors import CheckpointError
+from tridecode.backend.weights.lora_tensors import MAX_HEADER_BYTES
 
 #: of a zip file's table of contents; 100 bytes an entry, so that it is read in 1 s
 _MAX_TABLE_BYTES = 8 << 20

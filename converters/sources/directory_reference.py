@@ -23,8 +23,8 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from tridecode.backend.config import DEFAULT_MAX_POSITIONS, ModelConfig
-from tridecode.backend.errors import CheckpointError
+from tridecode.backend.base.errors import CheckpointError
+from tridecode.backend.configuration.config import DEFAULT_MAX_POSITIONS, ModelConfig
 from tridecode.backend.models.opt import OptConfig
 from tridecode.converters.families import families
 from tridecode.converters.families.opt import OFFSET, without_offset

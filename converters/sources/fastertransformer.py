@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from tridecode.backend.config import ModelConfig
-from tridecode.backend.errors import CheckpointError
+from tridecode.backend.base.errors import CheckpointError
+from tridecode.backend.configuration.config import ModelConfig
 from tridecode.backend.models import family, read_model_config
 from tridecode.backend.models.config_ini import IniSection, read_ini
 from tridecode.backend.models.gptneox import BIAS_SUM, GptNeoXConfig
 from tridecode.backend.models.prompt_ini import read_prompt_section, task_spec
-from tridecode.backend.prompt_learning import PREFIX_PROMPT, PromptTask
-from tridecode.backend.weight_layout import WeightSpec
-from tridecode.backend.weights import WeightReader
+from tridecode.backend.weights.layout import WeightSpec
+from tridecode.backend.weights.reader import WeightReader
+from tridecode.backend.wire.prompt_learning import PREFIX_PROMPT, PromptTask
 from tridecode.converters.files import require_file
 from tridecode.converters.prompts import PromptTable
 from tridecode.converters.rules import Conversion, same

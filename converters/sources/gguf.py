@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from tridecode.backend.errors import CheckpointError
+from tridecode.backend.base.errors import CheckpointError
 from tridecode.converters.families import CheckpointFamily, gguf_family
 from tridecode.converters.files import require_file
 from tridecode.converters.gguf_header import GgufHeader

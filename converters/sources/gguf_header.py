@@ -10,7 +10,7 @@ import io
 import struct
 from pathlib import Path
 
-from tridecode.backend.errors import CheckpointError
+from tridecode.backend.base.errors import CheckpointError
 
 #: of arrays, all together: a vocabulary of 262,144 tokens with scores, types and 514,906 merges has 1,301,338
 MAX_ITEMS = 1_500_000

@@ -8,7 +8,7 @@ from typing import Any
 
 import gguf
 
-from tridecode.backend.errors import CheckpointError
+from tridecode.backend.base.errors import CheckpointError
 
 
 class GgufMetadata(Mapping[str, Any]):

@@ -7,7 +7,7 @@ import transformers.modeling_gguf_pytorch_utils as transformers_gguf
 from torch.nn import Module
 from transformers import AutoModelForCausalLM
 
-from tridecode.backend.errors import CheckpointError
+from tridecode.backend.base.errors import CheckpointError
 from tridecode.converters.families import CheckpointFamily
 from tridecode.converters.sources import Checkpoint
 from tridecode.converters.sources.huggingface import no_progress_bars

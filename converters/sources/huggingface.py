@@ -14,7 +14,7 @@ from torch.nn import Module
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from tridecode.backend.errors import CheckpointError
+from tridecode.backend.base.errors import CheckpointError
 from tridecode.converters.families import family_of
 from tridecode.converters.files import read_json
 from tridecode.converters.pruned_config import uniform_config

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config
 
-from tridecode.backend.errors import CheckpointError, UnsupportedError
+from tridecode.backend.base.errors import CheckpointError, UnsupportedError
 from tridecode.converters.sources import Checkpoint
 from tridecode.converters.sources.state_reference import state_reference
 from tridecode.converters.sources.torch_file import StoredTensor

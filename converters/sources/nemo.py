@@ -13,7 +13,7 @@ from typing import Any
 import sentencepiece
 import yaml
 
-from tridecode.backend.errors import CheckpointError, UnsupportedError
+from tridecode.backend.base.errors import CheckpointError, UnsupportedError
 from tridecode.converters.files import MAX_JSON_BYTES
 from tridecode.converters.prompts import PromptTable
 from tridecode.converters.sources import Checkpoint

@@ -9,7 +9,7 @@ import torch
 from torch.nn import Module
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from tridecode.backend.errors import CheckpointError
+from tridecode.backend.base.errors import CheckpointError
 from tridecode.converters.sources import TensorSource
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from tridecode.backend.errors import CheckpointError, UnsupportedError
+from tridecode.backend.base.errors import CheckpointError, UnsupportedError
 from tridecode.converters.files import member, read_json, require_file
 from tridecode.converters.sources import TensorSource
 from tridecode.converters.sources.containers import check_archive, check_safetensors, foreign_format

@@ -21,7 +21,7 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
-from tridecode.backend.errors import CheckpointError
+from tridecode.backend.base.errors import CheckpointError
 from tridecode.converters.sources.containers import check_records, foreign_format, open_zip
 from tridecode.converters.sources.pickle_limits import (
     MAX_PICKLE_BYTES,

@@ -16,9 +16,11 @@ from tridecode.kernels import ops as o
 from tridecode.kernels.bench.measure import Result, microseconds, over
 from tridecode.kernels.bench.shapes import SHAPES, ModelShape
 from tridecode.kernels.cuda import Cuda
+from tridecode.kernels.formats.kv_rounding import CACHE_DTYPES, rounded
+from tridecode.kernels.formats.packed_weight import pack
+from tridecode.kernels.formats.round_to_nearest import round_to_nearest
 from tridecode.kernels.gemm.chain import MOST_TOKENS
-from tridecode.kernels.gemm_table import Gemm, Plan, choose_8_bit
-from tridecode.kernels.kv_rounding import CACHE_DTYPES, rounded
+from tridecode.kernels.gemm.table import Gemm, Plan, choose_8_bit
 from tridecode.kernels.ops import (
     Batch,
     CacheLayer,
@@ -29,8 +31,6 @@ from tridecode.kernels.ops import (
     Product,
     SamplingState,
 )
-from tridecode.kernels.packed_weight import pack
-from tridecode.kernels.round_to_nearest import round_to_nearest
 
 HALF = torch.float16
 

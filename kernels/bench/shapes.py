@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tridecode.kernels.gemm_table import Gemm
+from tridecode.kernels.gemm.table import Gemm
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 
 from tridecode.kernels.gemm.call import Call, check_call
 from tridecode.kernels.gemm.kind import WeightKind
-from tridecode.kernels.gemm_table import CHAIN_TOKENS, chain_tokens
+from tridecode.kernels.gemm.table import CHAIN_TOKENS, chain_tokens
 from tridecode.kernels.gpu import ACTIVATIONS, DTYPES, Gpu, pointer
 from tridecode.kernels.ops import Product
 from tridecode.kernels.scratch import EXCHANGE_BYTES

@@ -11,14 +11,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tridecode.kernels.formats.packed_weight import PackedWeight
+from tridecode.kernels.formats.quantized import QuantizedWeight
 from tridecode.kernels.gemm.call import Call
 from tridecode.kernels.gemm.cublas_products import CublasProducts
 from tridecode.kernels.gemm.kind import WeightKind
+from tridecode.kernels.gemm.packed_table import PACKED_TOKENS
 from tridecode.kernels.gpu import DTYPES, Gpu
 from tridecode.kernels.ops import Linear
-from tridecode.kernels.packed_table import PACKED_TOKENS
-from tridecode.kernels.packed_weight import PackedWeight
-from tridecode.kernels.quantized import QuantizedWeight
 from tridecode.kernels.scratch import expanded_rows
 
 

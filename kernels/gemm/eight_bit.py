@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from tridecode.kernels.checks import match, same_dtype
+from tridecode.kernels.formats.quantized import SCALE_BLOCK, QuantizedWeight
 from tridecode.kernels.gemm.call import Call
 from tridecode.kernels.gemm.cublas_products import CublasProducts
 from tridecode.kernels.gemm.dequantised import DequantisedKind, DequantisedProducts
 from tridecode.kernels.gemm.kind import WeightKind, finish_heads
-from tridecode.kernels.gemm_table import (
+from tridecode.kernels.gemm.table import (
     ROUNDED_HEADS,
     ROUNDED_TOKENS,
     Gemm,
@@ -27,7 +28,6 @@ from tridecode.kernels.gemm_table import (
 )
 from tridecode.kernels.gpu import DTYPES, Gpu, aligned, plan_fields, pointer
 from tridecode.kernels.ops import Heads, Linear, Norm
-from tridecode.kernels.quantized import SCALE_BLOCK, QuantizedWeight
 from tridecode.kernels.scratch import row_scale_bytes
 
 

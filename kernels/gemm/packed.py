@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
+from tridecode.kernels.formats.packed_weight import GRANULE_INPUTS, PackedWeight, multiplied_in_int8
 from tridecode.kernels.gemm.call import Call
 from tridecode.kernels.gemm.dequantised import DequantisedKind, DequantisedProducts
 from tridecode.kernels.gemm.eight_bit import quantize_rows
-from tridecode.kernels.gemm_table import Plan
+from tridecode.kernels.gemm.table import Plan
 from tridecode.kernels.gpu import Gpu, norm_fields, plan_fields
 from tridecode.kernels.ops import Linear
-from tridecode.kernels.packed_weight import GRANULE_INPUTS, PackedWeight, multiplied_in_int8
 
 
 class Packed(DequantisedKind):

@@ -22,9 +22,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tridecode.kernels.formats.packed_weight import (
+    PackedWeight,
+    has_uneven_groups,
+    loses_scales,
+    not_packed,
+    pack,
+)
+from tridecode.kernels.formats.quantized import QuantizedWeight, operand, stays_in_8_bit
 from tridecode.kernels.ops import Linear
-from tridecode.kernels.packed_weight import PackedWeight, has_uneven_groups, loses_scales, not_packed, pack
-from tridecode.kernels.quantized import QuantizedWeight, operand, stays_in_8_bit
 from tridecode.kernels.scratch import expanded_weight_bytes
 
 log = logging.getLogger("tridecode.engine")

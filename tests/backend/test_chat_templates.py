@@ -15,7 +15,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tests.waiting import wait_until
-from tridecode.backend.chat_templates import RenderLimits, TemplateFault, TemplateRenderer, render_template
+from tridecode.backend.chat.templates import RenderLimits, TemplateFault, TemplateRenderer, render_template
 
 MESSAGES = [
     {"role": "system", "content": "Be <brief> & “kind”."},
@@ -115,7 +115,7 @@ def test_a_child_never_holds_more_than_its_memory() -> None:
     """In a process of its own, so that nothing else counts among its children."""
     program = f"""
 import json, resource
-from tridecode.backend.chat_templates import RenderLimits, TemplateFault, TemplateRenderer
+from tridecode.backend.chat.templates import RenderLimits, TemplateFault, TemplateRenderer
 renderer = TemplateRenderer(RenderLimits(seconds=1.0, memory_bytes=256 << 20))
 for template in json.loads({json.dumps(json.dumps(list(LARGE)))}):
     try:
@@ -161,7 +161,7 @@ def test_a_child_that_still_renders_ends_by_itself_when_its_parent_has_gone() ->
     """The kernel ends it by its processor time: nobody is there to kill it."""
     program = """
 import os, threading, time
-from tridecode.backend.chat_templates import RenderLimits, TemplateRenderer
+from tridecode.backend.chat.templates import RenderLimits, TemplateRenderer
 renderer = TemplateRenderer(RenderLimits(seconds=1.0))
 renderer.render("a", {})
 endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

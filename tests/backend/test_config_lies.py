@@ -10,12 +10,12 @@ import pytest
 from tests.backend.hf_models import model_config
 from tests.checkpoints import FAMILIES, save
 from tests.converters import ft_directories
-from tridecode.backend.directory_files import StoredFiles, unread_tensor
-from tridecode.backend.errors import ConfigError, TridecodeError, UnsupportedError, WeightFileError
+from tridecode.backend.base.errors import ConfigError, TridecodeError, UnsupportedError, WeightFileError
 from tridecode.backend.models import family, file_specs, model_config_ini, read_model_config
 from tridecode.backend.models.prompt_ini import task_spec
-from tridecode.backend.prompt_learning import P_TUNING, PREFIX_PROMPT, PromptTask
-from tridecode.backend.weights import WeightReader
+from tridecode.backend.weights.directory_files import StoredFiles, unread_tensor
+from tridecode.backend.weights.reader import WeightReader
+from tridecode.backend.wire.prompt_learning import P_TUNING, PREFIX_PROMPT, PromptTask
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 

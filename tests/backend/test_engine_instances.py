@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tridecode.backend.engine_instances import (
+from tridecode.backend.configuration.engine_instances import (
     InstanceGroup,
     instance_number,
     num_engines,

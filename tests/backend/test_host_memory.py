@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tridecode.backend.host_memory import available_memory
+from tridecode.backend.base.host_memory import available_memory
 
 GIB = 1 << 30
 MEMINFO = f"MemTotal: {64 << 20} kB\nMemFree: 7 kB\nMemAvailable: {32 << 20} kB\n"

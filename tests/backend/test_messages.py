@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tridecode.backend.messages import Hello, ToEngine, decode, encode
+from tridecode.backend.wire.messages import Hello, ToEngine, decode, encode
 
 
 @pytest.mark.parametrize("damage", [(b"text", b"t\xffxt"), (b"hello", b"hell\xff")])

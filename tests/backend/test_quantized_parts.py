@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from tests.checkpoints import FAMILIES, save
-from tridecode.backend.errors import WeightFileError
+from tridecode.backend.base.errors import WeightFileError
 from tridecode.backend.models import family, read_model_config
 from tridecode.backend.models.quantized_parts import read_quantized, stacked
-from tridecode.backend.quantization import Quantization
-from tridecode.backend.weight_layout import WeightSpec
-from tridecode.backend.weights import WeightReader
+from tridecode.backend.weights.layout import WeightSpec
+from tridecode.backend.weights.quantization import Quantization
+from tridecode.backend.weights.reader import WeightReader
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
-from tridecode.kernels.quantized import VALUE_DTYPES, QuantizedWeight, packed
+from tridecode.kernels.formats.quantized import VALUE_DTYPES, QuantizedWeight, packed
 
 FORMATS = {
     "int8 per channel": Quantization("int8"),

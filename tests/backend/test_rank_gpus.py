@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tridecode.backend.engine_instances import InstanceGroup, num_engines
-from tridecode.backend.errors import ConfigError
-from tridecode.backend.rank_gpus import SHARE, Demand, engine_gpus, shown_here
+from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.configuration.engine_instances import InstanceGroup, num_engines
+from tridecode.backend.configuration.rank_gpus import SHARE, Demand, engine_gpus, shown_here
 from tridecode.backend.supervisor import engine_settings
 from tridecode.backend.supervisor.engine_life import EngineLife
 

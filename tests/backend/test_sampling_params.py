@@ -15,7 +15,7 @@ from tridecode.backend.doors.contracts.fastertransformer import FASTERTRANSFORME
 from tridecode.backend.doors.contracts.field import Contract, with_parameters
 from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.contracts.tensorrt_llm import TENSORRT_LLM
-from tridecode.backend.sampling_params import Range, SamplingParams, check, parameters
+from tridecode.backend.wire.sampling_params import Range, SamplingParams, check, parameters
 from tridecode.model_repo_templates import render
 from tridecode.model_repo_templates.pbtxt import data_type_name, parse_model_config
 from tridecode.tools.request_docs import input_table, sampling_table

@@ -11,8 +11,8 @@ import threading
 import pytest
 
 from tests.waiting import wait_until
-from tridecode.backend import taken_requests
-from tridecode.backend.taken_requests import TakenCount, TakenRequests, find_count
+from tridecode.backend.wire import taken_requests
+from tridecode.backend.wire.taken_requests import TakenCount, TakenRequests, find_count
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_a_request_counts_from_the_return_of_execute_to_its_final_response(taken
 
 
 def test_the_count_survives_a_kill():
-    code = "import sys, time; from tridecode.backend.taken_requests import TakenRequests\n"
+    code = "import sys, time; from tridecode.backend.wire.taken_requests import TakenRequests\n"
     code += "taken = TakenRequests(); [taken.begin(n) for n in range(3)]; taken.returned(); taken.end(1)\n"
     code += "print('ready', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:

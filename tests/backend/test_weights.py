@@ -1,4 +1,4 @@
-"""backend.weights against files that the tests cut themselves with numpy, by FasterTransformer's rules."""
+"""Weight reading against files that the tests cut themselves with numpy, by FasterTransformer's rules."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 from tests.backend.hf_models import model_config
 from tests.checkpoints import FAMILIES
-from tridecode.backend.config import ModelConfig, RopeConfig
-from tridecode.backend.errors import ConfigError, WeightFileError
-from tridecode.backend.manifest import MANIFEST_FORMAT
+from tridecode.backend.base.errors import ConfigError, WeightFileError
+from tridecode.backend.configuration.config import ModelConfig, RopeConfig
 from tridecode.backend.models import family, model_config_ini, read_model_config
-from tridecode.backend.weight_layout import WeightSpec, vocabulary_rows
-from tridecode.backend.weights import WeightReader
+from tridecode.backend.weights.layout import WeightSpec, vocabulary_rows
+from tridecode.backend.weights.manifest import MANIFEST_FORMAT
+from tridecode.backend.weights.reader import WeightReader
 
 NUMPY_DTYPES = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 

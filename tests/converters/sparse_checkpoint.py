@@ -128,9 +128,9 @@ def load(weights: Path, ranks: int) -> dict[str, float]:
     """Read every shard of one rank and drop it, as an engine with a GPU does."""
     import torch
 
-    from tridecode.backend.engine.loader import FileWeights
+    from tridecode.backend.engine.device.loader import FileWeights
     from tridecode.backend.models import read_model_config
-    from tridecode.backend.weights import WeightReader
+    from tridecode.backend.weights.reader import WeightReader
     from tridecode.kernels import select
 
     before, started, cpu = resident(), time.monotonic(), torch.device("cpu")

@@ -14,11 +14,17 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import FAMILIES, save, variants
 from tests.lora_adapters import make_adapter
-from tridecode.backend.errors import CheckpointError, RequestError, TridecodeError, UnsupportedError
-from tridecode.backend.lora import TARGETS_FILE, LoraTargets, check_name, read_lora_config, read_targets
-from tridecode.backend.lora_tensors import read_lora
-from tridecode.backend.weight_layout import WeightSpec
-from tridecode.backend.weights import WeightReader
+from tridecode.backend.base.errors import CheckpointError, RequestError, TridecodeError, UnsupportedError
+from tridecode.backend.weights.layout import WeightSpec
+from tridecode.backend.weights.lora import (
+    TARGETS_FILE,
+    LoraTargets,
+    check_name,
+    read_lora_config,
+    read_targets,
+)
+from tridecode.backend.weights.lora_tensors import read_lora
+from tridecode.backend.weights.reader import WeightReader
 from tridecode.converters.adapters import merge, write_targets
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import PlannedConversion, plan_conversion

@@ -11,8 +11,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.checkpoints import FAMILIES, greedy, save
+from tridecode.backend.base.errors import UnsupportedError
 from tridecode.backend.engine.offline import run_greedy
-from tridecode.backend.errors import UnsupportedError
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 from tridecode.converters.families.baichuan import BaichuanConfig

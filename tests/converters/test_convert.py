@@ -22,9 +22,9 @@ from tests.checkpoints import (
     tiny_llama,
     variants,
 )
-from tridecode.backend.config import RopeConfig
+from tridecode.backend.base.errors import CheckpointError, ConfigError, UnsupportedError
+from tridecode.backend.configuration.config import RopeConfig
 from tridecode.backend.engine.offline import run_greedy
-from tridecode.backend.errors import CheckpointError, ConfigError, UnsupportedError
 from tridecode.backend.models import read_model_config
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.checkpoints import FAMILIES, save
-from tridecode.backend.errors import UnsupportedError
+from tridecode.backend.base.errors import UnsupportedError
 from tridecode.backend.models import read_model_config
 from tridecode.backend.models.xglm import sinusoids
 from tridecode.converters.checkpoint import open_checkpoint

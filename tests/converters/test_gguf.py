@@ -12,9 +12,9 @@ import torch
 from tokenizers import Tokenizer
 
 from tests.checkpoints import TEXTS, greedy, tiny_bloom, tiny_gpt2, tiny_llama, tiny_tokenizer
-from tridecode.backend.config import RopeConfig
+from tridecode.backend.base.errors import CheckpointError, UnsupportedError
+from tridecode.backend.configuration.config import RopeConfig
 from tridecode.backend.engine.offline import run_greedy
-from tridecode.backend.errors import CheckpointError, UnsupportedError
 from tridecode.converters.checkpoint import Checkpoint, open_checkpoint
 from tridecode.converters.convert import plan_conversion
 from tridecode.converters.parity import check_parity

@@ -19,8 +19,8 @@ from tests.checkpoints import greedy
 from tests.converters.gguf_files import HARD_TEXTS, bpe_keys
 from tests.converters.gguf_models import CASES, VOCABULARY, write_model
 from tests.llama_cpp import LlamaCpp
+from tridecode.backend.base.errors import CheckpointError, UnsupportedError
 from tridecode.backend.engine.offline import run_greedy
-from tridecode.backend.errors import CheckpointError, UnsupportedError
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 from tridecode.converters.parity import check_parity

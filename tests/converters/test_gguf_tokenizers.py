@@ -18,7 +18,7 @@ from tests.converters.gguf_files import (
     write_vocabulary,
 )
 from tests.llama_cpp import LlamaCpp
-from tridecode.backend.errors import CheckpointError, UnsupportedError
+from tridecode.backend.base.errors import CheckpointError, UnsupportedError
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.gguf_pre_tokenizers import PRE_TOKENIZERS
 from tridecode.converters.tokenizer import PROBES, load_tokenizer, save_tokenizer

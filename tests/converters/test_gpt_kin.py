@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.backend.engine.offline_models import hf_greedy, offline_engine, prompts_of
 from tests.checkpoints import FAMILIES, save
-from tridecode.backend.errors import UnsupportedError
-from tridecode.backend.messages import SamplingParams
+from tridecode.backend.base.errors import UnsupportedError
 from tridecode.backend.models.falcon import alibi_bias
+from tridecode.backend.wire.messages import SamplingParams
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 from tridecode.converters.families import families

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tridecode.backend.quantization import ROUNDED
+from tridecode.backend.weights.quantization import ROUNDED
 from tridecode.converters.grades import FAIR, GOOD, POOR, advice, grade, limits_of, lower
 from tridecode.converters.quantize.methods import METHODS, method_of
 from tridecode.tools.check_grades import grade_faults

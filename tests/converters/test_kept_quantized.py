@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoints import FAMILIES, greedy, save
 from tests.converters import compressed_checkpoints
 from tests.converters.quantized_checkpoints import METHODS, Case, fp8, save_quantized
+from tridecode.backend.base.errors import CheckpointError, UnsupportedError
 from tridecode.backend.engine.offline import run_greedy
-from tridecode.backend.errors import CheckpointError, UnsupportedError
-from tridecode.backend.quantization import Quantization
+from tridecode.backend.weights.quantization import Quantization
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import PlannedConversion, plan_conversion
 from tridecode.converters.kept_quantized import keep_quantized

@@ -12,8 +12,8 @@ import torch
 from tests.checkpoints import greedy, tiny_gpt2, tiny_tokenizer
 from tests.converters.megatron_checkpoints import CORE, LEGACY, NEWER, write_megatron
 from tests.tools.test_build_repo_sources import built
+from tridecode.backend.base.errors import CheckpointError, TridecodeError, UnsupportedError
 from tridecode.backend.engine.offline import run_greedy
-from tridecode.backend.errors import CheckpointError, TridecodeError, UnsupportedError
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 

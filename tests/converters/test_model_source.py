@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import constants
 
 from tests.checkpoints import save, tiny_llama
-from tridecode.backend.errors import CheckpointError
+from tridecode.backend.base.errors import CheckpointError
 from tridecode.converters import model_source
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.model_source import find_model, is_hub_id

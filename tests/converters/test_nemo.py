@@ -16,8 +16,8 @@ from tests.converters.megatron_checkpoints import nemo_members, prompt_members, 
 from tests.converters.test_megatron import PROMPTS, assert_state, megatron_model
 from tests.converters.test_sentencepiece_tokenizer import trained
 from tests.tools.test_build_repo_sources import built
+from tridecode.backend.base.errors import CheckpointError, TridecodeError
 from tridecode.backend.engine.offline import run_greedy
-from tridecode.backend.errors import CheckpointError, TridecodeError
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 from tridecode.converters.sources.nemo import open_prompts

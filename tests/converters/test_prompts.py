@@ -13,19 +13,19 @@ from tests.backend.engine.offline_models import fp32_bound, hf_greedy, prompts_o
 from tests.backend.engine.thread_ranks import generate_on_ranks
 from tests.checkpoints import FAMILIES, save
 from tests.prompt_adapters import greedy_peft, make_prompt, prefix_table
-from tridecode.backend.config import EngineConfig
-from tridecode.backend.engine.offline import OfflineEngine
-from tridecode.backend.errors import (
+from tridecode.backend.base.errors import (
     CheckpointError,
     ConfigError,
     RequestError,
     UnsupportedError,
     WeightFileError,
 )
-from tridecode.backend.messages import SamplingParams
+from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.models import read_model_config
 from tridecode.backend.models.prompt_ini import read_prompt_section
-from tridecode.backend.prompt_learning import LearnedPrompt, PromptTask, default_start_id
+from tridecode.backend.wire.messages import SamplingParams
+from tridecode.backend.wire.prompt_learning import LearnedPrompt, PromptTask, default_start_id
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 from tridecode.converters.sources.peft_prompts import open_peft_prompt

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 from tests.backend.hf_models import model_config
 from tests.checkpoints import FAMILIES, greedy, save
 from tests.pruned_checkpoints import Cut, Pruned, prune, pruned_family, unpruned
-from tridecode.backend.config import LayerSizes
+from tridecode.backend.base.errors import CheckpointError, UnsupportedError
+from tridecode.backend.configuration.config import LayerSizes
 from tridecode.backend.engine.offline import run_greedy
-from tridecode.backend.errors import CheckpointError, UnsupportedError
 from tridecode.backend.models import family, read_model_config
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoints import FAMILIES, save
 from tests.converters import compressed_checkpoints
 from tests.converters.quantized_checkpoints import METHODS, save_quantized
-from tridecode.backend.errors import CheckpointError, UnsupportedError
+from tridecode.backend.base.errors import CheckpointError, UnsupportedError
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.sources.quantized import quantization_of
 

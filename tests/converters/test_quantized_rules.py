@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from tridecode.backend.weight_layout import WeightSpec
+from tridecode.backend.weights.layout import WeightSpec
 from tridecode.converters.output_layout import output_layout
 from tridecode.converters.quantized_rules import joined
 from tridecode.converters.rules import (
@@ -18,7 +18,7 @@ from tridecode.converters.rules import (
     split_heads_transposed,
     transpose,
 )
-from tridecode.kernels.quantized import QuantizedWeight, packed
+from tridecode.kernels.formats.quantized import QuantizedWeight, packed
 
 COLUMNS = 32
 #: transform, outputs of its sources

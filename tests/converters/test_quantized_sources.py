@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoints import FAMILIES, greedy, save
 from tests.converters import compressed_checkpoints
 from tests.converters.quantized_checkpoints import METHODS, save_quantized
+from tridecode.backend.base.errors import CheckpointError
 from tridecode.backend.engine.offline import run_greedy
-from tridecode.backend.errors import CheckpointError
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 from tridecode.converters.parity import check_parity
@@ -155,7 +155,7 @@ def test_no_familys_weight_has_the_name_of_such_a_scale() -> None:
 
 
 def test_large_matrices_are_expanded_in_parts(monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("tridecode.kernels.quantized._EXPANDED_TOGETHER", 200)
+    monkeypatch.setattr("tridecode.kernels.formats.quantized._EXPANDED_TOGETHER", 200)
     for number, method in enumerate(["gptq 4 bit asymmetric", "fp8 blocks", "W8A8"]):
         model = FAMILIES["llama"]()
         assert_reads(open_checkpoint(save_quantized(model, tmp_path / str(number), CASES[method])), model)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from tests.checkpoints import TEXTS, save, tiny_gpt2
-from tridecode.backend.errors import CheckpointError, UnsupportedError
+from tridecode.backend.base.errors import CheckpointError, UnsupportedError
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.sentencepiece_tokenizer import load_sentencepiece
 from tridecode.converters.tokenizer import PROBES, load_tokenizer, save_tokenizer

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.checkpoints import FAMILIES, greedy, save
+from tridecode.backend.base.errors import CheckpointError, UnsupportedError
 from tridecode.backend.engine.offline import run_greedy
-from tridecode.backend.errors import CheckpointError, UnsupportedError
-from tridecode.backend.manifest import read_manifest
+from tridecode.backend.weights.manifest import read_manifest
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 from tridecode.converters.parity import check_parity

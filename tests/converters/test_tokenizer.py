@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, normalizers
 from transformers import AutoTokenizer
 
 from tests.checkpoints import TEXTS, save, tiny_gpt2, tiny_llama, tiny_tokenizer
-from tridecode.backend.errors import CheckpointError
+from tridecode.backend.base.errors import CheckpointError
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.tokenizer import PROBES, load_tokenizer, save_tokenizer
 from tridecode.converters.vocabulary import vocabulary_size

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tridecode.backend.errors import CheckpointError
+from tridecode.backend.base.errors import CheckpointError
 from tridecode.converters.sources.torch_file import Arguments, Region, load, tensors_of
 
 

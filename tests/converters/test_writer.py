@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from tests.checkpoints import save, tiny_gpt2, tiny_llama
-from tridecode.backend.config import ModelConfig
-from tridecode.backend.errors import CheckpointError, ConfigError, WeightFileError
+from tridecode.backend.base.errors import CheckpointError, ConfigError, WeightFileError
+from tridecode.backend.configuration.config import ModelConfig
 from tridecode.backend.models import family
-from tridecode.backend.weight_layout import WeightSpec
-from tridecode.backend.weights import WeightReader
+from tridecode.backend.weights.layout import WeightSpec
+from tridecode.backend.weights.reader import WeightReader
 from tridecode.converters import writer
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion

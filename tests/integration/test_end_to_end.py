@@ -23,7 +23,7 @@ from tests.backend.engine.test_beams import logits_of
 from tests.checkpoints import save, tiny_bloom, tiny_gpt2, tiny_llama
 from tests.integration.clients import infer, post, standard_inputs, stream, text_inputs, token_inputs
 from tests.waiting import wait_until
-from tridecode.backend.messages import SamplingParams
+from tridecode.backend.wire.messages import SamplingParams
 from tridecode.tools.build_repo import build_repo
 from tridecode.tools.serve.server_process import ServerProcess, running_server
 

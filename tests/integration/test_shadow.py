@@ -20,7 +20,7 @@ from tests.integration.clients import infer, standard_inputs
 from tests.quantized import rounded_model
 from tests.reliability.service import Service
 from tests.waiting import wait_until
-from tridecode.backend.quantization import Quantization
+from tridecode.backend.weights.quantization import Quantization
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 from tridecode.converters.grades import Floor

@@ -27,9 +27,9 @@ from tritonclient.utils import InferenceServerException
 
 from tests.fake_engine import LIMITS, toy_tokens
 from tests.waiting import wait_until
-from tridecode.backend.errors import TridecodeError
-from tridecode.backend.sampling_params import SamplingParams
+from tridecode.backend.base.errors import TridecodeError
 from tridecode.backend.supervisor import shared_memory, state_file
+from tridecode.backend.wire.sampling_params import SamplingParams
 from tridecode.tools.serve import triton_access, triton_install
 from tridecode.tools.serve.ports import free_ports
 from tridecode.tools.serve.server_process import ServerProcess
@@ -69,7 +69,7 @@ COUNTING_ECHO = """
 import numpy as np
 import triton_python_backend_utils as pb
 
-from tridecode.backend.taken_requests import TakenRequests
+from tridecode.backend.wire.taken_requests import TakenRequests
 
 
 class TritonPythonModel:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tridecode.backend.weight_layout import VocabShare
+from tridecode.backend.weights.layout import VocabShare
 from tridecode.kernels.sampling_state import SLOT, SamplingState
 
 SLOTS, HISTORY = 64, 24

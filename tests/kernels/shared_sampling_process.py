@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.kernels.peer_process import make
 from tests.kernels.sampling_states import SLOTS, cloned, cut, random_state
-from tridecode.backend.weight_layout import VocabShare
+from tridecode.backend.weights.layout import VocabShare
 from tridecode.kernels.sampling_state import SamplingState
 
 #: beside vocab - 1 and more: greedy, of few and of more than are listed as candidates

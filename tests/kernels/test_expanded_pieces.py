@@ -21,24 +21,25 @@ from tests.kernels.packing import in_granules
 from tests.kernels.test_linear import HeadsCase, make_heads, norm64
 from tests.kernels.test_packed_weight import quantized, read_back
 from tests.kernels.test_rounding_epilogue import compare, empty_cache
-from tridecode.backend.engine.memory import _CudaShapes
-from tridecode.kernels import cublas, gpu, scratch
-from tridecode.kernels.cublas import LibraryProducts
+from tridecode.backend.engine.device.memory import _CudaShapes
+from tridecode.kernels import gpu, scratch
 from tridecode.kernels.cuda import Cuda
+from tridecode.kernels.formats.packed_weight import PackedWeight, pack
+from tridecode.kernels.formats.quantized import QuantizedWeight
+from tridecode.kernels.formats.round_to_nearest import round_to_nearest
+from tridecode.kernels.gemm import cublas
 from tridecode.kernels.gemm.call import Call
+from tridecode.kernels.gemm.cublas import LibraryProducts
 from tridecode.kernels.gemm.dequantised import DequantisedProducts
 from tridecode.kernels.gemm.eight_bit import EightBit
 from tridecode.kernels.gemm.gemms import Gemms
 from tridecode.kernels.gemm.packed import Packed
-from tridecode.kernels.gemm_table import TWO_PARTS_TOKENS, Device, choose
+from tridecode.kernels.gemm.packed_table import PACKED_TOKENS, choose_packed
+from tridecode.kernels.gemm.table import TWO_PARTS_TOKENS, Device, choose
 from tridecode.kernels.gpu import ACTIVATIONS, Gpu
 from tridecode.kernels.library import KernelError
 from tridecode.kernels.ops import Linear, Norm
-from tridecode.kernels.packed_table import PACKED_TOKENS, choose_packed
-from tridecode.kernels.packed_weight import PackedWeight, pack
-from tridecode.kernels.quantized import QuantizedWeight
 from tridecode.kernels.reference import Reference, activated
-from tridecode.kernels.round_to_nearest import round_to_nearest
 
 INPUTS = 144
 #: "rows": int8 with x in two parts. The others are packed

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.kernels.conftest import Place
 from tests.kernels.numeric import assert_close
 from tests.kernels.test_linear import make_heads, make_linear, product64
-from tridecode.kernels.gemm_table import SPLIT_K_TOKENS, Device, Gemm, Plan, choose, stream_k_plan
+from tridecode.kernels.gemm.table import SPLIT_K_TOKENS, Device, Gemm, Plan, choose, stream_k_plan
 from tridecode.kernels.ops import Linear, Norm
 
 pytestmark = pytest.mark.gpu

@@ -23,10 +23,15 @@ from tests.kernels.test_linear import make_heads, norm64
 from tests.kernels.test_packed_linear import Case
 from tests.kernels.test_packed_weight import H200, quantized
 from tridecode.kernels.bench.shapes import SHAPES
+from tridecode.kernels.formats.packed_weight import PackedWeight, multiplied_in_int8, pack
+from tridecode.kernels.formats.quantized import (
+    QuantizedWeight,
+    in_granule_order,
+    rows_of_two_parts,
+    two_parts,
+)
 from tridecode.kernels.gemm.eight_bit import quantize_rows
-from tridecode.kernels.gemm_table import Gemm, Plan
-from tridecode.kernels.ops import Linear, Norm
-from tridecode.kernels.packed_table import (
+from tridecode.kernels.gemm.packed_table import (
     INT4_LONG_INPUTS,
     INT4_LONG_TOKENS,
     INT4_MOST_TOKENS,
@@ -36,13 +41,8 @@ from tridecode.kernels.packed_table import (
     INT4_TOKENS,
     choose_packed,
 )
-from tridecode.kernels.packed_weight import PackedWeight, multiplied_in_int8, pack
-from tridecode.kernels.quantized import (
-    QuantizedWeight,
-    in_granule_order,
-    rows_of_two_parts,
-    two_parts,
-)
+from tridecode.kernels.gemm.table import Gemm, Plan
+from tridecode.kernels.ops import Linear, Norm
 
 DTYPES = [torch.float16, torch.bfloat16]
 #: columns of a group, whether groups have zeros

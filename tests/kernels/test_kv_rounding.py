@@ -11,9 +11,9 @@ from tests.kernels.batches import attend, make_batch, make_heads
 from tests.kernels.conftest import Place
 from tests.kernels.numeric import assert_close
 from tests.rounded_cache import LARGEST, read_back, stored
-from tridecode.backend.config import CACHE_FORMATS
+from tridecode.backend.configuration.config import CACHE_FORMATS
 from tridecode.kernels.cpu import Cpu
-from tridecode.kernels.kv_rounding import CACHE_DTYPES, expanded, rounded
+from tridecode.kernels.formats.kv_rounding import CACHE_DTYPES, expanded, rounded
 from tridecode.kernels.ops import Batch, CacheLayer, Heads, Ops
 from tridecode.kernels.reference import Reference
 

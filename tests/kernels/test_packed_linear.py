@@ -14,10 +14,10 @@ from tests.kernels.numeric import assert_close
 from tests.kernels.packing import in_granules
 from tests.kernels.test_linear import HeadsCase, make_heads, norm64
 from tests.kernels.test_packed_weight import quantized
-from tridecode.kernels.gemm_table import Plan
+from tridecode.kernels.formats.packed_weight import PackedWeight
+from tridecode.kernels.formats.quantized import QuantizedWeight
+from tridecode.kernels.gemm.table import Plan
 from tridecode.kernels.ops import Linear, Norm
-from tridecode.kernels.packed_weight import PackedWeight
-from tridecode.kernels.quantized import QuantizedWeight
 
 DTYPES = [torch.float16, torch.bfloat16]
 #: format, columns of a group, whether groups have zeros

@@ -9,11 +9,17 @@ from numpy.typing import NDArray
 
 from tests.kernels.test_gemm_table import instance_of, instances
 from tridecode.kernels.bench.shapes import SHAPES
-from tridecode.kernels.gemm_table import Device, Gemm
-from tridecode.kernels.packed_table import PACKED_TOKENS, choose_packed
-from tridecode.kernels.packed_weight import GRANULE_INPUTS, PackedWeight, loses_scales, not_packed, pack
-from tridecode.kernels.quantized import QuantizedWeight, packed
-from tridecode.kernels.round_to_nearest import round_to_nearest
+from tridecode.kernels.formats.packed_weight import (
+    GRANULE_INPUTS,
+    PackedWeight,
+    loses_scales,
+    not_packed,
+    pack,
+)
+from tridecode.kernels.formats.quantized import QuantizedWeight, packed
+from tridecode.kernels.formats.round_to_nearest import round_to_nearest
+from tridecode.kernels.gemm.packed_table import PACKED_TOKENS, choose_packed
+from tridecode.kernels.gemm.table import Device, Gemm
 
 H200 = Device(90, 132, 232448, (132, 66, 44))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tridecode.kernels.explain import DEVICES
-from tridecode.kernels.gemm_table import Gemm, choose, choose_8_bit
-from tridecode.kernels.packed_table import choose_packed
+from tridecode.kernels.gemm.packed_table import choose_packed
+from tridecode.kernels.gemm.table import Gemm, choose, choose_8_bit
 from tridecode.kernels.paths import paths
 
 

@@ -1,5 +1,5 @@
 """Products of few tokens in one launch (product_chain_sm90a.cu): each against float64 of what it has
-read, with x rounded as kernels/quantized.py says where the weights are in 8 bit."""
+read, with x rounded as kernels/formats/quantized.py says where the weights are in 8 bit."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tests.kernels.conftest import Place
 from tests.kernels.test_linear import norm64
 from tests.kernels.test_w8a8 import assert_product
 from tridecode.kernels.bench.measure import capture
+from tridecode.kernels.formats.quantized import QuantizedWeight, rounded_activations
+from tridecode.kernels.formats.round_to_nearest import round_to_nearest
 from tridecode.kernels.gemm.chain import MOST_TOKENS
 from tridecode.kernels.ops import Linear, Norm, Product
-from tridecode.kernels.quantized import QuantizedWeight, rounded_activations
-from tridecode.kernels.round_to_nearest import round_to_nearest
 
 pytestmark = pytest.mark.gpu
 

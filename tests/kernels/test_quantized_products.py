@@ -10,9 +10,9 @@ from tests.quantized import rounded_fp8, rounded_int4, rounded_int8
 from tridecode.kernels import cpu
 from tridecode.kernels.checks import DtypeError
 from tridecode.kernels.cpu import Cpu
+from tridecode.kernels.formats.round_to_nearest import round_blocks, round_to_nearest
 from tridecode.kernels.ops import Linear
 from tridecode.kernels.reference import Reference
-from tridecode.kernels.round_to_nearest import round_blocks, round_to_nearest
 
 #: float32 sums of 96 products of about 1
 SUMS = 1e-4
@@ -55,7 +55,7 @@ def test_blocks_of_fp8_have_scales_of_their_own(shape: tuple[int, int]) -> None:
 def test_a_large_matrix_is_rounded_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = draw(40, 96)
     whole = round_to_nearest(weight, "int4", 32)
-    monkeypatch.setattr("tridecode.kernels.round_to_nearest._BLOCK_ELEMENTS", 7 * 96)
+    monkeypatch.setattr("tridecode.kernels.formats.round_to_nearest._BLOCK_ELEMENTS", 7 * 96)
     blocks = round_to_nearest(weight, "int4", 32)
     assert torch.equal(whole.values, blocks.values) and torch.equal(whole.scales, blocks.scales)
 

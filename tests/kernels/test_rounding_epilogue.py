@@ -20,10 +20,10 @@ from tests.kernels import test_gemm_sm90, test_packed_linear, test_two_parts, te
 from tests.kernels.conftest import Place
 from tests.kernels.test_linear import HeadsCase, make_heads
 from tests.rounded_cache import stored
-from tridecode.kernels.gemm_table import ROUNDING_KERNELS, Gemm, Plan, choose
-from tridecode.kernels.kv_rounding import CACHE_DTYPES, expanded
+from tridecode.kernels.formats.kv_rounding import CACHE_DTYPES, expanded
+from tridecode.kernels.gemm.packed_table import choose_packed
+from tridecode.kernels.gemm.table import ROUNDING_KERNELS, Gemm, Plan, choose
 from tridecode.kernels.ops import CacheLayer, Linear
-from tridecode.kernels.packed_table import choose_packed
 
 pytestmark = pytest.mark.gpu
 FORMATS = pytest.mark.parametrize("format", ["int8", "fp8"])

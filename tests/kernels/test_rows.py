@@ -10,9 +10,9 @@ import torch
 from tests.kernels.conftest import Place
 from tests.kernels.numeric import assert_close
 from tridecode.kernels.checks import DtypeError, ShapeError
+from tridecode.kernels.formats.quantized import QuantizedWeight
+from tridecode.kernels.formats.round_to_nearest import round_to_nearest
 from tridecode.kernels.ops import Norm
-from tridecode.kernels.quantized import QuantizedWeight
-from tridecode.kernels.round_to_nearest import round_to_nearest
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 

@@ -25,9 +25,9 @@ from transformers import (
 )
 
 from tests.kernels.conftest import Place
-from tridecode.backend.engine.plan import SlotStart
-from tridecode.backend.engine.sampling import start_slots
-from tridecode.backend.sampling_params import SamplingParams
+from tridecode.backend.engine.device.sampling import start_slots
+from tridecode.backend.engine.step.plan import SlotStart
+from tridecode.backend.wire.sampling_params import SamplingParams
 from tridecode.kernels.reference import Reference
 from tridecode.kernels.sampling_state import SamplingState
 

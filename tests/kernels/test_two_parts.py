@@ -18,10 +18,10 @@ from torch import Tensor
 from tests.kernels.conftest import Place
 from tests.kernels.numeric import assert_close
 from tests.kernels.test_linear import make_heads
-from tridecode.kernels.gemm_table import SPLIT_K_TOKENS, Device, Gemm, Plan, choose, stream_k_plan
+from tridecode.kernels.formats.quantized import QuantizedWeight, two_parts
+from tridecode.kernels.formats.round_to_nearest import round_to_nearest
+from tridecode.kernels.gemm.table import SPLIT_K_TOKENS, Device, Gemm, Plan, choose, stream_k_plan
 from tridecode.kernels.ops import Linear, Norm
-from tridecode.kernels.quantized import QuantizedWeight, two_parts
-from tridecode.kernels.round_to_nearest import round_to_nearest
 
 gpu = pytest.mark.gpu
 DTYPES = [torch.float16, torch.bfloat16]

@@ -1,5 +1,5 @@
 """Products with both operands in 8 bit on a GPU: the rounding of rows bit for bit, the products against
-float64 of the weight's and the rounded rows' values (kernels/quantized.py on the CPU).
+float64 of the weight's and the rounded rows' values (kernels/formats/quantized.py on the CPU).
 
 int8 sums are exact, so the usual budget holds. The tensor cores add E4M3 products with about 14 bits of
 mantissa, in parts of 256 inputs: each of a part's 8 instructions may lose 2^-12 of the largest sum in it.
@@ -20,17 +20,17 @@ from tests.kernels.numeric import assert_close
 from tests.kernels.test_gemm_sm90 import even_split
 from tests.kernels.test_linear import make_heads
 from tridecode.kernels.checks import DtypeError
-from tridecode.kernels.gemm.eight_bit import Fp8Blocks, quantize_rows
-from tridecode.kernels.gemm_table import SPLIT_K_TOKENS, Device, Gemm, Plan, choose, stream_k_plan
-from tridecode.kernels.ops import Linear, Norm
-from tridecode.kernels.quantized import (
+from tridecode.kernels.formats.quantized import (
     QuantizedWeight,
     rounded_activations,
     rows_of_two_parts,
     stays_in_8_bit,
     two_parts,
 )
-from tridecode.kernels.round_to_nearest import round_to_nearest
+from tridecode.kernels.formats.round_to_nearest import round_to_nearest
+from tridecode.kernels.gemm.eight_bit import Fp8Blocks, quantize_rows
+from tridecode.kernels.gemm.table import SPLIT_K_TOKENS, Device, Gemm, Plan, choose, stream_k_plan
+from tridecode.kernels.ops import Linear, Norm
 
 gpu = pytest.mark.gpu
 DTYPES = [torch.float16, torch.bfloat16]

@@ -9,8 +9,8 @@ import pytest
 from tritonclient.grpc.model_config_pb2 import ModelSequenceBatching
 
 from tests.model_repo_templates.test_repository import render, table
-from tridecode.backend.engine_config_file import read_engine_parameters
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.configuration.engine_config_file import read_engine_parameters
 from tridecode.model_repo_templates.pbtxt import parse_model_config, string_parameters
 from tridecode.model_repo_templates.repository import repository_models
 from tridecode.tools.check_sequences import sequence_faults

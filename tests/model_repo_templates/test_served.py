@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
 from tridecode.model_repo_templates import served
 from tridecode.model_repo_templates.repository import repository_models, tokenizer_dir
 from tridecode.model_repo_templates.served import RepositoryModel, Served, pair

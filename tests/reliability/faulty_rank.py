@@ -24,14 +24,14 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # the supervisor starts this
 import torch
 
 from tridecode.backend.engine import __main__ as program
-from tridecode.backend.engine import engine as engine_module
-from tridecode.backend.engine import loader
-from tridecode.backend.engine.adapter_store import AdapterStore
-from tridecode.backend.engine.engine import Engine
-from tridecode.backend.engine.graphs import Capturer
-from tridecode.backend.engine.parallel import ProcessRanks
+from tridecode.backend.engine.adapters.store import AdapterStore
+from tridecode.backend.engine.device import engine as engine_module
+from tridecode.backend.engine.device import loader
+from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.engine.ranks.parallel import ProcessRanks
+from tridecode.backend.engine.step.decode_graphs import Capturer
 from tridecode.backend.supervisor.rank_link import RankLink
-from tridecode.backend.weights import WeightReader
+from tridecode.backend.weights.reader import WeightReader
 from tridecode.kernels.ops import Batch
 
 STEP = 6  # the step, counted from 0, in which "step" is

@@ -29,7 +29,7 @@ from tridecode.backend.supervisor import state_file
 
 SAMPLE_S = 0.5
 ROWS = 20  # of a request whose responses are not read
-UNREAD_BYTES = 16 << 20  # most unread bytes of one request in a door (backend/doors/senders.py)
+UNREAD_BYTES = 16 << 20  # most unread bytes of one request in a door (backend/doors/answers/senders.py)
 HEALTH_LIMIT_S = 0.1  # for an answer of health under any load
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tests.reliability.rank_service import ADAPTER, Answer, RankService, write_model
 from tests.reliability.report import table
-from tridecode.backend.engine.agreement import CHECK_STEPS
+from tridecode.backend.engine.ranks.agreement import CHECK_STEPS
 from tridecode.backend.supervisor import processes
 
 NAMED_S = 5.0  # promised: a rank that dies, is stopped or disagrees is named within this time

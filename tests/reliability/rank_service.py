@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tests.waiting import wait_until
-from tridecode.backend import messages as m
-from tridecode.backend.doors.engine_link import EngineLink
+from tridecode.backend.doors.link.engine_link import EngineLink
 from tridecode.backend.supervisor import processes, runtime_dir
+from tridecode.backend.wire import messages as m
 
 if TYPE_CHECKING:
     from tridecode.converters.convert import PlannedConversion

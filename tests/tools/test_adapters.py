@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 from tests.checkpoints import greedy, save, tiny_bloom
 from tests.lora_adapters import make_adapter
-from tridecode.backend.config import EngineConfig, read_engine_config
+from tridecode.backend.base.errors import CheckpointError, ConfigError, RequestError, UnsupportedError
+from tridecode.backend.configuration.config import EngineConfig, read_engine_config
+from tridecode.backend.configuration.engine_config_file import checkpoint_dir, read_engine_parameters
 from tridecode.backend.engine.offline import OfflineEngine, run_greedy
-from tridecode.backend.engine_config_file import checkpoint_dir, read_engine_parameters
-from tridecode.backend.errors import CheckpointError, ConfigError, RequestError, UnsupportedError
-from tridecode.backend.messages import SamplingParams
+from tridecode.backend.wire.messages import SamplingParams
 from tridecode.tools.adapters import adapter_folder, add_adapter, read_adapters, remove_adapter
 from tridecode.tools.build_repo import build_repo
 from tridecode.tools.check_repo import check_repo
@@ -66,7 +66,7 @@ def test_a_merged_repository_is_compared_with_what_peft_merges(made, tmp_path: P
 
 
 def test_a_wrong_merge_does_not_pass_parity(made, tmp_path: Path, monkeypatch) -> None:
-    from tridecode.backend.lora import LoraConfig
+    from tridecode.backend.weights.lora import LoraConfig
 
     make_adapter(made[0], tmp_path / "lora", seed=2)
     monkeypatch.setattr(LoraConfig, "scale", lambda self, module, rank: 0.5)

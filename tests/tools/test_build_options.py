@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
 from tridecode.model_repo_templates.repository import repository_models
 from tridecode.model_repo_templates.served import DEFAULT, PRESETS
 from tridecode.tools.build_options import contracts_of

@@ -21,10 +21,10 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from tests.checkpoints import CORE, FAMILIES, greedy, save, tiny_bloom, tiny_gpt2, tiny_llama
-from tridecode.backend.config import read_engine_config
+from tridecode.backend.base.errors import CheckpointError, ConfigError
+from tridecode.backend.configuration.config import read_engine_config
+from tridecode.backend.configuration.engine_config_file import checkpoint_dir, read_engine_parameters
 from tridecode.backend.engine.offline import run_greedy
-from tridecode.backend.engine_config_file import checkpoint_dir, read_engine_parameters
-from tridecode.backend.errors import CheckpointError, ConfigError
 from tridecode.backend.models import read_model_config
 from tridecode.converters import parity as parity_module
 from tridecode.converters import writer

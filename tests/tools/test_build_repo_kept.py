@@ -13,7 +13,7 @@ from tests.checkpoints import FAMILIES, greedy
 from tests.converters.quantized_checkpoints import METHODS, save_quantized
 from tridecode.backend.engine.offline import run_greedy
 from tridecode.backend.models import read_model_config
-from tridecode.backend.quantization import Quantization
+from tridecode.backend.weights.quantization import Quantization
 from tridecode.tools.build_repo import build_repo
 from tridecode.tools.check_repo import check_repo
 

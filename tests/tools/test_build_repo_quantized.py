@@ -12,11 +12,11 @@ from rich.console import Console
 
 from tests.checkpoints import FAMILIES, greedy, save
 from tests.quantized import rounded_fp8, rounded_fp8_blocks, rounded_int8, rounded_model
-from tridecode.backend.errors import CheckpointError, ConfigError
+from tridecode.backend.base.errors import CheckpointError, ConfigError
 from tridecode.backend.models import family, read_model_config
 from tridecode.backend.models.quantized_parts import read_quantized
-from tridecode.backend.quantization import ROUNDED, Quantization
-from tridecode.backend.weights import WeightReader
+from tridecode.backend.weights.quantization import ROUNDED, Quantization
+from tridecode.backend.weights.reader import WeightReader
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 from tridecode.converters.grades import Floor

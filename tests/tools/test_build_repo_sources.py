@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from tests.checkpoints import save, tiny_gpt2, tiny_llama, tiny_tokenizer
-from tridecode.backend.errors import CheckpointError, ConfigError
+from tridecode.backend.base.errors import CheckpointError, ConfigError
 from tridecode.converters import parity_reference
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion

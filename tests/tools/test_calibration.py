@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints import FAMILIES, TEXTS, save
-from tridecode.backend.errors import CheckpointError, ConfigError
-from tridecode.backend.lora import TARGETS_FILE
+from tridecode.backend.base.errors import CheckpointError, ConfigError
 from tridecode.backend.models import read_model_config
+from tridecode.backend.weights.lora import TARGETS_FILE
 from tridecode.converters.quantize.methods import METHODS
 from tridecode.tools import repo_commands
 

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.checkpoints import tiny_tokenizer
-from tridecode.backend.errors import CheckpointError, ConfigError
+from tridecode.backend.base.errors import CheckpointError, ConfigError
 from tridecode.tools.chat import chat_prompt, find_tokenizer_dir, served_repository
 
 CHATML = """{% for message in messages %}

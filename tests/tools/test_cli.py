@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from tests.checkpoints import save, tiny_llama, tiny_tokenizer
 from tests.tools.fake_server import FakeModel, fake_server, text_responses
-from tridecode.backend.errors import TridecodeError
+from tridecode.backend.base.errors import TridecodeError
 from tridecode.tools import check_repo
 from tridecode.tools.cli import app
 from tridecode.tools.serve import serving

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.checkpoints import save, tiny_llama, tiny_tokenizer
-from tridecode.backend.errors import CheckpointError, ConfigError
+from tridecode.backend.base.errors import CheckpointError, ConfigError
 from tridecode.tools import demo
 from tridecode.tools.build_repo import build_repo
 from tridecode.tools.cli import app

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from tests.checkpoints import save, tiny_llama
 from tests.tools.doctors import CPU_MACHINE, GIB, GPU_MACHINE, gpu
-from tridecode.backend.weights import ManifestFile
+from tridecode.backend.weights.reader import ManifestFile
 from tridecode.tools import parameter_names
 from tridecode.tools.build_repo import build_repo
 from tridecode.tools.cli import app

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.tools.doctors import CPU_MACHINE, CUDA, GIB, GPU_MACHINE, H100, gpu
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
 from tridecode.tools.doctor.gpus import Gpu, parse_smi
 from tridecode.tools.doctor.machine import Doors, Kernels, Machine, inspect_machine
 from tridecode.tools.doctor.machine_findings import machine_findings

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
 from tridecode.tools.evaluate.prompt_run import learned_of
 from tridecode.tools.evaluate.prompt_tasks import SQUAD, Item, read_items, score
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tests.tools.fake_server import FakeModel, fake_server, text_responses
+from tridecode.backend.base.errors import ConfigError, EngineDownError, RequestError, TridecodeError
 from tridecode.backend.doors.contracts.tensorrt_llm import TENSORRT_LLM
-from tridecode.backend.errors import ConfigError, EngineDownError, RequestError, TridecodeError
-from tridecode.backend.sampling_params import parameters
+from tridecode.backend.wire.sampling_params import parameters
 from tridecode.tools import generate
 from tridecode.tools.generate import (
     Piece,

@@ -6,9 +6,10 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
-from tridecode.backend.doors.metric_table import ALL_METRICS, ENGINE_METRICS, REPEATED
-from tridecode.backend.engine import loop, shadow_work
-from tridecode.backend.engine.admission import Counters
+from tridecode.backend.doors.monitoring.metric_table import ALL_METRICS, ENGINE_METRICS, REPEATED
+from tridecode.backend.engine import loop
+from tridecode.backend.engine.schedule.admission import Counters
+from tridecode.backend.engine.shadow import queue as shadow_work
 from tridecode.tools.metrics_docs import COMMAND, PAGE, main
 
 

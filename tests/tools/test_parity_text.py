@@ -11,8 +11,8 @@ import torch
 
 from tests.checkpoints import FAMILIES, TEXTS, save
 from tests.quantized import rounded_model
-from tridecode.backend.errors import ConfigError
-from tridecode.backend.quantization import Quantization
+from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.weights.quantization import Quantization
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 from tridecode.converters.tokenizer import load_tokenizer

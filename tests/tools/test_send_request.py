@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from tests.tools.fake_server import FakeModel, fake_server
-from tridecode.backend.errors import ConfigError, EngineDownError, TridecodeError
+from tridecode.backend.base.errors import ConfigError, EngineDownError, TridecodeError
 from tridecode.tools.send_request import read_request, send_request, show, show_streamed
 
 SAMPLE = {

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints import save, tiny_gpt2
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
 from tridecode.converters import writer
 from tridecode.tools import build_repo as build_repo_module
 from tridecode.tools import staging

@@ -3,7 +3,7 @@
     python -m tridecode.tools.bench.admission
 
 Steps of 8,192 tokens against larger ones under a load of chats; the steps of a steady arrival against the
-sum of their parts; prompts of LAMBADA's lengths, spread over the steps or not (backend/engine/spread.py).
+sum of their parts; prompts of LAMBADA's lengths, spread over the steps or not (prompt_spread.py).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from tridecode.backend.engine import planner
-from tridecode.backend.engine.engine import Engine
-from tridecode.backend.engine.scheduler import Scheduler
+from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.engine.schedule import planner
+from tridecode.backend.engine.schedule.scheduler import Scheduler
 from tridecode.tools.bench.engines.ours import open_engine
 from tridecode.tools.bench.jobs import make_job, with_mix, with_workload
 from tridecode.tools.bench.loop_runner import LoopRunner

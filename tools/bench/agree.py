@@ -21,12 +21,12 @@ from rich.console import Console
 from rich.markup import escape
 from tokenizers import Tokenizer
 
-from tridecode.backend.config import EngineConfig, ModelConfig
+from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.configuration.config import EngineConfig, ModelConfig
+from tridecode.backend.engine.device.resolved_settings import choose_device
 from tridecode.backend.engine.offline import Generation, OfflineEngine
-from tridecode.backend.engine.settings import choose_device
-from tridecode.backend.errors import ConfigError
-from tridecode.backend.messages import SamplingParams
-from tridecode.backend.weights import TORCH_DTYPES
+from tridecode.backend.weights.reader import TORCH_DTYPES
+from tridecode.backend.wire.messages import SamplingParams
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 from tridecode.converters.tokenizer import load_tokenizer

@@ -20,9 +20,9 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
-from tridecode.backend.config import EngineConfig
-from tridecode.backend.engine.parallel import ProcessRanks
-from tridecode.backend.engine.peer_memory import join_peers
+from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.engine.ranks.parallel import ProcessRanks
+from tridecode.backend.engine.ranks.peer_memory import join_peers
 from tridecode.kernels.cuda import Cuda
 from tridecode.kernels.ops import Norm
 from tridecode.kernels.peer_sums import PeerSums

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from tridecode.backend.errors import TridecodeError
+from tridecode.backend.base.errors import TridecodeError
 from tridecode.tools.bench.compare import BATCH_COLUMNS, rates_of
 from tridecode.tools.bench.engines import BenchEngine, engines_of, ours, run_apart, server
 from tridecode.tools.bench.measure import Job

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Callable, Optional, TypeVar
 
 import typer
 
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from tridecode.tools.bench.measure import Job

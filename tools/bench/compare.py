@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tridecode.backend.errors import TridecodeError
+from tridecode.backend.base.errors import TridecodeError
 from tridecode.tools.bench.engines import engines_of, ours, run_apart
 from tridecode.tools.bench.engines.server import bench_server
 from tridecode.tools.bench.measure import Job, Say, silent

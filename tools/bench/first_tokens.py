@@ -14,7 +14,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from tridecode.backend.engine.engine import Engine
+from tridecode.backend.engine.device.engine import Engine
 from tridecode.tools.bench.engines.ours import open_engine
 from tridecode.tools.bench.loop_runner import LoopRunner
 from tridecode.tools.bench.measure import Job

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from tridecode.backend import models
-from tridecode.backend.config import ModelConfig
-from tridecode.backend.quantization import stored_specs
-from tridecode.backend.weight_layout import WeightSpec
+from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.weights.layout import WeightSpec
+from tridecode.backend.weights.quantization import stored_specs
 from tridecode.tools.bench.measure import Job
 
 #: bytes/s of copies on an H200, reads and writes together, and FLOP/s of 8192-square products, both measured;

@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import BloomConfig, GPT2Config, LlamaConfig, PretrainedConfig
 
-from tridecode.backend.config import ModelConfig
-from tridecode.backend.errors import UnsupportedError
+from tridecode.backend.base.errors import UnsupportedError
+from tridecode.backend.configuration.config import ModelConfig
 
 
 def hf_config(model: ModelConfig) -> PretrainedConfig:

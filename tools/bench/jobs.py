@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.models import read_model_config
 from tridecode.tools.bench.engines.ours import weight_directory
 from tridecode.tools.bench.load.prompts import find_tokenizer, read_prompts

@@ -25,11 +25,11 @@ from typing import Any, Callable
 import torch
 from rich.console import Console
 
-from tridecode.backend.config import EngineConfig
-from tridecode.backend.engine.engine import Engine
-from tridecode.backend.engine.parallel import SingleRank
-from tridecode.backend.engine.settings import choose_device, resolve
-from tridecode.backend.errors import ConfigError, TridecodeError
+from tridecode.backend.base.errors import ConfigError, TridecodeError
+from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.engine.device.resolved_settings import choose_device, resolve
+from tridecode.backend.engine.ranks.parallel import SingleRank
 from tridecode.backend.models import read_model_config
 from tridecode.tools.bench.presets import preset as find_preset
 from tridecode.tools.bench.random_files import weight_bytes, write_random_files

@@ -9,15 +9,15 @@ from typing import cast
 
 import numpy as np
 
-from tridecode.backend import messages as m
-from tridecode.backend.engine.engine import Engine, Pending
+from tridecode.backend.base.errors import BY_CODE, TridecodeError
+from tridecode.backend.engine.device.engine import Engine, Pending
 from tridecode.backend.engine.front import Front
 from tridecode.backend.engine.loop import DecodeLoop
 from tridecode.backend.engine.offline import limits_of
-from tridecode.backend.engine.plan import StepPlan
-from tridecode.backend.engine.scheduler import Scheduler
-from tridecode.backend.errors import BY_CODE, TridecodeError
+from tridecode.backend.engine.schedule.scheduler import Scheduler
+from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.backend.supervisor.rank_link import RankStatus
+from tridecode.backend.wire import messages as m
 from tridecode.tools.bench.measure import Run, Step, output_lengths
 
 _DOOR = b"bench"

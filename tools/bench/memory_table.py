@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import torch
 
-from tridecode.backend.config import EngineConfig
-from tridecode.backend.engine.memory import LIBRARY_BYTES, RankMemory, plan_rank
-from tridecode.backend.engine.settings import resolve
+from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.engine.device.memory import LIBRARY_BYTES, RankMemory, plan_rank
+from tridecode.backend.engine.device.resolved_settings import resolve
 from tridecode.tools.bench.presets import QUANTIZATIONS, preset
 
 CARDS = (80 * 10**9, 141 * 10**9)

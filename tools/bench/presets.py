@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tridecode.backend.config import ModelConfig, RopeConfig
-from tridecode.backend.errors import ConfigError
-from tridecode.backend.quantization import ROUNDED
+from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.configuration.config import ModelConfig, RopeConfig
+from tridecode.backend.weights.quantization import ROUNDED
 
 #: `--quantization`: how the matrices of a preset's layers are held
 QUANTIZATIONS = ROUNDED

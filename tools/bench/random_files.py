@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from tridecode.backend.config import ModelConfig
+from tridecode.backend.configuration.config import ModelConfig
 from tridecode.backend.models import family, model_config_ini
-from tridecode.backend.weight_layout import WeightSpec
-from tridecode.backend.weights import TORCH_DTYPES
+from tridecode.backend.weights.layout import WeightSpec
+from tridecode.backend.weights.reader import TORCH_DTYPES
 
 _SCALE = 0.02  # of matrices and embeddings, as GPT-2 initialises them
 _NUMBERS = 16_777_213  # drawn, then repeated; a prime, so that rows begin at different places

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from tridecode.backend import messages as m
-from tridecode.backend.engine.admission import SchedulerLimits
-from tridecode.backend.engine.plan import StepPlan, StepResult
-from tridecode.backend.engine.scheduler import Scheduler
+from tridecode.backend.engine.schedule.admission import SchedulerLimits
+from tridecode.backend.engine.schedule.scheduler import Scheduler
+from tridecode.backend.engine.step.plan import StepPlan, StepResult
+from tridecode.backend.wire import messages as m
 from tridecode.tools.bench.load.workloads import LAMBADA, LAMBADA_OUTPUT, mix_requests, workload_prompts
 
 _DOOR, _BLOCK = b"model", 16

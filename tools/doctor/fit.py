@@ -7,10 +7,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tridecode.backend.config import EngineConfig, ModelConfig
-from tridecode.backend.engine.memory import LIBRARY_BYTES, NCCL_BYTES, RankMemory, plan_rank, plan_ranks
-from tridecode.backend.engine.settings import CPU_CACHE_SHARE, USUAL_TOKENS, resolve
-from tridecode.backend.errors import TridecodeError
+from tridecode.backend.base.errors import TridecodeError
+from tridecode.backend.configuration.config import EngineConfig, ModelConfig
+from tridecode.backend.engine.device.memory import (
+    LIBRARY_BYTES,
+    NCCL_BYTES,
+    RankMemory,
+    plan_rank,
+    plan_ranks,
+)
+from tridecode.backend.engine.device.resolved_settings import CPU_CACHE_SHARE, USUAL_TOKENS, resolve
 from tridecode.tools.doctor.sizes import in_words
 from tridecode.tools.findings import Finding
 

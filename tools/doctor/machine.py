@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.supervisor import processes
 from tridecode.kernels.build import LIBRARY
 from tridecode.kernels.library import KernelError, Library

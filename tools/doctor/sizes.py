@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 

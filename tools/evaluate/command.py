@@ -6,7 +6,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
 
 TOLERANCE = 0.1  # points of accuracy
 
@@ -58,7 +58,7 @@ def evaluate_lambada(
       tridecode evaluate-lambada --data lambada_test.jsonl --reference bigscience/bloom-560m
       tridecode evaluate-lambada --data lambada_test.jsonl --repository models
     """
-    from tridecode.backend.config import DTYPES
+    from tridecode.backend.configuration.config import DTYPES
     from tridecode.converters.model_source import find_model
     from tridecode.tools.evaluate.lambada import DEFINITIONS, read_items
 

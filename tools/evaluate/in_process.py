@@ -9,11 +9,11 @@ from typing import Callable
 
 import torch
 
-from tridecode.backend.config import EngineConfig, read_engine_config
+from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.configuration.config import EngineConfig, read_engine_config
+from tridecode.backend.configuration.engine_config_file import FILE, checkpoint_dir, read_engine_parameters
 from tridecode.backend.engine.offline import OfflineEngine
-from tridecode.backend.engine_config_file import FILE, checkpoint_dir, read_engine_parameters
-from tridecode.backend.errors import ConfigError
-from tridecode.backend.messages import SamplingParams
+from tridecode.backend.wire.messages import SamplingParams
 from tridecode.tools.evaluate.lambada import Question
 
 _STEPS = 32  # between two looks at what has ended

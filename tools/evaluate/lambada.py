@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tokenizers import Encoding, Tokenizer
 
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
 
 ITEMS = 5153  # of the whole test set
 LAST_TOKEN, LAST_WORD = "last-token", "last-word"

@@ -13,8 +13,8 @@ import tritonclient.grpc as triton
 from tokenizers import Tokenizer
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from tridecode.backend.errors import ConfigError, EngineDownError, TridecodeError
-from tridecode.backend.prompt_learning import P_TUNING, PREFIX_PROMPT
+from tridecode.backend.base.errors import ConfigError, EngineDownError, TridecodeError
+from tridecode.backend.wire.prompt_learning import P_TUNING, PREFIX_PROMPT
 from tridecode.tools.chat import find_tokenizer_dir
 from tridecode.tools.evaluate.prompt_tasks import Item, Score, read_items, score
 from tridecode.tools.generate import grpc_address
@@ -60,7 +60,7 @@ class Answered:
 def read_table(path: Path, task: str | None) -> tuple[np.ndarray, int]:
     """(positions, n) float32 and the type, of a NeMo archive or a PEFT folder. task: of an archive with
     several. Raises CheckpointError, UnsupportedError or ConfigError."""
-    from tridecode.backend.lora import CONFIG_FILE
+    from tridecode.backend.weights.lora import CONFIG_FILE
     from tridecode.converters.sources.nemo import open_prompts  # imports torch
     from tridecode.converters.sources.peft_prompts import open_peft_prompt
 

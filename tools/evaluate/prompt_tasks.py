@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
 
 #: NeMo's template of SQuAD, without the virtual tokens before it
 SQUAD = "Context: {context}\n\nQuestion: {question}\n\nAnswer:"

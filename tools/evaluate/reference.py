@@ -10,7 +10,7 @@ from typing import Any, Callable
 import torch
 from torch.nn import Module
 
-from tridecode.backend.weights import TORCH_DTYPES
+from tridecode.backend.weights.reader import TORCH_DTYPES
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.tools.evaluate.lambada import Question
 

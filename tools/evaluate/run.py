@@ -10,8 +10,8 @@ from typing import Any
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from tridecode.backend.errors import ConfigError
-from tridecode.backend.weights import TORCH_DTYPES
+from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.weights.reader import TORCH_DTYPES
 from tridecode.tools.chat import find_tokenizer_dir
 from tridecode.tools.evaluate.lambada import DEFINITIONS, Question, questions, read_items
 from tridecode.tools.evaluate.served import ServedModel, ask, find_model

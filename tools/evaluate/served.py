@@ -14,7 +14,7 @@ import numpy as np
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from tridecode.backend.errors import EngineDownError, RequestError, TridecodeError
+from tridecode.backend.base.errors import EngineDownError, RequestError, TridecodeError
 from tridecode.model_repo_templates.contracts_in import with_advice
 from tridecode.model_repo_templates.pbtxt import data_type_name
 from tridecode.tools.evaluate.lambada import Question

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
 from tridecode.model_repo_templates.pbtxt import parse_model_config, string_parameters
 from tridecode.tools.serve import triton_access
 

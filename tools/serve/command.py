@@ -6,7 +6,7 @@ from typing import Annotated, Callable, NoReturn, Optional
 
 import typer
 
-from tridecode.backend.errors import ConfigError, TridecodeError
+from tridecode.backend.base.errors import ConfigError, TridecodeError
 
 
 def serve(
@@ -108,7 +108,7 @@ def tritonserver(context: typer.Context) -> None:
 
 def _choose_logs(chosen_format: Optional[str], request_log: Optional[bool]) -> None:
     """Pass the options on to the doors and the engine, which inherit the environment. Raises ConfigError."""
-    from tridecode.backend import log_format
+    from tridecode.backend.base import log_format
 
     if chosen_format is not None:
         if chosen_format not in log_format.FORMATS:
@@ -122,7 +122,7 @@ def _exit_with(run: Callable[[], int]) -> NoReturn:
     """Log to stderr, run, and exit with its return code; with 1 after any error but a ConfigError."""
     import logging  # here: no other command needs it, and --help must be quick
 
-    from tridecode.backend import log_format
+    from tridecode.backend.base import log_format
 
     log_format.configure("serve")
     try:

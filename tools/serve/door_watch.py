@@ -4,7 +4,7 @@ A dead stub stays a zombie of tritonserver. A stub that is stopped (SIGSTOP) is 
 it would end the whole server (measured on Triton 2.51). In both cases the model is then unloaded and loaded.
 
 Requests that a stub had taken when it died never end (python_backend 24.10 sends a response only when the
-stub requests it). Each of our doors counts them where its death does not reach (backend/taken_requests.py).
+stub requests it). Each of our doors counts them where its death does not reach (taken_requests.py).
 Triton keeps the unloaded model for them, and with it the dead stub's region of shared memory mapped. It also
 does so for requests that it has answered with "Stub process … is not healthy", so the mapping alone decides
 only for a model of another author, which counts nothing.
@@ -18,8 +18,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tridecode.backend import taken_requests
 from tridecode.backend.supervisor import processes, shared_memory
+from tridecode.backend.wire import taken_requests
 from tridecode.tools.serve.triton_http import TritonHttp, TritonHttpError
 
 STOPPED_S = 2.0  # a stub that is stopped for longer is killed

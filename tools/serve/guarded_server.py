@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from tridecode.backend.errors import TridecodeError
+from tridecode.backend.base.errors import TridecodeError
 from tridecode.backend.nodes.launchers import inherited_fds
 from tridecode.backend.supervisor import processes, runtime_dir
 from tridecode.tools.serve import guard, triton_install

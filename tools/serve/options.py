@@ -7,7 +7,7 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
 from tridecode.tools.serve import triton_access
 from tridecode.tools.serve.checks import check_repository, check_triton_arguments
 from tridecode.tools.serve.ports import check_free

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.supervisor import processes
 from tridecode.tools.serve.triton_access import LOOPBACK
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from typing import TextIO
 
-from tridecode.backend import log_format
+from tridecode.backend.base import log_format
 
 _EVERY_S = 0.1
 _READ_BYTES = 1 << 20

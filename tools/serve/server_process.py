@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tridecode.backend.errors import TridecodeError
+from tridecode.backend.base.errors import TridecodeError
 from tridecode.backend.supervisor import processes
 from tridecode.tools.serve import triton_access
 from tridecode.tools.serve.ports import free_ports

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 
-from tridecode.backend.errors import TridecodeError
-from tridecode.backend.pauses import PauseWatch
+from tridecode.backend.base.errors import TridecodeError
+from tridecode.backend.base.pauses import PauseWatch
 from tridecode.backend.supervisor import processes, state_file
 from tridecode.tools.serve import ports
 from tridecode.tools.serve.door_watch import DoorWatch, Orphans

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from tridecode.backend.errors import TridecodeError
+from tridecode.backend.base.errors import TridecodeError
 from tridecode.backend.supervisor import state_file
 from tridecode.model_repo_templates.contracts_in import in_words
 from tridecode.tools.generate import TEXT_MODELS

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tridecode.backend.errors import TridecodeError
-from tridecode.backend.messages import EngineState
+from tridecode.backend.base.errors import TridecodeError
 from tridecode.backend.supervisor import shared_memory, state_file
+from tridecode.backend.wire.messages import EngineState
 from tridecode.tools.progress import Progress
 from tridecode.tools.serve import ports
 from tridecode.tools.serve.guarded_server import GuardedServer

@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"  # where everything listens by default
 KEY_VARIABLE = "TRIDECODE_CONTROL_KEY"

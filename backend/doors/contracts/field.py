@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from tridecode.backend.sampling_params import SamplingParams, parameters
+from tridecode.backend.wire.sampling_params import SamplingParams, parameters
 
 _WHOLE = (np.uint32, np.int32, np.uint64, np.int64)
 _REAL = (np.float32, np.float16, np.float64)

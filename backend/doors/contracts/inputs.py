@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from tridecode.backend.base.errors import RequestError, UnsupportedError
 from tridecode.backend.doors.contracts.field import Contract, Field
-from tridecode.backend.errors import RequestError, UnsupportedError
 
 #: request parameters that Triton, its clients and its front ends add on their own
 HARMLESS_PARAMETERS = (

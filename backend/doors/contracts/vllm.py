@@ -17,7 +17,7 @@ from tridecode.backend.doors.contracts.field import (
     refused,
     special_tokens_field,
 )
-from tridecode.backend.sampling_params import MAX_BEAMS, MAX_TOP_LOG_PROBS
+from tridecode.backend.wire.sampling_params import MAX_BEAMS, MAX_TOP_LOG_PROBS
 
 _INPUTS = (
     Field("text_input", "STRING", "prompt; no chat template is applied", kind="prompt", required=True),

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tridecode.backend.errors import CheckpointError, UnsupportedError
+from tridecode.backend.base.errors import CheckpointError, UnsupportedError
 from tridecode.converters.sources import TensorSource
 from tridecode.converters.sources.bitmasks import DESCRIPTIONS
 from tridecode.converters.sources.quantized import autoround, awq, bitsandbytes, compressed_tensors, fp8, gptq
 from tridecode.converters.sources.quantized.parts import Method, Parts
 from tridecode.converters.sources.quantized.settings import Settings, shown
-from tridecode.kernels.quantized import QuantizedWeight
+from tridecode.kernels.formats.quantized import QuantizedWeight
 
 #: model types of transformers' Conv1D: plain matrices are (in, out), quantised ones (out, in)
 _CONV1D = ("gpt2",)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tridecode.backend.errors import UnsupportedError
+from tridecode.backend.base.errors import UnsupportedError
 from tridecode.converters.sources.quantized.gptq import Gptq
 from tridecode.converters.sources.quantized.settings import Settings
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tridecode.backend.quantization import Quantization
+from tridecode.backend.weights.quantization import Quantization
 from tridecode.converters.sources.quantized.parts import FLOATS, Parts, unpacked_words, unsigned_weight
 from tridecode.converters.sources.quantized.settings import Settings
-from tridecode.kernels.quantized import QuantizedWeight
+from tridecode.kernels.formats.quantized import QuantizedWeight
 
 KNOWN = (
     "backend", "bits", "checkpoint_format", "desc_act", "do_fuse", "exllama_config", "format",

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tridecode.backend.quantization import Quantization
+from tridecode.backend.weights.quantization import Quantization
 from tridecode.converters.sources.quantized.parts import Method, Parts
 from tridecode.converters.sources.quantized.settings import Settings
-from tridecode.kernels.quantized import QuantizedWeight
+from tridecode.kernels.formats.quantized import QuantizedWeight
 
 KNOWN = (
     "_load_in_4bit", "_load_in_8bit", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage",

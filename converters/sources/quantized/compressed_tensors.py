@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tridecode.backend.errors import CheckpointError, UnsupportedError
-from tridecode.backend.quantization import BLOCK, Quantization
+from tridecode.backend.base.errors import CheckpointError, UnsupportedError
+from tridecode.backend.weights.quantization import BLOCK, Quantization
 from tridecode.converters.sources.quantized.parts import (
     FLOATS,
     Method,
@@ -28,7 +28,7 @@ from tridecode.converters.sources.quantized.parts import (
     unsigned_weight,
 )
 from tridecode.converters.sources.quantized.settings import Settings
-from tridecode.kernels.quantized import QuantizedWeight
+from tridecode.kernels.formats.quantized import QuantizedWeight
 
 KNOWN = (
     "config_groups", "format", "global_compression_ratio", "ignore", "kv_cache_scheme", "quant_method",

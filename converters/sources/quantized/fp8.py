@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from tridecode.backend.quantization import BLOCK, Quantization
+from tridecode.backend.weights.quantization import BLOCK, Quantization
 from tridecode.converters.sources.quantized.parts import Parts, grid_weight, scale_grid
 from tridecode.converters.sources.quantized.settings import Settings
-from tridecode.kernels.quantized import QuantizedWeight
+from tridecode.kernels.formats.quantized import QuantizedWeight
 
 KNOWN = (
     "activation_scale_ub", "activation_scheme", "dequantize", "expert_dtype", "fmt", "ignored_layers",

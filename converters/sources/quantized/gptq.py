@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tridecode.backend.errors import UnsupportedError
-from tridecode.backend.quantization import Quantization
+from tridecode.backend.base.errors import UnsupportedError
+from tridecode.backend.weights.quantization import Quantization
 from tridecode.converters.sources.quantized.parts import (
     FLOATS,
     Parts,
@@ -24,7 +24,7 @@ from tridecode.converters.sources.quantized.parts import (
     unsigned_weight,
 )
 from tridecode.converters.sources.quantized.settings import Settings
-from tridecode.kernels.quantized import QuantizedWeight
+from tridecode.kernels.formats.quantized import QuantizedWeight
 
 #: settings that say how the weights were found, or for which kernel: they do not change what is stored
 KNOWN = (

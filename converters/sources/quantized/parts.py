@@ -10,10 +10,10 @@ from typing import NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from tridecode.backend.errors import CheckpointError
-from tridecode.backend.quantization import Quantization
+from tridecode.backend.base.errors import CheckpointError
+from tridecode.backend.weights.quantization import Quantization
 from tridecode.converters.sources import TensorSource
-from tridecode.kernels.quantized import QuantizedWeight, packed
+from tridecode.kernels.formats.quantized import QuantizedWeight, packed
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 

@@ -14,7 +14,7 @@ extern "C" {
 // the heads of query, key and value; query and key are rotated unless rotary_size is 0, and key and
 // value are also written to the cache.
 //
-// kernels/gemm_table.py chooses the function, the tile and the split. A function refuses a task for
+// kernels/gemm/table.py chooses the function, the tile and the split. A function refuses a task for
 // which it has no instance.
 typedef struct {
   void* out;                // (tokens, outputs), of dtype or float32
@@ -28,7 +28,7 @@ typedef struct {
   float norm_eps;
   int tokens, inputs, outputs;
   int activation, out_float32, dtype;
-  // a weight in 8 or 4 bit, arranged by kernels/packed_weight.py; weight_stride is not read
+  // a weight in 8 or 4 bit, arranged by kernels/formats/packed_weight.py; weight_stride is not read
   int weight_format;           // 1 int8, 2 fp8 (E4M3), 3 int4; 0: of dtype, in rows
   const float* weight_scales;  // (outputs), int8 and fp8; also of 8-bit operands, below
   const uint32_t*

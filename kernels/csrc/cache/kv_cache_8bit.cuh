@@ -1,5 +1,5 @@
 // The cache in 8 bits: int8_t or e4m3, with float32 scales (blocks, 2, kv_heads, block_tokens). A
-// number is stored * scale; kernels/kv_rounding.py defines the rounding.
+// number is stored * scale; kernels/formats/kv_rounding.py defines the rounding.
 #pragma once
 #include <cuda_fp8.h>
 

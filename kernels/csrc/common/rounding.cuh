@@ -1,5 +1,5 @@
 // Rows of x rounded to 8 bit: how a number becomes int8, E4M3 or two int8 parts. The numbers are
-// those of kernels/quantized.py, bit for bit.
+// those of kernels/formats/quantized.py, bit for bit.
 #pragma once
 #include "common/common.cuh"
 

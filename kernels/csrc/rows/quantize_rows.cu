@@ -9,8 +9,9 @@
 //
 // In groups, of E4M3: each 128 columns of a row have a scale of their own, scales[c / 128, t].
 //
-// The numbers are those of kernels/quantized.py, bit for bit: the division is exact, halves are
-// rounded to even. As a norm it is short: the product behind it starts beside the kernel before it.
+// The numbers are those of kernels/formats/quantized.py, bit for bit: the division is exact, halves
+// are rounded to even. As a norm it is short: the product behind it starts beside the kernel before
+// it.
 //
 // Bytes moved: T * C * (sizeof(X) + parts) + 4 * T.   Bench: python -m tridecode.kernels.bench w8a8
 #include "common/rounding.cuh"

@@ -15,10 +15,10 @@ import pytest
 
 from tests.fake_engine import LIMITS, FakeEngine, FakeSupervisor, toy_tokens
 from tests.waiting import wait_until
-from tridecode.backend import messages as m
-from tridecode.backend.doors.engine_link import EngineLink
-from tridecode.backend.errors import ConfigError, EngineDownError, RequestError
+from tridecode.backend.base.errors import ConfigError, EngineDownError, RequestError
+from tridecode.backend.doors.link.engine_link import EngineLink
 from tridecode.backend.supervisor.processes import identify
+from tridecode.backend.wire import messages as m
 
 
 class Collector:
@@ -319,7 +319,7 @@ def test_a_door_whose_server_is_gone_ends_itself():
     door = textwrap.dedent(
         """
         import os, time
-        from tridecode.backend.doors.engine_link import EngineLink
+        from tridecode.backend.doors.link.engine_link import EngineLink
         link = EngineLink("/models/toy", "orphan", ensure=lambda *_: time.sleep(60)).start()
         print(os.getpid(), flush=True)
         time.sleep(60)
@@ -386,7 +386,7 @@ def test_a_request_that_cannot_be_encoded_is_refused_alone(link, engine, priorit
 
 
 def test_a_request_that_the_engine_lost_ends_after_its_deadline(link, engine, monkeypatch):
-    monkeypatch.setattr("tridecode.backend.doors.open_requests._OVERDUE_S", 0.2)
+    monkeypatch.setattr("tridecode.backend.doors.link.open_requests._OVERDUE_S", 0.2)
     monkeypatch.setattr(engine, "_submit", lambda *_: None)  # an engine that loses requests
     lost = Collector()
     link.submit(link.reserve(), [sequence([4], max_tokens=4)], lost, timeout_s=0.3)
@@ -398,7 +398,7 @@ def test_a_pause_of_the_door_itself_is_not_a_silence_of_its_peers():
     door = textwrap.dedent(
         """
         import sys, time
-        from tridecode.backend.doors.engine_link import EngineLink
+        from tridecode.backend.doors.link.engine_link import EngineLink
         silences = {"silent_s": 1.0, "engine_silent_s": 1.2}
         link = EngineLink("/models/toy", "paused", ensure=lambda *_: sys.argv[1], **silences).start()
         link.wait_ready(5)

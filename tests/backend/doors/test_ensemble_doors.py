@@ -11,7 +11,7 @@ from tests import fake_triton
 from tests.backend.doors.running import ERROR_NAMES
 from tests.backend.doors.tokenizers_at_hand import byte_level
 from tridecode.backend.doors import postprocessing, preprocessing
-from tridecode.backend.doors.word_lists import read_word_list
+from tridecode.backend.doors.requests.word_lists import read_word_list
 
 PRE_OUTPUTS = {
     "INPUT_ID": "TYPE_UINT32",

@@ -16,12 +16,12 @@ from tests.backend.doors.running import only, refusal, running
 from tests.backend.doors.tokenizers_at_hand import byte_level
 from tests.fake_engine import LIMITS, FakeEngine
 from tests.waiting import interpreter_gaps, wait_until
-from tridecode.backend.doors import envelope as env
+from tridecode.backend.base.errors import RequestError
 from tridecode.backend.doors import fastertransformer, postprocessing, preprocessing, text
-from tridecode.backend.doors.word_lists import read_word_list
-from tridecode.backend.errors import RequestError
-from tridecode.backend.sampling_params import SamplingParams
-from tridecode.backend.sampling_params import check as check_params
+from tridecode.backend.doors.requests import envelope as env
+from tridecode.backend.doors.requests.word_lists import read_word_list
+from tridecode.backend.wire.sampling_params import SamplingParams
+from tridecode.backend.wire.sampling_params import check as check_params
 
 DOOR_LIMITS = msgspec.structs.replace(LIMITS, vocab_size=600, start_id=1, end_id=2, max_queued_requests=1024)
 FT_OUTPUTS = {"output_ids": "TYPE_UINT32", "sequence_length": "TYPE_UINT32"}

@@ -27,10 +27,10 @@ from tests.fake_engine import (
     toy_tokens,
 )
 from tests.waiting import wait_until
-from tridecode.backend import taken_requests
 from tridecode.backend.doors.door import Outputs
 from tridecode.backend.doors.fastertransformer import Answer, Prompts, TritonPythonModel
-from tridecode.backend.messages import Event, SamplingParams
+from tridecode.backend.wire import taken_requests
+from tridecode.backend.wire.messages import Event, SamplingParams
 
 INPUTS = {
     "input_ids": "TYPE_UINT32",

@@ -16,10 +16,11 @@ from tests.backend.doors.running import ERROR_NAMES, running
 from tests.backend.doors.test_fuzz import PARAMETERS, check, requests, root
 from tests.fake_engine import LIMITS, FakeEngine
 from tests.reliability.door_cases import cases_of
-from tridecode.backend.doors import llmapi, sampling_json, vllm
+from tridecode.backend.base.errors import RequestError, UnsupportedError
+from tridecode.backend.doors import llmapi, vllm
 from tridecode.backend.doors.contracts.llmapi import LLMAPI
 from tridecode.backend.doors.contracts.vllm import KEYS, KEYS_BY_NAME, VLLM
-from tridecode.backend.errors import RequestError, UnsupportedError
+from tridecode.backend.doors.requests import sampling_json
 
 __all__ = ["root"]
 VLLM_REQUEST = {

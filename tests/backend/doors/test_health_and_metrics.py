@@ -13,7 +13,7 @@ from tests.backend.doors.running import only, refusal, running
 from tests.fake_engine import LIMITS, FakeEngine
 from tests.waiting import wait_until
 from tridecode.backend.doors import fastertransformer, health
-from tridecode.backend.messages import SamplingParams, SequenceRequest
+from tridecode.backend.wire.messages import SamplingParams, SequenceRequest
 
 OUTPUTS = {"READY": "TYPE_BOOL", "PHASE": "TYPE_STRING", "DETAIL": "TYPE_STRING"}
 

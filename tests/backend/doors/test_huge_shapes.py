@@ -15,8 +15,8 @@ import pytest
 from tests import fake_triton
 from tests.backend.doors.running import only, refusal, running
 from tests.fake_engine import FakeEngine
+from tridecode.backend.base.errors import RequestError
 from tridecode.backend.doors import fastertransformer, huge_shapes
-from tridecode.backend.errors import RequestError
 
 #: calls PyArray_NewFromDescr as C++ does: through the table, after `install`
 PROGRAM = """

@@ -15,7 +15,7 @@ from tests.fake_engine import LIMITS, FakeEngine, scripted, toy_tokens
 from tests.waiting import wait_until
 from tridecode.backend.doors.contracts.interactive import INTERACTIVE
 from tridecode.backend.doors.interactive import TritonPythonModel
-from tridecode.backend.messages import SamplingParams
+from tridecode.backend.wire.messages import SamplingParams
 
 INPUTS = {field.name: f"TYPE_{field.dtype}" for field in INTERACTIVE.inputs}
 OUTPUTS = {output.name: f"TYPE_{output.dtype}" for output in INTERACTIVE.outputs}

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tests.fake_engine import LIMITS
-from tridecode.backend import messages as m
-from tridecode.backend.doors.open_requests import OpenRequest, OpenRequests
-from tridecode.backend.prompt_learning import LearnedPrompt
+from tridecode.backend.doors.link.open_requests import OpenRequest, OpenRequests
+from tridecode.backend.wire import messages as m
+from tridecode.backend.wire.prompt_learning import LearnedPrompt
 
 
 class Desk:

@@ -18,8 +18,8 @@ from tests.backend.doors.tokenizers_at_hand import byte_level
 from tests.fake_engine import LIMITS, FakeEngine, scripted, toy_tokens
 from tridecode.backend.doors.fastertransformer import TritonPythonModel
 from tridecode.backend.doors.text import TritonPythonModel as TextModel
-from tridecode.backend.messages import SamplingParams
-from tridecode.backend.prompt_learning import PromptLimits, PromptTask
+from tridecode.backend.wire.messages import SamplingParams
+from tridecode.backend.wire.prompt_learning import PromptLimits, PromptTask
 
 V, C = LIMITS.vocab_size, LIMITS.hidden_size  # 1000, 4
 START = 990  # ten padding ids of the vocabulary are virtual

@@ -16,11 +16,11 @@ from tests.backend.doors.running import running
 from tests.backend.doors.tokenizers_at_hand import byte_level
 from tests.fake_engine import LIMITS, FakeEngine
 from tests.waiting import wait_until
-from tridecode.backend import log_format
+from tridecode.backend.base import log_format
 from tridecode.backend.doors import text
-from tridecode.backend.doors.request_log import RequestLine, RequestLog, as_json, line_of
-from tridecode.backend.doors.request_times import GapCounts, RequestTimes
-from tridecode.backend.messages import Event
+from tridecode.backend.doors.monitoring.request_log import RequestLine, RequestLog, as_json, line_of
+from tridecode.backend.doors.monitoring.request_times import GapCounts, RequestTimes
+from tridecode.backend.wire.messages import Event
 
 
 def a_line(**others) -> RequestLine:

@@ -19,14 +19,14 @@ from tests.backend.doors.test_engine_link import Collector, link_to, sequence
 from tests.backend.doors.tokenizers_at_hand import byte_level
 from tests.fake_engine import LIMITS, FakeEngine, FakeSupervisor, toy_beam_steps, toy_next, toy_tokens
 from tests.waiting import wait_until
-from tridecode.backend import messages as m
 from tridecode.backend.doors import fastertransformer, interactive, llmapi, text, token_model, vllm
 from tridecode.backend.doors.contracts.fastertransformer import FASTERTRANSFORMER
 from tridecode.backend.doors.contracts.llmapi import LLMAPI
 from tridecode.backend.doors.contracts.tensorrt_llm import TENSORRT_LLM
 from tridecode.backend.doors.contracts.tensorrt_llm_tokens import TENSORRT_LLM_TOKENS
 from tridecode.backend.doors.contracts.vllm import VLLM
-from tridecode.backend.doors.engine_link import EngineLink
+from tridecode.backend.doors.link.engine_link import EngineLink
+from tridecode.backend.wire import messages as m
 
 STEP_S = 0.005
 REASON = "rank 0 was killed by signal 9"

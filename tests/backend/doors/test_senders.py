@@ -10,9 +10,9 @@ import pytest
 
 from tests import fake_triton
 from tests.waiting import wait_until
-from tridecode.backend.doors.senders import Senders, SenderThread, Stream
-from tridecode.backend.errors import CapacityError, RequestError
-from tridecode.backend.messages import Event
+from tridecode.backend.base.errors import CapacityError, RequestError
+from tridecode.backend.doors.answers.senders import Senders, SenderThread, Stream
+from tridecode.backend.wire.messages import Event
 
 
 class Link:
@@ -219,8 +219,8 @@ def test_closing_ends_every_open_stream(ended):
 
 
 def test_streams_that_end_during_a_cancellation_query_do_not_crash_the_server(senders, monkeypatch):
-    monkeypatch.setattr("tridecode.backend.doors.senders._SWEEP_S", 0.0)
-    monkeypatch.setattr("tridecode.backend.doors.senders._SWEEP_SHARE", 1.0)
+    monkeypatch.setattr("tridecode.backend.doors.answers.senders._SWEEP_S", 0.0)
+    monkeypatch.setattr("tridecode.backend.doors.answers.senders._SWEEP_SHARE", 1.0)
     for _ in range(30):
         streams = [open_stream(senders) for _ in range(20)]
         for _, stream in streams:

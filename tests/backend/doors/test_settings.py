@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests import fake_triton
-from tridecode.backend.config import engine_parameters
-from tridecode.backend.door_parameters import DOOR_PARAMETERS
-from tridecode.backend.doors.settings import DoorSettings, read_settings
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.configuration.config import engine_parameters
+from tridecode.backend.configuration.door_parameters import DOOR_PARAMETERS
+from tridecode.backend.doors.door_settings import DoorSettings, read_settings
 
 
 def settings(parameters: dict[str, str], name: str = "text") -> DoorSettings:

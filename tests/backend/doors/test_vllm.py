@@ -16,7 +16,7 @@ from tests.fake_engine import LIMITS, FakeEngine, scripted, toy_log_prob
 from tests.waiting import wait_until
 from tridecode.backend.doors.contracts.vllm import KEYS, KEYS_BY_NAME, VLLM
 from tridecode.backend.doors.vllm import TritonPythonModel
-from tridecode.backend.messages import MAX_LORA_NAME
+from tridecode.backend.wire.messages import MAX_LORA_NAME
 
 OUTPUTS = {output.name: f"TYPE_{output.dtype}" for output in VLLM.outputs}
 REASONS = {"return_finish_reason": True, "return_num_output_tokens": True}

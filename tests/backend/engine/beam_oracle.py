@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tridecode.backend.messages import BeamStep, SamplingParams
+from tridecode.backend.wire.messages import BeamStep, SamplingParams
 
 
 class Text(NamedTuple):

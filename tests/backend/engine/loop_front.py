@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from tridecode.backend import messages as m
 from tridecode.backend.engine.loop import DecodeLoop
 from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.supervisor.rank_link import RankStatus
+from tridecode.backend.wire import messages as m
 
 
 class TestFront:

@@ -11,12 +11,12 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from tests.backend.hf_models import HfWeights, model_config
 from tridecode import kernels
-from tridecode.backend.config import EngineConfig
-from tridecode.backend.engine.engine import Engine
-from tridecode.backend.engine.loader import DTYPES
+from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.engine.device.loader import DTYPES
+from tridecode.backend.engine.device.resolved_settings import resolve
 from tridecode.backend.engine.offline import OfflineEngine
-from tridecode.backend.engine.parallel import SingleRank
-from tridecode.backend.engine.settings import resolve
+from tridecode.backend.engine.ranks.parallel import SingleRank
 
 #: where offline engines run: the tests of requests hold on a GPU too (TRIDECODE_TEST_DEVICE=cuda)
 DEVICE = os.environ.get("TRIDECODE_TEST_DEVICE", "cpu")

@@ -21,12 +21,12 @@ from pathlib import Path
 
 import torch
 
-from tridecode.backend.config import EngineConfig, ModelConfig, RopeConfig
-from tridecode.backend.engine.agreement import PlanOrder
-from tridecode.backend.engine.engine import Engine
+from tridecode.backend.configuration.config import EngineConfig, ModelConfig, RopeConfig
+from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.engine.device.resolved_settings import resolve
 from tridecode.backend.engine.loop import follow
-from tridecode.backend.engine.parallel import ProcessRanks
-from tridecode.backend.engine.settings import resolve
+from tridecode.backend.engine.ranks.agreement import PlanOrder
+from tridecode.backend.engine.ranks.parallel import ProcessRanks
 from tridecode.backend.supervisor.rank_link import RankStatus
 from tridecode.tools.bench.engines.ours import LoopRunner
 from tridecode.tools.bench.neighbours import Neighbours

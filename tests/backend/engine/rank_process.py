@@ -11,16 +11,16 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from tridecode.backend.config import EngineConfig
-from tridecode.backend.engine.engine import Engine
+from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.engine.device.resolved_settings import resolve
 from tridecode.backend.engine.loop import follow
 from tridecode.backend.engine.offline import OfflineEngine
-from tridecode.backend.engine.parallel import PIPELINE_DEVICES, ProcessRanks
-from tridecode.backend.engine.plan import StepPlan
-from tridecode.backend.engine.settings import resolve
-from tridecode.backend.messages import SamplingParams
+from tridecode.backend.engine.ranks.parallel import PIPELINE_DEVICES, ProcessRanks
+from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.backend.models import read_model_config
 from tridecode.backend.supervisor.rank_link import RankStatus
+from tridecode.backend.wire.messages import SamplingParams
 
 NEW_TOKENS = 8
 GREEDY = SamplingParams(max_tokens=NEW_TOKENS, return_context_embedding=True)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from tests.backend.engine.toy_device import DOOR, Run, expected, limits
-from tridecode.backend.engine.adapters import Adapters
-from tridecode.backend.engine.scheduler import Scheduler
-from tridecode.backend.errors import CheckpointError, RequestError, TridecodeError, UnsupportedError
-from tridecode.backend.messages import SamplingParams, SequenceRequest, Submit
+from tridecode.backend.base.errors import CheckpointError, RequestError, TridecodeError, UnsupportedError
+from tridecode.backend.engine.adapters.table import Adapters
+from tridecode.backend.engine.schedule.scheduler import Scheduler
+from tridecode.backend.wire.messages import SamplingParams, SequenceRequest, Submit
 
 
 class SteeredLoader:

@@ -18,16 +18,16 @@ from tests.backend.engine.rank_process import RankPool
 from tests.checkpoints import FAMILIES, greedy, save
 from tests.lora_adapters import make_adapter
 from tests.waiting import wait_until
-from tridecode.backend.config import EngineConfig
-from tridecode.backend.engine import adapter_store
-from tridecode.backend.engine.offline import OfflineEngine
-from tridecode.backend.errors import (
+from tridecode.backend.base.errors import (
     CapacityError,
     RequestError,
     TridecodeError,
     UnsupportedError,
 )
-from tridecode.backend.messages import SamplingParams
+from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.engine.adapters import store as adapter_store
+from tridecode.backend.engine.offline import OfflineEngine
+from tridecode.backend.wire.messages import SamplingParams
 from tridecode.converters.adapters import write_targets
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion

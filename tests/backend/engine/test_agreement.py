@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from tests.backend.hf_models import model_config
 from tests.checkpoints import FAMILIES
-from tridecode.backend.config import EngineConfig
-from tridecode.backend.engine.agreement import (
+from tridecode.backend.base.errors import TridecodeError
+from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.engine.ranks.agreement import (
     CHECK_STEPS,
     AgreementError,
     Meeting,
@@ -28,10 +29,9 @@ from tridecode.backend.engine.agreement import (
     seal,
     unseal,
 )
-from tridecode.backend.engine.plan import StepPlan, StepResult
-from tridecode.backend.errors import TridecodeError
-from tridecode.backend.messages import RankDigest
+from tridecode.backend.engine.step.plan import StepPlan, StepResult
 from tridecode.backend.supervisor.rank_link import RankStatus
+from tridecode.backend.wire.messages import RankDigest
 
 CPU = torch.device("cpu")
 

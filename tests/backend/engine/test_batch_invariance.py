@@ -10,10 +10,10 @@ import torch
 
 from tests.backend.engine.offline_models import offline_engine, prompts_of
 from tests.backend.hf_models import bloom, gpt2, llama
-from tridecode.backend.config import EngineConfig, ModelConfig
-from tridecode.backend.engine.settings import resolve
-from tridecode.backend.errors import ConfigError
-from tridecode.backend.messages import SamplingParams
+from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.configuration.config import EngineConfig, ModelConfig
+from tridecode.backend.engine.device.resolved_settings import resolve
+from tridecode.backend.wire.messages import SamplingParams
 
 LENGTHS = [1, 2, 9, 23, 30, 40, 17, 33, 5]
 WANTED = SamplingParams(max_tokens=8, return_log_probs=True)

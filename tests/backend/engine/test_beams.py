@@ -14,10 +14,10 @@ from tests.backend.engine.beam_oracle import competition, followed, pool
 from tests.backend.engine.offline_models import hf_greedy, offline_engine, prompts_of
 from tests.backend.engine.toy_device import DOOR, VOCAB, Run, ToyDevice, expected, limits, toy_logits
 from tests.backend.hf_models import bloom, gpt2, llama
+from tridecode.backend.base.errors import CapacityError, RequestError
 from tridecode.backend.engine.offline import Generation
-from tridecode.backend.engine.sequence import Finish
-from tridecode.backend.errors import CapacityError, RequestError
-from tridecode.backend.messages import SamplingParams
+from tridecode.backend.engine.schedule.sequence import Finish
+from tridecode.backend.wire.messages import SamplingParams
 
 MODELS = pytest.mark.parametrize("make", [gpt2, bloom, llama], ids=["gpt2", "bloom", "llama"])
 PROMPT = [1, 2, 3, 4, 5]

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tridecode.backend.engine.block_pool import BlockPool
+from tridecode.backend.engine.cache.block_pool import BlockPool
 
 _BLOCKS = 12
 

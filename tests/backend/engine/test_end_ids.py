@@ -11,10 +11,10 @@ from tests.backend.engine.test_beams import hf_beams
 from tests.backend.engine.thread_ranks import generations_on_ranks
 from tests.backend.hf_models import gpt2, llama
 from tests.checkpoints import FAMILIES, save
-from tridecode.backend.engine import plan
-from tridecode.backend.errors import RequestError
-from tridecode.backend.messages import SamplingParams
-from tridecode.backend.sampling_params import MAX_END_IDS, check
+from tridecode.backend.base.errors import RequestError
+from tridecode.backend.engine.step import plan
+from tridecode.backend.wire.messages import SamplingParams
+from tridecode.backend.wire.sampling_params import MAX_END_IDS, check
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 from tridecode.kernels import sampling_state

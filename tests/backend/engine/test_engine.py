@@ -16,8 +16,8 @@ from tests.backend.engine.offline_models import (
     rounding_bound,
 )
 from tests.backend.hf_models import bloom, gpt2, llama
-from tridecode.backend.errors import DeadlineError
-from tridecode.backend.messages import SamplingParams
+from tridecode.backend.base.errors import DeadlineError
+from tridecode.backend.wire.messages import SamplingParams
 from tridecode.kernels.ops import Product
 from tridecode.kernels.reference import Reference
 

@@ -20,15 +20,15 @@ from tests.backend.engine.test_sessions_gpu import run_ahead
 from tests.backend.hf_models import bloom, gpt2, gptneox, llama
 from tests.checkpoints import save
 from tests.converters.quantized_checkpoints import Case, fp8, save_quantized
-from tridecode.backend.config import EngineConfig
+from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.engine.device.resolved_settings import MORE_SLOTS
 from tridecode.backend.engine.offline import Generation, OfflineEngine, run_greedy
-from tridecode.backend.engine.settings import MORE_SLOTS
-from tridecode.backend.messages import SamplingParams
-from tridecode.backend.quantization import Quantization
+from tridecode.backend.weights.quantization import Quantization
+from tridecode.backend.wire.messages import SamplingParams
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 from tridecode.converters.kept_quantized import keep_quantized
-from tridecode.kernels.quantized import QuantizedWeight
+from tridecode.kernels.formats.quantized import QuantizedWeight
 
 pytestmark = pytest.mark.gpu
 

@@ -16,7 +16,7 @@ from tests.backend.engine.offline_models import (
 )
 from tests.backend.models.sweep import compare
 from tests.checkpoints import FAMILIES, variants
-from tridecode.backend.messages import SamplingParams
+from tridecode.backend.wire.messages import SamplingParams
 
 pytestmark = pytest.mark.gpu
 

@@ -10,11 +10,11 @@ from queue import Queue
 import numpy as np
 import pytest
 
-from tridecode.backend.engine import plan_frame, plan_wire
-from tridecode.backend.engine.graphs import decode_plan
+from tridecode.backend.base.errors import TridecodeError
 from tridecode.backend.engine.loop import follow
-from tridecode.backend.engine.plan import StepPlan
-from tridecode.backend.errors import TridecodeError
+from tridecode.backend.engine.step import plan_frame, plan_wire
+from tridecode.backend.engine.step.decode_graphs import decode_plan
+from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.backend.supervisor.rank_link import RankStatus
 
 WAIT_S = 10.0

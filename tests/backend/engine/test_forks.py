@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from tests.backend.engine.offline_models import hf_greedy, offline_engine, prompts_of
 from tests.backend.engine.toy_device import DOOR, VOCAB, Run, expected, limits
 from tests.backend.hf_models import bloom, gpt2, llama
+from tridecode.backend.base.errors import CapacityError, RequestError
 from tridecode.backend.engine.offline import OfflineEngine
-from tridecode.backend.engine.plan import StepPlan
-from tridecode.backend.engine.sequence import Sequence, Stage
-from tridecode.backend.errors import CapacityError, RequestError
-from tridecode.backend.messages import SamplingParams, SequenceRequest, Submit
+from tridecode.backend.engine.schedule.sequence import Sequence, Stage
+from tridecode.backend.engine.step.plan import StepPlan
+from tridecode.backend.wire.messages import SamplingParams, SequenceRequest, Submit
 
 PROMPT = [1, 2, 3, 4, 5]
 MODELS = pytest.mark.parametrize("make", [gpt2, bloom, llama], ids=["gpt2", "bloom", "llama"])

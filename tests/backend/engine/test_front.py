@@ -16,9 +16,9 @@ import zmq
 
 from tests.fake_engine import LIMITS
 from tests.waiting import wait_until
-from tridecode.backend import messages as m
 from tridecode.backend.engine import front as front_module
 from tridecode.backend.engine.front import Front
+from tridecode.backend.wire import messages as m
 
 PING = m.encode(m.Ping())
 

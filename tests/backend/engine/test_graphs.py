@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tridecode.backend.engine.graphs import padded_sizes, warm_up_plans
+from tridecode.backend.engine.step.decode_graphs import padded_sizes, warm_up_plans
 
 
 @pytest.mark.parametrize("max_tokens", [16, 512, 8192])

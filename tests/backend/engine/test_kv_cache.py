@@ -18,9 +18,9 @@ from tests.backend.hf_models import bloom, gpt2, llama
 from tests.checkpoints import FAMILIES, save
 from tests.prompt_adapters import greedy_prefixed, prefix, soft
 from tests.rounded_cache import transformers_rounds
-from tridecode.backend.config import CACHE_FORMATS
-from tridecode.backend.errors import TridecodeError
-from tridecode.backend.messages import SamplingParams
+from tridecode.backend.base.errors import TridecodeError
+from tridecode.backend.configuration.config import CACHE_FORMATS
+from tridecode.backend.wire.messages import SamplingParams
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 

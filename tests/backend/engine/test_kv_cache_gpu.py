@@ -13,8 +13,8 @@ from tests.backend.engine.test_session_models import Talk
 from tests.backend.hf_models import bloom, gpt2, llama
 from tests.checkpoints import FAMILIES
 from tests.prompt_adapters import prefix
-from tridecode.backend.config import CACHE_FORMATS
-from tridecode.backend.messages import SamplingParams
+from tridecode.backend.configuration.config import CACHE_FORMATS
+from tridecode.backend.wire.messages import SamplingParams
 
 pytestmark = pytest.mark.gpu
 

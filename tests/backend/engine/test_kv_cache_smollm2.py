@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from tridecode.backend.config import CACHE_FORMATS, EngineConfig
+from tridecode.backend.configuration.config import CACHE_FORMATS, EngineConfig
 from tridecode.backend.engine.offline import OfflineEngine
-from tridecode.backend.messages import SamplingParams
+from tridecode.backend.wire.messages import SamplingParams
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 from tridecode.converters.tokenizer import load_tokenizer

@@ -15,9 +15,9 @@ from tests.backend.engine.thread_ranks import generations_on_ranks
 from tests.backend.engine.toy_device import DOOR, Run, limits
 from tests.backend.hf_models import gpt2, llama
 from tests.checkpoints import FAMILIES, save
+from tridecode.backend.base.errors import CapacityError, RequestError, TridecodeError
 from tridecode.backend.engine.offline import Generation, OfflineEngine
-from tridecode.backend.errors import CapacityError, RequestError, TridecodeError
-from tridecode.backend.messages import SamplingParams, SequenceRequest, SessionRound, Submit
+from tridecode.backend.wire.messages import SamplingParams, SequenceRequest, SessionRound, Submit
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 

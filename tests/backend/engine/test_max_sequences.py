@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tridecode.backend.config import EngineConfig
-from tridecode.backend.engine.memory import LIBRARY_BYTES, plan_rank
-from tridecode.backend.engine.settings import resolve, spread_tokens
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.engine.device.memory import LIBRARY_BYTES, plan_rank
+from tridecode.backend.engine.device.resolved_settings import resolve, spread_tokens
 from tridecode.tools.bench.presets import PRESETS
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")

@@ -15,16 +15,16 @@ from tests.checkpoints import FAMILIES, save, tiny_gpt2, tiny_llama
 from tests.lora_adapters import make_adapter
 from tests.pruned_checkpoints import Cut, prune, unpruned
 from tridecode.backend import models
-from tridecode.backend.config import EngineConfig
-from tridecode.backend.engine import memory
-from tridecode.backend.engine.engine import Engine
-from tridecode.backend.engine.memory import RankMemory, _Place, plan_rank, plan_ranks
+from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.engine.device import memory
+from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.engine.device.memory import RankMemory, _Place, plan_rank, plan_ranks
+from tridecode.backend.engine.device.resolved_settings import resolve
 from tridecode.backend.engine.offline import OfflineEngine
-from tridecode.backend.engine.settings import resolve
-from tridecode.backend.errors import ConfigError
-from tridecode.backend.messages import SamplingParams
 from tridecode.backend.models import read_model_config
-from tridecode.backend.quantization import Quantization
+from tridecode.backend.weights.quantization import Quantization
+from tridecode.backend.wire.messages import SamplingParams
 from tridecode.converters.adapters import write_targets
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion

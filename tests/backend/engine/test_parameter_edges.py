@@ -14,8 +14,8 @@ from tests.backend.engine.offline_models import hf_greedy, offline_engine, promp
 from tests.backend.engine.thread_ranks import generations_on_ranks
 from tests.backend.hf_models import llama
 from tests.checkpoints import FAMILIES, save
-from tridecode.backend.messages import SamplingParams
-from tridecode.backend.sampling_params import check, parameters
+from tridecode.backend.wire.messages import SamplingParams
+from tridecode.backend.wire.sampling_params import check, parameters
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 

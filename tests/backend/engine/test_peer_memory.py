@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tridecode.backend.config import EngineConfig
-from tridecode.backend.engine import peer_memory
-from tridecode.backend.engine.peer_memory import join_peers
+from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.engine.ranks import peer_memory
+from tridecode.backend.engine.ranks.peer_memory import join_peers
 from tridecode.kernels import peer_sums
 from tridecode.kernels.cuda import Cuda
 from tridecode.kernels.library import KernelError

@@ -7,7 +7,7 @@ import torch
 
 from tests.backend.engine.offline_models import offline_engine, prompts_of
 from tests.backend.hf_models import llama
-from tridecode.backend.messages import SamplingParams
+from tridecode.backend.wire.messages import SamplingParams
 
 PRESENCE, FREQUENCY, TEMPERATURE = 3.0, 1.5, 0.5
 

@@ -13,9 +13,9 @@ from tests.backend.engine.offline_models import prompts_of
 from tests.backend.engine.thread_ranks import on_ranks
 from tests.backend.engine.toy_device import Run, expected, limits
 from tests.checkpoints import FAMILIES, save
-from tridecode.backend.engine.engine import Engine
+from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.offline import OfflineEngine
-from tridecode.backend.messages import SamplingParams
+from tridecode.backend.wire.messages import SamplingParams
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 

@@ -15,7 +15,7 @@ from tests.backend.engine.rank_process import NEW_TOKENS, RankPool
 from tests.backend.engine.test_pipeline import EVERY, NEW
 from tests.backend.hf_models import bloom, gpt2, gptneox, llama
 from tests.checkpoints import save
-from tridecode.backend.messages import SamplingParams
+from tridecode.backend.wire.messages import SamplingParams
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from tests.backend.engine.toy_device import Run, limits
-from tridecode.backend.engine import plan_frame
-from tridecode.backend.engine.plan import SlotStart, StepPlan, StepResult
-from tridecode.backend.engine.scheduler import Scheduler
-from tridecode.backend.engine.sequence import Stage
-from tridecode.backend.errors import TridecodeError
-from tridecode.backend.messages import SamplingParams, SequenceRequest, Submit
+from tridecode.backend.base.errors import TridecodeError
+from tridecode.backend.engine.schedule.scheduler import Scheduler
+from tridecode.backend.engine.schedule.sequence import Stage
+from tridecode.backend.engine.step import plan_frame
+from tridecode.backend.engine.step.plan import SlotStart, StepPlan, StepResult
+from tridecode.backend.wire.messages import SamplingParams, SequenceRequest, Submit
 
 ROOT = Path(__file__).resolve().parents[3]
 EVERY_FIELD = SamplingParams(

@@ -9,16 +9,16 @@ import torch
 from tests.backend.engine.offline_models import hf_greedy, offline_engine, prompts_of
 from tests.backend.engine.test_step_buffers import plan_of
 from tests.backend.hf_models import bloom, gpt2, llama
-from tridecode.backend.engine.plan import StepPlan
-from tridecode.backend.engine.prompt_graphs import (
+from tridecode.backend.engine.step.plan import StepPlan
+from tridecode.backend.engine.step.prefill_graphs import (
     PROMPTS,
     StepShapes,
     empty_plan,
     step_shapes,
     tokens_of_graphs,
 )
-from tridecode.backend.engine.step_buffers import StepBuffers, StepShape
-from tridecode.backend.messages import SamplingParams
+from tridecode.backend.engine.step.step_buffers import StepBuffers, StepShape
+from tridecode.backend.wire.messages import SamplingParams
 from tridecode.kernels.ops import Batch
 
 SHAPES = [StepShape(decodes, tokens, 4) for decodes in (0, 2, 4) for tokens in (4, 8, 16)]

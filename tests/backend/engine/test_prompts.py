@@ -11,13 +11,13 @@ from tests.backend.engine.offline_models import fp32_bound, hf_greedy, offline_e
 from tests.backend.engine.toy_device import VOCAB, Run, ToyDevice, limits, next_token
 from tests.checkpoints import FAMILIES
 from tests.prompt_adapters import greedy_embedded, greedy_prefixed, prefix, soft
-from tridecode.backend.engine import plan_frame
-from tridecode.backend.engine.plan import StepPlan, StepResult
-from tridecode.backend.engine.prompts import PromptBook
-from tridecode.backend.engine.scheduler import Scheduler
-from tridecode.backend.errors import CapacityError, RequestError, TridecodeError
-from tridecode.backend.messages import SamplingParams, SequenceRequest, SessionRound, Submit
-from tridecode.backend.prompt_learning import LearnedPrompt, PromptLimits, PromptTask
+from tridecode.backend.base.errors import CapacityError, RequestError, TridecodeError
+from tridecode.backend.engine.prompt_tables.book import PromptBook
+from tridecode.backend.engine.schedule.scheduler import Scheduler
+from tridecode.backend.engine.step import plan_frame
+from tridecode.backend.engine.step.plan import StepPlan, StepResult
+from tridecode.backend.wire.messages import SamplingParams, SequenceRequest, SessionRound, Submit
+from tridecode.backend.wire.prompt_learning import LearnedPrompt, PromptLimits, PromptTask
 
 TOKENS = 5
 #: its reference (converters/baichuan_reference.py) takes neither embeddings nor a cache

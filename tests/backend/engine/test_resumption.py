@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from tests.backend.engine.offline_models import hf_greedy, offline_engine, prompts_of
 from tests.backend.engine.toy_device import DOOR, VOCAB, Run, expected, limits
 from tests.backend.hf_models import gpt2, llama
-from tridecode.backend.beam_tree import BeamTree
-from tridecode.backend.doors.delivered import Delivered
+from tridecode.backend.base.errors import CapacityError, RequestError
+from tridecode.backend.doors.answers.delivered import Delivered
 from tridecode.backend.engine.offline import OfflineEngine
-from tridecode.backend.errors import CapacityError, RequestError
-from tridecode.backend.messages import Event, SamplingParams, Sent, SequenceRequest, Submit
+from tridecode.backend.wire.beam_tree import BeamTree
+from tridecode.backend.wire.messages import Event, SamplingParams, Sent, SequenceRequest, Submit
 
 
 class Client:

@@ -9,7 +9,7 @@ import pytest
 from tests.backend.engine.offline_models import hf_greedy, prompts_of
 from tests.backend.engine.thread_ranks import on_ranks
 from tests.checkpoints import FAMILIES, save
-from tridecode.backend.messages import SamplingParams
+from tridecode.backend.wire.messages import SamplingParams
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 

@@ -19,8 +19,8 @@ from transformers import (
 
 from tests.backend.engine.offline_models import hf_greedy, offline_engine, prompts_of
 from tests.backend.hf_models import gpt2, llama
-from tridecode.backend.errors import RequestError
-from tridecode.backend.messages import SamplingParams
+from tridecode.backend.base.errors import RequestError
+from tridecode.backend.wire.messages import SamplingParams
 from tridecode.kernels.philox import philox
 
 

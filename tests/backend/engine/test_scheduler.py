@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.backend.engine.toy_device import DOOR, VOCAB, Run, expected, limits
-from tridecode.backend.engine.planner import HELD_SHARE, HELD_STEPS
-from tridecode.backend.engine.sequence import Stage
-from tridecode.backend.errors import CapacityError, RequestError
-from tridecode.backend.messages import SamplingParams, SequenceRequest, Submit
+from tridecode.backend.base.errors import CapacityError, RequestError
+from tridecode.backend.engine.schedule.planner import HELD_SHARE, HELD_STEPS
+from tridecode.backend.engine.schedule.sequence import Stage
+from tridecode.backend.wire.messages import SamplingParams, SequenceRequest, Submit
 
 
 @pytest.mark.parametrize(("overlap", "micro_batches"), [(False, 1), (True, 1), (False, 2), (False, 4)])

@@ -12,9 +12,9 @@ from tests.backend import hf_models
 from tests.backend.engine.offline_models import fp32_bound, hf_greedy, offline_engine, prompts_of
 from tests.backend.engine.thread_ranks import on_ranks
 from tests.checkpoints import save
+from tridecode.backend.base.errors import UnsupportedError
 from tridecode.backend.engine.offline import OfflineEngine
-from tridecode.backend.errors import UnsupportedError
-from tridecode.backend.messages import SamplingParams, SessionRound
+from tridecode.backend.wire.messages import SamplingParams, SessionRound
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 

@@ -8,10 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.backend.engine.toy_device import DOOR, VOCAB, Run, limits
-from tridecode.backend.engine import sessions
-from tridecode.backend.engine.plan import StepPlan, StepResult
-from tridecode.backend.errors import CapacityError, RequestError, SessionGoneError, UnsupportedError
-from tridecode.backend.messages import SamplingParams, SequenceRequest, SessionRound, Submit
+from tridecode.backend.base.errors import CapacityError, RequestError, SessionGoneError, UnsupportedError
+from tridecode.backend.engine.cache import sessions
+from tridecode.backend.engine.step.plan import StepPlan, StepResult
+from tridecode.backend.wire.messages import SamplingParams, SequenceRequest, SessionRound, Submit
 
 _PRIME = 1_000_003
 

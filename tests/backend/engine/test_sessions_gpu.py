@@ -8,7 +8,7 @@ from tests.backend.engine.offline_models import hf_greedy, offline_engine
 from tests.backend.engine.test_session_models import COUNT, NEW, Talk, banded_greedy
 from tests.backend.hf_models import bloom, gpt2, llama
 from tridecode.backend.engine.offline import OfflineEngine
-from tridecode.backend.messages import SamplingParams
+from tridecode.backend.wire.messages import SamplingParams
 
 pytestmark = pytest.mark.gpu
 

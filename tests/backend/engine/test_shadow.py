@@ -21,21 +21,21 @@ from tests.checkpoints import FAMILIES, save, tiny_llama
 from tests.quantized import rounded_model
 from tests.rounded_cache import transformers_rounds
 from tests.waiting import wait_until
-from tridecode.backend import messages as m
-from tridecode.backend.config import EngineConfig
-from tridecode.backend.engine.engine import Engine
+from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.engine.device.resolved_settings import resolve
 from tridecode.backend.engine.loop import DecodeLoop
 from tridecode.backend.engine.offline import OfflineEngine
-from tridecode.backend.engine.parallel import SingleRank
-from tridecode.backend.engine.settings import resolve
-from tridecode.backend.engine.shadow import Job
-from tridecode.backend.engine.shadow_load import refuse_without_room
-from tridecode.backend.engine.shadow_options import check_shadow, needs_second_weights
-from tridecode.backend.errors import ConfigError
-from tridecode.backend.messages import SamplingParams
+from tridecode.backend.engine.ranks.parallel import SingleRank
+from tridecode.backend.engine.shadow.load import refuse_without_room
+from tridecode.backend.engine.shadow.options import check_shadow, needs_second_weights
+from tridecode.backend.engine.shadow.run import Job
 from tridecode.backend.models import read_model_config
-from tridecode.backend.quantization import Quantization
 from tridecode.backend.supervisor.rank_link import RankStatus
+from tridecode.backend.weights.quantization import Quantization
+from tridecode.backend.wire import messages as m
+from tridecode.backend.wire.messages import SamplingParams
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import PlannedConversion, plan_conversion
 
@@ -407,7 +407,7 @@ def test_a_reference_without_room_is_refused_with_both_sizes(checkpoint: Checkpo
         refuse_without_room(model, config, CPU, need - 1)
     for size in (served, planned.shadow, need - 1):
         assert f"{size:,}" in str(caught.value)
-    monkeypatch.setattr("tridecode.backend.engine.shadow_load.available_memory", lambda: need - 1)
+    monkeypatch.setattr("tridecode.backend.engine.shadow.load.available_memory", lambda: need - 1)
     with pytest.raises(ConfigError, match="shadow_share is 1: the served model needs"):
         load(checkpoint.dense, int8_mode=1)
 

@@ -12,12 +12,12 @@ import torch
 from tests.backend.engine.test_shadow import compared, jobs, logits_of, score
 from tests.checkpoints import FAMILIES, save
 from tests.quantized import rounded_model
-from tridecode.backend.config import EngineConfig
-from tridecode.backend.engine.engine import Engine
-from tridecode.backend.engine.parallel import SingleRank
-from tridecode.backend.engine.settings import resolve
+from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.engine.device.resolved_settings import resolve
+from tridecode.backend.engine.ranks.parallel import SingleRank
 from tridecode.backend.models import read_model_config
-from tridecode.backend.quantization import Quantization
+from tridecode.backend.weights.quantization import Quantization
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 

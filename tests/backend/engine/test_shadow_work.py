@@ -7,11 +7,11 @@ import bisect
 import numpy as np
 import pytest
 
-from tridecode.backend.config import EngineConfig
-from tridecode.backend.engine.sequence import Finish, Sequence, SequenceGroup
-from tridecode.backend.engine.shadow import Job
-from tridecode.backend.engine.shadow_work import Histogram, ShadowWork, is_chosen
-from tridecode.backend.sampling_params import SamplingParams
+from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.engine.schedule.sequence import Finish, Sequence, SequenceGroup
+from tridecode.backend.engine.shadow.queue import Histogram, ShadowWork, is_chosen
+from tridecode.backend.engine.shadow.run import Job
+from tridecode.backend.wire.sampling_params import SamplingParams
 
 
 class Clock:

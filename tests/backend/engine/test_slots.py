@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tridecode.backend.engine.plan import SlotStart
-from tridecode.backend.engine.sampling import copy_slots, start_slots
-from tridecode.backend.messages import SamplingParams
-from tridecode.backend.sampling_params import MAX_END_IDS
+from tridecode.backend.engine.device.sampling import copy_slots, start_slots
+from tridecode.backend.engine.step.plan import SlotStart
+from tridecode.backend.wire.messages import SamplingParams
+from tridecode.backend.wire.sampling_params import MAX_END_IDS
 from tridecode.kernels.reference import Reference
 from tridecode.kernels.sampling_state import SLOT, SamplingState
 

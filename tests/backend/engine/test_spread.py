@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.backend.engine.toy_device import Run, expected, limits
-from tridecode.backend.engine import planner
-from tridecode.backend.engine.plan import StepPlan, StepResult
+from tridecode.backend.engine.schedule import planner
+from tridecode.backend.engine.step.plan import StepPlan, StepResult
 from tridecode.tools.bench.step_model import StepCost, simulate
 
 #: reading the weights takes as long as multiplying 200 tokens

@@ -7,10 +7,10 @@ import torch
 
 from tests.backend.engine.offline_models import hf_greedy, offline_engine, prompts_of
 from tests.backend.hf_models import llama
-from tridecode.backend.engine.graphs import decode_plan
-from tridecode.backend.engine.plan import SlotStart, StepPlan
-from tridecode.backend.engine.step_buffers import StepBuffers
-from tridecode.backend.messages import SamplingParams
+from tridecode.backend.engine.step.decode_graphs import decode_plan
+from tridecode.backend.engine.step.plan import SlotStart, StepPlan
+from tridecode.backend.engine.step.step_buffers import StepBuffers
+from tridecode.backend.wire.messages import SamplingParams
 
 BLOCK = 8
 

@@ -15,7 +15,7 @@ from tests.backend.engine.test_vocab_ranks import MIXED, same
 from tests.backend.hf_models import bloom, gpt2, gptneox, llama
 from tests.checkpoints import save
 from tests.kernels.peer_process import on_ranks
-from tridecode.backend.messages import SamplingParams
+from tridecode.backend.wire.messages import SamplingParams
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 

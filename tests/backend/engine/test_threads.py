@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
+from tridecode.backend.base.threads import SPIN
 from tridecode.backend.supervisor.launch import engine_environment
-from tridecode.backend.threads import SPIN
 from tridecode.tools.bench import engines
 from tridecode.tools.bench.engines import ours, transformers
 
@@ -39,7 +39,7 @@ def test_threads_of_the_engine_process_spin_briefly(monkeypatch) -> None:
 
 
 def test_loading_the_engine_leaves_the_environment_alone() -> None:
-    code = "import os; before = dict(os.environ); import tridecode.backend.engine.engine\n"
+    code = "import os; before = dict(os.environ); import tridecode.backend.engine.device.engine\n"
     code += "import tridecode.tools.cli\n"
     code += "assert dict(os.environ) == before, set(os.environ.items()) ^ set(before.items())"
     environment = {name: value for name, value in os.environ.items() if name != SPIN[0]}

@@ -13,10 +13,10 @@ from tests.backend.engine.thread_ranks import generations_on_ranks
 from tests.backend.engine.toy_device import limits
 from tests.backend.hf_models import bloom, gpt2, llama
 from tests.checkpoints import FAMILIES, save
+from tridecode.backend.base.errors import RequestError
 from tridecode.backend.engine.offline import Generation
-from tridecode.backend.engine.scheduler import Scheduler
-from tridecode.backend.errors import RequestError
-from tridecode.backend.messages import SamplingParams, SequenceRequest, Submit
+from tridecode.backend.engine.schedule.scheduler import Scheduler
+from tridecode.backend.wire.messages import SamplingParams, SequenceRequest, Submit
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 from tridecode.kernels.top_log_probs import best_tokens, raw_log_probs

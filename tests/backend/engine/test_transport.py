@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tests.backend.engine.thread_ranks import Meeting
-from tridecode.backend.engine.results import Outbox
-from tridecode.backend.engine.transport import Staged, shares_a_gpu
+from tridecode.backend.engine.ranks.transport import Staged, shares_a_gpu
+from tridecode.backend.engine.step.results import Outbox
 
 WAIT_S = 10.0
 

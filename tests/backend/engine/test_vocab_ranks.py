@@ -13,7 +13,7 @@ from tests.backend.engine.rank_process import RankPool
 from tests.backend.engine.thread_ranks import on_ranks
 from tests.checkpoints import FAMILIES, save
 from tridecode.backend.engine.offline import Generation, OfflineEngine
-from tridecode.backend.messages import SamplingParams
+from tridecode.backend.wire.messages import SamplingParams
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 

@@ -14,13 +14,13 @@ from torch import Tensor
 from tests.backend.engine.offline_models import DEVICE
 from tests.backend.engine.thread_ranks import Meeting, ThreadRanks
 from tests.kernels.sampling_states import SLOTS, cloned, cut, random_state
-from tridecode.backend.engine import vocab_draw, vocab_logits
-from tridecode.backend.engine.plan import BeamRows
-from tridecode.backend.engine.sampling import candidate_rows
-from tridecode.backend.engine.vocab_draw import threshold, uniforms
-from tridecode.backend.engine.vocab_sampler import sample
-from tridecode.backend.engine.vocab_share import mask_padding, values_at, whole_rows
-from tridecode.backend.weight_layout import VocabShare
+from tridecode.backend.engine.device.sampling import candidate_rows
+from tridecode.backend.engine.ranks import vocab_draw, vocab_logits
+from tridecode.backend.engine.ranks.vocab_draw import threshold, uniforms
+from tridecode.backend.engine.ranks.vocab_sampler import sample
+from tridecode.backend.engine.ranks.vocab_share import mask_padding, values_at, whole_rows
+from tridecode.backend.engine.step.plan import BeamRows
+from tridecode.backend.weights.layout import VocabShare
 from tridecode.kernels import philox
 from tridecode.kernels.reference import Reference
 from tridecode.kernels.sampling_state import NO_TOKEN, SamplingState

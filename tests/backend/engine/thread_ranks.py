@@ -10,16 +10,16 @@ from typing import Callable, TypeVar
 import torch
 from torch import Tensor
 
-from tridecode.backend.config import EngineConfig
-from tridecode.backend.engine.engine import Engine
+from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.engine.device.resolved_settings import resolve
 from tridecode.backend.engine.loop import follow
 from tridecode.backend.engine.offline import Generation, OfflineEngine
-from tridecode.backend.engine.plan import StepPlan
-from tridecode.backend.engine.settings import resolve
-from tridecode.backend.messages import SamplingParams
+from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.backend.models import read_model_config
-from tridecode.backend.prompt_learning import LearnedPrompt
 from tridecode.backend.supervisor.rank_link import RankStatus
+from tridecode.backend.wire.messages import SamplingParams
+from tridecode.backend.wire.prompt_learning import LearnedPrompt
 from tridecode.kernels.reference import Reference
 
 _WAIT_S = 60

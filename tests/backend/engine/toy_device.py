@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from tridecode.backend.engine.admission import SchedulerLimits
-from tridecode.backend.engine.plan import BeamRows, StepPlan, StepResult
-from tridecode.backend.engine.scheduler import Scheduler
-from tridecode.backend.engine.sequence import Sequence, Stage
-from tridecode.backend.messages import BeamStep, Event, SamplingParams, SequenceRequest, Submit
+from tridecode.backend.engine.schedule.admission import SchedulerLimits
+from tridecode.backend.engine.schedule.scheduler import Scheduler
+from tridecode.backend.engine.schedule.sequence import Sequence, Stage
+from tridecode.backend.engine.step.plan import BeamRows, StepPlan, StepResult
+from tridecode.backend.wire.messages import BeamStep, Event, SamplingParams, SequenceRequest, Submit
 
 DOOR = b"door"
 VOCAB = 50

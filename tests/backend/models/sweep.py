@@ -17,7 +17,7 @@ import numpy as np
 
 from tests.backend.engine.offline_models import hf_greedy, offline_engine, prompts_of
 from tests.checkpoints import FAMILIES, FamilyCase
-from tridecode.backend.messages import SamplingParams
+from tridecode.backend.wire.messages import SamplingParams
 
 LENGTHS = (1, 6, 19, 33)
 NEW = 10

@@ -12,7 +12,7 @@ import pytest
 from tests.backend.engine.offline_models import hf_greedy, prompts_of
 from tests.backend.engine.thread_ranks import generate_on_ranks
 from tests.checkpoints import FAMILIES, save
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 

@@ -27,10 +27,10 @@ from transformers import (
 
 from tests.backend.engine.offline_models import fp32_bound, hf_greedy, offline_engine, prompts_of
 from tests.backend.hf_models import model_config, randomize
-from tridecode.backend.config import EngineConfig
-from tridecode.backend.engine.settings import resolve
-from tridecode.backend.errors import ConfigError
-from tridecode.backend.messages import SamplingParams
+from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.engine.device.resolved_settings import resolve
+from tridecode.backend.wire.messages import SamplingParams
 from tridecode.converters.hf_config import context_note
 
 ORIGINAL = 48  # positions of the training

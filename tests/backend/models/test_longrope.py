@@ -12,8 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from tests.backend.engine.offline_models import fp32_bound, hf_greedy, offline_engine, prompts_of
 from tests.checkpoints import FAMILIES
 from tests.families.fam_c import longrope
-from tridecode.backend.messages import SamplingParams
 from tridecode.backend.models.rope import rope_table
+from tridecode.backend.wire.messages import SamplingParams
 from tridecode.converters.hf_config import rope_config
 
 LIMIT = 24

@@ -10,7 +10,7 @@ import pytest
 from tests.backend.engine.offline_models import fp32_bound, hf_greedy, offline_engine, prompts_of
 from tests.backend.models.sweep import compare
 from tests.checkpoints import FAMILIES, variants
-from tridecode.backend.messages import SamplingParams
+from tridecode.backend.wire.messages import SamplingParams
 
 LENGTHS = [1, 2, 7, 8, 9, 23, 30, 5, 17]
 NEW = 12

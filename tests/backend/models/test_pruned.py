@@ -17,11 +17,11 @@ from tests.backend.engine.offline_models import context_embedding, fp32_bound, h
 from tests.backend.engine.rank_process import NEW_TOKENS, RankPool
 from tests.checkpoints import FAMILIES
 from tests.pruned_checkpoints import Cut, Pruned, prune, pruned_family, unpruned
-from tridecode.backend.config import EngineConfig, LayerSizes, ModelConfig, check_tensor_size
+from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.configuration.config import EngineConfig, LayerSizes, ModelConfig, check_tensor_size
 from tridecode.backend.engine.offline import OfflineEngine
-from tridecode.backend.errors import ConfigError
-from tridecode.backend.messages import SamplingParams
 from tridecode.backend.models import model_config_ini, read_model_config
+from tridecode.backend.wire.messages import SamplingParams
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 

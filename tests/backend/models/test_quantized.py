@@ -14,11 +14,11 @@ from transformers.pytorch_utils import Conv1D
 from tests.backend.engine.offline_models import fp32_bound, hf_greedy
 from tests.checkpoints import CORE, FAMILIES, save
 from tests.quantized import rounded_model
-from tridecode.backend.config import EngineConfig
+from tridecode.backend.base.errors import ConfigError, WeightFileError
+from tridecode.backend.configuration.config import EngineConfig
 from tridecode.backend.engine.offline import OfflineEngine, run_greedy
-from tridecode.backend.errors import ConfigError, WeightFileError
 from tridecode.backend.models import read_model_config
-from tridecode.backend.quantization import Quantization
+from tridecode.backend.weights.quantization import Quantization
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import PlannedConversion, plan_conversion
 

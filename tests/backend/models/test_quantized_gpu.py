@@ -13,15 +13,15 @@ from tests.backend.models.test_quantized import FORMATS, NEW, PROMPTS, planned
 from tests.checkpoints import FAMILIES, save
 from tests.converters.quantized_checkpoints import gptq_case, save_quantized
 from tests.quantized import rounded_model
-from tridecode.backend.config import EngineConfig
+from tridecode.backend.configuration.config import EngineConfig
 from tridecode.backend.engine.offline import OfflineEngine, run_greedy
-from tridecode.backend.messages import SamplingParams
-from tridecode.backend.quantization import Quantization
+from tridecode.backend.weights.quantization import Quantization
+from tridecode.backend.wire.messages import SamplingParams
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 from tridecode.converters.kept_quantized import keep_quantized
-from tridecode.kernels.packed_weight import PackedWeight
-from tridecode.kernels.quantized import QuantizedWeight
+from tridecode.kernels.formats.packed_weight import PackedWeight
+from tridecode.kernels.formats.quantized import QuantizedWeight
 
 pytestmark = pytest.mark.gpu
 

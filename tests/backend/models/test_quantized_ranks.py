@@ -8,8 +8,8 @@ import pytest
 
 from tests.backend.engine.thread_ranks import generate_on_ranks
 from tests.checkpoints import CORE, FAMILIES, save
-from tridecode.backend.errors import ConfigError
-from tridecode.backend.quantization import Quantization
+from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.weights.quantization import Quantization
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import PlannedConversion, plan_conversion
 

@@ -14,7 +14,7 @@ from tests.backend.engine.rank_process import NEW_TOKENS, RankPool
 from tests.backend.engine.test_beams import hf_beams
 from tests.backend.engine.test_logits import WANTED, check
 from tests.checkpoints import FAMILIES, save
-from tridecode.backend.messages import SamplingParams
+from tridecode.backend.wire.messages import SamplingParams
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 

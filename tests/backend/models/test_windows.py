@@ -7,7 +7,7 @@ import pytest
 
 from tests.backend.engine.offline_models import fp32_bound, hf_greedy, offline_engine, prompts_of
 from tests.checkpoints import FAMILIES
-from tridecode.backend.messages import SamplingParams
+from tridecode.backend.wire.messages import SamplingParams
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2"])

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from tridecode.backend.errors import TridecodeError
-from tridecode.backend.nodes import launchers, meeting
+from tridecode.backend.base.errors import TridecodeError
+from tridecode.backend.nodes import launchers
+from tridecode.backend.nodes import rendezvous as meeting
 from tridecode.backend.supervisor import processes
 
 

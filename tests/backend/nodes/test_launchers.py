@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.nodes.launchers import NodePlace, find_place
 
 SLURM = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "8"}

@@ -16,12 +16,13 @@ import msgspec
 import pytest
 import zmq
 
-from tridecode.backend.errors import ConfigError
-from tridecode.backend.nodes import addresses, link, meeting
+from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.nodes import addresses, link
+from tridecode.backend.nodes import rendezvous as meeting
 from tridecode.backend.nodes.identity import difference
 from tridecode.backend.nodes.launchers import NodePlace
-from tridecode.backend.nodes.meeting import Meeting
 from tridecode.backend.nodes.mpi_exchange import Prober, choose_address, is_node_0
+from tridecode.backend.nodes.rendezvous import Meeting
 from tridecode.backend.supervisor import processes
 from tridecode.tools.serve.ports import free_ports
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tridecode.backend.config import EngineConfig
-from tridecode.backend.engine.meeting import choose_gpu
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.configuration.rank_gpus import SHARE, Demand
+from tridecode.backend.engine.ranks.join_meeting import choose_gpu
 from tridecode.backend.nodes.devices import count_visible
-from tridecode.backend.nodes.spread import NodeGpus, engine_index, first_devices, ranks_per_node
-from tridecode.backend.rank_gpus import SHARE, Demand
+from tridecode.backend.nodes.rank_spread import NodeGpus, engine_index, first_devices, ranks_per_node
 
 
 def gpus(*rows: tuple[str, str, int]) -> dict[int, NodeGpus]:

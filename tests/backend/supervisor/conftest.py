@@ -17,8 +17,8 @@ import pytest
 import zmq
 
 from tests.waiting import wait_until
-from tridecode.backend import messages as m
 from tridecode.backend.supervisor import launch, processes
+from tridecode.backend.wire import messages as m
 
 FAKE_RANK = Path(__file__).with_name("fake_rank.py")
 

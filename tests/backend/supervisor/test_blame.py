@@ -6,7 +6,6 @@ import signal
 
 import pytest
 
-from tridecode.backend import messages as m
 from tridecode.backend.supervisor.blame import (
     ASLEEP_S,
     EXIT_GRACE_S,
@@ -17,6 +16,7 @@ from tridecode.backend.supervisor.blame import (
 )
 from tridecode.backend.supervisor.digests import DIGEST_GRACE_S, Digests
 from tridecode.backend.supervisor.ranks import Rank
+from tridecode.backend.wire import messages as m
 
 NOW = 1000.0
 BROKEN = "the sum over the tensor ranks broke: Connection closed by peer [127.0.0.1]:11137"

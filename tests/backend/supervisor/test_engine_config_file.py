@@ -8,8 +8,8 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from tridecode.backend.engine_config_file import checkpoint_dir, read_engine_parameters
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.configuration.engine_config_file import checkpoint_dir, read_engine_parameters
 from tridecode.backend.supervisor.engine_settings import fingerprint, read_engine_settings
 
 

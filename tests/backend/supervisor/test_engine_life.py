@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.supervisor.engine_life import EngineLife
 from tridecode.backend.supervisor.engine_settings import EngineSettings
 from tridecode.backend.supervisor.ranks import Failure

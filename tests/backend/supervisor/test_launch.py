@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import wait_until
-from tridecode.backend.errors import ConfigError, EngineDownError
+from tridecode.backend.base.errors import ConfigError, EngineDownError
 from tridecode.backend.supervisor import launch, processes, runtime_dir
 
 

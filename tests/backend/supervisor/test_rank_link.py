@@ -15,8 +15,8 @@ import zmq
 
 from tests.backend.supervisor.conftest import FAKE_RANK
 from tests.waiting import wait_until
-from tridecode.backend import messages as m
 from tridecode.backend.supervisor.rank_link import SUPERVISOR_SILENCE_S, RankLink
+from tridecode.backend.wire import messages as m
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ import zmq
 
 from tests.backend.supervisor.conftest import pids_with
 from tests.waiting import wait_until
-from tridecode.backend import messages as m
 from tridecode.backend.supervisor import processes, runtime_dir, state_file
 from tridecode.backend.supervisor.rank_link import SUPERVISOR_SILENCE_S
+from tridecode.backend.wire import messages as m
 
 
 def test_an_engine_is_ready_when_all_its_ranks_are(world):

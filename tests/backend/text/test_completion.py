@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.backend.doors.tokenizers_at_hand import byte_level, metaspace_unigram, sentencepiece_bpe
-from tridecode.backend.messages import Event
 from tridecode.backend.text.completion import Answer, Completion, Piece
 from tridecode.backend.text.detokenizer import TokenizerView
 from tridecode.backend.text.encoding import encode
 from tridecode.backend.text.stop_words import StopAutomaton
+from tridecode.backend.wire.messages import Event
 
 KINDS = {"bytes": byte_level, "sentencepiece": sentencepiece_bpe, "unigram": metaspace_unigram}
 END = {"bytes": "<|endoftext|>", "sentencepiece": "</s>", "unigram": "</s>"}

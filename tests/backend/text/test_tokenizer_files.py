@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.backend.doors.tokenizers_at_hand import byte_level
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.text.tokenizer_files import end_token_id, load_tokenizer
 
 

@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from tests.checkpoints import CORE, FAMILIES, TEXTS, save
 from tests.pruned_checkpoints import Cut, prune, unpruned
-from tridecode.backend.errors import CheckpointError, ConfigError, UnsupportedError
+from tridecode.backend.base.errors import CheckpointError, ConfigError, UnsupportedError
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import PlannedConversion, plan_conversion
 from tridecode.converters.quantize.calibrate import calibrate, calibrate_model
@@ -24,7 +24,7 @@ from tridecode.converters.quantize.source_tensors import source_tensors
 from tridecode.converters.quantize.statistics import InputStatistics
 from tridecode.converters.quantize.texts import BUILT_IN_NOTE
 from tridecode.converters.quantize.tune import Tuning
-from tridecode.kernels.quantized import QuantizedWeight
+from tridecode.kernels.formats.quantized import QuantizedWeight
 
 CPU = torch.device("cpu")
 SEQUENCES = [[5, 17, 200, 33, 8], [7, 9, 11], [40, 41, 42, 43, 44, 45, 46, 47]]

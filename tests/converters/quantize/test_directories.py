@@ -14,7 +14,7 @@ from torch.nn import Module
 from tests.checkpoints import FAMILIES, TEXTS, greedy, save
 from tridecode.backend.engine.offline import run_greedy
 from tridecode.backend.models import read_model_config
-from tridecode.backend.quantization import Quantization
+from tridecode.backend.weights.quantization import Quantization
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import PlannedConversion, plan_conversion
 from tridecode.converters.quantize.calibrate import Calibrated, calibrate
@@ -22,7 +22,7 @@ from tridecode.converters.quantize.methods import METHODS, method_of
 from tridecode.converters.quantize.source_tensors import source_tensors
 from tridecode.converters.quantize.structure import layer_matrices
 from tridecode.converters.quantize.tune import Tuning
-from tridecode.kernels.quantized import QuantizedWeight
+from tridecode.kernels.formats.quantized import QuantizedWeight
 
 SERVED = ["gpt2", "bloom", "llama", "falcon", "phi3", "stablelm", "gemma2", "baichuan"]
 PROMPTS = [[5], [7, 9, 11], list(range(20, 45))]

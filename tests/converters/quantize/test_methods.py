@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.quantized import rounded_fp8_blocks
-from tridecode.backend.errors import CheckpointError
+from tridecode.backend.base.errors import CheckpointError
 from tridecode.converters.quantize.awq import awq_scales, clipped
 from tridecode.converters.quantize.gptq import gptq
 from tridecode.converters.quantize.rounding import Grid

@@ -20,7 +20,7 @@ from tridecode.converters.quantize.methods import Method, method_of
 from tridecode.converters.quantize.rounding import Grid
 from tridecode.converters.quantize.statistics import InputStatistics
 from tridecode.converters.tokenizer import load_tokenizer
-from tridecode.kernels.quantized import QuantizedWeight
+from tridecode.kernels.formats.quantized import QuantizedWeight
 from tridecode.tools.demo import packaged_model
 
 DOCS = Path(__file__).parents[3] / "docs"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tridecode.backend.errors import CheckpointError, ConfigError
+from tridecode.backend.base.errors import CheckpointError, ConfigError
 from tridecode.converters.quantize import texts as texts_module
 from tridecode.converters.quantize.texts import check_texts, read_texts, token_sequences
 

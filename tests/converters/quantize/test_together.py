@@ -22,7 +22,7 @@ from tests.converters.quantize.test_tune import (
     planned_of,
     sequences_of,
 )
-from tridecode.backend.errors import CheckpointError
+from tridecode.backend.base.errors import CheckpointError
 from tridecode.converters.convert import PlannedConversion
 from tridecode.converters.quantize import calibrate as calibration
 from tridecode.converters.quantize.calibrate import Calibrated
@@ -31,7 +31,7 @@ from tridecode.converters.quantize.products import layer_run
 from tridecode.converters.quantize.source_tensors import source_tensors
 from tridecode.converters.quantize.store import TensorStore
 from tridecode.converters.quantize.tune import Tuning
-from tridecode.kernels.quantized import QuantizedWeight
+from tridecode.kernels.formats.quantized import QuantizedWeight
 
 FEW = Tuning(steps=20, tokens=80, together_steps=40, together_rate=5e-3)
 ALONE = replace(FEW, together_steps=0)

@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from tests.checkpoints import FAMILIES, save, variants
 from tests.converters.quantize.float64 import InFloat64
-from tridecode.backend.errors import CheckpointError
+from tridecode.backend.base.errors import CheckpointError
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import PlannedConversion, plan_conversion
 from tridecode.converters.quantize import calibrate as calibration
@@ -31,7 +31,7 @@ from tridecode.converters.quantize.tune import (
     norms_of,
     output_error,
 )
-from tridecode.kernels.quantized import QuantizedWeight, unpacked
+from tridecode.kernels.formats.quantized import QuantizedWeight, unpacked
 
 CPU = torch.device("cpu")
 GROUP = 16

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from tridecode.backend.engine.scheduler import Scheduler
+from tridecode.backend.engine.schedule.scheduler import Scheduler
 from tridecode.tools.bench import engines
 from tridecode.tools.bench.compare import compare_with_engine, ratios
 from tridecode.tools.bench.engines import BenchEngine, engines_of, ours, run_apart

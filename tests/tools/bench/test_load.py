@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from tests.tools.bench.pictures import ink
 from tests.tools.fake_server import FakeModel, fake_server, text_responses
-from tridecode.backend.errors import EngineDownError
+from tridecode.backend.base.errors import EngineDownError
 from tridecode.tools.bench.load.generator import choose_processes, run_load
 from tridecode.tools.bench.load.summary import summarise
 from tridecode.tools.bench.load.worker import LoadSpec, Record

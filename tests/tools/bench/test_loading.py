@@ -13,13 +13,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tridecode.backend.config import EngineConfig
-from tridecode.backend.engine.engine import Engine
+from tridecode.backend.base.errors import TridecodeError
+from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.offline import OfflineEngine
-from tridecode.backend.errors import TridecodeError
-from tridecode.backend.messages import SamplingParams
-from tridecode.backend.weight_layout import WeightSpec
-from tridecode.backend.weights import WeightReader
+from tridecode.backend.weights.layout import WeightSpec
+from tridecode.backend.weights.reader import WeightReader
+from tridecode.backend.wire.messages import SamplingParams
 from tridecode.tools.bench import loading
 from tridecode.tools.bench.presets import preset
 from tridecode.tools.bench.random_files import RandomNumbers, weight_bytes, write_random_files

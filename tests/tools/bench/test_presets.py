@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tridecode.backend.config import read_engine_config
-from tridecode.backend.engine_config_file import checkpoint_dir, read_engine_parameters
+from tridecode.backend.configuration.config import read_engine_config
+from tridecode.backend.configuration.engine_config_file import checkpoint_dir, read_engine_parameters
 from tridecode.backend.models import family, read_model_config
 from tridecode.model_repo_templates.pbtxt import parse_model_config
 from tridecode.tools.bench.hf_config import hf_config

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.checkpoints import tiny_tokenizer
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
 from tridecode.tools.bench.jobs import with_workload
 from tridecode.tools.bench.load.prompts import read_prompts, text_prompts
 from tridecode.tools.bench.load.workloads import workload_prompts

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tridecode.backend.errors import ConfigError
-from tridecode.kernels.quantized import QuantizedWeight
+from tridecode.backend.base.errors import ConfigError
+from tridecode.kernels.formats.quantized import QuantizedWeight
 from tridecode.tools.bench.engines.ours import bench_engine, open_engine
 from tridecode.tools.bench.jobs import make_job
 from tridecode.tools.bench.presets import QUANTIZATIONS

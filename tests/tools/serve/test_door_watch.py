@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import wait_until
-from tridecode.backend import taken_requests
 from tridecode.backend.supervisor import processes
+from tridecode.backend.wire import taken_requests
 from tridecode.tools.serve import door_watch
 from tridecode.tools.serve.door_watch import DoorWatch
 

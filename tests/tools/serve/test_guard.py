@@ -14,7 +14,7 @@ import pytest
 
 from tests.tools.serve.fakes import executable
 from tests.waiting import wait_until
-from tridecode.backend.errors import ConfigError, TridecodeError
+from tridecode.backend.base.errors import ConfigError, TridecodeError
 from tridecode.backend.supervisor import processes, runtime_dir
 from tridecode.tools.serve import guarded_server, triton_access, triton_install
 from tridecode.tools.serve.guarded_server import GuardedServer

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.tools.serve.fakes import executable, repository
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
 from tridecode.tools import cli
 from tridecode.tools.serve import triton_access, tritonserver
 from tridecode.tools.serve.command import _choose_logs

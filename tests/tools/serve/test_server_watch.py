@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tridecode.backend.messages import EngineState
 from tridecode.backend.supervisor import state_file
+from tridecode.backend.wire.messages import EngineState
 from tridecode.tools.serve import server_watch
 from tridecode.tools.serve.door_watch import Orphans
 from tridecode.tools.serve.options import ServeOptions

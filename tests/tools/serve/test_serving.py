@@ -15,7 +15,7 @@ import pytest
 
 from tests.tools.serve.fakes import executable, repository
 from tests.waiting import wait_until
-from tridecode.backend.errors import TridecodeError
+from tridecode.backend.base.errors import TridecodeError
 from tridecode.backend.supervisor import processes
 from tridecode.tools.serve import drain
 from tridecode.tools.serve import serving as serving_module

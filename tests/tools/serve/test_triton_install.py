@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.tools.serve.fakes import executable
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
 from tridecode.tools.serve import triton_install
 
 

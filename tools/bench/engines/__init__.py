@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tridecode.backend.threads import SPIN, spin_briefly
+from tridecode.backend.base.threads import SPIN, spin_briefly
 from tridecode.tools.bench.measure import Job
 
 

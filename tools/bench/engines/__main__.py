@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from tridecode.backend.errors import TridecodeError
+from tridecode.backend.base.errors import TridecodeError
 from tridecode.tools.bench.measure import Job
 
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from tridecode.backend.config import EngineConfig, ModelConfig
-from tridecode.backend.engine.engine import Engine, Ranks
+from tridecode.backend.configuration.config import EngineConfig, ModelConfig
+from tridecode.backend.configuration.engine_config_file import FILE, checkpoint_dir
+from tridecode.backend.engine.device.engine import Engine, Ranks
+from tridecode.backend.engine.device.resolved_settings import choose_device, resolve
 from tridecode.backend.engine.loop import follow
-from tridecode.backend.engine.parallel import ProcessRanks, SingleRank
-from tridecode.backend.engine.settings import choose_device, resolve
-from tridecode.backend.engine_config_file import FILE, checkpoint_dir
+from tridecode.backend.engine.ranks.parallel import ProcessRanks, SingleRank
 from tridecode.backend.models import read_model_config
 from tridecode.backend.supervisor.rank_link import RankStatus
 from tridecode.model_repo_templates.repository import ENGINE_MODEL

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from tridecode.backend.config import ModelConfig
-from tridecode.backend.errors import TridecodeError
+from tridecode.backend.base.errors import TridecodeError
+from tridecode.backend.configuration.config import ModelConfig
 from tridecode.backend.models import read_model_config
 from tridecode.tools.bench.engines import BenchEngine
 from tridecode.tools.bench.engines.ours import weight_directory

@@ -10,9 +10,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from tridecode.backend.config import EngineConfig
-from tridecode.backend.engine.loader import DTYPES
-from tridecode.backend.engine.settings import choose_device
+from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.engine.device.loader import DTYPES
+from tridecode.backend.engine.device.resolved_settings import choose_device
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.tools.bench.engines import BenchEngine
 from tridecode.tools.bench.hf_config import hf_config

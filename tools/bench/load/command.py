@@ -12,8 +12,8 @@ import numpy as np
 from rich.console import Console
 from tritonclient.utils import np_to_triton_dtype
 
-from tridecode.backend.engine_config_file import checkpoint_dir, read_engine_parameters
-from tridecode.backend.errors import ConfigError, TridecodeError
+from tridecode.backend.base.errors import ConfigError, TridecodeError
+from tridecode.backend.configuration.engine_config_file import checkpoint_dir, read_engine_parameters
 from tridecode.backend.models import read_model_config
 from tridecode.model_repo_templates.repository import ENGINE_MODEL
 from tridecode.tools.bench.load.generator import TOKEN_MODEL, choose_processes, run_load

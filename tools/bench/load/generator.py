@@ -13,7 +13,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, Callable
 
-from tridecode.backend.errors import EngineDownError, TridecodeError
+from tridecode.backend.base.errors import EngineDownError, TridecodeError
 from tridecode.tools.bench.load.worker import LoadSpec, Record, clock, work
 
 #: the model of a repository that streams token ids to FasterTransformer's clients

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
 
 LAMBADA, MIX = "lambada", "mix"
 #: new tokens of each prompt

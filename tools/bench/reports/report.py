@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.table import Table
 
-from tridecode.backend.errors import ConfigError
+from tridecode.backend.base.errors import ConfigError
 
 _PACKAGES = (
     "tridecode",

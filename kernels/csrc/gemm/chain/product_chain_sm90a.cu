@@ -16,7 +16,8 @@
 // has this launch's number is whole without one. A product has begun in a block when it has all
 // words of the one before it, which is therefore finished everywhere. A counter of finished tiles
 // tells when it is worth while to look at the words. Every block normalises the rows of x for
-// itself, and for weights in 8 and 4 bit rounds them: int8 and E4M3 as kernels/quantized.py says.
+// itself, and for weights in 8 and 4 bit rounds them: int8 and E4M3 as kernels/formats/quantized.py
+// says.
 //
 // A token takes columns 2 t and 2 t + 1, of x in two int8 parts one for each, else the first: so a
 // lane has the sums of one token.

@@ -2,7 +2,7 @@
 //
 // Rounded once, unless out is the residual: cuBLAS' kernels for Hopper then round the product with
 // its bias before they add it. torch's products may add the parts of a split sum in 16 bit.
-// kernels/cublas.py binds the functions of the library that torch has loaded, and keeps the
+// kernels/gemm/cublas.py binds the functions of the library that torch has loaded, and keeps the
 // algorithms.
 //
 // cuBLAS counts by columns: out^T (outputs, tokens) = weight (inputs, outputs)^T * x^T (inputs,

@@ -1,5 +1,5 @@
-// Weights in 8 or 4 bit: the arrangement that kernels/packed_weight.py makes of a matrix, and how a
-// lane turns what it has loaded into operands of the matrix instructions.
+// Weights in 8 or 4 bit: the arrangement that kernels/formats/packed_weight.py makes of a matrix,
+// and how a lane turns what it has loaded into operands of the matrix instructions.
 //
 // A granule is 8 rows times 64 inputs in 8 bit, or 128 in 4 bit: 512 bytes. Granules of the same 8
 // rows follow each other. Lane 4 g + t of a warp takes 16 bytes of a granule, four words: its share

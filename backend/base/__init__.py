@@ -1,0 +1,1 @@
+"""What every part of the backend uses, without imports of ours."""

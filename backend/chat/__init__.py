@@ -1,0 +1,1 @@
+"""Chat templates of checkpoints, rendered in a child process with limits."""

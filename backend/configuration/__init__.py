@@ -1,0 +1,1 @@
+"""Settings, read in one place and frozen."""

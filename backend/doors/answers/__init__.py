@@ -1,0 +1,1 @@
+"""What doors send for a request."""

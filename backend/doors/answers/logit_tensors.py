@@ -1,0 +1,135 @@
+"""The outputs that carry an event's `extra`: context_logits, generation_logits and performance metrics.
+
+Their limit, and the arrays that their rows fill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tridecode.backend.base.errors import RequestError
+from tridecode.backend.doors.contracts.inputs import Inputs
+from tridecode.backend.wire.messages import EventExtra, Limits
+
+_ITEM = 4  # bytes of a float32
+
+
+@dataclass(frozen=True)
+class WantedLogits:
+    """Which logits a request wants: of its prompts, of its new tokens."""
+
+    context: bool
+    generation: bool
+
+    @classmethod
+    def of(cls, inputs: Inputs) -> WantedLogits:
+        return cls(inputs.flag("return_context_logits"), inputs.flag("return_generation_logits"))
+
+    def params(self) -> dict[str, bool]:
+        """As sampling parameters."""
+        return {"return_context_logits": self.context, "return_generation_logits": self.generation}
+
+    def check(self, prompts: Sequence[int], counts: Sequence[int], limits: Limits) -> None:
+        """RequestError if the arrays, padded to the longest row, have more bytes than the engine allows.
+
+        prompts, counts: tokens of each row's prompt, and at most of its answer.
+        """
+        width = (max(prompts) if self.context else 0) + (max(counts) if self.generation else 0)
+        size = len(prompts) * width * limits.vocab_size * _ITEM
+        if size > limits.max_logits_bytes:
+            names = ["return_context_logits"] * self.context + ["return_generation_logits"] * self.generation
+            raise RequestError(
+                f"{' and '.join(names)}: {len(prompts):,} rows of {width:,} tokens have {size:,} bytes of "
+                f"logits; this model accepts {limits.max_logits_bytes:,} (max_logits_bytes in config.pbtxt)"
+            )
+
+
+class LogitsArrays:
+    """The arrays of one request's answer, filled as rows come.
+
+    context_logits: (B, L, V) float32, L the longest prompt. generation_logits: (B, 1, R, V), R the largest
+    number of new tokens that a row may have. Zeros after the end of a row.
+    """
+
+    def __init__(self, wanted: WantedLogits, prompts: Sequence[int], counts: Sequence[int], vocab_size: int):
+        self._arrays: dict[str, np.ndarray] = {}
+        if wanted.context:
+            self._arrays["context_logits"] = np.zeros((len(prompts), max(prompts), vocab_size), np.float32)
+        if wanted.generation:
+            shape = (len(prompts), 1, max(counts), vocab_size)
+            self._arrays["generation_logits"] = np.zeros(shape, np.float32)
+        self._filled = {name: [0] * len(prompts) for name in self._arrays}
+
+    def take(self, row: int, extra: EventExtra) -> None:
+        self._fill("context_logits", row, extra.context_logits)
+        self._fill("generation_logits", row, extra.generation_logits)
+
+    def _fill(self, name: str, row: int, data: bytes) -> None:
+        if not data:
+            return
+        array, first = self._arrays[name], self._filled[name][row]
+        rows = np.frombuffer(data, "<f4").reshape(-1, array.shape[-1])
+        array[row].reshape(-1, array.shape[-1])[first : first + len(rows)] = rows
+        self._filled[name][row] = first + len(rows)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return self._arrays
+
+
+def piece_logits(
+    wanted: WantedLogits, pieces: Sequence[Sequence[tuple[int, EventExtra]]], vocab_size: int
+) -> dict[str, np.ndarray]:
+    """The logits that one response carries. pieces: for each of its n rows (tokens that count, extra).
+
+    context_logits: (n, L, V), once, where a row has some. generation_logits: (n, 1, R, V) of the response's
+    own tokens. Zeros beyond a row's own.
+    """
+    arrays = {}
+    if wanted.context:
+        rows = [b"".join(extra.context_logits for _, extra in piece) for piece in pieces]
+        if any(rows):
+            arrays["context_logits"] = _padded(rows, vocab_size)
+    if wanted.generation:
+        row_bytes = vocab_size * _ITEM
+        rows = [
+            b"".join(extra.generation_logits[: count * row_bytes] for count, extra in piece)
+            for piece in pieces
+        ]
+        arrays["generation_logits"] = _padded(rows, vocab_size)[:, None]
+    return arrays
+
+
+def _padded(rows: Sequence[bytes], vocab_size: int) -> np.ndarray:
+    """(n, longest, V) float32."""
+    found = [np.frombuffer(row, "<f4").reshape(-1, vocab_size) for row in rows]
+    out = np.zeros((len(rows), max(map(len, found)), vocab_size), np.float32)
+    for row, values in enumerate(found):
+        out[row, : len(values)] = values
+    return out
+
+
+def metrics(pieces: Sequence[Sequence[tuple[int, EventExtra]]]) -> dict[str, list[Any]]:
+    """TensorRT-LLM's performance metrics, the newest of each row; {} if a row has none.
+
+    Draft tokens are not used: their counts are 0. kv_cache_alloc_total_blocks: new and reused ones.
+    """
+    newest = [[extra.perf for _, extra in piece if extra.perf is not None][-1:] for piece in pieces]
+    if not all(newest):
+        return {}
+    perfs = [perf for row in newest for perf in row]
+    return {
+        "kv_cache_alloc_new_blocks": [perf.new_blocks for perf in perfs],
+        "kv_cache_reused_blocks": [perf.reused_blocks for perf in perfs],
+        "kv_cache_alloc_total_blocks": [perf.new_blocks + perf.reused_blocks for perf in perfs],
+        "arrival_time_ns": [perf.arrival_ns for perf in perfs],
+        "first_scheduled_time_ns": [perf.first_scheduled_ns for perf in perfs],
+        "first_token_time_ns": [perf.first_token_ns for perf in perfs],
+        "last_token_time_ns": [perf.last_token_ns for perf in perfs],
+        "acceptance_rate": [0.0] * len(perfs),
+        "total_accepted_draft_tokens": [0] * len(perfs),
+        "total_draft_tokens": [0] * len(perfs),
+    }

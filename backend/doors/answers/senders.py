@@ -1,0 +1,377 @@
+"""Sends the responses of a door: a few sender threads, and one that polls for cancelled requests.
+
+A send takes about 120 us, most of it waiting for the server (Triton 2.51, one response at a time), so neither
+the engine nor the link's thread ever sends. A stream is pinned to one sender, which preserves its order. A
+sender takes all pending events of a stream, and the door makes of them what its contract allows: one merged
+response, or one per step as long as the sender is not behind (Stream.behind).
+
+A send does not wait for the client: tritonserver queues without limit what the client has not read, and does
+not report it. The bytes that a request can leave there are therefore bounded here (Stream.held_back).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, Callable, Protocol
+
+import triton_python_backend_utils as pb_utils
+
+from tridecode.backend.base.errors import BY_CODE, RequestCancelled, TridecodeError
+from tridecode.backend.doors.link.engine_link import EngineLink
+from tridecode.backend.doors.monitoring.request_times import GapCounts, RequestTimes
+from tridecode.backend.doors.requests.envelope import internal_error, public_text, with_label
+from tridecode.backend.wire.messages import Event
+from tridecode.backend.wire.taken_requests import TakenRequests
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+#: one cancellation query is a round trip of 55 us; the sweep sleeps nine times as long as its queries take
+_SWEEP_S = 0.075
+_SWEEP_SHARE = 0.1
+_SWEEP_CHUNK = 8
+#: initial estimate of the time per response, and moving-average weight of each measurement
+_RESPONSE_S = 1e-4
+_RESPONSE_WEIGHT = 1 / 16
+#: bytes of the responses of one request, and of all open requests of a door. Triton 2.51 keeps each response
+#: of a gRPC stream until its request has ended, also for a client that reads
+_REQUEST_BYTES = 16 << 20
+_DOOR_BYTES = 512 << 20
+#: bytes that the server keeps per response in addition to its tensors: names, shapes, parameters
+_RESPONSE_OVERHEAD = 600
+
+_log = logging.getLogger("tridecode.door")
+
+
+class Answer(Protocol):
+    """Turns the events of a request into responses. Used by the stream's sender thread only."""
+
+    finished: bool  # every row has ended; valid after the last response of take()
+    num_output_tokens: int  # so far, of all rows
+
+    def take(self, events: list[tuple[int, Event]]) -> Iterable[list]:
+        """The responses to these (row, event) pairs, each a list of tensors; never an error response.
+
+        A response may be made before the previous one is sent, so they share no array that changes.
+        """
+
+
+class Stream:
+    """One Triton request from acceptance to its end, which happens exactly once, with one FINAL flag."""
+
+    def __init__(self, senders: Senders, sender, label: str = ""):
+        self.label = label
+        self.answer: Answer | None = None
+        self.requests: list[int] = []  # ids in the engine link, one per row or one for all rows
+        self.on_end: Callable[[str], None] = lambda outcome: None  # called once; outcome as in Senders
+        self.sequences = 0  # that the engine generates for it
+        self.stop_wanted = False  # set by a stop request, which may come before the answer exists
+        self._senders, self._sender = senders, sender
+        self._events: deque[tuple[int, Event]] = deque()
+        #: code and text: an exception's traceback would keep the request and its shared memory alive
+        self._failure: tuple[str, str] | None = None
+        self._queued = False
+        self._ended = False
+        #: a cancellation query during or after the send of FINAL crashes the server (2.51)
+        self._ending = threading.Lock()
+        self._thread = senders.assign()
+        self.times = RequestTimes(self._thread.gaps)
+        self.error = ""  # text of the error that it ended with
+        self._responses = 0  # sent
+        self._response_bytes = 0  # of the largest response measured
+        self._spare = 0  # responses sent beyond half of the budget
+        self._ends = False  # the end of a row is among the events
+
+    # ------------------------------------------------------------ any thread
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended or will end with an error: no more work for it is useful."""
+        return self._ended or self._failure is not None
+
+    def put(self, event: Event) -> None:
+        """Add an event of a request whose sequences are the rows."""
+        self.put_row(event.sequence, event)
+
+    def put_row(self, row: int, event: Event) -> None:
+        self._events.append((row, event))
+        if event.finish:
+            self._ends = True
+        self._wake()
+
+    def fail(self, error: TridecodeError) -> None:
+        """End the stream with this error, unless it has ended."""
+        self._failure = self._failure or (error.code, str(error))
+        self._wake()
+
+    def is_cancelled(self) -> bool:
+        with self._ending:
+            return not self._ended and self._sender.is_cancelled()
+
+    def cancel_rows(self) -> None:
+        """Cancel the stream's requests in link and engine."""
+        for request in self.requests:
+            self._senders.link.cancel(request)
+
+    def cancel_row(self, row: int) -> None:
+        self._senders.link.cancel(self.requests[row])
+
+    def _wake(self) -> None:
+        if not self._queued:
+            self._queued = True
+            self._thread.inbox.put(self)
+
+    # ------------------------------------------------------------ the stream's sender thread
+
+    def behind(self, responses: int) -> bool:
+        """Whether sending this many responses to each stream that waits for the sender would take too long.
+
+        Streams of a sender fall behind together, so one stands for all. The age of pending events would be a
+        worse measure: after a pause of the machine all events are old, but sent quickly.
+        """
+        if self._over_half():
+            return True
+        return responses * (1 + self._thread.inbox.qsize()) * self._thread.response_s > self._senders.behind_s
+
+    def held_back(self) -> bool:
+        """Whether pending events wait for more, so that the responses stay within the request's budget.
+
+        The first half of the budget is spent without delay. The k-th response after it waits for k steps, and
+        beyond the whole budget only the end of a row is sent. Nothing is lost: pending events are part of the
+        next response.
+        """
+        if not self._over_half() or self._ends or self._failure is not None:
+            return False
+        if self._responses * self._response_bytes > self._senders.budget():
+            return True
+        steps = len(self._events) // max(1, len({row for row, _ in list(self._events)}))
+        if steps <= self._spare:
+            return True
+        self._spare += 1
+        return False
+
+    def _over_half(self) -> bool:
+        return 2 * self._responses * self._response_bytes > self._senders.budget()
+
+    def serve(self) -> None:
+        self._queued = False  # before the events are read: later ones wake the sender again
+        if self._ended or self.held_back():
+            return
+        self._ends = False
+        try:
+            failure = self._serve()
+        except TridecodeError as error:
+            failure = error.code, str(error)
+        except Exception as error:
+            _log.exception("request %s: the answer failed", self.label)
+            failure = TridecodeError.code, str(internal_error(error, self.label))
+        if failure is not None:
+            self._end_with(*failure)
+
+    def _serve(self) -> tuple[str, str] | None:
+        """Send what is pending; returns code and text of the error to end with, if there is one."""
+        events: list[tuple[int, Event]] = []
+        failure = self._failure
+        while self._events and failure is None:
+            row, event = self._events.popleft()
+            if event.finish in _FAILURES:
+                code, text = _FAILURES[event.finish]
+                failure = (event.code if event.code in BY_CODE else code), event.error or text
+            else:
+                events.append((row, event))
+        if events and self.answer is not None:
+            self.times.deliver(events)
+            self._answer(self.answer, events)
+        return failure
+
+    def _answer(self, answer: Answer, events: list[tuple[int, Event]]) -> None:
+        began = time.monotonic()
+        made = None  # held back until it is known whether it is the last response
+        for tensors in answer.take(events):
+            if made is not None:
+                began = self._send(made, began)
+            made = tensors
+        if answer.finished:
+            self._end("ok", None if made is None else pb_utils.InferenceResponse(made))
+        elif made is not None:
+            self._send(made, began)
+
+    def _send(self, tensors: list, began: float) -> float:
+        """Send one response; returns the time after it. began: when its preparation began."""
+        self._sender.send(pb_utils.InferenceResponse(tensors))
+        self._responses += 1
+        if self._responses & (self._responses - 1) == 0:  # measuring costs as much as making one
+            self._response_bytes = max(self._response_bytes, _size_of(tensors))
+        now = time.monotonic()
+        self._thread.measure(now - began)
+        return now
+
+    def _end_with(self, code: str, text: str) -> None:
+        try:
+            self.cancel_rows()
+        except Exception:  # the client must be answered anyway
+            _log.exception("request %s: it could not be cancelled", self.label)
+        if self._ended:  # before the error, or because the last response could not be sent
+            return
+        self.error = text
+        text = with_label(text, self.label)
+        error = pb_utils.TritonError(public_text(text), getattr(pb_utils.TritonError, code))
+        try:
+            self._end(code.lower(), pb_utils.InferenceResponse([], error=error))
+        except Exception:
+            _log.exception("request %s: its error could not be sent: %s", self.label, text)
+
+    def _end(self, outcome: str, response: Any) -> None:
+        """Send the last response, or the FINAL flag alone."""
+        with self._ending:
+            self._ended = True
+            self.times.ended = time.monotonic()
+            try:
+                if response is None:
+                    self._sender.send(flags=FINAL)
+                else:
+                    self._sender.send(response, flags=FINAL)
+            finally:
+                self._senders.ended(self, outcome)
+                self.answer = self._sender = None
+
+
+#: Event.finish of a failed request -> code and text if the event has none
+_FAILURES = {
+    "error": ("INTERNAL", "the engine gave no reason"),
+    "cancelled": ("CANCELLED", "the request was cancelled"),
+    "deadline": ("CANCELLED", "the request's deadline passed"),
+}
+
+
+def _size_of(tensors: list) -> int:
+    """Bytes that the server keeps for a response."""
+    size = _RESPONSE_OVERHEAD
+    for tensor in tensors:
+        array = tensor.as_numpy()
+        texts = array.dtype.hasobject
+        size += sum(4 + len(text) for text in array.reshape(-1).tolist()) if texts else array.nbytes
+    return size
+
+
+class SenderThread(threading.Thread):
+    """Serves the streams that are pinned to it, first woken, first served."""
+
+    def __init__(self, name: str):
+        super().__init__(name=name, daemon=True)
+        self.inbox: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
+        self.gaps = GapCounts()  # between the tokens of its streams
+        self.response_s = _RESPONSE_S  # mean time to make and send a response, including waits
+
+    def measure(self, seconds: float) -> None:
+        """Add a measurement, clipped to twice the mean so that a single pause changes little."""
+        self.response_s += _RESPONSE_WEIGHT * (min(seconds, 2 * self.response_s) - self.response_s)
+
+    def run(self) -> None:
+        while (stream := self.inbox.get()) is not None:
+            try:
+                stream.serve()
+            except Exception:  # the other streams of this thread must go on
+                _log.exception("request %s: its sender failed", stream.label)
+
+
+class Senders:
+    """The sender threads of one door and its poll for cancelled streams."""
+
+    def __init__(
+        self,
+        link: EngineLink,
+        num_senders: int = 4,
+        on_end: Callable[[Stream, str], None] = lambda stream, outcome: None,
+        behind_s: float = math.inf,
+        request_bytes: int = _REQUEST_BYTES,
+        door_bytes: int = _DOOR_BYTES,
+        taken: TakenRequests | None = None,
+    ):
+        """on_end(stream, outcome): called once per stream; outcome is "ok" or an error's code in lower case.
+        behind_s: see Stream.behind. request_bytes, door_bytes: see budget. taken: counts the streams."""
+        self._taken = taken or TakenRequests()
+        self._request_bytes, self._door_bytes = request_bytes, door_bytes
+        self.link, self.behind_s, self._on_end = link, behind_s, on_end
+        self._turn = itertools.count()
+        self._open: set[Stream] = set()
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._some_open = threading.Event()
+        self._threads = [SenderThread(f"sender-{index}") for index in range(num_senders)]
+        self._sweeper = threading.Thread(target=self._sweep_loop, name="cancel-sweep", daemon=True)
+
+    def start(self) -> Senders:
+        for thread in (*self._threads, self._sweeper):
+            thread.start()
+        return self
+
+    def open(self, sender, label: str = "") -> Stream:
+        """A stream for the request of this response sender; it must be answered or failed."""
+        stream = Stream(self, sender, label)
+        self._taken.begin(stream)
+        with self._lock:
+            self._open.add(stream)
+        self._some_open.set()
+        return stream
+
+    def open_streams(self) -> list[Stream]:
+        with self._lock:
+            return list(self._open)
+
+    def budget(self) -> int:
+        """Bytes that the responses of one request may have: its own limit or its share of the door's."""
+        return min(self._request_bytes, self._door_bytes // max(1, len(self._open)))
+
+    def gaps(self) -> list[GapCounts]:
+        """The gaps between tokens, of each sender thread."""
+        return [thread.gaps for thread in self._threads]
+
+    def assign(self) -> SenderThread:
+        return self._threads[next(self._turn) % len(self._threads)]
+
+    def ended(self, stream: Stream, outcome: str) -> None:
+        self._taken.end(stream)
+        with self._lock:
+            self._open.discard(stream)
+            if not self._open:
+                self._some_open.clear()
+        self._on_end(stream, outcome)
+        stream.on_end(outcome)
+
+    def close(self, error: TridecodeError, timeout_s: float = 5.0) -> None:
+        """Fail all open streams, wait until that is sent, end the threads."""
+        for stream in self.open_streams():
+            stream.fail(error)
+        self._closing.set()
+        self._some_open.set()
+        for sender in self._threads:
+            sender.inbox.put(None)
+        deadline = time.monotonic() + timeout_s
+        for thread in (*self._threads, self._sweeper):
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _sweep_loop(self) -> None:
+        while not self._closing.is_set():
+            self._some_open.wait()
+            streams = self.open_streams()
+            for start in range(0, len(streams), _SWEEP_CHUNK):
+                self._sweep(streams[start : start + _SWEEP_CHUNK], len(streams))
+                if self._closing.is_set():
+                    return
+
+    def _sweep(self, streams: list[Stream], total: int) -> None:
+        began = time.monotonic()
+        for stream in streams:
+            try:
+                if stream.is_cancelled():
+                    stream.fail(RequestCancelled("the client has cancelled the request"))
+            except Exception:
+                _log.exception("request %s: the cancellation query failed", stream.label)
+        spent = time.monotonic() - began
+        self._closing.wait(max(_SWEEP_S * len(streams) / total, spent / _SWEEP_SHARE))

@@ -1,0 +1,90 @@
+"""Times of one request as its door sees them, and the gaps between its tokens.
+
+The sender thread of a stream reports each delivery of tokens here, in well under a microsecond per token;
+door_metrics.py and request_log.py read the results when the request has ended.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+
+from tridecode.backend.doors.monitoring.metric_table import GAP_BOUNDS
+from tridecode.backend.text.completion import FINISH_REASONS
+from tridecode.backend.wire.messages import Event
+
+
+class GapCounts:
+    """Histogram of the gaps between deliveries. One thread adds; others may read, and see values that grow.
+
+    counts: per bucket of GAP_BOUNDS, not cumulative; the last one is for longer gaps.
+    """
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(GAP_BOUNDS) + 1)
+        self.sum = 0.0  # seconds
+
+    def add(self, seconds: float) -> None:
+        self.counts[bisect_left(GAP_BOUNDS, seconds)] += 1
+        self.sum += seconds
+
+
+class RequestTimes:
+    """Times of one request. Times are monotonic seconds; used by the request's sender thread, once open.
+
+    prompt_tokens: of all prompts, 0 before they are known. queued_s: from the arrival in the engine until the
+    first sequence got a slot; None if none has. finishes: how each sequence ended, by row.
+    """
+
+    def __init__(self, gaps: GapCounts):
+        self.began = time.monotonic()
+        self.ended = 0.0
+        self.first_token = self.last_token = 0.0  # 0.0: there was none
+        self.prompt_tokens = 0
+        self.queued_s: float | None = None
+        self.finishes: dict[int, str] = {}
+        self._gaps = gaps
+        self._last: dict[int, float] = {}
+        self._tokens: dict[int, int] = {}
+
+    def deliver(self, events: Iterable[tuple[int, Event]]) -> None:
+        """Take the (row, event) pairs that go into the next responses."""
+        now = time.monotonic()
+        for row, event in events:
+            if event.queued_s and self.queued_s is None:
+                self.queued_s = event.queued_s
+            if event.tokens or event.beams is not None:
+                last = self._last.get(row)
+                if last is None:
+                    self.first_token = self.first_token or now
+                    self._tokens[row] = 0
+                elif now > last:  # tokens of several steps in one response have one gap
+                    self._gaps.add(now - last)
+                self._last[row] = self.last_token = now
+                self._tokens[row] += len(event.tokens) or 1
+            if event.finish:
+                self.finishes[row] = event.finish
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Seconds from the arrival in the door to the first token; None if there was none."""
+        return self.first_token - self.began if self.first_token else None
+
+    @property
+    def per_token_s(self) -> float | None:
+        """Mean seconds between the tokens of the longest sequence; None with less than two deliveries."""
+        most = max(self._tokens.values(), default=0)
+        if most < 2 or self.last_token <= self.first_token:
+            return None
+        return (self.last_token - self.first_token) / (most - 1)
+
+    @property
+    def total_s(self) -> float:
+        """Seconds from the arrival in the door to the end."""
+        return (self.ended or time.monotonic()) - self.began
+
+    def finish_reasons(self, known: Sequence[str] = ()) -> str:
+        """Distinct finish reasons of the sequences, joined by commas. known: those that the answer gave."""
+        reasons = known or [FINISH_REASONS.get(finish, finish) for finish in self.finishes.values()]
+        return ",".join(sorted({reason for reason in reasons if reason}))

@@ -1,0 +1,1 @@
+"""What doors read from a request."""

@@ -1,0 +1,202 @@
+"""Prompt learning in a request: its tables and tasks, and where virtual tokens stand among its ids.
+
+FasterTransformer's four inputs, and TensorRT-LLM's table of virtual ids. Every value that FasterTransformer
+leaves unchecked is refused here, naming the field, what was found and what was wanted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tridecode.backend.base.errors import RequestError
+from tridecode.backend.doors.contracts.inputs import Inputs
+from tridecode.backend.wire.messages import Limits
+from tridecode.backend.wire.prompt_learning import (
+    MAX_TABLE_BYTES,
+    NO_PROMPT,
+    P_TUNING,
+    PREFIX_PROMPT,
+    TYPES,
+    LearnedPrompt,
+)
+from tridecode.backend.wire.prompt_tables import not_finite, virtual_ids
+
+_TASKS = "prompt_learning_task_name_ids"
+_EMBEDDING, _LENGTHS, _TYPE = "request_prompt_embedding", "request_prompt_lengths", "request_prompt_type"
+
+
+@dataclass(frozen=True)
+class RowPrompt:
+    """The learned prompt of one row. kind: one of TYPES. rows: of its table. start_id: with P_TUNING, the
+    client's id of row 0."""
+
+    learned: LearnedPrompt
+    kind: int
+    rows: int
+    start_id: int
+
+
+# ---------------------------------------------------------------- FasterTransformer
+
+
+def read_row_prompts(inputs: Inputs, batch: int, limits: Limits) -> list[RowPrompt | None]:
+    """Of each row; None for a row without. The request's own tables take the place of tasks."""
+    names = (_EMBEDDING, _LENGTHS, _TYPE)
+    sent = [name for name in names if name in inputs]
+    if len(sent) == len(names):
+        return _request_tables(inputs, batch, limits)
+    if sent:
+        missing = next(name for name in names if name not in inputs)
+        raise RequestError(f"{missing} is missing; {' and '.join(sent)} was sent; wanted all three or none")
+    if _TASKS in inputs:
+        return [_task(row, number, limits) for row, number in enumerate(inputs.rows(_TASKS, batch))]
+    return [None] * batch
+
+
+def _task(row: int, number: int, limits: Limits) -> RowPrompt:
+    prompts = limits.prompts
+    found = f"{_TASKS} of row {row} is {number}"
+    if not prompts.tasks:
+        raise RequestError(f"{found}; wanted none: this model has no tasks (num_tasks in config.ini)")
+    if not 0 <= number < len(prompts.tasks):
+        names = ", ".join(task.name for task in prompts.tasks[:20])
+        raise RequestError(f"{found}; wanted 0 to {len(prompts.tasks) - 1}, the tasks {names}")
+    task = prompts.tasks[number]
+    if task.fault:
+        raise RequestError(f"{found}; the task {task.name} cannot be served: {task.fault}")
+    return RowPrompt(
+        LearnedPrompt(task=number), task.kind, task.length, prompts.start_id or limits.vocab_size
+    )
+
+
+def _request_tables(inputs: Inputs, batch: int, limits: Limits) -> list[RowPrompt | None]:
+    table = _batched(inputs.arrays[_EMBEDDING], _EMBEDDING, batch)
+    lengths, kinds = inputs.rows(_LENGTHS, batch), inputs.rows(_TYPE, batch)
+    start_id = limits.prompts.start_id or limits.vocab_size
+    found: list[RowPrompt | None] = []
+    for row, (length, kind) in enumerate(zip(lengths, kinds)):
+        if kind not in TYPES:
+            raise RequestError(
+                f"{_TYPE} of row {row} is {kind}; wanted 0 (none), 1 (soft prompt), 2 (prefix prompt) or 3 "
+                "(p-tuning)"
+            )
+        if not 0 <= length <= table.shape[1]:
+            raise RequestError(
+                f"{_LENGTHS} of row {row} is {length}; {_EMBEDDING} has {table.shape[1]} positions"
+            )
+        if kind == NO_PROMPT or length == 0:
+            found.append(None)
+            continue
+        learned = _learned(table[row, :length], kind, limits, f"{_EMBEDDING} of row {row}")
+        found.append(RowPrompt(learned, kind, length, start_id))
+    return found
+
+
+# ---------------------------------------------------------------- TensorRT-LLM
+
+
+def read_virtual_tables(inputs: Inputs, batch: int, limits: Limits) -> list[RowPrompt | None]:
+    """prompt_embedding_table of each row: the id vocab_size + i is its row i. None for a row without."""
+    name, size_name = "prompt_embedding_table", "prompt_vocab_size"
+    sizes = inputs.rows(size_name, batch)
+    if name not in inputs:
+        wrong = [size for size in sizes if size]
+        if wrong:
+            raise RequestError(f"{size_name} is {wrong[0]}, but {name} was not sent; wanted both or none")
+        return [None] * batch
+    table = _batched(inputs.arrays[name], name, batch)
+    found: list[RowPrompt | None] = []
+    for row, size in enumerate(sizes):
+        rows = table.shape[1] if size is None else size
+        if not 0 < rows <= table.shape[1]:
+            raise RequestError(
+                f"{size_name} of row {row} is {rows}; wanted 1 to {table.shape[1]}, the rows of {name}"
+            )
+        learned = _learned(table[row, :rows], P_TUNING, limits, f"{name} of row {row}")
+        found.append(RowPrompt(learned, P_TUNING, rows, limits.vocab_size))
+    return found
+
+
+# ---------------------------------------------------------------- both
+
+
+def _batched(table: np.ndarray, name: str, batch: int) -> np.ndarray:
+    """(batch, P, n): also of (P, n) or (1, P, n), which stand for every row."""
+    if table.ndim == 2:
+        table = table[None]
+    if table.ndim != 3 or table.shape[0] not in (1, batch) or table.dtype.kind != "f":
+        raise RequestError(f"{name} has shape {list(table.shape)}; wanted [{batch}, positions, values]")
+    return np.broadcast_to(table, (batch, *table.shape[1:]))
+
+
+def _learned(table: np.ndarray, kind: int, limits: Limits, where: str) -> LearnedPrompt:
+    """table: (rows, n), checked."""
+    is_prefix = kind == PREFIX_PROMPT
+    wanted = limits.prompts.prefix_size if is_prefix else limits.hidden_size
+    if is_prefix and not wanted:
+        raise RequestError(f"{where} is a prefix; the layers of this pruned model have different heads")
+    if table.shape[1] != wanted:
+        meaning = "layers * 2 * kv heads * head size" if is_prefix else "the hidden size"
+        raise RequestError(f"{where} has {table.shape[1]:,} values a position; wanted {wanted:,}, {meaning}")
+    if table.dtype != np.float16:
+        with np.errstate(over="ignore"):
+            table = table.astype(np.float32)
+    if table.nbytes > MAX_TABLE_BYTES:
+        raise RequestError(f"{where} has {table.nbytes:,} bytes; this model accepts {MAX_TABLE_BYTES:,}")
+    wrong = not_finite(table, limits.prompts.largest)
+    if wrong is not None:
+        raise RequestError(
+            f"{where} has the value {table[wrong]} at {list(wrong)}; wanted finite numbers up to "
+            f"{limits.prompts.largest:g} (data_type in config.pbtxt)"
+        )
+    dtype = "fp16" if table.dtype == np.float16 else "fp32"
+    little = table.astype(table.dtype.newbyteorder("<"), copy=False)
+    return LearnedPrompt(is_prefix=is_prefix, rows=len(table), dtype=dtype, values=little.tobytes())
+
+
+def place(
+    ids: np.ndarray, prompt: RowPrompt, start_token: int, limits: Limits, where: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """(ids that the client sees, ids of the engine), int64, of a row's ids (n,).
+
+    P_TUNING: the ids from start_id on are virtual; where a row has none, the whole table stands before it, as
+    with the other types. start_token: of a row without ids. RequestError for a row that the table has not.
+    """
+    if prompt.kind == P_TUNING and (virtual := ids >= prompt.start_id).any():
+        rows = ids - prompt.start_id
+        wrong = ids[virtual & (rows >= prompt.rows)]
+        if wrong.size:
+            first, last = prompt.start_id, prompt.start_id + prompt.rows - 1
+            raise RequestError(
+                f"{where} has the virtual token id {wrong[0]}; its prompt table has {prompt.rows} rows, the "
+                f"ids {first} to {last}"
+            )
+        return ids[~virtual], np.where(virtual, limits.vocab_size + rows, ids)
+    own = ids if len(ids) else np.array([start_token], np.int64)
+    return ids, np.concatenate([virtual_ids(limits.vocab_size, prompt.rows), own])
+
+
+def place_rows(
+    ids: np.ndarray,
+    lengths: list[int],
+    start_ids: list[int],
+    prompts: list[RowPrompt | None],
+    limits: Limits,
+) -> tuple[np.ndarray, list[int], list[np.ndarray | None]]:
+    """`place` for the rows of input_ids (B, W): the same without virtual tokens, the lengths of its rows, and
+    the engine's ids of each row that has a prompt.
+
+    With p-tuning the width becomes that of the longest row, as FasterTransformer's output has it.
+    """
+    placed: list[np.ndarray | None] = [None] * len(lengths)
+    ids, lengths = ids.copy(), list(lengths)
+    for row, prompt in enumerate(prompts):
+        if prompt is not None:
+            sent = ids[row, : lengths[row]]
+            seen, placed[row] = place(sent, prompt, start_ids[row], limits, f"row {row} of input_ids")
+            ids[row, : len(seen)], lengths[row] = seen, len(seen)
+    if any(prompt is not None and prompt.kind == P_TUNING for prompt in prompts):
+        ids = ids[:, : max(lengths)]
+    return ids, lengths, placed

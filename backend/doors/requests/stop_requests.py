@@ -1,0 +1,24 @@
+"""TensorRT-LLM's stop request: `stop` is true, and the request id is that of the request to stop."""
+
+from __future__ import annotations
+
+from tridecode.backend.base.errors import RequestError
+from tridecode.backend.doors.answers.senders import Senders, Stream
+from tridecode.backend.wire.messages import Event
+
+
+def stop_running(senders: Senders, stream: Stream) -> None:
+    """End the door's running requests with the request id of `stream`. RequestError if it has none."""
+    if not stream.label:
+        raise RequestError("stop is true; it needs the request id of the request to stop")
+    for other in senders.open_streams():
+        if other.label == stream.label and other is not stream:
+            other.stop_wanted = True  # for a request that is still being prepared
+            stop_rows(other)
+
+
+def stop_rows(stream: Stream) -> None:
+    """End every row as it is. The sender discards the events while there is no answer."""
+    stream.cancel_rows()
+    for row in range(getattr(stream.answer, "num_rows", len(stream.requests))):
+        stream.put_row(row, Event(0, 0, finish="stopped"))

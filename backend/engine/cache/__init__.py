@@ -1,0 +1,1 @@
+"""KV cache blocks and slots: who holds them. Host only, without torch."""

@@ -1,0 +1,1 @@
+"""The model on its device: loading, launching, sampling, memory."""

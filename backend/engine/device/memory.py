@@ -1,0 +1,261 @@
+"""What an engine allocates on a rank's device, to the byte, without the device, the weights or the memory.
+
+The engine's own constructor runs on torch's meta device, whose tensors have shapes and no data. So the
+figures follow from the code that allocates, not from a second copy of its arithmetic. What libraries take for
+themselves (CUDA's context, cuBLAS, NCCL) is not in our tensors: see LIBRARY_BYTES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tridecode.backend import models
+from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.configuration.config import EngineConfig, ModelConfig
+from tridecode.backend.engine.device.engine import Engine
+from tridecode.backend.engine.device.loader import DTYPES
+from tridecode.backend.engine.ranks.parallel import SingleRank
+from tridecode.backend.engine.ranks.vocab_share import share_vocabulary
+from tridecode.backend.engine.shadow.options import needs_second_weights
+from tridecode.backend.models.layers import Weights
+from tridecode.backend.weights.layout import stage_layers
+from tridecode.backend.weights.reader import FILE_DTYPES
+from tridecode.kernels import scratch
+from tridecode.kernels.cpu import keeps_int8
+from tridecode.kernels.formats.quantized import QuantizedWeight
+from tridecode.kernels.gemm.packing import pack_linear
+from tridecode.kernels.ops import Linear
+from tridecode.kernels.reference import Reference
+
+#: an estimate of what libraries take on a GPU: CUDA's context with our and torch's kernels and cuBLAS, and
+#: beside that NCCL's buffers where there are several ranks
+LIBRARY_BYTES, NCCL_BYTES = 1 << 30, 1 << 29
+#: of the plan's buffers on the host; more means a setting that nobody can want
+_MAX_HOST_BYTES = 4 << 30
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank. weights: of the model, with tables of positions and slopes. workspace: activations,
+    sampling state and the arrays of a step. scratch: of the kernels; 0 on a CPU. block: one block of the
+    cache, in all layers of this rank. host: buffers on the host of a GPU's rank. max_blocks: what the longest
+    sequences together can use. adapters: what LoRA adapters take at most, loaded while it serves; not part of
+    `fixed`. shadow: of the 16-bit reference of shadow runs, with its buffers and its caches of a sequence."""
+
+    stage: int
+    tensor_rank: int
+    weights: int
+    workspace: int
+    scratch: int
+    block: int
+    host: int
+    max_blocks: int
+    adapters: int = 0
+    shadow: int = 0
+
+    @property
+    def fixed(self) -> int:
+        """All but the cache."""
+        return self.weights + self.workspace + self.scratch + self.shadow
+
+
+class _Place(SingleRank):
+    """A rank's place in a group that is not there."""
+
+    def __init__(self, tensor_rank: int, tensor_size: int, stage: int, num_stages: int):
+        self.rank = stage * tensor_size + tensor_rank
+        self.tensor_rank, self.tensor_size, self.stage, self.num_stages = (
+            tensor_rank,
+            tensor_size,
+            stage,
+            num_stages,
+        )
+
+
+class _Shapes(Weights):
+    """Tensors of the right shape and dtype, without data."""
+
+    def tensor(self, name: str) -> Tensor:
+        spec = self.files[name]
+        dtype = FILE_DTYPES[spec.dtype] if spec.dtype else self.dtype
+        return torch.empty(spec.shard_shape(self.size), dtype=dtype, device="meta")
+
+
+class _CpuShapes(Reference):
+    """Packs as kernels.cpu.Cpu: a float32 weight is copied into oneDNN's layout, which has no padding where
+    its sizes are multiples of oneDNN's blocks (16 to 64)."""
+
+    def __init__(self, batch_invariant: bool) -> None:
+        super().__init__()
+        self._batch_invariant = batch_invariant
+
+    def pack(self, linear: Linear, dtype: torch.dtype = torch.float32, is_head: bool = False) -> Linear:
+        weight = linear.weight
+        if isinstance(weight, QuantizedWeight):
+            if keeps_int8(weight, self._batch_invariant):
+                return linear
+            return replace(linear, weight=torch.empty(weight.shape, dtype=dtype, device="meta"))
+        if weight.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
+            return linear
+        return Linear(torch.empty(weight.shape, device="meta"), linear.bias)
+
+
+class _CudaShapes(Reference):
+    """Packs and reserves as kernels.cuda.Cuda, whose arenas grow to float32's size in the warm-up."""
+
+    def __init__(self, itemsize: int) -> None:
+        super().__init__()
+        self.bytes, self._widening = scratch.fixed_bytes(), itemsize // 2
+        self._expanded, self._sorts_inputs = 0, False
+
+    def pack(self, linear: Linear, dtype: torch.dtype = torch.float32, is_head: bool = False) -> Linear:
+        packed = pack_linear(linear, dtype, _capability(), is_head)
+        more = max(packed.dequantised_bytes - self._expanded, 0)  # scratch for the weight that needs most
+        self._expanded, self.bytes = self._expanded + more, self.bytes + more
+        self._sorts_inputs |= packed.sorts_inputs
+        return packed.linear
+
+    def reserve(
+        self,
+        max_tokens: int,
+        max_columns: int,
+        max_rows: int,
+        max_context: int,
+        vocab_size: int,
+        context_bytes: int = 0,
+    ) -> None:
+        arenas = scratch.arena_bytes(max_tokens, max_columns, self._sorts_inputs)
+        self.bytes += self._widening * sum(arenas.values()) + scratch.sample_bytes(max_rows, vocab_size)
+        self.bytes += scratch.expanded_bytes(context_bytes) if context_bytes else 0
+
+
+def _capability() -> int:
+    """10 * major + minor of this machine's GPU; 90 without one."""
+    if not torch.cuda.is_available():
+        return 90
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+def plan_rank(
+    model: ModelConfig, config: EngineConfig, tensor_rank: int, stage: int, device_type: str
+) -> RankMemory:
+    """The memory of one rank. config: resolved. device_type: "cpu" or "cuda".
+
+    Raises ConfigError where the ranks cannot share the model, as Engine.load does.
+    """
+    assert config.max_sequence_tokens is not None and config.max_step_tokens is not None
+    columns = -(-config.max_sequence_tokens // config.block_tokens)
+    words = 8 * config.max_step_tokens + config.slots * (columns + 8)
+    if 16 * words > _MAX_HOST_BYTES:
+        raise ConfigError(
+            f"max_sequences {config.slots:,} and max_sequence_tokens {config.max_sequence_tokens:,} "
+            f"need {16 * words:,} bytes for block tables alone; lower one of them"
+        )
+    size, stages = config.tensor_para_size, config.pipeline_para_size
+    place = _Place(tensor_rank, size, stage, stages)
+    mine = stage_layers(model.num_layers, stage, stages)
+    row_bytes = model.hidden_size * DTYPES[config.data_type].itemsize
+    has_peers = device_type == "cuda" and size > 1 and config.enable_custom_all_reduce
+    has_peers = has_peers and not scratch.peers_unsupported(size, row_bytes)
+    specs = models.family(model.family).weight_specs(model)
+    specs = share_vocabulary(specs, size, device_type, has_peers)
+    specs = [spec for spec in specs if spec.layer is None or spec.layer in mine]
+    dtype = DTYPES[config.data_type]
+    ops = _CudaShapes(dtype.itemsize) if device_type == "cuda" else _CpuShapes(config.batch_invariant)
+    modes = (model.quantization, config.int8_mode)
+    weights = _Shapes(specs, ops, *modes, tensor_rank, size, dtype, config.int8_head)
+    unlimited = replace(config, cache_bytes=1 << 62)
+    reference = None
+    if config.shadow_share and needs_second_weights(model, config):
+        reference = _Shapes(specs, ops, None, 0, tensor_rank, size, dtype)
+    engine = Engine(model, unlimited, weights, ops, place, torch.device("meta"), reference)
+    seen: set[int] = set()
+    cache = _total(engine.caches, seen)
+    held, _ = _total(engine.model, seen)
+    shadow = _shadow_bytes(engine, seen, device_type)
+    device, host = _total(engine, seen)
+    if device_type == "cuda":  # the host's buffers are a ring; the device has one
+        device += engine.buffers.device_bytes
+    else:
+        device, host = device + host, 0
+    kernels = ops.bytes if isinstance(ops, _CudaShapes) else 0
+    if has_peers:
+        kernels += scratch.peer_bytes(size, config.max_step_tokens, row_bytes)
+        kernels += scratch.exchange_bytes(size, config.slots)
+    block = cache[0] // engine.num_blocks
+    adapters = _adapter_bytes(weights, config, dtype.itemsize)
+    return RankMemory(
+        stage, tensor_rank, held, device, kernels, block, host, engine.num_blocks, adapters, shadow
+    )
+
+
+def _shadow_bytes(engine: Engine, seen: set[int], device_type: str) -> int:
+    """Of what shadow runs add. The served model is in `seen`; the rest is added to it."""
+    if engine.shadow is None:
+        return 0
+    device, host = _total(engine.shadow, seen)
+    if device_type == "cuda":
+        return device + engine.shadow.buffers.device_bytes
+    return device + host
+
+
+def _adapter_bytes(weights: Weights, config: EngineConfig, itemsize: int) -> int:
+    """Of max_loras adapters of the highest rank that change every matrix; see adapter_store.Place. A fused
+    matrix counts as three modules, which it is in some families: each has a rank of its own."""
+    if config.lora_path == "none" or config.batch_invariant:
+        return 0
+    one = 0
+    for names, linear in weights.linears.items():
+        modules = sum(max(len(weights.specs[f"{name}.weight"].sections), 1) for name in names)
+        one += modules * config.max_lora_rank * sum(linear.weight.shape)
+    return config.max_loras * one * itemsize
+
+
+def plan_ranks(model: ModelConfig, config: EngineConfig, device_type: str) -> list[RankMemory]:
+    """The memory of every rank, in rank order."""
+    return [
+        plan_rank(model, config, tensor_rank, stage, device_type)
+        for stage in range(config.pipeline_para_size)
+        for tensor_rank in range(config.tensor_para_size)
+    ]
+
+
+def _total(value: Any, seen: set[int]) -> tuple[int, int]:
+    """(bytes on the meta device, bytes on the host) of the tensors below `value` that are not yet in `seen`;
+    a storage counts once."""
+    device = host = 0
+    for tensor in _tensors(value, set()):
+        storage = tensor.untyped_storage()
+        if storage._cdata in seen:
+            continue
+        seen.add(storage._cdata)
+        if tensor.device.type == "meta":
+            device += storage.nbytes()
+        else:
+            host += storage.nbytes()
+    return device, host
+
+
+def _tensors(value: Any, visited: set[int]) -> Iterator[Tensor]:
+    """Every tensor that `value` holds in its attributes, elements and items."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if isinstance(value, (str, bytes, int, float, type, PurePath)) or id(value) in visited:
+        return
+    visited.add(id(value))
+    if isinstance(value, Mapping):
+        parts = list(value.values())
+    elif isinstance(value, (list, tuple, set)):
+        parts = list(value)
+    else:
+        parts = list(getattr(value, "__dict__", {}).values())
+    for part in parts:
+        yield from _tensors(part, visited)

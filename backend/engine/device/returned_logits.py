@@ -1,0 +1,126 @@
+"""The logits that a step returns to the host: of positions of prompts, and of rows that are sampled from.
+
+Steps without such rows do nothing here. The logits of a prompt are computed a few rows at a time in the
+buffers of the sampled rows, and each part is copied to the host, so the device holds no more than before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tridecode.backend.engine.ranks.vocab_logits import log_probs_at
+from tridecode.backend.engine.ranks.vocab_share import TensorRanks, mask_padding, whole_rows
+from tridecode.backend.engine.step import results
+from tridecode.backend.engine.step.plan import LogitRows, StepPlan
+from tridecode.backend.engine.step.results import to_first
+from tridecode.backend.models.layers import Context
+from tridecode.backend.weights.layout import VocabShare
+
+
+@dataclass
+class StepExtras:
+    """What a step gives besides tokens; the tensors may still be in flight from the device.
+
+    embeddings: (C,) of each of the plan's embeds. prompt_logits: of each of its logit_rows, (n, V) float32 or
+    () float64. sample_logits: (n, V) float32. All are on the host, with stages on rank 0 only, the logits
+    always.
+    """
+
+    embeddings: list[Tensor] = field(default_factory=list)
+    prompt_logits: list[Tensor] = field(default_factory=list)
+    sample_logits: Tensor | None = None
+
+    def on_host(self) -> dict[str, Any]:
+        """The fields of a StepResult, as arrays, once the step is done."""
+        return {
+            "embeddings": [sums.numpy() for sums in self.embeddings],
+            "logit_rows": [logits.numpy() for logits in self.prompt_logits],
+            "sample_logits": None if self.sample_logits is None else self.sample_logits.numpy(),
+        }
+
+
+class Ranks(TensorRanks, results.Ranks, Protocol):
+    tensor_rank: int
+    stage: int
+
+
+class Model(Protocol):
+    vocab: VocabShare | None
+
+    def logits(self, context: Context, x: Tensor) -> Tensor: ...
+
+
+def prompt_logits(
+    model: Model, context: Context, x: Tensor, plan: StepPlan, ranks: Ranks, vocab_size: int
+) -> list[Tensor]:
+    """For each of plan.logit_rows the logits (n, V) float32, or () float64, the sum of the targets' log
+    probabilities. x: (T, C), the last stage's output. Collective: every rank calls it; all but rank 0 get [].
+    """
+    found = [_of_rows(model, context, x, plan, ranks, wanted, vocab_size) for wanted in plan.logit_rows]
+    return found if ranks.rank == 0 else []
+
+
+def _of_rows(
+    model: Model, context: Context, x: Tensor, plan: StepPlan, ranks: Ranks, wanted: LogitRows, vocab: int
+) -> Tensor:
+    most, begin = context.work.last.shape[0], int(plan.query_starts[wanted.row]) + wanted.first
+    is_summed = wanted.targets is not None
+    has_head = ranks.stage == ranks.num_stages - 1 and (model.vocab is not None or ranks.tensor_rank == 0)
+    out = results.empty_host((0 if is_summed else wanted.count, vocab), torch.float32, x.device)
+    total = torch.zeros((), dtype=torch.float64, device=x.device)
+    for first in range(0, wanted.count, most):
+        count = min(most, wanted.count - first)
+        logits = None
+        if has_head:
+            rows = torch.arange(begin + first, begin + first + count, dtype=torch.int32, device=x.device)
+            at_rows = replace(context, batch=replace(context.batch, sample_tokens=rows))
+            logits = mask_padding(model.logits(at_rows, x), model.vocab)
+        if wanted.targets is not None:
+            if logits is not None:
+                targets = torch.tensor(wanted.targets[first : first + count], dtype=torch.int64)
+                total += _log_probs(logits, targets.to(x.device), model.vocab, ranks).sum()
+            continue
+        _send(logits, out[first : first + count], model.vocab, ranks, x)
+    if is_summed:
+        return to_first(ranks, total, (), torch.float64, x.device)
+    return out
+
+
+def _send(logits: Tensor | None, out: Tensor, vocab: VocabShare | None, ranks: Ranks, like: Tensor) -> None:
+    """Rows of logits of the last stage (None on a rank that has none) to `out` (n, V), on the host of rank 0.
+
+    like: a tensor on this rank's device."""
+    rows = None if logits is None else whole_rows(logits, vocab, ranks)
+    to_first(ranks, rows, tuple(out.shape), out.dtype, like.device, out)
+
+
+def _log_probs(logits: Tensor, targets: Tensor, vocab: VocabShare | None, ranks: Ranks) -> Tensor:
+    """(n,) float64: the log-softmax of each row (n, V) at its target."""
+    if vocab is not None:
+        return log_probs_at(logits, targets, vocab, ranks)
+    picked = logits.gather(1, targets[:, None])[:, 0]
+    return picked.double() - logits.logsumexp(-1).double()
+
+
+def sample_logits(
+    logits: Tensor | None,
+    plan: StepPlan,
+    ranks: Ranks,
+    vocab: VocabShare | None,
+    vocab_size: int,
+    like: Tensor,
+) -> Tensor | None:
+    """(n, V) float32 on the host: the rows plan.logit_samples of logits (R, V), before they are sampled from.
+
+    Collective. logits: those of the last stage, of this rank's ids; None on another stage. like: a tensor on
+    this rank's device. None on all ranks but rank 0.
+    """
+    out = results.empty_host((len(plan.logit_samples), vocab_size), torch.float32, like.device)
+    if logits is not None:
+        logits = logits.index_select(0, torch.tensor(plan.logit_samples, device=logits.device))
+    _send(logits, out, vocab, ranks, like)
+    return out if ranks.rank == 0 else None

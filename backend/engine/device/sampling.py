@@ -1,0 +1,93 @@
+"""The state of sampling on the device: what a sequence that takes a slot puts there, and copies of slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from tridecode.backend.engine.step.plan import BeamRows, SlotStart
+from tridecode.backend.wire.sampling_params import SamplingParams
+from tridecode.kernels.ops import CandidateRows
+from tridecode.kernels.sampling_state import MOST_COUNTED, SLOT, SamplingState, words
+
+#: a parameter whose name is a column's goes there as it is
+_PARAMETERS = [name for name in SLOT.names or () if name in SamplingParams.__struct_fields__]
+
+
+def start_slots(state: SamplingState, starts: list[SlotStart], first_id: int = 0) -> None:
+    """Put the sequences that start in this step into their slots. first_id: of state.counts' columns."""
+    device = state.slots.device
+    rows = np.zeros(len(starts), SLOT)
+    for name in _PARAMETERS:
+        rows[name] = [getattr(start.params, name) for start in starts]
+    rows["temperature"] = [start.params.divisor for start in starts]
+    rows["end_ids"] = -1
+    for row, start in zip(rows, starts):
+        row["end_ids"][: len(start.params.end_ids)] = start.params.end_ids
+    rows["num_bad_words"] = [len(start.params.bad_words) for start in starts]
+    rows["top_p_now"] = [start.top_p for start in starts]
+    rows["generated"] = [start.generated for start in starts]
+    rows["history_length"] = [len(start.history) for start in starts]
+    slots = _on_device(torch.tensor([start.slot for start in starts]), device)
+    state.slots[slots] = _on_device(words(rows), device)
+    for start in starts:
+        params, slot = start.params, start.slot
+        if (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0):
+            first = 0 if params.count_prompt else len(start.history) - start.generated
+            columns = state.counts.shape[1]
+            known = start.history[first:].astype(np.int64) - first_id
+            ids = _on_device(torch.from_numpy(known[(known >= 0) & (known < columns)]), device)
+            counts = torch.bincount(ids, minlength=columns)
+            state.counts[slot] = counts.clamp(max=MOST_COUNTED).to(torch.int16)
+        if params.bad_words:
+            ends = np.cumsum([len(word) for word in params.bad_words])
+            _put(state.bad_ids[slot], [token for word in params.bad_words for token in word])
+            _put(state.bad_ends[slot], ends)
+            _put(state.history[slot], start.history)
+
+
+def copy_slots(state: SamplingState, sources: Sequence[int], destinations: Sequence[int]) -> None:
+    """Copy all state of slot sources[i] to slot destinations[i], for every i at once, on the device.
+
+    A copied sequence draws what the original would: a fork that should differ needs a seed of its own. No
+    destination occurs twice.
+    """
+    both = _on_device(torch.tensor([sources, destinations], dtype=torch.int64), state.slots.device)
+    for tensor in state.tensors():
+        tensor[both[1]] = tensor[both[0]]
+
+
+def candidate_rows(beams: BeamRows, device: torch.device) -> CandidateRows:
+    """What `Ops.candidates` reads of a plan, on the device."""
+
+    def real(values: np.ndarray, neutral: float) -> torch.Tensor | None:
+        return (
+            None
+            if (values == neutral).all()
+            else _on_device(torch.from_numpy(values.copy())[:, None], device)
+        )
+
+    def whole(values: np.ndarray) -> torch.Tensor:
+        return _on_device(torch.from_numpy(values.astype(np.int64)), device)
+
+    return CandidateRows(
+        whole(beams.rows),
+        real(beams.temperature, 1.0),
+        real(beams.repetition, 1.0),
+        real(beams.presence, 0.0),
+        real(beams.frequency, 0.0),
+        whole(beams.seen) if beams.seen.size else None,
+        whole(beams.banned) if beams.banned.size else None,
+    )
+
+
+def _put(to: torch.Tensor, values: np.ndarray | list[int]) -> None:
+    """Copy int32 values to the front of a tensor."""
+    to[: len(values)] = _on_device(torch.tensor(np.asarray(values), dtype=torch.int32), to.device)
+
+
+def _on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy that the host does not wait for, whatever the device is executing."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

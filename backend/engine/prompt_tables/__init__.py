@@ -1,0 +1,1 @@
+"""Prompt learning: tables of virtual tokens, and their part in a step."""

@@ -1,0 +1,1 @@
+"""Tensor and pipeline ranks: joining, transport, sums, a shared vocabulary."""

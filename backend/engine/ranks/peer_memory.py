@@ -1,0 +1,167 @@
+"""Joins the tensor ranks of a stage for what kernels do over peer memory, or says why NCCL sums instead.
+
+They sum there, and sample from a vocabulary that they share.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.weights.layout import VocabShare
+from tridecode.kernels.ops import Ops
+from tridecode.kernels.sampling_state import SamplingState
+from tridecode.kernels.scratch import peers_unsupported
+
+if TYPE_CHECKING:
+    from tridecode.backend.engine.ranks.parallel import ProcessRanks
+    from tridecode.kernels.peer_sums import PeerSums
+
+log = logging.getLogger("tridecode.engine")
+
+#: the share of step_timeout_s after which a sum names the rank that did not come: before the supervisor ends
+#: the step without a cause
+_PATIENCE = 1 / 3
+_PROBE_ROWS = 3
+#: bytes of what the ranks tell each other: the host, a handle, why not
+_HOST, _HANDLE, _REASON = 64, 64, 200
+_WITHOUT = "tensor ranks sum through NCCL, and each has the whole vocabulary: %s"
+
+
+def join_peers(
+    ranks: ProcessRanks, ops: Ops, config: EngineConfig, columns: int, dtype: torch.dtype
+) -> PeerSums | None:
+    """Sums over the tensor ranks through peer memory, tried with real rows; None: NCCL's, with a log line.
+
+    columns: of the rows. Collective over all ranks, all of which get sums or none. To be called before the
+    weights are loaded: without sums each rank has the whole vocabulary.
+    """
+    if not config.enable_custom_all_reduce:
+        log.info(_WITHOUT, "enable_custom_all_reduce is false")
+        return None
+    sums, reason = _allocate(ranks, ops, config, columns, dtype)
+    told = _tell(ranks, reason, b"" if sums is None else sums.handle)
+    if not told.reason and sums is not None:
+        try:
+            sums.connect(told.handles)
+        except RuntimeError as error:
+            reason = f"{error}"
+        told = _tell(ranks, reason)
+    if not told.reason and sums is not None:
+        told = _tell(ranks, _probe(sums, ranks, dtype))
+    if sums is None or told.reason:
+        log.warning(_WITHOUT, told.reason)
+        if sums is not None:
+            sums.close()
+        return None
+    size = f"{sums.bytes / 2**20:.0f} MiB a rank, {sums.rows} rows a launch"
+    log.info("tensor ranks sum and share the vocabulary through the memory of their peers: %s", size)
+    return sums
+
+
+def _allocate(
+    ranks: ProcessRanks, ops: Ops, config: EngineConfig, columns: int, dtype: torch.dtype
+) -> tuple[PeerSums | None, str]:
+    """This rank's memory, or why it has none."""
+    from tridecode.kernels.cuda import Cuda  # imports the binding of the built library
+    from tridecode.kernels.library import KernelError
+    from tridecode.kernels.peer_sums import PeerSums
+
+    if not isinstance(ops, Cuda):
+        return None, f"{type(ops).__name__} runs without kernels of ours"
+    reason = peers_unsupported(ranks.tensor_size, columns * dtype.itemsize)
+    reason = reason or _may_wait_in_vain(ops.gpu.gemm_device.shared)
+    if reason:
+        return None, reason
+    assert config.max_step_tokens is not None
+    limit_s = config.step_timeout_s * _PATIENCE
+    place = ranks.tensor_rank, ranks.tensor_size
+    try:
+        return PeerSums(ops.gpu, *place, config.max_step_tokens, columns, dtype, limit_s, config.slots), ""
+    except KernelError as error:
+        return None, str(error)
+
+
+def _may_wait_in_vain(shared: bool) -> str:
+    """Why a kernel that waits for another rank's might wait until its limit; "": it does not.
+
+    shared: through MPS (runtime.cu). Another process's kernel then runs beside ours and may hold the
+    multiprocessors that a rank needs before it can send its rows. Time slices do no harm: a process that
+    shares a GPU without MPS has the whole of it for its slice, so that the rows arrive some slices later, and
+    a wait that is longer than the limit ends and names the rank.
+    """
+    why = "its GPU is shared through MPS, where other processes may keep the ranks' kernels from each other"
+    return why if shared else ""
+
+
+class _Told:
+    """What the ranks told each other. reason: why one of them cannot; "". handles: of the tensor group."""
+
+    def __init__(self, reason: str, handles: list[bytes]):
+        self.reason, self.handles = reason, handles
+
+
+def _tell(ranks: ProcessRanks, reason: str, handle: bytes = b"") -> _Told:
+    """Tell all ranks why this one cannot ("": it can), and its handle."""
+    texts = [(_host(), _HOST), (handle, _HANDLE), (reason.encode(), _REASON)]
+    mine = b"".join(text[:size].ljust(size, b"\0") for text, size in texts)
+    rows = ranks.exchange_bytes(mine)
+    first = ranks.stage * ranks.tensor_size
+    group = rows[first : first + ranks.tensor_size]
+    for rank, row in enumerate(rows):
+        text = row[_HOST + _HANDLE :].rstrip(b"\0").decode(errors="replace")
+        if text:
+            return _Told(f"rank {rank}: {text}", [])
+    for stage in range(ranks.num_stages):
+        hosts = {row[:_HOST] for row in rows[stage * ranks.tensor_size : (stage + 1) * ranks.tensor_size]}
+        if len(hosts) > 1:
+            return _Told(f"the tensor ranks of stage {stage} are on several hosts", [])
+    return _Told("", [row[_HOST : _HOST + _HANDLE] for row in group])
+
+
+class PeerSampler:
+    """Samples from this rank's columns together with its peers, by Cuda.sample_shared."""
+
+    def __init__(self, ops: Ops, peers: PeerSums, vocab: VocabShare):
+        from tridecode.kernels.cuda import Cuda
+        from tridecode.kernels.cuda_sampling import SharedIds
+
+        assert isinstance(ops, Cuda)  # join_peers has no sums for others
+        self._ops, self._peers = ops, peers
+        self._ids = SharedIds(vocab.first, vocab.count, vocab.vocab_size)
+
+    def sample(
+        self, logits: Tensor, slots: Tensor, state: SamplingState, *, tokens: Tensor, log_probs: Tensor
+    ) -> None:
+        """Ops.sample over logits (R, size) of this rank's ids. Collective, also in a graph."""
+        self._ops.sample_shared(
+            logits, slots, state, self._ids, self._peers, tokens=tokens, log_probs=log_probs
+        )
+
+
+def _host() -> bytes:
+    """Names this machine since its start; containers of a machine have the same."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+    except OSError:
+        return b"unknown"
+
+
+@torch.inference_mode()
+def _probe(sums: PeerSums, ranks: ProcessRanks, dtype: torch.dtype) -> str:
+    """Sum rows that every rank knows, through both buffers of each pair; "": they are right."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(4):
+        parts = torch.randint(-64, 65, (ranks.tensor_size, _PROBE_ROWS, sums.columns), generator=generator)
+        out = torch.full(parts.shape[1:], torch.nan, dtype=dtype, device=device)
+        sums.add_rows(parts[ranks.tensor_rank].to(device, dtype), out=out)
+        if not torch.equal(out.cpu(), parts.sum(0).to(dtype)):
+            lost = "" if sums.lost is None else f" (nothing came from tensor rank {sums.lost})"
+            return f"rows in peer memory are wrong{lost}"
+    return ""

@@ -1,0 +1,148 @@
+"""The draw of vocab_sampler: top-k, top-p and Gumbel-max over logits whose columns are on several ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tridecode.backend.engine.ranks.vocab_share import TensorRanks
+from tridecode.backend.weights.layout import VocabShare
+
+#: rank's largest logits that are exchanged for top-k at most; above, the k-th largest is searched by its bits
+MOST_CANDIDATES = 1024
+#: float32 values of the rows that are drawn from at a time: the search holds some copies of 8 bytes of each
+_VALUES = 1 << 22
+#: bits of an ordered float32 that a pass of the search decides, from the top: (shift, number of bins)
+_PASSES = ((21, 2048), (10, 2048), (0, 1024))
+_WORD = 0xFFFFFFFF
+
+
+def draw(
+    x: Tensor, best: Tensor, sequences: np.ndarray, vocab: VocabShare, ranks: TensorRanks
+) -> tuple[Tensor, Tensor]:
+    """((n,) int64 token ids, (n,) float64 their logits) of rows x (n, size) float32, padding minus infinity.
+
+    best: (n,) the largest logit of each row over all ranks. sequences: (n,) SLOT records. Rows without a
+    finite best get any id. Collective in the tensor group.
+    """
+    step = max(1, _VALUES // x.shape[1])
+    parts = [
+        _draw(x[part], best[part], sequences[part], vocab, ranks)
+        for part in (slice(first, first + step) for first in range(0, len(x), step))
+    ]
+    ids, logits = (torch.cat(column) for column in zip(*parts))
+    return ids, logits
+
+
+def _draw(
+    x: Tensor, best: Tensor, sequences: np.ndarray, vocab: VocabShare, ranks: TensorRanks
+) -> tuple[Tensor, Tensor]:
+    keep = x > -torch.inf
+    limited = np.flatnonzero((sequences["top_k"] > 0) & (sequences["top_k"] < vocab.vocab_size))
+    if len(limited):
+        rows = torch.from_numpy(limited).to(x.device)
+        counts = torch.from_numpy(sequences["top_k"][limited].astype(np.int64)).to(x.device)
+        keep[rows] &= x[rows] >= _kth_largest(x[rows], counts, vocab, ranks)[:, None]
+    nucleus = np.flatnonzero(sequences["top_p_now"] < 1)
+    if len(nucleus):
+        rows = torch.from_numpy(nucleus).to(x.device)
+        shares = torch.from_numpy(sequences["top_p_now"][nucleus].astype(np.float64)).to(x.device)
+        some, kept = x[rows], keep[rows]
+        weights = (some.double() - best[rows, None]).exp_().masked_fill_(~kept, 0.0).nan_to_num_(0.0)
+        keep[rows] = kept & (some >= threshold(some, weights, shares, ranks)[:, None])
+    return _largest_score(x, keep, sequences, vocab, ranks)
+
+
+def _kth_largest(x: Tensor, counts: Tensor, vocab: VocabShare, ranks: TensorRanks) -> Tensor:
+    """(n,): of each row the counts[row]-th largest value over all ranks; counts (n,) int64 in 1 .. V - 1."""
+    most = int(counts.max())
+    if most > MOST_CANDIDATES:
+        ones = torch.ones_like(x, dtype=torch.float64).masked_fill_(x == -torch.inf, 0.0)
+        return threshold(x, ones, counts.double(), ranks, is_share=False)
+    mine = x.topk(min(most, vocab.size), dim=-1).values
+    every = ranks.gather(mine).movedim(0, 1).flatten(1)  # (n, t * min(most, size)), most of them or more
+    return every.topk(min(most, every.shape[1]), dim=-1).values.gather(1, counts[:, None] - 1)[:, 0]
+
+
+def threshold(
+    x: Tensor, weights: Tensor, wanted: Tensor, ranks: TensorRanks, is_share: bool = True
+) -> Tensor:
+    """(n,) float32: of each row the largest value v for which the weights of all values >= v, on all ranks,
+    reach `wanted`; minus infinity where all together do not.
+
+    x: (n, size) float32. weights: (n, size) float64, 0 for values that do not count. wanted: (n,) float64, a
+    share of the row's sum or, without is_share, a sum. A radix search: a pass sums the weights by some bits
+    of the ordered values, for the values that begin with the bits found so far.
+    """
+    keys, above, bits = _ordered(x), torch.zeros_like(wanted), torch.zeros_like(wanted, dtype=torch.int64)
+    reached = torch.ones_like(wanted, dtype=torch.bool)
+    for number, (shift, bins) in enumerate(_PASSES):
+        begins = keys >> shift >> (bins.bit_length() - 1)
+        counted = weights.masked_fill(begins != bits[:, None], 0.0) if number else weights
+        sums = torch.zeros(len(x), bins, dtype=torch.float64, device=x.device)
+        sums.scatter_add_(1, (keys >> shift) & (bins - 1), counted)
+        ranks.all_reduce(sums)
+        sums = sums.flip(1)  # from the largest values on
+        down = above[:, None] + sums.cumsum(1)
+        if number == 0:
+            wanted = wanted * down[:, -1] if is_share else wanted
+            reached = down[:, -1] >= wanted
+        enough = (down >= wanted[:, None]) & (sums > 0)
+        lowest = bins - 1 - (sums > 0).flip(1).int().argmax(1)  # a later pass may sum to a little less
+        place = torch.where(enough.any(1), enough.int().argmax(1), lowest)
+        before = down.gather(1, (place - 1).clamp(min=0)[:, None])[:, 0]
+        above = torch.where(place > 0, before, above)
+        bits = bits * bins + bins - 1 - place
+    return torch.where(reached, _from_ordered(bits), -torch.inf)
+
+
+def _ordered(x: Tensor) -> Tensor:
+    """int64 in 0 .. 2^32 - 1 that are ordered as the float32 values are; both zeros are one value."""
+    bits = (x + 0.0).view(torch.int32).long() & _WORD
+    return torch.where(bits >> 31 == 1, bits ^ _WORD, bits | 1 << 31)
+
+
+def _from_ordered(keys: Tensor) -> Tensor:
+    bits = torch.where(keys >> 31 == 1, keys ^ (1 << 31), keys ^ _WORD)
+    return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).int().view(torch.float32)
+
+
+def _largest_score(
+    x: Tensor, keep: Tensor, sequences: np.ndarray, vocab: VocabShare, ranks: TensorRanks
+) -> tuple[Tensor, Tensor]:
+    """The id with the largest logit plus Gumbel noise among those that are kept, and its logit."""
+    rows, columns = keep.nonzero(as_tuple=True)
+    seeds = torch.from_numpy(sequences["seed"].view(np.int64).copy()).to(x.device)
+    generated = torch.from_numpy(sequences["generated"].astype(np.int64)).to(x.device)
+    noise = uniforms(seeds[rows], columns + vocab.first, generated[rows])
+    scores = torch.full_like(x, -torch.inf)
+    lowest = torch.finfo(torch.float32).min  # above what is not kept, whatever the noise is
+    scores[rows, columns] = (x[rows, columns] - (-torch.log1p(-noise)).log()).clamp_(min=lowest)
+    values, places = scores.max(dim=-1)
+    logits = x.gather(1, places[:, None])[:, 0]
+    sent = torch.stack([values.double(), (places + vocab.first).double(), logits.double()])
+    found = ranks.gather(sent)  # (t, 3, n)
+    owner = found[:, 0].max(0).indices[None]
+    return found[:, 1].gather(0, owner)[0].long(), found[:, 2].gather(0, owner)[0]
+
+
+def uniforms(seeds: Tensor, ids: Tensor, generated: Tensor) -> Tensor:
+    """(n,) float32 in (0, 1]: kernels.philox.uniforms in torch, each element with its own key and counter.
+
+    seeds, ids, generated: (n,) int64; seeds hold the bits of a uint64.
+    """
+    c0, c1 = ids >> 2, generated & _WORD
+    c2, c3 = torch.zeros_like(ids), torch.zeros_like(ids)
+    k0, k1 = seeds & _WORD, (seeds >> 32) & _WORD
+    for _ in range(10):  # Philox-4x32-10; products wrap at 2^64, which keeps both halves of 32 bits
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (
+            ((p1 >> 32) & _WORD) ^ c1 ^ k0,
+            p1 & _WORD,
+            ((p0 >> 32) & _WORD) ^ c3 ^ k1,
+            p0 & _WORD,
+        )
+        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+    word = torch.stack([c0, c1, c2, c3]).gather(0, (ids & 3)[None])[0]
+    return ((word.double() + 0.5) * 2.0**-32).float()

@@ -1,0 +1,59 @@
+"""What a step reads of the logits besides its samples, where the tensor ranks share the vocabulary.
+
+Candidates of beams, the most likely tokens, log probabilities of given ids: only what is wanted crosses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tridecode.backend.engine.device.sampling import candidate_rows
+from tridecode.backend.engine.ranks.vocab_share import TensorRanks, largest, log_sum_exp, values_at
+from tridecode.backend.engine.step.plan import BeamRows
+from tridecode.backend.weights.layout import VocabShare
+from tridecode.kernels.reference import processed_rows
+
+
+def beam_candidates(
+    logits: Tensor, beams: BeamRows, vocab: VocabShare, ranks: TensorRanks, ids: Tensor, log_probs: Tensor
+) -> None:
+    """Ops.candidates over logits (R, size) of this rank's ids, padding minus infinity. Collective."""
+    mine = replace(beams, seen=_own(beams.seen, vocab), banned=_own(beams.banned, vocab))
+    x = processed_rows(logits, candidate_rows(mine, logits.device), slice(0, len(beams.rows)))
+    total = log_sum_exp(x, ranks)
+    values, found = largest(x, ids.shape[1], vocab, ranks)
+    ids.copy_(found)
+    total = torch.where(total == -torch.inf, 0.0, total)  # of a row whose ids are all banned
+    log_probs.copy_(values.double() - total[:, None])
+
+
+def _own(places: np.ndarray, vocab: VocabShare) -> np.ndarray:
+    """BeamRows.seen or .banned: those of this rank's ids, counted from its first one."""
+    own = places[:, (places[1] >= vocab.first) & (places[1] < vocab.stop)].copy()
+    own[1] -= vocab.first
+    return own
+
+
+def raw_log_probs(logits: Tensor, rows: Tensor, ranks: TensorRanks) -> Tensor:
+    """(W, size) float32: log-softmax over the whole vocabulary of logits[rows], at this rank's ids."""
+    x = logits.index_select(0, rows)
+    return (x.double() - log_sum_exp(x, ranks)[:, None]).float()
+
+
+def best_tokens(
+    log_probs: Tensor, tokens: Tensor, count: int, vocab: VocabShare, ranks: TensorRanks
+) -> tuple[Tensor, Tensor]:
+    """kernels.top_log_probs.best_tokens over log_probs (W, size) of this rank's ids."""
+    chosen = values_at(log_probs, tokens.long().clamp(0, vocab.vocab_size - 1), vocab, ranks)[:, None]
+    order = ranks.gather((log_probs[:, : vocab.count] >= chosen).sum(-1, keepdim=True)).sum(0)
+    values, ids = largest(log_probs, count, vocab, ranks)
+    return torch.cat([order, ids], 1).int(), torch.cat([chosen, values], 1)
+
+
+def log_probs_at(logits: Tensor, targets: Tensor, vocab: VocabShare, ranks: TensorRanks) -> Tensor:
+    """(n,) float64: the log-softmax of each row (n, size) at its target, an id of the whole vocabulary."""
+    return values_at(logits, targets, vocab, ranks).double() - log_sum_exp(logits, ranks)

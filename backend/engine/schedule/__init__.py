@@ -1,0 +1,1 @@
+"""Which sequences run in a step. Host only, without torch."""

@@ -1,0 +1,157 @@
+"""The beam groups that have slots, and their rows of a step. No torch.
+
+The host chooses a beam's tokens, so its row carries the token id, and none of the group's beams is planned
+while the step of another is on the device. What changes a beam's logits is part of the plan (BeamRows): no
+sampling state on the device has to follow the parents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Callable
+
+import numpy as np
+
+from tridecode.backend.engine.cache.cache_manager import CacheManager
+from tridecode.backend.engine.prompt_tables.book import vocabulary_tokens
+from tridecode.backend.engine.schedule.admission import SchedulerLimits
+from tridecode.backend.engine.schedule.beams import BeamSearch
+from tridecode.backend.engine.schedule.sequence import Sequence, SequenceGroup, Stage
+from tridecode.backend.engine.step.plan import BeamRows
+
+
+@dataclass
+class Rows:
+    """What decoding beams add to a step, (n,) int32 each, and their sequences."""
+
+    sequences: list[Sequence]
+    token_ids: np.ndarray
+    positions: np.ndarray
+    kv_slots: np.ndarray
+    slots: np.ndarray
+    adapters: np.ndarray
+
+
+class BeamPlanner:
+    """A group of `width` beams holds as many slots from its admission to its end: one for each beam that
+    runs, and reserved ones. It is preempted as a whole and computed again from the tokens of its beams."""
+
+    def __init__(self, limits: SchedulerLimits, cache: CacheManager, shifts: np.ndarray):
+        """shifts: (S,) int32 by slot, added to rotary positions."""
+        self.limits, self.cache, self._shifts = limits, cache, shifts
+        self.running: list[SequenceGroup] = []
+
+    def start(self, sequence: Sequence) -> None:
+        """Make the sequence's group a beam search that begins with this sequence."""
+        sequence.group.search = BeamSearch(sequence, self._branch, self._drop)
+
+    def members(self) -> list[Sequence]:
+        """The beams that run, of all groups."""
+        return [sequence for group in self.running for sequence in group.sequences]
+
+    def ready(self) -> list[Sequence]:
+        """The beams that decode in the next step."""
+        return [sequence for sequence in self.members() if sequence.stage is Stage.DECODE]
+
+    def admit(self, group: SequenceGroup) -> bool:
+        """Slots and blocks for all beams of a group; False, and nothing done, where they are not free or
+        where a step that was launched before the group's preemption is still on the device."""
+        search, beams = group.search, group.sequences
+        assert search is not None
+        if any(beam.in_flight for beam in beams) or not self.cache.admit_beams(beams, search.width):
+            return False
+        self.running.append(group)
+        return True
+
+    def may_prefill(self, beam: Sequence) -> bool:
+        """Whether the blocks that the beam shares have been computed by earlier plans."""
+        first, lengths = beam.group.sequences[0], self.cache.lengths
+        shared = len(beam.prompt) // self.cache.block_tokens * self.cache.block_tokens
+        return beam is first or int(lengths[first.slot]) >= shared
+
+    def release(self, group: SequenceGroup) -> None:
+        """Give all slots and blocks of a group back; its beams and their tokens stay."""
+        search = group.search
+        assert search is not None
+        search.forget()
+        if group not in self.running:
+            return
+        self.running.remove(group)
+        self.cache.reserved -= search.width - len(group.sequences)
+        for sequence in group.sequences:
+            self.cache.release(sequence)
+
+    def take_rows(self, beams: list[Sequence]) -> Rows:
+        """The rows of beams that decode. Advances the lengths in the cache and the tokens in flight."""
+        slots = np.array([beam.slot for beam in beams], np.int32)
+        positions = self.cache.lengths[slots]
+        kv_slots = self.cache.addresses(slots, positions)
+        self.cache.lengths[slots] = positions + 1
+        for beam in beams:
+            beam.stage, beam.in_flight = Stage.DRAINING, beam.in_flight + 1
+        return Rows(
+            beams,
+            np.array([beam.output[-1] for beam in beams], np.int32),
+            positions + self._shifts[slots],
+            kv_slots,
+            slots,
+            np.array([beam.group.adapter for beam in beams], np.int32),
+        )
+
+    def _branch(self, parent: Sequence, child: Sequence) -> None:
+        self.cache.branch(parent, child)
+        self._shifts[child.slot] = self._shifts[parent.slot]
+
+    def _drop(self, sequence: Sequence) -> None:
+        self.cache.release(sequence)
+        self.cache.reserved += 1
+        sequence.stage = Stage.ENDED
+        sequence.group.sequences.remove(sequence)
+
+
+def beam_rows(sampled: list[Sequence]) -> BeamRows | None:
+    """The beams among the sequences that a step samples, in order; None where there is none."""
+    rows = [row for row, sequence in enumerate(sampled) if sequence.group.search is not None]
+    if not rows:
+        return None
+    beams = [sampled[row] for row in rows]
+    seen = [_seen(index, beam) for index, beam in enumerate(beams)]
+    banned = [(index, token) for index, beam in enumerate(beams) for token in banned_tokens(beam)]
+
+    def column(value: Callable[[Sequence], float]) -> np.ndarray:
+        return np.array([value(beam) for beam in beams], np.float32)
+
+    return BeamRows(
+        rows=np.array(rows, np.int32),
+        width=max(2 * beam.params.beam_width for beam in beams),
+        temperature=column(lambda beam: beam.params.divisor or 1.0),
+        repetition=column(lambda beam: beam.params.repetition_penalty),
+        presence=column(lambda beam: beam.params.presence_penalty),
+        frequency=column(lambda beam: beam.params.frequency_penalty),
+        seen=np.concatenate(seen, axis=1),
+        banned=np.array(banned, np.int32).reshape(-1, 2).T.copy(),
+    )
+
+
+def _seen(index: int, beam: Sequence) -> np.ndarray:
+    """(3, P) int32: index, token id and occurrences of the tokens of a beam with penalties."""
+    params = beam.params
+    if (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.0, 0.0, 0.0):
+        return np.zeros((3, 0), np.int32)
+    tokens = vocabulary_tokens(beam) if params.count_prompt else np.asarray(beam.output, np.int32)
+    ids, counts = np.unique(tokens, return_counts=True)
+    return np.stack([np.full(len(ids), index), ids, counts]).astype(np.int32)
+
+
+def banned_tokens(beam: Sequence) -> list[int]:
+    """The tokens that may not follow: the last of a bad word whose others are the newest tokens, and the end
+    tokens before min_tokens."""
+    params, banned = beam.params, []
+    if params.bad_words:
+        known = beam.known_tokens()
+        for *before, last in params.bad_words:
+            if not before or (len(before) <= len(known) and known[-len(before) :].tolist() == before):
+                banned.append(last)
+    if len(beam.output) < params.min_tokens:
+        banned += params.end_ids
+    return banned

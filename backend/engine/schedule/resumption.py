@@ -1,0 +1,137 @@
+"""Requests that an earlier engine had begun: their sequences continue behind the tokens that were sent.
+
+A resumed sequence is admitted as a preempted one is: with output. Its draws depend on its seed and on the
+number of its tokens, its penalties and stop words on the tokens themselves, so it goes on with the tokens
+that the lost engine would have chosen. Host only: no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+import numpy as np
+
+from tridecode.backend.base.errors import RequestError
+from tridecode.backend.engine.schedule.beams import BeamSearch
+from tridecode.backend.engine.schedule.sequence import Finish, Sequence, SequenceGroup, Stage
+from tridecode.backend.engine.schedule.sequence_outputs import Extras
+from tridecode.backend.wire.beam_tree import BeamTree
+from tridecode.backend.wire.messages import BeamStep, Sent, Submit
+from tridecode.backend.wire.sampling_params import SamplingParams
+
+
+def check(submit: Submit, vocab_size: int) -> None:
+    """RequestError where `submit.sent` does not suit the request's sequences. It needs params that are
+    checked."""
+    params = [one.params for one in submit.sequences for _ in range(one.params.num_sequences)]
+    if len(submit.sent) != len(params):
+        raise RequestError(
+            f"{len(submit.sent)} sequences were sent before; the request has {len(params)} sequences"
+        )
+    for index, (sent, one) in enumerate(zip(submit.sent, params)):
+        fault = "" if sent.ended else _fault_of(sent, one, vocab_size)
+        if fault:
+            raise RequestError(f"sequence {index}: {fault}")
+
+
+def _fault_of(sent: Sent, params: SamplingParams, vocab_size: int) -> str:
+    if len(sent.tokens) % 4:
+        return f"{len(sent.tokens)} bytes of tokens were sent before; wanted int32"
+    tokens = _tokens(sent)
+    if len(tokens) > params.max_tokens or len(sent.steps) > params.max_tokens:
+        found = max(len(tokens), len(sent.steps))
+        return f"{found} tokens were sent before; max_tokens is {params.max_tokens}"
+    if params.beam_width > 1 and len(tokens) or ((tokens < 0) | (tokens >= vocab_size)).any():
+        return "the tokens that were sent before are not those of a sequence of this model"
+    if sent.steps and not _are_steps(sent.steps, params, vocab_size):
+        return "the steps that were sent before are not those of a beam search of this model"
+    return ""
+
+
+def _are_steps(steps: list[BeamStep], params: SamplingParams, vocab_size: int) -> bool:
+    before, least = 1, 0  # no beam has ended before the first step
+    for step in steps:
+        count = len(step.parents)
+        if not 0 < count == len(step.tokens) == len(step.log_probs) <= params.beam_width:
+            return False
+        if not all(0 <= parent < before for parent in step.parents):
+            return False
+        if not all(least <= token < vocab_size for token in step.tokens):
+            return False
+        before, least = count, -1
+    return params.beam_width > 1 and not params.beam_pool
+
+
+def by_prompt(submit: Submit) -> list[list[Sent]]:
+    """Submit.sent, of each prompt; [] for each prompt of a new request."""
+    found, first = [], 0
+    for wanted in submit.sequences:
+        found.append(submit.sent[first : first + wanted.params.num_sequences])
+        first += wanted.params.num_sequences
+    return found
+
+
+def restore(group: SequenceGroup, sent: Items[Sent], vocab_size: int) -> None:
+    """Give the sequences of a new group what was sent of them. Those that have ended leave the group."""
+    if group.search is not None:
+        if all(one.ended for one in sent):
+            group.sequences.clear()
+        else:
+            _restore_beams(group.search, sent[0], vocab_size)
+        return
+    for sequence, one in zip(list(group.sequences), sent):
+        if one.ended:
+            sequence.stage = Stage.ENDED
+            group.sequences.remove(sequence)
+        else:
+            sequence.output = _tokens(one).tolist()
+            sequence.embedding_done = sequence.embedding_done or bool(sequence.output)
+            _restore_extras(sequence, one, vocab_size)
+
+
+def end_of(sequence: Sequence) -> Finish | None:
+    """The reason why a resumed sequence has ended already: its last event alone was lost."""
+    if not sequence.output:
+        return None
+    last = sequence.output.pop()
+    return sequence.append(last)
+
+
+def _restore_beams(search: BeamSearch, sent: Sent, vocab_size: int) -> None:
+    tree = BeamTree()
+    _restore_extras(search.first, sent, vocab_size)
+    if sent.steps:
+        for step in sent.steps:
+            tree.take(step)
+        search.first.embedding_done = True
+        search.restore(tree.beams)
+
+
+def _restore_extras(sequence: Sequence, sent: Sent, vocab_size: int) -> None:
+    extras = sequence.extras
+    if extras is None:
+        return
+    if sequence.output or sent.steps:
+        extras.planned = len(sequence.prompt)
+    elif sent.context_rows:
+        extras.planned = max(extras.planned, _position(sequence.prompt, sent.context_rows, vocab_size))
+    if sent.perf is not None:
+        _restore_perf(extras, sent)
+
+
+def _restore_perf(extras: Extras, sent: Sent) -> None:
+    assert sent.perf is not None
+    extras.arrived_ns, extras.scheduled_ns = sent.perf.arrival_ns, sent.perf.first_scheduled_ns
+    extras.first_ns, extras.last_ns = sent.perf.first_token_ns, sent.perf.last_token_ns
+    extras.blocks, extras.reused = sent.perf.new_blocks + sent.perf.reused_blocks, sent.perf.reused_blocks
+
+
+def _position(prompt: np.ndarray, rows: int, vocab_size: int) -> int:
+    """The first position of the prompt behind those whose logits, `rows` of them, were sent; virtual tokens
+    have none."""
+    ordinary = np.flatnonzero(prompt < vocab_size)
+    return int(ordinary[min(rows, len(ordinary)) - 1]) + 1 if len(ordinary) else 0
+
+
+def _tokens(sent: Sent) -> np.ndarray:
+    return np.frombuffer(sent.tokens, "<i4")

@@ -1,0 +1,218 @@
+"""One generation in progress: its tokens, its slot and blocks, and what ends it. Plain Python: no torch."""
+
+from __future__ import annotations
+
+import enum
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from tridecode.backend.base.errors import RequestError
+from tridecode.backend.engine.cache.sessions import SessionRow
+from tridecode.backend.wire.messages import TopLogProbs
+from tridecode.backend.wire.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from tridecode.backend.engine.prompt_tables.book import HeldPrompt
+    from tridecode.backend.engine.schedule.beams import BeamSearch
+    from tridecode.backend.engine.schedule.sequence_outputs import Extras
+
+
+class Finish(str, enum.Enum):
+    """Why a sequence ended; the door receives the value."""
+
+    END_ID = "end_id"
+    STOP_WORD = "stop_word"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+
+class Stage(enum.Enum):
+    WAITING = 0  # for a slot and blocks
+    PREFILL = 1  # has a slot; part of its known tokens is not in the cache yet
+    DECODE = 2
+    DRAINING = 3  # its last token is in flight
+    ENDED = 4
+    AWAITED = 5  # as DECODE, but its newest token is in flight and must be known first: of micro-batches
+
+
+@dataclass(eq=False)
+class SequenceGroup:
+    """The sequences that continue one prompt: one, and more when it forks (beams, n samples).
+
+    door, request: the receiver of their events. prompt: (n,) int32. priority: smaller is sooner; arrival
+    breaks ties. deadline: monotonic seconds. lora_name: of the adapter, "" for none; adapter: its number in
+    plans once it is loaded, -1 before and for none. learned: its table of virtual tokens (book.py),
+    None for none. session, row: of a session's round, the session's number within the door and what the
+    session keeps of the conversation. sequences: those that have not ended.
+    """
+
+    door: bytes
+    request: int
+    prompt: np.ndarray
+    priority: int
+    arrival: int
+    deadline: float
+    lora_name: str = ""
+    adapter: int = -1
+    learned: HeldPrompt | None = None
+    session: int = -1
+    row: SessionRow | None = None
+    sequences: list[Sequence] = field(default_factory=list)
+    num_forks: int = 0
+    #: samples that wait until the first sequence has computed the prompt
+    followers: list[Sequence] = field(default_factory=list)
+    has_samples: bool = False  # more than one sequence from the start
+    search: BeamSearch | None = None  # of a beam search; `sequences` are the beams that run
+    arrived: float = field(default_factory=time.monotonic)
+    queued_s: float = 0.0  # until its first admission; 0.0 before it, and once an event has told it
+
+    def admitted(self) -> None:
+        """A slot and blocks are assigned; the first time counts."""
+        if self.arrived:
+            self.queued_s, self.arrived = time.monotonic() - self.arrived, 0.0
+
+    def take_queued(self) -> float:
+        """Seconds in the queue, for the first event after the admission; 0.0 for later ones."""
+        queued_s, self.queued_s = self.queued_s, 0.0
+        return queued_s
+
+
+@dataclass(eq=False)
+class Sequence:
+    """State of one sequence. `in_flight` advances when a step is planned, `output` when it is committed.
+
+    index: of the sequence within its request, for its events. fork: 0, or its number among the group's forks.
+    prefill: tokens to compute before decoding: the prompt and, after a preemption, the output so far.
+    in_flight: tokens that planned steps will yield and that are not committed yet.
+    embedding: (C,) float32, the context embedding as far as it is summed, if the request wants one.
+    """
+
+    group: SequenceGroup
+    index: int
+    params: SamplingParams
+    fork: int = 0
+
+    output: list[int] = field(default_factory=list)
+    stage: Stage = Stage.WAITING
+    slot: int = -1
+    blocks: list[int] = field(default_factory=list)
+    prefill: int = 0
+    in_flight: int = 0
+    embedding: np.ndarray | None = None
+    embedding_done: bool = False
+    top: TopLogProbs | None = None  # of the token that is committed now
+    extras: Extras | None = None  # where it wants logits or metrics
+
+    def __post_init__(self) -> None:
+        self.prompt = self.group.prompt
+        self.order = (self.group.priority, self.group.arrival, self.fork)
+        self._end_ids = frozenset(self.params.end_ids)
+        self._longest_stop = max((len(word) for word in self.params.stop_words), default=0)
+        self.group.sequences.append(self)
+
+    @property
+    def num_known(self) -> int:
+        """Tokens whose ids the host knows."""
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def top_p(self) -> float:
+        """Its value now: decayed with every output token, reset by top_p_reset_id."""
+        params, top_p = self.params, self.params.top_p
+        if params.top_p_decay < 1.0:
+            for token in self.output:
+                reset = token == params.top_p_reset_id
+                top_p = params.top_p if reset else max(top_p * params.top_p_decay, params.top_p_min)
+        return top_p
+
+    def known_tokens(self) -> np.ndarray:
+        """(num_known,) int32: the prompt and the output so far."""
+        return (
+            np.concatenate([self.prompt, np.asarray(self.output, np.int32)]) if self.output else self.prompt
+        )
+
+    def append(self, token: int) -> Finish | None:
+        """Take a new token. Returns the reason if it ends the sequence."""
+        self.output.append(token)
+        return self._end_of(token)
+
+    def end_with(self, token: int) -> Finish | None:
+        """What `append` would return."""
+        self.output.append(token)
+        finish = self._end_of(token)
+        self.output.pop()
+        return finish
+
+    def _end_of(self, token: int) -> Finish | None:
+        params = self.params
+        if token in self._end_ids:
+            return Finish.END_ID
+        if self._longest_stop and self._stops():
+            return Finish.STOP_WORD
+        if len(self.output) >= params.max_tokens:
+            return Finish.LENGTH
+        return None
+
+    def _stops(self) -> bool:
+        """Whether the last tokens equal a stop word; it may begin in the prompt, as in FasterTransformer."""
+        tail = self.output[-self._longest_stop :]
+        if len(tail) < self._longest_stop:
+            missing = self._longest_stop - len(tail)
+            tail = self.prompt[max(len(self.prompt) - missing, 0) :].tolist() + tail
+        return any(
+            tail[-len(word) :] == word for word in self.params.stop_words if 0 < len(word) <= len(tail)
+        )
+
+    def take_embedding(self) -> bytes:
+        """The context embedding as float32 bytes, once, with the first token."""
+        if self.embedding is None or self.embedding_done:
+            return b""
+        self.embedding_done = True
+        return self.embedding.astype(np.float32).tobytes()
+
+    def take_top(self) -> list[TopLogProbs]:
+        """The most likely tokens of the committed step, for the event of its token."""
+        top, self.top = self.top, None
+        return [] if top is None else [top]
+
+    def split(self, index: int) -> Sequence:
+        """A sequence of the same group with the same tokens, without slot and blocks."""
+        self.group.num_forks += 1
+        child = Sequence(self.group, index, self.params, self.group.num_forks, self.output.copy())
+        child.embedding_done = True  # its parent's
+        child.extras = self.extras.split(self) if self.extras is not None else None
+        return child
+
+    def restart(self) -> None:
+        """Forget what was computed: all known tokens are computed again after the next admission."""
+        self.stage = Stage.WAITING
+        if not self.embedding_done:
+            self.embedding = None
+
+
+def no_token_error(sequence: Sequence) -> RequestError:
+    """Every id is impossible as the sequence's next token."""
+    return RequestError(
+        f"no token is possible after {len(sequence.prompt)} tokens of prompt and {len(sequence.output)} of "
+        "output: bad words, and end ids before min_tokens, exclude every id that the model allows"
+    )
+
+
+def add_samples(first: Sequence) -> None:
+    """The other samples of a prompt: sample i has the seed of the first plus i. They wait until the first has
+    computed the prompt."""
+    group, params = first.group, first.params
+    group.has_samples = True
+    for i in range(1, params.num_return_sequences):
+        seed = (params.seed + i) % 2**64
+        sample = Sequence(group, first.index + i, msgspec.structs.replace(params, seed=seed), i)
+        sample.embedding_done = True  # the first one's
+        if first.extras is not None:
+            sample.extras = first.extras.split(sample)
+        group.followers.append(sample)

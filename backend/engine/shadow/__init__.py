@@ -1,0 +1,1 @@
+"""Shadow runs: ended sequences scored again by a reference."""

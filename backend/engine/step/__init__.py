@@ -1,0 +1,1 @@
+"""A step: its plan, its way to other ranks, its buffers and CUDA graphs."""

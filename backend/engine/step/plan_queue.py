@@ -1,0 +1,54 @@
+"""The plans that a rank > 0 has received and not begun: its receiver thread. No torch."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import Protocol
+
+from tridecode.backend.engine.step.plan import StepPlan
+
+#: plans that are kept at most; rank 0 has fewer in flight
+_MOST = 64
+
+
+class End:
+    """In place of a plan: there are no more."""
+
+
+class Ranks(Protocol):
+    def broadcast_plan(self, plan: StepPlan | None) -> StepPlan | None: ...
+
+
+class PlanQueue:
+    """Receives plans in a thread from its creation on, until rank 0 sends the end or is gone.
+
+    The broadcast of plans has a process group of its own that no other thread uses.
+    """
+
+    def __init__(self, ranks: Ranks):
+        self._ranks = ranks
+        self._arrived: queue.Queue[StepPlan | End | BaseException] = queue.Queue(_MOST)
+        self._thread = threading.Thread(target=self._receive, name="plans", daemon=True)
+        self._thread.start()
+
+    def take(self, timeout_s: float | None = None) -> StepPlan | End | None:
+        """The next plan, or End; None if none arrives within timeout_s (None: for ever). Raises what the
+        receiver raised: TridecodeError for a damaged plan, RuntimeError if rank 0 is gone."""
+        try:
+            found = self._arrived.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if isinstance(found, BaseException):
+            raise found
+        if isinstance(found, End):
+            self._thread.join()
+        return found
+
+    def _receive(self) -> None:
+        try:
+            while (plan := self._ranks.broadcast_plan(None)) is not None:
+                self._arrived.put(plan)
+            self._arrived.put(End())
+        except BaseException as error:  # raised by `take`, in the thread that runs the steps
+            self._arrived.put(error)

@@ -1,0 +1,208 @@
+"""A plan on the device: one packed int32 buffer, copied at once, and a Batch of views into it.
+
+The views of a padded decode batch have fixed addresses, so that a captured CUDA graph reads the next plan
+from them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from tridecode.backend.engine.step.plan import StepPlan
+from tridecode.kernels.ops import Batch
+
+_ALIGN = 4  # int32 words: every view starts at 16 bytes
+
+
+class _Layout:
+    """Offsets, in int32 words, of a batch's arrays in the packed buffer."""
+
+    def __init__(self, tokens: int, rows: int, samples: int, columns: int):
+        sizes = {
+            "token_ids": tokens,
+            "positions": tokens,
+            "kv_slots": tokens,
+            "context_lens": rows,
+            "query_starts": rows + 1,
+            "sample_tokens": samples,
+            "sample_slots": samples,
+            "block_tables": rows * columns,
+        }
+        self.views: dict[str, tuple[int, int]] = {}
+        offset = 0
+        for name, size in sizes.items():
+            self.views[name] = (offset, offset + size)
+            offset += -(-size // _ALIGN) * _ALIGN
+        self.total = offset
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """The padded size of a step with prompts."""
+
+    decodes: int  # rows that decode one token
+    tokens: int  # of prompts
+    rows: int  # of prompts
+
+
+class StepBuffers:
+    """The packed buffer on the device and a ring of them on the host: a copy in flight is not overwritten."""
+
+    RING = 4
+
+    def __init__(
+        self, max_tokens: int, max_rows: int, max_columns: int, device: torch.device, ring: int = RING
+    ):
+        """ring: more than the plans in flight."""
+        words = _Layout(max_tokens, max_rows, max_rows, max_columns).total
+        self.max_columns, self.device = max_columns, device
+        pinned = device.type == "cuda"
+        self._host = [torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(ring)]
+        self._device = torch.zeros(words, dtype=torch.int32, device=device) if pinned else None
+        self._turn = 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the ring."""
+        return sum(buffer.nbytes for buffer in self._host)
+
+    @property
+    def device_bytes(self) -> int:
+        """Of the buffer on a GPU."""
+        return self._host[0].nbytes
+
+    def load(self, plan: StepPlan) -> Batch:
+        """The plan as it is, for a step that runs operation by operation.
+
+        A decoding row of several tokens runs as a chunk of a prompt: decode attention has one query a row.
+        """
+        layout = _Layout(plan.num_tokens, plan.num_rows, plan.num_samples, plan.block_tables.shape[1])
+        packed = self._fill(layout, plan, plan.num_tokens, plan.num_rows)
+        decodes = plan.num_decodes
+        if plan.query_starts[decodes] != decodes:
+            decodes = int(np.argmax(np.diff(plan.query_starts) > 1))
+        queries = np.diff(plan.query_starts[decodes:])
+        return self._batch(
+            layout,
+            packed,
+            plan.num_rows,
+            num_decodes=decodes,
+            max_query=int(queries.max(initial=0)),
+            max_context=int(plan.context_lens.max()),
+            fresh=bool((plan.context_lens[decodes:] == queries).all()),
+        )
+
+    def load_padded(self, plan: StepPlan, rows: int, max_context: int) -> Batch:
+        """A plan of decoding rows of one token, padded to `rows`. All plans of a size share the addresses."""
+        layout = _Layout(rows, rows, rows, self.max_columns)
+        packed = self._fill(layout, plan, rows, rows)
+        return self._batch(
+            layout, packed, rows, num_decodes=rows, max_query=0, max_context=max_context, fresh=False
+        )
+
+    def load_mixed(self, plan: StepPlan, shape: StepShape, max_context: int) -> Batch:
+        """A plan with prompts that fits into `shape`, padded to it. All plans of a shape share the addresses.
+
+        Decoding rows have one token. Every row has one sample, or none at the end of a chunk. The batch says
+        that prompts are fresh (Batch.fresh_prompts), which matters for an 8-bit cache.
+        """
+        tokens, rows = shape.decodes + shape.tokens, shape.decodes + shape.rows
+        layout = _Layout(tokens, rows, rows, self.max_columns)
+        packed = self._fill(layout, _spread(plan, shape.decodes), tokens, rows)
+        return self._batch(
+            layout,
+            packed,
+            rows,
+            num_decodes=shape.decodes,
+            max_query=shape.tokens,
+            max_context=max_context,
+            fresh=True,
+        )
+
+    def _fill(self, layout: _Layout, plan: StepPlan, tokens: int, rows: int) -> torch.Tensor:
+        """Write the plan into the next host buffer and start its copy. Padding reads and writes nothing."""
+        host = self._host[self._turn]
+        self._turn = (self._turn + 1) % len(self._host)
+        words = host.numpy()
+
+        def put(name: str, values: np.ndarray, padding: int) -> None:
+            start, stop = layout.views[name]
+            words[start : start + len(values)] = values
+            words[start + len(values) : stop] = padding
+
+        put("token_ids", plan.token_ids, 0)
+        put("positions", plan.positions, 0)
+        put("kv_slots", plan.kv_slots, -1)
+        put("context_lens", plan.context_lens, 0)
+        put("query_starts", plan.query_starts, int(plan.query_starts[-1]))
+        sample_tokens, sample_slots = _samples(plan)
+        put("sample_tokens", sample_tokens, 0)
+        put("sample_slots", sample_slots, -1)
+        start, stop = layout.views["block_tables"]
+        tables = words[start:stop].reshape(rows, -1)
+        tables[: plan.num_rows, : plan.block_tables.shape[1]] = plan.block_tables
+        tables[plan.num_rows :] = 0
+        if self._device is None:
+            return host
+        self._device[: layout.total].copy_(host[: layout.total], non_blocking=True)
+        return self._device
+
+    def _batch(
+        self,
+        layout: _Layout,
+        packed: torch.Tensor,
+        rows: int,
+        *,
+        num_decodes: int,
+        max_query: int,
+        max_context: int,
+        fresh: bool,
+    ) -> Batch:
+        views: dict[str, Any] = {name: packed[start:stop] for name, (start, stop) in layout.views.items()}
+        views["block_tables"] = views["block_tables"].view(rows, -1)
+        return Batch(
+            **views,
+            num_decodes=num_decodes,
+            max_query=max_query,
+            max_context=max_context,
+            fresh_prompts=fresh,
+        )
+
+
+def _samples(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
+    """(R,) index of each token that is sampled from, and (R,) its slot."""
+    counts, last = plan.samples, plan.query_starts[1:] - 1
+    if counts.max() > 1:
+        ends = np.cumsum(counts)
+        behind = np.repeat(ends, counts) - 1 - np.arange(ends[-1])  # tokens between it and the row's last
+        return np.repeat(last, counts) - behind, np.repeat(plan.slots, counts)
+    return (last, plan.slots) if counts.all() else (last[counts > 0], plan.slots[counts > 0])
+
+
+def _spread(plan: StepPlan, decodes: int) -> StepPlan:
+    """The plan with rows that read and write nothing behind its decoding rows, `decodes` of them in all."""
+    first, gap = plan.num_decodes, decodes - plan.num_decodes
+    if gap == 0:
+        return plan
+
+    def padded(values: np.ndarray, padding: int) -> np.ndarray:
+        rows = np.full((gap, *values.shape[1:]), padding, values.dtype)
+        return np.concatenate([values[:first], rows, values[first:]])
+
+    prompts = plan.query_starts[first + 1 :] + gap
+    return replace(
+        plan,
+        token_ids=padded(plan.token_ids, 0),
+        positions=padded(plan.positions, 0),
+        kv_slots=padded(plan.kv_slots, -1),
+        block_tables=padded(plan.block_tables, 0),
+        context_lens=padded(plan.context_lens, 0),
+        query_starts=np.concatenate([np.arange(decodes + 1, dtype=np.int32), prompts]),
+        slots=padded(plan.slots, -1),
+        samples=padded(plan.samples, 0),
+        num_decodes=decodes,
+    )

@@ -1,0 +1,61 @@
+"""The messages between the supervisor of node 0 and those of the other nodes.
+
+Each node reports all of its state every BEAT_S and at each change, and node 0 answers each report with all
+that it wants of the node. So a lost message is repaired by the next, after any break of the connection. Words
+of ranks (backend.messages) travel from the node to node 0 unchanged.
+"""
+
+from __future__ import annotations
+
+from typing import Optional, Union
+
+import msgspec
+
+from tridecode.backend.wire.messages import EngineBeat, RankDigest, RankFailed, RankProgress, RankReady
+
+NODE_PROTOCOL = 1
+
+
+class RankLife(msgspec.Struct, frozen=True, array_like=True):
+    """code: return code once the process has ended, as subprocess has it. state: the letter that ps shows."""
+
+    rank: int
+    pid: int
+    code: Optional[int]  # noqa: UP045  msgspec evaluates it, on Python 3.9 too
+    state: str
+
+
+class NodeReport(msgspec.Struct, frozen=True, tag="node"):
+    """A lending node, every BEAT_S. life: changes with each start of its supervisor. epoch: of its ranks, 0:
+    none. machine, visible: to tell nodes that share GPUs. error: why it could not start its ranks."""
+
+    node: int
+    size: int
+    life: str
+    host: str
+    identity: dict[str, str]
+    machine: str
+    visible: str
+    devices: int
+    epoch: int = 0
+    ranks: list[RankLife] = []
+    error: str = ""
+    protocol: int = NODE_PROTOCOL
+
+
+class NodeOrder(msgspec.Struct, frozen=True, tag="order"):
+    """What node 0 wants. life: of its supervisor. epoch: whose ranks shall run, 0: none. meeting: where they
+    join rank 0. first_device: of the node's first rank. detail: the engine's state, for the node's doors.
+    refusal: why the node is not accepted."""
+
+    life: str
+    epoch: int = 0
+    ranks: list[int] = []
+    world: int = 0
+    meeting: str = ""
+    first_device: int = 0
+    detail: str = ""
+    refusal: str = ""
+
+
+ToLeader = Union[NodeReport, RankReady, RankProgress, RankFailed, RankDigest, EngineBeat]

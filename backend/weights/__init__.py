@@ -1,0 +1,1 @@
+"""Weight directories: layout, manifest, reading at any parallel degree."""

@@ -1,0 +1,1 @@
+"""Values that cross processes, and their limits."""

@@ -1,0 +1,336 @@
+"""The messages between processes: door <-> engine, door <-> supervisor, engine <-> supervisor.
+
+Each is a msgspec struct, encoded as MessagePack with a tag, one message per zmq frame. Nothing here imports
+torch. A door has one DEALER socket to rank 0 of the engine (a ROUTER) and one to the supervisor.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional, Union
+
+import msgspec
+
+from tridecode.backend.wire.prompt_learning import LearnedPrompt, PromptLimits
+from tridecode.backend.wire.sampling_params import SamplingParams
+
+#: Raised when the meaning of any message changes; both ends compare it in Hello / Welcome.
+PROTOCOL = 5
+
+
+MAX_LORA_NAME = 128  # characters
+
+
+class SequenceRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One prompt and its sampling parameters: a group of params.num_sequences sequences in the events. An id
+    of the prompt from vocab_size on is a row of `learned`."""
+
+    prompt: bytes  # int32 token ids, little-endian
+    params: SamplingParams = SamplingParams()
+    lora_name: str = ""  # of the adapter; "": the base model
+    learned: Optional[LearnedPrompt] = None  # noqa: UP045  msgspec evaluates it, on Python 3.9 too
+
+
+# ---------------------------------------------------------------- door -> engine
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """First message of a door on a connection, to the engine and to the supervisor."""
+
+    door: str  # unique name of the door process, e.g. "ensemble:4711"
+    pid: int
+    server_pid: int  # the tritonserver that started the door
+    shm_region: str = ""  # name of the stub's shared memory region, unlinked if the server is killed
+    protocol: int = PROTOCOL
+
+
+class SessionRound(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The request is a round of a session: its rows go on from kept tokens, and are kept when it ends."""
+
+    session: int  # unique within the door
+    session_len: int  # tokens of the longest row at the end of the last round
+    kept: list[int] = []  # how many tokens of each row the round goes on from; []: the session begins
+    memory_len: int = 0  # only so many of the last tokens are attended to; 0: all
+    idle_s: float = 60.0  # the session ends when it has no round for so long
+    #: the kept tokens of each row, int32, little-endian, for an engine that does not have the session
+    history: list[bytes] = []
+
+
+class BeamStep(msgspec.Struct, frozen=True, array_like=True):
+    """One step of a beam search: the beams after it, best first.
+
+    parents: of each beam, its index after the step before; the first step's are 0. tokens: the token that the
+    beam adds to its parent, -1 for one that had ended before. log_probs: of these tokens, 0.0 for -1.
+    """
+
+    parents: list[int]
+    tokens: list[int]
+    log_probs: list[float]
+
+
+class Perf(msgspec.Struct, frozen=True, array_like=True):
+    """Times and cache blocks of one sequence. Times are ns since the Unix epoch; 0: it never came."""
+
+    arrival_ns: int
+    first_scheduled_ns: int
+    first_token_ns: int
+    last_token_ns: int
+    new_blocks: int
+    reused_blocks: int
+
+
+class Sent(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """The events of one sequence that its door has received, from an engine that has lost the sequence.
+
+    tokens: int32 token ids, little-endian. ended: its last event is among them; it is not computed again.
+    context_rows: rows of context logits. perf: the newest one. steps: of a beam search without a pool.
+    """
+
+    tokens: bytes = b""
+    ended: bool = False
+    context_rows: int = 0
+    perf: Optional[Perf] = None  # noqa: UP045  msgspec evaluates it, on Python 3.9 too
+    steps: list[BeamStep] = []
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
+    """A request of one or more sequences; it is accepted or refused as a whole.
+
+    sent: one for each sequence of the events, where an engine that is gone has begun the request: its
+    sequences continue behind what was sent, and it is not refused because the queue is full. []: a new
+    request.
+    """
+
+    request: int  # unique within the door
+    sequences: list[SequenceRequest]
+    priority: int = 0  # smaller is sooner
+    timeout_s: float = 0.0  # deadline, from arrival; 0: the engine's default
+    label: str = ""  # the client's request id, for logs
+    session: Union[SessionRound, None] = None  # noqa: UP007  # Python 3.9
+    sent: list[Sent] = []
+
+
+class EndSession(msgspec.Struct, frozen=True, tag="end_session"):
+    """The session's tokens and blocks are freed. Its last round has ended or is cancelled."""
+
+    session: int
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    request: int
+
+
+class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
+    """The door is being unloaded; its open requests are cancelled."""
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """Heartbeat of a door, every `PING_S`."""
+
+
+# ---------------------------------------------------------------- engine or supervisor -> door
+
+
+class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
+    """Answer to a message of an unknown door, which then sends Hello again.
+
+    The engine has none of the door's earlier requests: it was restarted, or it cancelled them after the door
+    had been silent for too long.
+    """
+
+
+# ---------------------------------------------------------------- engine -> door
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """The limits by which a door checks a request before it sends it."""
+
+    vocab_size: int
+    max_sequence_tokens: int  # prompt + new tokens
+    max_sequences: int
+    max_queued_requests: int
+    max_bad_word_tokens: int
+    max_stop_word_tokens: int
+    start_id: int
+    end_id: int
+    model_name: str
+    hidden_size: int = 0
+    request_timeout_s: float = 3600.0  # deadline of a request without one
+    prompts: PromptLimits = PromptLimits()
+    max_logits_bytes: int = 256 << 20  # of the logits that one request returns
+    more_end_ids: list[int] = []  # further tokens that end a text, as end_id does
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """Answer to Hello. Every rebuilt engine has a higher `epoch`; events of another epoch are ignored."""
+
+    epoch: int
+    limits: Limits
+    protocol: int = PROTOCOL
+
+
+class TopLogProbs(msgspec.Struct, frozen=True, array_like=True):
+    """The most likely tokens of one step, by the model's own logits; natural logarithms."""
+
+    log_prob: float  # of the chosen token
+    rank: int  # of the chosen token: how many tokens are at least as likely, itself included
+    ids: list[int]  # best first
+    log_probs: list[float]
+
+
+class EventExtra(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """What a request may want besides tokens; for sequences that want none, an event has none.
+
+    context_logits: (n, V) float32 bytes, of the next n positions of the prompt. generation_logits: (n, V)
+    float32 bytes, of the event's n tokens. Both as the model computed them, before temperature and penalties.
+    context_log_prob: of the next tokens of the prompt, its first one excepted. perf: so far, with each token.
+    """
+
+    context_logits: bytes = b""
+    generation_logits: bytes = b""
+    context_log_prob: float = 0.0
+    perf: Perf | None = None
+
+
+class Event(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """New tokens of one sequence, or its end, or both. The sequences of a request are those of its first
+    prompt, then those of the second, and so on."""
+
+    request: int
+    sequence: int  # index within the request
+    tokens: list[int] = []
+    log_probs: list[float] = []
+    finish: str = ""  # "", "end_id", "stop_word", "length", "cancelled", "deadline", "error"
+    error: str = ""
+    code: str = ""  # Triton status code of the error
+    context_embedding: bytes = b""  # (hidden,) float32, with the first event only
+    top_log_probs: list[TopLogProbs] = []  # one per token, where SamplingParams.top_log_probs is set
+    extra: EventExtra | None = None
+    #: of a beam search without a pool, which has no other tokens
+    beams: Optional[BeamStep] = None  # noqa: UP045  msgspec evaluates it, on Python 3.9 too
+    queued_s: float = 0.0  # with the first tokens of a prompt: how long it waited for a slot and blocks
+
+
+class Events(msgspec.Struct, frozen=True, tag="events"):
+    epoch: int
+    events: list[Event]
+
+
+class EngineBeat(msgspec.Struct, frozen=True, tag="beat"):
+    """Heartbeat every `BEAT_S`: of every rank to the supervisor, of rank 0 to every door.
+
+    busy_s: seconds since the running step began; 0 between steps. A rank that beats but stays busy longer
+    than step_timeout_s is stuck. waits: the exchange with other ranks that it waits in, or the
+    synchronisation with its GPU; "" for none. asleep_s: for how long its loop has slept without a reason
+    (supervisor.loop_watch), in the line of Python `asleep_in`. digest: RankDigest.tokens after `digest_steps`
+    steps, of an engine of several ranks.
+    """
+
+    epoch: int
+    rank: int
+    steps: int
+    busy_s: float
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
+    metrics: dict[str, float] = {}  # counters and gauges of backend.metrics, by name
+    waits: str = ""
+    digest_steps: int = 0
+    digest: int = 0
+    asleep_s: float = 0.0
+    asleep_in: str = ""
+
+
+# ---------------------------------------------------------------- supervisor -> door
+
+
+class EngineState(msgspec.Struct, frozen=True, tag="state"):
+    """The engine's state: sent to a door after Hello, on each change, and every `BEAT_S`.
+
+    phase: "starting", "ready", "down" (a new engine will be started), "failed" (none will be started until
+    something changes), "stopping", "lending" (this node runs ranks for node 0, which answers requests).
+    detail: the reason, or the progress of a start.
+    """
+
+    epoch: int
+    phase: str
+    detail: str
+    endpoint: str  # zmq address of rank 0
+
+
+# ---------------------------------------------------------------- rank -> supervisor
+
+
+class RankReady(msgspec.Struct, frozen=True, tag="rank_ready"):
+    epoch: int
+    rank: int
+
+
+class RankProgress(msgspec.Struct, frozen=True, tag="rank_progress"):
+    """Progress of a starting rank, to diagnose a start that hangs. waits_for: the ranks that it waits for."""
+
+    epoch: int
+    rank: int
+    what: str
+    waits_for: list[int] = []
+
+
+class RankFailed(msgspec.Struct, frozen=True, tag="rank_failed"):
+    """fatal: a restart would fail in the same way (a wrong setting, a missing file).
+
+    cause: "self"; "peer": an exchange with another rank broke, and the cause is probably there; "group": the
+    error names the ranks.
+    """
+
+    epoch: int
+    rank: int
+    error: str
+    fatal: bool
+    cause: str = "self"
+
+
+class RankDigest(msgspec.Struct, frozen=True, tag="rank_digest"):
+    """Digests (CRC-32) of what a rank did in its first `steps` steps. After the same steps all ranks have the
+    same tokens, and the tensor ranks of one stage the same state; -1: not known."""
+
+    epoch: int
+    rank: int
+    steps: int
+    tokens: int
+    stage: int = 0
+    state: int = -1
+
+
+# ---------------------------------------------------------------- supervisor -> rank
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """Exit now, without draining and without a word to the doors, which the supervisor has told."""
+
+
+BEAT_S = 0.25  # heartbeats of ranks and of the supervisor
+PING_S = 1.0  # heartbeats of doors
+SILENCE_S = 3.0  # a rank that is silent for longer counts as dead
+
+ToEngine = Union[Hello, Submit, Cancel, EndSession, Goodbye, Ping]
+FromEngine = Union[Welcome, Events, EngineBeat, Unknown]
+ToSupervisor = Union[Hello, Ping, Goodbye, RankReady, RankProgress, RankFailed, RankDigest, EngineBeat]
+FromSupervisor = Union[EngineState, Stop, Unknown]
+
+_encoder = msgspec.msgpack.Encoder()
+_decoders: dict[object, msgspec.msgpack.Decoder] = {}
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(frame: bytes, expected: object) -> Any:
+    """Decode one frame into a member of the union `expected`; msgspec.DecodeError for any other frame."""
+    decoder = _decoders.get(expected)
+    if decoder is None:
+        decoder = _decoders[expected] = msgspec.msgpack.Decoder(expected)
+    try:
+        return decoder.decode(frame)
+    except UnicodeDecodeError as error:  # msgspec passes it on as it is
+        raise msgspec.DecodeError(f"a text is not UTF-8: {error}") from None

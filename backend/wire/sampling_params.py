@@ -1,0 +1,159 @@
+"""The sampling parameters: one row each, and nothing else repeats a row.
+
+A row is a field of SamplingParams: type, neutral value, meaning and range. From the rows follow the message
+that carries them, the range check of doors and engine, the input tensors of a contract that has no name of
+its own for a parameter (`doors/contracts`), the options of `tridecode generate` and a table in
+docs/requests.md. The per-slot struct of the kernels has columns of the same names.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, get_args, get_type_hints
+
+import msgspec
+
+
+@dataclass(frozen=True)
+class Range:
+    """Values from low to high, both included; wanted: the same in words, for errors and documentation."""
+
+    low: float
+    high: float
+    wanted: str
+
+
+#: tokens of a step; vLLM's default limit
+MAX_TOP_LOG_PROBS = 20
+#: a temperature below counts as 0, as in vLLM: logits divided by it could overflow float32
+GREEDY_BELOW = 1e-5
+_ABOVE_0 = math.ulp(0.0)
+_COUNT = Range(0, 2**31 - 1, "0 to 2**31 - 1")  # an int32 of the engine holds it
+_TOP_K = Range(0, 2**31 - 1, "0 (the whole vocabulary) to 2**31 - 1")
+_SEED = Range(0, 2**64 - 1, "0 to 2**64 - 1")
+_FRACTION = Range(_ABOVE_0, 1.0, "a number in (0, 1]")
+#: smaller factors could make a logit infinite; a little below 1e-6, because FP32 holds 1e-6 as 9.9999999e-07
+_FACTOR = Range(9.9999e-7, 1e6, "a number from 1e-6 to 1e6")
+_DIVISOR = Range(0.0, 1e6, "a number from 0 to 1e6")
+_PENALTY = Range(-1e6, 1e6, "a number from -1e6 to 1e6")
+MAX_BEAMS = 64
+#: tokens that may end a sequence; csrc/sampling_state.h has as many columns
+MAX_END_IDS = 16
+_BEAMS = Range(1, MAX_BEAMS, f"1 to {MAX_BEAMS}")
+_RETURNED = Range(0, MAX_BEAMS, f"0 (every beam, else 1) to {MAX_BEAMS}")
+_EXPONENT = Range(-16.0, 16.0, "a number from -16 to 16")
+_EARLY_STOPPING = Range(0, 2, "0 (by a heuristic), 1 (as soon as all are found) or 2 (never)")
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How one sequence chooses its tokens. One vocabulary for every door; `check` compares with the ranges.
+
+    The order of operations is FasterTransformer's: bad words, temperature, repetition / presence / frequency
+    penalty, min_tokens, top-k, then top-p within what top-k left. `top_k == 1` or a temperature
+    below GREEDY_BELOW is greedy.
+
+    beam_width above 1 is beam search (beams.py), where top_k, top_p and seed have no effect.
+    Else num_return_sequences n samples n sequences of one prompt: sample i is what the seed plus i, modulo
+    2**64, gives alone.
+    """
+
+    max_tokens: Annotated[int, "maximum number of new tokens", _COUNT] = 16
+    min_tokens: Annotated[int, "number of new tokens before which end tokens are impossible", _COUNT] = 0
+    temperature: Annotated[float, "softmax temperature; below 1e-5: greedy", _DIVISOR] = 1.0
+    top_k: Annotated[int, "sample from the k most likely tokens; 0: from all", _TOP_K] = 1
+    top_p: Annotated[float, "nucleus (top-p) probability mass; 1 keeps all tokens", _FRACTION] = 1.0
+    top_p_decay: Annotated[float, "factor on `top_p` after each token, without top-k", _FRACTION] = 1.0
+    top_p_min: Annotated[float, "lower bound of a decaying `top_p`", _FRACTION] = 1e-6
+    top_p_reset_id: Annotated[int, "token that resets a decaying `top_p`; -1: none"] = -1
+    repetition_penalty: Annotated[float, "above 1: tokens that occurred become less likely", _FACTOR] = 1.0
+    presence_penalty: Annotated[float, "subtracted once from a logit if its token occurred", _PENALTY] = 0.0
+    frequency_penalty: Annotated[float, "subtracted from a token's logit per occurrence", _PENALTY] = 0.0
+    count_prompt: Annotated[bool, "the penalties count tokens of the prompt, too"] = True
+    seed: Annotated[int, "the same seed gives the same answer", _SEED] = 0
+    beam_width: Annotated[int, "beams of a beam search; 1: none", _BEAMS] = 1
+    len_penalty: Annotated[float, "beams compare log probability / length ** this", _EXPONENT] = 0.0
+    beam_search_diversity_rate: Annotated[
+        float, "added to a candidate's score per rank within its beam, modulo the beams", _PENALTY
+    ] = 0.0
+    early_stopping: Annotated[int, "when a pool of found beams is final", _EARLY_STOPPING] = 1
+    num_return_sequences: Annotated[int, "answers to one prompt: samples or best beams", _RETURNED] = 0
+    beam_pool: Annotated[bool, "ended beams leave the beam for a pool, as in transformers"] = False
+    end_id: Annotated[int, "token that ends the sequence and stays in the output; -1: none"] = -1
+    more_end_ids: Annotated[list[int], "further tokens that end it as `end_id` does"] = []
+    stop_words: Annotated[list[list[int]], "sequences of ids that end the output and stay in it"] = []
+    bad_words: Annotated[list[list[int]], "sequences of ids that are never generated"] = []
+    return_log_probs: Annotated[bool, "return the log probability of each new token"] = False
+    top_log_probs: Annotated[int, "return the n most likely tokens of each step; -1: none"] = -1
+    return_context_embedding: Annotated[
+        bool, "return the last layer's output, before the final norm, summed over the prompt"
+    ] = False
+    return_context_logits: Annotated[bool, "return the logits at each token of the prompt"] = False
+    return_generation_logits: Annotated[bool, "return the logits that each new token is chosen from"] = False
+    return_context_log_prob: Annotated[bool, "return the log probability of the prompt"] = False
+    return_perf_metrics: Annotated[bool, "return times and cache blocks of the sequence"] = False
+
+    @property
+    def divisor(self) -> float:
+        """What logits are divided by before the softmax; 0.0: greedy, they are not divided."""
+        return 0.0 if self.temperature < GREEDY_BELOW else self.temperature
+
+    @property
+    def end_ids(self) -> list[int]:
+        """The tokens that end the sequence, and are impossible before min_tokens."""
+        return [token for token in (self.end_id, *self.more_end_ids) if token >= 0]
+
+    @property
+    def num_slots(self) -> int:
+        """Batch slots of the prompt's group once all its sequences run."""
+        return self.beam_width if self.beam_width > 1 else max(1, self.num_return_sequences)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of the prompt's group in the engine's events. Beams that compete to the end are one
+        sequence, whose events have the steps of all of them."""
+        if self.beam_width == 1:
+            return max(1, self.num_return_sequences)
+        return (self.num_return_sequences or self.beam_width) if self.beam_pool else 1
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One row. range: None where a check needs more than the value, as for a token id."""
+
+    name: str
+    type: type
+    default: Any
+    meaning: str
+    range: Range | None
+
+
+@cache
+def parameters(table: type[SamplingParams] = SamplingParams) -> tuple[Parameter, ...]:
+    """The rows of a table, in order."""
+    hints = get_type_hints(table, include_extras=True)
+    found = []
+    for field in msgspec.structs.fields(table):
+        kind, meaning, *limits = get_args(hints[field.name])
+        found.append(Parameter(field.name, kind, field.default, meaning, limits[0] if limits else None))
+    return tuple(found)
+
+
+@cache
+def _ranges(table: type[SamplingParams]) -> tuple[tuple[str, float, float, str], ...]:
+    return tuple((p.name, p.range.low, p.range.high, p.range.wanted) for p in parameters(table) if p.range)
+
+
+def check(params: SamplingParams) -> str | None:
+    """None, or one sentence: which field is out of its range, what was found and what was wanted."""
+    for name, low, high, wanted in _ranges(type(params)):
+        value = getattr(params, name)
+        if not low <= value <= high:  # a NaN compares false, so it is refused too
+            return f"{name} is {value}; wanted {wanted}"
+    if len(params.end_ids) > MAX_END_IDS:
+        return f"end_id and more_end_ids are {len(params.end_ids)} tokens; wanted {MAX_END_IDS} at most"
+    if params.num_return_sequences > params.beam_width > 1:
+        found = f"num_return_sequences is {params.num_return_sequences}"
+        return f"{found}; wanted at most beam_width, {params.beam_width}"
+    return None

@@ -1,0 +1,1 @@
+"""Stored formats of weights and of the KV cache."""
