@@ -431,7 +431,7 @@ class Scheduler:
         code: str = "",
     ) -> None:
         group, embedding, extra = sequence.group, b"", None
-        if sequence.embedding is not None:
+        if sequence.embedding is not None and (tokens or finish):  # else a chunk of the prompt may be missing
             embedding = sequence.take_embedding()
         if sequence.extras is not None:
             extra = sequence.extras.take(sequence.params, bool(tokens), bool(finish))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.backend.engine.offline_models import hf_greedy, offline_engine, prompts_of
+from tests.backend.engine.offline_models import context_embedding, hf_greedy, offline_engine, prompts_of
 from tests.backend.engine.toy_device import DOOR, VOCAB, Run, expected, limits
 from tests.backend.hf_models import gpt2, llama
 from tridecode.backend.base.errors import CapacityError, RequestError
@@ -173,6 +173,21 @@ def test_greedy_tokens_are_transformers_own(make) -> None:
     (found,) = moved(model, sequences, 8)
     for index, prompt in enumerate(prompts):
         assert found["tokens", index] == hf_greedy(model, prompt, 17)[0]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_logits_of_a_prompt_do_not_take_its_embedding_along(steps: int) -> None:
+    """The first chunk of a prompt has an event of its own, when its embedding is not complete."""
+    model = llama()
+    (prompt,) = prompts_of([40], model.config.vocab_size)
+    params = SamplingParams(max_tokens=5, return_context_embedding=True, return_context_logits=True)
+    sequences = [[SequenceRequest(np.array(prompt, "<i4").tobytes(), params)]]
+    (found,) = moved(model, sequences, steps)
+    (embedding,) = found["embeddings", 0]
+    np.testing.assert_allclose(
+        np.frombuffer(embedding, np.float32), context_embedding(model, prompt), atol=1e-3
+    )
+    assert len(b"".join(found["context", 0])) == 4 * 40 * model.config.vocab_size
 
 
 def test_a_stop_word_may_begin_before_the_death_and_end_after_it() -> None:
