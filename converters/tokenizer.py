@@ -19,9 +19,10 @@ from transformers import (
 
 from tridecode.backend.base.errors import CheckpointError
 from tridecode.converters.checkpoint import Checkpoint
-from tridecode.converters.files import MAX_JSON_BYTES, read_json, require_file
+from tridecode.converters.files import MAX_JSON_BYTES, MAX_SETTINGS_BYTES, read_json, require_file
 from tridecode.converters.gguf_tokenizer import is_tokenizer, load_gguf_tokenizer
 from tridecode.converters.sentencepiece_tokenizer import MODEL_FILE, load_sentencepiece
+from tridecode.converters.tokenizer_limits import check_tokenizer_files
 
 _CLEAN_UP = "clean_up_tokenization_spaces"
 #: any of these sets makes a tokenizer
@@ -65,9 +66,9 @@ def load_tokenizer(checkpoint: Checkpoint, override: Path | None = None) -> PreT
         if not _has_tokenizer_files(directory):
             wanted = "tokenizer.json, tokenizer.model, or vocab.json and merges.txt"
             raise CheckpointError(f"{directory} has no tokenizer; wanted {wanted}")
-        for name in {name for names in _SOURCES for name in names}.union(_COMPANIONS):
-            if (directory / name).exists():
-                require_file(directory / name, MAX_JSON_BYTES)
+        check_tokenizer_files(directory)
+        if (directory / "chat_template.jinja").exists():
+            require_file(directory / "chat_template.jinja", MAX_SETTINGS_BYTES)
         return _load_directory(directory)
     return load_gguf_tokenizer(checkpoint.gguf_fields, checkpoint.path)
 
@@ -93,6 +94,11 @@ def _load(directory: Path, kind: type = AutoTokenizer, **kwargs) -> PreTrainedTo
         )
     except Exception as error:  # transformers and tokenizers raise bare Exception among others
         reason = " ".join(str(error).split())
+        if "is not an instance of" in reason or "cannot be converted" in reason:
+            reason += (
+                "; its model is of another kind than tokenizer_class of tokenizer_config.json needs: correct "
+                "the class, e.g. PreTrainedTokenizerFast"
+            )
         raise CheckpointError(f"transformers cannot read the tokenizer of {directory}: {reason}") from None
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise CheckpointError(f"the tokenizer of {directory} has no form that the tokenizers library runs")
@@ -119,10 +125,24 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, source: Path | None, dire
     written.no_padding()
     written.save(str(directory / "tokenizer.json"))
     for probe in PROBES:
-        wanted, found = tokenizer(probe).input_ids, written.encode(probe).ids
+        wanted, found = _both(tokenizer, written, probe, source or directory)
         if found != wanted:
             raise CheckpointError(f"tokenizer.json splits {probe!r} into {found}; transformers into {wanted}")
     return written
+
+
+def _both(
+    tokenizer: PreTrainedTokenizerBase, written: Tokenizer, text: str, where: Path
+) -> tuple[list[int], list[int]]:
+    """The ids of transformers' tokenizer and of the written one. CheckpointError for one that cannot encode,
+    e.g. because its vocabulary lacks its unk token."""
+    try:
+        return tokenizer(text).input_ids, written.encode(text).ids
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # `tokenizers` raises bare Exception, and PanicException for a pattern
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"the tokenizer of {where} cannot encode {text!r}: {reason}") from None
 
 
 def _is_rebuilt(tokenizer: PreTrainedTokenizerBase, source: Path) -> bool:

@@ -201,6 +201,7 @@ def build_repo(
             source = Path(tokenizer) if tokenizer is not None else checkpoint.tokenizer_dir
             written = save_tokenizer(hf_tokenizer, source, tokenizer_file.parent)
             _check_vocabulary(written, config, console)
+            _check_end(written, hf_tokenizer.eos_token, checkpoint.eos_ids, console)
         why = _no_comparison(compared, config) if parity else ""
         if why:
             _say_unproven(why, planned, compared, weights, staging, tokenizer_file, console)
@@ -284,6 +285,18 @@ def _check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, console: Consol
             f"the tokenizer adds ids up to {size - 1}; {last}, and a prompt with such an id will be refused"
         )
         console.print(f"[yellow]warning[/]: {found}")
+
+
+def _check_end(tokenizer: Tokenizer, token: str | None, end_ids: list[int], console: Console) -> None:
+    """Warn where the tokenizer's end token is not one of the model's end ids."""
+    found = tokenizer.token_to_id(str(token)) if token is not None else None
+    if found is not None and end_ids and found not in end_ids:
+        wanted = ", ".join(map(str, end_ids[:10]))
+        console.print(
+            f"[yellow]warning[/]: the tokenizer's eos_token is {str(token)[:60]!r}, id {found}; texts end at "
+            f"{wanted} (generation_config.json, else config.json), and the model may not stop at {found}",
+            markup=True,
+        )
 
 
 def _prove(

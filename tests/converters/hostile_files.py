@@ -469,21 +469,6 @@ def _split(pattern: str) -> Callable[[dict], None]:
     return change
 
 
-def _growing(state: dict) -> None:
-    """Normalisers that double the text again and again."""
-    step = {"type": "Replace", "pattern": {"Regex": "."}, "content": "xx"}
-    state["normalizer"] = {"type": "Sequence", "normalizers": [step] * 40}
-
-
-def _growing_output(state: dict) -> None:
-    step = {"type": "Replace", "pattern": {"Regex": "."}, "content": "xx"}
-    state["decoder"] = {"type": "Sequence", "decoders": [step] * 40}
-
-
-def _long_token(state: dict) -> None:
-    state["model"]["vocab"]["x" * (30 << 20)] = max(state["model"]["vocab"].values()) + 1
-
-
 def _named(name: str, content: Callable[[], bytes]) -> Maker:
     def make(folder: Path) -> Path:
         tiny_tokenizer().save_pretrained(folder)
@@ -534,12 +519,6 @@ TOKENIZERS = {
     "50,000 parts of a template": _tokenizer(_template_parts),
     "150,000 added tokens": _tokenizer(_added_tokens),
     "a pattern that backtracks": _tokenizer(_split(r"((\w|\s)*)*\d\d\d\d\d\d\d\d$")),
-    "another pattern that backtracks": _tokenizer(_split(r"(a|a|\w|\w)*(\w+)*(.|.)*(.+)*Q")),
-    "a pattern of 10 MB": _tokenizer(_split("(?:" + "a|" * (5 << 20) + "b)")),
-    "a pattern that repeats": _tokenizer(_split(r"((((.{1000}){1000}){1000}){1000})")),
-    "a normaliser that doubles": _tokenizer(_growing),
-    "a decoder that doubles": _tokenizer(_growing_output),
-    "a token of 30 MB": _tokenizer(_long_token),
     "60 MB of objects": _named("tokenizer.json", lambda: b'{"a":[' + b"{}," * (20 << 20) + b"{}]}"),
     "60 MB of nesting": _named("tokenizer.json", lambda: b"[" * (60 << 20)),
     "60 MB of settings": _named(

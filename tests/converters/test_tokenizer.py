@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from tokenizers import Tokenizer, normalizers
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models, normalizers
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 
 from tests.checkpoints import TEXTS, save, tiny_gpt2, tiny_llama, tiny_tokenizer
 from tridecode.backend.base.errors import CheckpointError
 from tridecode.converters.checkpoint import open_checkpoint
+from tridecode.converters.sources import Checkpoint
 from tridecode.converters.tokenizer import PROBES, load_tokenizer, save_tokenizer
 from tridecode.converters.vocabulary import vocabulary_size
 
@@ -138,7 +139,7 @@ def test_another_directorys_tokenizer_can_be_taken(tmp_path, llama):
 
 def test_a_damaged_tokenizer_is_named(gpt2):
     (gpt2 / "tokenizer.json").write_text("{")
-    with pytest.raises(CheckpointError, match=f"transformers cannot read the tokenizer of {gpt2}"):
+    with pytest.raises(CheckpointError, match=f"{gpt2}.*tokenizer.json is not valid JSON"):
         load_tokenizer(open_checkpoint(gpt2))
 
 
@@ -156,3 +157,26 @@ def test_the_vocabulary_ends_after_the_largest_id():
     assert vocabulary_size(tokenizer) == 331
     tokenizer.add_special_tokens(["<new>"])
     assert (vocabulary_size(tokenizer), vocabulary_size(tokenizer, with_added_tokens=False)) == (332, 331)
+
+
+def test_a_tokenizer_without_its_unk_token_is_one_clear_error(tmp_path):
+    model = models.WordLevel({"the": 0}, unk_token="<unk>")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model)).save_pretrained(tmp_path / "hf")
+    checkpoint = Checkpoint(
+        tmp_path / "hf", PreTrainedConfig(), None, None, [], tokenizer_dir=tmp_path / "hf"
+    )
+    with pytest.raises(CheckpointError, match="hf cannot encode .*: .*(UNK|unk)") as caught:
+        save_tokenizer(load_tokenizer(checkpoint), tmp_path / "hf", tmp_path / "out")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_of_another_kind_than_its_class_is_one_clear_error(tmp_path):
+    folder = tmp_path / "hf"
+    tiny_tokenizer().save_pretrained(folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    for name in ("T5Tokenizer", "XLMRobertaTokenizer"):  # of Unigram models; this one is BPE
+        (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "tokenizer_class": name}))
+        checkpoint = Checkpoint(folder, PreTrainedConfig(), None, None, [], tokenizer_dir=folder)
+        with pytest.raises(CheckpointError, match="of another kind than tokenizer_class") as caught:
+            save_tokenizer(load_tokenizer(checkpoint), folder, tmp_path / "out")
+        assert "\n" not in str(caught.value)

@@ -20,7 +20,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from tests.checkpoints import CORE, FAMILIES, greedy, save, tiny_bloom, tiny_gpt2, tiny_llama
+from tests.checkpoints import CORE, FAMILIES, greedy, save, tiny_bloom, tiny_gpt2, tiny_llama, tiny_tokenizer
 from tridecode.backend.base.errors import CheckpointError, ConfigError
 from tridecode.backend.configuration.config import read_engine_config
 from tridecode.backend.configuration.engine_config_file import checkpoint_dir, read_engine_parameters
@@ -29,7 +29,7 @@ from tridecode.backend.models import read_model_config
 from tridecode.converters import parity as parity_module
 from tridecode.converters import writer
 from tridecode.tools import build_repo as build_repo_module
-from tridecode.tools.build_repo import build_repo
+from tridecode.tools.build_repo import _check_end, build_repo
 from tridecode.tools.check_repo import check_repo
 
 
@@ -376,3 +376,13 @@ def test_sizes_of_a_config_are_limited_before_anything_is_made_of_them(tmp_path,
         build_repo(source, tmp_path / "repo")
     assert time.process_time() - started < 10 and "\n" not in str(caught.value)
     assert not (tmp_path / "repo").exists()
+
+
+@pytest.mark.parametrize(("end_ids", "warned"), [([2], False), ([5, 2], False), ([5, 7], True), ([], False)])
+def test_an_eos_token_that_does_not_end_texts_is_warned_of(capsys, end_ids, warned) -> None:
+    tokenizer = tiny_tokenizer()
+    token = tokenizer.convert_ids_to_tokens(2)
+    _check_end(tokenizer.backend_tokenizer, token, end_ids, Console(width=300))
+    said = capsys.readouterr().out
+    wanted = f"the tokenizer's eos_token is {token!r}, id 2; texts end at 5, 7 (generation_config.json"
+    assert (wanted in said) == warned and bool(said) == warned
