@@ -26,6 +26,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "nextn_predict_layers": (0,),
     "residual_scale": (0.0, 1.0),
     "rope.dimension_sections": (),
+    "rope.freq_base_swa": (10000.0,),
     "rope.scaling.alpha": (0.0,),
     "rope.scaling.yarn_attn_factor": (1.0,),
     "rope.scaling.yarn_ext_factor": (-1.0, 1.0),

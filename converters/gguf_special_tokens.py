@@ -30,10 +30,21 @@ def looks_like_control(token: str) -> bool:
     return token in _ENDS or token in _FILL
 
 
+#: by tokenizer.ggml.model: ids that llama.cpp takes where a file names none
+DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}}
+
+
+def named_id(fields: Mapping[str, Any], key: str) -> int | None:
+    """tokenizer.ggml.<key>_token_id, or llama.cpp's default; None without either, or for no number."""
+    default = DEFAULT_IDS.get(str(fields.get("tokenizer.ggml.model")), {}).get(key)
+    found = fields.get(f"tokenizer.ggml.{key}_token_id", default)
+    return found if isinstance(found, int) and not isinstance(found, bool) else None
+
+
 def end_ids(fields: Mapping[str, Any]) -> list[int]:
     """The ids that end a text, the one of eos_token_id first: those of keys, and control tokens by text."""
-    named = [fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
-    found = [int(number) for number in named if isinstance(number, int)]
+    named = [named_id(fields, key) for key in ("eos", "eot", "eom")]
+    found = [number for number in named if number is not None]
     tokens, types = (fields.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     if isinstance(tokens, list) and isinstance(types, list):
         pairs = enumerate(zip(tokens, types))

@@ -17,7 +17,7 @@ from transformers.convert_slow_tokenizer import generate_merges
 
 from tridecode.backend.base.errors import CheckpointError, UnsupportedError
 from tridecode.converters.gguf_pre_tokenizers import DEFAULT, PRE_TOKENIZERS, PreTokenizer
-from tridecode.converters.gguf_special_tokens import looks_like_control
+from tridecode.converters.gguf_special_tokens import looks_like_control, named_id
 
 _PREFIX = "tokenizer.ggml."
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # gguf.TokenType
@@ -25,8 +25,6 @@ _SPACE = "▁"
 #: tokenizer.ggml.model of the two kinds that are rebuilt
 _BPE, _SENTENCEPIECE = "gpt2", "llama"
 _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-#: ids that llama.cpp takes where a file names none
-_DEFAULT_IDS = {_SENTENCEPIECE: {"bos": 1, "eos": 2, "unknown": 0}}
 _READ = {
     *("model", "pre", "tokens", "token_type", "scores", "merges", "add_bos_token", "add_eos_token"),
     "add_space_prefix",
@@ -61,7 +59,7 @@ def load_gguf_tokenizer(fields: Mapping[str, Any], path: Path) -> PreTrainedToke
             f"{_SENTENCEPIECE}: name the folder of the original tokenizer (--tokenizer)"
         )
     _add_special_tokens(tokenizer, held, str(fields.get("general.name", "")))
-    special = {name: held.special(key, kind) for key, name in _SPECIAL.items()}
+    special = {name: held.special(key) for key, name in _SPECIAL.items()}
     bos = _added(fields, "add_bos_token", default_bos, special["bos_token"], path)
     eos = _added(fields, "add_eos_token", False, special["eos_token"], path)
     if bos or eos:
@@ -72,7 +70,9 @@ def load_gguf_tokenizer(fields: Mapping[str, Any], path: Path) -> PreTrainedToke
     template = fields.get("tokenizer.chat_template")
     if isinstance(template, str):
         named["chat_template"] = template
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **named)
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **named)
+    made.name_or_path = str(path)  # tells the comparison whose tokenizer it is
+    return made
 
 
 def tokenizer_notes(fields: Mapping[str, Any]) -> list[str]:
@@ -119,11 +119,10 @@ class _Vocabulary:
             )
         return found
 
-    def special(self, key: str, kind: str) -> str | None:
+    def special(self, key: str) -> str | None:
         """The token of tokenizer.ggml.<key>_token_id; an id that the vocabulary lacks is left out."""
-        number = self._fields.get(f"{_PREFIX}{key}_token_id", _DEFAULT_IDS.get(kind, {}).get(key))
-        fits = isinstance(number, int) and 0 <= number < len(self.tokens)
-        return self.tokens[number] if fits else None
+        number = named_id(self._fields, key)
+        return None if number is None or not 0 <= number < len(self.tokens) else self.tokens[number]
 
 
 def _byte_level(held: _Vocabulary, fields: Mapping[str, Any], path: Path) -> tuple[Tokenizer, bool]:
@@ -163,7 +162,7 @@ def _pair(merge: str) -> tuple[str, str]:
 def _sentencepiece(held: _Vocabulary, fields: Mapping[str, Any], path: Path) -> Tokenizer:
     """A BPE of sentencepiece, whose merges follow from the tokens' scores."""
     scores = dict(zip(held.tokens, map(float, held.scores)))
-    unknown = held.special("unknown", _SENTENCEPIECE)
+    unknown = held.special("unknown")
     model = models.BPE(
         held.ids, generate_merges(held.ids, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True
     )

@@ -89,7 +89,8 @@ class Parity:
     of transformers' own runs in two precisions; None if it was not measured, as the usual bound held. text:
     of given texts, which must be within the same bound, or floor. tokenizer_round_trip: None without a
     tokenizer. reference: device, dtype, `of`: its checkpoint or weight directory, `independent`: false for a
-    weight directory, which the same reader has read, and `vocab_size` where the models' sizes differ.
+    weight directory, which the same reader has read, `tensors`: who read those of a GGUF file, and
+    `vocab_size` where the models' sizes differ.
     foreign_tokens: greedy tokens that the reference does not have.
     """
 
@@ -206,8 +207,9 @@ def check_parity(
     tokenizer, compared_tokenizer = None, TokenizerParity()
     if tokenizer_file is not None:
         tokenizer = Tokenizer.from_file(str(tokenizer_file))
+        source_tokenizer = source_tokenizer or load_tokenizer(checkpoint)
         compared_tokenizer = compare_tokenizers(
-            tokenizer_file.parent, tokenizer, source_tokenizer or load_tokenizer(checkpoint)
+            tokenizer_file.parent, tokenizer, source_tokenizer, checkpoint
         )
     # a directory may have padding rows that its checkpoint lacks, and the reverse
     shared = replace(config, vocab_size=shared_vocabulary(checkpoint, config))
@@ -285,6 +287,8 @@ def _reference_facts(
         "of": checkpoint.path.name,
         "independent": not is_directory,
     }
+    if checkpoint.reference_tensors:
+        facts["tensors"] = checkpoint.reference_tensors
     if reference_vocabulary(checkpoint, config) != config.vocab_size:
         facts["vocab_size"] = shared.vocab_size
     return facts

@@ -14,7 +14,9 @@ from transformers import PreTrainedTokenizerBase
 from tridecode.backend.models import read_model_config
 from tridecode.backend.text.detokenizer import TokenizerView
 from tridecode.backend.text.tokenizer_files import cleans_up
-from tridecode.backend.weights.reader import WeightReader
+from tridecode.backend.weights import WeightReader
+from tridecode.converters.checkpoint import Checkpoint
+from tridecode.converters.llama_cpp_tokenizer import llama_cpp_ids
 from tridecode.converters.progress import byte_progress
 from tridecode.converters.tokenizer import PROBES
 
@@ -29,29 +31,46 @@ class TokenizerParity:
 
     agreement: share of PROBES that it splits, and joins again, as transformers' tokenizer of the source does.
     round_trip: share that it decodes to what was encoded. Both are None without a tokenizer. A tokenizer that
-    normalises text does not give it back, in transformers neither: only agreement must be 1.
+    normalises text does not give it back, in transformers neither: only agreement must be 1. reference: what
+    says how the probes are split; "own reader": of a GGUF file, and nothing independent was there to ask.
     """
 
     file: str = "none"
     agreement: float | None = None
     round_trip: float | None = None
+    reference: str = "transformers"
 
     @property
     def passed(self) -> bool:
         return self.file == "none" or self.agreement == 1.0
 
 
-def compare_tokenizers(folder: Path, written: Tokenizer, source: PreTrainedTokenizerBase) -> TokenizerParity:
+def compare_tokenizers(
+    folder: Path,
+    written: Tokenizer,
+    source: PreTrainedTokenizerBase,
+    checkpoint: Checkpoint | None = None,
+) -> TokenizerParity:
     """Compare a door's tokenizer with transformers' on PROBES: ids, and their text without special tokens, as
-    a door writes it and as transformers' decode gives it by default. folder: the door's, of `written`."""
-    view = TokenizerView(written, True, cleans_up(folder, written))
+    a door writes it and as transformers' decode gives it by default. folder: the door's, of `written`.
+
+    The tokenizer of a GGUF file is built by our own reader: its ids are also compared with llama.cpp's, if
+    the package xllamacpp is installed. checkpoint: of such a file.
+    """
+    view, probes = TokenizerView(written, True, cleans_up(folder, written)), (*PROBES, _BLANKS)
+    reference, theirs = "transformers", None
+    if source.name_or_path.endswith(".gguf"):
+        is_same_file = checkpoint is not None and source.name_or_path == str(checkpoint.path)
+        theirs = llama_cpp_ids(checkpoint.gguf_fields, probes) if checkpoint and is_same_file else None
+        reference = "own reader" if theirs is None else "llama.cpp"
     agree = round_trips = 0
-    for probe in (*PROBES, _BLANKS):
+    for number, probe in enumerate(probes):
         ids, wanted = written.encode(probe).ids, source(probe).input_ids
         text = view.text(view.shown(ids))
-        agree += ids == wanted and text == source.decode(wanted, skip_special_tokens=True)
+        agrees = ids == wanted and text == source.decode(wanted, skip_special_tokens=True)
+        agree += agrees and (theirs is None or ids == theirs[number])
         round_trips += text == probe and probe in PROBES
-    return TokenizerParity("tokenizer.json", agree / (len(PROBES) + 1), round_trips / len(PROBES))
+    return TokenizerParity("tokenizer.json", agree / len(probes), round_trips / len(PROBES), reference)
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,9 @@ class Checkpoint:
     folder of its tokenizer, whether or not it has one; None: a .gguf, which holds it itself. notes: what a
     user should know about the source, a sentence each. plan: (dtype or None, model_name or None) to the
     config and the conversions of a source that is not converted by a family's rules. adapter: the folder of
-    the LoRA adapter that is merged into `tensors` and the reference. fills_reference: transformers cannot
-    load the files as they are; its model is made from the config and filled with `tensors`.
+    the LoRA adapter that is merged into `tensors` and the reference.
+    fills_reference: transformers cannot load the files as they are; its model is made from the config and
+    filled with `tensors`. reference_tensors: who read the reference's, where transformers may not have.
     """
 
     path: Path
@@ -59,6 +60,7 @@ class Checkpoint:
     )
     adapter: Path | None = None
     fills_reference: bool = False
+    reference_tensors: str = ""
 
     @property
     def is_gguf(self) -> bool:

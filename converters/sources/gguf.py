@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import gguf
@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from tridecode.backend.base.errors import CheckpointError
+from tridecode.backend.errors import CheckpointError, UnsupportedError
 from tridecode.converters.families import CheckpointFamily, gguf_family
 from tridecode.converters.files import require_file
 from tridecode.converters.gguf_header import GgufHeader
 from tridecode.converters.gguf_rules import QKV_PARTS
-from tridecode.converters.gguf_special_tokens import end_ids
+from tridecode.converters.gguf_special_tokens import end_ids, named_id
 from tridecode.converters.gguf_tokenizer import tokenizer_notes
 from tridecode.converters.sources import Checkpoint
 from tridecode.converters.sources.containers import foreign_format
 from tridecode.converters.sources.gguf_header import check_gguf_header
 from tridecode.converters.sources.gguf_metadata import GgufMetadata
-from tridecode.converters.sources.gguf_reference import gguf_reference
+from tridecode.converters.sources.gguf_reference import gguf_reference, reads_itself
 
 _GGUF_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 #: vectors that became settings of the rotary positions
@@ -168,6 +168,7 @@ def open_gguf(path: Path) -> Checkpoint:
     reader, fields = _read_gguf(require_file(path))
     family = gguf_family(fields.get("general.architecture"), path)
     assert family.gguf is not None
+    _check_whole(reader, fields, path)
     held = {tensor.name: tensor for tensor in reader.tensors}
     shapes = {name: _stored_shape(tensor) for name, tensor in held.items()}
     header = GgufHeader(fields, shapes, lambda name: _dequantized(held[name]), path)
@@ -178,13 +179,36 @@ def open_gguf(path: Path) -> Checkpoint:
         path,
         config,
         source,
-        fields.get("tokenizer.ggml.bos_token_id"),
+        named_id(fields, "bos"),
         end_ids(fields),
         fields,
         notes=notes,
     )
     checkpoint.reference = partial(gguf_reference, checkpoint, family, source.is_plain)
+    is_independent = reads_itself(family, source.is_plain)
+    checkpoint.reference_tensors = "read by transformers" if is_independent else "read by this version"
     return checkpoint
+
+
+def _check_whole(reader: gguf.GGUFReader, fields: GgufMetadata, path: Path) -> None:
+    """UnsupportedError for a part of a split file, and for a way of quantising that is not expanded."""
+    if fields.get("split.count", 1) not in (0, 1):
+        found = f"part {int(fields.get('split.no', 0)) + 1} of {fields['split.count']}"
+        raise UnsupportedError(f"{path} is {found} of a split file; join them with llama-gguf-split --merge")
+    for kind, name in {tensor.tensor_type: tensor.name for tensor in reader.tensors}.items():
+        if not _is_expanded(kind):
+            found = f"{name} is stored as {kind.name}"
+            raise UnsupportedError(f"{path}: {found}, which this version cannot expand")
+
+
+@cache
+def _is_expanded(kind: gguf.GGMLQuantizationType) -> bool:
+    """Whether the gguf package dequantises a type."""
+    try:
+        gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except (NotImplementedError, ValueError):
+        return kind.name in _GGUF_DTYPES
+    return True
 
 
 def _config(family: CheckpointFamily, header: GgufHeader) -> PreTrainedConfig:

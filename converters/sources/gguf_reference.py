@@ -19,6 +19,12 @@ _READ_BY_TRANSFORMERS = (
 )
 
 
+def reads_itself(family: CheckpointFamily, is_plain: bool) -> bool:
+    """Whether transformers reads the tensors. is_plain: each tensor of transformers is one of the file."""
+    assert family.gguf is not None
+    return is_plain and family.reference is None and family.gguf.architecture in _READ_BY_TRANSFORMERS
+
+
 def gguf_reference(
     checkpoint: Checkpoint, family: CheckpointFamily, is_plain: bool, dtype: torch.dtype
 ) -> Module:
@@ -27,10 +33,9 @@ def gguf_reference(
     Where transformers' reader does not know the architecture or the layout, the tensors are those of our own
     reader: then the comparison tests the arithmetic and the conversion, not the reading.
     """
-    assert family.gguf is not None
     if family.reference is not None:
         return family.reference(checkpoint, dtype)
-    if is_plain and family.gguf.architecture in _READ_BY_TRANSFORMERS:
+    if reads_itself(family, is_plain):
         return _as_transformers_reads(checkpoint, dtype)
     return state_reference(checkpoint.config, checkpoint.tensors)(dtype)
 

@@ -236,13 +236,14 @@ def write_model(
     model: PreTrainedModel,
     case: GgufCase,
     keys: Mapping[str, Any],
-    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    kind: gguf.GGMLQuantizationType | None = gguf.GGMLQuantizationType.F32,
     fuse: bool = False,
     split: Callable[[str, np.ndarray], dict[str, np.ndarray]] = lambda name, weight: {name: weight},
     changed: Mapping[str, Any] | None = None,
 ) -> Path:
-    """keys: of the tokenizer, as gguf_files.write_vocabulary. kind: of matrices. fuse: q, k and v are one.
-    split: a tensor to those that are written. changed: metadata in place of the model's, or beside it."""
+    """keys: of the tokenizer, as gguf_files.write_vocabulary. kind: of matrices; None: as they are. fuse: q,
+    k and v are one. split: a tensor to those that are written. changed: metadata in place of the model's, or
+    beside it."""
     changed = dict(changed or {})
     writer = gguf.GGUFWriter(path, changed.pop("general.architecture", case.architecture))
     usual(model.config, writer)
@@ -262,7 +263,7 @@ def write_model(
         written |= split(name, weight)
     for name, weight in written.items():
         weight = np.ascontiguousarray(weight)
-        quantised = weight.ndim == 2 and "position" not in name and "_norm" not in name
+        quantised = kind is not None and weight.ndim == 2 and "position" not in name and "_norm" not in name
         data = gguf.quantize(weight, kind) if quantised else weight
         writer.add_tensor(name, data, raw_dtype=kind if quantised else None)
     writer.write_header_to_file()

@@ -130,6 +130,8 @@ def test_a_repository_of_a_gguf_has_its_tokenizer_and_its_answers(name, tmp_path
     path = write_model(tmp_path / "m.gguf", model, case, vocabulary)
     repository = build_repo(path, tmp_path / "repo")
     parity = json.loads((repository / "PARITY.json").read_text())
+    assert parity["tokenizer"]["reference"] == "llama.cpp"
+    assert parity["reference"]["tensors"] == "read by transformers"
     assert parity["passed"] and parity["greedy_agreement"] == 1.0
     served = Tokenizer.from_file(str(repository / "preprocessing/1/tokenizer/tokenizer.json"))
     for text in HARD_TEXTS:
@@ -186,6 +188,20 @@ def test_factors_that_no_network_divides_by_are_refused(tmp_path: Path) -> None:
     factors = {"rope_freqs.weight": np.ones(8, np.float32)}
     path = write_model(tmp_path / "m.gguf", case.model(), case, keys(), split=lambda n, w: {n: w} | factors)
     with pytest.raises(UnsupportedError, match="rope_freqs.weight, which llama.cpp does not use there"):
+        open_checkpoint(path)
+
+
+def test_a_part_of_a_split_file_and_a_type_that_is_not_expanded_are_refused(tmp_path: Path) -> None:
+    case = CASES["qwen2"]
+    model, changed = case.model(), {"split.no": 1, "split.count": 3}
+    path = write_model(tmp_path / "m.gguf", model, case, keys(), changed=changed)
+    with pytest.raises(UnsupportedError, match="part 2 of 3 of a split file; join them"):
+        open_checkpoint(path)
+    numbers = {"blk.0.attn_q.weight": np.ones((64, 64), np.int32)}
+    path = write_model(
+        tmp_path / "n.gguf", model, case, keys(), split=lambda n, w: {n: numbers.get(n, w)}, kind=None
+    )
+    with pytest.raises(UnsupportedError, match="blk.0.attn_q.weight is stored as I32, which this version"):
         open_checkpoint(path)
 
 

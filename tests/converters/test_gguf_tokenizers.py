@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 
 from tests.checkpoints import TEXTS
 from tests.converters.gguf_files import (
@@ -21,6 +21,7 @@ from tests.llama_cpp import LlamaCpp
 from tridecode.backend.base.errors import CheckpointError, UnsupportedError
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.gguf_pre_tokenizers import PRE_TOKENIZERS
+from tridecode.converters.parity_files import compare_tokenizers
 from tridecode.converters.tokenizer import PROBES, load_tokenizer, save_tokenizer
 
 ALL_TEXTS = [*HARD_TEXTS, *PROBES, *TEXTS]
@@ -114,6 +115,19 @@ def test_the_ids_that_end_a_text(tmp_path: Path) -> None:
     keys["eot_token_id"] = 7
     path = write_vocabulary(tmp_path / "n.gguf", keys)
     assert open_checkpoint(path).eos_ids == [keys["eos_token_id"], 7, size, size + 1]
+
+
+def test_a_comparison_asks_llama_cpp_and_finds_a_wrong_split(tmp_path: Path) -> None:
+    path = write_vocabulary(tmp_path / "m.gguf", bpe_keys("llama-bpe"))
+    checkpoint = open_checkpoint(path)
+    source = load_tokenizer(checkpoint)
+    right = save_tokenizer(source, None, tmp_path / "t")
+    found = compare_tokenizers(tmp_path / "t", right, source, checkpoint)
+    assert (found.reference, found.passed) == ("llama.cpp", True)
+    source.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+    wrong = Tokenizer.from_str(source.backend_tokenizer.to_str())
+    found = compare_tokenizers(tmp_path / "t", wrong, source, checkpoint)
+    assert (found.agreement, found.passed) == (0.0, False)
 
 
 REFUSED = {
