@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from tridecode.backend.base.errors import CheckpointError, UnsupportedError
-from tridecode.converters.gguf_header import GgufHeader
+from tridecode.converters.gguf_hyperparameters import GgufHeader
 
 #: the parts of llama.cpp's fused attn_qkv
 QKV_PARTS = ("attn_q", "attn_k", "attn_v")

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from tridecode.backend.models import read_model_config
 from tridecode.backend.text.detokenizer import TokenizerView
 from tridecode.backend.text.tokenizer_files import cleans_up
-from tridecode.backend.weights import WeightReader
+from tridecode.backend.weights.reader import WeightReader
 from tridecode.converters.checkpoint import Checkpoint
 from tridecode.converters.llama_cpp_tokenizer import llama_cpp_ids
 from tridecode.converters.progress import byte_progress

@@ -17,7 +17,7 @@ from tridecode.backend.configuration.config import ModelConfig, RopeConfig
 from tridecode.converters.baichuan_reference import reference
 from tridecode.converters.families import CheckpointFamily
 from tridecode.converters.families.llama import halves_of_heads
-from tridecode.converters.gguf_header import GgufHeader
+from tridecode.converters.gguf_hyperparameters import GgufHeader
 from tridecode.converters.gguf_rules import QKV_PARTS, GgufRules, rms_decoder_settings
 from tridecode.converters.hf_config import shape
 from tridecode.converters.rules import Rule, module_rules, transpose

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from tridecode.backend.configuration.config import DEFAULT_MAX_POSITIONS, ModelConfig
 from tridecode.converters.families import CheckpointFamily
-from tridecode.converters.gguf_header import GgufHeader
+from tridecode.converters.gguf_hyperparameters import GgufHeader
 from tridecode.converters.gguf_rules import GgufRules, decoder_settings
 from tridecode.converters.hf_config import shape
 from tridecode.converters.rules import (

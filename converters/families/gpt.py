@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 
 from tridecode.backend.configuration.config import ModelConfig
 from tridecode.converters.families import CheckpointFamily
-from tridecode.converters.gguf_header import GgufHeader
+from tridecode.converters.gguf_hyperparameters import GgufHeader
 from tridecode.converters.gguf_rules import GgufRules, decoder_settings
 from tridecode.converters.hf_config import activation, demand, shape
 from tridecode.converters.rules import Rule, module_rules

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from tridecode.backend.models.gptneox import GptNeoXConfig
 from tridecode.converters.families import CheckpointFamily
-from tridecode.converters.gguf_header import GgufHeader
+from tridecode.converters.gguf_hyperparameters import GgufHeader
 from tridecode.converters.gguf_rules import GgufRules, decoder_settings, partial_rope
 from tridecode.converters.hf_config import activation, max_positions, rope_config, shape
 from tridecode.converters.rules import (

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from tridecode.backend.configuration.config import ModelConfig, RopeConfig
 from tridecode.converters.families import CheckpointFamily
-from tridecode.converters.gguf_header import GgufHeader
+from tridecode.converters.gguf_hyperparameters import GgufHeader
 from tridecode.converters.gguf_rules import GgufRules, rms_decoder_settings
 from tridecode.converters.hf_config import (
     demand_whole_rotary,

@@ -19,7 +19,7 @@ from tridecode.backend.base.errors import UnsupportedError
 from tridecode.backend.configuration.config import ModelConfig
 from tridecode.backend.models.mpt import MptConfig
 from tridecode.converters.families import CheckpointFamily
-from tridecode.converters.gguf_header import GgufHeader
+from tridecode.converters.gguf_hyperparameters import GgufHeader
 from tridecode.converters.gguf_rules import GgufRules, decoder_settings
 from tridecode.converters.hf_config import shape
 from tridecode.converters.rules import Rule, module_rules, transpose

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from tridecode.backend.configuration.config import ModelConfig
 from tridecode.converters.families import CheckpointFamily, llama
 from tridecode.converters.families.llama import EMBEDDING, llama_fields, whole_rope
-from tridecode.converters.gguf_header import GgufHeader
+from tridecode.converters.gguf_hyperparameters import GgufHeader
 from tridecode.converters.gguf_rules import GgufRules, rms_decoder_settings
 from tridecode.converters.hf_config import windows
 from tridecode.converters.rules import Rule, module_rules

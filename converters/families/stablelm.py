@@ -13,7 +13,7 @@ from tridecode.backend.configuration.config import ModelConfig
 from tridecode.backend.models.stablelm import StableLmConfig
 from tridecode.converters.families import CheckpointFamily
 from tridecode.converters.families.phi import rotated_size
-from tridecode.converters.gguf_header import GgufHeader
+from tridecode.converters.gguf_hyperparameters import GgufHeader
 from tridecode.converters.gguf_rules import GgufRules, decoder_settings, partial_rope
 from tridecode.converters.hf_config import max_positions, rope_config, shape
 from tridecode.converters.rules import Rule, join, join_transposed, module_rules, transpose
