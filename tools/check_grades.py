@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tridecode.converters.grades import POOR, advice, grade, limits_of
+from tridecode.converters.grades import FAIR, POOR, advice, grade, limits_of
 
 
 def grade_faults(parity: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -25,4 +25,4 @@ def grade_faults(parity: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         if grade(mean_kl, agreement) == POOR:
             weights, activations = (str(quality.get(key) or "") for key in ("weights", "activations"))
             found = f"{weights} is poor on {where}: mean KL {mean_kl:.3g} nats, {agreement:.1%} equal tokens"
-            yield found, limits_of(POOR), f"Build it again: {advice(weights, activations)}."
+            yield found, limits_of(FAIR), f"Build it again: {advice(weights, activations)}."
