@@ -5,8 +5,8 @@ limits are seconds of a real server, or whose subject is a process that is kille
 another, with the machine to themselves. SERIAL names them.
 
 A test that fails is run a second time with nothing beside it, where a part has AGAIN of them or fewer: the
-limits of a few tests are seconds of a machine that others may use. What passes then is named in the output
-and counted as passed; what fails twice has failed.
+limits of a few tests are seconds of a machine that others may use. What passes then is named in the output,
+counts as passed, and is a "rerun" of the closing line; what fails twice has failed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_WORKERS = 8  # each has torch and transformers in memory: 1 GB
 
 Closing = tuple[dict[str, int], float]  # counts and seconds of a closing line
 
-_COUNTS = ("failed", "passed", "skipped", "deselected", "xfailed", "xpassed", "warnings", "errors")
+_COUNTS = ("failed", "passed", "skipped", "deselected", "xfailed", "xpassed", "warnings", "errors", "rerun")
 _CLOSING = re.compile(r"^=* ?((?:\d+ \w+(?:, )?)+|no tests ran) in ([\d.]+)s\b.*$")
 _NOTHING = 5  # pytest's exit code where no test was selected
 
@@ -122,6 +122,7 @@ def after_second_run(first: Closing, second: Closing) -> Closing:
     passed = second[0].get("passed", 0)
     counts["failed"] -= passed
     counts["passed"] = counts.get("passed", 0) + passed
+    counts["rerun"] = passed
     return counts, first[1] + second[1]
 
 

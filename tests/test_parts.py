@@ -109,7 +109,10 @@ def test_of(tries):
 
 @pytest.mark.parametrize(
     ("chosen", "code", "counts"),
-    [((2, 1), 0, {"failed": 0, "passed": 2}), ((9, 1), 1, {"failed": 1, "passed": 1})],
+    [
+        ((2, 1), 0, {"failed": 0, "passed": 2, "rerun": 1}),
+        ((9, 1), 1, {"failed": 1, "passed": 1, "rerun": 0}),
+    ],
 )
 def test_what_fails_runs_again_alone_and_fails_if_it_does_twice(
     tmp_path, monkeypatch, capfd, chosen, code, counts
@@ -133,3 +136,4 @@ def test_what_fails_runs_again_alone_and_fails_if_it_does_twice(
     first = ({"failed": 1, "passed": 1}, 1.0)
     second = ({"passed": 1} if code == 0 else {"failed": 1}, 0.5)
     assert parts.after_second_run(first, second) == (counts, 1.5)
+    assert ("1 rerun in" in parts.closing_line([(counts, 1.5)])) == (code == 0)

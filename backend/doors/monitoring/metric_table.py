@@ -144,7 +144,9 @@ BEAT_METRICS = {
 #: name in EngineBeat.metrics, without a label -> its metric
 ENGINE_METRICS = {
     "requests": _engine("requests", COUNTER, "Requests that the engine accepted"),
-    "refused": _engine("refused", COUNTER, "Requests refused because the engine had no room for them"),
+    "refused": _engine(
+        "refused", COUNTER, "Requests that the engine refused: no room, or a value out of range"
+    ),
     "prompt_tokens": _engine("prompt_tokens", COUNTER, "Prompt tokens of the accepted requests"),
     "output_tokens": _engine("output_tokens", COUNTER, "Tokens that the engine generated"),
     "preemptions": _engine(

@@ -123,10 +123,6 @@ def fault_of(
         )
     if not -1 <= params.top_log_probs <= MAX_TOP_LOG_PROBS:
         return f"top_log_probs is {params.top_log_probs}; wanted 0 to {MAX_TOP_LOG_PROBS}, or -1 for none"
-    if params.top_log_probs >= 0 and params.beam_width > 1:
-        return (
-            f"top_log_probs is {params.top_log_probs} with beam_width {params.beam_width}; wanted one of them"
-        )
     if any(not word for word in params.bad_words):
         return "a bad word has no tokens"
     for name, words, most in (

@@ -101,16 +101,19 @@ class Scheduler:
 
     def submit(self, door: bytes, submit: Submit) -> None:
         """Accept a request whole, or raise RequestError or CapacityError and keep nothing of it."""
+        try:
+            self._accept(door, submit)
+        except TridecodeError:
+            self.counters.refused += 1
+            raise
+
+    def _accept(self, door: bytes, submit: Submit) -> None:
         key = (door, submit.request)
         if key in self._requests:
             raise RequestError(f"request {submit.request} is already running")
         count = len(submit.sequences)
         slots = sum(wanted.params.num_slots for wanted in submit.sequences)
-        try:
-            check_room(slots, self.num_waiting, self.cache.num_free_slots, self.limits, bool(submit.sent))
-        except TridecodeError:
-            self.counters.refused += 1
-            raise
+        check_room(slots, self.num_waiting, self.cache.num_free_slots, self.limits, bool(submit.sent))
         prompts = [np.frombuffer(wanted.prompt, np.int32) for wanted in submit.sequences]
         num_new, session = sum(map(len, prompts)), None
         rows: list[SessionRow | None] = [None] * count

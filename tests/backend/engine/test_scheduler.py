@@ -281,6 +281,7 @@ def test_a_wrong_request_is_refused_whole_and_by_name(prompt: list[int], params:
     with pytest.raises(RequestError, match=text):
         run.submit(1, prompt, **params)
     assert not run.scheduler.has_work and not run.scheduler.take_events()
+    assert run.scheduler.counters.refused == 1
 
 
 def test_one_wrong_sequence_refuses_its_request_and_is_named() -> None:
