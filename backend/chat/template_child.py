@@ -1,6 +1,6 @@
-"""The child process of chat_templates.py: renders templates from a socket, with limits on itself.
+"""The child process of templates.py: renders templates from a socket, with limits on itself.
 
-    python -I chat_template_child.py FD SECONDS MEMORY_BYTES CHARACTERS [FOLDER...]
+    python -I template_child.py FD SECONDS MEMORY_BYTES CHARACTERS [FOLDER...]
 
 FD: a connected socket. FOLDER: appended to sys.path. A frame is a length of 8 bytes and JSON. The environment
 is transformers' (utils/chat_template_utils.py): its sandbox, its tojson, its tags; without `**`, and with a

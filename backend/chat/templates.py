@@ -2,7 +2,7 @@
 
 jinja's sandbox stops a template from reaching Python, but not from running for ever (nested empty loops) or
 from filling the memory (`'a'.ljust(3000000000)`): no check between two of its statements can. The child is
-chat_template_child.py; it imports jinja2 and nothing of ours. One child renders many templates, and a child
+template_child.py; it imports jinja2 and nothing of ours. One child renders many templates, and a child
 that breaks a limit is killed and replaced. No torch, no transformers, no jinja2 here.
 """
 
@@ -26,7 +26,7 @@ from typing import Any
 
 from tridecode.backend.base.errors import TridecodeError
 
-_CHILD = Path(__file__).with_name("chat_template_child.py")
+_CHILD = Path(__file__).with_name("template_child.py")
 _START_S = 60.0  # until a child has imported jinja2: 0.2 s on an idle machine
 _LENGTH = 8  # bytes of a frame's length, little end first
 _MAX_REQUEST = 64 << 20  # bytes of source and values as JSON
