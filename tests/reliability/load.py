@@ -458,6 +458,7 @@ def main() -> None:
     parser.add_argument("what", choices=["slow", "flood", "leak"], nargs="+")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=60.0, help="of the leak test")
+    parser.add_argument("--warm-seconds", type=float, default=10.0, help="of the same load before it")
     arguments = parser.parse_args()
     end_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="tdrelrepo") as folder:
@@ -468,7 +469,7 @@ def main() -> None:
             if "flood" in arguments.what:
                 print(flood(service, arguments.seed).table())
             if "leak" in arguments.what:
-                print(leaks(service, arguments.seed, seconds=arguments.seconds).table())
+                print(leaks(service, arguments.seed, arguments.warm_seconds, arguments.seconds).table())
             print("after stop:", service.stop() or "nothing left")
         finally:
             service.close()
