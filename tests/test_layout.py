@@ -86,6 +86,13 @@ ALLOWED = {
         "backend.doors",
         "backend.base",
         "backend.configuration",
+        "backend.service",
+        "backend.text",
+        "backend.wire",
+    },
+    "backend.service": {
+        "backend.service",
+        "backend.base",
         "backend.supervisor.launch",
         "backend.text",
         "backend.wire",
@@ -123,6 +130,7 @@ ALLOWED = {
 #: modules that must not import torch or transformers, directly or through another module of ours
 TORCH_FREE = (
     "backend.doors",
+    "backend.service",
     "backend.supervisor",
     "backend.text",
     "backend.wire.messages",

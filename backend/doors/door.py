@@ -17,7 +17,6 @@ from tridecode.backend.doors.answers.senders import Senders, Stream
 from tridecode.backend.doors.contracts.field import Contract
 from tridecode.backend.doors.contracts.inputs import Inputs, check_parameters
 from tridecode.backend.doors.door_settings import DoorSettings, door_tokenizer, read_settings
-from tridecode.backend.doors.link.engine_link import EngineLink, Sink
 from tridecode.backend.doors.monitoring.door_metrics import DoorMetrics
 from tridecode.backend.doors.monitoring.request_log import RequestLog, line_of
 from tridecode.backend.doors.monitoring.request_times import GapCounts, RequestTimes
@@ -32,8 +31,10 @@ from tridecode.backend.doors.requests.envelope import (
     read_timeout_s,
     with_label,
 )
-from tridecode.backend.doors.requests.preparation import Preparation
 from tridecode.backend.doors.siblings import streaming_sibling
+from tridecode.backend.doors.triton_owner import TritonOwner
+from tridecode.backend.service.engine_link import EngineLink, Sink
+from tridecode.backend.service.preparation import Preparation
 from tridecode.backend.wire.messages import Limits, SequenceRequest, SessionRound
 from tridecode.backend.wire.taken_requests import TakenRequests
 
@@ -78,7 +79,9 @@ class EngineDoor:
         self._envelope: tuple[Limits, Envelope] | None = None
         self._streams_too: str | None = None
         number = settings.engine_number
-        self.link = EngineLink(str(settings.engine_dir), instance, settings.hold_s, number=number).start()
+        self.link = EngineLink(
+            str(settings.engine_dir), instance, TritonOwner.of_this_stub(), settings.hold_s, number=number
+        ).start()
         try:
             if settings.wait_for_engine:
                 self.link.wait_ready(settings.start_timeout_s + _START_MARGIN_S)

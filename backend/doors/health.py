@@ -18,10 +18,11 @@ from tridecode.backend.base.errors import EngineDownError, TridecodeError
 from tridecode.backend.doors import huge_shapes
 from tridecode.backend.doors.door import Outputs, refusal
 from tridecode.backend.doors.door_settings import read_settings
-from tridecode.backend.doors.link.engine_link import EngineLink
 from tridecode.backend.doors.monitoring.door_metrics import DoorMetrics
 from tridecode.backend.doors.requests.envelope import internal_error
 from tridecode.backend.doors.siblings import siblings
+from tridecode.backend.doors.triton_owner import TritonOwner
+from tridecode.backend.service.engine_link import EngineLink
 from tridecode.backend.wire.messages import BEAT_S, EngineBeat
 from tridecode.backend.wire.taken_requests import TakenRequests
 
@@ -53,7 +54,10 @@ class TritonPythonModel:
         self._listed, self._list = -2, dict[str, list]()  # time of the folder's change, and the outputs
         instance, engine_dir = args["model_instance_name"], str(settings.engine_dir)
         numbers = range(settings.num_engines)
-        self.links = [EngineLink(engine_dir, instance, settings.hold_s, number=i).start() for i in numbers]
+        owner = TritonOwner.of_this_stub()
+        self.links = [
+            EngineLink(engine_dir, instance, owner, settings.hold_s, number=i).start() for i in numbers
+        ]
         self.link = self.links[0]
         labels = [settings.engine_label(number) for number in numbers]
         gauges = [

@@ -29,9 +29,9 @@ from tridecode.backend.doors.fastertransformer import (
     read_prompts,
     read_sequences,
 )
-from tridecode.backend.doors.interactive_axis import with_axis, without_axis
 from tridecode.backend.doors.requests import fields
 from tridecode.backend.doors.requests.conversations import Conversation, Conversations, Turn, Turns, gone
+from tridecode.backend.doors.requests.interactive_axis import with_axis, without_axis
 from tridecode.backend.wire.messages import Event, SessionRound
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from tridecode.backend.doors import postprocessing
 from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.contracts.interactive import INTERACTIVE_POSTPROCESSING
-from tridecode.backend.doors.interactive_axis import without_axis
+from tridecode.backend.doors.requests.interactive_axis import without_axis
 
 
 class TritonPythonModel(postprocessing.TritonPythonModel):

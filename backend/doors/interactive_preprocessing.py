@@ -12,7 +12,7 @@ from typing import Any
 from tridecode.backend.doors import preprocessing
 from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.contracts.interactive import INTERACTIVE_PREPROCESSING
-from tridecode.backend.doors.interactive_axis import with_axis, without_axis
+from tridecode.backend.doors.requests.interactive_axis import with_axis, without_axis
 
 _SEQUENCE_START = 1  # a bit of a request's flags in Triton
 

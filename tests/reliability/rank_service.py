@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tests.waiting import wait_until
-from tridecode.backend.doors.link.engine_link import EngineLink
+from tridecode.backend.service.engine_link import EngineLink
+from tridecode.backend.service.owner import Owner
 from tridecode.backend.supervisor import processes, runtime_dir
 from tridecode.backend.wire import messages as m
 
@@ -110,7 +111,7 @@ class RankService:
         before = dict(os.environ)
         os.environ.update(self.environment, TRIDECODE_TEST_ACCIDENT=accident)
         try:
-            self.link = EngineLink(str(self.engine_dir), "ranks", hold_s=0.0).start()
+            self.link = EngineLink(str(self.engine_dir), "ranks", Owner.this_process(), hold_s=0.0).start()
             wait_until(self._supervised, 20, "a supervisor")
         finally:
             os.environ.clear()

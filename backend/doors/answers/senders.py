@@ -24,9 +24,9 @@ from typing import Any, Callable, Protocol
 import triton_python_backend_utils as pb_utils
 
 from tridecode.backend.base.errors import BY_CODE, RequestCancelled, TridecodeError
-from tridecode.backend.doors.link.engine_link import EngineLink
 from tridecode.backend.doors.monitoring.request_times import GapCounts, RequestTimes
 from tridecode.backend.doors.requests.envelope import internal_error, public_text, with_label
+from tridecode.backend.service.engine_link import EngineLink
 from tridecode.backend.wire.messages import Event
 from tridecode.backend.wire.taken_requests import TakenRequests
 

@@ -15,8 +15,6 @@ from pathlib import Path
 
 import triton_python_backend_utils as pb_utils
 
-from tridecode.backend.doors.link.engine_link import EngineLink
-from tridecode.backend.doors.link.open_requests import ResumeCounts
 from tridecode.backend.doors.monitoring.metric_families import (
     BucketCounters,
     Families,
@@ -35,6 +33,8 @@ from tridecode.backend.doors.monitoring.metric_table import (
     Metric,
 )
 from tridecode.backend.doors.monitoring.request_times import GapCounts, RequestTimes
+from tridecode.backend.service.engine_link import EngineLink
+from tridecode.backend.service.open_requests import ResumeCounts
 from tridecode.backend.wire.messages import EngineBeat
 
 _EVERY_S = 1.0  # a publication is some round trips to the server; a request only adds to a list

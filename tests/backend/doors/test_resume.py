@@ -15,8 +15,8 @@ import pytest
 from tests import fake_triton
 from tests.backend.doors import test_interactive as rounds
 from tests.backend.doors.running import only, running
-from tests.backend.doors.test_engine_link import Collector, link_to, sequence
 from tests.backend.doors.tokenizers_at_hand import byte_level
+from tests.backend.service.test_engine_link import Collector, link_to, sequence
 from tests.fake_engine import LIMITS, FakeEngine, FakeSupervisor, toy_beam_steps, toy_next, toy_tokens
 from tests.waiting import wait_until
 from tridecode.backend.doors import fastertransformer, interactive, llmapi, text, token_model, vllm
@@ -25,7 +25,8 @@ from tridecode.backend.doors.contracts.llmapi import LLMAPI
 from tridecode.backend.doors.contracts.tensorrt_llm import TENSORRT_LLM
 from tridecode.backend.doors.contracts.tensorrt_llm_tokens import TENSORRT_LLM_TOKENS
 from tridecode.backend.doors.contracts.vllm import VLLM
-from tridecode.backend.doors.link.engine_link import EngineLink
+from tridecode.backend.service.engine_link import EngineLink
+from tridecode.backend.service.owner import Owner
 from tridecode.backend.wire import messages as m
 
 STEP_S = 0.005
@@ -185,7 +186,9 @@ def test_a_supervisor_that_is_replaced_with_its_engine_ends_no_request(engine, s
             on_replacing("its supervisor was silent and has been replaced")
         return found[-1]
 
-    link = EngineLink("/models/toy", "test", ensure=ensure, silent_s=0.6, engine_silent_s=0.9).start()
+    link = EngineLink(
+        "/models/toy", "test", Owner.this_process(), ensure=ensure, silent_s=0.6, engine_silent_s=0.9
+    ).start()
     link.wait_ready(5)
     done = begin(link, sequence([4], max_tokens=300))
     with FakeEngine(epoch=2) as following, FakeSupervisor(following) as other:

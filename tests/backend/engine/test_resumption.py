@@ -14,8 +14,8 @@ from tests.backend.engine.offline_models import context_embedding, hf_greedy, of
 from tests.backend.engine.toy_device import DOOR, VOCAB, Run, expected, limits
 from tests.backend.hf_models import gpt2, llama
 from tridecode.backend.base.errors import CapacityError, RequestError
-from tridecode.backend.doors.answers.delivered import Delivered
 from tridecode.backend.engine.offline import OfflineEngine
+from tridecode.backend.service.delivered import Delivered
 from tridecode.backend.wire.beam_tree import BeamTree
 from tridecode.backend.wire.messages import Event, SamplingParams, Sent, SequenceRequest, Submit
 

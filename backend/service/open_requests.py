@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from tridecode.backend.base.errors import EngineDownError, TridecodeError
-from tridecode.backend.doors.answers.delivered import Delivered
+from tridecode.backend.service.delivered import Delivered
 from tridecode.backend.wire import messages as m
 
 #: finishes that end a whole request, whatever its other sequences do

@@ -1,4 +1,4 @@
-"""A door's link to the engine: submits requests, passes events on, knows the engine's state.
+"""A front end's link to the engine: submits requests, passes events on, knows the engine's state.
 
 EngineLink runs the link's thread, which sleeps in poll() until a message or a call comes or a heartbeat is
 due. EngineConnection owns the sockets and follows the engine's epochs. OpenRequests ends each request once.
@@ -26,8 +26,9 @@ import zmq
 
 from tridecode.backend.base.errors import EngineDownError, RequestError
 from tridecode.backend.base.pauses import PauseWatch
-from tridecode.backend.doors.link.engine_connection import EngineConnection
-from tridecode.backend.doors.link.open_requests import OpenRequest, ResumeCounts, Sink
+from tridecode.backend.service.engine_connection import EngineConnection
+from tridecode.backend.service.open_requests import OpenRequest, ResumeCounts, Sink
+from tridecode.backend.service.owner import Owner
 from tridecode.backend.supervisor import launch
 from tridecode.backend.wire import messages as m
 
@@ -39,48 +40,40 @@ _LENDING_S = 60.0  # interval at which a door of a node that serves nobody looks
 _log = logging.getLogger("tridecode.door")
 
 
-def shared_memory_region() -> str:
-    """Name of the shared memory region on this stub's command line; "" if this is not a stub of Triton."""
-    try:
-        with open("/proc/self/cmdline", "rb") as file:
-            words = file.read().decode("utf-8", "replace").split("\0")
-    except OSError:
-        return ""
-    return next((word for word in words if word.startswith("triton_python_backend_shm_region")), "")
-
-
 class EngineLink:
     """Submits requests to an engine of `engine_dir` and passes its events to sinks.
 
     A sink is called on the link's thread with each Event of its request and must not block. Every request
     that was submitted ends with a last event of each of its sequences, or with one event of finish "error",
-    "cancelled" or "deadline" for all of them; after cancel() no event follows. If the server that owns this
-    process is gone, the process ends itself.
+    "cancelled" or "deadline" for all of them; after cancel() no event follows. If the owner is
+    gone, the process ends itself.
     """
 
     def __init__(
         self,
         engine_dir: str,
         door: str,
+        owner: Owner,
         hold_s: float = 2.0,
         ensure: Callable[..., str] = launch.ensure,
         silent_s: float = m.SILENCE_S,
         engine_silent_s: float = _ENGINE_SILENT_S,
         number: int = 0,
     ):
-        """hold_s: how long a request waits for an engine that is starting before it is refused.
+        """door: name of the front end, for logs. owner: the process whose life the engine shares.
+        hold_s: how long a request waits for an engine that is starting before it is refused.
         silent_s, engine_silent_s: seconds of silence after which a peer is lost. number: of the engine among
         those of the model's instance_group."""
-        pid, server_pid = os.getpid(), os.getppid()
-        hello = m.Hello(f"{door}:{pid}", pid, server_pid, shared_memory_region())
+        pid = os.getpid()
+        hello = m.Hello(f"{door}:{pid}", pid, owner.pid, owner.shared_memory)
         self._hold_s = hold_s
         self._ids = itertools.count(1)
         self._calls: deque[tuple[Callable[..., None], tuple]] = deque()
         self._wake_read, self._wake_write = posix.socketpair()
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
-        search = partial(ensure, engine_dir, server_pid, number)
-        self._connection = EngineConnection(hello, search, self._call, silent_s, engine_silent_s)
+        search = partial(ensure, engine_dir, owner.pid, number)
+        self._connection = EngineConnection(hello, owner, search, self._call, silent_s, engine_silent_s)
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="engine-link", daemon=True)
 

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from typing import Callable
 
 import msgspec
 import numpy as np
@@ -16,7 +17,8 @@ import pytest
 from tests.fake_engine import LIMITS, FakeEngine, FakeSupervisor, toy_tokens
 from tests.waiting import wait_until
 from tridecode.backend.base.errors import ConfigError, EngineDownError, RequestError
-from tridecode.backend.doors.link.engine_link import EngineLink
+from tridecode.backend.service.engine_link import EngineLink
+from tridecode.backend.service.owner import Owner
 from tridecode.backend.supervisor.processes import identify
 from tridecode.backend.wire import messages as m
 
@@ -47,8 +49,12 @@ def sequence(prompt: list[int], **params) -> m.SequenceRequest:
     return m.SequenceRequest(np.array(prompt, "<i4").tobytes(), m.SamplingParams(**params))
 
 
+def new_link(ensure: Callable[..., str], **options) -> EngineLink:
+    return EngineLink("/models/toy", "test", Owner.this_process(), ensure=ensure, **options).start()
+
+
 def link_to(supervisor: FakeSupervisor, **options) -> EngineLink:
-    return EngineLink("/models/toy", "test", ensure=lambda *_: supervisor.endpoint, **options).start()
+    return new_link(lambda *_: supervisor.endpoint, **options)
 
 
 @pytest.fixture()
@@ -233,7 +239,7 @@ def test_a_setting_that_no_supervisor_can_run_with_fails_at_once():
     def ensure(engine_dir: str, *_) -> str:
         raise ConfigError("no python3 on PATH")
 
-    link = EngineLink("/models/toy", "test", ensure=ensure).start()
+    link = new_link(ensure)
     with pytest.raises(EngineDownError, match="no python3 on PATH"):
         link.wait_ready(5)
     link.close()
@@ -246,7 +252,7 @@ def test_silence_of_both_fails_open_requests_and_starts_a_new_search(engine, sup
         calls.append(engine_dir)
         return supervisor.endpoint
 
-    link = EngineLink("/models/toy", "test", ensure=ensure, silent_s=0.6, engine_silent_s=0.8).start()
+    link = new_link(ensure, silent_s=0.6, engine_silent_s=0.8)
     link.wait_ready(5)
     engine.freeze()
     supervisor.silence()
@@ -263,7 +269,7 @@ def test_silence_of_both_fails_open_requests_and_starts_a_new_search(engine, sup
 
 
 def test_a_silent_supervisor_alone_does_not_hurt_running_requests(engine, supervisor):
-    link = EngineLink("/models/toy", "test", ensure=lambda *_: supervisor.endpoint, silent_s=0.6).start()
+    link = new_link(lambda *_: supervisor.endpoint, silent_s=0.6)
     link.wait_ready(5)
     engine.step_s = 0.01
     supervisor.silence()
@@ -319,8 +325,10 @@ def test_a_door_whose_server_is_gone_ends_itself():
     door = textwrap.dedent(
         """
         import os, time
-        from tridecode.backend.doors.link.engine_link import EngineLink
-        link = EngineLink("/models/toy", "orphan", ensure=lambda *_: time.sleep(60)).start()
+        from tridecode.backend.doors.triton_owner import TritonOwner
+        from tridecode.backend.service.engine_link import EngineLink
+        owner = TritonOwner.of_this_stub()
+        link = EngineLink("/models/toy", "orphan", owner, ensure=lambda *_: time.sleep(60)).start()
         print(os.getpid(), flush=True)
         time.sleep(60)
         """
@@ -386,7 +394,7 @@ def test_a_request_that_cannot_be_encoded_is_refused_alone(link, engine, priorit
 
 
 def test_a_request_that_the_engine_lost_ends_after_its_deadline(link, engine, monkeypatch):
-    monkeypatch.setattr("tridecode.backend.doors.link.open_requests._OVERDUE_S", 0.2)
+    monkeypatch.setattr("tridecode.backend.service.open_requests._OVERDUE_S", 0.2)
     monkeypatch.setattr(engine, "_submit", lambda *_: None)  # an engine that loses requests
     lost = Collector()
     link.submit(link.reserve(), [sequence([4], max_tokens=4)], lost, timeout_s=0.3)
@@ -398,9 +406,11 @@ def test_a_pause_of_the_door_itself_is_not_a_silence_of_its_peers():
     door = textwrap.dedent(
         """
         import sys, time
-        from tridecode.backend.doors.link.engine_link import EngineLink
+        from tridecode.backend.service.engine_link import EngineLink
+        from tridecode.backend.service.owner import Owner
         silences = {"silent_s": 1.0, "engine_silent_s": 1.2}
-        link = EngineLink("/models/toy", "paused", ensure=lambda *_: sys.argv[1], **silences).start()
+        owner = Owner.this_process()
+        link = EngineLink("/models/toy", "paused", owner, ensure=lambda *_: sys.argv[1], **silences).start()
         link.wait_ready(5)
         print("ready", flush=True)
         for line in sys.stdin:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.fake_engine import LIMITS
-from tridecode.backend.doors.link.open_requests import OpenRequest, OpenRequests
+from tridecode.backend.service.open_requests import OpenRequest, OpenRequests
 from tridecode.backend.wire import messages as m
 from tridecode.backend.wire.prompt_learning import LearnedPrompt
 

@@ -1,4 +1,4 @@
-"""A door's sockets to the supervisor and to the engine that the supervisor names.
+"""The sockets of a front end (a "door") to the supervisor and to the engine that the supervisor names.
 
 A silent supervisor is looked for again, and replaced if it does not answer. If the engine is silent while its
 supervisor speaks, the door connects to it again. A peer that answers Unknown has forgotten this door,
@@ -21,7 +21,8 @@ import msgspec
 import zmq
 
 from tridecode.backend.base.errors import ConfigError, TridecodeError
-from tridecode.backend.doors.link.open_requests import OpenRequests
+from tridecode.backend.service.open_requests import OpenRequests
+from tridecode.backend.service.owner import Owner
 from tridecode.backend.wire import messages as m
 
 #: seconds between two searches for the supervisor
@@ -88,6 +89,7 @@ class EngineConnection:
     def __init__(
         self,
         hello: m.Hello,
+        owner: Owner,
         search: Callable[..., str],
         call: Callable[..., None],
         silent_s: float,
@@ -96,7 +98,7 @@ class EngineConnection:
         """search(on_replacing): the supervisor's endpoint, see launch.ensure. call(function, *arguments):
         runs it on the link's thread. silent_s, engine_silent_s: seconds of silence after which a peer is
         lost."""
-        self._search, self._call, self._server_pid = search, call, hello.server_pid
+        self._search, self._call, self._owner = search, call, owner
         self._silent_s, self._engine_silent_s = silent_s, engine_silent_s
         # read by other threads; state and welcome are written under `changed`
         self.changed = threading.Condition()
@@ -128,8 +130,8 @@ class EngineConnection:
 
     def tick(self, now: float) -> None:
         """Pings, silences and deadlines. now: before the messages of this turn were received."""
-        if os.getppid() != self._server_pid:
-            _log.error("engine link: the server %d is gone; leaving", self._server_pid)
+        if self._owner.is_gone():
+            _log.error("engine link: the server %d is gone; leaving", self._owner.pid)
             os._exit(1)
         if now - self._last_ping >= m.PING_S:
             self._last_ping = now

@@ -1,0 +1,27 @@
+"""The process whose life an engine shares, as its front end names it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The engine's supervisor ends the engine when this process ends.
+
+    pid: of a server, or of the front end itself. shared_memory: name of a shared memory region that the
+    supervisor unlinks if the process is killed; "": none.
+    """
+
+    pid: int
+    shared_memory: str = ""
+
+    @classmethod
+    def this_process(cls) -> Owner:
+        return cls(os.getpid())
+
+    def is_gone(self) -> bool:
+        """Whether the process has ended without ending this one, which must then end itself. Called four
+        times a second. False for a front end that is its own owner."""
+        return False
