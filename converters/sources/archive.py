@@ -140,7 +140,7 @@ class Archive:
         try:
             with opened(self.path, "rb") as file:
                 stream = _Stream(file, unpacked)  # type: ignore[arg-type]
-                with tarfile.open(fileobj=stream, mode="r:", tarinfo=_Header) as archive:  # type: ignore[call-overload]
+                with tarfile.open(fileobj=stream, mode="r:", tarinfo=_Header) as archive:
                     return self._members(archive, stream, compressed)
         except (tarfile.TarError, EOFError, OSError, ValueError, RecursionError, zlib.error) as error:
             if isinstance(error, OSError) and error.errno is not None:

@@ -17,7 +17,7 @@ def open_zip(file: BinaryIO) -> zipfile.ZipFile:
     """The zip file in an open file. Its table of contents is limited before it is read: zipfile makes an
     object of each entry. Raises BadZipFile, ValueError and others for a damaged one."""
     reader = _TableReader(file)
-    archive = zipfile.ZipFile(reader)  # type: ignore[arg-type]
+    archive = zipfile.ZipFile(reader)
     reader.limit = None
     return archive
 

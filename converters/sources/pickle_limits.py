@@ -168,7 +168,7 @@ def _bounded(theirs: dict[int, _Operation]) -> dict[int, _Operation]:
     return {key: _counted(operation) for key, operation in made.items()}
 
 
-_Unpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]  # the one in Python, which has a dispatch table
+_Unpickler: Any = pickle._Unpickler  # the one in Python, which has a dispatch table
 
 
 class BoundedUnpickler(_Unpickler):
