@@ -1,0 +1,1 @@
+"""The doors' connection to the engine, and their open requests."""
