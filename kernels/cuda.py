@@ -17,10 +17,10 @@ from tridecode.kernels.cuda_sampling import CudaSampling, SharedIds
 from tridecode.kernels.formats.quantized import QuantizedWeight, check_int8_table
 from tridecode.kernels.gemm.gemms import Gemms
 from tridecode.kernels.gpu import DTYPES, Gpu, contiguous, pointer
-from tridecode.kernels.ops import Batch, CacheLayer, CandidateRows, Heads, Linear, Norm, Product
+from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm, Product
 from tridecode.kernels.peer_sums import PeerSums
 from tridecode.kernels.reference import beam_candidates
-from tridecode.kernels.sampling_state import SamplingState
+from tridecode.kernels.sampling_state import SamplingState, SlotRows
 from tridecode.kernels.scratch import arena_bytes, expanded_bytes
 
 
@@ -132,8 +132,10 @@ class Cuda:
         """`sample` over the vocabulary that the tensor ranks share: see CudaSampling.sample_shared."""
         self._sampling.sample_shared(logits, slots, state, ids, peers, tokens, log_probs)
 
-    def candidates(self, logits: Tensor, wanted: CandidateRows, *, ids: Tensor, log_probs: Tensor) -> None:
-        beam_candidates(logits, wanted, ids, log_probs)  # torch: no kernel yet
+    def candidates(
+        self, logits: Tensor, rows: Tensor, sequences: SlotRows, *, ids: Tensor, log_probs: Tensor
+    ) -> None:
+        beam_candidates(logits, rows, sequences, ids, log_probs)  # torch: no kernel yet
 
     def resolve_tokens(self, token_ids: Tensor, slots: Tensor, last_tokens: Tensor) -> None:
         indices("resolve_tokens", ("token_ids", token_ids), ("slots", slots), ("last_tokens", last_tokens))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tridecode.kernels.formats.packed_weight import PackedWeight
 from tridecode.kernels.formats.quantized import QuantizedWeight
-from tridecode.kernels.sampling_state import SamplingState
+from tridecode.kernels.sampling_state import SamplingState, SlotRows
 
 
 @dataclass(frozen=True)
@@ -160,25 +160,6 @@ class Batch:
     @property
     def num_rows(self) -> int:
         return self.context_lens.shape[0]
-
-
-@dataclass(frozen=True)
-class CandidateRows:
-    """The rows of a step whose most likely tokens are wanted, and what their sequences do to the logits.
-
-    rows: (n,) int64, of the logits. temperature, repetition, presence, frequency: (n, 1) float32 or None
-    where neutral in every row. seen: (3, P) int64 or None: index into rows, token id, occurrences of it in
-    prompt and output, for the penalties. banned: (2, Q) int64 or None: index into rows, token id that is
-    impossible.
-    """
-
-    rows: Tensor
-    temperature: Tensor | None = None
-    repetition: Tensor | None = None
-    presence: Tensor | None = None
-    frequency: Tensor | None = None
-    seen: Tensor | None = None
-    banned: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -419,13 +400,15 @@ class Ops(Protocol):
         """
         ...
 
-    def candidates(self, logits: Tensor, wanted: CandidateRows, *, ids: Tensor, log_probs: Tensor) -> None:
+    def candidates(
+        self, logits: Tensor, rows: Tensor, sequences: SlotRows, *, ids: Tensor, log_probs: Tensor
+    ) -> None:
         """The most likely next tokens of some rows, most likely first, for beam search.
 
-        logits: (R, V) float32, unchanged. ids: (n, W) int32 and log_probs: (n, W) float32, W <= V. The logits
-        of a row go through the order of `sample`: divided by temperature (0: not), penalties of the ids in
-        `seen`, minus infinity for `banned` ids; log_probs is their log-softmax over the whole vocabulary:
-        minus infinity where all ids are banned, NaN where a logit is NaN or plus infinity. The order of equal
-        ones is not defined. May allocate; is not part of a captured graph.
+        logits: (R, V) float32, unchanged. rows: (n,) int64, of the logits. sequences: their n slots,
+        unchanged. ids: (n, W) int32 and log_probs: (n, W) float32, W <= V. The logits of a row are changed
+        as `sample` changes them, and log_probs is their log-softmax over the whole vocabulary: minus infinity
+        where all ids are impossible, NaN where a logit is NaN or plus infinity. The order of equal ones is
+        not defined. May allocate; is not part of a captured graph.
         """
         ...

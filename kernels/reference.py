@@ -19,7 +19,6 @@ from tridecode.kernels.formats.quantized import QuantizedWeight, as_rounded, che
 from tridecode.kernels.ops import (
     Batch,
     CacheLayer,
-    CandidateRows,
     Heads,
     Linear,
     Norm,
@@ -28,7 +27,8 @@ from tridecode.kernels.ops import (
     SamplingState,
 )
 from tridecode.kernels.philox import uniforms
-from tridecode.kernels.sampling_state import BROKEN_LOGITS, MOST_COUNTED, NO_TOKEN, records, words
+from tridecode.kernels.sampling_rules import WholeRows, greedy, kept_ids, process, remember, unchanged
+from tridecode.kernels.sampling_state import BROKEN_LOGITS, NO_TOKEN, SlotRows, records
 
 #: queries of a prefill row that are scored at a time; bounds the memory of the scores
 _QUERY_CHUNK = 256
@@ -266,71 +266,36 @@ class Reference:
         if not len(rows):
             return
         held = slots[rows].long()
-        sequences = records(state.slots[held])
-        greedy = _greedy(sequences)
-        plain = (
-            greedy
-            & ~_penalised(sequences)
-            & (sequences["num_bad_words"] == 0)
-            & (sequences["generated"] >= sequences["min_tokens"])
-            & (sequences["return_log_probs"] == 0)
-        ).all()
-        chosen = _largest(logits) if plain else []
-        for row, slot, sequence in zip(rows.tolist(), held.tolist(), sequences):
-            token = chosen[row] if plain else _choose(logits[row], slot, sequence, state, log_probs[row])
-            tokens[row] = token
-            _remember(state, slot, sequence, max(token, 0))
-        state.slots[held] = words(sequences).to(state.slots.device)
+        sequences = SlotRows(state, held, records(state.slots[held]))
+        x = logits if len(rows) == len(slots) else logits[rows]
+        chosen = _choose(x, sequences, log_probs, rows)
+        tokens[rows] = chosen.to(tokens.dtype)
+        remember(sequences, chosen.clamp(min=0))
 
-    def candidates(self, logits: Tensor, wanted: CandidateRows, *, ids: Tensor, log_probs: Tensor) -> None:
-        beam_candidates(logits, wanted, ids, log_probs)
+    def candidates(
+        self, logits: Tensor, rows: Tensor, sequences: SlotRows, *, ids: Tensor, log_probs: Tensor
+    ) -> None:
+        beam_candidates(logits, rows, sequences, ids, log_probs)
 
 
 #: float32 values of the copy of the logits that candidates are chosen from at a time
 _CANDIDATE_LOGITS = 1 << 24
 
 
-def beam_candidates(logits: Tensor, wanted: CandidateRows, ids: Tensor, log_probs: Tensor) -> None:
+def beam_candidates(
+    logits: Tensor, rows: Tensor, sequences: SlotRows, ids: Tensor, log_probs: Tensor
+) -> None:
     """Ops.candidates on any device, without waiting for it."""
-    match("candidates", ("nW", "ids", ids), ("nW", "log_probs", log_probs), ("n", "rows", wanted.rows))
+    match("candidates", ("nW", "ids", ids), ("nW", "log_probs", log_probs), ("n", "rows", rows))
     step = max(1, _CANDIDATE_LOGITS // logits.shape[1])
-    for first in range(0, len(wanted.rows), step):
+    for first in range(0, len(rows), step):
         part = slice(first, first + step)
-        x = processed_rows(logits, wanted, part)
+        x = logits[rows[part]]
+        process(x, sequences.part(part))
         best = torch.log_softmax(x, dim=-1).topk(ids.shape[1], dim=-1)
         ids[part].copy_(best.indices)
         is_excluded = x.amax(-1, keepdim=True) == -torch.inf  # log_softmax gives NaN
         log_probs[part].copy_(best.values.masked_fill(is_excluded, -torch.inf))
-
-
-def processed_rows(logits: Tensor, wanted: CandidateRows, part: slice) -> Tensor:
-    """(n', V): the logits of a part of the rows after temperature, penalties and bans."""
-    x = logits[wanted.rows[part]]
-    if wanted.temperature is not None:
-        x /= wanted.temperature[part]
-    if wanted.seen is not None:
-        counts = _scattered(wanted.seen[:2], wanted.seen[2].float(), part, x)
-        repeated = x
-        if wanted.repetition is not None:
-            repeated = torch.where(x < 0, x * wanted.repetition[part], x / wanted.repetition[part])
-        if wanted.presence is not None:
-            repeated = repeated - wanted.presence[part]
-        if wanted.frequency is not None:
-            repeated = repeated - wanted.frequency[part] * counts
-        x = torch.where(counts > 0, repeated, x)
-    if wanted.banned is not None:
-        ones = torch.ones_like(wanted.banned[0], dtype=x.dtype)
-        x.masked_fill_(_scattered(wanted.banned, ones, part, x) > 0, -torch.inf)
-    return x
-
-
-def _scattered(places: Tensor, values: Tensor, part: slice, like: Tensor) -> Tensor:
-    """Values at (row, id) of a part of the rows; zeros elsewhere, of the shape of `like`."""
-    rows, last = places[0] - part.start, like.shape[0]
-    inside = (rows >= 0) & (rows < last)
-    out = torch.zeros(last + 1, like.shape[1], dtype=like.dtype, device=like.device)
-    out[torch.where(inside, rows, last), places[1]] = values  # values of other parts go to a row of their own
-    return out[:last]
 
 
 #: gated activations, and the activation of the gate
@@ -532,98 +497,36 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def _greedy(sequence: np.ndarray | np.void) -> np.ndarray:
-    """Of one SLOT record or of many."""
-    return (sequence["top_k"] == 1) | (sequence["temperature"] == 0)
+def _choose(x: Tensor, sequences: SlotRows, log_probs: Tensor, rows: Tensor) -> Tensor:
+    """(n,) int64: the next token of each row of x (n, V), BROKEN_LOGITS for a row that has NaN or infinity,
+    NO_TOKEN for one whose ids are all impossible. x is changed in place; log_probs[rows] are written for the
+    sequences that want them."""
+    found = sequences.records
+    if not unchanged(found):
+        process(x, sequences)
+    largest, tokens = x.max(dim=-1)  # the lowest id of equal ones; a NaN counts as the largest
+    tokens = torch.where(largest < torch.inf, tokens, BROKEN_LOGITS)
+    tokens = torch.where(largest == -torch.inf, NO_TOKEN, tokens)
+    is_drawn = ~greedy(found)
+    if is_drawn.any():
+        some = np.flatnonzero(is_drawn & (tokens >= 0).cpu().numpy())
+        index = torch.from_numpy(some).to(x.device)
+        tokens[index] = _draw(x[index], largest[index], found[some])
+    wants = (found["return_log_probs"] != 0) & (tokens >= 0).cpu().numpy()
+    if wants.any():
+        index = torch.from_numpy(np.flatnonzero(wants)).to(x.device)
+        some_x = x[index]
+        log_probs[rows[index]] = some_x.gather(1, tokens[index, None])[:, 0] - some_x.logsumexp(-1)
+    return tokens
 
 
-def _penalised(sequence: np.ndarray | np.void) -> np.ndarray:
-    return (
-        (sequence["repetition_penalty"] != 1)
-        | (sequence["presence_penalty"] != 0)
-        | (sequence["frequency_penalty"] != 0)
-    )
-
-
-def _largest(logits: Tensor) -> list[int]:
-    """The id of the largest logit of each row, the lowest of equal ones; BROKEN_LOGITS for a row that has NaN
-    or infinity, NO_TOKEN for one whose ids are all impossible."""
-    values, ids = logits.max(dim=-1)  # a NaN counts as the largest
-    ids = torch.where(values < torch.inf, ids, BROKEN_LOGITS)
-    return torch.where(values == -torch.inf, NO_TOKEN, ids).tolist()
-
-
-def _choose(logits: Tensor, slot: int, sequence: np.void, state: SamplingState, log_prob: Tensor) -> int:
-    """The next token of one row, or BROKEN_LOGITS or NO_TOKEN. logits (V,) float32 are changed in place;
-    log_prob () is written if the sequence wants it."""
-    if sequence["num_bad_words"]:
-        _ban(logits, slot, sequence, state)
-    if sequence["temperature"] not in (0.0, 1.0):
-        logits /= float(sequence["temperature"])
-    if _penalised(sequence):
-        counts, factor = state.counts[slot], float(sequence["repetition_penalty"])
-        repeated = torch.where(logits < 0, logits * factor, logits / factor)
-        repeated -= (
-            float(sequence["presence_penalty"]) + float(sequence["frequency_penalty"]) * counts.float()
-        )
-        torch.where(counts > 0, repeated, logits, out=logits)
-    if sequence["generated"] < sequence["min_tokens"]:
-        ends = sequence["end_ids"]
-        logits[ends[(ends >= 0) & (ends < logits.shape[0])].astype(np.int64)] = -torch.inf
-    largest = int(logits.argmax())  # a NaN counts as the largest
-    value = float(logits[largest])
-    if not value < torch.inf:
-        return BROKEN_LOGITS
-    if value == -torch.inf:
-        return NO_TOKEN
-    token = largest if _greedy(sequence) else _draw(logits, sequence)
-    if sequence["return_log_probs"]:
-        log_prob.copy_(logits[token] - logits.logsumexp(0))
-    return token
-
-
-def _ban(logits: Tensor, slot: int, sequence: np.void, state: SamplingState) -> None:
-    """Make the last id of each bad word impossible whose other ids end the history."""
-    ids = state.bad_ids[slot].tolist()
-    length = int(sequence["history_length"])
-    start = 0
-    for end in state.bad_ends[slot, : int(sequence["num_bad_words"])].tolist():
-        *before, last = ids[start:end]
-        start = end
-        tail = state.history[slot, max(length - len(before), 0) : length].tolist()
-        if not before or tail == before:
-            logits[last] = -torch.inf
-
-
-def _draw(logits: Tensor, sequence: np.void) -> int:
-    """Top-k, top-p, then the largest logit plus Gumbel noise."""
-    top_k, top_p, seed = int(sequence["top_k"]), float(sequence["top_p_now"]), int(sequence["seed"])
-    keep = ~torch.isneginf(logits)
-    if 0 < top_k < logits.shape[0]:
-        keep &= logits >= logits.topk(top_k).values[-1]
-    if top_p < 1.0:
-        values = logits[keep].sort(descending=True).values
-        mass = torch.softmax(values.double(), 0).cumsum(0)
-        last = min(int((mass < top_p).sum()), len(values) - 1)
-        keep &= logits >= values[last]
-    ids = keep.nonzero().squeeze(1)
-    key = (seed & 0xFFFFFFFF, seed >> 32)
-    noise = torch.from_numpy(uniforms(key, ids.cpu().numpy(), int(sequence["generated"]))).to(logits.device)
-    with np.errstate(divide="ignore"):
+def _draw(x: Tensor, largest: Tensor, found: np.ndarray) -> Tensor:
+    """(n,) int64: of each row x (n, V) the kept id with the largest logit plus Gumbel noise."""
+    tokens = []
+    for logits, kept, record in zip(x, kept_ids(x, largest, found, WholeRows(x.shape[1])), found):
+        ids, seed = kept.nonzero().squeeze(1), int(record["seed"])
+        key = (seed & 0xFFFFFFFF, seed >> 32)
+        noise = torch.from_numpy(uniforms(key, ids.cpu().numpy(), int(record["generated"]))).to(x.device)
         gumbel = -(-torch.log1p(-noise)).log()
-    return int(ids[(logits[ids] + gumbel).argmax()])
-
-
-def _remember(state: SamplingState, slot: int, sequence: np.void, token: int) -> None:
-    """Update the state of a slot and its record."""
-    state.last_tokens[slot] = token
-    sequence["generated"] += 1
-    length = int(sequence["history_length"])
-    if sequence["num_bad_words"] and length < state.history.shape[1]:
-        state.history[slot, length] = token
-        sequence["history_length"] = length + 1
-    if _penalised(sequence):
-        state.counts[slot, token] = min(int(state.counts[slot, token]) + 1, MOST_COUNTED)
-    if sequence["top_p_decay"] < 1:
-        decayed = max(sequence["top_p_now"] * sequence["top_p_decay"], sequence["top_p_min"])
-        sequence["top_p_now"] = sequence["top_p"] if token == sequence["top_p_reset_id"] else decayed
+        tokens.append(ids[(logits[ids] + gumbel).argmax()])
+    return torch.stack(tokens) if tokens else torch.zeros(0, dtype=torch.int64, device=x.device)

@@ -28,6 +28,8 @@ class SamplingState:
     history: (S, L) int32, prompt and output, kept only for slots with bad words. counts: (S, V) int16,
     occurrences of each id in prompt and output, kept only for slots with penalties.
     bad_ids, bad_ends: (S, W) int32: ids of all bad words, concatenated, and their cumulative ends.
+    started: (S,) SLOT records on the host, as the slots were when their sequences started. Their parameters
+    are those of the device; the columns that sampling changes are not.
     """
 
     slots: Tensor
@@ -36,6 +38,11 @@ class SamplingState:
     counts: Tensor
     bad_ids: Tensor
     bad_ends: Tensor
+    started: np.ndarray = None  # type: ignore[assignment]  # the default: read from slots
+
+    def __post_init__(self) -> None:
+        if self.started is None:
+            object.__setattr__(self, "started", records(self.slots).copy())
 
     @classmethod
     def allocate(
@@ -57,17 +64,43 @@ class SamplingState:
             counts=zeros(vocab_size, torch.int16),
             bad_ids=zeros(max_bad_word_tokens),
             bad_ends=zeros(max_bad_word_tokens),
+            started=neutral.copy(),
         )
 
     def tensors(self) -> list[Tensor]:
         """All tensors; the first axis of each is the slot."""
-        return [getattr(self, field.name) for field in fields(self)]
+        values = (getattr(self, field.name) for field in fields(self))
+        return [value for value in values if isinstance(value, Tensor)]
 
     def column(self, name: str) -> Tensor:
         """(S,) or, of an array, (S, n): a field of every slot, a view in the field's dtype."""
         kind, offset = SLOT.fields[name][:2]  # type: ignore[index]
         values, first = self.slots.view(_TORCH[kind.base.name]), offset // kind.base.itemsize
         return values[:, first : first + kind.shape[0]] if kind.shape else values[:, first]
+
+
+@dataclass(frozen=True)
+class SlotRows:
+    """The slots of n rows of logits whose columns are the ids first_id and up.
+
+    slots: (n,) int64. records: (n,) SLOT records on the host; their parameters hold. first_id: also of the
+    columns of state.counts.
+    """
+
+    state: SamplingState
+    slots: Tensor
+    records: np.ndarray
+    first_id: int = 0
+
+    def column(self, name: str) -> Tensor:
+        """(n, 1) or, for an array, (n, k): a copy of a field of the rows' slots, in the field's dtype."""
+        values = self.state.column(name)[self.slots]
+        return values if values.dim() > 1 else values[:, None]
+
+    def part(self, rows: slice | np.ndarray) -> SlotRows:
+        """Some of the rows: a slice or their indices."""
+        index = rows if isinstance(rows, slice) else torch.from_numpy(rows).to(self.slots.device)
+        return SlotRows(self.state, self.slots[index], self.records[rows], self.first_id)
 
 
 def words(records: np.ndarray) -> Tensor:

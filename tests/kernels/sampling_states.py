@@ -81,7 +81,11 @@ def random_state(
 
 
 def cloned(state: SamplingState, share: VocabShare | None = None) -> SamplingState:
-    parts = {name: getattr(state, name).clone() for name in state.__dataclass_fields__}
+    parts = {
+        name: value.clone()
+        for name in state.__dataclass_fields__
+        if isinstance(value := getattr(state, name), Tensor)
+    }
     if share is not None:
         parts["counts"] = cut(parts["counts"], share, 0)
     return SamplingState(**parts)

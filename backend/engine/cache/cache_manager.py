@@ -92,10 +92,11 @@ class CacheManager:
 
     def branch(self, parent: Sequence, child: Sequence) -> None:
         """A reserved slot for a new beam, which shares all of its parent's blocks. The parent has no token in
-        flight, and `make_room` comes before either writes."""
+        flight, and `make_room` comes before either writes. The next plan copies the slot's sampling state."""
         self.reserved -= 1
         self.pool.share(parent.blocks)
         self._take_slot(child, self.lengths[parent.slot], parent.blocks)
+        self._slot_copies[child.slot] = parent.slot
 
     def _admit_row(self, sequence: Sequence, row: SessionRow, shift: int) -> bool:
         first, peak = row.first_missing(sequence.num_known, shift), row.peak

@@ -24,7 +24,7 @@ from tridecode.backend.engine.device.loader import DTYPES, FileWeights
 from tridecode.backend.engine.device.random_weights import RandomWeights
 from tridecode.backend.engine.device.resolved_settings import choose_num_blocks
 from tridecode.backend.engine.device.returned_logits import StepExtras, prompt_logits, sample_logits
-from tridecode.backend.engine.device.sampling import candidate_rows, copy_slots, start_slots
+from tridecode.backend.engine.device.sampling import beam_slots, copy_slots, start_slots
 from tridecode.backend.engine.device.top_tokens import PendingTops, TopLogProbsOfStep
 from tridecode.backend.engine.prompt_tables.store import PromptPlace, PromptStore, load_tasks, prompt_limits
 from tridecode.backend.engine.ranks.agreement import StepDigest, copied_state
@@ -489,9 +489,13 @@ class Engine:
         self.prompt_graphs.replay(plan, shape)
         return True
 
+    @property
+    def _first_id(self) -> int:
+        return 0 if self.vocab is None else self.vocab.first
+
     def _start_slots(self, plan: StepPlan) -> None:
         if plan.starts:
-            start_slots(self.state, plan.starts, 0 if self.vocab is None else self.vocab.first)
+            start_slots(self.state, plan.starts, self._first_id)
 
     def _step_ops(self, plan: StepPlan | None) -> Ops:
         """The operations of a step: with its virtual tokens and the deltas of its adapters, if it has any."""
@@ -513,11 +517,12 @@ class Engine:
         ids = torch.zeros(shape, dtype=torch.int32, device=self.device)
         log_probs = torch.zeros(shape, dtype=torch.float32, device=self.device)
         if self.is_last_stage:
-            if self.vocab is None:
-                wanted = candidate_rows(beams, self.device)
-                self.ops.candidates(self.work.logits, wanted, ids=ids, log_probs=log_probs)
-            else:
-                beam_candidates(self.work.logits, beams, self.vocab, self.ranks, ids, log_probs)
+            choose = self.ops.candidates
+            if self.vocab is not None:
+                choose = partial(beam_candidates, vocab=self.vocab, ranks=self.ranks)
+            choose(
+                self.work.logits, *beam_slots(self.state, beams, self._first_id), ids=ids, log_probs=log_probs
+            )
         return to_all(self.ranks, ids), to_all(self.ranks, log_probs)
 
     @torch.inference_mode()

@@ -9,8 +9,8 @@ import torch
 
 from tridecode.backend.engine.step.plan import BeamRows, SlotStart
 from tridecode.backend.wire.sampling_params import SamplingParams
-from tridecode.kernels.ops import CandidateRows
-from tridecode.kernels.sampling_state import MOST_COUNTED, SLOT, SamplingState, words
+from tridecode.kernels.sampling_rules import remember
+from tridecode.kernels.sampling_state import MOST_COUNTED, SLOT, SamplingState, SlotRows, words
 
 #: a parameter whose name is a column's goes there as it is
 _PARAMETERS = [name for name in SLOT.names or () if name in SamplingParams.__struct_fields__]
@@ -32,6 +32,7 @@ def start_slots(state: SamplingState, starts: list[SlotStart], first_id: int = 0
     rows["history_length"] = [len(start.history) for start in starts]
     slots = _on_device(torch.tensor([start.slot for start in starts]), device)
     state.slots[slots] = _on_device(words(rows), device)
+    state.started[[start.slot for start in starts]] = rows
     for start in starts:
         params, slot = start.params, start.slot
         if (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0):
@@ -57,30 +58,24 @@ def copy_slots(state: SamplingState, sources: Sequence[int], destinations: Seque
     both = _on_device(torch.tensor([sources, destinations], dtype=torch.int64), state.slots.device)
     for tensor in state.tensors():
         tensor[both[1]] = tensor[both[0]]
+    state.started[list(destinations)] = state.started[list(sources)]
 
 
-def candidate_rows(beams: BeamRows, device: torch.device) -> CandidateRows:
-    """What `Ops.candidates` reads of a plan, on the device."""
-
-    def real(values: np.ndarray, neutral: float) -> torch.Tensor | None:
-        return (
-            None
-            if (values == neutral).all()
-            else _on_device(torch.from_numpy(values.copy())[:, None], device)
-        )
+def beam_slots(state: SamplingState, beams: BeamRows, first_id: int = 0) -> tuple[torch.Tensor, SlotRows]:
+    """(n,) int64 logits rows of a plan's beams and their slots, which take the tokens that the plan brings.
+    first_id: of state.counts' columns."""
+    device = state.slots.device
 
     def whole(values: np.ndarray) -> torch.Tensor:
         return _on_device(torch.from_numpy(values.astype(np.int64)), device)
 
-    return CandidateRows(
-        whole(beams.rows),
-        real(beams.temperature, 1.0),
-        real(beams.repetition, 1.0),
-        real(beams.presence, 0.0),
-        real(beams.frequency, 0.0),
-        whole(beams.seen) if beams.seen.size else None,
-        whole(beams.banned) if beams.banned.size else None,
-    )
+    def rows(slots: np.ndarray) -> SlotRows:
+        return SlotRows(state, whole(slots), state.started[slots], first_id)
+
+    is_new = beams.tokens >= 0
+    if is_new.any():
+        remember(rows(beams.slots[is_new]), whole(beams.tokens[is_new]))
+    return whole(beams.rows), rows(beams.slots)
 
 
 def _put(to: torch.Tensor, values: np.ndarray | list[int]) -> None:

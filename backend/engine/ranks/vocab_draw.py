@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tridecode.backend.engine.ranks.vocab_share import TensorRanks
 from tridecode.backend.weights.layout import VocabShare
+from tridecode.kernels.sampling_rules import kept_ids
 
 #: rank's largest logits that are exchanged for top-k at most; above, the k-th largest is searched by its bits
 MOST_CANDIDATES = 1024
@@ -38,31 +39,28 @@ def draw(
 def _draw(
     x: Tensor, best: Tensor, sequences: np.ndarray, vocab: VocabShare, ranks: TensorRanks
 ) -> tuple[Tensor, Tensor]:
-    keep = x > -torch.inf
-    limited = np.flatnonzero((sequences["top_k"] > 0) & (sequences["top_k"] < vocab.vocab_size))
-    if len(limited):
-        rows = torch.from_numpy(limited).to(x.device)
-        counts = torch.from_numpy(sequences["top_k"][limited].astype(np.int64)).to(x.device)
-        keep[rows] &= x[rows] >= _kth_largest(x[rows], counts, vocab, ranks)[:, None]
-    nucleus = np.flatnonzero(sequences["top_p_now"] < 1)
-    if len(nucleus):
-        rows = torch.from_numpy(nucleus).to(x.device)
-        shares = torch.from_numpy(sequences["top_p_now"][nucleus].astype(np.float64)).to(x.device)
-        some, kept = x[rows], keep[rows]
-        weights = (some.double() - best[rows, None]).exp_().masked_fill_(~kept, 0.0).nan_to_num_(0.0)
-        keep[rows] = kept & (some >= threshold(some, weights, shares, ranks)[:, None])
+    keep = kept_ids(x, best, sequences, SharedRows(vocab, ranks))
     return _largest_score(x, keep, sequences, vocab, ranks)
 
 
-def _kth_largest(x: Tensor, counts: Tensor, vocab: VocabShare, ranks: TensorRanks) -> Tensor:
-    """(n,): of each row the counts[row]-th largest value over all ranks; counts (n,) int64 in 1 .. V - 1."""
-    most = int(counts.max())
-    if most > MOST_CANDIDATES:
-        ones = torch.ones_like(x, dtype=torch.float64).masked_fill_(x == -torch.inf, 0.0)
-        return threshold(x, ones, counts.double(), ranks, is_share=False)
-    mine = x.topk(min(most, vocab.size), dim=-1).values
-    every = ranks.gather(mine).movedim(0, 1).flatten(1)  # (n, t * min(most, size)), most of them or more
-    return every.topk(min(most, every.shape[1]), dim=-1).values.gather(1, counts[:, None] - 1)[:, 0]
+class SharedRows:
+    """The Search of kernels/sampling_rules.py where the columns are this rank's ids. Collective."""
+
+    def __init__(self, vocab: VocabShare, ranks: TensorRanks):
+        self.vocab_size, self._vocab, self._ranks = vocab.vocab_size, vocab, ranks
+
+    def kth_largest(self, x: Tensor, counts: np.ndarray) -> Tensor:
+        most, wanted = int(counts.max()), torch.from_numpy(counts).to(x.device)
+        if most > MOST_CANDIDATES:
+            ones = torch.ones_like(x, dtype=torch.float64).masked_fill_(x == -torch.inf, 0.0)
+            return threshold(x, ones, wanted.double(), self._ranks, is_share=False)
+        mine = x.topk(min(most, self._vocab.size), dim=-1).values
+        every = self._ranks.gather(mine).movedim(0, 1).flatten(1)  # (n, t * min(most, size)), `most` or more
+        return every.topk(min(most, every.shape[1]), dim=-1).values.gather(1, wanted[:, None] - 1)[:, 0]
+
+    def nucleus(self, x: Tensor, kept: Tensor, largest: Tensor, shares: np.ndarray) -> Tensor:
+        weights = (x.double() - largest[:, None]).exp_().masked_fill_(~kept, 0.0).nan_to_num_(0.0)
+        return threshold(x, weights, torch.from_numpy(shares.astype(np.float64)).to(x.device), self._ranks)
 
 
 def threshold(

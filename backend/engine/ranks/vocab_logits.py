@@ -5,37 +5,33 @@ Candidates of beams, the most likely tokens, log probabilities of given ids: onl
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import numpy as np
 import torch
 from torch import Tensor
 
-from tridecode.backend.engine.device.sampling import candidate_rows
 from tridecode.backend.engine.ranks.vocab_share import TensorRanks, largest, log_sum_exp, values_at
-from tridecode.backend.engine.step.plan import BeamRows
 from tridecode.backend.weights.layout import VocabShare
-from tridecode.kernels.reference import processed_rows
+from tridecode.kernels.sampling_rules import process
+from tridecode.kernels.sampling_state import SlotRows
 
 
 def beam_candidates(
-    logits: Tensor, beams: BeamRows, vocab: VocabShare, ranks: TensorRanks, ids: Tensor, log_probs: Tensor
+    logits: Tensor,
+    rows: Tensor,
+    sequences: SlotRows,
+    vocab: VocabShare,
+    ranks: TensorRanks,
+    *,
+    ids: Tensor,
+    log_probs: Tensor,
 ) -> None:
     """Ops.candidates over logits (R, size) of this rank's ids, padding minus infinity. Collective."""
-    mine = replace(beams, seen=_own(beams.seen, vocab), banned=_own(beams.banned, vocab))
-    x = processed_rows(logits, candidate_rows(mine, logits.device), slice(0, len(beams.rows)))
+    x = logits[rows]
+    process(x, sequences)
     total = log_sum_exp(x, ranks)
     values, found = largest(x, ids.shape[1], vocab, ranks)
     ids.copy_(found)
     total = torch.where(total == -torch.inf, 0.0, total)  # of a row whose ids are all banned
     log_probs.copy_(values.double() - total[:, None])
-
-
-def _own(places: np.ndarray, vocab: VocabShare) -> np.ndarray:
-    """BeamRows.seen or .banned: those of this rank's ids, counted from its first one."""
-    own = places[:, (places[1] >= vocab.first) & (places[1] < vocab.stop)].copy()
-    own[1] -= vocab.first
-    return own
 
 
 def raw_log_probs(logits: Tensor, rows: Tensor, ranks: TensorRanks) -> Tensor:

@@ -1,19 +1,18 @@
 """The beam groups that have slots, and their rows of a step. No torch.
 
 The host chooses a beam's tokens, so its row carries the token id, and none of the group's beams is planned
-while the step of another is on the device. What changes a beam's logits is part of the plan (BeamRows): no
-sampling state on the device has to follow the parents.
+while the step of another is on the device. A beam's slot has its sampling state as any sequence's: it starts
+with the tokens that are computed again, is copied to the slots of the beams that branch off, and takes the
+token of the step before with the plan (BeamRows.tokens).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Callable
 
 import numpy as np
 
 from tridecode.backend.engine.cache.cache_manager import CacheManager
-from tridecode.backend.engine.prompt_tables.book import vocabulary_tokens
 from tridecode.backend.engine.schedule.admission import SchedulerLimits
 from tridecode.backend.engine.schedule.beams import BeamSearch
 from tridecode.backend.engine.schedule.sequence import Sequence, SequenceGroup, Stage
@@ -109,49 +108,18 @@ class BeamPlanner:
         sequence.group.sequences.remove(sequence)
 
 
-def beam_rows(sampled: list[Sequence]) -> BeamRows | None:
-    """The beams among the sequences that a step samples, in order; None where there is none."""
+def beam_rows(sampled: list[Sequence], is_decode: list[bool]) -> BeamRows | None:
+    """The beams among the sequences that a step samples, in order; None where there is none.
+
+    is_decode: whether the row of each decodes; the slot of a prefill row has started with all tokens."""
     rows = [row for row, sequence in enumerate(sampled) if sequence.group.search is not None]
     if not rows:
         return None
     beams = [sampled[row] for row in rows]
-    seen = [_seen(index, beam) for index, beam in enumerate(beams)]
-    banned = [(index, token) for index, beam in enumerate(beams) for token in banned_tokens(beam)]
-
-    def column(value: Callable[[Sequence], float]) -> np.ndarray:
-        return np.array([value(beam) for beam in beams], np.float32)
-
+    tokens = [beam.output[-1] if is_decode[row] else -1 for row, beam in zip(rows, beams)]
     return BeamRows(
         rows=np.array(rows, np.int32),
         width=max(2 * beam.params.beam_width for beam in beams),
-        temperature=column(lambda beam: beam.params.divisor or 1.0),
-        repetition=column(lambda beam: beam.params.repetition_penalty),
-        presence=column(lambda beam: beam.params.presence_penalty),
-        frequency=column(lambda beam: beam.params.frequency_penalty),
-        seen=np.concatenate(seen, axis=1),
-        banned=np.array(banned, np.int32).reshape(-1, 2).T.copy(),
+        slots=np.array([beam.slot for beam in beams], np.int32),
+        tokens=np.array(tokens, np.int32),
     )
-
-
-def _seen(index: int, beam: Sequence) -> np.ndarray:
-    """(3, P) int32: index, token id and occurrences of the tokens of a beam with penalties."""
-    params = beam.params
-    if (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.0, 0.0, 0.0):
-        return np.zeros((3, 0), np.int32)
-    tokens = vocabulary_tokens(beam) if params.count_prompt else np.asarray(beam.output, np.int32)
-    ids, counts = np.unique(tokens, return_counts=True)
-    return np.stack([np.full(len(ids), index), ids, counts]).astype(np.int32)
-
-
-def banned_tokens(beam: Sequence) -> list[int]:
-    """The tokens that may not follow: the last of a bad word whose others are the newest tokens, and the end
-    tokens before min_tokens."""
-    params, banned = beam.params, []
-    if params.bad_words:
-        known = beam.known_tokens()
-        for *before, last in params.bad_words:
-            if not before or (len(before) <= len(known) and known[-len(before) :].tolist() == before):
-                banned.append(last)
-    if len(beam.output) < params.min_tokens:
-        banned += params.end_ids
-    return banned

@@ -234,8 +234,8 @@ class Planner:
             admitted = self._admit()
             if admitted is None:
                 break
-            if admitted.group.search is None:
-                starts.append(self._start(admitted))
+            beams = admitted.group.sequences if admitted.group.search is not None else [admitted]
+            starts += [self._start(sequence) for sequence in beams]
             chunks.append(self._chunk(admitted, budget))
             budget -= chunks[-1][2]
         return chunks, starts
@@ -460,12 +460,13 @@ class Planner:
 
 
 def _mark_beams(plan: StepPlan) -> None:
-    """Name the rows of beams, whose sampling state no slot has."""
-    is_sampled = plan.samples > 0
-    plan.beams = beam_rows([sequence for sequence, one in zip(plan.sequences, is_sampled.tolist()) if one])
+    """Name the rows of beams, which get candidates in place of a token."""
+    sampled = np.flatnonzero(plan.samples)
+    is_decode = (sampled < plan.num_decodes).tolist()
+    plan.beams = beam_rows([plan.sequences[row] for row in sampled.tolist()], is_decode)
     if plan.beams is not None:
         plan.slots = plan.slots.copy()
-        plan.slots[np.flatnonzero(is_sampled)[plan.beams.rows]] = -1
+        plan.slots[sampled[plan.beams.rows]] = -1
 
 
 def _adapters(sequences: list[Sequence]) -> np.ndarray:

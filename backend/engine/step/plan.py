@@ -47,19 +47,15 @@ class BeamRows:
     """The samples of a step for which the most likely tokens are wanted in place of one token.
 
     rows: (n,) int32, index among the step's samples; the slot of such a row is -1 in the plan. width: tokens
-    for each. temperature, repetition, presence, frequency: (n,) float32. seen: (3, P) int32: index into rows,
-    token id, its occurrences in prompt and output, for rows with penalties. banned: (2, Q) int32: index into
-    rows, token id that is impossible there.
+    for each. slots: (n,) int32, the batch slots with the sampling state of the beams. tokens: (n,) int32, the
+    token that the beam's slot does not know yet, -1 for none: the slot takes it before the candidates are
+    chosen. The host chooses the tokens of beams, so each step brings the choice of the one before.
     """
 
     rows: np.ndarray
     width: int
-    temperature: np.ndarray
-    repetition: np.ndarray
-    presence: np.ndarray
-    frequency: np.ndarray
-    seen: np.ndarray
-    banned: np.ndarray
+    slots: np.ndarray
+    tokens: np.ndarray
 
 
 @dataclass

@@ -35,9 +35,8 @@ class _Beams(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     num_rows: _Index
     width: Annotated[int, msgspec.Meta(ge=1, le=2 * MAX_BEAMS)]
     rows: bytes
-    reals: bytes  # temperature, repetition, presence, frequency
-    seen: bytes
-    banned: bytes
+    slots: bytes
+    tokens: bytes
 
 
 class _LogitRows(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -189,27 +188,20 @@ def _start(frame: _Frame, start: _Start) -> SlotStart:
 
 
 def _beam_bytes(beams: BeamRows) -> _Beams:
-    reals = np.stack([beams.temperature, beams.repetition, beams.presence, beams.frequency])
-    reals = reals.astype("<f4", copy=False).tobytes()
-    return _Beams(
-        len(beams.rows), beams.width, _ints(beams.rows), reals, _ints(beams.seen), _ints(beams.banned)
-    )
+    return _Beams(len(beams.rows), beams.width, _ints(beams.rows), _ints(beams.slots), _ints(beams.tokens))
 
 
 def _beam_rows(found: _Beams, plan: StepPlan) -> BeamRows:
     """The beams of a frame; their indices lie within the plan."""
     where, count = f"plan {plan.step} from rank 0: beams", found.num_rows
     rows = _checked(found.rows, count, f"{where}: rows")
-    reals = _checked(found.reals, 4 * count, f"{where}: reals").view("<f4").reshape(4, count)
-    seen = _checked(found.seen, len(found.seen) // 12 * 3, f"{where}: seen").reshape(3, -1)
-    banned = _checked(found.banned, len(found.banned) // 8 * 2, f"{where}: banned").reshape(2, -1)
+    slots = _checked(found.slots, count, f"{where}: slots")
+    tokens = _checked(found.tokens, count, f"{where}: tokens")
     if (rows < 0).any() or (rows >= plan.num_samples).any():
         raise TridecodeError(f"{where}: rows are not within the {plan.num_samples} samples of the plan")
-    for places in (seen, banned):
-        if (places < 0).any() or (places[0] >= count).any():
-            raise TridecodeError(f"{where}: penalties or bans are not within its {count} rows")
-    temperature, repetition, presence, frequency = reals
-    return BeamRows(rows, found.width, temperature, repetition, presence, frequency, seen, banned)
+    if (slots < 0).any() or len(set(slots.tolist())) < count:
+        raise TridecodeError(f"{where}: slots are {slots.tolist()}; wanted different slots from 0 on")
+    return BeamRows(rows, found.width, slots, tokens)
 
 
 def _logit_rows(frame: _Frame, wanted: _LogitRows) -> LogitRows:

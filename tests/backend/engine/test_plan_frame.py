@@ -114,17 +114,13 @@ def test_the_adapters_of_a_plan_arrive(plan):
 
 
 def with_beams() -> StepPlan:
-    """A step with a sequence and two groups of beams that have penalties and bad words."""
+    """A step with a sequence and two groups of beams."""
     run = Run(limits(max_sequences=8, num_blocks=40, max_step_tokens=16))
     run.submit(1, [1, 2], max_tokens=9)
     run.submit(2, [3, 4, 5], max_tokens=9, beam_width=2, bad_words=[[7]], end_id=9, min_tokens=5)
     run.submit(3, [6, 7, 6], max_tokens=9, beam_width=3, temperature=0.5)
     run.step()
     run.step()
-    groups = [group for groups in run.scheduler._requests.values() for group in groups]
-    penalised = msgspec.structs.replace(groups[2].sequences[0].params, repetition_penalty=1.5)
-    for beam in groups[2].sequences:
-        beam.params = penalised
     plan = run.scheduler.plan()
     assert plan is not None
     return plan
@@ -135,10 +131,8 @@ def test_the_beams_of_a_plan_arrive_and_have_no_slot():
     beams = plan.beams
     assert beams is not None and beams.rows.tolist() == [1, 2, 3, 4, 5] and beams.width == 6
     assert plan.slots.tolist()[1:] == [-1] * 5 and plan.slots[0] >= 0
-    assert beams.temperature.tolist() == [1, 1, 0.5, 0.5, 0.5]
-    assert beams.repetition.tolist() == [1, 1, 1.5, 1.5, 1.5]
-    assert beams.banned.T.tolist() == [[0, 7], [0, 9], [1, 7], [1, 9]]
-    assert {2, 3, 4} == set(beams.seen[0].tolist()) and [2, 6, 2] in beams.seen.T.tolist()
+    assert beams.slots.tolist() == [beam.slot for beam in plan.sequences[1:]]
+    assert beams.tokens.tolist() == [beam.output[-1] for beam in plan.sequences[1:]]
     assert_equal(plan_frame.decode(plan_frame.encode(plan)), plan)
 
 
@@ -151,10 +145,10 @@ def test_the_beams_of_a_plan_arrive_and_have_no_slot():
         ({"width": 10**6}, "<= 128"),
         ({"rows": np.array([1, 2, 3, 4, 6], "<i4").tobytes()}, "not within the 6 samples"),
         ({"rows": np.array([-1, 2, 3, 4, 5], "<i4").tobytes()}, "not within the 6 samples"),
-        ({"reals": b"1234"}, "reals has 4 bytes"),
-        ({"seen": b"1" * 13}, "seen has 13 bytes"),
-        ({"banned": np.array([5, 1], "<i4").tobytes()}, "not within its 5 rows"),
-        ({"banned": np.array([1, -1], "<i4").tobytes()}, "not within its 5 rows"),
+        ({"slots": b"1234"}, "slots has 4 bytes"),
+        ({"tokens": b"1" * 13}, "tokens has 13 bytes"),
+        ({"slots": np.array([1, 2, 3, 4, -1], "<i4").tobytes()}, "wanted different slots from 0 on"),
+        ({"slots": np.array([1, 2, 3, 4, 1], "<i4").tobytes()}, "wanted different slots from 0 on"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -14,16 +14,14 @@ from torch import Tensor
 from tests.backend.engine.offline_models import DEVICE
 from tests.backend.engine.thread_ranks import Meeting, ThreadRanks
 from tests.kernels.sampling_states import SLOTS, cloned, cut, random_state
-from tridecode.backend.engine.device.sampling import candidate_rows
 from tridecode.backend.engine.ranks import vocab_draw, vocab_logits
 from tridecode.backend.engine.ranks.vocab_draw import threshold, uniforms
 from tridecode.backend.engine.ranks.vocab_sampler import sample
 from tridecode.backend.engine.ranks.vocab_share import mask_padding, values_at, whole_rows
-from tridecode.backend.engine.step.plan import BeamRows
 from tridecode.backend.weights.layout import VocabShare
 from tridecode.kernels import philox
 from tridecode.kernels.reference import Reference
-from tridecode.kernels.sampling_state import NO_TOKEN, SamplingState
+from tridecode.kernels.sampling_state import NO_TOKEN, SamplingState, SlotRows
 from tridecode.kernels.top_log_probs import best_tokens, raw_log_probs
 
 PLACE = torch.device(DEVICE)
@@ -212,25 +210,20 @@ def test_other_readers_of_logits_get_those_of_the_whole_vocabulary(vocab: int, w
     """Candidates of beams, the most likely tokens, whole rows and single values."""
     random = np.random.default_rng(11)
     logits = torch.from_numpy(random.normal(0, 2, (6, vocab)).astype(np.float32)).to(DEVICE)
-    banned = np.stack([np.repeat([0, 1, 2], 3), random.integers(0, vocab, 9)]).astype(np.int32)
+    state = random_state(PLACE, vocab, SLOTS, random)
     if vocab == 10:  # fewer possible tokens than candidates: every id must still be one of the vocabulary
-        banned = np.stack([np.zeros(8), np.arange(8)]).astype(np.int32)
-    beams = BeamRows(
-        rows=np.array([0, 2, 5], np.int32),
-        width=min(12, vocab),
-        temperature=np.array([1, 0.7, 2], np.float32),
-        repetition=np.array([1, 1.5, 0.8], np.float32),
-        presence=np.array([0.1, 0, 0], np.float32),
-        frequency=np.array([0, 0.2, 0], np.float32),
-        seen=np.stack(
-            [np.repeat([0, 1, 2], 5), random.permutation(vocab)[:5].tolist() * 3, [1, 2, 3, 4, 5] * 3]
-        ).astype(np.int32),
-        banned=banned,
-    )
+        state.column("num_bad_words")[7] = 8
+        state.bad_ids[7, :8] = torch.arange(8, device=PLACE)
+        state.bad_ends[7, :8] = torch.arange(1, 9, device=PLACE)
+    state, beams, slots = cloned(state), torch.tensor([0, 2, 5], device=PLACE), np.array([7, 30, 12])
     place = torch.device(DEVICE)
-    shape = 3, beams.width
+    shape = 3, min(12, vocab)
     ids, log_probs = torch.zeros(shape, dtype=torch.int32, device=place), torch.zeros(shape, device=place)
-    Reference().candidates(logits, candidate_rows(beams, place), ids=ids, log_probs=log_probs)
+
+    def slot_rows(held: SamplingState, first_id: int = 0) -> SlotRows:
+        return SlotRows(held, torch.from_numpy(slots).to(place), held.started[slots], first_id)
+
+    Reference().candidates(logits, beams, slot_rows(state), ids=ids, log_probs=log_probs)
     rows, chosen = torch.tensor([1, 4], device=place), torch.tensor([3, vocab - 1], device=place)
     tops = best_tokens(raw_log_probs(logits, rows), chosen, 5)
 
@@ -238,7 +231,8 @@ def test_other_readers_of_logits_get_those_of_the_whole_vocabulary(vocab: int, w
         share = VocabShare(vocab, rank, world)
         mine = mask_padding(cut(logits, share), share)
         found = torch.zeros_like(ids), torch.zeros_like(log_probs)
-        vocab_logits.beam_candidates(mine, beams, share, ranks, *found)
+        own = slot_rows(cloned(state, share), share.first)
+        vocab_logits.beam_candidates(mine, beams, own, share, ranks, ids=found[0], log_probs=found[1])
         raw = vocab_logits.raw_log_probs(mine, rows, ranks)
         best = vocab_logits.best_tokens(raw, chosen, 5, share, ranks)
         targets = torch.arange(6, device=place) * (vocab - 1) // 5
@@ -251,7 +245,7 @@ def test_other_readers_of_logits_get_those_of_the_whole_vocabulary(vocab: int, w
     for found, best, rows_of, targets, picked in on_ranks(world, work):
         finite = torch.isfinite(log_probs)
         assert torch.equal(found[0][finite], ids[finite])
-        assert all(len(set(row)) == beams.width and max(row) < vocab for row in found[0].tolist())
+        assert all(len(set(row)) == shape[1] and max(row) < vocab for row in found[0].tolist())
         torch.testing.assert_close(found[1], log_probs, atol=1e-5, rtol=0)
         assert torch.equal(best[0], tops[0])
         torch.testing.assert_close(best[1], tops[1], atol=1e-5, rtol=0)

@@ -49,6 +49,16 @@ def toy_logits(tokens: list[int]) -> np.ndarray:
     return 2 * np.random.default_rng([len(tokens), *tokens]).normal(size=VOCAB)
 
 
+def banned_tokens(params: SamplingParams, known: list[int], generated: int) -> list[int]:
+    """The tokens that may not follow: the last of a bad word whose others are the newest tokens, and the end
+    tokens before min_tokens."""
+    banned = []
+    for *before, last in params.bad_words:
+        if not before or known[-len(before) :] == before:
+            banned.append(last)
+    return banned + (params.end_ids if generated < params.min_tokens else [])
+
+
 class ToyDevice:
     """A cache of token ids and of the shifts of their rotary positions; for each slot its last token, seed,
     number of generated tokens and length of its prompt."""
@@ -59,10 +69,13 @@ class ToyDevice:
         self.shifts = np.full((limits.num_blocks, limits.block_tokens), -1)
         self.last: dict[int, int] = {}
         self.state: dict[int, tuple[int, int, int]] = {}  # seed, generated, prompt
+        #: for beams: parameters, all tokens and how many of them are output
+        self.known: dict[int, tuple[SamplingParams, list[int], int]] = {}
 
     def run(self, plan: StepPlan) -> StepResult:
         assert 0 < plan.num_tokens <= self.limits.max_step_tokens
-        sampled = plan.slots[plan.slots >= 0].tolist()  # beams have no sampling state
+        beam_slots = [] if plan.beams is None else plan.beams.slots.tolist()
+        sampled = plan.slots[plan.slots >= 0].tolist() + beam_slots
         assert len(set(sampled)) == len(sampled), "a slot twice in a plan"
         written = plan.kv_slots.tolist()
         assert len(set(written)) == len(written), "two tokens are written to one place"
@@ -71,6 +84,7 @@ class ToyDevice:
             self.last.pop(start.slot, None)
             prompt = len(start.history) - start.generated
             self.state[start.slot] = start.params.seed, start.generated, prompt
+            self.known[start.slot] = start.params, start.history.tolist(), start.generated
         tokens: list[int] = []
         contexts: list[list[int]] = []
         for row in range(plan.num_rows):
@@ -107,10 +121,16 @@ class ToyDevice:
         return result
 
     def candidates(self, beams: BeamRows, contexts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Of each beam the most likely tokens. Nothing here has penalties."""
-        assert not beams.seen.size
+        """The most likely tokens of each beam, whose slot knows the tokens of its context. Nothing here has
+        penalties."""
         logits = np.array([toy_logits(contexts[row]) for row in beams.rows.tolist()])
-        logits[beams.banned[0], beams.banned[1]] = -np.inf
+        for index, (slot, token) in enumerate(zip(beams.slots.tolist(), beams.tokens.tolist())):
+            params, tokens, generated = self.known[slot]
+            if token >= 0:
+                tokens, generated = [*tokens, token], generated + 1
+                self.known[slot] = params, tokens, generated
+            assert tokens == contexts[beams.rows[index]], "the slot of a beam has other tokens"
+            logits[index, banned_tokens(params, tokens, generated)] = -np.inf
         total = np.exp(logits).sum(1, keepdims=True)
         log_probs = logits - np.log(np.where(total == 0, 1, total))  # 0: all are banned
         ids = np.argsort(-log_probs, axis=1)[:, : beams.width]
@@ -125,14 +145,20 @@ class ToyDevice:
         blocks = {
             to: (self.cache[source].copy(), self.shifts[source].copy()) for source, to in plan.block_copies
         }
-        slots = {to: (self.last[source], self.state[source]) for source, to in plan.slot_copies}
+        slots = {
+            to: (self.last.get(source), self.state[source], self.known[source])
+            for source, to in plan.slot_copies
+        }
         assert len(blocks) == len(plan.block_copies), "a block is the destination of two copies"
         assert len(slots) == len(plan.slot_copies), "a slot is the destination of two copies"
-        assert set(slots) <= set(plan.slots.tolist()), "state is copied to a slot that is not in the plan"
+        planned = {*plan.slots.tolist(), *([] if plan.beams is None else plan.beams.slots.tolist())}
+        assert set(slots) <= planned, "state is copied to a slot that is not in the plan"
         for to, content in blocks.items():
             self.cache[to], self.shifts[to] = content
-        for to, (token, state) in slots.items():
-            self.last[to], self.state[to] = token, state
+        for to, (token, state, known) in slots.items():
+            self.state[to], self.known[to] = state, known
+            if token is not None:
+                self.last[to] = token
 
 
 class Run:

@@ -1,0 +1,240 @@
+"""The sampling rules in plain torch: one row of a table for each parameter, or group of parameters, that
+changes the logits or limits the ids that are drawn from.
+
+LOGIT_RULES change the logits, KEEP_RULES then drop the ids below a bound; both apply in the order of the
+tables. Reference.sample, the sampler over a shared vocabulary and the candidates of beams all use them.
+csrc/sampling/sampling.cu is the other implementation; the contract is in ops.py (sample).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Callable, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tridecode.kernels.sampling_state import MOST_COUNTED, SlotRows
+
+# ------------------------------------------------------------ which rows a rule acts on
+#
+# These read (n,) SLOT records, or one of them, on the host. A rule changes nothing in the other rows.
+
+
+def greedy(records: np.ndarray) -> np.ndarray:
+    """Rows that take the largest logit."""
+    return (records["top_k"] == 1) | (records["temperature"] == 0)
+
+
+def is_penalised(records: np.ndarray) -> np.ndarray:
+    return (
+        (records["repetition_penalty"] != 1)
+        | (records["presence_penalty"] != 0)
+        | (records["frequency_penalty"] != 0)
+    )
+
+
+def _is_divided(records: np.ndarray) -> np.ndarray:
+    return (records["temperature"] != 0) & (records["temperature"] != 1)
+
+
+# ------------------------------------------------------------ rules that change logits
+
+
+def _ban_words(x: Tensor, rows: SlotRows) -> None:
+    """Exclude the last id of each bad word whose other ids end the history."""
+    ids, ends = rows.state.bad_ids[rows.slots].long(), rows.state.bad_ends[rows.slots].long()
+    count, size = rows.column("num_bad_words").long(), ids.shape[1]
+    length, history = rows.column("history_length").long(), rows.state.history
+    places = torch.arange(size, device=x.device).expand_as(ids).contiguous()
+    ends = torch.where(places < count, ends, size + 1)
+    word = torch.searchsorted(ends, places, right=True).clamp(max=size - 1)  # the word of each place
+    following = ends.gather(1, word) - 1 - places  # ids of the word behind this one
+    is_used, is_last = word < count, following == 0
+    at = (length - following).clamp(0, history.shape[1] - 1)
+    is_met = is_last | ((following <= length) & (history[rows.slots[:, None], at] == ids))
+    misses = torch.zeros_like(ids).scatter_add_(1, word, (is_used & ~is_met).long())
+    _exclude(x, ids, is_used & is_last & (misses.gather(1, word) == 0), rows)
+
+
+def _divide(x: Tensor, rows: SlotRows) -> None:
+    temperature = rows.column("temperature")
+    x /= torch.where(temperature == 0, 1.0, temperature)
+
+
+def _penalise(x: Tensor, rows: SlotRows) -> None:
+    counts, factor = rows.state.counts[rows.slots], rows.column("repetition_penalty")
+    after = torch.where(x < 0, x * factor, x / factor)
+    after -= rows.column("presence_penalty") + rows.column("frequency_penalty") * counts.float()
+    torch.where(counts > 0, after, x, out=x)
+
+
+def _hold_back_ends(x: Tensor, rows: SlotRows) -> None:
+    ends = rows.column("end_ids").long()
+    is_early = rows.column("generated") < rows.column("min_tokens")
+    _exclude(x, ends, is_early & (ends >= 0), rows)
+
+
+def _exclude(x: Tensor, ids: Tensor, is_excluded: Tensor, rows: SlotRows) -> None:
+    """x (n, C) = minus infinity at the ids (n, k) int64 that are excluded and among its columns."""
+    columns = ids - rows.first_id
+    is_here = is_excluded & (columns >= 0) & (columns < x.shape[1])
+    mask = torch.zeros(len(x), x.shape[1] + 1, dtype=torch.bool, device=x.device)
+    mask.scatter_(1, torch.where(is_here, columns, x.shape[1]), True)
+    x.masked_fill_(mask[:, :-1], -torch.inf)
+
+
+@dataclass(frozen=True)
+class LogitRule:
+    """acts(records): (n,) bool, the rows that it may change. change(x, rows): changes logits x (n, C) float32
+    of the ids of a rank in place."""
+
+    acts: Callable[[np.ndarray], np.ndarray]
+    change: Callable[[Tensor, SlotRows], None]
+
+
+LOGIT_RULES = {
+    "bad words": LogitRule(lambda records: records["num_bad_words"] > 0, _ban_words),
+    "temperature": LogitRule(_is_divided, _divide),
+    "penalties": LogitRule(is_penalised, _penalise),
+    "min_tokens": LogitRule(lambda records: records["min_tokens"] > 0, _hold_back_ends),
+}
+
+
+def process(x: Tensor, rows: SlotRows) -> None:
+    """Apply LOGIT_RULES to x (n, C) float32, in place. Does not wait for the device."""
+    for rule in LOGIT_RULES.values():
+        acting = rule.acts(rows.records)
+        if not acting.any():
+            continue
+        if x.is_cuda or acting.all():  # in the other rows the rule is neutral; an index of rows costs a copy
+            rule.change(x, rows)
+            continue
+        some = np.flatnonzero(acting)
+        index = torch.from_numpy(some)
+        part = x[index]
+        rule.change(part, rows.part(some))
+        x[index] = part
+
+
+def unchanged(records: np.ndarray) -> bool:
+    """Whether no rule changes a logit of these rows."""
+    return not any(rule.acts(records).any() for rule in LOGIT_RULES.values())
+
+
+# ------------------------------------------------------------ rules that drop ids
+
+
+class Search(Protocol):
+    """Searches in rows x (n, C) float32 over the columns of all ranks; the results are (n,) of x's dtype."""
+
+    vocab_size: int
+
+    def kth_largest(self, x: Tensor, counts: np.ndarray) -> Tensor:
+        """The counts[row]-th largest value of each row; counts: (n,) int64 in 1 .. vocab_size - 1."""
+        ...
+
+    def nucleus(self, x: Tensor, kept: Tensor, largest: Tensor, shares: np.ndarray) -> Tensor:
+        """The largest value v for which the softmax of the kept values, summed from the largest to v, reaches
+        shares[row], or the smallest kept value. kept: (n, C) bool. largest: (n,), of each row over all ranks.
+        shares: (n,) float32."""
+        ...
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Rows x (n, C) of which some ids are kept, and what the rules read beside them."""
+
+    x: Tensor
+    kept: Tensor  # (n, C) bool
+    largest: Tensor  # (n,)
+    records: np.ndarray  # (n,)
+    search: Search
+
+
+@dataclass(frozen=True)
+class KeepRule:
+    """acts(records, vocab_size): (n,) bool. bound(choice): (n,), the smallest logit that is kept."""
+
+    acts: Callable[[np.ndarray, int], np.ndarray]
+    bound: Callable[[Choice], Tensor]
+
+
+KEEP_RULES = {
+    "top_k": KeepRule(
+        lambda records, size: (records["top_k"] > 0) & (records["top_k"] < size),
+        lambda choice: choice.search.kth_largest(choice.x, choice.records["top_k"].astype(np.int64)),
+    ),
+    "top_p": KeepRule(
+        lambda records, size: records["top_p_now"] < 1,
+        lambda choice: choice.search.nucleus(
+            choice.x, choice.kept, choice.largest, choice.records["top_p_now"]
+        ),
+    ),
+}
+
+
+def kept_ids(x: Tensor, largest: Tensor, records: np.ndarray, search: Search) -> Tensor:
+    """(n, C) bool: the possible ids of rows x that every rule keeps. largest: (n,), over all ranks.
+
+    Collective where `search` is."""
+    kept = x > -torch.inf
+    for rule in KEEP_RULES.values():
+        some = np.flatnonzero(rule.acts(records, search.vocab_size))
+        if len(some):
+            index = torch.from_numpy(some).to(x.device)
+            part = Choice(x[index], kept[index], largest[index], records[some], search)
+            kept[index] = part.kept & (part.x >= rule.bound(part)[:, None])
+    return kept
+
+
+class WholeRows:
+    """Search where the columns are the whole vocabulary."""
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+
+    def kth_largest(self, x: Tensor, counts: np.ndarray) -> Tensor:
+        index = torch.from_numpy(counts).to(x.device)[:, None] - 1
+        return x.topk(int(counts.max()), dim=-1).values.gather(1, index)[:, 0]
+
+    def nucleus(self, x: Tensor, kept: Tensor, largest: Tensor, shares: np.ndarray) -> Tensor:
+        found = []
+        for row, is_kept, share in zip(x, kept, shares.tolist()):
+            values = row[is_kept].sort(descending=True).values
+            mass = torch.softmax(values.double(), 0).cumsum(0)
+            found.append(values[min(int((mass < share).sum()), len(values) - 1)])
+        return torch.stack(found)
+
+
+# ------------------------------------------------------------ the state after a token
+
+
+def remember(rows: SlotRows, tokens: Tensor) -> None:
+    """Update the slots of the rows for their tokens (n,) int64, ids of the whole vocabulary.
+
+    Does not wait for the device."""
+    state, slots, records = rows.state, rows.slots, rows.records
+    state.last_tokens[slots] = tokens.to(state.last_tokens.dtype)
+    state.column("generated")[slots] += 1
+    if (records["num_bad_words"] > 0).any():
+        lengths, size = rows.column("history_length")[:, 0], state.history.shape[1]
+        grows = (rows.column("num_bad_words")[:, 0] > 0) & (lengths < size)
+        at = slots, lengths.long().clamp(max=size - 1)
+        state.history[at] = torch.where(grows, tokens.to(state.history.dtype), state.history[at])
+        state.column("history_length")[slots] = lengths + grows
+    if is_penalised(records).any():
+        columns = tokens - rows.first_id
+        is_here = (columns >= 0) & (columns < state.counts.shape[1])
+        neutral = (rows.column("repetition_penalty") == 1) & (rows.column("presence_penalty") == 0)
+        neutral &= rows.column("frequency_penalty") == 0
+        at = slots, columns.clamp(0, state.counts.shape[1] - 1)
+        counts = state.counts[at].int() + (is_here & ~neutral[:, 0])
+        state.counts[at] = counts.clamp_(max=MOST_COUNTED).to(state.counts.dtype)
+    if (records["top_p_decay"] < 1).any():
+        now, decay = rows.column("top_p_now"), rows.column("top_p_decay")
+        decayed = torch.maximum(now * decay, rows.column("top_p_min"))
+        reset = tokens[:, None] == rows.column("top_p_reset_id")
+        now = torch.where(decay < 1, torch.where(reset, rows.column("top_p"), decayed), now)
+        state.column("top_p_now")[slots] = now[:, 0]
