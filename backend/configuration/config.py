@@ -92,7 +92,6 @@ class ModelConfig:
     norm_eps: float
     start_id: int
     end_id: int
-    more_end_ids: tuple[int, ...] = ()  # further tokens that end a text, as end_id does
     weight_dtype: str = "fp32"  # of the files; "fp32", "fp16" or "bf16"
     activation: str = "gelu_tanh"  # "gelu_tanh", "gelu" (erf), "relu" or "silu"
     rope: RopeConfig | None = None
@@ -111,6 +110,7 @@ class ModelConfig:
     windows: tuple[int, ...] = ()
     layer_sizes: tuple[LayerSizes, ...] = ()  # of each layer of a pruned model; (): all as above
     quantization: Quantization | None = None  # of the layers' matrices; None: all files have weight_dtype
+    more_end_ids: tuple[int, ...] = ()  # further tokens that end a text, as end_id does
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0

@@ -2,7 +2,7 @@
 
 Each node reports all of its state every BEAT_S and at each change, and node 0 answers each report with all
 that it wants of the node. So a lost message is repaired by the next, after any break of the connection. Words
-of ranks (backend.messages) travel from the node to node 0 unchanged.
+of ranks (backend.wire.messages) travel from the node to node 0 unchanged.
 """
 
 from __future__ import annotations

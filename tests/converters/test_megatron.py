@@ -96,7 +96,7 @@ def test_a_repository_with_the_tokenizer_beside_the_ranks(tmp_path):
     files = tokenizer.backend_tokenizer.model.save(str(root / "iter_0000500"))
     assert {Path(file).name for file in files} == {"vocab.json", "merges.txt"}
     said = built(root, tmp_path / "repo")
-    assert "greedy tokens equal on 100%" in said and "no tokenizer" not in said
+    assert "greedy tokens equal on 100.0%" in said and "no tokenizer" not in said
     ini = (tmp_path / "repo/fastertransformer/1/1-gpu/config.ini").read_text()
     assert "end_id = 0" in ini  # <|endoftext|> of vocab.json
     assert json.loads((tmp_path / "repo/PARITY.json").read_text())["passed"]

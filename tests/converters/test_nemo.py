@@ -60,7 +60,7 @@ def test_an_archive_becomes_a_repository_with_its_tokenizer(tmp_path):
     model = megatron_model()
     path = write_tar(tmp_path / "gpt.nemo", nemo_members(model, ranks=2, tokenizer=files))
     said = built(path, tmp_path / "repo")
-    assert "greedy tokens equal on 100%" in said and "no tokenizer" not in said
+    assert "greedy tokens equal on 100.0%" in said and "no tokenizer" not in said
     assert check_repo(tmp_path / "repo", checksums=True) == []
     weights = tmp_path / "repo/fastertransformer/1/1-gpu"
     assert "end_id = 0" in (weights / "config.ini").read_text()

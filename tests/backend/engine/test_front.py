@@ -163,8 +163,8 @@ def test_a_pause_of_the_engine_counts_against_no_door(connect, endpoint):
         """
         import sys, time
         from tests.fake_engine import LIMITS
-        from tridecode.backend import messages as m
         from tridecode.backend.engine import front
+        from tridecode.backend.wire import messages as m
         front.DOOR_SILENCE_S = 1.5
         served = front.Front(sys.argv[1], 3, LIMITS, lambda: m.EngineBeat(3, 0, 0, 0.0))
         print("ready", flush=True)

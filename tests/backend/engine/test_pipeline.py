@@ -148,7 +148,8 @@ def test_the_loop_ends_with_steps_in_flight(directory: Path) -> None:
 
     (tokens, finishes), _ = on_ranks(directory, 1, 2, use, pipelined=True)
     alone, _ = on_ranks(directory, 1, 1, lambda offline: offline.generate([[1, 2, 3]], EVERY[0])[0].tokens)
-    assert tokens == alone[:5] and finishes == ["length", "error"]
+    assert tokens == alone[:5]
+    assert finishes == ["length"]  # the doors continue the other request on the next engine
 
 
 def test_sequences_spread_over_the_plans_in_flight() -> None:

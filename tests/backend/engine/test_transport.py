@@ -41,10 +41,10 @@ class ThreadGloo:
 
     def send(self, x: Tensor, rank: int) -> None:
         assert x.dtype == torch.uint8
-        self.meeting.queues[rank].put(x.clone())
+        self.meeting.queues["activations", rank].put(x.clone())
 
     def receive(self, x: Tensor, rank: int) -> None:
-        x.copy_(self.meeting.queues[self.rank].get(timeout=WAIT_S))
+        x.copy_(self.meeting.queues["activations", self.rank].get(timeout=WAIT_S))
 
 
 def on_two(use: Callable[[Staged, int], Tensor]) -> list[Tensor]:

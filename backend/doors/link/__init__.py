@@ -1,1 +1,0 @@
-"""The doors' connection to the engine, and their open requests."""
