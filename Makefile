@@ -83,7 +83,7 @@ kernels: $(READY) ## compile the CUDA kernels with nvcc; ARCH=90, native or all
 bench: $(READY) $(if $(GPU),kernels) ## the overhead of the server over the engine alone; BENCH=
 	@$(BIN)/tridecode bench $(BENCH)
 
-clients: $(READY) ## public clients against the real server, into docs/clients.md; ARGS="--only genai-perf"
+clients: $(READY) ## public clients against the real server, into docs/guides/clients.md; ARGS="--only genai-perf"
 	@$(BIN)/python -m tests.clients.run $(ARGS)
 
 install: $(READY) ## create .venv with everything that runs and tests the project

@@ -19,7 +19,7 @@ from tridecode.converters.sources.nemo import CONFIG_FILE, open_nemo
 
 
 def open_checkpoint(model: str | Path, num_heads: int | None = None) -> Checkpoint:
-    """Open a source of any format, reading no tensor; docs/sources.md has the formats.
+    """Open a source of any format, reading no tensor; docs/reference/sources.md has the formats.
 
     model: a file, a directory, or a repository's id on the hub. num_heads: attention heads of a checkpoint
     that does not say. Raises CheckpointError or UnsupportedError.

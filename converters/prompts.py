@@ -3,7 +3,7 @@
 A task has a section [task_<i>] of config.ini and a file model.prompt_table.<task>.weight.bin, (length, C),
 or files model.prefix_prompt.<task>.weight.<rank>.bin, (layers, 2, kv heads, length, D), in the dtype of the
 weights, as FasterTransformer's nemo_ckpt_convert.py and huggingface_jp_gptneox_convert.py write them. See
-docs/prompt_learning.md.
+docs/guides/prompt_learning.md.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Structured pruning: the sizes of each layer, from the shapes of its tensors and from config.json.
 
-docs/pruning.md describes the checkpoints. Shapes decide; config.json must agree with them where it says more:
-`pruned_heads` ({layer: [head, ...]}, as transformers 4 writes it) or a list, one size for each layer, in the
-place of a number (`num_attention_heads`, `intermediate_size`, ...).
+docs/guides/pruning.md describes the checkpoints. Shapes decide; config.json must agree with them where it
+says more: `pruned_heads` ({layer: [head, ...]}, as transformers 4 writes it) or a list, one size for each
+layer, in the place of a number (`num_attention_heads`, `intermediate_size`, ...).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes a weight directory: shards, config.ini and manifest.json (docs/weight_files.md has the bytes).
+"""Writes a weight directory: shards, config.ini, manifest.json (docs/design/weight_files.md has the bytes).
 
 Tensors are written in parts of a few MiB, so that memory holds no more of them than their rules make. A
 conversion that was interrupted goes on where it stopped.

@@ -62,7 +62,7 @@ class Cpu(Reference):
     """kernels.ops.Ops on a CPU. float32 products use packed weights; 16-bit products are torch's.
 
     batch_invariant: the bits of a sequence's float32 results depend neither on the other sequences of its
-    steps nor on how its prompt is cut into chunks; see docs/numerics.md.
+    steps nor on how its prompt is cut into chunks; see docs/design/numerics.md.
     """
 
     def __init__(self, batch_invariant: bool = False) -> None:

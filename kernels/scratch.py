@@ -53,10 +53,10 @@ class PeerLimits(NamedTuple):
 
 
 #: The one place that chooses. Two ranks send in one shot what NCCL would, so that longer steps are summed in
-#: several launches; measured (docs/benchmarks.md). More ranks leave longer steps to NCCL. Their limits are
-#: not measured, because no machine with four GPUs was at hand: those of one shot are where vLLM's kernel goes
-#: over to two shots on NVLink (csrc/custom_all_reduce.cuh), those of two shots are guesses below the 32 MiB
-#: up to which vLLM's kernel serves four H100s (distributed/device_communicators/all_reduce_utils.py).
+#: several launches; measured (docs/lab/engine_speed.md). More ranks leave longer steps to NCCL. Their limits
+#: are not measured, because no machine with four GPUs was at hand: those of one shot are where vLLM's kernel
+#: goes over to two shots on NVLink (csrc/custom_all_reduce.cuh), those of two shots are guesses below the 32
+#: MiB up to which vLLM's kernel serves four H100s (distributed/device_communicators/all_reduce_utils.py).
 PEER_LIMITS = (
     PeerLimits(2, one_shot=16 << 20, two_shots=0),
     PeerLimits(4, one_shot=512 << 10, two_shots=16 << 20),

@@ -1,8 +1,8 @@
 """Tiny seeded checkpoints of each family, as transformers saves them, with a tokenizer trained on the spot.
 
-FAMILIES is the one table of the families in the tests: docs/adding_a_family.md explains an entry. It holds
-CORE and the CASES of every module of tests/families. Tests that take seconds for each family, and do not
-depend on its network, run over CORE.
+FAMILIES is the one table of the families in the tests: docs/design/adding_a_family.md explains an entry. It
+holds CORE and the CASES of every module of tests/families. Tests that take seconds for each family, and do
+not depend on its network, run over CORE.
 
 Weights are drawn wide enough that greedy continuations do not repeat themselves, norm weights around 1, and
 biases away from 0, so that a wrong layout shows. With the default seeds the two best logits differ by 0.03 or

@@ -1,4 +1,4 @@
-"""Rounding to 8 and 4 bit in numpy, as docs/quantization.md says: the oracle of the tests."""
+"""Rounding to 8 and 4 bit in numpy, as docs/guides/quantization.md says: the oracle of the tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every command in README.md and docs/*.md: run against a served repository, or listed with a reason.
+"""Every command in README.md and docs/: run against a served repository, or listed with a reason.
 
 A command that is in neither list fails test_every_command_is_run_or_listed: add it to RUN or to LISTED. Its
 options and the files of this project that it names must exist.
@@ -21,7 +21,7 @@ from tests.desk import BUILD, Desk
 from tridecode.tools.cli import app
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHELL = ("", "sh", "bash", "shell", "console")
 PLACEHOLDER = "<directory, hub id or .gguf>"
@@ -187,7 +187,7 @@ def test_the_files_of_this_project_that_it_names_exist(command: Command) -> None
         assert (ROOT / "tools" / "requests" / Path("".join(name)).name).is_file(), f"{command.where}: {name}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_files_that_a_page_links_to_exist(page: Path) -> None:
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
     for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text):

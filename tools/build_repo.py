@@ -338,7 +338,7 @@ def _say_grade(parity: Parity, method: str, console: Console) -> None:
     quality, grade = parity.quantization, parity.grade
     if quality is None:
         return
-    console.print(f"quality: [{COLOURS[grade]}]{grade}[/] ({limits_of(grade)}; docs/quantization.md)")
+    console.print(f"quality: [{COLOURS[grade]}]{grade}[/] ({limits_of(grade)}; docs/guides/quantization.md)")
     if grade == POOR:
         console.print("[yellow]warning[/]: ", end="")
         console.print(

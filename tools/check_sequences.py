@@ -1,4 +1,4 @@
-"""The sequence batching that a model of conversations needs (docs/interactive.md); others must have none."""
+"""Sequence batching, which a model of conversations needs (docs/guides/interactive.md) and no other has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of docs/config_ini.md and docs/config_pbtxt.md, made from the code that reads the files.
+"""The tables of docs/reference/config_ini.md and config_pbtxt.md, made from the code that reads the files.
 
     python -m tridecode.tools.config_docs --write
 
@@ -25,7 +25,7 @@ from tridecode.backend.models.layer_sizes_ini import read_layer_sizes
 from tridecode.backend.models.quantization_ini import read_quantization
 from tridecode.tools.doc_tables import DOCS, markdown, write_or_compare
 
-INI_PAGE, PBTXT_PAGE = DOCS / "config_ini.md", DOCS / "config_pbtxt.md"
+INI_PAGE, PBTXT_PAGE = DOCS / "reference" / "config_ini.md", DOCS / "reference" / "config_pbtxt.md"
 COMMAND = "python -m tridecode.tools.config_docs"
 
 #: the mandatory keys of every family

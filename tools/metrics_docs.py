@@ -1,4 +1,4 @@
-"""The tables of docs/metrics.md, made from the table that the doors publish from.
+"""The tables of docs/reference/metrics.md, made from the table that the doors publish from.
 
     python -m tridecode.tools.metrics_docs --write
 
@@ -20,7 +20,7 @@ from tridecode.backend.doors.monitoring.metric_table import (
 )
 from tridecode.tools.doc_tables import DOCS, markdown, write_or_compare
 
-PAGE = DOCS / "metrics.md"
+PAGE = DOCS / "reference" / "metrics.md"
 COMMAND = "python -m tridecode.tools.metrics_docs"
 _HEAD = ("metric", "type", "labels", "meaning")
 

@@ -14,7 +14,7 @@ _compared = partial(typer.Option, rich_help_panel="Comparison with the source")
 
 def build_repo(
     model: Annotated[
-        str, typer.Option(help="Checkpoint: a directory, a file or a hub id (docs/sources.md).")
+        str, typer.Option(help="Checkpoint: a directory, a file or a hub id (docs/reference/sources.md).")
     ],
     output: Annotated[Path, typer.Option(help="The model repository to write.")],
     tp: Annotated[int, typer.Option(min=1, help="tensor_para_size: GPUs that share each layer.")] = 1,
@@ -35,7 +35,7 @@ def build_repo(
         Optional[list[str]],
         _contracts(
             metavar="NAME[,NAME...]",
-            help="Contracts to serve (docs/clients.md); default: fastertransformer,tensorrt_llm.",
+            help="Contracts to serve (docs/guides/clients.md); default: fastertransformer,tensorrt_llm.",
         ),
     ] = None,
     owner: Annotated[
@@ -111,10 +111,10 @@ def build_repo(
         _quantised(
             metavar="FORMAT",
             help="Layers' matrices rounded to int8, int4 or fp8, with products in 8 bit to w8a8-int8, "
-            "w8a8-fp8 or w8a8-fp8-blocks (docs/quantization.md); or calibrated: int4-awq, int4-tuned (of the "
-            "int4 methods the one with the least divergence, and the slowest to make), smoothquant, "
-            "smoothquant-gptq, or one of those with -gptq behind it (docs/calibration.md); none: expand "
-            "quantised ones.",
+            "w8a8-fp8 or w8a8-fp8-blocks (docs/guides/quantization.md); or calibrated: int4-awq, int4-tuned "
+            "(of the int4 methods the one with the least divergence, and the slowest to make), smoothquant, "
+            "smoothquant-gptq, or one of those with -gptq behind it (docs/guides/calibration.md); none: "
+            "expand quantised ones.",
         ),
     ] = None,
     calibrate: Annotated[

@@ -1,4 +1,4 @@
-"""The tables of docs/requests.md, made from the contracts and from the table of sampling parameters.
+"""The tables of docs/reference/requests.md, made from the contracts and the table of sampling parameters.
 
     python -m tridecode.tools.request_docs --write
 
@@ -20,7 +20,7 @@ from tridecode.model_repo_templates.repository import CONTRACTS
 from tridecode.tools import doc_tables
 from tridecode.tools.doc_tables import DOCS, markdown, write_or_compare
 
-PAGE = DOCS / "requests.md"
+PAGE = DOCS / "reference" / "requests.md"
 _WIDTH = 120
 
 

@@ -57,7 +57,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """The sizes of one layer of a pruned model (docs/pruning.md), of all ranks together.
+    """The sizes of one layer of a pruned model (docs/guides/pruning.md), of all ranks together.
 
     kept_heads: the number that each query head had before pruning, ascending; ALiBi slopes follow it. (): not
     known.
@@ -239,7 +239,7 @@ def parse_flag(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Accepted:
-    """The values of a setting, beyond its type. wanted: in words, for errors and docs/config_pbtxt.md."""
+    """Limits of a value beyond its type. wanted: in words, for errors and reference/config_pbtxt.md."""
 
     wanted: str
     test: Callable[[Any], bool]
@@ -249,7 +249,7 @@ _T = TypeVar("_T")
 
 
 def setting(default: _T, meaning: str, accepted: Accepted | None = None) -> _T:
-    """A field of EngineConfig. meaning: for docs/config_pbtxt.md. accepted: None: every value of the type."""
+    """A field of EngineConfig. meaning: for docs/reference/config_pbtxt.md. accepted: None: any value."""
     return field(default=default, metadata={"meaning": meaning, "accepted": accepted})
 
 
@@ -371,7 +371,9 @@ class EngineConfig:
         256 << 20, "bytes of the prompt tables that all open requests have sent", _SOME
     )
     shadow_share: float = setting(
-        0.0, "share of ended requests that are run in 16 bit too (docs/quantization.md); 0: none", _PART
+        0.0,
+        "share of ended requests that are run in 16 bit too (docs/guides/quantization.md); 0: none",
+        _PART,
     )
     shadow_weights: str = setting(
         "none",
@@ -430,7 +432,7 @@ def read_engine_config(parameters: dict[str, str], where: str) -> EngineConfig:
 
 
 def engine_parameters() -> tuple[Parameter, ...]:
-    """The engine's parameters in config.pbtxt, for docs/config_pbtxt.md and for the names that are known."""
+    """The engine's parameters in config.pbtxt, for docs/reference/config_pbtxt.md and the known names."""
     return tuple(_engine_parameter(row) for row in fields(EngineConfig) if row.name != "extra")
 
 

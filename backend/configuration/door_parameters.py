@@ -1,7 +1,8 @@
 """The parameters in config.pbtxt that doors read: one row each, and nothing else repeats a row.
 
 From the rows follow DoorSettings (`door_settings.py`), the errors for names that nobody reads, and a table
-of docs/config_pbtxt.md. The engine's own rows are the fields of `backend.configuration.config.EngineConfig`.
+of docs/reference/config_pbtxt.md. The engine's own rows are the fields of
+`backend.configuration.config.EngineConfig`.
 """
 
 from __future__ import annotations
@@ -262,5 +263,7 @@ def refuse_unknown(names: Iterable[str], engine: Iterable[str], where: str) -> N
     for name in names:
         if name not in known:
             meant = nearest(name, known)
-            wanted = f"did you mean {meant}?" if meant else "docs/config_pbtxt.md lists the parameters"
+            wanted = (
+                f"did you mean {meant}?" if meant else "docs/reference/config_pbtxt.md lists the parameters"
+            )
             raise ConfigError(f"{where}: parameter {name[:_LONGEST_NAME]} is unknown; {wanted}")

@@ -1,7 +1,7 @@
 """Model families. A family is a module of this package that defines `FAMILY`; there is no list of them.
 
 Families import torch, so they are loaded on first use; the package itself does without.
-docs/adding_a_family.md explains the parts.
+docs/design/adding_a_family.md explains the parts.
 """
 
 from __future__ import annotations

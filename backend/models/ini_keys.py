@@ -83,7 +83,7 @@ KEYS = {
     "kv_head_num_per_layer": "key/value heads of each layer of a pruned model",
     "inter_size_per_layer": "MLP size of each layer of a pruned model",
     "kept_heads_per_layer": "query heads of each layer that pruning kept, lists separated by commas; -: all",
-    "weight_quantization": "format of the layers' matrices in 8 or 4 bit (docs/quantization.md)",
+    "weight_quantization": "format of the layers' matrices in 8 or 4 bit (docs/guides/quantization.md)",
     "quantization_group": "inputs that share a scale; 0: all",
     "quantization_block_rows": "outputs that share a scale: 1, or 128 in blocks of fp8",
     "quantization_zeros": "int4: groups have zero points; else 8 stands for 0",

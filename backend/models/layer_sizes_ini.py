@@ -1,4 +1,4 @@
-"""The keys of config.ini with the sizes of a pruned model's layers (docs/pruning.md). No torch."""
+"""The keys of config.ini with the sizes of a pruned model's layers (docs/guides/pruning.md). No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keys of config.ini that say how a directory is quantised (docs/quantization.md). No torch."""
+"""The keys of config.ini that say how a directory is quantised (docs/guides/quantization.md). No torch."""
 
 from __future__ import annotations
 

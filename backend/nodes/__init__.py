@@ -1,4 +1,4 @@
-"""One engine over several nodes: docs/nodes.md.
+"""One engine over several nodes: docs/guides/nodes.md.
 
 launchers   who started us: the place among the nodes, from the environment
 meeting     node 0's address and the secret, over MPI once (mpi_exchange) or from the environment

@@ -132,7 +132,8 @@ def _ask_mpi(place: NodePlace, server: int) -> Meeting:
         said = lines[-1] if len(lines) < 2 else f"{lines[0]} … {lines[-1]}"
         raise ConfigError(
             f"node {place.index} of {place.size} ({place.launcher}): the exchange over MPI ended with exit "
-            f"code {helper.returncode}: {said or 'no message'} (docs/nodes.md names the way without MPI)"
+            f"code {helper.returncode}: {said or 'no message'} "
+            "(docs/guides/nodes.md names the way without MPI)"
         ) from None
 
 

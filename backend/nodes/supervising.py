@@ -39,7 +39,7 @@ class Nodes:
         if self._place is not None and engines > 1:
             self._wrong = ConfigError(
                 f"instance_group of {engine_dir} makes {engines} engines, and {self._place.launcher} "
-                f"started a job of {self._place.size} nodes; wanted 1 instance (docs/nodes.md)"
+                f"started a job of {self._place.size} nodes; wanted 1 instance (docs/guides/nodes.md)"
             )
             self._place = None
         if self._place is not None and self._place.index == 0:

@@ -2,7 +2,7 @@
 
 An adapter is a directory as PEFT saves it. Its tensors belong to modules of the source checkpoint;
 lora_targets.json, which the converter writes beside the weights, says which outputs of which module make the
-outputs of each of our matrices. docs/adapters.md has both formats.
+outputs of each of our matrices. docs/guides/adapters.md has both formats.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which matrices of a weight directory are in 8 or 4 bit, and the files that hold them. No torch.
 
 In place of `X.weight` there are `X.weight.int8` (or .fp8, .int4), `X.weight.scale` and, where the format has
-them, `X.weight.zero` and `X.weight.group`; docs/quantization.md has the bytes. What the files mean:
+them, `X.weight.zero` and `X.weight.group`; docs/guides/quantization.md has the bytes. What the files mean:
 kernels/formats/quantized.py.
 """
 

@@ -1,7 +1,7 @@
 """Reads a weight directory at any tensor-parallel degree, whatever degree it was written at.
 
 All files are checked, to the byte, before the first is read. Files are memory-mapped: a tensor is a view if
-one file holds it, otherwise it is merged or cut while it is copied. The bytes: docs/weight_files.md.
+one file holds it, otherwise it is merged or cut while it is copied. The bytes: docs/design/weight_files.md.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A row is a field of SamplingParams: type, neutral value, meaning and range. From the rows follow the message
 that carries them, the range check of doors and engine, the input tensors of a contract that has no name of
 its own for a parameter (`doors/contracts`), the options of `tridecode generate` and a table in
-docs/requests.md. The per-slot struct of the kernels has columns of the same names.
+docs/reference/requests.md. The per-slot struct of the kernels has columns of the same names.
 """
 
 from __future__ import annotations

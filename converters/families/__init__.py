@@ -1,6 +1,6 @@
 """Checkpoint families. A family is a module of this package that defines `FAMILY`; there is no list of them.
 
-docs/adding_a_family.md explains the parts.
+docs/design/adding_a_family.md explains the parts.
 """
 
 from __future__ import annotations

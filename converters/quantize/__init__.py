@@ -1,5 +1,5 @@
 """Quantisation of weights: rounding to nearest, and methods that use statistics of calibration texts.
 
-docs/calibration.md says when to use which. A method is a function over torch tensors; `calibrate` applies
-one to a checkpoint, layer by layer.
+docs/guides/calibration.md says when to use which. A method is a function over torch tensors; `calibrate`
+applies one to a checkpoint, layer by layer.
 """

@@ -1,6 +1,7 @@
 """Weight directories as sources: those of FasterTransformer's converters (1-gpu … 8-gpu), and our own.
 
-docs/sources.md lists what FasterTransformer's converters leave out or get wrong, and what is done about it.
+docs/reference/sources.md lists what FasterTransformer's converters leave out or get wrong, and what is done
+about it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Scales of activations and of the KV cache that a checkpoint stores beside its weights.
 
 An engine that quantises activations or its cache with static scales needs them; this one measures its scales
-while it runs. Every tool spells their names in its own way: docs/quantized_checkpoints.md.
+while it runs. Every tool spells their names in its own way: docs/reference/quantized_checkpoints.md.
 """
 
 from __future__ import annotations

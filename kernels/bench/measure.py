@@ -10,7 +10,7 @@ from typing import Callable, TypeVar
 import torch
 
 T = TypeVar("T")
-#: memory bandwidth and 16-bit matrix rate of an H200, both measured (docs/benchmarks.md)
+#: memory bandwidth and 16-bit matrix rate of an H200, both measured (docs/lab/engine_speed.md)
 ROOF_BYTES, ROOF_FLOPS = 4.46e12, 790e12
 
 

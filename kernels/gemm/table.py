@@ -118,7 +118,7 @@ ROUNDED_TOKENS = 64
 #: 4096 x 4096, 8 tokens: 9.8 split-K, 10.9 data-parallel; 8192 x 2048: 11.1 stream-K, 10.3 data-parallel
 LARGE_WEIGHTS = 1 << 24
 #: above this many tokens cuBLAS is level or faster: 16384 x 4096, 64 tokens: 34.7 stream-K, 37.0 cuBLAS; at
-#: 96 LLaMA's steps gained 2 to 4 %, BLOOM's lost at 72 to 128 (docs/benchmarks.md)
+#: 96 LLaMA's steps gained 2 to 4 %, BLOOM's lost at 72 to 128 (docs/lab/engine_speed.md)
 LARGE_TOKENS = 64
 #: from so many stages of a tile on, gemm_sm90_even_split takes less time than cuBLAS, and than stream-K in 8
 #: bit. 72 / 128 / 192 / 256 tokens, cuBLAS and even: 4096 x 14336 (224 stages): 37.9 / 38.2 / 46.0 / 49.7 and
@@ -127,7 +127,7 @@ LARGE_TOKENS = 64
 #: tile, also of 6144 and 8192 rows, gained 0 to 9 % in int8 up to 128 tokens, and lost elsewhere
 EVEN_SPLIT_STAGES = 100
 #: SwiGLU saves a pass over gate and up, so gemm_sm90_stream_k wins there except in this range of tokens: up
-#: to 256 by bandwidth, from 1024 on by the pass (docs/benchmarks.md, "At 256 sequences")
+#: to 256 by bandwidth, from 1024 on by the pass (docs/lab/engine_speed.md, "At 256 sequences")
 SWIGLU_LIBRARY = range(257, 1024)
 #: a fused norm is repeated in every block. 3072 x 1024, 1 / 2 tokens: 5.5 / 6.3, with a norm kernel 6.1 /
 #: 6.6

@@ -94,7 +94,7 @@ def test_swapped_files_are_named_with_both_checksums(weights):
 
 
 def sampled(data: bytes) -> str:
-    """By the words of docs/weight_files.md."""
+    """By the words of docs/design/weight_files.md."""
     parts = [data[start : start + 4096] for start in range(0, len(data), 1 << 20)]
     return hashlib.sha256(b"".join([*parts, data[-4096:], len(data).to_bytes(8, "little")])).hexdigest()
 

@@ -240,7 +240,7 @@ def test_pieces_fill_a_shard_exactly_once(tmp_path_factory, data):
 
 
 def test_every_file_of_every_family_is_documented():
-    text = (Path(__file__).parents[2] / "docs" / "weight_files.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "design" / "weight_files.md").read_text(encoding="utf-8")
     shapes = [
         replace(model_config(case.hf_config(**settings)), attention_bias=True, mlp_bias=True, tied_head=False)
         for case in FAMILIES.values()
@@ -341,13 +341,13 @@ def test_an_untied_head_must_be_there(tmp_path):
 
 
 def sampled(data: bytes) -> str:
-    """The digest of docs/weight_files.md: 4 KiB at every MiB, the last 4 KiB, the length."""
+    """The digest of docs/design/weight_files.md: 4 KiB at every MiB, the last 4 KiB, the length."""
     parts = [data[start : start + 4096] for start in range(0, len(data), 1 << 20)]
     return hashlib.sha256(b"".join([*parts, data[-4096:], len(data).to_bytes(8, "little")])).hexdigest()
 
 
 def write_manifest(directory: Path, **changes) -> None:
-    """A manifest of the directory as it is, by the description in docs/weight_files.md."""
+    """A manifest of the directory as it is, by the description in docs/design/weight_files.md."""
     entries = [
         {
             "name": spec.name, "shape": spec.shape, "dtype": "fp32", "axis": spec.axis,

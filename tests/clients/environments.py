@@ -17,7 +17,7 @@ from pathlib import Path
 
 CPU_TORCH = "torch==2.13.0"  # what needs torch must not bring the build for CUDA, of 3 GB
 _MARK = ".installed"
-#: for FasterTransformer's programs, as docs/clients.md has them: np.bool is in numpy until 1.23
+#: for FasterTransformer's programs, as docs/guides/clients.md has them: np.bool is in numpy until 1.23
 FASTERTRANSFORMER = (
     "tritonclient[http,grpc]==2.50.0",
     "numpy==1.23.5",

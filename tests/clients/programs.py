@@ -1,4 +1,4 @@
-"""The public programs that `make clients` runs, and how: one entry a row of the table in docs/clients.md.
+"""The public programs that `make clients` runs, and how: an entry is a row of docs/guides/clients.md.
 
 Words in braces are filled in by run.py: {python} and {bin} of the program's environment, {http} and {grpc} of
 the server, {tokenizer} and {work} (folders), {data} and {scripts} (of this folder), {requests} (shipped
@@ -379,7 +379,7 @@ FASTERTRANSFORMER = [
         "",
         recorded=(("FasterTransformer prompt learning", FT),),
         model=FT,
-        why="the model of this check has no tasks of prompt learning (docs/prompt_learning.md)",
+        why="the model of this check has no tasks of prompt learning (docs/guides/prompt_learning.md)",
     ),
     _program(
         _FT_NAME,

@@ -1,4 +1,4 @@
-"""`make clients`: public programs, unmodified, against the real server; the table of docs/clients.md.
+"""`make clients`: public programs, unmodified, against the real server; the table of docs/guides/clients.md.
 
 Each program has a virtual environment of its own and a time limit, and talks to the loopback interface only.
 It runs against the repository that `tridecode build-repo` makes without options; where it fails there and an
@@ -361,7 +361,7 @@ def main() -> int:
     for row in rows:
         print(" | ".join((row.program, row.version, row.how, row.model, row.verdict)))
     print(f"{summary(rows)} {time.monotonic() - started:.0f} s")
-    file = ROOT / "docs" / "clients.md"
+    file = ROOT / "docs" / "guides" / "clients.md"
     order = [(program.name, program.use) for program in PROGRAMS]
     rows = table.merged(table.read(file) if options.only else [], rows, order)
     now = datetime.now(timezone.utc).strftime("%Y-%m-%d")

@@ -1,4 +1,4 @@
-"""The table of docs/clients.md between its two markers."""
+"""The table of docs/guides/clients.md between its two markers."""
 
 from __future__ import annotations
 

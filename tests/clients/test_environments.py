@@ -11,7 +11,7 @@ import pytest
 from tests.clients import environments
 from tests.clients.environments import ENVIRONMENTS, FASTERTRANSFORMER, Environment, install
 
-PAGE = (Path(__file__).parents[2] / "docs" / "clients.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "clients.md").read_text(encoding="utf-8")
 
 
 def test_the_page_pins_the_versions_of_fastertransformers_programs() -> None:

@@ -1,4 +1,4 @@
-"""The table that `make clients` writes, and that docs/clients.md has a row for every use."""
+"""The table that `make clients` writes, and that docs/guides/clients.md has a row for every use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.clients.programs import PROGRAMS
 from tests.clients.replay import recorded, request_of
 from tests.clients.table import BEGIN, END, Row
 
-DOCS = Path(__file__).parents[2] / "docs" / "clients.md"
+DOCS = Path(__file__).parents[2] / "docs" / "guides" / "clients.md"
 ROWS = [
     Row("curl", "8.0", "`/generate`", "tensorrt_llm_bls", "works"),
     Row("a client", "", "`a | b`, its request replayed", "ensemble", "does not: beams"),

@@ -1,8 +1,8 @@
 """Public clients, unmodified: what they put on the wire, recorded, and tritonclient's ways of calling.
 
 client_requests.json holds requests as FasterTransformer's programs, genai-perf and perf_analyzer sent them to
-a served SmolLM2; docs/clients.md has the commands. A value that all elements of a tensor share stands there
-once.
+a served SmolLM2; docs/guides/clients.md has the commands. A value that all elements of a tensor share stands
+there once.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from tridecode.tools.serve.server_process import ServerProcess, running_server
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 MODEL = "interactive_fastertransformer"
-PAGE = Path(__file__).parents[2] / "docs" / "interactive.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "interactive.md"
 
 
 @dataclass

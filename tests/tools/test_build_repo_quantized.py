@@ -161,7 +161,7 @@ def test_products_in_8_bit_are_built_and_compared(name: str, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_smollm2_in_int8_says_nearly_what_it_says_in_fp32(tmp_path: Path) -> None:
-    """docs/quantization.md has the figures: mean KL 0.004 nats, 94 % of the tokens."""
+    """docs/guides/quantization.md has the figures: mean KL 0.004 nats, 94 % of the tokens."""
     build_repo(packaged_model(), tmp_path / "repo", dtype="fp32", quantization=INT8)
     found = json.loads((tmp_path / "repo" / "PARITY.json").read_text())["quantization"]
     assert found["mean_kl"] < 0.01

@@ -1,4 +1,4 @@
-"""docs/config_ini.md and docs/config_pbtxt.md: every key that the code reads, and no other."""
+"""docs/reference/config_ini.md and config_pbtxt.md: every key that the code reads, and no other."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_foreign_keys_of_fastertransformers_converters_are_ignored(tmp_path):
 
 @pytest.mark.parametrize(
     ("key", "hint"),
-    [("max_seqences", "did you mean max_sequences"), ("frobnicate", "docs/config_pbtxt.md lists")],
+    [("max_seqences", "did you mean max_sequences"), ("frobnicate", "docs/reference/config_pbtxt.md lists")],
 )
 def test_an_unknown_parameter_of_the_engine_is_refused(key, hint):
     with pytest.raises(ConfigError, match=f"config.pbtxt: parameter {key} is unknown; {hint}"):

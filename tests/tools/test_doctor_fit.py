@@ -149,7 +149,7 @@ def test_the_reference_of_shadow_runs_is_planned_and_its_lack_of_room_has_a_way_
 def test_adapters_without_room_beside_the_cache_are_warned_of():
     config = replace(BF16, lora_path="../adapters", max_loras=64, max_lora_rank=128, max_sequences=16)
     found = fit(LLAMA_8B, config, Place("cuda", 80 * GIB))
-    # query_key_value counts as three modules and the gated MLP has two: docs/doctor.md
+    # query_key_value counts as three modules and the gated MLP has two: docs/guides/doctor.md
     qkv, gate_up = 3 * (4096 + 6144), 2 * (4096 + 2 * 14336)
     one = 128 * (qkv + (4096 + 4096) + gate_up + (14336 + 4096)) * 32 * 2
     assert found.ranks[0].adapters == 64 * one

@@ -301,7 +301,7 @@ def test_a_damaged_data_file_is_refused_with_its_line(tmp_path, line, text):
 def test_a_missing_or_empty_data_file_says_where_the_test_set_is(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
     for path in (tmp_path / "absent.jsonl", tmp_path / "empty.jsonl"):
-        with pytest.raises(ConfigError, match="docs/lambada.md"):
+        with pytest.raises(ConfigError, match="docs/guides/lambada.md"):
             read_items(path)
 
 

@@ -1,4 +1,4 @@
-"""docs/metrics.md has the metrics that the models publish, and the engine has no others."""
+"""docs/reference/metrics.md has the metrics that the models publish, and the engine has no others."""
 
 from __future__ import annotations
 

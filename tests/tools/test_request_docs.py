@@ -1,4 +1,4 @@
-"""docs/requests.md has the tables that the contracts make, with every tensor of the contracts' sources."""
+"""docs/reference/requests.md has the contracts' tables, with every tensor of the contracts' sources."""
 
 from __future__ import annotations
 

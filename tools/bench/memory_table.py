@@ -1,4 +1,4 @@
-"""What the engine allocates on one GPU, by format: the table of docs/quantization.md.
+"""What the engine allocates on one GPU, by format: the table of docs/guides/quantization.md.
 
     python -m tridecode.tools.bench.memory_table
 

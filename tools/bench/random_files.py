@@ -1,4 +1,4 @@
-"""A weight directory of a true shape without a checkpoint: random numbers in docs/weight_files.md's files."""
+"""A weight directory of a true shape without a checkpoint: random numbers (docs/design/weight_files.md)."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ TOLERANCE = 0.1  # points of accuracy
 
 
 def evaluate_lambada(
-    data: Annotated[Path, typer.Option(help="lambada_test.jsonl; docs/lambada.md says where it is.")],
+    data: Annotated[Path, typer.Option(help="lambada_test.jsonl; docs/guides/lambada.md says where it is.")],
     url: Annotated[
         str, typer.Option("--url", "-u", help="host[:port] of the server's gRPC; port 8001.")
     ] = "localhost:8001",

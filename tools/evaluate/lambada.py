@@ -20,7 +20,7 @@ DEFINITIONS = {
     LAST_WORD: "last word (FasterTransformer's bloom_lambada.py)",
 }
 _MAX_FILE_BYTES = 64 << 20  # the whole test set has 1.8 MB
-_SOURCE = "OpenAI's lambada_test.jsonl (docs/lambada.md says where it is)"
+_SOURCE = "OpenAI's lambada_test.jsonl (docs/guides/lambada.md says where it is)"
 
 
 @dataclass(frozen=True)

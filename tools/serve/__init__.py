@@ -6,7 +6,7 @@ drains on SIGTERM.
 
 The engines live as long as the guard, so a tritonserver that died is started again with a warm engine.
 Whichever of these processes is killed, nothing is left behind: see guard.py, and backend/supervisor/main.py
-for a tritonserver without `serve`. docs/security.md says what listens, and who may call what.
+for a tritonserver without `serve`. docs/design/security.md says what listens, and who may call what.
 
     command         the commands `tridecode serve` and `tridecode tritonserver`
     options         settings of `serve`, and the command line of tritonserver that follows from them

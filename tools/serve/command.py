@@ -18,7 +18,10 @@ def serve(
     grpc_port: Annotated[int, typer.Option(help="gRPC port.")] = 8001,
     metrics_port: Annotated[int, typer.Option(help="Port of /metrics.")] = 8002,
     address: Annotated[
-        str, typer.Option(help="Where to listen; 0.0.0.0: on every interface (read docs/security.md first).")
+        str,
+        typer.Option(
+            help="Where to listen; 0.0.0.0: on every interface (read docs/design/security.md first)."
+        ),
     ] = "127.0.0.1",
     metrics_address: Annotated[
         Optional[str], typer.Option(help="Where /metrics listens, if elsewhere than --address.")
@@ -50,7 +53,7 @@ def serve(
         Optional[bool],
         typer.Option(
             "--request-log/--no-request-log",
-            help="Whether the log has one line per request (docs/metrics.md). Default: yes, or as "
+            help="Whether the log has one line per request (docs/reference/metrics.md). Default: yes, or as "
             "$TRIDECODE_REQUEST_LOG says.",
         ),
     ] = None,

@@ -3,7 +3,7 @@
 `tritonserver --model-repository models` works as NVIDIA documents it, also with the server of the
 nvidia-pytriton wheel, which ships no backend directory. Flags that the command line does not set get safe
 values: the server listens on the loopback interface, and the APIs that load models, map shared memory, or set
-logging and tracing need a key (docs/security.md). Only `tridecode serve` restarts what dies.
+logging and tracing need a key (docs/design/security.md). Only `tridecode serve` restarts what dies.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _INPUTS = (
     Field(
         "prompt_learning_task_name_ids",
         "UINT32",
-        "number of the row's task, see [prompt_learning.md](prompt_learning.md)",
+        "number of the row's task, see [prompt_learning.md](../guides/prompt_learning.md)",
         "none",
     ),
     Field(
@@ -62,7 +62,7 @@ _INPUTS = (
     Field(
         "lora_name",
         "STRING",
-        "name of the LoRA adapter of each row, see [adapters.md](adapters.md)",
+        "name of the LoRA adapter of each row, see [adapters.md](../guides/adapters.md)",
         "the base model",
     ),
     RESUME,

@@ -1,7 +1,7 @@
 """A contract as a table of tensors: what a model takes and gives.
 
 From a table follow the tensors in config.pbtxt (model_repo_templates), the parsing of a request (`inputs`)
-and the tables in docs/requests.md (`python -m tridecode.tools.request_docs --write`).
+and the tables in docs/reference/requests.md (`python -m tridecode.tools.request_docs --write`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ _ACCEPTED: dict[str, tuple[type[np.generic], ...]] = {
 class Field:
     """One input tensor.
 
-    dtype, dims: as in config.pbtxt, dims without the batch axis. meaning, default: for docs/requests.md;
-    default is the value where the input is not sent. param: the sampling parameter that it sets, whose row
-    has the meaning and default that are not given here. alias_of: the field of which this is an older name.
+    dtype, dims: as in config.pbtxt, dims without the batch axis. meaning, default: for
+    docs/reference/requests.md; default is the value where the input is not sent. param: the sampling
+    parameter that it sets, whose row has the meaning and default that are not given here. alias_of: the
+    field of which this is an older name.
     required: Triton refuses a request without it. keeps_axis: one fixed axis, not reshaped, where the
     original has a free one: with it Triton refuses a request without rows. lenient: the model itself does
     not need it, for a config.pbtxt that makes it optional. declared: false for a tensor that only a

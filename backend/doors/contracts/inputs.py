@@ -164,7 +164,10 @@ def advice_on(name: str, contract: Contract) -> str:
         return f"; it takes the prompt as {prompt}"
     if name == "messages":
         rendered = f"it takes one prompt as {prompt}, to which no chat template is applied"
-        return f"; {rendered}: render the messages with the model's template first (docs/clients.md, Chats)"
+        return (
+            f"; {rendered}: render the messages with the model's template first "
+            "(docs/guides/clients.md, Chats)"
+        )
     return ""
 
 

@@ -49,7 +49,10 @@ _INPUTS = (
     Field("return_cumulative_logprob", "BOOL", "return `cumulative_logprob`", "false"),
     Field("stop", "BOOL", "stop the running request that has the same request id, see below", "false"),
     Field(
-        "lora_name", "STRING", "name of the LoRA adapter, see [adapters.md](adapters.md)", "the base model"
+        "lora_name",
+        "STRING",
+        "name of the LoRA adapter, see [adapters.md](../guides/adapters.md)",
+        "the base model",
     ),
     RESUME,
     Field("lora_id", "UINT64", "no effect: the name chooses the adapter"),

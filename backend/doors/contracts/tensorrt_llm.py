@@ -43,7 +43,8 @@ _INPUTS = (
     Field(
         "prompt_embedding_table",
         "FP16",
-        "embeddings of the ids from the vocabulary's size on, see [prompt_learning.md](prompt_learning.md)",
+        "embeddings of the ids from the vocabulary's size on, "
+        "see [prompt_learning.md](../guides/prompt_learning.md)",
         "none",
         (-1, -1),
         "table",
@@ -62,7 +63,7 @@ _INPUTS = (
     Field(
         "lora_name",
         "STRING",
-        "name of the LoRA adapter of each row, see [adapters.md](adapters.md)",
+        "name of the LoRA adapter of each row, see [adapters.md](../guides/adapters.md)",
         "the base model",
     ),
     RESUME,

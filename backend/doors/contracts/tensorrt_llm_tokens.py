@@ -92,7 +92,7 @@ _INPUTS = (
     Field(
         "lora_name",
         "STRING",
-        "name of the LoRA adapter of each row, see [adapters.md](adapters.md)",
+        "name of the LoRA adapter of each row, see [adapters.md](../guides/adapters.md)",
         "the base model",
     ),
     RESUME,

@@ -148,7 +148,7 @@ class RequestLog:
 
 
 def as_json(model: str, line: RequestLine) -> str:
-    """One JSON object, with the fields of docs/metrics.md."""
+    """One JSON object, with the fields of docs/reference/metrics.md."""
     fields: dict[str, Any] = {"time": log_format.timestamp(line.time), "event": "request", "model": model}
     fields["id"] = line.id
     fields["outcome"] = line.outcome

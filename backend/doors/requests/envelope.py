@@ -1,9 +1,9 @@
 """Size limits of a request: checked once, for every door, before any of it is parsed, copied, tokenised,
 allocated or sent on.
 
-Every limit is a field of Envelope or a constant here, and is listed in docs/requests.md. Checks look at
-shapes and lengths only, so their cost does not depend on the content. A request that passes can be encoded
-as a message of backend/wire/messages.py.
+Every limit is a field of Envelope or a constant here, and is listed in docs/reference/requests.md. Checks
+look at shapes and lengths only, so their cost does not depend on the content. A request that passes can be
+encoded as a message of backend/wire/messages.py.
 """
 
 from __future__ import annotations

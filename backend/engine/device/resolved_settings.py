@@ -55,7 +55,7 @@ def resolve(
     if config.batch_invariant and (device.type != "cpu" or config.data_type != "fp32"):
         raise ConfigError(
             f"parameter batch_invariant is true with data_type {config.data_type} on {device.type}; wanted "
-            "fp32 on a CPU, or batch_invariant = false (docs/numerics.md)"
+            "fp32 on a CPU, or batch_invariant = false (docs/design/numerics.md)"
         )
     if config.batch_invariant and config.block_tokens % _INVARIANT_BLOCK:
         raise ConfigError(

@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # imports the binding of the built library
 log = logging.getLogger("tridecode.engine")
 
 #: Types of devices on which pipeline stages have several plans in flight. On one machine the ranks of a CPU
-#: share its cores, and a step of fewer rows costs nearly as much as one of all (docs/architecture.md has
+#: share its cores, and a step of fewer rows costs nearly as much as one of all (docs/lab/pipeline.md has
 #: figures).
 PIPELINE_DEVICES = frozenset({"cuda"})
 

@@ -1,4 +1,4 @@
-"""Checkpoints that were quantised by others; docs/quantized_checkpoints.md lists what is read.
+"""Checkpoints that were quantised by others; docs/reference/quantized_checkpoints.md lists what is read.
 
 A module here reads one method's settings and tensors. `QuantizedSource` gives the matrices to the conversion:
 quantised, or expanded to float32 one at a time.

@@ -1,4 +1,4 @@
-"""docs/errors.md: each row of its first table is sent, with requests beside it that must not notice."""
+"""docs/reference/errors.md: each row of its first table is sent, beside requests that must not notice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests import fake_triton
 from tests.backend.doors.running import ERROR_NAMES
 from tests.backend.doors.test_fastertransformer import only, serving, tensors, word_list
 
-DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "errors.md"
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "reference" / "errors.md"
 PROMPTS = [[5, 6, 7], [8, 9]]
 INT32 = np.int32
 Arrays = dict[str, np.ndarray]

@@ -29,7 +29,7 @@ MODELS = pytest.mark.parametrize("make", [gpt2, bloom, llama], ids=["gpt2", "blo
 LENGTHS = [1, 9, 23, 5, 17]
 NEW = 4
 #: of the first logits: root mean square of what rounding changes, as a share of their standard deviation. The
-#: weights are random and large: trained models are far below (docs/kv_cache.md)
+#: weights are random and large: trained models are far below (docs/guides/kv_cache.md)
 CHANGE = {"int8": 0.06, "fp8": 0.6}
 #: their attention reads past keys and values without Cache.update's results, or has no cache
 NO_ROUNDING = ("mpt", "baichuan")

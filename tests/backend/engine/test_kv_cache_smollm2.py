@@ -20,7 +20,7 @@ TEXT = (
     "The history of the city begins with a small harbour. Fishermen mended their nets there in the evening, "
     "and in the morning the boats went out again. When the railway came, the harbour was forgotten, but the"
 )
-#: mean KL divergence in nats over the text's tokens; docs/kv_cache.md has that of longer texts
+#: mean KL divergence in nats over the text's tokens; docs/guides/kv_cache.md has that of longer texts
 DIVERGENCE = {"int8": 0.01, "fp8": 0.05}
 
 

@@ -26,7 +26,7 @@ from tridecode.tools.demo import packaged_model
 DOCS = Path(__file__).parents[3] / "docs"
 GRIDS = Grid("int4", 128), Grid("int8", 0, symmetric=True), Grid("fp8", 0, symmetric=True)
 #: texts that are unlike those of the calibration
-PAGES = "adapters", "adding_a_family", "adding_an_operation", "architecture"
+PAGES = "guides/adapters", "design/adding_a_family", "design/adding_an_operation", "design/architecture"
 
 
 def log_probs(model: Module, sequences: list[list[int]]) -> Tensor:

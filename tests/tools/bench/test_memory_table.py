@@ -1,4 +1,4 @@
-"""The table of docs/quantization.md is what the plan of the memory gives."""
+"""The table of docs/guides/quantization.md is what the plan of the memory gives."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from tridecode.kernels import scratch
 from tridecode.tools.bench.memory_table import CARDS, plan, rows, sequences, share
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "quantization.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "guides" / "quantization.md"
 
 
 def test_the_document_has_the_planned_figures(monkeypatch) -> None:
