@@ -63,9 +63,10 @@ fuzz: $(READY) ## every tensor of every door in one process, each case in a repo
 test-gpu: $(READY) kernels ## the tests that need a GPU; ARGS=
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
 
-lint: $(READY_DEV) ## check with ruff and clang-format
+lint: $(READY_DEV) ## check with ruff, tests/prose.py (comments in plain English) and clang-format
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/python -m tests.prose
 	@$(if $(CSRC),$(BIN)/clang-format --style='$(CLANG_STYLE)' --dry-run --Werror $(CSRC))
 
 format: $(READY_DEV) ## format with ruff and clang-format

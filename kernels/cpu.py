@@ -126,8 +126,8 @@ class Cpu(Reference):
 
 
 def keeps_int8(weight: QuantizedWeight, batch_invariant: bool = False) -> bool:
-    """Whether a weight stays as it is: the others are expanded at load. torch.mm, which reads it where rows
-    are few or the CPU has no VNNI, gives a row other bits among other numbers of rows."""
+    """Return whether a weight stays in int8: the others are dequantised at load. torch.mm, which reads it
+    where rows are few or the CPU has no VNNI, gives a row other bits among other numbers of rows."""
     return weight.format == "int8" and weight.group_size == 0 and not batch_invariant
 
 
@@ -145,7 +145,7 @@ def _int8_product(
 
 @cache
 def multiplies_int8() -> bool:
-    """Whether this CPU multiplies int8 by instructions (VNNI); without them oneDNN's products are slow."""
+    """Return whether this CPU has int8 instructions (VNNI); without them oneDNN's products are slow."""
     return torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()
 
 

@@ -51,12 +51,12 @@ class CudaSampling:
     ) -> None:
         """`sample` where each rank has the logits of its ids: every rank gets the tokens of the whole rows.
 
-        logits: (R, columns) float32 of this rank's ids; a multiple of 8 columns, of which those from
-        ids.count on are not read as logits. state: its counts (S, columns) are of this rank's ids; all else
-        is of the whole vocabulary, and the same on all ranks. peers: connected, with room for R rows
-        (`sampled_rows`). Launched by every rank, in the same order, also within a graph. A rank that does not
-        come is `lost` in peers. The log-sum-exp that log_probs and top-p without top-k read is added rank by
-        rank, so in its last bits it may differ from that of `sample`; otherwise the results are the same.
+        logits: (R, columns) float32 of this rank's ids; a multiple of 8 columns; those from ids.count on are
+        padding. state: its counts (S, columns) are of this rank's ids; all else is of the whole vocabulary,
+        and the same on all ranks. peers: connected, with room for R rows (`sampled_rows`). Launched by every
+        rank, in the same order, also within a graph. A rank that does not arrive is recorded as `lost` in
+        peers. The log-sum-exp that log_probs and top-p without top-k read is added rank by rank, so in its
+        last bits it may differ from that of `sample`; otherwise the results are the same.
         """
         fields = self._sample_fields(logits, slots, state, tokens, log_probs)
         columns = logits.shape[1]

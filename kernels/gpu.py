@@ -148,7 +148,7 @@ def norm_fields(norm: Norm | None) -> dict[str, float]:
 
 
 def aligned(tensor: Tensor) -> bool:
-    """Whether rows of 16-bit numbers begin at multiples of 16 bytes, as TMA needs it."""
+    """Return whether rows of 16-bit numbers begin at multiples of 16 bytes, as TMA requires."""
     return tensor.stride(0) % 8 == 0 and tensor.data_ptr() % 16 == 0
 
 

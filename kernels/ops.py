@@ -102,7 +102,7 @@ class Heads:
 
     @property
     def changes_qkv(self) -> bool:
-        """Whether something lies between the product and the rotation."""
+        """Return whether clamp or norms come between the QKV product and the rotary embedding."""
         return self.qkv_limit > 0 or self.query_norm is not None or self.key_norm is not None
 
 
@@ -222,7 +222,7 @@ class Ops(Protocol):
         ...
 
     def captures(self, heads: Heads) -> bool:
-        """Whether attention of these heads is safe inside CUDA graph capture."""
+        """Return whether attention of these heads may be captured in a CUDA graph."""
         ...
 
     def pack(self, linear: Linear, dtype: torch.dtype = torch.float32, is_head: bool = False) -> Linear:
@@ -322,9 +322,9 @@ class Ops(Protocol):
         ...
 
     def finish_qkv(self, qkv: Tensor, heads: Heads, batch: Batch, cache: CacheLayer) -> None:
-        """What project_qkv does after its product: clamp, norms, rotation and the rounding of an 8-bit cache,
-        of qkv in place; keys and values to the cache. For products that something is added to, as LoRA's
-        deltas.
+        """Finish qkv in place as project_qkv does after its product: clamp, norms, rotation and the rounding
+        of an 8-bit cache; write keys and values to the cache. Used when something, such as LoRA's deltas, is
+        added to the product first.
 
         qkv: (T, (H + 2K) * D) X, rows contiguous.
         """

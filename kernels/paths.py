@@ -35,7 +35,7 @@ def _kernels(device: Device) -> Iterator[str]:
 
 
 def _of_weights(device: Device) -> str:
-    """Of weights in 4 bit, whose kernel is that of 8 bit here."""
+    """Describe the path of weights in 4 bit, whose kernel is the 8-bit one on this device."""
     products = (_EXAMPLE._replace(tokens=count) for count in range(1, PACKED_TOKENS))
     plans = (choose_packed(product, 128, device).kernel for product in products)
     return f"weights in 8 and 4 bit: {_ranges(plans)}"

@@ -90,8 +90,8 @@ class PeerSums:
         return int(address)
 
     def takes(self, x: Tensor) -> bool:
-        """Whether rows such as x are summed here. Two ranks sum any number of rows, in several launches; of
-        more ranks NCCL sums more than self.rows."""
+        """Return whether rows such as x are summed over peer memory. Two ranks sum any number of rows, in
+        several launches; with more ranks, NCCL sums more than self.rows rows."""
         same = x.dtype == self._dtype and x.shape[1] == self.columns
         return same and (self._ranks == 2 or x.shape[0] <= self.rows)
 

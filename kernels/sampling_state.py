@@ -21,7 +21,7 @@ MOST_COUNTED = 32_767  # occurrences of a token, for penalties: more count as so
 
 @dataclass(frozen=True)
 class SamplingState:
-    """What sampling keeps of the sequences, by batch slot. Only `sample` and the engine's slot starts and
+    """Device-side sampling state, one entry per batch slot. Only `sample` and the engine's slot starts and
     copies write it.
 
     slots: (S, W) int32, the words of one SLOT per row. last_tokens: (S,) int32.

@@ -93,7 +93,8 @@ def arena_bytes(max_tokens: int, max_columns: int, sorts_inputs: bool = False) -
 
 
 def row_scale_bytes(tokens: int, groups: int) -> int:
-    """Of the scales of rows, each of so many groups. Products in blocks read beyond the last one."""
+    """Bytes of the scales of `tokens` rows with `groups` groups each. Block-scaled products read beyond the
+    last one."""
     return 4 * (tokens * groups + _MOST_TILE_TOKENS)
 
 
@@ -109,18 +110,18 @@ def expanded_rows(rows: int, columns: int, itemsize: int) -> int:
 
 
 def expanded_weight_bytes(rows: int, columns: int, itemsize: int) -> int:
-    """Of the scratch memory in which such a weight is expanded."""
+    """Bytes of the scratch memory in which a quantised weight of this shape is dequantised."""
     return expanded_rows(rows, columns, itemsize) * columns * itemsize
 
 
 def expanded_bytes(context_bytes: int) -> int:
-    """Of keys and values of an 8-bit cache that prompts attend to, expanded: those of the longest context,
-    and of several shorter ones."""
+    """Bytes of dequantised keys and values of an 8-bit cache in prefill: those of the longest context, or of
+    several shorter ones."""
     return max(context_bytes, _EXPANDED)
 
 
 def fixed_bytes() -> int:
-    """What every Cuda has, whatever the model."""
+    """Bytes of the scratch memory that every Cuda allocates, whatever the model."""
     return SUM_BYTES + 4 * NUM_COUNTERS + EXCHANGE_BYTES + attention_bytes()
 
 
@@ -137,7 +138,7 @@ class PeerPlan(NamedTuple):
 
 
 def peer_limits(ranks: int) -> PeerLimits | None:
-    """The row of PEER_LIMITS for so many ranks; None: NCCL sums."""
+    """The row of PEER_LIMITS for this number of ranks; None: NCCL sums."""
     return next((limits for limits in PEER_LIMITS if ranks <= limits.ranks), None)
 
 

@@ -18,10 +18,11 @@ def raw_log_probs(logits: Tensor, rows: Tensor) -> Tensor:
 
 
 def best_tokens(log_probs: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """What is known of the chosen token of each row, and its `count` most likely tokens, best first.
+    """Return rank and log probability of each row's chosen token, and the `count` most likely tokens, best
+    first.
 
-    log_probs: (W, V) float32. tokens: (W,) integers, the chosen ids; one that is no id (-1 where logits are
-    not numbers) counts as the nearest id. count: 0 to V.
+    log_probs: (W, V) float32. tokens: (W,) integers, the chosen ids; one outside the vocabulary (-1 where
+    logits are NaN) counts as the nearest id. count: 0 to V.
     Returns ids (W, 1 + count) int32 and values (W, 1 + count) float32. Column 0 belongs to the chosen token:
     its rank, the number of tokens that are at least as likely (1: none is more likely), and its log
     probability. Source: vLLM's Sampler.gather_logprobs.

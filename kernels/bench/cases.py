@@ -167,8 +167,8 @@ class Bench:
                     yield Result("w8a8", case, times[format], outputs * inputs, flops, times["16 bit"])
 
     def product_chain(self) -> Iterator[Result]:
-        """What follows attention in a layer of LLaMA-3-8B and BLOOM-7B1, and the next layer's projection, in
-        one launch, beside the same products one by one."""
+        """Time the products after attention in a layer of LLaMA-3-8B and BLOOM-7B1, with the next layer's QKV
+        projection, in one launch and one by one."""
         kinds = {
             "16 bit": ("", 0, ""),
             "int4": ("int4", 128, ""),

@@ -110,14 +110,14 @@ def not_packed(weight: QuantizedWeight, dtype: torch.dtype) -> str:
 
 
 def _may_be_sorted(weight: QuantizedWeight) -> bool:
-    """Whether the groups of int4 are consecutive once the columns are sorted by them, from the shapes: a
-    tensor rank's part of the inputs has more groups than that."""
+    """Return whether the shapes allow int4 groups that are consecutive once the columns are sorted by group:
+    a tensor rank's part of the inputs has more groups than that."""
     size = weight.group_size
     return weight.format == "int4" and size > 0 and weight.scales.shape[1] == -(-weight.columns // size)
 
 
 def has_uneven_groups(weight: QuantizedWeight) -> bool:
-    """Whether sorting the columns by their groups does not make groups of group_size consecutive columns."""
+    """Return whether some group is not group_size consecutive columns even after sorting by groups."""
     if weight.groups is None:
         return False
     columns = torch.arange(weight.columns, device=weight.groups.device)
@@ -197,7 +197,7 @@ def _kind(zeros: Tensor | None) -> str:
 
 
 def multiplied_in_int8(weight: PackedWeight) -> bool:
-    """Whether gemm_int4_sm90 reads such a weight."""
+    """Return whether gemm_int4_sm90 takes such a weight."""
     if weight.format != "int4" or weight.groups is None:
         return False
     sizes = weight.columns % 32 == 0 and weight.rows % 8 == 0
@@ -205,7 +205,7 @@ def multiplied_in_int8(weight: PackedWeight) -> bool:
 
 
 def loses_scales(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
-    """Whether a group's scale, rounded to dtype, is off by more than the rounding of a normal number."""
+    """Return whether a group's scale loses more in dtype than a normal number's rounding error."""
     if weight.format != "int4":
         return False
     scales = weight.scales.float()

@@ -51,7 +51,7 @@ def round_blocks(weight: Tensor, size: int, activations: str = "") -> QuantizedW
 
 
 def _fp8_blocks(rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Of one row of blocks: values (out, in), scales (1, blocks)."""
+    """Quantise one row of blocks to fp8: values (out, in), scales (1, blocks)."""
     columns, limit = rows.shape[1], _LIMITS["fp8"]
     blocks = torch.nn.functional.pad(rows, (0, -columns % size)).unflatten(1, (-1, size))
     scales = blocks.abs().amax(dim=(0, 2)) / limit

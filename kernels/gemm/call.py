@@ -39,7 +39,7 @@ class Call(NamedTuple):
 
     @property
     def out_float32(self) -> bool:
-        """Whether a 16-bit product has a float32 result."""
+        """Return whether a 16-bit product has a float32 result."""
         return self.out.dtype != self.x.dtype
 
     @property

@@ -69,7 +69,7 @@ class Chain:
         return self._kinds[product.linear.kind].chain_operand(product.linear)
 
     def _takes(self, products: Sequence[Product], operand: str) -> bool:
-        """Whether the kernel computes all of these."""
+        """Return whether the chain kernel can compute all these products."""
         tokens, inputs = products[0].x.shape[0], max(product.x.shape[1] for product in products)
         if any(_differ(*pair) for pair in zip(products, products[1:])):
             return False
@@ -118,7 +118,7 @@ def _call(product: Product) -> Call:
 
 
 def _differ(product: Product, following: Product) -> bool:
-    """Whether the one that follows reads anything but the result."""
+    """Return whether the following product reads anything but the result of the first."""
     x = following.x
     return x.data_ptr() != product.out.data_ptr() or x.shape != product.out.shape
 

@@ -37,7 +37,7 @@ FUNCTIONS = (
     "cublasLtMatmulAlgoGetHeuristic",
     "cublasLtMatmul",
 )
-#: bytes of csrc/gemm/library/cublas_lt.h's Found, of which the first 64 are the algorithm
+#: size in bytes of Found in csrc/gemm/library/cublas_lt.h; its first 64 bytes are the algorithm
 _FOUND_BYTES = 96
 _Algorithm = ctypes.Array[ctypes.c_uint8]
 #: cuBLAS' own choice on Hopper
@@ -83,8 +83,8 @@ class LibraryProducts:
     def run_pieces(
         self, stream: int, tokens: int, piece: int, packed: dict[str, float], **fields: float
     ) -> bool:
-        """As run, of a weight that is expanded to `weight`, `piece` outputs at a time. packed: the fields of
-        tridecode_expanded_task that describe it."""
+        """Run the product with a weight that is dequantised to `weight`, `piece` outputs at a time. packed:
+        the fields of tridecode_expanded_task that describe the quantised weight. Returns as `run` does."""
         done = ctypes.c_int()
 
         def launch(found: _Algorithm, last: _Algorithm | None = None) -> None:
@@ -126,7 +126,7 @@ class LibraryProducts:
         return True
 
     def takes_fp8(self, operand: int) -> bool:
-        """Whether cuBLASLt multiplies E4M3 here. operand: the code of "fp8" or "fp8_blocks"."""
+        """Return whether cuBLASLt multiplies E4M3 here. operand: the code of "fp8" or "fp8_blocks"."""
         if not self.is_open:
             return False
         names = ("out", "x", "weight", "x_scales", "weight_scales")  # never read, but no null
@@ -158,7 +158,8 @@ class LibraryProducts:
 
 
 def rows_of_choice(tokens: int) -> int:
-    """The rows that an algorithm is asked for: tokens of a prompt vary, and a question takes 50 us."""
+    """Round a token count up to the row count of the algorithm query, which takes 50 us: prompt lengths
+    vary."""
     step = 16 if tokens <= 256 else 128
     return -(-tokens // step) * step
 

@@ -102,7 +102,7 @@ class DequantisedProducts:
         return False
 
     def has_room(self, weight: QuantizedWeight | PackedWeight, dtype: torch.dtype) -> bool:
-        """Whether scratch memory holds the whole weight in 16 bit."""
+        """Return whether scratch memory holds the whole weight in 16 bit."""
         held, (rows, columns) = self._gpu.arenas.get("expanded_weight"), weight.shape
         return held is not None and held.numel() >= rows * columns * dtype.itemsize
 

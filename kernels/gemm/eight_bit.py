@@ -110,7 +110,7 @@ class EightBit(WeightKind):
         return {"weight": weight.values.data_ptr(), "weight_scales": weight.scales.data_ptr()}
 
     def _fuses_heads(self, weight: QuantizedWeight, call: Call, heads: Heads, rounds: bool) -> bool:
-        """Whether the kernel rotates the heads and writes the cache. rounds: to a cache in 8 bits."""
+        """Return whether the kernel rotates the heads and writes the cache. rounds: the cache is 8 bit."""
         rotation = (0, False) if heads.rope is None else (heads.rope.size, heads.rope.interleaved)
         if self.gpu.capability != 90 or not fuses_heads_sm90(heads.head_size, *rotation):
             return False
@@ -123,7 +123,7 @@ class EightBit(WeightKind):
         return 0
 
     def _fuses(self, weight: QuantizedWeight, call: Call) -> bool:
-        """Whether the epilogue of the kernels is all of it."""
+        """Return whether the kernels' epilogue covers everything that follows the product."""
         residual = call.residual
         if residual is not None and call.out_float32:
             return False
@@ -231,7 +231,8 @@ class Fp8Blocks(EightBit):
         super().__init__(gpu, cublas, "fp8_blocks")
 
     def linear(self, call: Call) -> None:
-        """Where cuBLASLt takes a multiple of 4 tokens, the last ones are a product of their own."""
+        """Compute the product; cuBLASLt takes a multiple of 4 tokens, so the remaining ones are a separate
+        product."""
         most = self.library_rows(call.tokens, _weight(call))
         if not most:
             super().linear(call)
@@ -278,7 +279,7 @@ class TwoParts(DequantisedKind):
         return self._rows.chain_fields(linear)
 
     def _dequantises(self, call: Call) -> bool:
-        """Whether gemm_table.choose plans to dequantise the weight for this product."""
+        """Return whether gemm_table.choose plans to dequantise the weight for this product."""
         weight = _weight(call)
         gemm = Gemm(call.tokens, weight.columns, weight.shape[0], operand="two_parts")
         return self.gpu.choose_gemm(gemm).kernel == "expand_rows"

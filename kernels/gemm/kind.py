@@ -1,4 +1,4 @@
-"""What every kind of weight shares: how a product, or a projection to heads, becomes launches."""
+"""Base of the weight kinds: how a product, or a projection to heads, becomes launches."""
 
 from __future__ import annotations
 

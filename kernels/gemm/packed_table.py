@@ -66,7 +66,8 @@ def _choose(gemm: Gemm, granule_inputs: int, device: Device) -> Plan:
 
 
 def _int4(gemm: Gemm, device: Device) -> Plan:
-    """The smallest tile of tokens; the largest split of which all blocks are resident at once."""
+    """Choose the smallest tile that holds the tokens, and the largest split whose blocks are all resident at
+    once."""
     tile_tokens = next((size for size in INT4_TOKENS if size >= gemm.tokens), INT4_TOKENS[-1])
     tiles = _ceil_div(gemm.outputs, 128) * _ceil_div(gemm.tokens, tile_tokens)
     steps, room = _ceil_div(gemm.inputs, STAGE_INPUTS), INT4_RESIDENT * device.multiprocessors

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 
 class Device(NamedTuple):
-    """What the choice needs to know of a GPU."""
+    """Properties of a GPU that the choice of a kernel depends on."""
 
     capability: int  # compute capability: 10 * major + minor
     multiprocessors: int
@@ -120,11 +120,11 @@ LARGE_WEIGHTS = 1 << 24
 #: above this many tokens cuBLAS is level or faster: 16384 x 4096, 64 tokens: 34.7 stream-K, 37.0 cuBLAS; at
 #: 96 LLaMA's steps gained 2 to 4 %, BLOOM's lost at 72 to 128 (docs/lab/engine_speed.md)
 LARGE_TOKENS = 64
-#: from so many stages of a tile on, gemm_sm90_even_split takes less time than cuBLAS, and than stream-K in 8
-#: bit. 72 / 128 / 192 / 256 tokens, cuBLAS and even: 4096 x 14336 (224 stages): 37.9 / 38.2 / 46.0 / 49.7 and
-#: 35.0 / 34.8 / 45.2 / 48.0, of int8 (112), stream-K and even, 26.8 / 28.3 / 38.7 / 39.8 and 24.0 / 26.0 /
-#: 31.7 / 33.9; 4096 x 4096 (64): 13.3 / 13.8 / 17.3 / 17.0 and 14.7 / 14.3 / 19.0 / 19.2. Two clusters per
-#: tile, also of 6144 and 8192 rows, gained 0 to 9 % in int8 up to 128 tokens, and lost elsewhere
+#: from this many pipeline stages per tile on, gemm_sm90_even_split takes less time than cuBLAS, and than
+#: stream-K in 8 bit. 72 / 128 / 192 / 256 tokens, cuBLAS and even: 4096 x 14336 (224 stages): 37.9 / 38.2 /
+#: 46.0 / 49.7 and 35.0 / 34.8 / 45.2 / 48.0, of int8 (112), stream-K and even, 26.8 / 28.3 / 38.7 / 39.8 and
+#: 24.0 / 26.0 / 31.7 / 33.9; 4096 x 4096 (64): 13.3 / 13.8 / 17.3 / 17.0 and 14.7 / 14.3 / 19.0 / 19.2. Two
+#: clusters per tile, also of 6144 and 8192 rows, gained 0 to 9 % in int8 up to 128 tokens, and lost elsewhere
 EVEN_SPLIT_STAGES = 100
 #: SwiGLU saves a pass over gate and up, so gemm_sm90_stream_k wins there except in this range of tokens: up
 #: to 256 by bandwidth, from 1024 on by the pass (docs/lab/engine_speed.md, "At 256 sequences")
@@ -146,16 +146,16 @@ SPLIT_K_STAGES = 80
 LEAST_STAGES = 4
 #: whole tiles, unless the last wave leaves more than 1/20 of the clusters' time idle
 IDLE_SHARE = 20
-#: Of gemm_sm90_stream_k_8bit with more than LARGE_TOKENS tokens, in stages times tokens of a tile: what the
-#: exchange of partial sums costs, and below which size tiles of fewer tokens take no less. 4096 x 14336,
+#: Costs of gemm_sm90_stream_k_8bit with more than LARGE_TOKENS tokens, in stages times tokens of a tile: the
+#: exchange of partial sums, and the minimum cost of a tile however few its tokens. 4096 x 14336,
 #: whole tiles / shared: tiles of 128 tokens, 128 tokens: 36.6 / 23.7, 256: 39.8 / 41.0; tiles of 256 tokens,
 #: 512 tokens: 70.7 / 52.8; whole tiles of 64 / 128 tokens, 96 tokens: 33.7 / 36.7
 #: There cuBLAS (torch._scaled_mm, float32 sums) takes, with no SwiGLU and no residual, 28672 x 4096, 256 /
 #: 1024 / 4096 tokens: 55.6 / 182 / 703, fp8 here 67.1 / 202 / 838, int8 50.7 / 174 / 782; torch._int_mm
 #: 89.6 / 298 / 1274. A pass over the results takes 6 to 80 more
 SHARING_COST, LEAST_TILE_COST = 6000, 120
-#: where there are more waves of tiles, sharing loses: clusters at work at a time are far apart in x and the
-#: weight, which the L2 cache does not hold. 4096 x 14336, whole tiles / shared, int8, tiles of 256 tokens:
+#: with more waves of tiles, sharing loses: concurrent clusters then work on distant tiles, so their operands
+#: no longer fit in L2. 4096 x 14336, whole tiles / shared, int8, tiles of 256 tokens:
 #: 1.45 waves: 181 / 160, 2.18: 272 / 247, 3.39: 367 / 463, 7.76: 779 / 1066; fp8, tiles of 128, 1.45: 117 /
 #: 105, 2.42: 177 / 232
 SHARED_WAVES = 2.25
@@ -210,7 +210,7 @@ def chain_tokens(operand: str, outputs: int) -> int:
 
 
 def rounds_heads(plan: Plan, head_size: int) -> bool:
-    """Whether the kernel of a "qkv" product writes keys and values to a cache in 8 bits."""
+    """Return whether the kernel of a "qkv" product writes keys and values to a cache in 8 bits."""
     fits = head_size in ROUNDED_HEADS and plan.tile_tokens <= ROUNDED_TOKENS
     return plan.fuses_heads and plan.kernel.startswith(ROUNDING_KERNELS) and fits
 
@@ -230,7 +230,7 @@ def _choose(gemm: Gemm, device: Device) -> Plan:
 
 
 def fuses_heads_sm90(head_size: int, rotary_size: int, interleaved: bool) -> bool:
-    """Whether gemm_sm90_split_k and gemm_sm90_stream_k rotate such heads and write them to the cache."""
+    """Return whether gemm_sm90_split_k and gemm_sm90_stream_k can rotate and cache such heads."""
     if rotary_size == 0:
         return head_size % 8 == 0
     return rotary_size == head_size and not interleaved and head_size in (64, 128, 256)
@@ -329,13 +329,13 @@ def _large_8_bit(gemm: Gemm, device: Device) -> Plan:
 
 
 def _tile_cost(operand: str, columns: int) -> int:
-    """Of a stage of a tile. The smallest are bound by their loads."""
+    """Cost of one pipeline stage of a tile. The smallest tiles are bound by their loads."""
     more = SMALL_TILE_COST if columns < 256 and operand != "two_parts" else 0
     return max(columns + more, LEAST_TILE_COST + columns // 16)
 
 
 def split_k_plan(gemm: Gemm, device: Device) -> Plan | None:
-    """The largest split of which all tiles are resident at once, where that fills the device."""
+    """Choose the largest split whose tiles are all resident at once, if that fills the device."""
     tiles, steps = _ceil_div(gemm.outputs, _SPLIT_K_OUTPUTS), _steps(gemm)
     split = 0
     for each in SPLIT_K_SPLITS:
@@ -436,7 +436,8 @@ def _mma(gemm: Gemm, device: Device) -> Plan | None:
 
 
 def mma_tiles_plan(gemm: Gemm, device: Device) -> Plan | None:
-    """The smallest tile of tokens; the largest split of which all blocks are resident at once."""
+    """Choose the smallest tile that holds the tokens, and the largest split whose blocks are all resident at
+    once."""
     if gemm.tokens > MMA_TILES_TOKENS[-1]:
         return None
     tiles = _ceil_div(gemm.outputs, _MMA_TILES_OUTPUTS)

@@ -34,7 +34,8 @@ typedef struct {
   int64_t exchange_bytes;
 } tridecode_chain_task;
 int tridecode_product_chain_sm90a(const tridecode_chain_task* task, void* stream);
-// Whether so many inputs and tokens leave room for weights in a block's shared memory.
+// Number of pipeline stages for weights that fit into a block's shared memory beside this many
+// inputs and tokens; 0 if none.
 int64_t tridecode_product_chain_stages(int inputs, int tokens, int operand);
 
 #pragma GCC visibility pop

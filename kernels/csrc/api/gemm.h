@@ -99,8 +99,8 @@ int64_t tridecode_gemm_sm90_clusters(int split);
 // rows and without a residual, 32 to 256.
 int tridecode_gemm_sm90_stream_k(const tridecode_gemm_task* task, void* stream);
 
-// even_split: the same, where split, 4, times the number of tiles is that of clusters, all of which
-// the device holds at once. tile_tokens 128 or 256. No SwiGLU, no heads.
+// even_split: the same with clusters = split (4) * tiles, all resident at once. tile_tokens 128 or
+// 256. No SwiGLU, no heads.
 int tridecode_gemm_sm90_even_split(const tridecode_gemm_task* task, void* stream);
 
 // The same with 8-bit operands: out = epilogue(weight_scales * x_scales * (x * weight^T)). inputs,

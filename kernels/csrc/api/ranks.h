@@ -27,8 +27,8 @@ typedef struct {
   // else is read is loaded before that kernel has ended
   int early;
   int rank, ranks;
-  // whether row r is added up by rank r % ranks alone, which sends it to the others: for more than
-  // two ranks, and rows of which (tokens / ranks, rounded up) * 2 fit into a slot
+  // whether row r is reduced by rank r % ranks alone, which sends it to the others: for more than
+  // two ranks, if ceil(tokens / ranks) * 2 rows fit into a slot
   int two_shots;
   int64_t slot_bytes;  // of the rows of one rank, a multiple of 16
   void* memory;        // this rank's, of tridecode_peer_bytes

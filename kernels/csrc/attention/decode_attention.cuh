@@ -18,7 +18,7 @@ namespace {
 
 constexpr int kMaxBlocks = 1024;  // of the grid
 
-// Of shared memory.
+// Bytes of shared memory per warp.
 template <int D, int TEAM, typename Source>
 __host__ __device__ constexpr int warp_bytes() {
   const int sums = TEAM == 1 ? 0 : (team_floats<D>() * 4 + 127) / 128 * 128;
@@ -197,10 +197,11 @@ double busy(const Grid& grid, int items) {
   return double(items) / (double(grid.teams) * ceil_div(items, grid.teams));
 }
 
-// Whether four blocks with rings of three pieces take the items, not three with rings of four: more
-// warps with fewer bytes on their way pay where they divide items of equal length better. In 16
-// bits, where a multiprocessor has as many bytes on their way, only where each item then has a
-// block. LLaMA-3-8B on an H200, us of rows of 544 tokens, three pieces and four:
+// Return whether to launch four blocks per SM with 3-stage rings instead of three with 4-stage
+// rings: more warps with fewer bytes in flight win where they divide items of equal length more
+// evenly. A 16-bit cache has as many bytes in flight per SM either way; there, only if each item
+// then has a block of its own.
+// LLaMA-3-8B on an H200, us of rows of 544 tokens, three pieces and four:
 //   16 / 64 / 128 / 192 / 256 rows over an fp8 cache 14.4 / 22.0 / 42.0 / 64.1 / 76.6 and
 //   12.7 / 29.7 / 45.9 / 54.5 / 84.1; 64 / 128 / 256 rows in bf16 35.8 / 70.7 / 137.8 and
 //   39.1 / 71.5 / 136.4; 254 rows of a load of chats 59.3 and 57.4 (fp8), 90.5 and 89.5 (bf16).
@@ -225,7 +226,7 @@ int run_source(const Task& task, const Grid& grid, void* stream) {
       stream, task);
 }
 
-// Whether a multiprocessor holds its blocks, and each span of tiles lies in one block of the cache.
+// Return whether its blocks fit on a multiprocessor and each span of tiles lies in one cache block.
 template <typename Source>
 bool takes(const Task& task) {
   const int block = kWarps * Source::kBytes + prefix_bytes(task) + 1536;

@@ -34,7 +34,8 @@ __host__ __device__ constexpr int received_floats(int head_size, int blocks, int
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-// What the blocks of a cluster send each other, and where each keeps what it receives.
+// Distributed shared memory of the exchange between the blocks of a cluster: a block's partial
+// results and the buffers that it receives into.
 template <int D>
 struct Exchange {
   int blocks, rank, heads;
@@ -58,8 +59,8 @@ struct Exchange {
     barrier_expect(barrier, warps() * heads * (own_pieces() * 8 + kTotals) * int(sizeof(float)));
   }
 
-  // What this warp has summed, to the blocks that combine it. Lane (g, t) has heads 2 t and 2 t
-  // + 1.
+  // Send this warp's partial results to the blocks that combine them. Lane (g, t) has heads 2 t and
+  // 2 t + 1.
   template <typename S>
   __device__ __forceinline__ void send_sums(const S& sums) const {
     const int g = threadIdx.x % 32 / 4, warp = rank * kWarps + threadIdx.x / 32;
@@ -83,8 +84,8 @@ struct Exchange {
     }
   }
 
-  // Of a head's own piece at `place`, over all warps, in a warp: the maximum, the sum, and in lane
-  // l the output of dim l % 8.
+  // Combine the piece of a head at `place` over all warps, within one warp: the maximum, the sum,
+  // and in lane l the output of dim l % 8.
   __device__ __forceinline__ void combine(int head, int place, float& peak, float& all,
                                           float& output) const {
     const int lane = threadIdx.x % 32;
@@ -235,13 +236,14 @@ __global__ void __launch_bounds__(32 * kWarps, D <= 128 ? 3 : 2)
 #endif
 }
 
-// What is launched for a row and head: clusters of `blocks` blocks; 0 blocks: too many rows and
-// heads. Measured on an H200, ms of a step of BLOOM-7B1 in int8 (32 heads), with teams in brackets:
-// one row 2.44 (2.57), with 1,900 tokens 2.72 (2.83), two rows 2.57 (2.62). Groups of query heads
-// leave fewer kv heads, which teams spread over more multiprocessors: us of LLaMA-3-8B's attention
-// over an fp8 cache, teams in brackets: one row of 544 tokens 5.5 (7.6), in a step 7.1 (11.0), two
-// rows 6.5 (7.9), four 8.5 (8.8), eight 10.8 (9.6). No more clusters of a row and head than the
-// block tables' width has tiles for: blocks without work would keep others out.
+// Launch shape per (row, KV head): clusters of `blocks` blocks; 0 blocks: too many rows and heads
+// for clusters. Measured on an H200, ms of a step of BLOOM-7B1 in int8 (32 heads), with teams in
+// brackets: one row 2.44 (2.57), with 1,900 tokens 2.72 (2.83), two rows 2.57 (2.62). Groups of
+// query heads leave fewer kv heads, which teams spread over more multiprocessors: us of
+// LLaMA-3-8B's attention over an fp8 cache, teams in brackets: one row of 544 tokens 5.5 (7.6), in
+// a step 7.1 (11.0), two rows 6.5 (7.9), four 8.5 (8.8), eight 10.8 (9.6). No more clusters of a
+// row and head than the block tables' width has tiles for: blocks without work would keep others
+// out.
 constexpr int kRowsOfGroups = 2;
 struct Clusters {
   int blocks, each;
@@ -261,8 +263,8 @@ Clusters clusters_of(const Task& task) {
   return {};
 }
 
-// At most so many bytes of keys and values: the block tables' width bounds the contexts, which a
-// launch in a CUDA graph does not know.
+// Upper bound of the bytes of keys and values: the block tables' width bounds the context lengths,
+// which are unknown when a launch is captured in a CUDA graph.
 template <typename C, int D>
 int64_t most_bytes(const Task& task) {
   return task.num_rows * task.table_stride * task.block_tokens * task.kv_heads * D * 2 *

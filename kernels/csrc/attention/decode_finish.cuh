@@ -1,6 +1,6 @@
-// What decode attention does first where its rows are unfinished: what rotate_and_cache does, with
-// the same numbers. A warp has its queries rotated in registers; the one that has a row's newest
-// tile writes the token's key and value to the cache before it loads that tile.
+// Prologue of decode attention over unfinished rows: rotary embedding and the cache write, bit for
+// bit as in rotate_and_cache. Each warp rotates its queries in registers; the warp with a row's
+// newest tile writes the token's key and value to the cache before it loads that tile.
 #pragma once
 #include "attention/decode_tiles.cuh"
 #include "cache/rotary.cuh"
@@ -8,7 +8,7 @@
 namespace tridecode {
 namespace {
 
-// Whether a warp finds both halves of its queries' pairs in its own registers.
+// Return whether a warp holds both halves of each rotated pair of its queries in its own registers.
 template <typename X, typename C, int D>
 __host__ __device__ constexpr bool rotates_queries() {
   return D == 128 || (D == 64 && std::is_same<C, X>::value);
@@ -22,7 +22,7 @@ bool finishes_rows(const Task& task) {
          aligned16(task.cos) && aligned16(task.sin);
 }
 
-// Of a row's newest token: read before the wait for the kernel that writes the row.
+// A row's newest token: loaded before the wait for the kernel that writes the row.
 struct Newest {
   int position = 0, slot = -1;
   __device__ __forceinline__ Newest(const Task& task, int row) {

@@ -1,6 +1,6 @@
-// What teams of decode attention have summed of an item that several of them share. Each stores its
-// running maximum, sum and output in scratch memory, and the last to arrive combines them, in the
-// order of the teams.
+// Partial results of a work item that several teams share (split-K over the context). Each team
+// stores its running maximum, sum and output in scratch memory; the last one to arrive combines
+// them in team order.
 #pragma once
 #include "attention/decode_runs.cuh"
 
@@ -21,7 +21,7 @@ __device__ __forceinline__ X* out_of(const Task& task, const Part& part, int hea
   return static_cast<X*>(task.out) + part.row * task.out_stride + head * head_size;
 }
 
-// Of the sums of one warp, in the layout of its registers: each lane stores what it has.
+// Partial result of one warp, stored in register order: each lane writes its fragment.
 template <typename X, int D, typename S>
 struct WarpParts {
   static constexpr int VC = S::VC;
@@ -35,7 +35,7 @@ struct WarpParts {
   __device__ __forceinline__ float* slot(int of) const {
     return slot_of(task, runs, of, part.item, slot_floats(D));
   }
-  // Of dims 4 half .. 4 half + 3 of the lane's eight in chunk c, of head 2 t + i.
+  // Address of dims 4 half .. 4 half + 3 of the lane's eight in chunk c, head 2 t + i.
   __device__ __forceinline__ float* four(int of, int c, int i, int half) const {
     return slot(of) + (((c * 2 + i) * 2 + half) * 32 + lane) * 4;
   }
@@ -141,7 +141,7 @@ struct WarpParts {
     }
   }
 
-  // Whether this team is the last to arrive; its sums are then those of the item.
+  // Return whether this team is the last to arrive; its accumulators then hold the whole item.
   __device__ __forceinline__ bool meet() {
     if (part.whole()) return true;
     const unsigned int own = part.last_tile - part.first_tile, every = part.tiles;
@@ -187,8 +187,8 @@ __host__ __device__ constexpr int team_floats() {
   return kGroup * (D + 2);
 }
 
-// Of the sums of the warps of a block, which take turns with the spans of a part. The whole block
-// calls every function together.
+// Partial result of a block whose warps take turns with the spans of a part. The whole block calls
+// every function together.
 template <typename X, int D, int TEAM, typename S>
 struct TeamParts {
   static constexpr int VC = S::VC;
@@ -250,7 +250,7 @@ struct TeamParts {
     }
   }
 
-  // Whether this team is the last to arrive with a part of the item.
+  // Return whether this team is the last to arrive with a part of the item.
   __device__ __forceinline__ bool is_last() const {
     unsigned int* const counter = task.counters + part.row * runs.passes + part.pass;
     const unsigned int own = part.last_tile - part.first_tile;

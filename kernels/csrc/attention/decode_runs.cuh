@@ -18,15 +18,15 @@ namespace {
 constexpr int kLeastTiles = 2;   // of a warp
 constexpr int kMostChunks = 16;  // of an item, where teams are warps
 
-// What another item costs a team, in tiles: its search, its block table, its first tiles.
+// Fixed cost of starting another work item, in tile equivalents: search, block table, first tiles.
 __host__ __device__ constexpr int begin_tiles(int team_warps) { return team_warps == 1 ? 2 : 8; }
 
-// Of a row; 0 for padding.
+// Number of tiles of a row; 0 for padding.
 __device__ __forceinline__ int tiles_of(const Task& task, int row) {
   return max(0, (task.context_lens[row] + kTile - 1) / kTile);
 }
 
-// What a team does of an item.
+// The share of a work item that one team processes.
 struct Part {
   int row, pass, tiles;  // the item, and its tiles
   int first_tile, last_tile;
@@ -89,7 +89,7 @@ struct Runs {
   }
 };
 
-// Of so few rows every warp counts all: barriers take longer.
+// Up to this many rows, each warp scans all rows itself; a block-wide scan costs more in barriers.
 constexpr int kRowsOfWarp = 32;
 
 // The sums of four numbers at once, over the block or, `alone`, over the warp. shared: four numbers

@@ -1,4 +1,4 @@
-// What a warp of decode attention does with a tile: 16 tokens of one kv head.
+// One warp's work on one tile of decode attention: 16 tokens of one KV head.
 //
 // The matrix instruction multiplies keys (16 tokens x dims) with queries (dims x 8 heads), then
 // values (dims x 16 tokens) with probabilities (16 tokens x 8 heads). The next keys are loaded once
@@ -24,7 +24,7 @@ struct Task : tridecode_attention_task {
   int group, groups;  // query heads of a kv head; passes of kGroup heads over it
 };
 
-// Of a part's output, maxima and sums in scratch memory.
+// Floats of scratch memory for a part's output, maxima and sums.
 __host__ __device__ constexpr int slot_floats(int head_size) {
   return kGroup * (ceil_div(head_size, 64) * 64 + 2);
 }
@@ -88,8 +88,8 @@ struct Sums {
       if (task.slopes && 2 * t + i < heads) slope[i] = task.slopes[head + 2 * t + i] * kLog2e;
   }
 
-  // Each head's times the power of two that brings the largest to 2^14 and above: what is 2^28
-  // times smaller stays as exact as it was. Scores are divided by it.
+  // Scale each head's query by a power of two so that its maximum lies in [2^14, 2^15): values down
+  // to 2^-28 of it keep full fp16 precision. Scores are divided by it.
   __device__ __forceinline__ void queries_as_halves() {
     uint32_t bits = 30 << 7;  // so that powers of two and their inverses are floats
 #pragma unroll
@@ -169,7 +169,7 @@ struct Sums {
     }
   }
 
-  // Where a score is above the maxima so far.
+  // Raise the running maxima, and rescale sums and outputs, if a score exceeds them.
   template <int TILES>
   __device__ __forceinline__ void raise_maxima(const float (&p)[TILES][4]) {
     float high[2] = {-CUDART_INF_F, -CUDART_INF_F};
@@ -193,7 +193,7 @@ struct Sums {
     scale_output(shrink[0], shrink[1]);
   }
 
-  // Where a value's scale is above the unit so far.
+  // Raise the unit, and rescale the outputs, if a value's scale exceeds it.
   __device__ __forceinline__ void raise_unit(float largest) {
     if (!__any_sync(kAll, largest > unit_scale)) return;
     largest = warp_max(largest);
@@ -214,7 +214,8 @@ struct Sums {
     }
   }
 
-  // Values of tile s of the source's span, of which `valid` tokens are in the context; p: scores.
+  // Accumulate the values of tile s of the source's span; its first `valid` tokens are in the
+  // context. p: scores.
   template <typename Source>
   __device__ __forceinline__ void add_values(const Source& source, int s, int valid,
                                              float (&p)[4]) {
@@ -303,7 +304,7 @@ struct Pages {
     const int entry = min(ids_base + int(threadIdx.x % 32), entries - 1);
     ids = task.block_tables[row * task.table_stride + entry];
   }
-  // Of the block table; exact, since tiles * each is below 2^32.
+  // Index into the block table; exact, since tiles * each is below 2^32.
   __device__ __forceinline__ int entry_of(int tile) const {
     return each == 1 ? tile : __umulhi(tile, reciprocal);
   }
@@ -333,7 +334,7 @@ struct Pages {
   __device__ __forceinline__ const float* scales(int64_t at) const {
     return kExact ? nullptr : task.cache_scales + at;
   }
-  // To the L2 cache, before the next kernel floods the memory with requests for its weights.
+  // Prefetch to L2 before the next kernel saturates memory with loads of its weights.
   __device__ __forceinline__ void prefetch(int tile, int tiles) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     const int lane = threadIdx.x % 32;

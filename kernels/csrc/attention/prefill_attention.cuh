@@ -6,7 +6,7 @@ namespace tridecode {
 
 using PrefillTask = tridecode_attention_task;
 
-// Whether prefill_attention_sm90a.cu has a kernel for the device and the shapes.
+// Return whether prefill_attention_sm90a.cu has a kernel for the device and the shapes.
 bool takes_prefill_sm90a(const PrefillTask& task);
 int run_prefill_sm90a(const PrefillTask& task, void* stream);
 

@@ -126,7 +126,7 @@ struct Consumer {
     if (seen > 0) attention.store(out_map, tiles.output());
   }
 
-  // Of a tile that only the other group sees.
+  // Release a tile that only the other warp group attends to.
   __device__ __forceinline__ void skip_tile(int count) const {
     barrier_wait(shared.keys + place(count), parity(count));
     wait_for_turn(group);

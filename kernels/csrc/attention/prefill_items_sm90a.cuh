@@ -1,5 +1,5 @@
-// What a block of prefill_attention_sm90a.cu computes, item by item, and how its tiles reach shared
-// memory: their layout, and the producer thread, which finds the items.
+// Work items of prefill_attention_sm90a.cu, the shared-memory layout of their tiles, and the
+// producer thread, which finds the items and issues the loads.
 #pragma once
 #include "attention/prefill_attention.cuh"
 #include "cache/kv_cache.cuh"

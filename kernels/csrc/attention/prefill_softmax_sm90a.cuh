@@ -1,4 +1,4 @@
-// What a warp group of prefill_attention_sm90a.cu does with a tile: scores, softmax, output.
+// Consumer warp group of prefill_attention_sm90a.cu: scores, softmax and output of one tile.
 #pragma once
 #include "attention/prefill_items_sm90a.cuh"
 
@@ -64,11 +64,11 @@ struct Attention {
   uint32_t weights[kKeys / 16][4];
 
   __device__ __forceinline__ int lane() const { return threadIdx.x % 32; }
-  // Of a row of the warp group in the row's context.
+  // Position in its context of the warp group's row `row`.
   __device__ __forceinline__ int position(int row) const {
     return item.before + item.first_query + group * 64 + row;
   }
-  // Of the lane's first row in the warp group.
+  // Index of the lane's first row in the warp group.
   __device__ __forceinline__ int own_row() const { return threadIdx.x / 32 % 4 * 16 + lane() / 4; }
   // The last key that any of these queries sees.
   __device__ __forceinline__ int last_key() const { return min(position(63), item.visible - 1); }

@@ -69,8 +69,8 @@ struct CacheRounding {
   __device__ __forceinline__ float read(C stored) const { return expand(stored) * scale; }
 };
 
-// How the key or value is stored of which LANES lanes side by side have eight numbers each. values:
-// become what X holds of them. All lanes of the warp take part.
+// Rounding of a key or value that LANES neighbouring lanes hold, eight numbers each. values:
+// rounded to X in place. All lanes of the warp take part.
 template <typename X, typename C, int LANES>
 __device__ __forceinline__ CacheRounding<C> rounding_of(float (&values)[8]) {
   uint32_t most = 0;

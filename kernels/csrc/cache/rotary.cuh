@@ -56,7 +56,7 @@ inline dim3 blocks_of_heads(int tokens, int heads, int head_size, int threads) {
   return dim3(tokens, tokens < kManyTokens ? ceil_div(heads, threads / (head_size / 8)) : 1);
 }
 
-// Whether heads are rotated whole and by halves, with angles that can be read four at a time.
+// Return whether whole heads are rotated by halves, with angles that can be loaded four at a time.
 inline bool rotates_whole(const tridecode_gemm_task& task) {
   return task.rotary_size == task.head_size && !task.interleaved && aligned16(task.cos) &&
          aligned16(task.sin);

@@ -6,7 +6,7 @@ namespace tridecode {
 
 enum Activation { kNone = 0, kGeluTanh = 1, kGelu = 2, kRelu = 3, kSwiglu = 4 };
 
-// Where the exponential is infinite the quotient is 0.
+// SiLU; 0 where the exponential overflows to infinity.
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
 __device__ __forceinline__ float activate(float x, int activation) {

@@ -1,4 +1,4 @@
-// What the kernels for sm_90a share: mbarriers in shared memory, TMA loads and stores, clusters.
+// Primitives of the sm_90a kernels: mbarriers in shared memory, TMA loads and stores, clusters.
 #pragma once
 #include <cuda.h>
 
@@ -43,7 +43,7 @@ __device__ __forceinline__ void barrier_expect(uint64_t* barrier, int bytes) {
       : "memory");
 }
 
-// Of the address of a barrier, or a pointer to it.
+// Arrive at a barrier, given by its shared-memory address or by a pointer.
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }

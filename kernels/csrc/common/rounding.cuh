@@ -19,7 +19,7 @@ struct Rounding {
   float scale, inverse;
   bool plain;  // the quotients that matter are neither NaN nor near the smallest numbers
 
-  // Of a row whose largest magnitude has these bits.
+  // Rounding of a row; `largest` holds the bits of its largest magnitude.
   __device__ __forceinline__ explicit Rounding(unsigned int largest) {
     scale = largest ? __fdiv_rn(__uint_as_float(largest), kLimit) : 1.0f;
     inverse = __frcp_rn(scale);
@@ -50,7 +50,7 @@ struct Rounding {
     return q == q ? fminf(fmaxf(q, -kLimit), kLimit) : 0.0f;
   }
 
-  // What the nearest integer leaves of a quotient, in parts of 254: -127 to 127.
+  // Remainder of a quotient after rounding to the nearest integer, in units of 1/254: -127 to 127.
   static __device__ __forceinline__ float rest(float quotient) {
     return (quotient - rintf(quotient)) * 254.0f;
   }

@@ -1,4 +1,4 @@
-// What every GEMM kernel shares: the task and its epilogue.
+// Shared by every GEMM kernel: the task and its epilogue.
 #pragma once
 #include "common/epilogue.cuh"
 
@@ -15,7 +15,7 @@ inline Mode mode_of(const GemmTask& task) {
   return task.activation == kSwiglu ? kGated : kPlain;
 }
 
-// Of a kernel whose epilogue does not round keys and values.
+// Check the task of a kernel whose epilogue cannot quantise keys and values: refuse an 8-bit cache.
 inline int check_exact_cache(const char* what, const GemmTask& task) {
   if (task.cache && task.cache_format)
     return fail("%s: writes a cache of dtype alone; cache format %d", what, task.cache_format);

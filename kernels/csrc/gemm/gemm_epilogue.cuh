@@ -29,7 +29,7 @@ __device__ __forceinline__ bool is_row(const GemmTask& task, int pair, int row) 
   return row < task.outputs && (MODE != kGated || pair < task.outputs / 2);
 }
 
-// What the epilogue of two rows and two tokens reads.
+// Epilogue operands of two rows and two tokens.
 struct Extra {
   float bias[2];
   float residual[2][2];  // [token][row]

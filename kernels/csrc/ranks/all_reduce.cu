@@ -42,8 +42,8 @@ __global__ void __launch_bounds__(kThreads, 1) all_reduce_rows(const __grid_cons
     for (int i = 0; i < ITEMS; ++i)
       if (first + i * step < task.columns) body(i, first + i * step);
   };
-  // As in norm.cu. What is read before the wait was written by earlier kernels than the
-  // predecessor, if the caller says so.
+  // Same order as in norm.cu. task.early: the data that is loaded before the wait was written by
+  // kernels older than the predecessor.
   let_successor_start();
   if (!task.early) wait_for_predecessor_alone();
   if (threadIdx.x == 0) shared_turn = take_turn(task);

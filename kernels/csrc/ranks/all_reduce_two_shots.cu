@@ -30,7 +30,7 @@ namespace tridecode {
 using namespace peers;
 namespace {
 
-// Where in a rank's memory the block's row is that another rank sends it.
+// Place in a rank's peer memory of the block's row that another rank sends.
 template <typename X>
 struct Place {
   const Rows& rows;

@@ -1,5 +1,5 @@
-// What the sums over peer memory share: units of a row, waits that end, and what a block does
-// before and after the exchange.
+// Shared parts of the all-reduces over peer memory: units of a row, waits with a time limit, and a
+// block's work before and after the exchange.
 #pragma once
 #include "common/row_norm.cuh"
 #include "ranks/peer_memory.cuh"

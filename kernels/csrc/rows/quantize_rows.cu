@@ -28,7 +28,7 @@ __device__ __forceinline__ int64_t row_of(int token) {
   return kInTwoParts<VALUES> ? token / 8 * 16 + token % 8 : token;
 }
 
-// Where an input is in this order.
+// Place of input c in this order.
 __device__ __forceinline__ int granule_place(int c) {
   return (c & ~31) + (c >> 3 & 1) * 16 + (c >> 1 & 3) * 4 + (c & 1) * 2 + (c >> 4 & 1);
 }

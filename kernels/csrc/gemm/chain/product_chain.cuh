@@ -1,5 +1,5 @@
-// What the parts of product_chain_sm90a.cu share: a chain's products, how their weights are laid
-// out, the shared memory of a block, and the exchange of results between blocks.
+// Shared parts of product_chain_sm90a.cu: a chain's products, the layout of their weights, the
+// shared memory of a block, and the exchange of results between blocks.
 #pragma once
 #include <cstddef>
 
@@ -22,14 +22,14 @@ constexpr int kLeastStages = 4;
 constexpr int kInFlight = 3;  // stages: enough to keep memory busy; loads of x queue behind them
 constexpr int kMaxTokens = 4;
 constexpr int kSharedLeft = 26 * 1024;  // for blocks of the kernel behind this one
-constexpr unsigned int kEarly = 30;     // tiles that are not finished when blocks look for results
+constexpr unsigned int kEarly = 30;     // start polling the exchange at this many unfinished tiles
 constexpr int kHeld = 4;                // vectors of 8 numbers of x that a thread holds
 
-// tiles: of 16 weight rows. second: the eight rows of a tile's second half come so many eights
-// behind those of the first: 1, of SwiGLU the number of tiles.
-// x_words, residual_words: of the exchange, where an earlier product of the chain leaves these
-// numbers; null: they are in memory. out_words: where this product's results go for later ones, or
-// null. stores: they go to memory, too.
+// tiles: number of tiles of 16 weight rows. second: distance from the first eight rows of a tile to
+// the second, in groups of eight rows: 1; with SwiGLU the number of tiles. x_words, residual_words:
+// place in the exchange buffer where an earlier product of the chain leaves these inputs; null:
+// they are in memory. out_words: place for this product's results that later products read, or
+// null. stores: the results are also stored to memory.
 struct Step {
   tridecode_chain_step given;
   int tiles, second;
@@ -58,7 +58,7 @@ struct Handover {
   uint64_t sent[kBuffers], read[kBuffers], begun[kMaxSteps];
 };
 
-// What a block declares in shared memory.
+// Statically declared shared memory of a block.
 struct Declared {
   uint64_t full[kMaxStages], empty[kMaxStages];
   Handover handover;
@@ -80,8 +80,8 @@ struct Format {
   static constexpr int kEightBytes = k4Bit ? kUnits * kGranuleBytes : kUnits * 1024;
   static constexpr int kGroupBytes = k4Bit ? kUnits * kGranuleRows * 4 : 0;
   static constexpr int kStageBytes = 2 * (kEightBytes + kGroupBytes);
-  // Of a lane's token, rows g and g + 8; of x in two parts 254 times the sum. In instructions and
-  // in the tile's sums.
+  // Accumulator types of an instruction (Number) and of a tile (Sum): a lane's token, rows g and g
+  // + 8; with x in two parts, 254 times the sum.
   using Number = typename std::conditional<VALUES == kOperandFp8 || k16Bit, float, int>::type;
   using Sum = typename std::conditional<VALUES == kOperandInt8, int, float>::type;
   static constexpr int kBufferBytes = kWarps * 32 * 8;  // sums of a tile, [warp][lane]
@@ -140,7 +140,7 @@ __device__ __forceinline__ void store_shared(uint32_t to, uint32_t word) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
 }
 
-// By one thread.
+// Initialise barriers and shared state; called by one thread.
 __device__ __forceinline__ void initialize(Declared& all, int stages) {
   for (int i = 0; i < stages; ++i)
     barrier_init(all.full + i, 1), barrier_init(all.empty + i, kTeamWarps);

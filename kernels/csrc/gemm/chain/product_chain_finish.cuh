@@ -9,7 +9,7 @@ namespace {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// What a lane's rows of a tile are multiplied with and what is added: loaded ahead.
+// Prefetched epilogue operands of a lane's rows of a tile: scales and bias.
 struct Constants {
   float scales[2];
   unsigned short bias[2];

@@ -105,7 +105,7 @@ struct Rows {
       const bool plain = scale > kLeastDivisor && scale < kMostDivisor;
       by = plain ? scale : 0.0f, correction = plain ? inverse : 0.0f;
     }
-    // As tridecode::quotient.
+    // Same result as tridecode::quotient.
     __device__ __forceinline__ float quotient(float x) const {
       float q = x * inverse;
       q = fmaf(fmaf(-q, by, x), correction, q);
@@ -118,8 +118,8 @@ struct Rows {
                        0x5410);
   }
 
-  // Of 8 numbers the values, or their high and low parts. The low parts have what products with the
-  // inverse, not exact quotients, make of the high ones.
+  // Quantise 8 numbers, or split them into high and low parts. The low parts are remainders of
+  // products with the inverse, not of exact quotients.
   static __device__ __forceinline__ void round_eight(const uint4& words, const Scaling& scaling,
                                                      uint2& high, uint2& low) {
     constexpr float kShift = 12582912.0f;  // 1.5 * 2^23: a sum's last byte is the nearest integer
@@ -151,8 +151,8 @@ struct Rows {
   }
 
   // Calls body(vector, i) for the thread's vectors, which are those from `from` on, in all lanes of
-  // a warp that has one. They move through the first place: what body does is there once, and
-  // code that is run once a product is loaded from far away.
+  // a warp that has one. The array is rotated through words[0] so that `body` is instantiated once:
+  // unrolled copies, each run once per product, would miss the instruction cache.
   template <int HELD, typename Body>
   __device__ __forceinline__ void each_held(uint4 (&words)[HELD], int from, int pieces,
                                             Body body) const {
@@ -170,7 +170,7 @@ struct Rows {
     words[HELD - 1] = first;
   }
 
-  // Where the thread's vector `which` goes.
+  // Shared-memory address of the thread's vector `which`.
   __device__ __forceinline__ uint32_t place_of(int which) const {
     return to + which * apart * chain.columns * 8 * F::kXBytes;
   }

@@ -156,8 +156,8 @@ struct Consumer {
     keep(weights), keep(groups), keep(x), keep(x_apart), keep(all), keep(all_apart), keep(own_sums);
   }
 
-  // What the warp has of a tile. of: of the lane's token, rows g and g + 8. products: of int8 and
-  // 16 bit, of even and odd pieces, as the instruction leaves them.
+  // The warp's partial sums of a tile. of: the lane's token, rows g and g + 8. products:
+  // accumulators in register order, for int8 and 16 bit; of even and odd pieces.
   struct Totals {
     float of[2];
     Number products[2][4];

@@ -1,5 +1,6 @@
-// What gemm_library.cu uses of cuBLASLt, whose library torch has loaded: its headers are not needed
-// to build. Values are those of cublasLt.h, the same in CUDA 12 and 13.
+// Declarations of the part of cuBLASLt that gemm_library.cu uses, so that its headers are not
+// needed to build; torch has loaded the library. Values are those of cublasLt.h, the same in CUDA
+// 12 and 13.
 #pragma once
 #include <cuda_runtime_api.h>
 #include <library_types.h>

@@ -1,5 +1,5 @@
-// A weight in 8 or 4 bit as a matrix of 16-bit numbers, for products over so many tokens that
-// cuBLAS is faster: a warp expands a granule.
+// Dequantise an 8- or 4-bit weight to a 16-bit matrix, for GEMMs with enough tokens that cuBLAS is
+// faster. One warp per granule.
 //
 // Bytes moved: those of the packed weight and outputs * inputs * sizeof(X).
 // Bench: python -m tridecode.kernels.bench packed_linear
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kWarps * 32)
   }
 }
 
-// Of int8 values in rows with a scale each: 16 of them per thread.
+// Dequantise int8 values whose rows have one scale each: 16 values per thread.
 template <typename X>
 __global__ void __launch_bounds__(256) expand_rows(X* out, const uint4* values, const float* scales,
                                                    int row_vectors, int64_t vectors) {

@@ -201,7 +201,7 @@ struct FinishRows {
   bool rotates;
   float biases[2];
 
-  // What the epilogue of 8 tokens reads.
+  // Epilogue operands of 8 tokens.
   struct Extra {
     uint32_t residual[2];
     int slot;

@@ -2,13 +2,14 @@
 // weight^T) on int8 tensor cores, for weights in 4 bit with groups of 128 inputs or multiples of
 // that, and x in two int8 parts.
 //
-// As gemm_packed_sm90.cu: a cluster of two blocks computes a tile of 256 weight rows times N
-// tokens, and clusters share tiles (stream-K). A stage of the ring has two chunks of 128 inputs:
-// granules, the words of their groups, and x, of which each block loads half for both.
+// Work is divided as in gemm_packed_sm90.cu: a cluster of two blocks computes a tile of 256 weight
+// rows times N tokens, and clusters share tiles (stream-K). A stage of the ring has two chunks of
+// 128 inputs: granules, the words of their groups, and x. Each block loads half of x and multicasts
+// it to both.
 //
-// A consumer warp group expands 64 rows of a chunk to int8 in registers, multiplies them with both
-// parts of N tokens, and adds the exact int32 sums of the chunk, times the group's scale, to
-// float32 sums. Meanwhile instructions of the other chunk or of the other warp group run.
+// A consumer warp group dequantises 64 rows of a chunk to int8 in registers, multiplies them with
+// both parts of N tokens, and adds the exact int32 sums of the chunk, times the group's scale, to
+// float32 accumulators. Meanwhile instructions of the other chunk or of the other warp group run.
 //
 // Bytes moved: outputs * inputs / 2 and 4 bytes of each group.
 // Bench: python -m tridecode.kernels.bench packed_linear
@@ -110,7 +111,8 @@ struct Int4Products {
     uint32_t group[2];
   };
 
-  // Called by every lane: this warp no longer reads the stage, of which both blocks load a half.
+  // Release the stage in both blocks, since each loads half of it: this warp no longer reads it.
+  // Called by every lane.
   __device__ __forceinline__ void release(int at) {
     const int lane = threadIdx.x % 32;
     if (lane < 2) barrier_arrive_at(empty + at, lane);

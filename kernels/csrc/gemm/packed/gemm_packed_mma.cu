@@ -327,7 +327,7 @@ int run(const GemmTask& task, const Division& division, int shared, void* stream
   return fail("gemm_packed_mma: no instance for epilogue %d", int(mode));
 }
 
-// Whether each 8 rows that a tile takes together are consecutive.
+// Return whether each group of 8 rows of a tile is consecutive.
 bool takes_eights(const GemmTask& task) {
   const Mode mode = mode_of(task);
   if (mode == kGated) return task.outputs % 16 == 0;

@@ -1,14 +1,14 @@
 // out = epilogue(x * weight^T) with TMA and wgmma, for weights in 8 or 4 bit and any number of
 // tokens.
 //
-// As gemm_sm90_stream_k.cu: a cluster of two blocks computes a tile of 256 weight rows times N
-// tokens, stream-K where tiles do not fill the device. A stage of the ring has 128 inputs: granules
-// of the weight (packed_weight.cuh), the scales and zeros of their groups, and the tokens' inputs,
-// of which each block loads half for both.
+// Work is divided as in gemm_sm90_stream_k.cu: a cluster of two blocks computes a tile of 256
+// weight rows times N tokens, stream-K where tiles do not fill the device. A stage of the ring has
+// 128 inputs: granules of the weight (packed_weight.cuh), the scales and zeros of their groups, and
+// the tokens' inputs. Each block loads half of the inputs and multicasts it to both.
 //
-// The consumers load their share of the granules to registers, expand it there, and give it to
-// wgmma as the operand that may be in registers. While the matrix instructions of 64 inputs run,
-// the next 64 are expanded.
+// The consumers load their share of the granules to registers, dequantise it there, and pass it to
+// wgmma as the register operand (A). While the wgmmas of 64 inputs run, the next 64 are
+// dequantised.
 //
 // Scales of rows multiply the finished sums, those of groups the weights.
 //
@@ -97,7 +97,8 @@ struct PackedProducts {
   int groups;  // of a granule, int4
   int stage = 0, parity = 0;
 
-  // Called by every lane: this warp no longer reads the stage, of which both blocks load a half.
+  // Release the stage in both blocks, since each loads half of it: this warp no longer reads it.
+  // Called by every lane.
   __device__ __forceinline__ void release(int at) {
     const int lane = threadIdx.x % 32;
     if (lane < 2) barrier_arrive_at(empty + at, lane);

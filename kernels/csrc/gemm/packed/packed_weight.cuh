@@ -69,7 +69,7 @@ __device__ __forceinline__ uint32_t even_bytes(uint32_t word) {
 
 // ---------------------------------------------------------------- 4 bit
 
-// What is added to a 4-bit value, and to the zero of a group: 16 to 31 are exact in either dtype.
+// Offset added to a 4-bit value and to a group's zero point: 16 to 31 are exact in either dtype.
 constexpr uint32_t kBias = 16;
 
 // Pair `i` of a step of 4-bit values, each plus kBias.

@@ -38,7 +38,7 @@ __host__ __device__ constexpr int stage_pieces(int tile_tokens) {
   return (kRows + tile_tokens) * kPieces;
 }
 
-// Where piece `piece` of a row lies. Eight lanes read four pieces of two neighbouring rows.
+// Swizzled place of piece `piece` of a row. Eight lanes read four pieces of two neighbouring rows.
 __device__ __forceinline__ int place(int row, int piece) {
   return row * kPieces + (piece ^ row % 2 * 4);
 }

@@ -1,4 +1,4 @@
-// What gemm_sm90_stream_k.cu and gemm_sm90_split_k.cu share: the sizes of a tile.
+// Tile sizes, shared by gemm_sm90_stream_k.cu and gemm_sm90_split_k.cu.
 #pragma once
 #include "common/wgmma.cuh"
 #include "gemm/gemm.cuh"
@@ -25,7 +25,7 @@ struct Shape {
   static constexpr int kPart = N < 64 ? N : N % 64 == 0 ? 64 : 32;  // tokens of a store
   static constexpr int kBufferBytes = kPart * 128;
   static constexpr int kStoreBytes = kGroups * kBuffers * kBufferBytes;
-  // With few tokens, leave registers free so that the small kernels that come next become resident
+  // Few tokens: leave registers free so that the small kernels that come next become resident
   // early, on every multiprocessor.
   static constexpr bool kSlim = kColumns <= 64;
   static constexpr int kRoom = 227 * 1024 - 1024 - 512 - kStoreBytes;
@@ -34,8 +34,7 @@ struct Shape {
   static constexpr int kSharedBytes = 1024 + kStages * kStageBytes + kStoreBytes;
 };
 
-// What limits the registers of a kernel: the blocks that would fit on a multiprocessor. E4M3 has
-// two sets of sums.
+// Blocks per multiprocessor, which bounds a kernel's registers. E4M3 has two sets of accumulators.
 template <typename Operand, int N>
 constexpr int kResident =
     !Shape<N, kPartsOf<Operand>>::kSlim || (N == 64 && std::is_same<Operand, E4m3>::value) ? 1 : 2;

@@ -1,5 +1,5 @@
-// What the kernels with 8-bit operands share, gemm_sm90_*_8bit.cu and gemm_sm90_*_two_parts.cu: the
-// task of a product whose operands are both in 8 bit.
+// Shared by the kernels with 8-bit operands, gemm_sm90_*_8bit.cu and gemm_sm90_*_two_parts.cu: the
+// task of a GEMM whose operands are both 8 bit.
 //
 // For TMA, swizzle, descriptors and pipeline stages, 8-bit rows of K inputs are 16-bit rows of K /
 // 2 inputs. Only the instruction differs, which takes the same 32 bytes of a row, and the epilogue,

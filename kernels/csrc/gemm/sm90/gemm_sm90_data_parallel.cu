@@ -217,7 +217,7 @@ int run(const GemmTask& task, void* stream) {
   division.steps = ceil_div(task.inputs, kStageBlocks<ROWS> * kBlockInputs);
   division.x_bytes = task.tile_tokens * 128;
   const int stage_bytes = kStageBytes + kStageBlocks<ROWS> * division.x_bytes;
-  // 1 KiB for alignment; 8 KiB behind the last x, of which rows 16 to 63 are read and ignored
+  // 1 KiB for alignment; 8 KiB behind the last x, whose rows 16 to 63 are read and ignored
   const int rest = 1024 + kGroups * task.tokens * ROWS * 4 + 8 * 1024;
   const int room = (device().shared_bytes - 2048 - rest) / stage_bytes;
   division.stages = room < kMaxStages ? room : kMaxStages;

@@ -45,7 +45,8 @@ struct Finish {
   float scales[2] = {};  // SCALED: of these columns
   // SCALED: the scales of the tile's tokens in shared memory, or null: they are read where needed
   float* x_scales = nullptr;
-  // Of keys and values: load_slots; where registers do not suffice they are read where needed.
+  // KV slots of this thread's tokens: preloaded (load_slots) if registers allow, N <= 32; otherwise
+  // read on demand.
   static constexpr bool kHeads = MODE == kQkv || MODE == kQkvRotary;
   static constexpr bool kRounds = kHeads && ROUNDS && N <= 64, kSlotsAhead = N <= 32;
   static_assert(!kRounds || kParts == 1);
@@ -209,21 +210,21 @@ struct Finish {
                      *reinterpret_cast<const uint4*>(from + cached_place(i)));
   }
 
-  // What the thread's tokens of a part are in an 8-bit cache. Written behind the store of the part
-  // where registers suffice, which do not for 64 tokens.
+  // The thread's tokens of a part, quantised for an 8-bit cache. If registers suffice (not for 64
+  // tokens), they are written after the store of the part.
   struct Rounded {
     static constexpr int kHeld = N <= 32 ? kCachedTokens : 1;
     uint2 eights[kHeld];
     float scales[kHeld];
   };
 
-  // Whether these columns are of keys or values, all of this group's.
+  // Return whether this warp group's columns are keys or values.
   __device__ __forceinline__ bool caches(int column) const {
     return column / task.head_size >= task.heads && column < task.outputs;
   }
 
-  // Rounds the keys and values of a part in shared memory for an 8-bit cache, and puts what a
-  // reader of the cache gets in their place. Heads of 64 dims are those of a warp group, heads of
+  // Quantises the keys and values of a part in shared memory for an 8-bit cache, and replaces them
+  // by their dequantised values. Heads of 64 dims are those of a warp group, heads of
   // 128 those of the block's two.
   template <typename C>
   __device__ __forceinline__ void round_heads(char* part, uint32_t (&largest)[kGroups][S::kPart],
@@ -279,7 +280,7 @@ struct Finish {
     return true;
   }
 
-  // Of all tokens of the only part, or token i alone.
+  // Write the quantised keys or values of all tokens of the only part, or of token i alone.
   __device__ __forceinline__ void cache_rounded(const Rounded& rounded, int column, int token,
                                                 int i) const {
     const int c = cached_column(column);

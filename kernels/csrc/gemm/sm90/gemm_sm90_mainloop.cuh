@@ -34,7 +34,7 @@ __device__ __forceinline__ void initialize_ring(uint64_t* full, uint64_t* empty,
   for (int i = 0; i < kGroups * kBuffers; ++i) barrier_init(arrived + i, 1);
 }
 
-// Whether the mainloop scales the sums: E4M3 with scales of blocks.
+// Return whether the mainloop scales the accumulators: E4M3 with block scales.
 template <typename Operand>
 __device__ __forceinline__ bool in_blocks(const GemmTask& task) {
   return std::is_same<Operand, E4m3>::value && task.block_scales;

@@ -67,9 +67,9 @@ struct Walk {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Whether the second half of the part's tile of N tokens has any. Its load of x is left out where
-// it has none: a TMA load without a token takes several times as long as others. What the stages
-// hold there only reaches sums that are not stored.
+// Return whether the second half of the part's tile of N tokens has any tokens. If not, its load of
+// x is skipped: a TMA load that is entirely out of bounds takes several times as long as others.
+// Stale stage contents only reach accumulators that are not stored.
 template <int N>
 __device__ __forceinline__ bool has_second_half(const Part& part, const GemmTask& task) {
   return part.token_tile * N + N / 2 < task.tokens;
@@ -170,7 +170,7 @@ Division divide(const GemmTask& task, int stage_inputs) {
   return division;
 }
 
-// Whether the scratch memory has room for the sums that clusters share.
+// Check that the scratch memory has room for the partial sums that clusters share.
 int check_sums(const char* what, const GemmTask& task) {
   const int64_t needed = int64_t(task.clusters) * 2 * kGroups * (task.tile_tokens / 8) * 128 * 16;
   if (task.stream_k &&

@@ -1,0 +1,77 @@
+"""tests/prose.py: it finds what it refuses, and raises no false alarm."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import prose
+
+
+def found(tmp_path, name: str, text: str) -> list[str]:
+    path = tmp_path / name
+    path.write_text(text)
+    return list(prose.findings(path))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "# Of few rows a block takes each\n",
+        "x = 1  # as it was\ny = 2  # To the cache\n",
+        "#: Where a rank runs\nx = 1\n",
+        'def f():\n    """Whether it fits."""\n',
+        'class A:\n    """What a step\n    reads."""\n',
+        "# the longest context for so many tokens\n",
+        "# a folder that is no repository\n",
+        "# nothing fails save for memory\n",
+        "# tensors that are asked for\n",
+        '"""Rows, of which some are padding."""\n',
+    ],
+)
+def test_a_headless_opening_and_an_idiom_are_found_in_python(tmp_path, text):
+    assert len(found(tmp_path, "a.py", text)) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "# the maximum of the row and the sum\n# Of few rows it is one line\nx = 1\n",
+        'x = "# Of few rows"\n',
+        'def f():\n    return """Whether it fits."""\n',
+        "# Of 8 numbers\n# To_device\n",
+        "# there is no such file, and it is no longer open\n",
+        "# so much that it overflows\n",
+        "# save the file\n",
+        "x = 1  # whether it fits\n",
+    ],
+)
+def test_python_that_is_fine_raises_no_alarm(tmp_path, text):
+    assert found(tmp_path, "a.py", text) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "int a;\n// Of a row\nint b;\n",
+        "int a;  // By one thread\n",
+        "/* What a block\n * reads. */\nint a;\n",
+    ],
+)
+def test_an_opening_is_found_in_cuda(tmp_path, text):
+    assert len(found(tmp_path, "a.cuh", text)) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'const char* a = "// Of a row";\n',
+        "// Rows and sums\n// Of a row, in order\nint a;\n",
+        "char a = '\"';\n",
+    ],
+)
+def test_cuda_that_is_fine_raises_no_alarm(tmp_path, text):
+    assert found(tmp_path, "a.cuh", text) == []
+
+
+def test_only_folders_that_exist_are_exempt():
+    assert all((prose.ROOT / name).exists() for name in prose.EXEMPT)
