@@ -136,7 +136,7 @@ class MergedSource:
 
 @dataclass(frozen=True)
 class _Delta:
-    """What an adapter adds to one tensor of the checkpoint."""
+    """The delta that an adapter adds to one tensor of the checkpoint."""
 
     pair: LoraPair
     scale: float

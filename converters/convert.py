@@ -55,15 +55,15 @@ class PlannedConversion:
 
     @property
     def total_bytes(self) -> int:
-        """Of the weight files."""
+        """Total size of the weight files in bytes."""
         specs = stored_specs([item.spec for item in self.conversions], self.config.quantization)
         dtype = self.config.weight_dtype
         return sum(math.prod(spec.shape) * FILE_DTYPES[spec.dtype or dtype].itemsize for spec in specs)
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know about the model: its context length where rope scaling extends it, and the
-        sizes of the layers of a pruned one."""
+        """Notes for the user: the context length if rope scaling extends it, and the layer sizes of a pruned
+        model."""
         context = "" if self.checkpoint.plan is not None else self._context_note()
         return ([context] if context else []) + (describe(self.config) if self.config.layer_sizes else [])
 
@@ -283,7 +283,7 @@ def full_names(shapes: dict[str, tuple[int, ...]], family: CheckpointFamily) -> 
 
 
 def settle_head(checkpoint: Checkpoint, family: CheckpointFamily, names: dict[str, str]) -> bool:
-    """Whether the head is the word embedding, as transformers 5 decides when it loads the checkpoint.
+    """Return whether the head is the word embedding, as transformers 5 decides when it loads the checkpoint.
 
     If the config ties them and both are stored, equal tensors are tied and different ones are not; if one
     is stored, it serves as both (and `names` is completed). If the config does not tie them, both must be

@@ -40,9 +40,10 @@ _HARMLESS = {
 
 
 class GgufHeader:
-    """What a family's rules read of a file. shapes: of its tensors, as torch has them; load: one by name.
+    """Fields of a GGUF file that a family's rules read. shapes: of its tensors, in torch's order; load: reads
+    a tensor by name.
 
-    Every key that is read is noted, so that `check` finds those that nobody read.
+    Records every key that is read, so that `check` finds the unread ones.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class GgufHeader:
         return found.tolist()
 
     def in_layers(self, name: str) -> bool:
-        """Whether the first layer has a tensor."""
+        """Return whether the first layer has a tensor of this name."""
         return f"blk.0.{name}" in self.shapes
 
     def check(self) -> list[str]:

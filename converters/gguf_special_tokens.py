@@ -26,7 +26,7 @@ _FILL = {
 
 
 def looks_like_control(token: str) -> bool:
-    """Whether a token is taken for a control token whatever its type says."""
+    """Return whether a token is treated as a control token regardless of its declared type."""
     return token in _ENDS or token in _FILL
 
 

@@ -37,7 +37,7 @@ _WITHOUT_EFFECT = {
 
 
 def is_tokenizer(kind: object) -> bool:
-    """Whether a value of tokenizer.ggml.model stands for a tokenizer."""
+    """Return whether a value of tokenizer.ggml.model names a tokenizer."""
     return kind not in (None, "none", "no_vocab")
 
 

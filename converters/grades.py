@@ -55,8 +55,8 @@ def limits_of(name: str) -> str:
 
 
 def advice(weights: str, activations: str, method: str = "") -> str:
-    """What to try for a model that is POOR. weights, activations: of Quantization. method: the --quantize
-    that made it, "" where it is not known."""
+    """Suggest methods for a model graded POOR. weights, activations: fields of its Quantization. method: the
+    --quantize value that made it, "" if unknown."""
     values = _BETTER.get((weights, bool(activations)), ())
     values = values[values.index(method) + 1 :] if method in values else values
     options = [f"--quantize {' or '.join(values)}"] if values else []

@@ -19,7 +19,7 @@ PART = ".part"  # suffix of a file that is being written
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What is being converted: finished files are kept only for the same config.ini, ranks and source."""
+    """Identity of a conversion: finished files are reused only for the same config.ini, ranks and source."""
 
     config_ini: str
     tensor_para_size: int

@@ -19,11 +19,12 @@ from tridecode.kernels.formats.quantized import QuantizedWeight
 
 
 def keep_quantized(planned: PlannedConversion) -> PlannedConversion:
-    """A plan that writes the matrices of the layers as the checkpoint holds them; nothing is written.
+    """Return a plan that writes the layers' matrices in the checkpoint's own quantisation; nothing is written
+    yet.
 
-    Raises UnsupportedError, saying why, for a checkpoint that a weight directory holds in 16 or 32 bit only:
-    one that is not quantised, whose method has no such format, of which some matrices are not quantised or
-    in groups that cannot be joined, or whose rules change values.
+    Raises UnsupportedError with the reason for a checkpoint that can only be written in 16 or 32 bit: it is
+    not quantised, its method has no format in the weight directory, some of its matrices are not quantised or
+    their groups cannot be joined, or a conversion rule changes values.
     """
     source = planned.checkpoint.tensors
     if not isinstance(source, QuantizedSource):
@@ -104,7 +105,7 @@ class _Kept:
         return keeps_blocks(item.layout, outputs, rows)
 
     def written(self, name: str, dense: Callable[[], Tensor]) -> Tensor | QuantizedWeight:
-        """What is written for the target `name`: PlannedConversion.replaced."""
+        """Return the value to write for the target `name`, as PlannedConversion.replaced does."""
         item = self._items.get(name)
         if item is None:
             return dense()

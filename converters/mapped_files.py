@@ -29,7 +29,7 @@ def _mappings() -> Iterator[tuple[int, int, str]]:
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Whether a CPU tensor is a view of a mapped file."""
+    """Return whether a CPU tensor is a view of a mapped file."""
     address = tensor.data_ptr()
     return any(start <= address < stop for start, stop, _ in _mappings())
 

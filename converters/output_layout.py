@@ -1,4 +1,4 @@
-"""Where a conversion puts the outputs of its sources.
+"""Placement of the sources' outputs by a conversion.
 
 A rule's transform of a weight (out, in) reorders outputs and leaves inputs alone, so a matrix with the number
 of each output in place of the weight shows where the outputs go.
@@ -19,8 +19,8 @@ Runs = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True)
 class OutputLayout:
-    """Where the outputs of a conversion's sources go. runs: as in LoraTargets.layouts. conv1d: the sources
-    are (in, out), as transformers' Conv1D has them."""
+    """Placement of the outputs of a conversion's sources. runs: as in LoraTargets.layouts. conv1d: the
+    sources are (in, out), as in transformers' Conv1D."""
 
     runs: Runs
     conv1d: bool

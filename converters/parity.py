@@ -119,7 +119,7 @@ class Parity:
 
     @property
     def passed_floor(self) -> bool:
-        """Whether the predictions of a quantised model are near enough to its source's."""
+        """Return whether the predictions of a quantised model are close enough to its source's."""
         return _reaches_floor(self.quantization, self.text)
 
     @property

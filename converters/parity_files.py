@@ -75,10 +75,10 @@ def compare_tokenizers(
 
 @dataclass(frozen=True)
 class LmHead:
-    """Whether the head is the word embedding: "tied", "untied", or "unknown" where the source cannot tell.
+    """Tying of the LM head to the word embedding: "tied", "untied", or "unknown" if the source does not tell.
 
-    source: in the reference model. stored: as the converter wrote the directory. served: as the engine reads
-    it from there.
+    source: in the reference model. stored: in the directory that the converter wrote. served: as the engine
+    reads it from there.
     """
 
     source: str
@@ -95,7 +95,7 @@ def tying(tied: bool | None) -> str:
 
 
 def is_tied(model: Module) -> bool | None:
-    """Whether a reference model's head has the values of its word embedding; None if it shows only one."""
+    """Return whether a reference model's head equals its word embedding; None if it has only one of them."""
     shown: Any = model
     try:
         embedding, head = shown.get_input_embeddings(), shown.get_output_embeddings()

@@ -29,7 +29,7 @@ def reference_dtype(checkpoint: Checkpoint, config: ModelConfig, device: torch.d
 
 
 def fits(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether twice the model's size in this dtype is free."""
+    """Return whether twice the model's size in this dtype is free."""
     parameters = sum(int(np.prod(shape)) for shape in checkpoint.tensors.shapes.values())
     return 2 * dtype.itemsize * parameters < free_memory(device)
 

@@ -36,7 +36,8 @@ class PromptTable:
 
 
 def check_prompts(tables: Sequence[PromptTable], config: ModelConfig) -> None:
-    """CheckpointError for a name that is no file name, for one that two tables have, for another width."""
+    """Raise CheckpointError for an invalid file name, a duplicate name, or a width that is not the
+    model's."""
     for table in tables:
         if not TASK_NAME.fullmatch(table.task):
             raise CheckpointError(
@@ -64,7 +65,7 @@ def _width(table: PromptTable, config: ModelConfig) -> int:
 
 
 def prompt_keys(tables: Sequence[PromptTable], config: ModelConfig, start_id: int | None = None) -> str:
-    """What config.ini has of them: keys of the model's section, then the tasks' sections.
+    """Return the lines of config.ini for these tables: keys of the model's section, then the tasks' sections.
 
     start_id: the first virtual id; None: the one that clients of FasterTransformer take, if it is free.
     """

@@ -1,4 +1,4 @@
-"""What a config.json says of single layers: lists of sizes, and the heads that were removed."""
+"""Per-layer settings of a config.json: lists of sizes, and the heads that were removed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PRUNED_HEADS = "pruned_heads"
 
 @dataclass(frozen=True)
 class Declared:
-    """What a config.json says of single layers.
+    """Per-layer settings of a config.json.
 
     sizes: field of LayerSizes to (key, a size for each layer). pruned_heads: the heads that a layer has lost.
     """
@@ -48,7 +48,8 @@ def _is_integer(value: Any) -> bool:
 
 
 def read_declared(path: Path, config: ModelConfig) -> Declared:
-    """What the config.json of a checkpoint's directory says; nothing if `path` has none."""
+    """Read the per-layer settings of the config.json in a checkpoint's directory; empty if `path` has
+    none."""
     where = path / "config.json"
     return declared_sizes(read_json(where), where, config) if where.is_file() else Declared(path)
 

@@ -109,7 +109,7 @@ def _scatter(
 
 
 def _places(whole: WeightSpec, pruned: WeightSpec, config: ModelConfig) -> Places:
-    """Where the rows or columns of a pruned tensor are in the unpruned one."""
+    """Return the places of a pruned tensor's rows or columns in the unpruned one."""
     assert whole.axis is not None and whole.layer is not None
     if ".attention." not in whole.name:
         inner = torch.arange(pruned.shape[whole.axis])

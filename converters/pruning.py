@@ -46,7 +46,8 @@ def with_layer_sizes(
 
 
 class _Widths:
-    """The sizes of a layer's matrices, from the numbers of their elements: the order of rows is no matter."""
+    """The sizes of a layer's matrices, from their element counts, which do not depend on the order of
+    rows."""
 
     def __init__(self, config: ModelConfig, source: CheckpointFamily, shapes: Shapes):
         self._hidden, self._shapes = config.hidden_size, shapes
@@ -58,8 +59,8 @@ class _Widths:
         }
 
     def attention(self, layer: int, name: str) -> int | None:
-        """Of attention.dense: its inputs. Of attention.query_key_value: its outputs. None: the tensors do not
-        tell; what is wrong with them is found when they are converted."""
+        """Return the inputs of attention.dense, or the outputs of attention.query_key_value. None: the
+        tensors do not tell; the conversion reports what is wrong with them."""
         return self._width(f"model.layers.{layer}.attention.{name}.weight")
 
     def mlp(self, layer: int) -> int | None:
@@ -143,7 +144,7 @@ def _check(layer: int, sizes: LayerSizes, config: ModelConfig, where: Path) -> N
 
 
 def describe(config: ModelConfig) -> list[str]:
-    """What a user should know about a pruned model: a sentence for each run of equal layers."""
+    """Describe a pruned model to the user: a sentence for each run of equal layers."""
     lines = []
     for sizes, run in groupby(range(config.num_layers), key=lambda layer: config.layer_sizes[layer]):
         layers = list(run)

@@ -42,7 +42,7 @@ def joined(layout: OutputLayout, weights: Sequence[QuantizedWeight]) -> Quantize
 
 
 def keeps_blocks(layout: OutputLayout, outputs: Sequence[int], block: int) -> bool:
-    """Whether blocks of `block` rows stay whole. outputs: of each source."""
+    """Return whether blocks of `block` rows stay whole. outputs: number of outputs of each source."""
     end = 0
     for number, (module, start, count) in enumerate(layout.runs):
         last = number == len(layout.runs) - 1 and start + count == outputs[module]

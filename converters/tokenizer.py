@@ -45,7 +45,7 @@ PROBES = (
 
 
 def has_tokenizer(checkpoint: Checkpoint) -> bool:
-    """Whether the checkpoint comes with a tokenizer; a damaged one counts."""
+    """Return whether the checkpoint comes with a tokenizer; a damaged one counts."""
     if checkpoint.tokenizer_dir is None:
         return is_tokenizer(checkpoint.gguf_fields.get("tokenizer.ggml.model"))
     return _has_tokenizer_files(checkpoint.tokenizer_dir)
@@ -146,7 +146,8 @@ def _both(
 
 
 def _is_rebuilt(tokenizer: PreTrainedTokenizerBase, source: Path) -> bool:
-    """Whether the source's tokenizer_config.json is missing, or names a class that was not used."""
+    """Return whether transformers rebuilt the tokenizer: the source's tokenizer_config.json is missing, or
+    names a class that was not used."""
     if (source / "tokenizer.json").is_file():
         return False
     return type(tokenizer) is PreTrainedTokenizerFast or not (source / "tokenizer_config.json").is_file()

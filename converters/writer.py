@@ -41,7 +41,7 @@ from tridecode.converters.progress import byte_progress
 from tridecode.converters.zeros import ZeroCounter
 
 _MAX_WORKERS = 32  # threads; reading, hashing and writing release the interpreter
-_CHUNK_BYTES = 2 << 20  # a part of a tensor, of which each worker holds a few copies
+_CHUNK_BYTES = 2 << 20  # a part of a tensor; each worker holds a few copies
 _IN_FLIGHT_BYTES = 256 << 20  # of all tensors that are being written; a larger one is written alone
 _BLOCK_ROWS = 128  # of a transposition: (8192, 2048) bf16, one thread: 0.55 GB/s; at once 0.6, by 1024 0.5
 #: they have no infinity; the values of fp8 are rounded from finite ones
@@ -102,7 +102,7 @@ def write_weights(
 
 
 def is_matrix(spec: WeightSpec) -> bool:
-    """Whether the tensor is a matrix of a layer that is not quantised: these are looked at for pruning."""
+    """Return whether the tensor is an unquantised matrix of a layer: only these are checked for 2:4 zeros."""
     return spec.layer is not None and len(spec.shape) == 2 and not spec.dtype
 
 
@@ -161,7 +161,7 @@ class _Writer:
         return entry
 
     def _is_intact(self, spec: WeightSpec, held: ManifestTensor) -> bool:
-        """Whether the files of a finished tensor are those that were written."""
+        """Return whether the files of a finished tensor are those that were written."""
         names = [spec.file_name(rank) for rank in range(spec.num_files(self._ranks))]
         if [file.name for file in held.files] != names:
             return False

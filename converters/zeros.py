@@ -27,7 +27,7 @@ class ZeroCounter:
 
     @property
     def two_of_four(self) -> bool:
-        """Whether the matrix is 2:4 sparse: known when all rows were given."""
+        """Return whether the matrix is 2:4 sparse; valid once all rows were added."""
         return self._fits and self._rest is None and self.weights > 0
 
     def update(self, rows: Tensor) -> None:
@@ -52,7 +52,7 @@ class ZeroCounter:
 
 
 def zeros_summary(manifest: Manifest) -> str:
-    """What manifest.json says of zeros, for people."""
+    """Summarise the zeros that manifest.json records, as text."""
     matrices = sum(len(tensor.shape) == 2 and ".layers." in tensor.name for tensor in manifest.tensors)
     patterned = sum(tensor.two_of_four for tensor in manifest.tensors)
     found = f"zeros: {manifest.weight_sparsity:.1%} of the weights of the layers' matrices"

@@ -119,7 +119,7 @@ def process(x: Tensor, rows: SlotRows) -> None:
 
 
 def unchanged(records: np.ndarray) -> bool:
-    """Whether no rule changes a logit of these rows."""
+    """Return whether no rule changes a logit of these rows."""
     return not any(rule.acts(records).any() for rule in LOGIT_RULES.values())
 
 
@@ -144,7 +144,7 @@ class Search(Protocol):
 
 @dataclass(frozen=True)
 class Choice:
-    """Rows x (n, C) of which some ids are kept, and what the rules read beside them."""
+    """Rows x (n, C), the mask of the ids that are kept, and the inputs of the rules."""
 
     x: Tensor
     kept: Tensor  # (n, C) bool

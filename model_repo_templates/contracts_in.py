@@ -31,7 +31,7 @@ def _needed(contract: str, text: bool) -> set[str]:
 
 
 def in_words(repository: Path) -> str:
-    """What a repository serves, and the contracts that it could serve besides."""
+    """Describe the contracts that a repository serves, and those that it could serve besides."""
     served = contracts_in(repository)
     others = [name for name in SERVED if name not in served]
     more = f" (not built: {', '.join(others)}; see tridecode build-repo --contract)" if others else ""

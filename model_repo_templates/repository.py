@@ -137,7 +137,7 @@ def _stand_ins(contracts: Sequence[str], choices: Choices, taken: set[str]) -> l
 
 
 def tokenizer_dir(models: Sequence[RepositoryModel]) -> str:
-    """Where the tokenizer of a repository of these models is, relative to it."""
+    """Return the tokenizer's path, relative to a repository of these models."""
     names = {model.name for model in models if model.template != STAND_IN}
     return TOKENIZER_DIR if "preprocessing" in names else f"{ENGINE_MODEL}/1/tokenizer"
 

@@ -200,7 +200,7 @@ PRESETS = {
 def served_models(
     contracts: Sequence[str], choices: Choices, owners: Sequence[str] = (), ensemble_owner: str = ""
 ) -> list[RepositoryModel]:
-    """The models of these contracts, and that of the engine, with names of which no two are equal.
+    """Return the models of these contracts and of the engine, all with different names.
 
     owners: the first of them that has a name keeps it, if several contracts have it; ensemble_owner: goes
     before them for `ensemble`.

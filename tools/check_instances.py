@@ -14,7 +14,7 @@ _ONE_IS_ENOUGH = ("processing", "tridecode_health")
 
 
 def groups_of(model: ModelConfig) -> tuple[InstanceGroup, ...]:
-    """As backend.configuration.engine_instances reads them."""
+    """Return the instance groups as backend.configuration.engine_instances reads them."""
     found = [InstanceGroup(max(1, group.count), tuple(group.gpus)) for group in model.instance_group]
     return tuple(found) or (InstanceGroup(),)
 

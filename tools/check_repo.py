@@ -179,7 +179,8 @@ class _Tensor:
 
 
 def _tensors(declared, model: TritonConfig) -> dict[str, _Tensor]:
-    """With the batch axis, which not every model of an ensemble leaves to Triton."""
+    """Return the declared tensors with their batch axis, which not every model of an ensemble leaves to
+    Triton."""
     batch = (-1,) if model.max_batch_size > 0 else ()
     return {
         tensor.name: _Tensor(

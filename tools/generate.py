@@ -54,7 +54,7 @@ _INPUT_OF = {field.param: field.name for field in TENSORRT_LLM.params if field.p
 
 @dataclass(frozen=True)
 class Piece:
-    """What one response added: its text and how many tokens that is. finish_reason: "stop", "length" or
+    """The part that one response added: its text and number of tokens. finish_reason: "stop", "length" or
     "abort" with the last one, "" before and from servers without it."""
 
     text: str

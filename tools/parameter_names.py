@@ -24,6 +24,6 @@ def nearest(name: str, engine: bool) -> str | None:
 
 
 def advice(name: str, engine: bool) -> str:
-    """What to do about an unknown name."""
+    """Advise what to do about an unknown name."""
     meant = nearest(name, engine)
     return f"Nothing reads it; did you mean {meant}?" if meant else "Nothing reads it; remove it."

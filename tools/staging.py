@@ -71,7 +71,7 @@ def check_output(output: Path, overwrite: bool) -> None:
 
 
 def staged_bytes(output: Path, kept: Path) -> int:
-    """Of the weight files that an earlier call has left."""
+    """Return the bytes of the weight files that an earlier call has left."""
     return sum(path.stat().st_size for path in (_staging(output) / kept).glob("*.bin"))
 
 

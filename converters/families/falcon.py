@@ -64,7 +64,8 @@ def _num_kv_heads(hf: PreTrainedConfig) -> int:
 
 
 def _has_mlp_norm(hf: PreTrainedConfig) -> bool:
-    """Whether parallel attention and MLP have a norm each: of the new decoder, unless it says 1."""
+    """Return whether parallel attention and MLP have a norm each: the default of the new decoder, unless
+    num_ln_in_parallel_attn is 1."""
     norms = hf.num_ln_in_parallel_attn
     if hf.new_decoder_architecture:
         if not hf.parallel_attn:

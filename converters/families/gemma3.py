@@ -38,7 +38,8 @@ def _context(hf: PreTrainedConfig, full: RopeConfig) -> int:
 
 
 def _ropes(hf: PreTrainedConfig) -> tuple[RopeConfig, RopeConfig]:
-    """Of the layers without and with a window; a model that has one of the two has both alike."""
+    """Return the rope of the layers without and with a sliding window; a model with one kind of layer gets
+    the same rope for both."""
     found = {}
     for kind in set(hf.layer_types):
         demand_whole_rotary(hf.rope_parameters[kind], "Gemma 3")

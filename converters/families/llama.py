@@ -36,7 +36,7 @@ def llama_fields(hf: PreTrainedConfig, title: str, act_key: str = "hidden_act") 
 
 
 def whole_rope(hf: PreTrainedConfig, title: str) -> RopeConfig:
-    """Of heads that are rotated as a whole."""
+    """Return the rope of heads that are rotated as a whole; partial rotation is refused."""
     demand_whole_rotary(hf.rope_parameters, title)
     return rope_config(hf, shape(hf)["head_size"], title)
 

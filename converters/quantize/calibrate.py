@@ -79,7 +79,7 @@ class Calibrated:
         return sum(map(len, self.sequences))
 
     def conversion(self) -> PlannedConversion:
-        """What writes the quantised directory."""
+        """Return the conversion that writes the quantised directory."""
         config = replace(self.planned.config, quantization=self.method.quantization)
         return replace(
             self.planned,
@@ -94,7 +94,8 @@ class Calibrated:
         return self.changed[name] if name in self.changed else dense()
 
     def _digest(self) -> str:
-        """Of the method, the texts, and what tells one run's folding and grids from another's."""
+        """Digest of the method, the texts, and the values that distinguish one run's folding and grids from
+        another's."""
         texts = f"{self.method.name} {self.sequences} {self.changed.digest()}"
         return hashlib.sha256(texts.encode()).hexdigest()
 
@@ -204,7 +205,7 @@ def _statistics(
     inputs: Sequence[SharedInput],
     tensors: SourceTensors,
 ) -> list[InputStatistics]:
-    """Of each input of the layer."""
+    """Run the layer and return the statistics of each of its inputs."""
     names = [input_module(tensors, shared) for shared in inputs]
     collector = Collector()
     with collector.watching({name: tensors.model.get_submodule(name) for name in names}):
@@ -214,7 +215,7 @@ def _statistics(
 
 
 class _Share:
-    """Tells the share of a part that is done as bytes."""
+    """Report the finished share of a part as bytes of progress."""
 
     def __init__(self, progress: Callable[[int], None], size: int):
         self._progress, self._size, self._told = progress, size, 0

@@ -88,7 +88,7 @@ class LayerRun:
             return self._model(ids, use_cache=False).logits
 
     def _arguments_of(self, index: int, count: int, length: int) -> _Arguments:
-        """On the device; those of one layer are kept there."""
+        """Return a layer's arguments on the device, where those of one layer stay."""
         if self._placed[0] != index:
             self._placed = index, {}
         held, shape = self._placed[1], (count, length)
@@ -140,7 +140,7 @@ class _Recorder:
         return self.pass_on(args[0])
 
     def pass_on(self, states: Tensor, *_args: Any, **_kwargs: Any) -> Any:
-        """As a layer gives its output."""
+        """Return the states in the form of a layer's output: a tuple or the tensor itself."""
         return (states,) if self._gives_tuple else states
 
 

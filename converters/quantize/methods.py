@@ -46,7 +46,7 @@ class Method:
 
     @property
     def quantization(self) -> Quantization:
-        """Of the weight directory."""
+        """Return the Quantization of the weight directory."""
         grid = self.grid
         return Quantization(
             grid.format, grid.group_size, grid.block_rows, grid.has_zeros, activations=self.activations
@@ -54,7 +54,7 @@ class Method:
 
     @property
     def folds(self) -> bool:
-        """Whether matrices have other inputs than in the checkpoint."""
+        """Return whether scales are folded, so that matrices have other inputs than in the checkpoint."""
         return self.scales is not None
 
     def rounded(self, name: str, weight: Tensor, statistics: InputStatistics) -> QuantizedWeight:

@@ -83,7 +83,8 @@ class ProductErrors:
         return measure
 
     def relative(self) -> dict[str, float]:
-        """By name of the matrix. Raises CheckpointError for products that are not finite."""
+        """Return the relative error of the products by matrix name. Raises CheckpointError for products that
+        are not finite."""
         found = {}
         for products in self._products.values():
             for name, product in products.items():

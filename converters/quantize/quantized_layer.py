@@ -18,7 +18,7 @@ from tridecode.kernels.formats.quantized import QuantizedWeight
 
 
 class QuantizedLayer:
-    """What has changed of a layer; the model holds the same tensors."""
+    """The changed tensors of a layer; the model holds the same tensors."""
 
     def __init__(self, tensors: SourceTensors) -> None:
         self.tensors = tensors
@@ -45,7 +45,7 @@ class QuantizedLayer:
         return self._modules[name]
 
     def errors(self) -> ProductErrors:
-        """What measures the products of the next run of the layer."""
+        """Return a recorder of the product errors in the layer's next run."""
         errors = ProductErrors()
         for name, matrix in self.matrices.items():
             errors.expect(self._modules[name], name, matrix.exact, matrix.stored)

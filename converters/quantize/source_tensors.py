@@ -38,7 +38,7 @@ class SourceTensors:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the model."""
+        """The dtype of the model's parameters."""
         return next(iter(self._parameters.values())).dtype
 
     def names(self) -> list[str]:
@@ -51,7 +51,7 @@ class SourceTensors:
         return self._conversions[name].sources
 
     def parameters(self, name: str) -> dict[str, Tensor]:
-        """By source, what the model holds."""
+        """Map each source to the parameter that the model holds."""
         return dict(zip(self.sources(name), self._parts(name)))
 
     def of_sources(self, sources: Iterable[str]) -> list[Tensor]:
@@ -78,7 +78,8 @@ class SourceTensors:
                 held.copy_(torch.where(own[source], values, held) if source in own else values)
 
     def parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """By source, the parameters of which `read` makes this tensor, 0 where other tensors lie.
+        """Map each source to the parameter values from which `read` makes this tensor; 0 in the place of
+        other tensors.
 
         Differentiable; views of the tensor where the rule has views.
         """
@@ -87,7 +88,7 @@ class SourceTensors:
         return self._moved_back(name, tensor)
 
     def others(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """By source, for those that make other tensors too, these tensors: 0 where those of `names` lie."""
+        """Map each source that contributes to other tensors too to its values; 0 in the place of `names`."""
         found: dict[str, Tensor] = {}
         for name in names:
             for source, own in self._owned(name).items():
@@ -95,7 +96,8 @@ class SourceTensors:
         return found
 
     def _owned(self, name: str) -> dict[str, Tensor]:
-        """By source, which elements make the tensor; empty if no other tensor is made of them."""
+        """Map each source to a mask of the elements that make the tensor; empty if it does not share its
+        sources with other tensors."""
         ones = torch.ones(self.spec(name).shape, device=self._parts(name)[0].device)
         found = self._moved_back(name, ones)
         whole = sum(part.numel() for part in found.values()) == ones.numel()

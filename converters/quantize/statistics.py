@@ -18,7 +18,7 @@ SAMPLE = 1024  # inputs
 
 @dataclass
 class InputStatistics:
-    """Of the inputs x of one matrix, in their dtype: float32 or float64.
+    """Statistics of the inputs x of one matrix, in their dtype: float32 or float64.
 
     hessian: (in, in) the mean of x x^T. mean_abs, max_abs: (in,) of |x|. sample: (R, in), x drawn at random,
     at most SAMPLE.
@@ -30,7 +30,7 @@ class InputStatistics:
     sample: Tensor
 
     def divided(self, scales: Tensor) -> InputStatistics:
-        """Of the inputs x / scales, (in,)."""
+        """Return the statistics of the inputs x / scales; scales: (in,)."""
         return InputStatistics(
             self.hessian / (scales[:, None] * scales),
             self.mean_abs / scales,

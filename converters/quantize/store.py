@@ -1,4 +1,4 @@
-"""Finished tensors of a calibration, in files: memory holds what is asked for, one at a time."""
+"""Finished tensors of a calibration, in files: only the tensor that is being read is in memory."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class TensorStore(MutableMapping[str, "Tensor | QuantizedWeight"]):
     """Tensors by name, each in a file of a new folder within `parent` (None: the system's for temporary
     files), which is removed with the object.
 
-    A value is read from its file, mapped, each time it is asked for. `digest` is of names and of what tells
-    one run's folding and grids from another's: scales and dense tensors.
+    A value is memory-mapped from its file at each access. `digest` covers the names and the values that
+    distinguish one run's folding and grids from another's: scales and dense tensors.
     """
 
     def __init__(self, parent: Path | None = None):
@@ -59,7 +59,7 @@ class TensorStore(MutableMapping[str, "Tensor | QuantizedWeight"]):
 
 
 def _parts(value: Tensor | QuantizedWeight) -> object:
-    """On the CPU, for torch.save."""
+    """Return the value's tensors on the CPU, for torch.save."""
     if isinstance(value, Tensor):
         return value.cpu().contiguous()
     named = {item.name: getattr(value, item.name) for item in fields(value)}

@@ -89,7 +89,7 @@ class Together:
         tuning: Tuning,
         progress: Callable[[float], None] = lambda share: None,
     ) -> dict[str, QuantizedWeight | Tensor]:
-        """By name, the matrices and the norms as trained. The model holds others afterwards.
+        """Train and return the matrices and norms by name. The model's own tensors are changed on the way.
 
         Raises CheckpointError if the divergence is not finite. On one device the result depends on the
         arguments only.
@@ -126,7 +126,8 @@ class Together:
         return trained.stored()
 
     def _divergences(self, at: Sequence[int]) -> Tensor:
-        """Of each token of these sequences, in a row; padded behind, which a causal model does not see."""
+        """Return the divergence of each token of these sequences, concatenated. Padding comes after the
+        tokens, where a causal model does not attend to it."""
         device = self._run.device
         chosen = [self._sequences[number] for number in at]
         ids = pad_sequence([torch.tensor(each) for each in chosen], batch_first=True).to(device)
@@ -141,8 +142,8 @@ class Together:
 
 
 class FirstStates:
-    """What measures the products again once the layers were tuned together: by name, the exact matrices
-    (out, in) and what gets their inputs; and states in front of the first layer.
+    """Data for measuring the products again after the layers were tuned together: the exact matrices (out,
+    in) by name, the modules that receive their inputs, and the states before the first layer.
 
     folder: for the matrices, in files.
     """
@@ -167,7 +168,8 @@ class FirstStates:
         tensors: SourceTensors,
         changed: Mapping[str, Tensor | QuantizedWeight],
     ) -> dict[str, float]:
-        """Of all products (ProductErrors) of the model as it is. changed: what it holds."""
+        """Return the relative errors of all products (ProductErrors) of the model in its present state.
+        changed: the tensors that it holds."""
         run.states, found = list(self._states), dict[str, float]()
         for index, layer in enumerate(layers):
             errors = ProductErrors()

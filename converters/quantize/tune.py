@@ -55,11 +55,11 @@ class Tuning:
     seed: int = 0
 
     def sequences(self, longest: int) -> int:
-        """Of a step. longest: tokens of the longest."""
+        """Return the number of sequences per step. longest: tokens of the longest sequence."""
         return max(1, self.tokens // longest)
 
     def share(self, step: int, steps: int) -> float:
-        """Of the learning rates, in a step from 0."""
+        """Return the factor of the learning rates in a step, counted from 0: warm-up, then linear decay."""
         return min(1 - step / steps, (step + 1) / (self.warmup * steps + 1))
 
 
@@ -90,7 +90,7 @@ def tune(
     tuning: Tuning,
     progress: Callable[[float], None] = lambda share: None,
 ) -> dict[str, QuantizedWeight | Tensor]:
-    """By name, the matrices and the layer's norms as tuned; the model stays as it is.
+    """Return the tuned matrices and norms of the layer by name; the model is not changed.
 
     layer: on the run's device. wanted: its exact output (1, T, C) for each sequence of the run, whose states
     are the inputs. The error is `output_error`, its mean over the tokens. progress: gets the share of the
@@ -118,9 +118,9 @@ def tune(
 
 
 class Losses:
-    """Of the steps of a tuning, checked and told as progress after every _CHECK_STEPS and the last one.
+    """Losses of the steps of a tuning: checked, and reported as progress, after every _CHECK_STEPS steps and
 
-    what: is minimised.
+    after the last one. what: the quantity that is minimised.
     """
 
     def __init__(self, what: str, steps: int, device: torch.device, progress: Callable[[float], None]):
@@ -139,7 +139,7 @@ class Losses:
 
 
 def optimizer_of(trained: Trained, rate: float, level_rate: float = 0.0) -> torch.optim.Adam:
-    """With the rates 0 until `set_rates`."""
+    """Return Adam over the trained tensors; its rates are 0 until `set_rates`."""
     groups = [{"params": trained.relative, "base": rate}, {"params": trained.levels, "base": level_rate}]
     fused = trained.relative[0].device.type == "cuda"
     return torch.optim.Adam(groups, lr=0.0, betas=_BETAS, fused=fused)
@@ -214,7 +214,7 @@ class _Norm:
 
 
 class Trained:
-    """What is trained of layers, by name of the tensor. matrices: QuantizedWeight where levels stay."""
+    """Trainable tensors of layers by name. matrices: QuantizedWeight if its levels are not trained."""
 
     def __init__(
         self,
@@ -235,7 +235,7 @@ class Trained:
         self.relative += [norm.changes for norm in self._norms.values()]
 
     def tensors(self) -> dict[str, Tensor]:
-        """As a weight directory has them: matrices (in, out)."""
+        """Return the tensors in the layout of a weight directory: matrices (in, out)."""
         made = {name: matrix.weight().t() for name, matrix in self._matrices.items()}
         return made | {name: norm.value() for name, norm in self._norms.items()}
 

@@ -73,7 +73,7 @@ class Checkpoint:
 
     @property
     def has_reference(self) -> bool:
-        """Whether there is an independent model to compare with."""
+        """Return whether an independent model exists to compare with."""
         return self.reference is not None
 
     def reference_model(self, dtype: torch.dtype) -> Module:

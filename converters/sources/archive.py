@@ -29,7 +29,7 @@ _SMALL_BYTES = 64 << 20  # an archive of any ratio may unpack to so many
 
 
 class _Stream(io.RawIOBase):
-    """What tarfile reads an archive from, with limits.
+    """File object from which tarfile reads an archive, with limits.
 
     unpacked: bytes that a compressed archive may unpack to; None: it is not compressed. A header of more than
     _MAX_HEADER_BYTES would be read into memory at once. Raises tarfile.ReadError.
@@ -49,7 +49,8 @@ class _Stream(io.RawIOBase):
         return self._file.tell()
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Of a compressed file in pieces, so that its limit holds on the way, too."""
+        """Seek forward in pieces in a compressed file, so that the limit of unpacked bytes is checked on the
+        way."""
         if whence != io.SEEK_SET:
             raise tarfile.ReadError("it is read in another order than an archive's")
         while self._unpacked is not None and offset - self._file.tell() > _CHUNK:
@@ -187,7 +188,8 @@ class Archive:
 
 
 def _checked_name(member: tarfile.TarInfo, archive: Path) -> str:
-    """A member's name without "./". CheckpointError for what is no regular file or lies elsewhere."""
+    """Return a member's name without "./". Raises CheckpointError for anything but a regular file inside the
+    archive's root."""
     path = PurePosixPath(member.name)
     if path.is_absolute() or ".." in path.parts or "\0" in member.name:
         raise CheckpointError(f"{archive} has a member {member.name[:200]!r}, which lies outside of it")

@@ -29,7 +29,7 @@ _CHUNK = 1 << 22  # weights that are expanded together: their mask takes a byte 
 
 
 def has_bitmasks(config: dict[str, Any], where: Path) -> bool:
-    """Whether config.json, which says of no quantisation, says that its tensors are in a bitmask container.
+    """Return whether a config.json without quantisation says that its tensors are in a bitmask container.
 
     Raises UnsupportedError naming the format of another container; CheckpointError for a description that is
     not one.
@@ -57,7 +57,7 @@ def _is_sparse(held: dict[str, Any], where: Path) -> bool:
 
 @dataclass(frozen=True)
 class _Held:
-    """Where one matrix is stored: the names of its parts, and its shape."""
+    """Stored form of one matrix: the names of its parts, and its shape."""
 
     parts: dict[str, str]
     shape: tuple[int, int]

@@ -174,7 +174,7 @@ def _model(
 
 
 def _undo(transform: Callable[..., Tensor], made: Tensor, sources: list[Tensor]) -> tuple[Tensor, ...]:
-    """The tensors of which `transform` made `made`; sources: tensors of their shapes."""
+    """Invert `transform`: return the tensors from which it made `made`. sources: tensors of their shapes."""
     heads = transform.args[0] if isinstance(transform, partial) else 0
     kind = transform.func if isinstance(transform, partial) else transform
     rows = [source.shape[0] for source in sources]

@@ -64,7 +64,8 @@ class GgufSource:
 
     @property
     def is_plain(self) -> bool:
-        """Whether no tensor is a part of one of the file, or made of several."""
+        """Return whether each tensor is exactly one tensor of the file, neither a slice nor a
+        concatenation."""
         return all(len(pieces) == 1 and pieces[0].rows is None for pieces in self._pieces.values())
 
     def dtype(self, name: str) -> torch.dtype:
@@ -203,7 +204,7 @@ def _check_whole(reader: gguf.GGUFReader, fields: GgufMetadata, path: Path) -> N
 
 @cache
 def _is_expanded(kind: gguf.GGMLQuantizationType) -> bool:
-    """Whether the gguf package dequantises a type."""
+    """Return whether the gguf package can dequantise a type."""
     try:
         gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
     except (NotImplementedError, ValueError):

@@ -20,7 +20,8 @@ _READ_BY_TRANSFORMERS = (
 
 
 def reads_itself(family: CheckpointFamily, is_plain: bool) -> bool:
-    """Whether transformers reads the tensors. is_plain: each tensor of transformers is one of the file."""
+    """Return whether transformers can read the tensors itself. is_plain: each of its tensors is one of the
+    file."""
     assert family.gguf is not None
     return is_plain and family.reference is None and family.gguf.architecture in _READ_BY_TRANSFORMERS
 

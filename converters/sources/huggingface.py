@@ -82,7 +82,8 @@ def _transformers_model(path: Path, attention: str | None, dtype: torch.dtype) -
 
 
 def _check_counts(raw: dict[str, Any], where: Path) -> None:
-    """CheckpointError for a count of which transformers makes a list or dict, if it is beyond any model's."""
+    """Raise CheckpointError for an implausibly large count that transformers would expand to a list or
+    dict."""
     for key, value in raw.items():
         if isinstance(value, int) and ("layer" in key or key == "num_labels") and value > _MAX_COUNT:
             raise CheckpointError(f"{where} has {key} = {str(value)[:40]}; wanted at most {_MAX_COUNT:,}")

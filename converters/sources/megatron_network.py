@@ -178,7 +178,7 @@ def _axis(name: str) -> int | None:
 
 
 def _is_matrix(name: str) -> bool:
-    """Whether transformers' GPT-2 keeps it as (in, out), the transpose of Megatron's."""
+    """Return whether transformers' GPT-2 stores it as (in, out), the transpose of Megatron's."""
     return ".attn.c_" in name and name.endswith("weight") or ".mlp.c_" in name and name.endswith("weight")
 
 

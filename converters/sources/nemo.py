@@ -94,7 +94,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _is_small(values: Any) -> bool:
-    """Whether a tree has few nodes, each counted as often as aliases show it."""
+    """Return whether a tree has few nodes, counted once per alias that refers to them."""
     stack, count = [values], 0
     while stack:
         node = stack.pop()

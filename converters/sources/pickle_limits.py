@@ -48,7 +48,7 @@ class _Source:
 
 
 def is_key(value: Any) -> bool:
-    """Whether hashing and comparing it takes a bounded time, whatever the other keys are.
+    """Return whether hashing and comparing it takes a bounded time, whatever the other keys are.
 
     Hashes of floats and tuples are not keyed, so that many equal ones can be made.
     """
@@ -60,7 +60,7 @@ def is_key(value: Any) -> bool:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it can be printed and compared: a number or short text, or a flat list or tuple of them."""
+    """Return whether it can be printed and compared: a number, a short text, or a flat list or tuple."""
     if type(value) in (list, tuple):
         return len(value) <= _MAX_PLAIN_ITEMS and all(
             isinstance(item, float) or is_key(item) for item in value

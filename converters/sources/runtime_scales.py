@@ -23,7 +23,7 @@ _NAME = re.compile(rf".*\.{_SUBJECTS}_{_KINDS}")
 
 
 def is_runtime_scale(name: str) -> bool:
-    """Whether a tensor is a scale or zero of activations or of the KV cache, by its name."""
+    """Return whether a tensor is a scale or zero of activations or of the KV cache, by its name."""
     return _NAME.fullmatch(name) is not None
 
 

@@ -96,7 +96,7 @@ class Arguments:
 
 
 class _Fixed:
-    """What a pickle gets from us; it may not write into it."""
+    """Base of the objects that a pickle receives from us; it may not change them."""
 
     def __setstate__(self, state: object) -> None:
         raise pickle.UnpicklingError(f"it changes a {type(self).__name__}")

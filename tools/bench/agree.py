@@ -256,7 +256,8 @@ def _unit(logits: np.ndarray, eps: float) -> float:
 
 
 def first_difference(number: int, one: Generation, other: Generation, eps: float) -> Difference | None:
-    """Where the answers to prompt `number` differ first, or None. eps: of the coarser dtype."""
+    """Find the first token at which the answers to prompt `number` differ, or None. eps: of the coarser
+    dtype."""
     steps, differs = _steps(one, other)
     if not differs:
         return None

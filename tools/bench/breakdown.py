@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes, from a timeline of the device's kernels (torch.profiler, CUPTI).
+"""Break down the time of a decode step by kernel, from a timeline of the device (torch.profiler, CUPTI).
 
 Kernels overlap, since each starts before its predecessor has ended and waits for it. A kernel is therefore
 counted from the end of those that started before it: the classes and the bubbles, in which no kernel runs,

@@ -44,7 +44,7 @@ class Bars(NamedTuple):
     alone: bool = False  # whether there is a later result of one sequence (_ALONE)
 
     def result(self) -> dict[str, Any]:
-        """With the batch of the later one."""
+        """Read the result, completed with the batch that was measured later on its own."""
         found = _read(self.stem)
         if self.alone:
             later = _read(_ALONE.format(self.stem.removeprefix(_STEM).removeprefix(_LATER)))
@@ -94,10 +94,10 @@ RUNS = (
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a step reads and multiplies. weights: bytes, read once. multiplied: weights of the layers, which
-    each row meets. head: those of the head, which rows that are sampled meet. token: bytes of a token's keys
-    and values. logits: bytes of a row's, written and read in float32. is_8_bit: both operands of the
-    products."""
+    """Bytes that a step reads and weights that it multiplies. weights: bytes, read once. multiplied: number
+    of weights of the layers, multiplied with every row. head: those of the head, multiplied with the sampled
+    rows. token: bytes of a token's keys and values. logits: bytes of a row's logits, written and read in
+    float32. is_8_bit: both operands of the GEMMs are 8 bit."""
 
     weights: int
     multiplied: int
@@ -113,7 +113,8 @@ class Traffic:
         return 1000 * (moved + max(self.weights / BANDWIDTH, products))
 
     def prompts_floor_ms(self, tokens: int) -> float:
-        """Milliseconds of the layers' products of so many tokens of prompts; attention does not count."""
+        """Lower bound in milliseconds of a prefill of `tokens` tokens: the layers' GEMMs, without
+        attention."""
         return 1000 * max(self.weights / BANDWIDTH, 2 * tokens * self.multiplied / self._peak)
 
     @property
@@ -122,7 +123,8 @@ class Traffic:
 
 
 def traffic(model: ModelConfig, dtype: str, kv_cache_dtype: str = "auto", int8_head: bool = False) -> Traffic:
-    """Of a model on one GPU. dtype: of what is not quantised. Every layer has the largest one's heads."""
+    """Return the traffic of a model on one GPU. dtype: of unquantised weights. Every layer is counted with
+    the heads of the largest one."""
     head_name = "model.wte" if model.tied_head else "model.lm_head.weight"
     specs = models.family(model.family).weight_specs(model)
     layers = [spec for spec in specs if spec.layer is not None]
@@ -150,7 +152,8 @@ def of_result(result: dict[str, Any]) -> tuple[Traffic, list[dict[str, Any]]]:
 
 
 def row(run: Bars, result: dict[str, Any]) -> str:
-    """Of the table: figure, bar, floor and its share of the figure, at each number of sequences."""
+    """Return a row of the table: figure, bar, floor and its share of the figure, at each number of
+    sequences."""
     moved, batches = of_result(result)
     tokens = result["settings"]["prompt_tokens"]
     found = {batch["batch"]: batch for batch in batches}

@@ -1,4 +1,4 @@
-"""What a kernel of a timeline is for: one table of our kernels, and the names of the libraries' ones.
+"""Classes of the kernels of a timeline: one table of our kernels, and the names of the libraries' ones.
 
 tests/tools/bench/test_breakdown.py holds the table against every `__global__` of kernels/csrc.
 """

@@ -212,7 +212,8 @@ def _seconds(name: str, one: dict[str, Any]) -> list[Any]:
 
 
 def _memory_rows(results: dict[str, Any]) -> list[Sequence[Any]]:
-    """Of the first load, which drops its engine, and of the processes before and after all."""
+    """Return the memory rows of the first load, which drops its engine, and of the processes before and after
+    all loads."""
     first, used = results["loads"][0], results["device_used"]
     memory = [
         [key, *(_gib(first["memory"][key][kind]) for kind in ("device", "tensors", "process"))]

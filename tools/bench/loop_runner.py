@@ -105,7 +105,7 @@ class LoopRunner:
         return front.ended_at - front.started
 
     def take_run(self) -> Run:
-        """What happened in the last `generate`."""
+        """Return the record of the last `generate`."""
         assert self._run is not None
         return self._run
 

@@ -26,7 +26,7 @@ _WARM_UP_TOKENS = 4
 
 @dataclass(frozen=True)
 class Step:
-    """A step that was done at `time` (seconds), of so many decoding rows and tokens of prompts."""
+    """A step that ended at `time` (seconds), with its number of decode rows and of prefill tokens."""
 
     time: float
     decodes: int
@@ -35,7 +35,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Run:
-    """What happened in one Generate. arrivals: (requests,) seconds. token_times: of each request, the time of
+    """Record of one Generate. arrivals: (requests,) seconds. token_times: of each request, the time of
     each of its tokens. steps: in their order."""
 
     arrivals: list[float]
@@ -45,7 +45,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Job:
-    """What to measure: random weights of a preset's shape, or the checkpoint in `directory`.
+    """A measurement: random weights of a preset's shape, or the checkpoint in `directory`.
 
     dtype: fp32, fp16 or bf16; empty: the preset's. prompts: token ids, at most `batches[0]` sequences in
     flight, instead of the table of batches; workload: their name in titles and file names. outputs: new
@@ -88,7 +88,7 @@ class Job:
 
     @property
     def shape(self) -> ModelConfig:
-        """Of the preset."""
+        """The preset's model config, with the job's quantisation."""
         model = preset(self.preset).model
         return replace(model, quantization=QUANTIZATIONS[self.quantization]) if self.quantization else model
 
@@ -220,8 +220,9 @@ def _measure_workload(
 
 
 def latencies(runs: Sequence[Run], slots: int) -> dict[str, Any]:
-    """Of all runs together: percentiles of the time to the first token and between tokens of a request, the
-    median time of steps with and without prompts, their numbers, and the share of the slots that decoded."""
+    """Summarise all runs together: percentiles of the time to first token and of the inter-token time, the
+    median time of steps with and without prefill, their numbers, and the share of batch slots that
+    decoded."""
     if not runs:
         return {}
     firsts = [times[0] - at for run in runs for at, times in zip(run.arrivals, run.token_times) if times]

@@ -1,8 +1,9 @@
-"""What the engine allocates on one GPU, by format: the table of docs/guides/quantization.md.
+"""Memory that the engine allocates on one GPU, by format: the table of docs/guides/quantization.md.
 
     python -m tridecode.tools.bench.memory_table
 
-By the plan that `tridecode doctor` makes, for 256 sequences and the steps of a large GPU.
+The figures are those of the plan that `tridecode doctor` makes, for 256 sequences and the steps of a large
+GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ FORMATS = (
 def plan(
     name: str, quantization: str, int8_head: bool, cache: str, slots: int = 256, step: int = 0
 ) -> RankMemory:
-    """Of a preset on a large GPU. step: max_step_tokens; 0: as the engine chooses it."""
+    """Plan the memory of a preset on a large GPU. step: max_step_tokens; 0: the engine's choice."""
     chosen = preset(name)
     model = replace(chosen.model, quantization=QUANTIZATIONS[quantization] if quantization else None)
     config = EngineConfig(
@@ -55,7 +56,7 @@ def sequences(found: RankMemory, card: int, block_tokens: int = EngineConfig.blo
 
 
 def rows(name: str) -> list[str]:
-    """Of a table, a preset's."""
+    """Return the table rows of a preset."""
     lines = []
     for title, quantization, int8_head, cache in FORMATS:
         found = plan(name, quantization, int8_head, cache)

@@ -33,7 +33,7 @@ _FIGURES = {"step_ms": "ms/step", "steady_step_ms": "steady", "first_token_ms": 
 
 
 def jobs_of(job: Job, gpus: int) -> dict[str, Job]:
-    """By name: one GPU, all through peer memory, all through NCCL."""
+    """Return the jobs by name: one GPU, all GPUs through peer memory, all through NCCL."""
     whole = replace(job, tensor_para_size=gpus)
     several = {f"tp {gpus}": whole, f"tp {gpus}, NCCL": replace(whole, enable_custom_all_reduce=False)}
     return {"tp 1": replace(job, tensor_para_size=1), **(several if gpus > 1 else {})}

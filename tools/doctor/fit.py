@@ -1,4 +1,4 @@
-"""Whether a model fits: bytes of every rank, blocks of the cache, and sequences at several lengths."""
+"""Check whether a model fits: bytes of every rank, blocks of the cache, and sequences at several lengths."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MOST_RANKS = 64
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs. kind: "cuda" or "cpu". memory: bytes of its GPU, or what the machine has available.
+    """Device of a rank. kind: "cuda" or "cpu". memory: bytes of its GPU, or what the machine has available.
     devices: GPUs; 1 for a CPU. capability: of the GPUs, 90 for 9.0; None: not known."""
 
     kind: str
@@ -59,7 +59,7 @@ class Fit:
 
     @property
     def tokens(self) -> int:
-        """Of the whole cache."""
+        """Capacity of the whole cache in tokens."""
         return self.blocks * self.block_tokens
 
 
@@ -91,7 +91,7 @@ def _libraries(place: Place, ranks: int) -> int:
 
 
 def _cache_bytes(rank: RankMemory, config: EngineConfig, place: Place, libraries: int) -> int:
-    """What settings.choose_num_blocks would find on an otherwise empty device."""
+    """Cache bytes that choose_num_blocks would find on an otherwise empty device."""
     room = place.memory - rank.fixed - libraries
     if config.cache_bytes is not None:
         return config.cache_bytes if config.cache_bytes <= room else room - config.cache_bytes
@@ -184,7 +184,8 @@ def _advice(model: ModelConfig, config: EngineConfig, place: Place) -> str:
 
 
 def _fits_at(model: ModelConfig, config: EngineConfig, place: Place, tensor: int, stages: int) -> bool:
-    """Whether the first ranks of the first and of the last stage hold one of the longest sequences."""
+    """Return whether the first ranks of the first and of the last stage can hold one sequence of maximum
+    length."""
     if stages > model.num_layers or tensor > 16 or stages > 16:
         return False
     config = replace(config, tensor_para_size=tensor, pipeline_para_size=stages)

@@ -77,7 +77,7 @@ class Machine:
 
 
 def inspect_machine(repository: Path | None = None, ports: dict[str, int] | None = None) -> Machine:
-    """What this machine has. repository: whose disk counts; ports: name -> number, default Triton's."""
+    """Inspect this machine. repository: its disk is inspected; ports: name -> number, default Triton's."""
     memory = _meminfo()
     shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     disk = shutil.disk_usage(repository) if repository is not None and repository.exists() else None
@@ -147,7 +147,7 @@ def inspect_kernels(path: Path = LIBRARY) -> Kernels:
 
 
 def _server_runs() -> bool:
-    """Whether a tritonserver runs here: the regions in /dev/shm are then its own."""
+    """Return whether a tritonserver runs here: the regions in /dev/shm are then in use."""
     return any("tritonserver" in " ".join(processes.command_line(pid)[:1]) for pid in processes.all_pids())
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with a machine, from its facts alone: every trap is a function of a Machine."""
+"""Findings about a machine, from its facts alone: every known trap is a function of a Machine."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _doors(machine: Machine) -> Iterator[Finding]:
 
 
 def _older_driver(cuda: Cuda) -> bool:
-    """Whether the driver's CUDA has an older major version than torch's."""
+    """Return whether the driver's CUDA has an older major version than torch's."""
     if cuda.driver_cuda is None or cuda.torch_cuda is None:
         return False
     return int(cuda.driver_cuda.split(".")[0]) < int(cuda.torch_cuda.split(".")[0])

@@ -1,4 +1,4 @@
-"""What is wrong with a repository for the machine it is to run on: settings, weights, memory."""
+"""Findings about a repository on the machine that is to run it: settings, weights, memory."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _read_engine(folder: Path) -> Engine:
 def place_of(
     machine: Machine, config: EngineConfig, gpu_memory: int | None = None, gpus: int | None = None
 ) -> Place:
-    """Where the engine's ranks run. gpu_memory, gpus: of a machine that is only supposed."""
+    """Return the device of the engine's ranks. gpu_memory, gpus: those of a hypothetical machine."""
     visible = machine.cuda.visible
     if gpu_memory is not None or gpus is not None:
         memory = gpu_memory or min((gpu.memory for gpu in visible), default=80 << 30)
@@ -101,7 +101,7 @@ def repository_findings(repository: Path, full: bool) -> Iterator[Finding]:
 
 
 def _reference_findings(repository: Path, engine: Engine) -> Iterator[Finding]:
-    """Whether the folder of shadow_weights has the model that is served, in 16 or 32 bit."""
+    """Check that the folder of shadow_weights has the served model, in 16 or 32 bit."""
     config = engine.config
     if not config.shadow_share or config.shadow_weights == "none":
         return
@@ -218,7 +218,7 @@ def sharing_findings(engines: Sequence[Engine], places: Sequence[Place]) -> Iter
 
 
 def engine_fit(engine: Engine, place: Place) -> tuple[Fit | None, list[Finding]]:
-    """What the engine takes, and what is wrong with that."""
+    """Return the engine's memory requirements and the findings about them."""
     try:
         found = fit(engine.model, engine.config, place)
         return found, list(fit_findings(engine.where, engine.model, engine.config, place, found))

@@ -23,7 +23,7 @@ ENGINE = "fastertransformer"  # the model of a repository that holds the engine'
 def repository_engine(repository: Path) -> tuple[Path, EngineConfig]:
     """A repository's weight directory, and its settings for one process: config.pbtxt's, but one rank.
 
-    Raises ConfigError for a folder that is no repository, or a config.pbtxt that cannot be read.
+    Raises ConfigError for a folder that is not a repository, or a config.pbtxt that cannot be read.
     """
     folder = repository / ENGINE
     if not (folder / FILE).is_file():
@@ -35,8 +35,8 @@ def repository_engine(repository: Path) -> tuple[Path, EngineConfig]:
 def engine_answers(
     weights: Path, config: EngineConfig, questions: Sequence[Question], progress: Callable[[int], None]
 ) -> list[bool]:
-    """Whether the engine answers each question right. Equal prompts are asked once, for as many tokens as the
-    longest answer has. progress: called with the number of questions answered.
+    """Return, per question, whether the engine's answer is right. Equal prompts are sent once, with the
+    longest answer's number of tokens. progress: called with the number of questions answered.
 
     Raises ConfigError and WeightFileError for the directory, TridecodeError for a question that is longer
     than the model's positions.

@@ -25,7 +25,7 @@ _SOURCE = "OpenAI's lambada_test.jsonl (docs/guides/lambada.md says where it is)
 
 @dataclass(frozen=True)
 class Question:
-    """What to ask a model, and the right answer.
+    """A prompt and its right answer.
 
     prompt, target: token ids; greedy decoding after `prompt` must give exactly `target`. prompt_text and
     target_text: the same as texts, for a model that tokenises itself.

@@ -23,8 +23,8 @@ from tridecode.tools.progress import counter
 
 @dataclass(frozen=True)
 class Learned:
-    """What is sent with each row. task: its number; or table: (positions, n) float32, and kind, its type.
-    start_id: the first of `positions` virtual ids before each prompt; None: the server places them."""
+    """Prompt-learning inputs of each row. task: its number; or table: (positions, n) float32, and kind, its
+    type. start_id: the first of `positions` virtual ids before each prompt; None: the server places them."""
 
     task: int | None = None
     table: np.ndarray | None = None
@@ -170,7 +170,8 @@ def summary(answered: Sequence[Answered]) -> dict[str, Any]:
 def learned_of(
     task: int | None, table: Path | None, table_task: str | None, start_id: int | None, positions: int | None
 ) -> Learned:
-    """What the options of the command say. ConfigError for options that do not belong together."""
+    """Return the prompt-learning inputs that the command's options select. Raises ConfigError for options
+    that exclude each other."""
     if task is not None and table is not None:
         raise ConfigError("--task and --table were given; wanted one of them, or neither for the bare model")
     if start_id is not None and table is None and not (task is not None and positions):

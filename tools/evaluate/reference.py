@@ -20,7 +20,7 @@ _BATCH_TOKENS = 2048  # of a forward, with padding
 def reference_answers(
     checkpoint: str | Path, dtype: str, questions: Sequence[Question], progress: Callable[[int], None]
 ) -> list[bool]:
-    """Whether transformers' model of `checkpoint` answers each question right.
+    """Return, per question, whether transformers' model of `checkpoint` answers it right.
 
     dtype: of the weights, "fp32", "fp16" or "bf16"; a CPU computes in float32 with weights rounded to it, a
     GPU in it. progress: called with the number of questions answered. Greedy decoding gives the answer if and

@@ -69,7 +69,7 @@ def ask(
     progress: Callable[[int], None],
     timeout_s: float | None = None,
 ) -> list[bool]:
-    """Whether each answer is right. Equal requests are sent once.
+    """Return, per question, whether the server's answer is right. Equal requests are sent once.
 
     concurrency: requests in flight. progress: called with the number of questions answered. timeout_s:
     longest wait for a response. Raises TridecodeError with the server's text if a request fails.

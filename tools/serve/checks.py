@@ -51,7 +51,7 @@ def repositories(arguments: Sequence[str]) -> list[str]:
 
 
 def is_plain_path(path: Path) -> bool:
-    """Whether bash leaves the path as it is."""
+    """Return whether bash takes the path literally, without quotes."""
     return _PLAIN_PATH.fullmatch(str(path)) is not None
 
 

@@ -82,12 +82,12 @@ class DoorWatch:
 
     @property
     def busy(self) -> bool:
-        """Whether a door is being reloaded, or waits for its reload."""
+        """Return whether a door is being reloaded or waits for its reload."""
         return any(reload.needed or reload.running for reload in self._reloads.values())
 
     @property
     def has_orphans(self) -> bool:
-        """Whether requests of a dead door may be open."""
+        """Return whether requests of a dead door may still be open."""
         return bool(self._orphans)
 
     def orphans(self, now: float) -> list[Orphans]:
@@ -118,7 +118,8 @@ class DoorWatch:
                 self._start(model, reload, now)
 
     def _look(self, pid: int, door: _Watched, now: float) -> bool:
-        """Whether the watch of this stub is over: the door was unloaded, or its reload has been requested."""
+        """Return whether watching this stub can end: its door was unloaded, or its reload has been
+        requested."""
         state = processes.state(pid)
         if state == "":
             return True

@@ -49,7 +49,7 @@ class Drain:
         return 0
 
     def _drain(self, seconds: float) -> bool:
-        """Whether all open requests have ended in time."""
+        """Wait for the open requests; return whether all ended in time."""
         _log.info("open requests have %g s", seconds)
         deadline = time.monotonic() + seconds
         if self._unload_all():

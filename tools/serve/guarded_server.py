@@ -150,7 +150,7 @@ class GuardedServer:
             pass  # the guard has ended; `running` will say so
 
     def running(self) -> bool:
-        """Whether tritonserver runs; without its guard it does not."""
+        """Return whether tritonserver runs; it never outlives its guard."""
         if self._cleaned:
             return False
         line = self._next_report(0.0)
@@ -174,7 +174,7 @@ class GuardedServer:
             self._guard.wait()
 
     def has_exited(self) -> bool:
-        """Whether tritonserver has ended by itself, with an exit code."""
+        """Return whether tritonserver ended by itself, with an exit code."""
         return self.returncode is not None and self.returncode >= 0
 
     def ending(self) -> str:

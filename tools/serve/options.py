@@ -47,7 +47,8 @@ class ServeOptions:
     key: str = field(default_factory=triton_access.control_key, repr=False)
 
     def server_arguments(self) -> list[str]:
-        """Of tritonserver. Where a flag occurs twice, Triton uses the later value: the user's."""
+        """Return tritonserver's arguments. If a flag occurs twice, Triton uses the later value: the
+        user's."""
         return [
             f"--model-repository={self.repository}",
             f"--http-port={self.http_port}",
@@ -79,7 +80,7 @@ class ServeOptions:
         return ports
 
     def address_of(self, name: str) -> str:
-        """Where the port of that name listens."""
+        """Return the address on which the port of that name listens."""
         return self.metrics_address or self.address if name == "metrics" else self.address
 
     def orphans_s(self) -> float | None:

@@ -1,4 +1,4 @@
-"""tritonserver's own log, without what is no news: wide tables, and errors that are none without a GPU.
+"""tritonserver's own log, without noise: wide tables, and errors that are harmless without a GPU.
 
 tritonserver writes into memory of this process (--log-file), never into a pipe: whoever reads it may be
 frozen or dead, and tritonserver must not wait. The doors and the engine write to stderr as ever.
@@ -55,7 +55,7 @@ class LogFilter:
         self._in_table = False
 
     def shown(self, line: str) -> bool:
-        """Whether to print a line of Triton's log."""
+        """Return whether to print a line of Triton's log."""
         if self._in_table and (not line.strip() or line[0] in "+|"):
             return False
         self._in_table = bool(_TABLE.match(line))

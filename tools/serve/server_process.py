@@ -64,7 +64,7 @@ class ServerProcess:
 
     @property
     def http(self) -> TritonHttp:
-        """With the key of the control APIs."""
+        """Return an HTTP client with the key of the control APIs."""
         return TritonHttp(self.http_url, self._key)
 
     @property

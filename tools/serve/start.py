@@ -81,7 +81,7 @@ class Start:
         return None
 
     def _lending(self) -> bool:
-        """Whether this node lends its GPUs to node 0: it never becomes ready."""
+        """Return whether this node lends its GPUs to node 0: it never becomes ready."""
         states = [content.state for content in state_file.read_all(self._server.folder)]
         return any(state.phase == "lending" for state in states)
 
@@ -119,5 +119,6 @@ class Start:
 
 
 def _engine(state: EngineState) -> str:
-    """What the engine does; the reason of a failure comes with the models that could not be loaded."""
+    """Describe the engine's phase; the reason of a failure is reported with the models that could not be
+    loaded."""
     return f"engine {state.phase}" if state.phase == "failed" else f"engine {state.phase}: {state.detail}"

@@ -71,7 +71,7 @@ def has_flag(arguments: Sequence[str], name: str) -> bool:
 
 
 def has_read_arguments(pid: int) -> bool:
-    """Whether a tritonserver has parsed its command line: it starts its first thread only afterwards."""
+    """Return whether a tritonserver has parsed its command line: its first thread starts only then."""
     try:
         return len(os.listdir(f"/proc/{pid}/task")) > 1
     except OSError:

@@ -33,7 +33,7 @@ class TritonHttp:
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
 
     def ready(self, timeout_s: float = 2.0) -> bool:
-        """Whether the server reports that it and all its models are ready."""
+        """Return whether the server reports that it and all its models are ready."""
         try:
             self._get("/v2/health/ready", timeout_s)
         except TritonHttpError:

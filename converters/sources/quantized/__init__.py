@@ -94,7 +94,7 @@ class QuantizedSource:
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know about it."""
+        """Notes for the user about the quantisation."""
         count = len(self._modules)
         return [f"quantised: {self.method.title}; {count} matrices"]
 

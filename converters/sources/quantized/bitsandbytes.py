@@ -35,7 +35,7 @@ _STORED = (torch.uint8, torch.int8, torch.bfloat16, torch.float16, torch.float32
 
 
 class EightBit:
-    """LLM.int8; the outliers of activations are no part of the checkpoint."""
+    """LLM.int8; the outliers of activations are not stored in the checkpoint."""
 
     title = "bitsandbytes, 8 bit, per channel"
     markers = (".SCB",)

@@ -46,8 +46,8 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Scheme:
-    """What the weights of a config group are. kind: "int" or "float". group_size: 0: per channel or matrix.
-    symmetric: there are no zeros. activations: as in QuantizedWeight."""
+    """Weight format of a config group. kind: "int" or "float". group_size: 0: per channel or matrix.
+    symmetric: no zero points. activations: as in QuantizedWeight."""
 
     form: str
     kind: str

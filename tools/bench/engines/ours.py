@@ -45,7 +45,7 @@ def bench_engine(job: Job, say: Say = silent) -> dict[str, Any]:
 
 
 def described(engine: Engine, job: Job) -> dict[str, Any]:
-    """What an engine ran on, and its settings."""
+    """Describe an engine: its device and settings."""
     return {
         "engine": "tridecode",
         "model": engine.model_config.model_name,

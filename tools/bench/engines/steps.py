@@ -26,7 +26,7 @@ def bench_steps(job: Job) -> dict[str, Any]:
                 chunks = -(-batch * job.prompt_tokens // (engine.config.max_step_tokens or 1))
                 try:
                     rows.append(break_down(runner, prompts, min(_STEPS + 2 * chunks, job.output_tokens)))
-                except ValueError as error:  # too few tokens for so many prompts: the other figures stay
+                except ValueError as error:  # too few tokens for this batch: keep the other figures
                     rows.append({"batch": batch, "error": str(error)})
             found["steps"] = rows
     return {

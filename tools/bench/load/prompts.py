@@ -61,7 +61,7 @@ def _text_of_line(line: str, where: str) -> str:
 
 
 def text_prompts(tokenizer: Tokenizer, count: int, tokens: int, seed: int) -> list[str]:
-    """`count` different texts of random words, each of which the tokenizer splits into `tokens` tokens.
+    """Return `count` different texts of random words that the tokenizer splits into `tokens` tokens each.
 
     A token that the tokenizer adds itself (BOS) counts. Raises ConfigError if no such text is found.
     """

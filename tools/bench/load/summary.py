@@ -19,7 +19,7 @@ class LoadReport:
     nothing was measured.
 
     first_token_ms: from sending to the first response with tokens. inter_token_ms: a response's gap to the
-    previous one, divided by its tokens, each of which counts once. token_ms: per request, (last - first) /
+    previous one, divided by its tokens; one sample per token. token_ms: per request, (last - first) /
     tokens after the first response. request_ms: from sending to the end. tokens_per_response: above 1 where
     the server merged responses that a slow client had not read.
     """
