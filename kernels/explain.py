@@ -1,6 +1,6 @@
 """`python -m tridecode.kernels.explain --preset llama-3-8b --tokens 1,8,64,256`: the GEMMs of a model.
 
-Prints the kernel, tile and split of each product, and why gemm_table.py chooses them. Needs no GPU.
+Prints the kernel, tile and split of each product, and why table.py chooses them. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import argparse
 from collections.abc import Iterator
 
 from tridecode.kernels.bench.shapes import SHAPES
-from tridecode.kernels.gemm.table import Device, choose
+from tridecode.kernels.gemm.plan import Device
+from tridecode.kernels.gemm.table import choose
 
 #: one GPU per architecture that the table tells apart
 DEVICES = {

@@ -12,7 +12,8 @@ from torch import Tensor
 from tridecode.kernels.checks import DtypeError, LayoutError, ShapeError, match, same_dtype
 from tridecode.kernels.gemm.cublas import LibraryProducts
 from tridecode.kernels.gemm.packed_table import choose_packed
-from tridecode.kernels.gemm.table import Device, Plan, choose
+from tridecode.kernels.gemm.plan import Device, Plan
+from tridecode.kernels.gemm.table import choose
 from tridecode.kernels.library import KernelError, Library, current_stream
 from tridecode.kernels.ops import CacheLayer, Heads, Norm
 from tridecode.kernels.paths import paths

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 from tridecode.kernels.gemm.packed_table import PACKED_TOKENS, choose_packed
-from tridecode.kernels.gemm.table import Device, Gemm, choose
+from tridecode.kernels.gemm.plan import Device, Gemm
+from tridecode.kernels.gemm.table import choose
 
 _EXAMPLE = Gemm(1, 4096, 4096)  # in 16 bit, without epilogue
 _MOST = 300  # tokens; more take what these take

@@ -20,7 +20,8 @@ from tridecode.kernels.formats.kv_rounding import CACHE_DTYPES, rounded
 from tridecode.kernels.formats.packed_weight import pack
 from tridecode.kernels.formats.round_to_nearest import round_to_nearest
 from tridecode.kernels.gemm.chain import MOST_TOKENS
-from tridecode.kernels.gemm.table import Gemm, Plan, choose_8_bit
+from tridecode.kernels.gemm.plan import Gemm, Plan
+from tridecode.kernels.gemm.table import choose_8_bit
 from tridecode.kernels.ops import (
     Batch,
     CacheLayer,

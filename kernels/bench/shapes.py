@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tridecode.kernels.gemm.table import Gemm
+from tridecode.kernels.gemm.plan import Gemm
 
 
 @dataclass(frozen=True)

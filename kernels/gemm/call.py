@@ -11,7 +11,7 @@ from torch import Tensor
 from tridecode.kernels.checks import DtypeError, LayoutError, ShapeError, indices, match, same_dtype
 from tridecode.kernels.formats.packed_weight import PackedWeight
 from tridecode.kernels.formats.quantized import QuantizedWeight
-from tridecode.kernels.gemm.table import Gemm
+from tridecode.kernels.gemm.plan import Gemm
 from tridecode.kernels.gpu import ACTIVATIONS, DTYPES, aligned, cache_fields, check_cache, pointer
 from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm
 from tridecode.kernels.reference import GATED

@@ -11,7 +11,7 @@ import torch
 
 from tridecode.kernels.gemm.call import Call, check_call
 from tridecode.kernels.gemm.kind import WeightKind
-from tridecode.kernels.gemm.table import CHAIN_TOKENS, chain_tokens
+from tridecode.kernels.gemm.table_sm90 import CHAIN_TOKENS, chain_tokens
 from tridecode.kernels.gpu import ACTIVATIONS, DTYPES, Gpu, pointer
 from tridecode.kernels.ops import Product
 from tridecode.kernels.scratch import EXCHANGE_BYTES
@@ -25,7 +25,7 @@ _HEADER_BYTES = 256  # of the exchange buffer
 
 
 class Chain:
-    """`linears` of kernels.ops.Ops. most_tokens: replaces gemm_table.chain_tokens in tests and benchmarks."""
+    """`linears` of kernels.ops.Ops. most_tokens: replaces table_sm90.chain_tokens in tests and benchmarks."""
 
     def __init__(self, gpu: Gpu, kinds: Mapping[str, WeightKind], most_tokens: int | None = None):
         self._gpu, self._kinds = gpu, kinds

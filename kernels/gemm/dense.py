@@ -12,7 +12,7 @@ from tridecode.kernels.ops import Linear
 
 
 class Dense(WeightKind):
-    """float32, float16 or bfloat16 rows. gemm_table.py chooses the kernel."""
+    """float32, float16 or bfloat16 rows. table.py chooses the kernel."""
 
     def __init__(self, gpu: Gpu, cublas: CublasProducts):
         super().__init__(gpu)

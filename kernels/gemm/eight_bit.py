@@ -2,7 +2,7 @@
 
 `quantize_rows` quantises the rows of x, after the norm. On compute capability 9.0 the wgmma kernels of
 csrc/gemm/sm90 multiply (gemm_sm90_*_8bit.cu, gemm_sm90_*_two_parts.cu), or cuBLASLt for many tokens in E4M3;
-elsewhere gemm_mma_tiles_8bit.cu up to 64 tokens, and cuBLAS by way of torch. gemm_table.py chooses.
+elsewhere gemm_mma_tiles_8bit.cu up to 64 tokens, and cuBLAS by way of torch. table.py chooses.
 """
 
 from __future__ import annotations
@@ -18,14 +18,9 @@ from tridecode.kernels.gemm.call import Call
 from tridecode.kernels.gemm.cublas_products import CublasProducts
 from tridecode.kernels.gemm.dequantised import DequantisedKind, DequantisedProducts
 from tridecode.kernels.gemm.kind import WeightKind, finish_heads
-from tridecode.kernels.gemm.table import (
-    ROUNDED_HEADS,
-    ROUNDED_TOKENS,
-    Gemm,
-    choose,
-    fuses_heads_sm90,
-    library_rows,
-)
+from tridecode.kernels.gemm.plan import Gemm
+from tridecode.kernels.gemm.table import choose
+from tridecode.kernels.gemm.table_sm90 import ROUNDED_HEADS, ROUNDED_TOKENS, fuses_heads_sm90, library_rows
 from tridecode.kernels.gpu import DTYPES, Gpu, aligned, plan_fields, pointer
 from tridecode.kernels.ops import Heads, Linear, Norm
 from tridecode.kernels.scratch import row_scale_bytes
@@ -119,7 +114,7 @@ class EightBit(WeightKind):
         return not rounds or (heads.head_size in ROUNDED_HEADS and call.tokens <= ROUNDED_TOKENS)
 
     def library_rows(self, tokens: int, weight: QuantizedWeight) -> int:
-        """gemm_table.library_rows of a product with this weight."""
+        """table_sm90.library_rows of a product with this weight."""
         return 0
 
     def _fuses(self, weight: QuantizedWeight, call: Call) -> bool:
@@ -279,7 +274,7 @@ class TwoParts(DequantisedKind):
         return self._rows.chain_fields(linear)
 
     def _dequantises(self, call: Call) -> bool:
-        """Return whether gemm_table.choose plans to dequantise the weight for this product."""
+        """Return whether table.choose plans to dequantise the weight for this product."""
         weight = _weight(call)
         gemm = Gemm(call.tokens, weight.columns, weight.shape[0], operand="two_parts")
         return self.gpu.choose_gemm(gemm).kernel == "expand_rows"

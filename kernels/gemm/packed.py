@@ -10,7 +10,7 @@ from tridecode.kernels.formats.packed_weight import GRANULE_INPUTS, PackedWeight
 from tridecode.kernels.gemm.call import Call
 from tridecode.kernels.gemm.dequantised import DequantisedKind, DequantisedProducts
 from tridecode.kernels.gemm.eight_bit import quantize_rows
-from tridecode.kernels.gemm.table import Plan
+from tridecode.kernels.gemm.plan import Plan
 from tridecode.kernels.gpu import Gpu, norm_fields, plan_fields
 from tridecode.kernels.ops import Linear
 

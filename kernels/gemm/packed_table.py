@@ -1,16 +1,17 @@
-"""Chooses the kernel of a product whose weight is in 8 or 4 bit (packed_weight.py); gemm_table.py chooses the
+"""Chooses the kernel of a product whose weight is in 8 or 4 bit (packed_weight.py); table.py chooses the
 others. A pure function, without torch or a GPU.
 
     gemm_int4_sm90     to 32 tokens, int4 in groups of n x 128, x in two int8 parts, split-K within a cluster
     gemm_int4_stream_k_sm90  to 64 tokens, the same of large weights, stream-K through global memory
     gemm_packed_mma    1 to 8 tokens, mma.sync, split-K through global memory
     gemm_packed_sm90   to 256 tokens, TMA and wgmma, whole tiles, or stream-K through global memory
-    expand_weight      many tokens: the weight is expanded to 16 bit, and gemm_table.py chooses for that
+    expand_weight      many tokens: the weight is expanded to 16 bit, and table.py chooses for that
 """
 
 from __future__ import annotations
 
-from tridecode.kernels.gemm.table import Device, Gemm, Plan, fuses_heads_sm90, rounds_heads, stream_k_plan
+from tridecode.kernels.gemm.plan import Device, Gemm, Plan, ceil_div
+from tridecode.kernels.gemm.table_sm90 import fuses_heads_sm90, rounds_heads, stream_k_plan
 
 #: above this many tokens the weight is expanded
 PACKED_TOKENS = 256
@@ -69,8 +70,8 @@ def _int4(gemm: Gemm, device: Device) -> Plan:
     """Choose the smallest tile that holds the tokens, and the largest split whose blocks are all resident at
     once."""
     tile_tokens = next((size for size in INT4_TOKENS if size >= gemm.tokens), INT4_TOKENS[-1])
-    tiles = _ceil_div(gemm.outputs, 128) * _ceil_div(gemm.tokens, tile_tokens)
-    steps, room = _ceil_div(gemm.inputs, STAGE_INPUTS), INT4_RESIDENT * device.multiprocessors
+    tiles = ceil_div(gemm.outputs, 128) * ceil_div(gemm.tokens, tile_tokens)
+    steps, room = ceil_div(gemm.inputs, STAGE_INPUTS), INT4_RESIDENT * device.multiprocessors
     split = 1
     for each in INT4_SPLITS:
         if tiles * each <= room and steps >= each * INT4_LEAST_STAGES:
@@ -82,7 +83,7 @@ def _int4(gemm: Gemm, device: Device) -> Plan:
 
 def _int4_stream_k(gemm: Gemm, device: Device) -> Plan:
     """One tile of tokens."""
-    steps = _ceil_div(gemm.inputs, INT4_STREAM_INPUTS)
+    steps = ceil_div(gemm.inputs, INT4_STREAM_INPUTS)
     plan = stream_k_plan(gemm._replace(operand=""), device, INT4_STREAM_TOKENS, steps)
     heads = gemm.epilogue == "qkv" and fuses_heads_sm90(gemm.head_size, gemm.rotary_size, gemm.interleaved)
     return plan._replace(kernel="gemm_int4_stream_k_sm90", fuses_norm=True, fuses_heads=heads)
@@ -107,8 +108,8 @@ def _mma(gemm: Gemm, granule_inputs: int, device: Device) -> Plan | None:
 
 def _x_bytes(gemm: Gemm, split: int, granule_inputs: int) -> int:
     """Shared memory of x's part of the inputs, padded to what the warps take at once."""
-    chunks = _ceil_div(_ceil_div(gemm.inputs, granule_inputs), split)
-    return _ceil_div(chunks * granule_inputs, _MMA_STEP_INPUTS) * _MMA_STEP_INPUTS * 2 * gemm.tokens
+    chunks = ceil_div(ceil_div(gemm.inputs, granule_inputs), split)
+    return ceil_div(chunks * granule_inputs, _MMA_STEP_INPUTS) * _MMA_STEP_INPUTS * 2 * gemm.tokens
 
 
 def _fuses_heads(gemm: Gemm) -> bool:
@@ -127,9 +128,5 @@ def _sm90(gemm: Gemm, device: Device) -> Plan | None:
     if not _has_epilogue_sm90(gemm):
         return None
     heads = gemm.epilogue == "qkv" and fuses_heads_sm90(gemm.head_size, gemm.rotary_size, gemm.interleaved)
-    plan = stream_k_plan(gemm, device, STREAM_K_TOKENS[gemm.epilogue], _ceil_div(gemm.inputs, STAGE_INPUTS))
+    plan = stream_k_plan(gemm, device, STREAM_K_TOKENS[gemm.epilogue], ceil_div(gemm.inputs, STAGE_INPUTS))
     return plan._replace(kernel="gemm_packed_sm90", fuses_heads=heads)
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)

@@ -22,175 +22,29 @@ for W8A8 up to 64 tokens, and library_8_bit for more: cuBLAS by way of torch.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from tridecode.kernels.gemm.plan import LARGE_TOKENS, Device, Gemm, Plan
+from tridecode.kernels.gemm.table_sm80 import (
+    FEW_OUTPUTS,
+    FUSED_NORM_TOKENS,
+    GEMV_OUTPUTS,
+    LONG_INPUTS,
+    mma_tiles_plan,
+    plan_8_bit,
+    small_plan,
+)
+from tridecode.kernels.gemm.table_sm90 import (
+    data_parallel_plan,
+    even_split_plan,
+    fp8_library_tokens,
+    large_8_bit_plan,
+    large_plan,
+    rounds_heads,
+    split_k_plan,
+    stream_k_plan,
+)
 
-
-class Device(NamedTuple):
-    """Properties of a GPU that the choice of a kernel depends on."""
-
-    capability: int  # compute capability: 10 * major + minor
-    multiprocessors: int
-    shared_bytes: int  # largest shared memory of a block
-    #: clusters of 1, 2 and 3 blocks of gemm_sm90_split_k that are resident at once
-    clusters: tuple[int, int, int] = (0, 0, 0)
-    #: by MPS with other processes, whose blocks may keep ours from starting: no block may wait for another
-    shared: bool = False
-    fp8_library: bool = False  # cuBLASLt multiplies E4M3 with a scale for each row and output
-    fp8_block_library: bool = False  # and with one for 128 numbers of a row, and 128 x 128 of the weight
-
-
-class Gemm(NamedTuple):
-    """A product and what is fused into it, without addresses."""
-
-    tokens: int
-    inputs: int
-    outputs: int  # rows of the weight; of SwiGLU gate and up together
-    epilogue: str = "linear"  # "linear": activation and residual; "swiglu"; "qkv": rotation and cache write
-    bias: bool = False
-    residual: bool = False
-    norm: bool = False
-    half: bool = True  # x and weight are float16 or bfloat16
-    out_float32: bool = False  # of a 16-bit product
-    aligned: bool = True  # rows of x and weight begin at multiples of 16 bytes
-    out_aligned: bool = True  # rows of residual and of a 16-bit out do
-    head_size: int = 0  # of "qkv"
-    rotary_size: int = 0
-    interleaved: bool = False
-    #: "int8", "fp8": x and weight are (W8A8); "fp8_blocks": with scales of 128 numbers of a row, and of 128 x
-    #: 128 of the weight; "two_parts", "int4": the weight is int8 or int4, x in two int8 parts
-    operand: str = ""
-    rounds: bool = False  # of "qkv": keys and values go to a cache in 8 bits
-
-
-class Plan(NamedTuple):
-    """A kernel and its tile. Fields that a kernel does not have are 0."""
-
-    kernel: str  # a function of csrc/api.h without its prefix, or gemm_library
-    why: str
-    tile_outputs: int = 0
-    tile_tokens: int = 0
-    split: int = 0  # parts that the inputs are split into (split-K)
-    clusters: int = 0  # of gemm_sm90_stream_k and gemm_sm90_even_split: clusters launched
-    stream_k: bool = False  # of these: a tile's inputs are shared by clusters
-    fuses_norm: bool = False  # else a norm kernel comes first
-    fuses_heads: bool = False  # else rotate_and_cache follows a "qkv" product
-
-
-# ---------------------------------------------------------------- tiles; TRIDECODE_INSTANCES of each .cu file
-
-DATA_PARALLEL_TOKENS, DATA_PARALLEL_OUTPUTS = (8, 16), (32, 64)
-#: tokens of a tile of gemm_mma_tiles
-MMA_TILES_TOKENS = (16, 32, 64)
-SPLIT_K_TOKENS, SPLIT_K_SPLITS = (16, 32, 64), (1, 2, 3)
-#: tokens of a tile of gemm_sm90_stream_k, by epilogue
-STREAM_K_TOKENS = {"linear": (16, 32, 64), "qkv": (16, 32, 64), "swiglu": (32, 64, 96, 128, 192, 256)}
-#: and of gemm_sm90_stream_k_8bit; fp8 has room for two sets of sums up to 128
-STREAM_K_8BIT_TOKENS = {
-    "linear": (16, 32, 64, 128, 256),
-    "qkv": (16, 32, 64, 128, 256),
-    "swiglu": (32, 64, 96, 128, 192, 256),
-}
-_FP8_TOKENS = 128
-#: and of gemm_sm90_stream_k_two_parts, where a token takes two columns of the instruction
-STREAM_K_TWO_PARTS_TOKENS = {
-    "linear": (16, 32, 64, 128),
-    "qkv": (16, 32, 64, 128),
-    "swiglu": (32, 64, 96, 128),
-}
-
-#: and of gemm_sm90_even_split, and of gemm_sm90_even_split_8bit but for fp8 up to 128; its clusters per tile
-EVEN_SPLIT_TOKENS, EVEN_SPLIT = (128, 256), 4
-
-#: beginnings of the names of kernels whose epilogue rounds keys and values for a cache in 8 bits, and the
-#: sizes of their heads
-ROUNDING_KERNELS = ("gemm_sm90_split_k", "gemm_sm90_stream_k", "gemm_packed_sm90")
-ROUNDED_HEADS = (64, 128)
-#: and the most tokens of their tiles. LLaMA-3-8B, W8A8, us a step with a launch of its own for rounding / in
-#: the epilogue, 1, 8 and 64 tokens: 2560 / 2538, 2813 / 2726, 3797 / 3546; in tiles of 128 tokens the
-#: epilogue took 15 to 20 us longer a layer
-ROUNDED_TOKENS = 64
-
-# ---------------------------------------------------------------- thresholds, measured on an H200
-# Figures: microseconds of a product (weight rows x inputs, float16) in a CUDA graph over more weights than
-# the L2 cache holds, each kernel forced by replacing Cuda.choose_gemm.
-
-#: from this many weights on, gemm_sm90_split_k or gemm_sm90_stream_k replace the kernels of small products.
-#: 4096 x 4096, 8 tokens: 9.8 split-K, 10.9 data-parallel; 8192 x 2048: 11.1 stream-K, 10.3 data-parallel
-LARGE_WEIGHTS = 1 << 24
-#: above this many tokens cuBLAS is level or faster: 16384 x 4096, 64 tokens: 34.7 stream-K, 37.0 cuBLAS; at
-#: 96 LLaMA's steps gained 2 to 4 %, BLOOM's lost at 72 to 128 (docs/lab/engine_speed.md)
-LARGE_TOKENS = 64
-#: from this many pipeline stages per tile on, gemm_sm90_even_split takes less time than cuBLAS, and than
-#: stream-K in 8 bit. 72 / 128 / 192 / 256 tokens, cuBLAS and even: 4096 x 14336 (224 stages): 37.9 / 38.2 /
-#: 46.0 / 49.7 and 35.0 / 34.8 / 45.2 / 48.0, of int8 (112), stream-K and even, 26.8 / 28.3 / 38.7 / 39.8 and
-#: 24.0 / 26.0 / 31.7 / 33.9; 4096 x 4096 (64): 13.3 / 13.8 / 17.3 / 17.0 and 14.7 / 14.3 / 19.0 / 19.2. Two
-#: clusters per tile, also of 6144 and 8192 rows, gained 0 to 9 % in int8 up to 128 tokens, and lost elsewhere
-EVEN_SPLIT_STAGES = 100
-#: SwiGLU saves a pass over gate and up, so gemm_sm90_stream_k wins there except in this range of tokens: up
-#: to 256 by bandwidth, from 1024 on by the pass (docs/lab/engine_speed.md, "At 256 sequences")
-SWIGLU_LIBRARY = range(257, 1024)
-#: a fused norm is repeated in every block. 3072 x 1024, 1 / 2 tokens: 5.5 / 6.3, with a norm kernel 6.1 /
-#: 6.6
-FUSED_NORM_TOKENS = 2
-#: gemm_mma is faster while its tiles of 16 rows fill one wave of 2 blocks per multiprocessor. With a norm,
-#: 1 / 2 tokens: 3072 x 2048: 6.6 / 8.4, gemv 6.9 / 8.7; 6144 x 2048: 10.5 / 11.8, gemv 9.6 / 12.4
-GEMV_OUTPUTS = 5120
-#: cuBLAS splits long sums of few outputs better, unless a bias costs it a kernel. 4096 x 14336, 1 / 2
-#: tokens: 32.0 / 32.1, gemm_mma 33.8 / 37.3
-LONG_INPUTS, FEW_OUTPUTS = 8192, 8192
-#: 2/3 of the multiprocessors read weights as fast as all of them, and leave the rest to the next kernel
-SPLIT_K_FILL = (2, 3)
-#: but a block that loads more stages than this takes longer than stream-K's equal shares do
-SPLIT_K_STAGES = 80
-#: fewest stages of a cluster: each cluster that shares a tile costs the time of about one
-LEAST_STAGES = 4
-#: whole tiles, unless the last wave leaves more than 1/20 of the clusters' time idle
-IDLE_SHARE = 20
-#: Costs of gemm_sm90_stream_k_8bit with more than LARGE_TOKENS tokens, in stages times tokens of a tile: the
-#: exchange of partial sums, and the minimum cost of a tile however few its tokens. 4096 x 14336,
-#: whole tiles / shared: tiles of 128 tokens, 128 tokens: 36.6 / 23.7, 256: 39.8 / 41.0; tiles of 256 tokens,
-#: 512 tokens: 70.7 / 52.8; whole tiles of 64 / 128 tokens, 96 tokens: 33.7 / 36.7
-#: There cuBLAS (torch._scaled_mm, float32 sums) takes, with no SwiGLU and no residual, 28672 x 4096, 256 /
-#: 1024 / 4096 tokens: 55.6 / 182 / 703, fp8 here 67.1 / 202 / 838, int8 50.7 / 174 / 782; torch._int_mm
-#: 89.6 / 298 / 1274. A pass over the results takes 6 to 80 more
-SHARING_COST, LEAST_TILE_COST = 6000, 120
-#: with more waves of tiles, sharing loses: concurrent clusters then work on distant tiles, so their operands
-#: no longer fit in L2. 4096 x 14336, whole tiles / shared, int8, tiles of 256 tokens:
-#: 1.45 waves: 181 / 160, 2.18: 272 / 247, 3.39: 367 / 463, 7.76: 779 / 1066; fp8, tiles of 128, 1.45: 117 /
-#: 105, 2.42: 177 / 232
-SHARED_WAVES = 2.25
-#: what a stage of a tile of fewer than 256 tokens costs besides them: weights are loaded more often. SwiGLU
-#: of 28672 x 4096 in int8, tiles of 128 and 256 tokens, 1280 tokens (17 and 9 waves): 237 and 214, 2304 (31
-#: and 16): 430 and 396, 8192 (109 and 55): 1586 and 1513; tiles of 192 and 256, 700 tokens (7 and 6): 142 and
-#: 150. Not of x in two parts, 128256 x 4096, tiles of 64 and 128, 256 tokens: 429 and 439
-SMALL_TILE_COST = 16
-#: from this many tokens on cuBLASLt takes less for E4M3, the passes that follow included (SwiGLU, rotation).
-#: Without the rounding of x, here / cuBLASLt: 6144 x 4096, 1024 tokens: 45 / 42, 8192: 400 / 309; 4096 x
-#: 14336: 97 / 102, 960 / 709; SwiGLU of 28672 x 4096: 259 / 185 and a pass of 30, 1870 / 1418 and 168
-FP8_LIBRARY_TOKENS, FP8_LIBRARY_SWIGLU_TOKENS = 1536, 768
-#: and for E4M3 in blocks, the rounding of x included, here / cuBLASLt, 64, 96 and 4096 tokens: 6144 x 4096:
-#: 16.7 / 17.5, 26.8 / 17.6, 411 / 186; 4096 x 14336: 32.7 / 29.1, 38.4 / 28.3, 962 / 414; SwiGLU of 28672 x
-#: 4096 with its pass: 44.3 / 42.9, 56.7 / 42.3, 1780 / 895
-FP8_BLOCK_LIBRARY_TOKENS = 65
-#: chained-GEMM kernel (gemm/chain.py): the most tokens of a launch, for dense products with a hidden size of
-#: at most CHAIN_OUTPUTS; one token for all others. ms a step on an H200, chained and as single products, at
-#: 2, 3 and 4 rows: GPT-2 (768) 0.283, 0.310, 0.316 and 0.387, 0.338, 0.345; BLOOM-560M (1024) 0.669, 0.740,
-#: 0.753 and 0.902, 0.866, 0.871; LLaMA-3-8B (4096) is slower from 2 rows on
-CHAIN_TOKENS, CHAIN_OUTPUTS = 4, 1024
 #: above this many tokens a weight in int8 rows is expanded to 16 bit before its product, unless x is rounded
 TWO_PARTS_TOKENS = 512
-
-# ---------------------------------------------------------------- sizes that the kernels are built for
-
-_STAGE_BYTES = 128  # of a row in a pipeline stage: the width of the swizzle
-_SPLIT_K_OUTPUTS = 128  # of a tile: 64 weight rows per warp group
-_STREAM_K_OUTPUTS = 256  # of a cluster's tile
-_MMA_STEP_INPUTS = 2048  # that the 8 warps of gemm_mma take at once
-_MMA_SUM_BYTES = 8192  # of the warps' partial sums
-_MMA_MAX_SPLIT = 64
-_MMA_TILES_OUTPUTS, _MMA_TILES_STAGE_INPUTS = 64, 64  # of gemm_mma_tiles: weight rows, inputs of a stage
-#: blocks of gemm_mma_tiles on a multiprocessor: what the 100 KiB of 8.6 and 8.9 hold
-_MMA_TILES_RESIDENT = 2
 
 
 def choose(gemm: Gemm, device: Device) -> Plan:
@@ -201,20 +55,6 @@ def choose(gemm: Gemm, device: Device) -> Plan:
     return _choose(gemm._replace(epilogue="linear"), device)._replace(fuses_heads=False)
 
 
-def chain_tokens(operand: str, outputs: int) -> int:
-    """The most tokens for which the chained-GEMM kernel is faster than single products.
-
-    operand: a name of tridecode_operand. outputs: of the first product.
-    """
-    return CHAIN_TOKENS if operand == "dense" and outputs <= CHAIN_OUTPUTS else 1
-
-
-def rounds_heads(plan: Plan, head_size: int) -> bool:
-    """Return whether the kernel of a "qkv" product writes keys and values to a cache in 8 bits."""
-    fits = head_size in ROUNDED_HEADS and plan.tile_tokens <= ROUNDED_TOKENS
-    return plan.fuses_heads and plan.kernel.startswith(ROUNDING_KERNELS) and fits
-
-
 def _choose(gemm: Gemm, device: Device) -> Plan:
     plan = None
     if gemm.operand == "two_parts" and gemm.tokens > TWO_PARTS_TOKENS:
@@ -223,32 +63,10 @@ def _choose(gemm: Gemm, device: Device) -> Plan:
         return choose_8_bit(gemm, device)
     if gemm.half and gemm.aligned:
         if device.capability == 90:
-            plan = _large_sm90(gemm, device)
+            plan = large_plan(gemm, device)
         if plan is None and gemm.inputs % 8 == 0:
             plan = _small(gemm, device)
     return plan or Plan("gemm_library", _why_library(gemm))
-
-
-def fuses_heads_sm90(head_size: int, rotary_size: int, interleaved: bool) -> bool:
-    """Return whether gemm_sm90_split_k and gemm_sm90_stream_k can rotate and cache such heads."""
-    if rotary_size == 0:
-        return head_size % 8 == 0
-    return rotary_size == head_size and not interleaved and head_size in (64, 128, 256)
-
-
-def _large_sm90(gemm: Gemm, device: Device) -> Plan | None:
-    if gemm.outputs * gemm.inputs < LARGE_WEIGHTS or not gemm.out_aligned:
-        return None
-    if gemm.epilogue == "swiglu":
-        fits = not gemm.residual and not gemm.out_float32 and gemm.outputs % 16 == 0
-        return stream_k_plan(gemm, device) if fits and gemm.tokens not in SWIGLU_LIBRARY else None
-    if gemm.residual and gemm.out_float32:
-        return None
-    if gemm.tokens > LARGE_TOKENS:
-        return even_split_plan(gemm, device)
-    if gemm.epilogue == "qkv" and not fuses_heads_sm90(gemm.head_size, gemm.rotary_size, gemm.interleaved):
-        return None
-    return split_k_plan(gemm, device) or stream_k_plan(gemm, device)
 
 
 def choose_8_bit(gemm: Gemm, device: Device) -> Plan:
@@ -258,221 +76,30 @@ def choose_8_bit(gemm: Gemm, device: Device) -> Plan:
     """
     assert gemm.half and gemm.aligned and gemm.out_aligned
     if device.capability != 90:
-        return _8_bit_elsewhere(gemm, device)
+        return plan_8_bit(gemm, device)
     plan = None
-    least = _fp8_library_tokens(gemm, device)
+    least = fp8_library_tokens(gemm, device)
     if least and gemm.tokens >= least:
         return Plan("gemm_library", f"{least} tokens or more")
     if gemm.tokens > LARGE_TOKENS:
-        plan = even_split_plan(gemm, device) or _large_8_bit(gemm, device)
+        plan = even_split_plan(gemm, device) or large_8_bit_plan(gemm, device)
     elif gemm.epilogue != "swiglu":
         plan = split_k_plan(gemm, device)
     plan = plan or stream_k_plan(gemm, device)
     return plan._replace(kernel=f"{plan.kernel}_{'two_parts' if gemm.operand == 'two_parts' else '8bit'}")
 
 
-def _8_bit_elsewhere(gemm: Gemm, device: Device) -> Plan:
-    """Of W8A8 with one scale for each output. A row is one of half as many 16-bit words."""
-    plan = mma_tiles_plan(gemm._replace(inputs=gemm.inputs // 2), device)
-    if plan is None:
-        return Plan("library_8_bit", f"more than {MMA_TILES_TOKENS[-1]} tokens")
-    why = f"up to {MMA_TILES_TOKENS[-1]} tokens"
-    return plan._replace(kernel="gemm_mma_tiles_8bit", why=why, fuses_heads=False)
-
-
-def _fp8_library_tokens(gemm: Gemm, device: Device) -> int:
-    """The fewest tokens of a product of E4M3 that cuBLASLt takes; 0: none."""
-    if gemm.outputs % 16 or not gemm.operand.startswith("fp8"):
-        return 0
-    if gemm.operand == "fp8_blocks":  # cuBLASLt's rows of scales, of both operands, are multiples of 16 bytes
-        whole = gemm.inputs % (4 * _STAGE_BYTES) == 0 and gemm.tokens % 4 == 0
-        takes = device.fp8_block_library and whole
-        return FP8_BLOCK_LIBRARY_TOKENS if takes else 0
-    if not device.fp8_library:
-        return 0
-    return FP8_LIBRARY_SWIGLU_TOKENS if gemm.epilogue == "swiglu" else FP8_LIBRARY_TOKENS
-
-
-def library_rows(gemm: Gemm, device: Device) -> int:
-    """The first rows, a multiple of 4, of a product of E4M3 in blocks that cuBLASLt takes where it does not
-    take all of them, so that the rest is a product of its own; 0: it takes all or none."""
-    rows = gemm.tokens - gemm.tokens % 4
-    if rows == gemm.tokens or gemm.operand != "fp8_blocks":
-        return 0
-    least = _fp8_library_tokens(gemm._replace(tokens=rows), device)
-    return rows if least and rows >= least else 0
-
-
-def _8_bit_sizes(gemm: Gemm) -> tuple[int, ...]:
-    """Tokens of a tile of stream-K."""
-    if gemm.operand == "two_parts":
-        return STREAM_K_TWO_PARTS_TOKENS[gemm.epilogue]
-    sizes = STREAM_K_8BIT_TOKENS[gemm.epilogue]
-    return tuple(size for size in sizes if not gemm.operand.startswith("fp8") or size <= _FP8_TOKENS)
-
-
-def _large_8_bit(gemm: Gemm, device: Device) -> Plan:
-    """The tile that takes the fewest waves of whole tiles, or shared tiles where these take less; of equals
-    the largest."""
-    most, steps, rows = device.multiprocessors // 2, _steps(gemm), _ceil_div(gemm.outputs, _STREAM_K_OUTPUTS)
-    ways = []
-    for tile_tokens in _8_bit_sizes(gemm):
-        columns = tile_tokens * (2 if gemm.operand == "two_parts" else 1)
-        if columns < LARGE_TOKENS:
-            continue
-        tiles, cost = rows * _ceil_div(gemm.tokens, tile_tokens), _tile_cost(gemm.operand, columns)
-        ways.append((_ceil_div(tiles, most) * steps * cost, -tile_tokens, False))
-        if tiles <= SHARED_WAVES * most:
-            ways.append((tiles * steps * cost // most + SHARING_COST, -tile_tokens, True))
-    _, negative, stream = min(ways)
-    return _stream_k(gemm, device, -negative, stream, _steps(gemm))
-
-
-def _tile_cost(operand: str, columns: int) -> int:
-    """Cost of one pipeline stage of a tile. The smallest tiles are bound by their loads."""
-    more = SMALL_TILE_COST if columns < 256 and operand != "two_parts" else 0
-    return max(columns + more, LEAST_TILE_COST + columns // 16)
-
-
-def split_k_plan(gemm: Gemm, device: Device) -> Plan | None:
-    """Choose the largest split whose tiles are all resident at once, if that fills the device."""
-    tiles, steps = _ceil_div(gemm.outputs, _SPLIT_K_OUTPUTS), _steps(gemm)
-    split = 0
-    for each in SPLIT_K_SPLITS:
-        if tiles <= device.clusters[each - 1] and steps >= each * LEAST_STAGES:
-            split = each
-    share, whole = SPLIT_K_FILL
-    if tiles * split * whole < device.multiprocessors * share or steps > SPLIT_K_STAGES * split:
-        return None
-    return Plan(
-        "gemm_sm90_split_k",
-        f"{tiles} tiles of {steps} stages: all resident with {split} per tile",
-        _SPLIT_K_OUTPUTS,
-        _at_least(gemm.tokens, SPLIT_K_TOKENS),
-        split,
-        fuses_heads=True,
-    )
-
-
-def even_split_plan(gemm: Gemm, device: Device) -> Plan | None:
-    """EVEN_SPLIT clusters for each tile, where these are resident at once and at least two thirds of all."""
-    sizes = EVEN_SPLIT_TOKENS[:1] if gemm.operand.startswith("fp8") else EVEN_SPLIT_TOKENS
-    if gemm.epilogue != "linear" or gemm.operand == "two_parts" or _steps(gemm) < EVEN_SPLIT_STAGES:
-        return None
-    tile_tokens, most = _at_least(gemm.tokens, sizes), device.multiprocessors // 2
-    tiles = _ceil_div(gemm.outputs, _STREAM_K_OUTPUTS)
-    clusters = tiles * EVEN_SPLIT
-    if gemm.tokens > tile_tokens or device.shared or not 2 * most <= 3 * clusters <= 3 * most:
-        return None
-    return Plan(
-        "gemm_sm90_even_split",
-        f"{tiles} tiles of {_steps(gemm)} stages: {EVEN_SPLIT} clusters finish each",
-        _STREAM_K_OUTPUTS,
-        tile_tokens,
-        EVEN_SPLIT,
-        clusters,
-        stream_k=True,
-    )
-
-
-def stream_k_plan(gemm: Gemm, device: Device, sizes: tuple[int, ...] = (), steps: int = 0) -> Plan:
-    """The fewest tiles of tokens, and of those the smallest; whole tiles where they fill the last wave.
-
-    sizes: tokens of a tile, those of gemm_sm90_stream_k unless given. steps: stages of a tile, likewise.
-    """
-    sizes = sizes or (_8_bit_sizes(gemm) if gemm.operand else STREAM_K_TOKENS[gemm.epilogue])
-    tile_tokens = _at_least(_ceil_div(gemm.tokens, _ceil_div(gemm.tokens, sizes[-1])), sizes)
-    tiles = _ceil_div(gemm.outputs, _STREAM_K_OUTPUTS) * _ceil_div(gemm.tokens, tile_tokens)
-    most = device.multiprocessors // 2
-    waves = _ceil_div(tiles, most)
-    shares = tiles * IDLE_SHARE < waves * most * (IDLE_SHARE - 1)
-    return _stream_k(gemm, device, tile_tokens, shares, steps or _steps(gemm))
-
-
-def _stream_k(gemm: Gemm, device: Device, tile_tokens: int, stream: bool, steps: int) -> Plan:
-    tiles = _ceil_div(gemm.outputs, _STREAM_K_OUTPUTS) * _ceil_div(gemm.tokens, tile_tokens)
-    most, stream = device.multiprocessors // 2, stream and not device.shared
-    work = _ceil_div(tiles * steps, LEAST_STAGES) if stream else tiles
-    shared = "clusters share tiles" if stream else "whole tiles"
-    return Plan(
-        "gemm_sm90_stream_k",
-        f"{tiles} tiles for {most} clusters: {shared}",
-        _STREAM_K_OUTPUTS,
-        tile_tokens,
-        clusters=min(work, most),
-        stream_k=stream,
-        fuses_heads=True,
-    )
-
-
-def _steps(gemm: Gemm) -> int:
-    """Pipeline stages of a tile."""
-    return _ceil_div(gemm.inputs * (1 if gemm.operand else 2), _STAGE_BYTES)
-
-
 def _small(gemm: Gemm, device: Device) -> Plan | None:
     if gemm.tokens > FUSED_NORM_TOKENS:
         if device.capability == 90:
-            return _data_parallel(gemm, device)
+            return data_parallel_plan(gemm, device)
         return mma_tiles_plan(gemm, device) if device.capability < 90 else None
     if not gemm.bias and gemm.outputs <= FEW_OUTPUTS and gemm.inputs > LONG_INPUTS:
         return None
     if gemm.outputs > GEMV_OUTPUTS and gemm.tokens * gemm.inputs * 2 <= device.shared_bytes - 1024:
         why = f"1 or 2 tokens, more than {GEMV_OUTPUTS} outputs"
         return Plan("gemv", why, fuses_norm=gemm.norm, fuses_heads=True)
-    return _mma(gemm, device)
-
-
-def _mma(gemm: Gemm, device: Device) -> Plan | None:
-    """The smallest split whose x fits twice in the shared memory of a multiprocessor: one block streams
-    weights while the other adds up. A fused norm needs the whole row in one block."""
-    rest = _MMA_SUM_BYTES + 2 * 1024
-    if gemm.norm and _mma_x_bytes(gemm, 1) <= device.shared_bytes - rest - 1024:
-        return Plan("gemm_mma", "1 or 2 tokens, norm fused", 16, 8, 1, fuses_norm=True, fuses_heads=True)
-    for split in range(1, _MMA_MAX_SPLIT + 1):
-        if _mma_x_bytes(gemm, split) <= device.shared_bytes // 2 - rest:
-            return Plan("gemm_mma", "1 or 2 tokens", 16, 8, split, fuses_heads=True)
-    return None
-
-
-def mma_tiles_plan(gemm: Gemm, device: Device) -> Plan | None:
-    """Choose the smallest tile that holds the tokens, and the largest split whose blocks are all resident at
-    once."""
-    if gemm.tokens > MMA_TILES_TOKENS[-1]:
-        return None
-    tiles = _ceil_div(gemm.outputs, _MMA_TILES_OUTPUTS)
-    most = _MMA_TILES_RESIDENT * device.multiprocessors // tiles
-    steps = _ceil_div(gemm.inputs, _MMA_TILES_STAGE_INPUTS)
-    split = max(1, min(most, steps // LEAST_STAGES))
-    return Plan(
-        "gemm_mma_tiles",
-        f"3 to {MMA_TILES_TOKENS[-1]} tokens: {tiles} tiles of {steps} stages",
-        _MMA_TILES_OUTPUTS,
-        _at_least(gemm.tokens, MMA_TILES_TOKENS),
-        split,
-        fuses_heads=True,
-    )
-
-
-def _mma_x_bytes(gemm: Gemm, split: int) -> int:
-    """Shared memory of x's part of the inputs, padded to what the warps take at once."""
-    slice_inputs = _ceil_div(_ceil_div(gemm.inputs, 32), split) * 32
-    return _ceil_div(slice_inputs, _MMA_STEP_INPUTS) * _MMA_STEP_INPUTS * 2 * gemm.tokens
-
-
-def _data_parallel(gemm: Gemm, device: Device) -> Plan | None:
-    """The tile that gives the busiest multiprocessor the fewest weight rows; of equals the largest."""
-    tile_tokens = _at_least(gemm.tokens, DATA_PARALLEL_TOKENS)
-    if gemm.tokens > tile_tokens or gemm.outputs * gemm.inputs >= LARGE_WEIGHTS or gemm.rotary_size:
-        return None
-
-    def busiest(tile: int) -> int:
-        return _ceil_div(_ceil_div(gemm.outputs, tile), device.multiprocessors) * tile
-
-    tile = min(reversed(DATA_PARALLEL_OUTPUTS), key=busiest)
-    # 4 / 16 tokens: 4096 x 1024: 4.5 / 4.5, cuBLAS 5.8 / 5.8; 1024 x 4096: 7.4 / 7.9, cuBLAS 8.1 / 8.5
-    why = "3 to 16 tokens, a weight that cuBLAS does not spread over the device"
-    return Plan("gemm_sm90_data_parallel", why, tile, tile_tokens, fuses_heads=True)
+    return small_plan(gemm, device)
 
 
 def _why_library(gemm: Gemm) -> str:
@@ -481,11 +108,3 @@ def _why_library(gemm: Gemm) -> str:
     if not (gemm.aligned and gemm.out_aligned and gemm.inputs % 8 == 0):
         return "rows that are not at multiples of 16 bytes"
     return "cuBLAS is level or faster"
-
-
-def _at_least(count: int, sizes: tuple[int, ...]) -> int:
-    return next((size for size in sizes if size >= count), sizes[-1])
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)

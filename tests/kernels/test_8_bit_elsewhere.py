@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from tests.kernels.conftest import Place
 from tests.kernels.test_linear import make_heads, norm64, rotate64
 from tests.kernels.test_w8a8 import assert_product, make_linear, product64
-from tridecode.kernels.gemm.table import Plan, choose
+from tridecode.kernels.gemm.plan import Plan
+from tridecode.kernels.gemm.table import choose
 from tridecode.kernels.library import KernelError
 from tridecode.kernels.ops import Linear, Norm
 

@@ -8,7 +8,7 @@ import torch
 from tests.kernels.conftest import Place
 from tests.kernels.test_linear import make_linear, product64
 from tridecode.kernels.gemm import cublas
-from tridecode.kernels.gemm.table import Plan
+from tridecode.kernels.gemm.plan import Plan
 from tridecode.kernels.ops import Linear
 
 #: half a unit in the last place, and what the tensor cores' float32 sums of 4096 numbers add

@@ -35,7 +35,8 @@ from tridecode.kernels.gemm.eight_bit import EightBit
 from tridecode.kernels.gemm.gemms import Gemms
 from tridecode.kernels.gemm.packed import Packed
 from tridecode.kernels.gemm.packed_table import PACKED_TOKENS, choose_packed
-from tridecode.kernels.gemm.table import TWO_PARTS_TOKENS, Device, choose
+from tridecode.kernels.gemm.plan import Device
+from tridecode.kernels.gemm.table import TWO_PARTS_TOKENS, choose
 from tridecode.kernels.gpu import ACTIVATIONS, Gpu
 from tridecode.kernels.library import KernelError
 from tridecode.kernels.ops import Linear, Norm

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from tests.kernels.conftest import Place
 from tests.kernels.numeric import assert_close
 from tests.kernels.test_linear import make_heads, make_linear, product64
-from tridecode.kernels.gemm.table import Gemm, Plan
+from tridecode.kernels.gemm.plan import Gemm, Plan
 from tridecode.kernels.library import KernelError
 
 pytestmark = pytest.mark.gpu

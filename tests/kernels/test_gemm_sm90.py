@@ -13,7 +13,9 @@ from torch import Tensor
 from tests.kernels.conftest import Place
 from tests.kernels.numeric import assert_close
 from tests.kernels.test_linear import make_heads, make_linear, product64
-from tridecode.kernels.gemm.table import SPLIT_K_TOKENS, Device, Gemm, Plan, choose, stream_k_plan
+from tridecode.kernels.gemm.plan import Device, Gemm, Plan
+from tridecode.kernels.gemm.table import choose
+from tridecode.kernels.gemm.table_sm90 import SPLIT_K_TOKENS, stream_k_plan
 from tridecode.kernels.ops import Linear, Norm
 
 pytestmark = pytest.mark.gpu

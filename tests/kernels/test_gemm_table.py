@@ -11,7 +11,9 @@ import pytest
 from tridecode.kernels.bench.shapes import SHAPES, ModelShape
 from tridecode.kernels.build import source, sources
 from tridecode.kernels.explain import DEVICES, lines
-from tridecode.kernels.gemm.table import Device, Gemm, Plan, choose, library_rows
+from tridecode.kernels.gemm.plan import Device, Gemm, Plan
+from tridecode.kernels.gemm.table import choose
+from tridecode.kernels.gemm.table_sm90 import library_rows
 from tridecode.tools.bench.presets import PRESETS
 
 H200 = DEVICES["h200"]

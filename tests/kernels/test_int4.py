@@ -41,7 +41,7 @@ from tridecode.kernels.gemm.packed_table import (
     INT4_TOKENS,
     choose_packed,
 )
-from tridecode.kernels.gemm.table import Gemm, Plan
+from tridecode.kernels.gemm.plan import Gemm, Plan
 from tridecode.kernels.ops import Linear, Norm
 
 DTYPES = [torch.float16, torch.bfloat16]

@@ -13,7 +13,7 @@ from tests.kernels.batches import make_batch
 from tests.kernels.conftest import Place
 from tests.kernels.numeric import assert_close
 from tridecode.kernels.checks import ShapeError
-from tridecode.kernels.gemm.table import Plan
+from tridecode.kernels.gemm.plan import Plan
 from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm, Rope
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -16,7 +16,7 @@ from tests.kernels.test_linear import HeadsCase, make_heads, norm64
 from tests.kernels.test_packed_weight import quantized
 from tridecode.kernels.formats.packed_weight import PackedWeight
 from tridecode.kernels.formats.quantized import QuantizedWeight
-from tridecode.kernels.gemm.table import Plan
+from tridecode.kernels.gemm.plan import Plan
 from tridecode.kernels.ops import Linear, Norm
 
 DTYPES = [torch.float16, torch.bfloat16]

@@ -19,7 +19,7 @@ from tridecode.kernels.formats.packed_weight import (
 from tridecode.kernels.formats.quantized import QuantizedWeight, packed
 from tridecode.kernels.formats.round_to_nearest import round_to_nearest
 from tridecode.kernels.gemm.packed_table import PACKED_TOKENS, choose_packed
-from tridecode.kernels.gemm.table import Device, Gemm
+from tridecode.kernels.gemm.plan import Device, Gemm
 
 H200 = Device(90, 132, 232448, (132, 66, 44))
 

@@ -6,7 +6,8 @@ import pytest
 
 from tridecode.kernels.explain import DEVICES
 from tridecode.kernels.gemm.packed_table import choose_packed
-from tridecode.kernels.gemm.table import Gemm, choose, choose_8_bit
+from tridecode.kernels.gemm.plan import Gemm
+from tridecode.kernels.gemm.table import choose, choose_8_bit
 from tridecode.kernels.paths import paths
 
 

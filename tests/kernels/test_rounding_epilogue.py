@@ -22,7 +22,9 @@ from tests.kernels.test_linear import HeadsCase, make_heads
 from tests.rounded_cache import stored
 from tridecode.kernels.formats.kv_rounding import CACHE_DTYPES, expanded
 from tridecode.kernels.gemm.packed_table import choose_packed
-from tridecode.kernels.gemm.table import ROUNDING_KERNELS, Gemm, Plan, choose
+from tridecode.kernels.gemm.plan import Gemm, Plan
+from tridecode.kernels.gemm.table import choose
+from tridecode.kernels.gemm.table_sm90 import ROUNDING_KERNELS
 from tridecode.kernels.ops import CacheLayer, Linear
 
 pytestmark = pytest.mark.gpu

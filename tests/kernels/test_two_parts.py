@@ -20,7 +20,9 @@ from tests.kernels.numeric import assert_close
 from tests.kernels.test_linear import make_heads
 from tridecode.kernels.formats.quantized import QuantizedWeight, two_parts
 from tridecode.kernels.formats.round_to_nearest import round_to_nearest
-from tridecode.kernels.gemm.table import SPLIT_K_TOKENS, Device, Gemm, Plan, choose, stream_k_plan
+from tridecode.kernels.gemm.plan import Device, Gemm, Plan
+from tridecode.kernels.gemm.table import choose
+from tridecode.kernels.gemm.table_sm90 import SPLIT_K_TOKENS, stream_k_plan
 from tridecode.kernels.ops import Linear, Norm
 
 gpu = pytest.mark.gpu

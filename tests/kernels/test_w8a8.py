@@ -29,7 +29,9 @@ from tridecode.kernels.formats.quantized import (
 )
 from tridecode.kernels.formats.round_to_nearest import round_to_nearest
 from tridecode.kernels.gemm.eight_bit import Fp8Blocks, quantize_rows
-from tridecode.kernels.gemm.table import SPLIT_K_TOKENS, Device, Gemm, Plan, choose, stream_k_plan
+from tridecode.kernels.gemm.plan import Device, Gemm, Plan
+from tridecode.kernels.gemm.table import choose
+from tridecode.kernels.gemm.table_sm90 import SPLIT_K_TOKENS, stream_k_plan
 from tridecode.kernels.ops import Linear, Norm
 
 gpu = pytest.mark.gpu
