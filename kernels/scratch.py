@@ -53,7 +53,7 @@ class PeerLimits(NamedTuple):
 
 
 #: The one place that chooses. Two ranks send in one shot what NCCL would, so that longer steps are summed in
-#: several launches; measured (docs/lab/engine_speed.md). More ranks leave longer steps to NCCL. Their limits
+#: several launches; measured (docs/lab/two_gpus.md). More ranks leave longer steps to NCCL. Their limits
 #: are not measured, because no machine with four GPUs was at hand: those of one shot are where vLLM's kernel
 #: goes over to two shots on NVLink (csrc/custom_all_reduce.cuh), those of two shots are guesses below the 32
 #: MiB up to which vLLM's kernel serves four H100s (distributed/device_communicators/all_reduce_utils.py).

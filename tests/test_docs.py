@@ -55,6 +55,7 @@ LISTED = {
     r"tridecode bench load ": "takes a minute or more",
     r"tridecode bench ": "needs a GPU and takes minutes",
     r"python -m tridecode\.tools\.bench\.ranks ": "needs several GPUs and takes minutes",
+    r"python -m tridecode\.tools\.bench\.floors": "reads results: tests/tools/bench/test_floors.py runs it",
     r"python -m tridecode\.kernels\.": "needs a GPU or nvcc",
     r"(PYTHONPATH=\$PWD )?python (tools/)?(gpt/)?(identity_test|end_to_end_test|issue_request|evaluate_)":
         "FasterTransformer's program: `make clients` runs it",
@@ -192,6 +193,25 @@ def test_the_files_that_a_page_links_to_exist(page: Path) -> None:
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
     for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text):
         assert (page.parent / target).exists(), target
+
+
+def sections(page: Path) -> set[str]:
+    """The names that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_sections_that_a_page_links_to_exist(page: Path) -> None:
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    for target, section in re.findall(r"\]\(([^)#:\s]*)#([^)\s]+)\)", text):
+        assert section in sections(page.parent / target if target else page), f"{target}#{section}"
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "README.md").read_text() + (ROOT / "docs" / "lab" / "README.md").read_text()
+    missing = [page.name for page in PAGES if page.name != "README.md" and f"{page.name})" not in index]
+    assert missing == []
 
 
 def test_python_examples_compile() -> None:

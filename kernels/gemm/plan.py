@@ -57,7 +57,7 @@ class Plan(NamedTuple):
 
 
 #: above this many tokens cuBLAS is level or faster: 16384 x 4096, 64 tokens: 34.7 stream-K, 37.0 cuBLAS; at
-#: 96 LLaMA's steps gained 2 to 4 %, BLOOM's lost at 72 to 128 (docs/lab/engine_speed.md)
+#: 96 LLaMA's steps gained 2 to 4 %, BLOOM's lost at 72 to 128 (docs/lab/kernels.md)
 LARGE_TOKENS = 64
 #: fewest stages of a cluster: each cluster that shares a tile costs the time of about one
 LEAST_STAGES = 4

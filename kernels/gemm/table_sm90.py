@@ -41,7 +41,7 @@ LARGE_WEIGHTS = 1 << 24
 #: clusters per tile, also of 6144 and 8192 rows, gained 0 to 9 % in int8 up to 128 tokens, and lost elsewhere
 EVEN_SPLIT_STAGES = 100
 #: SwiGLU saves a pass over gate and up, so gemm_sm90_stream_k wins there except in this range of tokens: up
-#: to 256 by bandwidth, from 1024 on by the pass (docs/lab/engine_speed.md, "At 256 sequences")
+#: to 256 by bandwidth, from 1024 on by the pass (docs/lab/kernels.md, "At 256 sequences")
 SWIGLU_LIBRARY = range(257, 1024)
 #: 2/3 of the multiprocessors read weights as fast as all of them, and leave the rest to the next kernel
 SPLIT_K_FILL = (2, 3)

@@ -1,4 +1,4 @@
-"""Tables of the reliability tests, for a terminal and for docs/design/reliability.md."""
+"""Tables of the reliability tests, for a terminal and for docs/lab/soak.md."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 
 A step takes the time of its cached tokens, the longer of reading all weights and of multiplying its tokens,
 and a constant, which is larger if it has prompts (StepCost). The constants are an H200's with 16-bit weights
-(docs/lab/engine_speed.md); the host is never the limit. Two steps are in flight, as in the loop that serves.
+(docs/lab/loads.md); the host is never the limit. Two steps are in flight, as in the loop that serves.
 """
 
 from __future__ import annotations

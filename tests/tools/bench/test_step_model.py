@@ -1,4 +1,4 @@
-"""The model of step costs against measured runs (docs/lab/engine_speed.md), and sums of parts."""
+"""The model of step costs against measured runs (docs/lab/loads.md), and sums of parts."""
 
 from __future__ import annotations
 
