@@ -145,7 +145,7 @@ TORCH_FREE = (
     "backend.engine.schedule.admission",
     "backend.engine.cache.cache_manager",
     "backend.engine.schedule.planner",
-    "backend.engine.cache.block_pool",
+    "backend.engine.cache.block_index",
     "backend.engine.schedule.sequence",
     "backend.engine.step.plan",
     "backend.engine.front",

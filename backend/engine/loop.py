@@ -173,14 +173,14 @@ class DecodeLoop:
     def _tell(self) -> None:
         """Update the status for heartbeats and metrics."""
         scheduler, status, now = self.scheduler, self.status, time.monotonic()
-        pool = scheduler.cache.pool
+        index = scheduler.cache.index
         if not scheduler.can_step:
             status.busy_since = 0.0
         if now - self._told < _TELL_S and scheduler.has_work:
             return
         self._told = now
         status.running, status.waiting = scheduler.num_running, scheduler.num_requests
-        status.free_blocks, status.total_blocks = pool.num_free, pool.num_blocks
+        status.free_blocks, status.total_blocks = index.num_free, index.num_blocks
         status.metrics = {
             **asdict(scheduler.counters),
             "requests_waiting": scheduler.num_waiting,

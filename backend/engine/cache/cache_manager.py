@@ -1,21 +1,21 @@
 """Who holds which batch slot and which blocks of the paged cache; sharing and copy on write. No torch.
 
-Sequences that forked share blocks. A full block is never written again. A partial block that is shared is
-copied for the fork before its next token, unless the other holders are gone by then. Blocks outlive their
-sequence only in a session (sessions.py), which gives them back to `admit` or when others need them.
+Forks, samples of one prompt and rounds of a session are users of the same blocks in the index. A full block
+is never written again. A partial block that is shared is copied for the fork before its next token, unless
+the other users are gone by then. A block with an identity outlives its sequence until others need its place;
+only sessions (sessions.py) give identities.
 """
 
 from __future__ import annotations
 
 import heapq
-from typing import Callable
 
 import numpy as np
 
-from tridecode.backend.engine.cache.block_pool import BlockPool
-from tridecode.backend.engine.cache.sessions import SessionRow
+from tridecode.backend.engine.cache.block_index import BlockIndex, Context
+from tridecode.backend.engine.cache.sessions import Held
 from tridecode.backend.engine.schedule.admission import SchedulerLimits
-from tridecode.backend.engine.schedule.sequence import Sequence
+from tridecode.backend.engine.schedule.sequence import Sequence, SequenceGroup
 
 NO_RING = np.iinfo(np.int32).max
 
@@ -25,18 +25,17 @@ class CacheManager:
 
     lengths: (S,) int32, tokens in the cache once the planned steps have run; of a ring (sessions.py), tokens
     that were ever in it. tables: (S, M) int32, blocks. rings: (S,) int32, places that the tokens of a slot
-    have in the cache; NO_RING: as many as they need. reclaim: frees so many more blocks if it can.
+    have in the cache; NO_RING: as many as they need.
     """
 
     def __init__(self, limits: SchedulerLimits):
-        self.pool = BlockPool(limits.num_blocks)
+        self.index = BlockIndex(limits.num_blocks)
         self.block_tokens = limits.block_tokens
         self.lengths = np.zeros(limits.max_sequences, np.int32)
         columns = -(-limits.max_sequence_tokens // limits.block_tokens)
         self.tables = np.zeros((limits.max_sequences, columns), np.int32)
         self.reserved = 0  # free slots that running beam groups keep for their beams
         self.rings = np.full(limits.max_sequences, NO_RING, np.int32)
-        self.reclaim: Callable[[int], None] = lambda count: None
         self._free_slots = list(range(limits.max_sequences))  # a heap
         self._sharing: list[Sequence] = []  # forks since the last plan whose partial block may be shared
         self._cleared: list[int] = []
@@ -48,29 +47,49 @@ class CacheManager:
         return len(self._free_slots) - self.reserved
 
     def admit(self, sequence: Sequence, shift: int = 0, prefix: Sequence | None = None) -> bool:
-        """A slot and the blocks of all known tokens; False, and nothing done, where they are not free.
+        """Assign a slot and the blocks of all known tokens; False, and nothing done, where they are not free.
 
-        shift: of its rotary positions. A row of a session gets the blocks that the session kept. prefix: a
-        sequence with the same prompt, all of which earlier plans have put into the cache. The new one has all
-        of the prompt but its last token at once: full blocks are shared, a partial one is copied.
+        shift: added to the rotary positions. prefix: a sequence with the same prompt, all of which earlier
+        plans have put into the cache. The sequence uses the blocks of what `prefix` or its session has in
+        the cache. It takes the last of them over if that is partial and nobody else needs it, and else gets
+        a copy.
         """
         if self.num_free_slots < 1:
             return False
-        row = sequence.group.row
-        if row is not None:
-            return self._admit_row(sequence, row, shift)
-        needed = -(-sequence.num_known // self.block_tokens)
-        length = len(sequence.prompt) - 1 if prefix is not None else 0
-        shared = prefix.blocks[: length // self.block_tokens] if prefix is not None else []
-        if not self._have(needed - len(shared)):
+        row, size = sequence.group.row, self.block_tokens
+        needed = -(-(sequence.num_known if row is None else row.capacity(sequence.num_known)) // size)
+        if row is not None and needed > self.index.num_free + self.index.num_kept:
             return False
-        own = self.pool.allocate(needed - len(shared))
-        if prefix is not None and length % self.block_tokens:
-            source = prefix.blocks[len(shared)]
+        length, blocks = self._cached(sequence, shift, prefix)
+        self.index.share(blocks)  # from now on they are not evicted
+        written = blocks if row is not None and row.ring else blocks[length // size :]
+        copied = bool(written) and not self.index.is_exclusive(written[-1])
+        if not self._have(needed - len(blocks) + copied):
+            self.index.release(blocks)
+            return False
+        own = self.index.allocate(needed - len(blocks) + copied)
+        if copied:
+            source = blocks.pop()
             self._block_copies[own[0]] = self._block_copies.get(source, source)
-        self.pool.share(shared)
-        self._take_slot(sequence, length, shared + own)
+            self.index.release([source])
+        elif written:
+            self.index.forget(written)
+        self._take_slot(sequence, length, blocks + own)
+        if row is not None:
+            row.begin(length // size)
+            self.rings[sequence.slot] = row.ring or NO_RING
         return True
+
+    def _cached(self, sequence: Sequence, shift: int, prefix: Sequence | None) -> tuple[int, list[int]]:
+        """How many of the sequence's first tokens are in the cache, and their blocks; its last token never is
+        one of them."""
+        group = sequence.group
+        if group.row is not None:
+            return group.row.find(self.index, sequence.num_known, context_of(group, shift), self.block_tokens)
+        if prefix is None:
+            return 0, []
+        length = len(sequence.prompt) - 1
+        return length, prefix.blocks[: -(-length // self.block_tokens)]
 
     def admit_beams(self, beams: list[Sequence], width: int) -> bool:
         """Slots and blocks of all beams of a group, which have equally many tokens; the rest of `width` slots
@@ -83,42 +102,30 @@ class CacheManager:
         if self.num_free_slots < width or not self._have(len(beams) * (needed - shared) + shared):
             return False
         self.reserved += width - len(beams)
-        self._take_slot(first, 0, self.pool.allocate(needed))
+        self._take_slot(first, 0, self.index.allocate(needed))
         for beam in others:
             held = first.blocks[:shared]
-            self.pool.share(held)
-            self._take_slot(beam, shared * size, held + self.pool.allocate(needed - shared))
+            self.index.share(held)
+            self._take_slot(beam, shared * size, held + self.index.allocate(needed - shared))
         return True
 
     def branch(self, parent: Sequence, child: Sequence) -> None:
         """A reserved slot for a new beam, which shares all of its parent's blocks. The parent has no token in
         flight, and `make_room` comes before either writes. The next plan copies the slot's sampling state."""
         self.reserved -= 1
-        self.pool.share(parent.blocks)
-        self._take_slot(child, self.lengths[parent.slot], parent.blocks)
+        self._join(parent, child)
         self._slot_copies[child.slot] = parent.slot
 
-    def _admit_row(self, sequence: Sequence, row: SessionRow, shift: int) -> bool:
-        first, peak = row.first_missing(sequence.num_known, shift), row.peak
-        written, blocks = row.written, row.take()
-        needed = -(-row.capacity(sequence.num_known) // self.block_tokens)
-        if first == 0 or len(blocks) > needed:
-            kept = needed if first else 0
-            self.pool.release(blocks[kept:])
-            blocks, written = blocks[:kept], min(written, kept * self.block_tokens)
-        if not self._have(needed - len(blocks)):  # its own blocks are not there to be reclaimed
-            row.blocks, row.written, row.peak = blocks, written, peak if blocks else 0
-            return False
-        row.peak = peak if first else 0
-        self._take_slot(sequence, first, blocks + self.pool.allocate(needed - len(blocks)))
-        self.rings[sequence.slot] = row.ring or NO_RING
-        return True
+    def _join(self, parent: Sequence, child: Sequence) -> None:
+        """Make the child a user of all of its parent's blocks, with a slot of its own."""
+        self.index.share(parent.blocks)
+        self._take_slot(child, self.lengths[parent.slot], parent.blocks)
 
     def _have(self, blocks: int) -> bool:
-        """Whether so many blocks are free, once sessions have given back what they hold."""
-        if blocks > self.pool.num_free:
-            self.reclaim(blocks - self.pool.num_free)
-        return blocks <= self.pool.num_free
+        """Whether so many blocks are free, once kept ones have been evicted."""
+        if blocks > self.index.num_free:
+            self.index.evict(blocks - self.index.num_free)
+        return blocks <= self.index.num_free
 
     def fork(self, parent: Sequence, child: Sequence, *, copy_state: bool) -> bool:
         """A slot for the child, which shares all of the parent's blocks; False where no slot is free.
@@ -126,20 +133,24 @@ class CacheManager:
         The parent has no token in flight. copy_state: the next plan copies the slot's sampling state."""
         if self.num_free_slots < 1:
             return False
-        self.pool.share(parent.blocks)
-        self._take_slot(child, self.lengths[parent.slot], parent.blocks)
+        self._join(parent, child)
         if copy_state:  # a parent that is itself to be copied to its slot stands for its source
             self._slot_copies[child.slot] = self._slot_copies.get(parent.slot, parent.slot)
         if self.lengths[child.slot] % self.block_tokens:
             self._sharing.append(child)
         return True
 
+    def held(self, sequence: Sequence, shift: int) -> Held:
+        """What a sequence with a slot has in the cache. shift: of its rotary positions."""
+        length = self.lengths.item(sequence.slot)
+        return Held(sequence.blocks, length, context_of(sequence.group, shift))
+
     def release(self, sequence: Sequence) -> None:
         """Take slot and blocks back. A step in flight may still write them; their next use runs after it."""
         heapq.heappush(self._free_slots, sequence.slot)
-        self.pool.release(sequence.blocks)
+        self.index.release(sequence.blocks)
         if sequence.group.learned is not None and sequence.group.learned.size:
-            self._cleared += [block for block in sequence.blocks if not self.pool.users(block)]
+            self._cleared += [block for block in sequence.blocks if not self.index.users(block)]
         self._slot_copies.pop(sequence.slot, None)
         if self._block_copies:
             for block in sequence.blocks:
@@ -165,14 +176,14 @@ class CacheManager:
         if places >= self.rings.item(sequence.slot):  # a ring has all its blocks, and shares none
             return True
         is_full = self.lengths.item(sequence.slot) == places
-        if not is_full and self.pool.users(sequence.blocks[-1]) == 1:
+        if not is_full and self.index.users(sequence.blocks[-1]) == 1:
             return True
         if not self._have(1):
             return False
-        blocks = self.pool.allocate(1)
+        blocks = self.index.allocate(1)
         if not is_full:  # copy on write
             self._block_copies[blocks[0]] = shared = sequence.blocks.pop()
-            self.pool.release([shared])
+            self.index.release([shared])
         self._add_blocks(sequence, blocks)
         return True
 
@@ -200,3 +211,11 @@ class CacheManager:
         held = len(sequence.blocks)
         sequence.blocks += blocks
         self.tables[sequence.slot, held : len(sequence.blocks)] = blocks
+
+
+def context_of(group: SequenceGroup, shift: int) -> Context:
+    """What the keys and values of the group's tokens depend on. shift: added to their rotary positions."""
+    row, prompt = group.row, -1 if group.learned is None else group.learned.number
+    if row is None:
+        return Context(group.adapter, prompt, shift)
+    return Context(group.adapter, prompt, shift, row.ring, row.salt)

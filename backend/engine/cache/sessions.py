@@ -1,9 +1,9 @@
 """Sessions: conversations whose tokens, and as far as possible keys and values, outlive their requests.
 
 A request with a SessionRound is a round of a session; each of its rows goes on from the tokens that the door
-names. Between rounds a row has no slot. It holds its cache blocks until others need them: idle sessions give
-blocks back first, the one that was used longest ago before the others. What is missing is computed again from
-the kept tokens, so an answer does not depend on it. Host only: no torch.
+names. Between rounds a row has no slot. Its cache blocks stay in the index (block_index.py) without a user,
+until others need their place; the next round finds those that are left. What is missing is computed again
+from the kept tokens, so an answer does not depend on it. Host only: no torch.
 
 With memory_len (the row's `ring`), the token at position p is cached at index p mod ring, in place of the
 token `ring` positions before it, which no later token sees. Positions stay absolute. Source:
@@ -12,6 +12,7 @@ FasterTransformer's circular cache (memory_max_len of its decoder attention).
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Callable, NamedTuple
@@ -19,7 +20,7 @@ from typing import Callable, NamedTuple
 import numpy as np
 
 from tridecode.backend.base.errors import CapacityError, RequestError, SessionGoneError, UnsupportedError
-from tridecode.backend.engine.cache.block_pool import BlockPool
+from tridecode.backend.engine.cache.block_index import BlockIndex, Context
 from tridecode.backend.engine.schedule.admission import SchedulerLimits
 from tridecode.backend.wire.messages import SessionRound, Submit
 
@@ -33,70 +34,101 @@ _EXPIRY_S = 0.5  # interval at which idle sessions are looked for
 _MAX_REASONS = 1024
 
 _NOTHING = np.zeros(0, np.int32)
+_ROWS = itertools.count()
 
 
 class Held(NamedTuple):
-    """What a sequence had in the cache when it ended: `written` tokens, their rotary positions + shift."""
+    """What a sequence has in the cache: `written` tokens in its blocks, computed in that context."""
 
     blocks: list[int]
     written: int
-    shift: int
+    context: Context
 
 
 @dataclass(eq=False)
 class SessionRow:
-    """One conversation. While its sequence has a slot, `blocks` are the sequence's and empty here.
+    """One conversation.
 
     tokens: (n,) int32, all tokens up to the end of the last round. ring: see above; 0: every token stays in
-    the cache. blocks: of the first `written` tokens, or of the last `ring` of them. peak: tokens ever written
-    to these blocks, `written` or more. shift: of the tokens' rotary positions. reusable: how many of the
-    first tokens the running round has in common with those of the round before.
+    the cache. keys: the identities of the blocks that were computed for the first `written` tokens, or for
+    the last `ring` of them, in that context; evicted ones are not in the index. peak: tokens ever written to
+    these blocks, `written` or more. reusable: how many of the first tokens the running round has in common
+    with those of the round before. salt: keeps its blocks apart from those of every other row.
     """
 
     ring: int = 0
     tokens: np.ndarray = field(default_factory=lambda: _NOTHING)
-    blocks: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
     written: int = 0
     peak: int = 0
-    shift: int = 0
+    context: Context = Context()
     reusable: int = 0
+    salt: str = field(default_factory=lambda: f"session row {next(_ROWS)}")
 
     def capacity(self, tokens: int) -> int:
         """Places in the cache that a sequence of so many tokens needs."""
         return min(tokens, self.ring) if self.ring else tokens
 
-    def first_missing(self, num_known: int, shift: int) -> int:
-        """The position from which a sequence of num_known tokens must be computed; its last one always is."""
-        first = min(self.written, self.reusable, num_known - 1)
+    def find(
+        self, index: BlockIndex, num_known: int, context: Context, block_tokens: int
+    ) -> tuple[int, list[int]]:
+        """The position from which a sequence of num_known tokens must be computed, and the blocks of the
+        tokens before it. The last token always is computed. Blocks of no use to the sequence lose their
+        identity."""
+        found = index.find(self.keys)
+        first = min(self._present(len(found), block_tokens), self.reusable, num_known - 1)
         # a ring that has wrapped lacks what the positions before its newest see
-        if shift != self.shift or (0 < self.ring < self.peak and first < self.peak - 1):
-            return 0
-        return first
+        if context != self.context or (0 < self.ring < self.peak and first < self.peak - 1):
+            first = 0
+        used = -(-self.capacity(first) // block_tokens)
+        index.forget(found[used:])
+        del self.keys[used:]
+        self.written, self.peak = first, self.peak if first else 0
+        return first, found[:used]
 
-    def take(self) -> list[int]:
-        """The blocks, which are the caller's now."""
-        blocks, self.blocks, self.written, self.peak = self.blocks, [], 0, 0
-        return blocks
+    def _present(self, blocks: int, block_tokens: int) -> int:
+        """Tokens in the cache if the first `blocks` blocks are. A ring that has wrapped needs all of them."""
+        if 0 < self.ring < self.peak:
+            return self.written if blocks == len(self.keys) else 0
+        return min(self.written, blocks * block_tokens)
 
-    def shed(self, count: int, block_tokens: int) -> list[int]:
-        """`count` of the blocks, the last tokens' first; all of them where the others are useless."""
-        if count <= 0:
-            return []
-        if 0 < self.ring < self.peak or count >= len(self.blocks):
-            return self.take()
-        kept = len(self.blocks) - count
-        shed, self.blocks = self.blocks[kept:], self.blocks[:kept]
-        self.written = min(self.written, kept * block_tokens)
-        return shed
+    def begin(self, full_blocks: int) -> None:
+        """A sequence uses the blocks that `find` returned. It writes to those that are not full, and to all
+        of a ring."""
+        del self.keys[0 if self.ring else full_blocks :]
+        if self.ring:
+            self.written = 0
 
-    def keep(self, tokens: np.ndarray, held: Held | None) -> None:
-        """A round has ended with these tokens (n,). held: None where its sequence had no slot."""
+    def keep(self, index: BlockIndex, tokens: np.ndarray, held: Held | None, block_tokens: int) -> None:
+        """A round has ended with these tokens (n,). The blocks that its sequence is about to release get
+        their identities. held: None where the sequence had no slot."""
         self.tokens = tokens
         if held is None:
             self.written = min(self.written, self.reusable)
-        else:
-            self.blocks, self.written, self.shift = held
-            self.peak = max(self.peak, self.written)
+            return
+        self.written, self.context = min(held.written, len(tokens)), held.context
+        self.peak = max(self.peak, held.written)
+        if not self.written:
+            self.forget(index)
+            return
+        ids = np.ascontiguousarray(tokens[: self.written], "<i4")
+        parent = index.root(held.context)
+        if 0 < self.ring < self.peak:  # every block has the newest tokens of some of its places
+            whole = ids.tobytes() + self.peak.to_bytes(8, "little")
+            (parent,) = index.chain(parent, whole, len(whole))
+            self.keys = index.chain(parent, bytes(-(-self.capacity(self.written) // block_tokens)), 1)
+            index.insert(parent, self.keys, held.blocks)
+            return
+        known = len(self.keys)  # of full blocks, which the sequence shared
+        parent = self.keys[-1] if self.keys else parent
+        keys = index.chain(parent, ids[known * block_tokens :].tobytes(), 4 * block_tokens)
+        index.insert(parent, keys, held.blocks[known:])
+        self.keys += keys
+
+    def forget(self, index: BlockIndex) -> None:
+        """Take the identities of all blocks; those without a user become free."""
+        index.forget(index.find(self.keys))
+        self.keys, self.written = [], 0
 
 
 @dataclass(eq=False)
@@ -123,8 +155,8 @@ class SessionStore:
     limits.ring_fault: why this model cannot keep the last tokens alone; "" if it can.
     """
 
-    def __init__(self, pool: BlockPool, limits: SchedulerLimits, clock: Callable[[], float]):
-        self._pool, self._limits, self._clock = pool, limits, clock
+    def __init__(self, index: BlockIndex, limits: SchedulerLimits, clock: Callable[[], float]):
+        self._index, self._limits, self._clock = index, limits, clock
         self._sessions: OrderedDict[tuple[bytes, int], Session] = OrderedDict()  # longest unused first
         self._reasons: OrderedDict[tuple[bytes, int], str] = OrderedDict()  # of sessions that are gone
         self._reserved = 0
@@ -135,8 +167,8 @@ class SessionStore:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that sessions without a running sequence hold."""
-        return sum(len(row.blocks) for session in self._sessions.values() for row in session.rows)
+        """Blocks of sessions that no running sequence uses."""
+        return self._index.num_kept
 
     def check(
         self, door: bytes, submit: Submit, prompts: list[np.ndarray]
@@ -234,22 +266,10 @@ class SessionStore:
 
     def keep(self, door: bytes, number: int, row: SessionRow, tokens: np.ndarray, held: Held | None) -> None:
         """A sequence of the running round has ended with these tokens (n,) int32."""
-        row.keep(tokens, held)
-        size, places = self._limits.block_tokens, row.capacity(row.written)
-        self._pool.release(row.shed(len(row.blocks) - -(-places // size), size))
+        row.keep(self._index, tokens, held, self._limits.block_tokens)
         session = self._sessions[door, number]
         session.running -= 1
         session.used_at = self._clock()
-
-    def reclaim(self, count: int) -> None:
-        """Free `count` more blocks of the pool, as far as sessions hold them."""
-        wanted = self._pool.num_free + count
-        for session in self._sessions.values():
-            for row in session.rows:
-                missing = wanted - self._pool.num_free
-                if missing <= 0:
-                    return
-                self._pool.release(row.shed(missing, self._limits.block_tokens))
 
     def end(self, door: bytes, number: int, reason: str = "it was ended") -> None:
         """Forget a session that has no running round; an unknown one is ignored."""
@@ -257,7 +277,7 @@ class SessionStore:
         if session is None:
             return
         for row in session.rows:
-            self._pool.release(row.take())
+            row.forget(self._index)
         self._reserved -= session.reserved
         self._reasons[door, number] = reason
         if len(self._reasons) > _MAX_REASONS:

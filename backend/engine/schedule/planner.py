@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tridecode.backend.engine.cache.cache_manager import NO_RING, CacheManager
+from tridecode.backend.engine.cache.sessions import Held
 from tridecode.backend.engine.prompt_tables.book import PromptBook, vocabulary_tokens
 from tridecode.backend.engine.schedule import sequence_outputs as extras
 from tridecode.backend.engine.schedule.admission import Counters, LazyHeap, SchedulerLimits
@@ -54,8 +55,8 @@ class Planner:
     (HELD_SHARE). Where sequences queue for few slots, their prompts are spread over the steps (spread.py).
 
     A sequence whose last token is in flight gives slot and blocks back: what is planned next runs after the
-    step that still uses them. It keeps them for a session, which takes them over, and for other samples of
-    its prompt, which share them.
+    step that still uses them. It keeps them for a session, whose blocks get their identity when the answer is
+    known, and for other samples of its prompt, which share them.
 
     With longrope, all of a prompt of more than limits.long_prompt_tokens is rotated with the long factors:
     its positions are shifted to the second half of the rotary table. With limits.recompute_long, a sequence
@@ -132,11 +133,9 @@ class Planner:
         self.beams.release(group)
         self._prefilling = [sequence for sequence in self._prefilling if sequence.group is not group]
 
-    def detach(self, sequence: Sequence) -> tuple[list[int], int, int]:
-        """The blocks of a sequence with a slot, which are the caller's now, the tokens written to them, and
-        the shift of their positions."""
-        blocks, sequence.blocks = sequence.blocks, []
-        return blocks, self.cache.lengths.item(sequence.slot), self._shifts.item(sequence.slot)
+    def held(self, sequence: Sequence) -> Held:
+        """What a sequence with a slot has in the cache."""
+        return self.cache.held(sequence, self._shifts.item(sequence.slot))
 
     def preempt(self, sequence: Sequence) -> None:
         """The sequence, or all beams of its group, is computed again later."""

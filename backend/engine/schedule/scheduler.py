@@ -17,7 +17,7 @@ import numpy as np
 from tridecode.backend.base.errors import DeadlineError, RequestCancelled, RequestError, TridecodeError
 from tridecode.backend.engine.adapters.table import Adapters
 from tridecode.backend.engine.cache.cache_manager import CacheManager
-from tridecode.backend.engine.cache.sessions import Held, SessionRow, SessionStore
+from tridecode.backend.engine.cache.sessions import SessionRow, SessionStore
 from tridecode.backend.engine.prompt_tables.book import PromptBook, refuse_in_session
 from tridecode.backend.engine.schedule import resumption
 from tridecode.backend.engine.schedule.admission import (
@@ -64,8 +64,7 @@ class Scheduler:
         self.counters = Counters()
         self.adapters = Adapters() if adapters is None else adapters
         self.cache = CacheManager(limits)
-        self.sessions = SessionStore(self.cache.pool, limits, clock)
-        self.cache.reclaim = self.sessions.reclaim
+        self.sessions = SessionStore(self.cache.index, limits, clock)
         self.prompts = PromptBook() if prompts is None else prompts
         self.planner = Planner(limits, self.cache, self.counters, self.prompts)
         self._requests: dict[tuple[bytes, int], list[SequenceGroup]] = {}  # groups that have not ended
@@ -415,12 +414,12 @@ class Scheduler:
             self._logits.release(key)
 
     def _keep(self, sequence: Sequence, row: SessionRow, finish: Finish) -> None:
-        """The session takes the sequence's blocks, unless an error may have left them unwritten."""
+        """The session indexes the sequence's blocks, unless an error may have left them unwritten."""
         held = None
         if sequence.slot >= 0:
-            held = Held([], 0, 0)
-            if finish is not Finish.ERROR:
-                held = Held(*self.planner.detach(sequence))
+            held = self.planner.held(sequence)
+            if finish is Finish.ERROR:
+                held = held._replace(written=0)
         group = sequence.group
         self.sessions.keep(group.door, group.session, row, sequence.known_tokens(), held)
 

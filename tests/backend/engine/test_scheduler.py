@@ -171,9 +171,9 @@ def test_a_cancelled_request_frees_its_blocks_at_once() -> None:
     run = Run(limits())
     run.submit(1, list(range(20)), max_tokens=10)
     run.step()
-    assert run.scheduler.cache.pool.num_free < 12
+    assert run.scheduler.cache.index.num_free < 12
     run.scheduler.cancel(DOOR, 1)
-    assert run.scheduler.cache.pool.num_free == 12
+    assert run.scheduler.cache.index.num_free == 12
     run.step()
     assert [event.finish for event in run.ends[1, 0]] == ["cancelled"]
 
@@ -187,7 +187,7 @@ def test_a_deadline_ends_a_running_and_a_waiting_request() -> None:
     run.step()
     assert [run.ends[key, 0][0].finish for key in (1, 2)] == ["deadline", "deadline"]
     assert run.ends[1, 0][0].code == "CANCELLED" and "1 of 30 tokens" in run.ends[1, 0][0].error
-    assert run.scheduler.cache.pool.num_free == 12
+    assert run.scheduler.cache.index.num_free == 12
 
 
 def test_a_full_queue_is_answered_with_unavailable() -> None:

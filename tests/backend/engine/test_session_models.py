@@ -106,7 +106,7 @@ def test_a_ring_gives_the_tokens_of_transformers_with_a_band_of_attention(name):
         assert offline.generations[beside].tokens == hf_greedy(model, [3, 5], COUNT)[0]
     assert len(talk.history) == 33
     assert offline.scheduler.sessions.num_blocks == 2  # of 8 tokens
-    offline.scheduler.sessions.reclaim(10**6)
+    offline.scheduler.cache.index.evict(10**6)
     talk.submit([2])
     offline.run()
     assert talk.take() == banded_greedy(model, talk.whole, 10), "from kept tokens alone"
@@ -117,7 +117,7 @@ def test_a_session_that_lost_blocks_gives_the_same_answer():
     offline = offline_engine(model)
     talk = Talk(offline, 1)
     for lost, new in zip((0, 1, 10**6), NEW):
-        offline.scheduler.sessions.reclaim(lost)
+        offline.scheduler.cache.index.evict(lost)
         talk.submit(new)
         offline.run()
         assert talk.take() == hf_greedy(model, talk.whole, COUNT)[0]

@@ -158,7 +158,7 @@ class SessionRun(Run):
     def check_blocks(self) -> None:
         """Every block is free, a sequence's or a session's."""
         held = self.scheduler.sessions.num_blocks + sum(len(sequence.blocks) for sequence in self.open())
-        pool = self.scheduler.cache.pool
+        pool = self.scheduler.cache.index
         assert pool.num_free + held == pool.num_blocks
 
 

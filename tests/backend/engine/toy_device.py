@@ -230,7 +230,7 @@ class Run:
                 break
             self.step()
         assert not self.scheduler.has_work
-        assert self.scheduler.cache.pool.num_free == self.scheduler.limits.num_blocks, "blocks leaked"
+        assert self.scheduler.cache.index.num_free == self.scheduler.limits.num_blocks, "blocks leaked"
         assert self.scheduler.num_running == 0, "slots leaked"
 
     def check_holders(self) -> None:
@@ -239,16 +239,16 @@ class Run:
         without = [s for s in self.open() if s.slot < 0]
         assert all(s.stage in (Stage.WAITING, Stage.DRAINING) and not s.blocks for s in without)
         holders = Counter(block for sequence in running for block in sequence.blocks)
-        blocks = range(cache.pool.num_blocks)
-        assert [cache.pool.users(block) for block in blocks] == [holders[block] for block in blocks]
-        assert cache.pool.num_free == len(blocks) - len(holders)
+        blocks = range(cache.index.num_blocks)
+        assert [cache.index.users(block) for block in blocks] == [holders[block] for block in blocks]
+        assert cache.index.num_free == len(blocks) - len(holders)
         assert len({sequence.slot for sequence in running}) == len(running)
         assert len(running) + cache.reserved == self.scheduler.num_running
         for sequence in running:
             assert cache.tables[sequence.slot, : len(sequence.blocks)].tolist() == sequence.blocks
 
     def _check_written(self, plan: StepPlan) -> None:
-        pool, size = self.scheduler.cache.pool, self.scheduler.limits.block_tokens
+        pool, size = self.scheduler.cache.index, self.scheduler.limits.block_tokens
         for _, block in plan.block_copies:
             assert pool.users(block) == 1, f"block {block} is copied to while {pool.users(block)} hold it"
         for row, sequence in enumerate(plan.sequences):
