@@ -393,6 +393,39 @@ def test_a_prompt_that_grows_into_the_long_factors_is_computed_again():
     assert talk.round([5, 6], 1) == 10  # the prompt is the history and the new tokens: 10 of them
 
 
+def test_tokens_that_another_state_of_an_adapter_computed_are_computed_again():
+    """An adapter that was loaded again has another number."""
+    run = SessionRun(limits())
+    talk = Conversation(run, 1)
+    assert talk.round([1, 2, 3, 4, 5], 4) == 5
+    before = run.device.computed
+    request = talk.submit([6], 2)
+    (sequence,) = run.open()
+    sequence.group.adapter = 7
+    run.until_ended(request)
+    talk.close(request)
+    assert run.device.computed - before == 10
+    assert run.scheduler.sessions.num_blocks == 3
+    run.check_blocks()
+
+
+def test_a_preempted_round_goes_on_from_the_blocks_that_are_left():
+    run = SessionRun(limits())
+    talk = Conversation(run, 1)
+    talk.round([1, 2, 3, 4, 5], 4)
+    before = run.device.computed
+    request = talk.submit([6], 5)
+    run.step()
+    run.settle()
+    (sequence,) = run.open()
+    run.scheduler.planner.preempt(sequence)
+    run.check_blocks()
+    run.until_ended(request)
+    talk.close(request)
+    assert run.device.computed - before == 2 + 3, "two full blocks of the session were still there"
+    run.check_blocks()
+
+
 class _Shifted(DeepDevice):
     """Takes the shift of long prompts off again, which all positions of a row have."""
 
