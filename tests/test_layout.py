@@ -148,6 +148,7 @@ TORCH_FREE = (
     "backend.engine.cache.block_index",
     "backend.engine.schedule.sequence",
     "backend.engine.step.plan",
+    "backend.engine.parts",
     "backend.engine.front",
 )
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from tridecode.backend.engine.adapters.store import Table
-from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm, Ops, Product
 from tridecode.kernels.reference import activated
 
@@ -34,12 +33,19 @@ class _Part:
 
 
 class AdaptedOps:
-    """kernels.ops.Ops for one step of a plan with adapters. tables: by the numbers in plan.adapters."""
+    """kernels.ops.Ops for one step with adapters. numbers: (B,) int32, of each row's adapter, -1 for none.
+    query_starts: (B + 1,) int32, as in StepPlan. tables: by these numbers."""
 
-    def __init__(self, ops: Ops, plan: StepPlan, tables: dict[int, Table], device: torch.device):
+    def __init__(
+        self,
+        ops: Ops,
+        numbers: np.ndarray,
+        query_starts: np.ndarray,
+        tables: dict[int, Table],
+        device: torch.device,
+    ):
         self._ops = ops
-        assert plan.adapters is not None
-        adapters = np.repeat(plan.adapters, np.diff(plan.query_starts))  # (T,)
+        adapters = np.repeat(numbers, np.diff(query_starts))  # (T,)
         self._chunks = [
             (slice(first, first + _CHUNK), _parts(adapters[first : first + _CHUNK], tables, device))
             for first in range(0, len(adapters), _CHUNK)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Callable, Union, cast
+from typing import Any, Callable, Union
 
 import numpy as np
 import torch
@@ -16,29 +17,27 @@ from torch import Tensor
 from tridecode import kernels
 from tridecode.backend import models
 from tridecode.backend.configuration.config import EngineConfig, ModelConfig
-from tridecode.backend.engine.adapters.adapted_ops import AdaptedOps
 from tridecode.backend.engine.adapters.channel import AdapterChannel
 from tridecode.backend.engine.adapters.store import AdapterStore, Place
 from tridecode.backend.engine.adapters.table import Loader, NoLoader
 from tridecode.backend.engine.device.loader import DTYPES, FileWeights
+from tridecode.backend.engine.device.parts.part_run import PartRun
+from tridecode.backend.engine.device.parts.table import part_runs
 from tridecode.backend.engine.device.random_weights import RandomWeights
 from tridecode.backend.engine.device.resolved_settings import choose_num_blocks
-from tridecode.backend.engine.device.returned_logits import StepExtras, prompt_logits, sample_logits
-from tridecode.backend.engine.device.sampling import beam_slots, copy_slots, start_slots
-from tridecode.backend.engine.device.top_tokens import PendingTops, TopLogProbsOfStep
+from tridecode.backend.engine.device.sampling import start_slots
 from tridecode.backend.engine.prompt_tables.store import PromptPlace, PromptStore, load_tasks, prompt_limits
 from tridecode.backend.engine.ranks.agreement import StepDigest, copied_state
 from tridecode.backend.engine.ranks.parallel import GPU, Posted, ProcessRanks, SingleRank, waiting
 from tridecode.backend.engine.ranks.peer_memory import PeerSampler, join_peers
-from tridecode.backend.engine.ranks.vocab_logits import beam_candidates
 from tridecode.backend.engine.ranks.vocab_sampler import sample
 from tridecode.backend.engine.ranks.vocab_share import mask_padding, share_vocabulary, whole_rows
 from tridecode.backend.engine.shadow.load import open_reference
 from tridecode.backend.engine.shadow.run import Scorer
 from tridecode.backend.engine.step.decode_graphs import Capturer, DecodeGraphs, padded_sizes, warm_up_plans
-from tridecode.backend.engine.step.plan import BeamRows, StepPlan, StepResult
+from tridecode.backend.engine.step.plan import StepPlan, StepResult
 from tridecode.backend.engine.step.prefill_graphs import PromptGraphs, step_shapes, tokens_of_graphs
-from tridecode.backend.engine.step.results import empty_host, to_all, to_first, to_host
+from tridecode.backend.engine.step.results import empty_host, to_first, to_host
 from tridecode.backend.engine.step.step_buffers import StepBuffers, StepShape
 from tridecode.backend.models.layers import Context, Weights, Workspace
 from tridecode.backend.models.prompt_ini import PromptSection, read_prompt_section
@@ -64,10 +63,8 @@ class Pending:
     ranks: Ranks
     tokens: Tensor
     log_probs: Tensor
-    extras: StepExtras
+    parts: list[PartRun[Any]]
     ready: torch.cuda.Event | None = None
-    tops: PendingTops | None = None
-    candidates: tuple[Tensor, Tensor] | None = None
     on_result: Callable[[StepResult], None] | None = None
     posted: list[Posted] = field(default_factory=list)
     check: Callable[[], None] | None = None  # raises where the device could not compute the step
@@ -85,14 +82,9 @@ class Pending:
                 self.ready.synchronize()
         if self.check is not None:
             self.check()
-        result = StepResult(
-            self.tokens.numpy().copy(),
-            self.log_probs.numpy().copy(),
-            top_log_probs=self.tops.result() if self.tops is not None else [],
-            **self.extras.on_host(),
-        )
-        if self.candidates is not None:
-            result.candidates = self.candidates[0].numpy(), self.candidates[1].numpy()
+        result = StepResult(self.tokens.numpy().copy(), self.log_probs.numpy().copy())
+        if self.parts:
+            result.parts = [part.result() for part in self.parts]
         if self.on_result is not None:
             self.on_result(result)
         return result
@@ -166,7 +158,6 @@ class Engine:
             (empty_host((rows,), torch.int32, device), empty_host((rows,), torch.float32, device))
             for _ in range(ring)
         ]
-        self._tops: PendingTops | None = None  # of the step that is being launched
         self.graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
         self.shadow = Scorer(self, shadow_weights) if config.shadow_share else None
@@ -401,20 +392,22 @@ class Engine:
         may be launched before `wait`."""
         if self.ranks.rank == 0:
             self.ranks.broadcast_plan(plan)
-        extras = StepExtras()
-        if self.adapters is not None:
-            self.adapters.drop(plan.drop_adapters)
-        if plan.prompts is not None:
-            self.prompts.prepare(plan.prompts, self.caches)
-        self._copy_for_forks(plan)
-        self._tops = None
+        parts: list[PartRun[Any]] = []
+        if plan.parts:
+            parts = part_runs(self, plan)
+            with torch.inference_mode():
+                for part in parts:
+                    part.before()
         x = self.work.hidden[: plan.num_tokens]  # the rows of the plan alone: a graph's batch may have more
         self.ranks.receive(x)
         if not self._replay(plan):
-            extras = self._run(self.buffers.load(plan), plan)
+            self._run(self.buffers.load(plan), plan, parts)
         self.ranks.send(x)
         tokens, log_probs = self._fetch_tokens(plan)
-        candidates = self._candidates(plan.beams) if plan.beams is not None else None
+        if parts:
+            with torch.inference_mode():
+                for part in parts:
+                    part.after_sampling(self._tokens[: plan.num_samples])
         on_result = None if self.digest is None else self._take_digest(self.digest, plan)
         ready = None
         if self.is_asynchronous:
@@ -424,10 +417,8 @@ class Engine:
             self.ranks,
             tokens,
             log_probs,
-            extras,
+            parts,
             ready,
-            self._tops,
-            candidates,
             on_result,
             self.ranks.take_posted(),
             self.ranks.raise_if_lost,
@@ -469,18 +460,17 @@ class Engine:
         return partial(digest.committed, plan)
 
     def _replay(self, plan: StepPlan) -> bool:
-        """Run the plan as a graph, if there is one for it. A step with adapters has none, nor has one that
-        returns logits or top log probs."""
-        if self.graphs is None or self.on_logits is not None or plan.adapters is not None:
+        """Run the plan as a graph, if there is one for it and all its parts allow it."""
+        if self.graphs is None or self.on_logits is not None:
             return False
-        if plan.logit_samples or plan.top_log_probs is not None:
+        if plan.parts and not all(part.captures for part in plan.parts):
             return False
         return self.graphs.replay(plan) is not None or self._replay_prompts(plan)
 
     @torch.inference_mode()
     def _replay_prompts(self, plan: StepPlan) -> bool:
-        """Run a plan with prompts as a graph, if there is one for its shape and it wants tokens only."""
-        if self.prompt_graphs is None or plan.prompts is not None or plan.embeds or plan.logit_rows:
+        """Run a plan with prompts as a graph, if there is one for its shape."""
+        if self.prompt_graphs is None:
             return False
         shape = self.prompt_graphs.shapes.of(plan)
         if shape is None:
@@ -490,51 +480,12 @@ class Engine:
         return True
 
     @property
-    def _first_id(self) -> int:
+    def first_id(self) -> int:
         return 0 if self.vocab is None else self.vocab.first
 
     def _start_slots(self, plan: StepPlan) -> None:
         if plan.starts:
-            start_slots(self.state, plan.starts, self._first_id)
-
-    def _step_ops(self, plan: StepPlan | None) -> Ops:
-        """The operations of a step: with its virtual tokens and the deltas of its adapters, if it has any."""
-        if plan is None:
-            return self.ops
-        ops = self.ops if plan.prompts is None else self.prompts.ops(self.ops, plan.prompts.virtual)
-        if plan.adapters is None:
-            return ops
-        assert self.adapters is not None
-        numbers = set(plan.adapters[plan.adapters >= 0].tolist())
-        tables = {number: self.adapters.table(number) for number in numbers}
-        return cast(Ops, AdaptedOps(ops, plan, tables, self.device))
-
-    @torch.inference_mode()
-    def _candidates(self, beams: BeamRows) -> tuple[Tensor, Tensor]:
-        """The most likely tokens of the plan's beams and their log probabilities, on the way to the host.
-        `sample` has left the logits of these rows as they were."""
-        shape = (len(beams.rows), min(beams.width, self.model_config.vocab_size))
-        ids = torch.zeros(shape, dtype=torch.int32, device=self.device)
-        log_probs = torch.zeros(shape, dtype=torch.float32, device=self.device)
-        if self.is_last_stage:
-            choose = self.ops.candidates
-            if self.vocab is not None:
-                choose = partial(beam_candidates, vocab=self.vocab, ranks=self.ranks)
-            choose(
-                self.work.logits, *beam_slots(self.state, beams, self._first_id), ids=ids, log_probs=log_probs
-            )
-        return to_all(self.ranks, ids), to_all(self.ranks, log_probs)
-
-    @torch.inference_mode()
-    def _copy_for_forks(self, plan: StepPlan) -> None:
-        """Execute the plan's copies; all sources are read before any destination is written."""
-        if plan.block_copies:
-            sources, destinations = torch.tensor(plan.block_copies, device=self.device).unbind(1)
-            for cache in self.caches:
-                for tensor in cache.tensors:
-                    tensor[destinations] = tensor[sources]
-        if plan.slot_copies:
-            copy_slots(self.state, *zip(*plan.slot_copies))
+            start_slots(self.state, plan.starts, self.first_id)
 
     def check_device(self) -> None:
         """Make the device do a little work and wait for it: a device that died is noticed without a step.
@@ -546,13 +497,20 @@ class Engine:
             self._pulse.add_(1)
             self._synchronize()
 
+    def _step_ops(self, parts: Sequence[PartRun[Any]]) -> Ops:
+        """The operations of a step with these parts."""
+        ops = self.ops
+        for part in parts:
+            ops = part.ops(ops)
+        return ops
+
     @torch.inference_mode()
-    def _run(self, batch: Batch, plan: StepPlan | None = None) -> StepExtras:
-        """One forward of this stage and, on the last, sampling. Returns what else the plan wants.
+    def _run(self, batch: Batch, plan: StepPlan | None = None, parts: Sequence[PartRun[Any]] = ()) -> None:
+        """One forward of this stage and, on the last, sampling. parts: of the plan.
 
         The output of the stage before is in work.hidden, and this one's will be.
         """
-        context = Context(self._step_ops(plan), self.ranks, self.work, batch)
+        context = Context(self._step_ops(parts), self.ranks, self.work, batch)
         x = self.work.hidden[: batch.num_tokens]
         if self.ranks.stage == 0:
             if batch.num_decodes:
@@ -561,34 +519,20 @@ class Engine:
                 )
             self.model.embed(context, x)
         self.model.forward(context, x, self.caches)
-        extras = StepExtras()
         if plan is not None:
             self._start_slots(plan)  # only sampling reads them: written while the device works
-            extras.embeddings = self._context_embeddings(x, plan)
-            extras.prompt_logits = prompt_logits(
-                self.model, context, x, plan, self.ranks, self.model_config.vocab_size
-            )
+        for part in parts:
+            part.after_forward(context, x)
         count = batch.sample_tokens.shape[0]
-        tokens, log_probs = self._tokens[:count], self._log_probs[:count]
         if count == 0:
-            return extras
-        tops = None
-        if plan is not None and plan.top_log_probs is not None:
-            tops = TopLogProbsOfStep(plan, self.model_config.vocab_size, self.device, self.ranks, self.vocab)
+            return
         logits = mask_padding(self.model.logits(context, x), self.vocab) if self.is_last_stage else None
-        if plan is not None and plan.logit_samples:
-            extras.sample_logits = sample_logits(
-                logits, plan, self.ranks, self.vocab, self.model_config.vocab_size, x
-            )
+        for part in parts:
+            part.after_logits(logits, x)
         if logits is not None:
-            if tops is not None:
-                tops.before(logits)
             if self.on_logits is not None and plan is not None:
                 self.on_logits(plan, whole_rows(logits, self.vocab, self.ranks))
-            self._sample(logits, batch.sample_slots, tokens, log_probs)
-        if tops is not None:
-            self._tops = tops.after(tokens)
-        return extras
+            self._sample(logits, batch.sample_slots, self._tokens[:count], self._log_probs[:count])
 
     def _sample(self, logits: Tensor, slots: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
         results = {"tokens": tokens, "log_probs": log_probs}
@@ -598,15 +542,6 @@ class Engine:
             sample(logits, slots, self.state, self.vocab, self.ranks, **results)
         else:
             self._shared.sample(logits, slots, self.state, **results)
-
-    def _context_embeddings(self, x: Tensor, plan: StepPlan) -> list[Tensor]:
-        """(C,) float32 sums of the last layer's output over the prompts' rows that the plan names."""
-        sums = []
-        for row, count in plan.embeds:
-            first = plan.query_starts[row]
-            total = x[first : first + count].float().sum(0) if self.is_last_stage else None
-            sums.append(to_first(self.ranks, total, (x.shape[1],), torch.float32, self.device))
-        return sums
 
 
 def _cache_layer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> CacheLayer:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from tridecode.backend.engine.step.plan import BeamRows, SlotStart
+from tridecode.backend.engine.parts.beams import BeamRows
+from tridecode.backend.engine.step.plan import SlotStart
 from tridecode.backend.wire.sampling_params import SamplingParams
 from tridecode.kernels.sampling_rules import remember
 from tridecode.kernels.sampling_state import MOST_COUNTED, SLOT, SamplingState, SlotRows, words

@@ -236,12 +236,10 @@ class StepDigest:
             self._states[plan.step] = state
 
     def committed(self, plan: StepPlan, result: StepResult) -> None:
-        """The tokens of a step are known. Beams have no tokens of their own; their candidates count."""
-        if plan.beams is None:
-            data = np.ascontiguousarray(result.tokens, np.int32)
-        else:
-            assert result.candidates is not None
-            data = np.ascontiguousarray(result.candidates[0], np.int32)
+        """The tokens of a step are known, and the results of its parts."""
+        data = np.ascontiguousarray(result.tokens, np.int32)
+        for part, found in zip(plan.parts, result.parts):
+            data = part.digest(data, found)
         self.committed_ids(plan, data)
 
     def committed_ids(self, plan: StepPlan, data: np.ndarray) -> None:

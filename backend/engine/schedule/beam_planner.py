@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from tridecode.backend.engine.cache.cache_manager import CacheManager
+from tridecode.backend.engine.parts.beams import BeamRows
 from tridecode.backend.engine.schedule.admission import SchedulerLimits
 from tridecode.backend.engine.schedule.beams import BeamSearch
 from tridecode.backend.engine.schedule.sequence import Sequence, SequenceGroup, Stage
-from tridecode.backend.engine.step.plan import BeamRows
 
 
 @dataclass

@@ -8,6 +8,12 @@ import numpy as np
 
 from tridecode.backend.engine.cache.cache_manager import NO_RING, CacheManager
 from tridecode.backend.engine.cache.sessions import Held
+from tridecode.backend.engine.parts.adapters import AdapterRows
+from tridecode.backend.engine.parts.embeddings import ContextEmbeddings
+from tridecode.backend.engine.parts.forks import Forks
+from tridecode.backend.engine.parts.part import StepPart
+from tridecode.backend.engine.parts.prompt_tables import PromptTables
+from tridecode.backend.engine.parts.top_tokens import TopTokens
 from tridecode.backend.engine.prompt_tables.book import PromptBook, vocabulary_tokens
 from tridecode.backend.engine.schedule import sequence_outputs as extras
 from tridecode.backend.engine.schedule.admission import Counters, LazyHeap, SchedulerLimits
@@ -32,7 +38,7 @@ class _DecodeRows:
 
     slots: (B,) int32. positions: (B,) int32, of the next token. shifts: (B,) int32, added to them for the
     rotary table. rings: (B,) int32, see CacheManager; None if none has one. adapters: (B,) int32, -1 for
-    none. top_log_probs: (B,) int32, as in StepPlan. steps_left: until the last token of one of them is in
+    none. top_log_probs: (B,) int32, as in TopTokens. steps_left: until the last token of one of them is in
     flight."""
 
     slots: np.ndarray
@@ -330,10 +336,10 @@ class Planner:
             context_lens = np.concatenate([context_lens, cache.lengths[more.slots]])
         if chunks:
             sequences = sequences + [sequence for sequence, _, _ in chunks]
-            parts = [self._build_chunk(*chunk) for chunk in chunks]
-            token_ids = np.concatenate([token_ids, *(part[0] for part in parts)])
-            positions = np.concatenate([positions, *(part[1] for part in parts)])
-            kv_slots = np.concatenate([kv_slots, *(part[2] for part in parts)])
+            built = [self._build_chunk(*chunk) for chunk in chunks]
+            token_ids = np.concatenate([token_ids, *(part[0] for part in built)])
+            positions = np.concatenate([positions, *(part[1] for part in built)])
+            kv_slots = np.concatenate([kv_slots, *(part[2] for part in built)])
             slots = np.concatenate([slots, np.array([sequence.slot for sequence, _, _ in chunks], np.int32)])
             adapters = np.concatenate([adapters, _adapters([sequence for sequence, _, _ in chunks])])
             tops = np.concatenate([tops, _top_log_probs([sequence for sequence, _, _ in chunks])])
@@ -348,6 +354,18 @@ class Planner:
         prompts = self.prompts.take(
             chunks, token_ids, query_starts[num_decodes:], cache.take_cleared(), block_copies
         )
+        # what a part does for a request's events comes before the beams, which may end it
+        parts: list[StepPart] = []
+        if prompts is not None:
+            parts.append(PromptTables(prompts))
+        if (adapters >= 0).any():
+            parts.append(AdapterRows(adapters))
+        if slot_copies or block_copies:
+            parts.append(Forks(slot_copies, block_copies))
+        if embeds:
+            parts.append(ContextEmbeddings(embeds))
+        if (tops >= 0).any():
+            parts.append(TopTokens(tops))
         self._steps += 1
         plan = StepPlan(
             step=self._steps,
@@ -361,18 +379,13 @@ class Planner:
             samples=samples,
             num_decodes=num_decodes,
             starts=starts,
-            embeds=embeds,
-            slot_copies=slot_copies,
-            block_copies=block_copies,
-            adapters=adapters if (adapters >= 0).any() else None,
-            prompts=prompts,
-            top_log_probs=tops if (tops >= 0).any() else None,
+            parts=parts,
             sequences=sequences,
         )
-        if self.beams.running:
-            _mark_beams(plan)
         if self.num_extras:
             extras.note_step(plan, chunks)
+        if self.beams.running:
+            _mark_beams(plan)
         return plan
 
     def _decode_rows(self) -> _DecodeRows:
@@ -462,10 +475,11 @@ def _mark_beams(plan: StepPlan) -> None:
     """Name the rows of beams, which get candidates in place of a token."""
     sampled = np.flatnonzero(plan.samples)
     is_decode = (sampled < plan.num_decodes).tolist()
-    plan.beams = beam_rows([plan.sequences[row] for row in sampled.tolist()], is_decode)
-    if plan.beams is not None:
+    beams = beam_rows([plan.sequences[row] for row in sampled.tolist()], is_decode)
+    if beams is not None:
+        plan.parts.append(beams)
         plan.slots = plan.slots.copy()
-        plan.slots[sampled[plan.beams.rows]] = -1
+        plan.slots[sampled[beams.rows]] = -1
 
 
 def _adapters(sequences: list[Sequence]) -> np.ndarray:

@@ -18,6 +18,8 @@ from tridecode.backend.base.errors import DeadlineError, RequestCancelled, Reque
 from tridecode.backend.engine.adapters.table import Adapters
 from tridecode.backend.engine.cache.cache_manager import CacheManager
 from tridecode.backend.engine.cache.sessions import SessionRow, SessionStore
+from tridecode.backend.engine.parts.adapters import drop_adapters
+from tridecode.backend.engine.parts.part import Commit
 from tridecode.backend.engine.prompt_tables.book import PromptBook, refuse_in_session
 from tridecode.backend.engine.schedule import resumption
 from tridecode.backend.engine.schedule.admission import (
@@ -42,10 +44,9 @@ from tridecode.backend.engine.schedule.sequence_outputs import (
     LogitsBudget,
     check_round,
     needs_prompt,
-    take_results,
     wants_extras,
 )
-from tridecode.backend.engine.step.plan import NO_TOKEN, BeamRows, StepPlan, StepResult
+from tridecode.backend.engine.step.plan import NO_TOKEN, StepPlan, StepResult
 from tridecode.backend.wire.messages import BeamStep, Event, Sent, SequenceRequest, Submit
 
 
@@ -260,26 +261,27 @@ class Scheduler:
         self.sessions.expire()
         plan = self.planner.plan()
         if plan is not None:
-            plan.drop_adapters = self.adapters.take_dropped()
+            dropped = self.adapters.take_dropped()
+            if dropped:
+                drop_adapters(plan, dropped)
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[tuple[bytes, Event]]:
         """Append a step's tokens and end the sequences they end. Returns the events since the last call."""
-        for (row, _), embedding in zip(plan.embeds, result.embeddings):
-            sequence = plan.sequences[row]
-            sequence.embedding = embedding if sequence.embedding is None else sequence.embedding + embedding
         sampled = plan.sequences
         if not plan.samples.all():
             sampled = [sequence for sequence, count in zip(sampled, plan.samples) if count]
-        for sequence, top in zip(sampled, result.top_log_probs):
-            sequence.top = top
-        news = take_results(plan, result, sampled) if plan.logit_rows or plan.logit_samples else []
-        tokens, all_log_probs = result.tokens.tolist(), result.log_probs.tolist()
-        if plan.beams is not None:
-            self._commit_beams(plan.beams, result, sampled)
-            others = np.delete(np.arange(len(sampled)), plan.beams.rows).tolist()
-            sampled = [sampled[i] for i in others]
-            tokens, all_log_probs = [tokens[i] for i in others], [all_log_probs[i] for i in others]
+        tokens, all_log_probs, news = result.tokens.tolist(), result.log_probs.tolist(), []
+        if plan.parts:
+            step = Commit(self, plan, sampled)
+            for part, found in zip(plan.parts, result.parts):
+                if found is not None:
+                    part.commit(step, found)
+            news = step.news
+            if step.taken:
+                others = np.delete(np.arange(len(sampled)), step.taken).tolist()
+                sampled = [sampled[i] for i in others]
+                tokens, all_log_probs = [tokens[i] for i in others], [all_log_probs[i] for i in others]
         for sequence, token, log_prob in zip(sampled, tokens, all_log_probs):
             sequence.in_flight -= 1
             if sequence.stage is Stage.ENDED:  # while this step was on the device
@@ -319,18 +321,17 @@ class Scheduler:
             elif sequence.stage is not Stage.WAITING:  # a beam whose group has been preempted already
                 self.planner.preempt(sequence)
 
-    def _commit_beams(self, beams: BeamRows, result: StepResult, sampled: list[Sequence]) -> None:
-        """Hand each beam its candidates; a group whose beams all have theirs advances."""
-        assert result.candidates is not None
-        for row, ids, log_probs in zip(beams.rows.tolist(), *result.candidates):
-            sequence = sampled[row]
+    def take_candidates(self, beams: list[Sequence], ids: np.ndarray, log_probs: np.ndarray) -> None:
+        """Hand each beam of a step its candidates, a row of ids and of log_probs (n, W), most likely first; a
+        group whose beams all have theirs advances."""
+        for sequence, mine, likely in zip(beams, ids, log_probs):
             sequence.in_flight -= 1
             search, most = sequence.group.search, 2 * sequence.params.beam_width
             if sequence.stage is not Stage.DRAINING or search is None:  # ended or preempted since
                 continue
             if sequence.params.max_tokens == 0:  # the request wants the context embedding alone
                 self._end_beams(sequence.group, Finish.LENGTH)
-            elif search.take(sequence, ids[:most], log_probs[:most]):
+            elif search.take(sequence, mine[:most], likely[:most]):
                 self._advance(sequence.group, search)
 
     def _advance(self, group: SequenceGroup, search: BeamSearch) -> None:

@@ -1,7 +1,7 @@
 """What a request may want besides its tokens: logits, the prompt's log probability, performance metrics.
 
 Host only: no torch. A sequence that wants any of it has an `Extras`; the others have None, and a step without
-such sequences does nothing here. `note_step` tells a plan what to return, `take_results` files what came.
+such sequences does nothing here. `note_step` adds to a plan what it returns (parts/returned_logits.py).
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tridecode.backend.base.errors import CapacityError, RequestError
+from tridecode.backend.engine.parts.returned_logits import LogitRows, ReturnedLogits
 from tridecode.backend.engine.prompt_tables.book import ordinary_runs
-from tridecode.backend.engine.schedule.sequence import Sequence, Stage
-from tridecode.backend.engine.step.plan import LogitRows, StepPlan, StepResult
+from tridecode.backend.engine.schedule.sequence import Sequence
+from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.backend.wire.messages import EventExtra, Perf, SequenceRequest
 from tridecode.backend.wire.sampling_params import SamplingParams
 
@@ -104,19 +105,21 @@ class Extras:
 
 def note_step(plan: StepPlan, chunks: Items[tuple[Sequence, int, int]]) -> None:
     """Add to a plan the logits that its sequences want. chunks: (sequence, first, count) of its last rows."""
-    ends = np.cumsum(plan.samples)
+    ends, wanted = np.cumsum(plan.samples), ReturnedLogits()
     for row, sequence in enumerate(plan.sequences):
         if sequence.extras is None:
             continue
         sequence.extras.blocks = max(sequence.extras.blocks, len(sequence.blocks))
         params = sequence.params
         if params.return_generation_logits and params.max_tokens and plan.samples[row]:
-            plan.logit_samples.append(int(ends[row]) - 1)
+            wanted.samples.append(int(ends[row]) - 1)
     for row, (sequence, first, count) in enumerate(chunks, start=plan.num_rows - len(chunks)):
         if sequence.extras is not None:
             extras = sequence.extras
             extras.scheduled_ns = extras.scheduled_ns or time.time_ns()
-            plan.logit_rows += _prompt_rows(sequence, extras, row, first, count)
+            wanted.rows += _prompt_rows(sequence, extras, row, first, count)
+    if wanted.rows or wanted.samples:
+        plan.parts.append(wanted)
 
 
 def _prompt_rows(sequence: Sequence, extras: Extras, row: int, first: int, count: int) -> list[LogitRows]:
@@ -133,27 +136,6 @@ def _prompt_rows(sequence: Sequence, extras: Extras, row: int, first: int, count
         for start, stop in ordinary_runs(sequence, following):
             wanted.append(LogitRows(row, begin - first + start, stop - start, following[start:stop]))
     return wanted
-
-
-def take_results(plan: StepPlan, result: StepResult, sampled: Items[Sequence]) -> list[Sequence]:
-    """File a step's logits with their sequences. Returns those with news that no token's event carries.
-
-    sampled: the sequence of each of the plan's samples.
-    """
-    for wanted, found in zip(plan.logit_rows, result.logit_rows):
-        sequence = plan.sequences[wanted.row]
-        if sequence.stage is Stage.ENDED:
-            continue
-        if wanted.targets is None:
-            sequence.extras.context.append(np.ascontiguousarray(found, "<f4").tobytes())
-        else:
-            sequence.extras.log_prob += float(found)
-    if result.sample_logits is not None:
-        for index, logits in zip(plan.logit_samples, result.sample_logits):
-            extras = sampled[index].extras
-            if extras is not None and sampled[index].stage is not Stage.ENDED:
-                extras.generation.append(np.ascontiguousarray(logits, "<f4").tobytes())
-    return [plan.sequences[wanted.row] for wanted in plan.logit_rows if not plan.samples[wanted.row]]
 
 
 class LogitsBudget:

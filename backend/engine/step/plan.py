@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 
-from tridecode.backend.engine.prompt_tables.plan import StepPrompts
-from tridecode.backend.wire.messages import TopLogProbs
+from tridecode.backend.engine.parts.part import StepPart
 from tridecode.backend.wire.sampling_params import SamplingParams
+
+P = TypeVar("P", bound=StepPart)
 
 
 @dataclass
@@ -27,37 +29,6 @@ class SlotStart:
     top_p: float
 
 
-@dataclass(frozen=True)
-class LogitRows:
-    """Logits of a prompt that a step returns: of `count` tokens of the plan's row `row`, from its token
-    `first` on.
-
-    targets: (count,) int32, the ids that follow these tokens: their log probabilities are summed and only the
-    sum is returned. None: the logits are returned.
-    """
-
-    row: int
-    first: int
-    count: int
-    targets: np.ndarray | None = None
-
-
-@dataclass
-class BeamRows:
-    """The samples of a step for which the most likely tokens are wanted in place of one token.
-
-    rows: (n,) int32, index among the step's samples; the slot of such a row is -1 in the plan. width: tokens
-    for each. slots: (n,) int32, the batch slots with the sampling state of the beams. tokens: (n,) int32, the
-    token that the beam's slot does not know yet, -1 for none: the slot takes it before the candidates are
-    chosen. The host chooses the tokens of beams, so each step brings the choice of the one before.
-    """
-
-    rows: np.ndarray
-    width: int
-    slots: np.ndarray
-    tokens: np.ndarray
-
-
 @dataclass
 class StepPlan:
     """What one step does. Arrays are int32; T tokens, B rows, M block-table columns.
@@ -69,13 +40,9 @@ class StepPlan:
     only the device knows yet; only a decoding row of one token has it.
     samples[b]: how many of row b's last tokens are sampled from: 0 for an inner chunk of a prompt, else 1, or
     more where draft tokens are verified. Their sum is at most the engine's max_sequences.
-    adapters: the number of each row's LoRA adapter, -1 for none; None if no row has one. drop_adapters: the
-    numbers of adapters that neither this plan nor a later one names.
-    top_log_probs: SamplingParams.top_log_probs of each row, -1 for none; None if no row has one.
     positions: of the tokens; all of them max_sequence_tokens more in a sequence that longrope rotates with
     its long factors throughout (backend.models.rope.rope_table).
-    slot_copies, block_copies: (source, destination) pairs, executed before the step and before `starts`; all
-    sources are read before any destination is written.
+    parts: the optional features that this step has, in the order of their work.
     """
 
     step: int
@@ -89,18 +56,7 @@ class StepPlan:
     samples: np.ndarray  # (B,)
     num_decodes: int
     starts: list[SlotStart] = field(default_factory=list)
-    #: (row, n): the sum of the last layer's output over the first n tokens of the row is returned
-    embeds: list[tuple[int, int]] = field(default_factory=list)
-    logit_rows: list[LogitRows] = field(default_factory=list)
-    #: the samples, counted in row order, whose logits are returned; such a step does not run as a CUDA graph
-    logit_samples: list[int] = field(default_factory=list)
-    slot_copies: list[tuple[int, int]] = field(default_factory=list)
-    block_copies: list[tuple[int, int]] = field(default_factory=list)
-    adapters: np.ndarray | None = None  # (B,)
-    drop_adapters: list[int] = field(default_factory=list)
-    prompts: StepPrompts | None = None  # of prompt learning
-    beams: BeamRows | None = None
-    top_log_probs: np.ndarray | None = None  # (B,)
+    parts: list[StepPart] = field(default_factory=list)
     #: the scheduler's sequence of each row; stays on rank 0
     sequences: list = field(default_factory=list)
 
@@ -116,6 +72,10 @@ class StepPlan:
     def num_samples(self) -> int:
         return int(self.samples.sum())
 
+    def part(self, kind: type[P]) -> P | None:
+        """The part of this class, or None."""
+        return next((part for part in self.parts if isinstance(part, kind)), None)
+
 
 #: in place of a token, as kernels.sampling_state has them: the logits are not numbers; no id is possible
 BROKEN_LOGITS, NO_TOKEN = -1, -2
@@ -126,17 +86,9 @@ class StepResult:
     """tokens: (R,) int32 and log_probs: (R,) float32, R = num_samples, in row order. A token may be
     BROKEN_LOGITS or NO_TOKEN.
 
-    embeddings: (C,) float32, one for each of the plan's embeds. top_log_probs: one per sample, None where it
-    wants none; [] if no sequence of the step wants them. logit_rows: for each of the plan's logit_rows (n, V)
-    float32, or () float64 with targets. sample_logits: (n, V) float32, n = len(plan.logit_samples).
-    candidates: (n, W) int32 token ids and (n, W) float32 log probabilities of the plan's beams, most likely
-    first; tokens and log_probs of these rows are undefined.
+    parts: the result of each of the plan's parts, None for a part without one.
     """
 
     tokens: np.ndarray
     log_probs: np.ndarray
-    embeddings: list[np.ndarray] = field(default_factory=list)
-    top_log_probs: list[TopLogProbs | None] = field(default_factory=list)
-    logit_rows: list[np.ndarray] = field(default_factory=list)
-    sample_logits: np.ndarray | None = None
-    candidates: tuple[np.ndarray, np.ndarray] | None = None
+    parts: list[Any] = field(default_factory=list)

@@ -6,15 +6,16 @@ raises an error instead of reading out of bounds.
 
 from __future__ import annotations
 
-from typing import Annotated, Optional
+from typing import Annotated
 
 import msgspec
 import numpy as np
 
 from tridecode.backend.base.errors import TridecodeError
-from tridecode.backend.engine.prompt_tables.plan import StepPrompts, check_prompts
-from tridecode.backend.engine.step.plan import BeamRows, LogitRows, SlotStart, StepPlan
-from tridecode.backend.wire.sampling_params import MAX_BEAMS, SamplingParams
+from tridecode.backend.engine.parts.part import ints, read_ints
+from tridecode.backend.engine.parts.table import PARTS
+from tridecode.backend.engine.step.plan import SlotStart, StepPlan
+from tridecode.backend.wire.sampling_params import SamplingParams
 
 #: 64 sequences that start with 128k tokens each need 33 MB, tables of prompts 128; a larger size is damaged
 MAX_BYTES = 1 << 28
@@ -29,21 +30,6 @@ class _Start(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     history: bytes
     generated: int
     top_p: float
-
-
-class _Beams(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    num_rows: _Index
-    width: Annotated[int, msgspec.Meta(ge=1, le=2 * MAX_BEAMS)]
-    rows: bytes
-    slots: bytes
-    tokens: bytes
-
-
-class _LogitRows(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    row: _Index
-    first: _Index
-    count: _Index
-    targets: bytes | None
 
 
 class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -61,16 +47,7 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     slots: bytes
     samples: bytes
     starts: list[_Start]
-    embeds: list[tuple[int, int]]
-    logit_rows: list[_LogitRows]
-    logit_samples: list[_Index]
-    slot_copies: list[tuple[_Index, _Index]]
-    block_copies: list[tuple[_Index, _Index]]
-    adapters: bytes | None
-    drop_adapters: list[int]
-    top_log_probs: bytes | None
-    beams: _Beams | None
-    prompts: Optional[StepPrompts]  # noqa: UP045  msgspec evaluates it, on Python 3.9 too
+    parts: list[tuple[str, msgspec.Raw]]  # tag and what its class has encoded
 
 
 _decoder = msgspec.msgpack.Decoder(_Frame)
@@ -78,7 +55,7 @@ _decoder = msgspec.msgpack.Decoder(_Frame)
 
 def encode(plan: StepPlan) -> bytes:
     """The plan without `sequences`, which stay on rank 0. Raises TridecodeError beyond MAX_BYTES."""
-    starts = [_Start(s.slot, s.params, _ints(s.history), s.generated, s.top_p) for s in plan.starts]
+    starts = [_Start(s.slot, s.params, ints(s.history), s.generated, s.top_p) for s in plan.starts]
     frame = msgspec.msgpack.encode(
         _Frame(
             step=plan.step,
@@ -86,25 +63,16 @@ def encode(plan: StepPlan) -> bytes:
             num_rows=plan.num_rows,
             num_columns=plan.block_tables.shape[1],
             num_decodes=plan.num_decodes,
-            token_ids=_ints(plan.token_ids),
-            positions=_ints(plan.positions),
-            kv_slots=_ints(plan.kv_slots),
-            block_tables=_ints(plan.block_tables),
-            context_lens=_ints(plan.context_lens),
-            query_starts=_ints(plan.query_starts),
-            slots=_ints(plan.slots),
-            samples=_ints(plan.samples),
+            token_ids=ints(plan.token_ids),
+            positions=ints(plan.positions),
+            kv_slots=ints(plan.kv_slots),
+            block_tables=ints(plan.block_tables),
+            context_lens=ints(plan.context_lens),
+            query_starts=ints(plan.query_starts),
+            slots=ints(plan.slots),
+            samples=ints(plan.samples),
             starts=starts,
-            embeds=plan.embeds,
-            logit_rows=[_LogitRows(w.row, w.first, w.count, _optional(w.targets)) for w in plan.logit_rows],
-            logit_samples=plan.logit_samples,
-            slot_copies=plan.slot_copies,
-            block_copies=plan.block_copies,
-            adapters=_optional(plan.adapters),
-            drop_adapters=plan.drop_adapters,
-            top_log_probs=None if plan.top_log_probs is None else _ints(plan.top_log_probs),
-            beams=None if plan.beams is None else _beam_bytes(plan.beams),
-            prompts=plan.prompts,
+            parts=[(part.tag, msgspec.Raw(msgspec.msgpack.encode(part.encode()))) for part in plan.parts],
         )
     )
     check_size(len(frame))
@@ -116,7 +84,7 @@ def decode(frame: bytes) -> StepPlan:
     check_size(len(frame))
     try:
         found = _decoder.decode(frame)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TridecodeError(f"a plan of {len(frame):,} bytes from rank 0 cannot be read: {error}") from None
     tokens, rows = found.num_tokens, found.num_rows
     if not (0 <= found.num_decodes <= rows <= tokens and found.num_columns >= 0):
@@ -136,21 +104,15 @@ def decode(frame: bytes) -> StepPlan:
         samples=_array(found, "samples", rows),
         num_decodes=found.num_decodes,
         starts=[_start(found, start) for start in found.starts],
-        embeds=found.embeds,
-        logit_rows=[_logit_rows(found, wanted) for wanted in found.logit_rows],
-        logit_samples=found.logit_samples,
-        slot_copies=found.slot_copies,
-        block_copies=found.block_copies,
-        adapters=None if found.adapters is None else _array(found, "adapters", rows),
-        drop_adapters=found.drop_adapters,
-        top_log_probs=None if found.top_log_probs is None else _array(found, "top_log_probs", rows),
-        prompts=found.prompts,
     )
     _check_rows(plan)
-    if found.beams is not None:
-        plan.beams = _beam_rows(found.beams, plan)
-    if plan.prompts is not None:
-        check_prompts(plan.prompts, plan.num_tokens, f"plan {plan.step} from rank 0")
+    for tag, data in found.parts:
+        where = f"plan {plan.step} from rank 0: {tag[:40]}"
+        if tag not in PARTS:
+            raise TridecodeError(f"{where} is not a part of a plan; wanted one of {', '.join(PARTS)}")
+        if plan.part(PARTS[tag]) is not None:
+            raise TridecodeError(f"{where} comes twice")
+        plan.parts.append(PARTS[tag].decode(data, plan, where))
     return plan
 
 
@@ -160,58 +122,18 @@ def check_size(size: int) -> None:
         raise TridecodeError(f"a plan has {size:,} bytes; wanted 1 to {MAX_BYTES:,}")
 
 
-def _ints(values: np.ndarray) -> bytes:
-    assert values.dtype == np.int32, values.dtype
-    return values.astype(_INT, copy=False).tobytes()
-
-
-def _optional(values: np.ndarray | None) -> bytes | None:
-    return None if values is None else _ints(values)
-
-
 def _array(frame: _Frame, name: str, count: int) -> np.ndarray:
-    return _checked(getattr(frame, name), count, f"plan {frame.step} from rank 0: {name}")
-
-
-def _checked(data: bytes, count: int, where: str) -> np.ndarray:
-    if len(data) != count * _INT.itemsize:
-        raise TridecodeError(
-            f"{where} has {len(data):,} bytes; {count:,} values of {_INT} need {count * _INT.itemsize:,}"
-        )
-    return np.frombuffer(data, _INT)
+    return read_ints(getattr(frame, name), count, f"plan {frame.step} from rank 0: {name}")
 
 
 def _start(frame: _Frame, start: _Start) -> SlotStart:
     where = f"plan {frame.step} from rank 0: history of slot {start.slot}"
-    history = _checked(start.history, len(start.history) // _INT.itemsize, where)
+    history = read_ints(start.history, len(start.history) // _INT.itemsize, where)
     return SlotStart(start.slot, start.params, history, start.generated, start.top_p)
 
 
-def _beam_bytes(beams: BeamRows) -> _Beams:
-    return _Beams(len(beams.rows), beams.width, _ints(beams.rows), _ints(beams.slots), _ints(beams.tokens))
-
-
-def _beam_rows(found: _Beams, plan: StepPlan) -> BeamRows:
-    """The beams of a frame; their indices lie within the plan."""
-    where, count = f"plan {plan.step} from rank 0: beams", found.num_rows
-    rows = _checked(found.rows, count, f"{where}: rows")
-    slots = _checked(found.slots, count, f"{where}: slots")
-    tokens = _checked(found.tokens, count, f"{where}: tokens")
-    if (rows < 0).any() or (rows >= plan.num_samples).any():
-        raise TridecodeError(f"{where}: rows are not within the {plan.num_samples} samples of the plan")
-    if (slots < 0).any() or len(set(slots.tolist())) < count:
-        raise TridecodeError(f"{where}: slots are {slots.tolist()}; wanted different slots from 0 on")
-    return BeamRows(rows, found.width, slots, tokens)
-
-
-def _logit_rows(frame: _Frame, wanted: _LogitRows) -> LogitRows:
-    where = f"plan {frame.step} from rank 0: targets of row {wanted.row}"
-    targets = None if wanted.targets is None else _checked(wanted.targets, wanted.count, where)
-    return LogitRows(wanted.row, wanted.first, wanted.count, targets)
-
-
 def _check_rows(plan: StepPlan) -> None:
-    """query_starts cuts the tokens into rows of one token or more; all that is wanted is within the rows."""
+    """query_starts cuts the tokens into rows of one token or more; samples are within the rows."""
     queries = np.diff(plan.query_starts)
     if plan.query_starts[0] != 0 or plan.query_starts[-1] != plan.num_tokens or (queries < 1).any():
         raise TridecodeError(
@@ -220,20 +142,3 @@ def _check_rows(plan: StepPlan) -> None:
         )
     if (plan.samples < 0).any() or (plan.samples > queries).any():
         raise TridecodeError(f"plan {plan.step} from rank 0: samples are not within the tokens of their rows")
-    for row, count in plan.embeds:
-        if not (0 <= row < plan.num_rows and 0 <= count <= queries[row]):
-            raise TridecodeError(
-                f"plan {plan.step} from rank 0: embeds has {count} tokens of row {row}; the plan has "
-                f"{plan.num_rows} rows"
-            )
-    for wanted in plan.logit_rows:
-        if not (wanted.row < plan.num_rows and wanted.first + wanted.count <= queries[wanted.row]):
-            raise TridecodeError(
-                f"plan {plan.step} from rank 0: logit_rows has tokens {wanted.first} to "
-                f"{wanted.first + wanted.count} of row {wanted.row}, which the plan does not have"
-            )
-    if plan.logit_samples and max(plan.logit_samples) >= plan.num_samples:
-        raise TridecodeError(
-            f"plan {plan.step} from rank 0: logit_samples has {max(plan.logit_samples)}; the plan has "
-            f"{plan.num_samples} samples"
-        )

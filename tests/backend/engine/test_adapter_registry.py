@@ -10,6 +10,7 @@ import pytest
 from tests.backend.engine.toy_device import DOOR, Run, expected, limits
 from tridecode.backend.base.errors import CheckpointError, RequestError, TridecodeError, UnsupportedError
 from tridecode.backend.engine.adapters.table import Adapters
+from tridecode.backend.engine.parts.adapters import AdapterRows
 from tridecode.backend.engine.schedule.scheduler import Scheduler
 from tridecode.backend.wire.messages import SamplingParams, SequenceRequest, Submit
 
@@ -64,10 +65,11 @@ class AdapterRun(Run):
         def checked():
             made = plan()
             if made is not None:
-                for number in made.drop_adapters:
+                adapters = made.part(AdapterRows) or AdapterRows()
+                for number in adapters.dropped:
                     self.loader.loaded.pop(number, None)
-                names = made.adapters if made.adapters is not None else [-1] * made.num_rows
-                assert made.adapters is None or (made.adapters >= 0).any()
+                names = adapters.numbers if adapters.numbers is not None else [-1] * made.num_rows
+                assert adapters.numbers is None or (adapters.numbers >= 0).any()
                 for sequence, number in zip(made.sequences, names):
                     key = (sequence.group.request, sequence.index)
                     held = self.loader.loaded[int(number)] if number >= 0 else ""

@@ -304,13 +304,16 @@ def test_steps_without_adapters_keep_their_graphs_and_operations(served, folder:
     engine, graphs, seen = offline.engine, FakeGraphs(), []
     engine.graphs, engine.on_logits = graphs, None
     step_ops = engine._step_ops
-    monkeypatch.setattr(engine, "_step_ops", lambda plan: seen.append((plan, step_ops(plan))) or seen[-1][1])
+    monkeypatch.setattr(
+        engine, "_step_ops", lambda parts: seen.append((parts, step_ops(parts))) or seen[-1][1]
+    )
     ask(offline, "all", [5])
     assert graphs.plans == [] and all(ops is not engine.ops for _, ops in seen)
     seen.clear()
     ask(offline, "", [5])
     assert len(graphs.plans) == TOKENS == len(seen)
-    assert all(ops is engine.ops and plan.adapters is None for plan, ops in seen)
+    assert all(ops is engine.ops for _, ops in seen)
+    assert all(run.part.numbers is None for parts, _ in seen for run in parts)
     offline.engine.close()
 
 

@@ -16,6 +16,7 @@ from tests.backend.engine.toy_device import DOOR, VOCAB, Run, ToyDevice, expecte
 from tests.backend.hf_models import bloom, gpt2, llama
 from tridecode.backend.base.errors import CapacityError, RequestError
 from tridecode.backend.engine.offline import Generation
+from tridecode.backend.engine.parts.forks import Forks
 from tridecode.backend.engine.schedule.sequence import Finish
 from tridecode.backend.wire.messages import SamplingParams
 
@@ -289,7 +290,7 @@ def test_beams_share_the_blocks_of_their_prompt_and_its_tokens_are_computed_once
     assert len({block for one in blocks for block in one}) == 3
     assert [plan.num_tokens for plan in plans] == [8, 2]  # max_step_tokens is 8
     run.step()
-    assert plans[2].num_tokens == 4 and len(plans[2].block_copies) == 3  # the partial block
+    assert plans[2].num_tokens == 4 and len(plans[2].part(Forks).blocks) == 3  # the partial block
 
 
 def test_samples_share_the_prompt_and_compute_its_last_token_only() -> None:
@@ -301,7 +302,7 @@ def test_samples_share_the_prompt_and_compute_its_last_token_only() -> None:
     run.step()
     run.step()
     assert [plan.num_tokens for plan in plans] == [10, 1 + 2]
-    assert len(plans[1].block_copies) == 2  # the partial block, with two of the prompt's tokens
+    assert len(plans[1].part(Forks).blocks) == 2  # the partial block, with two of the prompt's tokens
     run.finish()
     for i, seed in enumerate((2**64 - 1, 0, 1)):
         assert run.tokens[1, i] == expected(list(range(10)), 6, seed=seed)

@@ -17,6 +17,7 @@ from tests.backend.engine.toy_device import DOOR, VOCAB, Run, expected, limits
 from tests.backend.hf_models import bloom, gpt2, llama
 from tridecode.backend.base.errors import CapacityError, RequestError
 from tridecode.backend.engine.offline import OfflineEngine
+from tridecode.backend.engine.parts import forks as fork_part
 from tridecode.backend.engine.schedule.sequence import Sequence, Stage
 from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.backend.wire.messages import SamplingParams, SequenceRequest, Submit
@@ -130,7 +131,8 @@ def plans_of(run: Run, advance: Callable[[], None]) -> list[StepPlan]:
 def copies_of(run: Run) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Slot and block copies of the next step."""
     (plan,) = plans_of(run, run.step)
-    return plan.slot_copies, plan.block_copies
+    forks = plan.part(fork_part.Forks) or fork_part.Forks()
+    return forks.slots, forks.blocks
 
 
 def test_a_fork_shares_its_blocks_until_one_of_the_two_writes() -> None:
@@ -278,7 +280,7 @@ def test_a_step_without_memory_computes_forks_again() -> None:
     run = Run(limits())
     run.scheduler.fork(decoding(run, steps=3), 1)
     plan = run.scheduler.plan()
-    assert plan is not None and plan.slot_copies
+    assert plan is not None and plan.part(fork_part.Forks).slots
     run.scheduler.abandon(plan, CapacityError("no memory"))
     run.finish()
     assert run.tokens[1, 1] == expected(PROMPT, 20)[3:]

@@ -148,7 +148,7 @@ def test_a_step_without_such_requests_wants_no_logits() -> None:
     run = Run(limits())
     run.submit(1, [3, 4, 5], max_tokens=4)
     plan = run.scheduler.plan()
-    assert plan is not None and plan.logit_rows == [] and plan.logit_samples == []
+    assert plan is not None and plan.parts == []
     assert run.scheduler.planner.num_extras == 0
 
 

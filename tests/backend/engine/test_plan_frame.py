@@ -12,6 +12,13 @@ import pytest
 
 from tests.backend.engine.toy_device import Run, limits
 from tridecode.backend.base.errors import TridecodeError
+from tridecode.backend.engine.parts.adapters import AdapterRows
+from tridecode.backend.engine.parts.beams import BeamRows
+from tridecode.backend.engine.parts.embeddings import ContextEmbeddings
+from tridecode.backend.engine.parts.forks import Forks
+from tridecode.backend.engine.parts.part import StepPart
+from tridecode.backend.engine.parts.returned_logits import FoundLogits, ReturnedLogits
+from tridecode.backend.engine.parts.top_tokens import TopTokens
 from tridecode.backend.engine.schedule.scheduler import Scheduler
 from tridecode.backend.engine.schedule.sequence import Stage
 from tridecode.backend.engine.step import plan_frame
@@ -62,14 +69,21 @@ def plans_of_a_run() -> list[StepPlan]:
         plan = scheduler.plan()
         plans.append(plan)
         count = int(plan.samples.sum())
-        sums = [np.zeros(4, np.float32) for _ in plan.embeds]
-        rows = [np.zeros((one.count, 50) if one.targets is None else ()) for one in plan.logit_rows]
-        kept = np.zeros((len(plan.logit_samples), 50), np.float32)
         tokens, log_probs = np.full(count, 9, np.int32), np.zeros(count, np.float32)
-        scheduler.commit(plan, StepResult(tokens, log_probs, sums, [], rows, kept))
+        scheduler.commit(plan, StepResult(tokens, log_probs, [result_of(part) for part in plan.parts]))
         if len(plans) == 3:
             scheduler.fork(next(s for s in plan.sequences if s.stage is Stage.DECODE), 7)
     return plans
+
+
+def result_of(part: StepPart) -> object:
+    """A result of zeros; None for a part without one."""
+    if isinstance(part, ContextEmbeddings):
+        return [np.zeros(4, np.float32) for _ in part.rows]
+    if isinstance(part, ReturnedLogits):
+        rows = [np.zeros((one.count, 50) if one.targets is None else ()) for one in part.rows]
+        return FoundLogits(rows, np.zeros((len(part.samples), 50), np.float32))
+    return None
 
 
 def assert_equal(found: object, wanted: object) -> None:
@@ -82,9 +96,7 @@ def assert_equal(found: object, wanted: object) -> None:
         if isinstance(other, np.ndarray):
             assert (mine.dtype, mine.shape) == (other.dtype, other.shape), field.name
             assert np.array_equal(mine, other), field.name
-        elif field.name == "beams" and other is not None:
-            assert_equal(mine, other)
-        elif field.name in ("starts", "logit_rows"):
+        elif isinstance(other, list) and other and dataclasses.is_dataclass(other[0]):
             assert len(mine) == len(other)
             for one, two in zip(mine, other):
                 assert_equal(one, two)
@@ -94,11 +106,16 @@ def assert_equal(found: object, wanted: object) -> None:
 
 def test_every_field_of_every_plan_arrives():
     plans = plans_of_a_run()
-    assert any(plan.starts for plan in plans) and any(plan.embeds for plan in plans)
+    assert any(plan.starts for plan in plans)
     assert any(not plan.samples.all() for plan in plans) and any(plan.num_decodes for plan in plans)
-    assert any(plan.slot_copies for plan in plans) and any(plan.block_copies for plan in plans)
-    assert any(plan.logit_samples for plan in plans)
-    assert {one.targets is None for plan in plans for one in plan.logit_rows} == {True, False}
+    parts = [part for plan in plans for part in plan.parts]
+    kinds = {type(part) for part in parts}
+    assert kinds == {ContextEmbeddings, ReturnedLogits, TopTokens, Forks}
+    forks = [part for part in parts if isinstance(part, Forks)]
+    logits = [part for part in parts if isinstance(part, ReturnedLogits)]
+    assert any(part.slots for part in forks) and any(part.blocks for part in forks)
+    assert any(part.samples for part in logits)
+    assert {one.targets is None for part in logits for one in part.rows} == {True, False}
     for plan in plans:
         arrived = plan_frame.decode(plan_frame.encode(plan))
         assert_equal(arrived, plan)
@@ -107,10 +124,11 @@ def test_every_field_of_every_plan_arrives():
 
 
 def test_the_adapters_of_a_plan_arrive(plan):
-    assert plan.adapters is None and plan.drop_adapters == []
-    adapters = np.arange(-1, plan.num_rows - 1, dtype=np.int32)
-    with_adapters = dataclasses.replace(plan, adapters=adapters, drop_adapters=[3, 70_000])
-    assert_equal(plan_frame.decode(plan_frame.encode(with_adapters)), with_adapters)
+    assert plan.part(AdapterRows) is None
+    adapters = AdapterRows(np.arange(-1, plan.num_rows - 1, dtype=np.int32), [3, 70_000])
+    for part in (adapters, AdapterRows(None, [1])):
+        with_adapters = dataclasses.replace(plan, parts=[*plan.parts, part])
+        assert_equal(plan_frame.decode(plan_frame.encode(with_adapters)), with_adapters)
 
 
 def with_beams() -> StepPlan:
@@ -128,7 +146,7 @@ def with_beams() -> StepPlan:
 
 def test_the_beams_of_a_plan_arrive_and_have_no_slot():
     plan = with_beams()
-    beams = plan.beams
+    beams = plan.part(BeamRows)
     assert beams is not None and beams.rows.tolist() == [1, 2, 3, 4, 5] and beams.width == 6
     assert plan.slots.tolist()[1:] == [-1] * 5 and plan.slots[0] >= 0
     assert beams.slots.tolist() == [beam.slot for beam in plan.sequences[1:]]
@@ -154,15 +172,15 @@ def test_the_beams_of_a_plan_arrive_and_have_no_slot():
 )
 def test_beams_whose_parts_disagree_are_refused(changes, text):
     plan = with_beams()
-    beams = plan_frame._decoder.decode(plan_frame.encode(plan)).beams
+    beams = msgspec.structs.replace(plan.part(BeamRows).encode(), **changes)
     with pytest.raises(TridecodeError, match="from rank 0") as caught:
-        plan_frame.decode(changed(plan, beams=msgspec.structs.replace(beams, **changes)))
+        plan_frame.decode(with_part(plan, "beams", beams))
     assert text in str(caught.value)
 
 
 @pytest.fixture()
 def plan() -> StepPlan:
-    return next(plan for plan in plans_of_a_run() if plan.embeds)
+    return next(plan for plan in plans_of_a_run() if plan.part(ContextEmbeddings))
 
 
 def changed(plan: StepPlan, **changes) -> bytes:
@@ -179,12 +197,6 @@ def changed(plan: StepPlan, **changes) -> bytes:
         ({"num_tokens": -1}, "wanted decodes <= rows <= tokens"),
         ({"num_decodes": 99}, "99 decodes"),
         ({"num_columns": 1000}, "block_tables has"),
-        ({"slot_copies": [(0, -1)]}, ">= 0"),
-        ({"block_copies": [(-4, 1)]}, ">= 0"),
-        ({"adapters": b"1234567"}, "adapters has 7 bytes"),
-        ({"top_log_probs": b"1"}, "top_log_probs has 1 bytes"),
-        ({"embeds": [(77, 1)]}, "row 77"),
-        ({"embeds": [(0, 10**6)]}, "1000000 tokens of row 0"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -192,6 +204,42 @@ def test_a_frame_whose_parts_disagree_is_refused(plan, changes, text):
     with pytest.raises(TridecodeError, match="from rank 0") as caught:
         plan_frame.decode(changed(plan, **changes))
     assert text in str(caught.value)
+
+
+def with_part(plan: StepPlan, tag: str, value: object) -> bytes:
+    """A frame whose part of this tag is `value`."""
+    others = [(part.tag, part.encode()) for part in plan.parts if part.tag != tag]
+    encoded = [(name, msgspec.Raw(msgspec.msgpack.encode(one))) for name, one in [*others, (tag, value)]]
+    return changed(plan, parts=encoded)
+
+
+@pytest.mark.parametrize(
+    "tag, value, text",
+    [
+        ("forks", [[(0, -1)], []], ">= 0"),
+        ("forks", [[], [(-4, 1)]], ">= 0"),
+        ("forks", [[]], "cannot be read"),
+        ("adapters", [b"1234567", []], "adapters has 7 bytes"),
+        ("top_tokens", b"1", "top_tokens has 1 bytes"),
+        ("embeddings", [(77, 1)], "row 77"),
+        ("embeddings", [(0, 10**6)], "1000000 tokens of row 0"),
+        ("logits", [[(77, 0, 1, None)], []], "of row 77"),
+        ("logits", [[(0, 0, 1, b"12345678")], []], "targets of row 0 has 8 bytes"),
+        ("logits", [[], [77]], "has sample 77"),
+        ("prompt_tables", {}, "prompt_tables cannot be read"),
+        ("grammar", [], "grammar is not a part"),
+    ],
+)
+def test_a_part_that_does_not_fit_the_plan_is_refused(plan, tag, value, text):
+    with pytest.raises(TridecodeError, match="from rank 0") as caught:
+        plan_frame.decode(with_part(plan, tag, value))
+    assert text in str(caught.value)
+
+
+def test_a_part_that_comes_twice_is_refused(plan):
+    part = plan.part(ContextEmbeddings)
+    with pytest.raises(TridecodeError, match="embeddings comes twice"):
+        plan_frame.decode(plan_frame.encode(dataclasses.replace(plan, parts=[part, part])))
 
 
 def test_rows_that_the_tokens_do_not_fill_are_refused(plan):

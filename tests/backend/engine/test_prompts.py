@@ -12,6 +12,7 @@ from tests.backend.engine.toy_device import VOCAB, Run, ToyDevice, limits, next_
 from tests.checkpoints import FAMILIES
 from tests.prompt_adapters import greedy_embedded, greedy_prefixed, prefix, soft
 from tridecode.backend.base.errors import CapacityError, RequestError, TridecodeError
+from tridecode.backend.engine.parts.prompt_tables import PromptTables
 from tridecode.backend.engine.prompt_tables.book import PromptBook
 from tridecode.backend.engine.schedule.scheduler import Scheduler
 from tridecode.backend.engine.step import plan_frame
@@ -231,12 +232,12 @@ class PromptDevice(ToyDevice):
     def run(self, plan: StepPlan) -> StepResult:
         sequences, plan = plan.sequences, plan_frame.decode(plan_frame.encode(plan))
         plan.sequences = sequences
-        if plan.prompts is not None:
+        if plan.part(PromptTables) is not None:
             self._prepare(plan)
         return super().run(plan)
 
     def _prepare(self, plan: StepPlan) -> None:
-        prompts = plan.prompts
+        prompts = plan.part(PromptTables).tables
         for number in prompts.dropped:
             del self.tables[number]
         self.cache[prompts.cleared] = -7
@@ -371,12 +372,13 @@ def test_a_damaged_frame_is_told(damage: str) -> None:
     run = toy_run(overlap=False)
     toy_submit(run, 1, [VOCAB, 1], LearnedPrompt(rows=2, values=bytes(8)), 3)
     plan = run.scheduler.plan()
-    virtual, upload = plan.prompts.virtual[0], plan.prompts.uploads[0]
+    tables = plan.part(PromptTables).tables
+    virtual, upload = tables.virtual[0], tables.uploads[0]
     if damage == "bytes":
-        plan.prompts.uploads = [type(upload)(5, False, 3, "fp16", bytes(8))]
+        tables.uploads = [type(upload)(5, False, 3, "fp16", bytes(8))]
     elif damage == "token":
-        plan.prompts.virtual = [type(virtual).of(2, np.array([2]), np.array([0]))]
+        tables.virtual = [type(virtual).of(2, np.array([2]), np.array([0]))]
     else:
-        plan.prompts.virtual = [type(virtual)(2, bytes(8), bytes(4))]
+        tables.virtual = [type(virtual)(2, bytes(8), bytes(4))]
     with pytest.raises(TridecodeError, match="from rank 0"):
         plan_frame.decode(plan_frame.encode(plan))

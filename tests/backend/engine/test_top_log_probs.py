@@ -15,6 +15,7 @@ from tests.backend.hf_models import bloom, gpt2, llama
 from tests.checkpoints import FAMILIES, save
 from tridecode.backend.base.errors import RequestError
 from tridecode.backend.engine.offline import Generation
+from tridecode.backend.engine.parts.top_tokens import TopTokens
 from tridecode.backend.engine.schedule.scheduler import Scheduler
 from tridecode.backend.wire.messages import SamplingParams, SequenceRequest, Submit
 from tridecode.converters.checkpoint import open_checkpoint
@@ -103,10 +104,10 @@ def test_a_step_in_flight_brings_its_own() -> None:
     scheduler.submit(b"door", Submit(1, [SequenceRequest(prompt, wanting)]))
     scheduler.submit(b"door", Submit(2, [SequenceRequest(prompt, SamplingParams(max_tokens=2))]))
     plans = [scheduler.plan(), scheduler.plan(), scheduler.plan()]
-    assert [plan.top_log_probs.tolist() for plan in plans] == [[2, -1], [2, -1], [2]]
+    assert [plan.part(TopTokens).counts.tolist() for plan in plans] == [[2, -1], [2, -1], [2]]
     scheduler.cancel(b"door", 1)
     scheduler.submit(b"door", Submit(3, [SequenceRequest(prompt, SamplingParams(max_tokens=2))]))
-    assert scheduler.plan().top_log_probs is None
+    assert scheduler.plan().part(TopTokens) is None
 
 
 @pytest.mark.parametrize("count", [-2, 21, 10**9])

@@ -8,10 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from tridecode.backend.engine.parts.beams import BeamRows
+from tridecode.backend.engine.parts.forks import Forks
 from tridecode.backend.engine.schedule.admission import SchedulerLimits
 from tridecode.backend.engine.schedule.scheduler import Scheduler
 from tridecode.backend.engine.schedule.sequence import Sequence, Stage
-from tridecode.backend.engine.step.plan import BeamRows, StepPlan, StepResult
+from tridecode.backend.engine.step.plan import StepPlan, StepResult
 from tridecode.backend.wire.messages import BeamStep, Event, SamplingParams, SequenceRequest, Submit
 
 DOOR = b"door"
@@ -74,7 +76,8 @@ class ToyDevice:
 
     def run(self, plan: StepPlan) -> StepResult:
         assert 0 < plan.num_tokens <= self.limits.max_step_tokens
-        beam_slots = [] if plan.beams is None else plan.beams.slots.tolist()
+        beams = plan.part(BeamRows)
+        beam_slots = [] if beams is None else beams.slots.tolist()
         sampled = plan.slots[plan.slots >= 0].tolist() + beam_slots
         assert len(set(sampled)) == len(sampled), "a slot twice in a plan"
         written = plan.kv_slots.tolist()
@@ -115,9 +118,10 @@ class ToyDevice:
                 self.state[slot] = seed, generated + 1, prompt
                 tokens.append(self.last[slot])
         result = StepResult(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32))
-        if plan.beams is not None:
-            assert [i for i, token in enumerate(tokens) if token == -7] == plan.beams.rows.tolist()
-            result.candidates = self.candidates(plan.beams, contexts)
+        if beams is not None:
+            assert [i for i, token in enumerate(tokens) if token == -7] == beams.rows.tolist()
+            found = self.candidates(beams, contexts)
+            result.parts = [found if part is beams else None for part in plan.parts]
         return result
 
     def candidates(self, beams: BeamRows, contexts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -142,16 +146,14 @@ class ToyDevice:
         return self.limits.max_sequence_tokens if 0 < self.limits.long_prompt_tokens < tokens else 0
 
     def _copy(self, plan: StepPlan) -> None:
-        blocks = {
-            to: (self.cache[source].copy(), self.shifts[source].copy()) for source, to in plan.block_copies
-        }
+        forks, beams = plan.part(Forks) or Forks(), plan.part(BeamRows)
+        blocks = {to: (self.cache[source].copy(), self.shifts[source].copy()) for source, to in forks.blocks}
         slots = {
-            to: (self.last.get(source), self.state[source], self.known[source])
-            for source, to in plan.slot_copies
+            to: (self.last.get(source), self.state[source], self.known[source]) for source, to in forks.slots
         }
-        assert len(blocks) == len(plan.block_copies), "a block is the destination of two copies"
-        assert len(slots) == len(plan.slot_copies), "a slot is the destination of two copies"
-        planned = {*plan.slots.tolist(), *([] if plan.beams is None else plan.beams.slots.tolist())}
+        assert len(blocks) == len(forks.blocks), "a block is the destination of two copies"
+        assert len(slots) == len(forks.slots), "a slot is the destination of two copies"
+        planned = {*plan.slots.tolist(), *([] if beams is None else beams.slots.tolist())}
         assert set(slots) <= planned, "state is copied to a slot that is not in the plan"
         for to, content in blocks.items():
             self.cache[to], self.shifts[to] = content
@@ -249,7 +251,7 @@ class Run:
 
     def _check_written(self, plan: StepPlan) -> None:
         pool, size = self.scheduler.cache.index, self.scheduler.limits.block_tokens
-        for _, block in plan.block_copies:
+        for _, block in (plan.part(Forks) or Forks()).blocks:
             assert pool.users(block) == 1, f"block {block} is copied to while {pool.users(block)} hold it"
         for row, sequence in enumerate(plan.sequences):
             first, last = plan.query_starts[row], plan.query_starts[row + 1]

@@ -6,41 +6,41 @@ buffers of the sampled rows, and each part is copied to the host, so the device 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from tridecode.backend.engine.device.parts.part_run import PartRun
+from tridecode.backend.engine.parts.returned_logits import FoundLogits, LogitRows, ReturnedLogits
 from tridecode.backend.engine.ranks.vocab_logits import log_probs_at
 from tridecode.backend.engine.ranks.vocab_share import TensorRanks, mask_padding, whole_rows
 from tridecode.backend.engine.step import results
-from tridecode.backend.engine.step.plan import LogitRows, StepPlan
+from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.backend.engine.step.results import to_first
 from tridecode.backend.models.layers import Context
 from tridecode.backend.weights.layout import VocabShare
 
 
-@dataclass
-class StepExtras:
-    """What a step gives besides tokens; the tensors may still be in flight from the device.
+class LogitsRun(PartRun[ReturnedLogits]):
+    _samples: Tensor | None = None  # (n, V) float32, on the host of rank 0
 
-    embeddings: (C,) of each of the plan's embeds. prompt_logits: of each of its logit_rows, (n, V) float32 or
-    () float64. sample_logits: (n, V) float32. All are on the host, with stages on rank 0 only, the logits
-    always.
-    """
+    def after_forward(self, context: Context, x: Tensor) -> None:
+        """Compute the logits of the prompts' rows."""
+        engine = self.engine
+        size = engine.model_config.vocab_size
+        self._rows = prompt_logits(engine.model, context, x, self.plan, engine.ranks, self.part.rows, size)
 
-    embeddings: list[Tensor] = field(default_factory=list)
-    prompt_logits: list[Tensor] = field(default_factory=list)
-    sample_logits: Tensor | None = None
+    def after_logits(self, logits: Tensor | None, like: Tensor) -> None:
+        engine, wanted = self.engine, self.part.samples
+        if wanted:
+            size = engine.model_config.vocab_size
+            self._samples = sample_logits(logits, wanted, engine.ranks, engine.vocab, size, like)
 
-    def on_host(self) -> dict[str, Any]:
-        """The fields of a StepResult, as arrays, once the step is done."""
-        return {
-            "embeddings": [sums.numpy() for sums in self.embeddings],
-            "logit_rows": [logits.numpy() for logits in self.prompt_logits],
-            "sample_logits": None if self.sample_logits is None else self.sample_logits.numpy(),
-        }
+    def result(self) -> FoundLogits:
+        samples = None if self._samples is None else self._samples.numpy()
+        return FoundLogits([logits.numpy() for logits in self._rows], samples)
 
 
 class Ranks(TensorRanks, results.Ranks, Protocol):
@@ -55,12 +55,18 @@ class Model(Protocol):
 
 
 def prompt_logits(
-    model: Model, context: Context, x: Tensor, plan: StepPlan, ranks: Ranks, vocab_size: int
+    model: Model,
+    context: Context,
+    x: Tensor,
+    plan: StepPlan,
+    ranks: Ranks,
+    wanted: list[LogitRows],
+    vocab_size: int,
 ) -> list[Tensor]:
-    """For each of plan.logit_rows the logits (n, V) float32, or () float64, the sum of the targets' log
+    """For each of the wanted rows the logits (n, V) float32, or () float64, the sum of the targets' log
     probabilities. x: (T, C), the last stage's output. Collective: every rank calls it; all but rank 0 get [].
     """
-    found = [_of_rows(model, context, x, plan, ranks, wanted, vocab_size) for wanted in plan.logit_rows]
+    found = [_of_rows(model, context, x, plan, ranks, rows, vocab_size) for rows in wanted]
     return found if ranks.rank == 0 else []
 
 
@@ -108,19 +114,19 @@ def _log_probs(logits: Tensor, targets: Tensor, vocab: VocabShare | None, ranks:
 
 def sample_logits(
     logits: Tensor | None,
-    plan: StepPlan,
+    wanted: list[int],
     ranks: Ranks,
     vocab: VocabShare | None,
     vocab_size: int,
     like: Tensor,
 ) -> Tensor | None:
-    """(n, V) float32 on the host: the rows plan.logit_samples of logits (R, V), before they are sampled from.
+    """(n, V) float32 on the host: the wanted rows of logits (R, V), before they are sampled from.
 
     Collective. logits: those of the last stage, of this rank's ids; None on another stage. like: a tensor on
     this rank's device. None on all ranks but rank 0.
     """
-    out = results.empty_host((len(plan.logit_samples), vocab_size), torch.float32, like.device)
+    out = results.empty_host((len(wanted), vocab_size), torch.float32, like.device)
     if logits is not None:
-        logits = logits.index_select(0, torch.tensor(plan.logit_samples, device=logits.device))
+        logits = logits.index_select(0, torch.tensor(wanted, device=logits.device))
     _send(logits, out, vocab, ranks, like)
     return out if ranks.rank == 0 else None

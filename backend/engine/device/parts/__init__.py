@@ -1,0 +1,1 @@
+"""The optional features of a step on the device."""

@@ -1,0 +1,50 @@
+"""One part of a plan on the device, while one step of this rank runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from torch import Tensor
+
+from tridecode.backend.engine.parts.part import StepPart
+from tridecode.backend.engine.step.plan import StepPlan
+from tridecode.backend.models.layers import Context
+from tridecode.kernels.ops import Ops
+
+if TYPE_CHECKING:
+    from tridecode.backend.engine.device.engine import Engine
+
+P = TypeVar("P", bound=StepPart)
+
+
+class PartRun(Generic[P]):
+    """Base: each method is called once a step, in this order, for the parts in the order of the plan. All
+    ranks call all of them, so that each may be collective. They run in inference mode.
+
+    A step that runs as a CUDA graph (StepPart.captures) skips `ops`, `after_forward` and `after_logits`.
+    """
+
+    def __init__(self, engine: Engine, plan: StepPlan, part: P):
+        self.engine, self.plan, self.part = engine, plan, part
+
+    def before(self) -> None:
+        """Before the forward and before the slots of the step start."""
+
+    def ops(self, ops: Ops) -> Ops:
+        """The operations of the forward, in place of `ops`."""
+        return ops
+
+    def after_forward(self, context: Context, x: Tensor) -> None:
+        """x: (T, C), the output of this stage."""
+
+    def after_logits(self, logits: Tensor | None, like: Tensor) -> None:
+        """logits: (R, V) of this rank's ids, before they are sampled from; None on a stage before the last.
+        like: a tensor on this rank's device. Not called for a step without samples."""
+
+    def after_sampling(self, tokens: Tensor) -> None:
+        """tokens: (R,) int32, on the device."""
+
+    def result(self) -> Any:
+        """The result for StepResult.parts, once the device has done the step; with pipeline stages of use on
+        rank 0 only. None: there is nothing to commit."""
+        return None

@@ -1,0 +1,15 @@
+"""The tables of prompt learning on the device."""
+
+from __future__ import annotations
+
+from tridecode.backend.engine.device.parts.part_run import PartRun
+from tridecode.backend.engine.parts.prompt_tables import PromptTables
+from tridecode.kernels.ops import Ops
+
+
+class PromptTablesRun(PartRun[PromptTables]):
+    def before(self) -> None:
+        self.engine.prompts.prepare(self.part.tables, self.engine.caches)
+
+    def ops(self, ops: Ops) -> Ops:
+        return self.engine.prompts.ops(ops, self.part.tables.virtual)

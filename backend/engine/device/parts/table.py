@@ -1,0 +1,41 @@
+"""The device side of each part."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tridecode.backend.engine.device.parts.adapters import AdaptersRun
+from tridecode.backend.engine.device.parts.beams import BeamsRun
+from tridecode.backend.engine.device.parts.embeddings import EmbeddingsRun
+from tridecode.backend.engine.device.parts.forks import ForksRun
+from tridecode.backend.engine.device.parts.part_run import PartRun
+from tridecode.backend.engine.device.parts.prompt_tables import PromptTablesRun
+from tridecode.backend.engine.device.parts.returned_logits import LogitsRun
+from tridecode.backend.engine.device.parts.top_tokens import TopTokensRun
+from tridecode.backend.engine.parts.adapters import AdapterRows
+from tridecode.backend.engine.parts.beams import BeamRows
+from tridecode.backend.engine.parts.embeddings import ContextEmbeddings
+from tridecode.backend.engine.parts.forks import Forks
+from tridecode.backend.engine.parts.part import StepPart
+from tridecode.backend.engine.parts.prompt_tables import PromptTables
+from tridecode.backend.engine.parts.returned_logits import ReturnedLogits
+from tridecode.backend.engine.parts.top_tokens import TopTokens
+from tridecode.backend.engine.step.plan import StepPlan
+
+if TYPE_CHECKING:
+    from tridecode.backend.engine.device.engine import Engine
+
+RUNS: dict[type[StepPart], type[PartRun[Any]]] = {
+    PromptTables: PromptTablesRun,
+    AdapterRows: AdaptersRun,
+    Forks: ForksRun,
+    ContextEmbeddings: EmbeddingsRun,
+    ReturnedLogits: LogitsRun,
+    TopTokens: TopTokensRun,
+    BeamRows: BeamsRun,
+}
+
+
+def part_runs(engine: Engine, plan: StepPlan) -> list[PartRun[Any]]:
+    """The device side of the parts of a plan, for one step."""
+    return [RUNS[type(part)](engine, plan, part) for part in plan.parts]

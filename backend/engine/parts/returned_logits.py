@@ -1,0 +1,117 @@
+"""The logits that a step returns: of tokens of prompts, and of samples. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Optional
+
+import msgspec
+import numpy as np
+
+from tridecode.backend.base.errors import TridecodeError
+from tridecode.backend.engine.parts.part import Commit, StepPart, ints, read, read_ints
+from tridecode.backend.engine.schedule.sequence import Stage
+from tridecode.backend.engine.step.plan import StepPlan
+
+_Index = Annotated[int, msgspec.Meta(ge=0)]
+
+
+@dataclass(frozen=True)
+class LogitRows:
+    """Logits of a prompt that a step returns: of `count` tokens of the plan's row `row`, from its token
+    `first` on.
+
+    targets: (count,) int32, the ids that follow these tokens: their log probabilities are summed and only the
+    sum is returned. None: the logits are returned.
+    """
+
+    row: int
+    first: int
+    count: int
+    targets: np.ndarray | None = None
+
+
+@dataclass
+class FoundLogits:
+    """rows: for each of ReturnedLogits.rows (n, V) float32, or () float64 with targets. samples: (n, V)
+    float32, n = len(ReturnedLogits.samples); None if it is empty."""
+
+    rows: list[np.ndarray]
+    samples: np.ndarray | None = None
+
+
+class _Rows(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    row: _Index
+    first: _Index
+    count: _Index
+    targets: Optional[bytes]  # noqa: UP045  msgspec evaluates it, on Python 3.9 too
+
+
+class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    rows: list[_Rows]
+    samples: list[_Index]
+
+
+_decoder = msgspec.msgpack.Decoder(_Frame)
+
+
+@dataclass
+class ReturnedLogits(StepPart):
+    """rows: of prompts. samples: the samples, counted in row order, whose logits are returned. Result:
+    FoundLogits."""
+
+    tag = "logits"
+    rows: list[LogitRows] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+
+    def encode(self) -> Any:
+        return _Frame(
+            [
+                _Rows(w.row, w.first, w.count, None if w.targets is None else ints(w.targets))
+                for w in self.rows
+            ],
+            self.samples,
+        )
+
+    @classmethod
+    def decode(cls, data: msgspec.Raw, plan: StepPlan, where: str) -> ReturnedLogits:
+        found, queries = read(_decoder, data, where), np.diff(plan.query_starts)
+        for one in found.rows:
+            if not (one.row < plan.num_rows and one.first + one.count <= queries[one.row]):
+                raise TridecodeError(
+                    f"{where} has tokens {one.first} to {one.first + one.count} of row {one.row}, which the "
+                    "plan does not have"
+                )
+        if found.samples and max(found.samples) >= plan.num_samples:
+            raise TridecodeError(
+                f"{where} has sample {max(found.samples)}; the plan has {plan.num_samples} samples"
+            )
+        return cls([_logit_rows(one, where) for one in found.rows], found.samples)
+
+    def commit(self, step: Commit, found: FoundLogits) -> None:
+        """File the logits with the `extras` of their sequences."""
+        plan = step.plan
+        for wanted, logits in zip(self.rows, found.rows):
+            sequence = plan.sequences[wanted.row]
+            if sequence.extras is None or sequence.stage is Stage.ENDED:
+                continue
+            if wanted.targets is None:
+                sequence.extras.context.append(_bytes(logits))
+            else:
+                sequence.extras.log_prob += float(logits)
+        if found.samples is not None:
+            for index, logits in zip(self.samples, found.samples):
+                sequence = step.sampled[index]
+                if sequence.extras is not None and sequence.stage is not Stage.ENDED:
+                    sequence.extras.generation.append(_bytes(logits))
+        step.news += [plan.sequences[wanted.row] for wanted in self.rows if not plan.samples[wanted.row]]
+
+
+def _logit_rows(found: _Rows, where: str) -> LogitRows:
+    where = f"{where}: targets of row {found.row}"
+    targets = None if found.targets is None else read_ints(found.targets, found.count, where)
+    return LogitRows(found.row, found.first, found.count, targets)
+
+
+def _bytes(logits: np.ndarray) -> bytes:
+    return np.ascontiguousarray(logits, "<f4").tobytes()

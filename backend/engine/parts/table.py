@@ -1,0 +1,23 @@
+"""The parts that a plan may have, by the tag of their frames. No torch."""
+
+from __future__ import annotations
+
+from tridecode.backend.engine.parts.adapters import AdapterRows
+from tridecode.backend.engine.parts.beams import BeamRows
+from tridecode.backend.engine.parts.embeddings import ContextEmbeddings
+from tridecode.backend.engine.parts.forks import Forks
+from tridecode.backend.engine.parts.part import StepPart
+from tridecode.backend.engine.parts.prompt_tables import PromptTables
+from tridecode.backend.engine.parts.returned_logits import ReturnedLogits
+from tridecode.backend.engine.parts.top_tokens import TopTokens
+
+_PARTS: list[type[StepPart]] = [
+    PromptTables,
+    AdapterRows,
+    Forks,
+    ContextEmbeddings,
+    ReturnedLogits,
+    TopTokens,
+    BeamRows,
+]
+PARTS = {part.tag: part for part in _PARTS}

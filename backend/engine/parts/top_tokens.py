@@ -1,0 +1,35 @@
+"""The most likely tokens of each sample, for the sequences that want them. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from tridecode.backend.engine.parts.part import Commit, StepPart, ints, read, read_ints
+from tridecode.backend.engine.step.plan import StepPlan
+from tridecode.backend.wire.messages import TopLogProbs
+
+_decoder = msgspec.msgpack.Decoder(bytes)
+
+
+@dataclass
+class TopTokens(StepPart):
+    """counts: (B,) int32, SamplingParams.top_log_probs of each row, -1 for none. Result: one for each sample
+    of the step, None where it wants none."""
+
+    tag = "top_tokens"
+    counts: np.ndarray
+
+    def encode(self) -> Any:
+        return ints(self.counts)
+
+    @classmethod
+    def decode(cls, data: msgspec.Raw, plan: StepPlan, where: str) -> TopTokens:
+        return cls(read_ints(read(_decoder, data, where), plan.num_rows, where))
+
+    def commit(self, step: Commit, found: list[TopLogProbs | None]) -> None:
+        for sequence, top in zip(step.sampled, found):
+            sequence.top = top
