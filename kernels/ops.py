@@ -382,14 +382,15 @@ class Ops(Protocol):
         repetition penalty (x < 0: x * r, else x / r), then minus presence, minus frequency * count; all of
         end_ids are impossible while generated < min_tokens; log_probs is the log-softmax, over the whole
         vocabulary, of these logits. top_k 1 or temperature 0 is greedy: the largest logit, lowest id first.
-        Otherwise: ids below the top_k-th largest logit are dropped (ties stay; top_k 0 drops none), then the
-        smallest set of most likely ids whose probability within the rest reaches top_p_now is kept (ties
-        stay), and of these the largest logit + g wins, where g = -log(-log1p(-u)) and u comes from the slot's
-        seed: word (id % 4) of Philox-4x32-10 with the halves of seed as key, the low one first, and counter
-        (id / 4, generated, 0, 0), as (word + 0.5) / 2^32 (u near 0 decides who wins, and there float32 is
-        precise enough). The answer thus depends on nothing but the sequence itself. Where the largest logit
-        is +inf, or one is NaN, the token is BROKEN_LOGITS; where every id is impossible, it is NO_TOKEN.
-        log_prob is then 0, and the state goes on as if id 0 had been taken.
+        Otherwise: ids below the largest logit + log(min_p) are dropped (min_p 0 drops none), and those below
+        the top_k-th largest logit (ties stay; top_k 0 drops none), then the smallest set of most likely ids
+        whose probability within the rest reaches top_p_now is kept (ties stay), and of these the largest
+        logit + g wins, where g = -log(-log1p(-u)) and u comes from the slot's seed: word (id % 4) of
+        Philox-4x32-10 with the halves of seed as key, the low one first, and counter (id / 4, generated, 0,
+        0), as (word + 0.5) / 2^32 (u near 0 decides who wins, and there float32 is precise enough). The
+        answer thus depends on nothing but the sequence itself. Where the largest logit is +inf, or one is
+        NaN, the token is BROKEN_LOGITS; where every id is impossible, it is NO_TOKEN. log_prob is then 0,
+        and the state goes on as if id 0 had been taken.
 
         Then, for the token t: last_tokens = t; generated += 1; with bad words, history grows by t (a full
         history no longer); counts[t] += 1, up to 32767, with penalties that are not neutral; with

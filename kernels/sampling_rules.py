@@ -162,6 +162,12 @@ class KeepRule:
 
 
 KEEP_RULES = {
+    "min_p": KeepRule(
+        lambda records, size: records["min_p"] > 0,
+        lambda choice: (
+            choice.largest.float() + torch.from_numpy(np.log(choice.records["min_p"])).to(choice.x.device)
+        ),
+    ),
     "top_k": KeepRule(
         lambda records, size: (records["top_k"] > 0) & (records["top_k"] < size),
         lambda choice: choice.search.kth_largest(choice.x, choice.records["top_k"].astype(np.int64)),

@@ -172,6 +172,7 @@ def _distribution(keys: dict[str, Any], limits: Limits) -> dict[str, Any]:
         "temperature": 1.0 if greedy else temperature,
         "top_k": 1 if greedy else min(max(top_k, 0), limits.vocab_size),
         "top_p": 1.0 if greedy else keys.get("top_p", 1.0),
+        "min_p": 0.0 if greedy else keys.get("min_p", 0.0),
         "repetition_penalty": repetition,
         "presence_penalty": presence / divisor,
         "frequency_penalty": frequency / divisor,

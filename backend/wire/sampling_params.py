@@ -33,6 +33,7 @@ _ABOVE_0 = math.ulp(0.0)
 _COUNT = Range(0, 2**31 - 1, "0 to 2**31 - 1")  # an int32 of the engine holds it
 _TOP_K = Range(0, 2**31 - 1, "0 (the whole vocabulary) to 2**31 - 1")
 _SEED = Range(0, 2**64 - 1, "0 to 2**64 - 1")
+_SHARE = Range(0.0, 1.0, "a number from 0 (off) to 1")
 _FRACTION = Range(_ABOVE_0, 1.0, "a number in (0, 1]")
 #: smaller factors could make a logit infinite; a little below 1e-6, because FP32 holds 1e-6 as 9.9999999e-07
 _FACTOR = Range(9.9999e-7, 1e6, "a number from 1e-6 to 1e6")
@@ -51,10 +52,12 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """How one sequence chooses its tokens. One vocabulary for every door; `check` compares with the ranges.
 
     The order of operations is FasterTransformer's: bad words, temperature, repetition / presence / frequency
-    penalty, min_tokens, top-k, then top-p within what top-k left. `top_k == 1` or a temperature
-    below GREEDY_BELOW is greedy.
+    penalty, min_tokens, min-p, top-k, then top-p within what min-p and top-k left. `top_k == 1` or a
+    temperature below GREEDY_BELOW is greedy. min-p goes before top-k and top-p as in vLLM; in
+    transformers it comes last. Both orders keep the same tokens unless top_p is below 1: min-p and top-k are
+    bounds on the logits and commute.
 
-    beam_width above 1 is beam search (beams.py), where top_k, top_p and seed have no effect.
+    beam_width above 1 is beam search (beams.py), where top_k, top_p, min_p and seed have no effect.
     Else num_return_sequences n samples n sequences of one prompt: sample i is what the seed plus i, modulo
     2**64, gives alone.
     """
@@ -64,6 +67,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     temperature: Annotated[float, "softmax temperature; below 1e-5: greedy", _DIVISOR] = 1.0
     top_k: Annotated[int, "sample from the k most likely tokens; 0: from all", _TOP_K] = 1
     top_p: Annotated[float, "nucleus (top-p) probability mass; 1 keeps all tokens", _FRACTION] = 1.0
+    min_p: Annotated[float, "drop tokens below this share of the largest probability; 0: none", _SHARE] = 0.0
     top_p_decay: Annotated[float, "factor on `top_p` after each token, without top-k", _FRACTION] = 1.0
     top_p_min: Annotated[float, "lower bound of a decaying `top_p`", _FRACTION] = 1e-6
     top_p_reset_id: Annotated[int, "token that resets a decaying `top_p`; -1: none"] = -1

@@ -31,6 +31,7 @@ RANGES = {
     "temperature": ([0.0, 1e6], [-1e-9, 1.000001e6, math.nan, math.inf], "a number from 0 to 1e6"),
     "top_k": (*COUNT[:2], "0 (the whole vocabulary) to 2**31 - 1"),
     "top_p": FRACTION,
+    "min_p": ([0.0, 5e-324, 1.0], [-1e-9, 1.0000001, math.nan], "a number from 0 (off) to 1"),
     "top_p_decay": FRACTION,
     "top_p_min": FRACTION,
     "repetition_penalty": (
@@ -75,17 +76,19 @@ def test_neutral_values_are_not_sent():
 OURS = ("early_stopping", "num_return_sequences")
 
 
-class WithMinP(SamplingParams, frozen=True, omit_defaults=True):
+class WithTopA(SamplingParams, frozen=True, omit_defaults=True):
     """The table with one row more."""
 
-    min_p: Annotated[float, "probability relative to the best", Range(0.0, 1.0, "a number from 0 to 1")] = 0.0
+    top_a: Annotated[float, "probability relative to the square", Range(0.0, 1.0, "a number from 0 to 1")] = (
+        0.0
+    )
 
 
 def test_a_new_row_is_sent_and_checked():
-    params = WithMinP(min_p=0.25, top_k=0)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=WithMinP) == params
+    params = WithTopA(top_a=0.25, top_k=0)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=WithTopA) == params
     assert check(params) is None
-    assert check(WithMinP(min_p=1.5)) == "min_p is 1.5; wanted a number from 0 to 1"
+    assert check(WithTopA(top_a=1.5)) == "top_a is 1.5; wanted a number from 0 to 1"
 
 
 @pytest.mark.parametrize(
@@ -96,22 +99,22 @@ def test_a_new_row_is_sent_and_checked():
     ],
 )
 def test_a_new_row_is_an_optional_tensor_of_a_contract_and_of_its_documentation(contract, needed):
-    inputs = with_parameters(contract.inputs, "INT32", without=OURS, table=WithMinP)
-    assert [field.name for field in inputs if field not in contract.inputs] == ["min_p"]
+    inputs = with_parameters(contract.inputs, "INT32", without=OURS, table=WithTopA)
+    assert [field.name for field in inputs if field not in contract.inputs] == ["top_a"]
     grown = Contract(inputs, contract.outputs)
     arrays = {name: np.zeros((2, 1), contract.by_name[name].dtypes[0]) for name in needed}
-    sent = Inputs({**arrays, "min_p": np.array([[0.25], [0.5]], np.float32)}, grown)
-    assert [row["min_p"] for row in sent.params(2)] == [0.25, 0.5]
+    sent = Inputs({**arrays, "top_a": np.array([[0.25], [0.5]], np.float32)}, grown)
+    assert [row["top_a"] for row in sent.params(2)] == [0.25, 0.5]
     text = render(
         "health.pbtxt", contract=grown, name="m", engine_model="e", batched=True, decoupled="false",
         uint32_inputs=(),
     )  # fmt: skip
-    declared = {tensor.name: tensor for tensor in parse_model_config(text, "m").input}["min_p"]
+    declared = {tensor.name: tensor for tensor in parse_model_config(text, "m").input}["top_a"]
     assert (data_type_name(declared.data_type), list(declared.dims), declared.optional) == ("FP32", [1], True)
-    assert "| `min_p` | FP32 | [B, 1] | probability relative to the best | 0 |" in input_table(
-        grown, WithMinP
+    assert "| `top_a` | FP32 | [B, 1] | probability relative to the square | 0 |" in input_table(
+        grown, WithTopA
     )
-    assert "a number from 0 to 1 |" in sampling_table(WithMinP)
+    assert "a number from 0 to 1 |" in sampling_table(WithTopA)
 
 
 def test_a_new_row_is_an_option_of_the_command_line():
@@ -121,9 +124,9 @@ def test_a_new_row_is_an_option_of_the_command_line():
         given.append({"max_tokens": max_tokens, **sampling})
 
     app = typer.Typer()
-    app.command()(with_sampling_options(command, WithMinP))
-    result = CliRunner().invoke(app, ["--min-p", "0.25", "--top-k", "7", "--max-tokens", "9"])
+    app.command()(with_sampling_options(command, WithTopA))
+    result = CliRunner().invoke(app, ["--top-a", "0.25", "--top-k", "7", "--max-tokens", "9"])
     assert result.exit_code == 0, result.output
-    values = {"min_p": 0.25, "top_k": 7, "max_tokens": 9}
+    values = {"top_a": 0.25, "top_k": 7, "max_tokens": 9}
     options = [name for name in RANGES if name not in _WITHOUT]
-    assert given == [{**dict.fromkeys((*options, "min_p")), **values}]
+    assert given == [{**dict.fromkeys((*options, "top_a")), **values}]

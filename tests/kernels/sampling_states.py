@@ -46,6 +46,7 @@ def random_state(
         some = {
             "top_k": int(random.choice(ks)),
             "top_p": float(random.choice([1.0, 0.0, 0.1, 0.5, 0.9, 0.999])),
+            "min_p": float(random.choice([0.0, 0.0, 0.02, 0.4, 1.0])),
             "temperature": float(random.choice([0.0, 0.3, 1.0, 1.7])),
             "repetition_penalty": float(random.choice([1.0, 1.3, 0.8])),
             "presence_penalty": float(random.choice([0.0, 0.4])),

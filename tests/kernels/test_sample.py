@@ -32,9 +32,13 @@ def run(
     return tokens.tolist(), log_probs.tolist()
 
 
-def expected_draw(logits: np.ndarray, top_k: int, top_p: float, seed: int, generated: int) -> int:
-    """The contract's draw: top-k and top-p with their ties, then the largest logit plus Gumbel noise."""
+def expected_draw(
+    logits: np.ndarray, top_k: int, top_p: float, seed: int, generated: int, min_p: float = 0.0
+) -> int:
+    """The contract's draw: min-p, top-k and top-p with ties, then the largest logit plus Gumbel noise."""
     keep = np.isfinite(logits)
+    if min_p:
+        keep &= np.exp(logits - logits.max()) >= min_p
     if 0 < top_k < len(logits):
         keep &= logits >= np.sort(logits)[-top_k]
     if top_p < 1:
@@ -96,6 +100,31 @@ def test_draws_are_those_of_the_contract(place: Place, vocab: int, scale: float)
         for slot, (row, (top_k, top_p)) in enumerate(zip(logits, settings))
     ]
     assert tokens == wanted
+
+
+#: the ids that are kept: fewer than a block lists, more than it lists (0.0001 of flat logits), one
+MIN_PS = (0.3, 0.01, 1e-4, 1e-30, 1.0)
+
+
+@pytest.mark.parametrize("vocab", [7, 1000, 50257, 128256])
+@pytest.mark.parametrize("scale", [0.5, 3.0])
+def test_draws_with_min_p_are_those_of_the_contract(place: Place, vocab: int, scale: float):
+    settings = [
+        (min_p, top_k, top_p)
+        for min_p in MIN_PS
+        for top_k, top_p in ((0, 1.0), (0, 0.6), (5, 1.0), (40, 0.9), (vocab - 1, 1.0), (3000, 0.5))
+    ]
+    logits = torch.randn(len(settings), vocab, generator=place.generator) * scale
+    logits[::4, ::3] = -torch.inf
+    state = make_state(place, len(settings), vocab)
+    for slot, (min_p, top_k, top_p) in enumerate(settings):
+        configure(state, slot, min_p=min_p, top_p_now=top_p, top_k=top_k, seed=99 + slot, generated=slot)
+    tokens, _ = run(place, logits, list(range(len(settings))), state)
+    wanted = [
+        expected_draw(row.double().numpy(), top_k, np.float32(top_p), 99 + slot, slot, np.float32(min_p))
+        for slot, (row, (min_p, top_k, top_p)) in enumerate(zip(logits, settings))
+    ]
+    assert [slot for slot, pair in enumerate(zip(tokens, wanted)) if len(set(pair)) > 1] == []
 
 
 def test_a_draw_does_not_depend_on_its_neighbours(place: Place):
@@ -240,6 +269,7 @@ NOTHING_LEFT = {
     "greedy": {"top_k": 1},
     "top-k": {"top_k": 3, "return_log_probs": 1},
     "top-p": {"top_k": 0, "top_p_now": 0.5},
+    "min-p": {"top_k": 0, "min_p": 0.5},
     "all": {"top_k": 0, "return_log_probs": 1},
     "penalised": {"top_k": 1, "frequency_penalty": 0.5},
 }
@@ -315,6 +345,7 @@ BROKEN_SETTINGS = [
     {"top_k": 1, "repetition_penalty": 1.0},
     {"top_k": 5},
     {"top_k": 0, "top_p": 0.5},
+    {"top_k": 0, "min_p": 0.1},
     {"top_k": 0, "temperature": 0.7},
     {"top_k": 1, "return_log_probs": 1},
 ]

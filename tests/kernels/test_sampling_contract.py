@@ -17,6 +17,7 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
@@ -37,7 +38,7 @@ DRAWS = 448  # of a case, each with a seed of its own
 LOGITS = np.random.default_rng(7).normal(0, 1.6, VOCAB).astype(np.float32)
 BEST, SECOND, THIRD = np.argsort(-LOGITS)[:3].tolist()
 PROMPT, OUTPUT = [3, THIRD, THIRD, SECOND, 3], [THIRD, 5]
-ORDER = ("bad words", "temperature", "penalties", "min_tokens", "top_k", "top_p")
+ORDER = ("bad words", "temperature", "penalties", "min_tokens", "min_p", "top_k", "top_p")
 
 
 @dataclass
@@ -78,6 +79,12 @@ def _min_tokens(state: State) -> None:
         state.logits[state.params.end_ids] = -np.inf
 
 
+def _min_p(state: State) -> None:
+    if state.params.min_p:
+        probabilities = np.exp(state.logits - state.logits.max())
+        state.logits[probabilities < state.params.min_p] = -np.inf
+
+
 def _top_k(state: State) -> None:
     if state.params.top_k:
         state.logits[np.argsort(-state.logits)[state.params.top_k :]] = -np.inf
@@ -96,6 +103,7 @@ RULES = {
     "temperature": _temperature,
     "penalties": _penalties,
     "min_tokens": _min_tokens,
+    "min_p": _min_p,
     "top_k": _top_k,
     "top_p": _top_p,
 }
@@ -183,6 +191,14 @@ CASES: dict[str, tuple[SamplingParams, SamplingParams | tuple[str, ...] | None]]
     "top-p": (params(top_p=0.6), params(top_p=0.7)),
     "top-k and top-p": (params(top_k=8, top_p=0.7), params(top_p=0.7)),
     "top-p within top-k, not before it": (params(top_k=6, top_p=0.8), swapped("top_k", "top_p")),
+    "min-p": (params(min_p=0.12), params(min_p=0.25)),
+    "min-p of 1": (params(min_p=1.0), None),
+    "min-p after temperature": (params(min_p=0.3, temperature=2.5), swapped("min_p", "temperature")),
+    "min-p after penalties": (params(min_p=0.2, presence_penalty=1.0), swapped("min_p", "penalties")),
+    "min-p and more than top-k leaves": (params(min_p=0.02, top_k=4), params(min_p=0.02)),
+    "min-p and less than top-k leaves": (params(min_p=0.3, top_k=12), params(top_k=12)),
+    "top-p within min-p, not before it": (params(min_p=0.2, top_p=0.85), swapped("min_p", "top_p")),
+    "min-p, top-k and top-p": (params(min_p=0.1, top_k=6, top_p=0.8), params(min_p=0.1, top_k=6)),
     "repetition penalty": (params(repetition_penalty=1.8), None),
     "repetition penalty below 1": (params(repetition_penalty=0.6), None),
     "presence penalty": (params(presence_penalty=1.0), None),
@@ -254,6 +270,8 @@ def processors(given: SamplingParams) -> LogitsProcessorList:
     found += [RepetitionPenaltyLogitsProcessor(given.repetition_penalty), _Penalties(given)]
     if given.min_tokens:
         found.append(MinNewTokensLengthLogitsProcessor(len(PROMPT), given.min_tokens, given.end_ids))
+    if given.min_p:
+        found.append(MinPLogitsWarper(given.min_p))
     if given.top_k:
         found.append(TopKLogitsWarper(given.top_k))
     if given.top_p < 1:
@@ -266,6 +284,18 @@ def test_the_exact_probabilities_are_those_of_transformers_processors(name: str)
     given, _ = CASES[name]
     scores = torch.from_numpy(LOGITS.astype(np.float64))[None]
     scores = processors(given)(torch.tensor([PROMPT + OUTPUT]), scores)
+    assert exact(given) == pytest.approx(scores[0].softmax(-1).numpy(), abs=1e-8)
+
+
+@pytest.mark.parametrize("top_k", [0, 3, 9])
+@pytest.mark.parametrize("min_p", [0.02, 0.2])
+def test_min_p_and_top_k_keep_the_same_ids_in_either_order(top_k: int, min_p: float):
+    """transformers applies min-p last: without top-p that is the same."""
+    given = params(min_p=min_p, top_k=top_k, temperature=1.5)
+    assert np.array_equal(exact(given), exact(given, order=swapped("min_p", "top_k")))
+    warpers = [TemperatureLogitsWarper(1.5), *([TopKLogitsWarper(top_k)] if top_k else [])]
+    scores = torch.from_numpy(LOGITS.astype(np.float64))[None]
+    scores = LogitsProcessorList([*warpers, MinPLogitsWarper(min_p)])(torch.tensor([PROMPT]), scores)
     assert exact(given) == pytest.approx(scores[0].softmax(-1).numpy(), abs=1e-8)
 
 

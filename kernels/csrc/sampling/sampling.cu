@@ -1,12 +1,13 @@
 // The next token of each row, in one launch: bad words, temperature, penalties, minimum length,
-// log-probability, then the largest logit or a draw after top-k and top-p, and the update of the
-// sequence's slot.
+// log-probability, then the largest logit or a draw after min-p, top-k and top-p, and the update of
+// the sequence's slot.
 //
 // Several blocks sweep a row once, in chunks of 2048 ids whose results do not depend on how many
 // blocks there are; the last block to arrive finishes the row. Greedy rows and rows that draw
 // from the whole vocabulary (the largest logit plus Gumbel noise) then only need the best of the
 // blocks' winners. For top-k and top-p the sweep stores the maximum of every 64 ids: the k-th
-// largest maximum is a lower bound of the k-th largest logit, so that few ids are read again.
+// largest maximum is a lower bound of the k-th largest logit, so that few ids are read again. Min-p
+// keeps the logits from the largest one plus log(min_p) on, which is such a bound, too.
 // Thresholds are found by a radix search over float32 in the order of integers; probabilities are
 // summed as integers, so that the order of additions does not matter. If the candidates do not
 // suffice, the search reads the whole row.
@@ -127,14 +128,16 @@ template <bool SHARED>
 struct Row {
   const float* logits;
   const int16_t* counts;  // null: no penalties
-  float temperature, repetition, presence, frequency, top_p;
+  float temperature, repetition, presence, frequency, top_p, min_p;
   int top_k, generated, vocab;
   int first_id;  // SHARED
   uint64_t seed;
   bool greedy, log_probs, decays, bad_words, held_back;  // held_back: no end id yet
   bool wide;                                             // float4 loads
 
-  __device__ __forceinline__ bool limited() const { return !greedy && (top_k > 0 || top_p < 1.0f); }
+  __device__ __forceinline__ bool limited() const {
+    return !greedy && (top_k > 0 || top_p < 1.0f || min_p > 0.0f);
+  }
   __device__ __forceinline__ bool drawn_at_once() const { return !greedy && !limited(); }
   __device__ __forceinline__ bool summed() const { return log_probs || (limited() && top_k == 0); }
   __device__ __forceinline__ int id_at(int column) const {
@@ -176,6 +179,10 @@ struct Row {
         x[i] = -CUDART_INF_F;
     }
   }
+  // The smallest logit that min-p keeps, as order_of; 0: it is off.
+  __device__ __forceinline__ unsigned min_p_bound(float most) const {
+    return min_p > 0.0f ? order_of(most + logf(min_p)) : 0u;
+  }
   __device__ __forceinline__ float noise(int column) const {
     const int id = id_at(column);
     const uint4 words = random(unsigned(id) / 4);
@@ -205,6 +212,7 @@ __device__ __forceinline__ Row<SHARED> row_at(const Task& task, int index, int s
   const int every = SHARED ? task.whole_vocab_size : task.vocab_size;
   row.top_k = s.top_k > 0 && s.top_k < every ? s.top_k : 0;
   row.top_p = row.greedy ? 1.0f : s.top_p_now;
+  row.min_p = row.greedy ? 0.0f : s.min_p;
   row.seed = s.seed;
   row.wide = (SHARED || task.vocab_size % 4 == 0) && task.logits_stride % 4 == 0;
   return row;
@@ -340,12 +348,14 @@ __device__ __forceinline__ u64 block_total(Shared& shared, u64 mine) {
   return shared.above;
 }
 
-// The draw of a row with top-k or top-p: the rank of the rank's winner. each(body) calls
-// body(value, column) for all ids that may be kept.
+// The draw of a row with min-p, top-k or top-p: the rank of the rank's winner. each(body) calls
+// body(value, column) for all ids that may be kept. total: the mass that top-p takes its share of,
+// where total_given.
 template <typename RowOf, typename Ranks, typename Each>
 __device__ u64 draw(Shared& shared, const RowOf& row, float most, double total, bool total_given,
                     Ranks ranks, Each each) {
-  unsigned threshold = order_of(-CUDART_INF_F) + 1;  // impossible ids are never kept
+  // impossible ids are never kept
+  unsigned threshold = max(order_of(-CUDART_INF_F) + 1, row.min_p_bound(most));
   if (row.top_k > 0) {
     const unsigned kth =
         radix_threshold(shared, shared.histogram, u64(row.top_k), ranks,
@@ -474,11 +484,14 @@ __device__ __forceinline__ double whole_mass(Sum sum, float most) {
 
 __device__ int draw_limited(Shared& shared, const Row<false>& row, const float* maxima,
                             int segments, float most, Sum sum) {
-  const bool alone = row.top_k == 0;  // top-p without top-k
+  // top-p of the whole vocabulary: neither top-k nor min-p goes before it
+  const bool alone = row.top_k == 0 && row.min_p == 0.0f;
   const double total = alone ? whole_mass(sum, most) : 0.0;
   const int tried = alone ? kTopPSegments : row.top_k;
-  if (tried <= segments) {
-    const unsigned bound = maxima_threshold(shared, maxima, segments, tried);
+  unsigned bound = row.min_p_bound(most);
+  if (tried > 0 && tried <= segments)
+    bound = max(bound, maxima_threshold(shared, maxima, segments, tried));
+  if (bound > 0) {
     if (list_candidates(shared, row, maxima, segments, bound)) {
       const OfList each = of_list(shared);
       bool enough = true;
@@ -524,22 +537,23 @@ __device__ __forceinline__ Found of_all_ranks(Exchange& exchange, const Found& m
 }
 
 // draw_limited over all ranks; the winner's rank and logit. Each rank's bound is at most the
-// top_k-th largest logit of all, so the largest bound is, too. For top-p the mass above it decides,
-// by the sum over the ranks. A rank that cannot list its candidates takes all of its row: what is
-// below the bound is not reached by the search.
+// top_k-th largest logit of all, so the largest bound is, too. For top-p alone the mass above it
+// decides, by the sum over the ranks. A rank that cannot list its candidates takes all of its row:
+// what is below the bound is not reached by the search.
 __device__ __forceinline__ Found draw_shared(Shared& shared, const Row<true>& row,
                                              const float* maxima, int segments, const Found& all,
                                              Exchange& exchange) {
-  const bool alone = row.top_k == 0;
+  const bool alone = row.top_k == 0 && row.min_p == 0.0f;
   const float most = value_of(all.largest);
+  const unsigned bound = max(all.bound, row.min_p_bound(most));
   const double total = alone ? whole_mass(all.sum, most) : 0.0;
   const OfRow<Row<true>> of_row{row};
-  bool listed = all.bound > 0 && list_candidates(shared, row, maxima, segments, all.bound);
+  bool listed = bound > 0 && list_candidates(shared, row, maxima, segments, bound);
   const OfList list = of_list(shared);
-  if (all.bound > 0 && alone) {
+  if (bound > 0 && alone) {
     u64 mine = 0;
     auto add = [&](float x, int) {
-      if (order_of(x) >= all.bound) mine += mass_of(x, most);
+      if (order_of(x) >= bound) mine += mass_of(x, most);
     };
     if (listed) {
       list(add);
@@ -681,8 +695,10 @@ __global__ void __launch_bounds__(kThreads) sample(const __grid_constant__ TaskO
     __shared__ GatheredWords gathered;
     Exchange exchange(task.exchanges, task, index, gathered);
     Found found = {largest, winner, sum, 0, 0.0f};
-    const int tried = row.top_k == 0 ? max(kTopPSegments / task.ranks, 1) : row.top_k;
-    if (limited && tried <= task.segments)
+    const int tried = row.top_k > 0       ? row.top_k
+                      : row.min_p > 0.0f ? 0
+                                         : max(kTopPSegments / task.ranks, 1);
+    if (limited && tried > 0 && tried <= task.segments)
       found.bound = maxima_threshold(shared, maxima, task.segments, tried);
     if (drawn && row.log_probs && winner) found.value = row.value_at(id_of(winner) - row.first_id);
     found = of_all_ranks(exchange, found);

@@ -32,6 +32,7 @@ EVERY_FIELD = SamplingParams(
     temperature=0.7,
     top_k=5,
     top_p=0.9,
+    min_p=0.05,
     top_p_decay=0.99,
     top_p_min=0.1,
     top_p_reset_id=3,

@@ -25,6 +25,7 @@ parameters = st.builds(
     temperature=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
     top_k=st.sampled_from([0, 1, 2, 5]),
     top_p=st.floats(0.125, 1.0, width=32),
+    min_p=st.sampled_from([0.0, 0.25]),
     top_p_decay=st.sampled_from([1.0, 0.75]),
     top_p_min=st.sampled_from([1e-6, 0.25]),
     top_p_reset_id=ids,
@@ -94,7 +95,7 @@ def test_a_copied_slot_draws_what_the_original_would(sequences, order, before, s
 def test_a_start_puts_every_parameter_into_the_column_of_its_name(sequences) -> None:
     state = started(sequences)
     columns = {name for name in SLOT.names if name in SamplingParams.__struct_fields__}
-    assert len(columns) == 12, columns
+    assert len(columns) == 13, columns
     for start in sequences:
         given_values = msgspec.structs.asdict(start.params)
         for name in columns:
