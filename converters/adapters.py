@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from tridecode.backend.base.checkpoint_files import require_file
 from tridecode.backend.base.errors import CheckpointError, UnsupportedError
 from tridecode.backend.weights.lora import (
     PICKLE_FILE,
@@ -32,7 +33,6 @@ from tridecode.backend.weights.lora import (
 from tridecode.backend.weights.lora_tensors import LoraPair, pair_tensors
 from tridecode.converters.convert import PlannedConversion, plan_conversion
 from tridecode.converters.families import family_of
-from tridecode.converters.files import require_file
 from tridecode.converters.output_layout import OutputLayout, Runs, output_layout
 from tridecode.converters.rules import Conversion
 from tridecode.converters.sources import Checkpoint, TensorSource

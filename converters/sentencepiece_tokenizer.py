@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import generate_merges
 from transformers.utils import sentencepiece_model_pb2_new as model_pb2
 
+from tridecode.backend.base.checkpoint_files import MAX_JSON_BYTES, read_json, require_file
 from tridecode.backend.base.errors import CheckpointError, UnsupportedError
-from tridecode.converters.files import MAX_JSON_BYTES, read_json, require_file
 
 MODEL_FILE = "tokenizer.model"
 _UNIGRAM, _BPE = 1, 2  # TrainerSpec.ModelType

@@ -17,9 +17,14 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from tridecode.backend.base.checkpoint_files import (
+    MAX_JSON_BYTES,
+    MAX_SETTINGS_BYTES,
+    read_json,
+    require_file,
+)
 from tridecode.backend.base.errors import CheckpointError
 from tridecode.converters.checkpoint import Checkpoint
-from tridecode.converters.files import MAX_JSON_BYTES, MAX_SETTINGS_BYTES, read_json, require_file
 from tridecode.converters.gguf_tokenizer import is_tokenizer, load_gguf_tokenizer
 from tridecode.converters.sentencepiece_tokenizer import MODEL_FILE, load_sentencepiece
 from tridecode.converters.tokenizer_limits import check_tokenizer_files

@@ -5,8 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tridecode.backend.base.checkpoint_files import (
+    MAX_JSON_BYTES,
+    MAX_SETTINGS_BYTES,
+    read_json,
+    require_file,
+)
 from tridecode.backend.base.errors import CheckpointError
-from tridecode.converters.files import MAX_JSON_BYTES, MAX_SETTINGS_BYTES, read_json, require_file
 
 #: of a JSON file, by the byte that each has: a vocabulary of 262,144 tokens has 514,906 merges, lists of two
 _MAX_COUNTS = {b"{": 500_000, b"[": 2_000_000, b",": 6_000_000}

@@ -1,29 +1,22 @@
-"""Chat templates: where a model's template is found, and the prompt that it renders from one question.
-
-A template comes with the checkpoint and is not trusted: it runs in a child process with limits of time and
-memory (backend/chat/templates.py).
-"""
+"""Chat for the command line: the tokenizer of a served model, and the prompt of one question."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 
 from tridecode.backend.base.errors import CheckpointError, ConfigError
-from tridecode.backend.chat.templates import TemplateFault, render_template
+from tridecode.backend.chat.chat_template import ChatTemplate
+from tridecode.backend.chat.templates import TemplateFault
 from tridecode.backend.supervisor import processes
-from tridecode.converters.files import read_json, require_file
 from tridecode.model_repo_templates.repository import TOKENIZER_DIR
 from tridecode.tools.generate import GRPC_PORT, TemplatedPrompt
 from tridecode.tools.serve.checks import repositories
 from tridecode.tools.serve.triton_access import values_of
 
-_MAX_FILE_BYTES = 16 << 20  # template or tokenizer_config.json; LLaMA-3.1's template has 4 kB
 _LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 
 
@@ -80,62 +73,19 @@ def _trusted(pid: int) -> bool:
 # ---------------------------------------------------------------- rendering
 
 
-def chat_template(tokenizer_dir: Path) -> tuple[Path, str] | None:
-    """(file, source) of the model's chat template: chat_template.jinja, or chat_template in
-    tokenizer_config.json, there the one named "default" of several. None for a model without one."""
-    path = tokenizer_dir / "chat_template.jinja"
-    if path.is_file():
-        return path, _read(path)
-    path = tokenizer_dir / "tokenizer_config.json"
-    template = _tokenizer_config(tokenizer_dir).get("chat_template")
-    if isinstance(template, list):
-        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
-        template = named.get("default")
-    return (path, template) if isinstance(template, str) else None
-
-
 def chat_prompt(tokenizer_dir: Path, question: str) -> TemplatedPrompt:
     """The question as a user's first message in the model's chat template, with the generation prompt.
 
     Raises CheckpointError for a model without a template and for a template that fails.
     """
-    found = chat_template(tokenizer_dir)
-    if found is None:
+    template = ChatTemplate.find(tokenizer_dir)
+    if template is None:
         raise CheckpointError(f"{tokenizer_dir} has no chat template; it is not a chat model's tokenizer")
-    path, source = found
-    special = _special_tokens(tokenizer_dir)
-    messages = [{"role": "user", "content": question}]
     try:
-        values = {"messages": messages, "add_generation_prompt": True, **special}
-        rendered = render_template(source, values)
+        rendered = template.render([{"role": "user", "content": question}])
     except TemplateFault as fault:
-        raise CheckpointError(f"{path} does not run: {fault}") from None
-    return TemplatedPrompt(
-        rendered, _without_second_bos(rendered, tokenizer_dir, special.get("bos_token", ""))
-    )
-
-
-def _read(path: Path) -> str:
-    """The text of a regular file of at most _MAX_FILE_BYTES. Raises CheckpointError."""
-    try:
-        return require_file(path, _MAX_FILE_BYTES).read_text(encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path} is not UTF-8: {error}") from None
-
-
-def _tokenizer_config(tokenizer_dir: Path) -> Mapping[str, Any]:
-    path = tokenizer_dir / "tokenizer_config.json"
-    return read_json(path, _MAX_FILE_BYTES) if path.is_file() else {}
-
-
-def _special_tokens(tokenizer_dir: Path) -> dict[str, str]:
-    """bos_token, eos_token and other *_token settings, as texts."""
-    settings = _tokenizer_config(tokenizer_dir)
-    tokens = {key: value for key, value in settings.items() if key.endswith("_token")}
-    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in tokens.items()}
-    return {key: text for key, text in texts.items() if isinstance(text, str)}
+        raise CheckpointError(f"{template.path} does not run: {fault}") from None
+    return TemplatedPrompt(rendered, _without_second_bos(rendered, tokenizer_dir, template.bos_token))
 
 
 def _without_second_bos(text: str, tokenizer_dir: Path, bos: str) -> str:

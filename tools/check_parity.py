@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from tridecode.backend.base.checkpoint_files import MAX_JSON_BYTES, read_json, require_file
 from tridecode.backend.base.errors import TridecodeError
 from tridecode.backend.weights.manifest import MANIFEST_FILE, free_edits, read_manifest
-from tridecode.converters.files import MAX_JSON_BYTES, read_json, require_file
 from tridecode.converters.parity_record import PARITY_FORMAT, compared_checksums
 from tridecode.tools.check_grades import grade_faults
 from tridecode.tools.findings import Finding

@@ -9,6 +9,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from tritonclient.grpc.model_config_pb2 import ModelConfig as TritonConfig
 
+from tridecode.backend.base.checkpoint_files import MAX_JSON_BYTES, require_file
 from tridecode.backend.base.errors import TridecodeError
 from tridecode.backend.configuration.config import (
     EngineConfig,
@@ -20,7 +21,6 @@ from tridecode.backend.configuration.config import (
 from tridecode.backend.configuration.engine_config_file import checkpoint_dir
 from tridecode.backend.models import check_context, read_model_config
 from tridecode.backend.weights.reader import MANIFEST_FILE, WeightReader
-from tridecode.converters.files import MAX_JSON_BYTES, require_file
 from tridecode.converters.progress import byte_progress
 from tridecode.converters.vocabulary import vocabulary_size
 from tridecode.model_repo_templates.pbtxt import data_type_name, parse_model_config, string_parameters

@@ -17,11 +17,12 @@ import typer
 from tokenizers import Tokenizer
 
 from tridecode.backend.base.errors import CheckpointError, TridecodeError
+from tridecode.backend.chat.chat_template import ChatTemplate
 from tridecode.backend.configuration.engine_config_file import checkpoint_dir
 from tridecode.backend.models import read_model_config
 from tridecode.model_repo_templates.repository import ENGINE_MODEL, TOKENIZER_DIR
 from tridecode.tools.build_repo import build_repo, serve_command
-from tridecode.tools.chat import chat_prompt, chat_template
+from tridecode.tools.chat import chat_prompt
 from tridecode.tools.generate import TemplatedPrompt, print_stream, stream_text
 from tridecode.tools.progress import spinner
 from tridecode.tools.serve.server_process import ServerProcess
@@ -52,7 +53,7 @@ def run_demo(
             f"{repository} has no tokenizer, so it has no text model; wanted one for a text"
         )
     text: str | TemplatedPrompt = question
-    if chat_template(folder):
+    if ChatTemplate.find(folder):
         text = chat_prompt(folder, question)
     room = room_after(text if isinstance(text, str) else text.text, repository)
     log_file, started = cache / "serve.log", time.perf_counter()

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from tridecode.backend.base.checkpoint_files import require_file
 from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.weights.manifest import file_sha256
-from tridecode.converters.files import require_file
 
 if TYPE_CHECKING:  # read_texts checks arguments before transformers is imported
     from transformers import PreTrainedTokenizerBase

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from tridecode.backend.base.checkpoint_files import require_file
 from tridecode.backend.base.errors import CheckpointError
 from tridecode.backend.configuration.config import ModelConfig
 from tridecode.backend.models import family, read_model_config
@@ -26,7 +27,6 @@ from tridecode.backend.models.prompt_ini import read_prompt_section, task_spec
 from tridecode.backend.weights.layout import WeightSpec
 from tridecode.backend.weights.reader import WeightReader
 from tridecode.backend.wire.prompt_learning import PREFIX_PROMPT, PromptTask
-from tridecode.converters.files import require_file
 from tridecode.converters.prompts import PromptTable
 from tridecode.converters.rules import Conversion, same
 from tridecode.converters.sources import Checkpoint

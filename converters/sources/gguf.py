@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from tridecode.backend.base.checkpoint_files import require_file
 from tridecode.backend.base.errors import CheckpointError, UnsupportedError
 from tridecode.converters.families import CheckpointFamily, gguf_family
-from tridecode.converters.files import require_file
 from tridecode.converters.gguf_hyperparameters import GgufHeader
 from tridecode.converters.gguf_rules import QKV_PARTS
 from tridecode.converters.gguf_special_tokens import end_ids, named_id

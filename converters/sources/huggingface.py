@@ -14,9 +14,9 @@ from torch.nn import Module
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
+from tridecode.backend.base.checkpoint_files import read_json
 from tridecode.backend.base.errors import CheckpointError
 from tridecode.converters.families import family_of
-from tridecode.converters.files import read_json
 from tridecode.converters.pruned_config import uniform_config
 from tridecode.converters.sources import Checkpoint, TensorSource
 from tridecode.converters.sources.bitmasks import DESCRIPTIONS, BitmaskSource, has_bitmasks

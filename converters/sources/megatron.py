@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tridecode.backend.base.checkpoint_files import read_json, require_file
 from tridecode.backend.base.errors import CheckpointError, UnsupportedError
-from tridecode.converters.files import read_json, require_file
 from tridecode.converters.sources import Checkpoint
 from tridecode.converters.sources.megatron_network import GptSettings, Piece, activation_of, gpt_checkpoint
 from tridecode.converters.sources.pickle_limits import is_plain

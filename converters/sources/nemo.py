@@ -13,8 +13,8 @@ from typing import Any
 import sentencepiece
 import yaml
 
+from tridecode.backend.base.checkpoint_files import MAX_JSON_BYTES
 from tridecode.backend.base.errors import CheckpointError, UnsupportedError
-from tridecode.converters.files import MAX_JSON_BYTES
 from tridecode.converters.prompts import PromptTable
 from tridecode.converters.sources import Checkpoint
 from tridecode.converters.sources.archive import Archive

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from torch import Tensor
 
+from tridecode.backend.base.checkpoint_files import read_json, require_file
 from tridecode.backend.base.errors import CheckpointError, UnsupportedError
 from tridecode.backend.weights.lora import CONFIG_FILE, PICKLE_FILE, TENSOR_FILE
 from tridecode.backend.wire.prompt_learning import P_TUNING, PREFIX_PROMPT
-from tridecode.converters.files import read_json, require_file
 from tridecode.converters.prompts import PromptTable
 from tridecode.converters.sources import TensorSource
 from tridecode.converters.sources.tensor_files import PickleSource, SafetensorsSource

@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from tridecode.backend.base.checkpoint_files import member, read_json, require_file
 from tridecode.backend.base.errors import CheckpointError, UnsupportedError
-from tridecode.converters.files import member, read_json, require_file
 from tridecode.converters.sources import TensorSource
 from tridecode.converters.sources.containers import check_archive, check_safetensors, foreign_format
 from tridecode.converters.sources.pickle_limits import PickleLimitError

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tridecode.backend.base.checkpoint_files import MAX_JSON_BYTES, require_file
 from tridecode.backend.base.errors import ConfigError, TridecodeError
 from tridecode.backend.configuration.config import EngineConfig, ModelConfig, read_engine_config
 from tridecode.backend.configuration.engine_config_file import checkpoint_dir, read_engine_parameters
@@ -14,7 +15,6 @@ from tridecode.backend.configuration.rank_gpus import Demand, engine_gpus
 from tridecode.backend.engine.shadow.load import read_reference
 from tridecode.backend.models import read_model_config
 from tridecode.backend.weights.reader import MANIFEST_FILE, ManifestFile, WeightReader, file_sha256
-from tridecode.converters.files import MAX_JSON_BYTES, require_file
 from tridecode.converters.progress import byte_progress
 from tridecode.model_repo_templates.pbtxt import parse_model_config, string_parameters
 from tridecode.tools.check_repo import MAX_CONFIG_BYTES, MAX_MODELS, UNREADABLE, check_repo
