@@ -48,7 +48,7 @@ ALLOWED = {
     "kernels": {"kernels"},
     "backend.base": {"backend.base"},
     "backend.wire": {"backend.wire"},
-    "backend.chat": {"backend.chat", "backend.base.errors"},
+    "backend.chat": {"backend.chat", "backend.base"},
     "backend.configuration": {
         "backend.configuration",
         "backend.base",
@@ -93,6 +93,7 @@ ALLOWED = {
     "backend.service": {
         "backend.service",
         "backend.base",
+        "backend.chat",
         "backend.supervisor.launch",
         "backend.text",
         "backend.wire",
@@ -134,7 +135,7 @@ TORCH_FREE = (
     "backend.supervisor",
     "backend.text",
     "backend.wire.messages",
-    "backend.chat.templates",
+    "backend.chat",
     "backend.wire.prompt_learning",
     "backend.wire.prompt_tables",
     "backend.wire.sampling_params",

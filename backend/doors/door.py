@@ -22,20 +22,19 @@ from tridecode.backend.doors.monitoring.request_log import RequestLog, line_of
 from tridecode.backend.doors.monitoring.request_times import GapCounts, RequestTimes
 from tridecode.backend.doors.requests.envelope import (
     Envelope,
-    check_label,
     envelope_of,
-    internal_error,
-    public_text,
     read_label,
     read_parameters,
     read_timeout_s,
-    with_label,
 )
 from tridecode.backend.doors.siblings import streaming_sibling
 from tridecode.backend.doors.triton_owner import TritonOwner
-from tridecode.backend.service.engine_link import EngineLink, Sink
+from tridecode.backend.service.engine_link import EngineLink
+from tridecode.backend.service.engine_service import EngineService, Submission
+from tridecode.backend.service.error_texts import internal_error, public_text, with_label
+from tridecode.backend.service.limits import check_label
 from tridecode.backend.service.preparation import Preparation
-from tridecode.backend.wire.messages import Limits, SequenceRequest, SessionRound
+from tridecode.backend.wire.messages import Limits
 from tridecode.backend.wire.taken_requests import TakenRequests
 
 _log = logging.getLogger("tridecode.door")
@@ -100,10 +99,15 @@ class EngineDoor:
             self.senders.gaps,
         )
         self.preparation = Preparation(settings.max_preparing_requests, settings.max_preparing_bytes).start()
+        self.engine = EngineService(self.link, self.preparation, settings.resume_within_s)
+        self.connected()
         self.metrics.start()
 
     def prepare(self, settings: DoorSettings) -> None:
         """Load what the door needs besides the engine."""
+
+    def connected(self) -> None:
+        """Make what the door needs of the engine, once self.engine is there."""
 
     def accept(self, received: Received, stream: Stream) -> None:
         """Set the stream's answer and submit; TridecodeError if the request cannot be served.
@@ -160,11 +164,7 @@ class EngineDoor:
     # ------------------------------------------------------------ for subclasses
 
     def limits(self) -> Limits:
-        limits = self.link.limits()
-        if limits is None:
-            state = self.link.state()
-            raise EngineDownError(f"the engine is not ready ({state.phase}): {state.detail}")
-        return limits
+        return self.engine.limits()
 
     def envelope(self) -> Envelope:
         limits = self.limits()
@@ -183,25 +183,8 @@ class EngineDoor:
 
     def submit(self, stream: Stream, submissions: Sequence[Submission], received: Received) -> None:
         """Submit the stream's requests to the engine; cancel them if the stream has ended meanwhile."""
-        resume_within_s = self.settings.resume_within_s if received.inputs.flag("resume", True) else 0.0
-        stream.requests = [self.link.reserve() for _ in submissions]
-        sequences = [sequence for one in submissions for sequence in one.sequences]
-        stream.sequences = sum(sequence.params.num_sequences for sequence in sequences)
-        stream.times.prompt_tokens = sum(len(sequence.prompt) // 4 for sequence in sequences)  # int32
-        for number, one in zip(stream.requests, submissions):
-            self.link.submit(
-                number,
-                one.sequences,
-                one.sink,
-                priority=one.priority,
-                timeout_s=received.timeout_s,
-                label=stream.label,
-                session=one.session,
-                history=one.history,
-                resume_within_s=resume_within_s,
-            )
-        if stream.ended:
-            stream.cancel_rows()
+        resume = received.inputs.flag("resume", True)
+        self.engine.submit(stream, submissions, timeout_s=received.timeout_s, resume=resume)
 
     def _receive(self, request: Any, stream: Stream) -> Received:
         """The request, checked against the envelope, then against the contract; labels the stream."""
@@ -220,19 +203,6 @@ class EngineDoor:
             envelope,
             size,
         )
-
-
-@dataclass(frozen=True)
-class Submission:
-    """One request of the engine: some sequences of a Triton request, and the receiver of their events.
-
-    session: if it is a round of one; history: the tokens that each row of the session keeps for it."""
-
-    sequences: list[SequenceRequest]
-    sink: Sink
-    priority: int
-    session: SessionRound | None = None
-    history: list[list[int]] | None = None
 
 
 class UnaryDoor:

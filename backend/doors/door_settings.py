@@ -61,7 +61,7 @@ class DoorSettings:
     made_by: str = ""  # stand-ins: the options of build-repo that make the model
     allowed_parameters: tuple[str, ...] = ()  # request parameters to ignore; may be patterns
 
-    # size limits of a request; None: see backend.doors.requests.envelope
+    # size limits of a request; None: see backend.service.limits
     max_prompt_bytes: int | None = None  # of one text
     max_request_bytes: int | None = None  # of all texts of a request
     max_response_elements: int = 4_194_304  # of one response of FasterTransformer's tensors

@@ -22,8 +22,10 @@ from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.door import EngineDoor, Outputs, Received, Submission
 from tridecode.backend.doors.requests import fields, prompt_inputs
 from tridecode.backend.doors.requests.envelope import MAX_ROWS, Envelope
-from tridecode.backend.doors.requests.prompt_inputs import RowPrompt
 from tridecode.backend.doors.requests.word_lists import read_words
+from tridecode.backend.service import limits as request_limits
+from tridecode.backend.service import sampling_rules
+from tridecode.backend.service.learned_prompts import RowPrompt
 from tridecode.backend.wire.beam_tree import BeamTree
 from tridecode.backend.wire.messages import BeamStep, Event, Limits, SamplingParams, SequenceRequest
 
@@ -100,7 +102,7 @@ def read_prompts(inputs: Inputs, limits: Limits, envelope: Envelope) -> Prompts:
     batch, width = ids.shape
     if batch > MAX_ROWS:
         raise RequestError(f"input_ids has {batch:,} rows; this model accepts {MAX_ROWS:,}")
-    fields.check_sequences(batch, limits)
+    request_limits.check_sequences(batch, limits)
     envelope.check_width("input_ids", width)
     lengths = inputs.rows("input_lengths", batch)
     for row, length in enumerate(lengths):
@@ -141,7 +143,7 @@ def read_counts(inputs: Inputs, prompts: Prompts, limits: Limits) -> list[int]:
     counts = inputs.rows("request_output_len", prompts.batch)
     for row, count in enumerate(counts):
         length = len(prompts.tokens(row))
-        fields.check_length(length, count, limits, f"row {row} of input_ids", "request_output_len")
+        request_limits.check_length(length, count, limits, f"row {row} of input_ids", "request_output_len")
         if count < 0:
             raise RequestError(f"request_output_len of row {row} is {count}; wanted 0 or more")
     return counts
@@ -153,7 +155,7 @@ def read_sequences(
     batch = prompts.batch
     stop_words = read_words(inputs, "stop_words_list", batch, limits, limits.max_stop_word_tokens)
     bad_words = read_words(inputs, "bad_words_list", batch, limits, limits.max_bad_word_tokens)
-    ends = fields.model_ends(limits)
+    ends = sampling_rules.model_ends(limits)
     end_ids = inputs.rows("end_id", batch, limits.end_id)
     log_probs = inputs.rows("is_return_log_probs", batch, False)
     context_log_prob = inputs.rows("is_return_context_cum_log_probs", batch, False)
@@ -166,21 +168,21 @@ def read_sequences(
     sequences = []
     for row, named in enumerate(inputs.params(batch)):
         tokens = prompts.tokens(row)
-        fields.check_one_penalty(named)
+        sampling_rules.check_one_penalty(named)
         named.update(
             max_tokens=counts[row],
-            **fields.chosen_ends(end_ids[row], ends, limits),
+            **sampling_rules.chosen_ends(end_ids[row], ends, limits),
             stop_words=stop_words[row],
             bad_words=bad_words[row],
             return_log_probs=bool(log_probs[row]),
             return_context_log_prob=bool(context_log_prob[row]),
             **flags,
         )
-        params: SamplingParams = fields.sampling_params(named, limits, names, clip_top_p=True)
+        params: SamplingParams = sampling_rules.sampling_params(named, limits, names, clip_top_p=True)
         prompt = prompts.learned[row] if prompts.learned else None
         learned = None if prompt is None else prompt.learned
         sequences.append(SequenceRequest(tokens.astype("<i4").tobytes(), params, lora_names[row], learned))
-    fields.check_sequences(sum(sequence.params.num_slots for sequence in sequences), limits)
+    request_limits.check_sequences(sum(sequence.params.num_slots for sequence in sequences), limits)
     return sequences
 
 

@@ -19,10 +19,10 @@ from tridecode.backend.doors import huge_shapes
 from tridecode.backend.doors.door import Outputs, refusal
 from tridecode.backend.doors.door_settings import read_settings
 from tridecode.backend.doors.monitoring.door_metrics import DoorMetrics
-from tridecode.backend.doors.requests.envelope import internal_error
 from tridecode.backend.doors.siblings import siblings
 from tridecode.backend.doors.triton_owner import TritonOwner
 from tridecode.backend.service.engine_link import EngineLink
+from tridecode.backend.service.error_texts import internal_error
 from tridecode.backend.wire.messages import BEAT_S, EngineBeat
 from tridecode.backend.wire.taken_requests import TakenRequests
 

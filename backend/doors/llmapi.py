@@ -18,17 +18,18 @@ from tridecode.backend.doors.door_settings import DoorSettings
 from tridecode.backend.doors.requests import fields
 from tridecode.backend.doors.text import (
     TensorAnswer,
-    TextRequest,
-    check_stop_words,
     read_texts,
     read_words,
 )
 from tridecode.backend.doors.text import TritonPythonModel as TextModel
+from tridecode.backend.service import sampling_rules
+from tridecode.backend.service.text_request import FieldNames, TextRequest
 from tridecode.backend.text.completion import Completion, Piece
 from tridecode.backend.wire.messages import Limits, SamplingParams
 
 _STOP = "sampling_param_stop"
 _EXCLUDE = "sampling_param_exclude_input_from_output"
+_NAMES = FieldNames(max_tokens="sampling_param_max_tokens", stop_words=_STOP)
 _MAX_TOKENS = 32  # the LLM API's default
 
 
@@ -40,11 +41,9 @@ class TritonPythonModel(TextModel):
         streaming = self.streaming(inputs, "streaming")
         texts = read_texts(inputs, limits)
         stop_words = read_words(inputs, _STOP, len(texts))
-        for words in set(stop_words):
-            check_stop_words(words, _STOP)
         log_probs = inputs.flag("return_cumulative_logprob")
         return TextRequest(
-            texts=texts,
+            prompts=texts,
             params=[self._params(named, inputs, limits, log_probs) for named in inputs.params(len(texts))],
             stop_words=stop_words,
             lora_names=fields.lora_names(inputs, len(texts)),
@@ -52,6 +51,7 @@ class TritonPythonModel(TextModel):
             streaming=streaming,
             exclude=inputs.flag(_EXCLUDE, self.settings.exclude_input_in_output),
             add_special_tokens=fields.add_special_tokens(inputs, self.settings.add_special_tokens),
+            names=_NAMES,
         )
 
     def _params(
@@ -66,18 +66,13 @@ class TritonPythonModel(TextModel):
         named.setdefault("max_tokens", _MAX_TOKENS)
         if named["max_tokens"] == 0:
             raise RequestError("sampling_param_max_tokens is 0; wanted 1 to 2**31 - 1")
-        ends = self.end_ids(limits)
+        ends = self.texts.end_ids(limits)
         named.update(
-            **fields.chosen_ends(ends[0] if ends else -1, ends, limits),
+            **sampling_rules.chosen_ends(ends[0] if ends else -1, ends, limits),
             return_log_probs=log_probs,
             return_perf_metrics=inputs.flag("sampling_param_return_perf_metrics"),
         )
-        return fields.sampling_params(named, limits, inputs.client_names())
-
-    def fit(self, prompt: int, params: SamplingParams, asked: TextRequest, limits: Limits) -> SamplingParams:
-        name = "sampling_param_max_tokens"
-        fields.check_length(prompt or 1, params.max_tokens, limits, "text_input", name)
-        return params
+        return sampling_rules.sampling_params(named, limits, inputs.client_names())
 
     def answer(self, rows: list[Completion], received: Received, asked: TextRequest) -> TensorAnswer:
         return LlmApiAnswer(rows, received, self.settings, asked.streaming)

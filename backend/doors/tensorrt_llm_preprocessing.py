@@ -18,9 +18,10 @@ from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.contracts.tensorrt_llm_tokens import TENSORRT_LLM_PREPROCESSING
 from tridecode.backend.doors.door import UnaryDoor
 from tridecode.backend.doors.requests import fields
-from tridecode.backend.doors.requests.envelope import INT32_MAX, MAX_ROWS, whole_number
+from tridecode.backend.doors.requests.envelope import MAX_ROWS
 from tridecode.backend.doors.requests.fields import decode_text
 from tridecode.backend.doors.requests.word_lists import word_list_tensor
+from tridecode.backend.service.limits import INT32_MAX, whole_number
 from tridecode.backend.text.encoding import encode
 
 

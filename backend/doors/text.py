@@ -19,72 +19,43 @@ generation at once. Decisions where the contract leaves room:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
 
-from tridecode.backend.base.errors import RequestCancelled, RequestError
+from tridecode.backend.base.errors import RequestError
 from tridecode.backend.doors.answers.logit_tensors import WantedLogits, metrics, piece_logits
 from tridecode.backend.doors.answers.senders import Stream
 from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.contracts.tensorrt_llm import TENSORRT_LLM
-from tridecode.backend.doors.door import EngineDoor, Outputs, Received, Submission
-from tridecode.backend.doors.door_settings import DoorSettings, door_tokenizer, door_view
+from tridecode.backend.doors.door import EngineDoor, Outputs, Received
+from tridecode.backend.doors.door_settings import DoorSettings
 from tridecode.backend.doors.requests import fields, prompt_inputs
-from tridecode.backend.doors.requests.envelope import MAX_STOP_WORD_BYTES, MAX_STOP_WORDS
 from tridecode.backend.doors.requests.fields import decode_text
-from tridecode.backend.doors.requests.prompt_inputs import RowPrompt
 from tridecode.backend.doors.requests.stop_requests import stop_rows, stop_running
-from tridecode.backend.text.completion import Answer, Completion, Piece, Siblings
-from tridecode.backend.text.detokenizer import TokenizerView
-from tridecode.backend.text.encoding import bad_word_ids, encode
-from tridecode.backend.text.stop_words import StopAutomaton
-from tridecode.backend.wire.messages import Event, Limits, SamplingParams, SequenceRequest
-
-
-@dataclass(frozen=True)
-class TextRequest:
-    """What a request of B texts asks for; lists have one item a text.
-
-    stop_words: checked (check_stop_words). exclude: a whole answer does not begin with its prompt.
-    show_stop, min_tokens: see Completion. keep_last: tokens of a longer prompt that count; 0: all.
-    skip_special: special tokens are left out of the answer; None: as config.pbtxt says. log_probs: of
-    alternatives. tables: of virtual tokens, of each text; (): none has one. add_special_tokens: to the
-    prompts, by the tokenizer. cut: max_tokens is a default, and less where the prompt leaves less room.
-    """
-
-    texts: list[str]
-    params: list[SamplingParams]
-    stop_words: list[tuple[str, ...]]
-    lora_names: list[str]
-    priorities: list[int]
-    streaming: bool
-    exclude: bool
-    show_stop: bool = False
-    min_tokens: int = 0
-    keep_last: int = 0
-    skip_special: bool | None = None
-    log_probs: bool = False
-    tables: Sequence[RowPrompt | None] = ()
-    add_special_tokens: bool = True
-    cut: bool = False
+from tridecode.backend.service import limits as request_limits
+from tridecode.backend.service import sampling_rules
+from tridecode.backend.service.text_request import TextRequest
+from tridecode.backend.service.text_service import TextService
+from tridecode.backend.service.text_tokenizer import TextTokenizer
+from tridecode.backend.text.completion import Answer, Completion, Piece
+from tridecode.backend.wire.messages import Event, Limits, SamplingParams
 
 
 class TritonPythonModel(EngineDoor):
-    """A request of B texts becomes B requests of the engine, so that each can be stopped independently.
+    """Tensors in, tensors out; between them is the text service.
 
-    A door of another text contract overrides `contract`, `read`, `fit` and `answer`.
+    A door of another text contract overrides `contract`, `read` and `answer`.
     """
 
     contract = TENSORRT_LLM
 
     def prepare(self, settings: DoorSettings) -> None:
-        self.tokenizer, self.tokenizer_end_id = door_tokenizer(settings)
-        self.view = door_view(settings, self.tokenizer, settings.skip_special_tokens)
+        setting = f"parameter tokenizer_dir in {settings.config_file}"
+        self.tokenizer = TextTokenizer(settings.tokenizer_dir, setting, settings.skip_special_tokens)
+
+    def connected(self) -> None:
+        self.texts = TextService(self.engine, self.tokenizer, self.settings.stop_ids)
 
     def at_once(self, received: Received, stream: Stream) -> bool:
         if not received.inputs.flag("stop"):
@@ -97,30 +68,9 @@ class TritonPythonModel(EngineDoor):
     def accept(self, received: Received, stream: Stream) -> None:
         limits = self.limits()
         asked = self.read(received, limits)
-        fields.check_sequences(sum(one.num_slots for one in asked.params), limits)
-        tables = asked.tables or [None] * len(asked.texts)
-        prompts, placed, params = self._tokenise(asked, tables, limits, stream)
-        sizes = [
-            (len(prompt) or 1, one.max_tokens)
-            for prompt, one in zip(prompts, params)
-            for _ in range(one.num_sequences)
-        ]
-        WantedLogits.of(received.inputs).check(
-            [prompt for prompt, _ in sizes], [count for _, count in sizes], limits
-        )
-        automata = {words: StopAutomaton(words) for words in set(asked.stop_words)}
-        rows: list[Completion] = []
-        submissions = []
-        for row, (prompt, one) in enumerate(zip(prompts, params)):
-            if one.beam_width > 1:
-                one = self._beam_params(one, asked.stop_words[row], limits)
-            sink = partial(_put, stream, len(rows))
-            siblings = Siblings(one.num_sequences, partial(stream.cancel_row, row))
-            rows += self._completions(asked, row, prompt, one, automata[asked.stop_words[row]], siblings)
-            sequence = _sequence(placed[row], one, asked.lora_names[row], tables[row])
-            submissions.append(Submission([sequence], sink, asked.priorities[row]))
-        stream.answer = self.answer(rows, received, asked)
-        self.submit(stream, submissions, received)
+        prepared = self.texts.prepare(asked, stream, limits)
+        stream.answer = self.answer(prepared.rows, received, asked)
+        self.submit(stream, prepared.submissions, received)
         if stream.stop_wanted:
             stop_rows(stream)
 
@@ -132,13 +82,10 @@ class TritonPythonModel(EngineDoor):
         streaming = self.streaming(inputs, "stream")
         texts = read_texts(inputs, limits)
         params = self._read_params(inputs, len(texts), limits)
-        stop_words = read_words(inputs, "stop_words", len(texts))
-        for words in stop_words:
-            check_stop_words(words)
         return TextRequest(
-            texts=texts,
+            prompts=texts,
             params=params,
-            stop_words=stop_words,
+            stop_words=read_words(inputs, "stop_words", len(texts)),
             lora_names=fields.lora_names(inputs, len(texts)),
             priorities=fields.priorities(inputs, received.parameters, len(texts)),
             streaming=streaming,
@@ -147,17 +94,6 @@ class TritonPythonModel(EngineDoor):
             add_special_tokens=fields.add_special_tokens(inputs, self.settings.add_special_tokens),
             cut="max_tokens" not in inputs,
         )
-
-    def view_of(self, asked: TextRequest) -> TokenizerView:
-        """How the answer is decoded."""
-        return self.view
-
-    def fit(self, prompt: int, params: SamplingParams, asked: TextRequest, limits: Limits) -> SamplingParams:
-        """The parameters of a prompt of this many tokens; RequestError if the answer has no room."""
-        if asked.cut:
-            return fields.cut_to_room(prompt or 1, params, limits, "text_input", "max_tokens")
-        fields.check_length(prompt or 1, params.max_tokens, limits, "text_input", "max_tokens")
-        return params
 
     def answer(self, rows: list[Completion], received: Received, asked: TextRequest) -> TensorAnswer:
         vocab_size = self.limits().vocab_size
@@ -172,16 +108,11 @@ class TritonPythonModel(EngineDoor):
             raise self.cannot_stream(name)
         return streaming
 
-    def end_ids(self, limits: Limits) -> list[int]:
-        """The tokens that end a text by default."""
-        first = limits.end_id if limits.end_id >= 0 else self.tokenizer_end_id
-        return fields.model_ends(limits, self.settings.stop_ids, first)
-
     def _read_params(self, inputs: Inputs, batch: int, limits: Limits) -> list[SamplingParams]:
         counts = inputs.rows("max_tokens", batch, self.settings.default_max_tokens)
-        ends = self.end_ids(limits)
+        ends = self.texts.end_ids(limits)
         end_ids = inputs.rows("end_id", batch, ends[0] if ends else -1)
-        bad_words = bad_word_ids(self.tokenizer, read_words(inputs, "bad_words", batch))
+        bad_words = self.texts.bad_word_ids(read_words(inputs, "bad_words", batch))
         flags = {
             "return_log_probs": inputs.flag("return_log_probs"),
             "return_perf_metrics": inputs.flag("return_perf_metrics"),
@@ -192,94 +123,24 @@ class TritonPythonModel(EngineDoor):
         for row, named in enumerate(inputs.params(batch)):
             if "max_tokens" not in inputs:
                 counts[row] = max(counts[row], named.get("min_tokens", 0))
-            fields.check_word_tokens("bad_words", bad_words[row], limits.max_bad_word_tokens)
+            request_limits.check_word_tokens("bad_words", bad_words[row], limits.max_bad_word_tokens)
             named.update(
                 max_tokens=counts[row],
                 bad_words=bad_words[row],
-                **fields.chosen_ends(end_ids[row], ends, limits),
+                **sampling_rules.chosen_ends(end_ids[row], ends, limits),
                 **flags,
             )
             if "early_stopping" in named:
                 named["early_stopping"] = int(named["early_stopping"])
-            params.append(fields.sampling_params(named, limits, names))
+            params.append(sampling_rules.sampling_params(named, limits, names))
         return params
-
-    def _tokenise(
-        self, asked: TextRequest, tables: Sequence[RowPrompt | None], limits: Limits, stream: Stream
-    ) -> tuple[list[list[int]], list[np.ndarray], list[SamplingParams]]:
-        """Token ids of the prompts, checked to fit, those for the engine, which have virtual tokens, and the
-        parameters that fit. RequestCancelled as soon as the stream has ended."""
-        prompts, placed, params = [], [], []
-        texts = encode(self.tokenizer, asked.texts, asked.add_special_tokens)
-        for row, (ids, one, table) in enumerate(zip(texts, asked.params, tables)):
-            if stream.ended:
-                raise RequestCancelled("the request ended while it was being prepared")
-            if table is not None:
-                where, sent = f"row {row} of text_input", np.array(ids, np.int64)
-                seen, found = prompt_inputs.place(sent, table, limits.start_id, limits, where)
-                ids = seen.tolist()
-            _check_ids(ids, limits.vocab_size)
-            ids = ids[-asked.keep_last :]
-            if table is None:
-                found = np.array(ids or [limits.start_id])
-            params.append(self.fit(len(found), one, asked, limits))
-            prompts.append(ids)
-            placed.append(found)
-        return prompts, placed, params
-
-    def _beam_params(self, params: SamplingParams, words: tuple[str, ...], limits: Limits) -> SamplingParams:
-        """Of a beam search, which compares beams that have ended: the engine gets the stop words, too."""
-        (ids,) = bad_word_ids(self.tokenizer, [words])
-        stop_words = params.stop_words + ids
-        fields.check_word_tokens("stop_words", stop_words, limits.max_stop_word_tokens)
-        return msgspec.structs.replace(params, stop_words=stop_words, beam_pool=True)
-
-    def _completions(
-        self,
-        asked: TextRequest,
-        row: int,
-        prompt: list[int],
-        params: SamplingParams,
-        stop_words: StopAutomaton,
-        siblings: Siblings,
-    ) -> list[Completion]:
-        """One for each sequence of a text."""
-        completions = []
-        for index in range(params.num_sequences):
-            one = Completion(
-                self.view_of(asked),
-                prompt,
-                stop_words,
-                siblings.stopped,
-                "" if asked.streaming or asked.exclude else asked.texts[row],
-                asked.show_stop,
-                asked.min_tokens,
-                stops_by_id=params.beam_width > 1,
-                ended=siblings.ended,
-            )
-            one.place = row, index
-            completions.append(one)
-        return completions
-
-
-def _put(stream: Stream, first: int, event: Event) -> None:
-    """Add an event of a text whose sequences are the rows from `first` on."""
-    stream.put_row(first + event.sequence, event)
-
-
-def _sequence(
-    ids: np.ndarray, params: SamplingParams, lora_name: str, table: RowPrompt | None
-) -> SequenceRequest:
-    return SequenceRequest(
-        ids.astype("<i4").tobytes(), params, lora_name, None if table is None else table.learned
-    )
 
 
 def read_texts(inputs: Inputs, limits: Limits) -> list[str]:
     array = inputs.arrays["text_input"]
     if array.size == 0 or array.ndim > 2 or (array.ndim == 2 and array.shape[1] != 1):
         raise RequestError(f"text_input has shape {list(array.shape)}; wanted [B, 1]")
-    fields.check_sequences(array.size, limits)
+    request_limits.check_sequences(array.size, limits)
     return [decode_text(value, "text_input", row) for row, value in enumerate(array.reshape(-1).tolist())]
 
 
@@ -298,23 +159,6 @@ def read_words(inputs: Inputs, name: str, batch: int) -> list[tuple[str, ...]]:
 def _row_words(values: np.ndarray, name: str, row: int) -> tuple[str, ...]:
     texts = [decode_text(value, name, row) for value in values.reshape(-1).tolist()]
     return tuple(dict.fromkeys(text for text in texts if text))
-
-
-def check_stop_words(words: tuple[str, ...], name: str = "stop_words") -> None:
-    size = sum(len(word.encode("utf-8")) for word in words)
-    if len(words) > MAX_STOP_WORDS or size > MAX_STOP_WORD_BYTES:
-        found = f"{name} has {len(words):,} words of {size:,} bytes a row"
-        raise RequestError(
-            f"{found}; this model accepts {MAX_STOP_WORDS} words, and {MAX_STOP_WORD_BYTES:,} bytes"
-        )
-
-
-def _check_ids(ids: list[int], vocab_size: int) -> None:
-    if max(ids, default=0) >= vocab_size:
-        found = f"the tokenizer gives the id {max(ids)} for text_input"
-        raise RequestError(
-            f"{found}; the model's vocabulary has {vocab_size:,} ids: they do not belong together"
-        )
 
 
 # ---------------------------------------------------------------- answering

@@ -30,6 +30,8 @@ from tridecode.backend.doors.fastertransformer import Prompts, read_prompts
 from tridecode.backend.doors.requests import fields
 from tridecode.backend.doors.requests.stop_requests import stop_rows, stop_running
 from tridecode.backend.doors.requests.word_lists import read_words
+from tridecode.backend.service import limits as request_limits
+from tridecode.backend.service import sampling_rules
 from tridecode.backend.wire.messages import Event, Limits, SamplingParams, SequenceRequest
 
 
@@ -57,7 +59,7 @@ class TritonPythonModel(EngineDoor):
             inputs.arrays["input_ids"] = np.mod(inputs.arrays["input_ids"], limits.vocab_size)
         prompts = read_prompts(inputs, limits, received.envelope)
         params = self._read_params(inputs, prompts, limits)
-        fields.check_sequences(sum(one.num_slots for one in params), limits)
+        request_limits.check_sequences(sum(one.num_slots for one in params), limits)
         counts = [one.max_tokens for one in params]
         most = max(one.num_sequences for one in params)
         received.envelope.check_response(prompts.batch * most, prompts.ids.shape[1], max(counts), 0, 1)
@@ -87,7 +89,7 @@ class TritonPythonModel(EngineDoor):
         """The parameters of each row."""
         batch = prompts.batch
         counts = _counts(inputs, prompts, limits)
-        ends = fields.model_ends(limits, self.settings.stop_ids)
+        ends = sampling_rules.model_ends(limits, self.settings.stop_ids)
         end_ids = inputs.rows("end_id", batch, ends[0] if ends else -1)
         stop_words = read_words(inputs, "stop_words_list", batch, limits, limits.max_stop_word_tokens)
         bad_words = read_words(inputs, "bad_words_list", batch, limits, limits.max_bad_word_tokens)
@@ -100,14 +102,14 @@ class TritonPythonModel(EngineDoor):
                 max_tokens=counts[row],
                 stop_words=stop_words[row],
                 bad_words=bad_words[row],
-                **fields.chosen_ends(end_ids[row], ends, limits),
+                **sampling_rules.chosen_ends(end_ids[row], ends, limits),
                 **wanted,
             )
             if "early_stopping" in named:
                 named["early_stopping"] = int(named["early_stopping"])
             if named.get("beam_width", 1) > 1:
                 named["beam_pool"] = True
-            params.append(fields.sampling_params(named, limits, names))
+            params.append(sampling_rules.sampling_params(named, limits, names))
         return params
 
 
@@ -120,7 +122,9 @@ def _counts(inputs: Inputs, prompts: Prompts, limits: Limits) -> list[int]:
     """New tokens of each row, which fit into a sequence with its prompt."""
     counts = inputs.rows("request_output_len", prompts.batch)
     for row, (count, length) in enumerate(zip(counts, prompts.lengths)):
-        fields.check_length(length or 1, count, limits, f"row {row} of input_ids", "request_output_len")
+        request_limits.check_length(
+            length or 1, count, limits, f"row {row} of input_ids", "request_output_len"
+        )
     return counts
 
 

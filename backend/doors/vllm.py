@@ -19,20 +19,21 @@ from typing import Any
 from tridecode.backend.base.errors import RequestError, UnsupportedError
 from tridecode.backend.doors.contracts.vllm import KEYS_BY_NAME, VLLM
 from tridecode.backend.doors.door import Received
-from tridecode.backend.doors.door_settings import DoorSettings, door_view
+from tridecode.backend.doors.door_settings import DoorSettings
 from tridecode.backend.doors.requests import fields, sampling_json
 from tridecode.backend.doors.requests.fields import decode_text
-from tridecode.backend.doors.text import TensorAnswer, TextRequest, check_stop_words, read_texts
+from tridecode.backend.doors.text import TensorAnswer, read_texts
 from tridecode.backend.doors.text import TritonPythonModel as TextModel
+from tridecode.backend.service import limits as request_limits
+from tridecode.backend.service.text_request import FieldNames, TextRequest
 from tridecode.backend.text.completion import Completion, Piece
-from tridecode.backend.text.detokenizer import TokenizerView
-from tridecode.backend.text.encoding import bad_word_ids
 from tridecode.backend.text.token_texts import TokenTexts
 from tridecode.backend.wire.messages import Limits, SamplingParams, TopLogProbs
 from tridecode.backend.wire.sampling_params import GREEDY_BELOW, MAX_END_IDS, check
 
 _LOWEST_TEMPERATURE = 0.01  # vLLM's _MAX_TEMP
 _NO_LOG_PROB = -9999.0  # JSON has no infinity; as vLLM's OpenAI server
+_NAMES = FieldNames(stop_words="stop")
 _random = random.SystemRandom()
 
 
@@ -42,12 +43,8 @@ class TritonPythonModel(TextModel):
 
     def prepare(self, settings: DoorSettings) -> None:
         super().prepare(settings)
-        self.token_texts = TokenTexts(self.view)
-        other = not settings.skip_special_tokens
-        self.views = {
-            settings.skip_special_tokens: self.view,
-            other: door_view(settings, self.tokenizer, other),
-        }
+        self.token_texts = TokenTexts(self.tokenizer.view)
+        self.tokenizer.view_of(not settings.skip_special_tokens)  # made now, not with the first request
 
     def read(self, received: Received, limits: Limits) -> TextRequest:
         inputs = received.inputs
@@ -59,10 +56,9 @@ class TritonPythonModel(TextModel):
             raise RequestError("stream is true and exclude_input_in_output is false; a stream has no prompt")
         keys = self._keys(received)
         stop_words = tuple(dict.fromkeys(text for text in keys.get("stop", ()) if text))
-        check_stop_words(stop_words, "stop")
         keep_last = keys.get("truncate_prompt_tokens", 0)
         return TextRequest(
-            texts=texts,
+            prompts=texts,
             params=[self._params(keys, received, limits)],
             stop_words=[stop_words],
             lora_names=[keys.get("lora_name", "")],
@@ -74,6 +70,8 @@ class TritonPythonModel(TextModel):
             keep_last=keep_last if keep_last >= 0 else limits.max_sequence_tokens - 1,
             skip_special=keys.get("skip_special_tokens"),
             log_probs="logprobs" in keys,
+            cut=True,
+            names=_NAMES,
             add_special_tokens=fields.add_special_tokens(inputs, self.settings.add_special_tokens),
         )
 
@@ -121,8 +119,8 @@ class TritonPythonModel(TextModel):
         wrong = [token for token in mine if token >= limits.vocab_size]
         if wrong:
             raise RequestError(f"stop_token_ids has {wrong[0]}; wanted token ids below {limits.vocab_size}")
-        fields.check_word_tokens("stop_token_ids", [mine], limits.max_stop_word_tokens)
-        model = [] if keys.get("ignore_eos") else self.end_ids(limits)
+        request_limits.check_word_tokens("stop_token_ids", [mine], limits.max_stop_word_tokens)
+        model = [] if keys.get("ignore_eos") else self.texts.end_ids(limits)
         ids = list(dict.fromkeys([*model, *mine]))
         ends, others = ids[:MAX_END_IDS], ids[MAX_END_IDS:]
         if others and keys.get("min_tokens", 0) > 0:
@@ -139,16 +137,9 @@ class TritonPythonModel(TextModel):
         most = received.envelope.max_words
         if len(words) > most:
             raise RequestError(f"bad_words has {len(words):,} words; this model accepts {most:,}")
-        ids = bad_word_ids(self.tokenizer, [words])[0]
-        fields.check_word_tokens("bad_words", ids, limits.max_bad_word_tokens)
+        ids = self.texts.bad_word_ids([words])[0]
+        request_limits.check_word_tokens("bad_words", ids, limits.max_bad_word_tokens)
         return ids
-
-    def view_of(self, asked: TextRequest) -> TokenizerView:
-        return self.view if asked.skip_special is None else self.views[asked.skip_special]
-
-    def fit(self, prompt: int, params: SamplingParams, asked: TextRequest, limits: Limits) -> SamplingParams:
-        """max_tokens within the room that the prompt leaves."""
-        return fields.cut_to_room(prompt or 1, params, limits, "text_input", "max_tokens")
 
     def answer(self, rows: list[Completion], received: Received, asked: TextRequest) -> VllmAnswer:
         return VllmAnswer(rows, received, self.settings, asked, self.token_texts)

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from tridecode.backend.base.errors import RequestError
 from tridecode.backend.doors.contracts.inputs import Inputs
+from tridecode.backend.service.limits import check_logits
 from tridecode.backend.wire.messages import EventExtra, Limits
 
 _ITEM = 4  # bytes of a float32
@@ -38,14 +38,7 @@ class WantedLogits:
 
         prompts, counts: tokens of each row's prompt, and at most of its answer.
         """
-        width = (max(prompts) if self.context else 0) + (max(counts) if self.generation else 0)
-        size = len(prompts) * width * limits.vocab_size * _ITEM
-        if size > limits.max_logits_bytes:
-            names = ["return_context_logits"] * self.context + ["return_generation_logits"] * self.generation
-            raise RequestError(
-                f"{' and '.join(names)}: {len(prompts):,} rows of {width:,} tokens have {size:,} bytes of "
-                f"logits; this model accepts {limits.max_logits_bytes:,} (max_logits_bytes in config.pbtxt)"
-            )
+        check_logits(self.context, self.generation, prompts, counts, limits)
 
 
 class LogitsArrays:

@@ -25,8 +25,9 @@ import triton_python_backend_utils as pb_utils
 
 from tridecode.backend.base.errors import BY_CODE, RequestCancelled, TridecodeError
 from tridecode.backend.doors.monitoring.request_times import GapCounts, RequestTimes
-from tridecode.backend.doors.requests.envelope import internal_error, public_text, with_label
+from tridecode.backend.service.client_request import FAILURES, ClientRequest
 from tridecode.backend.service.engine_link import EngineLink
+from tridecode.backend.service.error_texts import internal_error, public_text, with_label
 from tridecode.backend.wire.messages import Event
 from tridecode.backend.wire.taken_requests import TakenRequests
 
@@ -61,15 +62,13 @@ class Answer(Protocol):
         """
 
 
-class Stream:
+class Stream(ClientRequest):
     """One Triton request from acceptance to its end, which happens exactly once, with one FINAL flag."""
 
     def __init__(self, senders: Senders, sender, label: str = ""):
-        self.label = label
+        super().__init__(senders.link, label)
         self.answer: Answer | None = None
-        self.requests: list[int] = []  # ids in the engine link, one per row or one for all rows
         self.on_end: Callable[[str], None] = lambda outcome: None  # called once; outcome as in Senders
-        self.sequences = 0  # that the engine generates for it
         self.stop_wanted = False  # set by a stop request, which may come before the answer exists
         self._senders, self._sender = senders, sender
         self._events: deque[tuple[int, Event]] = deque()
@@ -91,7 +90,6 @@ class Stream:
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended or will end with an error: no more work for it is useful."""
         return self._ended or self._failure is not None
 
     def put(self, event: Event) -> None:
@@ -113,13 +111,9 @@ class Stream:
         with self._ending:
             return not self._ended and self._sender.is_cancelled()
 
-    def cancel_rows(self) -> None:
-        """Cancel the stream's requests in link and engine."""
-        for request in self.requests:
-            self._senders.link.cancel(request)
-
-    def cancel_row(self, row: int) -> None:
-        self._senders.link.cancel(self.requests[row])
+    def count(self, sequences: int, prompt_tokens: int) -> None:
+        super().count(sequences, prompt_tokens)
+        self.times.prompt_tokens = prompt_tokens
 
     def _wake(self) -> None:
         if not self._queued:
@@ -179,8 +173,8 @@ class Stream:
         failure = self._failure
         while self._events and failure is None:
             row, event = self._events.popleft()
-            if event.finish in _FAILURES:
-                code, text = _FAILURES[event.finish]
+            if event.finish in FAILURES:
+                code, text = FAILURES[event.finish]
                 failure = (event.code if event.code in BY_CODE else code), event.error or text
             else:
                 events.append((row, event))
@@ -239,14 +233,6 @@ class Stream:
             finally:
                 self._senders.ended(self, outcome)
                 self.answer = self._sender = None
-
-
-#: Event.finish of a failed request -> code and text if the event has none
-_FAILURES = {
-    "error": ("INTERNAL", "the engine gave no reason"),
-    "cancelled": ("CANCELLED", "the request was cancelled"),
-    "deadline": ("CANCELLED", "the request's deadline passed"),
-}
 
 
 def _size_of(tensors: list) -> int:

@@ -6,12 +6,11 @@ leaves unchecked is refused here, naming the field, what was found and what was 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from tridecode.backend.base.errors import RequestError
 from tridecode.backend.doors.contracts.inputs import Inputs
+from tridecode.backend.service.learned_prompts import RowPrompt, place
 from tridecode.backend.wire.messages import Limits
 from tridecode.backend.wire.prompt_learning import (
     MAX_TABLE_BYTES,
@@ -21,21 +20,10 @@ from tridecode.backend.wire.prompt_learning import (
     TYPES,
     LearnedPrompt,
 )
-from tridecode.backend.wire.prompt_tables import not_finite, virtual_ids
+from tridecode.backend.wire.prompt_tables import not_finite
 
 _TASKS = "prompt_learning_task_name_ids"
 _EMBEDDING, _LENGTHS, _TYPE = "request_prompt_embedding", "request_prompt_lengths", "request_prompt_type"
-
-
-@dataclass(frozen=True)
-class RowPrompt:
-    """The learned prompt of one row. kind: one of TYPES. rows: of its table. start_id: with P_TUNING, the
-    client's id of row 0."""
-
-    learned: LearnedPrompt
-    kind: int
-    rows: int
-    start_id: int
 
 
 # ---------------------------------------------------------------- FasterTransformer
@@ -154,28 +142,6 @@ def _learned(table: np.ndarray, kind: int, limits: Limits, where: str) -> Learne
     dtype = "fp16" if table.dtype == np.float16 else "fp32"
     little = table.astype(table.dtype.newbyteorder("<"), copy=False)
     return LearnedPrompt(is_prefix=is_prefix, rows=len(table), dtype=dtype, values=little.tobytes())
-
-
-def place(
-    ids: np.ndarray, prompt: RowPrompt, start_token: int, limits: Limits, where: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """(ids that the client sees, ids of the engine), int64, of a row's ids (n,).
-
-    P_TUNING: the ids from start_id on are virtual; where a row has none, the whole table stands before it, as
-    with the other types. start_token: of a row without ids. RequestError for a row that the table has not.
-    """
-    if prompt.kind == P_TUNING and (virtual := ids >= prompt.start_id).any():
-        rows = ids - prompt.start_id
-        wrong = ids[virtual & (rows >= prompt.rows)]
-        if wrong.size:
-            first, last = prompt.start_id, prompt.start_id + prompt.rows - 1
-            raise RequestError(
-                f"{where} has the virtual token id {wrong[0]}; its prompt table has {prompt.rows} rows, the "
-                f"ids {first} to {last}"
-            )
-        return ids[~virtual], np.where(virtual, limits.vocab_size + rows, ids)
-    own = ids if len(ids) else np.array([start_token], np.int64)
-    return ids, np.concatenate([virtual_ids(limits.vocab_size, prompt.rows), own])
 
 
 def place_rows(

@@ -13,8 +13,9 @@ from tokenizers import Tokenizer
 
 from tridecode.backend.base.errors import RequestError
 from tridecode.backend.doors.contracts.inputs import Inputs
-from tridecode.backend.doors.requests.envelope import MAX_REQUEST_WORDS, MAX_WORDS
-from tridecode.backend.doors.requests.fields import check_word_tokens, decode_text
+from tridecode.backend.doors.requests.envelope import MAX_REQUEST_WORDS
+from tridecode.backend.doors.requests.fields import decode_text
+from tridecode.backend.service.limits import MAX_WORDS, check_word_tokens
 from tridecode.backend.text.encoding import encode
 from tridecode.backend.wire.messages import Limits
 

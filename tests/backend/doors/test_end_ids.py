@@ -14,7 +14,7 @@ from tests.backend.doors.test_sequences_of_a_request import DOORS, llm_rows, tex
 from tests.backend.doors.tokenizers_at_hand import byte_level
 from tests.fake_engine import LIMITS, FakeEngine, scripted
 from tridecode.backend.base.errors import ConfigError
-from tridecode.backend.doors.requests.fields import chosen_ends, model_ends
+from tridecode.backend.service.sampling_rules import chosen_ends, model_ends
 
 ENDS = (2, 13, 17)  # of the model
 SAYS = [11, 12, 13, 14, 15, 16]

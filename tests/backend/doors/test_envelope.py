@@ -18,8 +18,9 @@ from tests.fake_engine import LIMITS, FakeEngine
 from tests.waiting import interpreter_gaps, wait_until
 from tridecode.backend.base.errors import RequestError
 from tridecode.backend.doors import fastertransformer, postprocessing, preprocessing, text
-from tridecode.backend.doors.requests import envelope as env
 from tridecode.backend.doors.requests.word_lists import read_word_list
+from tridecode.backend.service.error_texts import public_text
+from tridecode.backend.service.limits import MAX_TIMEOUT_S, whole_number
 from tridecode.backend.wire.sampling_params import SamplingParams
 from tridecode.backend.wire.sampling_params import check as check_params
 
@@ -134,7 +135,7 @@ TEXT_TOO_LARGE = {
 @pytest.mark.parametrize("case", TEXT_TOO_LARGE)
 def test_a_text_request_that_is_too_large_is_refused_at_once(texts, monkeypatch, case):
     arrays, found = TEXT_TOO_LARGE[case]
-    monkeypatch.setattr(texts, "_tokenise", None)  # nothing was tokenised
+    monkeypatch.setattr(texts.texts, "_tokenise", None)  # nothing was tokenised
     began = time.monotonic()
     code, said = refusal(ask(texts, arrays))
     assert (code, found in said) == ("INVALID_ARG", True), said
@@ -263,7 +264,7 @@ def test_an_id_that_no_message_carries_is_refused(texts, label):
 
 def test_a_timeout_of_a_century_is_thirty_days(texts):
     only(ask(texts, prompt(b"x"), timeout_us=2**64 - 1))
-    assert texts.test_engine.submits[-1].timeout_s == env.MAX_TIMEOUT_S
+    assert texts.test_engine.submits[-1].timeout_s == MAX_TIMEOUT_S
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "min_tokens", "top_k"])
@@ -401,7 +402,7 @@ def test_what_is_being_prepared_is_bounded_and_ends_with_the_door(repository):
     ],
 )
 def test_an_error_shows_no_directory_of_the_server(text, shown):
-    found = env.public_text(text)
+    found = public_text(text)
     assert "/srv" not in found and (shown is None or found == shown)
 
 
@@ -416,6 +417,6 @@ def test_a_fault_of_ours_tells_its_type_and_the_request_and_no_path(texts, monke
 
 
 def test_whole_numbers():
-    assert env.whole_number("n", np.int64(5), 0, 9, "") == 5
+    assert whole_number("n", np.int64(5), 0, 9, "") == 5
     with pytest.raises(RequestError, match="n is 10; wanted a whole number from 0 to 9"):
-        env.whole_number("n", 10, 0, 9, "a digit")
+        whole_number("n", 10, 0, 9, "a digit")

@@ -1,0 +1,49 @@
+"""One request of a client while the engine works on it."""
+
+from __future__ import annotations
+
+from tridecode.backend.service.engine_link import EngineLink
+from tridecode.backend.wire.messages import Event
+
+#: Event.finish of a failed request -> code and text if the event has none
+FAILURES = {
+    "error": ("INTERNAL", "the engine gave no reason"),
+    "cancelled": ("CANCELLED", "the request was cancelled"),
+    "deadline": ("CANCELLED", "the request's deadline passed"),
+}
+
+
+class ClientRequest:
+    """The engine's requests that serve one request of a client, and the receiver of their events.
+
+    A front end derives its own kind. requests: their numbers in the engine link, one per row or one for all
+    rows. sequences: number of sequences that the engine generates for it. label: the client's id of it.
+    """
+
+    def __init__(self, link: EngineLink, label: str = ""):
+        self.label = label
+        self.requests: list[int] = []
+        self.sequences = 0
+        self._link = link
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended or will end with an error: no more work for it is useful."""
+        raise NotImplementedError
+
+    def put_row(self, row: int, event: Event) -> None:
+        """Take an event of a row, on the link's thread; must not block."""
+        raise NotImplementedError
+
+    def count(self, sequences: int, prompt_tokens: int) -> None:
+        """Called once, before the engine gets the request. prompt_tokens: of all rows."""
+        self.sequences = sequences
+
+    def cancel_rows(self) -> None:
+        """Cancel all its requests in link and engine; no event follows."""
+        for request in self.requests:
+            self._link.cancel(request)
+
+    def cancel_row(self, row: int) -> None:
+        """Cancel the request of one text."""
+        self._link.cancel(self.requests[row])

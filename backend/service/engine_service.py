@@ -1,0 +1,106 @@
+"""An engine as its front ends use it: limits, preparation threads, submission."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tridecode.backend.base.errors import EngineDownError
+from tridecode.backend.service.client_request import ClientRequest
+from tridecode.backend.service.engine_link import EngineLink
+from tridecode.backend.service.open_requests import Sink
+from tridecode.backend.service.owner import Owner
+from tridecode.backend.service.preparation import Preparation
+from tridecode.backend.wire.messages import Limits, SequenceRequest, SessionRound
+
+_ID_BYTES = 4  # SequenceRequest.prompt has int32
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One request of the engine: some sequences of a client's request, and the receiver of their events.
+
+    session: if it is a round of one; history: the tokens that each row of the session keeps for it."""
+
+    sequences: list[SequenceRequest]
+    sink: Sink
+    priority: int
+    session: SessionRound | None = None
+    history: list[list[int]] | None = None
+
+
+class EngineService:
+    """Submits requests of token ids. The caller closes a link and a preparation that it handed in."""
+
+    def __init__(self, link: EngineLink, preparation: Preparation, resume_within_s: float = 0.0):
+        """resume_within_s: see EngineLink.submit."""
+        self.link, self.preparation = link, preparation
+        self._resume_within_s = resume_within_s
+
+    @classmethod
+    def open(
+        cls,
+        engine_dir: str,
+        name: str,
+        owner: Owner,
+        *,
+        hold_s: float = 2.0,
+        resume_within_s: float = 60.0,
+        max_preparing_requests: int = 1024,
+        max_preparing_bytes: int = 67_108_864,
+    ) -> EngineService:
+        """A service with a link and preparation threads of its own, which `close` ends.
+
+        engine_dir: the model folder whose config.pbtxt is the engine's. name: of the front end, for logs.
+        The first engine starts meanwhile: see EngineLink.wait_ready.
+        """
+        link = EngineLink(engine_dir, name, owner, hold_s).start()
+        return cls(link, Preparation(max_preparing_requests, max_preparing_bytes).start(), resume_within_s)
+
+    def close(self) -> None:
+        """Drop the requests that are being prepared, fail the open ones, say goodbye to the engine."""
+        self.preparation.close()
+        self.link.close()
+
+    def limits(self) -> Limits:
+        """The engine's limits, or those of the last engine while it is rebuilt. EngineDownError before the
+        first one was ready."""
+        limits = self.link.limits()
+        if limits is None:
+            state = self.link.state()
+            raise EngineDownError(f"the engine is not ready ({state.phase}): {state.detail}")
+        return limits
+
+    def submit(
+        self,
+        client: ClientRequest,
+        submissions: Sequence[Submission],
+        *,
+        timeout_s: float = 0.0,
+        resume: bool = True,
+    ) -> None:
+        """Submit a client's requests to the engine; cancel them if the client's request has ended meanwhile.
+
+        timeout_s: 0: the engine's default. resume: whether the next engine continues them if theirs is lost.
+        """
+        resume_within_s = self._resume_within_s if resume else 0.0
+        client.requests = [self.link.reserve() for _ in submissions]
+        sequences = [sequence for one in submissions for sequence in one.sequences]
+        client.count(
+            sum(sequence.params.num_sequences for sequence in sequences),
+            sum(len(sequence.prompt) // _ID_BYTES for sequence in sequences),
+        )
+        for number, one in zip(client.requests, submissions):
+            self.link.submit(
+                number,
+                one.sequences,
+                one.sink,
+                priority=one.priority,
+                timeout_s=timeout_s,
+                label=client.label,
+                session=one.session,
+                history=one.history,
+                resume_within_s=resume_within_s,
+            )
+        if client.ended:
+            client.cancel_rows()

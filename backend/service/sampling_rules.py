@@ -1,0 +1,84 @@
+"""Sampling parameters and end tokens of a request, by rules that all front ends have in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tridecode.backend.base.errors import ConfigError, RequestError
+from tridecode.backend.wire.messages import Limits
+from tridecode.backend.wire.sampling_params import MAX_END_IDS, SamplingParams, check
+
+
+def sampling_params(
+    named: Mapping[str, Any], limits: Limits, names: Mapping[str, str], clip_top_p: bool = False
+) -> SamplingParams:
+    """SamplingParams from the parameters that a request sets, by FasterTransformer's rules, as TensorRT-LLM.
+
+    top_k 0 and top_p 0, or neither: greedy. top_k alone: the k most likely tokens. top_p alone: the nucleus
+    of the vocabulary. A top_k above the vocabulary keeps all tokens. clip_top_p: a top_p above 1 counts as 1,
+    as with FasterTransformer; else it is refused. top_p_decay, top_p_min and top_p_reset_id are used without
+    top-k only; 0 stands for the default of the first two (FasterTransformer replaced a top_p_min of 0 by
+    0.5). names: parameter -> the client's name of it, for errors. Raises RequestError.
+    """
+    values = dict(named)
+    top_p = _nucleus(values.get("top_p", 0.0), names.get("top_p", "top_p"), clip_top_p)
+    top_k = min(values.get("top_k", 0), limits.vocab_size)
+    values["top_k"] = 1 if top_k == 0 and top_p == 0.0 else top_k
+    values["top_p"] = top_p or 1.0
+    if values["top_k"] != 0:
+        for name in ("top_p_decay", "top_p_min", "top_p_reset_id"):
+            values.pop(name, None)
+    for name in ("top_p_decay", "top_p_min"):
+        if values.get(name) == 0:
+            del values[name]
+    reset = values.get("top_p_reset_id", -1)
+    if reset in (-1, 2**32 - 1):
+        values.pop("top_p_reset_id", None)
+    elif not 0 <= reset < limits.vocab_size:
+        name = names["top_p_reset_id"]
+        raise RequestError(f"{name} is {reset}; wanted a token id below {limits.vocab_size}")
+    params = SamplingParams(**values)
+    complaint = check(params)
+    if complaint:
+        name, rest = complaint.split(" ", 1)
+        raise RequestError(f"{names.get(name, name)} {rest}")
+    return params
+
+
+def _nucleus(top_p: float, name: str, clip: bool) -> float:
+    """top_p from 0 to 1; RequestError for any other value, NaN included."""
+    if clip and 1.0 < top_p < math.inf:
+        return 1.0
+    if not 0.0 <= top_p <= 1.0:
+        wanted = "a number from 0 (no nucleus) to 1" + (", or more, which counts as 1" if clip else "")
+        raise RequestError(f"{name} is {top_p}; wanted {wanted}")
+    return top_p
+
+
+def check_one_penalty(named: Mapping[str, Any]) -> None:
+    """RequestError if both a repetition and a presence penalty have an effect, as with FasterTransformer."""
+    repetition, presence = named.get("repetition_penalty", 1.0), named.get("presence_penalty", 0.0)
+    if repetition != 1.0 and presence != 0.0:
+        found = f"repetition_penalty is {repetition} and presence_penalty is {presence}"
+        raise RequestError(f"{found}; wanted one of them at its neutral value, 1 or 0")
+
+
+def model_ends(limits: Limits, more: Iterable[int] = (), first: int | None = None) -> list[int]:
+    """The tokens that end a text of the model, its end_id first. more: further ones, of config.pbtxt. first:
+    in place of the model's end_id. Raises ConfigError if they are too many."""
+    ids = dict.fromkeys((limits.end_id if first is None else first, *limits.more_end_ids, *more))
+    ends = [token for token in ids if 0 <= token < limits.vocab_size]
+    if len(ends) > MAX_END_IDS:
+        found = f"config.ini and stop_ids in config.pbtxt name {len(ends)} end tokens"
+        raise ConfigError(f"{found}; wanted {MAX_END_IDS} at most")
+    return ends
+
+
+def chosen_ends(end_id: int, ends: Sequence[int], limits: Limits) -> dict[str, Any]:
+    """The parameters of a request that names this end_id: with one of the model's `ends` all of these end the
+    text, with another that one alone, and with none of the vocabulary no token does."""
+    if end_id in ends:
+        return {"end_id": end_id, "more_end_ids": [token for token in ends if token != end_id]}
+    return {"end_id": end_id if 0 <= end_id < limits.vocab_size else -1}

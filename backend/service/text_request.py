@@ -1,0 +1,79 @@
+"""A request of texts, as every front end hands it to the text service."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Union
+
+from tridecode.backend.service.learned_prompts import RowPrompt
+from tridecode.backend.service.limits import TextLimits
+from tridecode.backend.wire.sampling_params import SamplingParams
+
+_ID_BYTES = 4
+
+#: a text, or its token ids
+Prompt = Union[str, Sequence[int]]
+
+
+@dataclass(frozen=True)
+class FieldNames:
+    """The client's names of fields, for errors."""
+
+    prompt: str = "text_input"
+    max_tokens: str = "max_tokens"
+    stop_words: str = "stop_words"
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """What a request of B texts wants; lists have one item a text.
+
+    stop_words: matched in the text. exclude: a whole answer does not begin with its prompt.
+    show_stop, min_tokens: see Completion. keep_last: tokens of a longer prompt that count; 0: all.
+    skip_special: special tokens are left out of the answer; None: as the service's settings say. log_probs:
+    of alternatives. tables: of virtual tokens, of each text; (): none has one. add_special_tokens: to the
+    prompts, by the tokenizer. cut: max_tokens is reduced where the prompt leaves less room; else the request
+    is refused.
+    """
+
+    prompts: Sequence[Prompt]
+    params: list[SamplingParams]
+    stop_words: list[tuple[str, ...]]
+    lora_names: list[str]
+    priorities: list[int]
+    streaming: bool
+    exclude: bool
+    show_stop: bool = False
+    min_tokens: int = 0
+    keep_last: int = 0
+    skip_special: bool | None = None
+    log_probs: bool = False
+    tables: Sequence[RowPrompt | None] = ()
+    add_special_tokens: bool = True
+    cut: bool = False
+    names: FieldNames = FieldNames()
+
+    @classmethod
+    def of_one(
+        cls, prompt: Prompt, params: SamplingParams, stop_words: Sequence[str] = (), streaming: bool = True
+    ) -> TextRequest:
+        """One prompt whose answer has neither the prompt nor an adapter."""
+        words = tuple(dict.fromkeys(word for word in stop_words if word))
+        return cls([prompt], [params], [words], [""], [0], streaming, exclude=True)
+
+
+def check_texts(asked: TextRequest, limits: TextLimits) -> int:
+    """Bytes of a request's texts and token ids. RequestError for texts that are too large."""
+    total, name = 0, asked.names.prompt
+    for row, prompt in enumerate(asked.prompts):
+        size = len(prompt.encode("utf-8")) if isinstance(prompt, str) else _ID_BYTES * len(prompt)
+        limits.check_prompt(f"{name} of row {row}" if len(asked.prompts) > 1 else name, size)
+        total += size
+    sizes = {words: sum(len(word.encode("utf-8")) for word in words) for words in set(asked.stop_words)}
+    words_total = sum(sizes[words] for words in asked.stop_words)
+    if sizes:
+        most = max(map(len, sizes))
+        limits.check_words(asked.names.stop_words, most, max(sizes.values()), words_total)
+    limits.check_total(total + words_total)
+    return total + words_total

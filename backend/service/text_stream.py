@@ -1,0 +1,80 @@
+"""A text request of a front end that reads its answer when it likes: the handle of TextService.submit."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Callable
+
+from tridecode.backend.base.errors import BY_CODE, RequestCancelled, TridecodeError
+from tridecode.backend.service.client_request import FAILURES, ClientRequest
+from tridecode.backend.service.engine_link import EngineLink
+from tridecode.backend.text.completion import Answer, Piece
+from tridecode.backend.wire.messages import Event
+
+
+class TextStream(ClientRequest):
+    """Collects the events of a request until `take` makes pieces of text of them.
+
+    The sink is called with the stream when there is something to take, mostly on another thread, and not
+    again before the next `take`; `take` itself may call it. It must not block. `take` decodes, so it belongs
+    on a thread or into the event loop of the front end, one thread at a time. Once it has raised, or
+    `finished` is true, the request has ended.
+    """
+
+    def __init__(self, link: EngineLink, sink: Callable[[TextStream], None], label: str = ""):
+        super().__init__(link, label)
+        self._sink = sink
+        self._events: deque[tuple[int, Event]] = deque()
+        self._answer: Answer | None = None
+        self._failure: TridecodeError | None = None
+        self._woken = False
+
+    @property
+    def ended(self) -> bool:
+        return self._failure is not None or self.finished
+
+    @property
+    def finished(self) -> bool:
+        """Whether every row has ended, and was taken."""
+        return self._answer is not None and self._answer.finished
+
+    def begin(self, answer: Answer) -> None:
+        """Called once, before the engine gets the request. answer: decides which pieces come together."""
+        self._answer = answer
+
+    def put_row(self, row: int, event: Event) -> None:
+        self._events.append((row, event))
+        self._wake()
+
+    def fail(self, error: TridecodeError) -> None:
+        """End the request with this error, unless it has ended. Any thread."""
+        if not self.ended:
+            self._failure = error
+            self.cancel_rows()
+            self._wake()
+
+    def cancel(self) -> None:
+        """End the request, here and in the engine: `take` raises RequestCancelled. Any thread."""
+        self.fail(RequestCancelled("the client has cancelled the request"))
+
+    def take(self) -> list[dict[int, Piece]]:
+        """What has come since the last call: row -> its piece, one dict for each group of rows that belong
+        together. Raises the TridecodeError that the request ended with."""
+        self._woken = False  # before the events are read: later ones wake the sink again
+        if self._failure is not None:
+            raise self._failure
+        events: list[tuple[int, Event]] = []
+        while self._events and self._failure is None:
+            row, event = self._events.popleft()
+            if event.finish in FAILURES:
+                code, text = FAILURES[event.finish]
+                error = BY_CODE[event.code if event.code in BY_CODE else code]
+                self.fail(error(event.error or text))  # the next call raises it
+            else:
+                events.append((row, event))
+        return self._answer.pieces(events) if self._answer is not None and events else []
+
+    def _wake(self) -> None:
+        if not self._woken:
+            self._woken = True
+            self._sink(self)

@@ -1,0 +1,46 @@
+"""A tokenizer folder as text requests use it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tridecode.backend.service.text_request import Prompt
+from tridecode.backend.text.detokenizer import TokenizerView
+from tridecode.backend.text.encoding import encode
+from tridecode.backend.text.tokenizer_files import cleans_up, end_token_id, load_tokenizer
+
+
+class TextTokenizer:
+    """end_id: of the tokenizer's end token; -1: it has none. view: how answers are decoded by default."""
+
+    def __init__(self, folder: Path, setting: str = "", skip_special_tokens: bool = True):
+        """setting: what names the folder, for errors. Raises ConfigError."""
+        self.folder = folder
+        self.tokenizer = load_tokenizer(folder, setting or "the tokenizer's folder")
+        self.end_id = end_token_id(folder, self.tokenizer)
+        self._cleans_up = cleans_up(folder, self.tokenizer)
+        self._views: dict[bool, TokenizerView] = {}
+        self.view = self.view_of(skip_special_tokens)
+
+    def view_of(self, skip_special: bool | None) -> TokenizerView:
+        """How an answer is decoded, with or without special tokens; None: as by default. The first use of a
+        view reads the whole tokenizer."""
+        if skip_special is None:
+            return self.view
+        if skip_special not in self._views:
+            self._views[skip_special] = TokenizerView(self.tokenizer, skip_special, self._cleans_up)
+        return self._views[skip_special]
+
+    def ids(self, prompts: Sequence[Prompt], add_special_tokens: bool) -> Iterator[list[int]]:
+        """The token ids of each prompt. Lazy: texts that the caller does not reach are not tokenised."""
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        encoded = encode(self.tokenizer, texts, add_special_tokens)
+        for prompt in prompts:
+            yield next(encoded) if isinstance(prompt, str) else list(prompt)
+
+    def text(self, prompt: Prompt) -> str:
+        """The text of a prompt."""
+        if isinstance(prompt, str):
+            return prompt
+        return self.view.text(self.view.shown(list(prompt)))
