@@ -9,11 +9,13 @@ for each way to fail.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import tempfile
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Callable
 
@@ -36,6 +38,7 @@ LIMITS = m.Limits(
     hidden_size=4,
 )
 
+REASON = "rank 0 was killed by signal 9"
 TOY_PERF = (10**18, 10**18 + 1, 10**18 + 2, 10**18 + 3, 5, 1)  # the fields of messages.Perf
 
 #: (prompt and generated ids, number of generated ids, params, vocab_size) -> the next id; -1: a failure
@@ -495,6 +498,18 @@ class FakeSupervisor:
                         socket.send_multipart([door, m.encode(self._state)])
         finally:
             socket.close(0)
+
+
+@contextlib.contextmanager
+def rebuilt(engine: FakeEngine, supervisor: FakeSupervisor, **options) -> Iterator[FakeEngine]:
+    """The engine dies, and the next one is ready."""
+    engine.stop()
+    supervisor.set_phase("down", REASON)
+    shape = {"limits": engine.limits, "next_token": engine.next_token, "step_s": 0.0}
+    with FakeEngine(epoch=engine.epoch + 1, **{**shape, **options}) as following:
+        supervisor.set_phase("starting", "loading weights")
+        supervisor.set_ready(following)
+        yield following
 
 
 # ---------------------------------------------------------------- one rank as a process

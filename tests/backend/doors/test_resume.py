@@ -17,7 +17,16 @@ from tests.backend.doors import test_interactive as rounds
 from tests.backend.doors.running import only, running
 from tests.backend.doors.tokenizers_at_hand import byte_level
 from tests.backend.service.test_engine_link import Collector, link_to, sequence
-from tests.fake_engine import LIMITS, FakeEngine, FakeSupervisor, toy_beam_steps, toy_next, toy_tokens
+from tests.fake_engine import (
+    LIMITS,
+    REASON,
+    FakeEngine,
+    FakeSupervisor,
+    rebuilt,
+    toy_beam_steps,
+    toy_next,
+    toy_tokens,
+)
 from tests.waiting import wait_until
 from tridecode.backend.doors import fastertransformer, interactive, llmapi, text, token_model, vllm
 from tridecode.backend.doors.contracts.fastertransformer import FASTERTRANSFORMER
@@ -30,19 +39,6 @@ from tridecode.backend.service.owner import Owner
 from tridecode.backend.wire import messages as m
 
 STEP_S = 0.005
-REASON = "rank 0 was killed by signal 9"
-
-
-@contextlib.contextmanager
-def rebuilt(engine: FakeEngine, supervisor: FakeSupervisor, **options) -> Iterator[FakeEngine]:
-    """The engine dies, and the next one is ready."""
-    engine.stop()
-    supervisor.set_phase("down", REASON)
-    shape = {"limits": engine.limits, "next_token": engine.next_token, "step_s": 0.0}
-    with FakeEngine(epoch=engine.epoch + 1, **{**shape, **options}) as following:
-        supervisor.set_phase("starting", "loading weights")
-        supervisor.set_ready(following)
-        yield following
 
 
 @pytest.fixture()
