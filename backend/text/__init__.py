@@ -8,5 +8,5 @@ No Triton, numpy, torch or transformers here. In the order of use:
     StopAutomaton            the stop words of a row, prepared once (`stop_words`)
     Completion, Answer       the engine's events to pieces of text, log-probs, finish reasons (`completion`)
 
-backend/service has the size limits and submits requests; a front end knows what the fields of its requests mean.
+backend/service has the size limits and submits requests; a front end knows what its requests' fields mean.
 """
