@@ -219,6 +219,14 @@ def test_imports_point_downwards() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_only_doors_import_triton_and_the_service_asks_for_no_parent_process() -> None:
+    for module, path in modules().items():
+        if module.startswith("backend.") and not module.startswith("backend.doors"):
+            assert "triton_python_backend_utils" not in imports(path)[1], module
+        if module.startswith("backend.service"):
+            assert "getppid" not in path.read_text(), module
+
+
 def test_doors_and_scheduler_are_free_of_torch() -> None:
     known = modules()
     graph = {module: imports(path) for module, path in known.items()}
