@@ -1,6 +1,7 @@
 """Limits of a request that hold for every front end: texts, words, lengths, counts.
 
-Checks look at sizes only, so their cost does not depend on the content. docs/requests.md lists the limits.
+Checks look at sizes only, so their cost does not depend on the content. docs/reference/requests.md lists the
+limits.
 """
 
 from __future__ import annotations
