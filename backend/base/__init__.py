@@ -1,1 +1,1 @@
-"""What every part of the backend uses, without imports of ours."""
+"""Helpers that every part of the backend uses; they import nothing else of the project."""

@@ -9,9 +9,11 @@ _UNLIMITED = 1 << 60  # version 1 of cgroups writes 2**63 rounded to pages
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that can be taken without swapping or being killed. root: of /proc and /sys, for tests.
+    """Return the bytes that can be allocated without swapping or an out-of-memory kill. root: of /proc and
+    /sys, for tests.
 
-    Of a cgroup, version 1 or 2: its limit less what it holds, of which clean pages of files can be given up.
+    In a cgroup, version 1 or 2: its limit minus its usage, not counting clean file pages, which can be
+    reclaimed.
     """
     lines = (root / "proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

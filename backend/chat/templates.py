@@ -35,10 +35,10 @@ _READ = 1 << 20
 
 @dataclass(frozen=True)
 class RenderLimits:
-    """What one render may use.
+    """Limits of one render.
 
-    seconds: of the clock and of processor time. memory_bytes: beyond what the child has after its imports.
-    characters: of the text that is rendered.
+    seconds: wall-clock and CPU time. memory_bytes: beyond the child's memory after its imports. characters:
+    of the rendered text.
     """
 
     seconds: float = 5.0

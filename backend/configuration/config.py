@@ -154,7 +154,7 @@ class ModelConfig:
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
-        """Of all layers."""
+        """The ropes of all layers."""
         return () if self.rope is None else (self.rope,)
 
     @property
@@ -180,7 +180,7 @@ def check_tensor_size(config: ModelConfig, tensor_para_size: int) -> None:
 
 
 def check_heads(num_heads: int, num_kv_heads: int, tensor_para_size: int, where: str) -> None:
-    """Raises ConfigError unless the tensor ranks can share so many heads evenly."""
+    """Raise ConfigError unless the heads can be split evenly over the tensor ranks."""
     if found := _unshared_heads(num_heads, num_kv_heads, tensor_para_size, where):
         most = min(num_heads, _MAX_RANKS)
         every = range(1, most + 1)

@@ -30,7 +30,7 @@ class Demand:
 
     @property
     def ranks(self) -> int:
-        """Of one engine."""
+        """Number of ranks of one engine."""
         return self.tensor * self.stages
 
     @property
@@ -53,8 +53,8 @@ class Demand:
         return f"{degree} needs {number}{where}"
 
     def _fitting(self, count: int) -> str:
-        """What would fit into `count` GPUs of each node: fewer engines, or a part of the degree, whose heads
-        and layers can be shared as those of the whole."""
+        """Suggest what would fit into `count` GPUs of each node: fewer engines, or a divisor of the degree,
+        over which heads and layers can be split as well."""
         found = []
         if self.engines > 1 and count >= self.ranks:
             found.append(f"{count // self.ranks} instance(s)")

@@ -1,1 +1,1 @@
-"""What runs in the rank processes: scheduler, loop, engine."""
+"""Code of the rank processes: scheduler, loop, engine."""

@@ -75,7 +75,7 @@ class Front:
         self._thread.start()
 
     def drain(self) -> list[tuple[bytes, Incoming]]:
-        """What arrived since the last call, in order."""
+        """Return the messages that arrived since the last call, in order."""
         self._arrived.clear()
         arrived = []
         while self._inbox:

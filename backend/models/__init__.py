@@ -52,13 +52,14 @@ class Family:
     has_slopes: Callable[[Any], bool] | None = None
 
     def depends_on_heads(self, config: ModelConfig) -> bool:
-        """Whether a pruned layer must know which of its heads are left."""
+        """Return whether a pruned layer must know which of its heads are left."""
         if self.has_slopes is not None:
             return self.has_slopes(config)
         return config.rope is None and not self.has_position_table(config)
 
     def has_position_table(self, config: ModelConfig) -> bool:
-        """Whether positions are a learned table, which ends; others are computed at any length."""
+        """Return whether positions are a learned table of finite length; others are computed at any
+        length."""
         return any(spec.name == "model.wpe" for spec in self.weight_specs(config))
 
 

@@ -286,7 +286,8 @@ def attention_scale_keys(config: ModelConfig) -> dict[str, object]:
 
 
 def read_kv_heads(section: IniSection, num_heads: int) -> int:
-    """kv_head_num: ModelConfig.num_kv_heads; num_heads if it is absent. ConfigError if it is no divisor."""
+    """Return kv_head_num (ModelConfig.num_kv_heads), or num_heads if absent. Raises ConfigError unless it
+    divides num_heads."""
     kv_heads = section.integer("kv_head_num", num_heads, minimum=1)
     if num_heads % kv_heads:
         found = f"[{section.name}] head_num = {num_heads}, kv_head_num = {kv_heads}"

@@ -116,7 +116,8 @@ class Decoder:
         return [normed(held, layer) for held, layer in zip(self.heads, self.stage)]
 
     def load_norm(self, weights: Weights, name: str) -> Norm:
-        """With a bias file a LayerNorm, without one an RMSNorm; families with other norms override it."""
+        """Return a LayerNorm if there is a bias file, else an RMSNorm; families with other norms override
+        it."""
         return weights.norm(name, self.config.norm_eps)
 
     def load_layer(self, weights: Weights, prefix: str) -> DecoderLayer:
@@ -168,8 +169,8 @@ class Decoder:
         raise NotImplementedError
 
     def logits(self, context: Context, x: Tensor) -> Tensor:
-        """(R, V) float32 logits of the rows that the batch wants; (R, size) of this rank's ids where the
-        ranks share the vocabulary, of which columns from `count` on have no meaning."""
+        """Return float32 logits (R, V) of the batch's sampled rows; if the ranks share the vocabulary, (R,
+        size) of this rank's ids, whose columns from `count` on are padding."""
         rows = context.batch.sample_tokens
         last, out = context.work.last[: rows.shape[0]], context.work.logits[: rows.shape[0]]
         context.ops.gather_rows(x, rows, out=last)
@@ -191,7 +192,7 @@ class Decoder:
             rows = add_linears(context, x, (mlp, layer.down), norm=self._next_norms[i])
 
     def _following(self, i: int) -> Following | None:
-        """What follows layer i of this stage; None behind the last."""
+        """Return the attention that follows layer i of this stage; None after the last layer."""
         if i + 1 == len(self.layers):
             return None
         layer = self.layers[i + 1]
@@ -241,7 +242,7 @@ class Decoder:
 
     @cached_property
     def _next_norms(self) -> list[Norm | None]:
-        """Of each layer the norm of the next layer's attention; None behind the last."""
+        """Return, for each layer, the norm of the next layer's attention; None for the last."""
         return [*(layer.attention_norm for layer in self.layers[1:]), None]
 
 

@@ -33,7 +33,7 @@ GPT2_FLAGS = {
 
 
 def has_flags(section: IniSection, flags: dict[str, bool]) -> bool:
-    """Whether the section is of the family with these flags."""
+    """Return whether the section's flags are those of this family."""
     return all(section.flag(key, default) == flags[key] for key, default in GPT2_FLAGS.items())
 
 

@@ -138,7 +138,8 @@ class Ranks(Protocol):
         ...
 
     def row_sums(self, x: Tensor) -> RowSums | None:
-        """What sums rows such as x over the tensor group in one launch; None: all_reduce does."""
+        """Return the kernel that sums rows such as x over the tensor group in one launch; None: use
+        all_reduce."""
         ...
 
     def gather(self, x: Tensor) -> Tensor:
@@ -288,7 +289,8 @@ def add_linears(
 
 
 class Following(NamedTuple):
-    """The attention of the next layer: its norm, and its projection to so many columns."""
+    """The attention of the next layer: its norm, its QKV projection, and that projection's number of
+    columns."""
 
     norm: Norm
     qkv: Linear
@@ -417,5 +419,5 @@ def make_heads(
 
 
 def attention_scale(config: ModelConfig) -> float:
-    """Of the scores."""
+    """Return the factor of the attention scores."""
     return config.head_size**-0.5 if config.attention_scale is None else config.attention_scale

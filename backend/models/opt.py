@@ -110,7 +110,7 @@ class Model(GptModel):
             self.embedding = product(narrow, weights.tensor(PROJECTIONS[0]))
 
     def load_embedding(self, weights: Weights) -> Tensor | QuantizedWeight:
-        """Of narrower rows: in the files' dtype until they have been projected."""
+        """Load the embedding; projected (narrower) rows stay in the files' dtype until they are projected."""
         return weights.embedding(self.config.tied_head and not self.config.is_projected)
 
     def load_head(self, weights: Weights) -> Linear:

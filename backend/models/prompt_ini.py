@@ -37,7 +37,8 @@ class PromptSection:
 
 
 def read_prompt_section(directory: Path, model: ModelConfig) -> PromptSection:
-    """Of a directory's config.ini. ConfigError naming file, section and key."""
+    """Read the prompt-learning sections of a directory's config.ini. Raises ConfigError naming file, section
+    and key."""
     sections = read_ini(Path(directory) / "config.ini")
     section = next((s for s in sections.values() if "vocab_size" in s.items), None)
     if section is None:

@@ -1,4 +1,4 @@
-"""What the nodes of an engine must have alike, as short digests by name."""
+"""Facts that must be equal on all nodes of an engine, as short digests by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DIGITS = 12
 
 
 def identity(engine_dir: str) -> dict[str, str]:
-    """By name: digests of config.pbtxt, config.ini and manifest.json, "missing" where there is none; the
+    """Return by name: digests of config.pbtxt, config.ini and manifest.json ("missing" without the file), the
     engine's name, the version and the protocol."""
     files = {FILE: Path(engine_dir) / FILE}
     try:

@@ -54,8 +54,8 @@ class _Launcher(NamedTuple):
 
 _STEP_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 #: the first launcher whose variables are set counts. srun sets SLURM_PROCID also for a batch script, which is
-#: no step; `srun --mpi=pmix` sets PMIX_RANK and leaves the size to Slurm's own variables. Both MPIs can speak
-#: PMI and PMIx: there the second library is taken where the first is not installed
+#: not a step; `srun --mpi=pmix` sets PMIX_RANK and leaves the size to Slurm's own variables. Both MPIs can
+#: speak PMI and PMIx: there the second library is used if the first is not installed
 _LAUNCHERS = (
     _Launcher("Open MPI's mpirun", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), (OPEN_MPI,)),
     _Launcher("MVAPICH's mpirun", "MV2_COMM_WORLD_RANK", ("MV2_COMM_WORLD_SIZE",), (MPICH,)),

@@ -74,7 +74,7 @@ class Leader:
         return words
 
     def waits_for(self) -> str:
-        """What stands against a start, in words that begin with "waiting for"; "" if nothing does."""
+        """Describe what delays the start, beginning with "waiting for"; "" if nothing does."""
         if self._search.error is not None:
             error, retry = self._search.error, self._search.again
             retry()

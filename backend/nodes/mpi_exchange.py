@@ -68,7 +68,7 @@ def _proof(secret: str, nonce: bytes) -> bytes:
 
 
 def is_node_0(address: str, port: int, secret: str) -> bool:
-    """Whether node 0, and no other machine with the same address, answers there."""
+    """Return whether node 0 itself, not another machine with the same address, answers there."""
     nonce = secrets.token_bytes(_NONCE_BYTES)
     try:
         with socket.create_connection((address, port), _PROBE_S) as connection:
@@ -177,7 +177,8 @@ def main() -> int:
 
 
 def _wanted(library: str) -> str:
-    """What to do where the library is not the launcher's. library: the name of that, "" if not known."""
+    """Advise what to do if the library is not the launcher's. library: name of the launcher's, "" if
+    unknown."""
     if not library:
         return "wanted a launcher of the same MPI, e.g. srun --mpi=pmix"
     return (

@@ -37,8 +37,8 @@ def _existing(prefixes: Sequence[str], name: str) -> list[str]:
 
 
 def launcher_prefixes(pid: int) -> Iterator[str]:
-    """Where the launchers above a process are installed, the nearest first: their own library goes with
-    them. None where the ranks' parent is a daemon, as under srun."""
+    """Yield the install prefixes of the launchers above a process, nearest first: their MPI library is
+    installed with them. None where the ranks' parent is a daemon, as under srun."""
     found = set()
     while pid > 1:
         try:

@@ -44,9 +44,9 @@ class NodeReport(msgspec.Struct, frozen=True, tag="node"):
 
 
 class NodeOrder(msgspec.Struct, frozen=True, tag="order"):
-    """What node 0 wants. life: of its supervisor. epoch: whose ranks shall run, 0: none. meeting: where they
-    join rank 0. first_device: of the node's first rank. detail: the engine's state, for the node's doors.
-    refusal: why the node is not accepted."""
+    """Order of node 0. life: of its supervisor. epoch: the epoch whose ranks shall run, 0: none. meeting: the
+    address at which they join rank 0. first_device: of the node's first rank. detail: the engine's
+    state, for the node's doors. refusal: why the node is not accepted."""
 
     life: str
     epoch: int = 0

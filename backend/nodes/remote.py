@@ -30,7 +30,7 @@ class Node:
         return self.report is not None and now - self.heard_at < FRESH_S
 
     def life_of(self, life: str, epoch: int, rank: int) -> RankLife | None:
-        """What the node last said of a rank; None where it has none of that epoch."""
+        """Return the node's latest report of a rank; None if it has no rank of that epoch."""
         report = self.report
         if report is None or report.life != life or report.epoch != epoch:
             return None
@@ -101,7 +101,8 @@ class NodeRankGroup(RankGroup):
         return RemoteProcess(self._nodes[node], self._epoch, index)
 
     def check(self, now: float, start_timeout_s: float, step_timeout_s: float) -> Failure | None:
-        """As for one node; a lost node comes first, because the ranks that talk to it fail with it.
+        """Check all nodes as a single one; a lost node comes first, because the ranks that talk to it fail
+        with it.
 
         So a failure counts only after every node has been heard again, or is lost.
         """

@@ -1,7 +1,8 @@
-"""Where the supervisors of a job meet, and their secret: over MPI, once, or from the environment.
+"""Address at which the supervisors of a job meet, and their secret: exchanged once over MPI, or from the
+environment.
 
-What MPI told is kept in a runtime folder of its own for the life of the server, because a process may start
-MPI only once: a supervisor that replaces a killed one reads it there.
+The result of the MPI exchange is stored in a runtime folder for the life of the server, because a process may
+start MPI only once: a supervisor that replaces a killed one reads it there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a supervisor does about other nodes: nothing in a job of one node."""
+"""The supervisor's handling of other nodes: nothing in a job of one node."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 EXIT_GRACE_S = 0.2  # the last messages of a rank that ended arrive within this time
 LOST_GRACE_S = 1.5  # a rank that lost another one is not named before this time
 ASLEEP_S = 2.5  # of a loop's thread (loop_watch): a look that finds others busy begins again, within 5 s
-SUSPECT_S = 1.0  # silence that is no fault by itself, but explains why others wait: four heartbeats
+SUSPECT_S = 1.0  # silence that is not a fault by itself, but explains why others wait: four heartbeats
 
 
 @dataclass
@@ -141,13 +141,13 @@ def _asleep(ranks: Sequence[Rank]) -> Failure | None:
 
 
 def _computes(rank: Rank) -> bool:
-    """Whether the rank is in a step, and neither waits nor sleeps in it."""
+    """Return whether the rank is in a step and neither waits nor sleeps."""
     beat = rank.beat
     return beat is not None and beat.busy_s > 0.0 and not beat.waits and not beat.asleep_s
 
 
 def _waits(ranks: Sequence[Rank]) -> str:
-    """What ranks in a step wait in, each part behind "; "."""
+    """Describe the calls in which ranks of a step wait, each part prefixed with "; "."""
     waiting = [(rank.beat.waits, rank) for rank in ranks if rank.beat is not None and rank.beat.waits]
     return "".join(
         f"; {ranks_text(rank.index for rank in group)} wait{'s' if len(group) == 1 else ''} in {what}"
@@ -233,7 +233,7 @@ def _living(ranks: Sequence[Rank]) -> list[Rank]:
 
 
 def _behind(ranks: Sequence[Rank]) -> list[Rank]:
-    """Of these ranks those that have done the fewest steps."""
+    """Return the ranks that have done the fewest steps."""
     fewest = min(rank.beat.steps if rank.beat else 0 for rank in ranks)
     return [rank for rank in ranks if (rank.beat.steps if rank.beat else 0) == fewest]
 

@@ -1,4 +1,4 @@
-"""Whether the ranks of an epoch did the same: compares the digests that they send (RankDigest)."""
+"""Compare the digests that the ranks of an epoch send (RankDigest), to detect ranks that diverged."""
 
 from __future__ import annotations
 

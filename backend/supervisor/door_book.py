@@ -95,7 +95,7 @@ class DoorBook:
             door.heard_at = now
 
     def abandoned(self, now: float) -> bool:
-        """Whether no door is left, and none will come back."""
+        """Return whether all doors are gone and the grace period for their return is over."""
         return not self._doors and now - self._empty_since > self._grace
 
     def _left(self, now: float, grace: float) -> None:

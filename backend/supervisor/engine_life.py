@@ -156,7 +156,7 @@ class EngineLife:
             self._down(now, Failure(f"the ranks cannot be started: {error}"))
 
     def _must_wait(self, now: float) -> bool:
-        """Whether the start waits for other nodes, or cannot be."""
+        """Return whether the start must wait for other nodes, or is impossible."""
         try:
             waiting = self._waits_for()
         except TridecodeError as error:

@@ -35,10 +35,11 @@ class EngineSettings:
 
 
 def read_engine_settings(engine_dir: str, number: int = 0, nodes: int = 1) -> EngineSettings:
-    """From `<engine_dir>/config.pbtxt`. number: of the engine among those of instance_group. nodes: of the
-    job; the leader of several checks the GPUs of all.
+    """Read the settings of `<engine_dir>/config.pbtxt`. number: the engine's index in instance_group. nodes:
+    number of nodes of the job; the leader checks the GPUs of all.
 
-    Raises ConfigError or UnsupportedError, also if so many ranks cannot share the model, or have no GPU each.
+    Raises ConfigError or UnsupportedError, also if the model cannot be split over the ranks, or a rank has no
+    GPU.
     """
     config = read_engine_config(read_engine_parameters(engine_dir), str(Path(engine_dir) / FILE))
     groups = read_groups(Path(engine_dir))

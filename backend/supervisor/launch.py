@@ -108,7 +108,7 @@ def _silence(folder: Path) -> str | None:
 
 
 def _pings(holder: processes.ProcessId, control: str) -> bool:
-    """Whether the supervisor answers a ping. Pauses of our own do not count against it."""
+    """Return whether the supervisor answers a ping. Pauses of this process do not count against it."""
     context: zmq.Context = zmq.Context.instance()
     with context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)

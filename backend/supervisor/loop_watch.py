@@ -49,7 +49,8 @@ class LoopWatch:
         return now - self._since
 
     def _others_work(self) -> bool:
-        """Whether another thread was neither asleep now nor at the look before; heartbeats take less."""
+        """Return whether another thread was running both now and at the previous check; heartbeats take less
+        time."""
         busy, before = _busy_others(), self._busy
         self._busy = busy
         return bool(busy & before)

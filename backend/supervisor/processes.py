@@ -98,7 +98,7 @@ def command_line(pid: int) -> list[str]:
 
 
 def has_environment(pid: int, entry: str) -> bool:
-    """Whether the process was started with exactly `entry` ("NAME=value") in its environment."""
+    """Return whether the process was started with exactly `entry` ("NAME=value") in its environment."""
     return entry.encode() in _read(pid, "environ").split(b"\0")
 
 

@@ -59,7 +59,7 @@ def _this_host() -> tuple[str, int]:
 
 
 def base_dir() -> Path:
-    """Where the runtime folders of this user lie: mode 0700, made if missing.
+    """Return the parent of this user's runtime folders: mode 0700, created if missing.
 
     $TRIDECODE_RUNTIME_DIR (set by `tridecode serve`), else tridecode-<uid> in $XDG_RUNTIME_DIR or the folder
     for temporary files. Raises ConfigError if it belongs to another user.
@@ -142,7 +142,7 @@ def restore(folder: Path) -> int | None:
 
 
 def lock_new(folder: Path) -> int:
-    """As lock, of a folder whose name nobody else uses; a sweep that looks into it may hold it for a moment.
+    """Lock a new folder, whose name nobody else uses; a sweep that inspects it may hold it for a moment.
 
     Raises ConfigError if another process uses it.
     """
@@ -155,7 +155,7 @@ def lock_new(folder: Path) -> int:
 
 
 def _lock_existing(folder: Path) -> int | None:
-    """As lock, but None also if there is no such folder any more."""
+    """Lock the folder as `lock` does; None also if it no longer exists."""
     try:
         fd = os.open(str(folder / OWNER), os.O_RDWR | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
@@ -175,7 +175,7 @@ def _flock(fd: int) -> bool:
 
 
 def _is_still(folder: Path, fd: int) -> bool:
-    """Whether the folder's record is still the file that was opened, not a new one of the same name."""
+    """Return whether the folder's record is still the opened file, not a new one of the same name."""
     try:
         return os.stat(str(folder / OWNER)).st_ino == os.fstat(fd).st_ino
     except (FileNotFoundError, NotADirectoryError):

@@ -55,6 +55,6 @@ class StreamCleanUp:
         return piece
 
     def flush(self) -> str:
-        """What was held back; call it once, after the last piece."""
+        """Return the text that was held back; call it once, after the last piece."""
         piece, self._held = clean_up(self._held), ""
         return piece

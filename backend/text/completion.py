@@ -14,7 +14,7 @@ FINISH_REASONS = {"end_id": "stop", "stop_word": "stop", "length": "length", "st
 
 
 class Piece(NamedTuple):
-    """What one response says about one row.
+    """The part of a completion that one response adds to one row.
 
     text and log_probs (natural logarithms, one per token) are those of the num_tokens new tokens;
     cum_log_prob is the sum over the row so far. finish_reason: "" unless the row has ended. tops: each new
@@ -167,7 +167,7 @@ class Answer:
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Of each row; "": it has not ended."""
+        """Return each row's finish reason; "" if it has not ended."""
         return [row.finish_reason for row in self._rows]
 
     def pieces(self, events: Sequence[tuple[int, Event]]) -> list[dict[int, Piece]]:

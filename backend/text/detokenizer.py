@@ -24,7 +24,7 @@ MAX_ID = 2**32 - 1
 
 
 class TokenizerView:
-    """What decoding needs to know about a tokenizer, computed once.
+    """Properties of a tokenizer that decoding needs, computed once.
 
     byte_ids: the tokens <0x00> ... <0xFF> of a decoder with byte fallback; else empty. cleans_up: texts are
     cleaned up as transformers does it (tokenizer_files.cleans_up, clean_up).
@@ -82,7 +82,7 @@ class StreamDecoder:
         return piece if self._clean_up is None else self._clean_up.push(piece)
 
     def flush(self) -> str:
-        """What was held back; call it once, after the last ids."""
+        """Return the text that was held back; call it once, after the last ids."""
         piece = self._flush()
         return piece if self._clean_up is None else self._clean_up.push(piece) + self._clean_up.flush()
 

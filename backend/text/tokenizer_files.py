@@ -43,8 +43,8 @@ def end_token_id(folder: Path, tokenizer: Tokenizer) -> int:
 
 
 def cleans_up(folder: Path, tokenizer: Tokenizer) -> bool:
-    """Whether transformers cleans up decoded text (text/clean_up.py): tokenizer_config.json says so, and the
-    model is not BPE, or it says that BPE is meant, too."""
+    """Return whether transformers cleans up decoded text (text/clean_up.py): tokenizer_config.json requests
+    it, and either the model is not BPE or it requests it for BPE too."""
     path = folder / "tokenizer_config.json"
     settings = _settings(path) if path.exists() else {}
     if not settings.get("clean_up_tokenization_spaces", False):

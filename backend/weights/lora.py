@@ -1,8 +1,8 @@
 """LoRA adapters: their names, PEFT's adapter_config.json, and lora_targets.json. No torch.
 
 An adapter is a directory as PEFT saves it. Its tensors belong to modules of the source checkpoint;
-lora_targets.json, which the converter writes beside the weights, says which outputs of which module make the
-outputs of each of our matrices. docs/guides/adapters.md has both formats.
+lora_targets.json, which the converter writes beside the weights, maps the outputs of each module to the
+outputs of our matrices. docs/guides/adapters.md has both formats.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ class LoraTargets(msgspec.Struct, frozen=True):
         return found
 
     def most_bytes(self, rank: int) -> int:
-        """Of the tensors, in float32, of an adapter of that rank for every module."""
+        """Bytes in float32 of an adapter's tensors, if it has that rank in every module."""
         modules = {
             module: target.inputs + outputs
             for target in self.targets

@@ -39,7 +39,7 @@ class Quantization:
     activations: str = ""
 
     def covers(self, spec: WeightSpec) -> bool:
-        """Whether this tensor of a model is quantised: a matrix of a layer's product.
+        """Return whether this tensor of a model is quantised: a weight matrix of a layer.
 
         int4 has two outputs in a byte: a matrix whose heads or sections have an odd size keeps its dtype.
         """

@@ -71,7 +71,8 @@ class WeightReader:
             raise WeightFileError(problems[0] + more)
 
     def _find_stored_size(self) -> int:
-        """Of the manifest, or from the names of the files, which must be those of `config`'s tensors."""
+        """Return the size recorded in the manifest, or found from the file names, which must be those of
+        `config`'s tensors."""
         if self.manifest is not None:
             return self.manifest.tensor_para_size
         stored = stored_files(self.directory)
@@ -140,7 +141,7 @@ class WeightReader:
         return f"{path} holds {length:,} bytes; {self._describe(spec)} needs {wanted:,}{hint}"
 
     def _length_hint(self, spec: WeightSpec, length: int, wanted: int) -> str:
-        """What explains a wrong length: missing ranks, another dtype, or a wrong size in config.ini."""
+        """Explain a wrong length: missing ranks, another dtype, or a wrong size in config.ini."""
         is_split = spec.num_files(2) == 2 and spec.name in self.specs  # not a prefix of prompt learning
         if is_split and self._has_whole_embedding():
             for ranks in range(self.stored_size + 1, _MAX_STORED + 1):
@@ -171,7 +172,8 @@ class WeightReader:
         return ""
 
     def _has_whole_embedding(self) -> bool:
-        """Whether model.wte, which no rank splits, has its length: the dtype is right."""
+        """Return whether model.wte, which is never split, has the expected length, so that the dtype is
+        right."""
         spec = self.specs["model.wte"]
         try:
             return self.files(spec)[0].stat().st_size == self.file_bytes(spec)
@@ -228,7 +230,7 @@ class WeightReader:
         return self._merged(spec, pieces, world, dtype)
 
     def copied_bytes(self, spec: WeightSpec, rank: int, world: int) -> int:
-        """Of memory that a contiguous `read` takes: 0 where it is a part of one file in its order."""
+        """Bytes that a contiguous `read` allocates: 0 if the result is a view of one file."""
         pieces = self.pieces(spec, rank, world)
         if len(pieces) == 1 and not self._padding(spec, pieces, world):
             whole_rows = pieces[0].source == (0, pieces[0].file_shape[pieces[0].axis])

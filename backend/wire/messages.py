@@ -49,7 +49,7 @@ class SessionRound(msgspec.Struct, frozen=True, omit_defaults=True):
     session: int  # unique within the door
     session_len: int  # tokens of the longest row at the end of the last round
     kept: list[int] = []  # how many tokens of each row the round goes on from; []: the session begins
-    memory_len: int = 0  # only so many of the last tokens are attended to; 0: all
+    memory_len: int = 0  # number of latest tokens that are attended to; 0: all
     idle_s: float = 60.0  # the session ends when it has no round for so long
     #: the kept tokens of each row, int32, little-endian, for an engine that does not have the session
     history: list[bytes] = []
@@ -178,7 +178,7 @@ class TopLogProbs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EventExtra(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """What a request may want besides tokens; for sequences that want none, an event has none.
+    """Optional outputs besides tokens; None in events of sequences that request none.
 
     context_logits: (n, V) float32 bytes, of the next n positions of the prompt. generation_logits: (n, V)
     float32 bytes, of the event's n tokens. Both as the model computed them, before temperature and penalties.

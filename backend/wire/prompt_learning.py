@@ -32,7 +32,7 @@ class PromptTask(msgspec.Struct, frozen=True):
 
 
 class PromptLimits(msgspec.Struct, frozen=True):
-    """What the doors know of prompt learning.
+    """Prompt-learning limits that the doors check.
 
     kind: prompt_learning_type of the model. start_id: P_TUNING, the first id of a client that is virtual.
     tasks: by number. prefix_size: values of a row of a prefix, layers * 2 * kv heads * D; 0: the model takes

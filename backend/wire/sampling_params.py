@@ -100,7 +100,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def divisor(self) -> float:
-        """What logits are divided by before the softmax; 0.0: greedy, they are not divided."""
+        """Divisor of the logits before the softmax; 0.0: greedy, no division."""
         return 0.0 if self.temperature < GREEDY_BELOW else self.temperature
 
     @property

@@ -35,7 +35,7 @@ class AdapterChannel:
 
     @exchange("an adapter's way to the ranks")
     def send(self, number: int, lora: Lora) -> None:
-        """On rank 0: an adapter to the others, which `receive` it. All then call `agree`."""
+        """Send an adapter from rank 0 to the others, which `receive` it. All then call `agree`."""
         pairs = [(name, *a.shape, b.shape[0]) for name, (a, b) in lora.pairs.items()]
         self._broadcast_bytes(msgspec.msgpack.encode(_Header(number, pairs)))
         for pair in lora.pairs.values():
@@ -44,7 +44,7 @@ class AdapterChannel:
 
     @exchange("an adapter's way to the ranks")
     def receive(self) -> tuple[int, Lora] | None:
-        """On the others: the next adapter, None after the end."""
+        """Receive the next adapter on the other ranks; None after the end."""
         size = torch.zeros(1, dtype=torch.int64)
         dist.broadcast(size, 0, group=self._group)
         if not int(size):
@@ -62,14 +62,14 @@ class AdapterChannel:
 
     @exchange("an adapter's way to the ranks")
     def agree(self, fine: bool) -> bool:
-        """Whether all ranks are fine."""
+        """Return whether all ranks succeeded."""
         value = torch.tensor([int(fine)])
         dist.all_reduce(value, op=dist.ReduceOp.MIN, group=self._group)
         return bool(value)
 
     @exchange("an adapter's way to the ranks")
     def end(self) -> None:
-        """On rank 0: no more adapters."""
+        """Tell the other ranks, from rank 0, that no more adapters follow."""
         dist.broadcast(torch.zeros(1, dtype=torch.int64), 0, group=self._group)
 
     def _broadcast_bytes(self, data: bytes) -> None:

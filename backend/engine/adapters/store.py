@@ -38,8 +38,8 @@ Table = dict[int, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank's model has its matrices. linears: of this rank, by the stems of their files, of all
-    stages' specs those of this one. dtype, device: of its activations."""
+    """The matrices of a rank's model. linears: those of this rank's stage, by the stems of their files.
+    dtype, device: of its activations."""
 
     specs: Mapping[str, WeightSpec]
     linears: Mapping[tuple[str, ...], Linear]

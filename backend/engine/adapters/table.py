@@ -44,7 +44,7 @@ class Loader(Protocol):
 
 
 class NoLoader:
-    """Of an engine that serves no adapters. why: for the error of a request that names one."""
+    """Loader of an engine that serves no adapters. why: error text for a request that names one."""
 
     max_loras = 0
 
@@ -100,7 +100,7 @@ class Adapters:
 
     @property
     def names(self) -> list[str]:
-        """Of the loaded adapters."""
+        """Names of the loaded adapters."""
         return sorted(self._resident)
 
     @property

@@ -45,7 +45,7 @@ class StepPart:
 
     @property
     def captures(self) -> bool:
-        """Whether the step may run as a CUDA graph."""
+        """Return whether the step may run as a CUDA graph."""
         return False
 
     def encode(self) -> Any:

@@ -155,7 +155,7 @@ class PromptBook:
     # ------------------------------------------------------------ a plan
 
     def fits(self, group: SequenceGroup) -> bool:
-        """Whether this step has room for the group's table, if it must be sent yet."""
+        """Return whether this step has room for the group's table, if it must still be sent."""
         held = group.learned
         if held is None or held.sent or not self._step_bytes:
             return True
@@ -188,9 +188,9 @@ class PromptBook:
         cleared: list[int],
         copies: list[tuple[int, int]],
     ) -> StepPrompts | None:
-        """What the plan carries; virtual tokens become id 0 in token_ids. None: nothing.
+        """Return the prompt-learning part of the plan, or None; virtual tokens become id 0 in token_ids.
 
-        chunks: (sequence, first, count); starts: (chunks + 1,) int32, where each begins in token_ids (T,).
+        chunks: (sequence, first, count); starts: (chunks + 1,) int32, the start of each in token_ids (T,).
         cleared: blocks that the plan sets to zero. copies: the plan's copies of blocks, whose sources must
         stay as they are.
         """
@@ -226,8 +226,8 @@ def vocabulary_tokens(sequence: Sequence) -> np.ndarray:
 
 
 def ordinary_runs(sequence: Sequence, ids: np.ndarray) -> list[tuple[int, int]]:
-    """(start, stop) of the runs of ids (n,) that are no virtual tokens: these have no log probability, and
-    their logits are not returned."""
+    """Return (start, stop) of the runs of ids (n,) without virtual tokens, which have no log probability and
+    whose logits are not returned."""
     held = sequence.group.learned
     if held is None:
         return [(0, len(ids))]

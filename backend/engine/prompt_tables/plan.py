@@ -1,4 +1,4 @@
-"""What a step needs of prompt learning: part of a plan, sent to every rank as it is."""
+"""Prompt-learning part of a step plan, sent to every rank unchanged."""
 
 from __future__ import annotations
 

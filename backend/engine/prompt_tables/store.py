@@ -34,8 +34,8 @@ log = logging.getLogger("tridecode.engine")
 
 @dataclass(frozen=True)
 class PromptPlace:
-    """What this rank holds of a table. scale: the model multiplies its embeddings by it, and a row of a table
-    stands for the product, as transformers' inputs_embeds do."""
+    """This rank's share of a table. scale: the model's factor of its embeddings; a row of a table already
+    contains it, as transformers' inputs_embeds do."""
 
     model: ModelConfig
     ranks: SingleRank | ProcessRanks
@@ -62,7 +62,8 @@ class PromptPlace:
 def prompt_limits(
     section: PromptSection, model: ModelConfig, dtype: torch.dtype, directory: Path | None
 ) -> PromptLimits:
-    """What this engine serves. directory: of the tables; None: the engine has no files.
+    """Return the prompt-learning limits of this engine. directory: of the tables; None: the engine has no
+    files.
 
     A task without a table stays, with its fault: FasterTransformer's samples declare such tasks, which keep
     their numbers.
@@ -121,7 +122,7 @@ class PromptStore:
 
     @property
     def numbers(self) -> list[int]:
-        """Of all tables."""
+        """Return the numbers of all tables."""
         return sorted({*self._embeddings, *self._prefixes})
 
     def put_embeddings(self, number: int, rows: Tensor) -> None:
@@ -134,7 +135,7 @@ class PromptStore:
 
     @torch.inference_mode()
     def prepare(self, prompts: StepPrompts, caches: Sequence[CacheLayer]) -> None:
-        """What comes before the step: drops, cleared blocks, uploads, prefixes."""
+        """Prepare the step: drop tables, clear blocks, upload tables, write prefixes."""
         for number in prompts.dropped:
             self._embeddings.pop(number, None)
             self._prefixes.pop(number, None)

@@ -1,4 +1,5 @@
-"""What the ranks of an engine must agree on: their settings when they join, their state while they serve.
+"""Facts on which the ranks of an engine must agree: their settings when they join, their state while they
+serve.
 
 At the join every rank publishes its facts in the store of torch.distributed, before any collective, so that
 ranks of different versions still find each other. In service every rank keeps a digest of the sampled tokens
@@ -66,7 +67,7 @@ Told = Callable[[str, "list[int]"], None]
 def facts_of(
     config: EngineConfig, model: ModelConfig, directory: Path, device: torch.device
 ) -> dict[str, str]:
-    """What this rank runs, by name, as text. config: as it was read, before "auto" is decided."""
+    """Return the facts of this rank by name, as text. config: as it was read, before "auto" is resolved."""
     kind = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     facts = {
         "the protocol": str(PROTOCOL),
@@ -253,6 +254,6 @@ class StepDigest:
 
 
 def copied_state(state: Any, hidden: Tensor, num_tokens: int) -> list[Tensor]:
-    """What the tensor ranks of a stage hold alike after a step, on the CPU: the slots of SamplingState and
-    the first rows of the stage's output."""
+    """Return the state that all tensor ranks of a stage must hold equally after a step, on the CPU: the slots
+    of SamplingState and the first rows of the stage's output."""
     return [state.slots, state.last_tokens, hidden[: min(num_tokens, _CHECK_ROWS)]]

@@ -1,4 +1,4 @@
-"""Where this rank runs and where it joins the others: its GPU, its network interface, the store."""
+"""Place of this rank and of its meeting with the others: its GPU, its network interface, the store."""
 
 from __future__ import annotations
 

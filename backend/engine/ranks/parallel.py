@@ -294,7 +294,7 @@ class ProcessRanks:
         return self._meeting.gather("exchanging the handles of memory", data)
 
     def captures(self, x: Tensor) -> bool:
-        """Whether a CUDA graph may sum rows such as x over the tensor ranks."""
+        """Return whether a CUDA graph may sum rows such as x over the tensor ranks."""
         return self.tensor_size == 1 or self.transport.captures or self.row_sums(x) is not None
 
     def raise_if_lost(self) -> None:

@@ -36,10 +36,11 @@ _WITHOUT = "tensor ranks sum through NCCL, and each has the whole vocabulary: %s
 def join_peers(
     ranks: ProcessRanks, ops: Ops, config: EngineConfig, columns: int, dtype: torch.dtype
 ) -> PeerSums | None:
-    """Sums over the tensor ranks through peer memory, tried with real rows; None: NCCL's, with a log line.
+    """Connect the sums over tensor ranks through peer memory and try them with real rows; None, with a log
+    line: use NCCL.
 
-    columns: of the rows. Collective over all ranks, all of which get sums or none. To be called before the
-    weights are loaded: without sums each rank has the whole vocabulary.
+    columns: of the rows. Collective: either all ranks get sums or none. Call it before the weights are
+    loaded: without sums each rank has the whole vocabulary.
     """
     if not config.enable_custom_all_reduce:
         log.info(_WITHOUT, "enable_custom_all_reduce is false")
@@ -100,7 +101,8 @@ def _may_wait_in_vain(shared: bool) -> str:
 
 
 class _Told:
-    """What the ranks told each other. reason: why one of them cannot; "". handles: of the tensor group."""
+    """Result of the exchange between the ranks. reason: why one of them cannot use peer memory; "" if all
+    can. handles: of the tensor group."""
 
     def __init__(self, reason: str, handles: list[bytes]):
         self.reason, self.handles = reason, handles

@@ -108,7 +108,7 @@ def _bytes(host: Tensor) -> Tensor:
 
 
 def shares_a_gpu(device: torch.device, names: list[str]) -> bool:
-    """Whether two ranks have the same GPU. names: gpu_name of each rank."""
+    """Return whether two ranks have the same GPU. names: gpu_name of each rank."""
     return device.type == "cuda" and len(set(names)) < len(names)
 
 

@@ -1,6 +1,7 @@
-"""What a step reads of the logits besides its samples, where the tensor ranks share the vocabulary.
+"""Outputs of a step besides its samples that are computed from vocabulary-parallel logits.
 
-Candidates of beams, the most likely tokens, log probabilities of given ids: only what is wanted crosses.
+Candidates of beams, the most likely tokens, log probabilities of given ids: only the requested values are
+exchanged between ranks.
 """
 
 from __future__ import annotations

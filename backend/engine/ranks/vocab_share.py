@@ -17,7 +17,7 @@ _CUT = ("model.wte", "model.lm_head.weight", "model.lm_head.bias")
 
 
 class TensorRanks(Protocol):
-    """What sampling needs of the ranks of a tensor group."""
+    """The ranks of a tensor group, as sampling uses them."""
 
     tensor_size: int
 

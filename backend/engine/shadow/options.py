@@ -1,4 +1,4 @@
-"""Whether and how an engine compares its answers with 16-bit weights: the settings shadow_*. No device."""
+"""Settings shadow_*: whether and how an engine compares its answers with 16-bit weights. No device."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def check_shadow(model: ModelConfig, config: EngineConfig) -> None:
 
 
 def needs_second_weights(model: ModelConfig, config: EngineConfig) -> bool:
-    """Whether the reference has weights of its own: not where only the cache is rounded."""
+    """Return whether the reference needs its own weights: not if only the cache is quantised."""
     return rounds_weights(model, config) or config.shadow_weights != "none"
 
 
 def rounds_weights(model: ModelConfig, config: EngineConfig) -> bool:
-    """Whether the served model's weights are rounded, in the files or while they are loaded."""
+    """Return whether the served model's weights are quantised, in the files or while loading."""
     return model.quantization is not None or config.int8_mode != 0 or config.int8_head
 
 

@@ -163,6 +163,7 @@ class Histogram:
 
 
 def is_chosen(number: str, seed: int, share: float) -> bool:
-    """Whether the sequence with this number is among the share. The same seed chooses the same numbers."""
+    """Return whether the sequence with this number is in the sampled share. The same seed chooses the same
+    numbers."""
     digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64

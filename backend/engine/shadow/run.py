@@ -31,7 +31,7 @@ _LOGITS_DTYPE = torch.float64  # of the comparison
 
 
 class Host(Protocol):
-    """What the scorer needs of an engine."""
+    """The engine as the scorer uses it."""
 
     model_config: ModelConfig
     config: EngineConfig
