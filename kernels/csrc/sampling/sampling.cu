@@ -695,7 +695,7 @@ __global__ void __launch_bounds__(kThreads) sample(const __grid_constant__ TaskO
     __shared__ GatheredWords gathered;
     Exchange exchange(task.exchanges, task, index, gathered);
     Found found = {largest, winner, sum, 0, 0.0f};
-    const int tried = row.top_k > 0       ? row.top_k
+    const int tried = row.top_k > 0      ? row.top_k
                       : row.min_p > 0.0f ? 0
                                          : max(kTopPSegments / task.ranks, 1);
     if (limited && tried > 0 && tried <= task.segments)

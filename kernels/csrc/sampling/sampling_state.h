@@ -7,7 +7,7 @@
 typedef struct {
   // parameters of the request
   uint64_t seed;
-  int top_k;  // 0: the whole vocabulary; 1: greedy
+  int top_k;    // 0: the whole vocabulary; 1: greedy
   float min_p;  // 0: off
   float top_p, top_p_decay, top_p_min;
   int top_p_reset_id;
