@@ -19,7 +19,7 @@ PLAIN = json.loads((Path(__file__).parent / "client_contracts.json").read_text()
 ALONE = {"contracts": ["interactive"]}
 #: of the plain model, and not of the interactive one
 NOT_THERE = {"is_return_context_embeddings", "response_input_lengths", "context_embeddings"}
-OURS = {"presence_penalty", "frequency_penalty", "min_length", "priority", "lora_name", "resume"}
+OURS = {"presence_penalty", "frequency_penalty", "min_length", "min_p", "priority", "lora_name", "resume"}
 OURS |= {"add_special_tokens", "ADD_SPECIAL_TOKENS"}
 
 

@@ -356,7 +356,7 @@ def test_a_disk_that_fails_while_it_is_written_is_one_line(sources, tmp_path, mo
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1,000,000,000; its files hold"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000; wanted at most 10,000"),
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0; wanted 1 or more"),
         ({"hidden_size": -48}, "hidden_size|transformers cannot read the config"),
         ({"num_attention_heads": 0}, "num_attention_heads|transformers cannot read the config"),

@@ -71,7 +71,7 @@ def test_a_tokenizer_named_beside_it_brings_the_text_models_back(tmp_path):
 def test_a_damaged_tokenizer_is_not_a_missing_one(tmp_path):
     source = save(tiny_gpt2(), tmp_path / "hf")
     (source / "tokenizer.json").write_text("{")
-    with pytest.raises(CheckpointError, match="cannot read the tokenizer"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is not valid JSON"):
         build_repo(source, tmp_path / "repo")
     with pytest.raises(CheckpointError, match="has no tokenizer; wanted tokenizer.json"):
         build_repo(source, tmp_path / "repo", tokenizer=tmp_path)
