@@ -154,7 +154,7 @@ class EngineLink:
         with connection.changed:
             while connection.welcome is None:
                 state = connection.state
-                if state.phase in ("failed", "stopping"):
+                if state.phase in ("failed", "stopping", "closing"):
                     raise EngineDownError(state.detail)
                 left = deadline - time.monotonic()
                 if state.phase == "lending":

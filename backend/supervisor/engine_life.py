@@ -85,7 +85,7 @@ class EngineLife:
 
     def tick(self, now: float) -> None:
         """Check the ranks and take the next step that is due."""
-        if self.phase == "stopping":
+        if self.phase in ("stopping", "closing"):
             return
         if self.phase == "failed":
             self._look_for_change(now)
@@ -117,9 +117,12 @@ class EngineLife:
                     "the settings have changed; the engine keeps its own until every door has been unloaded"
                 )
 
-    def stop(self, detail: str) -> None:
-        """No more starts. The caller ends the ranks: `kill` and `gone`."""
-        self.phase, self.detail = "stopping", detail
+    def stop(self, detail: str, with_server: bool) -> None:
+        """Start nothing any more. The caller ends the ranks: `kill` and `gone`.
+
+        with_server: the whole server ends, so no other engine will continue the open requests.
+        """
+        self.phase, self.detail = "closing" if with_server else "stopping", detail
 
     def kill(self) -> None:
         if self._group is not None:

@@ -273,7 +273,7 @@ class Supervisor:
     def _end(self) -> None:
         """End the ranks first by word, then by force; then leave nothing behind."""
         _log.info("stopping: %s", self._stop_reason)
-        self.life.stop(self._stop_reason)
+        self.life.stop(self._stop_reason, (self.place.folder.parent / runtime_dir.STOPPING).exists())
         self._tell(time.monotonic())
         for identity in self._rank_identities:
             self._send(identity, Stop())

@@ -248,7 +248,8 @@ class EngineState(msgspec.Struct, frozen=True, tag="state"):
     """The engine's state: sent to a door after Hello, on each change, and every `BEAT_S`.
 
     phase: "starting", "ready", "down" (a new engine will be started), "failed" (none will be started until
-    something changes), "stopping", "lending" (this node runs ranks for node 0, which answers requests).
+    something changes), "stopping" (a door may start another supervisor), "closing" (the server ends, and no
+    engine will continue its requests), "lending" (this node runs ranks for node 0, which answers requests).
     detail: the reason, or the progress of a start.
     """
 
