@@ -1,1 +1,1 @@
-"""What doors send for a request."""
+"""Answers of doors: tensors, tokens and their senders."""

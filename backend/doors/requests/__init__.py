@@ -1,1 +1,1 @@
-"""What doors read from a request."""
+"""Requests as doors read them: tensors, parameters and limits."""

@@ -1,4 +1,4 @@
-"""What the fields of a request mean, in tensors and parameters."""
+"""Meaning of the fields of a request, in tensors and parameters."""
 
 from __future__ import annotations
 
