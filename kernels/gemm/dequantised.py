@@ -14,7 +14,7 @@ from torch import Tensor
 from tridecode.kernels.formats.packed_weight import PackedWeight
 from tridecode.kernels.formats.quantized import QuantizedWeight
 from tridecode.kernels.gemm.call import Call
-from tridecode.kernels.gemm.cublas_products import CublasProducts
+from tridecode.kernels.gemm.cublas_products import CublasProducts, Rows
 from tridecode.kernels.gemm.kind import WeightKind
 from tridecode.kernels.gemm.packed_table import PACKED_TOKENS
 from tridecode.kernels.gpu import DTYPES, Gpu
@@ -77,10 +77,7 @@ class Pieces:
         for first in range(0, rows, piece):
             part = slice(first, min(first + piece, rows))
             weight = self._dequantiser.rows(self._weight, part, x.dtype)
-            if out.dtype == x.dtype:
-                torch.mm(x, weight.t(), out=out[:, part])
-            else:
-                torch.mm(x, weight.t(), out_dtype=out.dtype, out=out[:, part])
+            Rows(self._gpu, weight).by_torch(x, out[:, part])
 
 
 class DequantisedProducts:

@@ -8,18 +8,15 @@ from torch import Tensor
 
 from tridecode.kernels.formats.packed_weight import GRANULE_INPUTS, PackedWeight, multiplied_in_int8
 from tridecode.kernels.gemm.call import Call
-from tridecode.kernels.gemm.dequantised import DequantisedKind, DequantisedProducts
+from tridecode.kernels.gemm.dequantised import DequantisedKind
 from tridecode.kernels.gemm.eight_bit import quantize_rows
 from tridecode.kernels.gemm.plan import Plan
-from tridecode.kernels.gpu import Gpu, norm_fields, plan_fields
+from tridecode.kernels.gpu import norm_fields, plan_fields
 from tridecode.kernels.ops import Linear
 
 
 class Packed(DequantisedKind):
     """8-bit weights in granules; the kernel dequantises them for 16-bit products."""
-
-    def __init__(self, gpu: Gpu, products: DequantisedProducts):
-        super().__init__(gpu, products)
 
     def launch(self, call: Call) -> bool:
         weight = _weight(call)
