@@ -102,7 +102,8 @@ class Lender:
     def new_door(self, now: float, alone: bool) -> None:
         self._retry_at = now
 
-    def stop(self, detail: str) -> None:
+    def stop(self, detail: str, with_server: bool) -> None:
+        """Ask node 0 for nothing more. A lending node has no open requests: `with_server` is unused."""
         self._stopping = detail
         self.phase, self.detail = "stopping", detail
 

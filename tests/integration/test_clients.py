@@ -211,8 +211,11 @@ def test_inflight_batcher_llm_client_gets_whole_rows_and_streams(stack: Stack) -
     wanted = stack.greedy(prompt, 16)
     (whole,) = replay(stack, client, "tensorrt_llm")
     assert whole["output_ids"].tolist() == [[prompt + wanted]] and whole["sequence_length"].tolist() == [[21]]
-    parts = replay(stack, client + " --streaming", "tensorrt_llm", "tensorrt_llm_streaming")
-    assert sum((part["output_ids"][0, 0].tolist() for part in parts), []) == wanted
+    for _ in range(5):  # a busy machine may merge all 16 tokens into one response
+        parts = replay(stack, client + " --streaming", "tensorrt_llm", "tensorrt_llm_streaming")
+        assert sum((part["output_ids"][0, 0].tolist() for part in parts), []) == wanted
+        if len(parts) > 1:
+            break
     assert len(parts) > 1
 
 
