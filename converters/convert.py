@@ -15,7 +15,7 @@ import torch
 
 from tridecode.backend import models
 from tridecode.backend.base.errors import CheckpointError, ConfigError
-from tridecode.backend.configuration.config import DTYPES, ModelConfig
+from tridecode.backend.configuration.model_config import DTYPES, ModelConfig
 from tridecode.backend.weights.manifest import Manifest, sample_sha256
 from tridecode.backend.weights.quantization import Quantization, stored_specs
 from tridecode.backend.weights.reader import FILE_DTYPES, TORCH_DTYPES

@@ -8,7 +8,7 @@ from typing import Any, Callable
 from transformers import PreTrainedConfig
 
 from tridecode.backend.base.errors import CheckpointError, UnsupportedError
-from tridecode.backend.configuration.config import RopeConfig
+from tridecode.backend.configuration.model_config import RopeConfig
 
 # the first five spellings compute one tanh formula
 _ACTIVATIONS = {

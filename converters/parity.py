@@ -20,7 +20,8 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from tridecode.backend.base.errors import ConfigError
-from tridecode.backend.configuration.config import EngineConfig, ModelConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.engine.device.resolved_settings import choose_device
 from tridecode.backend.engine.offline import run_greedy
 from tridecode.backend.models import read_model_config

@@ -12,7 +12,8 @@ import torch
 from torch.nn import Module
 
 from tridecode.backend.base.host_memory import available_memory
-from tridecode.backend.configuration.config import EngineConfig, ModelConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.engine.device.resolved_settings import choose_device
 from tridecode.backend.models import family
 from tridecode.backend.weights.reader import TORCH_DTYPES

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedTokenizerBase
 
-from tridecode.backend.configuration.config import EngineConfig, ModelConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.engine.offline import read_prompts
 from tridecode.converters.quantize.texts import GivenText, token_sequences
 from tridecode.converters.quantized_parity import divergence

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tridecode.backend.base.errors import CheckpointError
-from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models.prompt_ini import TASK_NAME, task_spec
 from tridecode.backend.weights.reader import TORCH_DTYPES
 from tridecode.backend.wire.prompt_learning import P_TUNING, PREFIX_PROMPT, PromptTask, default_start_id

@@ -8,7 +8,7 @@ from typing import Any
 
 from tridecode.backend.base.checkpoint_files import read_json
 from tridecode.backend.base.errors import CheckpointError
-from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 
 #: field of LayerSizes -> keys of transformers' configs that may hold a list, alone or with _per_layer
 _LIST_KEYS = {

@@ -18,7 +18,7 @@ from torch.nn import Module
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from tridecode.backend.base.errors import CheckpointError
-from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models import family
 from tridecode.backend.weights.layout import WeightSpec
 from tridecode.converters.families import CheckpointFamily

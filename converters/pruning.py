@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tridecode.backend.base.errors import CheckpointError, UnsupportedError
-from tridecode.backend.configuration.config import LayerSizes, ModelConfig
+from tridecode.backend.configuration.model_config import LayerSizes, ModelConfig
 from tridecode.backend.models import family
 from tridecode.converters.families import CheckpointFamily
 from tridecode.converters.pruned_config import PRUNED_HEADS, Declared

@@ -10,7 +10,7 @@ import torch
 from torch.nn import Module
 
 from tridecode.backend.base.errors import UnsupportedError
-from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.device.resolved_settings import choose_device
 from tridecode.backend.models import read_model_config
 from tridecode.backend.models.quantized_parts import read_quantized

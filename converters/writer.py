@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tridecode.backend.base.byte_budget import ByteBudget
 from tridecode.backend.base.errors import CheckpointError
-from tridecode.backend.configuration.config import ModelConfig, check_tensor_size
+from tridecode.backend.configuration.model_config import ModelConfig, check_tensor_size
 from tridecode.backend.models import model_config_ini
 from tridecode.backend.weights.layout import WeightSpec
 from tridecode.backend.weights.manifest import (

@@ -7,8 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from tridecode.backend.base.errors import ConfigError
-from tridecode.backend.configuration.config import EngineConfig, read_engine_config
 from tridecode.backend.configuration.door_parameters import nearest
+from tridecode.backend.configuration.engine_config import EngineConfig, read_engine_config
 from tridecode.backend.doors.contracts.ensemble import ENSEMBLE, POSTPROCESSING, PREPROCESSING
 from tridecode.backend.doors.contracts.fastertransformer import FASTERTRANSFORMER
 from tridecode.backend.doors.contracts.health import HEALTH

@@ -36,7 +36,7 @@ from transformers import (
 )
 
 import tests.families
-from tridecode.backend.configuration.config import RopeConfig
+from tridecode.backend.configuration.model_config import RopeConfig
 
 TINY_VOCAB = 331  # no multiple of 8
 LLAMA3_ROPE = {

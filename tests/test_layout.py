@@ -27,7 +27,8 @@ ALLOWED = {
     "converters": {
         "converters",
         "backend.base",
-        "backend.configuration.config",
+        "backend.configuration.engine_config",
+        "backend.configuration.model_config",
         "backend.models",
         "backend.text",
         "backend.weights",
@@ -41,7 +42,7 @@ ALLOWED = {
     "model_repo_templates": {
         "model_repo_templates",
         "backend.base.errors",
-        "backend.configuration.config",
+        "backend.configuration.engine_config",
         "backend.configuration.door_parameters",
         "backend.doors.contracts",
     },

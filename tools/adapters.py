@@ -14,7 +14,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from tridecode.backend.base.errors import ConfigError, TridecodeError
-from tridecode.backend.configuration.config import EngineConfig, read_engine_config
+from tridecode.backend.configuration.engine_config import EngineConfig, read_engine_config
 from tridecode.backend.configuration.engine_config_file import checkpoint_dir, read_engine_parameters
 from tridecode.backend.weights.lora import (
     CONFIG_FILE,

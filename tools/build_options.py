@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tridecode.backend.base.errors import ConfigError
-from tridecode.backend.configuration.config import DTYPES
+from tridecode.backend.configuration.model_config import DTYPES
 from tridecode.backend.weights.quantization import ROUNDED, Quantization
 from tridecode.converters.grades import Floor
 from tridecode.converters.model_source import find_model

@@ -17,7 +17,8 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from tridecode.backend.base.errors import CheckpointError, ConfigError
-from tridecode.backend.configuration.config import ModelConfig, check_ranks, read_engine_config
+from tridecode.backend.configuration.engine_config import read_engine_config
+from tridecode.backend.configuration.model_config import ModelConfig, check_ranks
 from tridecode.backend.models import check_context, family
 from tridecode.backend.weights.lora import CONFIG_FILE as PEFT_CONFIG
 from tridecode.backend.weights.quantization import Quantization

@@ -11,14 +11,9 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig as TritonConfig
 
 from tridecode.backend.base.checkpoint_files import MAX_JSON_BYTES, require_file
 from tridecode.backend.base.errors import TridecodeError
-from tridecode.backend.configuration.config import (
-    EngineConfig,
-    ModelConfig,
-    check_stages,
-    check_tensor_size,
-    read_engine_config,
-)
+from tridecode.backend.configuration.engine_config import EngineConfig, read_engine_config
 from tridecode.backend.configuration.engine_config_file import checkpoint_dir
+from tridecode.backend.configuration.model_config import ModelConfig, check_stages, check_tensor_size
 from tridecode.backend.models import check_context, read_model_config
 from tridecode.backend.weights.reader import MANIFEST_FILE, WeightReader
 from tridecode.converters.progress import byte_progress

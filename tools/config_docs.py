@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tridecode.backend.configuration.config import engine_parameters
 from tridecode.backend.configuration.door_parameters import DOOR_PARAMETERS, OTHER_PARAMETERS, Parameter
+from tridecode.backend.configuration.engine_config import engine_parameters
 from tridecode.backend.models import Family, families
 from tridecode.backend.models.config_ini import IniSection
 from tridecode.backend.models.ini_keys import ACCEPTED, KEYS, NOT_READ, TASK_KEYS

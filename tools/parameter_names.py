@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tridecode.backend.configuration import door_parameters
-from tridecode.backend.configuration.config import engine_parameters
+from tridecode.backend.configuration.engine_config import engine_parameters
 
 
 def _known(engine: bool) -> set[str]:

@@ -2,7 +2,7 @@
 
 From the rows follow DoorSettings (`door_settings.py`), the errors for names that nobody reads, and a table
 of docs/reference/config_pbtxt.md. The engine's own rows are the fields of
-`backend.configuration.config.EngineConfig`.
+`backend.configuration.engine_config.EngineConfig`.
 """
 
 from __future__ import annotations

@@ -12,13 +12,13 @@ import triton_python_backend_utils as pb_utils
 from tokenizers import Tokenizer
 
 from tridecode.backend.base.errors import ConfigError
-from tridecode.backend.configuration.config import engine_parameters
 from tridecode.backend.configuration.door_parameters import (
     DOOR_PARAMETERS,
     MERGE_BEHIND_S,
     known_names,
     refuse_unknown,
 )
+from tridecode.backend.configuration.engine_config import engine_parameters
 from tridecode.backend.configuration.engine_instances import instance_number, num_engines, read_groups
 from tridecode.backend.text.detokenizer import TokenizerView
 from tridecode.backend.text.tokenizer_files import cleans_up, end_token_id, load_tokenizer

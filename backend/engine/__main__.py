@@ -24,8 +24,9 @@ from tridecode.backend.base.errors import (
     UnsupportedError,
     WeightFileError,
 )
-from tridecode.backend.configuration.config import EngineConfig, ModelConfig, check_ranks, read_engine_config
+from tridecode.backend.configuration.engine_config import EngineConfig, read_engine_config
 from tridecode.backend.configuration.engine_config_file import checkpoint_dir, read_engine_parameters
+from tridecode.backend.configuration.model_config import ModelConfig, check_ranks
 from tridecode.backend.engine.adapters.table import Adapters
 from tridecode.backend.engine.device.engine import Engine, Ranks
 from tridecode.backend.engine.device.resolved_settings import choose_device, resolve

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from tridecode.backend.base.errors import BY_CODE, DeadlineError, TridecodeError
-from tridecode.backend.configuration.config import EngineConfig, ModelConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.engine.adapters.table import Adapters
 from tridecode.backend.engine.device.engine import Engine, Pending
 from tridecode.backend.engine.device.resolved_settings import choose_device, resolve, spread_tokens

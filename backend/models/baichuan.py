@@ -5,7 +5,7 @@ Baichuan 2 normalises the rows of its head, which the conversion does once.
 
 from __future__ import annotations
 
-from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models import Family, llama
 from tridecode.backend.models.config_ini import IniSection, read_common
 from tridecode.backend.models.layers import Ranks, alibi_slopes

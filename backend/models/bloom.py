@@ -8,7 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from tridecode.backend.base.errors import UnsupportedError
-from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models import Family
 from tridecode.backend.models.config_ini import IniSection
 from tridecode.backend.models.decoder import Decoder

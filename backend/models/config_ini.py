@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, Callable
 
 from tridecode.backend.base.errors import ConfigError, UnsupportedError
-from tridecode.backend.configuration.config import (
+from tridecode.backend.configuration.model_config import (
     DEFAULT_MAX_POSITIONS,
     DTYPES,
     MAX_POSITIONS,
     ModelConfig,
-    parse_flag,
 )
+from tridecode.backend.configuration.setting_values import parse_flag
 from tridecode.backend.models.ini_keys import ACCEPTED
 from tridecode.backend.wire.sampling_params import MAX_END_IDS
 

@@ -13,7 +13,7 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
-from tridecode.backend.configuration.config import ModelConfig, check_ranks
+from tridecode.backend.configuration.model_config import ModelConfig, check_ranks
 from tridecode.backend.models.layers import (
     Context,
     Following,

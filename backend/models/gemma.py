@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models import Family, llama
 from tridecode.backend.models.config_ini import IniSection
 from tridecode.backend.models.layers import Context, Ranks, Weights

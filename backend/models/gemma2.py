@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models import Family, gemma
 from tridecode.backend.models.config_ini import IniSection, read_windows, window_keys
 from tridecode.backend.models.layers import Context, Ranks, Weights

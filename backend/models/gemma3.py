@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tridecode.backend.configuration.config import RopeConfig
+from tridecode.backend.configuration.model_config import RopeConfig
 from tridecode.backend.models import Family, gemma2
 from tridecode.backend.models.config_ini import IniSection
 from tridecode.backend.models.gemma2 import Gemma2Config, gemma2_fields

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tridecode.backend.configuration.config import DEFAULT_MAX_POSITIONS, ModelConfig
+from tridecode.backend.configuration.model_config import DEFAULT_MAX_POSITIONS, ModelConfig
 from tridecode.backend.models import Family
 from tridecode.backend.models.config_ini import (
     ACTIVATION_NAMES,

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models import Family
 from tridecode.backend.models.config_ini import ACTIVATION_NAMES, ACTIVATIONS, IniSection, read_common
 from tridecode.backend.models.decoder import Decoder

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from tridecode.backend.base.errors import ConfigError
-from tridecode.backend.configuration.config import Accepted
+from tridecode.backend.configuration.setting_values import Accepted
 
 if TYPE_CHECKING:
     from tridecode.backend.models.config_ini import IniSection

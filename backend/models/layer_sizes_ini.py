@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from tridecode.backend.base.errors import ConfigError
-from tridecode.backend.configuration.config import LayerSizes, ModelConfig
+from tridecode.backend.configuration.model_config import LayerSizes, ModelConfig
 from tridecode.backend.models.config_ini import IniSection
 
 #: field of LayerSizes -> key; a missing key: every layer as the whole model

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models.quantized_parts import read_quantized, stacked
 from tridecode.backend.weights.layout import WeightSpec, share_size
 from tridecode.backend.weights.quantization import Quantization, stored_specs

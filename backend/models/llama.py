@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models import Family
 from tridecode.backend.models.config_ini import ACTIVATION_NAMES, ACTIVATIONS, IniSection, read_grouped
 from tridecode.backend.models.decoder import Decoder

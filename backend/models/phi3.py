@@ -6,7 +6,7 @@ With LongRoPE, a sequence that grows beyond the original length is computed agai
 
 from __future__ import annotations
 
-from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models import Family
 from tridecode.backend.models.config_ini import IniSection, read_windows, window_keys
 from tridecode.backend.models.llama import LAYOUT, Model, llama_fields, llama_keys

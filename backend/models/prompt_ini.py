@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tridecode.backend.base.errors import ConfigError
-from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models.config_ini import IniSection, read_ini
 from tridecode.backend.weights.layout import WeightSpec
 from tridecode.backend.wire.prompt_learning import (

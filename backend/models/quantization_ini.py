@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from tridecode.backend.base.errors import ConfigError
-from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models.config_ini import IniSection
 from tridecode.backend.weights.quantization import ACTIVATIONS, BLOCK, FILE_DTYPES, Quantization
 

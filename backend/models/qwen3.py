@@ -3,7 +3,7 @@ Yang et al. 2025."""
 
 from __future__ import annotations
 
-from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models import Family, llama
 from tridecode.backend.models.config_ini import IniSection, read_windows, window_keys
 from tridecode.backend.models.layers import Ranks, Weights

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tridecode.backend.configuration.config import ModelConfig, RopeConfig
+from tridecode.backend.configuration.model_config import ModelConfig, RopeConfig
 from tridecode.backend.models.config_ini import IniSection, joined
 
 ROPE_SCALINGS = {name: name for name in ("default", "linear", "dynamic", "yarn", "longrope", "llama3")}

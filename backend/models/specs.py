@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.weights.layout import WeightSpec
 
 #: below model.layers.<i>.attention: the norms of query and key heads

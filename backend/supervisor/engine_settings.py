@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tridecode.backend.base.errors import ConfigError, TridecodeError
-from tridecode.backend.configuration.config import EngineConfig, check_heads, check_stages, read_engine_config
+from tridecode.backend.configuration.engine_config import EngineConfig, read_engine_config
 from tridecode.backend.configuration.engine_config_file import FILE, checkpoint_dir, read_engine_parameters
 from tridecode.backend.configuration.engine_instances import InstanceGroup, num_engines, read_groups
+from tridecode.backend.configuration.model_config import check_heads, check_stages
 from tridecode.backend.configuration.rank_gpus import Demand, engine_gpus, shown_here
 from tridecode.backend.models.config_ini import read_ini
 from tridecode.backend.nodes.devices import count_visible

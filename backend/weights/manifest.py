@@ -17,7 +17,7 @@ from typing import Callable, Optional
 import msgspec
 
 from tridecode.backend.base.errors import ConfigError, WeightFileError
-from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models.config_ini import read_ini
 from tridecode.backend.weights.layout import WeightSpec
 

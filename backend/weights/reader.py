@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tridecode.backend.base.errors import ConfigError, WeightFileError
-from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models import file_specs
 from tridecode.backend.weights.directory_files import find_num_ranks, stored_files, unread_tensor
 from tridecode.backend.weights.layout import WeightSpec

@@ -18,7 +18,7 @@ from torch.nn import Module
 from transformers import PreTrainedConfig
 
 from tridecode.backend.base.errors import UnsupportedError
-from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.converters.gguf_rules import GgufRules
 from tridecode.converters.rules import Rule
 

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from tridecode.backend.base.errors import UnsupportedError
-from tridecode.backend.configuration.config import ModelConfig, RopeConfig
+from tridecode.backend.configuration.model_config import ModelConfig, RopeConfig
 from tridecode.converters.baichuan_reference import reference
 from tridecode.converters.families import CheckpointFamily
 from tridecode.converters.families.llama import halves_of_heads

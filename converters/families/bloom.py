@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from tridecode.backend.configuration.config import DEFAULT_MAX_POSITIONS, ModelConfig
+from tridecode.backend.configuration.model_config import DEFAULT_MAX_POSITIONS, ModelConfig
 from tridecode.converters.families import CheckpointFamily
 from tridecode.converters.gguf_hyperparameters import GgufHeader
 from tridecode.converters.gguf_rules import GgufRules, decoder_settings

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from tridecode.backend.base.errors import UnsupportedError
-from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.converters.families import CheckpointFamily
 from tridecode.converters.families.gptj import BUFFERS, EMBEDDING, gptj_config, shared_rules
 from tridecode.converters.rules import Rule

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from tridecode.backend.base.errors import UnsupportedError
-from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models.falcon import FalconConfig
 from tridecode.converters.families import CheckpointFamily
 from tridecode.converters.gguf_hyperparameters import GgufHeader

@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.converters.families import CheckpointFamily, llama
 from tridecode.converters.families.llama import EMBEDDING, llama_fields, whole_rope
 from tridecode.converters.gguf_rules import GgufRules, norms_less_one, rms_decoder_settings

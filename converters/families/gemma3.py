@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from tridecode.backend.base.errors import UnsupportedError
-from tridecode.backend.configuration.config import RopeConfig
+from tridecode.backend.configuration.model_config import RopeConfig
 from tridecode.backend.models.gemma3 import Gemma3Config
 from tridecode.converters.families import CheckpointFamily, gemma2
 from tridecode.converters.families.gemma import fold_norms

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from tridecode.backend.base.errors import UnsupportedError
-from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.converters.families import CheckpointFamily
 from tridecode.converters.families.gpt import learned_position_settings
 from tridecode.converters.gguf_hyperparameters import GgufHeader

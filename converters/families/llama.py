@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from tridecode.backend.configuration.config import ModelConfig, RopeConfig
+from tridecode.backend.configuration.model_config import ModelConfig, RopeConfig
 from tridecode.converters.families import CheckpointFamily
 from tridecode.converters.gguf_hyperparameters import GgufHeader
 from tridecode.converters.gguf_rules import GgufRules, rms_decoder_settings

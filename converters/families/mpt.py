@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from tridecode.backend.base.errors import UnsupportedError
-from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models.mpt import MptConfig
 from tridecode.converters.families import CheckpointFamily
 from tridecode.converters.gguf_hyperparameters import GgufHeader

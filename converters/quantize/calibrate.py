@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tridecode.backend.base.errors import UnsupportedError
 from tridecode.backend.base.host_memory import available_memory
-from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.device.resolved_settings import choose_device
 from tridecode.backend.weights.reader import TORCH_DTYPES
 from tridecode.converters.convert import PlannedConversion

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.weights.layout import WeightSpec
 
 #: forms of the residual in which the output of the norms before attention and MLP goes to their matrices only

@@ -13,7 +13,7 @@ from torch.nn import Module
 from transformers import PreTrainedConfig
 
 from tridecode.backend.base.errors import CheckpointError
-from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.converters.prompts import PromptTable
 from tridecode.converters.rules import Conversion
 

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from tridecode.backend.base.errors import CheckpointError
-from tridecode.backend.configuration.config import DEFAULT_MAX_POSITIONS, ModelConfig
+from tridecode.backend.configuration.model_config import DEFAULT_MAX_POSITIONS, ModelConfig
 from tridecode.backend.models.opt import OptConfig
 from tridecode.converters.families import families
 from tridecode.converters.families.opt import OFFSET, without_offset

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from tridecode.backend.base.checkpoint_files import require_file
 from tridecode.backend.base.errors import CheckpointError
-from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models import family, read_model_config
 from tridecode.backend.models.config_ini import IniSection, read_ini
 from tridecode.backend.models.gptneox import BIAS_SUM, GptNeoXConfig

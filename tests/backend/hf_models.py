@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models import family
 from tridecode.backend.models.layers import Weights
 from tridecode.converters.families import family_of

@@ -13,12 +13,8 @@ from hypothesis import strategies as st
 from tests.backend.hf_models import model_config
 from tests.checkpoints import FAMILIES
 from tridecode.backend.base.errors import ConfigError, UnsupportedError
-from tridecode.backend.configuration.config import (
-    EngineConfig,
-    ModelConfig,
-    check_stages,
-    read_engine_config,
-)
+from tridecode.backend.configuration.engine_config import EngineConfig, read_engine_config
+from tridecode.backend.configuration.model_config import ModelConfig, check_stages
 from tridecode.backend.models import model_config_ini, read_model_config
 
 # what FasterTransformer's bloom converter writes for bloom-560m: no blanks around "="

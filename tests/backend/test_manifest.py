@@ -14,7 +14,7 @@ import pytest
 
 from tests.checkpoints import save, tiny_llama
 from tridecode.backend.base.errors import ConfigError, WeightFileError
-from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.weights.manifest import SampleDigest, sample_sha256
 from tridecode.converters.checkpoint import open_checkpoint
@@ -116,7 +116,7 @@ def test_full_finds_a_bit_between_the_samples_and_sampled_does_not(weights):
 
 
 def test_an_unknown_mode_is_refused_by_name():
-    from tridecode.backend.configuration.config import read_engine_config
+    from tridecode.backend.configuration.engine_config import read_engine_config
 
     with pytest.raises(ConfigError, match="verify_weights is 'never'; wanted one of sizes, sampled, full"):
         read_engine_config({"verify_weights": "never"}, "config.pbtxt")

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.backend.hf_models import model_config
 from tests.checkpoints import FAMILIES
 from tridecode.backend.base.errors import ConfigError, WeightFileError
-from tridecode.backend.configuration.config import ModelConfig, RopeConfig
+from tridecode.backend.configuration.model_config import ModelConfig, RopeConfig
 from tridecode.backend.models import family, model_config_ini, read_model_config
 from tridecode.backend.weights.layout import WeightSpec, vocabulary_rows
 from tridecode.backend.weights.manifest import MANIFEST_FORMAT

@@ -23,7 +23,7 @@ from tests.checkpoints import (
     variants,
 )
 from tridecode.backend.base.errors import CheckpointError, ConfigError, UnsupportedError
-from tridecode.backend.configuration.config import RopeConfig
+from tridecode.backend.configuration.model_config import RopeConfig
 from tridecode.backend.engine.offline import run_greedy
 from tridecode.backend.models import read_model_config
 from tridecode.converters.checkpoint import open_checkpoint

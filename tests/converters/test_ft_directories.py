@@ -14,7 +14,7 @@ from tests.checkpoints import FAMILIES, greedy, save, tiny_bloom, tiny_gpt2
 from tests.converters import ft_directories
 from tests.tools.test_build_repo_sources import built
 from tridecode.backend.base.errors import CheckpointError, TridecodeError, UnsupportedError
-from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.offline import run_greedy
 from tridecode.backend.models import read_model_config
 from tridecode.converters.checkpoint import open_checkpoint

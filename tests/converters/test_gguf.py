@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from tests.checkpoints import TEXTS, greedy, tiny_bloom, tiny_gpt2, tiny_llama, tiny_tokenizer
 from tridecode.backend.base.errors import CheckpointError, UnsupportedError
-from tridecode.backend.configuration.config import RopeConfig
+from tridecode.backend.configuration.model_config import RopeConfig
 from tridecode.backend.engine.offline import run_greedy
 from tridecode.converters.checkpoint import Checkpoint, open_checkpoint
 from tridecode.converters.convert import plan_conversion

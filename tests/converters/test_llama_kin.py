@@ -8,7 +8,7 @@ from tests.backend.hf_models import model_config
 from tests.checkpoints import FAMILIES
 from tests.families.fam_c import longrope
 from tridecode.backend.base.errors import TridecodeError
-from tridecode.backend.configuration.config import RopeConfig
+from tridecode.backend.configuration.model_config import RopeConfig
 
 HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from tests.checkpoints import CORE, FAMILIES, save, tiny_gpt2, tiny_llama, tiny_tokenizer
 from tridecode.backend.base.errors import WeightFileError
-from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.converters import parity as parity_module
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion

@@ -20,7 +20,7 @@ from tridecode.backend.base.errors import (
     UnsupportedError,
     WeightFileError,
 )
-from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.models import read_model_config
 from tridecode.backend.models.prompt_ini import read_prompt_section

@@ -14,7 +14,7 @@ from tests.backend.hf_models import model_config
 from tests.checkpoints import FAMILIES, greedy, save
 from tests.pruned_checkpoints import Cut, Pruned, prune, pruned_family, unpruned
 from tridecode.backend.base.errors import CheckpointError, UnsupportedError
-from tridecode.backend.configuration.config import LayerSizes
+from tridecode.backend.configuration.model_config import LayerSizes
 from tridecode.backend.engine.offline import run_greedy
 from tridecode.backend.models import family, read_model_config
 from tridecode.converters.checkpoint import open_checkpoint

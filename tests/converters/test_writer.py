@@ -15,7 +15,7 @@ import torch
 
 from tests.checkpoints import save, tiny_gpt2, tiny_llama
 from tridecode.backend.base.errors import CheckpointError, ConfigError, WeightFileError
-from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models import family
 from tridecode.backend.weights.layout import WeightSpec
 from tridecode.backend.weights.reader import WeightReader

@@ -14,7 +14,7 @@ import pytest
 from tritonclient.grpc.model_config_pb2 import ModelInstanceGroup
 
 from tridecode.backend.base.errors import ConfigError
-from tridecode.backend.configuration.config import EngineConfig, read_engine_config
+from tridecode.backend.configuration.engine_config import EngineConfig, read_engine_config
 from tridecode.backend.configuration.engine_config_file import checkpoint_dir, read_engine_parameters
 from tridecode.model_repo_templates.pbtxt import data_type_name, parse_model_config, string_parameters
 from tridecode.model_repo_templates.repository import (

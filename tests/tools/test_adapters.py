@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from tests.checkpoints import greedy, save, tiny_bloom
 from tests.lora_adapters import make_adapter
 from tridecode.backend.base.errors import CheckpointError, ConfigError, RequestError, UnsupportedError
-from tridecode.backend.configuration.config import EngineConfig, read_engine_config
+from tridecode.backend.configuration.engine_config import EngineConfig, read_engine_config
 from tridecode.backend.configuration.engine_config_file import checkpoint_dir, read_engine_parameters
 from tridecode.backend.engine.offline import OfflineEngine, run_greedy
 from tridecode.backend.wire.messages import SamplingParams

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 
 from tests.checkpoints import CORE, FAMILIES, greedy, save, tiny_bloom, tiny_gpt2, tiny_llama, tiny_tokenizer
 from tridecode.backend.base.errors import CheckpointError, ConfigError
-from tridecode.backend.configuration.config import read_engine_config
+from tridecode.backend.configuration.engine_config import read_engine_config
 from tridecode.backend.configuration.engine_config_file import checkpoint_dir, read_engine_parameters
 from tridecode.backend.engine.offline import run_greedy
 from tridecode.backend.models import read_model_config

@@ -12,8 +12,8 @@ from tests.backend.hf_models import model_config
 from tests.checkpoints import FAMILIES
 from tridecode.backend import models
 from tridecode.backend.base.errors import ConfigError
-from tridecode.backend.configuration.config import EngineConfig, engine_parameters, read_engine_config
 from tridecode.backend.configuration.door_parameters import DOOR_PARAMETERS
+from tridecode.backend.configuration.engine_config import EngineConfig, engine_parameters, read_engine_config
 from tridecode.backend.models import families, model_config_ini, read_model_config
 from tridecode.backend.models.config_ini import IniSection
 from tridecode.backend.models.ini_keys import KEYS, LOCAL, NOT_READ, TASK_KEYS

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from tests.tools.doctors import GIB
-from tridecode.backend.configuration.config import EngineConfig, ModelConfig, RopeConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
+from tridecode.backend.configuration.model_config import ModelConfig, RopeConfig
 from tridecode.backend.weights.quantization import Quantization
 from tridecode.tools.doctor.fit import Place, fit, fit_findings
 

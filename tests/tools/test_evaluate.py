@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from tests.checkpoints import TEXTS, save, tiny_gpt2
 from tests.tools.fake_server import FakeModel, FakeServer, fake_server
 from tridecode.backend.base.errors import ConfigError, EngineDownError, RequestError, TridecodeError
-from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.wire.messages import SamplingParams
 from tridecode.converters.checkpoint import open_checkpoint

@@ -22,7 +22,8 @@ from rich.markup import escape
 from tokenizers import Tokenizer
 
 from tridecode.backend.base.errors import ConfigError
-from tridecode.backend.configuration.config import EngineConfig, ModelConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.engine.device.resolved_settings import choose_device
 from tridecode.backend.engine.offline import Generation, OfflineEngine
 from tridecode.backend.weights.reader import TORCH_DTYPES

@@ -20,7 +20,7 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
-from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.ranks.parallel import ProcessRanks
 from tridecode.backend.engine.ranks.peer_memory import join_peers
 from tridecode.kernels.cuda import Cuda

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from tridecode.backend import models
-from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.weights.layout import WeightSpec
 from tridecode.backend.weights.quantization import stored_specs
 from tridecode.tools.bench.measure import Job

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import BloomConfig, GPT2Config, LlamaConfig, PretrainedConfig
 
 from tridecode.backend.base.errors import UnsupportedError
-from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 
 
 def hf_config(model: ModelConfig) -> PretrainedConfig:

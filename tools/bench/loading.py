@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 
 from tridecode.backend.base.errors import ConfigError, TridecodeError
-from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.device.resolved_settings import choose_device, resolve
 from tridecode.backend.engine.ranks.parallel import SingleRank

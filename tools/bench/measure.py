@@ -14,7 +14,7 @@ from typing import Any, Callable
 
 import numpy as np
 
-from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.tools.bench.presets import QUANTIZATIONS, preset, random_prompts
 
 #: (prompts, n, or one n for each) -> seconds until each prompt has exactly n new tokens, chosen greedily

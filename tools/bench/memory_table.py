@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.device.memory import LIBRARY_BYTES, RankMemory, plan_rank
 from tridecode.backend.engine.device.resolved_settings import resolve
 from tridecode.tools.bench.presets import QUANTIZATIONS, preset

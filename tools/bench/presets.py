@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tridecode.backend.base.errors import ConfigError
-from tridecode.backend.configuration.config import ModelConfig, RopeConfig
+from tridecode.backend.configuration.model_config import ModelConfig, RopeConfig
 from tridecode.backend.weights.quantization import ROUNDED
 
 #: `--quantization`: how the matrices of a preset's layers are held

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models import family, model_config_ini
 from tridecode.backend.weights.layout import WeightSpec
 from tridecode.backend.weights.reader import TORCH_DTYPES

@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tridecode.backend.base.errors import ConfigError
-from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models import family, model_config_ini
 from tridecode.model_repo_templates.repository import (
     ENGINE_MODEL,

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from tridecode.backend.base.errors import TridecodeError
-from tridecode.backend.configuration.config import EngineConfig, ModelConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.engine.device.memory import (
     LIBRARY_BYTES,
     NCCL_BYTES,

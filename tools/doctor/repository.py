@@ -8,9 +8,10 @@ from pathlib import Path
 
 from tridecode.backend.base.checkpoint_files import MAX_JSON_BYTES, require_file
 from tridecode.backend.base.errors import ConfigError, TridecodeError
-from tridecode.backend.configuration.config import EngineConfig, ModelConfig, read_engine_config
+from tridecode.backend.configuration.engine_config import EngineConfig, read_engine_config
 from tridecode.backend.configuration.engine_config_file import checkpoint_dir, read_engine_parameters
 from tridecode.backend.configuration.engine_instances import InstanceGroup, num_engines, read_groups
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.configuration.rank_gpus import Demand, engine_gpus
 from tridecode.backend.engine.shadow.load import read_reference
 from tridecode.backend.models import read_model_config

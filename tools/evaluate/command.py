@@ -58,7 +58,7 @@ def evaluate_lambada(
       tridecode evaluate-lambada --data lambada_test.jsonl --reference bigscience/bloom-560m
       tridecode evaluate-lambada --data lambada_test.jsonl --repository models
     """
-    from tridecode.backend.configuration.config import DTYPES
+    from tridecode.backend.configuration.model_config import DTYPES
     from tridecode.converters.model_source import find_model
     from tridecode.tools.evaluate.lambada import DEFINITIONS, read_items
 

@@ -10,7 +10,7 @@ from typing import Callable
 import torch
 
 from tridecode.backend.base.errors import ConfigError
-from tridecode.backend.configuration.config import EngineConfig, read_engine_config
+from tridecode.backend.configuration.engine_config import EngineConfig, read_engine_config
 from tridecode.backend.configuration.engine_config_file import FILE, checkpoint_dir, read_engine_parameters
 from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.wire.messages import SamplingParams

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from tridecode import kernels
 from tridecode.backend import models
-from tridecode.backend.configuration.config import EngineConfig, ModelConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.engine.adapters.channel import AdapterChannel
 from tridecode.backend.engine.adapters.store import AdapterStore, Place
 from tridecode.backend.engine.adapters.table import Loader, NoLoader

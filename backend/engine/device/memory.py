@@ -17,7 +17,8 @@ from torch import Tensor
 
 from tridecode.backend import models
 from tridecode.backend.base.errors import ConfigError
-from tridecode.backend.configuration.config import EngineConfig, ModelConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.device.loader import DTYPES
 from tridecode.backend.engine.ranks.parallel import SingleRank

@@ -11,7 +11,8 @@ import torch
 from tridecode.backend import models
 from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.base.host_memory import available_memory
-from tridecode.backend.configuration.config import EngineConfig, ModelConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.engine.shadow.options import check_shadow, with_slice_tokens
 
 log = logging.getLogger("tridecode.engine")

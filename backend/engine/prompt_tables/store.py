@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tridecode.backend.base.errors import WeightFileError
-from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.engine.prompt_tables.plan import PrefixCopy, StepPrompts, TableUpload, VirtualTokens
 from tridecode.backend.engine.ranks.parallel import ProcessRanks, SingleRank
 from tridecode.backend.models.prompt_ini import PromptSection, prefix_spec, task_spec

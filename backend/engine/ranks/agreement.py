@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from tridecode.backend.base.errors import ConfigError, TridecodeError
-from tridecode.backend.configuration.config import EngineConfig, ModelConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.engine.step.plan import StepPlan, StepResult
 from tridecode.backend.weights.manifest import MANIFEST_FILE
 from tridecode.backend.wire.messages import PROTOCOL, RankDigest

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tridecode.backend.base.errors import ConfigError, EngineDownError
-from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.configuration.rank_gpus import Demand, node_gpus, shown_here
 from tridecode.backend.nodes.addresses import interface_towards
 

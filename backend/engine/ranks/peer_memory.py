@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.weights.layout import VocabShare
 from tridecode.kernels.ops import Ops
 from tridecode.kernels.sampling_state import SamplingState

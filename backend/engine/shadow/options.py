@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 from tridecode.backend.base.errors import ConfigError
-from tridecode.backend.configuration.config import CACHE_FORMATS, EngineConfig, ModelConfig
+from tridecode.backend.configuration.engine_config import CACHE_FORMATS, EngineConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 
 #: tokens of a slice of shadow work, on each device: short beside a prefill step
 SLICE_TOKENS = {"cpu": 32, "cuda": 256}

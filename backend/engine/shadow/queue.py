@@ -13,7 +13,7 @@ import time
 from collections import Counter, deque
 from typing import Callable, Protocol
 
-from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.schedule.sequence import Finish, Sequence
 from tridecode.backend.engine.shadow.run import Job
 

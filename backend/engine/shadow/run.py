@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from tridecode.backend import models
-from tridecode.backend.configuration.config import EngineConfig, ModelConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.engine.shadow.options import reference_config
 from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.backend.engine.step.step_buffers import StepBuffers

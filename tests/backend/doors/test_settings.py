@@ -6,8 +6,8 @@ import pytest
 
 from tests import fake_triton
 from tridecode.backend.base.errors import ConfigError
-from tridecode.backend.configuration.config import engine_parameters
 from tridecode.backend.configuration.door_parameters import DOOR_PARAMETERS
+from tridecode.backend.configuration.engine_config import engine_parameters
 from tridecode.backend.doors.door_settings import DoorSettings, read_settings
 
 

@@ -11,7 +11,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from tests.backend.hf_models import HfWeights, model_config
 from tridecode import kernels
-from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.device.loader import DTYPES
 from tridecode.backend.engine.device.resolved_settings import resolve

@@ -21,7 +21,8 @@ from pathlib import Path
 
 import torch
 
-from tridecode.backend.configuration.config import EngineConfig, ModelConfig, RopeConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
+from tridecode.backend.configuration.model_config import ModelConfig, RopeConfig
 from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.device.resolved_settings import resolve
 from tridecode.backend.engine.loop import follow

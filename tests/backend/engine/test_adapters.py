@@ -24,7 +24,7 @@ from tridecode.backend.base.errors import (
     TridecodeError,
     UnsupportedError,
 )
-from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.adapters import store as adapter_store
 from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.wire.messages import SamplingParams

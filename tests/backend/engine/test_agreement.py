@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.backend.hf_models import model_config
 from tests.checkpoints import FAMILIES
 from tridecode.backend.base.errors import TridecodeError
-from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.ranks.agreement import (
     CHECK_STEPS,
     AgreementError,

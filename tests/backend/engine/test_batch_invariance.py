@@ -11,7 +11,8 @@ import torch
 from tests.backend.engine.offline_models import offline_engine, prompts_of
 from tests.backend.hf_models import bloom, gpt2, llama
 from tridecode.backend.base.errors import ConfigError
-from tridecode.backend.configuration.config import EngineConfig, ModelConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.engine.device.resolved_settings import resolve
 from tridecode.backend.wire.messages import SamplingParams
 

@@ -19,7 +19,7 @@ from tests.checkpoints import FAMILIES, save
 from tests.prompt_adapters import greedy_prefixed, prefix, soft
 from tests.rounded_cache import transformers_rounds
 from tridecode.backend.base.errors import TridecodeError
-from tridecode.backend.configuration.config import CACHE_FORMATS
+from tridecode.backend.configuration.engine_config import CACHE_FORMATS
 from tridecode.backend.wire.messages import SamplingParams
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion

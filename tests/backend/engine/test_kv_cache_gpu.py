@@ -13,7 +13,7 @@ from tests.backend.engine.test_session_models import Talk
 from tests.backend.hf_models import bloom, gpt2, llama
 from tests.checkpoints import FAMILIES
 from tests.prompt_adapters import prefix
-from tridecode.backend.configuration.config import CACHE_FORMATS
+from tridecode.backend.configuration.engine_config import CACHE_FORMATS
 from tridecode.backend.wire.messages import SamplingParams
 
 pytestmark = pytest.mark.gpu

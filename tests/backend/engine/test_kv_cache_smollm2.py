@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tridecode.backend.configuration.config import CACHE_FORMATS, EngineConfig
+from tridecode.backend.configuration.engine_config import CACHE_FORMATS, EngineConfig
 from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.wire.messages import SamplingParams
 from tridecode.converters.checkpoint import open_checkpoint

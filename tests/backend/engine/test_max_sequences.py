@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tridecode.backend.base.errors import ConfigError
-from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.device.memory import LIBRARY_BYTES, plan_rank
 from tridecode.backend.engine.device.resolved_settings import resolve, spread_tokens
 from tridecode.tools.bench.presets import PRESETS

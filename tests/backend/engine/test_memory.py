@@ -16,7 +16,7 @@ from tests.lora_adapters import make_adapter
 from tests.pruned_checkpoints import Cut, prune, unpruned
 from tridecode.backend import models
 from tridecode.backend.base.errors import ConfigError
-from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.device import memory
 from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.device.memory import RankMemory, _Place, plan_rank, plan_ranks

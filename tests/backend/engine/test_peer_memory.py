@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.ranks import peer_memory
 from tridecode.backend.engine.ranks.peer_memory import join_peers
 from tridecode.kernels import peer_sums

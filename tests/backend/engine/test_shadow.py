@@ -22,7 +22,7 @@ from tests.quantized import rounded_model
 from tests.rounded_cache import transformers_rounds
 from tests.waiting import wait_until
 from tridecode.backend.base.errors import ConfigError
-from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.device.resolved_settings import resolve
 from tridecode.backend.engine.loop import DecodeLoop

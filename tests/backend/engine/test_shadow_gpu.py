@@ -12,7 +12,7 @@ import torch
 from tests.backend.engine.test_shadow import compared, jobs, logits_of, score
 from tests.checkpoints import FAMILIES, save
 from tests.quantized import rounded_model
-from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.device.resolved_settings import resolve
 from tridecode.backend.engine.ranks.parallel import SingleRank

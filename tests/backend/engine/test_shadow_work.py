@@ -7,7 +7,7 @@ import bisect
 import numpy as np
 import pytest
 
-from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.schedule.sequence import Finish, Sequence, SequenceGroup
 from tridecode.backend.engine.shadow.queue import Histogram, ShadowWork, is_chosen
 from tridecode.backend.engine.shadow.run import Job

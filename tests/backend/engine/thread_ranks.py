@@ -10,7 +10,7 @@ from typing import Callable, TypeVar
 import torch
 from torch import Tensor
 
-from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.device.resolved_settings import resolve
 from tridecode.backend.engine.loop import follow

@@ -12,7 +12,7 @@ import torch
 from tests.backend.engine.offline_models import fp32_bound, hf_greedy
 from tests.checkpoints import FAMILIES, save
 from tests.quantized import rounded_int8
-from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.device.memory import plan_rank
 from tridecode.backend.engine.offline import run_greedy
 from tridecode.converters.checkpoint import open_checkpoint

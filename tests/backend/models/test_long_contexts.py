@@ -28,7 +28,7 @@ from transformers import (
 from tests.backend.engine.offline_models import fp32_bound, hf_greedy, offline_engine, prompts_of
 from tests.backend.hf_models import model_config, randomize
 from tridecode.backend.base.errors import ConfigError
-from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.device.resolved_settings import resolve
 from tridecode.backend.wire.messages import SamplingParams
 from tridecode.converters.hf_config import context_note

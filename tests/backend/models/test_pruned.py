@@ -18,7 +18,8 @@ from tests.backend.engine.rank_process import NEW_TOKENS, RankPool
 from tests.checkpoints import FAMILIES
 from tests.pruned_checkpoints import Cut, Pruned, prune, pruned_family, unpruned
 from tridecode.backend.base.errors import ConfigError
-from tridecode.backend.configuration.config import EngineConfig, LayerSizes, ModelConfig, check_tensor_size
+from tridecode.backend.configuration.engine_config import EngineConfig
+from tridecode.backend.configuration.model_config import LayerSizes, ModelConfig, check_tensor_size
 from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.models import model_config_ini, read_model_config
 from tridecode.backend.wire.messages import SamplingParams

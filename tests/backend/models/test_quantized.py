@@ -15,7 +15,7 @@ from tests.backend.engine.offline_models import fp32_bound, hf_greedy
 from tests.checkpoints import CORE, FAMILIES, save
 from tests.quantized import rounded_model
 from tridecode.backend.base.errors import ConfigError, WeightFileError
-from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.offline import OfflineEngine, run_greedy
 from tridecode.backend.models import read_model_config
 from tridecode.backend.weights.quantization import Quantization

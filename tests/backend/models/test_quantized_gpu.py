@@ -13,7 +13,7 @@ from tests.backend.models.test_quantized import FORMATS, NEW, PROMPTS, planned
 from tests.checkpoints import FAMILIES, save
 from tests.converters.quantized_checkpoints import gptq_case, save_quantized
 from tests.quantized import rounded_model
-from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.offline import OfflineEngine, run_greedy
 from tridecode.backend.weights.quantization import Quantization
 from tridecode.backend.wire.messages import SamplingParams

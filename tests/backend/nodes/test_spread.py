@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tridecode.backend.base.errors import ConfigError
-from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.configuration.rank_gpus import SHARE, Demand
 from tridecode.backend.engine.ranks.join_meeting import choose_gpu
 from tridecode.backend.nodes.devices import count_visible

@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from tridecode.backend.base.errors import TridecodeError
-from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.weights.layout import WeightSpec

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tridecode.backend.configuration.config import read_engine_config
+from tridecode.backend.configuration.engine_config import read_engine_config
 from tridecode.backend.configuration.engine_config_file import checkpoint_dir, read_engine_parameters
 from tridecode.backend.models import family, read_model_config
 from tridecode.model_repo_templates.pbtxt import parse_model_config

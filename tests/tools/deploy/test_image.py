@@ -15,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.tools.deploy.files import DOCKERFILE, ROOT, health_command, instruction, instructions, parsed
-from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.kernels import build
 from tridecode.tools.deploy.requirements import requirements
 from tridecode.tools.serve.options import ServeOptions

@@ -23,7 +23,7 @@ from tests.tools.deploy.files import (
     parsed,
     pod_templates,
 )
-from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.nodes import launchers
 from tridecode.tools.serve import drain
 

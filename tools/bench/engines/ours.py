@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from tridecode.backend.configuration.config import EngineConfig, ModelConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.configuration.engine_config_file import FILE, checkpoint_dir
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.engine.device.engine import Engine, Ranks
 from tridecode.backend.engine.device.resolved_settings import choose_device, resolve
 from tridecode.backend.engine.loop import follow

@@ -13,7 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from tridecode.backend.base.errors import TridecodeError
-from tridecode.backend.configuration.config import ModelConfig
+from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models import read_model_config
 from tridecode.tools.bench.engines import BenchEngine
 from tridecode.tools.bench.engines.ours import weight_directory

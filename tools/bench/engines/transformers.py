@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from tridecode.backend.configuration.config import EngineConfig
+from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.device.loader import DTYPES
 from tridecode.backend.engine.device.resolved_settings import choose_device
 from tridecode.converters.checkpoint import open_checkpoint

@@ -1,0 +1,224 @@
+"""How the engine runs: `EngineConfig`, read from `config.pbtxt` of the `fastertransformer` model."""
+
+from __future__ import annotations
+
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, Callable, TypeVar
+
+from tridecode.backend.base.errors import ConfigError, UnsupportedError
+from tridecode.backend.configuration.door_parameters import Parameter, refuse_unknown
+from tridecode.backend.configuration.model_config import DTYPES
+from tridecode.backend.configuration.setting_values import Accepted, parse_flag
+
+CACHE_FORMATS = ("fp8", "int8")  # of kv_cache_dtype, beside that of data_type
+VERIFY_MODES = ("sizes", "sampled", "full")
+
+_T = TypeVar("_T")
+
+
+def setting(default: _T, meaning: str, accepted: Accepted | None = None) -> _T:
+    """A field of EngineConfig. meaning: for docs/reference/config_pbtxt.md. accepted: None: any value."""
+    return field(default=default, metadata={"meaning": meaning, "accepted": accepted})
+
+
+def _one_of(*values: str) -> Accepted:
+    return Accepted("one of " + ", ".join(values), lambda value: value in values)
+
+
+_COUNT = Accepted("1 or more", lambda value: value >= 1)
+_SOME = Accepted("0 or more", lambda value: value >= 0)
+_CHOSEN = Accepted("1 or more, or auto", lambda value: value is None or value >= 1)
+_SECONDS = Accepted("more than 0 seconds", lambda value: value > 0)
+_DEVICES = Accepted(
+    "numbers separated by commas, as in 0,1, or auto",
+    lambda value: value == "auto" or all(part.strip().isdigit() for part in value.split(",")),
+)
+_SHARE = Accepted("a number in (0, 1]", lambda value: 0.0 < value <= 1.0)
+_PART = Accepted("a number in [0, 1]", lambda value: 0.0 <= value <= 1.0)
+
+#: FasterTransformer's: 0 no rounding while loading, 1 weights, 2 weights and the rows of their inputs
+INT8_MODES = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How the engine runs, from the `parameters` of the fastertransformer model's config.pbtxt.
+
+    The keys of the first group are FasterTransformer's, the others ours. None: chosen and logged at start-up.
+    """
+
+    tensor_para_size: int = setting(1, "tensor-parallel degree; weight files of any degree load", _COUNT)
+    pipeline_para_size: int = setting(1, "pipeline-parallel degree", _COUNT)
+    data_type: str = setting(
+        "fp32",
+        "dtype of the computation and, unless `kv_cache_dtype` says otherwise, of the cache",
+        _one_of(*DTYPES),
+    )
+    int8_mode: int = setting(
+        0,
+        "1: matrices of layers that the files hold in 16 or 32 bit are rounded to int8 while they are loaded;"
+        " 2: and the rows of their inputs in every product (W8A8)",
+    )
+    int8_head: bool = setting(
+        False,
+        "the head, and the word embedding where it is the head, are rounded to int8 while they are loaded, "
+        "whatever the layers are",
+    )
+    enable_custom_all_reduce: bool = setting(
+        True,
+        "GPUs of one node: tensor ranks sum through each other's memory, and each has its share of embedding "
+        "and head; false: through NCCL, and each has all of both",
+    )
+
+    device: str = setting("auto", "auto: cuda if there is a GPU", _one_of("auto", "cpu", "cuda"))
+    devices: str = setting(
+        "auto",
+        "GPUs of the ranks of a node, as CUDA numbers those of `CUDA_VISIBLE_DEVICES`, separated by commas; "
+        "the engines of several instances take them in order; auto: from 0 on",
+        _DEVICES,
+    )
+    weights: str = setting(
+        "files",
+        "random: of the model's shapes, for benchmarks without a checkpoint",
+        _one_of("files", "random"),
+    )
+    verify_weights: str = setting(
+        "sampled",
+        "files against `manifest.json` at start-up: sizes, sampled (4 KiB of each MiB), full (every byte)",
+        _one_of(*VERIFY_MODES),
+    )
+    max_sequences: int | None = setting(
+        None,
+        "sequences that decode together (batch slots); auto: 64 on a CPU, 64 to 256 on a GPU, by its memory",
+        _CHOSEN,
+    )
+    max_queued_requests: int = setting(
+        1024, "length of the queue; a request beyond it is answered UNAVAILABLE", _COUNT
+    )
+    max_sequence_tokens: int | None = setting(
+        None,
+        "prompt and output of one sequence; auto: the model's number of positions, a limit only where "
+        "they are a learned table",
+        _CHOSEN,
+    )
+    max_step_tokens: int | None = setting(
+        None,
+        "tokens of one step; longer prompts are computed in chunks. auto: 512 on a CPU, 8,192 on a GPU, "
+        "16,384 on one of 70 GB or more; at most 8,192 while sequences decode",
+        _CHOSEN,
+    )
+    block_tokens: int = setting(32, "KV-cache tokens of one block", _COUNT)
+    kv_cache_dtype: str = setting(
+        "auto",
+        "keys and values in 8 bits with a scale for each token and head; auto: `data_type`",
+        _one_of("auto", *CACHE_FORMATS),
+    )
+    cache_bytes: int | None = setting(
+        None, "bytes of the KV cache; auto: `memory_fraction` of what is free after loading", _CHOSEN
+    )
+    memory_fraction: float = setting(0.9, "share of the free memory that the KV cache takes", _SHARE)
+    max_bad_word_tokens: int = setting(256, "ids of all bad words of a sequence together", _SOME)
+    max_stop_word_tokens: int = setting(1024, "ids of all stop words of a sequence together", _SOME)
+    max_logits_bytes: int = setting(256 << 20, "bytes of the logits that one request returns", _SOME)
+    request_timeout_s: float = setting(600.0, "deadline of a request that sets none, in seconds", _SECONDS)
+    step_timeout_s: float = setting(60.0, "a step that takes longer counts as hung, in seconds", _SECONDS)
+    start_timeout_s: float = setting(
+        900.0, "time for loading and warming up, in seconds; the doors wait as long", _SECONDS
+    )
+    cuda_graphs: bool = setting(True, "decode steps and short prompts as CUDA graphs; false for debugging")
+    num_threads: int = setting(0, "CPU threads of the engine; 0: torch's own choice", _SOME)
+    batch_invariant: bool = setting(
+        False, "CPU and fp32: log probabilities do not depend on the other requests of a step"
+    )
+    lora_path: str = setting(
+        "none", "folder of LoRA adapters, relative to that of `config.pbtxt`; none: none are served"
+    )
+    max_loras: int = setting(8, "adapters in memory; the least recently used idle one is replaced", _COUNT)
+    max_lora_rank: int = setting(64, "largest rank of an adapter", _COUNT)
+    prompt_table_bytes: int = setting(
+        256 << 20, "bytes of the prompt tables that all open requests have sent", _SOME
+    )
+    shadow_share: float = setting(
+        0.0,
+        "share of ended requests that are run in 16 bit too (docs/guides/quantization.md); 0: none",
+        _PART,
+    )
+    shadow_weights: str = setting(
+        "none",
+        "folder of the served model's 16-bit weights for them, relative to that of `config.pbtxt`; none: the"
+        " model's own files, unrounded",
+    )
+    shadow_slice_tokens: int | None = setting(
+        None, "tokens that they compute between two steps at most; auto: 32 on a CPU, 256 on a GPU", _CHOSEN
+    )
+    shadow_time_share: float = setting(
+        0.02,
+        "share of the time that they may take while requests run; 0: only an idle engine runs them",
+        _PART,
+    )
+    shadow_queue: int = setting(16, "requests that wait for it; more are dropped and counted", _COUNT)
+    shadow_seed: int = setting(0, "of the choice of requests", _SOME)
+
+    extra: dict[str, str] = field(default_factory=dict)  # parameters for others than the engine
+
+    @property
+    def slots(self) -> int:
+        """max_sequences, once it is decided."""
+        assert self.max_sequences is not None
+        return self.max_sequences
+
+
+#: type of a setting -> its conversion and what it accepts
+_CONVERSIONS: dict[str, tuple[Callable[[str], object], str]] = {
+    "int": (lambda text: int(text, 0), "a whole number"),
+    "float": (float, "a number"),
+    "bool": (parse_flag, "true or false"),
+    "str": (str, "a text"),
+}
+
+
+def read_engine_config(parameters: dict[str, str], where: str) -> EngineConfig:
+    """EngineConfig from the string parameters of config.pbtxt. `where`: the file's name, for errors.
+
+    "auto" and the empty text mean the default. Raises ConfigError with file, key, value and what was wanted.
+    """
+    known = {row.name: row.type for row in engine_parameters()}
+    refuse_unknown(parameters, known, where)
+    values: dict[str, object] = {}
+    for key, text in parameters.items():
+        if key not in known or text.strip() in ("", "auto"):
+            continue
+        convert, wanted = _CONVERSIONS[known[key]]
+        try:
+            values[key] = convert(text.strip())
+        except ValueError:
+            raise ConfigError(f"{where}: parameter {key} is {text.strip()!r}; wanted {wanted}") from None
+    extra = {key: text for key, text in parameters.items() if key not in known}
+    config = EngineConfig(**values, extra=extra)  # type: ignore[arg-type]
+    _check_engine_config(config, where)
+    return config
+
+
+def engine_parameters() -> tuple[Parameter, ...]:
+    """The engine's parameters in config.pbtxt, for docs/reference/config_pbtxt.md and the known names."""
+    return tuple(_engine_parameter(row) for row in fields(EngineConfig) if row.name != "extra")
+
+
+def _engine_parameter(row: Field[Any]) -> Parameter:
+    accepted: Accepted | None = row.metadata["accepted"]
+    kind = str(row.type).removesuffix(" | None")
+    wanted = accepted.wanted if accepted else _CONVERSIONS[kind][1]
+    return Parameter(row.name, kind, row.default, wanted, row.metadata["meaning"])
+
+
+def _check_engine_config(config: EngineConfig, where: str) -> None:
+    for row in fields(EngineConfig):
+        accepted: Accepted | None = row.metadata.get("accepted")
+        value = getattr(config, row.name)
+        if accepted and not accepted.test(value):
+            raise ConfigError(f"{where}: parameter {row.name} is {value!r}; wanted {accepted.wanted}")
+    if config.int8_mode not in INT8_MODES:
+        modes = ", ".join(map(str, INT8_MODES))
+        raise UnsupportedError(
+            f"{where}: parameter int8_mode is {config.int8_mode}; this version runs {modes}"
+        )
