@@ -25,10 +25,10 @@ from tridecode.converters.families import CheckpointFamily, family_of
 from tridecode.converters.hf_config import context_note
 from tridecode.converters.mapped_files import released_pages
 from tridecode.converters.prompts import check_prompts, prompt_keys, write_prompts
-from tridecode.converters.pruned_config import read_declared
-from tridecode.converters.pruned_reference import model_of, unpruned_tensors
-from tridecode.converters.pruning import describe, rules_of_layers, with_layer_sizes
+from tridecode.converters.pruning.config import read_declared
+from tridecode.converters.pruning.sizes import describe, rules_of_layers, with_layer_sizes
 from tridecode.converters.quantized_writer import quantized_tensors
+from tridecode.converters.references.pruned import model_of, unpruned_tensors
 from tridecode.converters.rules import Conversion, expand, plan_conversions
 from tridecode.converters.sources.quantized import QuantizedSource
 from tridecode.converters.writer import TensorToWrite, write_weights

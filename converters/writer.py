@@ -38,7 +38,7 @@ from tridecode.backend.weights.reader import FILE_DTYPES
 from tridecode.converters.journal import PART, Header, Journal
 from tridecode.converters.mapped_files import is_mapped
 from tridecode.converters.progress import byte_progress
-from tridecode.converters.zeros import ZeroCounter
+from tridecode.converters.pruning.zeros import ZeroCounter
 
 _MAX_WORKERS = 32  # threads; reading, hashing and writing release the interpreter
 _CHUNK_BYTES = 2 << 20  # a part of a tensor; each worker holds a few copies

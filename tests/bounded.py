@@ -14,11 +14,11 @@ from typing import Any
 
 _PRELOADED = [
     "tridecode.converters.checkpoint",
-    "tridecode.converters.tokenizer",
+    "tridecode.converters.tokenizers.files",
     "tridecode.converters.adapters",
     "tridecode.converters.prompts",
     "tridecode.converters.sources.peft_prompts",
-    "tridecode.tools.build_repo",
+    "tridecode.tools.build_repo.build",
 ]
 _KILLED_AFTER_S = 30  # of processor time
 

@@ -17,7 +17,7 @@ import torch
 
 from tests.desk import REQUESTS, Desk
 from tests.reliability.door_oracle import Oracle, Row, token_rows
-from tridecode.tools.send_request import Answer, read_request, send_request
+from tridecode.tools.client.send_request import Answer, read_request, send_request
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 END_ID = 50_256

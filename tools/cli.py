@@ -17,14 +17,14 @@ from typer.core import TyperGroup
 
 from tridecode.backend.base.errors import TridecodeError
 from tridecode.backend.base.threads import spin_briefly
-from tridecode.tools.adapter_commands import app as adapters_app
+from tridecode.tools.adapters.commands import app as adapters_app
 from tridecode.tools.bench.command import app as bench_app
-from tridecode.tools.client_commands import demo, generate, send_request
+from tridecode.tools.build_repo.commands import build_repo, check
+from tridecode.tools.client.commands import demo, generate, send_request
 from tridecode.tools.doctor.command import doctor
 from tridecode.tools.evaluate.command import evaluate_lambada
 from tridecode.tools.evaluate.prompt_command import evaluate_prompts
 from tridecode.tools.help_groups import GroupedCommand
-from tridecode.tools.repo_commands import build_repo, check
 from tridecode.tools.serve.command import serve, tritonserver
 
 #: errors of the operating system that the user can fix; any other is a defect

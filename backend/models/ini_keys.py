@@ -1,8 +1,8 @@
 """The keys of config.ini: what each means, and the error for a misspelt one. No torch.
 
-Types, defaults and families are not repeated here: `python -m tridecode.tools.config_docs` reads sections
-with every family and records what it asks for. A key that a family reads has a row here, and the reverse
-(`tests/tools/test_config_docs.py`).
+Types, defaults and families are not repeated here: `python -m tridecode.tools.generated_docs.config` reads
+sections with every family and records the keys that it reads. A key that a family reads has a row here, and
+the reverse (`tests/tools/generated_docs/test_config_docs.py`).
 """
 
 from __future__ import annotations

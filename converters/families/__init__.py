@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from tridecode.backend.base.errors import UnsupportedError
 from tridecode.backend.configuration.model_config import ModelConfig
-from tridecode.converters.gguf_rules import GgufRules
+from tridecode.converters.gguf.rules import GgufRules
 from tridecode.converters.rules import Rule
 
 if TYPE_CHECKING:

@@ -14,12 +14,12 @@ from transformers import PreTrainedConfig
 
 from tridecode.backend.base.errors import UnsupportedError
 from tridecode.backend.configuration.model_config import ModelConfig, RopeConfig
-from tridecode.converters.baichuan_reference import reference
 from tridecode.converters.families import CheckpointFamily
 from tridecode.converters.families.llama import halves_of_heads
-from tridecode.converters.gguf_hyperparameters import GgufHeader
-from tridecode.converters.gguf_rules import QKV_PARTS, GgufRules, rms_decoder_settings
+from tridecode.converters.gguf.hyperparameters import GgufHeader
+from tridecode.converters.gguf.rules import QKV_PARTS, GgufRules, rms_decoder_settings
 from tridecode.converters.hf_config import shape
+from tridecode.converters.references.baichuan import reference
 from tridecode.converters.rules import Rule, module_rules, transpose
 
 EMBEDDING = "model.embed_tokens.weight"

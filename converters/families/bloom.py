@@ -10,8 +10,8 @@ from transformers import PreTrainedConfig
 
 from tridecode.backend.configuration.model_config import DEFAULT_MAX_POSITIONS, ModelConfig
 from tridecode.converters.families import CheckpointFamily
-from tridecode.converters.gguf_hyperparameters import GgufHeader
-from tridecode.converters.gguf_rules import GgufRules, decoder_settings
+from tridecode.converters.gguf.hyperparameters import GgufHeader
+from tridecode.converters.gguf.rules import GgufRules, decoder_settings
 from tridecode.converters.hf_config import shape
 from tridecode.converters.rules import (
     Rule,

@@ -13,8 +13,8 @@ from tridecode.backend.base.errors import UnsupportedError
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models.falcon import FalconConfig
 from tridecode.converters.families import CheckpointFamily
-from tridecode.converters.gguf_hyperparameters import GgufHeader
-from tridecode.converters.gguf_rules import GgufRules, decoder_settings, head_size, rope_parameters
+from tridecode.converters.gguf.hyperparameters import GgufHeader
+from tridecode.converters.gguf.rules import GgufRules, decoder_settings, head_size, rope_parameters
 from tridecode.converters.hf_config import activation, max_positions, rope_config, shape
 from tridecode.converters.rules import (
     Rule,

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.converters.families import CheckpointFamily, llama
 from tridecode.converters.families.llama import EMBEDDING, llama_fields, whole_rope
-from tridecode.converters.gguf_rules import GgufRules, norms_less_one, rms_decoder_settings
+from tridecode.converters.gguf.rules import GgufRules, norms_less_one, rms_decoder_settings
 from tridecode.converters.hf_config import demand
 from tridecode.converters.rules import Rule
 

@@ -10,8 +10,8 @@ from tridecode.backend.models.gemma2 import Gemma2Config
 from tridecode.converters.families import CheckpointFamily, llama
 from tridecode.converters.families.gemma import fold_norms
 from tridecode.converters.families.llama import EMBEDDING, llama_fields, whole_rope
-from tridecode.converters.gguf_hyperparameters import GgufHeader
-from tridecode.converters.gguf_rules import GgufRules, norms_less_one, rms_decoder_settings
+from tridecode.converters.gguf.hyperparameters import GgufHeader
+from tridecode.converters.gguf.rules import GgufRules, norms_less_one, rms_decoder_settings
 from tridecode.converters.hf_config import demand, windows
 from tridecode.converters.rules import Rule, module_rules
 

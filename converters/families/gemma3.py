@@ -14,8 +14,8 @@ from tridecode.converters.families.gemma import fold_norms
 from tridecode.converters.families.gemma2 import gemma2_fields
 from tridecode.converters.families.llama import EMBEDDING
 from tridecode.converters.families.qwen3 import head_norm_rules
-from tridecode.converters.gguf_hyperparameters import GgufHeader
-from tridecode.converters.gguf_rules import GgufRules, norms_less_one
+from tridecode.converters.gguf.hyperparameters import GgufHeader
+from tridecode.converters.gguf.rules import GgufRules, norms_less_one
 from tridecode.converters.hf_config import demand_whole_rotary, max_positions, rope_config
 from tridecode.converters.rules import Rule
 

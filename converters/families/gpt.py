@@ -8,8 +8,8 @@ from transformers import PreTrainedConfig
 
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.converters.families import CheckpointFamily
-from tridecode.converters.gguf_hyperparameters import GgufHeader
-from tridecode.converters.gguf_rules import GgufRules, decoder_settings
+from tridecode.converters.gguf.hyperparameters import GgufHeader
+from tridecode.converters.gguf.rules import GgufRules, decoder_settings
 from tridecode.converters.hf_config import activation, demand, shape
 from tridecode.converters.rules import Rule, module_rules
 

@@ -12,8 +12,8 @@ from tridecode.backend.base.errors import UnsupportedError
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.converters.families import CheckpointFamily
 from tridecode.converters.families.gpt import learned_position_settings
-from tridecode.converters.gguf_hyperparameters import GgufHeader
-from tridecode.converters.gguf_rules import GgufRules
+from tridecode.converters.gguf.hyperparameters import GgufHeader
+from tridecode.converters.gguf.rules import GgufRules
 from tridecode.converters.hf_config import activation, demand, shape
 from tridecode.converters.rules import (
     Rule,

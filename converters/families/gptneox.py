@@ -10,8 +10,8 @@ from transformers import PreTrainedConfig
 
 from tridecode.backend.models.gptneox import GptNeoXConfig
 from tridecode.converters.families import CheckpointFamily
-from tridecode.converters.gguf_hyperparameters import GgufHeader
-from tridecode.converters.gguf_rules import GgufRules, decoder_settings, partial_rope
+from tridecode.converters.gguf.hyperparameters import GgufHeader
+from tridecode.converters.gguf.rules import GgufRules, decoder_settings, partial_rope
 from tridecode.converters.hf_config import activation, max_positions, rope_config, shape
 from tridecode.converters.rules import (
     Rule,

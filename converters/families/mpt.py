@@ -19,12 +19,12 @@ from tridecode.backend.base.errors import UnsupportedError
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models.mpt import MptConfig
 from tridecode.converters.families import CheckpointFamily
-from tridecode.converters.gguf_hyperparameters import GgufHeader
-from tridecode.converters.gguf_rules import GgufRules, decoder_settings
+from tridecode.converters.gguf.hyperparameters import GgufHeader
+from tridecode.converters.gguf.rules import GgufRules, decoder_settings
 from tridecode.converters.hf_config import shape
+from tridecode.converters.references.state import state_reference
 from tridecode.converters.rules import Rule, module_rules, transpose
 from tridecode.converters.sources import Checkpoint
-from tridecode.converters.sources.state_reference import state_reference
 
 EMBEDDING = "transformer.wte.weight"
 #: what MosaicML's class computes otherwise than transformers', and the values where they agree

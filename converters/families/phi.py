@@ -9,8 +9,8 @@ from transformers import PreTrainedConfig
 from tridecode.backend.base.errors import UnsupportedError
 from tridecode.backend.models.phi import PhiConfig
 from tridecode.converters.families import CheckpointFamily
-from tridecode.converters.gguf_hyperparameters import GgufHeader
-from tridecode.converters.gguf_rules import GgufRules, decoder_settings, partial_rope
+from tridecode.converters.gguf.hyperparameters import GgufHeader
+from tridecode.converters.gguf.rules import GgufRules, decoder_settings, partial_rope
 from tridecode.converters.hf_config import activation, max_positions, rope_config, shape
 from tridecode.converters.rules import Rule, join, join_transposed, module_rules, transpose
 

@@ -12,8 +12,8 @@ from tridecode.backend.base.errors import UnsupportedError
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.converters.families import CheckpointFamily
 from tridecode.converters.families.llama import EMBEDDING, llama_fields
-from tridecode.converters.gguf_hyperparameters import GgufHeader
-from tridecode.converters.gguf_rules import QKV_PARTS, GgufRules, decoder_settings, partial_rope
+from tridecode.converters.gguf.hyperparameters import GgufHeader
+from tridecode.converters.gguf.rules import QKV_PARTS, GgufRules, decoder_settings, partial_rope
 from tridecode.converters.hf_config import rope_config, shape, windows
 from tridecode.converters.rules import Rule, module_rules, transpose
 

@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.converters.families import CheckpointFamily
 from tridecode.converters.families.llama import EMBEDDING, llama_fields, rules, whole_rope
-from tridecode.converters.gguf_rules import GgufRules, rms_decoder_settings
+from tridecode.converters.gguf.rules import GgufRules, rms_decoder_settings
 from tridecode.converters.hf_config import windows
 
 

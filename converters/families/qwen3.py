@@ -9,8 +9,8 @@ from transformers import PreTrainedConfig
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.converters.families import CheckpointFamily, llama
 from tridecode.converters.families.llama import EMBEDDING, llama_fields, whole_rope
-from tridecode.converters.gguf_hyperparameters import GgufHeader
-from tridecode.converters.gguf_rules import GgufRules, rms_decoder_settings
+from tridecode.converters.gguf.hyperparameters import GgufHeader
+from tridecode.converters.gguf.rules import GgufRules, rms_decoder_settings
 from tridecode.converters.hf_config import windows
 from tridecode.converters.rules import Rule, module_rules
 

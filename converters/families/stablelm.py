@@ -13,8 +13,8 @@ from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models.stablelm import StableLmConfig
 from tridecode.converters.families import CheckpointFamily
 from tridecode.converters.families.phi import rotated_size
-from tridecode.converters.gguf_hyperparameters import GgufHeader
-from tridecode.converters.gguf_rules import GgufRules, decoder_settings, partial_rope
+from tridecode.converters.gguf.hyperparameters import GgufHeader
+from tridecode.converters.gguf.rules import GgufRules, decoder_settings, partial_rope
 from tridecode.converters.hf_config import max_positions, rope_config, shape
 from tridecode.converters.rules import Rule, join, join_transposed, module_rules, transpose
 

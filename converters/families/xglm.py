@@ -7,8 +7,8 @@ from transformers import PreTrainedConfig
 from tridecode.backend.models.xglm import OFFSET, XglmConfig
 from tridecode.converters.families import CheckpointFamily
 from tridecode.converters.hf_config import activation, demand, shape
+from tridecode.converters.references.xglm import reference
 from tridecode.converters.rules import Rule, join, join_transposed, module_rules, transpose
-from tridecode.converters.xglm_reference import reference
 
 EMBEDDING = "model.embed_tokens.weight"
 

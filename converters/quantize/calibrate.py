@@ -46,7 +46,7 @@ from tridecode.converters.quantize.texts import (
 )
 from tridecode.converters.quantize.together import FirstStates, Together, free_memory, wanted_bytes, write
 from tridecode.converters.quantize.tune import norms_of, output_error, tune
-from tridecode.converters.tokenizer import load_tokenizer
+from tridecode.converters.tokenizers.files import load_tokenizer
 from tridecode.kernels.formats.quantized import QuantizedWeight
 
 _TUNING_SHARE = 0.9  # of a layer's time, for the progress

@@ -13,9 +13,9 @@ from torch.nn import Module
 
 from tridecode.backend.base.errors import UnsupportedError
 from tridecode.backend.weights.layout import WeightSpec
-from tridecode.converters.baichuan_reference import Reference as BaichuanReference
 from tridecode.converters.convert import PlannedConversion
 from tridecode.converters.families import llama
+from tridecode.converters.references.baichuan import Reference as BaichuanReference
 from tridecode.converters.rules import Conversion, plan_conversions
 
 

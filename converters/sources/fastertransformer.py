@@ -28,9 +28,9 @@ from tridecode.backend.weights.layout import WeightSpec
 from tridecode.backend.weights.reader import WeightReader
 from tridecode.backend.wire.prompt_learning import PREFIX_PROMPT, PromptTask
 from tridecode.converters.prompts import PromptTable
+from tridecode.converters.references.directory import directory_reference
 from tridecode.converters.rules import Conversion, same
 from tridecode.converters.sources import Checkpoint
-from tridecode.converters.sources.directory_reference import directory_reference
 
 CONFIG_FILE = "config.ini"
 _MAX_CONFIG_BYTES = 1 << 20

@@ -16,15 +16,15 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from tridecode.backend.base.checkpoint_files import require_file
 from tridecode.backend.base.errors import CheckpointError, UnsupportedError
 from tridecode.converters.families import CheckpointFamily, gguf_family
-from tridecode.converters.gguf_hyperparameters import GgufHeader
-from tridecode.converters.gguf_rules import QKV_PARTS
-from tridecode.converters.gguf_special_tokens import end_ids, named_id
-from tridecode.converters.gguf_tokenizer import tokenizer_notes
+from tridecode.converters.gguf.hyperparameters import GgufHeader
+from tridecode.converters.gguf.rules import QKV_PARTS
+from tridecode.converters.gguf.special_tokens import end_ids, named_id
+from tridecode.converters.gguf.tokenizer import tokenizer_notes
+from tridecode.converters.references.gguf import gguf_reference, reads_itself
 from tridecode.converters.sources import Checkpoint
 from tridecode.converters.sources.containers import foreign_format
 from tridecode.converters.sources.gguf_header import check_gguf_header
 from tridecode.converters.sources.gguf_metadata import GgufMetadata
-from tridecode.converters.sources.gguf_reference import gguf_reference, reads_itself
 
 _GGUF_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 #: vectors that became settings of the rotary positions

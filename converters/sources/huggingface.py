@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from tridecode.backend.base.checkpoint_files import read_json
 from tridecode.backend.base.errors import CheckpointError
 from tridecode.converters.families import family_of
-from tridecode.converters.pruned_config import uniform_config
+from tridecode.converters.pruning.config import uniform_config
 from tridecode.converters.sources import Checkpoint, TensorSource
 from tridecode.converters.sources.bitmasks import DESCRIPTIONS, BitmaskSource, has_bitmasks
 from tridecode.converters.sources.quantized import QuantizedSource, quantization_of

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import GPT2Config
 
 from tridecode.backend.base.errors import CheckpointError, UnsupportedError
+from tridecode.converters.references.state import state_reference
 from tridecode.converters.sources import Checkpoint
-from tridecode.converters.sources.state_reference import state_reference
 from tridecode.converters.sources.torch_file import StoredTensor
 
 #: Megatron's names of old and new versions (its core's last), without prefixes -> transformers'

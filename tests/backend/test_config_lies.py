@@ -9,7 +9,7 @@ import pytest
 
 from tests.backend.hf_models import model_config
 from tests.checkpoints import FAMILIES, save
-from tests.converters import ft_directories
+from tests.converters.sources import ft_directories
 from tridecode.backend.base.errors import ConfigError, TridecodeError, UnsupportedError, WeightFileError
 from tridecode.backend.models import family, file_specs, model_config_ini, read_model_config
 from tridecode.backend.models.prompt_ini import task_spec

@@ -18,8 +18,8 @@ from tridecode.backend.doors.contracts.tensorrt_llm import TENSORRT_LLM
 from tridecode.backend.wire.sampling_params import Range, SamplingParams, check, parameters
 from tridecode.model_repo_templates import render
 from tridecode.model_repo_templates.pbtxt import data_type_name, parse_model_config
-from tridecode.tools.request_docs import input_table, sampling_table
-from tridecode.tools.sampling_options import _WITHOUT, with_sampling_options
+from tridecode.tools.client.sampling_options import _WITHOUT, with_sampling_options
+from tridecode.tools.generated_docs.requests import input_table, sampling_table
 
 COUNT = ([0, 1, 2**31 - 1], [-1, 2**31], "0 to 2**31 - 1")
 FRACTION = ([5e-324, 0.5, 1.0], [0.0, -0.1, 1.0000001, math.nan, math.inf], "a number in (0, 1]")

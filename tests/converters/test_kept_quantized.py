@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import FAMILIES, greedy, save
-from tests.converters import compressed_checkpoints
-from tests.converters.quantized_checkpoints import METHODS, Case, fp8, save_quantized
+from tests.converters.sources import compressed_checkpoints
+from tests.converters.sources.quantized_checkpoints import METHODS, Case, fp8, save_quantized
 from tridecode.backend.base.errors import CheckpointError, UnsupportedError
 from tridecode.backend.engine.offline import run_greedy
 from tridecode.backend.weights.quantization import Quantization

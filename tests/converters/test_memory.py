@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.converters import sparse_checkpoint
+from tests.converters.sources import sparse_checkpoint
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
@@ -23,7 +23,7 @@ ALLOWANCE = 160 * MIB
 
 def measured(*arguments: str | Path | int) -> dict[str, float]:
     """Of a process of its own, whose peak is only its own."""
-    command = [sys.executable, "-m", "tests.converters.sparse_checkpoint", *map(str, arguments)]
+    command = [sys.executable, "-m", "tests.converters.sources.sparse_checkpoint", *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, timeout=300, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -14,8 +14,8 @@ from tests.backend.engine.offline_models import hf_greedy
 from tests.checkpoints import save, tiny_bloom
 from tests.integration.clients import infer, standard_inputs, text_inputs
 from tests.lora_adapters import make_adapter
-from tridecode.tools.adapters import add_adapter, remove_adapter
-from tridecode.tools.build_repo import build_repo
+from tridecode.tools.adapters.folder import add_adapter, remove_adapter
+from tridecode.tools.build_repo.build import build_repo
 from tridecode.tools.serve.server_process import ServerProcess, running_server
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]

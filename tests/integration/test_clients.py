@@ -28,7 +28,7 @@ from tests.backend.engine.offline_models import hf_greedy
 from tests.checkpoints import TINY_VOCAB, save, tiny_gpt2
 from tests.clients.replay import arrays, recorded, responses
 from tests.integration.clients import fill, infer, standard_inputs, stream, text_inputs
-from tridecode.tools.build_repo import build_repo
+from tridecode.tools.build_repo.build import build_repo
 from tridecode.tools.serve.server_process import ServerProcess, running_server
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]

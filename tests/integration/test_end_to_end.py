@@ -24,7 +24,7 @@ from tests.checkpoints import save, tiny_bloom, tiny_gpt2, tiny_llama
 from tests.integration.clients import infer, post, standard_inputs, stream, text_inputs, token_inputs
 from tests.waiting import wait_until
 from tridecode.backend.wire.messages import SamplingParams
-from tridecode.tools.build_repo import build_repo
+from tridecode.tools.build_repo.build import build_repo
 from tridecode.tools.serve.server_process import ServerProcess, running_server
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]

@@ -21,7 +21,7 @@ from tests.integration.clients import infer, standard_inputs, stream
 from tests.reliability.service import Service
 from tests.waiting import wait_until
 from tridecode.backend.supervisor import processes, state_file
-from tridecode.tools.build_repo import build_repo
+from tridecode.tools.build_repo.build import build_repo
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 

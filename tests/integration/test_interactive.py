@@ -18,7 +18,7 @@ from tests.backend.engine.offline_models import hf_greedy
 from tests.checkpoints import save, tiny_gpt2
 from tests.integration.clients import infer, standard_inputs
 from tests.waiting import wait_until
-from tridecode.tools.build_repo import build_repo
+from tridecode.tools.build_repo.build import build_repo
 from tridecode.tools.serve.server_process import ServerProcess, running_server
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]

@@ -32,7 +32,7 @@ from tests.integration.test_supervision import command_line, marked_processes
 from tests.mpi_launchers import launcher
 from tests.waiting import wait_until
 from tridecode.backend.supervisor import state_file
-from tridecode.tools.build_repo import build_repo
+from tridecode.tools.build_repo.build import build_repo
 from tridecode.tools.serve.ports import free_ports
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]

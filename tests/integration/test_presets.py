@@ -6,7 +6,7 @@ import pytest
 
 from tests.checkpoints import save, tiny_gpt2
 from tests.clients.replay import recorded, refusal
-from tridecode.tools import repo_commands
+from tridecode.tools.build_repo import commands as repo_commands
 from tridecode.tools.serve.server_process import running_server
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]

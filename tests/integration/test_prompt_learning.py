@@ -19,7 +19,7 @@ from tests.backend.engine.offline_models import hf_greedy
 from tests.checkpoints import FAMILIES, save, tiny_tokenizer
 from tests.integration.clients import infer, standard_inputs, stream
 from tests.prompt_adapters import greedy_embedded, greedy_peft, make_prompt, prefix_table
-from tridecode.tools.build_repo import build_repo
+from tridecode.tools.build_repo.build import build_repo
 from tridecode.tools.cli import app
 from tridecode.tools.evaluate.prompt_tasks import SQUAD
 from tridecode.tools.serve.server_process import ServerProcess, running_server

@@ -23,8 +23,8 @@ from tests.waiting import wait_until
 from tridecode.backend.weights.quantization import Quantization
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
-from tridecode.converters.grades import Floor
-from tridecode.tools.build_repo import build_repo
+from tridecode.converters.parity.grades import Floor
+from tridecode.tools.build_repo.build import build_repo
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 

@@ -16,7 +16,7 @@ from tests.integration.engines import FIRST, add_engine
 from tests.reliability.service import Service
 from tests.waiting import wait_until
 from tridecode.backend.supervisor import processes, state_file
-from tridecode.tools.build_repo import build_repo
+from tridecode.tools.build_repo.build import build_repo
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 

@@ -14,7 +14,7 @@ from tridecode.kernels.explain import DEVICES, lines
 from tridecode.kernels.gemm.plan import Device, Gemm, Plan
 from tridecode.kernels.gemm.table import choose
 from tridecode.kernels.gemm.table_sm90 import library_rows
-from tridecode.tools.bench.presets import PRESETS
+from tridecode.tools.bench.shapes.presets import PRESETS
 
 H200 = DEVICES["h200"]
 #: of weights in 8 and 4 bit; packed_table.py chooses them (test_packed_weight.py)

@@ -13,7 +13,7 @@ from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.configuration.engine_config_file import read_engine_parameters
 from tridecode.model_repo_templates.pbtxt import parse_model_config, string_parameters
 from tridecode.model_repo_templates.repository import repository_models
-from tridecode.tools.check_sequences import sequence_faults
+from tridecode.tools.checks.sequences import sequence_faults
 
 PLAIN = json.loads((Path(__file__).parent / "client_contracts.json").read_text())
 ALONE = {"contracts": ["interactive"]}

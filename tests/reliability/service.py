@@ -19,7 +19,7 @@ from rich.console import Console
 
 from tests.checkpoints import save, tiny_llama
 from tridecode.model_repo_templates.served import DEFAULT
-from tridecode.tools.build_repo import build_repo
+from tridecode.tools.build_repo.build import build_repo
 from tridecode.tools.serve.server_process import ServerProcess
 
 SHM = Path("/dev/shm")

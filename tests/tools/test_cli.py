@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from tests.checkpoints import save, tiny_llama, tiny_tokenizer
 from tests.tools.fake_server import FakeModel, fake_server, text_responses
 from tridecode.backend.base.errors import TridecodeError
-from tridecode.tools import check_repo
+from tridecode.tools.checks import repository as check_repo
 from tridecode.tools.cli import app
 from tridecode.tools.serve import serving
 from tridecode.tools.serve.server_process import running_server
@@ -179,7 +179,8 @@ def test_a_reader_that_leaves_ends_a_command_silently(tmp_path) -> None:
 def test_ctrl_c_while_stdin_is_read_ends_without_a_word() -> None:
     # a shell's background job, which the tests may be, ignores SIGINT and hands that on
     heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    code = "import tridecode.tools.generate, tridecode.tools.cli as c; print('up', flush=True); c.main()"
+    code = "import tridecode.tools.client.generate\nimport tridecode.tools.cli as c\n"
+    code += "print('up', flush=True); c.main()"
     command = [sys.executable, "-c", heed + code, "generate", "-p", "-"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE

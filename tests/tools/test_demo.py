@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from tests.checkpoints import save, tiny_llama, tiny_tokenizer
 from tridecode.backend.base.errors import CheckpointError, ConfigError
 from tridecode.tools import demo
-from tridecode.tools.build_repo import build_repo
+from tridecode.tools.build_repo.build import build_repo
 from tridecode.tools.cli import app
 
 ROOT = Path(__file__).parents[2]

@@ -30,7 +30,7 @@ from tridecode.backend.weights.reader import TORCH_DTYPES
 from tridecode.backend.wire.messages import SamplingParams
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
-from tridecode.converters.tokenizer import load_tokenizer
+from tridecode.converters.tokenizers.files import load_tokenizer
 from tridecode.tools.bench.reports.report import table, write_report
 from tridecode.tools.demo import packaged_model
 from tridecode.tools.progress import spinner

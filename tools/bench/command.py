@@ -21,7 +21,7 @@ app = typer.Typer(
 
 def _check_preset(name: str) -> str:
     """Before torch is imported."""
-    from tridecode.tools.bench.presets import preset
+    from tridecode.tools.bench.shapes.presets import preset
 
     preset(name)
     return name

@@ -12,8 +12,8 @@ from tridecode.tools.bench.engines.ours import weight_directory
 from tridecode.tools.bench.load.prompts import find_tokenizer, read_prompts
 from tridecode.tools.bench.load.workloads import MIX, mix_requests, workload_prompts
 from tridecode.tools.bench.measure import Job
-from tridecode.tools.bench.presets import QUANTIZATIONS
-from tridecode.tools.bench.presets import preset as find_preset
+from tridecode.tools.bench.shapes.presets import QUANTIZATIONS
+from tridecode.tools.bench.shapes.presets import preset as find_preset
 
 
 def make_job(preset: str, directory: Path | None, dtype: str | None, **fields: Any) -> Job:

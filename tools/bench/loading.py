@@ -31,9 +31,9 @@ from tridecode.backend.engine.device.engine import Engine
 from tridecode.backend.engine.device.resolved_settings import choose_device, resolve
 from tridecode.backend.engine.ranks.parallel import SingleRank
 from tridecode.backend.models import read_model_config
-from tridecode.tools.bench.presets import preset as find_preset
-from tridecode.tools.bench.random_files import weight_bytes, write_random_files
 from tridecode.tools.bench.reports.report import table, write_report
+from tridecode.tools.bench.shapes.presets import preset as find_preset
+from tridecode.tools.bench.shapes.random_files import weight_bytes, write_random_files
 from tridecode.tools.progress import spinner
 
 _READERS = 8  # threads, as many as the loader has

@@ -15,7 +15,7 @@ from typing import Any, Callable
 import numpy as np
 
 from tridecode.backend.configuration.model_config import ModelConfig
-from tridecode.tools.bench.presets import QUANTIZATIONS, preset, random_prompts
+from tridecode.tools.bench.shapes.presets import QUANTIZATIONS, preset, random_prompts
 
 #: (prompts, n, or one n for each) -> seconds until each prompt has exactly n new tokens, chosen greedily
 Generate = Callable[[Sequence[Sequence[int]], int | Sequence[int]], float]

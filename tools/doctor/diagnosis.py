@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tridecode.tools.checks.findings import Finding
 from tridecode.tools.doctor.fit import Fit, Place
 from tridecode.tools.doctor.machine import Machine, inspect_machine
 from tridecode.tools.doctor.machine_findings import machine_findings
@@ -18,7 +19,6 @@ from tridecode.tools.doctor.repository import (
     repository_findings,
     sharing_findings,
 )
-from tridecode.tools.findings import Finding
 
 
 @dataclass

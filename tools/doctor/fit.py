@@ -18,8 +18,8 @@ from tridecode.backend.engine.device.memory import (
     plan_ranks,
 )
 from tridecode.backend.engine.device.resolved_settings import CPU_CACHE_SHARE, USUAL_TOKENS, resolve
+from tridecode.tools.checks.findings import Finding
 from tridecode.tools.doctor.sizes import in_words
-from tridecode.tools.findings import Finding
 
 _LENGTHS = (128, 512, 2048, 8192, 32768, 131072)  # tokens of prompt and answer
 _MOST_RANKS = 64

@@ -6,11 +6,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tridecode.tools.checks.findings import Finding, one_line
 from tridecode.tools.doctor.diagnosis import Diagnosis
 from tridecode.tools.doctor.fit import Fit
 from tridecode.tools.doctor.machine import Machine
 from tridecode.tools.doctor.sizes import in_words
-from tridecode.tools.findings import Finding, one_line
 
 
 def print_report(found: Diagnosis, console: Console) -> None:

@@ -18,10 +18,10 @@ from tridecode.backend.models import read_model_config
 from tridecode.backend.weights.reader import MANIFEST_FILE, ManifestFile, WeightReader, file_sha256
 from tridecode.converters.progress import byte_progress
 from tridecode.model_repo_templates.pbtxt import parse_model_config, string_parameters
-from tridecode.tools.check_repo import MAX_CONFIG_BYTES, MAX_MODELS, UNREADABLE, check_repo
+from tridecode.tools.checks.findings import Finding
+from tridecode.tools.checks.repository import MAX_CONFIG_BYTES, MAX_MODELS, UNREADABLE, check_repo
 from tridecode.tools.doctor.fit import Fit, Place, fit, fit_findings
 from tridecode.tools.doctor.machine import Machine
-from tridecode.tools.findings import Finding
 
 _SAMPLED_FILES, _SAMPLED_BYTES = 16, 512 << 20
 _MAX_PROBLEMS = 50  # findings of damaged files

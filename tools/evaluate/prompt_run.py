@@ -15,9 +15,9 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from tridecode.backend.base.errors import ConfigError, EngineDownError, TridecodeError
 from tridecode.backend.wire.prompt_learning import P_TUNING, PREFIX_PROMPT
-from tridecode.tools.chat import find_tokenizer_dir
+from tridecode.tools.client.chat import find_tokenizer_dir
+from tridecode.tools.client.generate import grpc_address
 from tridecode.tools.evaluate.prompt_tasks import Item, Score, read_items, score
-from tridecode.tools.generate import grpc_address
 from tridecode.tools.progress import counter
 
 

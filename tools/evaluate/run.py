@@ -12,10 +12,10 @@ from tokenizers import Tokenizer
 
 from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.weights.reader import TORCH_DTYPES
-from tridecode.tools.chat import find_tokenizer_dir
+from tridecode.tools.client.chat import find_tokenizer_dir
+from tridecode.tools.client.generate import grpc_address
 from tridecode.tools.evaluate.lambada import DEFINITIONS, Question, questions, read_items
 from tridecode.tools.evaluate.served import ServedModel, ask, find_model
-from tridecode.tools.generate import grpc_address
 from tridecode.tools.progress import counter
 
 

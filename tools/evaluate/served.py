@@ -17,8 +17,8 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 from tridecode.backend.base.errors import EngineDownError, RequestError, TridecodeError
 from tridecode.model_repo_templates.contracts_in import with_advice
 from tridecode.model_repo_templates.pbtxt import data_type_name
+from tridecode.tools.client.triton_stream import NO_SERVER, plain_reason, stream_results
 from tridecode.tools.evaluate.lambada import Question
-from tridecode.tools.triton_stream import NO_SERVER, plain_reason, stream_results
 
 #: models of a repository, the recommended one first
 MODELS = ("fastertransformer", "fastertransformer_streaming", "tensorrt_llm_bls", "ensemble")

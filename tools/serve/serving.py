@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from tridecode.backend.base.errors import TridecodeError
 from tridecode.backend.supervisor import state_file
 from tridecode.model_repo_templates.contracts_in import in_words
-from tridecode.tools.generate import TEXT_MODELS
+from tridecode.tools.client.generate import TEXT_MODELS
 from tridecode.tools.serve import triton_access
 from tridecode.tools.serve.drain import Drain
 from tridecode.tools.serve.guarded_server import GuardedServer

@@ -1,7 +1,7 @@
 """A contract as a table of tensors: what a model takes and gives.
 
 From a table follow the tensors in config.pbtxt (model_repo_templates), the parsing of a request (`inputs`)
-and the tables in docs/reference/requests.md (`python -m tridecode.tools.request_docs --write`).
+and the tables in docs/reference/requests.md (`python -m tridecode.tools.generated_docs.requests --write`).
 """
 
 from __future__ import annotations

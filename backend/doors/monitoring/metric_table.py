@@ -1,8 +1,8 @@
 """The metrics of Tridecode on Triton's metrics page: one row each, and nothing else repeats a row.
 
 From the rows follow the page's HELP and TYPE lines (`door_metrics.py`) and the tables of
-docs/reference/metrics.md (`python -m tridecode.tools.metrics_docs --write`). Names follow Prometheus: base
-units, `_total` for totals.
+docs/reference/metrics.md (`python -m tridecode.tools.generated_docs.metrics --write`). Names follow
+Prometheus: base units, `_total` for totals.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Sequences of equal length that begin together end together. One step then computes all their prompts, and the
 steps between have a few rows, for which all weights are read. If prompts begin at different steps, decoding
 rows run in steps whose prompts take longer than reading the weights. So a step admits about as many tokens of
-prompts as the steps before it had on average, whatever the lengths are. The gain: tools/bench/step_model.py
-and docs/lab/loads.md.
+prompts as the steps before it had on average, whatever the lengths are. The gain:
+tools/bench/studies/step_model.py and docs/lab/loads.md.
 """
 
 from __future__ import annotations

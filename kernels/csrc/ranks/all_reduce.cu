@@ -13,7 +13,7 @@
 // Every rank adds in rank order in float32, so that all get the same bits.
 //
 // Bytes moved: (ranks - 1) * T * C * sizeof(X) in and out, and about 6 times that in local memory.
-// Bench: python -m tridecode.tools.bench.all_reduce (two GPUs)
+// Bench: python -m tridecode.tools.bench.studies.all_reduce (two GPUs)
 //
 // The push without flags is that of NCCL's LL protocols and of TensorRT-LLM's Lamport kernels.
 #include <cstring>

@@ -21,7 +21,7 @@
 // first unfinished row is running on every rank.
 //
 // Bytes moved: 2 * (ranks - 1) / ranks * T * C * sizeof(X) in and out; in one shot ranks - 1.
-// Bench: python -m tridecode.tools.bench.all_reduce --ranks 4
+// Bench: python -m tridecode.tools.bench.studies.all_reduce --ranks 4
 //
 // Two shots: a reduce-scatter and an all-gather, as in Thakur, Rabenseifner and Gropp 2005.
 #include "ranks/peer_rows.cuh"

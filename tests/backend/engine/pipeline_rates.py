@@ -31,7 +31,7 @@ from tridecode.backend.engine.ranks.parallel import ProcessRanks
 from tridecode.backend.supervisor.rank_link import RankStatus
 from tridecode.tools.bench.engines.ours import LoopRunner
 from tridecode.tools.bench.neighbours import Neighbours
-from tridecode.tools.bench.presets import preset
+from tridecode.tools.bench.shapes.presets import preset
 
 HIDDEN, LAYERS, VOCAB = 256, 8, 8192
 PROMPT = 16  # tokens

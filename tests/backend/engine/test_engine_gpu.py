@@ -19,7 +19,7 @@ from tests.backend.engine.offline_models import (
 from tests.backend.engine.test_sessions_gpu import run_ahead
 from tests.backend.hf_models import bloom, gpt2, gptneox, llama
 from tests.checkpoints import save
-from tests.converters.quantized_checkpoints import Case, fp8, save_quantized
+from tests.converters.sources.quantized_checkpoints import Case, fp8, save_quantized
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.device.resolved_settings import MORE_SLOTS
 from tridecode.backend.engine.offline import Generation, OfflineEngine, run_greedy

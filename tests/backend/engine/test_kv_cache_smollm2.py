@@ -13,7 +13,7 @@ from tridecode.backend.engine.offline import OfflineEngine
 from tridecode.backend.wire.messages import SamplingParams
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
-from tridecode.converters.tokenizer import load_tokenizer
+from tridecode.converters.tokenizers.files import load_tokenizer
 from tridecode.tools.demo import packaged_model
 
 TEXT = (

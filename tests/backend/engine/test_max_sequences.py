@@ -11,7 +11,7 @@ from tridecode.backend.base.errors import ConfigError
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.device.memory import LIBRARY_BYTES, plan_rank
 from tridecode.backend.engine.device.resolved_settings import resolve, spread_tokens
-from tridecode.tools.bench.presets import PRESETS
+from tridecode.tools.bench.shapes.presets import PRESETS
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 LLAMA = PRESETS["llama-3-8b"].model

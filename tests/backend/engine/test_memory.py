@@ -30,7 +30,7 @@ from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
 from tridecode.kernels import library, scratch
 from tridecode.kernels.build import source
-from tridecode.tools.bench.presets import PRESETS
+from tridecode.tools.bench.shapes.presets import PRESETS
 
 CPU = torch.device("cpu")
 CONFIG = EngineConfig(data_type="fp16", max_sequences=6, max_step_tokens=48, block_tokens=16, device="cpu")

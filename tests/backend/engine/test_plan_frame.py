@@ -284,7 +284,7 @@ def test_no_module_of_ours_reads_pickles_or_runs_texts():
     """eval(), exec(), pickle and its relatives; torch.load only with weights_only.
 
     Two modules read the pickles of torch.save, by an unpickler that looks up no name by itself and whose work
-    is bounded: tests/converters/test_torch_file.py, test_hostile_files.py.
+    is bounded: tests/converters/sources/test_torch_file.py, test_hostile_files.py.
     """
     modules = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
     unpicklers = {ROOT / "converters/sources" / name for name in ("torch_file.py", "pickle_limits.py")}

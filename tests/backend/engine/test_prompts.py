@@ -21,7 +21,7 @@ from tridecode.backend.wire.messages import SamplingParams, SequenceRequest, Ses
 from tridecode.backend.wire.prompt_learning import LearnedPrompt, PromptLimits, PromptTask
 
 TOKENS = 5
-#: its reference (converters/baichuan_reference.py) takes neither embeddings nor a cache
+#: its reference (converters/references/baichuan.py) takes neither embeddings nor a cache
 WITH_CACHE = [name for name in FAMILIES if name != "baichuan"]
 
 

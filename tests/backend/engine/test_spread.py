@@ -7,7 +7,7 @@ import pytest
 from tests.backend.engine.toy_device import Run, expected, limits
 from tridecode.backend.engine.schedule import planner
 from tridecode.backend.engine.step.plan import StepPlan, StepResult
-from tridecode.tools.bench.step_model import StepCost, simulate
+from tridecode.tools.bench.studies.step_model import StepCost, simulate
 
 #: reading the weights takes as long as multiplying 200 tokens
 COST = StepCost(weights=4.0, token=0.02, cached_token=0.0)

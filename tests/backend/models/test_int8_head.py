@@ -17,7 +17,7 @@ from tridecode.backend.engine.device.memory import plan_rank
 from tridecode.backend.engine.offline import run_greedy
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.converters.convert import plan_conversion
-from tridecode.tools.bench.presets import preset
+from tridecode.tools.bench.shapes.presets import preset
 
 NEW = 6
 PROMPTS = [[5], [7, 9, 11], list(range(20, 60))]

@@ -11,7 +11,7 @@ import torch
 from tests.backend.engine.offline_models import first_logits, hf_greedy, rounding_bound
 from tests.backend.models.test_quantized import FORMATS, NEW, PROMPTS, planned
 from tests.checkpoints import FAMILIES, save
-from tests.converters.quantized_checkpoints import gptq_case, save_quantized
+from tests.converters.sources.quantized_checkpoints import gptq_case, save_quantized
 from tests.quantized import rounded_model
 from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.offline import OfflineEngine, run_greedy

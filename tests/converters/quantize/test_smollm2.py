@@ -19,7 +19,7 @@ from tridecode.converters.quantize.gptq import gptq
 from tridecode.converters.quantize.methods import Method, method_of
 from tridecode.converters.quantize.rounding import Grid
 from tridecode.converters.quantize.statistics import InputStatistics
-from tridecode.converters.tokenizer import load_tokenizer
+from tridecode.converters.tokenizers.files import load_tokenizer
 from tridecode.kernels.formats.quantized import QuantizedWeight
 from tridecode.tools.demo import packaged_model
 

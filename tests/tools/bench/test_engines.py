@@ -25,7 +25,7 @@ from tridecode.tools.bench.load.workloads import (
     workload_prompts,
 )
 from tridecode.tools.bench.measure import Job, Run, Step, latencies, measure, steady_gaps, timing
-from tridecode.tools.bench.presets import random_prompts
+from tridecode.tools.bench.shapes.presets import random_prompts
 from tridecode.tools.cli import app
 
 

@@ -22,7 +22,7 @@ from tridecode.backend.base.errors import EngineDownError
 from tridecode.tools.bench.load.generator import choose_processes, run_load
 from tridecode.tools.bench.load.summary import summarise
 from tridecode.tools.bench.load.worker import LoadSpec, Record
-from tridecode.tools.bench.random_repo import toy_tokenizer
+from tridecode.tools.bench.shapes.random_repo import toy_tokenizer
 from tridecode.tools.cli import app
 
 TEXT = ("text_input", "max_tokens")

@@ -21,8 +21,8 @@ from tridecode.backend.weights.layout import WeightSpec
 from tridecode.backend.weights.reader import WeightReader
 from tridecode.backend.wire.messages import SamplingParams
 from tridecode.tools.bench import loading
-from tridecode.tools.bench.presets import preset
-from tridecode.tools.bench.random_files import RandomNumbers, weight_bytes, write_random_files
+from tridecode.tools.bench.shapes.presets import preset
+from tridecode.tools.bench.shapes.random_files import RandomNumbers, weight_bytes, write_random_files
 from tridecode.tools.cli import app
 
 

@@ -14,7 +14,7 @@ from tridecode.tools.bench.jobs import with_workload
 from tridecode.tools.bench.load.prompts import read_prompts, text_prompts
 from tridecode.tools.bench.load.workloads import workload_prompts
 from tridecode.tools.bench.measure import Job
-from tridecode.tools.bench.random_repo import toy_tokenizer
+from tridecode.tools.bench.shapes.random_repo import toy_tokenizer
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 64])

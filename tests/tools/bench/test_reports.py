@@ -11,11 +11,11 @@ from tests.tools.bench.pictures import ink
 from tridecode.tools.bench.load.command import LoadPlan, _Target, _title
 from tridecode.tools.bench.load.summary import summarise
 from tridecode.tools.bench.load.worker import Record
-from tridecode.tools.bench.presets import preset
-from tridecode.tools.bench.random_repo import write_random_repository
 from tridecode.tools.bench.reports import plots
 from tridecode.tools.bench.reports.plots import plot_batches, plot_load
 from tridecode.tools.bench.reports.report import command
+from tridecode.tools.bench.shapes.presets import preset
+from tridecode.tools.bench.shapes.random_repo import write_random_repository
 
 
 def test_pictures_are_png_files_with_curves(tmp_path) -> None:

@@ -21,8 +21,8 @@ from tridecode.tools.bench.load.generator import TOKEN_MODEL, choose_processes, 
 from tridecode.tools.bench.load.prompts import find_tokenizer, text_prompts
 from tridecode.tools.bench.load.worker import LoadSpec, Prompt
 from tridecode.tools.bench.measure import Generate, Job, Say, measure, one_length, silent
-from tridecode.tools.bench.random_repo import write_random_repository
-from tridecode.tools.generate import find_text_model
+from tridecode.tools.bench.shapes.random_repo import write_random_repository
+from tridecode.tools.client.generate import find_text_model
 from tridecode.tools.serve.server_process import running_server
 
 _READY_S = 900.0

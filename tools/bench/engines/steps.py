@@ -1,4 +1,4 @@
-"""Our engine without a server, and where the time of its steps goes: for tools/bench/ranks.py alone."""
+"""Our engine without a server, and where the time of its steps goes: for bench/studies/ranks.py alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tridecode.tools.bench.engines import BenchEngine
 from tridecode.tools.bench.engines.ours import described, open_engine
 from tridecode.tools.bench.loop_runner import LoopRunner
 from tridecode.tools.bench.measure import Job, measure
-from tridecode.tools.bench.presets import random_prompts
+from tridecode.tools.bench.shapes.presets import random_prompts
 
 _STEPS = 16  # of decoding, in the timeline
 

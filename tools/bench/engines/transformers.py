@@ -15,8 +15,8 @@ from tridecode.backend.engine.device.loader import DTYPES
 from tridecode.backend.engine.device.resolved_settings import choose_device
 from tridecode.converters.checkpoint import open_checkpoint
 from tridecode.tools.bench.engines import BenchEngine
-from tridecode.tools.bench.hf_config import hf_config
 from tridecode.tools.bench.measure import Job, measure, one_length
+from tridecode.tools.bench.shapes.hf_config import hf_config
 
 
 def bench_transformers(job: Job) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from typing import Any
 from transformers import AutoConfig
 
 from tridecode.tools.bench.engines import BenchEngine
-from tridecode.tools.bench.hf_config import hf_config
 from tridecode.tools.bench.measure import Job, measure, output_lengths
+from tridecode.tools.bench.shapes.hf_config import hf_config
 
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _MEMORY_FRACTION = 0.9

@@ -20,11 +20,11 @@ from tridecode.tools.bench.load.generator import TOKEN_MODEL, choose_processes, 
 from tridecode.tools.bench.load.prompts import find_tokenizer, read_prompts, text_prompts
 from tridecode.tools.bench.load.summary import LoadReport, summarise
 from tridecode.tools.bench.load.worker import LoadSpec, Prompt
-from tridecode.tools.bench.presets import random_prompts
 from tridecode.tools.bench.reports.plots import plot_load
 from tridecode.tools.bench.reports.report import environment, table, write_report
-from tridecode.tools.chat import served_repository
-from tridecode.tools.generate import find_text_model, grpc_address
+from tridecode.tools.bench.shapes.presets import random_prompts
+from tridecode.tools.client.chat import served_repository
+from tridecode.tools.client.generate import find_text_model, grpc_address
 from tridecode.tools.progress import counter
 
 

@@ -1,0 +1,1 @@
+"""GGUF files: the rules of their architectures, their hyperparameters and their tokenizers."""

@@ -1,0 +1,1 @@
+"""Reference models: transformers' networks with the tensors of a checkpoint or of a weight directory."""

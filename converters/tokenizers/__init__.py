@@ -1,0 +1,1 @@
+"""Tokenizers of checkpoints, written as files that the tokenizers library reads."""

@@ -1,0 +1,27 @@
+"""The table of docs/guides/quantization.md is what the plan of the memory gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tridecode.kernels import scratch
+from tridecode.tools.bench.studies.memory_table import CARDS, plan, rows, sequences, share
+
+DOCUMENT = Path(__file__).parents[4] / "docs" / "guides" / "quantization.md"
+
+
+def test_the_document_has_the_planned_figures(monkeypatch) -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    for line in (*rows("bloom-7b1"), *rows("llama-3-8b")):
+        assert line in text
+    assert "51.9 % of fp16's memory with 64 sequences and steps of 2,048 tokens (7.60 of 14.63\nGB)" in text
+    assert share(64, 2048).endswith("int8 takes 7.60 of 14.63 GB, 51.9%")
+    monkeypatch.setattr(scratch, "EXPANDED_WEIGHT_BYTES", 0)
+    assert "52.6 % (7.70 GB)" in text and share(64, 2048).endswith("int8 takes 7.70 of 14.63 GB, 52.6%")
+
+
+def test_an_8_bit_cache_holds_nearly_twice_as_many_sequences() -> None:
+    """A token of a head has 128 bytes and a scale of 4 in place of 256 bytes."""
+    half, whole = plan("bloom-7b1", "", False, "fp8"), plan("bloom-7b1", "", False, "auto")
+    assert half.block * 256 == whole.block * 132
+    assert sequences(half, CARDS[1]) > 1.9 * sequences(whole, CARDS[1])

@@ -1,0 +1,1 @@
+"""`tridecode adapters`: the folder of LoRA adapters of a model repository."""

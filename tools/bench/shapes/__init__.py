@@ -1,0 +1,1 @@
+"""Shapes of well-known models, and random weights of these shapes."""

@@ -1,0 +1,246 @@
+"""The commands `tridecode build-repo` and `tridecode check`."""
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+
+_source = partial(typer.Option, rich_help_panel="The source")
+_contracts = partial(typer.Option, rich_help_panel="Contracts and models")
+_quantised = partial(typer.Option, rich_help_panel="Quantisation")
+_compared = partial(typer.Option, rich_help_panel="Comparison with the source")
+
+
+def build_repo(
+    model: Annotated[
+        str, typer.Option(help="Checkpoint: a directory, a file or a hub id (docs/reference/sources.md).")
+    ],
+    output: Annotated[Path, typer.Option(help="The model repository to write.")],
+    tp: Annotated[int, typer.Option(min=1, help="tensor_para_size: GPUs that share each layer.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="pipeline_para_size: stages of layers.")] = 1,
+    dtype: Annotated[
+        Optional[str],
+        typer.Option(help="fp32, fp16 or bf16; default: the checkpoint's with a GPU, fp32 without."),
+    ] = None,
+    for_clients: Annotated[
+        Optional[str],
+        _contracts(
+            "--for",
+            metavar="CLIENTS",
+            help="fastertransformer, trtllm or vllm: sets --contract and --ensemble-owner for their clients.",
+        ),
+    ] = None,
+    contract: Annotated[
+        Optional[list[str]],
+        _contracts(
+            metavar="NAME[,NAME...]",
+            help="Contracts to serve (docs/guides/clients.md); default: fastertransformer,tensorrt_llm.",
+        ),
+    ] = None,
+    owner: Annotated[
+        Optional[list[str]],
+        _contracts(
+            metavar="CONTRACT[,CONTRACT...]", help="Keeps a model's name that several contracts have."
+        ),
+    ] = None,
+    ensemble_owner: Annotated[str, _contracts(help="The same for the model `ensemble` only.")] = "",
+    decoupled: Annotated[
+        Optional[list[str]],
+        _contracts(metavar="CONTRACT", help="Its models stream under their usual names; may be repeated."),
+    ] = None,
+    decoupled_fastertransformer: Annotated[
+        bool, _contracts("--decoupled-fastertransformer", help="`fastertransformer` itself streams.")
+    ] = False,
+    plain_text: Annotated[
+        bool, _contracts("--plain-text", help="The text model gives one response; _streaming streams.")
+    ] = False,
+    unbatched_text: Annotated[
+        bool,
+        _contracts("--unbatched-text", help="Add a text model, _unbatched, for shapes [1], not [1, 1]."),
+    ] = False,
+    exclude_input: Annotated[
+        bool,
+        _contracts("--exclude-input", help="Text models leave the prompt out of answers by default."),
+    ] = False,
+    uint32_text_inputs: Annotated[
+        bool,
+        _contracts("--uint32-text-inputs", help="max_tokens, top_k, beam_width as UINT32 (LangChain)."),
+    ] = False,
+    wrap_token_ids: Annotated[
+        bool,
+        _contracts("--wrap-token-ids", help="`tensorrt_llm` takes ids beyond the vocabulary modulo it."),
+    ] = False,
+    vllm_model: Annotated[
+        str, _contracts(metavar="NAME", help="Name of the model with vLLM's contract.")
+    ] = "vllm_model",
+    stand_ins: Annotated[
+        bool,
+        _contracts(
+            "--stand-ins",
+            help="Also models of the other contracts, which answer with the option to build them.",
+        ),
+    ] = False,
+    setting: Annotated[
+        Optional[list[str]],
+        typer.Option("--set", metavar="KEY=VALUE", help="Engine parameter, e.g. max_sequences=128."),
+    ] = None,
+    model_name: Annotated[
+        Optional[str], typer.Option(help="model_name in config.ini; default: the checkpoint's name.")
+    ] = None,
+    tokenizer: Annotated[Optional[Path], _source(help="Take the tokenizer from this folder.")] = None,
+    lora: Annotated[
+        Optional[Path], _source(help="Merge the LoRA adapter of this folder (PEFT's layout).")
+    ] = None,
+    parity: Annotated[
+        bool, _compared(help="Compare the result with transformers and write PARITY.json.")
+    ] = True,
+    reference: Annotated[
+        Optional[str],
+        _compared(help="Compare with this checkpoint: the one that a weight directory was made from."),
+    ] = None,
+    num_heads: Annotated[
+        Optional[int], _source(min=1, help="Attention heads of a Megatron checkpoint that does not say.")
+    ] = None,
+    prompts: Annotated[
+        Optional[list[Path]],
+        _source(help="NeMo archive or PEFT folder of prompt learning; may be repeated."),
+    ] = None,
+    quantize: Annotated[
+        Optional[str],
+        _quantised(
+            metavar="FORMAT",
+            help="Layers' matrices rounded to int8, int4 or fp8, with products in 8 bit to w8a8-int8, "
+            "w8a8-fp8 or w8a8-fp8-blocks (docs/guides/quantization.md); or calibrated: int4-awq, int4-tuned "
+            "(of the int4 methods the one with the least divergence, and the slowest to make), smoothquant, "
+            "smoothquant-gptq, or one of those with -gptq behind it (docs/guides/calibration.md); none: "
+            "expand quantised ones.",
+        ),
+    ] = None,
+    calibrate: Annotated[
+        Optional[Path],
+        _quantised(metavar="JSONL", help="Texts to calibrate with; default: a short built-in one."),
+    ] = None,
+    quantize_group: Annotated[
+        int, _quantised(min=8, max=65536, help="int4: inputs that share a scale and a zero.")
+    ] = 128,
+    tune_steps: Annotated[
+        int,
+        _quantised(
+            min=1,
+            max=100_000,
+            help="int4-tuned: steps for each layer, and two thirds as many for all together; fewer are less "
+            "accurate.",
+        ),
+    ] = 300,
+    quantize_floor: Annotated[
+        str,
+        _quantised(
+            metavar="KL,SHARE",
+            help="Refuse a quantised model with a higher mean KL (nats) or fewer equal greedy tokens.",
+        ),
+    ] = "0.5,0.5",
+    parity_text: Annotated[
+        Optional[Path],
+        _compared(metavar="JSONL", help="Compare on these texts, too: up to 4,096 tokens (PARITY.json)."),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the repository that exists at --output.")
+    ] = False,
+) -> None:
+    """Convert a checkpoint into a Triton model repository.
+
+    The repository appears only after it has matched transformers on fixed prompts (see PARITY.json).
+
+    \b
+    Example:
+      tridecode build-repo --model bigscience/bloom-560m --output models --set max_sequences=128
+    """
+    from tridecode.tools.build_repo import options  # without torch
+
+    contracts, ensemble_owner = options.contracts_of(for_clients, options.names(contract), ensemble_owner)
+    models: dict[str, Any] = {
+        "contracts": contracts,
+        "owners": options.names(owner),
+        "ensemble_owner": ensemble_owner,
+        "decoupled": options.names(decoupled),
+        "decoupled_fastertransformer": decoupled_fastertransformer,
+        "plain_text": plain_text,
+        "unbatched_text": unbatched_text,
+        "exclude_input": exclude_input,
+        "uint32_text_inputs": uint32_text_inputs,
+        "wrap_token_ids": wrap_token_ids,
+        "stand_ins": stand_ins,
+        "vllm_model": vllm_model,
+    }
+    settings = options.settings_of(setting)
+    degree = {"tensor_para_size": tp, "pipeline_para_size": pp}
+    options.check_repository(output, overwrite, dtype, models, {**settings, **degree})
+    quantization = options.quantization_of(quantize, quantize_group)
+    texts = options.calibration_texts(quantize, calibrate)
+    compared_text = options.given_text(parity_text, parity)
+    floor = options.floor_of(quantize_floor)
+    options.check_sources({"--tokenizer": tokenizer, "--lora": lora}, prompts or [])
+    source = options.source_path(model)
+    other = None if reference is None else options.source_path(reference)
+    if for_clients is not None:
+        typer.echo(f"--for {for_clients}: {options.PRESETS[for_clients].options()}")
+
+    from tridecode.tools.build_repo.build import build_repo as build
+    from tridecode.tools.build_repo.calibration import calibration_by
+
+    build(
+        source,
+        output,
+        tensor_para_size=tp,
+        pipeline_para_size=pp,
+        dtype=dtype,
+        **models,
+        model_name=model_name,
+        tokenizer=tokenizer,
+        lora=lora,
+        parity=parity,
+        reference=other,
+        num_heads=num_heads,
+        prompts=prompts or [],
+        overwrite=overwrite,
+        quantization=quantization,
+        keep_quantization=quantize != "none",
+        calibration=calibration_by(quantize, quantize_group, tune_steps, texts),
+        parity_text=compared_text,
+        quantization_floor=floor,
+        engine_settings=settings,
+    )
+
+
+def check(
+    repository: Annotated[Path, typer.Argument(help="A model repository.")],
+    checksums: Annotated[
+        bool, typer.Option("--checksums", help="Also read every weight file and compare its SHA-256.")
+    ] = False,
+) -> None:
+    """Find faults in a model repository.
+
+    Reads files only. Exit code: 0 without errors (warnings allowed), 1 with errors.
+
+    \b
+    Example:
+      tridecode check models --checksums
+    """
+    from tridecode.model_repo_templates.contracts_in import in_words
+    from tridecode.tools.checks.findings import no_repository
+
+    findings = [no_repository(repository)]
+    if repository.is_dir():
+        from tridecode.tools.checks.repository import check_repo  # imports torch
+
+        findings = check_repo(repository, checksums=checksums)
+    for finding in findings:
+        colour = typer.colors.RED if finding.severity == "error" else typer.colors.YELLOW
+        typer.secho(str(finding), fg=colour)
+    errors = sum(finding.severity == "error" for finding in findings)
+    if repository.is_dir():
+        typer.echo(f"contracts: {in_words(repository)}")
+    typer.echo(f"{repository}: errors: {errors}, warnings: {len(findings) - errors}")
+    if errors:
+        raise typer.Exit(1)

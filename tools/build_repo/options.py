@@ -1,0 +1,116 @@
+"""Checks the arguments of `build-repo` without torch and transformers: a wrong one is refused at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tridecode.backend.base.errors import ConfigError
+from tridecode.backend.configuration.model_config import DTYPES
+from tridecode.backend.weights.quantization import ROUNDED, Quantization
+from tridecode.converters.model_source import find_model
+from tridecode.converters.parity.grades import Floor
+from tridecode.converters.quantize.method_names import METHODS
+from tridecode.converters.quantize.texts import GivenText, read_given_text, read_texts
+from tridecode.model_repo_templates.repository import engine_texts, repository_models
+from tridecode.model_repo_templates.served import DEFAULT, PRESETS
+from tridecode.tools.build_repo.staging import check_output
+
+
+def check_repository(
+    output: Path,
+    overwrite: bool,
+    dtype: str | None,
+    models: Mapping[str, Any],
+    settings: Mapping[str, object],
+) -> None:
+    """ConfigError for a repository that cannot be written. models: arguments of repository_models. settings:
+    of the engine."""
+    check_output(output, overwrite)
+    repository_models(**models)
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}; wanted one of {', '.join(DTYPES)}")
+    engine_texts(settings, "engine settings")
+
+
+def check_sources(options: Mapping[str, Path | None], prompts: Iterable[Path]) -> None:
+    """ConfigError for a file or folder that does not exist. options: name of an option -> its path."""
+    named = [*options.items(), *(("--prompts", path) for path in prompts)]
+    for option, path in named:
+        if path is not None and not path.exists():
+            raise ConfigError(f"{option} {path}: no such file or folder")
+
+
+def source_path(model: str) -> str:
+    """The path of a checkpoint; one of the hub is downloaded. CheckpointError where there is none."""
+    return str(find_model(model))
+
+
+def contracts_of(preset: str | None, contracts: list[str], ensemble_owner: str) -> tuple[list[str], str]:
+    """--contract and --ensemble-owner: those of `--for preset`, or as given, DEFAULT for none."""
+    if preset is None:
+        return contracts or list(DEFAULT), ensemble_owner
+    if preset not in PRESETS:
+        raise ConfigError(f"--for {preset}: wanted one of {', '.join(PRESETS)}")
+    if contracts or ensemble_owner:
+        given = "--contract" if contracts else "--ensemble-owner"
+        raise ConfigError(f"--for {preset} sets {PRESETS[preset].options()}; leave {given} out, or --for")
+    return list(PRESETS[preset].contracts), PRESETS[preset].ensemble_owner
+
+
+def quantization_of(name: str | None, group: int) -> Quantization | None:
+    """The format of --quantize; None for one that needs calibration, and for "none"."""
+    if name is None or name in ("none", *METHODS):
+        return None
+    if name not in ROUNDED:
+        raise ConfigError(f"--quantize {name}: wanted one of {', '.join((*ROUNDED, *METHODS))}, none")
+    found = ROUNDED[name]
+    return replace(found, group=group) if found.weights == "int4" else found
+
+
+def calibration_texts(name: str | None, file: Path | None) -> list[str] | None:
+    """The texts of --calibrate; None without a file."""
+    if file is None:
+        return None
+    if name not in METHODS:
+        raise ConfigError(f"--calibrate {file} with --quantize {name}; wanted one of {', '.join(METHODS)}")
+    return read_texts(file)
+
+
+def given_text(file: Path | None, parity: bool) -> GivenText | None:
+    """The texts of --parity-text; None without a file."""
+    if file is None:
+        return None
+    if not parity:
+        raise ConfigError(f"--parity-text {file} with --no-parity: nothing would be compared")
+    return read_given_text(file)
+
+
+def floor_of(text: str) -> Floor:
+    """The value of --quantize-floor."""
+    try:
+        mean_kl, agreement = map(float, text.split(","))
+    except ValueError:
+        mean_kl = agreement = -1.0
+    if not (mean_kl >= 0 and 0 <= agreement <= 1):
+        wanted = "KL,SHARE with KL in nats from 0 and SHARE from 0 to 1, e.g. 0.5,0.5"
+        raise ConfigError(f"--quantize-floor {text}: wanted {wanted}")
+    return Floor(mean_kl, agreement)
+
+
+def names(texts: Iterable[str] | None) -> list[str]:
+    """The names of options such as `--contract a,b --contract c`."""
+    return [name.strip() for text in texts or [] for name in text.split(",") if name.strip()]
+
+
+def settings_of(texts: Iterable[str] | None) -> dict[str, str]:
+    """The values of --set KEY=VALUE."""
+    settings = {}
+    for text in texts or []:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set {text}: wanted KEY=VALUE, e.g. --set max_sequences=128")
+        settings[key.strip()] = value.strip()
+    return settings

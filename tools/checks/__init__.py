@@ -1,0 +1,1 @@
+"""`tridecode check`: faults of a model repository, found by reading its files."""

@@ -1,0 +1,1 @@
+"""Clients on the command line: `tridecode generate` and `tridecode send-request`."""

@@ -1,0 +1,151 @@
+"""The commands `tridecode generate`, `tridecode send-request` and `tridecode demo`."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+
+from tridecode.backend.base.errors import ConfigError
+from tridecode.tools.client.sampling_options import with_sampling_options
+
+
+@with_sampling_options
+def generate(
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="The text to continue; - reads stdin.")],
+    url: Annotated[
+        str, typer.Option("--url", "-u", help="host[:port] of the server's gRPC; port 8001.")
+    ] = "localhost:8001",
+    model: Annotated[
+        Optional[str],
+        typer.Option("--model", "-m", help="Default: tensorrt_llm_bls or ensemble, whichever is served."),
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put the prompt into the checkpoint's chat template, as a user.")
+    ] = False,
+    tokenizer: Annotated[
+        Optional[Path],
+        typer.Option(help="With --chat: repository or tokenizer folder; default: the one served here."),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most new tokens.")] = 128,
+    stop: Annotated[Optional[list[str]], typer.Option(help="Text that ends the answer; repeatable.")] = None,
+    bad: Annotated[
+        Optional[list[str]], typer.Option(help="Word that is never generated; repeatable.")
+    ] = None,
+    lora_name: Annotated[
+        Optional[str], typer.Option(help="LoRA adapter of the server; see `tridecode adapters`.")
+    ] = None,
+    stream: Annotated[bool, typer.Option(help="Print the text as it is generated.")] = True,
+    timeout_s: Annotated[
+        Optional[float], typer.Option(help="Give up after this many seconds without a response.")
+    ] = None,
+    *,
+    sampling: dict[str, Any],
+) -> None:
+    """Generate the continuation of a prompt.
+
+    Decoding is greedy unless --temperature, --top-k or --top-p is given. The text goes to stdout; the seed,
+    the time to the first token and the tokens per second go to stderr. Ctrl-C cancels the request.
+
+    \b
+    Example:
+      tridecode generate --prompt "The capital of France is" --temperature 0.7 --top-k 50
+      tridecode generate --prompt "What is gravity?" --chat
+    """
+    from tridecode.tools.client import generate as client
+
+    given = {
+        **sampling,
+        "max_tokens": max_tokens,
+        "stop_words": [_utf8("--stop", word) for word in stop or ()] or None,
+        "bad_words": [_utf8("--bad", word) for word in bad or ()] or None,
+        "lora_name": None if lora_name is None else _utf8("--lora-name", lora_name),
+    }
+    text: str | client.TemplatedPrompt
+    text = asked = _read_stdin() if prompt == "-" else _utf8("--prompt", prompt)
+    url = client.grpc_address(url)
+    if chat:
+        from tridecode.tools.client.chat import chat_prompt, find_tokenizer_dir
+
+        text = chat_prompt(find_tokenizer_dir(tokenizer, url), asked)
+    elif tokenizer is not None:
+        raise ConfigError("--tokenizer is for --chat: without it the prompt is sent as it is")
+    sampling = client.complete_sampling(given)
+    if given["seed"] is None and sampling["seed"] is not None:
+        typer.secho(f"seed {sampling['seed']}", dim=True, err=True)
+    if not stream:
+        typer.echo(client.infer_text(url, model, text, timeout_s=timeout_s, **sampling).text)
+        return
+    if not client.print_stream(client.stream_text(url, model, text, timeout_s=timeout_s, **sampling)):
+        raise typer.Exit(130)
+
+
+def send_request(
+    file: Annotated[Optional[Path], typer.Argument(help="A JSON request file.")] = None,
+    params: Annotated[Optional[str], typer.Option(help="JSON that is merged over the file.")] = None,
+    timeout_s: Annotated[
+        Optional[float], typer.Option(help="Give up after this many seconds without a response.")
+    ] = None,
+) -> None:
+    """Send a JSON request file of FasterTransformer's client.
+
+    Prints every tensor of the response, or one line per response of a stream.
+
+    \b
+    Example:
+      tridecode send-request sample_request.json --params '{"config": {"url": "localhost:9000"}}'
+    """
+    from rich.console import Console
+
+    from tridecode.tools.client import send_request as sender
+
+    request = sender.read_request(file, None if params is None else _utf8("--params", params))
+    show = sender.show_streamed if request.stream_api else sender.show
+    console = Console()
+    for answer in sender.send_request(request, timeout_s):
+        show(answer, console)
+
+
+def demo(
+    model: Annotated[
+        Optional[str], typer.Option(help="Hugging Face directory, hub id or .gguf; default: SmolLM2-135M.")
+    ] = None,
+    prompt: Annotated[Optional[str], typer.Option("--prompt", "-p", help="The question to answer.")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most new tokens.")] = 128,
+    cache: Annotated[Path, typer.Option(help="Folder that keeps the converted repository.")] = Path("demo"),
+) -> None:
+    """Convert a small model, serve it and answer one prompt.
+
+    \b
+    Example:
+      tridecode demo --prompt "Explain gravity to a child."
+    """
+    question = None if prompt is None else _utf8("--prompt", prompt)
+    if model is not None:
+        from tridecode.converters.model_source import find_model, is_hub_id
+
+        if not is_hub_id(model):
+            find_model(model)  # refuses a path that does not exist
+
+    from tridecode.tools import demo as show  # imports torch
+
+    raise typer.Exit(show.run_demo(model, question, max_tokens=max_tokens, cache=cache))
+
+
+def _read_stdin() -> str:
+    """All of stdin, less the one newline that `echo` adds."""
+    return _decode("stdin", sys.stdin.buffer.read()).removesuffix("\n")
+
+
+def _utf8(name: str, text: str) -> str:
+    """An argument as it was typed; its bytes that are not UTF-8 came in as surrogates."""
+    return _decode(name, os.fsencode(text))
+
+
+def _decode(name: str, data: bytes) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        found = f"byte {error.start} is 0x{data[error.start]:02x}"
+        raise ConfigError(f"{name} is not UTF-8: {found}; wanted UTF-8 text") from None

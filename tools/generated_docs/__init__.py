@@ -1,0 +1,1 @@
+"""Tables of docs/reference that are written from the code which they describe."""
