@@ -24,7 +24,6 @@ READY := $(VENV)/.ready-$(KEY)
 READY_DEV := $(VENV)/.ready-dev-$(KEY)
 ARCH ?= $(if $(GPU),native,all)
 CSRC = $(shell find kernels/csrc -type f)
-CLANG_STYLE := {BasedOnStyle: Google, ColumnLimit: 100}
 PACKAGES := backend converters kernels model_repo_templates tools
 BENCH ?= $(if $(GPU),server --preset bloom-7b1,server --preset smollm2-135m --streams 1,4 --prompt-tokens 64)
 
@@ -67,12 +66,12 @@ lint: $(READY_DEV) ## check with ruff, tests/prose.py (comments in plain English
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/python -m tests.prose
-	@$(if $(CSRC),$(BIN)/clang-format --style='$(CLANG_STYLE)' --dry-run --Werror $(CSRC))
+	@$(if $(CSRC),$(BIN)/clang-format --dry-run --Werror $(CSRC))
 
 format: $(READY_DEV) ## format with ruff and clang-format
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
-	@$(if $(CSRC),$(BIN)/clang-format --style='$(CLANG_STYLE)' -i $(CSRC))
+	@$(if $(CSRC),$(BIN)/clang-format -i $(CSRC))
 
 typecheck: $(READY_DEV) ## mypy
 	@mkdir -p .typing && ln -sfn .. .typing/tridecode
