@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tridecode.kernels.formats.quantized import LOW_STEPS, QuantizedWeight
-from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear
+from tridecode.kernels.operands import Batch, CacheLayer, Heads, Linear
 from tridecode.kernels.reference import Reference, cached_keys, causal_attention
 
 log = logging.getLogger("tridecode.engine")

@@ -17,7 +17,7 @@ from tridecode.kernels.cuda_sampling import CudaSampling, SharedIds
 from tridecode.kernels.formats.quantized import QuantizedWeight, check_int8_table
 from tridecode.kernels.gemm.gemms import Gemms
 from tridecode.kernels.gpu import DTYPES, Gpu, contiguous, pointer
-from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm, Product
+from tridecode.kernels.operands import Batch, CacheLayer, Heads, Linear, Norm, Product
 from tridecode.kernels.peer_sums import PeerSums
 from tridecode.kernels.reference import beam_candidates
 from tridecode.kernels.sampling_state import SamplingState, SlotRows

@@ -9,7 +9,7 @@ from tridecode.kernels.checks import ShapeError, indices, match, same_dtype
 from tridecode.kernels.gemm.call import check_qkv, fields_of_heads
 from tridecode.kernels.gemm.kind import finish_heads
 from tridecode.kernels.gpu import DTYPES, Gpu, cache_fields, check_cache, pointer
-from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear
+from tridecode.kernels.operands import Batch, CacheLayer, Heads, Linear
 from tridecode.kernels.reference import Reference
 from tridecode.kernels.scratch import NUM_COUNTERS
 

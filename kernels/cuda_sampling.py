@@ -10,8 +10,8 @@ from torch import Tensor
 from tridecode.kernels.checks import DtypeError, ShapeError, indices, match
 from tridecode.kernels.gpu import Gpu
 from tridecode.kernels.library import KernelError
-from tridecode.kernels.ops import SamplingState
 from tridecode.kernels.peer_sums import PeerSums
+from tridecode.kernels.sampling_state import SamplingState
 
 
 @dataclass(frozen=True)

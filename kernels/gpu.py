@@ -15,7 +15,7 @@ from tridecode.kernels.gemm.packed_table import choose_packed
 from tridecode.kernels.gemm.plan import Device, Plan
 from tridecode.kernels.gemm.table import choose
 from tridecode.kernels.library import KernelError, Library, current_stream
-from tridecode.kernels.ops import CacheLayer, Heads, Norm
+from tridecode.kernels.operands import CacheLayer, Heads, Norm
 from tridecode.kernels.paths import paths
 from tridecode.kernels.scratch import EXCHANGE_BYTES, NUM_COUNTERS, SUM_BYTES
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from tridecode.kernels.checks import ShapeError, match, same_dtype
 from tridecode.kernels.gpu import DTYPES, Gpu, pointer
 from tridecode.kernels.library import current_stream
-from tridecode.kernels.ops import Norm
+from tridecode.kernels.operands import Norm
 from tridecode.kernels.scratch import PeerLimits, peer_limits, peers_unsupported, plan_peers
 
 HANDLE_BYTES = 64  # of cudaIpcMemHandle_t

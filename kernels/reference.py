@@ -16,19 +16,10 @@ from torch import Tensor
 from tridecode.kernels.checks import ShapeError, indices, match, same_dtype
 from tridecode.kernels.formats.kv_rounding import expanded, rounded
 from tridecode.kernels.formats.quantized import QuantizedWeight, as_rounded, check_int8_table
-from tridecode.kernels.ops import (
-    Batch,
-    CacheLayer,
-    Heads,
-    Linear,
-    Norm,
-    Product,
-    Rope,
-    SamplingState,
-)
+from tridecode.kernels.operands import Batch, CacheLayer, Heads, Linear, Norm, Product, Rope
 from tridecode.kernels.philox import uniforms
 from tridecode.kernels.sampling_rules import WholeRows, greedy, kept_ids, process, remember, unchanged
-from tridecode.kernels.sampling_state import BROKEN_LOGITS, NO_TOKEN, SlotRows, records
+from tridecode.kernels.sampling_state import BROKEN_LOGITS, NO_TOKEN, SamplingState, SlotRows, records
 
 #: queries of a prefill row that are scored at a time; bounds the memory of the scores
 _QUERY_CHUNK = 256

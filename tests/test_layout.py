@@ -78,6 +78,7 @@ ALLOWED = {
         "backend.weights.quantization",
         "backend.wire.prompt_learning",
         "backend.wire.sampling_params",
+        "kernels.operands",
         "kernels.ops",
         "kernels.formats.quantized",
         "kernels.formats.round_to_nearest",

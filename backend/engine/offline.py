@@ -37,7 +37,7 @@ from tridecode.backend.wire.messages import (
     TopLogProbs,
 )
 from tridecode.backend.wire.prompt_learning import LearnedPrompt
-from tridecode.kernels.ops import Heads
+from tridecode.kernels.operands import Heads
 
 _DOOR = b"offline"
 

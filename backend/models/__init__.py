@@ -23,8 +23,9 @@ from tridecode.backend.weights.layout import WeightSpec
 from tridecode.backend.weights.quantization import stored_specs
 
 if TYPE_CHECKING:
+    from tridecode.backend.models.context import Ranks
     from tridecode.backend.models.decoder import Decoder
-    from tridecode.backend.models.layers import Ranks, Weights
+    from tridecode.backend.models.weights import Weights
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ from __future__ import annotations
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models import Family, llama
 from tridecode.backend.models.config_ini import IniSection, read_common
-from tridecode.backend.models.layers import Ranks, alibi_slopes
+from tridecode.backend.models.context import Ranks
+from tridecode.backend.models.layers import alibi_slopes
 from tridecode.backend.models.rope_ini import read_rope, rope_keys
-from tridecode.kernels.ops import Heads
+from tridecode.kernels.operands import Heads
 
 
 def read(section: IniSection, tied_head: bool) -> ModelConfig:

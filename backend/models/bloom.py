@@ -11,19 +11,13 @@ from tridecode.backend.base.errors import UnsupportedError
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models import Family
 from tridecode.backend.models.config_ini import IniSection
+from tridecode.backend.models.context import Context, Ranks, Rows
 from tridecode.backend.models.decoder import Decoder
 from tridecode.backend.models.gpt import gpt_section_keys, has_flags, read_gpt_section
-from tridecode.backend.models.layers import (
-    Context,
-    Ranks,
-    Rows,
-    Weights,
-    add_linears,
-    alibi_slopes,
-    attention,
-)
+from tridecode.backend.models.layers import add_linears, alibi_slopes, attention
 from tridecode.backend.models.specs import Layout
-from tridecode.kernels.ops import CacheLayer, Heads
+from tridecode.backend.models.weights import Weights
+from tridecode.kernels.operands import CacheLayer, Heads
 
 FLAGS = {
     "has_positional_encoding": False,

@@ -14,12 +14,9 @@ import torch
 from torch import Tensor
 
 from tridecode.backend.configuration.model_config import ModelConfig, check_ranks
+from tridecode.backend.models.context import Context, Ranks, Rows
 from tridecode.backend.models.layers import (
-    Context,
     Following,
-    Ranks,
-    Rows,
-    Weights,
     add_and_norm,
     add_linears,
     add_normed,
@@ -30,9 +27,10 @@ from tridecode.backend.models.layers import (
 )
 from tridecode.backend.models.rope import rope_table
 from tridecode.backend.models.specs import HEAD_NORMS, Layout
+from tridecode.backend.models.weights import Weights
 from tridecode.backend.weights.layout import VocabShare, stage_layers
 from tridecode.kernels.formats.quantized import QuantizedWeight
-from tridecode.kernels.ops import CacheLayer, DecoderLayer, Heads, Linear, Norm
+from tridecode.kernels.operands import CacheLayer, DecoderLayer, Heads, Linear, Norm
 
 
 class Decoder:

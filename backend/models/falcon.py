@@ -18,12 +18,14 @@ from tridecode.backend.models.config_ini import (
     read_common,
     read_kv_heads,
 )
+from tridecode.backend.models.context import Context, Ranks
 from tridecode.backend.models.decoder import Decoder
-from tridecode.backend.models.layers import Context, Ranks, Weights, alibi_slopes
+from tridecode.backend.models.layers import alibi_slopes
 from tridecode.backend.models.rope_ini import read_rope, rope_keys
 from tridecode.backend.models.specs import Layout
+from tridecode.backend.models.weights import Weights
 from tridecode.backend.weights.layout import WeightSpec
-from tridecode.kernels.ops import CacheLayer, Heads, Norm
+from tridecode.kernels.operands import CacheLayer, Heads, Norm
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from torch import Tensor
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models import Family, llama
 from tridecode.backend.models.config_ini import IniSection
-from tridecode.backend.models.layers import Context, Ranks, Weights
+from tridecode.backend.models.context import Context, Ranks
 from tridecode.backend.models.llama import LAYOUT, llama_fields, llama_keys
+from tridecode.backend.models.weights import Weights
 
 
 def read(section: IniSection, tied_head: bool) -> ModelConfig:

@@ -11,11 +11,12 @@ from torch import Tensor
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models import Family, gemma
 from tridecode.backend.models.config_ini import IniSection, read_windows, window_keys
-from tridecode.backend.models.layers import Context, Ranks, Weights
+from tridecode.backend.models.context import Context, Ranks
 from tridecode.backend.models.llama import GATED, llama_fields, llama_keys
 from tridecode.backend.models.specs import Layout, norm_specs
+from tridecode.backend.models.weights import Weights
 from tridecode.backend.weights.layout import WeightSpec
-from tridecode.kernels.ops import CacheLayer, Heads
+from tridecode.kernels.operands import CacheLayer, Heads
 
 LAYOUT = Layout(
     norm_bias=False, up=("gate_proj", "up_proj"), down="down_proj", mlp_norm="pre_feedforward_layernorm"

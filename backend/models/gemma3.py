@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from tridecode.backend.configuration.model_config import RopeConfig
 from tridecode.backend.models import Family, gemma2
 from tridecode.backend.models.config_ini import IniSection
+from tridecode.backend.models.context import Ranks
 from tridecode.backend.models.gemma2 import Gemma2Config, gemma2_fields
-from tridecode.backend.models.layers import Ranks, Weights
 from tridecode.backend.models.rope import rope_table
 from tridecode.backend.models.rope_ini import read_rope, rope_keys
 from tridecode.backend.models.specs import head_norm_specs
+from tridecode.backend.models.weights import Weights
 from tridecode.backend.weights.layout import WeightSpec
-from tridecode.kernels.ops import Heads
+from tridecode.kernels.operands import Heads
 
 #: section of the same file: the keys of read_rope for the layers with a window
 LOCAL = "local_"

@@ -18,10 +18,12 @@ from tridecode.backend.models.config_ini import (
     read_attention_scale,
     read_common,
 )
+from tridecode.backend.models.context import Context, Ranks
 from tridecode.backend.models.decoder import Decoder
-from tridecode.backend.models.layers import Context, Ranks, Weights, attention_scale
+from tridecode.backend.models.layers import attention_scale
 from tridecode.backend.models.specs import Layout
-from tridecode.kernels.ops import CacheLayer, Heads
+from tridecode.backend.models.weights import Weights
+from tridecode.kernels.operands import CacheLayer, Heads
 
 LAYOUT = Layout(positions=True)
 #: the flags that tell the families of this section apart; FasterTransformer's defaults are GPT-2

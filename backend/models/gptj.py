@@ -13,11 +13,11 @@ from torch import Tensor
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models import Family
 from tridecode.backend.models.config_ini import ACTIVATION_NAMES, ACTIVATIONS, IniSection, read_common
+from tridecode.backend.models.context import Context
 from tridecode.backend.models.decoder import Decoder
-from tridecode.backend.models.layers import Context
 from tridecode.backend.models.rope_ini import read_rope, rope_keys
 from tridecode.backend.models.specs import Layout
-from tridecode.kernels.ops import CacheLayer
+from tridecode.kernels.operands import CacheLayer
 
 LAYOUT = Layout(mlp_norm="input_layernorm")
 

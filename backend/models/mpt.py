@@ -15,10 +15,12 @@ from tridecode.backend.models.config_ini import (
     read_attention_scale,
     read_common,
 )
+from tridecode.backend.models.context import Context, Ranks
 from tridecode.backend.models.decoder import Decoder
-from tridecode.backend.models.layers import Context, Ranks, Weights, alibi_slopes
+from tridecode.backend.models.layers import alibi_slopes
 from tridecode.backend.models.specs import Layout
-from tridecode.kernels.ops import CacheLayer, Heads, Norm
+from tridecode.backend.models.weights import Weights
+from tridecode.kernels.operands import CacheLayer, Heads, Norm
 
 LAYOUT = Layout(norm_bias=False)
 ACTIVATION = "gelu"
@@ -26,7 +28,7 @@ ACTIVATION = "gelu"
 
 @dataclass(frozen=True)
 class MptConfig(ModelConfig):
-    """alibi_bias_max: of layers.alibi_slopes. qkv_limit: as in kernels.ops.Heads."""
+    """alibi_bias_max: of layers.alibi_slopes. qkv_limit: as in kernels.operands.Heads."""
 
     alibi_bias_max: float = 8.0
     qkv_limit: float = 0.0

@@ -15,13 +15,14 @@ from torch import Tensor
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models import Family
 from tridecode.backend.models.config_ini import ACTIVATION_NAMES, ACTIVATIONS, IniSection, read_common
+from tridecode.backend.models.context import Context, Ranks
 from tridecode.backend.models.gpt import GPT2_FLAGS, has_flags, is_opt
 from tridecode.backend.models.gpt import Model as GptModel
-from tridecode.backend.models.layers import Context, Ranks, Weights
 from tridecode.backend.models.specs import Layout
+from tridecode.backend.models.weights import Weights
 from tridecode.backend.weights.layout import WeightSpec
 from tridecode.kernels.formats.quantized import QuantizedWeight
-from tridecode.kernels.ops import CacheLayer, Linear, Norm
+from tridecode.kernels.operands import CacheLayer, Linear, Norm
 
 RESIDUALS = {"pre_layernorm": "sequential", "post_layernorm": "post_norm"}
 PROJECTIONS = "model.project_in.weight", "model.project_out.weight"

@@ -6,9 +6,10 @@ from __future__ import annotations
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models import Family, llama
 from tridecode.backend.models.config_ini import IniSection, read_windows, window_keys
-from tridecode.backend.models.layers import Ranks, Weights
+from tridecode.backend.models.context import Ranks
 from tridecode.backend.models.llama import LAYOUT, llama_fields, llama_keys
 from tridecode.backend.models.specs import head_norm_specs
+from tridecode.backend.models.weights import Weights
 from tridecode.backend.weights.layout import WeightSpec
 
 

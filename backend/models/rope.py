@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tridecode.backend.configuration.model_config import RopeConfig
-from tridecode.kernels.ops import Rope
+from tridecode.kernels.operands import Rope
 
 
 def rope_table(rope: RopeConfig, num_positions: int, device: torch.device, long_prompt: int = 0) -> Rope:

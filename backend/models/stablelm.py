@@ -10,13 +10,14 @@ from torch import Tensor
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models import Family
 from tridecode.backend.models.config_ini import ACTIVATION_NAMES, ACTIVATIONS, IniSection, read_grouped
+from tridecode.backend.models.context import Context, Ranks
 from tridecode.backend.models.decoder import Decoder
-from tridecode.backend.models.layers import Context, Ranks, Weights
 from tridecode.backend.models.llama import GATED
 from tridecode.backend.models.rope_ini import read_rope, rope_keys
 from tridecode.backend.models.specs import HEAD_NORMS, Layout
+from tridecode.backend.models.weights import Weights
 from tridecode.backend.weights.layout import WeightSpec
-from tridecode.kernels.ops import CacheLayer
+from tridecode.kernels.operands import CacheLayer
 
 
 @dataclass(frozen=True)

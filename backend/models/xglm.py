@@ -14,10 +14,11 @@ from torch import Tensor
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models import Family
 from tridecode.backend.models.config_ini import ACTIVATION_NAMES, ACTIVATIONS, IniSection, read_common
+from tridecode.backend.models.context import Context, Ranks
 from tridecode.backend.models.decoder import Decoder
-from tridecode.backend.models.layers import Context, Ranks, Weights
 from tridecode.backend.models.specs import Layout
-from tridecode.kernels.ops import CacheLayer
+from tridecode.backend.models.weights import Weights
+from tridecode.kernels.operands import CacheLayer
 
 LAYOUT = Layout()
 #: position 0 has the angles of index 2

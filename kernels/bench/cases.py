@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tridecode.kernels import ops as o
 from tridecode.kernels.bench.measure import Result, microseconds, over
 from tridecode.kernels.bench.shapes import SHAPES, ModelShape
 from tridecode.kernels.cuda import Cuda
@@ -22,16 +21,8 @@ from tridecode.kernels.formats.round_to_nearest import round_to_nearest
 from tridecode.kernels.gemm.chain import MOST_TOKENS
 from tridecode.kernels.gemm.plan import Gemm, Plan
 from tridecode.kernels.gemm.table import choose_8_bit
-from tridecode.kernels.ops import (
-    Batch,
-    CacheLayer,
-    DecoderLayer,
-    Heads,
-    Linear,
-    Norm,
-    Product,
-    SamplingState,
-)
+from tridecode.kernels.operands import Batch, CacheLayer, DecoderLayer, Heads, Linear, Norm, Product, Rope
+from tridecode.kernels.sampling_state import SamplingState
 
 HALF = torch.float16
 
@@ -469,7 +460,7 @@ class Bench:
         )
         if gated:
             angles = torch.rand(1024, 64, device=self.device)
-            shape = Heads(heads, kv_heads, 128, 128**-0.5, o.Rope(angles.cos(), angles.sin()))
+            shape = Heads(heads, kv_heads, 128, 128**-0.5, Rope(angles.cos(), angles.sin()))
 
         def linear(outputs: int, inputs: int) -> Linear:
             return Linear(

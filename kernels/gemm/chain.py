@@ -13,7 +13,7 @@ from tridecode.kernels.gemm.call import Call, check_call
 from tridecode.kernels.gemm.kind import WeightKind
 from tridecode.kernels.gemm.table_sm90 import CHAIN_TOKENS, chain_tokens
 from tridecode.kernels.gpu import ACTIVATIONS, DTYPES, Gpu, pointer
-from tridecode.kernels.ops import Product
+from tridecode.kernels.operands import Product
 from tridecode.kernels.scratch import EXCHANGE_BYTES
 
 #: limits of the kernel

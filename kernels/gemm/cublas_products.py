@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tridecode.kernels.gemm.call import Call
 from tridecode.kernels.gpu import ACTIVATIONS, DTYPES, Gpu, pointer
-from tridecode.kernels.ops import Linear
+from tridecode.kernels.operands import Linear
 
 #: product_format of gemm_library_epilogue, of results in another dtype than X
 _PRODUCT_FORMATS = {torch.float32: 1, torch.int32: 2}

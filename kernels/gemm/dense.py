@@ -8,7 +8,7 @@ from tridecode.kernels.gemm.call import Call
 from tridecode.kernels.gemm.cublas_products import CublasProducts
 from tridecode.kernels.gemm.kind import WeightKind
 from tridecode.kernels.gpu import Gpu, norm_fields, plan_fields
-from tridecode.kernels.ops import Linear
+from tridecode.kernels.operands import Linear
 
 
 class Dense(WeightKind):

@@ -18,7 +18,7 @@ from tridecode.kernels.gemm.cublas_products import CublasProducts, Rows
 from tridecode.kernels.gemm.kind import WeightKind
 from tridecode.kernels.gemm.packed_table import PACKED_TOKENS
 from tridecode.kernels.gpu import DTYPES, Gpu
-from tridecode.kernels.ops import Linear
+from tridecode.kernels.operands import Linear
 from tridecode.kernels.scratch import expanded_rows
 
 

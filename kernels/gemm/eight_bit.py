@@ -22,7 +22,7 @@ from tridecode.kernels.gemm.plan import Gemm
 from tridecode.kernels.gemm.table import choose
 from tridecode.kernels.gemm.table_sm90 import ROUNDED_HEADS, ROUNDED_TOKENS, fuses_heads_sm90, library_rows
 from tridecode.kernels.gpu import DTYPES, Gpu, aligned, plan_fields, pointer
-from tridecode.kernels.ops import Heads, Linear, Norm
+from tridecode.kernels.operands import Heads, Linear, Norm
 from tridecode.kernels.scratch import row_scale_bytes
 
 

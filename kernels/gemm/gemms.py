@@ -17,7 +17,7 @@ from tridecode.kernels.gemm.kind import WeightKind, finish_heads
 from tridecode.kernels.gemm.packed import Int4, Packed
 from tridecode.kernels.gemm.packing import pack_linear
 from tridecode.kernels.gpu import Gpu
-from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm, Product
+from tridecode.kernels.operands import Batch, CacheLayer, Heads, Linear, Norm, Product
 
 
 class Gemms:

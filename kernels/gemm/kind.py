@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tridecode.kernels.gemm.call import Call
 from tridecode.kernels.gpu import ACTIVATIONS, DTYPES, Gpu
-from tridecode.kernels.ops import Heads, Linear
+from tridecode.kernels.operands import Heads, Linear
 from tridecode.kernels.reference import activated, change_qkv
 
 

@@ -12,7 +12,7 @@ from tridecode.kernels.gemm.dequantised import DequantisedKind
 from tridecode.kernels.gemm.eight_bit import quantize_rows
 from tridecode.kernels.gemm.plan import Plan
 from tridecode.kernels.gpu import norm_fields, plan_fields
-from tridecode.kernels.ops import Linear
+from tridecode.kernels.operands import Linear
 
 
 class Packed(DequantisedKind):

@@ -30,7 +30,7 @@ from tridecode.kernels.formats.packed_weight import (
     pack,
 )
 from tridecode.kernels.formats.quantized import QuantizedWeight, operand, stays_in_8_bit
-from tridecode.kernels.ops import Linear
+from tridecode.kernels.operands import Linear
 from tridecode.kernels.scratch import expanded_weight_bytes
 
 log = logging.getLogger("tridecode.engine")

@@ -23,7 +23,7 @@ from transformers import (
 
 from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.models import family
-from tridecode.backend.models.layers import Weights
+from tridecode.backend.models.weights import Weights
 from tridecode.converters.families import family_of
 from tridecode.converters.rules import plan_conversions
 from tridecode.kernels.ops import Ops

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.conftest import Place
-from tridecode.kernels.ops import Batch, CacheLayer, Heads
+from tridecode.kernels.operands import Batch, CacheLayer, Heads
 
 
 def make_heads(place: Place, num_heads: int, num_kv_heads: int, head_size: int, alibi: bool = False) -> Heads:

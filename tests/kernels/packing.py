@@ -6,7 +6,7 @@ import torch
 
 from tridecode.kernels.cuda import Cuda
 from tridecode.kernels.gemm.packing import pack_linear
-from tridecode.kernels.ops import Linear
+from tridecode.kernels.operands import Linear
 
 
 def in_granules(ops: Cuda, linear: Linear, dtype: torch.dtype) -> Linear:

@@ -11,7 +11,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from tridecode.kernels.ops import Norm
+from tridecode.kernels.operands import Norm
 from tridecode.kernels.scratch import PeerLimits
 
 ONE_SHOT, TWO_SHOTS = PeerLimits(8, 1 << 30, 0), PeerLimits(8, 0, 1 << 30)

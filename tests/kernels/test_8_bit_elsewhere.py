@@ -15,7 +15,7 @@ from tests.kernels.test_w8a8 import assert_product, make_linear, product64
 from tridecode.kernels.gemm.plan import Plan
 from tridecode.kernels.gemm.table import choose
 from tridecode.kernels.library import KernelError
-from tridecode.kernels.ops import Linear, Norm
+from tridecode.kernels.operands import Linear, Norm
 
 pytestmark = pytest.mark.gpu
 

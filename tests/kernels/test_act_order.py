@@ -17,7 +17,7 @@ from tests.kernels.test_linear import HeadsCase, make_heads, norm64
 from tests.kernels.test_packed_weight import quantized, read_back
 from tridecode.kernels.formats.packed_weight import PackedWeight, has_uneven_groups, not_packed, pack
 from tridecode.kernels.formats.quantized import QuantizedWeight
-from tridecode.kernels.ops import Linear, Norm
+from tridecode.kernels.operands import Linear, Norm
 from tridecode.kernels.scratch import arena_bytes
 
 DTYPES = [torch.float16, torch.bfloat16]

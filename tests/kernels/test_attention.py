@@ -10,7 +10,7 @@ import torch
 from tests.kernels.batches import attend, context_of, make_batch, make_cache, make_heads
 from tests.kernels.conftest import Place
 from tests.kernels.numeric import assert_close
-from tridecode.kernels.ops import Heads, Linear, Rope
+from tridecode.kernels.operands import Heads, Linear, Rope
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 HEADS = [(4, 4, 64), (6, 3, 80), (8, 2, 96), (4, 1, 112), (8, 2, 128), (19, 1, 64), (2, 2, 256), (5, 5, 40)]

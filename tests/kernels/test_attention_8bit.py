@@ -17,7 +17,7 @@ from tests.kernels.numeric import assert_close
 from tests.rounded_cache import stored
 from tridecode.backend.configuration.engine_config import CACHE_FORMATS
 from tridecode.kernels.formats.kv_rounding import CACHE_DTYPES, expanded, rounded
-from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm, Rope
+from tridecode.kernels.operands import Batch, CacheLayer, Heads, Linear, Norm, Rope
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FORMATS = pytest.mark.parametrize("format", CACHE_FORMATS)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tridecode.kernels.cpu import Cpu, rounded_rows
-from tridecode.kernels.ops import Linear
+from tridecode.kernels.operands import Linear
 
 packs = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 
@@ -71,7 +71,7 @@ def test_a_row_of_a_product_does_not_depend_on_the_other_rows():
 _EVERY_SIZE = """
 import torch
 from tridecode.kernels.cpu import Cpu, rounded_rows
-from tridecode.kernels.ops import Linear
+from tridecode.kernels.operands import Linear
 
 def resident() -> float:
     lines = open("/proc/self/smaps_rollup").read().splitlines()

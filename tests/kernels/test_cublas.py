@@ -9,7 +9,7 @@ from tests.kernels.conftest import Place
 from tests.kernels.test_linear import make_linear, product64
 from tridecode.kernels.gemm import cublas
 from tridecode.kernels.gemm.plan import Plan
-from tridecode.kernels.ops import Linear
+from tridecode.kernels.operands import Linear
 
 #: half a unit in the last place, and what the tensor cores' float32 sums of 4096 numbers add
 ROUNDED_ONCE = {torch.float16: 2**-11 * 1.8, torch.bfloat16: 2**-8 * 1.1}

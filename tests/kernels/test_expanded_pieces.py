@@ -39,7 +39,7 @@ from tridecode.kernels.gemm.plan import Device
 from tridecode.kernels.gemm.table import TWO_PARTS_TOKENS, choose
 from tridecode.kernels.gpu import ACTIVATIONS, Gpu
 from tridecode.kernels.library import KernelError
-from tridecode.kernels.ops import Linear, Norm
+from tridecode.kernels.operands import Linear, Norm
 from tridecode.kernels.reference import Reference, activated
 
 INPUTS = 144

@@ -16,7 +16,7 @@ from tests.kernels.test_linear import make_heads, make_linear, product64
 from tridecode.kernels.gemm.plan import Device, Gemm, Plan
 from tridecode.kernels.gemm.table import choose
 from tridecode.kernels.gemm.table_sm90 import SPLIT_K_TOKENS, stream_k_plan
-from tridecode.kernels.ops import Linear, Norm
+from tridecode.kernels.operands import Linear, Norm
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,7 @@ from tests.kernels.numeric import assert_close
 from tests.kernels.test_linear import make_linear, norm64, product64
 from tests.kernels.test_sample import configure, expected_draw, make_state
 from tridecode.kernels.bench.measure import capture
-from tridecode.kernels.ops import Norm
+from tridecode.kernels.operands import Norm
 
 pytestmark = pytest.mark.gpu
 

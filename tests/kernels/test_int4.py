@@ -42,7 +42,7 @@ from tridecode.kernels.gemm.packed_table import (
     choose_packed,
 )
 from tridecode.kernels.gemm.plan import Gemm, Plan
-from tridecode.kernels.ops import Linear, Norm
+from tridecode.kernels.operands import Linear, Norm
 
 DTYPES = [torch.float16, torch.bfloat16]
 #: columns of a group, whether groups have zeros

@@ -9,7 +9,7 @@ import torch
 from tests.kernels.conftest import Place
 from tests.kernels.test_linear import norm64
 from tridecode.kernels.formats.round_to_nearest import round_to_nearest
-from tridecode.kernels.ops import Linear, Norm
+from tridecode.kernels.operands import Linear, Norm
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.float16, torch.bfloat16]

@@ -14,7 +14,8 @@ from tests.rounded_cache import LARGEST, read_back, stored
 from tridecode.backend.configuration.engine_config import CACHE_FORMATS
 from tridecode.kernels.cpu import Cpu
 from tridecode.kernels.formats.kv_rounding import CACHE_DTYPES, expanded, rounded
-from tridecode.kernels.ops import Batch, CacheLayer, Heads, Ops
+from tridecode.kernels.operands import Batch, CacheLayer, Heads
+from tridecode.kernels.ops import Ops
 from tridecode.kernels.reference import Reference
 
 CPU = torch.device("cpu")

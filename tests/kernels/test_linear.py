@@ -14,7 +14,7 @@ from tests.kernels.conftest import Place
 from tests.kernels.numeric import assert_close
 from tridecode.kernels.checks import ShapeError
 from tridecode.kernels.gemm.plan import Plan
-from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm, Rope
+from tridecode.kernels.operands import Batch, CacheLayer, Heads, Linear, Norm, Rope
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TOKENS = [1, 2, 8, 9, 17, 33, 64, 65, 111]

@@ -17,7 +17,7 @@ from tests.kernels.test_packed_weight import quantized
 from tridecode.kernels.formats.packed_weight import PackedWeight
 from tridecode.kernels.formats.quantized import QuantizedWeight
 from tridecode.kernels.gemm.plan import Plan
-from tridecode.kernels.ops import Linear, Norm
+from tridecode.kernels.operands import Linear, Norm
 
 DTYPES = [torch.float16, torch.bfloat16]
 #: format, columns of a group, whether groups have zeros

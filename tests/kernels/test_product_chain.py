@@ -18,7 +18,7 @@ from tridecode.kernels.bench.measure import capture
 from tridecode.kernels.formats.quantized import QuantizedWeight, rounded_activations
 from tridecode.kernels.formats.round_to_nearest import round_to_nearest
 from tridecode.kernels.gemm.chain import MOST_TOKENS
-from tridecode.kernels.ops import Linear, Norm, Product
+from tridecode.kernels.operands import Linear, Norm, Product
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ from tridecode.kernels import cpu
 from tridecode.kernels.checks import DtypeError
 from tridecode.kernels.cpu import Cpu
 from tridecode.kernels.formats.round_to_nearest import round_blocks, round_to_nearest
-from tridecode.kernels.ops import Linear
+from tridecode.kernels.operands import Linear
 from tridecode.kernels.reference import Reference
 
 #: float32 sums of 96 products of about 1

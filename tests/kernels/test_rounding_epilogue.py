@@ -25,7 +25,7 @@ from tridecode.kernels.gemm.packed_table import choose_packed
 from tridecode.kernels.gemm.plan import Gemm, Plan
 from tridecode.kernels.gemm.table import choose
 from tridecode.kernels.gemm.table_sm90 import ROUNDING_KERNELS
-from tridecode.kernels.ops import CacheLayer, Linear
+from tridecode.kernels.operands import CacheLayer, Linear
 
 pytestmark = pytest.mark.gpu
 FORMATS = pytest.mark.parametrize("format", ["int8", "fp8"])

@@ -12,7 +12,7 @@ from tests.kernels.numeric import assert_close
 from tridecode.kernels.checks import DtypeError, ShapeError
 from tridecode.kernels.formats.quantized import QuantizedWeight
 from tridecode.kernels.formats.round_to_nearest import round_to_nearest
-from tridecode.kernels.ops import Norm
+from tridecode.kernels.operands import Norm
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 

@@ -23,7 +23,7 @@ from tridecode.kernels.formats.round_to_nearest import round_to_nearest
 from tridecode.kernels.gemm.plan import Device, Gemm, Plan
 from tridecode.kernels.gemm.table import choose
 from tridecode.kernels.gemm.table_sm90 import SPLIT_K_TOKENS, stream_k_plan
-from tridecode.kernels.ops import Linear, Norm
+from tridecode.kernels.operands import Linear, Norm
 
 gpu = pytest.mark.gpu
 DTYPES = [torch.float16, torch.bfloat16]

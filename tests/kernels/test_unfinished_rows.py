@@ -12,7 +12,7 @@ from tests.kernels.batches import attend, make_batch, make_cache, make_heads
 from tests.kernels.conftest import Place
 from tests.kernels.numeric import assert_close
 from tests.kernels.test_attention_8bit import filled_cache
-from tridecode.kernels.ops import Batch, CacheLayer, Linear, Rope
+from tridecode.kernels.operands import Batch, CacheLayer, Linear, Rope
 
 BLOCK = 32
 #: (query heads, kv heads, head size), rotated dims, interleaved

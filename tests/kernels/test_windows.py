@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.kernels.batches import context_of, make_batch, make_cache, make_heads
 from tests.kernels.conftest import Place
 from tests.kernels.numeric import assert_close
-from tridecode.kernels.ops import Heads
+from tridecode.kernels.operands import Heads
 
 FORMS = [
     {"window": 1},

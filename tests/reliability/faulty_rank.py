@@ -32,7 +32,7 @@ from tridecode.backend.engine.ranks.parallel import ProcessRanks
 from tridecode.backend.engine.step.decode_graphs import Capturer
 from tridecode.backend.supervisor.rank_link import RankLink
 from tridecode.backend.weights.reader import WeightReader
-from tridecode.kernels.ops import Batch
+from tridecode.kernels.operands import Batch
 
 STEP = 6  # the step, counted from 0, in which "step" is
 LONG_S = 600.0

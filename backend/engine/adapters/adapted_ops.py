@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from tridecode.backend.engine.adapters.store import Table
-from tridecode.kernels.ops import Batch, CacheLayer, Heads, Linear, Norm, Ops, Product
+from tridecode.kernels.operands import Batch, CacheLayer, Heads, Linear, Norm, Product
+from tridecode.kernels.ops import Ops
 from tridecode.kernels.reference import activated
 
 #: tokens whose deltas, or activations, are in memory at a time

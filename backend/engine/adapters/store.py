@@ -27,7 +27,7 @@ from tridecode.backend.engine.ranks.agreement import PeerLost
 from tridecode.backend.weights.layout import WeightSpec
 from tridecode.backend.weights.lora import LoraTargets, read_targets
 from tridecode.backend.weights.lora_tensors import Lora, fingerprint, read_lora
-from tridecode.kernels.ops import Linear
+from tridecode.kernels.operands import Linear
 
 log = logging.getLogger("tridecode.engine")
 

@@ -40,14 +40,16 @@ from tridecode.backend.engine.step.plan import StepPlan, StepResult
 from tridecode.backend.engine.step.prefill_graphs import PromptGraphs, step_shapes, tokens_of_graphs
 from tridecode.backend.engine.step.results import empty_host, to_first, to_host
 from tridecode.backend.engine.step.step_buffers import StepBuffers, StepShape
-from tridecode.backend.models.layers import Context, Weights, Workspace
+from tridecode.backend.models.context import Context, Workspace
 from tridecode.backend.models.prompt_ini import PromptSection, read_prompt_section
+from tridecode.backend.models.weights import Weights
 from tridecode.backend.weights.layout import share_size, stage_layers
 from tridecode.backend.weights.quantization import stored_specs
 from tridecode.backend.weights.reader import WeightReader
 from tridecode.backend.wire.prompt_learning import NO_PROMPT, default_start_id
 from tridecode.kernels.formats.kv_rounding import CACHE_DTYPES
-from tridecode.kernels.ops import Batch, CacheLayer, Ops
+from tridecode.kernels.operands import Batch, CacheLayer
+from tridecode.kernels.ops import Ops
 from tridecode.kernels.sampling_state import SamplingState
 
 log = logging.getLogger("tridecode.engine")

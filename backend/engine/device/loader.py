@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tridecode.backend.base.byte_budget import ByteBudget
-from tridecode.backend.models.layers import Weights
+from tridecode.backend.models.weights import Weights
 from tridecode.backend.weights.layout import WeightSpec
 from tridecode.backend.weights.reader import WeightReader
 from tridecode.kernels.ops import Ops

@@ -24,14 +24,14 @@ from tridecode.backend.engine.device.loader import DTYPES
 from tridecode.backend.engine.ranks.parallel import SingleRank
 from tridecode.backend.engine.ranks.vocab_share import share_vocabulary
 from tridecode.backend.engine.shadow.options import needs_second_weights
-from tridecode.backend.models.layers import Weights
+from tridecode.backend.models.weights import Weights
 from tridecode.backend.weights.layout import stage_layers
 from tridecode.backend.weights.reader import FILE_DTYPES
 from tridecode.kernels import scratch
 from tridecode.kernels.cpu import keeps_int8
 from tridecode.kernels.formats.quantized import QuantizedWeight
 from tridecode.kernels.gemm.packing import pack_linear
-from tridecode.kernels.ops import Linear
+from tridecode.kernels.operands import Linear
 from tridecode.kernels.reference import Reference
 
 #: an estimate of what libraries take on a GPU: CUDA's context with our and torch's kernels and cuBLAS, and

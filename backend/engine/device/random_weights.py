@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from tridecode.backend.models.layers import Weights
+from tridecode.backend.models.weights import Weights
 from tridecode.backend.weights.layout import WeightSpec
 from tridecode.backend.weights.quantization import Quantization
 from tridecode.kernels.formats.quantized import QuantizedWeight

@@ -27,7 +27,8 @@ from tridecode.backend.weights.reader import WeightReader
 from tridecode.backend.wire.prompt_learning import PREFIX_PROMPT, PromptLimits, PromptTask
 from tridecode.backend.wire.prompt_tables import TABLE_DTYPES
 from tridecode.kernels.formats.kv_rounding import rounded
-from tridecode.kernels.ops import CacheLayer, Ops
+from tridecode.kernels.operands import CacheLayer
+from tridecode.kernels.ops import Ops
 
 log = logging.getLogger("tridecode.engine")
 

@@ -25,7 +25,7 @@ from tridecode.backend.engine.ranks.transport import Direct, Staged, Transport, 
 from tridecode.backend.engine.step import plan_frame, plan_wire
 from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.backend.engine.step.results import Outbox
-from tridecode.backend.models.layers import RowSums
+from tridecode.backend.models.context import RowSums
 
 if TYPE_CHECKING:  # imports the binding of the built library
     from tridecode.kernels.peer_sums import PeerSums

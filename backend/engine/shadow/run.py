@@ -23,9 +23,11 @@ from tridecode.backend.configuration.model_config import ModelConfig
 from tridecode.backend.engine.shadow.options import reference_config
 from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.backend.engine.step.step_buffers import StepBuffers
+from tridecode.backend.models.context import Context, Ranks, Workspace
 from tridecode.backend.models.decoder import Decoder
-from tridecode.backend.models.layers import Context, Ranks, Weights, Workspace
-from tridecode.kernels.ops import Batch, CacheLayer, Ops
+from tridecode.backend.models.weights import Weights
+from tridecode.kernels.operands import Batch, CacheLayer
+from tridecode.kernels.ops import Ops
 
 _HEAD_ROWS = 16  # positions whose logits are held at once
 _LOGITS_DTYPE = torch.float64  # of the comparison

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tridecode.backend.engine.step.plan import StepPlan
-from tridecode.kernels.ops import Batch
+from tridecode.kernels.operands import Batch
 
 log = logging.getLogger("tridecode.engine")
 

@@ -20,7 +20,7 @@ from tridecode.backend.engine.step import decode_graphs as graphs
 from tridecode.backend.engine.step.decode_graphs import Capturer, no_collection
 from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.backend.engine.step.step_buffers import StepShape
-from tridecode.kernels.ops import Batch
+from tridecode.kernels.operands import Batch
 
 log = logging.getLogger("tridecode.engine")
 

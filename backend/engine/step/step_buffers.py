@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tridecode.backend.engine.step.plan import StepPlan
-from tridecode.kernels.ops import Batch
+from tridecode.kernels.operands import Batch
 
 _ALIGN = 4  # int32 words: every view starts at 16 bytes
 

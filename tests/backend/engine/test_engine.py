@@ -18,7 +18,7 @@ from tests.backend.engine.offline_models import (
 from tests.backend.hf_models import bloom, gpt2, llama
 from tridecode.backend.base.errors import DeadlineError
 from tridecode.backend.wire.messages import SamplingParams
-from tridecode.kernels.ops import Product
+from tridecode.kernels.operands import Product
 from tridecode.kernels.reference import Reference
 
 LENGTHS = [1, 2, 7, 8, 9, 23, 30, 5, 17]

@@ -19,7 +19,7 @@ from tridecode.backend.engine.step.prefill_graphs import (
 )
 from tridecode.backend.engine.step.step_buffers import StepBuffers, StepShape
 from tridecode.backend.wire.messages import SamplingParams
-from tridecode.kernels.ops import Batch
+from tridecode.kernels.operands import Batch
 
 SHAPES = [StepShape(decodes, tokens, 4) for decodes in (0, 2, 4) for tokens in (4, 8, 16)]
 

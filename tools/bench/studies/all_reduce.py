@@ -25,7 +25,7 @@ from tridecode.backend.configuration.engine_config import EngineConfig
 from tridecode.backend.engine.ranks.parallel import ProcessRanks
 from tridecode.backend.engine.ranks.peer_memory import join_peers
 from tridecode.kernels.cuda import Cuda
-from tridecode.kernels.ops import Norm
+from tridecode.kernels.operands import Norm
 from tridecode.kernels.peer_sums import PeerSums
 from tridecode.kernels.scratch import PeerLimits
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from tridecode.backend.engine.device.parts.part_run import PartRun
 from tridecode.backend.engine.parts.embeddings import ContextEmbeddings
 from tridecode.backend.engine.step.results import to_first
-from tridecode.backend.models.layers import Context
+from tridecode.backend.models.context import Context
 
 
 class EmbeddingsRun(PartRun[ContextEmbeddings]):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tridecode.backend.engine.parts.part import StepPart
 from tridecode.backend.engine.step.plan import StepPlan
-from tridecode.backend.models.layers import Context
+from tridecode.backend.models.context import Context
 from tridecode.kernels.ops import Ops
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from tridecode.backend.engine.ranks.vocab_share import TensorRanks, mask_padding
 from tridecode.backend.engine.step import results
 from tridecode.backend.engine.step.plan import StepPlan
 from tridecode.backend.engine.step.results import to_first
-from tridecode.backend.models.layers import Context
+from tridecode.backend.models.context import Context
 from tridecode.backend.weights.layout import VocabShare
 
 

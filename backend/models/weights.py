@@ -1,0 +1,92 @@
+"""The source of a model's weights: this rank's shards of the files, packed for the operations."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from tridecode.backend.models.quantized_parts import read_quantized, stacked
+from tridecode.backend.weights.layout import WeightSpec
+from tridecode.backend.weights.quantization import Quantization, stored_specs
+from tridecode.kernels.formats.quantized import QuantizedWeight
+from tridecode.kernels.formats.round_to_nearest import round_to_nearest
+from tridecode.kernels.operands import Linear, Norm
+from tridecode.kernels.ops import Ops
+
+
+class Weights(ABC):
+    """The source of a model's tensors: this rank's shard, on the device, in the engine's dtype.
+
+    specs: of the model's tensors; files: those that hold them, the parts of quantised matrices among them.
+    quantization: of the files. int8_mode: of EngineConfig, for files that are not quantised; int8_head: of
+    EngineConfig. tensor_rank, tensor_size, dtype: of the shards.
+    """
+
+    def __init__(
+        self,
+        specs: Iterable[WeightSpec],
+        ops: Ops,
+        quantization: Quantization | None = None,
+        int8_mode: int = 0,
+        tensor_rank: int = 0,
+        tensor_size: int = 1,
+        dtype: torch.dtype = torch.float32,
+        int8_head: bool = False,
+    ):
+        self.specs, self.ops = {spec.name: spec for spec in specs}, ops
+        self.files = {spec.name: spec for spec in stored_specs(self.specs.values(), quantization)}
+        self.quantization, self.int8_mode = quantization, int8_mode if quantization is None else 0
+        self.rank, self.size, self.dtype, self.int8_head = tensor_rank, tensor_size, dtype, int8_head
+        self.linears: dict[tuple[str, ...], Linear] = {}  # what `linear` has given, by its names
+
+    @abstractmethod
+    def tensor(self, name: str) -> Tensor:
+        """The shard of the file `name`, in its shape; a part of a quantised matrix in its own dtype."""
+
+    def linear(self, *names: str) -> Linear:
+        """The matrices `<name>.weight`, stacked along their outputs, with `<name>.bias` if there is one."""
+        weight = self._matrix([f"{name}.weight" for name in names])
+        has_bias = f"{names[0]}.bias" in self.specs
+        bias = _joined([self.tensor(f"{name}.bias") for name in names]) if has_bias else None
+        self.linears[names] = packed = self.ops.pack(Linear(weight, bias), self.dtype)
+        return packed
+
+    def _matrix(self, names: list[str]) -> Tensor | QuantizedWeight:
+        """(out, in): matrices of files (in, out), stacked along their outputs."""
+        if names[0] not in self.files:
+            return stacked([self.quantized(name) for name in names])
+        dense = _joined([self.tensor(name) for name in names]).t()
+        if not self.int8_mode:
+            return dense
+        return round_to_nearest(dense, "int8", activations="int8" if self.int8_mode == 2 else "")
+
+    def quantized(self, name: str) -> QuantizedWeight:
+        """This rank's shard of a matrix that is quantised in the files."""
+        assert self.quantization is not None, name
+        return read_quantized(self.specs[name], self.quantization, self.tensor, self.rank, self.size)
+
+    def embedding(self, is_head: bool) -> Tensor | QuantizedWeight:
+        """The word embedding (V, C); where it is the head too, as int8_head wants that."""
+        table = self.tensor("model.wte")
+        return round_to_nearest(table, "int8") if is_head and self.int8_head else table
+
+    def head(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Linear:
+        """The language model's head over `weight` (V, C), which may be the word embedding itself."""
+        if self.int8_head and isinstance(weight, Tensor):
+            weight = round_to_nearest(weight, "int8")
+        return self.ops.pack(Linear(weight, bias), self.dtype, is_head=True)
+
+    def norm(self, name: str, eps: float, centred: bool = False) -> Norm:
+        """A LayerNorm, or an RMSNorm if there is no `<name>.bias`. centred: a LayerNorm, its bias 0 if there
+        is none."""
+        weight = self.tensor(f"{name}.weight")
+        if f"{name}.bias" in self.specs:
+            return Norm(weight, self.tensor(f"{name}.bias"), eps)
+        return Norm(weight, torch.zeros_like(weight) if centred else None, eps)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)

@@ -1,0 +1,187 @@
+"""The operands of a model's operations: weights, heads, cache and batch. Letters as in ops.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tridecode.kernels.formats.packed_weight import PackedWeight
+from tridecode.kernels.formats.quantized import QuantizedWeight
+
+if TYPE_CHECKING:
+    from tridecode.kernels.ops import Ops
+
+
+@dataclass(frozen=True)
+class Norm:
+    """LayerNorm (bias given) or RMSNorm (bias None). weight, bias: (C,), the dtype of the activations."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+
+@dataclass(frozen=True)
+class Linear:
+    """weight: (out, in), bias: (out,) or None, as `Ops.pack` returned them: on CUDA the rows of weight are
+    contiguous, on the CPU weight may have the layout of a library.
+
+    A weight that is quantised is the matrix that it stands for (quantized.py), on CUDA arranged by
+    packed_weight.py. activations: "int8" or "fp8" where `pack` has expanded a weight whose product
+    rounds its input: each row of x, after the norm, is rounded to it first, with one scale or, where
+    activation_group is not 0, one for each activation_group columns. is_head: the language model's head,
+    where it stays quantised on CUDA. kind: how CUDA multiplies the weight, one of packing.KINDS.
+    """
+
+    weight: Tensor | QuantizedWeight | PackedWeight
+    bias: Tensor | None = None
+    activations: str = ""
+    activation_group: int = 0
+    is_head: bool = False
+    kind: str = "dense"
+
+    @property
+    def dense(self) -> Tensor:
+        """The weight of an implementation whose `pack` leaves none quantised."""
+        assert isinstance(self.weight, Tensor), self.weight.format
+        return self.weight
+
+
+@dataclass(frozen=True)
+class Rope:
+    """cos, sin: (positions, size / 2) float32. The first `size` dimensions of a head are rotated, half
+    against half (LLaMA, GPT-NeoX) or, interleaved, each even dimension against the next (GPT-J)."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+
+    @property
+    def size(self) -> int:
+        return 2 * self.cos.shape[1]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Attention heads of this rank. slopes: (H,) float32 ALiBi slopes or None; scale: of the scores, usually
+    1/sqrt(D).
+
+    window: a query sees this many tokens, itself included; 0: all before it. softcap: scores s become
+    softcap * tanh(s / softcap) before ALiBi and mask; 0: they stay. qkv_limit: q, k and v are clamped to
+    [-qkv_limit, qkv_limit]; 0: they are not. query_norm, key_norm: of each head, before the rotation; weight
+    and bias (D,), or (H, D) and (K, D) where heads have their own. key_bias: (H, positions) float32, in place
+    of slopes: added to the scores of the key at each position, the last column also beyond it.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    rope: Rope | None = None
+    slopes: Tensor | None = None
+    window: int = 0
+    softcap: float = 0.0
+    qkv_limit: float = 0.0
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
+    key_bias: Tensor | None = None
+
+    @property
+    def qkv_size(self) -> int:
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
+
+    @property
+    def changes_qkv(self) -> bool:
+        """Return whether clamp or norms come between the QKV product and the rotary embedding."""
+        return self.qkv_limit > 0 or self.query_norm is not None or self.key_norm is not None
+
+
+@dataclass(frozen=True)
+class CacheLayer:
+    """One layer's paged cache. blocks: (N, 2, K, P, D), keys at [:, 0], values at [:, 1]; a slot is block * P
+    + offset.
+
+    The tokens of one head in one block are contiguous, so that one copy loads them. scales: (N, 2, K, P)
+    float32 where blocks are int8 or float8_e4m3fn, as kernels.kv_rounding makes them; None where they are X.
+    """
+
+    blocks: Tensor
+    scales: Tensor | None = None
+
+    @property
+    def block_tokens(self) -> int:
+        return self.blocks.shape[3]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that a block consists of, each with the N blocks as its first axis: views to copy and to clear.
+        8-bit blocks as int8, since torch cannot index every type of a GPU."""
+        return (self.blocks,) if self.scales is None else (self.blocks.view(torch.int8), self.scales)
+
+
+@dataclass
+class Batch:
+    """One step as the device sees it. Rows are sequences: the first `num_decodes` have one new token each,
+    the others (prompts, or chunks of them) have query_starts[b+1] - query_starts[b]. All index tensors are
+    int32.
+
+    A padded row of a graph has context_lens 0, slot -1 and kv_slots -1: it reads nothing and writes nothing.
+    """
+
+    token_ids: Tensor  # (T,)
+    positions: Tensor  # (T,)
+    kv_slots: Tensor  # (T,) cache slot that each new token is written to; -1: nowhere
+    block_tables: Tensor  # (B, M)
+    context_lens: Tensor  # (B,) tokens in the cache after this step
+    query_starts: Tensor  # (B + 1,)
+    sample_tokens: Tensor  # (R,) index of each token whose logits are needed
+    sample_slots: Tensor  # (R,) its batch slot
+    num_decodes: int
+    max_query: int  # longest prefill row, 0 if there is none
+    max_context: int  # an upper bound of context_lens
+    fresh_prompts: bool  # no prefill row has tokens in the cache from before this step
+    #: what an implementation derives once per step and several layers use; every Batch has its own
+    memo: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids.shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        return self.context_lens.shape[0]
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """One pre-norm layer: x += dense(attention(attention_norm(x))); x += down(activation(up(mlp_norm(x)))).
+
+    up: with "swiglu" its rows are gate rows, then up rows.
+    """
+
+    attention_norm: Norm
+    qkv: Linear
+    dense: Linear
+    mlp_norm: Norm
+    up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True)
+class Product:
+    """The arguments of one `Ops.linear`."""
+
+    x: Tensor
+    linear: Linear
+    out: Tensor
+    norm: Norm | None = None
+    activation: str | None = None
+    residual: Tensor | None = None
+
+    def compute(self, ops: Ops) -> None:
+        """out = what `linear` of ops makes of these."""
+        norm, activation, residual = self.norm, self.activation, self.residual
+        ops.linear(self.x, self.linear, norm=norm, activation=activation, residual=residual, out=self.out)
