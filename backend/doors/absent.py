@@ -1,6 +1,6 @@
-"""A stand-in for a model that the repository was not built with: each request gets the option that makes it.
+"""Placeholder for a model that the repository was not built with: requests fail with the needed build option.
 
-Triton itself answers a request for a model that does not exist, without such a hint.
+For a model that does not exist, Triton's own error has no such hint.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tridecode.backend.wire.taken_requests import TakenRequests
 
 
 class TritonPythonModel:
-    """Has the inputs of the model that it stands for, so that Triton lets its clients' requests pass."""
+    """Declares the inputs of the model that it stands for, so that Triton accepts its clients' requests."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         huge_shapes.install()

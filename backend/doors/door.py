@@ -1,4 +1,4 @@
-"""The parts that doors share: life cycle, acceptance of requests, output tensors."""
+"""Shared parts of the doors: life cycle, acceptance of requests, output tensors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tridecode.backend.wire.taken_requests import TakenRequests
 
 _log = logging.getLogger("tridecode.door")
 _DECOUPLED_WANTED = "model_transaction_policy { decoupled: true } in config.pbtxt would allow it"
-#: the supervisor reports a failed start after start_timeout_s; a door waits a little longer for the report
+#: the supervisor reports a failed start after start_timeout_s; a door waits slightly longer for that report
 _START_MARGIN_S = 30.0
 
 
@@ -52,17 +52,17 @@ class Received:
     outputs: Outputs
     timeout_s: float  # 0: not sent
     envelope: Envelope
-    size: int  # bytes of its texts and numbers
+    size: int  # bytes of its text and numeric inputs
 
 
 class EngineDoor:
-    """A TritonPythonModel whose requests go to the engine; a subclass adds `accept` and its contract."""
+    """Base of the models whose requests go to the engine; a subclass adds `accept` and its contract."""
 
     contract: Contract
     known_parameters: tuple[str, ...] = ()  # request parameters that the door reads
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Called by Triton; returns when the engine is ready, TritonModelException with the reason if not."""
+        """Called by Triton; return when the engine is ready, else raise TritonModelException."""
         huge_shapes.install()
         self.taken = TakenRequests()
         try:
@@ -104,24 +104,24 @@ class EngineDoor:
         self.metrics.start()
 
     def prepare(self, settings: DoorSettings) -> None:
-        """Load what the door needs besides the engine."""
+        """Load what the door needs besides the engine, such as a tokenizer."""
 
     def connected(self) -> None:
-        """Make what the door needs of the engine, once self.engine is there."""
+        """Create what depends on the engine, once self.engine is set."""
 
     def accept(self, received: Received, stream: Stream) -> None:
-        """Set the stream's answer and submit; TridecodeError if the request cannot be served.
+        """Set the stream's answer and submit the request. Raises TridecodeError if it cannot be served.
 
         Runs on a thread of the preparation. The stream may end during the call, which `submit` handles.
         """
         raise NotImplementedError
 
     def at_once(self, received: Received, stream: Stream) -> bool:
-        """Serve a request that must not wait in the queue of preparation; False for any other request."""
+        """Serve a request that must not wait in the preparation queue; return False for any other request."""
         return False
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Called by Triton; returns at once. Other threads prepare the requests and answer them."""
+        """Called by Triton; return at once. Other threads prepare and answer the requests."""
         for request in requests:
             stream = self.senders.open(request.get_response_sender())
             self._or_fail(stream, self._take, request, stream)
@@ -138,7 +138,7 @@ class EngineDoor:
 
     @staticmethod
     def _or_fail(stream: Stream, call: Callable[..., None], *arguments: Any) -> None:
-        """Call `call`; an exception ends this stream only."""
+        """Run `call`; an exception ends this stream only."""
         try:
             call(*arguments)
         except TridecodeError as error:
@@ -148,7 +148,7 @@ class EngineDoor:
             stream.fail(internal_error(error, stream.label))
 
     def _ended_request(self, stream: Stream, outcome: str) -> None:
-        """Count and log a request that has ended; on its sender thread."""
+        """Count and log a request that has ended. Runs on its sender thread."""
         times, answer = stream.times, stream.answer
         self.metrics.count(times, outcome, 0 if answer is None else answer.num_output_tokens)
         self.log.put(line_of(times, stream.label, outcome, answer, stream.sequences, stream.error))
@@ -173,8 +173,11 @@ class EngineDoor:
         return self._envelope[1]
 
     def cannot_stream(self, flag: str) -> RequestError:
-        """The error of a request that wants a stream from a model that is not decoupled. flag: its input."""
-        if self._streams_too is None:  # read once: a flood of such requests must not read files
+        """Return the error for a request that wants a stream from a model that is not decoupled.
+
+        flag: its input.
+        """
+        if self._streams_too is None:  # read once: a flood of such requests must not read the files each time
             self._streams_too = streaming_sibling(self.settings.repository, self.settings.name)
         found = f"{flag} is true; this model cannot stream"
         if self._streams_too:
@@ -187,7 +190,7 @@ class EngineDoor:
         self.engine.submit(stream, submissions, timeout_s=received.timeout_s, resume=resume)
 
     def _receive(self, request: Any, stream: Stream) -> Received:
-        """The request, checked against the envelope, then against the contract; labels the stream."""
+        """Label the stream; return the request, checked against envelope and contract."""
         stream.label = read_label(request)
         parameters = read_parameters(request)
         allowed = (*self.settings.allowed_parameters, *self.known_parameters)
@@ -206,7 +209,7 @@ class EngineDoor:
 
 
 class UnaryDoor:
-    """Base of the two unary models around the engine: tokenizer in initialize(), one response per request."""
+    """Base of preprocessing and postprocessing: they load a tokenizer and send one response per request."""
 
     contract: Contract
 
@@ -244,7 +247,7 @@ class UnaryDoor:
             return self._refuse(internal_error(error, label), label, times)
 
     def _refuse(self, error: TridecodeError, label: str, times: RequestTimes) -> Any:
-        """Refusals are logged here, answers by the model that generates: both are steps of one ensemble."""
+        """Log and return a refusal. The generating model logs answers: both are steps of one ensemble."""
         self.log.put(line_of(times, label, error.code.lower(), None, 0, str(error)))
         return refusal(error, label)
 
@@ -253,7 +256,7 @@ class UnaryDoor:
 
 
 def _read_inputs(request: Any, contract: Contract, envelope: Envelope) -> tuple[Inputs, int]:
-    """A copy of the input tensors, checked, and the bytes of their texts and numbers."""
+    """Return a checked copy of the input tensors, and the bytes of their texts and numbers."""
     arrays = {}
     for tensor in request.inputs():
         name, array = tensor.name(), tensor.as_numpy()
@@ -265,7 +268,7 @@ def _read_inputs(request: Any, contract: Contract, envelope: Envelope) -> tuple[
 
 
 def refusal(error: TridecodeError, label: str = "") -> Any:
-    """The error response for a client, without directories of this server. label: its request id."""
+    """Return the error response for a client, without directories of this server. label: its request id."""
     code = getattr(pb_utils.TritonError, error.code)
     text = public_text(with_label(str(error), label))
     return pb_utils.InferenceResponse([], error=pb_utils.TritonError(text, code))

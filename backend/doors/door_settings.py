@@ -26,11 +26,11 @@ from tridecode.backend.text.tokenizer_files import cleans_up, end_token_id, load
 
 @dataclass(frozen=True)
 class DoorSettings:
-    """Triton's own settings of the model, then ours from `parameters`: the rows of DOOR_PARAMETERS.
+    """Triton's settings of the model, then our own from `parameters`: the rows of DOOR_PARAMETERS.
 
     outputs: declared output -> numpy type. sequence_idle_s: Triton's time-out of idle sequences.
-    engine_dir: the model folder whose config.pbtxt is the engine's. num_engines: of that model.
-    engine_number: the one of this door.
+    engine_dir: the model folder whose config.pbtxt is the engine's. num_engines: number of engines of that
+    model. engine_number: the one that this door uses.
     """
 
     name: str
@@ -45,20 +45,22 @@ class DoorSettings:
     engine_number: int
     tokenizer_dir: Path
     stop_ids: tuple[int, ...] = ()  # further ids that end a text, as config.ini's end ids do
-    default_max_tokens: int = 256  # of a request that does not say
+    default_max_tokens: int = 256  # default of a request that does not set it
     exclude_input_in_output: bool = False  # default of the input of that name
-    add_special_tokens: bool = False  # when a prompt is tokenised
-    skip_special_tokens: bool = True  # when an answer is decoded
-    wrap_token_ids: bool = False  # ids beyond the vocabulary count modulo its size (benchmarks)
+    add_special_tokens: bool = False  # used when a prompt is tokenised
+    skip_special_tokens: bool = True  # used when an answer is decoded
+    wrap_token_ids: bool = False  # ids beyond the vocabulary are taken modulo its size (benchmarks)
     num_senders: int = 4
-    merge_behind_s: float = MERGE_BEHIND_S  # streamed token ids: a longer queue is merged
-    wait_for_engine: bool = True  # the model becomes ready when the engine is
+    # streamed token ids: when the queue is longer, responses are merged
+    merge_behind_s: float = MERGE_BEHIND_S
+    wait_for_engine: bool = True  # the model becomes ready only when the engine is ready
     start_timeout_s: float = 900.0
-    session_idle_s: float | None = None  # a session without a round for so long ends; None: sequence_idle_s
+    session_idle_s: float | None = None  # a session without a round for this long ends; None: sequence_idle_s
     hold_s: float = 2.0  # longest wait of a request for an engine that is being rebuilt
-    resume_within_s: float = 60.0  # longest wait of a request for the engine that continues it; 0: none does
-    probe_timeout_s: float = 5.0  # health: a longer step of the engine counts as stuck
-    made_by: str = ""  # stand-ins: the options of build-repo that make the model
+    # longest wait of a request for the engine that continues it; 0: requests are not continued
+    resume_within_s: float = 60.0
+    probe_timeout_s: float = 5.0  # health: an engine step that takes longer counts as stuck
+    made_by: str = ""  # placeholders: the options of build-repo that add the model
     allowed_parameters: tuple[str, ...] = ()  # request parameters to ignore; may be patterns
 
     # size limits of a request; None: see backend.service.limits
@@ -66,11 +68,11 @@ class DoorSettings:
     max_request_bytes: int | None = None  # of all texts of a request
     max_response_elements: int = 4_194_304  # of one response of FasterTransformer's tensors
     max_stream_elements: int = 1_073_741_824  # of all responses to a request
-    max_preparing_requests: int = 1024  # received, and not submitted to the engine yet
-    max_preparing_bytes: int = 67_108_864  # of their texts and token ids
+    max_preparing_requests: int = 1024  # received but not yet submitted to the engine
+    max_preparing_bytes: int = 67_108_864  # bytes of their texts and token ids
 
     def engine_label(self, number: int) -> str:
-        """An engine's name on the metrics page."""
+        """Return an engine's name on the metrics page."""
         return self.engine_dir.name if self.num_engines == 1 else f"{self.engine_dir.name}:{number}"
 
     @property
@@ -79,7 +81,10 @@ class DoorSettings:
 
 
 def read_settings(arguments: Mapping[str, str]) -> DoorSettings:
-    """DoorSettings from the arguments of initialize(). ConfigError names file, key, found and wanted."""
+    """Read DoorSettings from the arguments of initialize().
+
+    Raises ConfigError that names file, key, found and wanted.
+    """
     config = json.loads(arguments["model_config"])
     folder = Path(arguments["model_repository"])
     texts = {key: value.get("string_value", "") for key, value in (config.get("parameters") or {}).items()}
@@ -110,7 +115,7 @@ def _sequence_idle_s(config: Mapping[str, Any]) -> float:
 
 
 def read_door_parameters(texts: Mapping[str, str], path: Path) -> dict[str, Any]:
-    """The value of each row of DOOR_PARAMETERS; its default for "" and "auto". Raises ConfigError."""
+    """Return the value of each row of DOOR_PARAMETERS; its default for "" and "auto". Raises ConfigError."""
     values = {}
     for row in DOOR_PARAMETERS:
         text = texts.get(row.name, "").strip()
@@ -122,23 +127,26 @@ def read_door_parameters(texts: Mapping[str, str], path: Path) -> dict[str, Any]
 
 
 def _refuse_unknown(names: Iterable[str], folder: Path, engine_dir: Path) -> None:
-    """ConfigError for a parameter that nobody reads, or that has no effect in this model."""
+    """Raise ConfigError for a parameter that nobody reads, or that has no effect in this model."""
     path, engine = folder / "config.pbtxt", {row.name for row in engine_parameters()}
     of_engine = folder.name == engine_dir.name
     if not of_engine:
         for name in sorted(engine.intersection(names) - known_names(())):
             found = f"{path}: parameter {name} configures the engine"
-            raise ConfigError(f"{found}; it belongs into {engine_dir.name}/config.pbtxt")
+            raise ConfigError(f"{found}; move it to {engine_dir.name}/config.pbtxt")
     refuse_unknown(names, engine if of_engine else (), str(path))
 
 
 def door_tokenizer(settings: DoorSettings) -> tuple[Tokenizer, int]:
-    """The tokenizer in `tokenizer_dir` and the id of its end token; -1 if it has none. Raises ConfigError."""
+    """Return the tokenizer in `tokenizer_dir` and the id of its end token, -1 if it has none.
+
+    Raises ConfigError.
+    """
     setting = f"parameter tokenizer_dir in {settings.config_file}"
     tokenizer = load_tokenizer(settings.tokenizer_dir, setting)
     return tokenizer, end_token_id(settings.tokenizer_dir, tokenizer)
 
 
 def door_view(settings: DoorSettings, tokenizer: Tokenizer, skip_special_tokens: bool) -> TokenizerView:
-    """How a door decodes with the tokenizer in `tokenizer_dir`."""
+    """Return how a door decodes with the tokenizer in `tokenizer_dir`."""
     return TokenizerView(tokenizer, skip_special_tokens, cleans_up(settings.tokenizer_dir, tokenizer))

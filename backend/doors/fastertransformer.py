@@ -1,10 +1,10 @@
 """The FasterTransformer contract: token ids in, token ids out.
 
-Source: config.pbtxt and run-time behaviour of the FasterTransformer backend for GPT. As there, prompt padding
-is removed from output_ids, and rows are filled with their end_id to the full width. Different: log-prob
-tensors are always sent (zeros if not requested, and after a row's end), a row gets exactly its
-request_output_len tokens, sequence_length is the row's own length plus its new tokens, every empty row starts
-from its start_id, and every invalid value is refused.
+Source: config.pbtxt and run-time behaviour of the FasterTransformer backend for GPT. As in the original,
+prompt padding is removed from output_ids, and rows are filled with their end_id to the full width.
+Differences: log-prob tensors are always sent (zeros if not requested, and after a row's end), a row gets
+exactly its request_output_len tokens, sequence_length is the row's own length plus its new tokens, every
+empty row starts from its start_id, and every invalid value is refused.
 """
 
 from __future__ import annotations
@@ -66,15 +66,19 @@ class TritonPythonModel(EngineDoor):
 
 @dataclass
 class Prompts:
-    """ids: (B, W) int64 as sent, without virtual tokens; lengths: real tokens of each row; fill: the id after
-    a row's end."""
+    """The prompts of a request.
+
+    ids: (B, W) int64 as sent, without virtual tokens. lengths: real tokens of each row. fill: the id after a
+    row's end.
+    """
 
     ids: np.ndarray
     lengths: list[int]
     start_ids: list[int]
     fill: list[int]
-    learned: list[RowPrompt | None] = field(default_factory=list)  # of each row; empty: no row has one
-    placed: list[np.ndarray | None] = field(default_factory=list)  # the engine's ids of the rows with one
+    learned: list[RowPrompt | None] = field(default_factory=list)  # one per row; empty: no row has one
+    # the engine's ids of the rows that have a learned prompt
+    placed: list[np.ndarray | None] = field(default_factory=list)
 
     @property
     def batch(self) -> int:
@@ -82,11 +86,11 @@ class Prompts:
 
     @property
     def prompt_lengths(self) -> list[int]:
-        """Tokens of the engine's prompts."""
+        """Return the number of tokens of each of the engine's prompts."""
         return [length or 1 for length in self.lengths]
 
     def tokens(self, row: int) -> np.ndarray:
-        """The engine's prompt: an empty row starts from its start_id, which is not part of the answer."""
+        """Return the engine's prompt. An empty row starts from its start_id, which is not answered."""
         if self.placed and (placed := self.placed[row]) is not None:
             return placed
         length = self.lengths[row]
@@ -139,7 +143,7 @@ def _check_ids(prompts: Prompts, row: int, vocab_size: int) -> None:
 
 
 def read_counts(inputs: Inputs, prompts: Prompts, limits: Limits) -> list[int]:
-    """New tokens of each row, which fit into a sequence with its prompt."""
+    """Return the number of new tokens of each row; with its prompt they fit into a sequence."""
     counts = inputs.rows("request_output_len", prompts.batch)
     for row, count in enumerate(counts):
         length = len(prompts.tokens(row))
@@ -188,7 +192,7 @@ def read_sequences(
 
 @dataclass
 class _Row:
-    """What the engine has generated for a row; a row with beams has their steps instead of tokens."""
+    """The engine's output for a row; for a row with beams, the steps of the search instead of tokens."""
 
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -201,14 +205,14 @@ class _Row:
 
 
 class Answer:
-    """Builds responses in FasterTransformer's shapes: the first one has the full width already.
+    """Builds responses in FasterTransformer's shapes; even the first one has the full width.
 
-    K is the widest row's beam_width. A row with fewer beams has sequence_length 0 and nothing but its end_id
-    in the others. A response has the beams after its position, best first.
+    K is the widest row's beam_width. A row with fewer beams has sequence_length 0 and only its end_id in the
+    others. A response holds the beams as they stand after its position, best first.
 
     Not decoupled: one response, when every row has ended. Decoupled: one per generated position of the
     longest row, in order, because clients count them; if the sender is behind, one for all pending positions.
-    Each response has the tokens of those before it, so none are lost. The first position always has a
+    Each response repeats the tokens of the earlier ones, so none are lost. The first position always has a
     response of its own.
     """
 
@@ -224,8 +228,9 @@ class Answer:
         beams: Sequence[int] = (),
     ):
         """log_probs: whether any row has them. hidden_size 0: no embeddings. behind(responses): whether this
-        number would be sent too late (Stream.behind); None: not decoupled. logits: of the last response.
-        beams: of each row, default 1."""
+        number of responses would be sent too late (Stream.behind); None: not decoupled. logits: sent with the
+        last response. beams: number for each row, default 1.
+        """
         batch, width, most = prompts.batch, prompts.ids.shape[1], max(counts)
         beams = beams or [1] * batch
         widest = max(beams)
@@ -259,7 +264,8 @@ class Answer:
         holder.update(cum_log_probs=self._cum_log_probs, output_log_probs=self._log_probs)
         if hidden_size:
             self._changing["context_embeddings"] = self._embeddings
-        #: made once: a tensor is copied into shared memory when it is first sent, and the copy is reused
+        #: created once: a tensor is copied into shared memory when it is first sent, and later sends reuse
+        #: the copy
         self._fixed = outputs.tensors(fixed)
 
     def take(self, events: list[tuple[int, Event]]) -> Iterator[list]:
@@ -279,7 +285,7 @@ class Answer:
             yield self._response(True)
 
     def _next(self, ready: int, behind: Callable[[int], bool]) -> int:
-        """The last position of the next response; positions up to `ready` are generated."""
+        """Return the last position of the next response; positions up to `ready` have been generated."""
         waiting = ready - self._position
         merged = self._position > 0 and waiting > 1 and behind(waiting)
         return ready if merged else self._position + 1
@@ -316,7 +322,7 @@ class Answer:
         self._position = position
 
     def _advance_beams(self, row: int, steps: list[BeamStep]) -> None:
-        """Take these steps of a row, and write all of its beams."""
+        """Add these search steps to a row, and write all of its beams."""
         if not steps:
             return
         for step in steps:

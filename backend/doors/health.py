@@ -1,4 +1,4 @@
-"""Model `tridecode_health`: does the engine make progress? Of a model with several engines: do all of them?
+"""Model `tridecode_health`: reports whether the engine makes progress; with several engines, whether all do.
 
 Triton's own readiness stays true when a model's process or the engine has died. This model answers from the
 supervisor's last state, the engine's heartbeats and the age of the running step. A probe needs no queue, slot
@@ -28,15 +28,15 @@ from tridecode.backend.wire.taken_requests import TakenRequests
 
 #: an engine that has missed eight heartbeats is stopped, starved or dead; the supervisor acts after 3 s
 _SILENCE_S = 2.0
-#: Longest step in mean steps, where that is more than probe_timeout_s. On two CPU cores a full step of
-#: prompts takes about 70 times as long as a step of one decoding row.
+#: Longest step, as a multiple of the mean step; applies where that exceeds probe_timeout_s. On two CPU cores
+#: a full prefill step takes about 70 times as long as a step of one decode row.
 _MEAN_STEPS = 100
 
 _log = logging.getLogger("tridecode.door")
 
 
 class TritonPythonModel:
-    """The tensors of contracts/health.py; inputs and parameters are ignored.
+    """Serves the tensors of contracts/health.py; ignores inputs and parameters.
 
     The answer is READY = true, or the error UNAVAILABLE with the reason.
     """
@@ -51,7 +51,7 @@ class TritonPythonModel:
         except TridecodeError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         settings = self.settings
-        self._listed, self._list = -2, dict[str, list]()  # time of the folder's change, and the outputs
+        self._listed, self._list = -2, dict[str, list]()  # modification time of the folder, and the outputs
         instance, engine_dir = args["model_instance_name"], str(settings.engine_dir)
         numbers = range(settings.num_engines)
         owner = TritonOwner.of_this_stub()
@@ -69,7 +69,7 @@ class TritonPythonModel:
             metrics.start()
 
     def execute(self, requests: Sequence[Any]) -> list:
-        """Called by Triton; the responses, in order."""
+        """Called by Triton; return the responses, in order."""
         return [self._respond(request) for request in requests]
 
     def finalize(self) -> None:
@@ -97,7 +97,10 @@ class TritonPythonModel:
         return response
 
     def _models(self) -> dict[str, list]:
-        """Names of the repository's models, and whether each streams. Read again when the folder changes."""
+        """Return the repository's models by name, and whether each streams.
+
+        Reread when the folder changes.
+        """
         try:
             changed = self.settings.repository.stat().st_mtime_ns
         except OSError:
@@ -112,7 +115,7 @@ class TritonPythonModel:
         return self._list
 
     def _progress(self) -> str:
-        """The load of all engines in words. Raises EngineDownError if one of them makes no progress."""
+        """Describe the load of all engines. Raises EngineDownError if one of them makes no progress."""
         if len(self.links) == 1:
             return self._progress_of(self.links[0])
         words = []
@@ -124,7 +127,7 @@ class TritonPythonModel:
         return "; ".join(words)
 
     def _progress_of(self, link: EngineLink) -> str:
-        """The engine's load in words. Raises EngineDownError with the reason if it makes no progress."""
+        """Describe the engine's load. Raises EngineDownError with the reason if it makes no progress."""
         state, silent_s, beat = link.state(), link.silent_s(), link.beat()
         if state.phase != "ready":
             raise EngineDownError(f"the engine is not ready ({state.phase}): {state.detail}")
@@ -147,7 +150,7 @@ class TritonPythonModel:
         )
 
     def _step_limit_s(self, beat: EngineBeat) -> float:
-        """Longest time of the running step in seconds; 0: no limit, because no step has ended yet.
+        """Return the time limit of the running step in seconds; 0: no limit, as no step has ended yet.
 
         The supervisor's limit, step_timeout_s, applies in any case.
         """

@@ -1,12 +1,13 @@
-"""Keeps a tensor whose shape no memory holds from ending the door's process.
+"""Keeps a tensor whose shape exceeds any memory from aborting the door's process.
 
-Triton 2.51 takes a tensor of shape [1, 2^32, 2^32] and zero bytes for consistent, because the product wraps
-to 0. python_backend makes a numpy array of it before execute() is called. numpy refuses, and as no C++ code
-catches the error, the process aborts, with all requests that it had taken.
+Triton 2.51 accepts a tensor of shape [1, 2^32, 2^32] with zero bytes as consistent, because the product wraps
+to 0. python_backend makes a numpy array of it before execute() is called. numpy refuses, no C++ code catches
+the error, and the process aborts with all of its requests.
 
 `install` replaces the two functions with which python_backend makes arrays: PyArray_NewFromDescr in the table
-that numpy gives to C++ (numbers), and deserialize_bytes_tensor (texts). For such a shape they make an array
-without elements; `check` then refuses the request. Where this is not possible, the process aborts as before.
+that numpy exports to C++ (numbers), and deserialize_bytes_tensor (texts). For such a shape they return an
+array without elements; `check` then refuses the request. Where the functions cannot be replaced, the process
+aborts as before.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ _ENTRY = re.compile(r"PyArray_API\[(\d+)\]")
 _MOST_BYTES = 2**63 - 1
 _MOST_ITEM_BYTES = 16
 _POINTER = ctypes.c_void_p
-#: keeps the GIL. PyArray_NewFromDescr(type, descr, nd, dims, strides, data, flags, object)
+#: called with the GIL held. PyArray_NewFromDescr(type, descr, nd, dims, strides, data, flags, object)
 _NewFromDescr = ctypes.PYFUNCTYPE(
     _POINTER, _POINTER, _POINTER, ctypes.c_int, _POINTER, _POINTER, _POINTER, ctypes.c_int, _POINTER
 )
 
 _log = logging.getLogger("tridecode.door")
-_kept: list[Any] = []  # what C++ refers to
+_kept: list[Any] = []  # objects that C++ refers to
 
 
 def check(name: str, tensor: Any, array: np.ndarray) -> None:
-    """RequestError if the array stands for a tensor of another shape, which no memory holds.
+    """Raise RequestError if the array replaces a tensor whose shape exceeds any memory.
 
-    tensor: pb_utils.Tensor. array: what it gives as numpy array.
+    tensor: pb_utils.Tensor. array: the numpy array made from it.
     """
     if array.size == 0 and hasattr(tensor, "shape"):
         shape = list(tensor.shape())
@@ -51,7 +52,7 @@ def check(name: str, tensor: Any, array: np.ndarray) -> None:
 
 
 def install() -> None:
-    """Replace both functions in this process, once. To be called before the first request."""
+    """Replace both functions in this process, once. Call it before the first request."""
     if _kept or not hasattr(pb_utils, "deserialize_bytes_tensor"):  # tests have no python_backend
         return
     try:
@@ -62,7 +63,7 @@ def install() -> None:
 
 
 def _replace_numbers() -> None:
-    """Give C++ code that looks up numpy's table from now on a copy with a function of ours."""
+    """From now on, let C++ code that looks up numpy's table find a copy with a function of ours."""
     module: Any = sys.modules.get("numpy._core.multiarray") or sys.modules["numpy.core.multiarray"]
     get, new = ctypes.pythonapi.PyCapsule_GetPointer, ctypes.pythonapi.PyCapsule_New
     get.restype, get.argtypes = _POINTER, [ctypes.py_object, ctypes.c_char_p]
@@ -86,12 +87,12 @@ def _replace_numbers() -> None:
 
 
 def _beyond_memory(shape: Sequence[int]) -> bool:
-    """Whether numpy refuses the shape, in whose size it ignores dimensions of 0."""
+    """Return whether numpy refuses the shape; numpy ignores dimensions of 0 when it computes the size."""
     return math.prod(dim for dim in shape if dim > 0) > _MOST_BYTES // _MOST_ITEM_BYTES
 
 
 class _Texts(np.ndarray):
-    """Texts that python_backend reshapes to the shape of their tensor: to a plain array."""
+    """Texts whose `reshape`, called by python_backend with the tensor's shape, returns a plain array."""
 
     def reshape(self, shape: Sequence[int]) -> np.ndarray:  # type: ignore[override]
         if _beyond_memory(shape):

@@ -1,10 +1,10 @@
 """FasterTransformer's interactive generation: conversations over Triton's sequence batcher.
 
-Source: the repository gpt-interactive-text-generation of the FasterTransformer backend. As there: START=1
-with session_len begins, START=0 goes on, an answer has the whole history, and an end token of the round
-before is replaced by the new prompt. Different: END frees the session; history, new tokens and output are
-counted once against session_len; padding between rounds is removed; rows and rounds are checked; a round that
-arrives before the answer of the one before waits for it.
+Source: the repository gpt-interactive-text-generation of the FasterTransformer backend. As in the original:
+START=1 with session_len begins a conversation, START=0 continues it, an answer has the whole history, and the
+new prompt replaces the end token of the round before. Differences: END frees the session; history, new tokens
+and output are counted once against session_len; padding between rounds is removed; rows and rounds are
+checked; a round that arrives before the answer of the one before waits for it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TritonPythonModel(EngineDoor):
     # ------------------------------------------------------------ turns
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """As EngineDoor's; places of Triton's batch without a request are answered with nothing."""
+        """Like EngineDoor's; empty places of Triton's batch get no answer."""
         for request in requests:
             if _control(request, "READY", True):
                 super().execute([request])
@@ -75,7 +75,7 @@ class TritonPythonModel(EngineDoor):
         self._or_fail(turn.stream, self.preparation.put, turn.received.size, job)
 
     def _ended(self, turn: Turn, outcome: str) -> None:
-        """The stream of a turn has ended, on any thread."""
+        """Handle the end of a turn's stream. Any thread."""
         conversation, reason = turn.conversation, ""
         if outcome == "ok" and conversation is not None:
             turn.close()
@@ -99,7 +99,7 @@ class TritonPythonModel(EngineDoor):
     # ------------------------------------------------------------ a round
 
     def _receive(self, request: Any, stream: Stream) -> Received:
-        """The request without its first axis."""
+        """Return the request without its first axis."""
         received = super()._receive(request, stream)
         for name in CONTROLS:
             received.inputs.arrays.pop(name, None)
@@ -145,7 +145,7 @@ class TritonPythonModel(EngineDoor):
         self.submit(stream, [Submission(sequences, sink, priorities[0], round_, history)], received)
 
     def _conversation(self, turn: Turn, inputs: Inputs, new: Prompts) -> Conversation:
-        """That of the turn, or a new one in place of another of the same sequence id."""
+        """Return the turn's conversation, or a new one that replaces another of the same sequence id."""
         session_len, memory_len = _one(inputs, "session_len", new), _one(inputs, "memory_len", new)
         if not turn.start:
             conversation = self.conversations.get(turn.key)
@@ -187,7 +187,7 @@ class TritonPythonModel(EngineDoor):
 
 
 def _control(request: Any, name: str, default: bool) -> bool:
-    """A control input of Triton's sequence batcher."""
+    """Return a control input of Triton's sequence batcher."""
     tensor = pb_utils.get_input_tensor_by_name(request, name)
     return default if tensor is None else bool(tensor.as_numpy().any())
 
@@ -200,7 +200,7 @@ def _one(inputs: Inputs, name: str, new: Prompts) -> int | None:
 
 
 def _continued(conversation: Conversation, new: Prompts) -> Prompts:
-    """What the answer shows before its new tokens: the history of each row and its prompt, without a gap."""
+    """Return history and prompt of each row, without padding between: the answer begins with them."""
     history = max(map(len, conversation.rows))
     ids = np.zeros((new.batch, history + new.ids.shape[1]), np.int64)
     lengths = []
@@ -212,7 +212,7 @@ def _continued(conversation: Conversation, new: Prompts) -> Prompts:
 
 
 class _NewTokens(Prompts):
-    """An empty row of a later round adds nothing."""
+    """Prompts of a later round, in which an empty row adds no token."""
 
     def tokens(self, row: int) -> np.ndarray:
         return self.ids[row, : self.lengths[row]]
@@ -223,7 +223,7 @@ def _for_engine(new: Prompts, start: bool) -> Prompts:
 
 
 def _check_session(conversation: Conversation, new: Prompts, most: int) -> None:
-    """RequestError if history, new tokens and output, each counted once, do not fit."""
+    """Raise RequestError if history, new tokens and output, each counted once, do not fit."""
     width = max(1, new.ids.shape[1])
     total = conversation.longest + width + most
     if total > conversation.session_len:
@@ -236,7 +236,7 @@ def _check_session(conversation: Conversation, new: Prompts, most: int) -> None:
 
 
 def _pass_on(turn: Turn, event: Event) -> None:
-    """The sink of a round: on the link's thread."""
+    """Pass on an event of a round. Runs on the link's thread."""
     if event.code == "NOT_FOUND":
         event = Event(event.request, 0, finish="error", error=gone(turn.key, event.error), code=event.code)
     turn.take(event)
@@ -244,7 +244,7 @@ def _pass_on(turn: Turn, event: Event) -> None:
 
 
 class _Deeper(Outputs):
-    """Output tensors with an axis more in front."""
+    """Makes output tensors with one more leading axis."""
 
     def __init__(self, outputs: Outputs):
         self._types = outputs._types

@@ -1,6 +1,6 @@
 """Model `postprocessing` of the interactive contract: that of FasterTransformer's ensemble, one axis deeper.
 
-As in FasterTransformer's, OUTPUT is flat: it has no axis more.
+As in FasterTransformer's, OUTPUT is flat: it gets no extra axis.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Model `preprocessing` of the interactive contract: that of FasterTransformer's ensemble, one axis deeper.
 
-The tokenizer's special tokens, such as a BOS, belong to the start of a conversation: a round that goes on has
-none.
+The tokenizer's special tokens, such as a BOS, belong to the start of a conversation; later rounds have none.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from tridecode.backend.doors.contracts.inputs import Inputs
 from tridecode.backend.doors.contracts.interactive import INTERACTIVE_PREPROCESSING
 from tridecode.backend.doors.requests.interactive_axis import with_axis, without_axis
 
-_SEQUENCE_START = 1  # a bit of a request's flags in Triton
+_SEQUENCE_START = 1  # bit of a Triton request's flags
 
 
 class TritonPythonModel(preprocessing.TritonPythonModel):
     contract = INTERACTIVE_PREPROCESSING
 
     def _respond(self, request: Any) -> Any:
-        """Triton calls with one request at a time of a sequence, on one thread."""
+        """Respond to one request; Triton sends the requests of a sequence one at a time, on one thread."""
         goes_on = bool(request.correlation_id()) and not request.flags() & _SEQUENCE_START
         settings = self.settings
         if goes_on:

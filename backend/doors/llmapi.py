@@ -1,8 +1,8 @@
 """TensorRT-LLM's LLM API contract at one door: the text door with other names, and no batch axis.
 
-A request of several texts gets all of them in each response. Without temperature, top_k and top_p the answer
-is greedy, and so it is with a temperature of 0, a top_k of 1 or a top_p of 0; otherwise the parameters that
-are not sent keep all tokens. Source: SamplingParams of TensorRT-LLM's LLM API.
+A request of several texts gets all of them in each response. The answer is greedy without temperature, top_k
+and top_p, and with a temperature of 0, a top_k of 1 or a top_p of 0. Otherwise the parameters that are not
+sent keep all tokens. Source: SamplingParams of TensorRT-LLM's LLM API.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class LlmApiAnswer(TensorAnswer):
 
 
 def _named(found: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Performance metrics by the LLM API's names."""
+    """Return performance metrics by the LLM API's names."""
     if not found:
         return {}
     reused, missed = found.pop("kv_cache_reused_blocks"), found["kv_cache_alloc_new_blocks"]

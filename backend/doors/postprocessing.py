@@ -1,9 +1,9 @@
 """Model `postprocessing` of FasterTransformer's ensemble: token ids in, texts out.
 
-Source: the FasterTransformer backend's postprocessing models. As there: the whole row is decoded with its
-prompt, and the texts are one flat array of bytes, the beams of a row together. Different: padding after the
-end is not shown, nor are special tokens unless skip_special_tokens is false, and an id that the tokenizer
-does not know is ignored instead of failing the request.
+Source: the FasterTransformer backend's postprocessing models. As in the original: the whole row is decoded
+with its prompt, and the texts form one flat array of bytes, the beams of a row together. Differences: padding
+after the end is not shown, special tokens are shown only if skip_special_tokens is false, and an id unknown
+to the tokenizer is ignored instead of failing the request.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Model `preprocessing` of FasterTransformer's ensemble: texts in, token ids and word lists out.
 
-Source: the FasterTransformer backend's preprocessing models. As there: one text per row, no special tokens
-unless add_special_tokens is set, in config.pbtxt or by the request, no truncation, CSV word lists. The pad id
-is the tokenizer's end id. An empty query gives a row without tokens, which the fastertransformer model starts
-from its start id.
+Source: the FasterTransformer backend's preprocessing models. As in the original: one text per row, no special
+tokens unless add_special_tokens is set, in config.pbtxt or by the request, no truncation, CSV word lists. The
+pad id is the tokenizer's end id. An empty query becomes a row without tokens, which the fastertransformer
+model starts from its start id.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class TritonPythonModel(UnaryDoor):
 
 
 def _first_column(array: np.ndarray, name: str) -> list:
-    """The first text of each row; FasterTransformer ignores the others."""
+    """Return the first text of each row; FasterTransformer ignores the others."""
     if array.size == 0 or array.ndim == 0:
         raise RequestError(f"{name} has shape {list(array.shape)}; wanted [B, 1]")
     return array.reshape(array.shape[0], -1)[:, 0].tolist()

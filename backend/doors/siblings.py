@@ -1,8 +1,7 @@
-"""The models beside a door in its repository: for the list of tridecode_health, and for errors that name the
-model that can do what this one cannot.
+"""The other models of a door's repository, for tridecode_health and for errors that name a better model.
 
-Files are read as text, each with a limit: an operator may have edited them, and no door fails because of
-another's files.
+Files are read as text, up to a size limit: an operator may have edited them, and one model's files must not
+make another's door fail.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pathlib import Path
 _DECOUPLED = re.compile(r"^[^#\n]*\bdecoupled\s*:\s*(true|True|t|1)\b", re.MULTILINE)
 _DOOR = re.compile(r"tridecode\.backend\.doors\.(\w+) import")
 _STAND_IN, _HEALTH = "absent", "health"
-_MAX_BYTES = 262_144  # of a config.pbtxt
+_MAX_BYTES = 262_144  # bytes of a config.pbtxt
 _MAX_MODELS = 1024
 
 
@@ -28,7 +27,7 @@ class Sibling:
 
 
 def siblings(repository: Path) -> list[Sibling]:
-    """The models of a repository that clients may call, by name; without stand-ins and the health model."""
+    """Return the models that clients may call, by name, without placeholders and the health model."""
     found = []
     for folder in sorted(_folders(repository)):
         config = _text(folder / "config.pbtxt")
@@ -42,9 +41,9 @@ def siblings(repository: Path) -> list[Sibling]:
 
 
 def streaming_sibling(repository: Path, name: str) -> str:
-    """The model that streams and has the same door as the model `name`; "" if there is none.
+    """Return the streaming model with the same door as the model `name`; "" if there is none.
 
-    Of several, the one whose name has the most in common with `name`.
+    If there are several, choose the one that shares the longest prefix with `name`.
     """
     models = siblings(repository)
     mine = next((model.door for model in models if model.name == name), "")
@@ -53,7 +52,7 @@ def streaming_sibling(repository: Path, name: str) -> str:
 
 
 def _common(one: str, other: str) -> int:
-    """Length of the common beginning."""
+    """Return the length of the common prefix."""
     pairs = zip(one, other)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 

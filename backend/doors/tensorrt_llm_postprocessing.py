@@ -7,7 +7,7 @@ from tridecode.backend.doors.contracts.tensorrt_llm_tokens import TENSORRT_LLM_P
 
 
 class TritonPythonModel(postprocessing.TritonPythonModel):
-    """FasterTransformer's, with a length of each row, which it requires."""
+    """FasterTransformer's postprocessing, with a required length of each row."""
 
     contract = TENSORRT_LLM_POSTPROCESSING
     length_name = "SEQUENCE_LENGTH"

@@ -1,9 +1,9 @@
 """Model `preprocessing` of TensorRT-LLM's ensemble: texts in, token ids, word lists and end ids out.
 
-Source: preprocessing/1/model.py of TensorRT-LLM's inflight_batcher_llm. As there: words are the elements of
-BAD_WORDS_DICT and STOP_WORDS_DICT, encoded without special tokens, and DECODER_INPUT_ID is the pad id.
-Different: the pad id is the end id, also where the tokenizer has a pad token, and a word list that is not
-sent gives one element of padding instead of a tensor without elements.
+Source: preprocessing/1/model.py of TensorRT-LLM's inflight_batcher_llm. As in the original: words are the
+elements of BAD_WORDS_DICT and STOP_WORDS_DICT, encoded without special tokens, and DECODER_INPUT_ID is the
+pad id. Differences: the pad id is the end id even if the tokenizer has a pad token, and a word list that is
+not sent becomes one element of padding instead of an empty tensor.
 """
 
 from __future__ import annotations
@@ -78,7 +78,10 @@ class TritonPythonModel(UnaryDoor):
 
 
 def _token_ids(inputs: Inputs, name: str, batch: int, default: int) -> list[int]:
-    """One for each row, that its INT32 output can hold: an id of no token, such as -1, is passed on."""
+    """Return one id per row that its INT32 output can hold.
+
+    An id without a token, such as -1, is passed on.
+    """
     values = inputs.rows(name, batch, default)
     return [whole_number(name, value, -INT32_MAX - 1, INT32_MAX, "a token id") for value in values]
 

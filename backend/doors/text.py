@@ -1,7 +1,7 @@
 """The TensorRT-LLM ensemble's contract at one door: text in, text out, streamed or whole.
 
 Source: config.pbtxt of TensorRT-LLM's ensemble and bls models, and what their clients send and read. The door
-tokenises and talks directly to the engine, so a client that leaves is noticed and a stop word ends the
+tokenises and talks directly to the engine, so a client that disconnects is noticed and a stop word ends the
 generation at once. Decisions where the contract leaves room:
 
   text_output is one flat array of texts. Prompt + answer is exactly the text that the model continued.
@@ -9,9 +9,9 @@ generation at once. Decisions where the contract leaves room:
   From a decoupled model each of several rows gets a response of its own, as soon as that row has ended; so
   does each sample (num_return_sequences) or beam of a row, named by sequence_index. In one response the
   texts of a row follow each other.
-  Beams can change to their end, so they are sent whole when the search is over, also with `stream`.
+  Beams can change until the search ends, so they are sent whole at its end, even with `stream`.
   A streamed response merges what is pending; its num_output_tokens counts its own tokens only.
-  num_output_tokens counts every generated token, including those of an end id or a stop word.
+  num_output_tokens counts every generated token, including an end id and the tokens of a stop word.
   Stop words are matched in the text and not shown; an empty stop word is ignored.
   A request that a stop request ends is a success, with the text generated so far.
   finish_reason comes with the last response of each row, where config.pbtxt declares it.
@@ -43,7 +43,7 @@ from tridecode.backend.wire.messages import Event, Limits, SamplingParams
 
 
 class TritonPythonModel(EngineDoor):
-    """Tensors in, tensors out; between them is the text service.
+    """Translates between tensors and the text service.
 
     A door of another text contract overrides `contract`, `read` and `answer`.
     """
@@ -74,10 +74,10 @@ class TritonPythonModel(EngineDoor):
         if stream.stop_wanted:
             stop_rows(stream)
 
-    # ------------------------------------------------------------ what contracts differ in
+    # ------------------------------------------------------------ overridden by other contracts
 
     def read(self, received: Received, limits: Limits) -> TextRequest:
-        """What the request asks for. RequestError or UnsupportedError naming the field."""
+        """Parse the request. Raises RequestError or UnsupportedError that names the field."""
         inputs = received.inputs
         streaming = self.streaming(inputs, "stream")
         texts = read_texts(inputs, limits)
@@ -102,7 +102,7 @@ class TritonPythonModel(EngineDoor):
     # ------------------------------------------------------------ reading
 
     def streaming(self, inputs: Inputs, name: str) -> bool:
-        """The flag of that name; RequestError if it is true and this model cannot stream."""
+        """Return the flag of that name. Raises RequestError if it is true and this model cannot stream."""
         streaming = inputs.flag(name)
         if streaming and not self.settings.decoupled:
             raise self.cannot_stream(name)
@@ -145,7 +145,7 @@ def read_texts(inputs: Inputs, limits: Limits) -> list[str]:
 
 
 def read_words(inputs: Inputs, name: str, batch: int) -> list[tuple[str, ...]]:
-    """The non-empty words of each row, each once: [B, n], or [n] for all rows."""
+    """Return the distinct non-empty words of each row. Accepted shapes: [B, n], or [n] for all rows."""
     array = inputs.arrays.get(name)
     if array is None:
         return [()] * batch
@@ -164,7 +164,7 @@ def _row_words(values: np.ndarray, name: str, row: int) -> tuple[str, ...]:
 # ---------------------------------------------------------------- answering
 
 
-#: output -> the input that says whether it is wanted, and its default; with log-probs comes cum_log_probs
+#: output -> the input that requests it, and its default; cum_log_probs is sent with log-probs
 _OPTIONAL = {
     "output_log_probs": ("return_log_probs", False),
     "num_input_tokens": ("return_num_input_tokens", True),
@@ -173,7 +173,7 @@ _OPTIONAL = {
 
 
 class TensorAnswer(Answer):
-    """An Answer as output tensors: [rows, 1] with a batch dimension, [rows] without; text_output is flat."""
+    """Answers in output tensors: [rows, 1] with a batch dimension, [rows] without; text_output is flat."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class TensorAnswer(Answer):
         together: bool = False,
         vocab_size: int = 0,
     ):
-        """vocab_size: of logits, where the request wants some."""
+        """vocab_size: width of the logits, if the request wants them."""
         super().__init__(rows, streamed, apart=settings.decoupled and not together, together=together)
         self._outputs = received.outputs
         self._batched = settings.max_batch_size > 0
@@ -224,7 +224,7 @@ class TensorAnswer(Answer):
 
 
 class _EmptyAnswer:
-    """The answer to a stop request: one empty text, because HTTP's generate endpoint needs one response."""
+    """Answers a stop request with one empty text, because HTTP's generate endpoint needs one response."""
 
     finished = True
     num_output_tokens = 0

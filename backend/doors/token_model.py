@@ -5,12 +5,12 @@ sampling kernels (an end id is not part of the answer). Decisions where the cont
 
   A whole answer is prompt + new tokens, without the prompt if exclude_input_in_output is true. A response of
   a stream has the row's new tokens only. sequence_length is the number of the row's ids in this response.
-  A decoupled model sends a response for each row, any other model one for all rows. The beams of a row are
-  the second axis of its response, best first, when their search is over, also with `streaming`; its samples
-  (num_return_sequences) are responses of their own from a decoupled model, named by sequence_index.
-  The end id is not shown, the words of stop_words_list are. Both have log-probs and count as output tokens.
-  Where the model has several end ids, a request that sends none of its own, or one of them, ends at each.
-  A request that a stop request ends is a success, with the tokens so far; the stop request gets no tensors.
+  A decoupled model sends a response for each row, any other model one for all rows. The beams of a row form
+  the second axis of its response, best first, which is sent when the search is over, even with `streaming`.
+  From a decoupled model each sample (num_return_sequences) has responses of its own, named by sequence_index.
+  The end id is not shown; the words of stop_words_list are. Both have log-probs and count as output tokens.
+  If the model has several end ids, a request that sends none, or one of these, ends at any of them. A
+  request that a stop request ends is a success, with the tokens so far; the stop request gets no tensors.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class TritonPythonModel(EngineDoor):
             stop_rows(stream)
 
     def _read_params(self, inputs: Inputs, prompts: Prompts, limits: Limits) -> list[SamplingParams]:
-        """The parameters of each row."""
+        """Return the sampling parameters of each row."""
         batch = prompts.batch
         counts = _counts(inputs, prompts, limits)
         ends = sampling_rules.model_ends(limits, self.settings.stop_ids)
@@ -129,7 +129,7 @@ def _counts(inputs: Inputs, prompts: Prompts, limits: Limits) -> list[int]:
 
 
 def _fill(inputs: Inputs, prompts: Prompts) -> list[int]:
-    """The id after the end of each row in a response with several."""
+    """Return the id that pads each row in a response with several rows."""
     return [
         pad if pad >= 0 else fill for pad, fill in zip(inputs.rows("pad_id", prompts.batch, -1), prompts.fill)
     ]

@@ -8,7 +8,7 @@ from tridecode.backend.service.owner import Owner
 
 
 class TritonOwner(Owner):
-    """The parent process. A stub outlives a tritonserver that was killed, unless it notices."""
+    """The parent process. A stub would outlive a killed tritonserver if it did not watch it."""
 
     @classmethod
     def of_this_stub(cls) -> TritonOwner:
@@ -19,7 +19,7 @@ class TritonOwner(Owner):
 
 
 def shared_memory_region() -> str:
-    """Name of the shared memory region on this stub's command line; "" if this is not a stub of Triton."""
+    """Return the shared memory region on this stub's command line; "" for any other process."""
     try:
         with open("/proc/self/cmdline", "rb") as file:
             words = file.read().decode("utf-8", "replace").split("\0")

@@ -2,12 +2,12 @@
 
 Where vLLM's backend and its engine leave room or are defective:
 
-  Without `sampling_parameters` the request parameters count, as with vLLM; with it they are not read.
-  An unknown key is refused by name (vLLM answers with an internal error), and so is a key twice.
-  presence_penalty and frequency_penalty count tokens of the answer, repetition_penalty those of the prompt,
-  too; with both kinds the request is refused. They apply before the temperature, as with vLLM.
-  max_tokens is cut to the room that the prompt leaves, as with vLLM; a prompt without room is refused.
-  Log probabilities are those of the model's own logits: vLLM's default, logprobs_mode "raw_logprobs".
+  Without `sampling_parameters` the request parameters are used, as with vLLM; with it they are ignored.
+  An unknown or duplicate key is refused by name (vLLM answers with an internal error).
+  presence_penalty and frequency_penalty count tokens of the answer, repetition_penalty also those of the
+  prompt; a request with both kinds is refused. They apply before the temperature, as with vLLM. max_tokens is
+  cut to the room that the prompt leaves, as with vLLM; a prompt without room is refused. Log probabilities
+  are those of the model's own logits: vLLM's default, logprobs_mode "raw_logprobs".
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class TritonPythonModel(TextModel):
     def prepare(self, settings: DoorSettings) -> None:
         super().prepare(settings)
         self.token_texts = TokenTexts(self.tokenizer.view)
-        self.tokenizer.view_of(not settings.skip_special_tokens)  # made now, not with the first request
+        # created now rather than with the first request
+        self.tokenizer.view_of(not settings.skip_special_tokens)
 
     def read(self, received: Received, limits: Limits) -> TextRequest:
         inputs = received.inputs
@@ -76,7 +77,7 @@ class TritonPythonModel(TextModel):
         )
 
     def _keys(self, received: Received) -> dict[str, Any]:
-        """The sampling parameters that were sent."""
+        """Return the sampling parameters that were sent."""
         array = received.inputs.arrays.get("sampling_parameters")
         if array is None or array.size == 0:
             sent = {name: value for name, value in received.parameters.items() if name in KEYS_BY_NAME}
@@ -89,7 +90,7 @@ class TritonPythonModel(TextModel):
         n = keys.get("n", 1)
         if keys.get("best_of", n) != n:
             found = f"best_of is {keys['best_of']} and n is {n}"
-            raise UnsupportedError(f"{found}; this version implements no choice among answers: wanted n")
+            raise UnsupportedError(f"{found}; choosing among answers is not implemented; wanted n")
         max_tokens = keys.get("max_tokens", 16)
         if keys.get("min_tokens", 0) > max_tokens:
             found = f"min_tokens is {keys['min_tokens']} and max_tokens is {max_tokens}"
@@ -114,7 +115,7 @@ class TritonPythonModel(TextModel):
         return params
 
     def _ends(self, keys: dict[str, Any], limits: Limits) -> dict[str, Any]:
-        """The model's end tokens and the request's stop_token_ids: none of them comes before min_tokens."""
+        """Return the model's end tokens and the request's stop_token_ids; min_tokens delays them all."""
         mine = keys.get("stop_token_ids", [])
         wrong = [token for token in mine if token >= limits.vocab_size]
         if wrong:
@@ -146,7 +147,7 @@ class TritonPythonModel(TextModel):
 
 
 def _distribution(keys: dict[str, Any], limits: Limits) -> dict[str, Any]:
-    """The parameters that shape the distribution, by our names; vLLM's defaults draw from all tokens."""
+    """Return the parameters of the distribution by our names; vLLM's defaults draw from all tokens."""
     temperature = keys.get("temperature", 1.0)
     greedy = temperature < GREEDY_BELOW
     if not greedy:
@@ -172,7 +173,7 @@ def _distribution(keys: dict[str, Any], limits: Limits) -> dict[str, Any]:
 
 
 def _top_log_probs(keys: dict[str, Any], received: Received) -> int:
-    """SamplingParams.top_log_probs: -1 unless an output needs them."""
+    """Return SamplingParams.top_log_probs: -1 unless an output needs them."""
     inputs = received.inputs
     if inputs.flag("return_logprobs") and "logprobs" in keys:
         return keys["logprobs"]
@@ -218,7 +219,7 @@ class VllmAnswer(TensorAnswer):
         return self._outputs.tensors(arrays)
 
     def _log_probs(self, piece: Piece) -> str:
-        """JSON: for each new token an object of token ids, the chosen one first."""
+        """Return JSON: for each new token an object keyed by token id, the chosen token first."""
         if not self._has_log_probs:
             return "null"
         return json.dumps([self._alternatives(token, top) for token, top in piece.tops])

@@ -1,1 +1,1 @@
-"""Answers of doors: tensors, tokens and their senders."""
+"""Answers of a door: output tensors, token answers, and the threads that send them."""

@@ -1,6 +1,6 @@
-"""The outputs that carry an event's `extra`: context_logits, generation_logits and performance metrics.
+"""Builds the outputs context_logits, generation_logits and performance metrics from an event's `extra`.
 
-Their limit, and the arrays that their rows fill.
+Also checks the size limit of the logits before they are allocated.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class WantedLogits:
         return cls(inputs.flag("return_context_logits"), inputs.flag("return_generation_logits"))
 
     def params(self) -> dict[str, bool]:
-        """As sampling parameters."""
+        """Return the sampling parameters that request these logits."""
         return {"return_context_logits": self.context, "return_generation_logits": self.generation}
 
     def check(self, prompts: Sequence[int], counts: Sequence[int], limits: Limits) -> None:
-        """RequestError if the arrays, padded to the longest row, have more bytes than the engine allows.
+        """Raise RequestError if the arrays, padded to the longest row, exceed the engine's limit in bytes.
 
-        prompts, counts: tokens of each row's prompt, and at most of its answer.
+        prompts, counts: for each row the tokens of its prompt and the maximum number of new tokens.
         """
         check_logits(self.context, self.generation, prompts, counts, limits)
 
 
 class LogitsArrays:
-    """The arrays of one request's answer, filled as rows come.
+    """The logits of one request's answer; rows are copied in as they arrive.
 
     context_logits: (B, L, V) float32, L the longest prompt. generation_logits: (B, 1, R, V), R the largest
     number of new tokens that a row may have. Zeros after the end of a row.
@@ -76,10 +76,11 @@ class LogitsArrays:
 def piece_logits(
     wanted: WantedLogits, pieces: Sequence[Sequence[tuple[int, EventExtra]]], vocab_size: int
 ) -> dict[str, np.ndarray]:
-    """The logits that one response carries. pieces: for each of its n rows (tokens that count, extra).
+    """Return the logits that one response carries.
 
-    context_logits: (n, L, V), once, where a row has some. generation_logits: (n, 1, R, V) of the response's
-    own tokens. Zeros beyond a row's own.
+    pieces: for each of its n rows (tokens that count, extra). context_logits: (n, L, V), sent once, where a
+    row has some. generation_logits: (n, 1, R, V) of the response's own tokens. Shorter rows are padded with
+    zeros.
     """
     arrays = {}
     if wanted.context:
@@ -106,9 +107,9 @@ def _padded(rows: Sequence[bytes], vocab_size: int) -> np.ndarray:
 
 
 def metrics(pieces: Sequence[Sequence[tuple[int, EventExtra]]]) -> dict[str, list[Any]]:
-    """TensorRT-LLM's performance metrics, the newest of each row; {} if a row has none.
+    """Return TensorRT-LLM's performance metrics, the newest of each row; {} if a row has none.
 
-    Draft tokens are not used: their counts are 0. kv_cache_alloc_total_blocks: new and reused ones.
+    There are no draft tokens, so their counts are 0. kv_cache_alloc_total_blocks: new and reused blocks.
     """
     newest = [[extra.perf for _, extra in piece if extra.perf is not None][-1:] for piece in pieces]
     if not all(newest):

@@ -2,11 +2,11 @@
 
 A send takes about 120 us, most of it waiting for the server (Triton 2.51, one response at a time), so neither
 the engine nor the link's thread ever sends. A stream is pinned to one sender, which preserves its order. A
-sender takes all pending events of a stream, and the door makes of them what its contract allows: one merged
-response, or one per step as long as the sender is not behind (Stream.behind).
+sender takes all pending events of a stream, and the door turns them into what its contract allows: one merged
+response, or one per step while the sender keeps up (Stream.behind).
 
-A send does not wait for the client: tritonserver queues without limit what the client has not read, and does
-not report it. The bytes that a request can leave there are therefore bounded here (Stream.held_back).
+A send does not wait for the client: tritonserver queues unread responses without limit and does not report
+them. The door therefore bounds the bytes that a request may have queued there (Stream.held_back).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SWEEP_CHUNK = 8
 _RESPONSE_S = 1e-4
 _RESPONSE_WEIGHT = 1 / 16
 #: bytes of the responses of one request, and of all open requests of a door. Triton 2.51 keeps each response
-#: of a gRPC stream until its request has ended, also for a client that reads
+#: of a gRPC stream until the request has ended, even if the client reads it
 _REQUEST_BYTES = 16 << 20
 _DOOR_BYTES = 512 << 20
 #: bytes that the server keeps per response in addition to its tensors: names, shapes, parameters
@@ -56,9 +56,9 @@ class Answer(Protocol):
     num_output_tokens: int  # so far, of all rows
 
     def take(self, events: list[tuple[int, Event]]) -> Iterable[list]:
-        """The responses to these (row, event) pairs, each a list of tensors; never an error response.
+        """Return the responses to these (row, event) pairs, each a list of tensors; never an error response.
 
-        A response may be made before the previous one is sent, so they share no array that changes.
+        A response may be built before the previous one is sent, so they must not share an array that changes.
         """
 
 
@@ -72,7 +72,7 @@ class Stream(ClientRequest):
         self.stop_wanted = False  # set by a stop request, which may come before the answer exists
         self._senders, self._sender = senders, sender
         self._events: deque[tuple[int, Event]] = deque()
-        #: code and text: an exception's traceback would keep the request and its shared memory alive
+        #: code and text only: an exception's traceback would keep the request and its shared memory alive
         self._failure: tuple[str, str] | None = None
         self._queued = False
         self._ended = False
@@ -80,7 +80,7 @@ class Stream(ClientRequest):
         self._ending = threading.Lock()
         self._thread = senders.assign()
         self.times = RequestTimes(self._thread.gaps)
-        self.error = ""  # text of the error that it ended with
+        self.error = ""  # text of the error that ended it
         self._responses = 0  # sent
         self._response_bytes = 0  # of the largest response measured
         self._spare = 0  # responses sent beyond half of the budget
@@ -123,21 +123,21 @@ class Stream(ClientRequest):
     # ------------------------------------------------------------ the stream's sender thread
 
     def behind(self, responses: int) -> bool:
-        """Whether sending this many responses to each stream that waits for the sender would take too long.
+        """Return whether this many responses to each stream that waits for this sender would take too long.
 
-        Streams of a sender fall behind together, so one stands for all. The age of pending events would be a
-        worse measure: after a pause of the machine all events are old, but sent quickly.
+        The streams of a sender fall behind together, so one is representative of all. The age of pending
+        events would be a worse measure: after a pause of the machine all events are old, but sent quickly.
         """
         if self._over_half():
             return True
         return responses * (1 + self._thread.inbox.qsize()) * self._thread.response_s > self._senders.behind_s
 
     def held_back(self) -> bool:
-        """Whether pending events wait for more, so that the responses stay within the request's budget.
+        """Return whether pending events must wait to keep the responses within the request's byte budget.
 
-        The first half of the budget is spent without delay. The k-th response after it waits for k steps, and
-        beyond the whole budget only the end of a row is sent. Nothing is lost: pending events are part of the
-        next response.
+        The first half of the budget is spent without delay. The k-th response after that waits for k steps;
+        once the whole budget is spent, only the end of a row is sent. Nothing is lost: pending events are
+        part of the next response.
         """
         if not self._over_half() or self._ends or self._failure is not None:
             return False
@@ -168,7 +168,7 @@ class Stream(ClientRequest):
             self._end_with(*failure)
 
     def _serve(self) -> tuple[str, str] | None:
-        """Send what is pending; returns code and text of the error to end with, if there is one."""
+        """Send pending events; return code and text of the error that ends the stream, if there is one."""
         events: list[tuple[int, Event]] = []
         failure = self._failure
         while self._events and failure is None:
@@ -196,7 +196,7 @@ class Stream(ClientRequest):
             self._send(made, began)
 
     def _send(self, tensors: list, began: float) -> float:
-        """Send one response; returns the time after it. began: when its preparation began."""
+        """Send one response and return the time after the send. began: when its preparation began."""
         self._sender.send(pb_utils.InferenceResponse(tensors))
         self._responses += 1
         if self._responses & (self._responses - 1) == 0:  # measuring costs as much as making one
@@ -210,7 +210,7 @@ class Stream(ClientRequest):
             self.cancel_rows()
         except Exception:  # the client must be answered anyway
             _log.exception("request %s: it could not be cancelled", self.label)
-        if self._ended:  # before the error, or because the last response could not be sent
+        if self._ended:  # before the error was sent, or because the last response could not be sent
             return
         self.error = text
         text = with_label(text, self.label)
@@ -236,7 +236,7 @@ class Stream(ClientRequest):
 
 
 def _size_of(tensors: list) -> int:
-    """Bytes that the server keeps for a response."""
+    """Return the bytes that the server keeps for a response."""
     size = _RESPONSE_OVERHEAD
     for tensor in tensors:
         array = tensor.as_numpy()
@@ -246,12 +246,12 @@ def _size_of(tensors: list) -> int:
 
 
 class SenderThread(threading.Thread):
-    """Serves the streams that are pinned to it, first woken, first served."""
+    """Serves the streams that are pinned to it, in the order in which they were woken."""
 
     def __init__(self, name: str):
         super().__init__(name=name, daemon=True)
         self.inbox: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
-        self.gaps = GapCounts()  # between the tokens of its streams
+        self.gaps = GapCounts()  # gaps between the tokens of its streams
         self.response_s = _RESPONSE_S  # mean time to make and send a response, including waits
 
     def measure(self, seconds: float) -> None:
@@ -298,7 +298,7 @@ class Senders:
         return self
 
     def open(self, sender, label: str = "") -> Stream:
-        """A stream for the request of this response sender; it must be answered or failed."""
+        """Return a stream for this response sender's request; the caller must answer or fail it."""
         stream = Stream(self, sender, label)
         self._taken.begin(stream)
         with self._lock:
@@ -311,11 +311,11 @@ class Senders:
             return list(self._open)
 
     def budget(self) -> int:
-        """Bytes that the responses of one request may have: its own limit or its share of the door's."""
+        """Return the byte budget of one request's responses: its own limit or its share of the door's."""
         return min(self._request_bytes, self._door_bytes // max(1, len(self._open)))
 
     def gaps(self) -> list[GapCounts]:
-        """The gaps between tokens, of each sender thread."""
+        """Return the gaps between tokens, one GapCounts for each sender thread."""
         return [thread.gaps for thread in self._threads]
 
     def assign(self) -> SenderThread:
@@ -331,7 +331,7 @@ class Senders:
         stream.on_end(outcome)
 
     def close(self, error: TridecodeError, timeout_s: float = 5.0) -> None:
-        """Fail all open streams, wait until that is sent, end the threads."""
+        """Fail all open streams, wait until the errors are sent, end the threads."""
         for stream in self.open_streams():
             stream.fail(error)
         self._closing.set()

@@ -1,4 +1,4 @@
-"""The engine's events to the responses of TensorRT-LLM's token model."""
+"""Turns the engine's events into responses of TensorRT-LLM's token model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tridecode.backend.wire.messages import Event, EventExtra
 
 
 class _Piece(NamedTuple):
-    """What one response says about one sequence; see TokenSequence."""
+    """The part of one response that belongs to one sequence; see TokenSequence."""
 
     ids: list[int]
     log_probs: list[float]
@@ -32,14 +32,15 @@ _NO_SEQUENCE = _Piece([], [], 0.0, 0, 0, "", [])
 
 
 class TokenSequence:
-    """The answer of one sequence. Keeps what has not been reported yet.
+    """The answer of one sequence. Buffers the tokens that have not been reported yet.
 
-    log_probs: natural logarithms, one per generated token, also of an end id, which is not among the ids.
+    log_probs: natural logarithms, one per generated token, including an end id, which is not among the ids.
     """
 
     def __init__(self, prompt: list[int], num_prompt_tokens: int, place: tuple[int, int] = (0, 0)):
-        """prompt: ids reported ahead of the new ones. place: row of the request, and which of its
-        sequences."""
+        """prompt: ids reported ahead of the new ones. place: (row of the request, index of the sequence in
+        the row).
+        """
         self.finish_reason = ""  # "": it has not ended
         self.num_tokens = 0  # not reported yet
         self.place = place
@@ -50,7 +51,7 @@ class TokenSequence:
         self._extras: list[tuple[int, EventExtra]] = []
 
     def take(self, event: Event) -> None:
-        """Add an event; none counts after the end. Failures (Event.error) are the caller's."""
+        """Add an event; events after the end are ignored. The caller handles failures (Event.error)."""
         if self.finish_reason:
             return
         self._ids += event.tokens[:-1] if event.finish == "end_id" else event.tokens
@@ -63,7 +64,7 @@ class TokenSequence:
             self.finish_reason = FINISH_REASONS.get(event.finish, event.finish)
 
     def report(self) -> _Piece:
-        """Everything since the last report."""
+        """Return everything since the last report."""
         piece = _Piece(
             self._ids,
             self._log_probs,
@@ -88,10 +89,10 @@ _OPTIONAL = {
 
 @dataclass(frozen=True)
 class Layout:
-    """What the tensors of a request's responses look like.
+    """The layout of a request's response tensors.
 
-    apart: rows have responses of their own. fill: for each row the id that fills it to the longest one.
-    logits: which ones are wanted, of vocab_size each.
+    apart: each row has responses of its own. fill: for each row the id that pads it to the longest one.
+    logits: the requested ones, vocab_size values each.
     """
 
     outputs: Outputs
@@ -110,8 +111,11 @@ class Layout:
         return cls(outputs, frozenset(unwanted), settings.decoupled, fill, logits, vocab_size)
 
     def tensors(self, pieces: dict[int, list[_Piece]], first: int) -> list:
-        """One response: for each row its sequences, K at most. output_ids [rows, K, n]; a row with fewer
-        sequences has a sequence_length of 0 in the others. first: the index of the first sequence."""
+        """Return one response: for each row its sequences, at most K.
+
+        output_ids [rows, K, n]; a row with fewer sequences has a sequence_length of 0 for the others. first:
+        index of the first sequence.
+        """
         rows = list(pieces.values())
         most = max(map(len, rows))
         table = [row + [_NO_SEQUENCE] * (most - len(row)) for row in rows]
@@ -157,15 +161,17 @@ class Layout:
 
 
 class TokenAnswer:
-    """An Answer in token ids.
+    """Answers in token ids.
 
-    Streamed: a response for each sequence with new tokens, and for each that has ended. Else whole rows: one
-    response when the last has ended, or (Layout.apart) one for each sequence as soon as it has ended. The
-    beams of a row are always one response, when their search is over.
+    Streamed: a response for each sequence that has new tokens or has ended. Otherwise one response for all
+    rows when the last has ended, or (Layout.apart) one for each sequence as soon as it has ended. The beams
+    of a row always share one response, sent when their search is over.
     """
 
     def __init__(self, sequences: list[TokenSequence], beams: list[bool], layout: Layout, streamed: bool):
-        """sequences: those of the first row, then of the next. beams: for each row whether it is a search."""
+        """sequences: those of the first row, then those of the next. beams: for each row whether it is a beam
+        search.
+        """
         self.finished = False  # every sequence has ended
         self.num_output_tokens = 0  # of all sequences, so far
         self.num_rows = len(sequences)
@@ -182,7 +188,7 @@ class TokenAnswer:
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Of each sequence; "": it has not ended."""
+        """The finish reason of each sequence; "": not ended yet."""
         return [one.finish_reason for one in self._sequences]
 
     def take(self, events: Sequence[tuple[int, Event]]) -> list[list]:
@@ -208,7 +214,7 @@ class TokenAnswer:
 
 
 class EmptyAnswer:
-    """The answer to a stop request: a response without tensors, as plain infer needs one."""
+    """Answers a stop request: one response without tensors, because plain infer needs one."""
 
     finished = True
     num_output_tokens = 0

@@ -29,7 +29,12 @@ PREPROCESSING = Contract(
 POSTPROCESSING = Contract(
     (
         Field("TOKENS_BATCH", "UINT32", "token ids", dims=(-1, -1), kind="ids", required=True),
-        Field("RESPONSE_INPUT_LENGTHS", "INT32", "no effect: FasterTransformer's needs it", dims=(-1,)),
+        Field(
+            "RESPONSE_INPUT_LENGTHS",
+            "INT32",
+            "no effect: required by FasterTransformer's postprocessing",
+            dims=(-1,),
+        ),
         # GPT-NeoX's
         Field("sequence_length", "UINT32", "tokens of a row that count", "all", declared=False),
         Field("SEQUENCE_LENGTH", "UINT32", alias_of="sequence_length", declared=False),

@@ -1,7 +1,7 @@
-"""A contract as a table of tensors: what a model takes and gives.
+"""A contract as a table of the tensors that a model takes and returns.
 
-From a table follow the tensors in config.pbtxt (model_repo_templates), the parsing of a request (`inputs`)
-and the tables in docs/reference/requests.md (`python -m tridecode.tools.generated_docs.requests --write`).
+The tensors in config.pbtxt (model_repo_templates), the parsing of a request (`inputs`) and the tables in
+docs/reference/requests.md (`python -m tridecode.tools.generated_docs.requests --write`) are generated from it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tridecode.backend.wire.sampling_params import SamplingParams, parameters
 
 _WHOLE = (np.uint32, np.int32, np.uint64, np.int64)
 _REAL = (np.float32, np.float16, np.float64)
-#: Triton's type -> numpy types that are accepted: a config.pbtxt may declare another width than the table
+#: Triton's type -> accepted numpy types: a config.pbtxt may declare another width than the table
 _ACCEPTED: dict[str, tuple[type[np.generic], ...]] = {
     **dict.fromkeys(("UINT32", "INT32", "UINT64", "INT64"), _WHOLE),
     **dict.fromkeys(("FP16", "FP32"), _REAL),
@@ -31,17 +31,17 @@ class Field:
     """One input tensor.
 
     dtype, dims: as in config.pbtxt, dims without the batch axis. meaning, default: for
-    docs/reference/requests.md; default is the value where the input is not sent. param: the sampling
-    parameter that it sets, whose row has the meaning and default that are not given here. alias_of: the
-    field of which this is an older name.
-    required: Triton refuses a request without it. keeps_axis: one fixed axis, not reshaped, where the
-    original has a free one: with it Triton refuses a request without rows. lenient: the model itself does
-    not need it, for a config.pbtxt that makes it optional. declared: false for a tensor that only a
-    config.pbtxt from elsewhere has. refused: not implemented; `neutral` lists the values without an effect,
-    which are accepted.
-    kind: which limits of the envelope apply: "value" (one per row), "prompt" (one text per row), "ids" (many
-    per row), "words" (texts), "csv" (words in one text per row), "word_ids" (a [B, 2, n] word list), "table"
-    (a [B, n, m] prompt table).
+    docs/reference/requests.md; default is used if the input is not sent. param: the sampling parameter that
+    it sets; meaning and default are taken from that parameter's row unless given here. alias_of: the current
+    name of a field whose older name this is. required: Triton refuses a request without it. keeps_axis: one
+        fixed axis, not reshaped, where the original has a free one; Triton then refuses a request without
+    rows.
+        lenient: the model itself does not need it, so a config.pbtxt may make it optional. declared: false
+    for a
+        tensor that only foreign config.pbtxt files have. refused: not implemented; `neutral` lists the values
+    without an effect, which are accepted. kind: selects the limits of the envelope: "value" (one per row),
+    "prompt" (one text per row), "ids" (many per row), "words" (texts), "csv" (words in one text per row),
+    "word_ids" (a [B, 2, n] word list), "table" (a [B, n, m] prompt table).
     """
 
     name: str
@@ -66,7 +66,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Output:
-    """One output tensor; meaning "": declared because the contract has it, and never sent."""
+    """One output tensor; meaning "": the contract declares it, but it is never sent."""
 
     name: str
     dtype: str
@@ -78,10 +78,10 @@ class Output:
 class Contract:
     """The tensors of one model. reshape_scalars: inputs of dims [1] reach the model as [B], not [B, 1].
 
-    parameters: request parameters that its clients send without an effect. batched: the original has a batch
-    axis; False: shapes are the dims alone. own_batch_axis: config.pbtxt has max_batch_size 0 and the batch
-    axis among the dims, so that Triton hands on a request without rows, which it would drop otherwise.
-    leading_axis: every tensor has an axis of size 1 in front of the rows (interactive.py).
+    parameters: request parameters that its clients send and that have no effect. batched: the original has a
+    batch axis; False: shapes are the dims alone. own_batch_axis: config.pbtxt has max_batch_size 0 and the
+    batch axis among the dims, so that Triton passes on a request without rows, which it would otherwise
+        drop. leading_axis: every tensor has an axis of size 1 in front of the rows (interactive.py).
     """
 
     inputs: tuple[Field, ...]
@@ -98,17 +98,17 @@ class Contract:
 
     @cached_property
     def required(self) -> tuple[Field, ...]:
-        """The fields without which the model cannot serve a request."""
+        """Return the fields without which the model cannot serve a request."""
         return tuple(field for field in self.inputs if field.required and not field.lenient)
 
     @cached_property
     def params(self) -> tuple[Field, ...]:
-        """The fields that set a sampling parameter."""
+        """Return the fields that set a sampling parameter."""
         return tuple(field for field in self.inputs if field.param)
 
 
 def special_tokens_field(name: str = "add_special_tokens") -> Field:
-    """The flag of every model that tokenises a prompt; see fields.add_special_tokens."""
+    """Return the flag that every model with a tokenised prompt has; see fields.add_special_tokens."""
     meaning = "false: no BOS or other special token is added, for a prompt that a chat template has made"
     return Field(name, "BOOL", meaning, "`config.pbtxt`'s")
 
@@ -130,9 +130,9 @@ def with_parameters(
     without: tuple[str, ...] = (),
     table: type[SamplingParams] = SamplingParams,
 ) -> tuple[Field, ...]:
-    """The fields, and one more for each sampling parameter with a range that none of them sets.
+    """Return the fields, and one more for each sampling parameter with a range that none of them sets.
 
-    whole: dtype of whole numbers. without: parameters that the contract leaves out.
+    whole: dtype of integer fields. without: parameters that the contract leaves out.
     """
     fields = tuple(fields)
     named = {name for field in fields for name in (field.param, field.name)}.union(without)
@@ -143,7 +143,7 @@ def with_parameters(
     )
 
 
-#: of every model with an engine
+#: common to every model with an engine
 RESUME = Field(
     "resume",
     "BOOL",

@@ -19,7 +19,7 @@ from tridecode.backend.doors.contracts.field import Contract, Field
 #: request parameters that Triton, its clients and its front ends add on their own
 HARMLESS_PARAMETERS = (
     "triton_*",
-    "id",  # HTTP's generate endpoint hands the request id over as a parameter
+    "id",  # HTTP's generate endpoint passes the request id as a parameter
     "sequence_id",
     "sequence_start",
     "sequence_end",
@@ -28,13 +28,13 @@ HARMLESS_PARAMETERS = (
     "binary_data_output",
 )
 _OTHER_TYPES = {"b": "BOOL", "O": "STRING"}
-_LONGEST_NAME = 64  # characters compared with the inputs: the time is quadratic
+_LONGEST_NAME = 64  # characters that are compared with the inputs' names: the time is quadratic
 
 
 class Inputs:
     """A copy of a request's input tensors, checked against a contract; the request can be released.
 
-    Sizes are not checked here: Envelope.check comes before. Raises RequestError or UnsupportedError, naming
+    Sizes are not checked here: Envelope.check runs first. Raises RequestError or UnsupportedError, naming
     the field, from the constructor and from each reader.
     """
 
@@ -68,14 +68,17 @@ class Inputs:
         self.arrays[name], self._sent_as[name] = np.array(array), field.name
 
     def sent_as(self, name: str) -> str:
-        """The client's name of a field that was sent."""
+        """Return the client's name of a field that was sent."""
         return self._sent_as.get(name, name)
 
     def __contains__(self, name: str) -> bool:
         return name in self.arrays
 
     def rows(self, name: str, batch: int, default: Any = None) -> list:
-        """One value for each of `batch` rows. Taken: [batch], [batch, 1], or one value for all of them."""
+        """Return one value for each of `batch` rows.
+
+        Accepted shapes: [batch], [batch, 1], or one value for all rows.
+        """
         array = self.arrays.get(name)
         if array is None:
             return [default] * batch
@@ -88,7 +91,7 @@ class Inputs:
         return array.reshape(-1).tolist()
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """One truth value for the whole request; rows that differ are refused."""
+        """Return one boolean for the whole request; rows that differ are refused."""
         array = self.arrays.get(name)
         if array is None or array.size == 0:
             return default
@@ -97,13 +100,13 @@ class Inputs:
         return bool(array.any())
 
     def params(self, batch: int) -> list[dict[str, Any]]:
-        """For each row the sampling parameters that the request sets, by our names."""
+        """Return for each row the sampling parameters that the request sets, by our names."""
         sent = [field for field in self._contract.params if field.name in self.arrays]
         columns = {field.param: self.rows(field.name, batch) for field in sent}
         return [{param: column[row] for param, column in columns.items()} for row in range(batch)]
 
     def client_names(self) -> dict[str, str]:
-        """Sampling parameter -> the name under which this client sent it, or would."""
+        """Map each sampling parameter to the name under which this client sent it, or would have."""
         return {field.param: self._sent_as.get(field.name, field.name) for field in self._contract.params}
 
 
@@ -113,7 +116,7 @@ def _check_dtype(field: Field, array: np.ndarray) -> None:
 
 
 def _triton_type(dtype: np.dtype) -> str:
-    """E.g. FP32, INT64, STRING."""
+    """Return the name of the Triton type, such as FP32, INT64, STRING."""
     kinds = {"f": "FP", "i": "INT", "u": "UINT"}
     return kinds[dtype.kind] + str(8 * dtype.itemsize) if dtype.kind in kinds else _OTHER_TYPES[dtype.kind]
 
@@ -139,8 +142,9 @@ def _short(value: Any) -> str:
 def check_parameters(values: Mapping[str, Any], contract: Contract, allowed: Iterable[str] = ()) -> None:
     """RequestError unless each parameter of the request is known to be harmless.
 
-    HTTP's generate endpoint makes a parameter of every field that is not an input, so a misspelt field ends
-    here: the error names it and the input that was probably meant. allowed: further patterns to accept.
+    HTTP's generate endpoint turns every field that is not an input into a parameter, so a misspelt field
+    arrives here: the error names it and the input that was probably meant. allowed: further patterns to
+    accept.
     """
     patterns = (*HARMLESS_PARAMETERS, *contract.parameters, *allowed)
     for name in values:
@@ -158,7 +162,7 @@ def check_parameters(values: Mapping[str, Any], contract: Contract, allowed: Ite
 
 
 def advice_on(name: str, contract: Contract) -> str:
-    """What to send instead of a field of OpenAI's API; "" for another name."""
+    """Return what to send instead of a field of OpenAI's API; "" for any other name."""
     prompt = contract.inputs[0].name
     if name == "prompt":
         return f"; it takes the prompt as {prompt}"
@@ -176,6 +180,6 @@ def _nearest(name: str, contract: Contract) -> str:
 
 
 def _meant(name: str, contract: Contract) -> str:
-    """What to do about an input that the model does not know, but its config.pbtxt declares."""
+    """Return advice about an input that config.pbtxt declares but the model does not know."""
     close = _nearest(name, contract)
     return f"; did you mean {close}?" if close else "; leave it out, and remove it from config.pbtxt"

@@ -12,7 +12,7 @@ from tridecode.backend.doors.contracts.ensemble import ENSEMBLE, POSTPROCESSING,
 from tridecode.backend.doors.contracts.fastertransformer import FASTERTRANSFORMER
 from tridecode.backend.doors.contracts.field import Contract, Field, Output, refused
 
-#: what Triton tells the model about a request of a sequence; config.pbtxt declares them as control inputs
+#: control inputs, declared in config.pbtxt: Triton's own information about a request of a sequence
 CONTROLS = ("START", "READY", "END", "CORRID")
 #: inputs of the plain model that a round cannot have
 _REFUSED = {
@@ -70,7 +70,7 @@ _SESSION = (
 
 
 def _deeper(contract: Contract, inputs: tuple[Field, ...], outputs: tuple[Output, ...]) -> Contract:
-    """The contract of these tensors, each with an axis more in front."""
+    """Return the contract of these tensors, each with one more leading axis."""
     return Contract(
         tuple(replace(field, dims=(-1, *((-1,) if field.keeps_axis else field.dims))) for field in inputs),
         tuple(replace(output, dims=(-1, *output.dims)) for output in outputs),
@@ -99,7 +99,7 @@ INTERACTIVE = _deeper(
 
 
 def _in_later_rounds(fields: tuple[Field, ...]) -> tuple[Field, ...]:
-    """The last of them is add_special_tokens, whose default depends on the round."""
+    """Change the default of add_special_tokens, the last field: it depends on the round."""
     default = "first round: `config.pbtxt`'s; later: false"
     return (*fields[:-1], replace(fields[-1], default=default))
 

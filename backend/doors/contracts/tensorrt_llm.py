@@ -15,7 +15,7 @@ from tridecode.backend.doors.contracts.field import (
 _INPUTS = (
     Field("text_input", "STRING", "prompt; no chat template is applied", kind="prompt", required=True),
     refused("decoder_text_input", "STRING", (b"",), kind="prompt"),
-    # required by TensorRT-LLM; ours, so that a request of the text alone is answered
+    # required by TensorRT-LLM; the default is ours, so that a request with only the text is answered
     Field("max_tokens", "INT32", param="max_tokens", default="`config.pbtxt`'s `default_max_tokens`"),
     Field("num_return_sequences", "INT32", param="num_return_sequences"),
     Field("bad_words", "STRING", "words that are never generated", "none", (-1,), "words"),
@@ -73,7 +73,7 @@ _INPUTS = (
     Field("min_length", "INT32", alias_of="min_tokens"),
     Field("random_seed", "UINT64", alias_of="seed"),
     Field("stop", "BOOL", "stop the running request that has the same request id, see below", "false"),
-    # only in a config.pbtxt from elsewhere
+    # only foreign config.pbtxt files declare it
     Field(
         "early_stopping",
         "BOOL",
@@ -99,7 +99,8 @@ _INPUTS = (
 )
 
 _OUTPUTS = (
-    Output("text_output", "STRING", (-1,), "text"),  # the first one: LiteLLM reads it, whatever its name
+    # first, because LiteLLM reads the first output, whatever its name
+    Output("text_output", "STRING", (-1,), "text"),
     Output("cum_log_probs", "FP32", (-1,), "sum of the log probabilities of the row so far"),
     Output("output_log_probs", "FP32", (-1, -1), "log probability of each new token"),
     Output("context_logits", "FP32", (-1, -1), "[B, L, vocabulary]: logits at each token of the prompt"),

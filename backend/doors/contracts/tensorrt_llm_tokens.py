@@ -84,7 +84,7 @@ _INPUTS = (
     refused("lookahead_window_size", "INT32", (0,)),
     refused("lookahead_ngram_size", "INT32", (0,)),
     refused("lookahead_verification_set_size", "INT32", (0,)),
-    # of its last version
+    # in its last version
     Field("return_num_input_tokens", "BOOL", "return `num_input_tokens`", "true"),
     Field("return_num_output_tokens", "BOOL", "return `num_output_tokens`", "true"),
     # ours
@@ -105,7 +105,7 @@ _INPUTS = (
 _MEANINGS = {"sequence_index": "sample of the row; beams are in `output_ids`"}
 
 _OUTPUTS = (
-    # the first one: benchmark_core_model.py counts the tokens of the first output, whatever its name
+    # first, because benchmark_core_model.py counts the tokens of the first output, whatever its name
     Output("output_ids", "INT32", (-1, -1), "[B, K, n]: prompt and answer; in a stream, the new tokens"),
     Output("sequence_length", "INT32", (-1,), "[B, K]: ids of each sequence in `output_ids`"),
     *(
@@ -198,7 +198,7 @@ _RENAMED = {
     "top_p_min": "runtime_top_p_min",
     "top_p_reset_ids": "runtime_top_p_reset_ids",
 }
-#: the text models' inputs that the ensemble does not have: a stop request has no text
+#: inputs of the text models that the ensemble lacks: a stop request has no text
 _NOT_PASSED_ON = ("stop", "priority")
 
 TENSORRT_LLM_ENSEMBLE = Contract(
@@ -208,7 +208,8 @@ TENSORRT_LLM_ENSEMBLE = Contract(
         for field in TENSORRT_LLM.inputs
         if field.declared and field.name not in _NOT_PASSED_ON
     ),
-    # two axes beside the batch's: for one, Triton would put an axis of 1 before postprocessing's flat array
+    # two axes besides the batch axis: with one, Triton would prepend an axis of 1 to postprocessing's flat
+    # array
     tuple(
         replace(output, dims=(-1, -1)) if output.name == "text_output" else output
         for output in TENSORRT_LLM.outputs

@@ -27,7 +27,7 @@ _INPUTS: dict[str, dict] = {
     "beam_width": {"dtype": "UINT32"},
     "stream": {},
 }
-#: names of the last version that the door reads by hand, and later inputs that cost old clients nothing
+#: the last version's names, which the door reads itself, and later inputs, which old clients may ignore
 _MORE = (
     "exclude_input_in_output",
     "return_log_probs",

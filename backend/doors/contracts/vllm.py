@@ -56,9 +56,9 @@ VLLM = Contract(_INPUTS, _OUTPUTS, batched=False)
 class Key:
     """One key of the JSON object.
 
-    kind: "int", "float", "bool", "text", "texts" (a text or a list of them), "ids" (a list of whole numbers)
-    or "any" (only compared with `neutral`). low, high: both included. refused: values other than `neutral`
-    are not implemented. A null counts as not sent.
+    kind: "int", "float", "bool", "text", "texts" (a text or a list of texts), "ids" (a list of integers) or
+    "any" (only compared with `neutral`). low, high: both included. refused: values other than `neutral` are
+    not implemented. A null counts as not sent.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Key:
 
     @property
     def in_words(self) -> str:
-        """The accepted values."""
+        """Describe the accepted values, for errors."""
         if self.wanted or self.kind not in ("int", "float"):
             return self.wanted or _IN_WORDS[self.kind].format(int(self.high))
         if self.kind == "int":

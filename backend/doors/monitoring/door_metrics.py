@@ -1,7 +1,7 @@
 """A door's metrics on Triton's /metrics page: its requests and their latencies, and its engine's heartbeat.
 
-metric_table.py lists them. The page has one series per model for what doors measure, and one per engine for
-what the engine reports, whatever the number of doors.
+metric_table.py lists them. Values that doors measure have one series per model; values that the engine
+reports have one per engine, whatever the number of doors.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from tridecode.backend.service.engine_link import EngineLink
 from tridecode.backend.service.open_requests import ResumeCounts
 from tridecode.backend.wire.messages import EngineBeat
 
-_EVERY_S = 1.0  # a publication is some round trips to the server; a request only adds to a list
-#: values of histograms that are kept until they are published, and that one publication sends
+_EVERY_S = 1.0  # a publication costs several round trips to the server; a request only adds to a list
+#: histogram values that are buffered at most until a publication, and sent at most by one publication
 _MAX_VALUES = 20_000
 _VALUES_AT_ONCE = 4_000
 
@@ -60,7 +60,7 @@ _log = logging.getLogger("tridecode.door")
 class DoorMetrics:
     """Counts ended requests and publishes once a second, on a thread of its own.
 
-    Without custom metrics in this Triton, or with --allow-metrics=false, it only counts.
+    If this Triton has no custom metrics, or runs with --allow-metrics=false, it only counts.
     """
 
     def __init__(
@@ -71,14 +71,16 @@ class DoorMetrics:
         engine_dir: Path,
         gaps: Callable[[], Sequence[GapCounts]] | None = None,
     ):
-        """door, engine: their names on the page. engine_dir: folder of the engine's model. gaps: those of
-        each sender thread; None: this door has no requests of its own."""
+        """door, engine: their names on the page. engine_dir: folder of the engine's model. gaps: one per
+        sender thread; None: this door has no requests of its own.
+        """
         self._link, self._engine_dir, self._gaps = link, engine_dir, gaps
         self._model: Labels = {"model": door}
         self._engine: Labels = {"engine": engine}
         self._lock = threading.Lock()
-        self._counts: Counter[tuple[str, str]] = Counter()  # (metric, outcome) -> not yet published
-        self._resumed = ResumeCounts()  # those that were published
+        # (metric, outcome) -> count that is not yet published
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._resumed = ResumeCounts()  # totals that were already published
         self._values: list[tuple[Metric, float]] = []
         self._families: Families | None = None
         self._closing = threading.Event()
@@ -89,7 +91,10 @@ class DoorMetrics:
             self._thread.start()
 
     def count(self, times: RequestTimes, outcome: str, tokens: int) -> None:
-        """A request has ended. outcome: "ok" or an error's code in lower case. tokens: generated."""
+        """Count a request that has ended.
+
+        outcome: "ok" or an error's code in lower case. tokens: generated.
+        """
         values = [(_FIRST, times.first_token_s), (_PER_TOKEN, times.per_token_s), (_QUEUE, times.queued_s)]
         if outcome == "ok" and times.prompt_tokens:
             values.append((_WHOLE, times.total_s))
@@ -101,7 +106,7 @@ class DoorMetrics:
                 self._values += [(row, value) for row, value in values if value is not None]
 
     def count_request(self, outcome: str) -> None:
-        """A request without an engine has ended."""
+        """Count a request that ended without an engine."""
         with self._lock:
             self._counts[_REQUESTS.name, outcome] += 1
 
@@ -113,7 +118,7 @@ class DoorMetrics:
     def _run(self) -> None:
         closing = False
         while not closing:
-            closing = self._closing.wait(_EVERY_S)  # what came since the last publication is published, too
+            closing = self._closing.wait(_EVERY_S)  # publishes what came since the last publication, too
             try:
                 self.publish()
             except Exception:
@@ -121,7 +126,7 @@ class DoorMetrics:
                 return
 
     def publish(self) -> None:
-        """Send what is new to the server."""
+        """Send new values to the server."""
         if self._families is None:
             self._begin()
         families = self._families
@@ -143,7 +148,7 @@ class DoorMetrics:
         self._publish_engine(families)
 
     def _begin(self) -> None:
-        """Create what must be on the page before it has a value: rates of counters need the 0."""
+        """Create the metrics that need an initial 0 on the page, such as counters whose rate is computed."""
         families = Families()
         families.add(_REQUESTS, {**self._model, "outcome": "ok"}, 0.0)
         if self._gaps is not None:
@@ -177,7 +182,7 @@ class DoorMetrics:
 
 
 def _engine_values(beat: EngineBeat) -> Iterator[tuple[Metric, str, Labels, float]]:
-    """Row, name of the family, labels and value of each metric in a heartbeat."""
+    """Yield row, family name, labels and value of each metric in a heartbeat."""
     for field, metric in BEAT_METRICS.items():
         yield metric, metric.name, {}, float(getattr(beat, field))
     for spelt, value in beat.metrics.items():
@@ -193,7 +198,7 @@ def _engine_values(beat: EngineBeat) -> Iterator[tuple[Metric, str, Labels, floa
 
 
 def _labels(name: str) -> tuple[str, Labels]:
-    """A name of EngineBeat.metrics without its label, if it has one, as in `shadow_kl_bucket{le="1"}`."""
+    """Split a name of EngineBeat.metrics from its label, if it has one, as in `shadow_kl_bucket{le="1"}`."""
     name, has_label, label = name.partition("{")
     if not has_label:
         return name, {}

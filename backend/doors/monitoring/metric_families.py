@@ -2,7 +2,7 @@
 
 Two stubs that create a family of the same name, or a metric with the same labels, get the same series: the
 registry merges them (Triton 2.51). Counters and histograms of several stubs therefore add up, and a stub that
-is loaded again goes on with the old values. A family of another kind under a taken name is refused.
+is loaded again continues from the old values. A family of another kind under a taken name is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import triton_python_backend_utils as pb_utils
 from tridecode.backend.doors.monitoring.metric_table import BUCKETS, COUNTER, GAUGE, HISTOGRAM, Metric
 
 Labels = dict[str, str]
-_LOCK_S = 0.1  # longest wait for another door that publishes the same engine
+_LOCK_S = 0.1  # longest wait for another door that is publishing the same engine
 
 
 class Families:
@@ -42,7 +42,7 @@ class Families:
         self._metric(row.name, GAUGE, row, labels).set(value)
 
     def value(self, row: Metric, labels: Labels, name: str = "") -> float:
-        """Value of a counter in the server: the sum over all stubs. name: of a family of BUCKETS."""
+        """Return a counter's value in the server: the sum over all stubs. name: a family of BUCKETS."""
         return self._metric(name or row.name, COUNTER, row, labels).value()
 
     def observe(self, row: Metric, labels: Labels, value: float) -> None:
@@ -54,7 +54,7 @@ class Families:
         self._metric(name, COUNTER, row, labels).increment(value)
 
     def create(self, row: Metric, labels: Labels) -> None:
-        """Show the metric before it has a value, at 0."""
+        """Create the metric with the value 0 before it has one."""
         if row.kind != BUCKETS:
             self._metric(row.name, row.kind, row, labels)
             return
@@ -76,19 +76,22 @@ class Families:
 
 
 def _immortal(thing: Any) -> Any:
-    """Never destroy `thing`: a metric's destructor can crash stub or server at exit (seen on Triton 2.51),
-    and removes the series from the page also for the stubs that share it."""
+    """Never destroy `thing`.
+
+    A metric's destructor can crash the stub or the server at exit (seen on Triton 2.51), and removes the
+    series from the page even for the other stubs that share it.
+    """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
     return thing
 
 
 def bound_labels(bounds: Sequence[float]) -> list[str]:
-    """Values of the label `le`."""
+    """Return the values of the label `le`."""
     return [*(f"{bound:g}" for bound in bounds), "+Inf"]
 
 
 class BucketCounters:
-    """Publishes a histogram of kind BUCKETS from counts that somebody else accumulates.
+    """Publishes a histogram of kind BUCKETS from counts that are accumulated elsewhere.
 
     Costs a fixed number of round trips per publication, however many values there were.
     """
@@ -112,14 +115,14 @@ class BucketCounters:
         if total > self._published_sum:
             add(self._row, sum_, self._labels, total - self._published_sum)
         for bound, number in zip(reversed(self._bounds), reversed(new)):  # wide buckets first: a page that
-            if added:  # is read meanwhile has no bucket that is smaller than one within it
+            if added:  # is read meanwhile never shows a bucket smaller than one that it contains
                 add(self._row, bucket, {**self._labels, "le": bound}, added)
             added -= number
         self._published, self._published_sum = list(counts), total
 
 
 class Totals:
-    """Publishes totals of an engine, which starts again from 0, as counters of the server, which never do.
+    """Publishes totals that restart from 0 with each engine as counters of the server, which never restart.
 
     Several doors publish the same engine. Each compares the server's value with the total that it knows and
     adds what is missing, so the number of doors does not matter.
@@ -128,11 +131,11 @@ class Totals:
     def __init__(self, families: Families):
         self._families = families
         self._epoch = -1
-        self._base: dict[tuple, float] = {}  # of series: the total of earlier engines
+        self._base: dict[tuple, float] = {}  # series -> total of earlier engines
         self._last: dict[tuple, float] = {}
 
     def begin(self, epoch: int) -> None:
-        """The totals that follow are those of the engine of this epoch."""
+        """Take the following totals as those of the engine of this epoch."""
         if epoch != self._epoch:
             for key, last in self._last.items():
                 self._base[key] += last
@@ -142,7 +145,7 @@ class Totals:
     def publish(self, row: Metric, name: str, labels: Labels, total: float) -> None:
         key = (name, *sorted(labels.items()))
         value = self._families.value(row, labels, name)
-        if key not in self._base:  # the server's value may already have totals of earlier engines
+        if key not in self._base:  # the server's value may already include totals of earlier engines
             self._base[key] = max(0.0, value - total)
         self._last[key] = total
         missing = self._base[key] + total - value
@@ -154,8 +157,8 @@ class Totals:
 def publishing(engine_dir: Path) -> Iterator[None]:
     """Hold the lock of the doors that publish the engine of `engine_dir`, so that no two add the same count.
 
-    Where the folder cannot be locked, or not soon, the doors go on without: a count may then be added twice,
-    which the next publications make up for.
+    If the folder cannot be locked in time, the doors continue without the lock: a count may then be added
+    twice, which the next publications correct.
     """
     fd = -1
     try:

@@ -1,8 +1,8 @@
 """The metrics of Tridecode on Triton's metrics page: one row each, and nothing else repeats a row.
 
-From the rows follow the page's HELP and TYPE lines (`door_metrics.py`) and the tables of
-docs/reference/metrics.md (`python -m tridecode.tools.generated_docs.metrics --write`). Names follow
-Prometheus: base units, `_total` for totals.
+The page's HELP and TYPE lines (`door_metrics.py`) and the tables of docs/reference/metrics.md are generated
+from the rows (`python -m tridecode.tools.generated_docs.metrics --write`). Names follow Prometheus: base
+units, `_total` for totals.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Metric:
 
     @property
     def families(self) -> tuple[str, ...]:
-        """Names of its families on the metrics page."""
+        """Return the names of its families on the metrics page."""
         if self.kind != BUCKETS:
             return (self.name,)
         return tuple(f"{self.name}_{suffix}" for suffix in ("bucket", "sum", "count"))
@@ -183,7 +183,7 @@ ENGINE_METRICS = {
         "shadow_agreement", BUCKETS, "Share of the greedy tokens of a shadow run that agree, from 0 to 1"
     ),
 }
-#: values of the heartbeat that are published under another name already
+#: heartbeat values that are already published under another name
 REPEATED = frozenset({"steps", "sequences_running"})
 
 ALL_METRICS = (*DOOR_METRICS, READY, *BEAT_METRICS.values(), *ENGINE_METRICS.values())

@@ -1,8 +1,8 @@
-"""The request log: one line per request when it ends, refused ones included. No line has text of a prompt.
+"""The request log: one line per request when it ends, also if refused. No line has text of a prompt.
 
-Lines go to stderr, as tritonserver's own. A thread of its own writes them: a door only appends to a list, so
-neither a flood of refused requests nor a reader of the log that has stopped can delay a request. Lines
-beyond LINES_PER_S are left out and counted.
+Lines go to stderr, like tritonserver's own. A separate thread writes them, and a door only appends to a list:
+neither a flood of refused requests nor a stalled reader of the log can delay a request. Lines beyond
+LINES_PER_S are dropped and counted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from tridecode.backend.base import log_format
 from tridecode.backend.doors.monitoring.request_times import RequestTimes
 
-#: lines of one door per second; beyond, requests are summed up in one line per second
+#: lines of one door per second; the requests beyond are summarised in one line per second
 LINES_PER_S = 500
 _EVERY_S = 0.2
 _MAX_ERROR = 400  # characters
@@ -28,13 +28,13 @@ _MAX_ID = 200
 
 @dataclass(frozen=True)
 class RequestLine:
-    """One request that has ended. Durations are seconds; None: it did not come so far.
+    """One request that has ended. Durations are seconds; None: it ended before that.
 
     outcome: "ok", or the code of the error in lower case. finish: finish reasons, joined by commas.
     """
 
-    time: float  # of the end, since the Unix epoch
-    id: str  # the client's; "" if it gave none
+    time: float  # end, seconds since the Unix epoch
+    id: str  # the client's request id; "" if it sent none
     outcome: str
     finish: str
     prompt_tokens: int
@@ -49,7 +49,10 @@ class RequestLine:
 def line_of(
     times: RequestTimes, label: str, outcome: str, answer: Any, sequences: int, error: str
 ) -> RequestLine:
-    """The line of a request that ends now. answer: its Answer, None if it was refused before it had one."""
+    """Return the line of a request that ends now.
+
+    answer: its Answer, None if it was refused before it had one.
+    """
     known = () if answer is None else getattr(answer, "finish_reasons", ())
     return RequestLine(
         time.time(),
@@ -67,7 +70,7 @@ def line_of(
 
 
 def _short(text: str, most: int) -> str:
-    """At most `most` characters, and less of a text with many that JSON escapes: a line must fit PIPE_BUF."""
+    """Cut to `most` characters, and further if JSON escapes many of them: a line must fit PIPE_BUF."""
     text = text[:most]
     return text if len(json.dumps(text)) <= 2 * most else text[: most // 6]
 
@@ -76,7 +79,7 @@ class RequestLog:
     """Writes the lines of one model. $TRIDECODE_REQUEST_LOG=off switches it off."""
 
     def __init__(self, model: str, fd: int = 2, lines_per_s: int = LINES_PER_S):
-        """fd: where the lines go."""
+        """fd: file descriptor that the lines are written to."""
         self._model, self._fd = model, fd
         self._format = as_json if log_format.chosen() == "json" else as_text
         self._most = max(1, round(lines_per_s * _EVERY_S))
@@ -93,7 +96,7 @@ class RequestLog:
         return self
 
     def put(self, line: RequestLine) -> None:
-        """Queue a line; never blocks. A full queue counts it as left out."""
+        """Queue a line; never blocks. If the queue is full, the line is counted as dropped."""
         if not self._thread.is_alive():
             return
         with self._lock:
@@ -103,7 +106,7 @@ class RequestLog:
                 self._left_out[line.outcome] += 1
 
     def close(self) -> None:
-        """Write what is queued; a reader that does not read is not waited for."""
+        """Write the queued lines, without waiting for a stalled reader."""
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join(1.0)
@@ -116,7 +119,7 @@ class RequestLog:
                 return
 
     def _take(self, closing: bool) -> list[bytes]:
-        """What is to be written now, in pieces that no other process's lines can interrupt in a pipe."""
+        """Return the pieces to write now; each is small enough to be atomic in a pipe."""
         now = time.monotonic()
         with self._lock:
             lines, self._lines = self._lines, []
@@ -136,11 +139,11 @@ class RequestLog:
         return [piece for piece in pieces if piece]
 
     def _write(self, data: bytes) -> bool:
-        """False if nobody can read the log any more."""
+        """Write the data; return False if nobody can read the log any more."""
         while data:
             try:
                 data = data[os.write(self._fd, data) :]
-            except BlockingIOError:  # whoever gave us this pipe has made it non-blocking
+            except BlockingIOError:  # the pipe's creator has made it non-blocking
                 time.sleep(_EVERY_S)
             except OSError:
                 return False
@@ -148,7 +151,7 @@ class RequestLog:
 
 
 def as_json(model: str, line: RequestLine) -> str:
-    """One JSON object, with the fields of docs/reference/metrics.md."""
+    """Format as one JSON object, with the fields of docs/reference/metrics.md."""
     fields: dict[str, Any] = {"time": log_format.timestamp(line.time), "event": "request", "model": model}
     fields["id"] = line.id
     fields["outcome"] = line.outcome
@@ -164,7 +167,10 @@ def as_json(model: str, line: RequestLine) -> str:
 
 
 def as_text(model: str, line: RequestLine) -> str:
-    """The same fields as `name=value`. Texts of the client are JSON strings, so that each is one line."""
+    """Format the same fields as `name=value`.
+
+    Texts of the client become JSON strings, so that each stays on one line.
+    """
     words = [f"{log_format.timestamp(line.time)} request model={model} outcome={line.outcome}"]
     words += [f"id={json.dumps(line.id)}"] if line.id else []
     words += [f"finish={line.finish}"] if line.finish else []

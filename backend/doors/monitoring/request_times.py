@@ -1,6 +1,6 @@
-"""Times of one request as its door sees them, and the gaps between its tokens.
+"""Times of one request, measured at its door, and the gaps between its tokens.
 
-The sender thread of a stream reports each delivery of tokens here, in well under a microsecond per token;
+The sender thread of a stream reports each delivery of tokens here, at well under a microsecond per token;
 door_metrics.py and request_log.py read the results when the request has ended.
 """
 
@@ -16,9 +16,9 @@ from tridecode.backend.wire.messages import Event
 
 
 class GapCounts:
-    """Histogram of the gaps between deliveries. One thread adds; others may read, and see values that grow.
+    """Histogram of the gaps between deliveries. One thread adds; others may read growing values.
 
-    counts: per bucket of GAP_BOUNDS, not cumulative; the last one is for longer gaps.
+    counts: per bucket of GAP_BOUNDS, not cumulative; the last one counts longer gaps.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class GapCounts:
 
 
 class RequestTimes:
-    """Times of one request. Times are monotonic seconds; used by the request's sender thread, once open.
+    """Times of one request, in monotonic seconds; once open, used by the request's sender thread only.
 
     prompt_tokens: of all prompts, 0 before they are known. queued_s: from the arrival in the engine until the
     first sequence got a slot; None if none has. finishes: how each sequence ended, by row.
@@ -59,7 +59,7 @@ class RequestTimes:
                 if last is None:
                     self.first_token = self.first_token or now
                     self._tokens[row] = 0
-                elif now > last:  # tokens of several steps in one response have one gap
+                elif now > last:  # tokens of several steps that share a response count as one gap
                     self._gaps.add(now - last)
                 self._last[row] = self.last_token = now
                 self._tokens[row] += len(event.tokens) or 1
@@ -68,12 +68,12 @@ class RequestTimes:
 
     @property
     def first_token_s(self) -> float | None:
-        """Seconds from the arrival in the door to the first token; None if there was none."""
+        """Return the seconds from the arrival at the door to the first token; None if there was none."""
         return self.first_token - self.began if self.first_token else None
 
     @property
     def per_token_s(self) -> float | None:
-        """Mean seconds between the tokens of the longest sequence; None with less than two deliveries."""
+        """Return the longest sequence's mean seconds per token; None with fewer than two deliveries."""
         most = max(self._tokens.values(), default=0)
         if most < 2 or self.last_token <= self.first_token:
             return None
@@ -81,10 +81,13 @@ class RequestTimes:
 
     @property
     def total_s(self) -> float:
-        """Seconds from the arrival in the door to the end."""
+        """Return the seconds from the arrival at the door to the end."""
         return (self.ended or time.monotonic()) - self.began
 
     def finish_reasons(self, known: Sequence[str] = ()) -> str:
-        """Distinct finish reasons of the sequences, joined by commas. known: those that the answer gave."""
+        """Return the distinct finish reasons of the sequences, joined by commas.
+
+        known: those that the answer reported.
+        """
         reasons = known or [FINISH_REASONS.get(finish, finish) for finish in self.finishes.values()]
         return ",".join(sorted({reason for reason in reasons if reason}))

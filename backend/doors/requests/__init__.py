@@ -1,1 +1,1 @@
-"""Requests as doors read them: tensors, parameters and limits."""
+"""Parsing and checking of requests: tensors, parameters and limits."""

@@ -1,8 +1,8 @@
-"""The conversations of an interactive door: their tokens, and whose turn it is. Nothing of Triton here.
+"""The conversations of an interactive door: their tokens, and the order of their rounds. Free of Triton.
 
-The door keeps the tokens that an answer shows. The engine keeps them too, with what it has computed; a round
-tells it how many it goes on from. So a round that fails changes nothing: the next one names the same number.
-An engine that was started since the last round gets the tokens with the next one.
+The door keeps the tokens that an answer shows. The engine keeps them too, with their cache blocks; a round
+names the number of tokens that it continues from. So a failed round changes nothing: the next one names the
+same number. An engine that was started since the last round gets the tokens with the next one.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from tridecode.backend.base.errors import CapacityError, SessionGoneError
 from tridecode.backend.wire.messages import Event
 
 Key = Union[int, str]  # Triton's sequence id
-#: rounds of one conversation that wait for the one before
+#: rounds of one conversation that may wait for the one before
 MAX_WAITING = 16
 _MAX_REASONS = 1024
 _LOOK_S = 1.0
-#: the door forgets an idle conversation later than Triton and the engine
+#: the door forgets an idle conversation later than Triton and the engine do
 _MARGIN_S = 5.0
 
 
 @dataclass(eq=False)
 class Conversation:
-    """number: the engine's name of it. rows: the tokens of each row, without an end token that the next round
-    replaces. leads: tokens of each row in the engine that are not shown: a start_id."""
+    """number: its id in the engine. rows: the tokens of each row, without an end token that the next round
+    replaces. leads: for each row the number of tokens that the engine has but the answer does not show: a
+    start_id.
+    """
 
     number: int
     session_len: int
@@ -44,12 +46,12 @@ class Conversation:
 
     @property
     def kept(self) -> list[int]:
-        """How many tokens of each row the engine has."""
+        """Return the number of tokens of each row that the engine has."""
         return [len(row) + len(lead) for row, lead in zip(self.rows, self.leads)]
 
     @property
     def history(self) -> list[list[int]]:
-        """The tokens of each row that the engine has; another engine continues the conversation from them."""
+        """Return the tokens of each row that the engine has, from which another engine can continue."""
         return [lead + row for row, lead in zip(self.rows, self.leads)]
 
 
@@ -57,7 +59,7 @@ class Conversation:
 class Turn:
     """One round. whole: the tokens of each row before its answer, from the start of the conversation.
 
-    received, stream: the door's. prepared, begun: see Turns."""
+    received, stream: used by the door. prepared, begun: see Turns."""
 
     key: Key
     start: bool
@@ -74,12 +76,12 @@ class Turn:
         self.whole, self.ended_by = whole, [""] * len(whole)
 
     def take(self, event: Event) -> None:
-        """An event of the round, before its stream has it."""
+        """Record an event of the round before its stream gets it."""
         self.whole[event.sequence] += event.tokens
         self.ended_by[event.sequence] = event.finish or self.ended_by[event.sequence]
 
     def close(self) -> None:
-        """The round has been answered: its tokens are part of the conversation."""
+        """Add the tokens of the answered round to the conversation."""
         assert self.conversation is not None
         for row, finish in zip(self.whole, self.ended_by):
             if finish == "end_id":
@@ -104,13 +106,13 @@ class Turns:
             lane.append(turn)
 
     def prepare(self, turn: Turn) -> bool:
-        """The turn can begin from now on. Whether it must, because none is before it."""
+        """Mark the turn as ready to begin. Return whether it must begin now, because none is before it."""
         with self._lock:
             turn.prepared = True
             return self._first(turn.key) is turn
 
     def leave(self, turn: Turn) -> Turn | None:
-        """The turn has ended. The one that must begin now."""
+        """End the turn. Return the turn that must begin now, if there is one."""
         with self._lock:
             lane = self._lanes.get(turn.key, [])
             if turn in lane:
@@ -120,7 +122,7 @@ class Turns:
             return self._first(turn.key)
 
     def _first(self, key: Key) -> Turn | None:
-        """The first turn if it can begin and has not; it begins."""
+        """Mark the first turn as begun and return it, if it can begin and has not begun."""
         first = next(iter(self._lanes.get(key, [])), None)
         if first is None or first.begun or not first.prepared:
             return None
@@ -133,7 +135,7 @@ class Turns:
 
 
 class Conversations:
-    """Conversations by Triton's sequence id. Thread-safe; only its running turn changes a conversation."""
+    """Conversations by Triton's sequence id. Thread-safe; only its running turn may change a conversation."""
 
     def __init__(self, turns: Turns, idle_s: float):
         self._turns, self._idle_s = turns, idle_s
@@ -147,13 +149,13 @@ class Conversations:
         return len(self._held)
 
     def begin(self, key: Key, session_len: int, memory_len: int, rows: int) -> Conversation:
-        """A new conversation, which has no place here before `add`."""
+        """Return a new conversation, which is not registered before `add`."""
         return Conversation(
             next(self._numbers), session_len, memory_len, [[] for _ in range(rows)], [[] for _ in range(rows)]
         )
 
     def get(self, key: Key) -> Conversation:
-        """Raises SessionGoneError with the reason."""
+        """Return a conversation. Raises SessionGoneError with the reason if there is none."""
         with self._lock:
             found = self._held.get(key)
             if found is None:
@@ -169,7 +171,7 @@ class Conversations:
             conversation.used_at = time.monotonic()
 
     def drop(self, key: Key, reason: str) -> Conversation | None:
-        """Forget a conversation; returns it, so that the engine can be told."""
+        """Forget a conversation and return it, so that the caller can end it in the engine."""
         with self._lock:
             self._reasons[key] = reason
             self._reasons.move_to_end(key)
@@ -178,7 +180,7 @@ class Conversations:
             return self._held.pop(key, None)
 
     def drop_idle(self) -> list[Conversation]:
-        """Forget what was idle for too long. Looks once a second."""
+        """Forget conversations that were idle for too long. Checks once a second."""
         now = time.monotonic()
         if now - self._looked_at < _LOOK_S:
             return []

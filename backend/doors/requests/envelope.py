@@ -1,9 +1,8 @@
-"""Size limits of a request: checked once, for every door, before any of it is parsed, copied, tokenised,
-allocated or sent on.
+"""Size limits of a request, checked once for every door before any part of it is parsed, copied or tokenised.
 
-Limits that other front ends share are in backend/service/limits.py; docs/reference/requests.md lists all.
-Checks look at shapes and lengths only, so their cost does not depend on the content. A request that passes
-can be encoded as a message of backend/wire/messages.py.
+backend/service/limits.py has the limits that all front ends share; docs/reference/requests.md lists all
+limits. Checks look at shapes and lengths only, so their cost does not depend on the content. A request that
+passes can be encoded as a message of backend/wire/messages.py.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from tridecode.backend.doors.door_settings import DoorSettings
     from tridecode.backend.wire.messages import Limits
 
-MAX_ROWS = 1024  # sequences of one request; max_batch_size of our models
+MAX_ROWS = 1024  # rows of one request; max_batch_size of our models
 MAX_REQUEST_WORDS = 16_384  # bad or stop words of all rows
 MAX_WORD_IDS = 16_384  # n of a [B, 2, n] word list
 MAX_TABLES_BYTES = 268_435_456  # of the prompt tables of all rows
@@ -34,13 +33,16 @@ MAX_PARAMETER_BYTES = 65_536  # of their JSON text
 
 @dataclass(frozen=True)
 class Envelope(TextLimits):
-    """The limits of one door. Elements are numbers of any dtype."""
+    """The limits of one door. An element is one number of any dtype."""
 
-    max_response_elements: int  # of one response's arrays, and of any input tensor
-    max_stream_elements: int  # of all responses of a request together
+    max_response_elements: int  # elements of one response's arrays, and of any input tensor
+    max_stream_elements: int  # elements of all responses of a request together
 
     def check(self, arrays: Mapping[str, np.ndarray], contract: Contract) -> int:
-        """Bytes of all texts of the request. RequestError for the first tensor that is too large."""
+        """Return the bytes of all texts of the request.
+
+        Raises RequestError for the first tensor that is too large.
+        """
         total = 0
         for name, array in arrays.items():
             field = contract.by_name.get(name)
@@ -88,16 +90,16 @@ class Envelope(TextLimits):
         return total
 
     def check_width(self, name: str, width: int) -> None:
-        """RequestError for a width above max_sequence_tokens."""
+        """Raise RequestError for a width above max_sequence_tokens."""
         if width > self.max_sequence_tokens:
             most = f"{self.max_sequence_tokens:,} (max_sequence_tokens in config.pbtxt)"
             raise too_large(f"{name} has a width of {width:,}", most)
 
     def check_response(self, rows: int, width: int, output: int, hidden: int, responses: int) -> None:
-        """RequestError if FasterTransformer's responses would be too large: all ids, log-probs, embeddings.
+        """Raise RequestError if FasterTransformer's responses would be too large.
 
-        output: new tokens of the longest row. hidden: 0 without context embeddings. responses: their number
-        in a stream where none are merged.
+        output: new tokens of the longest row. hidden: 0 without context embeddings. responses: number of
+        responses in a stream that merges none.
         """
         elements = rows * (width + 2 * output + hidden)
         if elements > self.max_response_elements:
@@ -112,7 +114,7 @@ class Envelope(TextLimits):
             raise too_large(found, f"{most}; send fewer rows at once, or use the model that does not stream")
 
     def check_padded(self, name: str, rows: int, width: int) -> None:
-        """RequestError if a tensor padded to [rows, width] is too large."""
+        """Raise RequestError if a tensor padded to [rows, width] is too large."""
         if rows * width > self.max_response_elements:
             most = f"{self.max_response_elements:,} elements (max_response_elements in config.pbtxt)"
             found = f"{name} has {rows:,} rows, and padded to the longest each has {width:,} ids"
@@ -124,7 +126,7 @@ def _shape(name: str, array: np.ndarray) -> str:
 
 
 def envelope_of(settings: DoorSettings, limits: Limits | None = None) -> Envelope:
-    """The limits of a door: those of its config.pbtxt, else derived from the engine's limits."""
+    """Return the limits of a door: those of its config.pbtxt, else derived from the engine's limits."""
     texts = text_limits(limits, settings.max_prompt_bytes, settings.max_request_bytes)
     return Envelope(
         **vars(texts),
@@ -137,7 +139,10 @@ def envelope_of(settings: DoorSettings, limits: Limits | None = None) -> Envelop
 
 
 def read_label(request: Any) -> str:
-    """The request id. RequestError if it is not UTF-8 or too long; pb_utils raises UnicodeDecodeError."""
+    """Return the request id.
+
+    Raises RequestError if it is too long or not UTF-8 (UnicodeDecodeError of pb_utils).
+    """
     try:
         label = request.request_id()
     except UnicodeDecodeError:
@@ -146,7 +151,7 @@ def read_label(request: Any) -> str:
 
 
 def read_parameters(request: Any) -> dict[str, Any]:
-    """The request parameters; the size of their JSON text is checked before it is parsed."""
+    """Return the request parameters; the size of their JSON text is checked before it is parsed."""
     try:
         text = request.parameters()
     except UnicodeDecodeError:
@@ -168,5 +173,5 @@ def read_parameters(request: Any) -> dict[str, Any]:
 
 
 def read_timeout_s(request: Any) -> float:
-    """Seconds; 0: not sent."""
+    """Return the request's time-out in seconds; 0: not sent."""
     return min(max(0, request.timeout()) / 1e6, MAX_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Meaning of the fields of a request, in tensors and parameters."""
+"""Reads fields that a request may send as tensors or as parameters."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ from tridecode.backend.wire.messages import MAX_LORA_NAME
 
 
 def priorities(inputs: Inputs, parameters: Mapping[str, Any], batch: int) -> list[int]:
-    """The priority of each row: the input, else the request parameter, else 0. RequestError beyond int32."""
+    """Return the priority of each row: the input, else the request parameter, else 0.
+
+    Raises RequestError beyond int32.
+    """
     values = inputs.rows("priority", batch, parameters.get("priority", 0))
     return [whole_number("priority", v, -INT32_MAX - 1, INT32_MAX, "smaller is sooner") for v in values]
 
 
 def lora_names(inputs: Inputs, batch: int) -> list[str]:
-    """The adapter of each row, "" for none. RequestError for text that no name can be; the engine knows the
-    names."""
+    """Return the adapter of each row, "" for none. Raises RequestError for a text that cannot be a name.
+
+    The engine checks whether such an adapter exists.
+    """
     names = [
         decode_text(value, "lora_name", row) for row, value in enumerate(inputs.rows("lora_name", batch, ""))
     ]
@@ -31,13 +36,14 @@ def lora_names(inputs: Inputs, batch: int) -> list[str]:
 
 
 def add_special_tokens(inputs: Inputs, default: bool) -> bool:
-    """Whether the tokenizer adds its special tokens to the prompts of a request, which says it for all rows.
+    """Return whether the tokenizer adds its special tokens; one value applies to all rows of a request.
+
     default: that of the model's config.pbtxt."""
     return inputs.flag("add_special_tokens", inputs.flag("ADD_SPECIAL_TOKENS", default))
 
 
 def decode_text(value: Any, name: str, row: int | None = None) -> str:
-    """UTF-8 bytes as text; RequestError naming field, row and byte if they are not."""
+    """Decode UTF-8 bytes. Raises RequestError that names field, row and byte if they are not UTF-8."""
     if isinstance(value, str):
         return value
     try:

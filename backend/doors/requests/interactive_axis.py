@@ -1,4 +1,4 @@
-"""The axis of size 1 that every tensor of the interactive contract has in front."""
+"""Removes the leading axis of size 1 that every tensor of the interactive contract has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tridecode.backend.doors.contracts.inputs import Inputs
 
 
 def without_axis(inputs: Inputs) -> Inputs:
-    """The same inputs, in place, without it. RequestError for another size."""
+    """Remove the axis from the inputs, in place. Raises RequestError for another size."""
     for name, array in inputs.arrays.items():
         if array.ndim == 0 or array.shape[0] != 1:
             found = f"{inputs.sent_as(name)} has shape {list(array.shape)}"

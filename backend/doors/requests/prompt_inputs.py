@@ -1,7 +1,7 @@
 """Prompt learning in a request: its tables and tasks, and where virtual tokens stand among its ids.
 
-FasterTransformer's four inputs, and TensorRT-LLM's table of virtual ids. Every value that FasterTransformer
-leaves unchecked is refused here, naming the field, what was found and what was wanted.
+FasterTransformer's four inputs, and TensorRT-LLM's table of virtual ids. Values that FasterTransformer leaves
+unchecked are checked here; an error names the field, what was found and what was wanted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _EMBEDDING, _LENGTHS, _TYPE = "request_prompt_embedding", "request_prompt_length
 
 
 def read_row_prompts(inputs: Inputs, batch: int, limits: Limits) -> list[RowPrompt | None]:
-    """Of each row; None for a row without. The request's own tables take the place of tasks."""
+    """Return the learned prompt of each row, or None. The request's own tables take precedence over tasks."""
     names = (_EMBEDDING, _LENGTHS, _TYPE)
     sent = [name for name in names if name in inputs]
     if len(sent) == len(names):
@@ -86,7 +86,7 @@ def _request_tables(inputs: Inputs, batch: int, limits: Limits) -> list[RowPromp
 
 
 def read_virtual_tables(inputs: Inputs, batch: int, limits: Limits) -> list[RowPrompt | None]:
-    """prompt_embedding_table of each row: the id vocab_size + i is its row i. None for a row without."""
+    """Return the prompt_embedding_table of each row, or None. The id vocab_size + i stands for its row i."""
     name, size_name = "prompt_embedding_table", "prompt_vocab_size"
     sizes = inputs.rows(size_name, batch)
     if name not in inputs:
@@ -111,7 +111,7 @@ def read_virtual_tables(inputs: Inputs, batch: int, limits: Limits) -> list[RowP
 
 
 def _batched(table: np.ndarray, name: str, batch: int) -> np.ndarray:
-    """(batch, P, n): also of (P, n) or (1, P, n), which stand for every row."""
+    """Return (batch, P, n), also from (P, n) or (1, P, n), which apply to every row."""
     if table.ndim == 2:
         table = table[None]
     if table.ndim != 3 or table.shape[0] not in (1, batch) or table.dtype.kind != "f":
@@ -151,10 +151,11 @@ def place_rows(
     prompts: list[RowPrompt | None],
     limits: Limits,
 ) -> tuple[np.ndarray, list[int], list[np.ndarray | None]]:
-    """`place` for the rows of input_ids (B, W): the same without virtual tokens, the lengths of its rows, and
-    the engine's ids of each row that has a prompt.
+    """Apply `place` to the rows of input_ids (B, W).
 
-    With p-tuning the width becomes that of the longest row, as FasterTransformer's output has it.
+    Returns the ids without virtual tokens, the lengths of the rows, and the engine's ids of each row that has
+    a learned prompt. With p-tuning the width becomes that of the longest row, as in FasterTransformer's
+    output.
     """
     placed: list[np.ndarray | None] = [None] * len(lengths)
     ids, lengths = ids.copy(), list(lengths)

@@ -1,7 +1,7 @@
-"""vLLM's sampling parameters: a JSON object, or the parameters of a request, to checked Python values.
+"""Converts vLLM's sampling parameters (a JSON object or request parameters) to checked Python values.
 
 Sizes are checked before the text is parsed. Every fault is one RequestError that names the key, what was
-found and what was wanted. Numbers and truth values may be texts, because vLLM's own client sends them so.
+found and what was wanted. Numbers and booleans may be texts, because vLLM's own client sends them as texts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tridecode.backend.base.errors import RequestError, UnsupportedError
 from tridecode.backend.doors.contracts.inputs import advice_on
 from tridecode.backend.doors.contracts.vllm import KEYS_BY_NAME, VLLM, Key
 
-MAX_JSON_BYTES = 65_536  # of the JSON text
+MAX_JSON_BYTES = 65_536  # bytes of the JSON text
 MAX_LIST = 4096  # items of one list
 _WHOLE = re.compile(r"[+-]?[0-9]{1,20}")
 _LONGEST_NUMBER = 64  # characters of a number that is a text
@@ -27,7 +27,7 @@ _FIELD = "sampling_parameters"
 
 
 def parse(text: str) -> dict[str, Any]:
-    """The object's keys and converted values; keys whose value is null are left out. An empty text has none.
+    """Return the object's keys and converted values, without those that are null. An empty text has no keys.
 
     Raises RequestError or UnsupportedError.
     """
@@ -52,7 +52,7 @@ def parse(text: str) -> dict[str, Any]:
 
 
 def convert(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Checked values by key. where: what the keys belong to, for errors."""
+    """Return checked values by key. where: what the keys belong to, for errors."""
     converted = {}
     for name, value in values.items():
         key = KEYS_BY_NAME.get(name)
@@ -95,7 +95,7 @@ def _refuse(key: Key, value: Any, where: str) -> None:
 
 
 def _equals(value: Any, neutral: Any) -> bool:
-    """Whether they are the same; a text may stand for a number or a truth value."""
+    """Return whether both are equal; a text may represent a number or a boolean."""
     if isinstance(value, str) and isinstance(neutral, (bool, int)):
         with contextlib.suppress(ValueError):
             return value.lower() == str(neutral).lower() or float(value[:_LONGEST_NUMBER]) == neutral
@@ -103,7 +103,7 @@ def _equals(value: Any, neutral: Any) -> bool:
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
-# ---------------------------------------------------------------- one function a kind
+# ---------------------------------------------------------------- one function per kind
 
 
 def _number(value: Any, key: Key, where: str) -> float:
@@ -162,7 +162,7 @@ def _ids(value: Any, key: Key, where: str) -> list[int]:
 
 
 def _utf8(text: str, key: Key, where: str) -> str:
-    """JSON can hold halves of surrogate pairs, which cannot be encoded."""
+    """Check that the text can be encoded: JSON can hold lone surrogates, which UTF-8 cannot."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -186,9 +186,9 @@ def _unlike(key: Key, value: Any, where: str) -> RequestError:
 
 
 def _shown(value: Any) -> str:
-    """As JSON, cut to 60 characters."""
+    """Return the value as JSON, cut to 60 characters."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**30:
-        return f"a number of {value.bit_length()} bits"  # Python refuses to print the largest
+        return f"a number of {value.bit_length()} bits"  # Python refuses to print very large integers
     if isinstance(value, (list, dict)) and len(value) > 8:
         return f"a {'list' if isinstance(value, list) else 'JSON object'} of {len(value):,} items"
     text = json.dumps(value)

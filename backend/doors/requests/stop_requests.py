@@ -1,4 +1,4 @@
-"""TensorRT-LLM's stop request: `stop` is true, and the request id is that of the request to stop."""
+"""TensorRT-LLM's stop request: `stop` is true, and it has the request id of the request to stop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tridecode.backend.wire.messages import Event
 
 
 def stop_running(senders: Senders, stream: Stream) -> None:
-    """End the door's running requests with the request id of `stream`. RequestError if it has none."""
+    """End the door's running requests that have the request id of `stream`. RequestError if it has none."""
     if not stream.label:
         raise RequestError("stop is true; it needs the request id of the request to stop")
     for other in senders.open_streams():
@@ -18,7 +18,7 @@ def stop_running(senders: Senders, stream: Stream) -> None:
 
 
 def stop_rows(stream: Stream) -> None:
-    """End every row as it is. The sender discards the events while there is no answer."""
+    """End every row with the tokens so far. The sender discards the events while there is no answer."""
     stream.cancel_rows()
     for row in range(getattr(stream.answer, "num_rows", len(stream.requests))):
         stream.put_row(row, Event(0, 0, finish="stopped"))

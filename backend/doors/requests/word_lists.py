@@ -1,4 +1,4 @@
-"""FasterTransformer's lists of bad and stop words: CSV texts, token ids, and the [2, n] tensors between them.
+"""Converts FasterTransformer's lists of bad and stop words: CSV texts, token ids and [2, n] tensors.
 
 Source: to_word_list_format of the FasterTransformer backend's preprocessing models and its ban_bad_words and
 stop_criteria kernels (the tensor's meaning).
@@ -21,7 +21,10 @@ from tridecode.backend.wire.messages import Limits
 
 
 def words_of_csv(text: str, name: str) -> list[str]:
-    """The cells of the first CSV record without the empty ones; spaces are kept. RequestError if not CSV."""
+    """Return the non-empty cells of the first CSV record; spaces are kept.
+
+    Raises RequestError if it is not CSV.
+    """
     try:
         record = next(csv.reader([text]), [])
     except csv.Error as error:
@@ -34,7 +37,7 @@ def words_of_csv(text: str, name: str) -> list[str]:
 
 
 def encode_words(texts: list, name: str, tokenizer: Tokenizer) -> list[list[list[int]]]:
-    """The ids of each row's words. texts: one CSV text per row. Words without ids are dropped.
+    """Return the ids of each row's words. texts: one CSV text per row. Words without ids are dropped.
 
     RequestError if a text is not valid or has too many words.
     """
@@ -53,9 +56,10 @@ def encode_words(texts: list, name: str, tokenizer: Tokenizer) -> list[list[list
 
 
 def word_list_tensor(rows: list[list[list[int]]]) -> np.ndarray:
-    """The word lists of a batch as int32 [B, 2, P], P the longest row's number of ids, at least 1.
+    """Return the word lists of a batch as int32 [B, 2, P], P the longest row's number of ids, at least 1.
 
-    Row 0 of a sequence has the ids of all its words, then 0; row 1 the ends of the words, then -1.
+    Row 0 of a sequence holds the ids of all its words, padded with 0; row 1 the end offset of each word,
+    padded with -1.
     """
     width = max([1, *(sum(map(len, words)) for words in rows)])
     tensor = np.zeros((len(rows), 2, width), np.int32)
@@ -68,11 +72,11 @@ def word_list_tensor(rows: list[list[list[int]]]) -> np.ndarray:
 
 
 def read_word_list(tensor: np.ndarray, batch: int, name: str, vocab_size: int) -> list[list[list[int]]]:
-    """The words of each row of an int32 [B, 2, n] tensor, or of one [2, n] tensor for all rows.
+    """Return the words of each row of an int32 [B, 2, n] tensor, or of one [2, n] tensor for all rows.
 
-    Offsets below 0 are padding. A word without ids is ignored: FasterTransformer stopped after one token for
-    it in a stop list, which its own sample request did not intend. A word with an id beyond the vocabulary is
-    ignored too, as it can never be generated. RequestError if the tensor is malformed.
+    Offsets below 0 are padding. A word without ids is ignored: in a stop list, FasterTransformer ended the
+    row after one token, which even its own sample request did not intend. A word with an id beyond the
+    vocabulary is ignored too, because it can never be generated. RequestError if the tensor is malformed.
     """
     sent = list(tensor.shape)
     if tensor.ndim == 2:
@@ -99,9 +103,9 @@ def _read_row(row: np.ndarray, name: str, vocab_size: int) -> list[list[int]]:
 
 
 def read_words(inputs: Inputs, name: str, batch: int, limits: Limits, limit: int) -> list[list[list[int]]]:
-    """The ids of each row's words in the [batch, 2, n] tensor `name`, none where a request lacks it.
+    """Return the ids of each row's words in the [batch, 2, n] tensor `name`; none if the request lacks it.
 
-    RequestError as read_word_list's, and for words of more than `limit` tokens in a row.
+    Raises RequestError like read_word_list, and if the words of a row have more than `limit` tokens.
     """
     if name not in inputs:
         return [[]] * batch

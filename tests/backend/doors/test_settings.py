@@ -53,7 +53,7 @@ def test_values_are_converted():
         (
             "max_sequences",
             "4",
-            "max_sequences configures the engine; it belongs into fastertransformer/config",
+            "max_sequences configures the engine; move it to fastertransformer/config",
         ),
     ],
 )
